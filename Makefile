@@ -44,6 +44,7 @@ lint: $(READY) ## check format, style, import layers and types
 	$(BIN)/ruff check --quiet .
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
+	$(BIN)/vermin --quiet --no-tips --target=3.8- lab/audit/probe
 
 clean: ## remove the environment and caches; reports and data stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache build *.egg-info

@@ -65,7 +65,7 @@ def serve(rank: int, folder: Path, steps: int, probed: bool, results: Any) -> No
     torch.set_num_threads(1)
     if probed:
         settings = {"folder": str(folder), "script": str(Path(__file__).parent), "rank": rank}
-        settings |= {"steps": 10**6, "size": RANKS, "clocks": False, "replay": False}
+        settings |= {"steps": 10**6, "size": RANKS, "clocks": False}
         os.environ[probe.ENVIRONMENT] = json.dumps(settings)
         probe.install()
     seconds = train(rank, folder, steps)

@@ -85,6 +85,8 @@ def main() -> None:
         "--batch-size", type=whole_number, default=16, help="of a rank (default: 16)"
     )
     arguments = parser.parse_args()
+    if not hasattr(os, "SCHED_BATCH"):
+        sys.exit(f"error: {sys.platform} has no SCHED_BATCH: run this on Linux")
     print(describe_machine())
     for size in arguments.ranks:
         with tempfile.TemporaryDirectory() as folder:

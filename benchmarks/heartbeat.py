@@ -4,7 +4,7 @@
 
 Two real ranks train a model of one small layer over loopback, one torch thread each. That is the
 worst case: the shorter the step, the more a thread that takes turns with it costs. Blocks of steps
-with and without the thread (common/distributed/heartbeat.py) follow each other in one process
+with and without the thread (common/distributed/failures.py) follow each other in one process
 group, in the order A B B A. Each pair of blocks gives a ratio. A block has the same number of steps
 on all ranks and in both ways, and its time is rank 0's wall time between two barriers.
 
@@ -27,7 +27,8 @@ from torch import nn
 
 sys.path.insert(0, str(REPOSITORY))
 
-from common.distributed.heartbeat import Activity, Heartbeat
+from common.distributed.failures import Activity, FailureWatch
+from common.distributed.launch_env import LaunchSpec
 from common.training_engine import TrainingEngine
 
 RANKS, CLASSES = 2, 10
@@ -50,7 +51,7 @@ def build_step() -> tuple[TrainingEngine, Callable[[], None]]:
     return engine, step
 
 
-def measure_block(step: Callable[[], None], steps: int, heartbeat: Heartbeat | None) -> float:
+def measure_block(step: Callable[[], None], steps: int, heartbeat: FailureWatch | None) -> float:
     """Return the seconds of a step, with the thread of ``heartbeat`` or without one."""
     if heartbeat is not None:
         heartbeat.start()
@@ -84,12 +85,10 @@ def serve(rank: int, port_file: str, arguments: argparse.Namespace, results: Any
         found: dict[str, list[float]] = {"with": [], "without": []}
         for pair in range(arguments.pairs):
             for name in ("with", "without") if pair % 2 else ("without", "with"):
-                heartbeat = Heartbeat(
+                heartbeat = FailureWatch(
                     store,
-                    rank,
-                    RANKS,
+                    LaunchSpec(rank, RANKS, "127.0.0.1", store.port),
                     activity=engine.world.activity,
-                    address="127.0.0.1",
                     timeout_seconds=60,
                 )
                 found[name].append(

@@ -29,16 +29,13 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(REPOSITORY))
 
-from common.cost_model.memory_model import (
-    KINDS,
-    Memory,
-    MemoryCase,
-    optimizer_cost,
-    predict_memory,
-    total,
-)
 from common.models import build_model
-from common.reporting.rank_memory import rank_memory
+from common.profiling.memory_model import (
+    MemoryCase,
+    predict_memory,
+)
+from common.profiling.rank_memory import rank_memory
+from common.profiling.records import KINDS
 from common.sync import STRATEGIES, build_sync
 from common.sync.message_cost import GradientSize
 from lab.proofs.ranks import run_ranks
@@ -59,12 +56,12 @@ def build(model: str) -> nn.Module:
     return build_model(model, CLASSES.get(model, 10))
 
 
-def measure(rank: int, cases: Sequence[tuple[str, str, str]]) -> list[Memory]:
+def measure(rank: int, cases: Sequence[tuple[str, str, str]]) -> list[dict[str, int]]:
     """Return this rank's memory for each (model, optimiser, strategy)."""
     return [_after_some_steps(*case) for case in cases]
 
 
-def _after_some_steps(model_name: str, opt: str, sync_name: str) -> Memory:
+def _after_some_steps(model_name: str, opt: str, sync_name: str) -> dict[str, int]:
     torch.manual_seed(0)
     sync, model = build_sync(sync_name), build(model_name)
     optimizer = OPTIMIZERS[opt](model.parameters())
@@ -81,7 +78,7 @@ def _after_some_steps(model_name: str, opt: str, sync_name: str) -> Memory:
         step()
     memory = rank_memory(training, optimizer, sync)
     optimizer.zero_grad(set_to_none=True)
-    left = total(rank_memory(training, optimizer, sync))
+    left = sum(rank_memory(training, optimizer, sync).values())
     memory[_PEAK] = left + most_allocated(step)
     sync.sync_replicas(training)
     sync.close()
@@ -100,15 +97,16 @@ def most_allocated(action: Callable[[], None]) -> int:
     return max(itertools.accumulate(event.nbytes() for event in events))
 
 
-def predict(model_name: str, opt: str, sync_name: str, *, rank: int, ranks: int) -> Memory | None:
+def predict(model_name: str, opt: str, sync_name: str, *, rank: int, ranks: int) -> dict[str, int]:
     """Return the closed form for this case."""
     model = build(model_name)
     case = MemoryCase(
-        plan=build_sync(sync_name),
+        plan=build_sync(sync_name).plan,
         sizes=GradientSize.of(model.parameters()),
         rank=rank,
         ranks=ranks,
-        optimizer=optimizer_cost(opt, 0.9),
+        opt=opt,
+        momentum=0.9,
         untrained=sum(buffer.nbytes for buffer in model.buffers()),
     )
     return predict_memory(sync_name, case)
@@ -124,9 +122,9 @@ def print_tensors(models: Sequence[str], sizes: Sequence[int], syncs: Sequence[s
         by_rank = run_ranks(size, measure, cases, timeout_seconds=1800)
         for index, case in enumerate(cases):
             held = [{kind: memories[index][kind] for kind in KINDS} for memories in by_rank]
-            rank = max(range(size), key=lambda one: total(held[one]))
+            rank = max(range(size), key=lambda one: sum(held[one].values()))
             predicted = predict(*case, rank=rank, ranks=size)
-            sums = [total(held[rank]), total(predicted or {}), by_rank[rank][index][_PEAK]]
+            sums = [sum(held[rank].values()), sum(predicted.values()), by_rank[rank][index][_PEAK]]
             numbers = [f"{number / 1e6:.2f}" for number in [*held[rank].values(), *sums]]
             print(_line([*case, size, *numbers]), flush=True)
 

@@ -35,18 +35,19 @@ from torch import nn
 
 sys.path.insert(0, str(REPOSITORY))
 
-from common.cost_model.bucket_choice import choose_buckets
-from common.cost_model.compute_model import StepCompute
-from common.cost_model.event_model import predict_step
-from common.cost_model.measured_links import MeasuredLinks, network_from
 from common.emulation.compute_profile import load_profile
 from common.emulation.emulated_model import Emulation
 from common.models import build_model
-from common.profiling.link_measurements import measure_links, over_ranks
-from common.sync import build_message_plan_from, build_sync_from
+from common.sync import build_message_plan_from, build_sync
 from common.sync.message_cost import GradientSize
 from common.training_engine import TrainingEngine
 from common.utils.system import tune_malloc
+from lab.calibrate.link_measurements import measure_links, over_ranks
+from lab.compare.forecast import emulated_compute
+from lab.predict.bucket_choice import with_best_buckets
+from lab.predict.event_model import predict_step
+from lab.predict.measured_links import MeasuredLinks, network_from
+from lab.units import AUTO
 
 WARM_UP = 3  # steps of a block; DDP rearranges its buckets in its second step
 CLASSES = 10
@@ -58,7 +59,7 @@ def measure_block(name: str, options: dict[str, Any], job: argparse.Namespace) -
     rank, samples = dist.get_rank(), job.batch_size // dist.get_world_size()
     model = build_model(job.model, CLASSES).to(memory_format=torch.channels_last)
     engine = TrainingEngine(
-        model, "cpu", distributed=True, sync=build_sync_from(name, options), sync_batchnorm=False
+        model, "cpu", distributed=True, sync=build_sync(name, **options), sync_batchnorm=False
     )
     profile = load_profile(job.compute, model=job.model)
     engine.emulation = Emulation(model, profile, rank=rank, classes=CLASSES)
@@ -97,22 +98,20 @@ def serve(job: argparse.Namespace) -> None:
     network = network_from(MeasuredLinks(**links), rate_bits=None)
     profile = load_profile(job.compute, model=job.model)
     samples = job.batch_size // job.ranks
-    compute = StepCompute.of_layers(
-        profile.forward_seconds(samples),
-        profile.ready_seconds(samples),
-        profile.update_seconds,
-        sizes,
-        needed=profile.needed_seconds(samples),
-    )
+    compute = emulated_compute(profile, samples, list(sizes), gradients)
     ways: dict[str, tuple[str, dict[str, Any]]] = {}
     for name in job.sync:
         strategy, _, buckets = name.partition("-")
-        options = {"bucket_mb": float(buckets)} if buckets and buckets != "auto" else {}
-        if buckets == "auto":
-            choice = choose_buckets(
-                strategy, gradients, job.ranks, network=network, compute=compute
+        options = {"bucket_mb": float(buckets)} if buckets and buckets != AUTO else {}
+        if buckets == AUTO:
+            plan: Any = with_best_buckets(
+                build_message_plan_from(strategy, {"bucket_mb": AUTO}),
+                gradients,
+                job.ranks,
+                network=network,
+                compute=compute,
             )
-            options = {"bucket_mb": choice.bucket_mb}
+            options = {"bucket_mb": plan.bucket_mb}
         ways[name] = (strategy, options)
     model = {
         name: predict_step(

@@ -109,7 +109,7 @@ class Exchange:
 
     def measure(self) -> float:
         """Return the seconds of one exchange; for a periodic strategy, the mean over its period."""
-        return sum(self._once() for _ in range(self._sync.period)) / self._sync.period
+        return sum(self._once() for _ in range(self._sync.plan.period)) / self._sync.plan.period
 
     def _once(self) -> float:
         self._optimizer.zero_grad(set_to_none=True)
@@ -281,7 +281,8 @@ def report_exchanges(size: int, found: dict[str, list[float]]) -> None:
         ratios = [mine / raw for mine, raw in zip(seconds, found["raw"], strict=True)]
         sync = build_sync(name if name in STRATEGIES else "all_reduce_flat")
         sent = [
-            float(sync.bytes_sent(sizes, rank, size)) / sync.period / 1e6 for rank in (0, size - 1)
+            float(sync.plan.bytes_sent(sizes, rank, size)) / sync.plan.period / 1e6
+            for rank in (0, size - 1)
         ]
         print(
             f"{name:<21}{shown([1000 * s for s in seconds], '.1f'):<26}{shown(ratios, '.2f'):<26}"

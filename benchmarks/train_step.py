@@ -105,7 +105,7 @@ class Ours:
                 epoch=self._epoch,
                 seed=SEED,
                 max_steps=last,
-                on_steps=self._folder.append_metrics,
+                on_steps=self._folder.append,
             )
 
 

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -26,17 +25,16 @@ from common.config.schema import Config
 from common.distributed.launch_env import (
     LaunchSpec,
     choose_gpus,
-    local_rank_variables,
-    processes_to_start,
+    ranks_to_start,
     resolve_launch,
 )
 from common.distributed.spawn import launch_local_ranks
 from common.errors import (
     INTERRUPTED,
     TO_BE_CONTINUED,
-    GroupError,
     Stopped,
     UserError,
+    explain,
     print_to_stderr,
 )
 from common.sync import BUILT_IN, BY_HAND
@@ -84,71 +82,89 @@ def main(
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     program = COMMANDS[part] if path is None else None
+    target = ["-m", "common.cli", part] if path is None else [path]  # what a launcher starts
     try:
-        config = parse_arguments(part, description, {}, sync_choices, arguments, program=program)
+        config = parse_arguments(part, description, sync_choices, arguments, program=program)
         read_settings()
         if config.print_config:
             print(print_recipe(config))
             return 0
         choose_gpus(config.gpu_ids)
-        if processes := processes_to_start(config.launch_flags):
-            return launch_local_ranks(
-                [*_target(part, path), *(one for one in arguments if one != "--distributed")],
-                local_rank_variables(config.launch_flags, processes),
-                {"OMP_NUM_THREADS": "1"} | os.environ,  # run() sets the threads
-            )
+        if ranks := _ranks_to_start(config):
+            given = [one for one in arguments if one != "--distributed"]
+            # run() sets the threads
+            environment = {"OMP_NUM_THREADS": "1"} | os.environ
+            return launch_local_ranks([*target, *given], ranks, environment)
         launch = _launch_of_part(config)
-    except UserError as error:
-        return _say(f"error: {error}", 2)
+    except Exception as error:
+        if (explained := explain(error)) is None:
+            raise
+        return _say(f"error: {explained}", 2)
     if launch is None:
-        command, target = program or f"python {path}", " ".join(_target(part, path))
-        return _say(HOW_TO_START.format(part=part, command=command, target=target), 2)
-    return _run(config, launch)
+        command = program or f"python {path}"
+        return _say(HOW_TO_START.format(part=part, command=command, target=" ".join(target)), 2)
+    # At once: on a busy machine an interpreter takes many seconds to shut torch down.
+    return end_process(_run(config, launch))
+
+
+def _ranks_to_start(config: Config) -> list[dict[str, str]]:
+    """Return the variables of each rank that this process must start; none if it is a rank."""
+    if config.sync == "none":
+        return []
+    return ranks_to_start(
+        distributed=config.distributed,
+        gpu_ids=config.gpu_ids,
+        rank=config.rank,
+        world_size=config.world_size,
+        master_ip=config.master_ip,
+        master_port=config.master_port,
+        dist_url=config.dist_url,
+    )
 
 
 def _launch_of_part(config: Config) -> LaunchSpec | None:
     """Return this process's place among the ranks; None if the user must still say it."""
-    launch = resolve_launch(config.launch_flags)
-    if launch is not None and config.run_token is not None:
-        launch = replace(launch, token=config.run_token)
-    alone = config.sync == "none"
-    if alone and launch is not None and launch.size > 1:
-        raise UserError(
-            f"{config.part} trains on one process, but torchrun started {launch.size}: start "
-            "one, or use PartTwo or PartThree"
-        )
-    return LaunchSpec() if alone or (launch is None and config.recipe is not None) else launch
+    launch = resolve_launch(
+        rank=config.rank,
+        world_size=config.world_size,
+        local_rank=config.local_rank,
+        master_ip=config.master_ip,
+        master_port=config.master_port,
+        dist_url=config.dist_url,
+    )
+    if config.sync == "none":
+        if launch is not None and launch.world_size > 1:
+            raise UserError(
+                f"{config.part} trains on one process, but torchrun started {launch.world_size}: "
+                "start one, or use PartTwo or PartThree"
+            )
+        return LaunchSpec()
+    if launch is None:
+        return LaunchSpec() if config.recipe is not None else None
+    return launch if config.run_token is None else replace(launch, token=config.run_token)
 
 
 def _run(config: Config, launch: LaunchSpec) -> int:
-    """Train, print why the run ends early, if it does, and return the status.
-
-    A rank of a group does not return: it ends its process.
-    """
+    """Train, print why the run ends early, if it does, and return the status."""
     _end_soon_after_interrupt()
     # torch reads it when imported. Its C++ warnings repeat this program's messages, with stacks.
     if not config.debug:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    rank = f" (rank {launch.rank})" if launch.size > 1 else ""
-    message, status, begun = "", 0, time.time()
+    rank = f" (rank {launch.rank})" if launch.world_size > 1 else ""
+    begun = time.time()
     try:
         from common.experiment.run import run
 
         run(config, launch)
+        status = 0
     except Stopped as stopped:
-        message, status = f"stopped{rank}: {stopped}", TO_BE_CONTINUED
+        status = _say(f"stopped{rank}: {stopped}", TO_BE_CONTINUED)
     except KeyboardInterrupt:
-        message = f"interrupted{rank}{_newest_checkpoint(config, begun)}"
-        status = INTERRUPTED
+        status = _say(f"interrupted{rank}{_newest_checkpoint(config, begun)}", INTERRUPTED)
     except Exception as error:
         reason = _explain(error)
         message = f"error{rank}: {reason}" if reason else traceback.format_exc().rstrip()
-        message += _newest_checkpoint(config, begun)
-        status = 1
-    if message:
-        _say(message, status)
-    if launch.size > 1:
-        end_process(status)
+        status = _say(message + _newest_checkpoint(config, begun), 1)
     return status
 
 
@@ -157,32 +173,24 @@ def _newest_checkpoint(config: Config, begun: float) -> str:
 
     ``begun`` is in seconds since 1970.
     """
-    saved: list[tuple[float, Path]] = []
+    files = (config.reports_folder / config.experiment).glob("*/checkpoints/*.pt")
     with contextlib.suppress(OSError):  # another rank has just deleted an old one
-        files = (config.reports_folder / config.experiment).glob("*/checkpoints/*.pt")
-        saved = [(path.stat().st_mtime, path) for path in files]
-    if not saved or max(saved)[0] < begun:
-        return ""
-    return f"\nThe newest checkpoint is {max(saved)[1]}. Continue from it with --resume auto."
+        saved, newest = max(((path.stat().st_mtime, path) for path in files), default=(0.0, None))
+        if newest is not None and saved >= begun:
+            return f"\nThe newest checkpoint is {newest}. Continue from it with --resume auto."
+    return ""
 
 
 def _explain(error: Exception) -> str | None:
     """Return a message for the user; None if only the traceback can explain the error."""
-    if isinstance(error, UserError | GroupError):
-        return str(error)
-    if not isinstance(error, RuntimeError | MemoryError):
-        return None
+    if (explained := explain(error)) or not isinstance(error, RuntimeError | MemoryError):
+        return explained
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
         return f"out of memory: give a smaller --batch-size or fewer ranks per machine ({error})"
     from common.distributed.failures import explain_collective_failure
 
     # Only if no rank has published why: then process_group has raised GroupError with the reason.
     return explain_collective_failure(error)
-
-
-def _target(part: str, path: str | None) -> list[str]:
-    """Return what a launcher starts: the part's file, or without one this module."""
-    return ["-m", "common.cli", part] if path is None else [path]
 
 
 def _say(message: str, status: int) -> int:
@@ -219,34 +227,36 @@ def _end_soon_after_interrupt() -> None:
 
 
 # The installed commands: python PartX/main.py without a checkout.
-part_one = partial(
-    main,
-    "PartOne",
-    path=None,
-    description="Part One: train on a single node.",
-    sync_choices=("none",),
-)
-part_two = partial(
-    main,
-    "PartTwo",
-    path=None,
-    description="Part Two: train on several ranks that average their gradients by hand.",
-    sync_choices=BY_HAND,
-)
-part_three = partial(
-    main,
-    "PartThree",
-    path=None,
-    description="Part Three: train on several ranks with PyTorch's DistributedDataParallel.",
-    sync_choices=BUILT_IN,
-)
+_PARTS = {
+    "PartOne": partial(
+        main,
+        "PartOne",
+        path=None,
+        description="Part One: train on a single node.",
+        sync_choices=("none",),
+    ),
+    "PartTwo": partial(
+        main,
+        "PartTwo",
+        path=None,
+        description="Part Two: train on several ranks that average their gradients by hand.",
+        sync_choices=BY_HAND,
+    ),
+    "PartThree": partial(
+        main,
+        "PartThree",
+        path=None,
+        description="Part Three: train on several ranks with PyTorch's DistributedDataParallel.",
+        sync_choices=BUILT_IN,
+    ),
+}
+part_one, part_two, part_three = _PARTS.values()
 
 
 if __name__ == "__main__":  # python -m common.cli PartTwo ...
-    _parts = {"PartOne": part_one, "PartTwo": part_two, "PartThree": part_three}
     _part = sys.argv.pop(1) if len(sys.argv) > 1 else "nothing"
-    if _part not in _parts:
+    if _part not in _PARTS:
         sys.exit(
-            _say(f"error: python -m common.cli: got {_part}, give one of {', '.join(_parts)}", 2)
+            _say(f"error: python -m common.cli: got {_part}, give one of {', '.join(_PARTS)}", 2)
         )
-    sys.exit(_parts[_part]())
+    sys.exit(_PARTS[_part]())

@@ -1,10 +1,15 @@
 """Errors that end a run with one message to the user instead of a traceback, and exit statuses.
 
-``first_line`` and ``reason_of`` shorten other libraries' errors for such a message;
-``print_to_stderr`` prints it.
+``file_errors`` turns what the system or a parser says about a file into such an error, and the
+command line prints what ``explain`` makes of it. ``first_line`` and ``reason_of`` shorten other
+libraries' errors; ``count`` and ``ranks_text`` write numbers with their noun, and
+``print_to_stderr`` prints a line.
 """
 
+import re
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -33,6 +38,20 @@ def print_to_stderr(line: str) -> None:
     sys.stderr.flush()
 
 
+def count(number: int, noun: str) -> str:
+    """Return "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'s' if number > 1 else ''}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return "rank 1", "ranks 0, 1 and 2", or the first eight and how many more there are."""
+    if len(ranks) < 2:
+        return f"rank {ranks[0]}" if ranks else "no rank"
+    named = ranks[:8] if len(ranks) > 8 else ranks[:-1]
+    last = f"{len(ranks) - 8} more" if len(ranks) > 8 else ranks[-1]
+    return f"ranks {', '.join(map(str, named))} and {last}"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, else the name of its type."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -42,3 +61,34 @@ def reason_of(error: Exception) -> str:
     """Return why a file or a download failed, without the path."""
     reason = getattr(error, "reason", None) or getattr(error, "strerror", None)
     return str(reason) if reason else first_line(error)
+
+
+@contextmanager
+def file_errors(
+    what: str, advice: str = "", *, passing: type[Exception] = UserError
+) -> Iterator[None]:
+    """Turn what the system or a parser says about the user's file into one UserError.
+
+    Its message is ``what``, the reason, and ``advice``. Errors of type ``passing`` pass.
+    """
+    try:
+        yield
+    except (UserError, passing):
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{what} ({reason_of(error)}){advice}") from error
+
+
+def explain(error: Exception) -> str | None:
+    """Return what the command line says about an error; None if only the traceback explains it.
+
+    Whatever name of a file it quotes, a line end becomes a space, unless an indented list follows,
+    and a very long word loses its middle.
+    """
+    if isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename}: {error.strerror}"
+    elif isinstance(error, UserError | GroupError):
+        message = str(error)
+    else:
+        return None
+    return re.sub(r"(\S{100})\S{100,}(\S{100})", r"\1…\2", re.sub(r"\n(?!  )", " ", message))

@@ -1,31 +1,30 @@
-"""The assignment's training functions, for ``run`` and for your own scripts and notebooks.
+"""The assignment's training functions, for your own scripts and notebooks.
 
-Call ``prepare_model_for_training``, then ``train_model``, with any model and any loader.
+Call ``prepare_model_for_training``, then ``train_model``, with any model and any loader. ``run``
+prepares the same way, but calls the engine itself: it has flags for more than these functions.
 """
 
-import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from common.checkpoint import fill_fused_momentum, load_model_state, load_optimizer_state
-from common.distributed.collectives import broadcast_checkpoint, check_same_on_all_ranks
-from common.distributed.process_group import current_world
+from common.distributed.collectives import broadcast_checkpoint
+from common.distributed.process_group import check_open, current_world
 from common.errors import UserError
 from common.sync import STRATEGIES, build_sync
 from common.training_engine import Callback, EpochEnd, TrainingEngine
+from common.training_engine.batches import check_lengths
 from common.training_engine.checkpoint_manager import CheckpointManager
-from common.training_engine.epochs import steps_an_epoch
 from common.training_engine.evaluation_loop import unwrap
 from common.utils.atomic_files import append_text
 
-# The tasks of the assignment's Part Two, not this project's parts; ``run`` gives an engine instead.
+# The tasks of the assignment's Part Two, not this project's parts.
 _STRATEGY_OF_TASK = {"": "none", "PartOne": "gather_scatter", "PartTwo": "all_reduce"}
 
 
@@ -90,11 +89,7 @@ def prepare_model_for_training(
         load_model_state(unwrap(model), entries, name=name)
         _load_optimizer(optimizer, entries, name)
     if distribute_flag:
-        if current_world(device).backend is None:
-            raise UserError(
-                "distribute_flag is set, but no process group is open: call "
-                "torch.distributed.init_process_group first"
-            )
+        check_open(1, None)
         model = build_sync("ddp").prepare(model, optimizer)
     return model, nn.CrossEntropyLoss(label_smoothing=label_smoothing), optimizer
 
@@ -132,21 +127,12 @@ def train_model(
     distribute_flag: bool,
     task_flag: str = "",
     rank: str | int = "",
-    *,
-    engine: TrainingEngine | None = None,
-    scheduler: LRScheduler | None = None,
-    seed: int | None = None,
-    max_steps: int | None = None,
-    resume: Mapping[str, Any] | None = None,
-    saver: Callback | None = None,
-    log_every: int = 10,
-    callbacks: Sequence[Callback] | None = None,
 ) -> nn.Module:
     """Train epochs ``start_epoch`` to ``end_epoch``, both included, and return the trained model.
 
     After each epoch every rank appends a line to its file ``logs_path``: its own loss, accuracy and
-    times; the average batch duration leaves out the first batch. Rank 0 writes ``Epoch_{n}.pt`` to
-    ``checkpoint_dir``.
+    times; the average batch duration leaves out the first batch. Rank 0 prints the line, and writes
+    ``Epoch_{n}.pt`` to ``checkpoint_dir``.
 
     Parameters
     ----------
@@ -157,64 +143,43 @@ def train_model(
         ``common.sync.STRATEGIES``, or the assignment's "PartOne" (gather_scatter) and "PartTwo"
         (all_reduce). With "" no gradients are exchanged.
     rank : for the log line; if empty, the rank in the group.
-    engine : the caller's own engine for ``model``; both flags are then ignored.
-    scheduler : stepped after each step.
-    seed : sets torch's generator before each micro-batch, with epoch, step and micro-batch, for an
-        exact resume.
-    max_steps : stop, even within an epoch, after this many steps of the whole training.
-    resume : a checkpoint's entries; scheduler, GradScaler, averages, step count and position in the
-        epoch resume from them.
-    saver : writes the checkpoints, instead of one per epoch in ``checkpoint_dir``.
-    callbacks : called before ``saver``. Without them rank 0 prints the log line.
 
     Raises UserError on settings that do not fit, GroupError if the loss is not finite, torch's
     RuntimeError if another rank is lost.
     """
-    if engine is None:
-        strategy = _strategy(distribute_flag, task_flag)
-        engine = TrainingEngine(
-            model, device, distributed=strategy != "none", sync=strategy, sync_batchnorm=False
-        )
-    amount = {
-        "number of batches in train_loader": steps_an_epoch(train_loader),
-        "epochs": f"{start_epoch} to {end_epoch}",
-    }
-    check_same_on_all_ranks(engine.world, amount, what="how much they train")
-    last_callbacks = [
-        _EpochLog(Path(logs_path), rank, printed=callbacks is None),
-        saver or CheckpointManager(Path(checkpoint_dir)),  # last, so that no line is lost
-    ]
+    strategy = _strategy(distribute_flag, task_flag)
+    engine = TrainingEngine(
+        model, device, distributed=strategy != "none", sync=strategy, sync_batchnorm=False
+    )
+    check_lengths(engine.world, train_loader, epochs=f"{start_epoch} to {end_epoch}")
+    log = EpochLog(Path(logs_path), rank, printed=True)
+    saver = CheckpointManager(Path(checkpoint_dir))  # last, so that no line is lost
     try:
-        engine.prepare(optimizer, criterion, scheduler)
-        if resume is not None:
-            engine.load_state(resume)
-        engine.fit(
-            train_loader,
-            start_epoch,
-            end_epoch,
-            callbacks=[*(callbacks or ()), *last_callbacks],
-            start_step=resume.get("step_in_epoch", 0) if resume else 0,
-            seed=seed,
-            max_steps=max_steps,
-            log_every=log_every,
-        )
+        engine.prepare(optimizer, criterion)
+        engine.fit(train_loader, start_epoch, end_epoch, callbacks=[log, saver])
     finally:
         engine.close()
     return engine.model
 
 
-class _EpochLog(Callback):
-    """Appends the assignment's line of each epoch to this rank's log file."""
+class EpochLog(Callback):
+    """Appends the assignment's line of each epoch to this rank's log file.
 
-    def __init__(self, path: Path, rank: str | int, *, printed: bool) -> None:
+    rank : shown in the line; if empty, the rank in the group, and none without a group.
+    printed : whether rank 0 prints the line, too.
+    """
+
+    def __init__(self, path: Path, rank: str | int = "", *, printed: bool = False) -> None:
         self._path, self._rank, self._printed = path, rank, printed
 
     def on_train_begin(self, engine: TrainingEngine, first_epoch: int) -> None:
+        """Keep what the line says of the training."""
         self._world, self._emulated = engine.world, engine.emulation is not None
         if self._rank == "" and self._world.size > 1:
             self._rank = self._world.rank
 
     def on_epoch_end(self, end: EpochEnd) -> None:
+        """Append the line; UserError if the file cannot be written."""
         result = end.result
         line = "EMULATED, " if self._emulated else ""
         if self._rank != "":
@@ -226,15 +191,13 @@ class _EpochLog(Callback):
             f"Avg Batch Duration: {result.mean_step_seconds:.3f} seconds, "
             f"Epoch Duration: {result.seconds:.3f} seconds"
         )
-        line += result.gap
-        if self._path != Path(os.devnull):
-            append_text(
-                self._path,
-                line + "\n",
-                name=f"the log {self._path}",
-                advice=": free some disk space, or allow writing there",
-                sync=True,
-            )
+        append_text(
+            self._path,
+            line + "\n",
+            name=f"the log {self._path}",
+            advice=": free some disk space, or allow writing there",
+            sync=True,
+        )
         if self._printed and self._world.is_rank0:
             print(line, flush=True)
 
@@ -254,10 +217,5 @@ def _strategy(distribute_flag: bool, task_flag: str) -> str:
             f"{world.size} ranks train without averaging their gradients: set distribute_flag or "
             "task_flag",
             stacklevel=3,
-        )
-    if strategy != "none" and world.backend is None:
-        raise UserError(
-            f"{strategy!r} must average the gradients, but no process group is open: call "
-            "torch.distributed.init_process_group first"
         )
     return strategy

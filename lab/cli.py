@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from common.config.parser import FlagParser
-from common.errors import INTERRUPTED, GroupError, UserError
+from common.errors import INTERRUPTED, GroupError, UserError, explain
 from common.utils.environment import read_settings
 from common.utils.typed_json import calm
 from lab.audit.cli import add_flags as add_audit
@@ -42,12 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "compare, lab launch, lab cluster run and lab cluster shell do"
             )
         return args.run(args)
-    except (UserError, GroupError) as error:
-        print(calm(f"error: {error}"), file=sys.stderr)  # it may quote another host
-        return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except Exception as error:
+        if (explained := explain(error)) is None:
+            raise
+        print(calm(f"error: {explained}"), file=sys.stderr)  # it may quote another host
+        return 1 if isinstance(error, GroupError) else 2
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from common.distributed.spawn import rank_commands, run_local_ranks
-from common.reporting.run_files import Summary
 from common.utils.paths import IN_CHECKOUT, REPORTS, part_command
 from common.utils.progress import duration
 from common.utils.system import free_port
 from common.utils.typed_json import read_json
+from lab.compare.outcomes import Summary
 
 WAYS = (
     ("PartOne", "none", 1),

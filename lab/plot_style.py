@@ -1,6 +1,6 @@
 """Colours, sizes and axes of all figures; a strategy has the same colour everywhere.
 
-Figures draw lines and text in ``INK`` on ``PAPER`` (common/reporting/figure_style.py).
+Figures draw lines and text in ``INK`` on ``PAPER`` (common/reporting/plots.py).
 """
 
 import textwrap
@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from scipy.optimize import isotonic_regression
 
-from common.reporting.figure_style import INK, PAPER, RC
+from common.reporting.plots import INK, PAPER, RC
 
 WIDE, NARROW = 9.0, 4.5  # inches: a page's column, and a phone
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 
 from common.errors import UserError
-from common.sync.bucketing import AUTO
 
+AUTO = "auto"  # in place of a size: the one that the event model chooses
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 

@@ -67,13 +67,12 @@ def stage_1(call: Call) -> list[Step]:
         command = call.child("steps", "ladder", "--kinds", *kinds)
         return Step(f"ladder: {', '.join(kinds)}", command, seconds, not_here=not_here)
 
-    plain = call.child("steps", "plain", "--kinds", "graph" if call.dry_run else "compile")
+    plain = call.child("steps", "plain", "--kinds", "fused" if call.dry_run else "compile")
     return [
         Step("the card", call.child("machine"), 50),
         Step("GPU tests", tests, 165, read_pytest),
         Step("host waits", call.child("steps", "waits"), 30),
         Step("two ranks, one GPU", call.child("ranks"), 80),
-        ladder("graph", seconds=35),
         Step("against a plain loop", plain, 80),
         ladder("compile", seconds=50, not_here=compiling),
         ladder("fused", "eager", seconds=50),

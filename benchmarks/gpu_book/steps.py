@@ -23,13 +23,13 @@ from common.models import build_model
 from common.training import prepare_model_for_training
 from common.training_engine import StepRecord, TrainingEngine
 from common.training_engine.lr_schedules import build_schedule
-from common.training_engine.metrics import MetricsBuffer
+from common.training_engine.metrics import MetricsBuffer, StepOutcome
 from gpu_book.measuring import DTYPES, choose_device, gemm_rate, parser, wait
 from gpu_book.runner import REPOSITORY
 from gpu_book.summaries import show
 
 VGG11_MACS = 152.8e6  # multiply-adds of one sample's forward pass; backward counts twice as much
-KINDS = ("eager", "fused", "graph", "compile")
+KINDS = ("eager", "fused", "compile")
 _IMAGES = 51_200  # an epoch has whole batches only
 
 
@@ -47,8 +47,7 @@ class Training:
 
     Parameters
     ----------
-    kind : "eager"; "fused" has the fused optimiser; "graph" records the step as a CUDA graph, too;
-        "compile" compiles the model as well.
+    kind : "eager"; "fused" has the fused optimiser; "compile" compiles the model, too.
     dtype : of mixed precision.
     """
 
@@ -79,14 +78,15 @@ class Training:
             device,
             amp_dtype=DTYPES[dtype] if on_gpu else None,
             use_ema=ema,
-            capture=kind in ("graph", "compile"),
             compile_model=kind == "compile",
         )
         schedule = build_schedule(optimizer, "onecycle", total_steps=1_000_000)
         self.engine.prepare(optimizer, criterion, schedule)
         self._epoch = 0
 
-    def train(self, steps: int, on_steps: Callable[[list[StepRecord]], None] | None = None) -> None:
+    def train(
+        self, steps: int, on_steps: Callable[[list[StepRecord]], object] = lambda records: None
+    ) -> None:
         """Train this number of steps and wait for the GPU."""
         last = self.engine.step + steps
         while self.engine.step < last:
@@ -105,16 +105,14 @@ class Training:
 
 
 def waits(device: torch.device) -> None:
-    """Show whether a step between two flushes waits for the GPU: readable, then captured."""
-    found = {}
-    for kind in ("fused", "graph"):
-        training = Training(
-            random_dataset(640), device, kind=kind, batch_size=_choose(device, 64, 8), ema=True
-        )
-        training.train(5)  # choose algorithms, warm up and record
-        found[kind] = _first_wait(training)
-        training.engine.close()
-        show({"first_wait": found}, *(f"{name}: {text}" for name, text in found.items()))
+    """Show whether a step between two flushes waits for the GPU."""
+    training = Training(
+        random_dataset(640), device, kind="fused", batch_size=_choose(device, 64, 8), ema=True
+    )
+    training.train(5)  # choose algorithms
+    found = _first_wait(training)
+    training.engine.close()
+    show({"first_wait": {"fused": found}}, f"fused: {found}")
 
 
 def _first_wait(training: Training) -> str:
@@ -127,7 +125,6 @@ def _first_wait(training: Training) -> str:
         log_every=10,
         overflow_is_normal=False,
         equal_gradients=True,
-        on_steps=None,
     )
     batches = iter(training.loader)
     next(batches)  # the epoch's order is copied to the GPU here
@@ -137,9 +134,8 @@ def _first_wait(training: Training) -> str:
         for _ in range(3):
             with engine.timer.section("data"):
                 inputs, labels = next(batches)
-            outcome = engine.train_step([(inputs, labels)], global_samples=len(labels), seeds=[1])
-            times = engine.timer.take()
-            metrics.add(engine.step, outcome, samples=len(labels), learning_rate=0.01, times=times)
+            numbers = engine.train_step([(inputs, labels)], global_samples=len(labels), seeds=[1])
+            metrics.add(StepOutcome(engine.step, numbers, len(labels), 0.01, engine.timer.take()))
     except RuntimeError as error:
         frames = traceback.extract_tb(error.__traceback__)
         ours = [one for one in frames if one.filename.startswith(f"{REPOSITORY}/common")]
@@ -157,33 +153,26 @@ def _refuse_waits(device: torch.device, refuse: bool) -> None:
 
 def timer(device: torch.device) -> None:
     """Show the sum of the timer's steps over the wall time of the same 50 steps."""
-    steps, found = _choose(device, 50, 2), {}
-    for kind in ("fused", "graph"):
-        training = Training(
-            random_dataset(_choose(device, _IMAGES, 64)),
-            device,
-            kind=kind,
-            batch_size=_choose(device, 1024, 16),
-        )
-        training.train(_choose(device, 10, 1))
-        records: list[StepRecord] = []
-        began = time.perf_counter()
-        training.train(steps, on_steps=records.extend)
-        wall = time.perf_counter() - began
-        found[kind] = {
-            "steps": len(records),
-            "wall_seconds": wall,
-            "steps_over_wall": sum(record.step_seconds for record in records) / wall,
-            "sections_over_wall": sum(sum(one.seconds.values()) for one in records) / wall,
-        }
-        training.engine.close()
-    show(found, *(f"{kind}: {_shares(one)}" for kind, one in found.items()))
-
-
-def _shares(one: dict[str, Any]) -> str:
-    return (
-        f"timed steps / wall {one['steps_over_wall']:.3f}, sections / wall "
-        f"{one['sections_over_wall']:.3f} ({one['steps']} steps)"
+    dataset = random_dataset(_choose(device, _IMAGES, 64))
+    training = Training(dataset, device, kind="fused", batch_size=_choose(device, 1024, 16))
+    training.train(_choose(device, 10, 1))
+    records: list[StepRecord] = []
+    began = time.perf_counter()
+    training.train(_choose(device, 50, 2), on_steps=records.extend)
+    wall = time.perf_counter() - began
+    steps_over_wall = sum(record.step_seconds for record in records) / wall
+    sections_over_wall = sum(sum(one.seconds.values()) for one in records) / wall
+    training.engine.close()
+    found = {
+        "steps": len(records),
+        "wall_seconds": wall,
+        "steps_over_wall": steps_over_wall,
+        "sections_over_wall": sections_over_wall,
+    }
+    show(
+        {"fused": found},
+        f"fused: timed steps / wall {steps_over_wall:.3f}, sections / wall "
+        f"{sections_over_wall:.3f} ({len(records)} steps)",
     )
 
 
@@ -229,7 +218,6 @@ def _rung(
         "share_of_gemm": 6 * VGG11_MACS * batch_size / seconds / rate,
         "warm_up_seconds": warm_up,
         "compile_seconds": training.engine.compile_seconds,
-        "not_captured": training.engine.not_captured,
         "peak_memory_bytes": (
             torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         ),
@@ -345,7 +333,7 @@ def main() -> None:
     """Make one measurement and print its result."""
     flags = parser(__doc__)
     flags.add_argument("measurement", choices=("waits", "timer", "ladder", "plain"))
-    flags.add_argument("--kinds", choices=KINDS, nargs="+", default=["graph"], help="of step")
+    flags.add_argument("--kinds", choices=KINDS, nargs="+", default=["fused"], help="of step")
     arguments = flags.parse_args()
     device = choose_device(arguments.dry_run)
     if arguments.measurement == "ladder":

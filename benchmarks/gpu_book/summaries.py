@@ -9,7 +9,7 @@ from typing import Any
 _FACTS = (
     *("device", "backend", "dataset", "model", "global_batch_size", "steps", "step_seconds"),
     *("samples_per_second", "section_seconds", "total_seconds", "wall_seconds", "test_accuracy"),
-    *("ema_test_accuracy", "peak_gpu_memory_bytes", "deterministic_cost"),
+    *("ema_test_accuracy", "peak_gpu_memory_bytes"),
 )
 
 _WORDS = "PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS"

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from common.data import DATASETS, FLIPS
-from common.distributed.launch_env import LaunchFlags
 from common.errors import UserError
 from common.models import MODELS
 from common.sync import STRATEGIES
-from common.sync.bucketing import AUTO
 from common.utils import paths
 from common.utils.environment import DEFAULT_MASTER_PORT, RUN_TOKEN
 from common.utils.registry import choices_text
+from common.utils.typed_json import shown
 
 DEFAULT_GLOBAL_BATCH_SIZE = 256
 SCHEDULES = ("onecycle", "constant", "cosine", "step")
@@ -35,38 +34,34 @@ OPTIMIZER = "optimiser and schedule"
 RUN = "this run"
 
 
-# What Python objects a setting of each type may be.
-PYTHON_TYPES: dict[type, Any] = {
+# What Python objects a setting of each type may be, and what messages call a number.
+_PYTHON_TYPES: dict[type, Any] = {
     int: int,
     float: (int, float),
     bool: bool,
     str: str,
     Path: (str, Path),
 }
-# What messages call them.
-EXPECTED = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    Path: "a path or leave the flag out",
-}
+_EXPECTED = {int: "a whole number", float: "a number", bool: "true or false"}
 _BOUNDS = (
     ("minimum", "of at least", operator.ge),
     ("above", "above", operator.gt),
-    ("maximum", "of at most", operator.le),
+    ("maximum", "at most", operator.le),
 )
 _CPP_MAXIMUM = 2**31 - 1  # what C++ takes
-RUN_NAME = (r"\w[\w.@+-]*", "a name of letters, digits, dots and dashes")
+_TEXT = (
+    r"[^\x00-\x1f\x7f-\x9f]{1,4095}",
+    "a text of 1 to 4,095 characters without control characters",
+)
+RUN_NAME = (r"\w[\w.@+-]{0,199}", "a name of letters, digits, dots and dashes")
 # The rules of ``option`` with their defaults.
 _RULES = {
     "type": str,
-    "word": None,
     "choices": None,
     "minimum": None,
     "above": None,
     "maximum": None,
-    "form": None,
+    "form": _TEXT,
     "per_rank": False,
     "in_recipe": True,
     "secret": False,
@@ -80,15 +75,15 @@ def option(default: Any, group: str, help: str, *flags: str, **rules: Any) -> An
     ----------
     group : the heading in ``--help``.
     flags : the flag's other names.
-    rules : ``type`` and ``choices``; ``word``, a text that is allowed, too; ``minimum``, ``above``
-        and ``maximum`` of a number; ``form`` of a text (a regular expression, and its description
-        in messages); ``per_rank`` if ranks may differ; ``in_recipe=False`` if a recipe may not set
-        it, as with the rank; ``secret`` if no file may show it.
+    rules : ``type`` and ``choices``; ``minimum``, ``above`` and ``maximum`` of a number; ``form``
+        of a text (a regular expression, and its description in messages); ``per_rank`` if ranks may
+        differ; ``in_recipe=False`` if a recipe may not set it, as with the rank; ``secret`` if no
+        file may show it.
     """
     assert rules.keys() <= _RULES.keys()
     if rules.get("type") is int:
         rules = {"maximum": _CPP_MAXIMUM, **rules}
-    metadata = {**_RULES, **rules, "group": group, "help": help, "flags": flags}
+    metadata = {**_RULES, **rules, "group": group, "help": help, "flags": flags, "default": default}
     return field(default=default, metadata=metadata, repr=not metadata["secret"])
 
 
@@ -127,12 +122,12 @@ class Config:
         per_rank=True,
         in_recipe=False,
     )
-    num_nodes: int | None = option(
+    world_size: int | None = option(
         None,
         CLUSTER,
         "number of ranks; each is one process",
         "-N",
-        "--world-size",
+        "--num-nodes",
         type=int,
         minimum=1,
         in_recipe=False,
@@ -346,14 +341,13 @@ class Config:
         "on several GPUs: compute BatchNorm's statistics over all ranks, not per rank",
         type=bool,
     )
-    bucket_mb: float | str | None = option(
+    bucket_mb: float | None = option(
         None,
         TRAINING,
         "for ddp, overlapped and sharded: MiB of gradients that are sent together (default: 1 in "
-        "the first bucket, then 25, like DistributedDataParallel; 1 for sharded); 'auto' measures "
-        "links and layers, and chooses the size for which it predicts the shortest step",
+        "the first bucket, then 25, like DistributedDataParallel; 1 for sharded); lab predict "
+        "and lab compare --sync ddp-auto choose one for your network",
         type=float,
-        word=AUTO,
         above=0,
     )
     topk_ratio: float = option(
@@ -612,13 +606,6 @@ class Config:
         "train and measure times only: no checkpoint, no evaluation, no report",
         type=bool,
     )
-    capture: str = option(
-        "auto",
-        RUN,
-        "on a GPU: 'auto' replays the step as a CUDA graph where that is possible (no other rank, "
-        "one micro-batch, sgd, no --timeline, no --profile); its sections are then not timed",
-        choices=("auto", "off"),
-    )
     compile: bool = option(
         False,
         RUN,
@@ -642,20 +629,17 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            if spec.metadata and getattr(self, spec.name) is not None:
-                _check(spec.name, getattr(self, spec.name), spec.metadata)
+        for name, rules in settings().items():
+            value = getattr(self, name)
+            if value is not None and (wanted := what_to_give(value, rules)):
+                got = shown(str(value) if isinstance(value, Path) else value)
+                raise UserError(f"{flag(name)}: got {got}, {wanted}")
         _check_together(self)
 
     @property
     def peak_learning_rate(self) -> float:
         """The learning rate given, or the optimiser's default."""
         return self.learning_rate or DEFAULT_LEARNING_RATE[self.opt]
-
-    @property
-    def launch_flags(self) -> LaunchFlags:
-        """The fields of LaunchFlags, by name: num_nodes, rank, master_ip and the rest."""
-        return LaunchFlags(**{spec.name: getattr(self, spec.name) for spec in fields(LaunchFlags)})
 
     @property
     def data_folder(self) -> Path:
@@ -706,17 +690,20 @@ class Config:
         return {
             flag(s.name): getattr(self, s.name)
             for s in fields(self)
-            if not s.metadata.get("per_rank") and s.name != "num_nodes"
+            if not s.metadata.get("per_rank") and s.name != "world_size"
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return every setting but secrets as plain values, for ``config.json``."""
-        return {
-            spec.name: str(value) if isinstance(value, Path) else value
+        """Return every setting but secrets as plain values, for ``config.json``.
+
+        The flag of the world size keeps the key of older files, "num_nodes".
+        """
+        plain = {
+            "num_nodes" if spec.name == "world_size" else spec.name: getattr(self, spec.name)
             for spec in fields(self)
             if not spec.metadata.get("secret")
-            for value in [getattr(self, spec.name)]
         }
+        return {k: str(value) if isinstance(value, Path) else value for k, value in plain.items()}
 
 
 def flag(name: str) -> str:
@@ -724,52 +711,43 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def or_word(rules: Mapping[str, Any]) -> str:
-    """Return how a message goes on about the text that a setting may be instead; "" if none."""
-    return f", or {rules['word']}" if rules["word"] else ""
+def settings() -> dict[str, Mapping[str, Any]]:
+    """Return the rules of every setting, as ``option`` stores them, by name."""
+    return {spec.name: spec.metadata for spec in fields(Config) if spec.metadata}
 
 
-def has_type(value: Any, kind: type) -> bool:
-    """Return whether the value fits a setting of this type; a bool is not a number."""
-    return isinstance(value, PYTHON_TYPES[kind]) and (kind is bool or not isinstance(value, bool))
+def what_to_give(value: Any, rules: Mapping[str, Any]) -> str | None:
+    """Return what to give in place of a value that breaks its setting's rules; None for others.
 
-
-def _check(name: str, value: Any, rules: Mapping[str, Any]) -> None:
-    """Raise UserError if a setting's value breaks its rules."""
-    if rules["choices"] and value not in rules["choices"]:
-        raise UserError(
-            f"{flag(name)}: got {value!r}, {choices_text(str(value), rules['choices'])}"
-        )
-    if value == rules["word"]:
-        return
-    bounds = [
-        (f"{word} {rules[key]}", within, rules[key])
-        for key, word, within in _BOUNDS
-        if rules[key] is not None
-    ]
-    if (
-        value == ""
-        or not has_type(value, rules["type"])
-        or (isinstance(value, float) and not math.isfinite(value))
-        or not all(within(value, bound) for _, within, bound in bounds)
-    ):
-        huge = has_type(value, int) and value > _CPP_MAXIMUM
-        limits = [text for text, _, bound in bounds if huge or bound != _CPP_MAXIMUM]
-        number = " ".join([EXPECTED[rules["type"]], " and ".join(limits)]).replace("and of", "and")
-        number = number.strip() + or_word(rules)
-        expected = "a value or leave the flag out" if value == "" else number
-        raise UserError(f"{flag(name)}: got {value!r}, give {expected}")
-    if rules["form"] and not re.fullmatch(rules["form"][0], value):
-        raise UserError(f"{flag(name)}: got {value!r}, give {rules['form'][1]}")
+    A bool is not a number, nor is a whole number that 64 bits cannot hold.
+    """
+    kind, choices = rules["type"], rules["choices"]
+    if choices:
+        return None if value in choices else choices_text(shown(value).strip("'"), choices)
+    right = isinstance(value, _PYTHON_TYPES[kind]) and isinstance(value, bool) == (kind is bool)
+    if kind in (str, Path):
+        pattern, described = rules["form"]
+        return None if right and re.fullmatch(pattern, str(value)) else f"give {described}"
+    huge = isinstance(value, int) and value > _CPP_MAXIMUM
+    limits = [(word, rules[key], within) for key, word, within in _BOUNDS if rules[key] is not None]
+    right = right and (abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value))
+    if right and all(within(value, limit) for _, limit, within in limits):
+        return None
+    words = [f"{word} {limit}" for word, limit, _ in limits if huge or limit != _CPP_MAXIMUM]
+    return f"give {_EXPECTED[kind]} {' and '.join(words)}".strip()
 
 
 def _check_together(config: Config) -> None:
     """Raise UserError if settings contradict each other."""
-    saves = config.validates or config.resume or config.checkpoint or config.checkpoint_every
-    saves = saves or config.save_every_epochs > 1
+    saves = (
+        config.validates
+        or config.resume
+        or config.checkpoint
+        or config.checkpoint_every
+        or config.save_every_epochs > 1
+    )
     unlearned = f"--compute {config.compute}" if config.emulated else "--measure-only"
-    last_epoch = math.inf if config.max_steps is not None else config.epochs
-    num_nodes = config.num_nodes or math.inf
+    world_size = config.world_size or math.inf
     contradictions = (
         (
             config.batch_size is not None and config.local_batch_size is not None,
@@ -792,14 +770,14 @@ def _check_together(config: Config) -> None:
             "--warmup-steps and --warmup-epochs are both given: give one",
         ),
         (
-            (config.stop_after_epoch or 0) > last_epoch,
+            config.max_steps is None and (config.stop_after_epoch or 0) > config.epochs,
             f"--stop-after-epoch: got {config.stop_after_epoch}, but the training ends after epoch "
             f"{config.epochs}: give at most that, or more --epochs",
         ),
         (
-            (config.rank or 0) >= num_nodes,
-            f"--rank: got {config.rank} of --num-nodes {num_nodes}; ranks count from 0, so give "
-            f"0 to {num_nodes - 1}",
+            (config.rank or 0) >= world_size,
+            f"--rank: got {config.rank} of --num-nodes {world_size}; ranks count from 0, so give "
+            f"0 to {world_size - 1}",
         ),
     )
     for contradictory, message in contradictions:

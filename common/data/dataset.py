@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.errors import UserError
-
 IMAGE_SIZE = 32
 
 
@@ -25,8 +23,6 @@ class ImageSet:
 class Dataset:
     """Images and labels to train and test with.
 
-    Raises UserError if a set is empty or has a label outside the classes.
-
     Parameters
     ----------
     class_names : by label.
@@ -41,17 +37,6 @@ class Dataset:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     flip: bool = True
-
-    def __post_init__(self) -> None:
-        for which, labels in (("training", self.train.labels), ("test", self.test.labels)):
-            if len(labels) == 0:
-                raise UserError(f"the {which} set of {self.name} has no images")
-            lowest, highest = int(labels.min()), int(labels.max())
-            if lowest < 0 or highest >= len(self.class_names):
-                raise UserError(
-                    f"the {which} set of {self.name} has labels from {lowest} to {highest}, "
-                    f"but there are {len(self.class_names)} classes"
-                )
 
     def normalised_as_imagenet(self) -> "Dataset":
         """Return this dataset with ImageNet's mean and deviation, for pretrained models."""

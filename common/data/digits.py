@@ -22,8 +22,7 @@ def load_digits(data_dir: Path, mirror: str | None) -> Dataset:
     bundled = load_bundled()
     greys = np.round(bundled.images * (255 / 16)).astype(np.uint8)
     repeat = IMAGE_SIZE // greys.shape[1]
-    images = np.repeat(np.repeat(greys, repeat, axis=1), repeat, axis=2)
-    images = np.repeat(images[..., None], 3, axis=3)
+    images = greys.repeat(repeat, axis=1).repeat(repeat, axis=2)[..., None].repeat(3, axis=3)
     train_x, test_x, train_y, test_y = train_test_split(
         images,
         bundled.target,

@@ -29,20 +29,12 @@ def load_folder(data_dir: Path, mirror: str | None) -> Dataset:
 
 
 def _classes(folder: Path) -> list[str]:
-    if not folder.is_dir():
-        raise UserError(
-            f"--dataset folder: {folder} is missing; --data-dir must hold train/<class>/* and "
-            "test/<class>/*"
-        )
-    classes = sorted(
-        entry.name
-        for entry in folder.iterdir()
-        if entry.is_dir() and not entry.name.startswith(".")
-    )
+    classes = sorted(entry.name for entry in folder.glob("*/") if not entry.name.startswith("."))
     if not classes:
+        reason = "holds no folders" if folder.is_dir() else "is missing"
         raise UserError(
-            f"--dataset folder: {folder} holds no folders; put each class's images in "
-            f"{folder}/<class>/"
+            f"--dataset folder: {folder} {reason}; --data-dir must hold train/<class>/* and "
+            "test/<class>/*"
         )
     return classes
 

@@ -45,18 +45,6 @@ def epoch_order(samples: int, *, seed: int, epoch: int) -> Tensor:
     return torch.randperm(samples, generator=generator)
 
 
-def global_batch_bounds(samples: int, batch_size: int, micro_batches: int) -> list[int]:
-    """Return the index at which each global batch begins, followed by ``samples``.
-
-    All batches have ``batch_size`` samples except the last, which has the remainder. A remainder
-    too small to give every micro-batch two samples joins the previous batch.
-    """
-    bounds = [*range(0, samples, batch_size), samples]
-    if len(bounds) > 2 and samples - bounds[-2] < _MIN_SAMPLES_PER_MICRO_BATCH * micro_batches:
-        del bounds[-2]
-    return bounds
-
-
 def rank_share(samples: int, rank: int, world_size: int) -> slice:
     """Return this rank's part of a batch of ``samples``; shares differ by at most one sample.
 
@@ -89,8 +77,8 @@ class GlobalBatchSampler:
         accumulation_steps: int = 1,
     ) -> None:
         shards = shards or world_size
-        count = shards * accumulation_steps
-        least = _MIN_SAMPLES_PER_MICRO_BATCH * count
+        self._count = shards * accumulation_steps
+        least = _MIN_SAMPLES_PER_MICRO_BATCH * self._count
         if batch_size < least:
             parts = f"{shards} rank{'s' if shards > 1 else ''}"
             parts += f" x {accumulation_steps} accumulation steps" if accumulation_steps > 1 else ""
@@ -104,14 +92,17 @@ class GlobalBatchSampler:
                 f"BatchNorm needs 2 per rank, so {least} or more"
             )
         self.samples, self.seed, self.epoch = samples, seed, 1
-        self._bounds = global_batch_bounds(samples, batch_size, count)
+        # Where each global batch begins, and the end. The last batch has the remainder; one too
+        # small to give every micro-batch two samples joins the previous batch.
+        self._bounds = [*range(0, samples, batch_size), samples]
+        if len(self._bounds) > 2 and samples - self._bounds[-2] < least:
+            del self._bounds[-2]
         # The shards are shared out like samples. With more ranks than shards, the last get none.
         own = range(shards)[rank_share(shards, rank, min(world_size, shards))]
         self.shards_here = max(1, len(own))
-        self._count = count
         self.micro_batches = range(own.start * accumulation_steps, own.stop * accumulation_steps)
         if not own:  # this rank still takes part: an empty micro-batch with an unused number
-            self.micro_batches = range(count + rank, count + rank + 1)
+            self.micro_batches = range(self._count + rank, self._count + rank + 1)
         self._start = 0
 
     @property

@@ -1,10 +1,13 @@
 """Collectives other than gradient sync: compare settings, run an action, gather and send values.
 
 Every rank calls them, and each raises its UserError on all ranks. An error of one rank anywhere
-else reaches the others by failures.py. Nothing is pickled: messages.py says what is sent.
+else reaches the others by failures.py. Ranks send each other JSON, which is read through a schema,
+and tensors, which are read as a checkpoint is: no code of a message runs. Whatever a rank sends,
+the receivers' only error is one GroupError that names that rank.
 """
 
 import hashlib
+import io
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,26 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.checkpoint import load_checkpoint
-from common.distributed.messages import (
-    MOST_BYTES,
-    StateHeader,
-    broken_message,
-    check_alike,
-    check_header,
-    pack_state,
-    read_message,
-    unpack_state,
-)
+from common.checkpoint import load_checkpoint, read_saved
 from common.distributed.process_group import World
-from common.errors import GroupError, UserError, reason_of
+from common.errors import GroupError, UserError, explain, first_line, ranks_text, reason_of
 from common.utils.atomic_files import read_regular
 from common.utils.grouping import grouped
 from common.utils.hashing import digest
 from common.utils.processes import in_thread
-from common.utils.typed_json import encode
+from common.utils.typed_json import decode, encode
 
 T = TypeVar("T")
+MOST_BYTES = 16 * 2**20
+"""The longest message of plain values; the project's own are below 1 MiB."""
 _FIRST_PAUSE_SECONDS = 0.02
 
 # torch 2.14 warns of the older names, torch 2.11 does not know the newer ones.
@@ -81,10 +76,9 @@ def check_same_on_all_ranks(world: World, facts: Mapping[str, Any], *, what: str
 
 
 def _values_text(values: Sequence[str]) -> str:
-    """Return each value with the ranks that have it, e.g. "0.1 on rank 0, 0.2 on ranks 1, 2"."""
+    """Return each value with the ranks that have it, e.g. "0.1 on rank 0, 0.2 on ranks 1 and 2"."""
     return ", ".join(
-        f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
-        f"{' …' if len(ranks) > 8 else ''}"
+        f"{value} on {ranks_text(ranks)}"
         for value, ranks in grouped((value, rank) for rank, value in enumerate(values)).items()
     )
 
@@ -100,11 +94,8 @@ def run_on_all_ranks(world: World, action: Callable[[], T], *, patient: bool = F
     mine = ""
     try:
         result = action()
-    except UserError as error:
-        mine = str(error)
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        mine = f"{reason_of(error)}{where}"
+    except (UserError, OSError) as error:
+        mine = explain(error) or reason_of(error)
     errors = gather_objects(world, mine, schema=str)
     if any(errors):
         first, message = next((rank, text) for rank, text in enumerate(errors) if text)
@@ -200,38 +191,35 @@ def gather_objects(world: World, mine: T, *, schema: type[T]) -> list[T]:
     """
     if world.size == 1:
         return [mine]
-    content = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8)
-    numbers = torch.empty(world.size, dtype=torch.int64, device=world.device)
-    all_gather_single(numbers, torch.tensor([len(content)], device=world.device))
-    lengths = numbers.tolist()
-    for rank, nbytes in enumerate(lengths):
-        if not 0 < nbytes <= MOST_BYTES:
-            raise broken_message(rank, f" has {nbytes:,} bytes; 1 to {MOST_BYTES:,} are allowed")
-    return [
-        read_message(part.numpy().tobytes(), schema, rank=rank)
-        for rank, part in enumerate(_gather_bytes(world, content, lengths))
-    ]
+    return _gather(
+        world,
+        encode(mine),
+        most_bytes=MOST_BYTES,
+        read=lambda content: decode(content, schema, name=""),
+    )
 
 
 def gather_states(world: World, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return every rank's state, by rank, with tensors on the CPU; a collective call.
 
-    mine : tensors and plain values in nested dicts with text keys and lists, e.g. the residuals of
-        a strategy. The ranks' states are of about the same size.
+    mine : tensors and plain values in nested dicts and lists, e.g. the residuals of a strategy. The
+        ranks' states are of about the same size.
 
     Raises GroupError naming the rank whose state is too large or cannot be read.
     """
     if world.size == 1:
         return [dict(mine)]
-    header, content = pack_state(mine)
-    headers = gather_objects(world, header, schema=StateHeader)
-    for rank, one in enumerate(headers):
-        check_header(one, rank=rank, most_bytes=2 * len(content) + MOST_BYTES)
-    parts = _gather_bytes(world, content, [one.nbytes for one in headers])
-    return [
-        unpack_state(one, part, rank=rank)
-        for rank, (one, part) in enumerate(zip(headers, parts, strict=True))
-    ]
+    buffer = io.BytesIO()
+    torch.save(dict(mine), buffer)
+    content = buffer.getvalue()
+    return _gather(world, content, most_bytes=2 * len(content) + MOST_BYTES, read=_read_state)
+
+
+def _read_state(content: bytes) -> dict[str, Any]:
+    state = read_saved(content)
+    if not isinstance(state, dict):
+        raise ValueError(f"it is no state, but a {type(state).__name__}")
+    return state
 
 
 def gather_tensors(world: World, mine: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -241,18 +229,54 @@ def gather_tensors(world: World, mine: Mapping[str, Tensor]) -> list[dict[str, T
     differ.
     """
     states = gather_states(world, mine)
-    check_alike(states, mine)
+    for rank, state in enumerate(states):
+        if _forms(state) != _forms(mine):
+            what = f": expected {_forms(mine)!r:.200}, got {_forms(state)!r:.200}"
+            raise _broken_message(rank, what)
     return states
 
 
-def _gather_bytes(world: World, mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """Return every rank's bytes, uint8 tensors of these lengths on the CPU; one all_gather."""
+def _forms(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return each tensor's type and shape without the last size, e.g. "torch.int64 (3, *)"."""
+    return {
+        name: f"{value.dtype} ({', '.join([*map(str, value.shape[:-1]), '*'][: value.dim()])})"
+        if isinstance(value, Tensor)
+        else type(value).__name__
+        for name, value in state.items()
+    }
+
+
+def _gather(world: World, mine: bytes, *, most_bytes: int, read: Callable[[bytes], T]) -> list[T]:
+    """Return what ``read`` makes of every rank's message, in the order of the ranks.
+
+    One all_gather of the lengths, and one of the bytes. Raises GroupError naming a rank whose
+    message is empty, longer than ``most_bytes``, or cannot be read.
+    """
+    numbers = torch.empty(world.size, dtype=torch.int64, device=world.device)
+    all_gather_single(numbers, torch.tensor([len(mine)], device=world.device))
+    lengths = numbers.tolist()
+    for rank, nbytes in enumerate(lengths):
+        if not 0 < nbytes <= most_bytes:
+            raise _broken_message(rank, f" has {nbytes:,} bytes; 1 to {most_bytes:,} are allowed")
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(mine)] = mine
+    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     rows = torch.empty(world.size * len(padded), dtype=torch.uint8, device=world.device)
     all_gather_single(rows, padded.to(world.device))
-    table = rows.cpu().view(world.size, len(padded))
-    return [row[:nbytes] for row, nbytes in zip(table, lengths, strict=True)]
+    found = []
+    for rank, row in enumerate(rows.cpu().view(world.size, len(padded))):
+        try:
+            found.append(read(row[: lengths[rank]].numpy().tobytes()))
+        except Exception as error:  # torch raises anything for damaged or hostile bytes
+            raise _broken_message(rank, f": {first_line(error).lstrip(': ')}") from error
+    return found
+
+
+def _broken_message(rank: int, what: str) -> GroupError:
+    """Return the error for a message of ``rank``; ``what`` follows "rank 1's message"."""
+    return GroupError(
+        f"rank {rank}'s message{what}. Start every rank with the same version of this project. If "
+        f"all have it, another program may have joined as rank {rank}"
+    )
 
 
 def warn_of_equal_batches(world: World, inputs: Tensor, labels: Tensor) -> None:

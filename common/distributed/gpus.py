@@ -1,26 +1,56 @@
 """Which GPU a rank uses, and whether NCCL can connect the ranks: it needs a GPU for each.
 
-Every rank reports the GPUs that it sees (``visible_gpus``) when it joins. Rank 0 compares them with
-``compare_gpus``; ``choose_backend`` then decides on every rank alike, and says why. torch is
-imported only inside functions: ``lab doctor`` compares without it.
+Every rank reports the GPUs that it sees (``visible_gpus``, ``this_peer``) when it joins. Rank 0
+compares them with ``compare_gpus``; ``choose_backend`` then decides on every rank alike, and says
+why. torch is imported only inside functions: ``lab doctor`` compares without it.
 """
 
+import os
+import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from common.distributed.run_token import MOST_GPUS, Peer, host_name
-from common.errors import UserError
+from common.errors import UserError, ranks_text
+from common.utils.environment import setting
 from common.utils.grouping import grouped
-from common.utils.typed_json import Count
+from common.utils.typed_json import Count, Rank, Text
 
 if TYPE_CHECKING:
     import torch
 
 _Sentence = Annotated[str, Meta(max_length=1000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
-_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What each rank reports about itself when it joins.
+
+    host : its host's name. pid : its process id.
+    gpus : names of the GPUs that it sees, in CUDA's order; the same GPU has one name everywhere.
+    local_rank : from its launcher; None: rank 0 counts the ranks on each host.
+    nccl_host : NCCL_HOSTID, by which NCCL tells machines apart; "" if it is not set.
+    """
+
+    host: Text
+    pid: Count
+    gpus: list[Text]
+    local_rank: Rank | None = None
+    nccl_host: Text = ""
+
+
+def this_peer(gpus: Sequence[str] = (), local_rank: int | None = None) -> Peer:
+    """Return what this process reports about itself."""
+    nccl_host = _plain(setting("NCCL_HOSTID") or "")
+    return Peer(_plain(socket.gethostname()), os.getpid(), list(gpus), local_rank, nccl_host)
+
+
+def _plain(name: str) -> str:
+    """Return the name without characters that no host name has."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)
 
 
 @dataclass(frozen=True)
@@ -46,9 +76,9 @@ def visible_gpus() -> list[str]:
     import torch
 
     names = []
-    for index in range(min(torch.cuda.device_count(), MOST_GPUS)):
+    for index in range(torch.cuda.device_count()):
         uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-        names.append(f"GPU-{uuid}" if uuid else f"{host_name()[:50]}-{index}")
+        names.append(f"GPU-{uuid}" if uuid else f"{_plain(socket.gethostname())}-{index}")
     return names
 
 
@@ -65,7 +95,11 @@ def compare_gpus(peers: Sequence[Peer], local_ranks: Sequence[int]) -> JobGPUs:
     without = [rank for rank, peer in enumerate(peers) if not peer.gpus]
     if without:
         host = peers[without[0]].host
-        who = f"rank {without[0]} ({host}) sees" if len(without) == 1 else f"{_ranks(without)} see"
+        who = (
+            f"rank {without[0]} ({host}) sees"
+            if len(without) == 1
+            else f"{ranks_text(without)} see"
+        )
         return JobGPUs(count, f"{who} no GPU")
     owners = grouped(
         (peer.gpus[local_rank % len(peer.gpus)], rank)
@@ -77,21 +111,15 @@ def compare_gpus(peers: Sequence[Peer], local_ranks: Sequence[int]) -> JobGPUs:
     gpu, ranks = next(iter(shared.items()))
     more = len(shared) - 1
     others = f"; {more} more GPU{'s are' if more > 1 else ' is'} shared" if more else ""
-    return JobGPUs(count, f"{_ranks(ranks)} share one GPU ({gpu}){others}", _apart(peers, shared))
+    return JobGPUs(
+        count, f"{ranks_text(ranks)} share one GPU ({gpu}){others}", _apart(peers, shared)
+    )
 
 
 def _apart(peers: Sequence[Peer], shared: Mapping[str, Sequence[int]]) -> bool:
     """Return whether NCCL takes the ranks that share a GPU as ranks on different machines."""
     hosts = [[peers[rank].nccl_host for rank in ranks] for ranks in shared.values()]
     return all(all(names) and len(set(names)) == len(names) for names in hosts)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return e.g. "ranks 0, 1 and 2", cut after eight."""
-    if len(ranks) > _MOST_NAMED:
-        named = ", ".join(map(str, ranks[:_MOST_NAMED]))
-        return f"ranks {named} and {len(ranks) - _MOST_NAMED} more"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def choose_backend(wanted: str | None, gpus: JobGPUs, size: int) -> tuple[str, str]:

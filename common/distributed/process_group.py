@@ -4,11 +4,10 @@
 """
 
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import NoReturn
@@ -17,21 +16,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from common.distributed.admission import RankPlacement
 from common.distributed.failures import (
+    Activity,
     CollectiveGuard,
-    FailureReport,
-    broken_collective,
+    FailureWatch,
     cause_of,
     explain_lost_rank,
     nccl_failure,
-    open_sockets,
-    timed_out,
+    open_connections,
 )
 from common.distributed.gpus import choose_backend, gpu_of
-from common.distributed.heartbeat import Activity, Heartbeat
 from common.distributed.launch_env import LaunchSpec, launch_from_environment
-from common.distributed.rendezvous import check_in, rendezvous
+from common.distributed.meeting import MeetingOutcome, meet
 from common.errors import GroupError, Stopped, UserError, first_line, print_to_stderr
 from common.utils.network import interface_of, route_to
 from common.utils.typed_json import calm
@@ -43,7 +39,7 @@ _ASYNCHRONOUS = ("nccl",)  # these backends' collectives return before they are 
 class World:
     """This process is ``rank`` of ``size``, and ``local_rank`` of ``local_size`` on its machine.
 
-    ``backend`` is None without a group. ``activity`` is what this rank is doing, see heartbeat.py.
+    ``backend`` is None without a group. ``activity`` is what this rank is doing, see failures.py.
     """
 
     rank: int = 0
@@ -88,28 +84,19 @@ def process_group(
     message and status 1.
     """
     if launch.master_ip is None:
-        yield World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        on_gpu = torch.cuda.is_available() and backend != "gloo"
+        yield World(device=torch.device("cuda" if on_gpu else "cpu"))
         return
     if launch.opens_store:  # so there is a guard, which names the lost rank, unlike the watchdog
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    before = open_sockets()
+    before = open_connections()
     world, store = open_group(launch, backend=backend, timeout_seconds=timeout_seconds)
-    report = FailureReport(
-        store, world.rank, world.size, patience_seconds=timeout_seconds, other_sockets=before
+    watch = FailureWatch(
+        store, launch, activity=world.activity, timeout_seconds=timeout_seconds, others=before
     )
-    heartbeat = Heartbeat(
-        store,
-        world.rank,
-        world.size,
-        activity=world.activity,
-        address=_own_address(launch.master_ip),
-        timeout_seconds=timeout_seconds,
-    )
-
-    end = partial(_end, world.rank, report, heartbeat)
-    guard, closes = CollectiveGuard(nccl_failure, report, end), True
+    guard, closes = CollectiveGuard(nccl_failure, watch, partial(_end, world.rank, watch)), True
     try:
-        heartbeat.start()
+        watch.start()
         if store is not None and world.backend in _ASYNCHRONOUS:
             guard.start()
         yield world
@@ -121,83 +108,57 @@ def process_group(
     except Exception as error:
         guard.close()
         closes = world.backend not in _ASYNCHRONOUS  # it would wait for the lost rank
-        collective = broken_collective(error)
-        # A GroupError is this project's own, though its words may resemble a broken collective's.
-        if collective is None or isinstance(error, GroupError):
-            report.publish(error)
-        elif message := _explain(report, heartbeat, collective, timed_out=timed_out(error)):
+        if message := watch.explain(error):
             raise GroupError(message) from error
         raise
     finally:
         guard.close()
-        heartbeat.close()
+        watch.close()
         if closes:
             dist.destroy_process_group()
-        report.close()
 
 
-def _explain(
-    report: FailureReport, heartbeat: Heartbeat, collective: str, *, timed_out: bool
-) -> str | None:
-    """Return why ``collective`` broke; None if nobody knows."""
-    if message := report.fetch():
-        return f"{message}. ({collective} broke here: another rank has ended)"
-    if stall := heartbeat.explain(collective, timed_out=timed_out):
-        return f"{stall}. ({collective} broke here)"
-    return None
-
-
-def _end(rank: int, report: FailureReport, heartbeat: Heartbeat, timed_out: bool) -> NoReturn:
+def _end(rank: int, watch: FailureWatch, timed_out: bool) -> NoReturn:
     """Say why a collective broke and end this process, from another thread than the main one."""
-    found = _explain(report, heartbeat, "a collective", timed_out=timed_out)
-    message = calm(f"error (rank {rank}): {found or explain_lost_rank('a collective')}")
-    print_to_stderr(message)
-    heartbeat.close()
-    report.close()
+    collective = "a collective"
+    found = watch.explain_broken(collective, timed_out=timed_out) or explain_lost_rank(collective)
+    print_to_stderr(calm(f"error (rank {rank}): {found}"))
+    watch.close()
     sys.stdout.flush()
     os._exit(1)
 
 
-def _own_address(master_ip: str) -> str:
-    """Return this node's address as the others see it, else its name."""
-    try:
-        return route_to(master_ip)
-    except OSError:
-        return socket.gethostname()
-
-
 def open_group(
     launch: LaunchSpec, *, backend: str | None = None, timeout_seconds: float = 60.0
-) -> tuple[World, dist.TCPStore | None]:
-    """Open the group; return this process's World and the rendezvous' store (None under torchrun).
+) -> tuple[World, dist.Store | None]:
+    """Open the group; return this process's World and the ranks' own store (None under torchrun).
 
     The caller destroys the group. ``backend`` None means NCCL if each rank has a GPU of its own,
-    else Gloo, which trains on the CPU. Raises GroupError and UserError as ``rendezvous`` does.
+    else Gloo, which trains on the CPU. Raises GroupError and UserError as ``meet`` does.
     """
     assert launch.master_ip is not None  # a process without a group opens none
     _choose_interface(launch.master_ip)
-    rendezvous_store = None
-    store: dist.Store
-    if launch.opens_store:
-        rendezvous_store, placement = rendezvous(launch, timeout_seconds)
-        store = dist.PrefixStore("group", rendezvous_store)
-    else:
-        store, placement = _meet_under_torchrun(launch, timeout_seconds)
-    backend, reason = choose_backend(backend, placement.gpus, launch.size)
+    met_in, outcome = (meet if launch.opens_store else _meet_under_torchrun)(
+        launch, timeout_seconds
+    )
+    local_rank, local_size = outcome.places[launch.rank]
+    # Under torchrun one machine may have several agents, each with its own local ranks.
+    local_size = launch.local_size or local_size
+    backend, reason = choose_backend(backend, outcome.gpus, launch.world_size)
     if reason and launch.rank == 0:
         print_to_stderr(reason)
     device = torch.device("cpu")
     if backend == "nccl":
-        device = gpu_of(placement.local_rank)
+        device = gpu_of(local_rank)
         torch.cuda.set_device(device)
     try:
         dist.init_process_group(
             backend,
             rank=launch.rank,
-            world_size=launch.size,
+            world_size=launch.world_size,
             timeout=timedelta(seconds=timeout_seconds),
             device_id=device if backend == "nccl" else None,
-            store=store,
+            store=dist.PrefixStore("group", met_in),
         )
     except RuntimeError as error:
         raise GroupError(
@@ -205,36 +166,28 @@ def open_group(
             f"connect them: {cause_of(error)}. If the nodes have several networks, set "
             "GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) to the interface that joins them"
         ) from error
-    world = World(
-        launch.rank, launch.size, placement.local_rank, placement.local_size, device, backend
-    )
-    return world, rendezvous_store
+    world = World(launch.rank, launch.world_size, local_rank, local_size, device, backend)
+    return world, met_in if launch.opens_store else None
 
 
 def _meet_under_torchrun(
     launch: LaunchSpec, timeout_seconds: float
-) -> tuple[dist.Store, RankPlacement]:
-    """Return the store and the placement of a rank of torchrun, once rank 0 has admitted all.
-
-    The store is torchrun's own, or one that torch opens on rank 0's node.
-    """
+) -> tuple[dist.Store, MeetingOutcome]:
+    """As ``meet``, in torchrun's own store, or one that torch opens on rank 0's node."""
     assert launch.master_ip is not None
-    assert launch.local_size is not None
     host = f"[{launch.master_ip}]" if ":" in launch.master_ip else launch.master_ip
     address, timeout = f"{host}:{launch.master_port}", timedelta(seconds=timeout_seconds)
     try:
-        meeting = torch_rendezvous(f"tcp://{address}", launch.rank, launch.size, timeout=timeout)
-        store, _, _ = next(meeting)
+        url = f"tcp://{address}"
+        store, _, _ = next(torch_rendezvous(url, launch.rank, launch.world_size, timeout=timeout))
     except RuntimeError as error:
         raise GroupError(
             f"torchrun started the ranks to meet at {address}, but rank {launch.rank} found no "
             f"store there: {first_line(error)}"
         ) from error
-    placement = check_in(dist.PrefixStore("rendezvous", store), launch, timeout_seconds)
+    _, outcome = meet(launch, timeout_seconds, store=dist.PrefixStore("rendezvous", store))
     store.set_timeout(timeout)
-    # One machine may have several agents, each with its own local ranks.
-    placement = replace(placement, local_size=launch.local_size)
-    return dist.PrefixStore("default_pg", store), placement
+    return dist.PrefixStore("default_pg", store), outcome
 
 
 def _choose_interface(master_ip: str) -> None:

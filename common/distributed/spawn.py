@@ -5,7 +5,6 @@ No torch here. The caller chooses what a rank runs: a part's command line, or a 
 signals on to the ranks, which print to this process's own terminal, and reports how they ended.
 """
 
-import contextlib
 import math
 import os
 import signal
@@ -78,9 +77,7 @@ def run_local_ranks(
         ``stop_seconds`` (default: ``grace_seconds``) to save and end.
     """
     environments = environments or [os.environ] * len(commands)
-    if len(commands) > 1:
-        token = with_run_token(environments[0])[RUN_TOKEN]
-        environments = [{**environment, RUN_TOKEN: token} for environment in environments]
+    token = {} if len(commands) == 1 else {RUN_TOKEN: with_run_token(environments[0])[RUN_TOKEN]}
     processes: list[subprocess.Popen] = []
     failed: list[int] = []
     deadline, stopping = time.monotonic() + limit_seconds, False
@@ -94,7 +91,7 @@ def run_local_ranks(
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output and subprocess.STDOUT,
-                        env=environments[rank],
+                        env={**environments[rank], **token},
                         start_new_session=True,
                         preexec_fn=kill_on_parent_exit(),
                     )
@@ -106,8 +103,7 @@ def run_local_ranks(
                 stopping = True
                 for process in processes:
                     process.send_signal(number)
-                limit = grace_seconds if stop_seconds is None else stop_seconds
-                deadline = min(deadline, time.monotonic() + limit)
+                deadline = min(deadline, time.monotonic() + (stop_seconds or grace_seconds))
             if ended and not failed and not stopping:
                 deadline = min(deadline, time.monotonic() + grace_seconds)
             failed += ended
@@ -123,9 +119,8 @@ def run_local_ranks(
 def _kill(processes: Sequence[subprocess.Popen]) -> None:
     """Kill every process that still runs, with its process group, and wait for it."""
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
     for process in processes:
         process.wait()
 
@@ -164,10 +159,8 @@ def launch_local_ranks(
 
 
 def _status(exits: RankExits, received: signal.Signals | None) -> int:
-    if not any(exits.statuses):
-        return 0
     if set(exits.statuses) <= {0, TO_BE_CONTINUED}:
-        return TO_BE_CONTINUED
+        return max(exits.statuses)
     if received is not None:
         return 128 + received
     rank = exits.failed[0]

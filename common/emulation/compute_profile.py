@@ -4,8 +4,6 @@ lab/calibrate/layer_profile.py measures one, ``load_profile`` reads and checks i
 common/emulation/emulated_model.py sleeps for these times.
 """
 
-import math
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +29,6 @@ _KIND = "compute profile"
 
 LayerSeconds = Annotated[float, Meta(ge=0, le=1e4)]
 _Pixels = Annotated[int, Meta(ge=1, le=65_536)]
-_LEAST = 1e-9  # seconds of a whole pass
 
 
 @dataclass(frozen=True)
@@ -86,36 +83,6 @@ class Profile:
     others_share: Annotated[float, Meta(ge=0, le=100)] = 0.0
     steps: Annotated[tuple[tuple[Seconds, Seconds, Seconds], ...], Meta(max_length=1000)] = ()
 
-    def __post_init__(self) -> None:
-        if not any(layer.parameters for layer in self.layers):
-            raise ValueError("no layer has parameters")
-        for way in ("forward", "backward"):
-            times = [getattr(layer, way) for layer in self.layers]
-            if math.fsum(time.fixed_seconds + time.sample_seconds for time in times) < _LEAST:
-                raise ValueError(f"{way} takes no time, expected at least {_LEAST} s")
-
-    def forward_seconds(self, samples: float) -> float:
-        """Return the seconds of forward, loss included."""
-        return math.fsum(layer.forward.at(samples) for layer in self.layers)
-
-    def ready_seconds(self, samples: float) -> dict[str, float]:
-        """Return the seconds of backward until each gradient is ready, earliest first."""
-        passed = 0.0
-        ready: dict[str, float] = {}
-        for layer in reversed(self.layers):
-            passed += layer.backward.at(samples)
-            ready |= dict.fromkeys(layer.parameters, passed)
-        return ready
-
-    def needed_seconds(self, samples: float) -> dict[str, float]:
-        """Return the seconds of forward until each parameter is used, earliest first."""
-        passed = 0.0
-        needed: dict[str, float] = {}
-        for layer in self.layers:
-            needed |= dict.fromkeys(layer.parameters, passed)
-            passed += layer.forward.at(samples)
-        return needed
-
     def as_json(self) -> dict[str, Any]:
         """Return the file's content."""
         return label(_KIND, FORMAT) | asdict(self)
@@ -126,17 +93,12 @@ class Profile:
 
 
 def profile_path(choice: str, *, model: str) -> Path:
-    """Return the path of a profile; "measured" is this machine's own profile of ``model``.
+    """Return the path of a profile: a file that ends in .json, or a name in reports/profiles/.
 
-    Raises UserError if ``choice`` is not a name.
+    "measured" is this machine's own profile of ``model``.
     """
     if choice.endswith(".json"):
         return Path(choice)
-    if not re.fullmatch(r"\w[\w.+-]*", choice):
-        raise UserError(
-            f"--compute: got {choice!r}, give real, measured, the name of a profile in "
-            "reports/profiles/, or a file that ends in .json"
-        )
     name = f"{MEASURED}-{model}" if choice == MEASURED else choice
     return REPORTS / "profiles" / f"{name}.json"
 
@@ -153,28 +115,33 @@ def load_profile(
     path = profile_path(choice, model=model)
     again = how_to_make(choice, model)
     try:
-        profile = read_versioned(
-            path, Profile, kind=_KIND, version=FORMAT, missing=f"there is no profile {path}"
-        )
-        if profile.model != model:
-            raise UserError(
-                f"the profile {path} was measured for {profile.model}, but the model is {model}"
-            )
+        profile = read_versioned(path, Profile, kind=_KIND, version=FORMAT)
     except UserError as error:
         raise UserError(f"--compute {choice}: {error}: {again}") from error
-    if image is not None and profile.image != image:
-        its_size, size = ("x".join(map(str, pixels)) for pixels in (profile.image, image))
-        raise UserError(
-            f"--compute {choice}: the profile {path} was measured with images of {its_size}, but "
-            f"the dataset has {size}: use a dataset or a profile of the same size"
-        )
-    if choice == MEASURED and machine is not None and profile.machine != machine:
-        raise UserError(
-            f"--compute {choice}: the profile {path} was measured on {profile.machine!r}, but this "
-            f"machine is {machine!r}: {again}; to emulate that machine, give the file: --compute "
-            f"{path}"
-        )
+    differences = (
+        (
+            profile.model != model,
+            f"was measured for {profile.model}, but the model is {model}: {again}",
+        ),
+        (
+            image not in (None, profile.image),
+            f"was measured with images of {_size(profile.image)}, but the dataset has "
+            f"{_size(image)}: use a dataset or a profile of the same size",
+        ),
+        (
+            choice == MEASURED and machine not in (None, profile.machine),
+            f"was measured on {profile.machine!r}, but this machine is {machine!r}: {again}; to "
+            f"emulate that machine, give the file: --compute {path}",
+        ),
+    )
+    for differs, sentence in differences:
+        if differs:
+            raise UserError(f"--compute {choice}: the profile {path} {sentence}")
     return profile
+
+
+def _size(image: tuple[int, int] | None) -> str:
+    return "x".join(map(str, image or ()))
 
 
 def how_to_make(choice: str, model: str) -> str:

@@ -55,7 +55,6 @@ class Emulation:
         ]
         self._model = model
         self._deadline: float | None = None
-        self._backward_passes = 0
         model.forward = self._forward
 
     def update(self, share: float = 1.0) -> None:
@@ -96,10 +95,8 @@ class Emulation:
     def _backward(
         self, layer: Layer, gradients: "Sequence[_Gradient]", samples: int
     ) -> list[Tensor]:
-        if layer is self._profile.layers[-1]:
-            self._backward_passes += 1
         self._pass(layer.backward.at(samples))
-        return [gradient.of(self._backward_passes) for gradient in gradients]
+        return [gradient.next() for gradient in gradients]
 
     def _pass(self, seconds: float) -> None:
         """Sleep until ``seconds`` after the last deadline, or from now if there is none."""
@@ -139,7 +136,7 @@ class _Gradient:
     """
 
     def __init__(self, parameter: nn.Parameter, generator: torch.Generator, rank: int) -> None:
-        self._parameter, self._rank = parameter, rank
+        self._parameter, self._rank, self._passes = parameter, rank, 0
         values = torch.empty(parameter.numel()).uniform_(-_SCALE, _SCALE, generator=generator)
         self._memory = torch.empty_like(parameter, requires_grad=False)
         self._memory.copy_(values.view_as(parameter))
@@ -149,10 +146,11 @@ class _Gradient:
         """Memory for passes that torch adds to ``p.grad``, since that is ``_memory`` itself."""
         return self._memory.clone()
 
-    def of(self, number: int) -> Tensor:
-        """Return the gradient of backward pass ``number``."""
+    def next(self) -> Tensor:
+        """Return the gradient of the next backward pass."""
+        self._passes += 1
         tensor = self._memory if self._parameter.grad is None else self._to_accumulate
-        tensor.as_strided((1,), (1,)).fill_(_SCALE * math.sin(number + 100.0 * self._rank))
+        tensor.as_strided((1,), (1,)).fill_(_SCALE * math.sin(self._passes + 100.0 * self._rank))
         return tensor.detach()  # another tensor on the same memory, so that it has no other owner
 
 

@@ -1,13 +1,20 @@
-"""Save and end on SIGTERM or SIGUSR1, which schedulers send before they end a job."""
+"""What signals do to a run: ``stop_on_signals`` while it trains, ``interruptible`` at its end.
+
+Schedulers send SIGTERM or SIGUSR1 before they end a job. Ctrl-C raises KeyboardInterrupt in the
+main thread, wherever that is: see common/cli.py.
+"""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
+from typing import Any
 
 from common.errors import Stopped
 from common.training_engine import TrainingEngine
 from common.training_engine.checkpoint_manager import CheckpointManager
+from common.utils.processes import in_thread
 
 
 @contextmanager
@@ -33,3 +40,12 @@ def stop_on_signals(
         if checkpoints.newest is None:
             saved = "nothing was saved, since this run writes no checkpoints"
         raise Stopped(f"{why}: stopped after step {engine.step}, {saved}")
+
+
+def interruptible(action: Callable[..., object], *arguments: Any, **named: Any) -> None:
+    """Run ``action`` in a thread and wait for it, so that Ctrl-C raises here, at once.
+
+    Within foreign code the exception may be lost: Python prints and drops what is raised in a
+    callback of a weak reference, of which matplotlib has many.
+    """
+    in_thread(partial(action, *arguments, **named)).result()

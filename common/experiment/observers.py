@@ -1,15 +1,18 @@
 """What shows and records a run while it trains: the progress, the logger and the profiler."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+
+from torch.profiler import profile, schedule
 
 from common.distributed.collectives import run_on_all_ranks
-from common.experiment.setup import Setup
-from common.profiling.torch_profiler import step_profiler
+from common.experiment.resume import Job
 from common.reporting.console import Progress, say
+from common.reporting.run_folder import RunFolder
 from common.reporting.run_logger import RunLogger
 from common.reporting.trackers import Trackers
 from common.training_engine import AfterEachStep, Callback, StepRecord
+from common.training_plan import Setup
 
 
 def build_progress(setup: Setup) -> Progress:
@@ -21,17 +24,16 @@ def build_progress(setup: Setup) -> Progress:
         log_every=config.log_every,
         global_batch_size=setup.plan.batch_size,
         visible=setup.world.is_rank0,
-        emulated=config.emulated,
     )
 
 
 @contextmanager
-def open_logger(setup: Setup, progress: Progress) -> Iterator[RunLogger]:
+def open_logger(setup: Setup, job: Job, progress: Progress) -> Iterator[RunLogger]:
     """Yield the callback that reports the training: progress, metrics, dashboards. Collective.
 
     First remove what the folder records of steps that this run repeats.
     """
-    config, world, folder = setup.config, setup.world, setup.folder
+    config, world, folder = setup.config, setup.world, job.folder
     done_steps = setup.entries.get("step", 0)
 
     def build() -> Trackers:
@@ -45,25 +47,33 @@ def open_logger(setup: Setup, progress: Progress) -> Iterator[RunLogger]:
         )
 
     def take_over() -> list[StepRecord]:
-        if setup.job.keeps:
+        if job.keeps:
             folder.cut(step=done_steps, epoch=setup.entries.get("epoch", 0))
         return folder.earlier_steps() if world.is_rank0 else []
 
-    history = run_on_all_ranks(world, take_over) if setup.job.resuming else []
+    history = run_on_all_ranks(world, take_over) if job.resuming else []
     trackers = run_on_all_ranks(world, build)
-    with progress.bar or nullcontext():
+    with progress.bar:
         yield RunLogger(world, folder, progress, trackers, history)
     trackers.close()  # not after an error: it may take minutes before the other ranks are told
 
 
 @contextmanager
-def open_profiler(setup: Setup) -> Iterator[Callback]:
-    """Yield the callback that writes profile_rank<r>.json if --profile is set."""
-    name = f"profile_rank{setup.world.rank}.json"
-    trace = setup.folder.path / name if setup.config.profile else None
-    with step_profiler(trace) as after_step:
-        yield AfterEachStep(after_step)
-    if trace is not None and not trace.exists() and setup.world.is_rank0:
+def open_profiler(setup: Setup, folder: RunFolder) -> Iterator[Callback]:
+    """Yield the callback that writes profile_rank<r>.json if --profile is set.
+
+    The file holds steps 3 to 5, for ui.perfetto.dev or chrome://tracing.
+    """
+    if not setup.config.profile:
+        yield Callback()
+        return
+    trace = folder.path / f"profile_rank{setup.world.rank}.json"
+    with profile(
+        schedule=schedule(skip_first=1, wait=0, warmup=1, active=3, repeat=1),
+        on_trace_ready=lambda done: done.export_chrome_trace(str(trace)),
+    ) as profiler:
+        yield AfterEachStep(profiler.step)
+    if not trace.exists() and setup.world.is_rank0:
         say(
             "warning: --profile: the training was too short for a trace: train for at least 3 steps"
         )

@@ -11,7 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint import load_checkpoint, newest_checkpoint, time_of_saving
+from common.checkpoint import newest_checkpoint, time_of_saving
 from common.config.schema import RUN_NAME, Config
 from common.distributed.collectives import (
     broadcast_checkpoint,
@@ -23,7 +23,7 @@ from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import World
 from common.errors import UserError
 from common.reporting.console import say
-from common.reporting.run_folder import RunFolder, new_run_name
+from common.reporting.run_folder import RunFolder
 from common.reporting.run_lock import is_locked_by, lock_folder
 from common.utils.atomic_files import (
     check_folder,
@@ -32,9 +32,9 @@ from common.utils.atomic_files import (
     remove_unfinished,
     write_atomically,
 )
+from common.utils.paths import new_folder
 from common.utils.typed_json import shown
 
-_AGENTS = ".agents"
 _NOTHING_FOUND = ("", -1.0, -1)  # path, time of saving and step of no checkpoint
 
 
@@ -55,14 +55,6 @@ class Job:
     writes: bool
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """The checkpoint that a run resumes from: its path on one of the nodes, and its entries."""
-
-    path: str
-    entries: dict[str, Any]
-
-
 def open_job(config: Config, launch: LaunchSpec, world: World, locks: ExitStack) -> Job:
     """Choose, create and lock the run's folder, with the same name on every node. Collective.
 
@@ -72,34 +64,28 @@ def open_job(config: Config, launch: LaunchSpec, world: World, locks: ExitStack)
     run_on_all_ranks(world, lambda: _check_paths(config, is_rank0=world.is_rank0))
     parent = config.reports_folder / config.experiment
     # Equal on all ranks, since collectives below depend on it.
-    grows = launch.largest_size is not None and launch.largest_size > launch.size
+    grows = launch.largest_size is not None and launch.largest_size > launch.world_size
     may_start_again = launch.agent is not None and (launch.restarts > 0 or grows)
-    record = parent / _AGENTS / launch.agent if launch.agent and may_start_again else None
-    mine = run_on_all_ranks(world, lambda: "" if record is None else _recorded_name(record))
-    names = [name for name in gather_objects(world, mine, schema=str) if name]
-    resuming = bool(names)
-    name = (
-        max(names)
-        if names
-        else run_on_rank0(world, lambda: config.run_name or new_run_name(parent))
-    )
+    record = parent / ".agents" / launch.agent if launch.agent and may_start_again else None
+    mine = run_on_all_ranks(world, lambda: _recorded_name(record))
+    name = max(gather_objects(world, mine, schema=str))
+    resuming = bool(name)
+    if not resuming:
+        name = run_on_rank0(world, lambda: config.run_name or new_folder(parent).name)
     folder = run_on_all_ranks(world, lambda: RunFolder(parent / name))
     keeps = _lock(folder.path, world, locks)
     if not resuming and config.run_name is not None:
-        exists = (folder.path / "config.json").exists()
-        run_on_all_ranks(world, lambda: _refuse(config, folder.path, exists and world.is_rank0))
-        resuming = any(gather_objects(world, exists, schema=bool))
+        resuming = _exists(config, folder.path, world)
     if record is not None and world.local_rank == 0:
         write_atomically(record, name.encode())
     return Job(folder, resuming, keeps, world.is_rank0 or (keeps and may_start_again))
 
 
-def _recorded_name(record: Path) -> str:
+def _recorded_name(record: Path | None) -> str:
     """Return the run's name that the workers before these have recorded; "" if there is none."""
-    try:
-        name = read_regular(record, most_bytes=1000).decode(errors="replace")
-    except FileNotFoundError:
+    if record is None or not record.exists():
         return ""
+    name = read_regular(record, most_bytes=1000).decode(errors="replace")
     if not re.fullmatch(RUN_NAME[0], name):
         raise UserError(f"{record} must hold the name of a run, and holds {shown(name)}: remove it")
     return name
@@ -109,11 +95,9 @@ def _check_paths(config: Config, *, is_rank0: bool) -> None:
     """Raise UserError if a given path leads to something else than it must, e.g. to a FIFO."""
     for folder in (config.reports_folder, config.data_folder):
         check_folder(folder)
-    files = [config.checkpoint] if config.checkpoint is not None else []
-    if is_rank0 and config.resume not in (None, "auto"):
-        files.append(Path(config.resume))
-    for path in files:
-        regular_target(path)
+    for file in (config.checkpoint, config.resume if is_rank0 else None):
+        if file not in (None, "auto"):
+            regular_target(Path(file))
 
 
 def _lock(folder: Path, world: World, locks: ExitStack) -> bool:
@@ -130,16 +114,23 @@ def _lock(folder: Path, world: World, locks: ExitStack) -> bool:
     return keeps
 
 
-def _refuse(config: Config, folder: Path, exists: bool) -> None:
-    if exists and config.resume is None:
+def _exists(config: Config, folder: Path, world: World) -> bool:
+    """Return whether any node has an earlier part of this run; UserError without --resume."""
+    exists = (folder / "config.json").exists()
+    refused = exists and world.is_rank0 and config.resume is None
+    nodes = gather_objects(world, (exists, refused), schema=tuple[bool, bool])
+    if any(refused for _, refused in nodes):
         raise UserError(
             f"--run-name: {folder} holds a run already: add --resume auto to resume it, or give "
             "another name"
         )
+    return any(exists for exists, _ in nodes)
 
 
-def find_checkpoint(config: Config, job: Job, world: World) -> ResumePoint | None:
-    """Return the checkpoint to resume from, on every rank; None: a fresh start. Collective.
+def find_checkpoint(config: Config, job: Job, world: World) -> tuple[str | None, dict[str, Any]]:
+    """Return path and entries of the checkpoint to resume from, on every rank. Collective.
+
+    The path is one of a node's; None, without entries: a fresh start.
 
     Rank 0 reads a path given by --resume. With "auto", or if the job was restarted, the first rank
     of each node looks in the run's own folder if it resumes that run. Otherwise it looks in
@@ -147,7 +138,7 @@ def find_checkpoint(config: Config, job: Job, world: World) -> ResumePoint | Non
     """
     wanted = "auto" if job.resuming else run_on_rank0(world, lambda: config.resume or "")
     if not wanted:
-        return None
+        return None, {}
     path, source = wanted, 0
     if wanted == "auto":
         mine = _newest_here(config, job) if world.local_rank == 0 else _NOTHING_FOUND
@@ -166,25 +157,21 @@ def find_checkpoint(config: Config, job: Job, world: World) -> ResumePoint | Non
                 "starting from step 0"
             )
         if not path:
-            return None
-    return ResumePoint(path, broadcast_checkpoint(world, path, source=source))
+            return None, {}
+    return path, broadcast_checkpoint(world, path, source=source)
 
 
 def _newest_here(config: Config, job: Job) -> tuple[str, float, int]:
     """Return the newest valid checkpoint that this node can read: path, time of saving, step."""
-    if not job.resuming and config.checkpoint is not None and config.checkpoint.exists():
-        try:
-            load_checkpoint(config.checkpoint)
-            return str(config.checkpoint), *time_of_saving(config.checkpoint)
-        except UserError as error:
-            say(f"warning: {error}")
+    named = config.checkpoint
+    first = named if not job.resuming and named is not None and named.exists() else None
     folders = [job.folder.checkpoints] if job.resuming else []
     if not job.resuming and config.run_name is None:
         # Not for a named run: a scheduler's new job must not resume another job's training.
         folders = sorted(job.folder.path.parent.glob("*/checkpoints"))
     for folder in folders:
         remove_unfinished(folder)
-    path, skipped = newest_checkpoint(folders)
+    path, skipped = newest_checkpoint(folders, first=first)
     for reason in skipped:
         say(f"warning: {reason}")
     return (str(path), *time_of_saving(path)) if path else _NOTHING_FOUND

@@ -1,9 +1,10 @@
-"""What ``run`` trains with: the frozen ``Setup``, and the functions that build from it."""
+"""The functions that build what ``run`` trains with."""
 
+import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,123 +13,42 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.config.schema import Config
-from common.cost_model.bucket_choice import BucketChoice
 from common.data import load_dataset
 from common.data.dataset import Dataset
-from common.data.loaders import TrainLoader
 from common.distributed.collectives import check_same_on_all_ranks, run_on_all_ranks
-from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import World
 from common.emulation.compute_profile import Profile, load_profile
 from common.emulation.emulated_model import Emulation
 from common.errors import UserError
-from common.experiment.resume import Job, ResumePoint
-from common.experiment.training_plan import TrainingPlan
+from common.experiment.resume import Job
 from common.experiment.validation import CountedLoader
 from common.models import PRETRAINED, build_model
-from common.profiling import determinism
 from common.profiling.comm_trace import Timeline
-from common.reporting.console import Progress, say
+from common.reporting.console import say
 from common.reporting.run_folder import RunFolder
 from common.reporting.run_logger import RunLogger
-from common.sync import build_sync_from, is_exact
+from common.sync import build_message_plan_from, strategy_class
 from common.training import prepare_model_for_training
-from common.training_engine import (
-    EarlyStop,
-    TrainingEngine,
-    Validator,
-)
-from common.training_engine.amp import choose_amp, precision_name
+from common.training_engine import TrainingEngine, Validator
+from common.training_engine.amp import precision_name
 from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
 from common.training_engine.lr_schedules import build_schedule
+from common.training_plan import Setup
 from common.utils.environment import environment
 from common.utils.hashing import digest
 from common.utils.system import usable_cores
 
-_PRETRAINED_BATCH_SIZE = 500  # in evaluation
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Values fixed before the first step. Ranks differ only in ``launch``, ``world`` and ``job``.
-
-    checkpoint : what the run resumes from; None: a fresh start.
-    profile : durations of emulated compute; None: compute is real.
-    began : ``time.perf_counter()`` when ``run`` was called.
-    buckets : what --bucket-mb auto chose; None if it was not asked to.
-    """
-
-    config: Config
-    launch: LaunchSpec
-    world: World
-    job: Job
-    dataset: Dataset
-    plan: TrainingPlan
-    checkpoint: ResumePoint | None
-    profile: Profile | None
-    began: float
-    buckets: BucketChoice | None = None
-
-    @property
-    def folder(self) -> RunFolder:
-        """The run's folder."""
-        return self.job.folder
-
-    @property
-    def entries(self) -> Mapping[str, Any]:
-        """The entries of the checkpoint; empty for a fresh start."""
-        return self.checkpoint.entries if self.checkpoint is not None else {}
-
-    @property
-    def bucket_mb(self) -> float | None:
-        """The size of buckets, as given or as chosen; None: the strategy's default."""
-        asked = self.config.bucket_mb
-        if isinstance(asked, str):
-            return self.buckets.bucket_mb if self.buckets else None
-        return asked
-
-    @property
-    def learning_rate(self) -> float:
-        """The peak rate; --scale-lr multiplies it by global batch / reference batch."""
-        config = self.config
-        scale = self.plan.batch_size / config.reference_batch_size if config.scale_lr else 1.0
-        return config.peak_learning_rate * scale
-
-    @property
-    def amp(self) -> tuple[torch.dtype | None, str]:
-        """The type for autocast (None: float32), and a notice for the user."""
-        config = self.config
-        return choose_amp(
-            config.amp,
-            config.amp_dtype,
-            default=config.part == "PartThree",
-            device=self.world.device,
-            exact=self.world.backend is None or is_exact(config.sync),
-        )
-
-    @property
-    def epochs(self) -> tuple[int, int]:
-        """First and last epoch to train, both included; nothing is left if first > last."""
-        last = -(-self.plan.total_steps // self.plan.steps_per_epoch)
-        first = self.entries["epoch"] + 1 if self.entries else 1
-        return first, min(last, self.config.stop_after_epoch or last)
-
 
 @contextmanager
 def warnings_on_rank0(world: World) -> Iterator[None]:
-    """Print each user warning as one line, on rank 0 only, since all ranks raise the same ones."""
+    """Print each warning as one line, on rank 0 only, since all ranks raise the same ones."""
+
+    def show(message: Warning | str, *_place: Any, **_more: Any) -> None:
+        if world.is_rank0:
+            say(f"warning: {message}")
+
     with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def show_line(
-            message: Warning | str, category: type[Warning], *place: Any, **more: Any
-        ) -> None:
-            if category is not UserWarning:
-                show(message, category, *place, **more)
-            elif world.is_rank0:
-                say(f"warning: {message}")
-
-        warnings.showwarning = show_line
+        warnings.showwarning = show
         yield
 
 
@@ -136,18 +56,33 @@ def choose_threads_and_algorithms(config: Config, world: World) -> None:
     """Divide the cores among the ranks of this machine, seed torch, choose cuDNN's algorithms."""
     torch.set_num_threads(config.threads or max(1, usable_cores() // world.local_size))
     torch.manual_seed(config.seed)
-    determinism.choose_algorithms(world.device, deterministic=config.deterministic)
+    if world.device.type == "cuda":
+        # Before the first CUDA call, since cuBLAS reads it only once.
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = not config.deterministic
+        torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
 
 
 def load_run_dataset(config: Config, world: World) -> tuple[Dataset, str]:
     """Return the dataset, normalised as configured, and the SHA-256 of its images and labels.
 
-    Collective. May download, without a time limit. Raises UserError if the ranks' data differ.
+    Collective. May download, without a time limit. Raises UserError if the ranks' data differ, or
+    if settings ask for mirror images that the dataset does not allow.
     """
 
     def load() -> Dataset:
         dataset = load_dataset(config.dataset, config.data_folder, mirror=config.mirror)
-        _refuse_mirror_images(config, dataset)
+        asked = {
+            "--flip alternating": config.flip == "alternating",
+            "--tta flip": config.tta == "flip",
+        }
+        flags = " and ".join(flag for flag, given in asked.items() if given)
+        if flags and not dataset.flip:
+            raise UserError(
+                f"{flags}: a mirrored image of {dataset.name} may belong to no class. Leave "
+                f"{flags} out"
+            )
         return dataset if config.normalise == "dataset" else dataset.normalised_as_imagenet()
 
     world.activity.enter("dataset")
@@ -162,19 +97,6 @@ def load_run_dataset(config: Config, world: World) -> tuple[Dataset, str]:
     }
     check_same_on_all_ranks(world, facts, what="their dataset")
     return dataset, contents
-
-
-def _refuse_mirror_images(config: Config, dataset: Dataset) -> None:
-    """Raise UserError if settings ask for mirror images that the dataset does not allow."""
-    asked = (
-        ("--flip alternating", config.flip == "alternating"),
-        ("--tta flip", config.tta == "flip"),
-    )
-    flags = " and ".join(flag for flag, given in asked if given)
-    if flags and not dataset.flip:
-        raise UserError(
-            f"{flags}: a mirrored image of {dataset.name} may belong to no class. Leave {flags} out"
-        )
 
 
 def load_compute_profile(config: Config, world: World, dataset: Dataset) -> Profile | None:
@@ -192,18 +114,21 @@ def load_compute_profile(config: Config, world: World, dataset: Dataset) -> Prof
     return profile
 
 
-def write_settings(setup: Setup) -> None:
-    """Write the settings, the plan and the environment to the run's folder, on rank 0."""
+def write_settings(setup: Setup, folder: RunFolder) -> None:
+    """Write settings, plan, environment and the profile of emulated compute, on rank 0."""
     if setup.world.is_rank0:
-        group = {
+        settings = {
+            **setup.config.as_json(),
             "world_size": setup.world.size,
             "backend": setup.world.backend,
             "precision": precision_name(setup.amp[0]),
-            "auto_buckets": asdict(setup.buckets) if setup.buckets else None,
+            "auto_buckets": None,
+            **asdict(setup.plan),
         }
-        settings = setup.config.as_json() | group | asdict(setup.plan)
-        setup.folder.write_json("config.json", settings)
-        setup.folder.write_json("environment.json", environment())
+        folder.write_json("config.json", settings)
+        folder.write_json("environment.json", environment())
+        if setup.profile is not None:
+            folder.write_json("profile.json", setup.profile.as_json())
 
 
 def build_network(setup: Setup) -> nn.Module:
@@ -236,8 +161,8 @@ def prepare_model(
         setup.learning_rate,
         config.momentum,
         config.weight_decay,
-        setup.checkpoint is not None,
-        setup.checkpoint.path if setup.checkpoint is not None else "",
+        setup.resumed_from is not None,
+        setup.resumed_from or "",
         opt=config.opt,
         nesterov=config.nesterov,
         label_smoothing=config.label_smoothing,
@@ -254,20 +179,6 @@ def prepare_model(
     return model, criterion, optimizer, scheduler
 
 
-def price_of_determinism(setup: Setup, model: nn.Module, loader: TrainLoader) -> dict[str, float]:
-    """Measure the slowdown of --deterministic for the summary; {} without it or on a CPU."""
-    if not setup.config.deterministic or setup.world.device.type != "cuda":
-        return {}
-    images, labels = next(iter(loader))
-    times = determinism.cost(model, images, labels, amp_dtype=setup.amp[0])
-    if setup.world.is_rank0:
-        say(
-            f"--deterministic: forward and backward take {times:.2f} times as long as with the "
-            "fastest algorithms"
-        )
-    return {"deterministic_cost": times}
-
-
 def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
     """Return the engine, with emulated compute and a record of messages if the settings say so."""
     config, world = setup.config, setup.world
@@ -276,12 +187,11 @@ def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
         world.device,
         distributed=world.backend is not None,
         amp_dtype=setup.amp[0],
-        sync=build_sync_from(config.sync, vars(config) | {"bucket_mb": setup.bucket_mb}),
+        sync=strategy_class(config.sync)(build_message_plan_from(config.sync, vars(config))),
         use_ema=config.ema,
         ema_decay=config.ema_decay,
         clip_norm=config.clip_norm,
         sync_batchnorm=config.sync_batchnorm and setup.plan.shards == world.size,
-        capture=config.capture == "auto" and not config.profile,
         compile_model=config.compile,
         world=world,
     )
@@ -292,15 +202,8 @@ def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
         engine.emulation = Emulation(model, setup.profile, rank=world.rank, classes=classes)
     if config.timeline:
         last = setup.plan.total_steps
-        engine.timeline = Timeline(last - engine.sync.period + 1, last)
+        engine.timeline = Timeline(last - engine.sync.plan.period + 1, last)
     return engine
-
-
-def build_test_loader(setup: Setup, progress: Progress) -> CountedLoader:
-    """Return this rank's share of the test set."""
-    # A pretrained model enlarges its images to 49 times as many pixels: large batches may not fit.
-    size = _PRETRAINED_BATCH_SIZE if setup.config.model in PRETRAINED else None
-    return CountedLoader(setup.dataset, setup.world, progress, batch_size=size)
 
 
 def build_validator(setup: Setup, loader: CountedLoader) -> Validator:
@@ -309,14 +212,15 @@ def build_validator(setup: Setup, loader: CountedLoader) -> Validator:
     return Validator(
         loader if config.validates else None,
         nn.CrossEntropyLoss(),
-        EarlyStop(config.target_accuracy, config.patience),
-        setup.entries.get("progress"),
+        target_accuracy=config.target_accuracy,
+        patience=config.patience,
+        progress=setup.entries.get("progress"),
         flip=config.tta == "flip",
     )
 
 
 def build_checkpoint_manager(
-    setup: Setup, validator: Validator, logger: RunLogger
+    setup: Setup, job: Job, validator: Validator, logger: RunLogger
 ) -> CheckpointManager:
     """Return the callback that writes checkpoints, with the plan and the best accuracy so far.
 
@@ -324,19 +228,18 @@ def build_checkpoint_manager(
     """
     config = setup.config
     return CheckpointManager(
-        setup.folder.checkpoints,
+        job.folder.checkpoints,
         policy=SavePolicy(
             every_steps=config.checkpoint_every,
             every_epochs=config.save_every_epochs,
             keep=config.keep_checkpoints,
         ),
-        writes=setup.job.writes,
+        writes=job.writes,
         copy_to=config.checkpoint,
         before=logger.sync,
         extra={
             "plan": asdict(setup.plan),
             "world_size": setup.world.size,
-            "auto_buckets": asdict(setup.buckets) if setup.buckets else None,
             "progress": validator.progress,
         },
     )

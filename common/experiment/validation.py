@@ -5,12 +5,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from common.data.dataset import Dataset
 from common.data.loaders import EvaluationLoader
 from common.distributed.collectives import gather_tensors
-from common.distributed.process_group import World
+from common.models import PRETRAINED
 from common.reporting.console import Progress, say
 from common.training_engine import Predictions, TrainingEngine, predict
+from common.training_plan import Setup
+
+_PRETRAINED_BATCH_SIZE = 500
 
 
 class CountedLoader:
@@ -19,14 +21,15 @@ class CountedLoader:
     ids : the share's samples. images : number of samples of all ranks.
     """
 
-    def __init__(
-        self, dataset: Dataset, world: World, progress: Progress, *, batch_size: int | None = None
-    ) -> None:
+    def __init__(self, setup: Setup, progress: Progress) -> None:
+        dataset, world = setup.dataset, setup.world
+        # A pretrained model enlarges its images to 49 times as many pixels: large batches may not
+        # fit.
         self._loader = EvaluationLoader(
             dataset.test,
             mean=dataset.mean,
             std=dataset.std,
-            batch_size=batch_size,
+            batch_size=_PRETRAINED_BATCH_SIZE if setup.config.model in PRETRAINED else None,
             rank=world.rank,
             world_size=world.size,
             device=world.device,
@@ -40,16 +43,19 @@ class CountedLoader:
 
 
 def predict_test_set(
-    engine: TrainingEngine, loader: CountedLoader, *, flip: bool = False
+    setup: Setup, engine: TrainingEngine, loader: CountedLoader
 ) -> list[Predictions]:
     """Return the predictions for the whole test set, in order, on every rank. Collective.
 
-    The first entry uses the weights, the second their moving average, if there is one. ``flip`` is
-    as for ``predict``.
+    The first entry uses the weights, the second their moving average, if there is one. None if the
+    run only measures times.
     """
-    if engine.world.is_rank0:
-        ranks = f" on {engine.world.size} ranks" if engine.world.size > 1 else ""
+    if setup.config.only_times:
+        return []
+    if setup.world.is_rank0:
+        ranks = f" on {setup.world.size} ranks" if setup.world.size > 1 else ""
         say(f"evaluating {loader.images:,} test images{ranks}")
+    flip = setup.config.tta == "flip"
     return [_predict_all(model, loader, engine, flip=flip) for model in engine.evaluated_models]
 
 
@@ -67,8 +73,10 @@ def _predict_all(
     )
     # (3, samples of this rank) int64
     columns = (loader.ids, torch.from_numpy(own.labels), torch.from_numpy(own.predicted))
-    loss_sum = torch.tensor(own.loss_sum, dtype=torch.float64)
-    mine = {"columns": torch.stack(columns), "loss_sum": loss_sum}
+    mine = {
+        "columns": torch.stack(columns),
+        "loss_sum": torch.tensor(own.loss_sum, dtype=torch.float64),
+    }
     parts = gather_tensors(engine.world, mine)
     ids, labels, predicted = torch.cat([part["columns"] for part in parts], dim=1)
     order = ids.argsort()

@@ -47,8 +47,7 @@ class WideResNet(nn.Module):
 
     def __init__(self, depth: int, width: int, num_classes: int = 100) -> None:
         super().__init__()
-        blocks, rest = divmod(depth - 4, 6)
-        assert rest == 0, depth
+        blocks = (depth - 4) // 6  # of two convolutions, in each of three stages
         self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
         layers, channels = [], 16
         # The first block of a stage changes the number of channels and halves height and width.

@@ -10,7 +10,6 @@ last steps of a run are recorded, and their times are left out of the medians.
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.profiling.device_clock import Moment, now
-from common.profiling.step_timer import RawSpans, StepTimer
+from common.profiling.records import RankTimeline, SentMessage
+from common.profiling.step_timer import Moment, RawSpans, StepTimer, now
 from common.sync.message_cost import sent_bytes
 
 _KINDS = {
@@ -45,15 +44,7 @@ _WITHOUT_FUTURE = (*_POINT_TO_POINT, "reduce_scatter")  # of Gloo's works
 _OWN_PART = {"all_gather": 1, "gather": 1, "all_to_all": 1, "reduce_scatter": 1}
 
 
-@dataclass
-class Message:
-    """One collective or message: bytes of the rank's tensor, bytes that it sends, its times."""
-
-    kind: str
-    nbytes: int
-    sent_bytes: float
-    begin: Moment
-    end: Moment = None  # until it has ended
+_OPEN: Any = None  # the end of a message until it has ended
 
 
 class MessageRecorder(TorchDispatchMode):
@@ -74,20 +65,22 @@ class MessageRecorder(TorchDispatchMode):
     receive, so a second message of the same kind belongs to the next batch.
     """
 
-    def __init__(self, gpu_clock: Callable[[], Moment] | None = None) -> None:
+    def __init__(
+        self,
+        gpu_clock: Callable[[], Moment] | None = None,
+        messages: list[SentMessage] | None = None,
+    ) -> None:
         super().__init__()
         self._now, self._queues = gpu_clock or time.perf_counter, gpu_clock is not None
-        self.messages: list[Message] = []
-        self._open: list[tuple[Message, Any]] = []  # messages without a future; work may be None
+        self.messages = [] if messages is None else messages
+        self._open: list[tuple[SentMessage, Any]] = []  # without a future
 
     def for_thread(self) -> "MessageRecorder":
         """Return a context for another thread, which records its calls in the same ``messages``.
 
         Use it only while this recorder is entered: torch shares some mode flags between threads.
         """
-        recorder = MessageRecorder(self._now if self._queues else None)
-        recorder.messages = self.messages
-        return recorder
+        return MessageRecorder(self._now if self._queues else None, self.messages)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -96,36 +89,36 @@ class MessageRecorder(TorchDispatchMode):
         kind = _KINDS.get(func._schema.name)
         if self._open:
             self._close_completed(kind)
-        began = self._now() if kind is not None else None
-        result = func(*args, **(kwargs or {}))
-        if kind is not None:
-            self._record(Message(kind, *_bytes(kind, args), began), _work(result))
-        return result
-
-    def _record(self, message: Message, work: Any) -> None:
+        if kind is None:
+            return func(*args, **(kwargs or {}))
+        size, sent = _bytes(kind, args)
+        message = SentMessage(kind=kind, bytes=size, sent_bytes=sent, begin=self._now(), end=_OPEN)
         self.messages.append(message)
-        if work is None or (message.kind in _WITHOUT_FUTURE and not self._queues):
+        result = func(*args, **(kwargs or {}))
+        work = _work(result)
+        if work is None or (kind in _WITHOUT_FUTURE and not self._queues):
             # Gloo's reduce_scatter never says that it has completed; its caller has waited for it.
-            self._open.append((message, None if message.kind == "reduce_scatter" else work))
+            self._open.append((message, None if kind == "reduce_scatter" else work))
         else:
             work.get_future().add_done_callback(
-                lambda _future: setattr(message, "end", self._now())
+                lambda _future: message.update({"end": self._now()})
             )
+        return result
 
     def _close_completed(self, next_kind: str | None) -> None:
         """End the open messages that have ended before the next call; None: it computes."""
-        moment, kinds = self._now(), [message.kind for message, _ in self._open]
+        moment, kinds = self._now(), [message["kind"] for message, _ in self._open]
         same_batch = next_kind in _POINT_TO_POINT and next_kind not in kinds
         for message, work in self._open:
             if work.is_completed() if work is not None else not same_batch:
-                message.end = moment
-        self._open = [entry for entry in self._open if entry[0].end is None]
+                message["end"] = moment
+        self._open = [entry for entry in self._open if entry[0]["end"] is _OPEN]
 
     def finish(self) -> None:
         """End the messages still open: the step is over."""
         for message in self.messages:
-            if message.end is None:
-                message.end = self._now()
+            if message["end"] is _OPEN:
+                message["end"] = self._now()
 
 
 def _work(result: Any) -> Any:
@@ -136,8 +129,8 @@ def _work(result: Any) -> Any:
 
 def _bytes(kind: str, args: tuple) -> tuple[int, float]:
     """Return the bytes of this rank's tensors and the payload bytes that it sends."""
-    leaves = tree_leaves(args[_OWN_PART.get(kind, 0)])
-    size = sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+    own = tree_leaves(args[_OWN_PART.get(kind, 0)])
+    size = sum(leaf.nbytes for leaf in own if isinstance(leaf, Tensor))
     if kind in _POINT_TO_POINT:
         return size, float(size) if kind == "send" else 0.0
     root = next((a for a in args if isinstance(a, int) and not isinstance(a, bool)), 0)
@@ -152,14 +145,14 @@ class Timeline:
     """Records the steps ``first`` to ``last`` of a training on this rank."""
 
     def __init__(self, first: int, last: int) -> None:
-        self._to_record = range(first, last + 1)
-        self._steps: dict[int, tuple[list[Message], dict[str, list[tuple[float, float]]]]] = {}
+        self.to_record = range(first, last + 1)
+        self.steps: dict[int, RankTimeline] = {}  # the recorded ones, on this rank's clock
         self._recorder: MessageRecorder | None = None
 
     def around(self, step: int) -> AbstractContextManager:
         """Return the context of a whole step: a recorder, if the step is to be recorded."""
         self._recorder = None
-        if step in self:
+        if step in self.to_record:
             queues = dist.is_initialized() and dist.get_backend() == dist.Backend.NCCL
             self._recorder = MessageRecorder(partial(now, torch.device("cuda")) if queues else None)
         return self._recorder or nullcontext()
@@ -177,53 +170,32 @@ class Timeline:
             return
         self._recorder.finish()
         for message in self._recorder.messages:
-            message.begin, message.end = (
-                moment if isinstance(moment, float) else timer.host_seconds(moment)
-                for moment in (message.begin, message.end)
-            )
-        self._steps[step] = (self._recorder.messages, timer.spans(times))
-
-    @property
-    def sent_bytes_a_step(self) -> float:
-        """Payload bytes that this rank sent in a step, the mean over the recorded ones."""
-        return sum(m.sent_bytes for messages, _ in self._steps.values() for m in messages) / max(
-            1, len(self._steps)
-        )
-
-    @property
-    def messages_a_step(self) -> float:
-        """Collectives and messages of this rank in a step, the mean over the recorded ones."""
-        return sum(len(messages) for messages, _ in self._steps.values()) / max(1, len(self._steps))
-
-    def __contains__(self, step: int) -> bool:
-        return step in self._to_record
-
-    def busiest_step(self, clock_offset: float) -> dict[str, Any] | None:
-        """Return sections and messages of the step with the most bytes; None if none was recorded.
-
-        If several steps tie, it returns the last, so that every rank returns the same step. Times
-        are seconds of perf_counter minus ``clock_offset``.
-        """
-        if not self._steps:
-            return None
-        step = max(
-            self._steps, key=lambda number: (sum(m.nbytes for m in self._steps[number][0]), number)
-        )
-        messages, spans = self._steps[step]
-        return {
-            "step": step,
-            "sections": {
-                name: [(begin - clock_offset, end - clock_offset) for begin, end in parts]
-                for name, parts in spans.items()
-            },
-            "messages": [
-                {
-                    "kind": m.kind,
-                    "bytes": m.nbytes,
-                    "sent_bytes": m.sent_bytes,
-                    "begin": m.begin - clock_offset,
-                    "end": m.end - clock_offset,
-                }
-                for m in messages
-            ],
+            for name in ("begin", "end"):
+                if not isinstance(moment := message[name], float):
+                    message[name] = timer.host_seconds(moment)
+        self.steps[step] = {
+            "rank": dist.get_rank() if dist.is_initialized() else 0,
+            "sections": timer.spans(times),
+            "messages": self._recorder.messages,
         }
+
+    def sent_a_step(self) -> tuple[float, float]:
+        """Return the payload bytes and the messages that this rank sent in a step.
+
+        Means over the recorded steps; a collective is one message.
+        """
+        sent = [m["sent_bytes"] for step in self.steps.values() for m in step["messages"]]
+        steps = max(1, len(self.steps))
+        return sum(sent) / steps, len(sent) / steps
+
+    @property
+    def busiest_step(self) -> int:
+        """The recorded step with the most bytes; 0 if none was recorded.
+
+        If several steps tie, it is the last one, so that every rank chooses the same.
+        """
+        return max(
+            self.steps,
+            key=lambda step: (sum(m["bytes"] for m in self.steps[step]["messages"]), step),
+            default=0,
+        )

@@ -10,49 +10,72 @@ the sections, e.g. the metrics, the callbacks and Python's own time.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from common.distributed.heartbeat import Activity
-from common.profiling.device_clock import Moment, now, seconds_between
+from common.distributed.failures import Activity
+from common.profiling.records import SECTIONS, Section
 
-Section = Literal["data", "forward", "backward", "sync", "update"]
-SECTIONS: tuple[Section, ...] = get_args(Section)
-
+Moment = Any  # a ``time.perf_counter`` on the CPU, a recorded ``torch.cuda.Event`` on a GPU
 STEP = "step"
 
 RawSpans = dict[str, list[tuple[Moment, Moment]]]
+
+
+def now(device: torch.device) -> Moment:
+    """Return this moment on ``device``.
+
+    On a GPU this queues an event behind all earlier work, without waiting for it.
+    """
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))  # the current device may be another one
+    return event
+
+
+def seconds_between(begin: Moment, end: Moment) -> float:
+    """Return the seconds from ``begin`` to ``end``, two moments of one device.
+
+    Waits until a GPU has reached ``end``.
+    """
+    if isinstance(end, float):
+        return end - begin
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
 
 
 class StepTimer:
     """Times the sections of each step; on a GPU with CUDA events, so that timing does not wait.
 
     Call ``begin()`` before the first step, use ``with timer.section("forward"):`` around each
-    part, then ``take()`` once a step. ``seconds(taken)``, ``step_seconds(taken)`` and
-    ``spans(taken)`` may be called later; they wait for the GPU. ``activity`` learns in which
-    section this rank is.
+    part, then ``take()`` once a step. ``seconds(taken)`` and ``spans(taken)`` may be called later;
+    they wait for the GPU. ``activity`` learns in which section this rank is.
     """
 
     def __init__(self, device: torch.device, activity: Activity | None = None) -> None:
         self._device, self._activity = device, activity or Activity()
-        self._spans: RawSpans = {}
-        self._last_gradient: Moment | None = None
         self._hooks: list[RemovableHandle] = []
-        self._timed = True
-        self._running: tuple[Section, Moment] | None = None
+        self._section: Section | None = None
+        self._section_began: Moment = 0.0
         self._origin: tuple[Moment, float] = (0.0, 0.0)  # one moment, on both clocks
         self.begin()
 
     def begin(self) -> None:
         """Begin the first step now, and forget the sections since the last ``take``."""
         self.anchor()
-        self._spans, self._last_gradient, self._step_began = {}, None, now(self._device)
-        self._waits = 0
+        self._start_step(now(self._device))
+
+    def _start_step(self, moment: Moment) -> None:
+        self._spans: RawSpans = defaultdict(list)
+        self._last_gradient: Moment | None = None
+        self._step_began, self._waits = moment, 0
 
     def anchor(self) -> None:
         """Compare the GPU's clock with the host's; ``spans`` and ``host_seconds`` use the result.
@@ -89,38 +112,23 @@ class StepTimer:
         A section may occur several times in a step. One inside another interrupts it, so that no
         moment counts twice.
         """
-        self._activity.enter(name)
-        if not self._timed:
-            yield
-            return
-        outer, moment = self._running, now(self._device)
-        if outer is not None:
-            self._add(outer, moment)
-        self._running = (name, moment)
+        outer = self._section
+        self._switch_to(name)
         try:
             yield
         finally:
-            moment = now(self._device)
-            self._add(self._running, moment)
-            self._running = None
-            if outer is not None:
-                self._running = (outer[0], moment)
-                self._activity.enter(outer[0])
+            self._switch_to(outer)
             if name == "backward":
                 self._waits = len(self._spans.get("sync", ()))
 
-    def _add(self, running: tuple[Section, Moment], end: Moment) -> None:
-        name, begin = running
-        self._spans.setdefault(name, []).append((begin, end))
-
-    @contextmanager
-    def untimed(self) -> Iterator[None]:
-        """Time no section in the block: a CUDA graph that is being recorded has no time."""
-        self._timed = False
-        try:
-            yield
-        finally:
-            self._timed = True
+    def _switch_to(self, name: Section | None) -> None:
+        """End the section that runs now, if any, and begin the one of that name, if any."""
+        moment = now(self._device)
+        if self._section is not None:
+            self._spans[self._section].append((self._section_began, moment))
+        self._section, self._section_began = name, moment
+        if name is not None:
+            self._activity.enter(name)
 
     def take(self) -> RawSpans:
         """Return the step's raw times, for ``seconds`` and ``spans``, and begin the next step."""
@@ -130,27 +138,25 @@ class StepTimer:
             spans["backward"][-1] = (spans["backward"][-1][0], self._last_gradient)
             spans["sync"][exchange] = (self._last_gradient, spans["sync"][exchange][1])
         spans[STEP] = [(self._step_began, step_end)]
-        self._spans, self._last_gradient, self._step_began, self._waits = {}, None, step_end, 0
+        self._start_step(step_end)
         return spans
 
     def seconds(self, taken: RawSpans) -> dict[str, float]:
-        """Return the seconds of each section of a step that ``take`` returned."""
+        """Return the seconds of each section of a step that ``take`` returned, and of the "step".
+
+        The whole step begins at the end of the step before.
+        """
         return {
             name: sum(seconds_between(begin, end) for begin, end in taken.get(name, ()))
-            for name in SECTIONS
+            for name in (*SECTIONS, STEP)
         }
-
-    def step_seconds(self, taken: RawSpans) -> float:
-        """Return the seconds of the whole step, from the end of the step before."""
-        [(begin, end)] = taken[STEP]
-        return seconds_between(begin, end)
 
     def host_seconds(self, moment: Moment) -> float:
         """Return a moment's time by ``time.perf_counter``."""
         origin, seconds = self._origin
         return seconds + seconds_between(origin, moment)
 
-    def spans(self, taken: RawSpans) -> dict[str, list[tuple[float, float]]]:
+    def spans(self, taken: RawSpans) -> dict[Section, list[tuple[float, float]]]:
         """Return when each part of each section began and ended, by ``time.perf_counter``."""
         return {
             name: [

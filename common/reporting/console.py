@@ -3,18 +3,24 @@
 Only rank 0 prints: ``say`` at any time, ``Progress`` around the training, ``card`` at the end.
 """
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rich.panel import Panel
-from rich.progress import Progress as Bar
 from rich.table import Table
 from torch import Tensor
 
 from common.errors import UserError, reason_of
 from common.training_engine import StepRecord
-from common.utils.progress import Clock, Counter, console, duration, progress_bar
+from common.utils.progress import (
+    SECONDS_BETWEEN_LINES,
+    console,
+    duration,
+    progress_bar,
+    show_progress,
+)
 from common.utils.typed_json import calm
 
 
@@ -35,8 +41,8 @@ def say(text: str) -> None:
 class Progress:
     """Shows loss, samples per second and time left of ``total_steps`` steps.
 
-    Enter the attribute ``bar`` around the training; it is None where plain lines are printed: for
-    the first step, every ``log_every`` steps, every ten seconds, and for the last step.
+    Enter the attribute ``bar`` around the training. Off a terminal a line is printed for the first
+    step, every ``log_every`` steps, every ten seconds, and for the last step.
 
     Parameters
     ----------
@@ -44,7 +50,6 @@ class Progress:
     global_batch_size : samples of a step over all ranks.
     visible : False on all ranks but 0.
     log_every : steps between plain lines.
-    emulated : compute is emulated, so there are no losses to show.
     """
 
     def __init__(
@@ -55,70 +60,52 @@ class Progress:
         global_batch_size: int,
         visible: bool,
         log_every: int = 1,
-        emulated: bool = False,
     ) -> None:
-        self._log_every, self._emulated, self._visible = log_every, emulated, visible
-        self._total, self._done_before = total_steps, done_steps
-        self._batch, self._began = global_batch_size, time.perf_counter()
-        self._clock, self._last, self._shown = Clock(), "", False
-        self.bar: Bar | None = None
-        if visible and console.is_terminal:
-            self.bar = progress_bar(transient=False)
-            self._task = self.bar.add_task(
-                "training", total=total_steps, completed=done_steps, numbers=""
-            )
+        self._total, self._done_before, self._batch = total_steps, done_steps, global_batch_size
+        self._log_every, self._visible = log_every, visible
+        self.bar = progress_bar(visible=visible, transient=False)
+        self._task = self.bar.add_task("training", total=total_steps, completed=done_steps)
 
     def begin(self) -> None:
         """Start the clock, right before the first step."""
-        self._began = time.perf_counter()
-        self._clock.restart()
+        self._began = self._printed = time.monotonic()
 
     def show(self, records: list[StepRecord]) -> None:
         """Show that these steps, one or more, are done; on rank 0 alone."""
-        last = records[-1]
-        elapsed = time.perf_counter() - self._began
-        steps = max(1, last.step - self._done_before)
-        losses = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
-        learned = "EMULATED" if self._emulated else losses
-        numbers = f"{learned}  {steps * self._batch / elapsed:,.0f} samples/s"
-        if last.step < self._total:
-            numbers += f"  {duration((self._total - last.step) * elapsed / steps)} left"
-        if self.bar is not None:
-            self.bar.update(
-                self._task,
-                completed=last.step,
-                description=f"epoch {last.epoch}",
-                numbers=numbers,
-                refresh=True,
-            )
-            return
-        self._last = f"epoch {last.epoch}  step {last.step}/{self._total}  {numbers}"
-        first = records[0].step == self._done_before + 1
-        by_number = any(
-            one.step % self._log_every == 0 or one.step == self._total for one in records
+        last, now = records[-1], time.monotonic()
+        pace = (now - self._began) / max(1, last.step - self._done_before)
+        learned = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
+        if math.isnan(last.local_loss):
+            learned = "EMULATED"
+        numbers = f"{learned}  {self._batch / max(pace, 1e-9):,.0f} samples/s"
+        self.bar.update(
+            self._task,
+            completed=last.step,
+            description=f"epoch {last.epoch}  {numbers}",
+            refresh=True,
         )
-        self._shown = by_number or first or self._clock.due()
-        if self._shown:
-            self._clock.restart()
-            say(self._last)
-
-    def finish(self) -> None:
-        """Show the last step, unless it has been shown."""
-        if self._last and not self._shown:
-            say(self._last)
-        self._shown = True
+        due = now - self._printed >= SECONDS_BETWEEN_LINES or any(
+            one.step % self._log_every == 0 or one.step in (self._done_before + 1, self._total)
+            for one in records
+        )
+        if due and self.bar.disable:
+            self._printed = now
+            left = duration((self._total - last.step) * pace)
+            say(f"epoch {last.epoch}  step {last.step}/{self._total}  {numbers}  {left} left")
 
     def counted(
         self, loader: Iterable[tuple[Tensor, Tensor]], *, title: str, images: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the loader's batches of images and labels, and show how many images are done."""
-        bar = self.bar if self.bar is not None and self.bar.live.is_started else None
+        bar = self.bar if self.bar.live.is_started else None
         done = 0
-        with Counter(title, total=images, unit="images", visible=self._visible, bar=bar) as counter:
+        with show_progress(
+            title, total=images, unit="images", visible=self._visible, bar=bar
+        ) as show:
             for batch, labels in loader:
                 yield batch, labels
                 done += len(labels)
-                counter.show(done)
+                show(done)
 
 
 def card(title: str, rows: Mapping[str, Any]) -> None:

@@ -1,22 +1,18 @@
 """What a run prints before it trains: its notices, then what it trains, on what, and how."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
-from common.cost_model.calibration_file import count
+from common.errors import count
 from common.reporting.console import say
+from common.reporting.run_folder import RunFolder
 from common.training import get_model_parameters
 from common.training_engine.amp import precision_name
-
-if TYPE_CHECKING:
-    from common.experiment.setup import Setup
-    from common.experiment.training_plan import TrainingPlan
+from common.training_plan import Setup, TrainingPlan
 
 
-def log_header(setup: "Setup", model: nn.Module) -> None:
-    """Print the notices and the header on rank 0; write the profile of emulated compute."""
+def log_header(setup: Setup, model: nn.Module, folder: RunFolder) -> None:
+    """Print the notices and the header on rank 0."""
     config, world, plan, profile = setup.config, setup.world, setup.plan, setup.profile
     if not world.is_rank0:
         return
@@ -43,11 +39,10 @@ def log_header(setup: "Setup", model: nn.Module) -> None:
             f"({profile.machine}, {profile.made}). The model learns nothing, so there are no "
             "losses or accuracies"
         )
-        setup.folder.write_json("profile.json", profile.as_json())
-    say(f"writing to {setup.folder.path}")
+    say(f"writing to {folder.path}")
 
 
-def _batch_text(plan: "TrainingPlan", ranks: int) -> str:
+def _batch_text(plan: TrainingPlan, ranks: int) -> str:
     """Return how the global batch is shared, e.g. "10 or 11 per rank x 3 ranks = 32 global"."""
     least, rest = divmod(plan.batch_size, plan.shards * plan.accumulation_steps)
     each = f"{least} or {least + 1}" if rest else str(least)
@@ -61,7 +56,7 @@ def _batch_text(plan: "TrainingPlan", ranks: int) -> str:
     )
 
 
-def unusual_methods(setup: "Setup") -> dict[str, str]:
+def unusual_methods(setup: Setup) -> dict[str, str]:
     """Return how the run augments and evaluates, each only if not in the default way."""
     config = setup.config
     methods = {}
@@ -74,7 +69,7 @@ def unusual_methods(setup: "Setup") -> dict[str, str]:
     return methods
 
 
-def run_warnings(setup: "Setup") -> list[str]:
+def run_warnings(setup: Setup) -> list[str]:
     """Return a sentence for each way in which the run differs from what the user may expect."""
     config, launch, world, shards = setup.config, setup.launch, setup.world, setup.plan.shards
     _, amp_notice = setup.amp

@@ -1,6 +1,8 @@
 """The pictures of one run: its loss over the steps, and its confusion matrix.
 
-Both raise UserError if the file cannot be written.
+Figures draw lines and text in ``INK`` on ``PAPER`` and one set of data in ``ACCENT``; ``RC`` sets
+the text sizes. lab/plot_style.py uses the same. Both functions raise UserError if the file cannot
+be written.
 """
 
 import io
@@ -14,8 +16,39 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure  # without pyplot, which would look for a screen
 from matplotlib.ticker import MaxNLocator
 
-from common.reporting.figure_style import ACCENT, INK, PAPER, RC
 from common.utils.atomic_files import write_atomically
+
+INK, PAPER, ACCENT = "#1b1f23", "#fffffe", "#0b5cad"
+
+RC: dict[Any, Any] = {  # Any: matplotlib types the keys as the settings of its own version
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.labelsize": 9,
+    "figure.titlesize": 11,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.facecolor": PAPER,
+    "figure.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "grid.color": INK,
+    "grid.alpha": 0.13,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "hatch.linewidth": 0.7,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "report",  # the same figure gives the same ids
+    "figure.dpi": 100,
+}
 
 _DPI = 240  # a loss curve of 2016 and a matrix of ten classes of 1600 pixels across
 _SHARES = LinearSegmentedColormap.from_list("shares", [PAPER, "#9cc3e6", ACCENT, "#06315c"])
@@ -66,10 +99,9 @@ def draw_confusion_matrix(
     few = count <= 20
     side = max(5.0, 0.55 * count) if few else min(20.0, 0.16 * count + 2)
     size = 9 if few else 6
-    style: dict[str, Any] = {"rotation": 90}
-    if few:
-        short = max(map(len, class_names)) <= 3
-        style = {} if short else {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    style: dict[str, Any] = {} if few else {"rotation": 90}
+    if few and max(map(len, class_names)) > 3:
+        style = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
     with matplotlib.rc_context(RC):
         figure = Figure(figsize=(side + 1.2, side), layout="constrained")
         axes = figure.subplots()

@@ -6,49 +6,41 @@
 import socket
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import cast
 
 import torch
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from common.cost_model.memory_model import Memory, MemoryCase, optimizer_cost, predict_memory
 from common.distributed.clock_offset import clock_offset
 from common.distributed.collectives import gather_objects
 from common.profiling.comm_trace import Timeline
+from common.profiling.memory_model import MemoryCase, predict_memory
+from common.profiling.records import Memory, Moment, RankTimeline, StepRecord
 from common.reporting.run_files import (
     FORMAT,
-    MemoryRow,
     RankRow,
     RanksFile,
-    RankTimeline,
-    SentMessage,
     StepSeconds,
     TimelineFile,
 )
+from common.reporting.run_logger import RunLogger
 from common.sync.message_cost import GradientSize
 from common.sync.none import NoSync
-from common.training_engine import StepRecord, TrainingEngine
+from common.training_engine import TrainingEngine
+from common.training_plan import Setup
 from common.utils.environment import peak_memory_bytes
-from common.utils.typed_json import Step
-
-if TYPE_CHECKING:
-    from common.experiment.setup import Setup
-
-
-class _RecordedStep(TypedDict):
-    """A rank's part of ``timeline.json``; begins and ends in seconds."""
-
-    step: Step
-    sections: dict[str, list[tuple[float, float]]]
-    messages: list[SentMessage]
 
 
 class _Measured(Struct):
-    """What a rank sends to rank 0; without steps it has no row, without --timeline no step."""
+    """What a rank sends to rank 0; without steps it has no row, without --timeline no lane.
+
+    lane : the recorded step, on this rank's clock.
+    """
 
     row: RankRow | None
-    recorded_step: _RecordedStep | None
+    lane: RankTimeline | None
+    clock_offset: Moment
 
 
 def timed(
@@ -58,10 +50,8 @@ def timed(
 
     The first ``untimed_steps`` warm up, and recording slows the steps of the timeline.
     """
-    steps = [
-        step for step in history[untimed_steps:] if timeline is None or step.step not in timeline
-    ]
-    return steps or list(history)
+    slowed = timeline.to_record if timeline else ()
+    return [one for one in history[untimed_steps:] if one.step not in slowed] or list(history)
 
 
 def median_seconds(steps: Sequence[StepRecord], period: int = 1) -> dict[str, float] | None:
@@ -94,87 +84,87 @@ def peak_gpu_memory_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def gather_measurements(
-    setup: "Setup", engine: TrainingEngine, own_steps: Sequence[StepRecord], memory: Memory | None
-) -> None:
+def gather_measurements(setup: Setup, engine: TrainingEngine, logger: RunLogger) -> None:
     """Have rank 0 write ``ranks.json`` and, if steps were recorded, ``timeline.json``."""
     world, timeline = setup.world, engine.timeline
-    steps = timed(own_steps, setup.config.untimed_steps, timeline)
+    steps = timed(logger.own_steps, setup.config.untimed_steps, timeline)
+    bytes_sent, messages = timeline.sent_a_step() if timeline else (None, None)
     row = RankRow(
         rank=world.rank,
         host=socket.gethostname(),
         threads=torch.get_num_threads(),
-        seconds=cast(StepSeconds, median_seconds(steps, engine.sync.period)),
+        seconds=cast(StepSeconds, median_seconds(steps, engine.sync.plan.period)),
         peak_memory_bytes=peak_memory_bytes(),
         peak_gpu_memory_bytes=peak_gpu_memory_bytes(world.device),
-        memory=cast("MemoryRow | None", memory),
-        predicted_memory=cast("MemoryRow | None", _predicted_memory(setup, engine)),
-        bytes_sent=timeline.sent_bytes_a_step if timeline else None,
-        messages=timeline.messages_a_step if timeline else None,
+        memory=logger.memory,
+        predicted_memory=_predicted_memory(setup, engine),
+        bytes_sent=bytes_sent,
+        messages=messages,
     )
     mine = _Measured(
         row if steps else None,
-        cast(
-            "_RecordedStep | None",
-            timeline.busiest_step(clock_offset(world)) if timeline else None,
-        ),
+        timeline.steps.get(timeline.busiest_step) if timeline else None,
+        clock_offset(world) if timeline else 0.0,
     )
     all_ranks = gather_objects(world, mine, schema=_Measured)
     if not world.is_rank0 or not steps:
         return
-    measured = RanksFile(
+    rows = RanksFile(
         sync=setup.config.sync,
         world_size=world.size,
         first_step=steps[0].step,
         steps=len(steps),
         ranks=[one.row for one in all_ranks if one.row is not None],
     )
-    setup.folder.write_json("ranks.json", asdict(measured))
-    recorded = [one.recorded_step for one in all_ranks if one.recorded_step is not None]
-    if recorded:
-        step = TimelineFile(
-            format=FORMAT,
-            sync=setup.config.sync,
-            step=recorded[0]["step"],
-            ranks=_from_zero(recorded),
+    logger.folder.write_json("ranks.json", asdict(rows))
+    if timeline and timeline.steps:
+        logger.folder.write_json(
+            "timeline.json",
+            TimelineFile(
+                format=FORMAT,
+                sync=setup.config.sync,
+                step=timeline.busiest_step,
+                ranks=_on_one_clock(all_ranks),
+            ),
         )
-        setup.folder.write_json("timeline.json", step)
 
 
-def _predicted_memory(setup: "Setup", engine: TrainingEngine) -> Memory | None:
+def _predicted_memory(setup: Setup, engine: TrainingEngine) -> Memory:
     config, world = setup.config, setup.world
     parameters = list(engine.model.parameters())
     frozen = [p for p in parameters if not p.requires_grad]
     case = MemoryCase(
-        plan=engine.sync,
+        plan=engine.sync.plan,
         sizes=GradientSize.of(parameters),
         rank=world.rank,
         ranks=world.size,
-        optimizer=optimizer_cost(config.opt, config.momentum),
+        opt=config.opt,
+        momentum=config.momentum,
         untrained=sum(tensor.nbytes for tensor in [*frozen, *engine.model.buffers()]),
     )
     return predict_memory("none" if isinstance(engine.sync, NoSync) else config.sync, case)
 
 
-def _from_zero(recorded: Sequence[_RecordedStep]) -> list[RankTimeline]:
-    """Return every rank's step, with times from the earliest moment of any rank."""
+def _on_one_clock(measured: Sequence[_Measured]) -> list[RankTimeline]:
+    """Return every rank's recorded step, in seconds after the first rank began it."""
+    lanes = [(one.lane, one.clock_offset) for one in measured if one.lane is not None]
     zero = min(
-        begin
-        for recorded_step in recorded
-        for spans in recorded_step["sections"].values()
+        begin - offset
+        for lane, offset in lanes
+        for spans in lane["sections"].values()
         for begin, _ in spans
     )
     return [
         RankTimeline(
-            rank=rank,
+            rank=lane["rank"],
             sections={
-                name: [(begin - zero, end - zero) for begin, end in spans]
-                for name, spans in recorded_step["sections"].items()
+                name: [(begin - shift, end - shift) for begin, end in spans]
+                for name, spans in lane["sections"].items()
             },
             messages=[
-                message | {"begin": message["begin"] - zero, "end": message["end"] - zero}
-                for message in recorded_step["messages"]
+                message | {"begin": message["begin"] - shift, "end": message["end"] - shift}
+                for message in lane["messages"]
             ],
         )
-        for rank, recorded_step in enumerate(recorded)
+        for lane, shift in [(lane, offset + zero) for lane, offset in lanes]
     ]

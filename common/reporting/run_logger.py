@@ -1,13 +1,11 @@
 """What a run reports while it trains: on the terminal, in its folder, and on dashboards."""
 
-import math
 import time
-from collections.abc import Mapping
 
-from common.cost_model.memory_model import Memory
 from common.distributed.process_group import World
+from common.profiling.rank_memory import rank_memory
+from common.profiling.records import Memory
 from common.reporting.console import Progress, say
-from common.reporting.rank_memory import rank_memory
 from common.reporting.run_folder import RunFolder
 from common.reporting.trackers import Trackers
 from common.training_engine import Callback, EpochEnd, EpochReport, StepRecord, TrainingEngine
@@ -32,7 +30,7 @@ class RunLogger(Callback):
         trackers: Trackers,
         history: list[StepRecord],
     ) -> None:
-        self._world, self._folder, self._progress = world, folder, progress
+        self._world, self.folder, self._progress = world, folder, progress
         self._trackers, self.history = trackers, history
         self.own_steps: list[StepRecord] = []
         self.epochs: list[EpochReport] = []
@@ -53,18 +51,20 @@ class RunLogger(Callback):
         self.own_steps += records
         if not self._world.is_rank0:
             return
-        self._folder.append_metrics(records)
+        self.folder.append(records)
         self._progress.show(records)
         for record in records:
-            numbers = {
-                "train/loss": record.loss,
-                "train/accuracy": record.accuracy,
-                "train/learning_rate": record.learning_rate,
-                "train/epoch": record.epoch,
-                "seconds/step": record.step_seconds,
-                **{f"seconds/{name}": value for name, value in record.seconds.items()},
-            }
-            self._track(numbers, step=record.step)
+            self._trackers.log(
+                {
+                    "train/loss": record.loss,
+                    "train/accuracy": record.accuracy,
+                    "train/learning_rate": record.learning_rate,
+                    "train/epoch": record.epoch,
+                    "seconds/step": record.step_seconds,
+                    **{f"seconds/{name}": value for name, value in record.seconds.items()},
+                },
+                step=record.step,
+            )
 
     def on_epoch_end(self, end: EpochEnd) -> None:
         """Record the epoch, unless a request to stop ended it early."""
@@ -75,34 +75,29 @@ class RunLogger(Callback):
         self.epochs.append(report)
         if not self._world.is_rank0:
             return
-        self._folder.append_epoch(report)
-        best = ", best so far" if end.is_best else ""
-        say(f"{report.line()}{best}{end.result.gap}")
+        self.folder.append([report])
+        say(report.line() + (", best so far" if end.is_best else ""))
         if end.stop_reason:
             say(end.stop_reason)
-        numbers = {
-            "val/loss": report.val_loss,
-            "val/accuracy": report.val_accuracy,
-            "val/ema_loss": report.ema_val_loss,
-            "val/ema_accuracy": report.ema_val_accuracy,
-            "epoch/train_loss": report.train_loss,
-            "epoch/train_accuracy": report.train_accuracy,
-            "epoch/samples_per_second": report.samples_per_second,
-        }
-        self._track(numbers, step=self._engine.step)
+        self._trackers.log(
+            {
+                "val/loss": report.val_loss,
+                "val/accuracy": report.val_accuracy,
+                "val/ema_loss": report.ema_val_loss,
+                "val/ema_accuracy": report.ema_val_accuracy,
+                "epoch/train_loss": report.train_loss,
+                "epoch/train_accuracy": report.train_accuracy,
+                "epoch/samples_per_second": report.samples_per_second,
+            },
+            step=self._engine.step,
+        )
 
     def sync(self) -> None:
         """Put the records so far on the disk, on rank 0; called before a checkpoint is written."""
         if self._world.is_rank0:
-            self._folder.sync()
+            self.folder.sync()
             self._trackers.sync()
 
     def on_train_end(self) -> None:
-        """Stop the clock, and show the last step."""
-        self._progress.finish()
+        """Stop the clock."""
         self.total_seconds = time.perf_counter() - self._began
-
-    def _track(self, numbers: Mapping[str, float], *, step: int) -> None:
-        """Send the numbers to the dashboards, without NaN, which stands for "not measured"."""
-        known = {name: value for name, value in numbers.items() if not math.isnan(value)}
-        self._trackers.log(known, step=step)

@@ -3,7 +3,10 @@
 ``Trackers`` takes the numbers of every step and epoch; docs/dashboards.md explains each field.
 """
 
+import math
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any, Literal
@@ -39,10 +42,7 @@ class Trackers:
     ) -> None:
         self._wandb = self._tensorboard = None
         if wandb:
-            try:
-                import wandb as library
-            except ImportError as error:
-                raise _missing("--log-wandb", "wandb") from error
+            library = _library("wandb", "wandb")
             try:
                 self._wandb = library.init(
                     project="data-parallel-lab",
@@ -57,18 +57,18 @@ class Trackers:
                     "leave the flag out"
                 ) from error
         if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise _missing("--log-tensorboard", "tensorboard") from error
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+            library = _library("tensorboard", "torch.utils.tensorboard")
+            self._tensorboard = library.SummaryWriter(
+                str(folder / "tensorboard"), purge_step=first_step
+            )
 
     def log(self, numbers: Mapping[str, float], *, step: int) -> None:
-        """Write the numbers of an optimiser step by name, e.g. "train/loss"."""
+        """Write the numbers of an optimiser step by name, e.g. "train/loss", but those not NaN."""
+        known = {name: value for name, value in numbers.items() if not math.isnan(value)}
         if self._wandb is not None:
-            self._wandb.log(dict(numbers), step=step)
+            self._wandb.log(known, step=step)
         if self._tensorboard is not None:
-            for name, value in numbers.items():
+            for name, value in known.items():
                 self._tensorboard.add_scalar(name, value, step)
 
     def sync(self) -> None:
@@ -84,17 +84,20 @@ class Trackers:
             self._tensorboard.close()
 
 
-def _missing(flag: str, package: str) -> UserError:
-    return UserError(
-        f"{flag} needs the package {package}: pip install -e '.[{package}]', or leave the flag out"
-    )
+def _library(package: str, module: str) -> Any:
+    """Return the module of an optional package. UserError if the package is missing."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"--log-{package} needs the package {package}: pip install -e '.[{package}]', or leave "
+            "the flag out"
+        ) from error
 
 
 def _wandb_mode() -> Literal["offline"] | None:
     """Return "offline" without WANDB_MODE and account, or wandb would ask; None: wandb decides."""
-    if setting("WANDB_MODE") or setting("WANDB_API_KEY"):
-        return None
-    try:
-        return None if netrc().authenticators(_WANDB_HOST) else "offline"
-    except (OSError, NetrcParseError):
-        return "offline"
+    account: object = setting("WANDB_MODE") or setting("WANDB_API_KEY")
+    with suppress(OSError, NetrcParseError):
+        account = account or netrc().authenticators(_WANDB_HOST)
+    return None if account else "offline"

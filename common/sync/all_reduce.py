@@ -18,14 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 from common.sync.base import GradientSync
-from common.sync.message_plans import AllReducePlan
 
 
-class AllReduce(AllReducePlan, GradientSync):
-    """One ``all_reduce`` for each parameter, then a division by the number of ranks.
-
-    ``AllReducePlan`` only tells the cost model what is sent.
-    """
+class AllReduce(GradientSync):
+    """One ``all_reduce`` for each parameter, then a division by the number of ranks."""
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""

@@ -16,16 +16,14 @@ seconds to add one byte.) Each dtype has its own buffer.
 """
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
-from common.sync.base import GradientSync
-from common.sync.message_plans import AllReduceFlatPlan
+from common.sync.base import FlatSync
 
 
-class AllReduceFlat(AllReduceFlatPlan, GradientSync):
+class AllReduceFlat(FlatSync):
     """One ``all_reduce`` sums all gradients."""
 
-    def synchronize(self, model: nn.Module) -> None:
+    def sum_over_ranks(self, total: Tensor) -> None:
         """See the base class."""
-        for total in self.flat_gradients():  # (entries,), divided by N already
-            dist.all_reduce(total, op=dist.ReduceOp.SUM)
+        dist.all_reduce(total, op=dist.ReduceOp.SUM)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch.distributed as dist
 from torch import nn
@@ -14,7 +13,7 @@ from common.sync.flat_buffer import FlatBuffer
 class BackwardBuckets:
     """Hooks that copy each gradient, divided by the number of ranks, into its bucket.
 
-    Call ``finish`` after backward, and ``close`` to remove the hooks. The step in which the object
+    Call ``finish`` after backward, and remove ``hooks`` at the end. The step in which the object
     is made has run backward already: ``finish`` then fills and sends all buckets.
 
     Parameters
@@ -27,8 +26,8 @@ class BackwardBuckets:
     def __init__(self, buckets: Sequence[FlatBuffer], send: Callable[[int], None]) -> None:
         self._buckets, self._send = buckets, send
         self._accumulating = False
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._gradient_ready, bucket))
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(self._gradient_ready)
             for bucket in buckets
             for parameter in bucket.parameters
         ]
@@ -49,37 +48,31 @@ class BackwardBuckets:
         These are all gradients in the first step, later those of parameters that this rank did not
         use: zeros.
         """
-        for bucket in self._buckets:
-            for parameter in self._missing.intersection(bucket.parameters):
-                bucket.take(parameter, divisor=dist.get_world_size())
+        for parameter, bucket in self._missing.items():
+            bucket.take(parameter, divisor=dist.get_world_size())
         self._missing.clear()
         self._send_full()
         self._begin_step()
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-
     def _begin_step(self) -> None:
         self._sent = 0
-        self._missing = {p for bucket in self._buckets for p in bucket.parameters}
+        self._missing = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
-    def _gradient_ready(self, bucket: FlatBuffer, parameter: nn.Parameter) -> None:
+    def _gradient_ready(self, parameter: nn.Parameter) -> None:
         if self._accumulating:
             return
-        if parameter not in self._missing:
+        bucket = self._missing.pop(parameter, None)
+        if bucket is None:
             raise UserError(
                 "a parameter got a second gradient in one step, after the first one may have been "
                 "sent: put backward passes that do not end a step inside the strategy's no_sync()"
             )
         bucket.take(parameter, divisor=dist.get_world_size())
-        self._missing.remove(parameter)
         self._send_full()
 
     def _send_full(self) -> None:
         for bucket in self._buckets[self._sent :]:
-            if not self._missing.isdisjoint(bucket.parameters):
+            if not self._missing.keys().isdisjoint(bucket.parameters):
                 break
             self._send(self._sent)
             self._sent += 1

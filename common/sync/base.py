@@ -14,20 +14,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from common.errors import UserError
-from common.sync.flat_buffer import FlatBuffer, flat_buffers
+from common.sync.backward_buckets import BackwardBuckets
+from common.sync.flat_buffer import FlatBuffer, by_type
 from common.sync.message_plans import MessagePlan
+from common.sync.optimizer_shards import OptimizerShards
 
 
-class GradientSync(MessagePlan):
+class GradientSync:
     """Base class of all strategies; most of them override only ``synchronize``.
 
     After ``synchronize`` every rank's ``p.grad`` is the plain mean of the ranks' gradients. The
     engine weights each rank's loss, so this mean is the gradient of the mean loss over the whole
-    global batch. A strategy also derives from its plan (message_plans.py), which defines
-    ``operations``, ``bytes_sent`` and ``period``.
+    global batch.
+
+    Parameters
+    ----------
+    plan : what a step sends, with the strategy's options (message_plans.py); ``build_sync`` gives
+        the one that is listed with the strategy. None: the plan of the class.
     """
+
+    # What a step sends; a strategy of your own that has this one cannot be predicted.
+    plan: MessagePlan = MessagePlan()
 
     # False if lossy or periodic; such a strategy's docstring says what it keeps instead.
     exact = True
@@ -44,11 +54,19 @@ class GradientSync(MessagePlan):
     # Encloses what the strategy sends in threads of its own; the engine's timeline records it.
     recording: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def __init__(self) -> None:
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._first_pattern: list[bool] | None = None
-        self._exchanged: list[nn.Parameter] = []
-        self._buffers: list[FlatBuffer] = []
+    # What a strategy may attach to the model and the optimiser; ``close`` removes it. With
+    # ``_shards`` each rank's optimiser updates a part, and is whole only after ``sync_replicas``.
+    _hooks: Sequence[RemovableHandle] = ()
+    _filling: BackwardBuckets | None = None
+    _shards: OptimizerShards | None = None
+
+    # Which parameters had a gradient in the first step.
+    _first_pattern: Sequence[bool] | None = None
+    _exchanged: Sequence[nn.Parameter] = ()
+    _buffers: Sequence[FlatBuffer] = ()
+
+    def __init__(self, plan: MessagePlan | None = None) -> None:
+        self.plan = plan or self.plan
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """Copy rank 0's parameters and buffers to every rank; return the module to train with.
@@ -56,13 +74,13 @@ class GradientSync(MessagePlan):
         Called before the first step; harmless when called again.
         """
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._first_pattern, self._buffers = None, []
+        self._first_pattern, self._buffers, self._filling = None, (), None
         broadcast_from_rank0([*model.parameters(), *model.buffers()])
         return model
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return the context for forward and backward of all micro-batches but a step's last."""
-        return nullcontext()
+        return self._filling.paused() if self._filling else nullcontext()
 
     def synchronize(self, model: nn.Module) -> None:
         """Replace every gradient by its mean over the ranks.
@@ -76,7 +94,8 @@ class GradientSync(MessagePlan):
         ``gradients`` : those of the parameters that this rank's optimiser updates. Collective if
         they are only a part.
         """
-        return get_total_norm(gradients)
+        norm = get_total_norm(gradients)
+        return norm if self._shards is None else self._shards.norm_over_ranks(norm)
 
     def after_step(self, model: nn.Module) -> None:
         """Exchange weights here if the strategy does so; called after the optimiser."""
@@ -89,18 +108,20 @@ class GradientSync(MessagePlan):
 
         Called before evaluation or a checkpoint. Does nothing if ``synchronize`` suffices.
         """
-
-    settle = sync_replicas  # the older name, for one release
-
-    def __init_subclass__(cls) -> None:
-        """Give a class that defines ``sync_replicas`` or ``settle`` the same method as both."""
-        super().__init_subclass__()
-        method = vars(cls).get("sync_replicas", vars(cls).get("settle"))
-        if method:
-            cls.sync_replicas = cls.settle = method  # type: ignore[method-assign]  # an alias
+        self.wait_for_weights()
+        if self._shards is not None:
+            self._shards.gather()
 
     def close(self) -> None:
-        """Remove what ``prepare`` attached to the model."""
+        """Remove what ``prepare`` attached to the model and the optimiser.
+
+        Optimiser state that ``sync_replicas`` has not gathered is lost.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        if self._shards is not None:
+            self._shards.close()
+        self._hooks, self._shards = (), None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs for an exact resume, as tensors and plain values."""
@@ -125,10 +146,9 @@ class GradientSync(MessagePlan):
         these it yields a copy, and copies the mean back before it yields the next gradient.
         """
         for gradient in self.gradients():
-            dense = gradient.contiguous()
+            dense = gradient.contiguous()  # itself, if it is contiguous
             yield dense
-            if dense is not gradient:
-                gradient.copy_(dense)
+            gradient.copy_(dense)
 
     def flat_gradients(self, *, divisor: int | None = None) -> list[Tensor]:
         """Return this rank's gradients / N in flat tensors, one for each dtype.
@@ -137,11 +157,13 @@ class GradientSync(MessagePlan):
         ``divisor`` : replaces N, the number of ranks.
         """
         parameters = self.exchanged()
-        self._buffers = self._buffers or flat_buffers(parameters)
-        divisor = divisor or dist.get_world_size()
-        return [buffer.collect(divisor=divisor) for buffer in self._buffers]
+        self._buffers = self._buffers or [FlatBuffer(alike) for alike in by_type(parameters)]
+        for buffer in self._buffers:
+            for parameter in buffer.parameters:
+                buffer.take(parameter, divisor=divisor or dist.get_world_size())
+        return [buffer.tensor for buffer in self._buffers]
 
-    def exchanged(self) -> list[nn.Parameter]:
+    def exchanged(self) -> Sequence[nn.Parameter]:
         """Return the parameters whose gradients are exchanged: the same list on every rank.
 
         A tied parameter is listed once. A gradient that is None on some ranks counts as zero there.
@@ -150,10 +172,14 @@ class GradientSync(MessagePlan):
 
         Raises UserError naming the parameter if a later step has other gradients than the first.
         """
-        pattern = [p.grad is not None for p in self._parameters.values()]
+        parameters = list(self._parameters.values())
+        pattern = [p.grad is not None for p in parameters]
         if self._first_pattern is None:
             self._first_pattern = pattern
-            self._exchanged = _used_on_any_rank(list(self._parameters.values()))
+            device = next((p.device for p in parameters), None)
+            users = torch.tensor(pattern, dtype=torch.int32, device=device)  # ranks that have it
+            dist.all_reduce(users)
+            self._exchanged = [p for p, n in zip(parameters, users.tolist(), strict=True) if n]
         for name, now, first in zip(self._parameters, pattern, self._first_pattern, strict=True):
             if now != first:
                 raise UserError(
@@ -165,20 +191,16 @@ class GradientSync(MessagePlan):
         return self._exchanged
 
 
-def _used_on_any_rank(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    device = next((p.device for p in parameters), None)
-    pattern = [p.grad is not None for p in parameters]
-    ranks_that_use = torch.tensor(pattern, dtype=torch.int32, device=device)
-    dist.all_reduce(ranks_that_use)
-    return [p for p, count in zip(parameters, ranks_that_use.tolist(), strict=True) if count]
+class FlatSync(GradientSync):
+    """Base class of the strategies that sum all gradients in one flat buffer for each dtype."""
 
+    def synchronize(self, model: nn.Module) -> None:
+        """See the base class."""
+        for total in self.flat_gradients():  # (entries,), divided by N already
+            self.sum_over_ranks(total)
 
-def norm_over_ranks(gradients: Sequence[Tensor], *, device: torch.device) -> Tensor:
-    """Return the norm of the gradients of all ranks together: one all_reduce of 8 bytes."""
-    norm = get_total_norm(gradients).to(device)
-    squares = norm.double().square()
-    dist.all_reduce(squares)
-    return squares.sqrt().to(norm.dtype)
+    def sum_over_ranks(self, total: Tensor) -> None:
+        """Sum ``total`` over the ranks in place; it is contiguous, and of any length."""
 
 
 @torch.no_grad()
@@ -197,7 +219,7 @@ def check_strategy(sync: GradientSync, *, scales: bool, use_ema: bool) -> None:
             f"{type(sync).__name__} does not keep every step's exact gradient, but fp16's loss "
             "scaling needs it: give --amp-dtype bf16 (torch.bfloat16), or an exact strategy"
         )
-    if use_ema and sync.period > 1:
+    if use_ema and sync.plan.period > 1:
         raise UserError(
             f"{type(sync).__name__} lets the ranks' weights differ between averages, so each rank "
             "would keep a different moving average: leave out --ema, or choose another strategy"

@@ -6,7 +6,6 @@ from typing import TypeVar
 from common.sync.message_cost import GradientSize, with_shape
 
 MIB = 1024 * 1024
-AUTO = "auto"  # in place of a number: the size that the cost model chooses
 
 P = TypeVar("P")
 

@@ -25,24 +25,26 @@ seconds to add one byte.)
 
 import warnings
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from common.sync.base import GradientSync, broadcast_from_rank0
-from common.sync.bucket_plans import DDPPlan
+from common.sync.message_plans import DDPPlan, DDPPowerSGDPlan
+
+ONE_BUCKET_MB = 2**20  # more than any model has
 
 
 class DDPWrapper(GradientSync):
-    """Base class of the three strategies that use DistributedDataParallel.
+    """Base class of the strategies that use DistributedDataParallel.
 
     Its hooks send the gradients during backward, so ``synchronize`` has nothing to do.
     """
 
-    bucket_mb: float | None
-    find_unused_parameters: bool
-    _wrapped: DistributedDataParallel | None = None
+    plan: DDPPlan | DDPPowerSGDPlan
+    _wrapped: Any = None  # the model in DistributedDataParallel, after ``prepare``
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """Wrap the model in DistributedDataParallel; a wrapped model stays as it is.
@@ -69,8 +71,9 @@ class DDPWrapper(GradientSync):
                 device_ids=[device.index] if device.type == "cuda" else None,
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
-                bucket_cap_mb=self.bucket_mb,
-                find_unused_parameters=self.find_unused_parameters,
+                # PowerSGD has no such option: it takes all gradients in one bucket.
+                bucket_cap_mb=getattr(self.plan, "bucket_mb", ONE_BUCKET_MB),
+                find_unused_parameters=self.plan.find_unused_parameters,
             )
 
     def attach_hook(self, wrapped: DistributedDataParallel) -> None:
@@ -78,18 +81,8 @@ class DDPWrapper(GradientSync):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See the base class."""
-        assert self._wrapped is not None, "prepare comes first"
         return self._wrapped.no_sync()
 
 
-class DDP(DDPPlan, DDPWrapper):
-    """Plain DistributedDataParallel.
-
-    Parameters
-    ----------
-    bucket_mb : MiB that close a bucket; None: torch's default, 1 for the first, then 25
-        (bucketing.py).
-    find_unused_parameters : let DDP look for parameters that a forward pass left out. It costs a
-        walk of the graph and one more ``all_reduce``, and keeps the buckets in the order of the
-        parameters.
-    """
+class DDP(DDPWrapper):
+    """Plain DistributedDataParallel."""

@@ -20,17 +20,11 @@ seconds to add one byte.)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from common.sync.bucket_plans import DDPFp16Plan
 from common.sync.ddp import DDPWrapper
 
 
-class DDPFp16(DDPFp16Plan, DDPWrapper):
-    """As ``ddp``, but each bucket is rounded to fp16, divided by N, and summed in fp16.
-
-    Parameters
-    ----------
-    bucket_mb, find_unused_parameters : as those of ``ddp``.
-    """
+class DDPFp16(DDPWrapper):
+    """As ``ddp``, but each bucket is rounded to fp16, divided by N, and summed in fp16."""
 
     exact = False
 

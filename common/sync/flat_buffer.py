@@ -9,7 +9,7 @@ drops the view, not the buffer; the next backward makes a new gradient, which is
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.utils.grouping import grouped
 
@@ -25,7 +25,6 @@ class FlatBuffer:
         first, lengths = self.parameters[0], [p.numel() for p in self.parameters]
         padded = -(-sum(lengths) // multiple_of) * multiple_of
         self.tensor = torch.zeros(padded, dtype=first.dtype, device=first.device)
-        self._nbytes = self.tensor.nbytes
         # With the parameter's own strides (channels_last too), copies and the optimiser run
         # through memory in one go. The meta device computes strides without allocating.
         self.views = {
@@ -39,7 +38,7 @@ class FlatBuffer:
     def take(self, parameter: nn.Parameter, *, divisor: int) -> None:
         """Copy a parameter's gradient, divided, into its view; zeros if it has none."""
         if not self.tensor.untyped_storage().nbytes():  # after ``free``
-            self.tensor.untyped_storage().resize_(self._nbytes)
+            self.tensor.untyped_storage().resize_(self.tensor.nbytes)
         if parameter.grad is None:
             self.views[parameter].zero_()
         else:
@@ -50,14 +49,8 @@ class FlatBuffer:
         """Give the memory back until the next ``take``; nothing may read it in between."""
         self.tensor.untyped_storage().resize_(0)
 
-    def collect(self, *, divisor: int) -> Tensor:
-        """Take every gradient and return the buffer's tensor."""
-        for parameter in self.parameters:
-            self.take(parameter, divisor=divisor)
-        return self.tensor
 
-
-def flat_buffers(parameters: Iterable[nn.Parameter]) -> list[FlatBuffer]:
-    """Return new buffers for these parameters: one for each dtype on each device."""
-    groups = grouped(((p.dtype, p.device), p) for p in parameters)
-    return [FlatBuffer(group) for group in groups.values()]
+def by_type(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return the parameters that train, of each dtype on each device: these may share a buffer."""
+    pairs = (((p.dtype, p.device), p) for p in parameters if p.requires_grad)
+    return list(grouped(pairs).values())

@@ -27,200 +27,201 @@ Common mistake: a layer that only some ranks use, or more micro-batches on some 
 """
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from common.distributed.collectives import all_gather_single
+from common.distributed.collectives import all_gather_single, check_same_on_all_ranks
+from common.distributed.process_group import current_world
 from common.errors import UserError
-from common.sync.base import GradientSync, norm_over_ranks
-from common.sync.built_in_plans import FSDPPlan
-from common.sync.fsdp_layers import (
-    LayerGather,
-    LayerReduction,
-    ParameterRows,
-    layer_name,
-    layers,
-)
-from common.sync.optimizer_shards import OptimizerShards
+from common.sync.base import GradientSync
+from common.sync.optimizer_shards import OptimizerShards, Segment
 
 
-class FSDP(FSDPPlan, GradientSync):
+class FSDP(GradientSync):
     """Trains a sharded copy of the model.
 
-    Raises UserError in ``prepare`` if a parameter is a scalar, or unless the optimiser treats each
-    entry by itself; in the first step, if the ranks use different layers.
+    Raises UserError in ``prepare`` unless the optimiser treats each entry by itself; in the first
+    step, if the ranks use different layers.
     """
 
     equal_gradients = False
-    _training: "FullyShardedModel | None" = None
-    _optimizer: OptimizerShards | None = None
-    _hooks: Sequence[Any] = ()
+    # The copy that trains, an FSDPModule; its ``whole_model`` is the model as it was given.
+    _sharded: Any = None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """Shard a copy of the model and return it; a second call takes another optimiser."""
-        again = self._training is not None and model in (
-            self._training,
-            self._training.whole_model,
-        )
-        if again:
-            assert self._training is not None
-            model = self._training.whole_model
-            self.sync_replicas(model)
+        again = self._sharded is not None and model in (self._sharded, self._sharded.whole_model)
+        model = self._sharded.whole_model if again else model
+        self.sync_replicas(model)
         self.close()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.data = parameter.contiguous()  # fully_shard takes no other strides
+        model.to(memory_format=torch.contiguous_format)  # fully_shard takes no other strides
         super().prepare(model, optimizer)
         # The weights first: whoever gathers the optimiser's state needs their strides.
         self._hooks = [
-            optimizer.register_state_dict_pre_hook(lambda _: self._gather_weights()),
-            model.register_state_dict_pre_hook(lambda *_: self._gather_weights()),
+            optimizer.register_state_dict_pre_hook(lambda _: self.wait_for_weights()),
+            model.register_state_dict_pre_hook(lambda *_: self.wait_for_weights()),
         ]
-        self._optimizer = OptimizerShards(optimizer)
+        self._shards = OptimizerShards(optimizer)
         if not again:
-            self._training, self._parts = self._shard(model)
-        assert self._training is not None
+            self._shard(model)
         self._weights_are_whole = True
-        return self._training
+        return self._sharded
 
-    def _shard(self, model: nn.Module) -> "tuple[FullyShardedModel, list[ParameterRows]]":
-        for name, parameter in self._parameters.items():
-            if parameter.dim() == 0:
-                raise UserError(
-                    f"fsdp: parameter {name!r} is a scalar, which fully_shard cannot share out "
-                    "among the ranks: give it the shape (1,), or choose another strategy"
-                )
-        tensors = (*model.parameters(), *model.buffers())
-        sharded = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-        device = next(iter(self._parameters.values())).device
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    def _shard(self, model: nn.Module) -> None:
+        # The copy's modules have the model's own parameters and buffers.
+        sharded = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+        self._world = current_world(next(model.parameters()).device)
+        mesh = init_device_mesh(self._world.device.type, (self._world.size,))
         frozen = {p for p in model.parameters() if not p.requires_grad}
-        groups = [*layers(sharded), [sharded]]
+        names = {module: name for name, module in sharded.named_modules()}
         self._first_step = True
-        for index, modules in enumerate(groups):
+        for modules in [*layers(sharded), [sharded]]:
             fully_shard(modules, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
             layer: Any = modules[0]  # fully_shard has made it an FSDPModule
-            layer.set_custom_all_gather(LayerGather(partial(self.message, index)))
-            layer.set_custom_reduce_scatter(LayerReduction(partial(self.message, index)))
-        self._layer_names = [layer_name(sharded, modules[0]) for modules in groups]
-        parts = [
+            enclosing = partial(self._message, names[modules[0]] or "the whole model")
+            layer.set_custom_all_gather(_LayerMessage(all_gather_single, enclosing))
+            layer.set_custom_reduce_scatter(_LayerMessage(dist.reduce_scatter_tensor, enclosing))
+        self._rows = [
             ParameterRows(self._parameters[name], parameter)
             for name, parameter in sharded.named_parameters()
             if name in self._parameters
         ]
-        return FullyShardedModel(self, sharded, model), parts
+        sharded.register_forward_pre_hook(self._begin_forward, prepend=True)
+        vars(sharded)["whole_model"] = model  # not as a module, whose parameters would be its own
+        self._sharded = sharded
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See the base class. Gathers weights as any other pass, and keeps whole gradients."""
-        assert self._training is not None, "prepare comes first"
-        sharded = cast(FSDPModule, self._training.sharded)
-        sharded.set_requires_gradient_sync(False)
+        self._sharded.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            sharded.set_requires_gradient_sync(True)
+            self._sharded.set_requires_gradient_sync(True)
 
-    def begin_forward(self) -> None:
+    def _begin_forward(self, sharded: Any, _inputs: object) -> None:
         """Keep only this rank's part of the weights and of the optimiser's state."""
-        if not self._weights_are_whole:
-            return
-        assert self._optimizer is not None
-        self._optimizer.shard({part.whole: part.segment for part in self._parts})
-        for part in self._parts:
-            part.free_whole()
-        self._weights_are_whole = False
+        if sharded.whole_model._compiled_call_impl is not None:
+            raise UserError("fsdp cannot train a compiled model: leave out --compile")
+        if self._weights_are_whole:
+            assert self._shards is not None, "prepare comes first"
+            self._shards.shard({rows.whole: rows.segment for rows in self._rows})
+            for rows in self._rows:
+                rows.free_whole()
+            self._weights_are_whole = False
 
     def synchronize(self, model: nn.Module) -> None:
         """Pass the mean gradients that backward has reduced to the optimiser."""
-        self.compare_layers(len(self._layer_names))
+        self._compare_layers("the end of backward")
         self._first_step = False
-        for part in self._parts:
-            part.pass_gradient()
-
-    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """See the base class: one all_reduce of 8 bytes."""
-        return norm_over_ranks(gradients, device=next(iter(self._parameters.values())).device)
+        for rows in self._rows:
+            rows.pass_gradient()
 
     def wait_for_weights(self) -> None:
         """Gather the whole weights, one all_gather a parameter. Collective."""
-        self._gather_weights()
-
-    def sync_replicas(self, model: nn.Module) -> None:
-        """Gather the whole weights, and the optimiser's state."""
-        self._gather_weights()
-        if self._optimizer is not None:
-            self._optimizer.gather()
-
-    def _gather_weights(self) -> None:
-        if self._training is None or self._weights_are_whole:
-            return
-        for part in self._parts:
-            part.gather_whole()
-        self._weights_are_whole = True
-
-    def close(self) -> None:
-        """Remove the hooks. What ``sync_replicas`` has not gathered is lost."""
-        for hook in self._hooks:
-            hook.remove()
-        if self._optimizer is not None:
-            self._optimizer.close()
-        self._hooks, self._optimizer = [], None
+        if self._sharded is not None and not self._weights_are_whole:
+            for rows in self._rows:
+                rows.gather_whole()
+            self._weights_are_whole = True
 
     @contextmanager
-    def message(self, layer: int) -> Iterator[None]:
+    def _message(self, layer: str) -> Iterator[None]:
         """Enclose a message of that layer; in the first step, check that all ranks send it."""
-        self.compare_layers(layer)
+        self._compare_layers(layer)
         # NCCL's messages are only queued here.
         with nullcontext() if dist.get_backend() == dist.Backend.NCCL else self.waiting():
             yield
 
-    def compare_layers(self, layer: int) -> None:
+    def _compare_layers(self, layer: str) -> None:
         """Raise UserError in the first step if other ranks are at another layer. Collective then.
 
         Otherwise tensors of different layers would meet in one message, or a rank would wait.
         """
-        if not self._first_step:
-            return
-        device = next(iter(self._parameters.values())).device
-        found = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
-        all_gather_single(found, torch.tensor([layer], device=device))
-        names = [*self._layer_names, "the end of backward"]
-        by_rank = [names[index] for index in found.tolist()]
-        for rank, name in enumerate(by_rank):
-            if name != by_rank[0]:
-                raise UserError(
-                    f"fsdp: rank 0 is at {by_rank[0]}, but rank {rank} at {name}. fully_shard "
-                    "gathers a layer on all ranks together, so every rank must use the same layers "
-                    "in the same order: use each layer on every rank, or choose another strategy"
-                )
+        if self._first_step:
+            check_same_on_all_ranks(
+                self._world,
+                {"layer": layer},
+                what="the order in which they use layers, which fsdp gathers on all ranks together",
+            )
 
 
-class FullyShardedModel(nn.Module):
-    """Trains ``sharded``, the copy of ``whole_model`` whose parameters are shared out."""
+def layers(model: nn.Module) -> list[list[nn.Module]]:
+    """Return the modules of each layer that can be gathered by itself, in the model's order.
 
-    def __init__(self, sync: FSDP, sharded: nn.Module, whole_model: nn.Module) -> None:
-        super().__init__()
-        self.sharded = sharded
-        self._others = (sync, whole_model)  # in a tuple: not among this module's parameters
+    These are the topmost modules below ``model`` that own parameters which train, and share none
+    with another module. One with vectors only joins the layer before it.
+    """
+    owners = Counter(
+        p for module in model.modules() for p in module.parameters(recurse=False) if p.requires_grad
+    )
+    found: list[list[nn.Module]] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        direct = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        if module is model or module in inside or not direct:
+            continue
+        inside.update(module.modules())
+        own = [p for p in module.parameters() if p.requires_grad]
+        if found and all(p.dim() == 1 and owners[p] == 1 for p in own):
+            found[-1].append(module)
+        elif all(owners[p] == 1 for p in own):
+            found.append([module])
+    return found
 
-    @property
-    def whole_model(self) -> nn.Module:
-        """The model as it was given; its weights are whole after ``sync_replicas``."""
-        return self._others[1]
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Run the sharded model."""
-        if self.whole_model._compiled_call_impl is not None:
-            raise UserError("fsdp cannot train a compiled model: leave out --compile")
-        self._others[0].begin_forward()
-        return self.sharded(*inputs, **options)
+class ParameterRows:
+    """This rank's rows of a parameter: ``whole`` of the model, ``sharded`` of the copy."""
+
+    def __init__(self, whole: nn.Parameter, sharded: Any) -> None:
+        self.whole, self._sharded = whole, sharded  # the second one is a DTensor
+        self._rows = sharded.detach().to_local()
+        self._first_row = dist.get_rank() * -(-len(whole) // dist.get_world_size())
+        begin = self._first_row * whole[0].numel()
+        own = nn.Parameter(self._rows.view(-1))
+        self.segment = Segment(own, slice(begin, begin + len(own)))
+
+    @torch.no_grad()
+    def free_whole(self) -> None:
+        """Keep this rank's rows only; who reads the others reads NaN."""
+        self._rows.copy_(self.whole[self._first_row :][: len(self._rows)])
+        self.whole.data = self.whole.new_full((), float("nan")).expand(self.whole.shape)
+
+    def gather_whole(self) -> None:
+        """Give the model all rows. Collective."""
+        self.whole.data = self._sharded.detach().full_tensor()
+
+    def pass_gradient(self) -> None:
+        """Move this rank's rows of the mean gradient to the parameter that the optimiser has."""
+        gradient, self._sharded.grad = self._sharded.grad, None
+        if gradient is not None and len(self.segment.parameter):
+            self.segment.parameter.grad = gradient.to_local().view(-1)
+
+
+class _LayerMessage:
+    """The message of one layer that ``send`` sends, within ``enclosing()``; see fully_shard."""
+
+    def __init__(
+        self,
+        send: Callable[..., dist.Work | None],
+        enclosing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._send, self._enclosing = send, enclosing
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any
+    ) -> dist.Work | None:
+        with self._enclosing():
+            return self._send(output_tensor, input_tensor, group=group, **options)

@@ -16,28 +16,28 @@ on a link, gamma seconds to add one byte.)
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from common.sync.base import GradientSync
-from common.sync.message_plans import GatherScatterPlan
 
 
-class GatherScatter(GatherScatterPlan, GradientSync):
+class GatherScatter(GradientSync):
     """For each parameter: ``gather`` to rank 0, average there, ``scatter`` the mean to all."""
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
-        rank, size = dist.get_rank(), dist.get_world_size()
         for gradient in self.contiguous_gradients():  # of any shape, e.g. (512, 256, 3, 3)
-            # Only the root needs room for the N tensors that arrive.
-            gathered = [torch.empty_like(gradient) for _ in range(size)] if rank == 0 else []
-            dist.gather(gradient, gathered or None, dst=0)
+            gradient /= dist.get_world_size()  # before rank 0 adds: the sum is then the mean
+            sum_through_root(gradient)
 
-            means = None
-            if rank == 0:
-                mean = gathered[0]
-                for other in gathered[1:]:
-                    mean += other
-                mean /= size
-                means = [mean] * size  # scatter wants a tensor for each rank; all are this one
-            dist.scatter(gradient, means, src=0)
+
+def sum_through_root(total: Tensor) -> None:
+    """Sum ``total``, contiguous, over the ranks in place: rank 0 adds."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # Only the root needs room for the N tensors that arrive.
+    gathered = [torch.empty_like(total) for _ in range(size)] if rank == 0 else []
+    dist.gather(total, gathered or None, dst=0)
+    for other in gathered[1:]:
+        gathered[0] += other
+    # scatter wants a tensor for each rank; all are this one
+    dist.scatter(total, [gathered[0]] * size if rank == 0 else None, src=0)

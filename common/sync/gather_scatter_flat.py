@@ -15,23 +15,15 @@ Common mistake: averaging the buffer and forgetting ``p.grad``, which then still
 seconds to add one byte.) Each dtype has its own buffer.
 """
 
-import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
-from common.sync.base import GradientSync
-from common.sync.message_plans import GatherScatterFlatPlan
+from common.sync.base import FlatSync
+from common.sync.gather_scatter import sum_through_root
 
 
-class GatherScatterFlat(GatherScatterFlatPlan, GradientSync):
+class GatherScatterFlat(FlatSync):
     """One ``gather`` of all gradients to rank 0, which adds them; one ``scatter`` of the sum."""
 
-    def synchronize(self, model: nn.Module) -> None:
+    def sum_over_ranks(self, total: Tensor) -> None:
         """See the base class."""
-        rank, size = dist.get_rank(), dist.get_world_size()
-        for mine in self.flat_gradients():  # (entries,), divided by N already: the sum is the mean
-            gathered = [torch.empty_like(mine) for _ in range(size)] if rank == 0 else []
-            dist.gather(mine, gathered or None, dst=0)
-            for other in gathered[1:]:
-                gathered[0] += other
-            dist.scatter(mine, [gathered[0]] * size if rank == 0 else None, src=0)
+        sum_through_root(total)

@@ -23,43 +23,37 @@ seconds to add one byte.) Each dtype has its own buffer.
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from common.sync.base import GradientSync
-from common.sync.message_plans import HalvingDoublingPlan, halving_rounds, largest_power
+from common.sync.base import FlatSync
+from common.sync.message_plans import halving_rounds, largest_power
 from common.sync.p2p import send_and_receive
 
 
-class HalvingDoubling(HalvingDoublingPlan, GradientSync):
+class HalvingDoubling(FlatSync):
     """Halving and doubling of one flat buffer."""
 
-    def synchronize(self, model: nn.Module) -> None:
+    def sum_over_ranks(self, total: Tensor) -> None:
         """See the base class."""
-        for total in self.flat_gradients():  # (entries,), divided by N already
-            halving_doubling_all_reduce(total)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        power = largest_power(size)
+        if rank >= power:  # a surplus rank: its partner takes part on its behalf
+            dist.send(total, dst=rank - power)
+            dist.recv(total, src=rank - power)
+            return
 
+        received = torch.empty_like(total)
+        if rank + power < size:
+            dist.recv(received, src=rank + power)
+            total += received
 
-def halving_doubling_all_reduce(total: Tensor) -> None:
-    """Sum ``total`` over the ranks in place; it is contiguous, and of any length."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    power = largest_power(size)
-    if rank >= power:  # a surplus rank: its partner takes part on its behalf
-        dist.send(total, dst=rank - power)
-        dist.recv(total, src=rank - power)
-        return
+        # Each round's (partner, kept, given); both slices of ``total`` halve from round to round.
+        rounds = halving_rounds(total.numel(), rank, power)
+        for partner, kept, given in rounds:
+            send_and_receive(total[given], received[kept], to=partner, source=partner)
+            total[kept] += received[kept]
+        for partner, kept, given in reversed(rounds):
+            send_and_receive(total[kept], total[given], to=partner, source=partner)
 
-    received = torch.empty_like(total)
-    if rank + power < size:
-        dist.recv(received, src=rank + power)
-        total += received
-
-    # Each round's (partner, kept, given); both slices of ``total`` halve from round to round.
-    rounds = halving_rounds(total.numel(), rank, power)
-    for partner, kept, given in rounds:
-        send_and_receive(total[given], received[kept], to=partner, source=partner)
-        total[kept] += received[kept]
-    for partner, kept, given in reversed(rounds):
-        send_and_receive(total[kept], total[given], to=partner, source=partner)
-
-    if rank + power < size:
-        dist.send(total, dst=rank + power)
+        if rank + power < size:
+            dist.send(total, dst=rank + power)

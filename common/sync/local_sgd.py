@@ -28,25 +28,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.sync.base import GradientSync
-from common.sync.message_plans import LocalSGDPlan
 from common.utils.grouping import grouped
 
 
-class LocalSGD(LocalSGDPlan, GradientSync):
-    """No exchange of gradients; after every H-th step the mean of all weights.
-
-    Parameters
-    ----------
-    averaging_period : H, steps from one average to the next.
-    """
+class LocalSGD(GradientSync):
+    """No exchange of gradients; after every H-th step the mean of all weights."""
 
     exact = False
     equal_gradients = False
-
-    def __init__(self, *, averaging_period: int = 4) -> None:
-        super().__init__(averaging_period=averaging_period)
-        self._steps = 0
-        self._weights_differ = self._state_differs = False  # between the ranks
+    _steps = 0
+    _weights_differ = _state_differs = False  # between the ranks
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """See the base class."""
@@ -64,7 +55,7 @@ class LocalSGD(LocalSGDPlan, GradientSync):
         """See the base class."""
         self._steps += 1
         self._state_differs = True
-        self._weights_differ = self._steps % self.period != 0
+        self._weights_differ = self._steps % self.plan.period != 0
         if not self._weights_differ:
             average([p.data for p in self._exchanged])
 

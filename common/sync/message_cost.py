@@ -1,6 +1,6 @@
 """One line of a message plan (``Operation``), and the bytes that it sends (``sent_bytes``).
 
-common/cost_model/event_model.py turns operations into seconds. common/profiling/comm_trace.py
+lab/predict/event_model.py turns operations into seconds. common/profiling/comm_trace.py
 counts the bytes of the messages that it records with ``sent_bytes``. Nothing here imports torch.
 """
 
@@ -99,7 +99,8 @@ def sent_bytes(kind: str, nbytes: int, *, rank: int, ranks: int, root: int = 0) 
     root. broadcast is a binomial tree; gather and scatter go straight to and from the root, in
     all_to_all each part goes straight to its rank. reduce_scatter is the first half of all_reduce's
     ring, as NCCL and ``sharded`` run it; Gloo's own call is a whole all_reduce.
-    The result is a fraction because the parts of a ring are M/N bytes.
+    Of an exchange only its plan knows the bytes. The result is a fraction because the parts of a
+    ring are M/N bytes.
     """
     at_root = rank == root
     tensors_sent: dict[str, Fraction | int] = {
@@ -112,11 +113,6 @@ def sent_bytes(kind: str, nbytes: int, *, rank: int, ranks: int, root: int = 0) 
         "scatter": ranks - 1 if at_root else 0,
         "broadcast": tree_children((rank - root) % ranks, ranks),
     }
-    if kind not in tensors_sent:
-        raise ValueError(
-            f"kind: got {kind!r}; choose from {', '.join(tensors_sent)} (for an exchange, only its "
-            "strategy knows the bytes)"
-        )
     return Fraction(tensors_sent[kind] * nbytes)
 
 

@@ -11,10 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from common.sync.base import GradientSync
-from common.sync.message_plans import NoSyncPlan
 
 
-class NoSync(NoSyncPlan, GradientSync):
+class NoSync(GradientSync):
     """No exchange: for a single process."""
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:

@@ -1,15 +1,17 @@
-"""The optimiser's part of ``sharded``: it updates this rank's segments of the parameters only.
+"""What ``sharded``, ``fsdp`` and ``ddp_zero1`` share: an optimiser that updates this rank's part.
 
-``OptimizerShards.shard`` puts the segments in place of the parameters and keeps this rank's part of
+``OptimizerShards.shard`` puts this rank's segments in place of the parameters and keeps its part of
 the state; ``gather`` makes the optimiser whole again, so that a checkpoint, another strategy or
-another number of ranks finds in it what they expect.
+another number of ranks finds in it what they expect. ``FlatWeights`` cuts parameters into segments.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import (
     ASGD,
@@ -26,9 +28,10 @@ from torch.optim import (
     Rprop,
 )
 
-from common.distributed.collectives import gather_states
+from common.distributed.collectives import all_gather_single, gather_states
 from common.distributed.process_group import current_world
 from common.errors import UserError
+from common.sync.flat_buffer import FlatBuffer
 
 # An entry's update depends on this entry's gradient and state alone, so any part can be updated.
 ELEMENTWISE = (SGD, Adam, AdamW, Adadelta, Adagrad, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop)
@@ -39,7 +42,7 @@ _NUMBERS = ("step", "eta", "mu", "mu_product")
 
 @dataclass(frozen=True)
 class Segment:
-    """This rank's part of a parameter.
+    """This rank's part of a parameter; without entries if the rank has none.
 
     parameter : shape (entries,), shares memory with the part. part : its entries of the parameter,
     in the order of memory.
@@ -47,6 +50,35 @@ class Segment:
 
     parameter: nn.Parameter
     part: slice
+
+
+class FlatWeights:
+    """The weights of ``parameters`` in one flat tensor, of which each rank updates 1/N.
+
+    The parameters become views of ``tensor``; zeros at its end make N parts of equal length.
+    ``own`` is part r on rank r, and ``segments`` holds its piece of each parameter.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        buffer = FlatBuffer(parameters, multiple_of=size)
+        with torch.no_grad():
+            for parameter, view in buffer.views.items():
+                parameter.data = view.copy_(parameter)
+        self.parameters, self.tensor = parameters, buffer.tensor
+        length = len(self.tensor) // size
+        self.own = self.tensor[rank * length :][:length]
+        self.segments: dict[nn.Parameter, Segment] = {}
+        end = -rank * length  # of the last parameter, counted from the begin of this rank's part
+        for parameter in parameters:
+            begin, end = end, end + parameter.numel()
+            first, last = max(begin, 0), max(begin, 0, min(end, length))
+            segment = nn.Parameter(self.own[first:last])
+            self.segments[parameter] = Segment(segment, slice(first - begin, last - begin))
+
+    def start_gather(self) -> Any:
+        """Send this rank's part to all others, and receive theirs; return the ``dist.Work``."""
+        return all_gather_single(self.tensor, self.own, async_op=True)
 
 
 class OptimizerShards:
@@ -65,15 +97,15 @@ class OptimizerShards:
                 "strategy"
             )
         self._optimizer = optimizer
+        self._device = next(p.device for group in optimizer.param_groups for p in group["params"])
         self._whole: list[list[nn.Parameter]] = []  # each group's parameters, while it has segments
-        self._segments: Mapping[nn.Parameter, Segment | None] = {}
         self._hooks = [
             optimizer.register_state_dict_pre_hook(lambda _optimizer: self.gather()),
             optimizer.register_load_state_dict_pre_hook(lambda _optimizer, _state: self.gather()),
         ]
 
-    def shard(self, segments: Mapping[nn.Parameter, Segment | None]) -> None:
-        """Replace each parameter by its segment; None: this rank has no part of it.
+    def shard(self, segments: Mapping[nn.Parameter, Segment]) -> None:
+        """Replace each parameter by its segment.
 
         Parameters that are not in ``segments`` stay. Does nothing if it is done already.
         """
@@ -83,13 +115,12 @@ class OptimizerShards:
         groups, state = self._optimizer.param_groups, self._optimizer.state
         self._whole = [group["params"] for group in groups]
         for group in groups:
-            found = [
-                segments[p] if p in segments else Segment(p, slice(0)) for p in group["params"]
+            group["params"] = [
+                segments[p].parameter if p in segments else p for p in group["params"]
             ]
-            group["params"] = [segment.parameter for segment in found if segment is not None]
         for parameter, segment in segments.items():
             entry = state.pop(parameter, None)
-            if entry is not None and segment is not None:
+            if entry is not None and len(segment.parameter):
                 state[segment.parameter] = {
                     name: _part(name, value, parameter, segment.part)
                     for name, value in entry.items()
@@ -102,32 +133,35 @@ class OptimizerShards:
         """
         if not self._whole:
             return
-        state = self._optimizer.state
-        names = {parameter: str(index) for index, parameter in enumerate(self._segments)}
+        state, groups = self._optimizer.state, self._optimizer.param_groups
         mine = {
-            names[parameter]: state.pop(segment.parameter)
-            for parameter, segment in self._segments.items()
-            if segment is not None and segment.parameter in state
+            str(index): state.pop(segment.parameter)
+            for index, segment in enumerate(self._segments.values())
+            if segment.parameter in state
         }
-        all_ranks = gather_states(current_world(next(iter(names)).device), mine)
+        all_ranks = gather_states(current_world(self._device), mine)
         self._restore()
-        for group in self._optimizer.param_groups:
-            on_device = bool(group.get("fused") or group.get("capturable"))
-            for parameter in group["params"]:
-                parts = [one[names[parameter]] for one in all_ranks if names.get(parameter) in one]
-                if parts:
-                    state[parameter] = {
-                        key: _joined(key, [part[key] for part in parts], parameter, on_device)
-                        for key in parts[0]
-                    }
+        on_device = any(group.get("fused") or group.get("capturable") for group in groups)
+        for index, parameter in enumerate(self._segments):
+            parts = [one[str(index)] for one in all_ranks if str(index) in one]
+            if parts:
+                state[parameter] = {
+                    key: _joined(key, [part[key] for part in parts], parameter, on_device)
+                    for key in parts[0]
+                }
+
+    def norm_over_ranks(self, norm: Tensor) -> Tensor:
+        """Return the norm of all ranks' parts together, from that of this rank's: 8 bytes."""
+        squares = norm.to(self._device, torch.float64).square()
+        dist.all_reduce(squares)
+        return squares.sqrt().to(norm.dtype)
 
     def close(self) -> None:
         """Remove the hooks; drop the state unless ``gather`` was the last call."""
         for hook in self._hooks:
             hook.remove()
-        for segment in self._segments.values() if self._whole else ():
-            if segment is not None:
-                self._optimizer.state.pop(segment.parameter, None)
+        if self._whole:
+            self._optimizer.state.clear()
         self._restore()
 
     def _restore(self) -> None:
@@ -138,10 +172,8 @@ class OptimizerShards:
 
 def _part(name: str, value: Any, parameter: nn.Parameter, part: slice) -> Any:
     """Return this rank's part of a parameter's state."""
-    if not isinstance(value, Tensor):
-        return value
-    if name in _NUMBERS:
-        return value.clone()
+    if not isinstance(value, Tensor) or name in _NUMBERS:
+        return copy.deepcopy(value)  # a loaded state may share it with the file's entries
     flat = torch.empty(parameter.numel(), dtype=value.dtype, device=value.device)
     flat.as_strided(parameter.shape, parameter.stride()).copy_(value)
     return flat[part].clone()  # of its own memory, so that the rest can be freed
@@ -153,9 +185,7 @@ def _joined(name: str, parts: list[Any], parameter: nn.Parameter, on_device: boo
     on_device : whether the optimiser's kernels want the state's numbers on the GPU, too.
     """
     first = parts[0]
-    if not isinstance(first, Tensor):
-        return first
-    if name in _NUMBERS:
-        return first.to(parameter.device) if on_device else first
-    flat = torch.cat(parts).to(parameter.device)
-    return flat.as_strided(parameter.shape, parameter.stride())
+    if isinstance(first, Tensor) and name not in _NUMBERS:
+        flat = torch.cat(parts).to(parameter.device)
+        return flat.as_strided(parameter.shape, parameter.stride())
+    return first.to(parameter.device) if isinstance(first, Tensor) and on_device else first

@@ -22,49 +22,37 @@ Common mistake: sending each bucket when it is full on this rank. Another rank m
 seconds to add one byte.) Each dtype has its own buckets.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from common.sync.backward_buckets import BackwardBuckets
 from common.sync.base import GradientSync
-from common.sync.bucket_plans import OverlappedPlan
 from common.sync.bucketing import buckets_in_ready_order
 from common.sync.flat_buffer import FlatBuffer
+from common.sync.message_plans import OverlappedPlan
 
 
-class Overlapped(OverlappedPlan, GradientSync):
-    """Hooks that fill and send the buckets.
+class Overlapped(GradientSync):
+    """Hooks that fill and send the buckets."""
 
-    Parameters
-    ----------
-    bucket_mb : MiB that close a bucket; None: 1 for the first, then 25, as in
-        DistributedDataParallel.
-    """
-
-    _filling: BackwardBuckets | None = None
+    plan: OverlappedPlan
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """See the base class."""
         self.close()
-        self._filling = None
         self._works: list[dist.Work] = []
         return super().prepare(model, optimizer)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """See the base class; the hooks do nothing meanwhile."""
-        return self._filling.paused() if self._filling else nullcontext()
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
         parameters = self.exchanged()
         if self._filling is None:
             self._buffers = [
-                FlatBuffer(part) for part in buckets_in_ready_order(parameters, self.bucket_mb)
+                FlatBuffer(part) for part in buckets_in_ready_order(parameters, self.plan.bucket_mb)
             ]
             self._filling = BackwardBuckets(self._buffers, self._send)
+            self._hooks = self._filling.hooks
         self._filling.finish()
         for work in self._works:
             work.wait()
@@ -72,8 +60,3 @@ class Overlapped(OverlappedPlan, GradientSync):
 
     def _send(self, index: int) -> None:
         self._works.append(dist.all_reduce(self._buffers[index].tensor, async_op=True))
-
-    def close(self) -> None:
-        """See the base class."""
-        if self._filling is not None:
-            self._filling.close()

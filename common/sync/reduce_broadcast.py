@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from common.sync.base import GradientSync
-from common.sync.message_plans import ReduceBroadcastPlan
 
 
-class ReduceBroadcast(ReduceBroadcastPlan, GradientSync):
+class ReduceBroadcast(GradientSync):
     """For each parameter: ``reduce`` to rank 0, divide there, ``broadcast`` the mean."""
 
     def synchronize(self, model: nn.Module) -> None:

@@ -17,37 +17,27 @@ seconds to add one byte.) Each dtype has its own buffer.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from common.sync.base import GradientSync
-from common.sync.message_plans import RingPlan
+from common.sync.base import FlatSync
 from common.sync.p2p import send_and_receive
 
 
-class Ring(RingPlan, GradientSync):
+class Ring(FlatSync):
     """Reduce-scatter and all-gather of one flat buffer."""
 
-    def synchronize(self, model: nn.Module) -> None:
+    def sum_over_ranks(self, total: Tensor) -> None:
         """See the base class."""
-        for total in self.flat_gradients():  # (entries,), divided by N already
-            ring_all_reduce(total)
-
-
-def ring_all_reduce(total: Tensor) -> None:
-    """Sum ``total`` over the ranks in place; it is contiguous, and of any length."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    # N views of lengths that differ by at most one; together they cover the buffer.
-    bounds = [total.numel() * index // size for index in range(size + 1)]
-    chunks = [total[begin:end] for begin, end in pairwise(bounds)]
-    ring_reduce_scatter(chunks)
-    # Now rank r holds the whole sum of chunk r. It sends that chunk first.
-    for step in range(size - 1):
-        mine, coming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
-        send_and_receive(mine, coming, to=(rank + 1) % size, source=(rank - 1) % size)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        chunks = total.tensor_split(size)  # N views; the first ones may have one entry more
+        ring_reduce_scatter(chunks)
+        # Now rank r holds the whole sum of chunk r. It sends that chunk first.
+        for step in range(size - 1):
+            mine, coming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+            send_and_receive(mine, coming, to=(rank + 1) % size, source=(rank - 1) % size)
 
 
 def ring_reduce_scatter(chunks: Sequence[Tensor], *, tag: int = 0) -> None:

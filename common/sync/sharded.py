@@ -35,50 +35,41 @@ Common mistake: reading weights, e.g. for a moving average, that are still under
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from common.distributed.collectives import all_gather_single, reduce_scatter_single
+from common.distributed.collectives import reduce_scatter_single
 from common.sync.backward_buckets import BackwardBuckets
-from common.sync.base import GradientSync, norm_over_ranks
-from common.sync.bucket_plans import ShardedPlan
+from common.sync.base import GradientSync
 from common.sync.bucketing import buckets_in_ready_order
 from common.sync.flat_buffer import FlatBuffer
-from common.sync.optimizer_shards import OptimizerShards, Segment
+from common.sync.message_plans import ShardedPlan
+from common.sync.optimizer_shards import FlatWeights, OptimizerShards
 from common.sync.ring import ring_reduce_scatter
 from common.utils.processes import DaemonThreads
 
 
-class Sharded(ShardedPlan, GradientSync):
+class Sharded(GradientSync):
     """Hooks that send gradients during backward and wait for weights during forward.
-
-    Parameters
-    ----------
-    bucket_mb : MiB that close a bucket; None: 1.
 
     Raises UserError in ``prepare`` unless the optimiser treats each entry by itself.
     """
 
+    plan: ShardedPlan
     equal_gradients = False
     weights_under_way = True
-    _optimizer: OptimizerShards | None = None
-    _filling: BackwardBuckets | None = None
     _buckets: "Sequence[_Bucket]" = ()
-    _threads: DaemonThreads | None = None
-    _hooks: Sequence[RemovableHandle] = ()
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """See the base class."""
-        if self._optimizer is not None:
-            self.sync_replicas(model)
+        self.sync_replicas(model)
         self.close()
-        self._optimizer = OptimizerShards(optimizer)
+        self._shards = OptimizerShards(optimizer)
         called: set[nn.Module] = set()
         self._called = called
         self._hooks = [
@@ -88,20 +79,15 @@ class Sharded(ShardedPlan, GradientSync):
         ]
         return super().prepare(model, optimizer)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """See the base class; the hooks of backward do nothing meanwhile."""
-        return self._filling.paused() if self._filling else nullcontext()
-
     def synchronize(self, model: nn.Module) -> None:
         """Give this rank's segments their mean gradients; ``p.grad`` becomes None."""
         parameters = self.exchanged()
         self.wait_for_weights()
         if self._filling is None:
-            self._make_buckets(parameters, model)
-        assert self._filling is not None
-        assert self._optimizer is not None
-        self._optimizer.shard(
-            {p: bucket.segments.get(p) for bucket in self._buckets for p in bucket.parameters}
+            self._filling = self._make_buckets(parameters, model)
+        assert self._shards is not None, "prepare comes first"
+        self._shards.shard(
+            {p: part for one in self._buckets for p, part in one.weights.segments.items()}
         )
         self._filling.finish()
         for bucket in self._buckets:
@@ -109,62 +95,40 @@ class Sharded(ShardedPlan, GradientSync):
         for parameter in parameters:
             parameter.grad = None
 
-    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """See the base class."""
-        return norm_over_ranks(gradients, device=next(iter(self._parameters.values())).device)
-
     def after_step(self, model: nn.Module) -> None:
         """Start to gather the new weights, in the order in which forward needs them."""
         for bucket in reversed(self._buckets):
-            bucket.start_gather()
+            bucket.gathering = bucket.weights.start_gather()
 
     def wait_for_weights(self) -> None:
         """See the base class."""
         for bucket in self._buckets:
             bucket.finish_gather()
 
-    def sync_replicas(self, model: nn.Module) -> None:
-        """See the base class. The next ``synchronize`` shards the optimiser again."""
-        self.wait_for_weights()
-        if self._optimizer is not None:
-            self._optimizer.gather()
-
-    def close(self) -> None:
-        """Remove the hooks. Optimiser state that ``sync_replicas`` has not gathered is lost."""
-        self.wait_for_weights()
-        if self._filling is not None:
-            self._filling.close()
-        if self._optimizer is not None:
-            self._optimizer.close()
-        for hook in self._hooks:
-            hook.remove()
-        self._filling, self._optimizer, self._hooks, self._buckets = None, None, (), ()
-        self._threads = None
-
-    def _make_buckets(self, parameters: Sequence[nn.Parameter], model: nn.Module) -> None:
-        shares = buckets_in_ready_order(parameters, self.bucket_mb)
+    def _make_buckets(
+        self, parameters: Sequence[nn.Parameter], model: nn.Module
+    ) -> BackwardBuckets:
+        shares = buckets_in_ready_order(parameters, self.plan.bucket_mb)
         self._buckets = [_Bucket(share, number) for number, share in enumerate(shares)]
-        if dist.get_backend() != dist.Backend.NCCL:
-            self._threads = DaemonThreads(2)
-        self._filling = BackwardBuckets([one.gradients for one in self._buckets], self._send)
+        self._threads = None if dist.get_backend() == dist.Backend.NCCL else DaemonThreads(2)
         for hook in self._hooks:
             hook.remove()
+        filling = BackwardBuckets([one.gradients for one in self._buckets], self._send)
         self._hooks = [
+            *filling.hooks,
             model.register_state_dict_pre_hook(lambda *_: self.wait_for_weights()),
             *(
                 module.register_forward_pre_hook(self._waits_for(needed))
                 for module, needed in self._needed_by_module(model).items()
             ),
         ]
+        return filling
 
     def _send(self, index: int) -> None:
         for bucket in self._buckets[:index]:
             if bucket.is_reduced():
                 bucket.finish_reduce()  # early, since it frees memory
-        if self._threads is None:
-            self._buckets[index].start_reduce()
-        else:
-            self._buckets[index].start_ring(self._threads, self.recording)
+        self._buckets[index].start_reduce(self._threads, self.recording)
 
     def _needed_by_module(self, model: nn.Module) -> dict[nn.Module, "list[_Bucket]"]:
         """Return the buckets that each module's forward needs.
@@ -186,68 +150,59 @@ class Sharded(ShardedPlan, GradientSync):
     def _waits_for(self, needed: "Sequence[_Bucket]") -> Callable[..., None]:
         def wait(*_: object) -> None:
             for bucket in needed:
-                if bucket.under_way:
+                if bucket.gathering is not None:
                     with self.waiting():
                         bucket.finish_gather()
 
         return wait
 
+    def close(self) -> None:
+        """See the base class."""
+        self.wait_for_weights()
+        super().close()
+        self._filling, self._buckets, self._threads = None, (), None
+
 
 class _Bucket:
-    """Some parameters' gradients and weights in flat memory; one of N parts is this rank's."""
+    """Some parameters' gradients and weights in flat memory; one of N parts is this rank's.
+
+    ``gathering`` : the message by which other ranks' weights arrive; None: all weights are there.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], number: int) -> None:
-        size, rank = dist.get_world_size(), dist.get_rank()
         self.parameters, self._number = parameters, number
-        self.gradients = FlatBuffer(parameters, multiple_of=size)
-        self._weights = FlatBuffer(parameters, multiple_of=size)
-        with torch.no_grad():
-            for parameter, view in self._weights.views.items():
-                parameter.data = view.copy_(parameter)
-        length = len(self._weights.tensor) // size
-        self._own_weights = self._weights.tensor[rank * length :][:length]
-        self._mean = torch.empty_like(self._own_weights)  # (length,) this rank's part
-        self.segments: dict[nn.Parameter, Segment] = {}
-        self._mean_gradients: list[tuple[nn.Parameter, Tensor]] = []  # of each segment
-        end = -rank * length  # of the last parameter, counted from the begin of this rank's part
-        for parameter in parameters:
-            begin, end = end, end + parameter.numel()
-            inside = slice(max(begin, 0), min(end, length))
-            if inside.start < inside.stop:
-                segment = nn.Parameter(self._own_weights[inside])
-                part = slice(inside.start - begin, inside.stop - begin)
-                self.segments[parameter] = Segment(segment, part)
-                self._mean_gradients.append((segment, self._mean[inside]))
-        self.is_reduced: Callable[[], bool] = lambda: False
+        self.gradients = FlatBuffer(parameters, multiple_of=dist.get_world_size())
+        self.weights = FlatWeights(parameters)
+        self._mean = torch.empty_like(self.weights.own)  # (length,) this rank's part
         self._wait_for_mean: Callable[[], object] | None = None
-        self._gathering: dist.Work | None = None
+        self.gathering: dist.Work | None = None
 
-    def start_reduce(self) -> None:
-        """Send every other rank its part of this rank's gradients."""
-        self._hide_gradients()
-        work: Any = reduce_scatter_single(self._mean, self.gradients.tensor, async_op=True)
-        self.is_reduced, self._wait_for_mean = work.is_completed, work.wait
-
-    def start_ring(
-        self, threads: DaemonThreads, recording: Callable[[], AbstractContextManager[object]]
+    def start_reduce(
+        self,
+        threads: DaemonThreads | None,
+        recording: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        """As ``start_reduce``, by a ring of messages in one of ``threads``."""
+        """Send every other rank its part of this rank's gradients.
 
-        def reduce() -> None:
+        threads : run a ring of messages, within ``recording()``; None: ``reduce_scatter`` does it.
+        """
+
+        def ring() -> None:
             parts = self.gradients.tensor.tensor_split(dist.get_world_size())
             with recording():
                 ring_reduce_scatter(parts, tag=self._number)
                 # Inside: the recorder takes this for the end of the last message.
                 self._mean.copy_(parts[dist.get_rank()])
 
-        self._hide_gradients()
-        future = threads.submit(reduce)
-        self.is_reduced, self._wait_for_mean = future.done, future.result
-
-    def _hide_gradients(self) -> None:
         nan = self.gradients.tensor.new_full((), torch.nan)
         for parameter in self.parameters:
             parameter.grad = nan.expand_as(parameter)  # not yet known
+        if threads is None:
+            work: Any = reduce_scatter_single(self._mean, self.gradients.tensor, async_op=True)
+            self.is_reduced, self._wait_for_mean = work.is_completed, work.wait
+        else:
+            future = threads.submit(ring)
+            self.is_reduced, self._wait_for_mean = future.done, future.result
 
     def finish_reduce(self) -> None:
         """Wait for the other ranks' gradients, give the segments the mean, and free the rest.
@@ -257,22 +212,15 @@ class _Bucket:
         if self._wait_for_mean is None:
             return
         self._wait_for_mean()
-        for segment, mean in self._mean_gradients:
-            segment.grad = mean
-        self.is_reduced, self._wait_for_mean = (lambda: True), None
+        self._wait_for_mean = None
+        own = [segment.parameter for segment in self.weights.segments.values()]
+        lengths = [len(parameter) for parameter in own]
+        for parameter, mean in zip(own, self._mean[: sum(lengths)].split(lengths), strict=True):
+            parameter.grad = mean if len(mean) else None
         self.gradients.free()
-
-    def start_gather(self) -> None:
-        """Send this rank's new weights to all others."""
-        self._gathering = all_gather_single(self._weights.tensor, self._own_weights, async_op=True)
 
     def finish_gather(self) -> None:
         """Wait until all weights are there."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
-
-    @property
-    def under_way(self) -> bool:
-        """Whether other ranks' weights may still be missing."""
-        return self._gathering is not None
+        if self.gathering is not None:
+            self.gathering.wait()
+        self.gathering = None

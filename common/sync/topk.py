@@ -19,45 +19,32 @@ Common mistake: dropping what is not sent, so that small gradients never arrive.
 seconds to add one byte.) Each dtype has its own buffer.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.errors import UserError
 from common.sync.base import GradientSync
-from common.sync.message_plans import TopKPlan, index_bytes
-
-_STRIDE = 101
+from common.sync.message_plans import TopKPlan
 
 
-class TopK(TopKPlan, GradientSync):
-    """Values and indices of the largest entries, by absolute value over the whole model.
+class TopK(GradientSync):
+    """Values and indices of the largest entries, by absolute value over the whole model."""
 
-    Parameters
-    ----------
-    topk_ratio : fraction of the entries to send, above 0 and at most 1.
-    """
-
+    plan: TopKPlan
     exact = False
-
-    def __init__(self, *, topk_ratio: float = 0.01) -> None:
-        super().__init__(topk_ratio=topk_ratio)
-        self._residuals: list[Tensor] = []
+    _residuals: Sequence[Tensor] = ()
 
     def synchronize(self, model: nn.Module) -> None:
         """See the base class."""
         means = self.flat_gradients(divisor=1)  # (entries,) each; still this rank's gradients
         self._residuals = self._residuals or [torch.zeros_like(mean) for mean in means]
-        if [(r.shape, r.dtype) for r in self._residuals] != [(m.shape, m.dtype) for m in means]:
-            raise UserError(
-                "topk: the residual in the checkpoint does not have the shape of this model's "
-                "gradients: resume with the model that the checkpoint was saved with"
-            )
         for mean, residual in zip(means, self._residuals, strict=True):
             residual += mean
-            mean_of_largest(residual, mean, count=self.count(len(residual)))
+            mean_of_largest(residual, mean, count=self.plan.count(len(residual)))
 
     def state_dict(self) -> dict[str, Any]:
         """See the base class."""
@@ -75,17 +62,10 @@ class TopK(TopKPlan, GradientSync):
 def largest(values: Tensor, count: int) -> Tensor:
     """Return the indices of the ``count`` largest entries of a vector.
 
-    For a long vector, a sample of entries yields a bound that slightly more than ``count`` entries
-    reach. Only these are then searched, which takes a quarter of the time on a CPU. On a GPU the
-    host would have to wait for their number.
+    On a CPU, numpy's partition takes a third of the time of torch's ``topk``. NaN counts as large.
     """
-    sample = values[::_STRIDE]
-    expected = int(1.15 * count / _STRIDE) + 200
-    if values.device.type == "cpu" and expected < len(sample):
-        bound = sample.topk(expected, sorted=False).values.min()
-        candidates = (~(values < bound)).nonzero().view(-1)  # NaN counts as large
-        if len(candidates) >= count:
-            return candidates[values[candidates].topk(count, sorted=False).indices]
+    if values.device.type == "cpu" and values.dtype != torch.bfloat16:  # which numpy lacks
+        return torch.from_numpy(np.argpartition(values.numpy(), -count)[-count:])
     return values.topk(count, sorted=False).indices
 
 
@@ -98,7 +78,7 @@ def mean_of_largest(residual: Tensor, mean: Tensor, *, count: int) -> None:
     size = dist.get_world_size()
     indices = largest(residual.abs(), count)
     values = residual[indices]
-    short = indices.to(torch.int32 if index_bytes(len(residual)) == 4 else torch.int64)
+    short = indices.to(torch.int32)  # for less than 2**31 entries, see INDEX_BYTES
     all_values = [torch.empty_like(values) for _ in range(size)]  # N vectors of ``count`` entries
     all_indices = [torch.empty_like(short) for _ in range(size)]
     dist.all_gather(all_values, values)

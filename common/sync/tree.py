@@ -22,36 +22,29 @@ seconds to add one byte.) Each dtype has its own buffer.
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from common.sync.base import GradientSync
+from common.sync.base import FlatSync
 from common.sync.message_cost import tree_children
-from common.sync.message_plans import TreePlan
 
 
-class Tree(TreePlan, GradientSync):
+class Tree(FlatSync):
     """Sum up the tree and copy down the tree, in one flat buffer."""
 
-    def synchronize(self, model: nn.Module) -> None:
+    def sum_over_ranks(self, total: Tensor) -> None:
         """See the base class."""
-        for total in self.flat_gradients():  # (entries,), divided by N already
-            tree_all_reduce(total)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        children = [rank + (1 << level) for level in range(tree_children(rank, size))]
+        parent = rank & (rank - 1)
+        received = torch.empty_like(total if children else total[:0])  # a leaf receives no sums
 
-
-def tree_all_reduce(total: Tensor) -> None:
-    """Sum ``total``, contiguous, over the ranks in place."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    children = [rank + (1 << level) for level in range(tree_children(rank, size))]
-    parent = rank & (rank - 1)
-    received = torch.empty_like(total if children else total[:0])  # a leaf receives no sums
-
-    # The nearest child comes first: it has the fewest ranks below it, so it is ready first.
-    for child in children:
-        dist.recv(received, src=child)
-        total += received
-    if rank > 0:
-        dist.send(total, dst=parent)
-        dist.recv(total, src=parent)
-    # The child with the most ranks below it comes first: it has the most rounds still to go.
-    for child in reversed(children):
-        dist.send(total, dst=child)
+        # The nearest child comes first: it has the fewest ranks below it, so it is ready first.
+        for child in children:
+            dist.recv(received, src=child)
+            total += received
+        if rank > 0:
+            dist.send(total, dst=parent)
+            dist.recv(total, src=parent)
+        # The child with the most ranks below it comes first: it has the most rounds still to go.
+        for child in reversed(children):
+            dist.send(total, dst=child)

@@ -1,13 +1,11 @@
 """The project's one training step, epoch loop and prediction loop, and their local launcher."""
 
+from common.profiling.records import EpochReport, StepRecord
 from common.training_engine.callbacks import (
     AfterEachStep,
     Callback,
-    EarlyStop,
     EpochEnd,
-    EpochReport,
     Validator,
-    report_epoch,
 )
 from common.training_engine.engine import TrainingEngine
 from common.training_engine.evaluation_loop import Predictions, predict, validate
@@ -16,12 +14,11 @@ from common.training_engine.launch import (
     distributed_train_worker,
     launch_distributed_training,
 )
-from common.training_engine.metrics import EpochResult, StepRecord
+from common.training_engine.metrics import EpochResult
 
 __all__ = [
     "AfterEachStep",
     "Callback",
-    "EarlyStop",
     "EpochEnd",
     "EpochReport",
     "EpochResult",
@@ -33,6 +30,5 @@ __all__ = [
     "distributed_train_worker",
     "launch_distributed_training",
     "predict",
-    "report_epoch",
     "validate",
 ]

@@ -21,28 +21,28 @@ def choose_amp(
         as long as float32.
     exact : whether every step uses the exact mean gradient, which fp16's loss scaling needs.
     """
-    if device.type == "cuda":
-        if not (default if requested is None else requested):
-            return None, ""
-        if (dtype or ("fp16" if exact else "bf16")) == "fp16":
-            return torch.float16, ""
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return torch.bfloat16, ""
-        if exact:
-            return torch.float16, "this GPU has no fast bf16: AMP uses fp16 with a GradScaler"
-        return None, (
-            "this GPU has no fast bf16, and the strategy changes the gradients that fp16's loss "
-            "scaling needs, so AMP is off and training runs in fp32"
-        )
-    if not requested:
+    on_gpu = device.type == "cuda"
+    if not (on_gpu and default if requested is None else requested):
         return None, ""
-    if not cpu_has_fast_bf16():
+    if not on_gpu:
+        if cpu_has_fast_bf16():
+            return torch.bfloat16, (
+                "on a CPU AMP uses bf16, which needs no GradScaler" if dtype == "fp16" else ""
+            )
         return None, (
             "this CPU has no bf16 instructions (AVX512-BF16 or AMX), so AMP is off and training "
             "runs in fp32"
         )
-    notice = "on a CPU AMP uses bf16, which needs no GradScaler" if dtype == "fp16" else ""
-    return torch.bfloat16, notice
+    if (dtype or ("fp16" if exact else "bf16")) == "fp16":
+        return torch.float16, ""
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16, ""
+    if exact:
+        return torch.float16, "this GPU has no fast bf16: AMP uses fp16 with a GradScaler"
+    return None, (
+        "this GPU has no fast bf16, and the strategy changes the gradients that fp16's loss "
+        "scaling needs, so AMP is off and training runs in fp32"
+    )
 
 
 def autocast(device: torch.device | str, dtype: torch.dtype | None) -> torch.autocast:

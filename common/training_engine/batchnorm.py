@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.sync.base import broadcast_from_rank0
 
-_Shard = tuple[int, Sequence[Tensor]]  # its samples, and the running statistics of its layers
+_Shard = tuple[int, Tensor]  # its samples, and its statistics as ``read`` returns them
 
 
 def _layers(model: nn.Module) -> list[_BatchNorm]:
@@ -28,13 +28,29 @@ def _layers(model: nn.Module) -> list[_BatchNorm]:
 
 
 def statistics(model: nn.Module) -> list[Tensor]:
-    """Return the running mean and variance of each BatchNorm layer, in the model's order."""
-    pairs = [(layer.running_mean, layer.running_var) for layer in _layers(model)]
-    return [tensor for pair in pairs for tensor in pair if tensor is not None]
+    """Return the running mean and variance, and the number of batches, of each BatchNorm layer."""
+    layers = [
+        (one.running_mean, one.running_var, one.num_batches_tracked) for one in _layers(model)
+    ]
+    return [tensor for layer in layers for tensor in layer if tensor is not None]
+
+
+def read(model: nn.Module) -> Tensor:
+    """Return all statistics in one vector, float64 of shape (entries,)."""
+    tensors = [tensor.double().flatten() for tensor in statistics(model)]
+    return torch.cat(tensors) if tensors else torch.zeros(0)
+
+
+@torch.no_grad()
+def _write(model: nn.Module, vector: Tensor) -> None:
+    """Put statistics that ``read`` returned, or a mean of some, into the model."""
+    tensors = statistics(model)
+    for tensor, part in zip(tensors, vector.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_((part if tensor.is_floating_point() else part.round()).view_as(tensor))
 
 
 class ShardStatistics:
-    """Running statistics of each of the ``shards`` that this rank computes one after the other.
+    """Statistics of each of the ``shards`` that this rank computes one after the other.
 
     A shard's statistics must change as if another rank computed that shard. So each shard has its
     own copy, which is in the model only while that shard is computed. A single shard needs no
@@ -42,45 +58,30 @@ class ShardStatistics:
     """
 
     def __init__(self, model: nn.Module, shards: int) -> None:
-        means_and_variances = statistics(model)
-        counters = [layer.num_batches_tracked for layer in _layers(model)]
-        self._in_model = [*means_and_variances, *(n for n in counters if n is not None)]
-        self._statistics = len(means_and_variances)
-        self._samples = [0] * shards
-        self._kept = (
-            [self._in_model]
-            if shards == 1
-            else [[tensor.clone() for tensor in self._in_model] for _ in range(shards)]
-        )
+        self._model, self._samples = model, [0] * shards
+        self._kept = [read(model)] * shards if shards > 1 else []
 
     @contextmanager
     def of(self, shard: int, samples: int) -> Iterator[None]:
         """Put shard number ``shard`` into the model, for a forward pass of ``samples`` samples."""
         self._samples[shard] += samples
-        if len(self) == 1:
-            yield
-            return
-        _copy(self._in_model, self._kept[shard])
+        if self._kept:
+            _write(self._model, self._kept[shard])
         yield
-        _copy(self._kept[shard], self._in_model)
+        if self._kept:
+            self._kept[shard] = read(self._model)
 
-    @torch.no_grad()
     def blend(self) -> None:
         """Put the mean over this rank's shards into the model, for the weights' moving average.
 
         The mean is not weighted: the shards' numbers of samples differ by one at most.
         """
-        if len(self) == 1:
-            return
-        for position, tensor in enumerate(self._in_model[: self._statistics]):
-            tensor.copy_(torch.stack([tensors[position] for tensors in self._kept]).mean(dim=0))
+        if self._kept:
+            _write(self._model, torch.stack(self._kept).mean(dim=0))
 
     def take(self) -> list[_Shard]:
         """Return each shard's samples since the last call, and its statistics."""
-        counted: list[_Shard] = [
-            (count, tensors[: self._statistics])
-            for count, tensors in zip(self._samples, self._kept, strict=True)
-        ]
+        counted = list(zip(self._samples, self._kept or [read(self._model)], strict=True))
         self._samples = [0] * len(self._samples)
         return counted
 
@@ -89,19 +90,12 @@ class ShardStatistics:
 
     def spread(self) -> None:
         """Copy the statistics in the model to every shard."""
-        for tensors in self._kept:
-            _copy(tensors, self._in_model)
-
-
-@torch.no_grad()
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+        self._kept = [read(self._model)] * len(self._kept)
 
 
 @torch.no_grad()
 def agree_on_buffers(model: nn.Module, shards: Sequence[_Shard], size: int) -> None:
-    """Average running statistics over all shards; take other buffers from rank 0. Collective.
+    """Average statistics over all shards; take other buffers from rank 0. Collective.
 
     Parameters
     ----------
@@ -109,39 +103,30 @@ def agree_on_buffers(model: nn.Module, shards: Sequence[_Shard], size: int) -> N
         number of samples.
     size : the number of ranks.
     """
-    running = statistics(model)
-    if running:
-        _average(running, shards, size)
+    averaged = {id(tensor) for tensor in statistics(model)}
+    if averaged:
+        _average(model, shards, size)
     if size > 1:
-        averaged = {id(tensor) for tensor in running}
         broadcast_from_rank0([buffer for buffer in model.buffers() if id(buffer) not in averaged])
 
 
-def _average(running: list[Tensor], shards: Sequence[_Shard], size: int) -> None:
-    sizes = [tensor.numel() for tensor in running]
-    # (1 + all statistics,) float64: the samples, then the sums of samples x statistic
-    weighted = torch.zeros(1 + sum(sizes), dtype=torch.float64, device=running[0].device)
-    for samples, tensors in shards:
-        weighted[0] += samples
-        weighted[1:] += samples * torch.cat([tensor.double().flatten() for tensor in tensors])
+def _average(model: nn.Module, shards: Sequence[_Shard], size: int) -> None:
+    # (1 + entries,) float64: the samples, then the sums of samples x statistic
+    rows = [samples * nn.functional.pad(vector, (1, 0), value=1.0) for samples, vector in shards]
+    weighted = torch.stack(rows).sum(dim=0)
     if size > 1:
         dist.all_reduce(weighted)
-    if weighted[0] > 0:
-        means = (weighted[1:] / weighted[0]).split(sizes)
-        for tensor, mean in zip(running, means, strict=True):
-            tensor.copy_(mean.view_as(tensor))
-    elif size > 1:
-        broadcast_from_rank0(running)
+    if weighted[0] > 0:  # else no rank has trained, and all hold the same
+        _write(model, weighted[1:] / weighted[0])
 
 
 def synchronise_where_possible(model: nn.Module, device: torch.device) -> tuple[nn.Module, str]:
     """Return the model, on GPUs with SyncBatchNorm, and a notice for the user (may be empty)."""
-    if not has_batchnorm(model):
-        return model, ""
     if device.type == "cuda":
         wrapped = isinstance(model, DistributedDataParallel)
         return (model if wrapped else synchronise_batchnorm(model)), ""
-    return model, "each rank's BatchNorm uses only its own batch: SyncBatchNorm runs on GPUs only"
+    notice = "each rank's BatchNorm uses only its own batch: SyncBatchNorm runs on GPUs only"
+    return model, notice if any(_trains(layer) for layer in _layers(model)) else ""
 
 
 def synchronise_batchnorm(model: nn.Module) -> nn.Module:
@@ -161,11 +146,6 @@ def hold_frozen_batchnorm(model: nn.Module) -> None:
     for layer in _layers(model):
         if not _trains(layer):
             layer.eval()
-
-
-def has_batchnorm(model: nn.Module) -> bool:
-    """Whether the model has a BatchNorm layer that trains."""
-    return any(_trains(layer) for layer in _layers(model))
 
 
 def _trains(layer: _BatchNorm) -> bool:

@@ -1,23 +1,34 @@
-"""TrainingEngine: the training step, the same for every strategy, device, part and recipe.
+"""TrainingEngine: one training step and one loop for every strategy, device, part and recipe.
 
 ``TrainingEngine(...).train(...)`` does everything. To write your own loop, call ``prepare`` once,
-then ``fit`` for several epochs or ``train_epoch`` for one, then ``close``. ``train_step`` is the
-step itself; the loops around it are in epochs.py.
+``load_state`` to resume, then ``fit`` for several epochs or ``train_epoch`` for one, then
+``close``. The methods stand in the order in which they call each other: ``train``, ``fit``,
+``train_epoch``, ``train_step``.
 """
 
+import itertools
+import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
-from common.distributed.collectives import check_same_on_all_ranks
+from common.checkpoint import load_model_state, load_optimizer_state, load_plain_state
+from common.data.sharding import STEP_STREAM, stream_seed
+from common.distributed.collectives import (
+    broadcast_checkpoint,
+    check_same_on_all_ranks,
+    gather_states,
+    warn_of_equal_batches,
+)
 from common.distributed.process_group import (
     World,
     check_open,
@@ -27,26 +38,33 @@ from common.distributed.process_group import (
     setup_distributed,
 )
 from common.errors import UserError
+from common.profiling.comm_trace import Timeline
+from common.profiling.records import StepRecord
 from common.profiling.step_timer import StepTimer
 from common.sync import build_sync
 from common.sync.base import GradientSync, check_strategy
 from common.sync.none import NoSync
 from common.training_engine import batchnorm
 from common.training_engine.amp import autocast, build_scaler, choose_amp
-from common.training_engine.captured_step import CapturedStep, compile_for, obstacle, release
-from common.training_engine.checkpoint_manager import load_state, state
-from common.training_engine.ema import WeightAverage, checked_decay
-from common.training_engine.epochs import MicroBatch, fit, flush_metrics, train_epoch
-from common.training_engine.evaluation_loop import model_to_device, unwrap
-from common.training_engine.metrics import EpochResult, MetricsBuffer, StepOutcome, sum_over_ranks
-from common.training_engine.train import train
+from common.training_engine.batches import MicroBatch, check_lengths
+from common.training_engine.callbacks import Callback, EpochEnd, History, Validator
+from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
+from common.training_engine.compile import compile_for, forget_compiled
+from common.training_engine.ema import WeightAverage
+from common.training_engine.evaluation_loop import model_to_device, to_device, unwrap
+from common.training_engine.metrics import (
+    EpochResult,
+    MetricsBuffer,
+    StepOutcome,
+    own_sums,
+    sum_over_ranks,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
     from common.emulation.emulated_model import Emulation
-    from common.profiling.comm_trace import Timeline
 
 
 class TrainingEngine:
@@ -69,8 +87,6 @@ class TrainingEngine:
         communicate once for all of them.
     sync : a strategy or its name, see common/sync; used if ``distributed``.
     clip_norm : upper limit for the norm of all gradients taken together.
-    capture : record the step as a CUDA graph where that is possible (captured_step.py); the
-        attribute ``not_captured`` then says why it is not. Its sections are not timed.
     compile_model : compile the model with ``torch.compile`` for the shape of the loader's first
         batch, which is loaded once more; other shapes and evaluation run uncompiled. The attribute
         ``compile_seconds`` is the time that it took, before the first step.
@@ -98,7 +114,6 @@ class TrainingEngine:
         accumulation_steps: int = 1,
         sync: GradientSync | str = "ddp",
         clip_norm: float | None = None,
-        capture: bool = False,
         compile_model: bool = False,
         experiment_name: str = "experiment",
         output_dir: str | Path = "reports",
@@ -115,6 +130,8 @@ class TrainingEngine:
         for name, value in (("accumulation_steps", accumulation_steps), ("clip_norm", clip_norm)):
             if value is not None and value <= 0:
                 raise UserError(f"{name}: got {value}, give a number above 0")
+        if use_ema and not 0 < ema_decay < 1:
+            raise UserError(f"ema_decay: got {ema_decay}, give a number between 0 and 1")
         if use_amp and amp_dtype is None:
             amp_dtype, notice = choose_amp(
                 True, None, default=True, device=self.device, exact=self.sync.exact
@@ -125,37 +142,33 @@ class TrainingEngine:
         check_strategy(self.sync, scales=self.scaler.is_enabled(), use_ema=use_ema)
         self.timer = StepTimer(self.device, self.world.activity)
         self.sync.waiting = partial(self.timer.section, "sync")
-        self.world.activity.period = self.sync.period
+        self.world.activity.period = self.sync.plan.period
         model = model_to_device(model, self.device)
         if sync_batchnorm and self.world.size > 1:
             model, notice = batchnorm.synchronise_where_possible(model, self.device)
             self.notice(notice)
         self.model = model
-        self.ema: WeightAverage | None = None
-        self._ema_decay = checked_decay(ema_decay) if use_ema else None
+        self.ema = WeightAverage(unwrap(model), ema_decay) if use_ema else None
         self.accumulation_steps, self._clip_norm = accumulation_steps, clip_norm
         self.output_folder = Path(output_dir) / experiment_name
         self.compiles, self.compile_seconds = compile_model, 0.0
-        self._capture = capture
-        self.captured: CapturedStep | None = None
-        self.not_captured = "" if capture else "--capture off or --profile (capture=False)"
         self.step = 0
         self.timeline: Timeline | None = None
         self.emulation: Emulation | None = None
         self.stopping = self.stop_requested = False
-        self.first_batch_compared = False
+        self._first_batch_compared = False
         self.metrics: MetricsBuffer | None = None  # of the epoch that trains
-        self.resumed_epoch = EpochResult()
+        self.resumed_epoch = EpochResult()  # of the steps before a resume
 
-    setup_distributed = staticmethod(setup_distributed)
-    cleanup_distributed = staticmethod(cleanup_distributed)
-    train = train
-    fit = fit
-    train_epoch = train_epoch
-    flush_metrics = flush_metrics
-    compile_for = compile_for
-    state = state
-    load_state = load_state
+    @staticmethod
+    def setup_distributed(rank: int, world_size: int, backend: str | None = None) -> World:
+        """Open the process group, unless it is open: see ``process_group.setup_distributed``."""
+        return setup_distributed(rank, world_size, backend)
+
+    @staticmethod
+    def cleanup_distributed() -> None:
+        """Close the process group, if one is open."""
+        cleanup_distributed()
 
     def notice(self, text: str) -> None:
         """Warn on rank 0 that the engine deviates from the request; ignore an empty ``text``."""
@@ -188,26 +201,290 @@ class TrainingEngine:
             for name, p in unwrap(self.model).named_parameters()
         }
         check_same_on_all_ranks(self.world, parameters, what="the model's parameters")
-        if not any(p.requires_grad for p in self.model.parameters()):
-            raise UserError(
-                "no parameter of the model trains: set requires_grad=True on those that should"
-            )
         self.model = self.sync.prepare(self.model, optimizer)
-        if self._ema_decay is not None and self.ema is None:
-            self.ema = WeightAverage(unwrap(self.model), self._ema_decay)
         self.shards = batchnorm.ShardStatistics(unwrap(self.model), 1)
         if self.world.size > 1:  # with one rank nothing is exchanged after the last gradient
             self.timer.watch_gradients(self.model)
-        if self._capture:
-            self.not_captured = obstacle(self)
-            if not self.not_captured:
-                self.captured = CapturedStep(self._compute_alone, optimizer)
 
-    def close(self) -> None:
-        """Remove the hooks and the compiled code from the model, and the recorded step."""
-        release(self)
-        self.timer.close()
-        self.sync.close()
+    def load_state(self, entries: Mapping[str, Any]) -> None:
+        """Resume from a checkpoint, except weights and optimiser, which are loaded before.
+
+        Call ``prepare`` first. Raises UserError if they belong to another training.
+        """
+        name = "to resume from"
+        if self.scheduler is not None and entries.get("scheduler_state_dict") is not None:
+            load_plain_state(self.scheduler, entries["scheduler_state_dict"], name=name)
+            # Again, since building the scheduler has changed the learning rates.
+            load_optimizer_state(self.optimizer, entries, name=name)
+        if entries.get("scaler_state_dict"):
+            load_plain_state(self.scaler, entries["scaler_state_dict"], name=name)
+        if self.ema is not None:
+            averages = entries.get("ema_state_dict") or entries["model_state_dict"]
+            load_model_state(self.ema.module, {"model_state_dict": averages}, name=name)
+            self.ema.updates = entries.get("ema_updates", 0)
+        self.step = entries.get("step", 0)
+        if entries.get("step_in_epoch"):
+            self.resumed_epoch = own_sums(self.world, entries.get("epoch_sums"))
+        states = entries.get("sync_state_dicts") or []
+        if self.world.rank < len(states):
+            load_plain_state(self.sync, states[self.world.rank], name=name)
+
+    def train(
+        self,
+        train_loader: Iterable[MicroBatch],
+        val_loader: Iterable[MicroBatch] | None,
+        optimizer: "Optimizer",
+        criterion: nn.Module,
+        *,
+        num_epochs: int,
+        scheduler: "LRScheduler | None" = None,
+        scheduler_by_epoch: bool | None = None,
+        save_best: bool = True,
+        save_last: bool = True,
+        target_accuracy: float | None = None,
+        patience: int = 2,
+        seed: int | None = None,
+        resume: str | Path | Mapping[str, Any] | None = None,
+    ) -> dict[str, list[float]]:
+        """Train up to epoch ``num_epochs``, validate each, and return every epoch's numbers.
+
+        Rank 0 writes ``best.pt`` (the best validation accuracy so far) and ``last.pt`` to
+        ``output_dir/experiment_name/``; both include the moving average of the weights, if there
+        is one. It also prints one line per epoch.
+
+        Parameters
+        ----------
+        train_loader, val_loader : yield (inputs, labels) of this rank's share; all ranks need the
+            same number of training batches. In a group, give them a DistributedSampler. Without
+            ``val_loader`` there is no ``best.pt``.
+        scheduler : OneCycleLR and CyclicLR are stepped after every optimiser step, others after
+            every epoch, unless ``scheduler_by_epoch`` says otherwise. ReduceLROnPlateau gets the
+            validation loss.
+        target_accuracy : stop once the validation accuracy (0 to 1) has reached it in ``patience``
+            epochs in a row.
+        seed : sets torch's generator before each micro-batch.
+        resume : continue after the epoch of this checkpoint: the path of a ``last.pt`` or
+            ``best.pt``, which only rank 0 needs to have, or the entries that ``load_checkpoint``
+            returned on every rank. With ``seed``, the weights are those of an uninterrupted
+            training, bit for bit on a CPU.
+
+        Returns lists of equal length, one entry for each epoch trained here: ``epoch``,
+        ``train_loss``, ``train_accuracy``, ``val_loss``, ``val_accuracy``, ``ema_val_loss``,
+        ``ema_val_accuracy``, ``learning_rate``, ``samples_per_second``, ``seconds``. Raises
+        UserError on settings or a checkpoint that do not fit, GroupError if the loss is not finite.
+        """
+        if num_epochs < 1:
+            raise UserError(f"num_epochs: got {num_epochs}, give at least 1")
+        if target_accuracy is not None and val_loader is None:
+            raise UserError("target_accuracy needs a val_loader: give one, or leave it out")
+        check_lengths(self.world, train_loader, epochs=f"1 to {num_epochs}")
+        entries = resume or {}
+        if not isinstance(entries, Mapping):
+            entries = broadcast_checkpoint(self.world, entries)
+        if entries:
+            load_model_state(unwrap(self.model), entries, name="to resume from")
+            load_optimizer_state(optimizer, entries, name="to resume from")
+        by_step = isinstance(scheduler, OneCycleLR | CyclicLR)
+        by_epoch = not by_step if scheduler_by_epoch is None else scheduler_by_epoch
+        validator = Validator(
+            val_loader,
+            criterion,
+            target_accuracy=target_accuracy,
+            patience=patience,
+            progress=entries.get("progress"),
+        )
+        extra: dict[str, Any] = {"progress": validator.progress}
+        history = History(scheduler if by_epoch else None, extra)
+        files = SavePolicy(every_epochs=int(save_last), best=save_best, single="last.pt")
+        saver = CheckpointManager(self.output_folder, policy=files, extra=extra)
+        try:
+            self.prepare(optimizer, criterion, scheduler, scheduler_by_epoch=by_epoch)
+            if entries:
+                self.load_state(entries)
+            self.fit(
+                train_loader,
+                entries.get("epoch", 0) + 1,
+                num_epochs,
+                callbacks=[validator, history, saver],
+                start_step=entries.get("step_in_epoch", 0),
+                seed=seed,
+            )
+        finally:
+            self.close()
+        return history.by_name
+
+    def fit(
+        self,
+        loader: Iterable[MicroBatch],
+        first_epoch: int,
+        last_epoch: int,
+        *,
+        callbacks: Sequence[Callback] = (),
+        start_step: int = 0,
+        max_steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Train epochs ``first_epoch`` to ``last_epoch``, both included; call the callbacks' hooks.
+
+        Stops early after ``max_steps``, if a callback sets a ``stop_reason``, or if the ranks have
+        agreed to stop. Call ``prepare`` first.
+
+        Parameters
+        ----------
+        start_step : number of steps of the first epoch that are already done.
+        options : ``seed`` and ``log_every`` of ``train_epoch``.
+        """
+
+        def notify(hook: str, *arguments: Any) -> None:
+            for callback in callbacks:
+                getattr(callback, hook)(*arguments)
+
+        samplers: list[Any] = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+        compile_for(self, loader)  # before the callbacks' clocks start
+        notify("on_train_begin", self, first_epoch)
+        try:
+            for epoch in range(first_epoch, last_epoch + 1):
+                for sampler in samplers:
+                    if hasattr(sampler, "set_epoch"):
+                        sampler.set_epoch(epoch)  # otherwise all epochs would have the same order
+                result = self.train_epoch(
+                    loader,
+                    epoch=epoch,
+                    start_step=start_step,
+                    max_steps=max_steps,
+                    on_steps=partial(notify, "on_steps"),
+                    after_step=partial(notify, "on_step_end"),
+                    **options,
+                )
+                if not result.steps and not start_step:  # a resumed epoch may have none left
+                    break
+                start_step = 0
+                self.world.activity.enter("end of the epoch")
+                self.agree_on_buffers()
+                is_last = epoch == last_epoch or self.step == max_steps
+                end = EpochEnd(epoch, result, is_last=is_last)
+                notify("on_epoch_end", end)
+                if end.stop_reason or self.stopping:
+                    break
+            notify("on_train_end")
+        finally:
+            notify("close")
+
+    def train_epoch(
+        self,
+        loader: Iterable[MicroBatch],
+        *,
+        epoch: int,
+        seed: int | None = None,
+        start_step: int = 0,
+        max_steps: int | None = None,
+        log_every: int = 10,
+        on_steps: Callable[[list[StepRecord]], object] = lambda records: None,
+        after_step: Callable[[int], object] = lambda step_in_epoch: None,
+    ) -> EpochResult:
+        """Train on every batch of ``loader`` once, or until ``step`` reaches ``max_steps``.
+
+        Parameters
+        ----------
+        loader : yields (inputs, labels). batches.py lists the attributes that it may have.
+        seed : sets torch's generator before each micro-batch, with epoch, step and micro-batch.
+        start_step : number of steps of this epoch that are done already; ``loader.start_at`` skips
+            them.
+        on_steps : called on every rank every ``log_every`` steps, or sooner, with their records.
+        after_step : called on every rank after every step with the number of steps done in this
+            epoch.
+
+        Raises GroupError on every rank if the loss or the gradients are not finite on any rank.
+        """
+        compile_for(self, loader)
+        metrics = self.metrics = MetricsBuffer(
+            self.world,
+            self.timer,
+            epoch=epoch,
+            log_every=log_every,
+            overflow_is_normal=self.scaler.is_enabled(),
+            equal_gradients=self.sync.equal_gradients,
+            on_steps=on_steps,
+        )
+        metrics.result, self.resumed_epoch = self.resumed_epoch, EpochResult()
+        if self.sync.weights_under_way:
+            metrics.exchanges = 2  # before, "sync" waits for messages that began earlier
+        if start_step:
+            if not hasattr(loader, "start_at"):
+                raise UserError(
+                    f"resuming within epoch {epoch}, after step {start_step}, needs a loader with "
+                    f"a method start_at(step), and {type(loader).__name__} has none: resume from "
+                    "the checkpoint of an epoch"
+                )
+            loader.start_at(start_step)
+        timeline = self.timeline or Timeline(1, 0)  # which records no step
+        self.sync.recording = timeline.for_thread
+        shards = getattr(loader, "shards_here", 1)
+        if shards != len(self.shards):
+            self.shards = batchnorm.ShardStatistics(unwrap(self.model), shards)
+        self.set_training_mode()
+        self.timer.begin()
+        sizes = getattr(loader, "global_batch_sizes", None)
+        left = None if max_steps is None else max(0, max_steps - self.step)
+        steps = itertools.islice(itertools.count(start_step), left)
+        for index, window, seeds in self._windows(loader, steps, epoch=epoch, seed=seed):
+            samples = sum(len(labels) for _, labels in window)
+            global_samples = sizes[index] if sizes is not None else self.sum_over_ranks(samples)
+            rate = self.optimizer.param_groups[0]["lr"]
+            with timeline.around(self.step + 1):
+                numbers = self.train_step(window, global_samples=global_samples, seeds=seeds)
+            times = self.timer.take()
+            timeline.took(self.step, self.timer, times)
+            metrics.add(StepOutcome(self.step, numbers, samples, rate, times))
+            if metrics.due:
+                self.flush_metrics(wait=not self.sync.weights_under_way)
+            after_step(index + 1)
+            if self.stopping:
+                metrics.result.complete = sizes is not None and index + 1 == len(sizes)
+                break
+        self.flush_metrics()
+        return metrics.result
+
+    def _windows(
+        self, loader: Iterable[MicroBatch], steps: Iterable[int], *, epoch: int, seed: int | None
+    ) -> Iterator[tuple[int, list[MicroBatch], list[int] | None]]:
+        """Yield for each step its index, this rank's micro-batches, on the device, and seeds."""
+        first = self.world.rank * self.accumulation_steps
+        own = range(first, first + self.accumulation_steps)
+        numbers = getattr(loader, "micro_batches", own)  # within each global batch
+        batches = iter(loader)
+        for index in steps:
+            seeds = None
+            if seed is not None:
+                seeds = [stream_seed(seed, STEP_STREAM, epoch, index, number) for number in numbers]
+                torch.manual_seed(seeds[0])  # for loaders that draw random numbers
+            with self.timer.section("data"):
+                window = [
+                    (to_device(inputs, self.device), labels.to(self.device, non_blocking=True))
+                    for inputs, labels in itertools.islice(batches, len(numbers))
+                ]
+            if not window:
+                return
+            if not self._first_batch_compared:
+                self._first_batch_compared = True
+                warn_of_equal_batches(self.world, *window[0])
+            yield index, window, seeds
+
+    def set_training_mode(self) -> None:
+        """Put the model in training mode, but for frozen BatchNorm layers."""
+        self.model.train()
+        batchnorm.hold_frozen_batchnorm(self.model)
+
+    def flush_metrics(self, *, wait: bool = True) -> None:
+        """Record the steps since the last flush, and agree whether to stop. Collective.
+
+        Call it before a checkpoint within an epoch, which then holds no step that is not recorded.
+        ``wait`` : see ``MetricsBuffer.flush``. Raises GroupError on every rank if the loss or the
+        gradients are not finite on any rank.
+        """
+        assert self.metrics is not None  # train_epoch sets it
+        agreed = self.metrics.flush(stop=self.stop_requested, wait=wait)
+        self.stopping = agreed or self.stopping
 
     def request_stop(self) -> None:
         """Ask all ranks to stop at the next step on which they agree; safe in a signal handler."""
@@ -219,33 +496,32 @@ class TrainingEngine:
         *,
         global_samples: int,
         seeds: Sequence[int] | None = None,
-    ) -> StepOutcome:
+    ) -> Tensor:
         """Do one optimiser step on this rank's micro-batches of a global batch. Collective.
 
         The mean loss of a micro-batch is weighted by its samples x ranks / ``global_samples``. So
         the plain mean of the ranks' gradients is the gradient of the mean loss over the global
         batch, even if the ranks' shares differ in size. Gradients are exchanged once, after the
-        last one. ``seeds`` : for torch's generator, one for each micro-batch.
+        last one. ``seeds`` : for torch's generator, one for each micro-batch. Returns the
+        ``numbers`` of a ``StepOutcome``.
         """
         self.world.activity.step = self.step + 1
-        if self.captured and len(micro_batches) == 1 and self.captured.fits(*micro_batches[0]):
-            if seeds is not None:
-                torch.manual_seed(seeds[0])
-            outcome = StepOutcome(self.captured(*micro_batches[0]))
-        else:
-            outcome = self._compute(micro_batches, global_samples, seeds)
-            with self.timer.section("sync"):
-                self.sync.after_step(self.model)  # some strategies exchange weights
-        with self.timer.section("update"):
-            self._after_update()
+        outcome = self._compute(micro_batches, global_samples, seeds)
+        with self.timer.section("sync"):
+            self.sync.after_step(self.model)  # some strategies exchange weights
+        if self.ema is not None and self.emulation is None:
+            with self.timer.section("update"):
+                self.sync.wait_for_weights()
+                self.shards.blend()
+                self.ema.update(unwrap(self.model))
         self.step += 1
         return outcome
 
     def _compute(
         self, micro_batches: Sequence[MicroBatch], global_samples: int, seeds: Sequence[int] | None
-    ) -> StepOutcome:
+    ) -> Tensor:
         """Do forward, backward, exchange and update, without a wait for the GPU."""
-        timer = self.timer
+        timer, last = self.timer, len(micro_batches) - 1
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         self.optimizer.zero_grad(set_to_none=True)
@@ -253,10 +529,14 @@ class TrainingEngine:
             if seeds is not None:
                 torch.manual_seed(seeds[index])  # a resumed run draws the same dropout masks
             weight = len(labels) * self.world.size / global_samples
-            with self._micro_batch(index, len(micro_batches), len(labels)):
+            shard = self.shards.of(index * len(self.shards) // len(micro_batches), len(labels))
+            sync = self.sync.no_sync() if index < last else nullcontext()
+            empty = nullcontext() if len(labels) else batchnorm.without_samples(self.model)
+            with sync, shard, empty:
                 with timer.section("forward"), autocast(self.device, self.amp_dtype):
                     outputs = self.model(inputs)  # (samples, classes)
-                    loss = self._mean_loss(outputs, labels)
+                    # Without samples 0, so that backward still gives zeros.
+                    loss = self.criterion(outputs, labels) if len(labels) else outputs.sum() * 0
                 with timer.section("backward"):
                     self.scaler.scale(loss * weight).backward()  # adds to p.grad
             loss_sum += loss.detach().double() * len(labels)  # exact for a float32 loss
@@ -265,34 +545,16 @@ class TrainingEngine:
             self.sync.synchronize(self.model)  # p.grad becomes the mean over all ranks
         with timer.section("update"):
             if self.emulation is not None:
-                self.emulation.update(self.sync.update_share(self.world.size))
-                return StepOutcome.of_no_training()
+                self.emulation.update(self.sync.plan.update_share(self.world.size))
+                return torch.tensor([math.nan, math.nan, 0.0], dtype=torch.float64)
             gradient_norm = self._unscale_and_clip()
             self.scaler.step(self.optimizer)  # skips a step whose fp16 gradients overflowed
             self.scaler.update()
+            if self.scheduler is not None and not self._scheduler_by_epoch:
+                self.scheduler.step()
         samples = sum(len(labels) for _, labels in micro_batches)
-        return StepOutcome.of(loss_sum / max(1, samples), correct, gradient_norm)
-
-    def _compute_alone(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Do ``_compute`` on a batch of one rank, without times; return the step's numbers."""
-        with self.timer.untimed():
-            return self._compute([(inputs, labels)], len(labels), None).numbers
-
-    @contextmanager
-    def _micro_batch(self, index: int, count: int, samples: int) -> Iterator[None]:
-        """Enclose forward and backward of micro-batch ``index`` of ``count``.
-
-        Only the last one communicates. BatchNorm learns nothing from an empty one.
-        """
-        shard = self.shards.of(index * len(self.shards) // count, samples)
-        sync = self.sync.no_sync() if index < count - 1 else nullcontext()
-        empty = nullcontext() if samples else batchnorm.without_samples(self.model)
-        with sync, shard, empty:
-            yield
-
-    def _mean_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss; 0 if there are no samples, so that backward still gives zeros."""
-        return self.criterion(outputs, labels) if len(labels) else outputs.sum() * 0
+        numbers = (loss_sum / max(1, samples), correct, gradient_norm)
+        return torch.stack([number.double() for number in numbers])
 
     def _unscale_and_clip(self) -> Tensor:
         """Divide gradients by the loss scale, clip them, and return the norm before clipping."""
@@ -304,17 +566,6 @@ class TrainingEngine:
         norm = self.sync.gradient_norm(gradients)
         clip_grads_with_norm_(updated, self._clip_norm, norm)
         return norm
-
-    def _after_update(self) -> None:
-        """Step the scheduler and the moving average of the weights."""
-        if self.emulation is not None:
-            return
-        if self.scheduler is not None and not self._scheduler_by_epoch:
-            self.scheduler.step()
-        if self.ema is not None:
-            self.sync.wait_for_weights()
-            self.shards.blend()
-            self.ema.update(unwrap(self.model))
 
     @property
     def evaluated_models(self) -> list[nn.Module]:
@@ -328,23 +579,47 @@ class TrainingEngine:
         statistics are averaged.
         """
         self.sync.sync_replicas(self.model)
-        statistics, size = self.shards.take(), self.world.size
-        if size > 1 or len(statistics) > 1:
-            batchnorm.agree_on_buffers(unwrap(self.model), statistics, size)
+        shards, size = self.shards.take(), self.world.size
+        if size > 1 or len(shards) > 1:
+            batchnorm.agree_on_buffers(unwrap(self.model), shards, size)
             self.shards.spread()
             if self.ema is not None:
-                samples = sum(count for count, _ in statistics)
-                averages = batchnorm.statistics(self.ema.module)
-                batchnorm.agree_on_buffers(self.ema.module, [(samples, averages)], size)
+                samples, average = sum(count for count, _ in shards), self.ema.module
+                batchnorm.agree_on_buffers(average, [(samples, batchnorm.read(average))], size)
+
+    def state(self, *, epoch: int, loss: float, step_in_epoch: int = 0) -> dict[str, Any]:
+        """Return a checkpoint's entries. Collective. Call ``agree_on_buffers`` first.
+
+        Parameters
+        ----------
+        epoch : the last completed epoch.
+        loss : that epoch's mean training loss.
+        step_in_epoch : number of steps completed in the next epoch; their sums are saved, too.
+        """
+        entries = {
+            "epoch": epoch,
+            "step": self.step,
+            "step_in_epoch": step_in_epoch,
+            "loss": loss,
+            "model_state_dict": unwrap(self.model).state_dict(),
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "scheduler_state_dict": self.scheduler.state_dict() if self.scheduler else None,
+            "scaler_state_dict": self.scaler.state_dict(),
+            "sync_state_dicts": gather_states(self.world, self.sync.state_dict()),
+        }
+        if step_in_epoch and self.metrics is not None:
+            entries["epoch_sums"] = gather_states(self.world, asdict(self.metrics.result))
+        if self.ema is not None:
+            entries["ema_state_dict"] = self.ema.module.state_dict()
+            entries["ema_updates"] = self.ema.updates
+        return entries
 
     def sum_over_ranks(self, count: int) -> int:
         """Return the sum of a count over the ranks. Collective."""
         return int(sum_over_ranks(self.world, [count])[0])
 
-    def _reduce_tensor(self, t: Tensor) -> Tensor:
-        """Return the mean of a metric over the ranks, as a new tensor. Collective."""
-        mean = t.detach().clone().to(self.device)
-        if self.world.size > 1:
-            dist.all_reduce(mean)
-            mean /= self.world.size
-        return mean
+    def close(self) -> None:
+        """Remove the hooks and the compiled code from the model."""
+        forget_compiled(self)
+        self.timer.close()
+        self.sync.close()

@@ -6,14 +6,13 @@ script does not run again. Reading the file runs what it says; only this user ca
 folder (mode 0700), and nothing of it is sent to another machine.
 """
 
-import contextlib
 import os
-import pickle
 import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from common.training_engine.engine import TrainingEngine
 from common.utils.paths import REPOSITORY
 
 _GRACE_SECONDS = 5.0
-OUTCOME_FILE = "outcome{}.pkl"
 
 
 class WorkerError(RuntimeError):
@@ -43,8 +41,23 @@ class WorkerError(RuntimeError):
         self.rank, self.worker_traceback = rank, worker_traceback
 
 
-class _NoGroupError(Exception):
-    """The ranks could not form a group; nothing was trained."""
+@dataclass(frozen=True)
+class WorkerOutcome:
+    """How a rank ended; a worker writes it to a file.
+
+    stage : "done", or where it failed: reading its "arguments", forming the "group", "training";
+        "killed" if its process has left no message.
+    result : of ``train_fn``, on rank 0.
+    error, traceback : of a failure.
+    blame : 0: the rank's own error; 1: its process ended, and nobody knows why; 2: a collective
+        broke, probably since another rank had failed; 3: killed, since another rank had failed.
+    """
+
+    stage: str
+    result: Any = None
+    error: str = ""
+    traceback: str = ""
+    blame: int = 0
 
 
 def distributed_train_worker(
@@ -133,31 +146,28 @@ def launch_distributed_training(
         raise UserError(
             f"world_size: got {world_size}, give the number of processes (0: one, on this device)"
         )
-    if world_size <= 1:
-        return _in_this_process(train_fn, config)
-    if backend == "nccl" and (reason := _no_nccl(world_size)):
-        warnings.warn(f"{reason}: training on the CPU with Gloo", stacklevel=2)
-        backend = "gloo"
-    try:
-        return _in_processes(train_fn, world_size, backend, config)
-    except _NoGroupError as error:
+    if world_size > 1:
+        gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+        if backend == "nccl" and gpus < world_size:
+            warnings.warn(
+                f"NCCL needs a GPU for each of the {world_size} ranks, and this machine has {gpus} "
+                "that torch can use with NCCL: training on the CPU with Gloo",
+                stacklevel=2,
+            )
+            backend = "gloo"
+        outcomes = _in_processes(train_fn, world_size, backend, config)
+        failed = {rank: one for rank, one in outcomes.items() if one.stage != "done"}
+        if not failed:
+            return outcomes[0].result
+        told = [one for one in failed.values() if one.stage != "killed"]
+        if not told or any(one.stage != "group" for one in told):
+            rank = min(failed, key=lambda rank: failed[rank].blame)  # the first of equal ones
+            raise WorkerError(rank, failed[rank].traceback)
         warnings.warn(
-            f"the process group could not be set up ({error}): training on one device", stacklevel=2
+            f"the process group could not be set up ({'; '.join(one.error for one in told)}): "
+            "training on one device",
+            stacklevel=2,
         )
-        return _in_this_process(train_fn, config)
-
-
-def _no_nccl(world_size: int) -> str:
-    """Return why NCCL cannot connect ``world_size`` ranks here; empty if it can."""
-    if not dist.is_nccl_available():
-        return "this torch has no NCCL"
-    gpus = torch.cuda.device_count()
-    if gpus >= world_size:
-        return ""
-    return f"NCCL needs a GPU for each of the {world_size} ranks, and this machine has {gpus}"
-
-
-def _in_this_process(train_fn: Callable[..., Any], config: dict[str, Any]) -> Any:
     try:
         return train_fn(0, 1, **config)
     except (UserError, KeyboardInterrupt):
@@ -168,7 +178,8 @@ def _in_this_process(train_fn: Callable[..., Any], config: dict[str, Any]) -> An
 
 def _in_processes(
     train_fn: Callable[..., Any], world_size: int, backend: str, config: dict[str, Any]
-) -> Any:
+) -> dict[int, WorkerOutcome]:
+    """Run a worker for each rank; return how each ended, first those that failed, in order."""
     with tempfile.TemporaryDirectory(prefix="data-parallel-") as name:
         folder = Path(name)
         call = cloudpickle.dumps((train_fn, world_size, backend, config))
@@ -182,37 +193,22 @@ def _in_processes(
             environments=[os.environ | {"PYTHONPATH": os.pathsep.join(path)}] * world_size,
             grace_seconds=_GRACE_SECONDS,
         )
-        return _result(_read_outcomes(folder, world_size), exits)
+        order = dict.fromkeys([*exits.failed, *range(world_size)])
+        return {rank: _read_outcome(folder, rank, exits) for rank in order}
 
 
-def _result(outcomes: dict[int, dict[str, Any]], exits: RankExits) -> Any:
-    """Return rank 0's result, or raise the error of the rank that failed first."""
-    failed = [rank for rank, status in enumerate(exits.statuses) if status or rank not in outcomes]
-    if not failed:
-        return outcomes[0]["result"]
-    errors = {rank: outcomes[rank] for rank in failed if "error" in outcomes.get(rank, {})}
-    in_training = {rank: error for rank, error in errors.items() if error["stage"] != "group"}
-    if errors and not in_training:
-        raise _NoGroupError("; ".join(error["error"] for error in errors.values()))
-    # Without the ranks that were killed because another one had failed.
-    silent = [
-        rank
-        for rank in failed
-        if rank not in errors and (rank in exits.failed or exits.statuses[rank] == 0)
-    ]
-    own_errors = [rank for rank, error in in_training.items() if not error["consequence"]]
-    if not own_errors and silent:
-        status = exits.statuses[silent[0]]
-        text = f"its process ended with status {status} and no message (killed, or out of memory?)"
-        raise WorkerError(silent[0], text)
-    first = min(own_errors or in_training, key=lambda rank: in_training[rank]["time"])
-    raise WorkerError(first, in_training[first]["traceback"])
+def _read_outcome(folder: Path, rank: int, exits: RankExits) -> WorkerOutcome:
+    path, status = outcome_file(folder, rank), exits.statuses[rank]
+    if path.exists():
+        return cloudpickle.loads(path.read_bytes())
+    return WorkerOutcome(
+        "killed",
+        traceback=f"its process ended with status {status} and no message (killed, or out of "
+        "memory?)",
+        blame=1 if rank in exits.failed or status == 0 else 3,
+    )
 
 
-def _read_outcomes(folder: Path, ranks: int) -> dict[int, dict[str, Any]]:
-    """Return the workers' outcomes by rank, without those of killed ranks."""
-    outcomes = {}
-    for rank in range(ranks):
-        with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-            outcomes[rank] = cloudpickle.loads((folder / OUTCOME_FILE.format(rank)).read_bytes())
-    return outcomes
+def outcome_file(folder: Path, rank: int) -> Path:
+    """Return the file to which a worker writes its ``WorkerOutcome``."""
+    return folder / f"outcome{rank}.pkl"

@@ -7,44 +7,22 @@ then serves all steps since the last flush.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed.clock_offset import clock_offset
-from common.distributed.collectives import gather_tensors, start_all_reduce
+from common.distributed.collectives import gather_objects, start_all_reduce
 from common.distributed.process_group import World
-from common.errors import GroupError
+from common.errors import GroupError, UserError
+from common.profiling.records import StepRecord
 from common.profiling.step_timer import RawSpans, StepTimer
 
 _FLUSH_SECONDS = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step, counted from 1 over the whole training.
-
-    samples, local_loss : this rank's. loss, accuracy : over the global batch. learning_rate : the
-    one that the step used. seconds : by section of the step. step_seconds : of the whole step, with
-    what lies between the sections; in a CUDA graph forward, backward and sync are 0, and update is
-    only what follows the graph. wait_seconds : the part of "sync" spent waiting for the slowest
-    rank to finish computing; the rest is network time. Losses and accuracy are NaN if compute was
-    emulated.
-    """
-
-    epoch: int
-    step: int
-    samples: int
-    loss: float
-    accuracy: float
-    local_loss: float
-    learning_rate: float
-    seconds: dict[str, float]
-    step_seconds: float
-    wait_seconds: float = 0.0
 
 
 @dataclass
@@ -55,8 +33,6 @@ class EpochResult:
     predicted correctly. steps, step_seconds : steps and their time; ``steady_`` leaves out the
     first step of each process, which warms up. seconds : time of the whole epoch.
     complete : False if a request to stop ended the epoch early.
-    missing_steps : the epoch's first steps whose numbers are lost, since a checkpoint of an older
-    version did not hold them.
     """
 
     samples: int = 0
@@ -68,14 +44,6 @@ class EpochResult:
     steady_seconds: float = 0.0
     seconds: float = 0.0
     complete: bool = True
-    missing_steps: int = 0
-
-    @property
-    def gap(self) -> str:
-        """The words that follow the epoch's line if it covers a part only."""
-        if not self.missing_steps:
-            return ""
-        return f", without its first {self.missing_steps} steps, whose numbers the checkpoint lacks"
 
     @property
     def loss(self) -> float:
@@ -97,31 +65,16 @@ class EpochResult:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A step's numbers, which may still be on the GPU.
+    """What this rank has of a step until a flush makes it a ``StepRecord``.
 
-    numbers : float64 tensor of shape (3,): mean loss over this rank's samples, samples predicted
-    right, norm of the synchronised gradients. trained : False if compute was emulated; loss and
-    samples predicted right are NaN then.
+    numbers : what ``TrainingEngine.train_step`` returned, float64 of shape (3,), perhaps still on
+    the GPU: mean loss over this rank's samples, samples predicted right (both NaN if compute was
+    emulated), norm of the synchronised gradients. samples : this rank's. times : what
+    ``StepTimer.take`` returned after the step.
     """
 
-    numbers: Tensor
-    trained: bool = True
-
-    @classmethod
-    def of(cls, loss: Tensor, correct: Tensor, gradient_norm: Tensor) -> "StepOutcome":
-        """Return the outcome of a step; each number has shape ()."""
-        return cls(torch.stack([loss.double(), correct.double(), gradient_norm.double()]))
-
-    @classmethod
-    def of_no_training(cls) -> "StepOutcome":
-        """Return the outcome of a step whose compute was emulated."""
-        return cls(torch.tensor([math.nan, math.nan, 0.0], dtype=torch.float64), trained=False)
-
-
-@dataclass(frozen=True)
-class _Pending:
     step: int
-    outcome: StepOutcome
+    numbers: Tensor
     samples: int
     learning_rate: float
     times: RawSpans
@@ -132,8 +85,24 @@ def sum_over_ranks(world: World, numbers: list[Any]) -> list[Any]:
     return start_all_reduce(world, numbers)()
 
 
-def _nothing_to_finish() -> bool:
-    return False
+def own_sums(world: World, saved: object) -> EpochResult:
+    """Return what this rank has done of the epoch before the resume.
+
+    With another number of ranks, they share out what each saved rank has counted: the sums over the
+    ranks stay the same. Raises UserError if ``saved`` is not a list of what ranks have done.
+    """
+    try:
+        ranks = msgspec.convert(saved, list[EpochResult], strict=False)
+        own = ranks[world.rank % len(ranks)]
+    except (msgspec.ValidationError, ZeroDivisionError) as error:
+        raise UserError(f"the checkpoint's epoch_sums cannot be used: {error}") from error
+    shared = ranks[world.rank :: world.size]
+    return replace(
+        own,
+        samples=sum(one.samples for one in shared),
+        loss_sum=sum(one.loss_sum for one in shared),
+        correct=sum(one.correct for one in shared),
+    )
 
 
 class MetricsBuffer:
@@ -147,11 +116,10 @@ class MetricsBuffer:
     equal_gradients : all ranks hold the same gradients after ``synchronize``.
     on_steps : takes the records of the flushed steps.
 
-    The attribute ``result`` holds the epoch's sums up to the last flush.
+    The attribute ``result`` holds the epoch's sums up to the last flush; set it to those of the
+    steps before a resume. ``exchanges`` is how many of the last parts of "sync" begin with a
+    message, and so wait for the slowest rank.
     """
-
-    # How many of the last parts of "sync" begin with a message, and so wait for the slowest rank.
-    exchanges = 64
 
     def __init__(
         self,
@@ -162,37 +130,22 @@ class MetricsBuffer:
         log_every: int,
         overflow_is_normal: bool,
         equal_gradients: bool,
-        on_steps: Callable[[list[StepRecord]], None] | None,
+        on_steps: Callable[[list[StepRecord]], object] = lambda records: None,
     ) -> None:
-        self._began = time.perf_counter()
-        self.result = EpochResult()
+        self.result, self.exchanges = EpochResult(), 64
+        self._counted_until = time.perf_counter()
         self._world, self._timer, self._epoch, self._log_every = world, timer, epoch, log_every
         self._overflow_is_normal, self._equal_gradients = overflow_is_normal, equal_gradients
-        self._on_steps = on_steps or (lambda _records: None)
-        self._pending: list[_Pending] = []
-        self._sent: list[_Pending] = []  # by a flush that has not recorded them yet
-        self._finish: Callable[[], bool] = _nothing_to_finish
+        self._on_steps = on_steps
+        self._pending: list[StepOutcome] = []
+        self._finish: Callable[[], bool] | None = None  # of a flush that has not recorded yet
         self._interval = 1
         self._clock_offset = clock_offset(world)
         self._warm = False
 
-    def resume(self, result: EpochResult, *, start_step: int) -> None:
-        """Add to the sums of the epoch's first ``start_step`` steps, before the first step here."""
-        result.missing_steps = start_step - result.steps
-        self._began -= result.seconds
-        self.result = result
-
-    def add(
-        self,
-        step: int,
-        outcome: StepOutcome,
-        *,
-        samples: int,
-        learning_rate: float,
-        times: RawSpans,
-    ) -> None:
-        """Keep the latest step; ``times`` is what ``StepTimer.take`` returned after it."""
-        self._pending.append(_Pending(step, outcome, samples, learning_rate, times))
+    def add(self, outcome: StepOutcome) -> None:
+        """Keep the latest step."""
+        self._pending.append(outcome)
 
     @property
     def due(self) -> bool:
@@ -203,7 +156,7 @@ class MetricsBuffer:
         return (
             len(self._pending) >= self._interval
             or self._pending[-1].step % self._log_every == 0
-            or (sees_alike and not math.isfinite(float(self._pending[-1].outcome.numbers[2])))
+            or (sees_alike and not math.isfinite(float(self._pending[-1].numbers[2])))
         )
 
     def flush(self, *, stop: bool, wait: bool = True) -> bool:
@@ -212,79 +165,80 @@ class MetricsBuffer:
         wait : for the other ranks. Otherwise the next flush records these steps and answers.
         Raises GroupError on every rank if the loss or the gradients are not finite on any rank.
         """
-        asked = self._finish()
+        asked = self._finish() if self._finish is not None else False
         self._finish = self._exchange(stop)
         return self._finish() or asked if wait else asked
 
     def _exchange(self, stop: bool) -> Callable[[], bool]:
         """Start the messages of a flush; return the function that waits for them and records."""
-        pending, numbers = self._pending, self._read(self._pending)
-        self._sent, self._pending = pending, []
-        seconds = [self._timer.step_seconds(step.times) for step in pending]
-        # (steps + 1, 4): loss sum, correct predictions, samples, 1 if not finite.
-        # The last row: stop requests, seconds.
-        rows = [
-            [
-                loss * one.samples if one.samples else 0.0,
-                correct,
-                one.samples,
-                not self._is_finite(one.outcome, loss, norm),
-            ]
-            for one, (loss, correct, norm) in zip(pending, numbers, strict=True)
-        ]
-        sums = start_all_reduce(self._world, [*rows, [stop, sum(seconds), 0, 0]])
-        waits = self._wait_seconds(pending)
+        steps, self._pending = self._pending, []
+        records, rows = self._read(steps)
+        seconds = sum(record.step_seconds for record in records)
+        # (steps + 1, 4): the last row holds stop requests and seconds.
+        sums = start_all_reduce(self._world, [*rows, [stop, seconds, 0, 0]])
+        waits = self._wait_seconds(steps)
 
         def finish() -> bool:
-            self._finish = _nothing_to_finish
+            self._finish = None
             *totals, (stop_requests, all_seconds, _, _) = sums()
-            waited = waits()
-            self._sent = []  # only now, so that flush_local has them if a lost rank breaks this
+            combined = list(zip(records, rows, totals, waits(), strict=True))
             good = next((i for i, total in enumerate(totals) if total[3]), len(totals))
-            for step, (loss_sum, correct, _, _) in zip(pending[:good], rows, strict=False):
-                self.result.loss_sum += loss_sum
-                self.result.correct += correct
-                self.result.samples += step.samples
-            self._count_time(seconds[:good])
+            result, now = self.result, time.perf_counter()
+            for record, own, (loss_sum, correct, samples, _), wait in combined[:good]:
+                record.loss, record.accuracy = loss_sum / samples, correct / samples
+                record.wait_seconds = wait
+                result.loss_sum += own[0]
+                result.correct += own[1]
+                result.samples += int(own[2])
+                result.steps += 1
+                result.step_seconds += record.step_seconds
+                result.steady_steps += self._warm
+                result.steady_seconds += record.step_seconds * self._warm
+                self._warm = True
+            result.seconds += now - self._counted_until
+            self._counted_until = now
             if good:
-                self._on_steps(
-                    [
-                        self._record(step, local[0], loss_sum / samples, correct / samples, wait)
-                        for step, local, (loss_sum, correct, samples, _), wait in zip(
-                            pending[:good], numbers, totals, waited, strict=False
-                        )
-                    ]
-                )
-            if good < len(pending):
-                self._raise_not_finite(pending[good], numbers[good][0])
-            if pending:
+                self._on_steps(records[:good])
+            if good < len(records):
+                self._raise_not_finite(records[good])
+            if records:
                 self._timer.anchor()  # the GPU has just answered, so there is nothing to wait for
-                mean_seconds = all_seconds / self._world.size / len(pending)
-                steps = int(_FLUSH_SECONDS / max(mean_seconds, 1e-6))
-                self._interval = max(1, min(self._log_every, steps))
+                mean_seconds = all_seconds / self._world.size / len(records)
+                self._interval = max(1, int(_FLUSH_SECONDS / max(mean_seconds, 1e-6)))
             return stop_requests > 0
 
         return finish
 
-    @staticmethod
-    def _read(pending: Sequence[_Pending]) -> list[list[float]]:
-        """Return each step's loss, samples predicted right and gradient norm: one read in all."""
-        return torch.stack([step.outcome.numbers for step in pending]).tolist() if pending else []
+    def _read(self, steps: Sequence[StepOutcome]) -> tuple[list[StepRecord], list[list[float]]]:
+        """Return the steps' records, with this rank's numbers alone, and what the ranks add up.
 
-    def _is_finite(self, outcome: StepOutcome, loss: float, norm: float) -> bool:
-        good_loss = math.isfinite(loss) or not outcome.trained
-        return good_loss and (self._overflow_is_normal or math.isfinite(norm))
+        That is a row for each step: sum of losses, samples predicted right, samples, 1 if not
+        finite.
+        """
+        # Stacked, so that the GPU is read once.
+        numbers = torch.stack([step.numbers for step in steps]).tolist() if steps else []
+        records, rows = [], []
+        for step, (loss, correct, norm) in zip(steps, numbers, strict=True):
+            seconds = self._timer.seconds(step.times)
+            records.append(
+                StepRecord(
+                    epoch=self._epoch,
+                    step=step.step,
+                    loss=math.nan,
+                    local_loss=loss,
+                    local_samples=step.samples,
+                    learning_rate=step.learning_rate,
+                    **{f"{name}_seconds": value for name, value in seconds.items()},
+                )
+            )
+            finite = math.isfinite(norm) or self._overflow_is_normal
+            broken = not (finite and math.isfinite(loss)) and not math.isnan(correct)
+            rows.append(
+                [loss * step.samples if step.samples else 0.0, correct, step.samples, broken]
+            )
+        return records, rows
 
-    def _count_time(self, seconds: list[float]) -> None:
-        result, steady = self.result, seconds if self._warm else seconds[1:]
-        result.steps += len(seconds)
-        result.step_seconds += sum(seconds)
-        result.steady_steps += len(steady)
-        result.steady_seconds += sum(steady)
-        result.seconds = time.perf_counter() - self._began
-        self._warm = self._warm or bool(seconds)
-
-    def _wait_seconds(self, pending: list[_Pending]) -> Callable[[], list[float]]:
+    def _wait_seconds(self, pending: Sequence[StepOutcome]) -> Callable[[], list[float]]:
         """Return the function that returns how long each step's "sync" waited for the slowest rank.
 
         Collective; the function waits for the messages.
@@ -306,45 +260,15 @@ class MetricsBuffer:
             for spans, row in zip(parts, latest(), strict=True)
         ]
 
-    def flush_local(self) -> None:
-        """Record the steps before an error, with this rank's numbers only. Not collective."""
-        steps = self._sent + self._pending
-        if steps:
-            losses = [loss for loss, _, _ in self._read(steps)]
-            self._on_steps(
-                [
-                    self._record(step, loss, math.nan, math.nan, 0.0)
-                    for step, loss in zip(steps, losses, strict=True)
-                ]
-            )
-
-    def _record(
-        self, step: _Pending, local_loss: float, loss: float, accuracy: float, wait: float
-    ) -> StepRecord:
-        return StepRecord(
-            self._epoch,
-            step.step,
-            step.samples,
-            loss,
-            accuracy,
-            local_loss,
-            step.learning_rate,
-            self._timer.seconds(step.times),
-            self._timer.step_seconds(step.times),
-            wait,
-        )
-
-    def _raise_not_finite(self, step: _Pending, local_loss: float) -> NoReturn:
-        losses = gather_tensors(
-            self._world, {"loss": torch.tensor(local_loss, dtype=torch.float64)}
-        )
+    def _raise_not_finite(self, record: StepRecord) -> NoReturn:
+        losses = gather_objects(self._world, str(record.local_loss), schema=str)  # JSON has no NaN
         culprits = [
             f"loss {loss} on rank {rank}"
-            for rank, loss in enumerate(float(one["loss"]) for one in losses)
-            if not math.isfinite(loss)
+            for rank, loss in enumerate(losses)
+            if not math.isfinite(float(loss))
         ]
         what = ", ".join(culprits) if culprits else "the gradients overflowed, the loss is finite"
         raise GroupError(
-            f"not finite in epoch {self._epoch}, step {step.step}: {what}. All ranks stop. "
+            f"not finite in epoch {self._epoch}, step {record.step}: {what}. All ranks stop. "
             "Lower --learning-rate, warm up longer, or look for broken inputs"
         )

@@ -16,7 +16,7 @@ import stat
 from pathlib import Path
 from typing import IO
 
-from common.errors import UserError, reason_of
+from common.errors import UserError, file_errors
 
 _UNFINISHED = ".unfinished"
 _KINDS = {
@@ -36,26 +36,17 @@ def read_regular(
     Raises FileNotFoundError if it is missing, UserError if it is a FIFO, a device, a folder, larger
     than ``most_bytes``, or cannot be read.
     """
-    try:
-        # O_NONBLOCK: opening a FIFO would wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            status = os.fstat(file.fileno())
-            _check_regular(path, status)
-            if most_bytes is not None and status.st_size > most_bytes:
-                raise UserError(
-                    f"{path} has {status.st_size:,} bytes, and at most {most_bytes:,} are read: "
-                    "it is not the file that belongs here"
-                )
-            if last_bytes is not None:
-                file.seek(max(0, status.st_size - last_bytes))
+    with file_errors(f"{path} cannot be read", passing=FileNotFoundError):
+        status = os.stat(path)
+        _check_regular(path, status)  # before it is opened: a FIFO would wait for a writer
+        if most_bytes is not None and status.st_size > most_bytes:
+            raise UserError(
+                f"{path} has {status.st_size:,} bytes, and at most {most_bytes:,} are read: "
+                "it is not the file that belongs here"
+            )
+        with path.open("rb") as file:
+            file.seek(max(0, status.st_size - last_bytes) if last_bytes else 0)
             return file.read(last_bytes)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        with contextlib.suppress(OSError):  # a folder or a socket cannot even be opened
-            _check_regular(path, os.stat(path))
-        raise UserError(f"{path} cannot be read ({reason_of(error)})") from error
 
 
 def regular_target(path: Path) -> Path:
@@ -97,7 +88,11 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
     First remove the unfinished files of killed writers from its folder: they would fill the disk.
     Raises UserError if the file cannot be written.
     """
-    try:
+    with file_errors(
+        f"{path} could not be written",
+        ": make room or permit writing there, or give another --output-dir; earlier files are "
+        "untouched",
+    ):
         path = regular_target(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_unfinished(path.parent)
@@ -110,11 +105,6 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
             finally:
                 Path(file.name).unlink(missing_ok=True)  # gone already, unless writing failed
         _sync_folder(path.parent)
-    except OSError as error:
-        raise UserError(
-            f"{path} could not be written ({reason_of(error)}): make room or permit writing there, "
-            "or give another --output-dir; earlier files are untouched"
-        ) from error
 
 
 def append_text(path: Path, text: str, *, name: str, advice: str = "", sync: bool = False) -> None:
@@ -125,7 +115,7 @@ def append_text(path: Path, text: str, *, name: str, advice: str = "", sync: boo
 
     Raises UserError with ``name`` and ``advice`` if the file cannot be written.
     """
-    try:
+    with file_errors(f"{name} could not be written", advice):
         path = regular_target(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
@@ -134,8 +124,6 @@ def append_text(path: Path, text: str, *, name: str, advice: str = "", sync: boo
                 file.flush()
                 os.fsync(file.fileno())
                 _sync_folder(path.parent)
-    except OSError as error:
-        raise UserError(f"{name} could not be written ({reason_of(error)}){advice}") from error
 
 
 def _sync_folder(folder: Path) -> None:
@@ -147,20 +135,20 @@ def _sync_folder(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the unfinished files whose writers have ended; none if the folder has no locks."""
+    """Remove the unfinished files whose writers have ended; none if the folder has no locks.
+
+    An empty one stays: its writer may be about to lock it.
+    """
     for path in Path(folder).glob(f".*{_UNFINISHED}"):
         with contextlib.suppress(OSError), path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its writer lives
-            path.unlink()
+            if path.stat().st_size > 0:
+                path.unlink()
 
 
 def _open_unfinished(path: Path) -> IO[bytes]:
     """Return a new file beside ``path``, locked by this process."""
-    while True:
-        name = f".{path.name}.{secrets.token_hex(8)}{_UNFINISHED}"
-        file = path.with_name(name).open("xb")
-        with contextlib.suppress(OSError):  # a file system without locks: nothing is removed either
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if os.path.exists(file.name):  # else another writer removed it before it was locked
-            return file
-        file.close()
+    file = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_UNFINISHED}").open("xb")
+    with contextlib.suppress(OSError):  # a file system without locks: nothing is removed either
+        fcntl.flock(file, fcntl.LOCK_EX)
+    return file

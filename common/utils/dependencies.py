@@ -39,14 +39,14 @@ def check_dependencies(
     """
     missing = [name for name in MODULES if name not in optional and find_spec(name) is None]
     if sys.version_info < OLDEST_PYTHON:
-        version, oldest = (".".join(map(str, one[:2])) for one in (sys.version_info, OLDEST_PYTHON))
-        problem = f"is version {version}; this project needs {oldest} or later"
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        problem = f"is version {sys.version.split()[0]}; this project needs {oldest} or later"
     elif missing:
         problem = f"has no package {', '.join(missing)}"
     else:
         return
-    advice = _advice(" ".join(map(shlex.quote, command)))
-    print(f"error: this Python ({sys.executable}) {problem}.\n{advice}", file=sys.stderr)
+    print(f"error: this Python ({sys.executable}) {problem}.", file=sys.stderr)
+    print(_advice(" ".join(map(shlex.quote, command))), file=sys.stderr)
     sys.exit(2)
 
 

@@ -1,8 +1,8 @@
 """The environment variables that the project reads, and what ``environment.json`` records.
 
-``read_settings`` and ``read_torchrun`` read variables through a schema: a dataclass whose fields
-are their names in lower case. ``environment`` describes the machine.
-Imports torch only inside functions. Reads /proc on Linux and asks the standard library elsewhere.
+``read_settings`` and ``read_torchrun`` check variables by the tables of rules below;
+``environment`` describes the machine. Imports torch only inside functions. Reads /proc on Linux and
+asks the standard library elsewhere.
 """
 
 import os
@@ -13,129 +13,92 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, Literal, TypeVar
-
-import msgspec
-from msgspec import Meta
+from importlib.metadata import distributions
+from typing import Any
 
 from common.errors import UserError
 from common.utils.paths import IN_CHECKOUT, REPOSITORY
 from common.utils.system import lines_of, usable_cores
 from common.utils.typed_json import shown
 
-T = TypeVar("T")
 DEFAULT_MASTER_PORT = 29500
 RUN_TOKEN = "LAB_RUN_TOKEN"
 """The variable with the run's token: a secret that every rank of a run has."""
 _PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "matplotlib", "pillow")
-_WHOLE_NUMBER = re.compile("[0-9]{1,18}")
-
-# The description follows "it must be" in the message for a wrong value.
-_FromZero = Annotated[int, Meta(ge=0, le=65_535, description="a whole number from 0 to 65535")]
-_FromOne = Annotated[int, Meta(ge=1, le=65_535, description="a whole number from 1 to 65535")]
-_Flag = Annotated[Literal["True", "False"], Meta(description="True or False")]
-_Host = Annotated[
-    str, Meta(pattern=r"^[\w.:%-]{1,253}\Z", description="a host name or an IP address")
-]
-_Nodes = Annotated[
-    str,
-    Meta(
-        pattern=r"^([0-9]{1,5}:)?[0-9]{1,5}\Z",
-        description="a number of nodes, e.g. 4, or a range, e.g. 2:4",
+# A variable's rule: the numbers, or the pattern of the texts, that are allowed; what it must be.
+_FROM_0 = (range(65_536), "a whole number from 0 to 65535")
+_FROM_1 = (range(1, 65_536), "a whole number from 1 to 65535")
+_USER_RULES: dict[str, tuple[range | str, str]] = {
+    # size of the terminal, read by rich and argparse; threads of a process, read by torch
+    "COLUMNS": _FROM_1,
+    "LINES": _FROM_1,
+    "OMP_NUM_THREADS": _FROM_1,
+    # the interfaces that Gloo and NCCL use
+    "GLOO_SOCKET_IFNAME": (
+        r"[\w.:@+-]{1,15}(,[\w.:@+-]{1,15})*",
+        "a network interface, e.g. eth0, or several, e.g. eth0,eth1",
     ),
-]
-_Interfaces = Annotated[
-    str,
-    Meta(
-        pattern=r"^[^\s/,]{1,15}(,[^\s/,]{1,15})*\Z",
-        description="a network interface, e.g. eth0, or several, e.g. eth0,eth1",
+    "NCCL_SOCKET_IFNAME": (
+        r"(?=.{1,1000}\Z)\^?=?[^\s/,]+(,[^\s/,]+)*",
+        "prefixes of network interfaces, e.g. eth or ^docker,lo",
     ),
-]
-_NCCLInterfaces = Annotated[
-    str,
-    Meta(
-        pattern=r"^\^?=?[^\s/,]+(,[^\s/,]+)*\Z",
-        max_length=1000,
-        description="prefixes of network interfaces, e.g. eth or ^docker,lo",
+    "TORCH_DISTRIBUTED_DEBUG": (r"(?i:off|info|detail)", "OFF, INFO or DETAIL"),
+}
+_TORCHRUN_RULES: dict[str, tuple[range | str, str]] = {
+    "RANK": _FROM_0,
+    "WORLD_SIZE": _FROM_1,
+    "MASTER_ADDR": (r"[\w.:%-]{1,253}", "a host name or an IP address"),
+    "MASTER_PORT": _FROM_1,
+    # other launchers may leave out these
+    "LOCAL_RANK": _FROM_0,
+    "LOCAL_WORLD_SIZE": _FROM_1,
+    "TORCHELASTIC_MAX_RESTARTS": _FROM_0,
+    "TORCHELASTIC_USE_AGENT_STORE": (r"True|False", "True or False"),
+    # for torchrun itself: the number of nodes, or the smallest and largest number
+    "PET_NNODES": (
+        r"([0-9]{1,5}:)?[0-9]{1,5}",
+        "a number of nodes, e.g. 4, or a range, e.g. 2:4",
     ),
-]
-_DebugLevel = Annotated[
-    str, Meta(pattern=r"^(?i:off|info|detail)\Z", description="OFF, INFO or DETAIL")
-]
+}
 
 
-@dataclass(frozen=True)
-class UserVariables:
-    """Variables that the user may have set for any program; 0 and "": not set.
+def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return the variables that the user may have set for any program; 0 and "": not set.
 
-    columns, lines : size of the terminal, read by rich and argparse.
-    omp_num_threads : threads of a process, read by torch.
-    gloo_socket_ifname, nccl_socket_ifname : the interfaces that Gloo and NCCL use.
-    torch_distributed_debug : read by torch when it is imported.
-    """
-
-    columns: _FromOne = 0
-    lines: _FromOne = 0
-    omp_num_threads: _FromOne = 0
-    gloo_socket_ifname: _Interfaces = ""
-    nccl_socket_ifname: _NCCLInterfaces = ""
-    torch_distributed_debug: _DebugLevel = ""
-
-
-@dataclass(frozen=True)
-class TorchrunVariables:
-    """What torchrun tells a rank; 0 and "": not set. Other launchers set the first four, or more.
-
-    pet_nnodes : number of nodes, or the smallest and largest number; set for torchrun itself.
-    """
-
-    rank: _FromZero = 0
-    world_size: _FromOne = 0
-    master_addr: _Host = ""
-    master_port: _FromOne = 0
-    local_rank: _FromZero = 0
-    local_world_size: _FromOne = 0
-    torchelastic_max_restarts: _FromZero = 0
-    torchelastic_use_agent_store: _Flag = "False"
-    pet_nnodes: _Nodes = ""
-
-
-def read_settings(environment: Mapping[str, str] = os.environ) -> UserVariables:
-    """Return the user's settings. A variable that is empty counts as not set.
-
-    Raises UserError that says: variable, value, what is allowed, what to do.
+    A variable that is empty counts as not set. Raises UserError that says: variable, value, what is
+    allowed, what to do.
     """
     # torch refuses an empty debug level.
     given = {k: text for k, text in environment.items() if text or k == "TORCH_DISTRIBUTED_DEBUG"}
-    return _read(UserVariables, given, advice="set it to that, or unset it")
+    return _read(_USER_RULES, given, advice="set it to that, or unset it")
 
 
-def read_torchrun(environment: Mapping[str, str], *, advice: str) -> TorchrunVariables:
-    """Return what torchrun's variables say.
+def read_torchrun(environment: Mapping[str, str], *, advice: str) -> dict[str, Any]:
+    """Return what torchrun tells a rank, by the names of the variables; 0 and "": not set.
 
     Raises UserError as ``read_settings`` does; it ends with the ``advice``.
     """
-    return _read(TorchrunVariables, environment, advice=advice)
+    return _read(_TORCHRUN_RULES, environment, advice=advice)
 
 
-def _read(schema: type[T], environment: Mapping[str, str], *, advice: str) -> T:
-    values: dict[str, Any] = {}
-    for field in fields(schema):  # type: ignore[arg-type]  # a dataclass
-        name = field.name.upper()
-        if (text := environment.get(name)) is None:
-            continue
-        whole = isinstance(field.default, int) and _WHOLE_NUMBER.fullmatch(text)
-        kind: Any = field.type
-        try:
-            values[field.name] = msgspec.convert(int(text) if whole else text, kind)
-        except msgspec.ValidationError as error:
+def _read(
+    rules: Mapping[str, tuple[range | str, str]], environment: Mapping[str, str], *, advice: str
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (allowed, described) in rules.items():
+        text = environment.get(name)
+        if text is not None and not _fits(text, allowed):
             raise UserError(
-                f"the environment has {name}={shown(text)}, but it must be "
-                f"{kind.__metadata__[0].description}: {advice}"
-            ) from error
-    return schema(**values)
+                f"the environment has {name}={shown(text)}, but it must be {described}: {advice}"
+            )
+        found[name] = int(text or 0) if isinstance(allowed, range) else text or ""
+    return found
+
+
+def _fits(text: str, allowed: range | str) -> bool:
+    if isinstance(allowed, range):
+        return re.fullmatch("[0-9]{1,18}", text) is not None and int(text) in allowed
+    return re.fullmatch(allowed, text) is not None
 
 
 def setting(name: str) -> str | None:
@@ -179,22 +142,18 @@ def peak_memory_bytes() -> int:
     status = dict(line.split(":", 1) for line in lines_of("/proc/self/status"))
     if "VmHWM" in status:
         return int(status["VmHWM"].split()[0]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024
 
 
 def _cpu_name() -> str:
-    lines = [line for line in lines_of("/proc/cpuinfo") if line.startswith("model name")]
-    named = lines[0].split(":", 1)[1].strip() if lines else platform.processor()
-    return named or platform.machine()
+    names = [line for line in lines_of("/proc/cpuinfo") if line.startswith("model name")]
+    return names[0].split(":")[1].strip() if names else platform.processor() or platform.machine()
 
 
 def package_version(package: str) -> str | None:
     """Return the version of an installed package; None if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return next((found.version for found in distributions(name=package)), None)
 
 
 def git(*arguments: str) -> str | None:

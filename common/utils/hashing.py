@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PIECE_BYTES = 2**24
-
 
 def digest(value: Any) -> str:
     """Return the SHA-256 of nested dicts, lists and plain values with tensors.
@@ -24,7 +22,9 @@ def digest(value: Any) -> str:
 def _feed(sha: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         sha.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
-        _feed_entries(sha, value.detach())
+        # The entries in their logical order, also of a transposed tensor or one in channels_last
+        entries = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        sha.update(entries.reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, Mapping | list | tuple):
         pairs = value.items() if isinstance(value, Mapping) else ()
         sha.update(f"{'dict' if isinstance(value, Mapping) else 'list'} {len(value)}".encode())
@@ -32,14 +32,3 @@ def _feed(sha: Any, value: Any) -> None:
             _feed(sha, entry)
     else:
         sha.update(f"{type(value).__name__} {value!r}".encode())
-
-
-def _feed_entries(sha: Any, tensor: Tensor) -> None:
-    """Feed a tensor's entries in their logical order, in pieces: a whole copy would double it."""
-    if tensor.dim() > 0 and tensor.nbytes > _PIECE_BYTES:
-        rows = max(1, _PIECE_BYTES * len(tensor) // tensor.nbytes)
-        for piece in tensor.split(rows) if len(tensor) > 1 else tensor:
-            _feed_entries(sha, piece)
-    else:
-        entries = tensor.cpu().clone(memory_format=torch.contiguous_format)
-        sha.update(entries.reshape(-1).view(torch.uint8).numpy())

@@ -26,11 +26,10 @@ def route_to(host: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """Return the name of this machine's interface that has the address."""
-    interfaces = psutil.net_if_addrs().items()
     return next(
         (
             name
-            for name, entries in interfaces
+            for name, entries in psutil.net_if_addrs().items()
             if any(entry.address == address for entry in entries)
         ),
         None,
@@ -39,9 +38,9 @@ def interface_of(address: str) -> str | None:
 
 def own_addresses() -> list[str]:
     """Return this machine's IP addresses, without loopback and link-local ones."""
-    entries = [one for of_interface in psutil.net_if_addrs().values() for one in of_interface]
     return [
         entry.address
+        for entries in psutil.net_if_addrs().values()
         for entry in entries
         if entry.family in (socket.AF_INET, socket.AF_INET6)
         and not is_loopback(entry.address)

@@ -1,9 +1,10 @@
 """The folders of code, recipes, data and reports, in a checkout or an installed package."""
 
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import UserError, file_errors
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 """The checkout; if the package is installed, the folder that holds it."""
@@ -19,18 +20,17 @@ def part_command(part: str) -> list[str]:
     return [str(REPOSITORY / part / "main.py")] if IN_CHECKOUT else ["-m", "common.cli", part]
 
 
-def new_folder(reports: Path, kind: str) -> Path:
-    """Make a new folder ``<kind>-<time>/`` in ``reports``; UserError if it cannot be made."""
-    name = f"{kind}-{datetime.now():%Y-%m-%dT%H-%M-%S}"
+def new_folder(parent: Path, kind: str = "") -> Path:
+    """Make a new folder ``<kind>-<time>/`` in ``parent``; UserError if it cannot be made."""
+    name = f"{kind}-{datetime.now():%Y-%m-%dT%H-%M-%S}".removeprefix("-")
     for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
-        folder = reports / (name + suffix)
-        try:
+        folder = parent / (name + suffix)
+        with (
+            suppress(FileExistsError),
+            file_errors(
+                f"{folder} cannot be made", ": give another --output-dir", passing=FileExistsError
+            ),
+        ):
             folder.mkdir(parents=True)
             return folder
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise UserError(
-                f"{folder} cannot be made ({error.strerror}): give another --output-dir"
-            ) from error
-    raise UserError(f"1000 folders within one second in {reports}: wait a moment")
+    raise UserError(f"1000 folders within one second in {parent}: wait a moment")

@@ -6,27 +6,17 @@ The dicts hold strings, so that ``--help`` can list every choice without importi
 
 import difflib
 from collections.abc import Iterable, Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from common.errors import UserError
-
-_ALIKE = 0.6  # of at most 1, as in difflib.get_close_matches
 
 
 def load(table: Mapping[str, str], name: str, *, kind: str) -> Any:
     """Import and return ``table[name]``; UserError with the choices if the name is unknown."""
     if name not in table:
         raise UserError(f"unknown {kind} {name!r}: {choices_text(name, table)}")
-    module, attribute = table[name].split(":")
-    try:
-        return getattr(import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name != module:
-            raise  # the module exists, and imports something that does not
-        raise UserError(
-            f"{kind} {name!r} is listed as {table[name]}, but {error}: correct the line"
-        ) from error
+    return resolve_name(table[name])
 
 
 def choices_text(got: str, names: Iterable[str]) -> str:
@@ -42,14 +32,10 @@ def closest(got: str, names: Iterable[str]) -> str | None:
     Case, dashes and underscores do not count.
     """
 
-    def likeness(name: str) -> float:
-        plain = _plain(name)
-        begins = bool(wanted) and plain.startswith(wanted)
-        return 1.0 if begins else difflib.SequenceMatcher(None, wanted, plain).ratio()
-
-    wanted = _plain(got)
-    best = max(names, key=likeness, default=None)
-    return best if best is not None and likeness(best) >= _ALIKE else None
+    wanted, plain = _plain(got), {_plain(name): name for name in names}
+    begun = [name for name in plain if wanted and name.startswith(wanted)]
+    likely = begun or difflib.get_close_matches(wanted, plain, n=1)
+    return plain[likely[0]] if likely else None
 
 
 def _plain(name: str) -> str:

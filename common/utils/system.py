@@ -1,4 +1,4 @@
-"""What this machine offers: cores, ports, open descriptors, functions of the C library.
+"""What this machine offers: cores, ports, open files, functions of the C library.
 
 No torch here. Everything that only Linux has is in this module. On other systems each function
 returns what it can, and ``missing_features`` says what is different there.
@@ -9,15 +9,11 @@ import ctypes
 import os
 import resource
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.errors import UserError
 
-ON_LINUX = sys.platform == "linux"  # also under WSL2
-
-_DESCRIPTORS = "/dev/fd"
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 _NEVER = 2**31 - 1
 
@@ -37,18 +33,13 @@ def missing_features() -> list[str]:
         "CPU affinity is unknown: all cores of the machine are counted.": (
             not hasattr(os, "sched_getaffinity")
         ),
-        "Open connections cannot be listed: when a rank fails, the others may notice only "
-        "after --timeout.": (not os.path.isdir(_DESCRIPTORS)),
     }
     return [sentence for sentence, is_missing in missing.items() if is_missing]
 
 
 def libc_function(name: str) -> Callable[..., int] | None:
-    """Return a function of Linux's C library; None on other systems and if the library lacks it."""
-    with contextlib.suppress(OSError, AttributeError):
-        if ON_LINUX:
-            return getattr(ctypes.CDLL(None), name)
-    return None
+    """Return a function of the C library; None if it lacks the function, as off Linux."""
+    return getattr(ctypes.CDLL(None), name, None)
 
 
 def lines_of(path: str) -> list[str]:
@@ -69,16 +60,6 @@ def allow_most_descriptors() -> None:
 def usable_cores() -> int:
     """Return how many cores this process may use; all cores if the system does not say."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def open_descriptors() -> list[int]:
-    """Return this process's open file descriptors, including the one that lists them.
-
-    Returns no descriptors if they cannot be listed.
-    """
-    with contextlib.suppress(OSError):
-        return [int(name) for name in os.listdir(_DESCRIPTORS)]
-    return []
 
 
 def free_port(start: int = 0, *, address: str = "") -> int:
@@ -116,8 +97,8 @@ def batch_scheduling(wanted: bool) -> Iterator[None]:
     own slice ends, up to 4 ms later. Ranks with a core each would lose next to other programs: a
     step with many messages then takes up to twice as long. [sched(7); benchmarks/gloo_threads.py]
     """
-    wanted = wanted and hasattr(os, "SCHED_BATCH")
-    if not wanted or os.sched_getscheduler(0) != os.SCHED_OTHER:  # the user has chosen another
+    # The user may have chosen another one.
+    if not (wanted and hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER):
         yield
         return
     with contextlib.suppress(OSError):  # a sandbox may forbid it

@@ -2,24 +2,22 @@
 
 import argparse
 import contextlib
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, count, file_errors
 from lab.audit.cli import CLOCK_STEPS, STEPS, check_flags
 from lab.audit.command import AuditCommand, parse_command
 from lab.audit.failures import explain_failure
 from lab.audit.findings import run_checks
-from lab.audit.isolation import emulated, isolated
-from lab.audit.leftovers import record_folder, stop_signals_interrupt
-from lab.audit.page import write_page
+from lab.audit.isolation import record_folder, run_network
 from lab.audit.performance import measure
-from lab.audit.recording import Recording, read_recording
-from lab.audit.report import print_audit, write_json
+from lab.audit.recording import ADVICE, Recording, read_recording
+from lab.audit.report import print_audit, write_json, write_page
 from lab.audit.result import AuditResult, verdict
-from lab.audit.runner import RunEnd, RunNetwork, RunSettings, run_audit_size
+from lab.audit.runner import AuditRun, RunSettings, run_audit_size
 from lab.processes.prefixed_output import console, say
 from lab.units import parse_rate
 
@@ -28,9 +26,15 @@ from lab.units import parse_rate
 class AuditedRun:
     """A run and what was recorded. failure: why it could not be audited, or not to its end."""
 
-    end: RunEnd
+    run: AuditRun
     recording: Recording
     failure: str | None
+
+    @property
+    def fixed_size(self) -> int | None:
+        """The number of ranks that the script has chosen itself; None if it took what it got."""
+        chosen = self.recording.size > 1 and self.recording.size != self.run.size
+        return self.run.wanted_size or (self.recording.size if chosen else None)
 
 
 def main_audit(args: argparse.Namespace) -> int:
@@ -43,52 +47,58 @@ def main_audit(args: argparse.Namespace) -> int:
     settings = RunSettings(
         steps=args.steps or (CLOCK_STEPS if args.clocks else STEPS),
         clocks=args.clocks,
-        replay=args.replay,
         limit_seconds=args.timeout,
     )
-    with stop_signals_interrupt(), record_folder(args.keep) as folder:
-        runs, remarks = run_sizes(command, args, folder, settings)
-        result = examine(command, runs, remarks, rate=args.rate)
+    runs: list[AuditedRun] = []
+    stopped = None
+    with record_folder(args.keep) as folder:
+        try:
+            with understood():
+                for one in run_sizes(command, args, folder, settings):
+                    runs.append(one)
+        except UserError as error:
+            stopped = f"could not be run: {error}"
+        with understood():
+            result = examine(command, runs, stopped, rate=args.rate)
     if args.json:
         write_json(args.json, result)
     if args.html:
         write_page(args.html, result)
-    if any(one.end.steps for one in runs) or result.faults:
-        print_audit(console, result)
-    if result.status == 2 and result.failure is not None:
-        raise UserError(result.failure)
+    if not any(one.recording.steps for one in runs) and not result.faults:
+        raise UserError(result.headline)  # there is nothing else to say
+    print_audit(console, result)
     return result.status
+
+
+@contextlib.contextmanager
+def understood() -> Iterator[None]:
+    """Turn what a spoiled record makes of the code that reads it into one UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"the records make no sense ({type(error).__name__}: {error}, at "
+            f"{Path(place.filename).name}:{place.lineno}){ADVICE} If not, report this: lab audit "
+            "itself is wrong"
+        ) from error
 
 
 def run_sizes(
     command: AuditCommand, args: argparse.Namespace, folder: Path, settings: RunSettings
-) -> tuple[list[AuditedRun], list[str]]:
-    """Run the script at each size; return the runs, and remarks on sizes that it chose itself."""
-    runs: list[AuditedRun] = []
-    remarks: list[str] = []
+) -> Iterator[AuditedRun]:
+    """Run the script at each size, or at the one that it chooses itself."""
     sizes: list[int | None] = list(args.ranks) if command.takes_size else [None]
     tried: set[int | None] = set()
     while sizes:
-        size = sizes.pop(0)
-        tried.add(size)
-        run = audit_size(command, size, args, folder, settings)
-        waits_for, ran = run.end.wanted_size, run.recording.size
-        if fixed := waits_for or (ran if ran > 1 and ran != size else None):
-            remarks = [fixed_size_remark(fixed)]
-            sizes = [fixed] if waits_for and fixed not in tried else []
-        if waits_for is None or not (runs or sizes):
-            runs.append(run)
-            if run.failure and run.end.steps == 0:
-                break  # it would fail in the same way at the next size
-    return runs, remarks
-
-
-def fixed_size_remark(size: int) -> str:
-    """Return what a fixed number of ranks means for the audit."""
-    return (
-        f"The script fixes its number of ranks at {size}: "
-        f"a literal divisor of {size} cannot be told from the number of ranks."
-    )
+        one = audit_size(command, sizes[0], args, folder, settings)
+        tried.add(sizes.pop(0))
+        yield one
+        failed = one.failure and (one.run.hung or one.recording.steps == 0)
+        if one.fixed_size or failed:  # others would show the same
+            sizes = list({one.run.wanted_size} - tried - {None})
 
 
 def audit_size(
@@ -100,65 +110,46 @@ def audit_size(
 ) -> AuditedRun:
     """Run the script on a number of ranks, and read what its probe has recorded."""
     own = folder / f"{size or 'own'}-ranks"
-    own.mkdir()
-    with network_of(args, size or 1, own, settings.cwd) as network:
-        try:
-            end = run_audit_size(command, size, own, settings, network=network)
-        except OSError as error:
-            raise UserError(
-                f"{command.words[0]} cannot be started: {error.strerror}. Give the command as in a "
-                "shell, for example python main.py; use `sh -c '...'` for a shell's own syntax"
-            ) from error
+    with file_errors(f"{own} cannot be made", ADVICE):
+        own.mkdir()
+    with run_network(size or 1, own, settings.cwd, isolate=args.isolate, rate=args.rate) as network:
+        run = run_audit_size(command, size, own, settings, network=network)
     recording = read_recording(
         own,
         asked_size=size,
         global_batch=args.global_batch,
         clocks=settings.clocks,
-        hung=end.hung is not None,
+        hung=run.hung is not None,
     )
-    ranks = recording.size or size or 1
-    steps = f"{end.steps} step{'s' * (end.steps != 1)}"
-    say(f"{ranks} rank{'s' * (ranks != 1)}: {steps} in {end.seconds:.1f} s")
-    return AuditedRun(end, recording, explain_failure(command, end, recording))
-
-
-def network_of(
-    args: argparse.Namespace, nodes: int, folder: Path, cwd: Path
-) -> contextlib.AbstractContextManager[RunNetwork]:
-    """Return where the ranks run."""
-    if args.isolate is not None:
-        return isolated(args.isolate, folder, cwd)
-    if args.rate is not None:
-        return emulated(nodes, args.rate, cwd)
-    return contextlib.nullcontext(RunNetwork())
+    if console.is_terminal:  # in a file the answer is the first line
+        ranks = count(recording.size or size or 1, "rank")
+        say(f"{ranks}: {recording.steps} steps watched")
+    return AuditedRun(run, recording, explain_failure(command, run, recording, settings.steps))
 
 
 def examine(
-    command: AuditCommand, runs: Sequence[AuditedRun], remarks: Sequence[str], *, rate: str | None
+    command: AuditCommand, runs: Sequence[AuditedRun], stopped: str | None, *, rate: str | None
 ) -> AuditResult:
-    """Return what is wrong and right in all runs."""
-    recordings = [one.recording for one in runs]
+    """Return what is wrong and right in all runs. stopped: why there were no further runs."""
+    fixed = dict.fromkeys(one.fixed_size for one in runs if one.fixed_size)
+    remarks = [
+        f"The script fixes its number of ranks at {size}: "
+        f"a literal divisor of {size} cannot be told from the number of ranks."
+        for size in fixed
+    ]
+    runs = [one for one in runs if not one.run.wanted_size] or runs[-1:]
+    recordings = [one.recording for one in runs if not one.failure or one.recording.ranks]
     findings, right, unknown = run_checks(recordings)
+    failure = next((one.failure for one in runs if one.failure), stopped)
     measured = [one for one in recordings if one.ranks]
     return AuditResult(
         command=command.text,
-        recordings=tuple(recordings),
+        recordings=tuple(one.recording for one in runs),
         findings=tuple(findings),
-        verdict=verdict(recordings, findings, unknown),
+        verdict=verdict(recordings, findings, unknown, failure=failure),
         right=tuple(right),
         unknown=tuple(unknown),
         remarks=tuple(remarks),
         performance=measure(measured[-1], rate_bits=parse_rate(rate)) if measured else None,
-        replay=replay_of(recordings),
-        failure=next((one.failure for one in runs if one.failure), None),
+        failure=failure,
     )
-
-
-def replay_of(recordings: Sequence[Recording]) -> dict[str, Any] | None:
-    """Return what the replay of the largest run showed; None if there was none."""
-    for recording in reversed(recordings):
-        for rank in recording.ranks:
-            for record in rank.by_kind["replay"]:
-                names = ("steps", "why_not")
-                return {"ranks": recording.size} | {name: record.get(name) for name in names}
-    return None

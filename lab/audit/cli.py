@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 from pathlib import Path
 
 from common.errors import UserError
@@ -52,13 +53,17 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="check that all ranks together train on N samples a step",
     )
-    parser.add_argument(
-        "--replay",
-        action="store_true",
-        help="also compute the first steps again in one process and compare the weights",
-    )
     parser.add_argument("--rank0", metavar="COMMAND", help="rank 0's command, if it differs")
-    _add_network(parser)
+    parser.add_argument(
+        "--rate", help="run each rank on an emulated node with a link of this rate, e.g. 1gbit"
+    )
+    parser.add_argument(
+        "--isolate",
+        nargs="*",
+        metavar="NAME",
+        help="run the ranks in a private network with the interface (eth1 by default), addresses "
+        "or host names that the script needs",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write the result as an HTML page"
@@ -72,59 +77,61 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--timeout",
         type=float,
-        default=300.0,
         metavar="SECONDS",
-        help="end each run after this time",
-    )
-
-
-def _add_network(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rate", help="run each rank on an emulated node with a link of this rate, e.g. 1gbit"
-    )
-    parser.add_argument(
-        "--isolate",
-        nargs="*",
-        metavar="NAME",
-        help="run the ranks in a private network with the interface (eth1 by default), addresses "
-        "or host names that the script needs",
+        help="end each run after this time (default: 300; less if the ranks stand still, or do "
+        "nothing for 60 s after the first steps)",
     )
 
 
 def check_flags(args: argparse.Namespace, command: AuditCommand) -> None:
     """Raise UserError for flags that cannot work, before anything runs. Sorts ``args.ranks``."""
-    cores = usable_cores()
-    for size in args.ranks:
-        if size < 2:
-            raise UserError(f"--ranks: got {size}; one rank exchanges nothing: give 2 or more")
-        if size > _RANKS_PER_CORE * cores:
-            raise UserError(
-                f"--ranks: got {size}; this machine has {cores} cores: give at most "
-                f"{_RANKS_PER_CORE * cores}"
-            )
     args.ranks = sorted(set(args.ranks))
-    for flag in ("steps", "global_batch", "timeout"):
-        if (value := getattr(args, flag)) is not None and not value > 0:
-            raise UserError(f"--{flag.replace('_', '-')}: got {value:g}; give more than 0")
-    _check_network(args, command)
-    _check_paths(args)
-
-
-def _check_network(args: argparse.Namespace, command: AuditCommand) -> None:
-    if args.rate is not None and args.isolate is not None:
-        raise UserError("--rate and --isolate exclude each other: give one of them")
-    if args.rate is not None and not command.one_process_a_rank:
-        raise UserError(
+    most, keep = _RANKS_PER_CORE * usable_cores(), args.keep
+    problems = [
+        (
+            args.ranks[0] < 2,
+            f"--ranks: got {args.ranks[0]}; one rank exchanges nothing: give 2 or more",
+        ),
+        (
+            args.ranks[-1] > most,
+            f"--ranks: got {args.ranks[-1]}; this machine has {usable_cores()} cores: give at most "
+            f"{most}",
+        ),
+        *(
+            (value is not None and not value > 0, f"{flag}: got {value}; give more than 0")
+            for flag, value in (
+                ("--steps", args.steps),
+                ("--global-batch", args.global_batch),
+                ("--timeout", args.timeout),
+            )
+        ),
+        (
+            shutil.which(command.words[0]) is None,
+            f"{command.words[0]} cannot be started: there is no such program. Give the command as "
+            "in a shell, for example python main.py; use `sh -c '...'` for a shell's own syntax",
+        ),
+        (
+            args.rate is not None and args.isolate is not None,
+            "--rate and --isolate exclude each other: give one of them",
+        ),
+        (
+            args.rate is not None and not command.one_process_a_rank,
             "--rate starts one process on each emulated node: give {rank} in the command, for "
             "example torchrun --nnodes {nodes} --node-rank {rank} --master-addr {master} "
-            "--master-port {port} train.py"
-        )
-
-
-def _check_paths(args: argparse.Namespace) -> None:
-    for flag, path in (("--json", args.json), ("--html", args.html)):
-        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-            raise UserError(f"{flag}: {path} cannot be written: give a file in an existing folder")
-    keep = args.keep
-    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise UserError(f"--keep: {keep} is not an empty folder: give a new one")
+            "--master-port {port} train.py",
+        ),
+        *(
+            (
+                path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)),
+                f"{flag}: {path} cannot be written: give a file in an existing folder",
+            )
+            for flag, path in (("--json", args.json), ("--html", args.html))
+        ),
+        (
+            keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())),
+            f"--keep: {keep} is not an empty folder: give a new one",
+        ),
+    ]
+    for wrong, message in problems:
+        if wrong:
+            raise UserError(message)

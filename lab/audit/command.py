@@ -17,25 +17,17 @@ from lab.cluster.program import check_placeholders, fill_in
 _EXAMPLE = "lab audit -- python main.py --master-ip {master} --num-nodes {nodes} --rank {rank}"
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """A program that starts the ranks: the words that name it, and its flags.
+_TORCHRUN = ("--nproc_per_node", ("--master_port", "--standalone", "--rdzv"))
+_LAUNCHERS = {
+    ("torchrun",): _TORCHRUN,
+    ("-m", "torch.distributed.run"): _TORCHRUN,
+    ("-m", "torch.distributed.launch"): _TORCHRUN,
+    ("accelerate", "launch"): ("--num_processes", ("--main_process_port",)),
+}
+"""Programs that start the ranks: the flag for their number, and flags for the port.
 
-    port_flags : the first sets the port; with any of them the user has chosen it.
-    """
-
-    words: tuple[str, ...]
-    ranks_flag: str
-    port_flags: tuple[str, ...]
-
-
-_TORCHRUN_PORTS = ("--master_port", "--standalone", "--rdzv")
-_LAUNCHERS = (
-    Launcher(("torchrun",), "--nproc_per_node", _TORCHRUN_PORTS),
-    Launcher(("-m", "torch.distributed.run"), "--nproc_per_node", _TORCHRUN_PORTS),
-    Launcher(("-m", "torch.distributed.launch"), "--nproc_per_node", _TORCHRUN_PORTS),
-    Launcher(("accelerate", "launch"), "--num_processes", ("--main_process_port",)),
-)
+The first of these sets the port; with any of them the user has chosen it.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,8 +43,8 @@ class AuditCommand:
 
     @property
     def text(self) -> str:
-        """The command as typed."""
-        return " ".join(_quote(word) for word in self.words)
+        """The command as a shell needs it; a word that is a placeholder stays without quotes."""
+        return re.sub(r"'(\{\w+\})'", r"\1", shlex.join(self.words))
 
     @property
     def one_process_a_rank(self) -> bool:
@@ -62,27 +54,23 @@ class AuditCommand:
     @property
     def takes_size(self) -> bool:
         """Whether the number of ranks can be chosen."""
-        given = any("{nodes}" in word for word in self.words)
-        return self.one_process_a_rank or given or _launcher(self.words) is not None
+        return (
+            self.one_process_a_rank or "{nodes}" in self.text or _launcher(self.words) is not None
+        )
 
     def processes(self, size: int | None, *, master: str, port: int) -> list[list[str]]:
         """Return the command of each process to start, by rank if there is one a rank.
 
         size : the number of ranks; None only if the command does not take it.
         """
-        nodes = size or 1
-        if not self.one_process_a_rank:
-            words = fill_in(self.words, master=master, nodes=nodes, rank=0, port=port)
-            return [words if size is None else _with_ranks(words, size, port)]
+        nodes, commands = size or 1, [self.words]
+        if self.one_process_a_rank:
+            commands = [self.rank0 or self.words, *[self.words] * (nodes - 1)]
+        elif size is not None:
+            commands = [_with_ranks(self.words, size, port)]
         return [
-            fill_in(
-                self.rank0 if self.rank0 is not None and rank == 0 else self.words,
-                master=master,
-                nodes=nodes,
-                rank=rank,
-                port=port,
-            )
-            for rank in range(nodes)
+            fill_in(words, master=master, nodes=nodes, rank=rank, port=port)
+            for rank, words in enumerate(commands)
         ]
 
     def user_folder(self, cwd: Path) -> Path:
@@ -109,38 +97,32 @@ def parse_command(words: Sequence[str], rank0: str | None) -> AuditCommand:
             "--rank0: the command after -- starts all ranks itself: give the one that starts a "
             "single rank, or leave --rank0 out"
         )
-    check_placeholders(command.words)
-    check_placeholders(command.rank0 or ())
+    check_placeholders([*command.words, *(command.rank0 or ())])
     return command
 
 
-def _quote(word: str) -> str:
-    """Return a word as a shell needs it, with placeholders as they are."""
-    return word if re.fullmatch(r"[\w@%+=:,./{}-]+", word) else shlex.quote(word)
-
-
-def _launcher(words: Sequence[str]) -> tuple[int, Launcher] | None:
-    """Return the launcher that the words name, and the place after its name; None without one."""
+def _launcher(words: Sequence[str]) -> tuple[int, str, tuple[str, ...]] | None:
+    """Return the place after the launcher's name in the words, and its flags; None without one."""
     for end in range(1, len(words) + 1):
-        for launcher in _LAUNCHERS:
-            named = tuple(words[max(0, end - len(launcher.words)) : end])
-            if (os.path.basename(named[0]), *named[1:]) == launcher.words:
-                return end, launcher
+        for name, flags in _LAUNCHERS.items():
+            named = words[max(0, end - len(name)) : end]
+            if (os.path.basename(named[0]), *named[1:]) == name:
+                return end, *flags
     return None
 
 
-def _with_ranks(words: list[str], size: int, port: int) -> list[str]:
+def _with_ranks(words: tuple[str, ...], size: int, port: int) -> tuple[str, ...]:
     """Return a launcher's command for this number of ranks, and a free port unless one is given."""
     if (found := _launcher(words)) is None:
         return words
-    at, launcher = found
+    at, ranks_flag, port_flags = found
     script = next((n for n, word in enumerate(words) if word.endswith(".py")), len(words))
     flags = ["--" + word[2:].partition("=")[0].replace("-", "_") for word in words[at:script]]
-    changed = list(words)
-    if launcher.ranks_flag in flags:
-        given = at + flags.index(launcher.ranks_flag)
-        del changed[given : given + (1 if "=" in words[given] else 2)]
-    if not any(flag.startswith(launcher.port_flags) for flag in flags):
-        changed[at:at] = [launcher.port_flags[0], str(port)]
-    changed[at:at] = [launcher.ranks_flag, str(size)]
-    return changed
+    added = [ranks_flag, str(size)]
+    if not any(flag.startswith(port_flags) for flag in flags):
+        added += [port_flags[0], str(port)]
+    after = list(words[at:])
+    if ranks_flag in flags:
+        given = flags.index(ranks_flag)
+        del after[given : given + (1 if "=" in after[given] else 2)]
+    return *words[:at], *added, *after

@@ -1,16 +1,17 @@
-"""Why a script could not be audited: one sentence on what happened, and one on what to try."""
+"""Why a script could not be run to the end of the audit: what happened, and what to try."""
 
+import difflib
 import re
-import sys
-from collections.abc import Iterator
+from pathlib import Path
 
-from common.utils.processes import find_root_failure, last_error_line
 from lab.audit.command import AuditCommand
-from lab.audit.recording import ProcessRecords, Record, Recording, code_line
-from lab.audit.runner import RunEnd
+from lab.audit.recording import RankRecords, Record, Recording, code_line
+from lab.audit.runner import AuditRun
+from lab.processes.first_failure import find_root_failure, last_error_line
 
 _CONSEQUENCE = re.compile(
-    r"Connection closed by peer|Connection reset|Broken pipe|Process(Raised|Exited)|ChildFailed"
+    r"Connection (closed|reset|refused)|Broken pipe|Process(Raised|Exited)|ChildFailed|"
+    "Socket (Timeout|closed)"
 )
 _CONNECTS_TO = re.compile(r"(?:host |connect to |addresses of )[\[(]?([\w.-]+)\]?[:,]")
 _PREFIX = re.compile(r"^\[(rank|default)\d+\]:\s?", re.MULTILINE)
@@ -18,9 +19,18 @@ _TORCHRUNS_REPORT = re.compile(
     r"^[EW]\d{4} [^\n]*torch/distributed/elastic/.*", re.MULTILINE | re.DOTALL
 )
 """What torchrun prints once a rank has failed: about itself, not about the script."""
+_FEW_STEPS = 6
 _TORCHRUN = "lab audit -- torchrun --nproc-per-node 2 SCRIPT"
+_MODULE = re.compile(r"No module named '?([\w.]+)")
+_PACKAGES = (
+    *("accelerate", "albumentations", "cv2", "datasets", "einops", "evaluate", "h5py", "hydra"),
+    *("lightning", "matplotlib", "nltk", "numpy", "omegaconf", "pandas", "peft", "PIL", "psutil"),
+    *("pytorch_lightning", "requests", "safetensors", "scipy", "sentencepiece", "sklearn"),
+    *("tensorboard", "tensorboardX", "timm", "tokenizers", "torch", "torchaudio", "torchmetrics"),
+    *("torchtext", "torchvision", "tqdm", "transformers", "wandb", "yaml"),
+)
+"""Modules that scripts import from packages of others: no other one is ever advised."""
 _HINTS = (
-    (r"No module named '?([\w.]+)", "Install {0} for the interpreter of the command ({python})."),
     (
         r"Unable to find address for: (\S+)|(?:interface|device) (\w+)[^\n]*(?:not found|unknown)",
         "The script needs a network interface that is missing here: try --isolate {0}.",
@@ -33,6 +43,11 @@ _HINTS = (
         r"Cannot assign requested address|[Nn]o route to host|Network is unreachable",
         "The script needs a certain address: try --isolate ADDRESS, or give {{master}} in the "
         "command.",
+    ),
+    (
+        r"UnpicklingError|Ran out of input|pickle data was truncated|BadZipFile",
+        "A cached file is broken, as when two ranks write it at once: delete it, run the command "
+        "once on a single rank, or let rank 0 write the file while the others wait in a barrier.",
     ),
     (r"EOFError", "The script reads stdin, which is empty here: pass the answers as flags."),
     (
@@ -68,123 +83,188 @@ _HINTS = (
         r"new group's (?:world size|rank)",
         "The script makes a group of a fixed number of ranks: give that number with --ranks.",
     ),
+    (
+        r"AssertionError",
+        "If that is about the number of ranks, give one that the script takes: --ranks {more}.",
+    ),
     (r"usage:", "Give the flags that the script asks for."),
 )
 
 
-def explain_failure(command: AuditCommand, end: RunEnd, recording: Recording) -> str | None:
-    """Return why a run could not be audited, or not to its end; None if nothing went wrong."""
-    ranks = "" if end.size is None else f" on {end.size} ranks"
-    reason = _reason(command, end, recording)
-    return None if reason is None else f"could not be audited{ranks}: {reason}"
+def explain_failure(
+    command: AuditCommand, run: AuditRun, recording: Recording, steps: int
+) -> str | None:
+    """Return why a run could not be audited, or not to its end; None if nothing went wrong.
+
+    steps : how many the audit was to watch.
+    """
+    ranks = "" if run.size is None else f" on {run.size} ranks"
+    reason = _reason(command, run, recording, steps)
+    return None if reason is None else f"could not be run{ranks}: {reason}"
 
 
-def _reason(command: AuditCommand, end: RunEnd, recording: Recording) -> str | None:
-    starts = [start for one in _processes(recording) for start in one.by_kind["start"]]
-    if end.failed:
-        return _own_error(command, end, recording)
-    if end.hung:
-        return f"{end.hung}. {_waiting(end, recording)}"
-    if not starts:
+def _reason(command: AuditCommand, run: AuditRun, recording: Recording, steps: int) -> str | None:
+    processes = recording.processes
+    error = _first_error(recording)
+    whole = run.wanted_size is None and not any(one.by_kind["cut"] for one in processes)
+    gone = _gone(recording, run) if whole and error is None else None
+    status = run.statuses[gone.rank] if gone is not None and command.one_process_a_rank else None
+    if gone is not None and not status:
+        how = "it left with status 0 and no error, as after os._exit(0)"
+        if status is None:
+            how = "it was stopped or killed, left by os._exit, or is stuck outside Python"
         return (
+            f"rank {gone.rank} is gone after {len(gone.by_kind['step'])} of {steps} steps: {how}. "
+            f"{_waits(recording)}Find out why this rank leaves."
+        )
+    if run.failed:
+        return _own_error(command, run, recording, error, gone)
+    if run.hung:
+        return f"{run.hung}. {_waits(recording)}{_connects(run, recording)}"
+    training = [one for one in processes if one.by_kind["backward"]]
+    cases = (
+        (
+            not any(one.by_kind["start"] for one in processes),
             "the audit could not enter any Python process. Give the Python command itself, without "
-            "-I, -E or -S: they ignore PYTHONPATH, and so may a wrapper such as sudo or docker."
-        )
-    if end.steps == 0:
-        return _no_step(recording)
-    training = sum(1 for one in _processes(recording) if one.by_kind["backward"])
-    if recording.size < 2 and training > 1:
-        return (
-            f"{training} of its processes train, but none joins a process group. The audit does "
-            "not see gradients sent by torch.distributed.rpc, MPI or shared memory."
-        )
-    if recording.size < 2:
-        return (
+            "-I, -E or -S: they ignore PYTHONPATH, and so may a wrapper such as sudo or docker.",
+        ),
+        (
+            recording.steps == 0 and training,
+            "the script computes gradients, but no torch.optim optimiser uses them. Use one for "
+            "the audit.",
+        ),
+        (
+            recording.steps == 0,
+            "the script ended before any torch.optim optimiser took a step. Give the command that "
+            "trains.",
+        ),
+        (
+            recording.size < 2 and len(training) > 1,
+            f"{len(training)} of its processes train, but none joins a process group. The audit "
+            "does not see gradients sent by torch.distributed.rpc, MPI or shared memory.",
+        ),
+        (
+            recording.size < 2,
             "the script trains on one rank only, so there is nothing to compare. Pass {nodes} and "
-            f"{{rank}} to it, or start it with torchrun: {_TORCHRUN}."
-        )
-    return None
-
-
-def _own_error(command: AuditCommand, end: RunEnd, recording: Recording) -> str:
-    """Return the script's own last error, and what to try."""
-    outputs = {
-        number: _TORCHRUNS_REPORT.sub("", _PREFIX.sub("", end.output(number)))
-        for number in end.failed
-    }
-    statuses = {number: end.statuses[number] or 0 for number in end.failed}
-    name = "rank" if command.one_process_a_rank else "process"
-    culprit, message = find_root_failure(list(end.failed), statuses, outputs, name=name)
-    if error := _first_error(recording):
-        text = f"{error['type']}: {error['message']}".strip().splitlines()[0][:300]
-        at = code_line(error.get("at"))
-        message = f"{text} (at {at})" if at else text
-    text = message + last_error_line(outputs[culprit]) + outputs[culprit][-4000:]
-    hint = next(filter(None, (_hint(pattern, advice, text) for pattern, advice in _HINTS)), None)
-    return f"{message.rstrip('.')}. {hint or 'First run the command without lab audit.'}"
-
-
-def _hint(pattern: str, advice: str, text: str) -> str | None:
-    match = re.search(pattern, text)
-    if match is None:
-        return None
-    found = next(filter(None, match.groups()), "NAME")
-    return advice.format(found, python=sys.executable)
+            f"{{rank}} to it, or start it with torchrun: {_TORCHRUN}.",
+        ),
+        (
+            recording.steps <= min(steps, _FEW_STEPS) / 2,
+            f"the script ended after {recording.steps} of {steps} steps, although no error was "
+            f"seen. Let it train longer, or pass --steps {recording.steps}.",
+        ),
+    )
+    return next((text for holds, text in cases if holds), None)
 
 
 def _first_error(recording: Recording) -> Record | None:
     """Return the earliest error of the script that is not another rank's end."""
-    errors = sorted(
-        (
-            error
-            for one in _processes(recording)
-            for error in one.by_kind["error"]
-            if not error.get("after_cut")
-        ),
-        key=lambda error: error["t"],
-    )
-    causes = (one for one in errors if not _CONSEQUENCE.search(f"{one['type']} {one['message']}"))
-    return next(causes, None)
+    errors = [error for one in recording.processes for error in one.by_kind["error"]]
+    causes = [
+        error
+        for error in errors
+        if not error.get("after_cut")
+        and not _CONSEQUENCE.search(f"{error['type']} {error['message']}")
+    ]
+    return min(causes, key=lambda error: error["t"], default=None)
 
 
-def _processes(recording: Recording) -> Iterator[ProcessRecords]:
+def _gone(recording: Recording, run: AuditRun) -> RankRecords | None:
+    """Return the rank that fell silent first, not in good order; None without one.
+
+    Where ranks wait too long or fail, all that still run are asked for their stacks, and a rank
+    that has left by os._exit is what the others wait for.
+    """
+    silent = []
     for rank in recording.ranks:
-        yield rank
-        yield from rank.workers
-    yield from recording.others
+        ended = rank.by_kind["end"]
+        if run.failed or run.hung:
+            ended = [one for one in ended if one["status"] is None or one.get("after_cut")]
+        heard = ended or rank.by_kind["error"] or rank.by_kind["stack"]
+        if rank.by_kind["group"] and not heard and rank.records[-1]["k"] != "stands":
+            silent.append(rank)
+    return min(silent, key=lambda rank: rank.records[-1]["t"], default=None)
 
 
-def _waiting(end: RunEnd, recording: Recording) -> str:
-    """Return in which collective each rank waits, and what to try."""
-    waits = []
-    for one in _processes(recording):
-        done = {record["c"] for record in one.by_kind["done"]}
-        open_calls = [call for call in one.by_kind["call"] if call["c"] not in done]
-        if open_calls:
-            at = code_line(open_calls[-1].get("at"))
-            waits.append(f"{open_calls[-1]['name']} ({at})" if at else open_calls[-1]["name"])
-    where = f"The ranks wait in {', '.join(sorted(set(waits)))}. " if waits else ""
-    if any(wait.startswith("init_process_group") for wait in waits):
-        outputs = (end.output(number) for number in range(len(end.statuses)))
-        found = next(filter(None, map(_CONNECTS_TO.search, outputs)), None)
-        address = found[1] if found else "ADDRESS"
+def _own_error(
+    command: AuditCommand,
+    run: AuditRun,
+    recording: Recording,
+    error: Record | None,
+    gone: RankRecords | None,
+) -> str:
+    """Return the script's own last error, and what to try."""
+    outputs = {
+        number: _TORCHRUNS_REPORT.sub("", _PREFIX.sub("", run.output(number)))
+        for number in run.failed
+    }
+    statuses = {number: run.statuses[number] or 0 for number in run.failed}
+    failed = [gone.rank] if gone is not None and gone.rank in statuses else list(run.failed)
+    name = "rank" if command.one_process_a_rank else "process"
+    culprit, message = find_root_failure(failed, statuses, outputs, name=name)
+    if error is not None:
+        text = f"{error['type']}: {error['message']}".strip().splitlines()[0][:300]
+        at = code_line(error.get("at"))
+        message = f"{text} (at {at})" if at else text
+    advice = _advice(
+        message + last_error_line(outputs[culprit]) + outputs[culprit][-4000:],
+        command,
+        run,
+        recording,
+    )
+    return f"{message.rstrip('.')}. {advice}"
+
+
+def _advice(text: str, command: AuditCommand, run: AuditRun, recording: Recording) -> str:
+    """Return what to try after an error of the script, from its text."""
+    if missing := _MODULE.search(text):
+        return _about_module(missing[1].partition(".")[0], command, recording)
+    for pattern, advice in _HINTS:
+        if match := re.search(pattern, text):
+            name = next(filter(None, match.groups()), "NAME")
+            return advice.format(name, more=(run.size or 2) + 1)
+    return "First run the command without lab audit."
+
+
+def _about_module(name: str, command: AuditCommand, recording: Recording) -> str:
+    """Return what to do about a module that is missing: only a known package is to be installed."""
+    starts = [start for one in recording.processes for start in one.by_kind["start"]]
+    python = next((start.get("executable") for start in starts), None) or command.words[0]
+    if name in _PACKAGES:
         return (
-            f"{where}Give the number of ranks, the address and the port that it uses: --ranks N, "
-            f"{{master}} and {{port}} in the command, or --isolate {address}."
+            f"{python} has no {name}: install it there, or give the Python of the script's "
+            "environment, as in lab audit -- /path/to/python main.py."
         )
+    own = [path.stem for path in command.user_folder(Path.cwd()).iterdir()]
+    if close := difflib.get_close_matches(name, [*_PACKAGES, *own], n=1, cutoff=0.8):
+        return f"Did you mean {close[0]}?"
     return (
-        f"{where}Check that every rank reaches the same call; if the run is only slow, use less "
-        "data or raise --timeout."
+        f"lab audit does not know {name}: cd to the folder in which the script normally runs, and "
+        "first run the command without lab audit."
     )
 
 
-def _no_step(recording: Recording) -> str:
-    if any(one.by_kind["backward"] for one in _processes(recording)):
+def _waits(recording: Recording) -> str:
+    """Return in which collective each rank waits, as a sentence; nothing without such a rank."""
+    waits = set()
+    for one in recording.processes:
+        done = {record["c"] for record in one.by_kind["done"] if not record.get("error")}
+        if open_calls := [call for call in one.by_kind["call"] if call["c"] not in done]:
+            at = code_line(open_calls[-1].get("at"))
+            waits.add(f"{open_calls[-1]['name']} ({at})" if at else open_calls[-1]["name"])
+    return f"The ranks wait in {', '.join(sorted(waits))}. " if waits else ""
+
+
+def _connects(run: AuditRun, recording: Recording) -> str:
+    """Return what to try where ranks wait: for each other's addresses, or for anything else."""
+    if not _waits(recording).startswith("The ranks wait in init_process_group"):
         return (
-            "the script computes gradients, but no torch.optim optimiser uses them. Use one for "
-            "the audit."
+            "Check that every rank reaches the same call; if the run is only slow, use less data "
+            "or raise --timeout."
         )
+    outputs = (run.output(number) for number in range(len(run.statuses)))
+    found = next(filter(None, map(_CONNECTS_TO.search, outputs)), None)
     return (
-        "the script ended before any torch.optim optimiser took a step. Give the command that "
-        "trains."
+        "Give the number of ranks, the address and the port that it uses: --ranks N, {master} and "
+        f"{{port}} in the command, or --isolate {found[1] if found else 'ADDRESS'}."
     )

@@ -1,12 +1,13 @@
 """Read what the probe wrote: the ``Recording`` of one run of a script on a number of ranks.
 
-The format is described in probe/__init__.py. A record that a killed process left unfinished at the
-end of its file is left out.
+The format is described in probe/__init__.py. The files come from a stranger's script: they are read
+with limits, and what no probe has written is one ``UserError``.
 """
 
 import json
+import os
+import stat
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from common.errors import UserError, file_errors
 
 Record = dict[str, Any]
 Numbers = NDArray[np.float64]
@@ -36,13 +39,21 @@ def code_line(at: list[Any] | None) -> CodeLine | None:
     return None if at is None else CodeLine(*at)
 
 
-@dataclass
-class ProcessRecords:
-    """The records of one process, in the order in which it wrote them."""
+@dataclass(eq=False)  # compared by identity
+class RankRecords:
+    """The records of one process, in the order in which it wrote them.
+
+    Parameters
+    ----------
+    rank : from its process group; without one, from the command's placeholder or its variables.
+    workers : processes that it started, such as its loaders' workers.
+    """
 
     pid: int
     records: list[Record]
-    _numbers: Numbers
+    _numbers: Numbers = field(default_factory=lambda: np.zeros(0))
+    rank: int = 0
+    workers: list["RankRecords"] = field(default_factory=list)
 
     @cached_property
     def by_kind(self) -> dict[str, list[Record]]:
@@ -58,20 +69,6 @@ class ProcessRecords:
             return None
         offset, count = reference
         return self._numbers[offset : offset + count]
-
-
-@dataclass
-class RankRecords(ProcessRecords):
-    """The records of the process that trained as one rank.
-
-    Parameters
-    ----------
-    rank : from its process group; without one, from the command's placeholder or its variables.
-    workers : processes that it started, such as its loaders' workers.
-    """
-
-    rank: int = 0
-    workers: list[ProcessRecords] = field(default_factory=list)
 
     def of(self, kind: str) -> list[Record]:
         """Return this rank's records of a kind, with those of its workers."""
@@ -95,67 +92,110 @@ class Recording:
 
     size: int
     ranks: list[RankRecords]
-    others: list[ProcessRecords] = field(default_factory=list)
+    others: list[RankRecords] = field(default_factory=list)
     asked_size: int | None = None
     global_batch: int | None = None
     clocks: bool = False
     hung: bool = False
 
+    @property
+    def steps(self) -> int:
+        """The most steps that a process recorded."""
+        return max((len(one.by_kind["step"]) for one in self.processes), default=0)
 
-def read_process(folder: Path, pid: int) -> ProcessRecords:
-    """Return the records of one process."""
-    return ProcessRecords(pid, list(_lines(folder / f"{pid}.jsonl")), _load(folder / f"{pid}.f64"))
-
-
-def _lines(path: Path) -> Iterator[Record]:
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            record = json.loads(line)
-        except ValueError:  # empty, or cut short when the process was killed
-            continue
-        if isinstance(record, dict) and "k" in record:
-            yield record
+    @property
+    def processes(self) -> list[RankRecords]:
+        """Everything that recorded anything."""
+        return [*self.ranks, *(one for rank in self.ranks for one in rank.workers), *self.others]
 
 
-def _load(path: Path) -> Numbers:
-    content = path.read_bytes() if path.exists() else b""
-    return np.frombuffer(content[: len(content) // 8 * 8], dtype=np.float64)
+ADVICE = ": does the script write to the audit's own folder?"
+MOST_RECORDS, MOST_NUMBERS = 256 * 2**20, 1024 * 2**20
+"""Bytes of a process's files. The script of a stranger runs with the right to write there."""
+
+
+def read_stranger(path: Path, *, most: int, start: int = 0, last: bool = False) -> bytes:
+    """Return a file, from ``start`` on, in a folder in which the script may write as well.
+
+    most : a larger file is an error; with ``last``, its last bytes are returned instead.
+    Raises UserError if it is a link, a FIFO or anything else but a regular file, or unreadable.
+    """
+    with file_errors(f"{path.name} cannot be read", ADVICE):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise UserError(f"{path.name} is no regular file any more{ADVICE}")
+            if status.st_size > most and not last:
+                raise UserError(f"{path.name} has more than {most:,} bytes{ADVICE}")
+            file.seek(max(0, status.st_size - most) if last else start)
+            return file.read(most)
+
+
+class RecordReader:
+    """Reads the records of a run, also while they are still written; ``processes`` by their id."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._offsets: dict[int, int] = defaultdict(int)
+        self.processes: dict[int, RankRecords] = {}
+
+    def read(self) -> bool:
+        """Add the records written since the last call; return whether the script came further.
+
+        A line that a killed process left unfinished is left out.
+        Raises UserError for what no probe has written.
+        """
+        further = False
+        with file_errors("the audit's records cannot be read", ADVICE):
+            for name in [one for one in os.listdir(self._folder) if one.endswith(".jsonl")]:
+                pid = int(name.partition(".")[0])
+                path = self._folder / name
+                content = read_stranger(path, start=self._offsets[pid], most=MOST_RECORDS)
+                whole = content[: content.rfind(b"\n") + 1]
+                self._offsets[pid] += len(whole)
+                process = self.processes.setdefault(pid, RankRecords(pid, []))
+                for line in whole.splitlines():
+                    record = json.loads(line)
+                    if not isinstance(record, dict) or not isinstance(record.get("k"), str):
+                        raise UserError(f"{name} holds a line that is no record{ADVICE}")
+                    process.by_kind[record["k"]].append(record)
+                    process.records.append(record)
+                    further |= record["k"] not in ("stack", "stands")
+        return further
 
 
 def read_recording(folder: Path, *, asked_size: int | None = None, **facts: Any) -> Recording:
     """Return the recording in a folder: which process was which rank, and what it recorded.
 
-    ``facts`` are fields of ``Recording``.
+    ``facts`` are fields of ``Recording``. Raises UserError for what no probe has written.
     """
-    processes = {
-        int(path.stem): read_process(folder, int(path.stem)) for path in folder.glob("*.jsonl")
-    }
+    reader = RecordReader(folder)
+    reader.read()
     ranks: dict[int, RankRecords] = {}
-    for one in sorted(processes.values(), key=lambda one: len(one.by_kind["step"])):
-        if (rank := _rank(one)) is not None and (one.by_kind["step"] or one.by_kind["group"]):
-            ranks[rank] = RankRecords(one.pid, one.records, one._numbers, rank)
-    trained = {one.pid: one for one in ranks.values()}
-    others = []
-    for one in processes.values():
+    for one in sorted(reader.processes.values(), key=lambda one: len(one.by_kind["step"])):
+        path = folder / f"{one.pid}.f64"
+        content = read_stranger(path, most=MOST_NUMBERS) if os.path.lexists(path) else b""
+        one._numbers = np.frombuffer(content[: len(content) // 8 * 8], dtype=np.float64)
+        rank = _rank(one)
+        if rank is not None and (one.by_kind["step"] or one.by_kind["group"]):
+            one.rank, ranks[rank] = rank, one
+    by_pid = {one.pid: one for one in ranks.values()}
+    others: list[RankRecords] = []
+    for one in reader.processes.values():
         parent = next((start["ppid"] for start in one.by_kind["start"]), None)
-        if one.pid in trained:
-            continue
-        if parent in trained:
-            trained[parent].workers.append(one)
-        else:
-            others.append(one)
+        if one.pid not in by_pid:
+            (by_pid[parent].workers if parent in by_pid else others).append(one)
     sizes = [group["world"] for one in ranks.values() for group in one.by_kind["group"]]
     size = max(sizes, default=len(ranks))
     return Recording(size, [ranks[r] for r in sorted(ranks)], others, asked_size, **facts)
 
 
-def _rank(one: ProcessRecords) -> int | None:
+def _rank(one: RankRecords) -> int | None:
     """Return which rank a process is; None if nothing tells."""
-    for group in one.by_kind["group"]:
-        return int(group["rank"])
-    for start in one.by_kind["start"]:
-        if start["hint"] is not None:
-            return int(start["hint"])
-        if "RANK" in start["variables"]:
-            return int(start["variables"]["RANK"])
-    return 0 if one.by_kind["step"] else None
+    starts = one.by_kind["start"]
+    said = [group["rank"] for group in one.by_kind["group"]]
+    said += [start["hint"] for start in starts]
+    said += [start["variables"].get("RANK") for start in starts]
+    said += [0] if one.by_kind["step"] else []
+    return next((int(rank) for rank in said if rank is not None), None)

@@ -1,188 +1,38 @@
-"""What an audit shows: ``print_audit`` on the terminal, ``write_json`` in a file.
+"""What an audit shows: on the terminal, in a JSON file, and on a page that can be sent alone.
 
-The script's text (names of files, lines of code, its command) comes from a stranger: it is shown
-without markup and without control characters.
+``as_json`` holds all of it; the terminal and the page show its parts. The script's text (names of
+files, lines of code, its command) comes from a stranger: it is shown without markup and without
+control characters.
 """
 
-import re
+import platform
 import textwrap
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from common.errors import count
 from common.utils.atomic_files import write_atomically
+from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, label
-from lab.audit.findings.finding import Finding
+from lab.audit.findings.finding import FAULT, Finding
 from lab.audit.result import AuditResult
 from lab.predict.readable import bytes_text, duration_text
 
 FORMAT = 1
+OWN_FAULT = "a part of lab audit itself"
+"""Is in what the findings say where the probe has failed."""
 QUESTION = "Equals one process that computes each rank's share and averages"
-STYLES = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yellow"}
+_STYLES = {0: "bold green", 1: "bold red", 2: "bold yellow"}
 _WIDTH = 100  # longer lines are hard to read; a file or a pipe has no width of its own
 _MOST_EVIDENCE = 3  # sentences of a finding on the terminal
 _MOST_TEXT, _MOST_LINES = 600, 12  # characters of a line, lines of a text, on the terminal
-_NUMBER = re.compile(r"(?<![\w.])(\d[\d,.]*(?:e[+-]?\d+)?(?![\w]))")
-_ON_RANKS = re.compile(r"\(on [^()]+ ranks\)$")  # holds for some runs only
-_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(%|[mµn]?s|[kMG]?B)(\W|$))")  # where no line should break
-
-
-def print_audit(console: Console, result: AuditResult) -> None:
-    """Print the verdict, the findings, what is right, the notices, the unknown and the speed."""
-    if not console.is_terminal:
-        console = Console(file=console.file, highlight=False, width=_WIDTH)
-    console.width = min(console.width, _WIDTH)
-    _print_wrapped(console, "", verdict_text(result), style=STYLES[result.verdict.answer])
-    for line in (f"{counts_text(result)}: {result.command}", *result.remarks):
-        _print_wrapped(console, "", line)
-    if result.faults and result.failure:  # without faults, `lab` prints it as its last line
-        _print_wrapped(console, "", f"Incomplete: {result.failure}")
-    for finding in result.faults:
-        console.print()
-        _print_wrapped(console, "FAULT: ", title(finding), style="bold red")
-        _print_details(console, finding)
-    if result.right:
-        console.print(Text("\nChecked and right:", style="bold"))
-        _print_wrapped(console, "  ", one_line("; ".join(joined(result.right))) + ".")
-    _print_list(console, "Notices (details: --json or --html)", map(title, result.notices))
-    _print_list(console, "Could not be checked", joined(result.unknown))
-    _print_list(console, "Computed again in one process", replay_lines(result.replay))
-    _print_list(console, "Speed", speed_lines(result.performance))
-
-
-def verdict_text(result: AuditResult) -> str:
-    """Return the answer to ``QUESTION`` with its reason, as one sentence."""
-    return f"{QUESTION}: {result.verdict.answer} — {one_line(result.verdict.why).rstrip('.')}."
-
-
-def counts_text(result: AuditResult) -> str:
-    """Return what was found where, as in "2 faults and 1 notice on 2 ranks with torch 2.9"."""
-    counts = {"fault": len(result.faults), "notice": len(result.notices)}
-    found = [f"{count} {kind}{'s' * (count != 1)}" for kind, count in counts.items() if count]
-    torch = versions(result)["torch"]
-    version = f" with torch {torch}" if torch else ""
-    return f"{enumerated(found) or 'No fault found'} on {runs_text(result)}{version}"
-
-
-def runs_text(result: AuditResult) -> str:
-    """Return the numbers of ranks that ran, as in "2 and 3 ranks"."""
-    return ranks_text([recording.size for recording in result.recordings])
-
-
-def ranks_text(sizes: Iterable[int]) -> str:
-    """Return "2 and 3 ranks" or "1 rank"; "no run" without any."""
-    numbers = enumerated(str(size) for size in sorted(set(sizes)))
-    return f"{numbers} {'rank' if numbers == '1' else 'ranks'}" if numbers else "no run"
-
-
-def enumerated(words: Iterable[str]) -> str:
-    """Return "a, b and c"."""
-    *first, last = [*words] or [""]
-    return f"{', '.join(first)} and {last}" if first else last
-
-
-def joined(sentences: Iterable[str]) -> list[str]:
-    """Join the sentences on single runs that differ only in numbers: "12 and 8 batches"."""
-    alike: dict[tuple[str, ...], list[list[str]]] = {}
-    for sentence in sentences:
-        parts = _NUMBER.split(sentence) if _ON_RANKS.search(sentence) else [sentence]
-        alike.setdefault(tuple(parts[::2]), []).append(parts)
-    return [
-        "".join(enumerated(dict.fromkeys(each)) for each in zip(*found, strict=True))
-        for found in alike.values()
-    ]
-
-
-def title(finding: Finding) -> str:
-    """Return a finding's title with the numbers of ranks at which it was found."""
-    sizes = f" ({ranks_text(finding.sizes)})" if finding.sizes else ""
-    return finding.entry.title + sizes
-
-
-def speed_lines(performance: Mapping[str, Any] | None) -> list[str]:
-    """Return the measured step and the predicted ones as sentences; none without a measurement."""
-    if not performance:
-        return []
-    sent, most = performance["bytes_sent"], performance["most_bytes_sent"]
-    busiest = f", at most {bytes_text(most)}" if most > 1.01 * sent else ""
-    lines = [
-        f"{duration_text(performance['seconds'])} a step on {ranks_text([performance['ranks']])}; "
-        f"exposed communication {duration_text(performance['exposed_seconds'])} "
-        f"({100 * performance['exposed_share']:.0f} % of a step); a rank sends "
-        f"{bytes_text(sent)} a step{busiest}"
-    ]
-    if steps := performance["predicted"]:
-        each = (f"{one['strategy']} {duration_text(one['step_seconds'])}" for one in steps)
-        lines.append(f"predicted for this model and batch: {', '.join(each)}")
-    return [*lines, *filter(None, [performance["source"], performance["note"]])]
-
-
-def replay_lines(replay: Mapping[str, Any] | None) -> list[str]:
-    """Return what the computation in one process showed, as sentences."""
-    if not replay:
-        return []
-    if why_not := replay.get("why_not"):
-        return [f"not possible: {why_not}"]
-    return [
-        f"step {step}: the weights of {ranks_text([replay['ranks']])} differ by at most "
-        f"{difference:.1g} of their size ({parameter})"
-        for step, difference, parameter in replay["steps"]
-    ]
-
-
-def one_line(text: str) -> str:
-    """Return ``text`` on one line, harmless for a terminal, and not too long."""
-    line = " ".join(calm(text).split())
-    return line if len(line) <= _MOST_TEXT else line[: _MOST_TEXT - 2] + " …"
-
-
-def _print_details(console: Console, finding: Finding) -> None:
-    """Print evidence, place, cause, cure and certainty below each other."""
-    shown, hidden = finding.evidence[:_MOST_EVIDENCE], finding.evidence[_MOST_EVIDENCE:]
-    more = [f"{len(hidden)} more: see --json or --html"] if hidden else []
-    rows = {
-        "found": [*shown, *more],
-        "at": [str(finding.at)] if finding.at else [],
-        "cause": [finding.entry.cause],
-        "cure": [finding.entry.cure],
-        "sure": [finding.sure],
-    }
-    for name, texts in rows.items():
-        for index, text in enumerate(texts):
-            _print_wrapped(console, f"  {'' if index else name:<6}", text)
-
-
-def _print_list(console: Console, heading: str, texts: Iterable[str]) -> None:
-    """Print a heading and a line for each text; nothing without texts."""
-    for index, text in enumerate(texts):
-        if index == 0:
-            console.print(Text(f"\n{heading}:", style="bold"))
-        _print_wrapped(console, "- ", text)
-
-
-def _print_wrapped(console: Console, start: str, text: str, *, style: str = "") -> None:
-    """Print a text after ``start``; its further lines are indented as far."""
-    space = " " * len(start)
-    for index, line in enumerate(calm(text).splitlines()[:_MOST_LINES]):
-        own_space = line[: len(line) - len(line.lstrip())] if index else ""
-        lines = textwrap.wrap(
-            _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", one_line(line)),
-            console.width,
-            initial_indent=(space if index else start) + own_space,
-            subsequent_indent=space + own_space,
-            break_on_hyphens=False,
-        )
-        shown = "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
-        console.print(Text(shown, style=style), soft_wrap=True)
-
-
-def write_json(path: Path, result: AuditResult) -> None:
-    """Write the audit atomically, with stable names: of findings, those of catalogue.toml."""
-    write_atomically(path, encode(as_json(result), indent=1) + b"\n")
 
 
 def as_json(result: AuditResult) -> dict[str, Any]:
@@ -190,9 +40,10 @@ def as_json(result: AuditResult) -> dict[str, Any]:
     content = {
         "command": result.command,
         "status": result.status,
+        "headline": result.headline,
         "failure": result.failure,
         "verdict": {"question": QUESTION, **msgspec.to_builtins(result.verdict)},
-        "findings": [finding_json(one) for one in result.findings],
+        "findings": [_finding_json(one) for one in result.findings],
         "right": result.right,
         "unknown": result.unknown,
         "remarks": result.remarks,
@@ -200,19 +51,19 @@ def as_json(result: AuditResult) -> dict[str, Any]:
             {
                 "ranks": one.size,
                 "asked_ranks": one.asked_size,
-                "steps": max((len(rank.by_kind["step"]) for rank in one.ranks), default=0),
+                "steps": one.steps,
                 "hung": one.hung,
             }
             for one in result.recordings
         ],
-        "versions": versions(result),
+        "versions": _versions(result),
         "performance": result.performance,
-        "replay": result.replay,
+        "replay": None,  # kept for readers of older results
     }
     return label("audit", FORMAT) | _plain(msgspec.to_builtins(content))
 
 
-def finding_json(finding: Finding) -> dict[str, Any]:
+def _finding_json(finding: Finding) -> dict[str, Any]:
     """Return a finding with the catalogue's texts as plain values."""
     entry, at = finding.entry, finding.at
     return {
@@ -228,12 +79,15 @@ def finding_json(finding: Finding) -> dict[str, Any]:
     }
 
 
-def versions(result: AuditResult) -> dict[str, str]:
-    """Return the versions of Python and torch that the script ran with."""
-    ranks = [rank for recording in result.recordings for rank in recording.ranks]
-    python = {str(one["python"]) for rank in ranks for one in rank.by_kind["start"]}
-    torch = {str(one["version"]) for rank in ranks for one in rank.by_kind["torch"]}
-    return {"python": ", ".join(sorted(python)), "torch": ", ".join(sorted(torch))}
+def _versions(result: AuditResult) -> dict[str, str]:
+    """Return the Python and the torch that the script ran with."""
+    found: dict[str, set[str]] = {"python": set(), "executable": set(), "torch": set()}
+    for process in (one for recording in result.recordings for one in recording.processes):
+        for start in process.by_kind["start"]:
+            found["python"].add(str(start.get("python")))
+            found["executable"].add(str(start.get("executable")))
+        found["torch"] |= {str(record["version"]) for record in process.by_kind["torch"]}
+    return {name: ", ".join(sorted(texts)) for name, texts in found.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -243,3 +97,141 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {calm(str(key)): _plain(one) for key, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def write_json(path: Path, result: AuditResult) -> None:
+    """Write the audit atomically, with stable names: of findings, those of catalogue.toml."""
+    write_atomically(path, encode(as_json(result), indent=1) + b"\n")
+
+
+# --- what the terminal and the page show alike ---
+
+
+def _view(result: AuditResult) -> dict[str, Any]:
+    """Return the content with the sentences that are shown, calm as well."""
+    content = as_json(result)
+    verdict, versions = content["verdict"], content["versions"]
+    for one in content["findings"]:
+        sizes = f" ({_ranks_text(one['ranks'])})" if one["ranks"] else ""
+        one["shown"] = one["title"] + sizes
+    watched = max((run["steps"] for run in content["runs"]), default=0)
+    ran = _ranks_text(run["ranks"] for run in content["runs"])
+    shown = {
+        "answer": f"{content['headline'][:1].upper()}{content['headline'][1:].rstrip('.')}.",
+        "equality": f"{verdict['question']}: {verdict['answer']} — {verdict['why'].rstrip('.')}.",
+        "watched": f"Watched {count(watched, 'step')} on {ran}, with Python {versions['python']} "
+        f"({versions['executable']}) and torch {versions['torch'] or '(none)'}: "
+        f"{content['command']}",
+        "incomplete": result.failure if result.faults else None,
+        "faults": [one for one in content["findings"] if one["severity"] == FAULT],
+        "notices": [one for one in content["findings"] if one["severity"] != FAULT],
+        "own_faults": [one for one in content["unknown"] if OWN_FAULT in one],
+        "unknown": [one for one in content["unknown"] if OWN_FAULT not in one],
+        "speed": _speed_lines(content["performance"]),
+    }
+    return content | _plain(shown)
+
+
+def _ranks_text(sizes: Iterable[int]) -> str:
+    """Return "2 and 3 ranks" or "1 rank"; "no ranks" without any."""
+    numbers = " and ".join(str(size) for size in sorted(set(sizes)))
+    return f"{numbers or 'no'} {'rank' if numbers == '1' else 'ranks'}"
+
+
+def _speed_lines(performance: Mapping[str, Any] | None) -> list[str]:
+    """Return the measured step and the predicted ones as sentences; none without a measurement."""
+    if not performance:
+        return []
+    sent, most = performance["bytes_sent"], performance["most_bytes_sent"]
+    busiest = f", at most {bytes_text(most)}" if most > 1.01 * sent else ""
+    predicted = ", ".join(
+        f"{one['strategy']} {duration_text(one['step_seconds'])}"
+        for one in performance["predicted"]
+    )
+    lines = [
+        f"{duration_text(performance['seconds'])} a step on {_ranks_text([performance['ranks']])}; "
+        f"exposed communication {duration_text(performance['exposed_seconds'])} "
+        f"({100 * performance['exposed_share']:.0f} % of a step); a rank sends "
+        f"{bytes_text(sent)} a step{busiest}",
+        f"predicted for this model and batch: {predicted}" if predicted else None,
+        performance["source"],
+        performance["note"],
+    ]
+    return [line for line in lines if line]
+
+
+# --- the terminal ---
+
+
+def print_audit(console: Console, result: AuditResult) -> None:
+    """Print the answer, the findings, what is right, the notices, the unknown and the speed."""
+    if not console.is_terminal:
+        console = Console(file=console.file, highlight=False, width=_WIDTH)
+    view = _view(result)
+    _print(console, "", view["answer"], style=_STYLES[result.status])
+    incomplete = [f"Incomplete: {view['incomplete']}"] if view["incomplete"] else []
+    for text in (view["equality"], view["watched"], *view["remarks"], *incomplete):
+        _print(console, "", text)
+    for text in view["own_faults"]:
+        _print(console, "Report this: ", text, style=_STYLES[2])
+    for finding in view["faults"]:
+        _print(console, "\nFAULT: ", finding["shown"], style="bold red")
+        _print_details(console, finding)
+    right = [f"{'; '.join(view['right'])}."] if view["right"] else []
+    for heading, start, texts in (
+        ("Checked and right", "  ", right),
+        ("Notices (details: --json or --html)", "- ", [one["shown"] for one in view["notices"]]),
+        ("Could not be checked", "- ", view["unknown"]),
+        ("Speed", "- ", view["speed"]),
+    ):
+        if texts:
+            _print(console, "\n", f"{heading}:", style="bold")
+        for text in texts:
+            _print(console, start, text)
+
+
+def _print_details(console: Console, finding: Mapping[str, Any]) -> None:
+    """Print evidence, place, cause, cure and certainty below each other."""
+    evidence, at = finding["evidence"], finding["at"]
+    hidden = len(evidence) - _MOST_EVIDENCE
+    rows = [("found", evidence[0]), *(("", one) for one in evidence[1:_MOST_EVIDENCE])]
+    rows += [("", f"{hidden} more: see --json or --html")] if hidden > 0 else []
+    rows += [("at", f"{at['file']}:{at['line']}: {at['text']}")] if at else []
+    rows += [(name, finding[name]) for name in ("cause", "cure", "sure")]
+    for name, text in rows:
+        _print(console, f"  {name:<6}", text)
+
+
+def _print(console: Console, start: str, text: str, *, style: str = "") -> None:
+    """Print a text after ``start``; its further lines are indented as far."""
+    space = " " * len(start.lstrip("\n"))
+    for index, line in enumerate(text.splitlines()[:_MOST_LINES]):
+        shown = line if len(line) <= _MOST_TEXT else line[: _MOST_TEXT - 2] + " …"
+        wrapped = textwrap.wrap(
+            shown,
+            min(console.width, _WIDTH),
+            initial_indent=space if index else start,
+            subsequent_indent=space,
+            break_on_hyphens=False,
+        )
+        console.print(Text("\n".join(wrapped), style=style), soft_wrap=True)
+
+
+# --- the page ---
+
+
+def write_page(path: Path, result: AuditResult) -> None:
+    """Write the page of an audit atomically; jinja2 escapes every text."""
+    here = Path(__file__).parent
+    template = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([here, here.parent / "report"]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    ).get_template("page.html.jinja")
+    facts = {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "machine": f"{platform.platform()}, {usable_cores()} cores",
+    }
+    write_atomically(path, template.render(_view(result), facts=facts).encode())

@@ -4,16 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lab.audit.findings.finding import Finding
+from lab.audit.findings.finding import FAULT, Finding
 from lab.audit.recording import Recording
 
-UNEQUAL = (
-    "group-unused", "ddp-bypassed", "weights-averaged", "clipped-before-averaging",
-    "value-clipped-before-averaging", "averaged-twice", "scaled-in-loss", "sum-not-mean",
-    "literal-divisor", "some-parameters", "stale-gradient", "own-gradient", "not-the-mean",
-    "different-start", "weights-diverge", "different-learning-rates", "different-optimizer-state",
-)  # fmt: skip
-"""Findings with which the ranks train something else than one process would."""
 BATCHNORM = (
     "each rank's BatchNorm uses the statistics of its own share, so the mean of the shares rightly"
     " differs from one pass over the whole batch"
@@ -43,7 +36,6 @@ class AuditResult:
     right, unknown : sentences on what was checked and is right, and on what could not be checked.
     remarks : on the runs themselves, e.g. that the script fixes its number of ranks.
     performance : of the largest run, see performance.py; empty if nothing was measured.
-    replay : see replay.py; None if it was not asked for.
     failure : why a run could not be audited, or not to its end, and what to try; None if all could.
     """
 
@@ -55,8 +47,12 @@ class AuditResult:
     unknown: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     performance: Mapping[str, Any] | None = None
-    replay: Any = None
     failure: str | None = None
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """The findings that make the exit status 1."""
+        return tuple(one for one in self.findings if one.entry.severity == FAULT)
 
     @property
     def status(self) -> int:
@@ -66,18 +62,24 @@ class AuditResult:
         return 0 if self.failure is None and self.verdict.answer == "yes" else 2
 
     @property
-    def faults(self) -> tuple[Finding, ...]:
-        """The findings that make the exit status 1."""
-        return tuple(one for one in self.findings if one.entry.severity == "fault")
-
-    @property
-    def notices(self) -> tuple[Finding, ...]:
-        """The other findings."""
-        return tuple(one for one in self.findings if one.entry.severity != "fault")
+    def headline(self) -> str:
+        """The answer: the gravest fault, else why it could not be run, "right" or "cannot tell"."""
+        if self.faults:
+            one = _gravest(self.faults)
+            return f"{'wrong' if one.sure == 'certain' else 'probably wrong'}: {_clause(one)}"
+        if self.failure is not None:
+            return self.failure
+        if self.verdict.answer == "yes":
+            return "right: no fault was found"
+        return f"cannot tell: {self.verdict.why}"
 
 
 def verdict(
-    recordings: Sequence[Recording], findings: Sequence[Finding], unknown: Sequence[str] = ()
+    recordings: Sequence[Recording],
+    findings: Sequence[Finding],
+    unknown: Sequence[str] = (),
+    *,
+    failure: str | None = None,
 ) -> EqualityVerdict:
     """Return the verdict on all runs of a script.
 
@@ -85,35 +87,36 @@ def verdict(
     ----------
     findings : of all checks.
     unknown : sentences on what could not be checked; those on gradients and weights count.
+    failure : why a run could not be audited to its end: then only "no" is certain.
     """
-    faults = [one for one in findings if one.name in UNEQUAL]
-    certain = [one for one in faults if one.sure == "certain"]
-    if faults:
-        one = (certain or faults)[0]
-        title = one.entry.title[:1].lower() + one.entry.title[1:]
-        likely = "" if certain else "probably "
-        return EqualityVerdict("no", f"{likely}{title}{_sizes(one)}")
+    if faults := [one for one in findings if one.entry.unequal]:
+        one = _gravest(faults)
+        return EqualityVerdict("no", ("" if one.sure == "certain" else "probably ") + _clause(one))
     reasons = [one for one in unknown if one.startswith(("gradients: ", "weights: "))]
     if any(one.name == "collectives-differ" for one in findings):
         reasons.append("gradients: the ranks do not call the same collectives")
-    if not recordings:
-        reasons.append("gradients: nothing was recorded")
+    elif failure is not None or not recordings:
+        reasons.insert(0, "gradients: the script could not be run to the end of the audit")
     if reasons:
         return EqualityVerdict("cannot tell", reasons[0].partition(": ")[2])
     why = "the ranks start equal, and every watched update uses the mean of their gradients"
     if any(one.name == "same-samples" for one in findings):
         why += "; but the ranks train on the same samples"
-    if any(_has_batchnorm(one) for one in recordings):
+    ranks = [rank for recording in recordings for rank in recording.ranks]
+    if any(one.get("batchnorm") for rank in ranks for one in rank.by_kind["eval"]):
         why += f"; {BATCHNORM}"
     return EqualityVerdict("yes", why)
 
 
-def _sizes(one: Finding) -> str:
-    if not one.sizes:
-        return ""
-    listed = " and ".join(str(size) for size in one.sizes)
-    return f" ({listed} ranks)"
+def _gravest(found: Sequence[Finding]) -> Finding:
+    """Return the first that is certain, else the first: what explains others comes first."""
+    return next((one for one in found if one.sure == "certain"), found[0])
 
 
-def _has_batchnorm(recording: Recording) -> bool:
-    return any(one.get("batchnorm") for rank in recording.ranks for one in rank.by_kind["eval"])
+def _clause(one: Finding) -> str:
+    """Return what was found, and where, for the middle of a sentence."""
+    sizes = " and ".join(str(size) for size in one.sizes)
+    title = one.entry.title
+    if title.split()[0].istitle():  # not a name such as DistributedDataParallel
+        title = title[:1].lower() + title[1:]
+    return f"{title} ({sizes} ranks)" if sizes else title

@@ -8,7 +8,6 @@ steps train on noise without messages.
 from dataclasses import replace
 from pathlib import Path
 
-from common.cost_model.calibration_file import Calibration, calibration_path
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import process_group
 from common.errors import UserError
@@ -19,6 +18,7 @@ from common.utils.registry import choices_text
 from common.utils.system import usable_cores
 from lab.calibrate.fits import fit_calibration
 from lab.calibrate.rank_measurements import Measures, measure_rank
+from lab.predict.calibration_file import Calibration, calibration_path
 
 _MOST_RANKS = 8
 _SIZES = (
@@ -94,9 +94,9 @@ def calibrate_nodes(
 
     Raises GroupError and UserError as ``common.distributed.process_group.process_group`` does.
     """
-    if launch.size < 2:
+    if launch.world_size < 2:
         raise UserError(
-            f"--num-nodes: got {launch.size}, give 2 or more: one node sends no messages"
+            f"--num-nodes: got {launch.world_size}, give 2 or more: one node sends no messages"
         )
     measures = measures or measures_for(model, image, quick=quick)
     with process_group(launch, backend="gloo", timeout_seconds=timeout_seconds) as world:

@@ -60,10 +60,10 @@ def _calibrate(args: argparse.Namespace) -> int:
 
     With ``--profile`` measure the layers alone.
     """
-    from common.cost_model.calibration_file import calibration_path, describe
     from common.distributed.launch_env import LaunchSpec
     from common.emulation.compute_profile import MEASURED
     from lab.calibrate.calibration import calibrate, calibrate_nodes
+    from lab.predict.calibration_file import calibration_path, describe
 
     if args.profile is not None:
         return _profile_layers(args, args.profile)

@@ -8,11 +8,12 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any, cast
 
-from common.cost_model.calibration_file import Calibration, FitRecord, GradientShape, count
-from common.cost_model.compute_model import ComputeModel, ComputeProfile
-from common.cost_model.event_model import Network, Rate, loads
+from common.errors import count
 from common.sync.message_cost import KINDS
 from lab.fitting import Fit, fit
+from lab.predict.calibration_file import Calibration, FitRecord, GradientShape
+from lab.predict.compute_model import ComputeModel, ComputeProfile
+from lab.predict.event_model import Network, Rate, loads
 
 _LEAST_TURNS = 2
 _QUIET_SHARE = 0.04  # of the cores; the kernel's counters resolve no less in a quarter of a second

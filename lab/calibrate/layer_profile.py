@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from common.cost_model.calibration_file import count, noise_warning
 from common.emulation.compute_profile import Layer, Profile, SectionTime
-from common.errors import UserError
-from common.profiling.layer_timer import Call, LayerTimer
+from common.errors import UserError, count
 from common.utils.environment import environment
-from common.utils.progress import Counter, console
+from common.utils.progress import console, show_progress
 from common.utils.system import tune_malloc, usable_cores
 from lab.calibrate.fits import fit_line, mean_share, quiet
+from lab.calibrate.layer_timer import Call, LayerTimer
 from lab.calibrate.trainer import Trainer
+from lab.predict.calibration_file import noise_warning
 
 SAMPLES = (16, 48, 112, 256)
 _ROUNDS, _STEPS = 5, 2
@@ -60,10 +60,10 @@ def measure_profile(
         )
         with (
             LayerTimer(trainer.model, trainer.criterion, device=device) as timer,
-            Counter("layers", total=len(turns), unit="measurements") as counter,
+            show_progress("layers", total=sum(turns), unit="samples") as show,
         ):
             for done, batch in enumerate(turns):
-                counter.show(done, share=sum(turns[:done]) / sum(turns))
+                show(sum(turns[:done]))
                 steps += _timed_steps(trainer, timer, batch)
         return _fit_profile(name, model, image, device, steps)
     finally:

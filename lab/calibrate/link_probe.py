@@ -1,7 +1,7 @@
 """Measure what messages cost on the nodes at hand, for predictions of emulated nodes.
 
 Start ``python -m lab.calibrate.link_probe --output FILE --kinds all_reduce ... --master-ip IP
---num-nodes N --rank R`` on each node; rank 0 writes the file (common/cost_model/measured_links.py).
+--num-nodes N --rank R`` on each node; rank 0 writes the file (lab/predict/measured_links.py).
 """
 
 import argparse
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from common.cost_model.measured_links import MeasuredLinks
-from common.profiling.link_measurements import measure_links
 from common.sync.message_cost import KINDS
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import encode
+from lab.calibrate.link_measurements import measure_links
+from lab.predict.measured_links import MeasuredLinks
 
 
 def main() -> None:

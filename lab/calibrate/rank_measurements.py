@@ -6,7 +6,7 @@ all numbers alike. Sizes are in bytes, times in seconds.
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -17,7 +17,11 @@ from torch import Tensor
 
 from common.distributed.collectives import gather_objects
 from common.distributed.process_group import current_world
-from common.profiling.link_measurements import (
+from common.sync.message_cost import KINDS
+from common.utils.environment import environment
+from common.utils.progress import show_progress
+from common.utils.system import tune_malloc, usable_cores
+from lab.calibrate.link_measurements import (
     FLOAT_BYTES,
     MEMORY_SIZES,
     SPREAD,
@@ -28,15 +32,10 @@ from common.profiling.link_measurements import (
     seconds_of_call,
     time_memory,
 )
-from common.sync.message_cost import KINDS
-from common.utils.environment import environment
-from common.utils.progress import Counter
-from common.utils.system import tune_malloc, usable_cores
 from lab.calibrate.trainer import WARM_UP_STEPS, Trainer, cpu_seconds, spent
 
 _LIMIT_SECONDS = 600.0
 _WARM_UP_ROUNDS = 1
-_STEP_ROUND = 20  # message rounds that take about as long as a round of VGG-11's training steps
 _OVERLAP_BYTES = 8_000_000
 _PROBE_SAMPLES, _LONGEST_BACKWARD_SECONDS = 4, 6.0
 
@@ -67,15 +66,6 @@ class Measures:
     def number(self) -> int:
         """The number of measurements, for the progress."""
         return _WARM_UP_ROUNDS + self.rounds + self.step_rounds
-
-    def share(self, done: int) -> float:
-        """Return the approximate share of the time that the first ``done`` measurements take."""
-        rounds = _WARM_UP_ROUNDS + self.rounds
-        parts = [
-            min(number, rounds) + _STEP_ROUND * max(0, number - rounds)
-            for number in (done, self.number)
-        ]
-        return parts[0] / parts[1]
 
 
 Row = list[int | float]
@@ -131,11 +121,11 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
     cores = usable_cores()
     threads = max(1, cores // ranks_here)
     torch.set_num_threads(threads)
-    with Counter(
+    with show_progress(
         "calibration", total=measures.number, unit="measurements", visible=rank == 0
-    ) as counter:
+    ) as show:
         with torch.no_grad():
-            turns = time_messages(rank, size, measures, counter)
+            turns = time_messages(rank, size, measures, show)
         trainer = Trainer(measures.model, measures.image, most_samples=max(measures.samples))
         samples = _affordable(trainer, measures.samples, ranks_here)
         mine = tuple(max(2, count // ranks_here) for count in samples)
@@ -149,8 +139,7 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
             "environment": environment(),
         }
         for done in range(measures.number - measures.step_rounds, measures.number):
-            steps_next = f"next: training steps of {measures.model}"
-            counter.show(done, note=steps_next, share=measures.share(done))
+            show(done)
             found["together"] += trainer.time_steps(mine, steps=measures.steps, after_step=barrier)
             found["overlap"].append(_overlap(trainer, mine[-1]))
             if ranks_here > 1:
@@ -164,7 +153,9 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
     }
 
 
-def time_messages(rank: int, size: int, measures: Measures, counter: Counter) -> list[MessageRound]:
+def time_messages(
+    rank: int, size: int, measures: Measures, show: Callable[[int], None]
+) -> list[MessageRound]:
     """Return "messages", "memory" and "cpu" for each round. Collective.
 
     "messages" has rows [bytes, seconds, seconds without the message] for each kind, from a common
@@ -178,7 +169,7 @@ def time_messages(rank: int, size: int, measures: Measures, counter: Counter) ->
     calls = {kind: message_call(kind, rank, size) for kind in KINDS}
     rounds: list[MessageRound] = []
     for done in range(_WARM_UP_ROUNDS + measures.rounds):
-        counter.show(done, note="next: messages", share=measures.share(done))
+        show(done)
         began = cpu_seconds()
         found: dict[str, list[Row]] = {kind: [] for kind in KINDS}
         for nbytes, repeats in measures.sizes:

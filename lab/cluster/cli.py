@@ -12,11 +12,12 @@ from pathlib import Path
 from common.errors import INTERRUPTED, UserError
 from common.utils.environment import RUN_TOKEN, setting
 from common.utils.paths import REPORTS, new_folder
-from common.utils.processes import find_root_failure, shell_status
+from common.utils.processes import shell_status
 from lab.cluster import control
 from lab.cluster.cluster import FAULTS, Cluster, End
 from lab.cluster.program import check_placeholders, node_environment, parse_python
 from lab.flags import add_command
+from lab.processes.first_failure import find_root_failure
 from lab.processes.prefixed_output import PrefixedOutput, say
 
 _INTERRUPT_SECONDS = 5.0

@@ -21,7 +21,7 @@ import psutil
 
 from common.errors import UserError
 from common.utils.processes import adopt_orphans, descendants, kill_on_parent_exit
-from common.utils.system import batch_scheduling, open_descriptors, usable_cores
+from common.utils.system import batch_scheduling, usable_cores
 from lab.cluster import network
 from lab.cluster.network import Link
 from lab.cluster.program import NOT_FOUND, parse_python, preload_modules, reset_forked_state
@@ -187,7 +187,7 @@ class NodeSupervisor:
                 network.enter_namespace(network.namespace_file(node))
             elif die_with_parent := kill_on_parent_exit():
                 die_with_parent()
-            os.closerange(3, max(open_descriptors(), default=255) + 1)
+            os.closerange(3, max(map(int, os.listdir("/dev/fd"))) + 1)
             os.environ.clear()
             os.environ.update(environment)
             os.chdir(folder)

@@ -40,15 +40,17 @@ def missing() -> dict[str, str]:
 
 
 @cache
-def unshare_command() -> tuple[str, ...] | None:
+def unshare_command(
+    namespaces: tuple[str, ...] = _NAMESPACES, users: str = "--map-root-user"
+) -> tuple[str, ...] | None:
     """Return the command that gives a process its own namespaces; None if the user may make none.
 
-    As root directly if that works, else in a user namespace.
+    As root directly if that works, else in a user namespace; ``users`` says who the user is there.
     """
     if sys.platform != "linux" or (unshare := shutil.which("unshare", path=search_path())) is None:
         return None
-    as_root = [(unshare, *_NAMESPACES)] if os.geteuid() == 0 else []
-    commands = [*as_root, (unshare, "--user", "--map-root-user", *_NAMESPACES)]
+    as_root = [(unshare, *namespaces)] if os.geteuid() == 0 else []
+    commands = [*as_root, (unshare, "--user", users, *namespaces)]
     return next((command for command in commands if _runs([*command, "true"])), None)
 
 

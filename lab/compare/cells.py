@@ -11,12 +11,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from common.cost_model.calibration_file import count
-from common.errors import UserError
+from common.errors import UserError, count
 from common.sync import BUILT_IN, is_exact
 from common.utils.paths import part_command
 from lab.compare.settings import Settings
-from lab.units import split_variant
+from lab.units import AUTO, split_variant
 
 
 @dataclass(frozen=True)
@@ -107,6 +106,25 @@ def new_cell(
     }
 
 
+def choose_buckets(results: dict[str, Any]) -> list[str]:
+    """Give each cell of "ddp-auto" and its like the buckets that its prediction has chosen.
+
+    Returns a line for each such cell. Raises UserError if one has no prediction.
+    """
+    predicted, lines = (results["prediction"] or {"cells": {}})["cells"], []
+    for cell in results["cells"]:
+        if split_variant(cell["sync"])[1] == AUTO:
+            if cell["id"] not in predicted:
+                raise UserError(
+                    f"--sync {cell['sync']}: the prediction chooses its buckets, and there is "
+                    "none: leave out --no-predict, and for a plan run `lab calibrate` first"
+                )
+            size = cell["bucket_mb"] = predicted[cell["id"]]["bucket_mb"]
+            chosen = "the default sizes" if size is None else f"{size:g} MiB"
+            lines.append(f"{cell['id']}: the event model chooses buckets of {chosen}")
+    return lines
+
+
 def in_turns(folder: Path, settings: Settings, cells: Sequence[dict[str, Any]]) -> list[Run]:
     """Return all runs: each cell once, then each again in the opposite order, and so on.
 
@@ -136,7 +154,6 @@ def node_command(run: Run) -> list[str]:
     """Return what follows ``python`` on each node, without address, number of nodes and rank."""
     settings, (sync, bucket_mb) = run.settings, split_variant(run.cell["sync"])
     timed = settings.until_accuracy is None
-    # A CUDA graph has no sections, and only one node could have it: no fair cell.
     flags = {
         "--sync": None if sync in ("none", "ddp") else sync,
         "--dataset": settings.dataset,
@@ -144,7 +161,6 @@ def node_command(run: Run) -> list[str]:
         "--batch-size": run.cell["batch_size"],
         "--seed": run.seed,
         "--untimed-steps": settings.warmup,
-        "--capture": "off",
         "--output-dir": run.path.parent.parent,
         "--run-name": run.path.name,
         "--max-steps": settings.total_steps if timed else None,
@@ -156,6 +172,8 @@ def node_command(run: Run) -> list[str]:
     }
     given = [(flag, str(value)) for flag, value in flags.items() if value is not None]
     switches = ["--timeline", "--measure-only"] if timed else ["--timeline"]
+    if bucket_mb == AUTO:
+        bucket_mb = run.cell["bucket_mb"]
     own = [] if bucket_mb is None else ["--bucket-mb", str(bucket_mb)]  # the last one counts
     return [*part_command(part_of(sync)), *chain(*given), *switches, *settings.flags, *own]
 

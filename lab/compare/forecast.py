@@ -5,18 +5,20 @@ time of a step with emulated compute.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from itertools import accumulate
 from typing import Any
 
-from common.cost_model.bucket_choice import chosen_plan
-from common.cost_model.compute_model import StepCompute, local_samples
-from common.cost_model.event_model import Network, Prediction, predict_step
 from common.emulation.compute_profile import Profile
 from common.emulation.emulated_model import check_parameters
 from common.models import build_model
 from common.sync.message_cost import GradientSize
 from common.sync.message_plans import MessagePlan
+from lab.predict.bucket_choice import with_best_buckets
+from lab.predict.compute_model import StepCompute, local_samples
+from lab.predict.event_model import Network, Prediction, predict_step
 from lab.predict.tables import message_plans
 from lab.units import split_variant
 
@@ -52,7 +54,7 @@ def forecast_on_links(
         network = networks.get((nodes, cell["rate"]), Network(0.0, 0.0))  # one node sends nothing
         with contextlib.suppress(NotImplementedError):  # the plan does not say what it sends
             on_links: dict[str, Any] = {"network": network, "compute": compute_at(nodes)}
-            plan = chosen_plan(plan, gradients, nodes, **on_links)
+            plan = with_best_buckets(plan, gradients, nodes, **on_links)
             prediction = predict_step(plan, gradients, nodes, **on_links)
             cells[cell["id"]] = _entry(
                 cell, prediction, plan, gradients, why=(caveats or {}).get(nodes, "")
@@ -92,6 +94,7 @@ def _entry(
         "bound": prediction.bound,
         "in_scope": not why,
         "why": why,
+        "bucket_mb": getattr(plan, "bucket_mb", None),
         "bytes_sent": [
             float(plan.bytes_sent(gradients, rank, cell["nodes"])) / plan.period
             for rank in range(cell["nodes"])
@@ -124,12 +127,23 @@ def emulated_compute(
 
     names, gradients : of the parameters that train, in their order.
     """
+    layers, backwards = profile.layers, profile.layers[::-1]
+    forward = [layer.forward.at(samples) for layer in layers]
+    ready = accumulate(layer.backward.at(samples) for layer in backwards)
     return StepCompute.of_layers(
-        profile.forward_seconds(samples),
-        profile.ready_seconds(samples),
+        math.fsum(forward),
+        {
+            name: end
+            for layer, end in zip(backwards, ready, strict=True)
+            for name in layer.parameters
+        },
         profile.update_seconds,
         dict(zip(names, gradients, strict=True)),
-        needed=profile.needed_seconds(samples),
+        needed={
+            name: begin
+            for layer, begin in zip(layers, accumulate(forward, initial=0.0), strict=False)
+            for name in layer.parameters
+        },
     )
 
 

@@ -9,23 +9,24 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from common.cost_model.bucket_choice import has_buckets
 from common.emulation.compute_profile import Profile
 from common.errors import UserError
-from common.reporting.run_files import RunConfig, TrainingFacts
 from common.sync import STRATEGIES
 from common.utils.grouping import grouped
 from lab.compare.cells import new_cell
 from lab.compare.outcomes import (
     MACHINE_FACTS,
+    TRAINING_FACTS,
     ranks_share_cores,
     read_environment,
     read_repeat,
     read_run_file,
+    read_settings,
 )
 from lab.compare.results import FORMAT, distinct, summarise, take_timeline
+from lab.predict.bucket_choice import has_buckets
 
-_TRAINING = TrainingFacts.__struct_fields__
+_DEFAULTS = {"flip": "random", "cutout": 0, "tta": "none"}  # of runs that had no such setting
 
 
 def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
@@ -66,27 +67,27 @@ def _read(folder: Path, scaling: str) -> dict[str, Any]:
             f"{folder} is not the folder of a run: it has no config.json. Give the folder that "
             f"rank 0 wrote, reports/<part>-<sync>/<time>{found}"
         )
-    config = read_run_file(folder / "config.json", RunConfig)
+    config = read_settings(folder / "config.json")
     environment = read_environment(folder / "environment.json")
-    repeat = read_repeat(folder, seed=config.seed)
-    if len(repeat["ranks"]) != config.world_size:
+    repeat = read_repeat(folder, seed=config["seed"])
+    if len(repeat["ranks"]) != config["world_size"]:
         raise UserError(
-            f"{folder} does not fit together: config.json has world_size {config.world_size}, "
+            f"{folder} does not fit together: config.json has world_size {config['world_size']}, "
             f"ranks.json {len(repeat['ranks'])}: copy the run again"
         )
     facts: dict[str, Any] = (
-        {name: getattr(config, name) for name in _TRAINING}
+        {name: config.get(name, _DEFAULTS.get(name)) for name in TRAINING_FACTS}
         | {name: environment.get(name) for name in MACHINE_FACTS}
         | {"compute": _compute(folder, config)}
     )
     if scaling == "weak":
-        facts["batch_size"] /= config.world_size
+        facts["batch_size"] /= config["world_size"]
         facts["total_steps"] = None  # an epoch has fewer steps on more nodes
     return {
         "folder": folder,
-        "sync": _strategy(config) if config.world_size > 1 else "none",
-        "nodes": config.world_size,
-        "batch_size": config.batch_size,
+        "sync": _strategy(config) if config["world_size"] > 1 else "none",
+        "nodes": config["world_size"],
+        "batch_size": config["batch_size"],
         "facts": facts,
         "repeat": repeat,
         "environment": environment,
@@ -96,12 +97,12 @@ def _read(folder: Path, scaling: str) -> dict[str, Any]:
     }
 
 
-def _strategy(config: RunConfig) -> str:
+def _strategy(config: Mapping[str, Any]) -> str:
     """Return the name of the strategy's cell; other buckets have a cell of their own."""
-    size, known = config.bucket_mb, config.sync in STRATEGIES
-    if size is None or not known or not has_buckets(config.sync):
-        return config.sync
-    return f"{config.sync}-{size if isinstance(size, str) else f'{size:g}'}"
+    sync, size = config["sync"], config.get("bucket_mb")
+    if size is None or sync not in STRATEGIES or not has_buckets(sync):
+        return sync
+    return f"{sync}-{size if isinstance(size, str) else f'{size:g}'}"
 
 
 def _cells(
@@ -127,9 +128,9 @@ def _cells(
     return ordered, results["timelines"]
 
 
-def _compute(folder: Path, config: RunConfig) -> str:
+def _compute(folder: Path, config: Mapping[str, Any]) -> str:
     """Return "real", or name and date of the profile of emulated compute, which identify it."""
-    if config.compute == "real":
+    if config.get("compute", "real") == "real":
         return "real"
     profile = read_run_file(folder / "profile.json", Profile)
     return f"{profile.name} of {profile.made}"

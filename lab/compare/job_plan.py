@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from common.config.schema import Config, flag
-from common.cost_model.calibration_file import calibration_path, load_calibration
 from common.errors import UserError
 from common.utils.grouping import grouped
 from common.utils.paths import IN_CHECKOUT, REPOSITORY
 from common.utils.source_hash import code_facts
 from common.utils.typed_json import shown
-from lab.compare.cells import Run, plan_cells
+from lab.compare.cells import Run, choose_buckets, plan_cells
 from lab.compare.outcomes import read_run
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings
+from lab.predict.calibration_file import calibration_path, load_calibration
 
 _RUN_BY = (
     "PartOne/main.py",
@@ -66,7 +66,9 @@ def plan_comparison(
 
         calibration = load_calibration(calibration_path())
         results["prediction"] = predict_plan(results, settings, folder, calibration)
-        write_results(folder / "results.json", results)
+    for line in choose_buckets(results):
+        print(line)
+    write_results(folder / "results.json", results)
     return folder, results
 
 

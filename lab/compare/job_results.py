@@ -15,7 +15,6 @@ from typing import IO, Annotated, Any
 
 from msgspec import Meta, Struct
 
-from common.cost_model.calibration_file import calibration_path
 from common.utils.atomic_files import regular_target
 from common.utils.grouping import grouped
 from common.utils.paths import IN_CHECKOUT
@@ -40,6 +39,7 @@ from lab.compare.outcomes import (
     read_run_file,
 )
 from lab.compare.results import distinct, summarise, take_timeline, write_results
+from lab.predict.calibration_file import calibration_path
 
 _SHOWN = 5
 

@@ -114,10 +114,10 @@ def _claimed(path: Path) -> Iterator[IO[bytes]]:
 def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
     """Raise UserError if there are too few nodes, or this node's code differs from the plan's."""
     name, nodes = name_of(run), run.nodes
-    if launch.size < nodes:
+    if launch.world_size < nodes:
         raise UserError(
-            f"{name} needs {nodes} nodes, and there {'is' if launch.size == 1 else 'are'} "
-            f"{launch.size}: start it on at least {nodes}, e.g. with sbatch --nodes={nodes}"
+            f"{name} needs {nodes} nodes, and there {'is' if launch.world_size == 1 else 'are'} "
+            f"{launch.world_size}: start it on at least {nodes}, e.g. with sbatch --nodes={nodes}"
         )
     if nodes > 1 and launch.master_ip is None:
         raise UserError(

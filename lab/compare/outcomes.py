@@ -4,24 +4,35 @@
 """
 
 import contextlib
+import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeVar
+
+from msgspec import Meta, Struct
 
 from common.errors import UserError, reason_of
-from common.reporting.run_files import (
-    EpochLine,
-    MachineFacts,
-    RanksFile,
-    RunConfig,
-    StepLine,
-    Summary,
-)
+from common.profiling.records import EpochReport, Section, StepRecord
+from common.reporting.run_files import RanksFile, StepTime
 from common.utils.atomic_files import read_regular
-from common.utils.processes import find_root_failure
-from common.utils.typed_json import Facts, calm, check_facts, convert, read_json, read_lines
+from common.utils.typed_json import (
+    Count,
+    Name,
+    Ranks,
+    Seconds,
+    Seed,
+    Share,
+    Step,
+    Text,
+    calm,
+    convert,
+    read_json,
+    read_lines,
+)
 from lab.compare.cells import Run
+from lab.facts import Facts, check_facts
+from lab.processes.first_failure import find_root_failure
 
 T = TypeVar("T")
 
@@ -31,18 +42,79 @@ _MOST_LOG_BYTES = 2**20
 _NOT_REACHED = {"seconds_to_accuracy": None, "steps_to_accuracy": None}
 
 
+class Summary(Struct, kw_only=True):
+    """The entries of ``summary.json`` that are read again; a run writes more (summary.py)."""
+
+    part: Text = ""
+    sync: Name = "none"
+    nodes: Ranks = 1
+    step_seconds: StepTime | None = None
+    section_seconds: dict[Section, Seconds] | None = None
+    test_accuracy: Share | None = None
+    ranks_hold_equal_weights: bool = True
+    folder: Text = ""
+
+
+class RunConfig(TypedDict):
+    """The entries of ``config.json`` with which a reader computes; a run writes all its settings.
+
+    ``TRAINING_FACTS`` names those that must agree.
+    """
+
+    world_size: Ranks
+    sync: Name
+    batch_size: Step
+    seed: Seed
+    bucket_mb: NotRequired[Annotated[float, Meta(gt=0, le=1e9)] | Literal["auto"] | None]
+    dataset: NotRequired[Text | None]
+    steps_per_epoch: NotRequired[Count]
+    untimed_steps: NotRequired[Count | None]
+    compute: NotRequired[Text]
+
+
+TRAINING_FACTS = (
+    *("dataset", "training_images", "model", "batch_size", "seed", "learning_rate", "schedule"),
+    *("warmup_steps", "warmup_epochs", "milestones", "step_factor", "scale_lr", "total_steps"),
+    *("opt", "momentum", "nesterov", "weight_decay", "label_smoothing", "clip_norm"),
+    *("accumulation_steps", "amp", "amp_dtype", "sync_batchnorm", "pretrained_weights"),
+    *("unfreeze", "input_size", "normalise", "flip", "cutout", "tta", "untimed_steps"),
+)
+"""The settings in ``config.json`` that must agree for two runs to be comparable."""
+
+
+class MachineFacts(TypedDict, total=False):
+    """The entries of ``environment.json`` that are read again; any others may be there."""
+
+    cpu: Text | None
+    gpus: list[Text] | None
+    torch: Text | None
+    usable_cores: Ranks | None
+    git_commit: Text | None
+
+
 def read_run_file(path: Path, schema: type[T]) -> T:
     """Return a JSON file of a run. UserError if it is missing or does not fit its schema."""
     with _named_as_of_a_run(path):
         return read_json(path, schema)
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the content of a run's ``config.json``. UserError as by ``read_run_file``."""
+    return _read_facts(path, RunConfig, TRAINING_FACTS)
+
+
 def read_environment(path: Path) -> dict[str, Any]:
     """Return the content of a run's ``environment.json``. UserError as by ``read_run_file``."""
+    return _read_facts(path, MachineFacts)
+
+
+def _read_facts(path: Path, schema: Any, names: Collection[str] | None = None) -> dict[str, Any]:
+    """Return plain values, those of ``names`` or all of them checked, that fit the schema."""
     facts = read_run_file(path, Facts)
     with _named_as_of_a_run(path):
-        check_facts(facts, name=str(path))
-        convert(facts, MachineFacts, name=str(path))
+        convert(facts, schema, name=str(path))
+        shown = {name: facts[name] for name in facts if names is None or name in names}
+        check_facts(shown, name=str(path))
     return facts
 
 
@@ -63,14 +135,14 @@ def read_repeat(folder: Path, *, seed: int) -> dict[str, Any]:
     summary = read_run_file(folder / "summary.json", Summary)
     ranks = read_run_file(folder / "ranks.json", RanksFile)
     with _named_as_of_a_run(folder / "metrics.jsonl"):
-        steps = read_lines(folder / "metrics.jsonl", StepLine)
+        steps = read_lines(folder / "metrics.jsonl", StepRecord)
     return {
         "folder": str(folder),
         "seed": seed,
         "status": "done",
         "ranks": ranks.ranks,
         "timed_steps": ranks.steps,
-        "losses": [[line.step, line.loss] for line in steps],
+        "losses": [[line.step, None if math.isnan(line.loss) else line.loss] for line in steps],
         "test_accuracy": summary.test_accuracy,
         **_NOT_REACHED,
         "equal_weights": summary.ranks_hold_equal_weights,
@@ -106,12 +178,12 @@ def time_to_accuracy(path: Path, accuracy: float) -> dict[str, float | int | Non
     Evaluations do not count.
     """
     seconds = 0.0
-    steps_per_epoch = read_run_file(path / "config.json", RunConfig).steps_per_epoch
+    steps_per_epoch = read_settings(path / "config.json").get("steps_per_epoch", 0)
     with _named_as_of_a_run(path / "epochs.jsonl"):
-        epochs = read_lines(path / "epochs.jsonl", EpochLine)
+        epochs = read_lines(path / "epochs.jsonl", EpochReport)
     for epoch in epochs:
         seconds += epoch.seconds
-        if epoch.val_accuracy is not None and epoch.val_accuracy >= accuracy:
+        if epoch.val_accuracy >= accuracy:
             return {
                 "seconds_to_accuracy": seconds,
                 "steps_to_accuracy": epoch.epoch * steps_per_epoch,

@@ -13,19 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from common.cost_model.calibration_file import (
-    QUIET_SHARE,
-    Calibration,
-    calibration_path,
-    count,
-    describe,
-    load_calibration,
-)
-from common.cost_model.compute_model import StepCompute
-from common.cost_model.event_model import Network
-from common.cost_model.measured_links import MeasuredLinks, network_from
 from common.emulation.compute_profile import load_profile
-from common.errors import GroupError, UserError
+from common.errors import GroupError, UserError, count
 from common.sync.message_cost import GradientSize
 from common.utils.environment import environment
 from common.utils.grouping import grouped
@@ -37,6 +26,16 @@ from lab.compare.executors import Executors
 from lab.compare.forecast import Link, emulated_compute_at, forecast_on_links, kinds_of
 from lab.compare.outcomes import MACHINE_FACTS
 from lab.compare.settings import Settings
+from lab.predict.calibration_file import (
+    QUIET_SHARE,
+    Calibration,
+    calibration_path,
+    describe,
+    load_calibration,
+)
+from lab.predict.compute_model import StepCompute
+from lab.predict.event_model import Network
+from lab.predict.measured_links import MeasuredLinks, network_from
 from lab.predict.tables import compute_of
 from lab.units import parse_rate
 

@@ -33,14 +33,13 @@ from typing import Annotated, Any, NotRequired, Required, TypedDict, TypeVar
 from msgspec import Meta
 
 from common.errors import UserError
-from common.reporting.run_files import MachineFacts, RankRow, StepTime, TimelineFile
+from common.reporting.run_files import RankRow, StepTime, TimelineFile
 from common.utils.atomic_files import read_regular
 from common.utils.grouping import grouped
 from common.utils.typed_json import (
     MOST_BYTES,
     Bytes,
     Count,
-    Facts,
     Finite,
     LocalTime,
     Name,
@@ -50,24 +49,24 @@ from common.utils.typed_json import (
     Share,
     Step,
     Text,
-    check_facts,
     check_version,
     convert,
     decode,
     shown,
     write_json,
 )
-from lab.compare.outcomes import read_run_file
+from lab.compare.outcomes import MachineFacts, read_run_file
+from lab.facts import Facts, check_facts
 
 V = TypeVar("V")
 
 FORMAT = 1
 TIMES = ("step", "data", "forward", "backward", "sync", "update", "wait", "wire")
-_OF_A_GRAPH = ("forward", "backward", "update")  # sections without a time in a CUDA graph
 
 CellId = Annotated[str, Meta(pattern=r"^\w[\w.-]{0,199}\Z")]
 LinkRate = Annotated[str, Meta(pattern=r"^[\w. /]{1,40}\Z")] | Annotated[float, Meta(gt=0, le=1e18)]
 _BatchSize = Annotated[int, Meta(ge=1, le=2**40)] | Annotated[float, Meta(gt=0, le=2**40)]
+BucketSize = Annotated[float, Meta(gt=0, le=1e9)]
 _Many = Annotated[list[Text], Meta(max_length=100_000)]
 
 
@@ -123,6 +122,7 @@ class CellEntry(TypedDict):
     repeats: Annotated[list[RepeatEntry], Meta(max_length=100_000)]
     median: MedianEntry | None
     interval: dict[Name, tuple[Finite | None, Finite | None]] | None
+    bucket_mb: NotRequired[BucketSize | None]  # of "ddp-auto" and its like, once chosen
 
 
 class PredictedCell(TypedDict, total=False):
@@ -134,6 +134,7 @@ class PredictedCell(TypedDict, total=False):
     bound: Text
     in_scope: bool
     why: Text
+    bucket_mb: BucketSize | None
     bytes_sent: Annotated[list[Bytes], Meta(max_length=65_536)]
 
 
@@ -312,13 +313,11 @@ def distinct(values: Sequence[V]) -> list[V]:
 def _of_repeat(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Return the means over the ranks; for bytes sent, of the root and of the other ranks.
 
-    None: unknown, as the sections of a step that was one CUDA graph.
+    None: unknown.
     """
     row: dict[str, float | None] = {
         name: statistics.fmean(rank["seconds"][name] for rank in ranks) for name in TIMES
     }
-    if not row["forward"]:
-        row |= dict.fromkeys(_OF_A_GRAPH)
     sent = [rank["bytes_sent"] for rank in ranks]
     known = None not in sent
     return row | {

@@ -16,12 +16,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from common.cost_model.calibration_file import count
 from common.emulation.compute_profile import load_profile
-from common.errors import UserError
+from common.errors import UserError, count
 from common.utils.paths import new_folder
 from common.utils.progress import duration
-from lab.compare.cells import Run, in_turns, node_command, plan_cells, profile_file
+from lab.compare.cells import Run, choose_buckets, in_turns, node_command, plan_cells, profile_file
 from lab.compare.executors import Executors
 from lab.compare.outcomes import describe_times, failed_run, read_run
 from lab.compare.results import FORMAT, read_results, summarise, take_timeline, write_results
@@ -170,7 +169,9 @@ def run_comparison(
             from lab.compare.prediction import predict_comparison
 
             predict_comparison(results, settings, folder, executors)
-            write_results(folder / "results.json", results)
+        for line in choose_buckets(results):
+            console.print(line, markup=False, soft_wrap=True)
+        write_results(folder / "results.json", results)
         _run_missing(settings, folder, results, executors)
     results["finished"] = all(cell["status"] == "done" for cell in results["cells"])
     write_results(folder / "results.json", results)

@@ -27,7 +27,7 @@ def _check_strategy(name: str) -> None:
         choices = choices_text(name, [*STRATEGIES, "all", "exact"])
         raise UserError(f"--sync: got {name}: {choices}")
     if bucket_mb is not None:
-        from common.cost_model.bucket_choice import has_buckets  # slow, and --help imports this
+        from lab.predict.bucket_choice import has_buckets  # slow, and --help imports this
 
         if not has_buckets(strategy):
             raise UserError(f"--sync: got {name}, but {strategy} has no buckets: give {strategy}")

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.distributed.gpus import compare_gpus
-from common.distributed.run_token import Peer
+from common.distributed.gpus import Peer, compare_gpus
 from common.utils.environment import git, package_version
 from common.utils.grouping import grouped
 from common.utils.system import usable_cores

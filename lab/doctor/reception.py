@@ -15,8 +15,9 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from common.errors import UserError
-from common.utils.typed_json import Facts, Finite, Rank, Ranks, Text, check_facts, convert
+from common.utils.typed_json import Finite, Rank, Ranks, Text, convert
 from lab.doctor.connectivity import receive, seconds_until, send
+from lab.facts import Facts, check_facts
 
 HELLO_SECONDS = 3.0
 ROUND_TRIPS = 8

@@ -48,7 +48,7 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--bucket-mb",
         metavar="SIZE",
-        help="size of a bucket in MiB, or 'auto', as for PartTwo and PartThree",
+        help="size of a bucket in MiB, as for PartTwo and PartThree, or 'auto': the best one",
     )
     parser.add_argument("--topk-ratio", type=float, help="share of the gradients that topk sends")
     parser.add_argument("--powersgd-rank", type=int, help="rank of ddp_powersgd")
@@ -79,7 +79,7 @@ def main_predict(args: argparse.Namespace) -> int:
     batch_size, scaling, calibration (Path or None), json, figure (Path or None), and the
     strategies' options ``_OPTIONS`` that are given.
     """
-    from common.cost_model.calibration_file import find_calibration
+    from lab.predict.calibration_file import find_calibration
     from lab.predict.printing import print_tables, summarize
     from lab.predict.scaling import most_nodes
     from lab.predict.tables import message_plans, predict_table, scaling_limits_of

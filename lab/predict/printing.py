@@ -11,9 +11,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from common.cost_model.calibration_file import QUIET_SHARE, Calibration
-from common.cost_model.compute_model import LEAST_SAMPLES
-from common.cost_model.event_model import HEADERS, LARGEST_NODES
+from lab.predict.calibration_file import QUIET_SHARE, Calibration
+from lab.predict.compute_model import LEAST_SAMPLES
+from lab.predict.event_model import HEADERS, LARGEST_NODES
 from lab.predict.readable import bandwidth_text, bytes_text, duration_text
 from lab.predict.scaling import SCALINGS, ScalingLimit, most_nodes
 from lab.predict.tables import PredictedStep

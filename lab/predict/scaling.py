@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-from common.cost_model.bucket_choice import chosen_plan
-from common.cost_model.compute_model import LEAST_SAMPLES, StepCompute
-from common.cost_model.event_model import (
+from common.sync.message_plans import MessagePlan, NoSyncPlan
+from lab.predict.bucket_choice import with_best_buckets
+from lab.predict.compute_model import LEAST_SAMPLES, StepCompute
+from lab.predict.event_model import (
     LARGEST_NODES,
     Network,
     message_terms,
     step_seconds,
 )
-from common.sync.message_plans import MessagePlan, NoSyncPlan
 
 SCALINGS = ("strong", "weak")
 WORTHWHILE = 1.1  # the speed ratio that makes more nodes worthwhile
@@ -87,7 +87,7 @@ def scaling_limits(
     compute_at = cache(compute_at)
 
     def at(plan: MessagePlan, nodes: int) -> MessagePlan:
-        return chosen_plan(plan, sizes, nodes, network=network, compute=compute_at(nodes))
+        return with_best_buckets(plan, sizes, nodes, network=network, compute=compute_at(nodes))
 
     def speedup(plan: MessagePlan, nodes: int) -> float:
         alone, step = (

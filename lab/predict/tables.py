@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from common.cost_model.bucket_choice import chosen_plan
-from common.cost_model.calibration_file import Calibration
-from common.cost_model.compute_model import LEAST_SAMPLES, StepCompute, local_samples
-from common.cost_model.event_model import LARGEST_NODES, Prediction, predict_step
 from common.errors import UserError
 from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.message_plans import MessagePlan
 from common.utils.registry import choices_text
+from lab.predict.bucket_choice import with_best_buckets
+from lab.predict.calibration_file import Calibration
+from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples
+from lab.predict.event_model import LARGEST_NODES, Prediction, predict_step
 from lab.predict.scaling import SCALINGS, ScalingLimit, scaling_limits
 from lab.units import split_variant
 
@@ -104,11 +104,11 @@ def predict_table(
     }
     alone = compute_of(calibration, 1, **settings).seconds
 
-    def row(name: str, plan: MessagePlan, count: int) -> PredictedStep:
+    def row(name: str, asked: MessagePlan, count: int) -> PredictedStep:
         compute = compute_of(calibration, count, **settings)
         sizes = calibration.gradient_sizes
         try:
-            plan = chosen_plan(plan, sizes, count, network=network, compute=compute)
+            plan = with_best_buckets(asked, sizes, count, network=network, compute=compute)
             step = predict_step(plan, sizes, count, network=network, compute=compute)
         except NotImplementedError:
             return PredictedStep(name, count, note="no formula")
@@ -116,6 +116,10 @@ def predict_table(
         note = (
             _NO_EXCHANGE if name == "none" and count > 1 else _note(calibration, count, **settings)
         )
+        if plan is not asked:
+            size = getattr(plan, "bucket_mb", None)
+            chosen = "the default buckets" if size is None else f"buckets of {size:g} MiB"
+            note = f"{name} takes {chosen}" + (f"; {note}" if note else "")
         return PredictedStep(name, count, step, speedup, speedup / count, note)
 
     return [row(name, plan, count) for count in nodes for name, plan in plans.items()]

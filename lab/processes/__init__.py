@@ -1,1 +1,1 @@
-"""The output of processes on emulated nodes and hosts."""
+"""Processes on emulated nodes and hosts: their output, and which failed first."""

@@ -16,10 +16,10 @@ from common import checkpoint
 from common.data import augmentation
 from common.data.sharding import GlobalBatchSampler
 from common.sync.base import GradientSync, broadcast_from_rank0
-from common.training_engine import TrainingEngine, batchnorm, checkpoint_manager
+from common.training_engine import TrainingEngine, batchnorm
 
 # Keep the right code here, since planting binds its names to the wrong code.
-_right_average, _right_state = batchnorm._average, checkpoint_manager.state
+_right_average, _right_state = batchnorm._average, TrainingEngine.state
 _right_digest, _right_train_step = checkpoint.digest, TrainingEngine.train_step
 _right_total = TrainingEngine.sum_over_ranks
 
@@ -65,9 +65,9 @@ def rank0s_statistics(model: nn.Module, shards: Any, size: int) -> None:
 
 
 def unweighted_statistics(
-    running: list[Tensor], shards: Sequence[tuple[int, Sequence[Tensor]]], size: int
+    model: nn.Module, shards: Sequence[tuple[int, Tensor]], size: int
 ) -> None:
-    _right_average(running, [(1, tensors) for _, tensors in shards], size)
+    _right_average(model, [(1, statistics) for _, statistics in shards], size)
 
 
 def state_without_momentum(engine: TrainingEngine, **progress: Any) -> dict[str, Any]:

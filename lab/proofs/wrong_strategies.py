@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.sync.base import GradientSync
-from common.sync.halving_doubling import halving_doubling_all_reduce
+from common.sync.halving_doubling import HalvingDoubling
 from common.sync.overlapped import Overlapped
-from common.sync.ring import ring_all_reduce
-from common.sync.tree import tree_all_reduce
+from common.sync.ring import Ring
+from common.sync.tree import Tree
 
 
 class Mean(GradientSync):
@@ -118,37 +118,33 @@ class FlatBufferNotCopiedBack(GradientSync):
             parameter.grad = gradient
 
 
-class RingWithoutAChunk(GradientSync):
+class RingWithoutAChunk(Ring):
     """The ring's second half ends one round early: on each rank one chunk is not the sum."""
 
-    def synchronize(self, model: nn.Module) -> None:
+    def sum_over_ranks(self, total: Tensor) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        for total in self.flat_gradients():
-            before = total.clone()
-            ring_all_reduce(total)
-            begin, end = total.numel() * rank // size, total.numel() * (rank + 1) // size
-            total[begin:end] = before[begin:end]
+        before = total.clone()
+        super().sum_over_ranks(total)
+        total.tensor_split(size)[rank].copy_(before.tensor_split(size)[rank])
 
 
-class HalvingDoublingForPowersOfTwo(GradientSync):
+class HalvingDoublingForPowersOfTwo(HalvingDoubling):
     """Ranks beyond the largest power of two receive the mean, but their gradients are not added."""
 
-    def synchronize(self, model: nn.Module) -> None:
+    def sum_over_ranks(self, total: Tensor) -> None:
         size = dist.get_world_size()
-        for total in self.flat_gradients():
-            if dist.get_rank() >= 1 << (size.bit_length() - 1):
-                total.zero_()
-            halving_doubling_all_reduce(total)
+        if dist.get_rank() >= 1 << (size.bit_length() - 1):
+            total.zero_()
+        super().sum_over_ranks(total)
 
 
-class TreeWithOneChild(GradientSync):
+class TreeWithOneChild(Tree):
     """Rank 0 adds only its first child's gradient: that of rank 2 is left out."""
 
-    def synchronize(self, model: nn.Module) -> None:
-        for total in self.flat_gradients():
-            if dist.get_rank() == 2:
-                total.zero_()
-            tree_all_reduce(total)
+    def sum_over_ranks(self, total: Tensor) -> None:
+        if dist.get_rank() == 2:
+            total.zero_()
+        super().sum_over_ranks(total)
 
 
 class LastBucketNotSent(Overlapped):

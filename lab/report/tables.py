@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from common.cost_model.memory_model import KINDS
+from common.profiling.records import KINDS
 from lab.report.equality import wrong_rows
 from lab.report.view import (
     NOTHING,

@@ -13,7 +13,6 @@ from functools import cached_property
 from statistics import fmean
 from typing import Any
 
-from common.cost_model.memory_model import total
 from common.errors import UserError
 from common.sync import STRATEGIES
 from lab.predict.readable import bandwidth_text, duration_text
@@ -156,7 +155,7 @@ class CellRow:
         name = "predicted_memory" if predicted else "memory"
         ranks = [rank for repeat in self.repeats for rank in repeat.get("ranks") or []]
         found = [rank[name] for rank in ranks if rank.get(name)]
-        return max(found, key=total, default={})
+        return max(found, key=lambda memory: sum(memory.values()), default={})
 
     def per_rank(self, name: str) -> list[float]:
         """Return ``name`` of each rank that has it, averaged over the successful repeats."""

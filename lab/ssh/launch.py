@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from common.errors import INTERRUPTED, TO_BE_CONTINUED, UserError
 from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.paths import BASE, new_folder
-from common.utils.processes import find_root_failure, shell_status
+from common.utils.processes import shell_status
+from lab.processes.first_failure import find_root_failure
 from lab.processes.prefixed_output import PrefixedOutput, say
 from lab.ssh.check import doctor_passes
 from lab.ssh.command import NodeCommands

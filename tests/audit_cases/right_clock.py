@@ -1,9 +1,6 @@
 """39 intervals without the first are averaged; the loss is averaged over the ranks.
 
-finds: nothing
-ranks: 2 3
 flags: --clocks
-verdict: yes
 """
 
 import time

@@ -1,9 +1,6 @@
 """A tutorial's DataPartitioner; the script starts its own ranks with fork.
 
-finds: nothing
-ranks: 2 3
 command: python {script} {nodes} {port}
-verdict: yes
 """
 
 import os

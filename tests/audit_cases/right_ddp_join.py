@@ -1,9 +1,4 @@
-"""DDP with Join: a rank with fewer batches waits for the others.
-
-finds: nothing
-ranks: 2 3
-verdict: yes
-"""
+"""DDP with Join: a rank with fewer batches waits for the others."""
 
 import torch
 import torch.distributed as dist

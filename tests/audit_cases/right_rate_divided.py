@@ -1,8 +1,5 @@
 """Gradients are added up, and the learning rate is divided by the number of ranks.
 
-finds: nothing
-ranks: 2 3
-verdict: yes
 together: yes
 """
 

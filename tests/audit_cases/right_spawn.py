@@ -1,9 +1,6 @@
 """mp.spawn starts the ranks of a DDP script.
 
-finds: nothing
-ranks: 2 3
 command: python {script} --world_size {nodes} --port {port}
-verdict: yes
 """
 
 import argparse

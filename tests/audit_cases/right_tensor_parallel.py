@@ -1,7 +1,5 @@
 """Each rank holds a slice of the hidden layer, and all see the same samples: no replicas.
 
-finds: nothing
-ranks: 2 3
 verdict: cannot tell
 """
 

@@ -1,9 +1,6 @@
 """A script for torchrun: ranks from the environment, no flags.
 
-finds: nothing
-ranks: 2 3
 command: torchrun --nproc-per-node {nodes} --master-port {port} {script}
-verdict: yes
 """
 
 import os

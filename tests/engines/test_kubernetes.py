@@ -126,7 +126,7 @@ def settings(job: dict[str, Any]) -> Config:
     """Parse the settings in the manifest's command, with 4 for CORES."""
     part, *arguments = (word.replace("$(CORES)", "4") for word in job["spec"]["trainer"]["args"])
     assert part == "PartThree/main.py"
-    return parse_arguments("PartThree", "", {}, BUILT_IN, arguments)
+    return parse_arguments("PartThree", "", BUILT_IN, arguments)
 
 
 def test_the_parts_of_the_manifests_belong_together() -> None:

@@ -337,7 +337,6 @@ def test_the_ranks_of_a_launch_have_a_token_which_nobody_else_sees(
             assert output.count("| met") == 3, output
         else:
             assert "refused rank 1: rank 0 has a run token and this rank has none" in output
-            assert "rank 0: refused a process on" in output
     assert not any(b"the-token" in path.read_bytes() for path in logs.rglob("*.*"))
 
 

@@ -48,7 +48,9 @@ def test_a_rank_that_never_comes_is_named_by_all_that_came(tmp_path: Path) -> No
     ]
     for rank in ranks:
         ended = rank.end()
-        assert_told(ended, r"2 of 4 ranks came to 127\.0\.0\.1:\d+ within 5 s; missing: ranks 1, 3")
+        assert_told(
+            ended, r"2 of 4 ranks came to 127\.0\.0\.1:\d+ within 5 s; missing: ranks 1 and 3"
+        )
 
 
 def test_a_rank_started_twice_is_told_to_all(tmp_path: Path) -> None:
@@ -72,10 +74,7 @@ def test_other_number_of_nodes(tmp_path: Path) -> None:
         start_rank(1, 3, port, "--timeout", 40, cwd=tmp_path),
     ]
     for rank in ranks:
-        assert_told(
-            rank.end(),
-            r"with --num-nodes 3, but others with 2|with --num-nodes 2, but others with 3",
-        )
+        assert_told(rank.end(), r"rank 1 was started with --num-nodes 3, but rank 0 with 2")
 
 
 def test_settings_that_differ_are_named_with_both_values(tmp_path: Path) -> None:
@@ -143,8 +142,8 @@ def test_other_code_on_one_node_is_named_with_the_file(stage: Stage) -> None:
     for ended in stage.end().values():
         assert_told(
             ended,
-            r"the ranks differ in their code\. common/sync/all_reduce\.py: \w{12} on ranks 0, 1, "
-            r"\w{12} on rank 2\. Start every rank with the same",
+            r"the ranks differ in their code\. common/sync/all_reduce\.py: \w{12} on ranks 0 and "
+            r"1, \w{12} on rank 2\. Start every rank with the same",
         )
     assert not stage.run().exists()
 

@@ -1,13 +1,21 @@
 """Ctrl-C on all ranks, and on one that waits in a collective."""
 
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from common.checkpoint import load_checkpoint
-from tests.helpers import make_image_folder, only_run_folder, start_ranks
+from tests.helpers import (
+    ROOT,
+    Started,
+    make_image_folder,
+    only_run_folder,
+    start_ranks,
+    user_environment,
+)
 from tests.helpers.stage import QUICK, assert_told
 
 MANY = 100_000
@@ -69,3 +77,20 @@ def test_interrupt_of_one_rank_that_waits_for_the_other(tmp_path: Path) -> None:
     assert_told(
         ranks[1].end(timeout_seconds=90), r"rank 0 \(127.0.0.1\) ended or was killed at step \d"
     )
+
+
+def test_interrupt_while_the_report_is_written(tmp_path: Path) -> None:
+    """The signal comes within a callback that would drop the exception; the folder is free."""
+    hurt = [sys.executable, ROOT / "tests" / "helpers" / "hurt.py", 0, "end", "swallow"]
+    part = [ROOT / "PartOne" / "main.py", *QUICK, "--max-steps", 2, "--output-dir", tmp_path]
+    command = [str(word) for word in (*hurt, *part)]
+    rank = Started(command, cwd=tmp_path, env=user_environment(), forked=True)
+    rank.wait_for("held now")
+    rank.send(signal.SIGINT)
+    ended = rank.end(timeout_seconds=60)
+    assert_told(ended, "interrupted", status=130)
+    assert "Exception ignored" not in ended.err
+    assert "another rank" not in ended.err
+    folder = only_run_folder(tmp_path, "PartOne-none")
+    assert not (folder / ".lock").exists()
+    assert load_checkpoint(folder / "checkpoints" / "Epoch_1.pt")["step"] == 2

@@ -23,7 +23,7 @@ PRELOADED[:] = [
     *PRELOADED,
     "common.experiment.run",
     "common.sync.fsdp",
-    "common.sync.zero1",
+    "common.sync.ddp_zero1",
     "common.reporting.plots",
     "sklearn.datasets",
     "tests.helpers.tiny_model",

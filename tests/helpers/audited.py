@@ -1,16 +1,18 @@
-"""The scripts in tests/audit_cases/: what each one's docstring declares, and audits of them.
+"""The cases of tests/audit_cases/, scripts with one fault or none, and audits of them.
 
-``read_cases`` returns them; ``audit_case`` audits one on a number of ranks, which are forked from a
-server that has imported torch. This file is also the program of these ranks: it installs the probe,
-as the start-up hook does in a new interpreter, and runs the script.
+``read_cases`` returns them, and ``record_case`` audits one on a number of ranks, which are forked
+from a server that has imported torch; docs/audited_mistakes.md says how one is written. This file
+is also the program of these ranks: it installs the probe, as the start-up hook does in a new
+interpreter, and runs the script.
 """
 
-import ast
+import os
+import re
 import runpy
-import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lab.audit.command import AuditCommand
@@ -24,69 +26,119 @@ from tests.helpers.processes import ForkedProgram
 
 FOLDER = ROOT / "tests/audit_cases"
 BY_FLAGS = "python {script} --master-ip {master} --port {port} --num-nodes {nodes} --rank {rank}"
-_KEYS = ("finds", "notices", "ranks", "command", "flags", "verdict", "together")
-_CLOCK_STEPS = 40
+OWN_FLAGS = (
+    "--dataset digits --model tiny --max-steps 8 --threads 1 --batch-size 24 "
+    "--master-ip {master} --master-port {port} --num-nodes {nodes} --rank {rank}"
+)
+OTHER_PYTHON = os.environ.get("AUDIT_PYTHON")
+"""An interpreter of another environment, whose torch the audit shall work with."""
+_KEYS = {"finds", "notices", "ranks", "command", "flags", "verdict", "together"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A script with one fault, or a right one.
+    """A script with one fault, or a right one; what is declared is explained in the page.
 
     Parameters
     ----------
-    finds : the names of which exactly one is found; empty if nothing may be found.
-    notices : names that must be among the notices.
-    only_notices : no other notice may appear.
-    sizes : numbers of ranks at which this holds.
-    command : how a rank, or the launcher, is started, as after ``lab audit --``.
-    flags : of ``lab audit``.
-    verdict : "yes", "no", "cannot tell", or None if any will do.
-    together : it holds only where the runs of all sizes are compared.
+    body : the script without its docstring.
+    edit : how it differs from the case ``base``; empty for a whole script.
     """
 
     name: str
-    finds: frozenset[str]
-    notices: frozenset[str]
-    only_notices: bool
-    sizes: tuple[int, ...]
-    command: AuditCommand
-    flags: tuple[str, ...]
-    verdict: str | None
+    what: str = ""
+    body: str = ""
+    base: str = ""
+    edit: str = ""
+    finds: frozenset[str] = frozenset()
+    notices: frozenset[str] = frozenset()
+    sizes: tuple[int, ...] = (2, 3)
+    command: AuditCommand = AuditCommand(tuple(BY_FLAGS.split()))
+    flags: tuple[str, ...] = ()
+    verdict: str | None = None
     together: bool = False
+
+    @property
+    def script(self) -> str:
+        """The whole script."""
+        return f'"""{self.what}"""\n\n{self.body}'
+
+    @property
+    def forked(self) -> bool:
+        """Whether its ranks can be forks: it starts no interpreters itself."""
+        return self.command.words[0] == "python" and "mp.spawn" not in self.body
 
     @property
     def quick_size(self) -> int:
         """The one size for a quick test: the last, or the first where ranks are not forked."""
-        return self.sizes[-1 if _is_forked(self.command.words) else 0]
-
-
-def read_case(path: Path) -> Case:
-    """Return the case in a file. Raises ValueError for a docstring with an unknown line."""
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    lines = docstring.partition("\n\n")[2].replace("\n    ", " ").splitlines()
-    declared = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    if unknown := declared.keys() - set(_KEYS):
-        raise ValueError(f"{path}: the docstring has {', '.join(unknown)}: choose from {_KEYS}")
-    words = shlex.split(declared.get("command", BY_FLAGS))
-    places = {"{script}": str(path), "{repo}/PartTwo/main.py": str(ROOT / "PartTwo/main.py")}
-    places["{repo}/PartThree/main.py"] = str(ROOT / "PartThree/main.py")
-    notices = frozenset(declared.get("notices", "").split())
-    return Case(
-        name=path.stem,
-        finds=frozenset(declared["finds"].split("|")) - {"nothing"},
-        notices=notices - {"none"},
-        only_notices="none" in notices,
-        sizes=tuple(int(one) for one in declared["ranks"].split()),
-        command=AuditCommand(tuple(places.get(word, word) for word in words)),
-        flags=tuple(shlex.split(declared.get("flags", ""))),
-        verdict=declared.get("verdict"),
-        together="together" in declared,
-    )
+        return self.sizes[-1 if self.forked else 0]
 
 
 def read_cases() -> list[Case]:
-    """Return all cases, by name."""
-    return [read_case(path) for path in sorted(FOLDER.glob("*.py")) if path.stem != "student"]
+    """Return all cases, by name.
+
+    Raises ValueError for an unknown key and an edit that does not match once, KeyError for a base
+    that is no case above, AssertionError for a name that is used twice.
+    """
+    cases: dict[str, Case] = {}
+    for path in sorted(FOLDER.glob("right_*.py")):
+        _, docstring, body = path.read_text(encoding="utf-8").split('"""', 2)
+        what, _, keys = docstring.partition("\n\n")
+        cases[path.stem] = _with_keys(Case(path.stem, what, body.lstrip("\n")), _read_keys(keys))
+    for path in sorted(FOLDER.glob("*.txt")):
+        for entry in path.read_text(encoding="utf-8").split("\n[")[1:]:
+            header, what, *edit = entry.rstrip().split("\n")
+            name, _, keys = header.partition("]")
+            assert name not in cases, f"{path}: there are two cases {name}: rename one"
+            declared = _read_keys(keys)
+            base = declared.pop("base", "")
+            case = replace(cases[base] if base else Case(name), name=name, what=what, base=base)
+            case = replace(case, edit="\n".join(edit))
+            cases[name] = _with_keys(replace(case, body=apply_edit(case)), declared)
+    return [cases[name] for name in sorted(cases)]
+
+
+def apply_edit(case: Case) -> str:
+    """Return a case's body, which is its base's, with the edit.
+
+    Raises ValueError if the old lines of one of its places do not stand in it exactly once.
+    """
+    body, places = case.body, []
+    for place in case.edit.split("\n...\n") if case.edit else ():
+        lines = [(line[:1], line[1:] + "\n") for line in place.split("\n")]
+        old = "".join(line for sign, line in lines if sign != "+")
+        found = [one.start() for one in re.finditer(f"^(?={re.escape(old)})", body, re.MULTILINE)]
+        if len(found) != 1:
+            raise ValueError(f"{case.name}: {len(found)} times, not once, in its base:\n{old}")
+        new = "".join(line for sign, line in lines if sign != "-")
+        places.append((found[0], found[0] + len(old), new))
+    for begin, end, new in sorted(places, reverse=True):
+        body = body[:begin] + new + body[end:]
+    return body
+
+
+def _read_keys(text: str) -> dict[str, str]:
+    """Return what is declared in ``key: value``, each on a line or before a semicolon."""
+    return dict(re.findall(r"(\w+): *([^;\n]+)", text))
+
+
+def _with_keys(case: Case, declared: Mapping[str, str]) -> Case:
+    """Return a case with what is declared about it. It keeps its base's command and flags."""
+    if unknown := declared.keys() - _KEYS:
+        raise ValueError(f"{case.name}: {', '.join(unknown)}: choose from {', '.join(_KEYS)}")
+    finds = declared.get("finds", "")
+    answer = declared.get("verdict", "no" if finds else "yes")
+    words = declared.get("command", case.command.text).replace("{own_flags}", OWN_FLAGS).split()
+    return replace(
+        case,
+        finds=frozenset(finds.split("|")) - {""},
+        notices=frozenset(declared.get("notices", "").split()),
+        sizes=tuple(map(int, declared.get("ranks", "2 3").split())),
+        command=AuditCommand(tuple(word.replace("{repo}", str(ROOT)) for word in words)),
+        flags=tuple(declared.get("flags", " ".join(case.flags)).split()),
+        verdict=None if answer == "any" else answer,
+        together="together" in declared,
+    )
 
 
 def record_case(case: Case, size: int, folder: Path, *, start: Start | None = None) -> Recording:
@@ -95,69 +147,62 @@ def record_case(case: Case, size: int, folder: Path, *, start: Start | None = No
     Parameters
     ----------
     folder : an empty or a new folder.
-    start : how a rank is started; default: ``start_forked``.
+    start : how a rank is started; default: in a fork where that is possible.
 
     Raises AssertionError with the ranks' output if a rank recorded nothing.
     """
-    clocks = "--clocks" in case.flags
-    records, cwd = folder / "records", folder / "cwd"
-    records.mkdir(parents=True)
-    cwd.mkdir()
-    settings = RunSettings(
-        steps=_CLOCK_STEPS if clocks else 6, clocks=clocks, limit_seconds=60, cwd=cwd
-    )
-    end = run_audit_size(case.command, size, records, settings, start=start or start_forked)
-    flags = list(case.flags)
-    batch = int(flags[flags.index("--global-batch") + 1]) if "--global-batch" in flags else None
+    records, cwd, script = folder / "records", folder / "cwd", folder / f"script/{case.name}.py"
+    for one in (records, cwd, script.parent):
+        one.mkdir(parents=True)
+    script.write_text(case.script, encoding="utf-8")
+    shutil.copy(FOLDER / "student.py", script.parent)
+    words = tuple(str(script) if word == "{script}" else word for word in case.command.words)
+    clocks, flags = "--clocks" in case.flags, case.flags
+    settings = RunSettings(steps=40 if clocks else 6, clocks=clocks, limit_seconds=60, cwd=cwd)
+    start = start or (start_forked if case.forked else start_process)
+    end = run_audit_size(AuditCommand(words), size, records, settings, start=start)
+    batch = int(flags[1]) if flags[:1] == ("--global-batch",) else None
     recording = read_recording(
         records, asked_size=size, global_batch=batch, clocks=clocks, hung=end.hung is not None
     )
     output = "\n".join(end.output(process) for process in range(len(end.statuses)))
-    assert len(recording.ranks) == size, f"not all ranks of {case.name} ran: {end}\n{output}"
+    assert len(recording.ranks) == size, f"{case.script}\nnot all ranks ran: {end}\n{output}"
     return recording
 
 
 def start_forked(
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    cwd: Path,
-    log: Path,
-    *,
-    plant: str = "nothing",
+    words: Sequence[str], environment: Mapping[str, str], cwd: Path, log: Path, plant: str = ""
 ) -> StartedProcess:
-    """Start a rank in a fork, if its words name a script; see ``lab.audit.runner.Start``.
+    """Start a rank's script in a fork; see ``lab.audit.runner.Start``.
 
     plant : the mistake of lab/proofs/wrong.py that replaces this project's right code.
     """
-    if not _is_forked(words):
-        return start_process(words, environment, cwd, log)
     log.touch()
-    program = [sys.executable, __file__, plant, *words[1:]]
-    return ForkedProgram(program, cwd, environment, log, log)
-
-
-def _is_forked(words: Sequence[str]) -> bool:
-    """Return whether a command can be run in a fork: it starts no interpreters itself."""
-    scripts = [Path(word).read_text(encoding="utf-8") for word in words if word.endswith(".py")]
-    return words[0] == "python" and not any("mp.spawn" in one for one in scripts)
+    return ForkedProgram([sys.executable, __file__, plant, *words[1:]], cwd, environment, log, log)
 
 
 def mistakes(case: Case, recordings: Sequence[Recording]) -> list[str]:
-    """Return what the audit says wrongly about a case; empty if it is right."""
+    """Return what the audit says wrongly about a case, and print its script; empty if right."""
     findings, _, unknown = run_checks(recordings)
     faults = {one.name for one in findings if one.entry.severity == FAULT}
     notices = {one.name for one in findings} - faults
-    evidence = [f"{one.name}: {sentence}" for one in findings for sentence in one.evidence]
-    wrong = []
+    ranks = [rank for recording in recordings for rank in recording.ranks]
+    troubles = [record for rank in ranks for record in rank.by_kind["trouble"]]
+    wrong = [f"trouble in {one.get('part', 'the probe')}: {one['text']}" for one in troubles]
     if (len(faults) != 1 or not faults <= case.finds) if case.finds else faults:
         wrong.append(f"finds {sorted(faults)} in place of {sorted(case.finds)}")
-    if not case.notices <= notices or (case.only_notices and notices != case.notices):
+    expected = case.notices - {"none"}
+    if not expected <= notices or ("none" in case.notices and notices != expected):
         wrong.append(f"notices {sorted(notices)} in place of {sorted(case.notices)}")
     answer = verdict(recordings, findings, unknown)
     if case.verdict not in (None, answer.answer):
         wrong.append(f"verdict {answer.answer!r} in place of {case.verdict!r}: {answer.why}")
     wrong += [one for one in unknown if "could not be read" in one]
-    return [*wrong, *evidence, *unknown] if wrong else []
+    if not wrong:
+        return []
+    print(case.script)
+    evidence = [f"{one.name}: {sentence}" for one in findings for sentence in one.evidence]
+    return [*wrong, *evidence, *unknown]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """The pages as tests read them: their blocks, their commands, and the outputs that they show.
 
 ``python -m tests.helpers.documentation`` rewrites what the pages copy from the code: the outputs
-of `lab predict`, the tables of known errors and of the audit's findings. Read the diff in git.
+of `lab predict`, the tables of known errors, of the audit's findings and of the scripts that show
+them. Read the diff in git.
 """
 
 import contextlib
 import io
 import re
 import shlex
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,11 @@ _KNOWN_ERRORS = re.compile(
 )
 _FINDINGS = re.compile(
     r"(?<=^\| name \| severity \| what it means \|\n\| --- \| --- \| --- \|\n)(\|.*\n)*",
+    re.MULTILINE,
+)
+_MISTAKES = re.compile(
+    r"(?<=^\| finding \| what it looks like \| scripts \| not told from \|\n"
+    r"\| --- \| --- \| --- \| --- \|\n)(\|.*\n)*",
     re.MULTILINE,
 )
 
@@ -59,10 +66,6 @@ class Page:
             for line in content.splitlines()
         ]
 
-    def predictions(self) -> list[tuple[str, str]]:
-        """Return the `lab predict` commands that are followed by their output, with it."""
-        return _PREDICTED.findall(self.text)
-
 
 def pages() -> list[Page]:
     """Return every page that a reader is sent to."""
@@ -91,19 +94,44 @@ def findings_table() -> str:
     )
 
 
-def rewrite() -> None:
-    """Replace in the pages the outputs of `lab predict`, known errors and findings by today's."""
+def mistakes_table() -> str:
+    """Return the rows of docs/audited_mistakes.md: how each finding looks. Each has a case."""
+    from lab.audit.findings.finding import catalogue
+    from tests.helpers.audited import read_cases
+
+    rows = []
+    for name in catalogue():
+        cases = [one for one in read_cases() if name in one.finds | one.notices]
+        whole = [one for one in cases if one.base.startswith("right_")]
+        shown = min(whole, key=lambda one: (len(one.finds), len(one.edit)))
+        others = sorted(frozenset().union(*(one.finds for one in cases)) - {name})
+        looks = f"{shown.what}<br>{_edit_cell(shown.edit)}"
+        rows.append(f"| `{name}` | {looks} | {len(cases)} | {', '.join(others) or '-'} |\n")
+    return "".join(rows)
+
+
+def _edit_cell(edit: str) -> str:
+    """Return an edit for a cell of a table, without empty lines and common indentation."""
+    lines = [line for line in edit.splitlines() if line[1:] and line != "..."]
+    code = textwrap.dedent("\n".join(line[1:] for line in lines)).splitlines()
+    signed = [f"`{line[0]} {text}`" for line, text in zip(lines, code, strict=True)]
+    return "<br>".join(signed).replace("|", "\\|")
+
+
+def with_copies(text: str) -> str:
+    """Return a page with today's known errors, findings, mistakes and outputs of `lab predict`."""
     from lab.explain.diagnosis import KINDS, known_errors
 
     errors = sorted(known_errors(), key=lambda one: list(KINDS).index(one.kind))
     rows = "".join(f"| {one.title} | {one.cause} | {one.cure} |\n" for one in errors)
-    for page in pages():
-        text = _KNOWN_ERRORS.sub(lambda _: rows, page.text)
-        text = _FINDINGS.sub(lambda _: findings_table(), text)
-        for command, shown in page.predictions():
-            text = text.replace(shown, predict(command))
-        page.path.write_text(text, encoding="utf-8")
+    text = _KNOWN_ERRORS.sub(lambda _: rows, text)
+    text = _FINDINGS.sub(lambda _: findings_table(), text)
+    text = _MISTAKES.sub(lambda _: mistakes_table(), text)
+    for command, shown in _PREDICTED.findall(text):
+        text = text.replace(shown, predict(command))
+    return text
 
 
 if __name__ == "__main__":
-    rewrite()
+    for page in pages():
+        page.path.write_text(with_copies(page.text), encoding="utf-8")

@@ -55,7 +55,7 @@ EQUAL = r"equal weights +yes"
 FAST = "--recipe vgg11-cifar10-fast"
 ON_FOUR = "--master-ip 10.0.0.1 --num-nodes 4"
 IN_CLUSTER = "--master-ip {master} --num-nodes {nodes} --rank {rank}"
-REFERENCE = "--calibration common/cost_model/reference_calibration.json"
+REFERENCE = "--calibration lab/predict/reference_calibration.json"
 FAR = f"--rate 10gbit --latency 50us {REFERENCE}"
 TINY_RUN = "--dataset digits --batch-size 64 --max-steps 8"
 EMULATED = (
@@ -184,8 +184,8 @@ _HERE = {
     "part-three --recipe vgg11-cifar10-fast": [long(f"{SMALL} --no-amp", prints="test accuracy")],
     "lab compare --dataset digits --nodes 1 2": [long(prints="report.html")],
     f"torchrun --nproc-per-node 2 -m common.cli PartThree {TINY_RUN}": [long(prints=EQUAL)],
-    f"python PartThree/main.py --distributed --world-size 2 {TINY_RUN} --bucket-mb auto": [
-        slow(prints=rf"--bucket-mb auto: .*expected step(.|\n)*{EQUAL}")
+    "lab predict --nodes 4 --rate 1gbit --sync ddp ddp-9 ddp-auto": [
+        quick(prints=r"ddp-auto takes (the default buckets|buckets of \d+ MiB)")
     ],
     # docs/scaling*.md
     f"lab predict --nodes 100000 --scaling weak {FAR}": [quick(prints="bound by")],
@@ -238,15 +238,19 @@ _ELSEWHERE = {
         'python -m pytest -m "not slow" tests/faults',
         "python -m pytest -m slow tests/faults",
         "python -m pytest tests/engines/test_kubernetes.py",
+        "python -m pytest -m slow tests/lab/audit/test_matrix.py "
+        "tests/lab/audit/test_right_scripts.py",
     ],
     "needs a package index": ["pip install -e '.[wandb]'", "pip install -e '.[tensorboard]'"],
     "runs until you stop it": ["tensorboard --logdir reports"],
     "needs scripts of others; tests/lab/audit does the same with its own cases": [
-        'for folder in submissions/*/; do (cd "$folder" && lab audit --json audit.json -- python '
-        "main.py --master-ip {master} --num-nodes {nodes} --rank {rank}) > "
-        '"$folder/audit.txt" 2>&1; echo "$? $folder"; done',
-        "python -c \"import glob, json; [print(path, *(one['name'] for one in "
-        "json.load(open(path))['findings'])) for path in glob.glob('submissions/*/audit.json')]\"",
+        'for folder in submissions/*/; do (cd "$folder" && rm -f audit.json && lab audit '
+        "--json audit.json -- python main.py --master-ip {master} --num-nodes {nodes} --r"
+        'ank {rank}) > "$folder/audit.txt" 2>&1; echo "$? $folder $(head -1 "$folder/audi'
+        't.txt")"; done',
+        "python -c \"import glob, json; [print(c['status'], path, c['headline'], *(one['na"
+        "me'] for one in c['findings'] if one['severity'] == 'fault')) for path in sorted"
+        "(glob.glob('submissions/*/audit.json')) for c in [json.load(open(path))]]\"",
         "lab audit --ranks 2 3 4 --html audit.html --json audit.json -- torchrun --nproc-per-node "
         "{nodes} train.py",
     ],

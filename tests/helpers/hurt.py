@@ -10,6 +10,8 @@ knows ``--model tiny`` and ``--model wide``. The deeds:
 
 - ``hold`` waits until the working folder contains a file ``go``, so that a test can disturb this
   process from outside, and waits once more where an interrupted run looks for its checkpoints.
+- ``swallow`` does the same within a callback, where Python drops what is raised. It also starts a
+  thread for whose end an interpreter would wait before it ends.
 - ``raise`` raises the OSError of a broken file.
 - ``sleep`` sleeps for two minutes.
 - ``kill`` sends this process SIGKILL, ``stop`` sends SIGSTOP.
@@ -22,6 +24,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +59,14 @@ def _hold(*_: object) -> None:
     print("held now", flush=True)
     while not Path("go").exists():
         time.sleep(0.02)  # between two checks
+
+
+def _swallow(*_: object) -> None:
+    class Collected:
+        __del__ = _hold
+
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    Collected()
 
 
 def _hold_after_interrupt() -> None:
@@ -93,15 +104,15 @@ def while_importing(act: Act) -> None:
 
 def while_meeting(act: Act) -> None:
     """Act before the rank joins; its main thread waits for the others meanwhile."""
-    from common.distributed import rendezvous
+    from common.distributed import meeting
 
-    join = rendezvous._join
+    join = meeting._join
 
-    def hurt(*arguments: Any) -> None:
+    def hurt(*arguments: Any) -> Any:
         act()
-        join(*arguments)
+        return join(*arguments)
 
-    rendezvous._join = hurt
+    meeting._join = hurt
 
 
 def at_each_step(act: Act) -> None:
@@ -318,6 +329,7 @@ DEEDS = {
     "sleep": _sleep,
     "detour": _detour,
     "hold": _hold,
+    "swallow": _swallow,
     "pace": _pace,
 }
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from lab.cluster.program import PythonProgram, reset_forked_state
 from lab.proofs import ranks
 from tests.helpers.paths import ROOT
@@ -31,6 +33,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def running_in(folder: Path) -> list[int]:
+    """Return the other processes whose current folder this is; zombies have none."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.cwd() == str(folder) and process.pid != os.getpid():
+                found.append(process.pid)
+    return found
 
 
 @dataclass

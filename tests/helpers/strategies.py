@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from common.sync import STRATEGIES
-from common.utils import registry
+from common.sync import STRATEGIES, is_exact
 
 DISTRIBUTED = [name for name in STRATEGIES if name != "none"]
-EXACT = [name for name in DISTRIBUTED if registry.load(STRATEGIES, name, kind="strategy").exact]
+EXACT = [name for name in DISTRIBUTED if is_exact(name)]
 # Ranks may use different layers and numbers of micro-batches. fsdp (test_built_in.py) refuses that.
 ANY_LAYERS = [name for name in EXACT if name != "fsdp"]
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}

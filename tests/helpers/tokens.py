@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.distributed.launch_env import LaunchSpec
-from common.distributed.rendezvous import rendezvous
+from common.distributed.meeting import meet
 from common.errors import GroupError
 
 parser = argparse.ArgumentParser()
@@ -28,10 +28,14 @@ print("token", hashlib.sha256(launch.token.encode()).hexdigest() if launch.token
 if args.drop == args.rank:
     launch = LaunchSpec(args.rank, args.num_nodes, args.master_ip, args.master_port, token="")
 try:
-    store, _ = rendezvous(launch, 8.0)
+    store, _ = meet(launch, 8.0)
     store.add("ended", 1)
     deadline = time.monotonic() + 10
-    while launch.rank == 0 and store.add("ended", 0) < launch.size and time.monotonic() < deadline:
+    while (
+        launch.rank == 0
+        and store.add("ended", 0) < launch.world_size
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)  # the others still use rank 0's store
     print("met")
 except GroupError as error:

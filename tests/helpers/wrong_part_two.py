@@ -38,5 +38,5 @@ class OwnOnRank1(Mean):
 
 
 if __name__ == "__main__":
-    STRATEGIES.update(WRONG)
+    STRATEGIES.update({name: (wrong, STRATEGIES[name][1]) for name, wrong in WRONG.items()})
     sys.exit(main("PartTwo", path=sys.argv[0], description="", sync_choices=BY_HAND))

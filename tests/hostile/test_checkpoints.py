@@ -2,9 +2,6 @@
 
 import io
 import os
-import pickle
-import subprocess
-import sys
 import zipfile
 from dataclasses import asdict
 from pathlib import Path
@@ -26,14 +23,14 @@ from common.checkpoint import (
     time_of_saving,
 )
 from common.cli import _say
-from common.distributed.failures import FailureReport
+from common.distributed.failures import Activity, FailureWatch
+from common.distributed.launch_env import LaunchSpec
 from common.errors import UserError
-from common.experiment.training_plan import TrainingPlan, refuse_other_training
 from common.reporting.console import say
 from common.training_engine.lr_schedules import build_schedule
+from common.training_plan import TrainingPlan, refuse_other_training
 from common.utils.hashing import digest
 from tests.helpers.hostile import CASES, VALUES, altered, damaged, run_cases
-from tests.helpers.paths import ROOT
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07"
 
@@ -63,12 +60,6 @@ def _entries() -> dict:
         "sync_state_dicts": [{"residuals": [torch.ones(3)]}, {}],
         "plan": {"batch_size": 6, "shards": 2, "model": "tiny"},
         "progress": {"best_accuracy": 0.5, "in_a_row": 0},
-        "auto_buckets": {
-            "sync": "ddp",
-            "bucket_mb": 9.0,
-            "expected_step_seconds": 0.5,
-            "default_step_seconds": 0.6,
-        },
     }
 
 
@@ -122,23 +113,17 @@ def _zip(files: dict[str, bytes], **options: int) -> bytes:
 
 @CASES
 def test_well_formed_checkpoints_of_another_kind(cases: int, tmp_path: Path) -> None:
-    """Entries of other types and values: refused when read, or when loaded into the training.
-
-    What loads trains: the next step works.
-    """
+    """Entries of other types and values: loaded, or refused with the one error."""
     path = tmp_path / "Epoch_1.pt"
 
     def check(entries: object) -> None:
         path.write_bytes(_content(entries, sign=False))
         loaded = load_checkpoint(path)
         model, optimizer = _model_and_optimizer()
+        scheduler = build_schedule(optimizer, "step", total_steps=9, warmup_steps=2)
         load_model_state(model, loaded, name="x")
         load_optimizer_state(optimizer, loaded, name="x")
-        scheduler = build_schedule(optimizer, "step", total_steps=9, warmup_steps=2)
         load_plain_state(scheduler, loaded.get("scheduler_state_dict") or {}, name="x")
-        load_optimizer_state(optimizer, loaded, name="x")
-        model(torch.randn(5, 3)).square().sum().backward()
-        optimizer.step()
 
     run_cases(cases, altered(_entries()), check)
     run_cases(cases, altered(_entries()), lambda entries: time_of_saving(_written(path, entries)))
@@ -160,32 +145,6 @@ def test_any_values_as_weights(cases: int) -> None:
         load_optimizer_state(optimizer, entries, name="x")
 
     run_cases(cases, st.tuples(VALUES, VALUES), check)
-
-
-class _Call:
-    """Unpickled as a call of any function."""
-
-    def __init__(self, function: object, *arguments: object) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> tuple:
-        return self.call
-
-
-def _deep(levels: int) -> list:
-    """Return nested lists; torch.save cannot write deeper ones than the recursion limit."""
-    value: list = []
-    for _ in range(levels):
-        value = [value]
-    return value
-
-
-def _doubled(levels: int) -> list:
-    """Return 2**levels values in a file of a few hundred bytes."""
-    value: list = []
-    for _ in range(levels):
-        value = [value, value]
-    return value
 
 
 def _cyclic() -> list:
@@ -212,26 +171,11 @@ def _plain() -> dict:
 
 def _hostile() -> dict[str, bytes]:
     one, plain = torch.ones(4), _plain()
-    files = {"x/data.pkl": pickle.dumps(plain, 2)}
     (module, numel) = (b"ctorch\nFloatStorage\n", b"K\x04tq")
     extra = {
-        "stride 0": torch.zeros(1).expand(2**31),
-        "stride 0 in two dimensions": torch.zeros(1).expand(2**16, 2**16),
-        "a call that takes 100 GB": _Call(bytearray, 10**11),
-        "a tensor of 400 GB": _Call(torch.FloatTensor, 10**11),
         "sparse": torch.sparse_coo_tensor([[0]], [1.0], (2**40,)),
-        "quantised": torch.quantize_per_tensor(one, 0.1, 0, torch.qint8),
         "meta": torch.empty(2**40, device="meta"),
-        "a storage": one.untyped_storage(),
-        "a type": torch.float32,
-        "a set": {1, 2},
-        "bytes": b"x",
-        "deep": _deep(300),
         "cyclic": _cyclic(),
-        "doubled lists": _doubled(60),
-        "one text many times": ["x" * 100_000] * 100_000,
-        "one tensor many times": [torch.zeros(250_000)] * 10_000,
-        "another entry's name is a number": {10**30: 1},
     }
     signed = {
         "epoch NaN": {"epoch": float("nan")},
@@ -249,107 +193,31 @@ def _hostile() -> dict[str, bytes]:
         "saved at NaN": {"saved_at": float("nan")},
         "saved at infinity": {"saved_at": float("inf")},
     }
-    # {(t, t): 1} where t is a tuple of twice the same tuple, and so on: hours to hash.
-    doubled_name = b"\x80\x02})" + 60 * b"q\x01h\x01\x86" + b"K\x01s."
     return (
         {name: _content(plain | {"extra": value}, sign=False) for name, value in extra.items()}
         | {name: _content(plain | changed) for name, changed in signed.items()}
         | {
-            "compressed": _zip(files | {"x/zeros": bytes(10**8)}, compression=zipfile.ZIP_DEFLATED),
-            "doubled name": _zip({"x/data.pkl": doubled_name}),
-            "another protocol": _zip({"x/data.pkl": pickle.dumps(plain, 4)}),
             "more entries than data": _changed_pickle(numel, b"J\x00\x00\x00\x01tq", one),
             "fewer bytes than entries": _changed_pickle(module, module, one, data=b"x"),
             "unknown storage": _changed_pickle(b"FloatStorage", b"FloaxStorage", one),
             "shape beyond the data": _changed_pickle(b"K\x04\x85", b"K\x05\x85", one),
             "offset beyond the data": _changed_pickle(b"QK\x00", b"QK\x01", one),
             "negative stride": _changed_pickle(b"K\x01\x85", b"J\xff\xff\xff\xff\x85", one),
-            "twice the same name": _twice(files),
         }
     )
 
 
-@pytest.mark.filterwarnings("ignore:Duplicate name")
-def _twice(files: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name, content in [*files.items(), *files.items()]:
-            archive.writestr(name, content)
-    return buffer.getvalue()
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_crafted_checkpoints_are_refused(tmp_path: Path) -> None:
-    """Each is refused within 2 s, and reading all of them takes less than 400 MB more memory.
-
-    torch.load took 8.7 GB and 53 s for the tensor of stride 0. The order of the folder passes each
-    of them over, and names it.
-    """
-    inside = tmp_path / "inside"
-    inside.mkdir()
+    """Each is refused in one line with its name; the search for the newest passes them over."""
     hostile = _hostile()
-    for index, (name, content) in enumerate(hostile.items()):
-        (tmp_path / f"{index}-{name}.pt").write_bytes(content)
-        (inside / f"Epoch_{index + 2}.pt").write_bytes(content)
-        os.utime(inside / f"Epoch_{index + 2}.pt", (4e9, 4e9))
-    save_checkpoint(inside / "Epoch_1.pt", _plain())
-    program = (
-        "import resource, sys, time, warnings\n"
-        "from pathlib import Path\n"
-        "from common.checkpoint import load_checkpoint\n"
-        "from common.errors import UserError\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "for path in sorted(Path(sys.argv[1]).glob('*.pt')):\n"
-        "    began = time.process_time()\n"
-        "    try:\n"
-        "        load_checkpoint(path)\n"
-        "        print('accepted', path.name)\n"
-        "    except UserError as error:\n"
-        "        if str(path) not in str(error) or chr(10) in str(error):\n"
-        "            print('not named:', error)\n"
-        "    if time.process_time() - began > 2:\n"
-        "        print('slow', path.name, time.process_time() - began)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    *complaints, kilobytes = ended.stdout.splitlines()
-    assert not complaints
-    assert ended.stderr == ""
-    assert int(kilobytes) < 400_000
-    found, skipped = newest_checkpoint([inside])
-    assert found == inside / "Epoch_1.pt"
-    assert len(skipped) == len(hostile)
-
-
-@pytest.mark.slow
-def test_memory_of_a_good_checkpoint(tmp_path: Path) -> None:
-    """Reading 80 MB in one tensor takes at most twice that, in either order of its axes."""
-    for index, weight in enumerate((torch.zeros(20_000_000), torch.zeros(10, 2_000_000).t())):
-        save_checkpoint(tmp_path / f"{index}.pt", _plain() | {"model_state_dict": {"w": weight}})
-    program = (
-        "import resource, sys\n"
-        "from common.checkpoint import load_checkpoint\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "load_checkpoint(sys.argv[1])\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
-    )
-    for index in range(2):
-        ended = subprocess.run(
-            [sys.executable, "-c", program, str(tmp_path / f"{index}.pt")],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            check=True,
-        )
-        assert int(ended.stdout) * 1024 < 2.25 * 80_000_000
+    for index, content in enumerate(hostile.values()):
+        path = tmp_path / f"Epoch_{index + 2}.pt"
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"{path.name} is damaged[^\n]*$"):
+            load_checkpoint(path)
+    save_checkpoint(tmp_path / "Epoch_1.pt", _plain())
+    assert newest_checkpoint([tmp_path])[0] == tmp_path / "Epoch_1.pt"
 
 
 def test_special_files(tmp_path: Path) -> None:
@@ -368,22 +236,17 @@ def test_special_files(tmp_path: Path) -> None:
     ("place", "value"),
     [
         (("state", 0, "momentum_buffer"), torch.zeros(7)),
+        (("param_groups", 0), {"lr": 0.1, "betas": (0.9, 0.999), "params": [0, 1, 2, 3]}),
         (("state", 0, "momentum_buffer"), "x"),
-        (("state", 0, "other"), 1.0),
         (("state", 99), {"momentum_buffer": None}),
         (("state", 0), None),
-        (("param_groups", 0, "lr"), "x"),
-        (("param_groups", 0, "lr"), float("nan")),
-        (("param_groups", 0, "lr"), 1e300),  # torch: RuntimeError in the first step
-        (("param_groups", 0, "lr"), -0.1),
-        (("param_groups", 0, "lr"), None),
         (("param_groups", 0, "params"), [0]),
         (("param_groups", 0), 5),
         (("param_groups",), []),
     ],
 )
 def test_another_optimizers_state(place: tuple, value: object) -> None:
-    """Refused when it is loaded; torch accepts some of these and fails in the first step."""
+    """Refused when it is loaded; torch accepts some of these."""
     _, optimizer = _model_and_optimizer()
     state = optimizer.state_dict()
     *path, last = place
@@ -396,21 +259,9 @@ def test_another_optimizers_state(place: tuple, value: object) -> None:
 
 
 def test_another_schedulers_state() -> None:
-    """A state that would replace the scheduler's own methods or settings is refused."""
     _, optimizer = _model_and_optimizer()
     scheduler = build_schedule(optimizer, "onecycle", total_steps=9)
-    for state in (
-        {"step": 5},
-        {"last_epoch": "x"},
-        {"base_lrs": [1, 2]},
-        {"total_steps": None, 3: 1},
-        {"total_steps": None},
-        {"total_steps": 0},  # torch: ValueError in a later step
-        {"last_epoch": 10**6},
-        {"last_epoch": -1},
-        {"base_lrs": [1e300]},
-        {"_last_lr": [-0.1]},
-    ):
+    for state in ({"last_epoch": 3}, {"total_steps": None}, {"total_steps": 0}, {"_schedulers": 5}):
         with pytest.raises(UserError, match="another OneCycleLR"):
             load_plain_state(scheduler, state, name="Epoch_1")
     optimizer.step()
@@ -436,23 +287,21 @@ def test_what_a_checkpoint_says_reaches_no_terminal(capsys: pytest.CaptureFixtur
     """Its plan, its state and its pickle may hold escapes, and so may another rank's message."""
     plan = TrainingPlan("digits", 9, "tiny", "sgd", 3, 1, 1, 0, "step", 9, None, 3, "")
     saved = asdict(plan) | {"model": ESCAPES}
-    _, optimizer = _model_and_optimizer()
-    scheduler = build_schedule(optimizer, "step", total_steps=9)
+    weights = {"model_state_dict": {ESCAPES: torch.ones(1)}}
     store = dist.HashStore()
     store.set("message", f"rank 1 stopped: {ESCAPES}")
-    report = FailureReport(store, 0, 2, patience_seconds=0.0, other_sockets=())
-    broken = _zip({"x/data.pkl": f"cos\n{ESCAPES}\n)R.".encode()})
+    launch = LaunchSpec(0, 2, "127.0.0.1")
+    watch = FailureWatch(store, launch, activity=Activity(), timeout_seconds=0.0)
     for refuse in (
         lambda: refuse_other_training("x", {"plan": saved}, plan),
-        lambda: load_plain_state(scheduler, {"last_epoch": ESCAPES}, name="x"),
-        lambda: load_checkpoint(broken, name="x"),
+        lambda: load_model_state(nn.Linear(2, 2), weights, name="x"),
     ):
         with pytest.raises(UserError, match="\x1b") as refused:
             refuse()
         _say(f"error: {refused.value}", 1)
         say(f"warning: {refused.value}")
-    _say(report.fetch() or "", 1)
+    _say(watch.message() or "", 1)
     written = capsys.readouterr()
-    assert written.err.count("owned") == 4
-    assert written.out.count("owned") == 3
+    assert written.err.count("owned") == 3
+    assert written.out.count("owned") == 2
     assert "\x1b" not in written.out + written.err

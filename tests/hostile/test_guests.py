@@ -52,14 +52,14 @@ def test_reports_of_nodes_are_read_or_refused(cases: int) -> None:
 def test_the_token_of_the_flag_wins_and_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RUN_TOKEN, "an old one")
     by_hand = ["--master-ip", "127.0.0.1", "--num-nodes", "2", "--rank", "1"]
-    config = parse_arguments("PartTwo", "", {}, BY_HAND, [*by_hand, "--run-token", "the-secret"])
+    config = parse_arguments("PartTwo", "", BY_HAND, [*by_hand, "--run-token", "the-secret"])
     launch = _launch_of_part(config)
     assert launch is not None
     assert launch.token == "the-secret"
     shown = [config, config.as_json(), config.shared_settings(), print_recipe(config), launch]
     assert "the-secret" not in repr(shown)
     with pytest.raises(UserError, match="--run-token"):  # an unset variable of the shell
-        parse_arguments("PartTwo", "", {}, BY_HAND, [*by_hand, "--run-token", ""])
+        parse_arguments("PartTwo", "", BY_HAND, [*by_hand, "--run-token", ""])
 
 
 def test_one_address_cannot_take_all_of_a_host_s_listener() -> None:
@@ -88,4 +88,4 @@ def test_a_recipe_cannot_set_the_token(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('run_token = "x"\n')
     with pytest.raises(UserError, match="run_token"):
-        parse_arguments("PartTwo", "", {}, BY_HAND, ["--recipe", str(recipe)])
+        parse_arguments("PartTwo", "", BY_HAND, ["--recipe", str(recipe)])

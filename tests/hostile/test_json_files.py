@@ -13,7 +13,6 @@ import pytest
 from hypothesis import strategies as st
 from rich.console import Console
 
-from common.cost_model.calibration_file import describe, load_calibration, reference_path
 from common.emulation.compute_profile import Layer, Profile, SectionTime, load_profile
 from common.errors import UserError
 from lab.cli import main
@@ -22,6 +21,7 @@ from lab.compare.job_plan import planned_run
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings
+from lab.predict.calibration_file import describe, load_calibration, reference_path
 from lab.predict.printing import summarize
 from lab.predict.tables import message_plans, predict_table, scaling_limits_of
 from lab.report import html, tables, view
@@ -111,41 +111,47 @@ def changed(place, value):
 PROFILES = "compute/profiles"
 HOSTILE = [
     (b"", "is cut off or not JSON"),
-    (b"null", "got None, expected an object"),
-    (b"[1]", "got [1], expected an object"),
-    (b"[" * 200_000, "expected an object"),
+    (b"null", "Expected object"),
+    (b"[1]", "Expected object"),
+    (b"[" * 200_000, "Expected object"),
     (b'{"format": 1}', "is not a calibration of this project"),
     (b"\xff\xfe", "is cut off or not JSON"),
     (json.dumps(GOOD).encode()[:3000], "is cut off or not JSON"),
     (changed("format", 2), "has format 2, this version reads 1"),
     (changed("format", True), "has format True, this version reads 1"),
     (changed("format", "1"), "has format '1', this version reads 1"),
-    (changed("network/alpha_seconds", 1e308), "network.alpha_seconds: got 1e+308, expected a"),
-    (changed("network/alpha_seconds", -1), "network.alpha_seconds: got -1, expected a number >= 0"),
-    (changed("network/alpha_seconds", 10**400), "expected a number that 64 bits can hold"),
-    (changed("network/kinds/ring", {}), "network.kinds['ring'].alpha_seconds is missing"),
-    (changed("network/kinds/all_reduce/beta_seconds_per_byte", "x"), "['all_reduce'].beta_secon"),
-    (changed("network/overlap_cost", 2), "network.overlap_cost: got 2, expected a number <= 1"),
-    (changed("network", []), "network: got [], expected an object"),
-    (changed("gradients", []), "gradients: got [], expected a list of length >= 1"),
+    (changed("network/alpha_seconds", 1e308), "network.alpha_seconds: Expected float"),
+    (changed("network/alpha_seconds", -1), "network.alpha_seconds: Expected float >= 0"),
+    (changed("network/alpha_seconds", 10**400), "network.alpha_seconds: Number out of range"),
+    (
+        changed("network/kinds/ring", {}),
+        "network.kinds[...]: Object missing required field alpha_seconds",
+    ),
+    (
+        changed("network/kinds/all_reduce/beta_seconds_per_byte", "x"),
+        "network.kinds[...].beta_seconds_per_byte: Expected float",
+    ),
+    (changed("network/overlap_cost", 2), "network.overlap_cost: Expected float <= 1"),
+    (changed("network", []), "network: Expected object"),
+    (changed("gradients", []), "gradients: Expected array of length >= 1"),
     (changed("gradients/0/shape", [2**30, 2**30]), "expected at most 1,099,511,627,776 entries"),
     (changed("gradients/0/itemsize", 3), "itemsize: got 3, expected 1, 2, 4 or 8 bytes"),
-    (changed("gradients/0/shape", [1.5]), "gradients[0].shape[0]: got 1.5, expected a whole"),
-    (changed("cores", 0), "cores: got 0, expected a whole number >= 1"),
-    (changed("cores", 10**9), "cores: got 1000000000, expected a whole number <= 65536"),
+    (changed("gradients/0/shape", [1.5]), "gradients[0].shape[0]: Expected int"),
+    (changed("cores", 0), "cores: Expected int >= 1"),
+    (changed("cores", 10**9), "cores: Expected int <= 65536"),
     (changed("ranks_here", 9), "ranks_here: got 9, expected at most ranks, 2"),
-    (changed("others_share", None), "others_share: got None, expected a number"),
-    (changed("made", "yesterday"), "made: got 'yesterday', expected text"),
+    (changed("others_share", None), "others_share: Expected float"),
+    (changed("made", "yesterday"), "made: Expected str"),
     (changed("made", "2026-13-01T00:00:00"), "month must be in 1..12"),
-    (changed("name", "\x1b]0;x\x07"), "expected text without control characters"),
+    (changed("name", "\x1b]0;x\x07"), "name: Expected str without control characters"),
     (changed("machine", {"cpu": [["x"]]}), "machine['cpu']: got [['x']], expected text"),
-    (changed("quick", "no"), "quick: got 'no', expected true or false"),
-    (changed(PROFILES, []), "compute.profiles: got [], expected a list of length >= 1"),
-    (changed(f"{PROFILES}/0/ranks", 0), "compute.profiles[0].ranks: got 0, expected a whole"),
+    (changed("quick", "no"), "quick: Expected bool"),
+    (changed(PROFILES, []), "compute.profiles: Expected array of length >= 1"),
+    (changed(f"{PROFILES}/0/ranks", 0), "compute.profiles[0].ranks: Expected int"),
     (changed(f"{PROFILES}/0/ranks", 3), "the ranks of profiles must rise"),
     (changed("compute/ready_shares", [0.5]), "entries, ready_shares 1: expected as many"),
     (changed("fits", {}), "is missing: network.kinds has it"),
-    (changed("fits/ring", {"intervals": []}), "fits['ring']."),
+    (changed("fits/ring", {"intervals": []}), "fits[...].intervals: Expected array"),
 ]
 
 
@@ -177,9 +183,8 @@ def test_a_calibration_that_is_no_file_is_refused_at_once(tmp_path):
 def test_a_profile_that_is_accepted_gives_finite_times(cases, tmp_path):
     def use(path):
         profile = load_profile(str(path), model="vgg11")
-        ready = profile.ready_seconds(256)
-        assert max(ready.values()) > 0
-        json.dumps([profile.forward_seconds(256), ready], allow_nan=False)
+        times = [layer.forward.at(256) + layer.backward.at(256) for layer in profile.layers]
+        json.dumps([times, sum(times)], allow_nan=False)
 
     check_reader(tmp_path, cases, "p.json", PROFILE.as_json(), use)
 
@@ -255,16 +260,16 @@ def test_a_run_folder_that_is_accepted_can_be_reported(cases, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("config.json", '{"world_size": "x"}', "world_size: got 'x', expected a whole number"),
-        ("config.json", "{}", "config.json: batch_size is missing"),
-        ("config.json", "[1]", "config.json: got [1], expected an object"),
-        ("ranks.json", '{"ranks": []}', "ranks.json: ranks: got [], expected a list of length"),
-        ("environment.json", '{"git_commit": []}', "git_commit: got [], expected"),
-        ("environment.json", '{"usable_cores": []}', "usable_cores: got [], expected a whole"),
-        ("summary.json", '{"test_accuracy": 2}', "test_accuracy: got 2, expected a number <= 1"),
+        ("config.json", '{"world_size": "x"}', "world_size: Expected int"),
+        ("config.json", "{}", "config.json: Object missing required field world_size"),
+        ("config.json", "[1]", "config.json: Expected object"),
+        ("ranks.json", '{"ranks": []}', "ranks.json: ranks: Expected array of length"),
+        ("environment.json", '{"git_commit": []}', "git_commit: Expected"),
+        ("environment.json", '{"usable_cores": []}', "usable_cores: Expected int"),
+        ("summary.json", '{"test_accuracy": 2}', "test_accuracy: Expected float <= 1"),
         ("metrics.jsonl", '{"step": 1, "loss": 1}\n{"step"\n', "metrics.jsonl, line 2 is cut off"),
-        ("metrics.jsonl", '{"step": "a", "loss": 1}\n', "line 1: step: got 'a', expected a whole"),
-        ("timeline.json", '{"ranks": 3}', "timeline.json: ranks: got 3, expected a list"),
+        ("metrics.jsonl", '{"step": "a", "loss": 1}\n', "line 1: step: Expected int"),
+        ("timeline.json", '{"ranks": 3}', "timeline.json: ranks: Expected array"),
     ],
 )
 def test_a_run_that_cannot_be_reported_is_named(name, content, said, tmp_path, capsys):
@@ -279,7 +284,7 @@ def test_a_run_that_cannot_be_reported_is_named(name, content, said, tmp_path, c
 
 @pytest.mark.parametrize(
     ("size", "said"),
-    [(0, "world_size: got 0, expected a whole number >= 1"), (3, "config.json has world_size 3")],
+    [(0, "world_size: Expected int >= 1"), (3, "config.json has world_size 3")],
 )
 def test_a_run_whose_files_contradict_each_other_is_refused(size, said, tmp_path):
     folder = write_run(tmp_path / "run", world_size=size)
@@ -420,17 +425,20 @@ def test_texts_of_a_foreign_folder_stay_texts(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda r: r["cells"][0].update(id="../../x"), r"cells\[0\]\.id: got '../../x'"),
-        (lambda r: r["cells"][0].update(sync="../x"), r"cells\[0\]\.sync: got '../x'"),
-        (lambda r: r["timelines"].update({"/tmp/x": {}}), "a name in timelines"),
+        (lambda r: r["cells"][0].update(id="../../x"), r"cells\[0\]\.id: Expected str"),
+        (lambda r: r["cells"][0].update(sync="../x"), r"cells\[0\]\.sync: Expected str"),
+        (lambda r: r["timelines"].update({"/tmp/x": {}}), "key in timelines: Expected str"),
         (lambda r: r["cells"][0]["repeats"][0].update(folder="/etc"), "has a repeat in '/etc'"),
         (lambda r: r["cells"][0]["repeats"][0].update(folder="a/../../b"), "expected a folder in"),
-        (lambda r: r["warnings"].append("\x1b[2J"), "text without control characters"),
-        (lambda r: r["cells"][0].update(nodes=0), r"cells\[0\]\.nodes: got 0, expected a whole"),
+        (
+            lambda r: r["warnings"].append("\x1b[2J"),
+            r"warnings\[0\]: Expected str without control characters",
+        ),
+        (lambda r: r["cells"][0].update(nodes=0), r"cells\[0\]\.nodes: Expected int"),
         (lambda r: r["cells"].append(r["cells"][0]), "two cells have the id none-n1"),
         (lambda r: r["cells"][0]["repeats"][0].update(ranks=[]), "has 0 ranks, expected 1"),
-        (lambda r: r["cells"][0]["median"].update(step=0), r"median\.step: got 0, expected"),
-        (lambda r: r["settings"].update(scaling="odd"), "settings: scaling: got 'odd'"),
+        (lambda r: r["cells"][0]["median"].update(step=0), r"median\.step: Expected"),
+        (lambda r: r["settings"].update(scaling="odd"), "settings: scaling: "),
         (lambda r: r.update(format=2), "has format 2, this version reads 1"),
     ],
 )

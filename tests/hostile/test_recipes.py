@@ -31,6 +31,7 @@ VALUES = st.sampled_from(
         "[]",
         "{}",
         "9" * 4000,
+        "0x" + "f" * 6000,
         "1979-05-27",
         '"' + "x" * 5000 + '"',
         "[" * 300 + "]" * 300,
@@ -40,7 +41,7 @@ VALUES = st.sampled_from(
 
 def _parse(path: Path) -> Any:
     arguments = ["--recipe", str(path)]
-    return parse_arguments("PartThree", "", {}, ("ddp",), arguments, program=None)
+    return parse_arguments("PartThree", "", ("ddp",), arguments)
 
 
 @CASES

@@ -5,48 +5,25 @@ it finds right, and what it cannot check, see ``finding.py``. Names, causes and 
 ``catalogue.toml``. ``run_checks`` runs all of them on all runs.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from types import ModuleType
+from math import prod
 
 from lab.audit.findings import clocks, collectives, gradients, notices, samples, weights
-from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, merge
-from lab.audit.findings.gradients.factors import resolve
-from lab.audit.findings.where import is_one_model
+from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, catalogue, merge
+from lab.audit.findings.where import POINT_TO_POINT
 from lab.audit.recording import Recording
 
 CHECKS = (collectives, gradients, weights, samples, notices, clocks)
 """``check(recording)`` of each is run, in this order."""
-
-EXPLAINS = {
-    "collectives-differ": {
-        "own-gradient",
-        "not-the-mean",
-        "some-parameters",
-        "weights-diverge",
-        "different-optimizer-state",
-    },
-    "group-unused": {
-        "own-gradient",
-        "not-the-mean",
-        "some-parameters",
-        "different-start",
-        "weights-diverge",
-        "different-optimizer-state",
-    },
-    "ddp-bypassed": {"own-gradient", "not-the-mean", "some-parameters", "weights-diverge"},
-    "weights-averaged": {"own-gradient", "not-the-mean", "weights-diverge"},
-    "different-batch-counts": {"collectives-differ", "weights-diverge"},
-    "different-start": {"weights-diverge"},
-    "different-learning-rates": {"weights-diverge"},
-    "different-optimizer-state": {"weights-diverge"},
-    "own-gradient": {"weights-diverge", "different-optimizer-state"},
-    "some-parameters": {"weights-diverge", "different-optimizer-state"},
-    "not-the-mean": {"weights-diverge", "different-optimizer-state"},
-    "same-samples": {"uneven-coverage"},
-    "wrong-global-batch": {"batch-grows"},
-}
-"""By finding: the findings that follow from it and are left out when both are found in a run."""
+_OF_REPLICAS = (gradients, weights, samples)
+_ONE_MODEL = Unknown(
+    "gradients: the ranks exchange activations, so they may compute one model together (tensor, "
+    "expert or pipeline parallel); only replicas are compared"
+)
+_OF_CLOCKS = ("clocks", "printed_losses")
+"""The parts of the probe without which all else can be told."""
 
 
 def run_checks(
@@ -61,62 +38,85 @@ def run_checks(
         once, with the numbers of ranks if it does not hold for all runs.
     """
     found: list[Finding] = []
-    right: dict[str, list[int]] = {}
-    unknown: dict[str, list[int]] = {}
+    said: dict[type, dict[str, list[int]]] = {Right: defaultdict(list), Unknown: defaultdict(list)}
     for recording in recordings:
-        outcomes = list(_check_all(recording))
-        found += [
-            replace(one, sizes=(recording.size,))
-            for one in without_explained(one for one in outcomes if isinstance(one, Finding))
-        ]
-        for one in outcomes:
-            if not isinstance(one, Finding):
-                said = right if isinstance(one, Right) else unknown
-                said.setdefault(one.text, []).append(recording.size)
+        findings = []
+        for one in [*_check_all(recording), *_troubles(recording)]:
+            if isinstance(one, Finding):
+                findings.append(replace(one, sizes=(recording.size,)))
+            else:
+                said[type(one)][one.text].append(recording.size)
+        found += without_explained(findings)
     known = {one.name for one in found}
-    compared = notices.compare(recordings)
-    found += [one for one in compared if not _explained(one.name, known)]
+    found += [one for one in notices.compare(recordings) if not _explained(one.name, known)]
     sizes = {one.size for one in recordings}
-    return merge(resolve(found, recordings)), _with_sizes(right, sizes), _with_sizes(unknown, sizes)
+    right, unknown = (
+        [text if set(held) == sizes else f"{text} ({_on(held)})" for text, held in texts.items()]
+        for texts in said.values()
+    )
+    return merge(gradients.resolve(found, recordings)), right, unknown
 
 
-def _with_sizes(said: dict[str, list[int]], sizes: set[int]) -> list[str]:
-    """Return the sentences, with the numbers of ranks of those that do not hold for all."""
-    return [
-        text
-        if set(held) == sizes
-        else f"{text} (on {' and '.join(map(str, dict.fromkeys(held)))} ranks)"
-        for text, held in said.items()
-    ]
+def _on(sizes: Iterable[int]) -> str:
+    return f"on {' and '.join(map(str, dict.fromkeys(sizes)))} ranks"
 
 
 def _check_all(recording: Recording) -> Iterator[Outcome]:
-    """Yield the outcomes of all checks; no faults of replicas where the ranks may hold none."""
-    if not is_one_model(recording):
-        for part in CHECKS:
-            yield from _check(part, recording)
-        return
-    one_model = False
+    """Yield the outcomes of all checks; no faults of replicas where the ranks may hold none.
+
+    What a check cannot read, it cannot check.
+    """
+    one_model = is_one_model(recording)
     for part in CHECKS:
-        for one in _check(part, recording):
-            if not isinstance(one, Finding) or part not in (gradients, weights, samples):
-                yield one
-            elif not one_model:
-                one_model = True
-                yield Unknown(
-                    "gradients: the ranks exchange activations, so they may compute one model"
-                    " together (tensor, expert or pipeline parallel); only replicas are compared"
-                )
+        try:
+            for one in part.check(recording):
+                hidden = one_model and part in _OF_REPLICAS and isinstance(one, Finding)
+                yield _ONE_MODEL if hidden else one
+        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            name = part.__name__.rpartition(".")[2]
+            why = f"the records could not be read ({type(error).__name__}: {error})"
+            yield Unknown(f"{name}: not checked, because {why}")
 
 
-def _check(part: ModuleType, recording: Recording) -> Iterator[Outcome]:
-    """Yield the outcomes of one check. What it cannot read, it cannot check."""
-    try:
-        yield from part.check(recording)
-    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-        name = part.__name__.rpartition(".")[2]
-        why = f"the records could not be read ({type(error).__name__}: {error})"
-        yield Unknown(f"{name}: not checked, because {why}")
+def _troubles(recording: Recording) -> Iterator[Unknown]:
+    """Yield where the probe itself has failed: this tool's fault, not the script's."""
+    processes = [*recording.ranks, *(one for rank in recording.ranks for one in rank.workers)]
+    for process in [*processes, *recording.others]:
+        for record in process.by_kind["trouble"]:
+            part, error = record["part"], record["text"].strip().splitlines()[-1]
+            subject = "clocks" if part in _OF_CLOCKS else "gradients"
+            yield Unknown(
+                f"{subject}: a part of lab audit itself, {part}, failed on this script ({error}), "
+                "which is no fault of the script"
+            )
+
+
+def is_one_model(recording: Recording) -> bool:
+    """Return whether the ranks compute one model together, by exchanging activations.
+
+    They do so within the forward pass, by all_to_all or all_gather within backward, or between
+    ranks that train different parameters. FSDP gathers weights in forward; DDP within Join sends a
+    single number.
+    """
+    if any(rank.by_kind["fsdp"] for rank in recording.ranks):
+        return False
+    calls = [
+        one
+        for rank in recording.ranks
+        for one in rank.by_kind["call"]
+        if one.get("content") == "other" and prod(one.get("shape") or ()) > 1
+    ]
+    rows = [
+        sorted(row[1:3] for one in rank.by_kind["params"] for row in one["rows"])
+        for rank in recording.ranks
+    ]
+    if any(one != rows[0] for one in rows) and any(one["name"] in POINT_TO_POINT for one in calls):
+        return True
+    return any(
+        one["within"] == "forward"
+        or (one["within"] and one["name"].startswith(("all_to_all", "all_gather")))
+        for one in calls
+    )
 
 
 def without_explained(found: Iterable[Finding]) -> list[Finding]:
@@ -127,4 +127,4 @@ def without_explained(found: Iterable[Finding]) -> list[Finding]:
 
 
 def _explained(name: str, names: set[str]) -> bool:
-    return any(name in EXPLAINS.get(other, ()) for other in names)
+    return any(name in catalogue()[other].explains for other in names)

@@ -4,61 +4,69 @@ Calls are compared up to the shorter of two ranks' lists, each up to its cut. A 
 call is at fault only if another one waited for it in vain: rank 0 may well evaluate alone.
 """
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from itertools import combinations, permutations
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import combinations, permutations, takewhile
 from typing import Any
 
 import numpy as np
 
-from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
-from lab.audit.findings.where import POINT_TO_POINT
+from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
+from lab.audit.findings.where import POINT_TO_POINT, SETUP, recording_exchanges
 from lab.audit.recording import RankRecords, Record, Recording, code_line
 
 _EQUAL_SIZES = ("all_reduce", "broadcast", "reduce")
-_SETUP = ("init_process_group", "new_group")
-_MOST_CALLS = 20_000
-"""A longer list may be incomplete, see probe/collectives.py."""
-_COMMUNICATING = ("torch/distributed/", "torch/nn/parallel/", "torch/autograd/")
-"""Where Python stands while DistributedDataParallel communicates in C++."""
-_IDLE = 0.2
-"""A process that uses less of a core than this waits for something."""
+_PEER_LEFT = re.compile(r"[Cc]onnection (was )?(closed|reset)|Broken pipe|[Tt]imed out")
+_LEFT_OPEN = {
+    "busy": "was elsewhere when the run had to be ended",
+    "gone": "did not end in good order",
+}
 
-Group = tuple[str, tuple[int, ...]] | None
+# A rank's calls, in order: the collectives of each group, the messages to and from each rank.
+Queues = Mapping[tuple[Any, ...], list[Record]]
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
     """Yield ``collectives-differ`` or that they agree, and ``group-unused``."""
     if recording.size < 2 or len(recording.ranks) < 2:
         return
-    different = _first_difference(recording) or _missing(recording)
+    queues = {rank.rank: _queues(rank) for rank in recording.ranks}
+    waits = {rank.rank: _wait(rank, recording.hung) for rank in recording.ranks}
+    different = _first_difference(recording, queues) or _in_vain(recording, queues, waits)
     if different is not None:
         yield different
-    elif (agreed := _agreed(recording)) is not None:
-        yield agreed
+    elif not recording.hung and not any(waits.values()):
+        yield from _agreed([queues[rank.rank][()] for rank in recording.ranks])
     if not isinstance(different, Finding) and _is_unused(recording):
         yield _unused(recording)
 
 
-def _until_cut(rank: RankRecords) -> list[Record]:
+def _calls(rank: RankRecords) -> list[Record]:
     """Return the calls that this rank began before it was cut; not those of groups of others."""
-    calls = []
-    for record in rank.records:
-        if record["k"] == "cut":
-            break
-        if record["k"] == "call" and record.get("size") and record["name"] not in _SETUP:
-            calls.append(record)
-    return calls
+    records = takewhile(lambda record: record["k"] != "cut", rank.records)
+    return [
+        one
+        for one in records
+        if one["k"] == "call" and one.get("size") and one["name"] not in SETUP
+    ]
 
 
-def _by_group(rank: RankRecords) -> dict[Group, list[Record]]:
-    """Return the collectives of each group, in order; None is the group of all ranks."""
-    found: dict[Group, list[Record]] = defaultdict(list)
-    for call in _until_cut(rank):
-        if call["name"] not in POINT_TO_POINT:
-            group = call.get("group")
-            found[None if group is None else (str(group[0]), tuple(group[1]))].append(call)
-    return found
+def _queues(rank: RankRecords) -> Queues:
+    queues: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
+    for call in _calls(rank):
+        queues[_queue(call)].append(call)
+    return queues
+
+
+def _queue(call: Record) -> tuple[Any, ...]:
+    """Return what tells a call's queue: () for the group of all ranks, (name, ranks) for others,
+    (sends, objects, peer) for messages."""
+    if call["name"] in POINT_TO_POINT:
+        return "send" in call["name"], "object" in call["name"], call.get("peer")
+    group = call.get("group")
+    return () if group is None else (str(group[0]), tuple(group[1]))
 
 
 def _kind(call: Record) -> tuple[Any, ...]:
@@ -67,172 +75,160 @@ def _kind(call: Record) -> tuple[Any, ...]:
     return call["name"], call.get("op"), call.get("peer"), *sizes
 
 
-def _first_difference(recording: Recording) -> Finding | None:
-    """Return the first call, of any two ranks, that another one calls differently."""
-    calls = {rank.rank: _by_group(rank) for rank in recording.ranks}
+def _first_difference(recording: Recording, queues: Mapping[int, Queues]) -> Finding | None:
+    """Return the first collective that one rank calls and another one calls differently.
+
+    Gradients of different steps differ, too: a rank that skips an exchange stays a step ahead.
+    """
     for one, other in combinations(recording.ranks, 2):
-        for group in calls[one.rank].keys() & calls[other.rank].keys():
-            pairs = list(zip(calls[one.rank][group], calls[other.rank][group], strict=False))
-            ahead = _ahead(pairs) if one.by_kind["step"] and other.by_kind["step"] else None
-            for number, (left, right) in enumerate(pairs, start=1):
-                shifted = ahead is not None and _ahead([(left, right)], ahead) != ahead
-                if _kind(left) != _kind(right) or shifted:
-                    where = "" if group is None else f" of the group of ranks {list(group[1])}"
-                    observed = (
-                        f"collective {number}{where}: "
-                        f"rank {one.rank} calls {_describe(left)} in step {left['step']}; "
-                        f"rank {other.rank} calls {_describe(right)} in step {right['step']}"
+        counts_steps = one.by_kind["step"] and other.by_kind["step"]
+        for queue, calls in queues[one.rank].items():
+            ahead = None
+            theirs = queues[other.rank].get(queue, []) if len(queue) < 3 else []
+            for number, (left, right) in enumerate(zip(calls, theirs, strict=False), start=1):
+                now = ahead
+                if counts_steps and left["content"] == right["content"] == "gradient":
+                    now = right["step"] - left["step"]
+                    ahead = now if ahead is None else ahead
+                if _kind(left) != _kind(right) or now != ahead:
+                    where = f" of the group of ranks {list(queue[1])}" if queue else ""
+                    return _differ(
+                        "calls",
+                        recording,
+                        right,
+                        number=number,
+                        where=where,
+                        one=one.rank,
+                        left=_describe(left),
+                        step=left["step"],
+                        other=other.rank,
+                        right=_describe(right),
+                        other_step=right["step"],
                     )
-                    return _finding(observed, recording, right)
     return None
 
 
-def _ahead(pairs: list[tuple[Record, Record]], otherwise: int = 0) -> int:
-    """Return by how many steps the second rank is ahead where both first exchange gradients."""
-    steps = (
-        right["step"] - left["step"]
-        for left, right in pairs
-        if left["content"] == right["content"] == "gradient"
-    )
-    return next(steps, otherwise)
-
-
-def _missing(recording: Recording) -> Finding | Unknown | None:
+def _in_vain(
+    recording: Recording, queues: Mapping[int, Queues], waits: Mapping[int, Record | None]
+) -> Finding | Unknown | None:
     """Return that a rank waited in vain for another one, if it did."""
-    states = {rank.rank: _state(rank, recording) for rank in recording.ranks}
-    if len(states) < recording.size or {"failed", "unknown"} & set(states.values()):
+    states = {rank.rank: _state(rank, waits[rank.rank], recording.hung) for rank in recording.ranks}
+    if len(states) < recording.size or "failed" in states.values():
         return None  # a rank that died explains why others wait
-    if any(len(_until_cut(rank)) > _MOST_CALLS for rank in recording.ranks):
-        return None
     unsure = None
-    for waiting, other in permutations(recording.ranks, 2):
-        call = _stuck(waiting)
-        if call is None or not _lacks(waiting, other, call):
+    for one, other in permutations(states, 2):
+        wait, state = waits[one], states[other]
+        if wait is None or not _lacks(queues[other], other, queues[one], one, wait):
             continue
-        state = states[other.rank]
-        observed = f"rank {waiting.rank} waits in {_describe(call)}"
-        if state in ("ended", "waits"):
-            does = "ends without it" if state == "ended" else "waits elsewhere"
-            return _finding(f"{observed}; rank {other.rank} {does}", recording, call)
-        if state == "busy":
+        if state == "ended" or (state == "waits" and wait["k"] == "call"):
+            return _differ(state, recording, wait, one=one, call=_describe(wait), other=other)
+        if state in _LEFT_OPEN:
+            stacks = (rank.by_kind["stack"] for rank in recording.ranks if rank.rank == other)
+            lines = [f" ({code_line(record['at'])})" for record in next(stacks) if record.get("at")]
             unsure = Unknown(
-                f"whether the ranks call the same collectives: {observed}, "
-                f"while rank {other.rank} was still busy when the run was ended"
+                f"gradients: rank {one} waited in vain in {_describe(wait)} for rank {other}, "
+                f"which {_LEFT_OPEN[state]}{''.join(lines)}"
             )
     return unsure
 
 
-def _stuck(rank: RankRecords) -> Record | None:
-    """Return the call before the cut that never returned, or failed; None if there is none."""
-    returned = {done["c"] for done in rank.by_kind["done"] if not done.get("error")}
-    failed = {done["c"] for done in rank.by_kind["done"] if done.get("error")}
-    for call in _until_cut(rank):
-        if call["c"] in failed or call["c"] not in returned:
+def _wait(rank: RankRecords, hung: bool) -> Record | None:
+    """Return in what a rank waited in vain before its cut: a call, or another record with its line.
+
+    A call may just have begun when a run of ranks that do not stand still is ended.
+    """
+    last = next(record for record in reversed(rank.records) if record["k"] != "stack")
+    stands = last if last["k"] == "stands" else None
+    errors = {done["c"]: done.get("error") for done in rank.by_kind["done"]}
+    for call in _calls(rank):
+        stood = stands is not None and stands["c"] == call["c"]
+        if stood or errors.get(call["c"]) or (call["c"] not in errors and not hung):
             return call
-    return None
+    left = [
+        one
+        for one in rank.by_kind["error"]
+        if not one["after_cut"] and _PEER_LEFT.search(one.get("message", ""))
+    ]
+    return stands or next(iter(left), None)
 
 
-def _lacks(waiting: RankRecords, other: RankRecords, call: Record) -> bool:
-    """Return whether ``other`` takes part in fewer such calls than ``waiting``."""
-    if call["name"] in POINT_TO_POINT:
-        return call.get("peer") == other.rank and _messages(other, waiting, call) < _messages(
-            waiting, other, call, same=True
-        )
-    for group, calls in _by_group(waiting).items():
-        if any(one is call for one in calls) and (group is None or other.rank in group[1]):
-            number = next(index for index, one in enumerate(calls) if one is call)
-            return len(_by_group(other)[group]) <= number
-    return False
+def _state(rank: RankRecords, wait: Record | None, hung: bool) -> str:
+    """Return "cut", "waits", "failed" (of itself), "ended", "busy" or "gone"."""
+    failed = rank.by_kind["error"] or any(end.get("status") for end in rank.by_kind["end"])
+    states = {
+        "cut": rank.by_kind["cut"],
+        "waits": wait,
+        "failed": failed,
+        "ended": rank.by_kind["end"],
+        "busy": hung,
+    }
+    return next((state for state, holds in states.items() if holds), "gone")
 
 
-def _messages(rank: RankRecords, peer: RankRecords, call: Record, same: bool = False) -> int:
-    """Return how many messages like ``call``, or answering it, a rank exchanged with its peer."""
-    sends = ("send" in call["name"]) == same
-    objects = "object" in call["name"]
-    return sum(
-        one["name"] in POINT_TO_POINT
-        and ("send" in one["name"]) == sends
-        and ("object" in one["name"]) == objects
-        and (one.get("peer") == peer.rank or one.get("peer") is None)
-        for one in _until_cut(rank)
-    )
+def _lacks(theirs: Queues, other: int, mine: Queues, one: int, wait: Record) -> bool:
+    """Return whether rank ``other`` takes part in too few calls for ``wait`` to end.
+
+    DistributedDataParallel waits in no call: it lacks any rank that has ended.
+    """
+    if wait["k"] != "call":
+        return True
+    queue = _queue(wait)
+    number = mine[queue].index(wait)
+    if len(queue) < 3:
+        return (not queue or other in queue[1]) and len(theirs.get(queue, ())) <= number
+    sends, objects, peer = queue
+    answers = [(not sends, objects, one), (not sends, objects, None)]  # None: from any rank
+    return peer == other and sum(len(theirs.get(each, ())) for each in answers) <= number
 
 
-def _state(rank: RankRecords, recording: Recording) -> str:
-    """Return "cut", "failed" (of itself), "ended", "waits", "busy" or "unknown"."""
-    if rank.by_kind["cut"]:
-        return "cut"
-    stuck = _stuck(rank)
-    if rank.by_kind["error"] and stuck is None:
-        return "failed"
-    if stuck is not None:
-        return "waits"
-    if ends := rank.by_kind["end"]:
-        return "failed" if ends[-1].get("status") else "ended"
-    if not recording.hung or not (stacks := rank.by_kind["stack"]):
-        return "unknown"
-    innermost = [frames[-1][0] for _, frames in stacks[-1]["threads"] if frames]
-    communicates = any(part in name for name in innermost for part in _COMMUNICATING)
-    return "waits" if communicates and stacks[-1].get("busy", 1.0) < _IDLE else "busy"
-
-
-def _describe(call: Record) -> str:
+def _describe(wait: Record) -> str:
     """Return a call in words, with its line."""
-    size = f" of {call['bytes']:,} bytes" if call.get("bytes") else ""
-    root = f", rank {call['peer']}" if call.get("peer") is not None else ""
-    at = code_line(call["at"])
-    return f"{call['name']}{size}{root}" + ("" if at is None else f" ({at})")
+    size = f" of {wait['bytes']:,} bytes" if wait.get("bytes") else ""
+    root = f", rank {wait['peer']}" if wait.get("peer") is not None else ""
+    at = code_line(wait["at"])
+    name = wait.get("name") or "torch.distributed"
+    return f"{name}{size}{root}" + ("" if at is None else f" ({at})")
 
 
-def _finding(observed: str, recording: Recording, call: Record) -> Finding:
-    """Return the finding with where each rank stood."""
-    stacks = []
-    for rank in recording.ranks:
-        for record in rank.by_kind["stack"][-1:]:
-            threads = [frames for _, frames in record["threads"]]
-            frames = max(threads, key=len, default=())
-            lines = [f"{name}:{line} in {function}" for name, line, function, _ in frames]
-            stacks.append(f"rank {rank.rank} was at {' > '.join(lines)}")
-    return Finding("collectives-differ", (observed, *stacks), code_line(call["at"]))
+def _differ(kind: str, recording: Recording, wait: Record, **values: Any) -> Finding:
+    """Return the finding, with the line at which each rank stood."""
+    finding = found("collectives-differ", code_line(wait["at"]), kind=kind, **values)
+    stands = (
+        f"rank {rank.rank} stands at {code_line(record['at'])}"
+        for rank in recording.ranks
+        for record in [*rank.by_kind["stack"], *rank.by_kind["stands"]][-1:]
+        if record.get("at")
+    )
+    return replace(finding, evidence=(*finding.evidence, *stands))
 
 
-def _agreed(recording: Recording) -> Right | None:
-    """Return that the ranks call the same collectives, if they call any."""
-    lists = [_by_group(rank)[None] for rank in recording.ranks]
-    shortest = min(lists, key=len)
-    if not shortest or _stuck_anywhere(recording):
-        return None
-    steps = Counter(call["step"] for call in shortest)
-    whole = {steps[step] for step in range(1, max(steps))}  # the first and the last are not whole
-    number = f", {whole.pop()} a step" if len(whole) == 1 and 0 not in whole else ""
-    return Right(f"all ranks call the same collectives in the same order{number}")
-
-
-def _stuck_anywhere(recording: Recording) -> bool:
-    return any(_stuck(rank) is not None for rank in recording.ranks)
+def _agreed(lists: list[list[Record]]) -> Iterator[Right]:
+    """Yield that the ranks call the same collectives, if they call any."""
+    steps = Counter(call["step"] for call in min(lists, key=len))
+    if steps:
+        whole = {steps[step] for step in range(1, max(steps))}  # the first and last are not whole
+        number = f", {whole.pop()} a step" if len(whole) == 1 and 0 not in whole else ""
+        yield Right(
+            f"all ranks call the same collectives in the same order in the watched steps{number}"
+        )
 
 
 def _is_unused(recording: Recording) -> bool:
     """Return whether nothing but barriers and rare objects is exchanged, by any known means."""
-    for rank in recording.ranks:
-        kinds = rank.by_kind
-        if any(kinds[kind] for kind in ("ddp", "fsdp", "mesh")) or len(kinds["step"]) < 2:
-            return False
-        if not any(group["world"] > 1 for group in kinds["group"]) and not _started_as_rank(rank):
-            return False
-        calls = [call for call in kinds["call"] if call["name"] not in _SETUP]
-        objects = {call["step"] for call in calls if "object" in call["name"]}
-        if any("size" not in call or call["bytes"] for call in calls) or len(objects) > 1:
-            return False
-        if not all(_steps_with_its_own(rank, step) for step in kinds["step"]):
-            return False
-    return len(recording.ranks) == recording.size
+    if len(recording.ranks) < recording.size or recording_exchanges(recording):
+        return False
+    return all(
+        (_is_one_of_several(rank) and len(rank.by_kind["step"]) > 1)
+        and all(_steps_with_its_own(rank, step) for step in rank.by_kind["step"])
+        for rank in recording.ranks
+    )
 
 
-def _started_as_rank(rank: RankRecords) -> bool:
-    """Return whether the command named this process's rank, but the process joined no group."""
-    named = any(start.get("hint") is not None for start in rank.by_kind["start"])
-    return named and not rank.by_kind["group"]
+def _is_one_of_several(rank: RankRecords) -> bool:
+    """Return whether a rank has joined others, or was started as one of several and has not."""
+    if groups := rank.by_kind["group"]:
+        return any(group["world"] > 1 for group in groups)
+    return any(start.get("hint") is not None for start in rank.by_kind["start"])
 
 
 def _steps_with_its_own(rank: RankRecords, step: Record) -> bool:
@@ -247,17 +243,16 @@ def _steps_with_its_own(rank: RankRecords, step: Record) -> bool:
 def _unused(recording: Recording) -> Finding:
     steps = min(len(rank.by_kind["step"]) for rank in recording.ranks)
     groups = recording.ranks[0].by_kind["group"]
-    line = code_line(groups[0]["at"]) if groups else None
     calls = Counter(call["name"] for call in recording.ranks[0].by_kind["call"])
-    others = {name: number for name, number in calls.items() if name not in _SETUP}
-    called = ", ".join(f"{name} {number} times" for name, number in others.items()) or "none"
-    made = "" if groups else "no process group is made; "
-    observed = (
-        f"{made}in {steps} steps of {recording.size} ranks no tensor was exchanged"
-        f" (calls: {called})",
-        "no optimiser gets anything from another rank",
+    listed = (f"{name} {number} times" for name, number in calls.items() if name not in SETUP)
+    ended = not any(rank.by_kind["cut"] for rank in recording.ranks)
+    return found(
+        "group-unused",
+        code_line(groups[0]["at"]) if groups else None,
+        kind="group" if groups else "alone",
+        sure=ended,
+        steps=steps,
+        ranks=recording.size,
+        calls=", ".join(listed) or "none",
+        more="" if ended else "; a script that exchanges weights more rarely looks the same",
     )
-    if not any(rank.by_kind["cut"] for rank in recording.ranks):
-        return Finding("group-unused", observed, line)
-    rarely = f"a script that exchanges weights only after more than {steps} steps looks the same"
-    return Finding("group-unused", (*observed, rarely), line, "likely")

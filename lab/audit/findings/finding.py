@@ -1,14 +1,14 @@
 """``Finding``: something that an audit found, with its evidence; texts are in catalogue.toml."""
 
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from lab.audit.recording import CodeLine, Recording
+from lab.audit.recording import CodeLine
 
-FAULT, NOTICE = "fault", "notice"
+FAULT = "fault"
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,9 @@ class CatalogueEntry:
 
     severity : "fault" (exit status 1) or "notice".
     order : faults of a lower order come first: they explain others.
+    evidence : a sentence with places for values, or several by kind.
+    explains : the findings that follow from it, and are left out where both are found in a run.
+    unequal : with it the ranks train something else than one process would.
     """
 
     name: str
@@ -25,6 +28,9 @@ class CatalogueEntry:
     title: str
     cause: str
     cure: str
+    evidence: str | Mapping[str, str] = ""
+    explains: Sequence[str] = ()
+    unequal: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,26 @@ class Finding:
         return catalogue()[self.name]
 
 
+def found(
+    name: str,
+    at: CodeLine | None = None,
+    *,
+    kind: str | None = None,
+    sure: bool = True,
+    compare: float | None = None,
+    **values: object,
+) -> Finding:
+    """Return a finding whose evidence is the catalogue's sentence with ``values`` in its places.
+
+    kind : which of the catalogue's sentences, where it has several.
+    compare : a number to compare with those of other sizes.
+    """
+    evidence = catalogue()[name].evidence
+    sentence = evidence if isinstance(evidence, str) else evidence[kind or ""]
+    text = sentence.format(**values)
+    return Finding(name, (text,), at, "certain" if sure else "likely", value=compare)
+
+
 @dataclass(frozen=True)
 class Right:
     """Something that was checked and is right.
@@ -71,7 +97,6 @@ class Unknown:
 
 
 Outcome = Finding | Right | Unknown
-Check = Callable[[Recording], Iterator[Outcome]]
 
 
 @cache

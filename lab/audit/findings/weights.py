@@ -1,159 +1,204 @@
-"""Whether the ranks start from the same weights, and keep the same ones.
+"""Whether the ranks start from the same weights and settings, and keep the same weights.
 
-``check`` names a difference only if no finding about the gradients explains it.
+``read_replicas`` returns the ranks' weights before each step. gradients.py needs them as well, and
+shares ``same_rows`` and ``common_steps``, which match what the ranks have recorded.
 """
 
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 
-from lab.audit.findings import gradients
-from lab.audit.findings.finding import FAULT, Finding, Outcome, Right, Unknown
-from lab.audit.findings.gradients.replicas import Replicas, read_replicas
-from lab.audit.findings.where import lasting_optimizers, recording_exchanges
-from lab.audit.recording import Record, Recording
+from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
+from lab.audit.findings.where import first_step_apart, lasting_optimizers, recording_exchanges
+from lab.audit.probe.coordinates import coordinates
+from lab.audit.recording import Numbers, RankRecords, Record, Recording
 
 START = 1e-5
 """Initial weights that differ by more than this, relatively, are different weights."""
+SAME = 1e-6
+"""Weights that differ by less than this a step, relatively to a parameter's norm, are rounded."""
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
     """Check the ranks' weights; see lab/audit/findings/finding.py."""
-    if recording.size < 2 or len(recording.ranks) < max(2, recording.size):
+    if recording.size < 2 or len(recording.ranks) < recording.size:
         return
-    if any(one.get("version") == 1 for rank in recording.ranks for one in rank.of("fsdp")):
-        yield Unknown("weights: FSDP1 holds another part of them on each rank")
+    if any(rank.of("fsdp") for rank in recording.ranks):
+        yield Unknown("weights: FSDP holds another part of them on each rank")
         return
-    replicas = read_replicas(recording)
-    differing = False
-    firsts = {family[0] for family in lasting_optimizers(recording)}
-    for one in replicas.values():
-        if one.optimizer not in firsts or 0 not in one.values:
-            continue
-        if one.spread(0).max(initial=0.0) > START:
-            differing = True
-            if recording_exchanges(recording):
-                yield _different_start(one)
+    replicas, exchanged = read_replicas(recording), recording_exchanges(recording)
+    first_of_family = [family[0] for family in lasting_optimizers(recording)]
+    starts = [replicas[o] for o in first_of_family if o in replicas and 0 in replicas[o].values]
+    different = [one for one in starts if one.spread(0).max(initial=0.0) > START]
+    if exchanged:
+        yield from map(_different_start, different)
     settings = _different_settings(recording)
-    if settings is not None:
+    if settings:
         yield settings
-    if differing:
+    if different:
         return
     if not any(one.values for one in replicas.values()):
-        if not any(rank.by_kind["fsdp"] for rank in recording.ranks):
-            yield Unknown("weights: no ranks' weights of equal parameters were seen")
+        yield Unknown("weights: no ranks' weights of equal parameters were seen")
         return
     yield Right("all ranks start from the same weights")
-    first = [found for one in replicas.values() if (found := _first_apart(one)) is not None]
-    if not first:
-        if any(max(one.values) > 0 for one in replicas.values() if one.values):
-            yield Right("the ranks' weights stay equal in the watched steps")
-    elif settings is None and recording_exchanges(recording) and not _explained(recording):
-        yield _name_divergence(recording, *first[0])
+    apart = [(one, step) for one in replicas.values() if (step := _first_apart(one)) is not None]
+    if apart and exchanged and not settings:
+        yield _name_divergence(recording, *apart[0])
+    elif not apart and any(max(one.values, default=0) > 0 for one in replicas.values()):
+        yield Right("the ranks' weights stay equal in the watched steps")
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The weights of one optimiser's parameters on all ranks.
+
+    Parameters
+    ----------
+    optimizer : its number in the records.
+    names : of the parameters.
+    columns : of each parameter.
+    values : by number of updates, an array of shape (ranks, columns): the weights after them. It
+        ends early where parameters were added later.
+    """
+
+    optimizer: int
+    names: list[str]
+    columns: list[slice]
+    values: dict[int, Numbers]
+
+    def spread(self, step: int) -> Numbers:
+        """Return by parameter how far the ranks' weights are apart, relatively to their norm."""
+        values = self.values[step]
+        apart = norms(values - values[0], self.columns).max(axis=0)
+        sizes = norms(values, self.columns).max(axis=0)
+        return np.asarray(apart / np.maximum(sizes, 1e-300))
+
+    def moved(self, step: int) -> float:
+        """Return how far the weights moved since the step before, relatively; 0 if unknown."""
+        after = self.values[step]
+        before = self.values.get(step - 1, after)
+        move = float(np.linalg.norm(after[:, : before.shape[1]] - before))
+        return move / max(float(np.linalg.norm(before)), 1e-300)
+
+
+def norms(rows: Numbers, columns: list[slice]) -> Numbers:
+    """Return the norm of each row in each parameter: shape (rows, parameters)."""
+    found = [np.linalg.norm(rows[:, at], axis=1) for at in columns]
+    return np.array(found, dtype=np.float64).reshape(len(columns), len(rows)).T
+
+
+def read_replicas(recording: Recording) -> dict[int, Replicas]:
+    """Return the weights by optimiser, without those that cannot be compared."""
+    replicas = {}
+    for o in chain.from_iterable(lasting_optimizers(recording)):
+        rows = same_rows(recording, o)
+        if rows is None or all(_trains_copies(rank, o) for rank in recording.ranks):
+            continue
+        values = {}
+        for step, records in common_steps(recording, "weights", o).items():
+            pairs = zip(recording.ranks, records, strict=True)
+            weights = [np.asarray(rank.numbers(one["values"])) for rank, one in pairs]
+            if len({len(one) for one in weights}) == 1 and np.isfinite(weights).all():
+                values[step] = np.array(weights)
+        names = [str(row[1] or row[0]) for row in rows]
+        replicas[o] = Replicas(o, names, columns_of(rows), values)
+    return replicas
+
+
+def same_rows(recording: Recording, o: int) -> list[list[Any]] | None:
+    """Return the rows of an optimiser's parameters; None if they are not the same on all ranks."""
+    rows = [parameter_rows(rank, o) for rank in recording.ranks]
+    keys = [[row[:3] for row in one] for one in rows]
+    return rows[0] if all(one == keys[0] for one in keys) else None
+
+
+def parameter_rows(rank: RankRecords, o: int) -> list[list[Any]]:
+    """Return the rows of an optimiser's parameters, in the order of their samples."""
+    return [row for one in rank.by_kind["params"] if one["o"] == o for row in one["rows"]]
+
+
+def columns_of(rows: list[list[Any]]) -> list[slice]:
+    """Return at which columns the samples of each parameter lie."""
+    stops = np.cumsum([0] + [len(coordinates(row[4])) for row in rows])
+    return [slice(int(start), int(stop)) for start, stop in pairwise(stops)]
+
+
+def common_steps(recording: Recording, kind: str, o: int) -> dict[int, list[Record]]:
+    """Return by step the ranks' records of a kind on an optimiser, while the ranks are in step."""
+    ranks = [
+        {one["step"]: one for one in rank.by_kind[kind] if one["o"] == o}
+        for rank in recording.ranks
+    ]
+    end, common = first_step_apart(recording), set.intersection(*map(set, ranks))
+    return {step: [one[step] for one in ranks] for step in sorted(common) if step < end}
+
+
+def shortlist(names: Sequence[str]) -> str:
+    """Return the first names, and how many there are more."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _trains_copies(rank: RankRecords, o: int) -> bool:
+    """Return whether an optimiser steps with gradients that no backward() gave: for copies."""
+    steps = [one for one in rank.by_kind["step"] if one["o"] == o]
+    own, got = ([rank.numbers(one[name]) for one in steps] for name in ("own", "got"))
+    return not any(np.any(one) for one in own) and any(np.any(one) for one in got)
 
 
 def _different_start(one: Replicas) -> Finding:
     spread = one.spread(0)
     names = [one.names[i] for i in np.argsort(-spread) if spread[i] > START]
-    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    text = (
-        f"before the first step {len(names)} of {len(one.names)} parameters differ between the"
-        f" ranks, by up to {spread.max():.0%} of their norm: {listed}"
-    )
-    return Finding("different-start", (text,))
-
-
-def _explained(recording: Recording) -> bool:
-    """Return whether a fault of the gradients makes the weights differ."""
-    return any(
-        isinstance(one, Finding) and one.entry.severity == FAULT
-        for one in gradients.check(recording)
-    )
-
-
-def _first_apart(one: Replicas) -> tuple[Replicas, int] | None:
-    """Return the first step before which the weights differ by more than rounding."""
-    for step in sorted(one.values):
-        apart = float(one.spread(step).max(initial=0.0))
-        moved = max(one.moved(step), 1e-12)
-        if apart > 1e-6 * (step + 1) and apart > 1e-3 * moved:
-            return one, step
-    return None
-
-
-def _steps(recording: Recording, kind: str, optimizer: int) -> list[dict[int, Record]]:
-    return [
-        {one["step"]: one for one in rank.by_kind[kind] if one["o"] == optimizer}
-        for rank in recording.ranks
-    ]
+    numbers = {"different": len(names), "parameters": len(one.names), "spread": spread.max()}
+    return found("different-start", **numbers, names=shortlist(names))
 
 
 def _different_settings(recording: Recording) -> Finding | None:
     """Return the finding if learning rates, other numbers or the optimiser's class differ."""
     for o in chain.from_iterable(lasting_optimizers(recording)):
-        ranks = _steps(recording, "step", o)
-        for step in sorted(set.intersection(*(set(one) for one in ranks))):
-            settings = [_comparable(one[step]) for one in ranks]
+        for step, records in common_steps(recording, "step", o).items():
+            settings = [_settings(one) for one in records]
             for name in settings[0]:
                 values = [one.get(name) for one in settings]
-                if any(not _alike(value, values[0]) for value in values):
+                if len(set(values)) > 1:
                     listed = ", ".join(f"rank {r}: {value}" for r, value in enumerate(values))
-                    return Finding("different-learning-rates", (f"step {step}, {name}: {listed}",))
+                    return found("different-learning-rates", step=step, setting=name, values=listed)
     return None
 
 
-def _comparable(record: Record) -> dict[str, Any]:
-    """Return a step's settings that are plain values."""
-    found: dict[str, Any] = {"optimizer": record.get("optimizer")}
-    for index, rate in enumerate(record.get("lr") or ()):
-        found["lr" if index == 0 else f"lr of group {index}"] = rate
-    for name, value in (record.get("settings") or {}).items():
-        if isinstance(value, int | float) or (isinstance(value, str) and " at 0x" not in value):
-            found.setdefault(name, value)
-    return found
+def _settings(record: Record) -> dict[str, str]:
+    """Return a step's settings that are plain values, rounded, in words."""
+    rates = {f"lr of group {i}" if i else "lr": one for i, one in enumerate(record["lr"])}
+    values = {"optimizer": record["optimizer"], **record["settings"], **rates}
+    return {
+        name: f"{value:.6g}" if isinstance(value, float) else str(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) or (isinstance(value, str) and " at 0x" not in value)
+    }
 
 
-def _alike(value: Any, other: Any) -> bool:
-    if isinstance(value, float) and isinstance(other, int | float):
-        return bool(np.isclose(value, other, rtol=1e-6, atol=0, equal_nan=True))
-    return bool(value == other)
+def _first_apart(one: Replicas) -> int | None:
+    """Return the first step before which the weights differ by more than rounding."""
+    for step in sorted(one.values):
+        apart = one.spread(step).max(initial=0.0)
+        if apart > SAME * (step + 1) and apart > 1e-3 * max(one.moved(step), 1e-12):
+            return step
+    return None
 
 
-def _name_divergence(recording: Recording, one: Replicas, step: int) -> Outcome:
+def _name_divergence(recording: Recording, one: Replicas, step: int) -> Finding:
     """Return what makes the weights differ before ``step``, which were equal before."""
     spread = one.spread(step)
-    worst = int(np.argmax(spread))
-    text = (
-        f"before step {step} the ranks' weights differ by up to {spread[worst]:.1e} of their norm"
-        f" ({one.names[worst]}); before that they were equal"
-    )
-    state = _different_state(recording, one.optimizer, step - 1)
-    if state is not None:
-        return Finding("different-optimizer-state", (state, text))
-    return Finding("weights-diverge", (text,))
-
-
-def _different_state(recording: Recording, optimizer: int, step: int) -> str | None:
-    """Say how the optimisers' states differ although they got equal gradients; None if not."""
-    ranks = recording.ranks
-    states = _steps(recording, "stepped", optimizer)
-    updates = _steps(recording, "step", optimizer)
-    if not all(step in one for one in [*states, *updates]):
-        return None
-    hashes = [one[step].get("state") for one in states]
-    if len(set(hashes)) == 1 or any(one is None for one in hashes):
-        return None
-    for earlier in range(step + 1):
-        got = [
-            rank.numbers(one[earlier]["got"]) if earlier in one else None
-            for rank, one in zip(ranks, updates, strict=True)
-        ]
-        if any(one is None or not np.array_equal(one, got[0]) for one in got):  # type: ignore[arg-type]  # none is None
-            return None
-    others = [r for r, one in enumerate(hashes) if one != hashes[0]]
-    return (
-        f"after step {step} the optimiser's state on rank {others[0]} differs from rank 0's,"
-        " although both got the same gradients"
-    )
+    worst = one.names[int(spread.argmax())]
+    updates = common_steps(recording, "step", one.optimizer).get(step - 1, [])
+    pairs = zip(recording.ranks, updates, strict=False)
+    got = [np.asarray(rank.numbers(one["got"])) for rank, one in pairs]
+    stepped = common_steps(recording, "stepped", one.optimizer).get(step - 1, [])
+    states = [r["state"] for r in stepped]
+    other = next((r for r, state in enumerate(states) if state != states[0]), None)
+    values = {"step": step, "spread": spread.max(), "worst": worst, "rank": other}
+    equal = all(np.array_equal(mine, got[0]) for mine in got)
+    state = other is not None and None not in states and equal
+    return found("different-optimizer-state" if state else "weights-diverge", **values)

@@ -1,16 +1,15 @@
 """Facts about a recording that several checks ask for: DDP, exchanges, lines of the script."""
 
 import sys
+from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterator
-from math import prod
+from collections.abc import Iterable
 
-from lab.audit.findings.samples.epochs import trained_epochs
-from lab.audit.recording import CodeLine, RankRecords, Record, Recording, code_line
+from lab.audit.recording import CodeLine, Record, Recording, code_line
 
 POINT_TO_POINT = ("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list")
-_SETUP = ("init_process_group", "new_group")
-_NO_EXCHANGE = ("barrier", "object", "monitored", *_SETUP)
+SETUP = ("init_process_group", "new_group")
+_NO_EXCHANGE = ("barrier", "object", "monitored", *SETUP)
 
 
 def uses_ddp(recording: Recording) -> bool:
@@ -30,18 +29,15 @@ def bypasses_ddp(recording: Recording) -> bool:
     return built and bool(through) and all(one == "bypass" for one in through)
 
 
-def exchanges(recording: Recording, step: int, content: str | None = None) -> bool:
-    """Return whether a rank exchanged tensors by hand in a step; of a content if it is given."""
-    return any(True for _ in _calls(recording, step, content))
-
-
-def _calls(recording: Recording, step: int, content: str | None) -> Iterator[Record]:
-    for rank in recording.ranks:
-        for one in rank.by_kind["call"]:
-            if one.get("step") != step or any(word in one["name"] for word in _NO_EXCHANGE):
-                continue
-            if content is None or one.get("content") == content:
-                yield one
+def exchanges(recording: Recording, step: int, content: str | None = None) -> list[Record]:
+    """Return the calls that exchange tensors by hand in a step; of a content if it is given."""
+    return [
+        one
+        for rank in recording.ranks
+        for one in rank.by_kind["call"]
+        if one.get("step") == step and content in (None, one.get("content"))
+        if not any(word in one["name"] for word in _NO_EXCHANGE)
+    ]
 
 
 def recording_exchanges(recording: Recording) -> bool:
@@ -50,7 +46,7 @@ def recording_exchanges(recording: Recording) -> bool:
     Without any exchange ``group-unused`` says what is wrong, see collectives.py.
     """
     for rank in recording.ranks:
-        calls = [one for one in rank.by_kind["call"] if one["name"] not in _SETUP]
+        calls = [one for one in rank.by_kind["call"] if one["name"] not in SETUP]
         objects = {one.get("step") for one in calls if "object" in one["name"]}
         if any("size" not in one or one.get("bytes") for one in calls) or len(objects) > 1:
             return True
@@ -62,103 +58,53 @@ def first_step_apart(recording: Recording) -> int:
 
     From there on steps of equal numbers do not belong together, as within torch's ``Join``.
     """
-    ranks = [_epochs_of_steps(rank) for rank in recording.ranks]
-    if all(trained_epochs(rank) for rank in recording.ranks):
-        for step, epochs in enumerate(zip(*ranks, strict=False)):
-            if len(set(epochs)) > 1:
-                return step
-    return sys.maxsize
-
-
-def _epochs_of_steps(rank: RankRecords) -> list[int]:
-    """Return by step how many training epochs have ended before it."""
-    trained, ended = trained_epochs(rank), 0
-    found: list[int] = []
-    for record in rank.records:
-        if record["k"] == "epoch":
-            ended += (record["l"], record["epoch"]) in trained and not record["cut"]
-        elif record["k"] == "step" and record["step"] == len(found):
-            found.append(ended)
-    return found
-
-
-def is_one_model(recording: Recording) -> bool:
-    """Return whether the ranks compute one model together, by exchanging activations.
-
-    They do so within the forward pass, by all_to_all or all_gather within backward, or between
-    ranks that train different parameters. FSDP gathers weights in forward; DDP within Join sends a
-    single number.
-    """
-    if any(rank.by_kind["fsdp"] for rank in recording.ranks):
-        return False
-    calls = [
-        one
-        for rank in recording.ranks
-        for one in rank.by_kind["call"]
-        if one.get("content") == "other" and prod(one.get("shape") or ()) > 1
-    ]
-    rows = [
-        sorted([row[1:3] for one in rank.by_kind["params"] for row in one["rows"]])
-        for rank in recording.ranks
-    ]
-    if any(one != rows[0] for one in rows) and any(one["name"] in POINT_TO_POINT for one in calls):
-        return True
-    within = [(one.get("within"), one["name"]) for one in calls]
-    return any(
-        place == "forward" or (place and name.startswith(("all_to_all", "all_gather")))
-        for place, name in within
-    )
+    epochs: dict[tuple[int, int], set[int]] = defaultdict(set)  # by optimiser and step
+    for rank in recording.ranks:
+        begun = [one["t"] for one in rank.by_kind["trained"]]
+        for one in rank.by_kind["step"] if begun else ():  # other ranks may send it its data
+            epochs[one["o"], one["step"]].add(bisect(begun, one["t"]))
+    apart = (step for (_, step), numbers in epochs.items() if len(numbers) > 1)
+    return min(apart, default=sys.maxsize)
 
 
 def lasting_optimizers(recording: Recording) -> list[list[int]]:
     """Return the optimisers that train the model, by number; together if they share a tensor.
 
     Others come and go with tensors that are thrown away: copies of the model for one task, or
-    inputs that an adversary changes. If there are only such ones, each of them counts.
+    inputs that an adversary changes. If there are only such ones, each of them counts; if none has
+    done a step, as in a script that failed early, all count.
     """
     rank = max(recording.ranks, key=lambda one: len(one.by_kind["step"]))
-    steps: dict[int, list[float]] = defaultdict(list)
+    built, tensor = {}, {}
+    for one in reversed(rank.by_kind["params"]):
+        built[one["o"]], tensor[one["o"]] = one["built"], min(row[-1] for row in one["rows"])
+    steps = defaultdict(list)  # by the first tensor, which an optimiser built anew shares
     for one in rank.by_kind["step"]:
-        steps[one["o"]].append(one["t"])
-    built = {one["o"]: one.get("built", 0) for one in reversed(rank.by_kind["params"])}
-    families: list[tuple[set[int], list[int]]] = []
-    for o in sorted(steps):
-        tensors, family = _tensors_of(rank, o), [o]
-        for known in [one for one in families if one[0] & tensors]:
-            families.remove(known)
-            tensors, family = tensors | known[0], [*known[1], *family]
-        families.append((tensors, family))
-    times = [sorted(time for o in family for time in steps[o]) for _, family in families]
+        steps[tensor.get(one["o"])].append(one)
     kept = [
-        family
-        for (_, family), mine in zip(families, times, strict=True)
-        if not any(other[0] > mine[-1] and len(other) >= len(mine) for other in times)
+        mine
+        for mine in steps.values()
+        if not any(
+            other[0]["t"] > mine[-1]["t"] and len(other) >= len(mine) for other in steps.values()
+        )
     ]
-    kept = kept or [family for _, family in families]
-    return [one for one in kept if not min(built.get(o, 0) for o in one)] or kept
-
-
-def _tensors_of(rank: RankRecords, o: int) -> set[int]:
-    rows = (row for one in rank.by_kind["params"] if one["o"] == o for row in one["rows"])
-    return {row[7] for row in rows if len(row) > 7}
+    families = [sorted({one["o"] for one in mine}) for mine in kept or steps.values()]
+    families = families or [[o] for o in sorted(built)]
+    return [one for one in families if not min(built.get(o, 0) for o in one)] or families
 
 
 def exchange_line(recording: Recording, step: int) -> CodeLine | None:
     """Return the line that exchanges gradients in a step, else one that exchanges anything."""
-    for content in ("gradient", None):
-        for one in _calls(recording, step, content):
-            if one.get("at"):
-                return code_line(one["at"])
-    return None
+    return _first_line([*exchanges(recording, step, "gradient"), *exchanges(recording, step)])
 
 
 def backward_line(recording: Recording) -> CodeLine | None:
     """Return the line of the first backward."""
-    for rank in recording.ranks:
-        for one in rank.by_kind["backward"]:
-            if one.get("at"):
-                return code_line(one["at"])
-    return None
+    return _first_line(one for rank in recording.ranks for one in rank.by_kind["backward"])
+
+
+def _first_line(records: Iterable[Record]) -> CodeLine | None:
+    return next((code_line(one["at"]) for one in records if one.get("at")), None)
 
 
 def ends_without_sync(recording: Recording, step: int) -> bool:

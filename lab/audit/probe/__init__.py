@@ -17,72 +17,72 @@ all parameters of an optimiser, in the order of its ``params`` records.
 The kinds, with their fields ("at" is [file, line, text of the line] of the script, or null):
 
 ======== ==========================================================================================
-start    pid, ppid, argv, python, torch (null before its import: see ``torch``), hint (the rank that
-         the command was started for, or null), variables (RANK, LOCAL_RANK, WORLD_SIZE where set),
-         forked_from (pid or null)
+start    pid, ppid, python (version), executable (sys.executable), hint (the rank that the command
+         was started for, or null), variables (RANK, LOCAL_RANK, WORLD_SIZE where set)
 torch    version; torch has been imported
-trouble  text (traceback): the probe itself failed in one place, and the script went on
-group    init_process_group: rank, world, backend, at
-ddp      DistributedDataParallel was built: parameters, bytes, at
-fsdp     fully_shard or FSDP1: version, at
+trouble  part (module of the probe), text (traceback): the probe itself failed in one place, and the
+         script went on
+group    init_process_group: rank, world, at
+ddp      DistributedDataParallel was built: bytes (of the parameters that it averages), at
+hook     DistributedDataParallel got a communication hook, whose calls are seen: at
+fsdp     fully_shard or FSDP1: at
 params   new parameters of optimiser o: optimizer (class), built (step at which the probe first saw
-         the optimiser), rows [[key, name, shape, dtype, numel, offset, length, serial]]: key is
-         "o.group.index", the rank holds [offset, offset + length) of the flat parameter (all of it,
-         unless it is sharded), serial is the tensor's own, whichever optimiser holds it. Of a
-         sharded parameter (FSDP2), weights, got and sent hold only those of its fixed coordinates
-         that lie in this range, in order; own holds all of them. Length 0: the shard is no range,
-         and nothing of it is kept
-weights  before the first training forward after ``step`` steps of optimiser o: o, step, values
-         (samples); written at the first backward after it, for step 0 after ``params``
+         the optimiser), rows [[key, name, shape, dtype, numel, serial]]: key is "o.group.index",
+         serial is the tensor's own, whichever optimiser holds it. Sharded parameters (FSDP2) are
+         left out
+weights  at the first backward after ``step`` steps of optimiser o: o, step, values (samples)
 backward step (as Probe.step counts), micro (number of this backward in the step, from 0), forwards
          [[samples, input_hash, through ("ddp", "module" or "bypass": a module that DDP has wrapped,
-         but not through DDP), class]], one if model.forward() is called directly, loss {value,
-         node, reduction, arriving, samples, target_hash} or null (arriving: the gradient that
-         reaches the loss node, added up if there are several), synced (whether DDP was to average
-         after its latest forward; null without DDP), seconds, exposed_seconds (from this rank's
-         last gradient to the end of backward), at
-step     before the optimiser's update: o, step (from 0), optimizer, micro (backwards since the last
+         but not through DDP)]], one if model.forward() is called directly, loss {node, reduction,
+         arriving, samples, target_hash} or null (arriving: the gradient that reaches the loss node,
+         added up; 0 without one), synced (whether DDP was to average after its latest forward; null
+         without DDP), seconds, exposed_seconds (from this rank's last gradient to the end of
+         backward), at
+step     an update of an optimiser: o, step (from 0), optimizer, micro (backwards since the last
          step), own (samples: this rank's own gradients, added up since .grad was last cleared; 0
-         where none arrived, NaN where nobody knows), got (samples of what the optimiser gets), sent
-         (samples of .grad when the first collective after the last backward began; null without
-         one), own_norm and got_norm (over all parameters, in full; own_norm is null with several
-         backwards, got_norm if parameters are sharded), lr [per group], settings {name: value of
-         the first group}, scale (of GradScaler, or 1), clips [[kind "norm" or "value", limit, total
-         norm or null, collectives before it in this step, at]], at
-stepped  after the update: o, step, seconds (of the update), state (hash of samples of the
+         where none arrived, NaN where nobody knows), got (samples of what the optimiser gets, right
+         before the update), own_norm and got_norm (over all parameters, in full; own_norm is null
+         with several backwards), lr [per group], settings {name: value of the first group}, scale
+         (of GradScaler, or 1), clips [[kind "norm" or "value", limit, total norm or null,
+         collectives before it in this step, at]], at
+stepped  follows it at once: o, step, seconds (of the update), state (hash of samples of the
          optimiser's state; null if it has none)
-loader   l (its number), dataset, length, batch_size, batches, sampler, replicas, inner_length,
-         content (hash of what the innermost dataset holds as attributes, or null), at
+loader   l (its number), dataset, length, batches, sampler, replicas, wraps (whether other datasets
+         lie within), inner_length (of these), content (hash of samples that they hold, or null;
+         also null where the indices of those within are not known), at
 batch    given to the script: l, epoch (iterations over l so far, from 0), b, indices (of the
-         sampler)
-items    rows [[outer index, index that reached the innermost dataset or null, label or null,
-         hash or null]], l; from the process that fetched them. Indices of the n-th innermost
-         dataset of a ConcatDataset begin at n * 2**40. None for iterable datasets
+         sampler), inner (the same as indices of the innermost dataset; null if no dataset lies
+         within, or its indices are not known; those of the n-th innermost dataset of a
+         ConcatDataset begin at n * 2**40), contents (hash of each sample's row of the batch, or
+         null)
 rest     l, epoch, indices: what the script would still have been given after the cut (null if
-         endless), inner: the innermost index of each, or null
+         endless), inner
 trained  a backward or an update followed a batch of this iteration over l: l, epoch (once for each)
 epoch    an iteration over l ended: l, epoch, batches, cut
 join     the script entered torch.distributed's Join: at
 call     a collective began: c, name, op, size (of its group), group (null for all ranks, else its
          [name, ranks]), bytes (that this rank gives, or gets if it gives none), dtype and shape (of
-         the first tensor), tensors (their number), step, peer (src, dst or null), async, content
+         the first tensor), step, peer (src, dst or null), async, content
          ("gradient", "weights" or "other"), within ("forward" if a model's that trains is under
-         way, "backward" or null), at. init_process_group and new_group are calls as well; that of
-         init_process_group has world (the number of ranks that it waits for, or null)
-done     c, seconds (until the call returned), error (null unless it failed); a second record after
-         an asynchronous call's Work.wait, with seconds 0 and wait_seconds
+         way, "backward" or null), world (the number of ranks that init_process_group waits for, or
+         null), at. init_process_group and new_group are calls as well
+done     c, seconds (until the call returned), own_thread (it was called in a thread of the script's
+         own), error (null unless it failed); a second record after an asynchronous call's
+         Work.wait, with seconds 0 and wait_seconds
 mesh     a DeviceMesh was built, so some communication may not be seen: at
 eval     first forward without gradients after ``step`` steps: step, buffers [[name, samples as a
          list]], batchnorm (number of BatchNorm layers), at
-random   a training forward with active dropout: step, hash (of the generator's state)
-stack    why, busy (share of a core that this process used in the last half second), threads [[name,
-         [[file, line, function, text]]]]: the script's frames, and the innermost one last; written
-         by every rank each time that the file "dump" in the folder is touched
+random   a training forward that draws, as by dropout: step, hash (of the generators' states
+         before it)
+stands   this process has waited for 3 s in a function that communicates, and done nothing else: c
+         and name of the call (null if it waits elsewhere, such as in DDP's backward), at; written
+         once for each wait, so a rank still waits if this is its last record but ``stack``
+stack    the main thread's at; written once the runner has made the file "dump" in the folder
 clock    only with clocks, see clocks.py
-replay   only with replay: steps [[step, relative difference, parameter]], why_not
 cut      step, why
 error    type, message, traceback, at, after_cut
-end      the process ends in good order: status, after_cut
+end      the process ends in good order: status (null unless by os._exit, by which forked ones
+         end), after_cut
 ======== ==========================================================================================
 """
 

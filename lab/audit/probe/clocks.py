@@ -1,133 +1,119 @@
-"""Only with ``clocks``: how the script measures time. Writes the record ``clock``.
+"""Only with ``clocks``: how the script measures time, and whose losses it prints.
 
-time.time() and its like return to the script a float that knows how far training was. The
-difference of two is a float that knows its interval, and sums of those know all of theirs. When
-such a sum is divided, the script forms a mean, and a record tells of what:
+What time.time() and its like return to the script, and ``Tensor.item`` of a loss, is a float that
+knows where it comes from: a weighted sum of readings of a clock, or of losses. Sums and differences
+add up the weights, factors and divisors scale them; anything else, and pickling, gives plain
+values. In the script's own modules a stand-in for ``datetime`` does the same for datetime.now().
 
-``{"event": "mean", intervals, divisor, scale (sum of the factors of the intervals, 1 each), steps,
-backwards (that fall into the intervals), seconds, first_included (an interval holds a backward of
-step 0), first_seconds (of those intervals), before_update (intervals that end between the first
-backward of a step and its update), update_timed (an interval of this process holds an update),
-device_pending (intervals at whose end a GPU was still computing), after_cut, at}``
+The weights of readings that add up to zero are those of intervals: 1 at their ends, -1 where they
+begin. Where the script divides such a time by a number, it forms a mean, and the record ``clock``
+tells of what. Numbers of steps count each interval with its weight, divided by ``unit``:
 
-In the script's own modules a stand-in for ``datetime`` does the same for datetime.now(). Any other
-arithmetic gives plain values, and so does pickling.
+``{"event": "mean", divisor, unit (the greatest weight), intervals (without those that begin where
+others end), scale (sum of the weights of their ends), steps, backwards, first (whether the first
+backward is among these), before_update (intervals that end between the first backward of a step
+and its update), update_timed (an interval of this process holds an update), device_pending
+(intervals at whose end a GPU was still computing), after_cut, at}``
+
+Where the script prints the loss of one rank's samples, or a sum or a mean of such losses, that gets
+a record as well. A loss that has been exchanged is no longer one rank's:
+
+``{"event": "loss_printed", at}``
 """
 
+from __future__ import annotations
+
+import copy
 import datetime
-import functools
 import os
 import statistics
 import sys
 import time
 import timeit
-from collections.abc import Callable, Iterable
-from types import ModuleType
-from typing import Any, NamedTuple
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from .data.items import replace
-from .printed_losses import watch_printed_losses
-from .state import Probe
+from .state import Probe, patch, storage_of
 
-_UNITS = (60, 1e3, 3600, 1e6, 1e9)
-_MOST_INTERVALS = 2000
-_watcher: "_ClockWatcher | None" = None
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
-
-def watch(probe: Probe) -> None:
-    """Replace the clocks and the functions that average, if clocks are checked."""
-    global _watcher
-    if not probe.settings.get("clocks"):
-        return
-    _watcher = _ClockWatcher(probe)
-    _watcher.replace_clocks()
-    watch_printed_losses(probe)
-    for module, names in (("statistics", ("mean", "fmean")), ("numpy", ("mean", "sum"))):
-        for name in names:
-            _replace_average(module, name)
+_UNITS = (1, 60, 1e3, 3600, 1e6, 1e9)  # dividing by one of these is no mean
+_MOST_SOURCES, _KEPT_LOSSES = 4000, 8
+_LOSS = "loss"
+"""The source of every loss, beside the readings."""
 
 
-class _Moment(NamedTuple):
+@dataclass(frozen=True, eq=False)  # no two readings are equal
+class _Reading:
     """How far training was when a clock was read: events counted since the start."""
 
-    backwards_begun: int
-    steps_done: int
+    backwards: int
+    steps: int
     in_step: bool
     device_pending: bool
 
 
-class _Interval(NamedTuple):
-    seconds: float
-    begin: _Moment
-    end: _Moment
-    factor: float
+class _Traced:
+    """A number or a time that knows its sources: ``of`` holds the weight of each."""
 
-    @property
-    def backwards(self) -> int:
-        return self.end.backwards_begun - self.begin.backwards_begun
+    of: Mapping[Any, float] = MappingProxyType({})
 
-
-class _Reading(float):
-    """What a clock said, in seconds."""
-
-    moment: _Moment
-
-    def __sub__(self, other: Any) -> float:
-        difference = float(self) - other
-        if not isinstance(other, _Reading):
-            return difference
-        return _duration(difference, _between(difference, other.moment, self.moment))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return float, (float(self),)
-
-
-class _Duration(float):
-    """A sum of intervals, perhaps in other units."""
-
-    intervals: tuple[_Interval, ...]
-
-    def __add__(self, other: Any) -> float:
-        total = float(self) + other
-        if isinstance(other, _Duration):
-            return _duration(total, self.intervals + other.intervals)
-        return _duration(total, self.intervals) if _is_zero(other) else total
+    def __add__(self, other: Any) -> Any:
+        return _traced(super().__add__(other), _sum(self, other, 1))  # type: ignore[misc]  # the mixed-in
 
     __radd__ = __add__
 
-    def __sub__(self, other: Any) -> float:
-        total = float(self) - other
-        if isinstance(other, _Duration):
-            gone = set(map(id, other.intervals))
-            left = tuple(one for one in self.intervals if id(one) not in gone)
-            return _duration(total, left) if len(left) < len(self.intervals) else total
-        return _duration(total, self.intervals) if _is_zero(other) else total
+    def __sub__(self, other: Any) -> Any:
+        weights = _sum(self, other, -1)
+        _watcher.update_timed |= _is_time(weights) and _advance(weights, "steps") > 0
+        return _traced(super().__sub__(other), weights)  # type: ignore[misc]  # the mixed-in
 
-    def __mul__(self, factor: Any) -> float:
-        product = float(self) * factor
-        if type(factor) not in (int, float):
-            return product
-        return _duration(
-            product, tuple(one._replace(factor=one.factor * factor) for one in self.intervals)
-        )
+    def __mul__(self, factor: Any) -> Any:
+        product = super().__mul__(factor)  # type: ignore[misc]  # the mixed-in
+        return _traced(product, _scaled(self, factor))
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: Any) -> float:
-        quotient = float(self) / divisor
-        if not isinstance(divisor, (int, float)):
+    def __truediv__(self, divisor: Any) -> Any:
+        quotient = super().__truediv__(divisor)  # type: ignore[misc]  # the mixed-in
+        if type(divisor) not in (int, float):
             return quotient
-        if divisor in _UNITS or divisor == 1:
-            return _duration(quotient, self.intervals)
-        if _watcher is not None:
-            _watcher.record_mean(self.intervals, float(divisor))
-        return quotient
+        if divisor not in _UNITS and _is_time(self.of):
+            _watcher.record_mean(self.of, divisor)
+            return quotient
+        return _traced(quotient, _scaled(self, 1 / divisor))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return float, (float(self),)
+    def __round__(self, digits: Any = None) -> Any:
+        return _traced(super().__round__(digits), self.of)  # type: ignore[misc]  # the mixed-in
+
+    def __format__(self, specification: str) -> str:
+        _watcher.note_printed(self.of)
+        return super().__format__(specification)
+
+    def __repr__(self) -> str:
+        _watcher.note_printed(self.of)
+        return super().__repr__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.copy, (+self,)  # type: ignore[operator]  # a plain one
+
+
+class _Number(_Traced, float):
+    """A time in seconds or in other units, or a loss."""
+
+
+class _Span(_Traced, datetime.timedelta):
+    """A time."""
+
+    def total_seconds(self) -> float:
+        return _traced(super().total_seconds(), self.of)
 
 
 class _AnyDatetime(type):
@@ -137,78 +123,59 @@ class _AnyDatetime(type):
         return isinstance(instance, datetime.datetime)
 
 
-class _Instant(datetime.datetime, metaclass=_AnyDatetime):
-    """What datetime.now() said; without a moment, any other datetime."""
-
-    moment: _Moment | None = None
+class _Instant(_Traced, datetime.datetime, metaclass=_AnyDatetime):
+    """What datetime.now() said; without sources, any other datetime."""
 
     @classmethod
     def now(cls, tz: Any = None) -> Any:
+        reading = _watcher.reading()
         made = super().now(tz)
-        made.moment = _watcher.moment() if _watcher else None
+        made.of = {reading: 1}
         return made
 
-    def __sub__(self, other: Any) -> Any:
-        difference = super().__sub__(other)
-        begin = getattr(other, "moment", None)
-        if self.moment is None or begin is None:
-            return difference
-        return _span(difference, _between(difference.total_seconds(), begin, self.moment))
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return datetime.datetime, super().__reduce_ex__(protocol)[1]
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return datetime.datetime, datetime.datetime.__reduce_ex__(self, protocol)[1]
 
 
-class _Span(datetime.timedelta):
-    """A sum of intervals."""
-
-    intervals: tuple[_Interval, ...]
-
-    def total_seconds(self) -> float:
-        return _duration(super().total_seconds(), self.intervals)
-
-    def __add__(self, other: Any) -> Any:
-        more = other.intervals if isinstance(other, _Span) else ()
-        plain = not more and other != datetime.timedelta()
-        total = super().__add__(other)
-        return total if plain else _span(total, self.intervals + more)
-
-    __radd__ = __add__
-
-    def __truediv__(self, divisor: Any) -> Any:
-        if isinstance(divisor, (int, float)) and _watcher is not None:
-            _watcher.record_mean(self.intervals, float(divisor))
-        return super().__truediv__(divisor)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return datetime.timedelta, (self.days, self.seconds, self.microseconds)
+_KINDS: dict[type, Any] = {
+    float: _Number,
+    datetime.timedelta: lambda one: _Span(one.days, one.seconds, one.microseconds),
+}
 
 
-def _between(seconds: float, begin: _Moment, end: _Moment) -> tuple[_Interval, ...]:
-    """Return the interval between two readings."""
-    if _watcher is not None:
-        _watcher.update_timed |= end.steps_done > begin.steps_done
-    return (_Interval(seconds, begin, end, 1.0),)
+def _traced(value: Any, weights: Mapping[Any, float]) -> Any:
+    """Return a value with its sources, or as it is if it cannot hold them or there are many."""
+    make = _KINDS.get(type(value))
+    if make is None or not 0 < len(weights) <= _MOST_SOURCES:
+        return value
+    made = make(value)
+    made.of = weights
+    return made
 
 
-def _span(total: datetime.timedelta, intervals: tuple[_Interval, ...]) -> datetime.timedelta:
-    """Return the sum with its intervals."""
-    result = _Span(total.days, total.seconds, total.microseconds)
-    result.intervals = intervals
-    return result
+def _sum(one: _Traced, other: Any, sign: int) -> dict[Any, float]:
+    """Return the weights of a sum or a difference."""
+    weights = dict(one.of)
+    for source, weight in other.of.items() if isinstance(other, _Traced) else ():
+        weights[source] = weights.get(source, 0) + sign * weight
+    return {source: weight for source, weight in weights.items() if weight}
 
 
-def _duration(seconds: float, intervals: tuple[_Interval, ...]) -> float:
-    """Return the sum with its intervals; a plain float if there are too many."""
-    if not isinstance(seconds, float) or len(intervals) > _MOST_INTERVALS:
-        return seconds
-    result = _Duration(seconds)
-    result.intervals = intervals
-    return result
+def _scaled(one: _Traced, factor: Any) -> dict[Any, float]:
+    """Return the weights of a product; none if the factor is no plain number."""
+    known = one.of if type(factor) in (int, float) else {}
+    return {source: weight * factor for source, weight in known.items() if factor}
 
 
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value == 0
+def _is_time(weights: Mapping[Any, float]) -> bool:
+    """Return whether a value is a sum of intervals, not what a clock or a loss says."""
+    least = 1e-9 * max(weights.values(), default=0)
+    return bool(weights) and _LOSS not in weights and abs(sum(weights.values())) <= least
+
+
+def _advance(weights: Mapping[Any, float], name: str) -> float:
+    """Return how far training advances in a sum of intervals."""
+    return sum(weight * getattr(reading, name) for reading, weight in weights.items())
 
 
 class _ClockWatcher:
@@ -216,127 +183,123 @@ class _ClockWatcher:
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
-        self._users: dict[str, bool] = {}
-        self._backwards, self._steps = 0, 0
-        self._in_step = False
-        self._imported_early = True
-        self._replaced: dict[int, Any] = {id(datetime.datetime): _Instant, id(datetime): _dates()}
-        self.update_timed = False
-        probe.hear("backward_begin", self._begin)
-        probe.hear("step_end", self._end)
-        probe.hear("forward", lambda *_: self._replace_early())
-        replace(DataLoader, "__init__", self._loader_is_built)
-
-    def replace_clocks(self) -> None:
-        """Replace the functions of ``time``: for the script's own code they return readings."""
+        self._backwards, self._in_step, self.update_timed = 0, False, False
+        self._losses: Any = deque(maxlen=_KEPT_LOSSES)  # weak references
+        self._stand_ins: dict[int, Any] = {
+            id(datetime.datetime): _Instant,
+            id(datetime): SimpleNamespace(**{**vars(datetime), "datetime": _Instant}),
+        }
+        probe.hear("backward_begin", self._backward_begins)
+        probe.hear("step_end", self._step_ends)
+        probe.hear("message", self._forget)
+        probe.hear("forward_begin", self._replace_imported)
+        patch(torch.Tensor, "item", self._item)
+        patch(DataLoader, "__init__", self._loader_is_built)
         for name in ("time", "perf_counter", "monotonic"):
-            original = getattr(time, name)
-            self._replaced[id(original)] = self._reading(original)
-            setattr(time, name, self._replaced[id(original)])
+            self._replace(time, name, self._read)
         timeit.default_timer = time.perf_counter
-        self._replace_early()
+        for name in ("mean", "fmean"):
+            self._replace(statistics, name, self._combine)
+        for name in ("mean", "sum") if "numpy" in sys.modules else ():
+            self._replace(sys.modules["numpy"], name, self._combine)
+        self._replace_imported()
 
-    def record_mean(self, intervals: Iterable[_Interval], divisor: float) -> None:
+    def reading(self) -> _Reading:
+        """Return how far training is."""
+        return _Reading(self._backwards, self._probe.step, self._in_step, _device_computes())
+
+    def record_mean(self, weights: Mapping[Any, float], divisor: float) -> None:
         """Record that the script divides a sum of intervals."""
-        timed = list(intervals)
-        first = [one for one in timed if one.begin.steps_done == 0 and one.backwards]
+        unit = max(weights.values())
+        ends = [reading for reading, weight in weights.items() if weight > 0]
+        begun = {reading: weight for reading, weight in weights.items() if reading.backwards}
         self._probe.record(
             "clock",
             event="mean",
-            intervals=len(timed),
             divisor=divisor,
-            scale=sum(one.factor for one in timed),
-            steps=sum(one.end.steps_done - one.begin.steps_done for one in timed),
-            backwards=sum(one.backwards for one in timed),
-            seconds=sum(one.seconds for one in timed),
-            first_included=bool(first),
-            first_seconds=sum(one.seconds for one in first),
-            before_update=sum(one.end.in_step for one in timed),
+            unit=unit,
+            intervals=len(ends),
+            scale=round(sum(weights[one] for one in ends) / unit, 6),
+            steps=round(_advance(weights, "steps") / unit, 6),
+            backwards=round(_advance(weights, "backwards") / unit, 6),
+            first=sum(begun.values()) / unit > 0.5,
+            before_update=sum(one.in_step for one in ends),
             update_timed=self.update_timed,
-            device_pending=sum(one.end.device_pending for one in timed),
+            device_pending=sum(one.device_pending for one in ends),
             after_cut=self._probe.cutting,
             at=self._probe.place(),
         )
 
-    def is_users(self, filename: str) -> bool:
-        """Return whether a file is the script's, from memory where it was asked before."""
-        if filename not in self._users:
-            self._users[filename] = self._probe.is_users(filename)
-        return self._users[filename]
+    def note_printed(self, weights: Mapping[Any, float]) -> None:
+        """Record that the script prints a loss."""
+        at = self._probe.place() if _LOSS in weights else None
+        if at is not None:
+            self._probe.record("clock", event="loss_printed", at=at)
 
-    def _reading(self, original: Callable[[], float]) -> Callable[[], float]:
-        @functools.wraps(original)
-        def read() -> float:
-            if not self.is_users(sys._getframe(1).f_code.co_filename):
-                return original()
-            moment = self.moment()  # before the clock is read, so that it does not count
-            made = _Reading(original())
-            made.moment = moment
-            return made
+    def _read(self, original: Any) -> Any:
+        if not self._probe.is_users(sys._getframe(2).f_code.co_filename):
+            return original()
+        reading = self.reading()  # before the clock is read, so that it does not count
+        return _traced(original(), {reading: 1})
 
-        return read
+    def _item(self, original: Any, tensor: torch.Tensor) -> Any:
+        storage = storage_of(tensor)
+        known = storage is not None and storage in [storage_of(one()) for one in self._losses]
+        return _traced(original(tensor), {_LOSS: 1} if known else {})
 
-    def moment(self) -> _Moment:
-        """Return how far training is."""
-        return _Moment(self._backwards, self._steps, self._in_step, _device_computes())
+    def _combine(self, original: Any, values: Any, *rest: Any, **named: Any) -> Any:
+        """Call a function that averages or adds up; of a list, the sources are known."""
+        result = original(values, *rest, **named)
+        if not isinstance(values, (list, tuple)) or set(map(type, values)) != {_Number}:
+            return result
+        known = sum(values) if original.__name__ == "sum" else sum(values) / len(values)
+        return _traced(float(result), getattr(known, "of", {}))
 
-    def _begin(self, *_: Any) -> None:
+    def _backward_begins(self, roots: list[torch.Tensor]) -> None:
         self._backwards += 1
         self._in_step = True
+        self._losses.extend(weakref.ref(one) for one in roots if one.numel() == 1)
 
-    def _end(self, *_: Any) -> None:
-        self._steps += 1
+    def _step_ends(self, _optimizer: Any) -> None:
         self._in_step = False
 
-    def _loader_is_built(self, original: Callable[..., None], *rest: Any, **named: Any) -> None:
-        self._replace_early()
+    def _forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The losses among the tensors of a message are no longer those of one rank."""
+        exchanged = {storage_of(one) for one in tensors}
+        kept = (one for one in self._losses if storage_of(one()) not in exchanged)
+        self._losses = deque(kept, maxlen=_KEPT_LOSSES)
+
+    def _loader_is_built(self, original: Any, *rest: Any, **named: Any) -> None:
+        self._replace_imported()
         original(*rest, **named)
 
-    def _replace_early(self) -> None:
-        """Replace what the script's own modules imported by name, and their ``datetime``."""
-        if not self._imported_early:
-            return
-        self._imported_early = self._backwards == 0
-        for module in list(sys.modules.values()):
-            if not self.is_users(getattr(module, "__file__", None) or os.sep):
-                continue
-            for name, value in list(vars(module).items()):
-                if id(value) in self._replaced:
-                    setattr(module, name, self._replaced[id(value)])
+    def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
+        """Replace a function, and remember by what, for those who have imported it by name."""
+        original = getattr(owner, name)
+        patch(owner, name, wrapper)
+        self._stand_ins[id(original)] = getattr(owner, name)
+
+    def _replace_imported(self, *_: Any) -> None:
+        """Until training begins, replace what the script's own modules imported by name."""
+        for module in list(sys.modules.values()) if not self._backwards else ():
+            if self._probe.is_users(getattr(module, "__file__", None) or os.sep):
+                for name, value in list(vars(module).items()):
+                    if id(value) in self._stand_ins:
+                        setattr(module, name, self._stand_ins[id(value)])
 
 
-def _dates() -> ModuleType:
-    """Return a module like ``datetime`` whose now() tells how far training was."""
-    module = ModuleType("datetime")
-    vars(module).update(vars(datetime))
-    vars(module)["datetime"] = _Instant
-    return module
+_watcher: _ClockWatcher
+
+
+def watch(probe: Probe) -> None:
+    """Replace the clocks and the functions that average, if clocks are checked."""
+    global _watcher
+    if probe.settings.get("clocks"):
+        _watcher = _ClockWatcher(probe)
 
 
 def _device_computes() -> bool:
     """Return whether a GPU that this process uses has work left; this does not wait for it."""
-    try:
-        return torch.cuda.is_initialized() and not torch.cuda.current_stream().query()
-    except (RuntimeError, AttributeError, AssertionError):  # e.g. while a graph is captured
+    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return False
-
-
-def _replace_average(module: str, name: str) -> None:
-    """Let a function that averages or adds up a list keep what is known of its intervals."""
-    found = statistics if module == "statistics" else sys.modules.get(module)
-    original = getattr(found, name, None)
-    if original is None:
-        return
-
-    @functools.wraps(original)
-    def averaged(values: Any, *arguments: Any, **named: Any) -> Any:
-        known = values if isinstance(values, (list, tuple)) and not arguments and not named else ()
-        if not known or not all(isinstance(one, _Duration) for one in known) or _watcher is None:
-            return original(values, *arguments, **named)
-        intervals = tuple(interval for one in known for interval in one.intervals)
-        if name == "sum":
-            return _duration(float(original(values)), intervals)
-        _watcher.record_mean(intervals, float(len(known)))
-        return original(values)
-
-    setattr(found, name, averaged)
+    return not torch.cuda.current_stream().query()

@@ -1,9 +1,12 @@
-"""What the ranks tell each other: the records ``group``, ``mesh``, ``call`` and ``done``.
+"""What the ranks tell each other: the records ``group``, ``mesh``, ``call``, ``done``, ``stands``.
 
 The functions of torch.distributed are replaced by others of the same names, which write a record
 before and after each call. A call inside another one, such as the all_gather in all_gather_object,
-is not recorded. What C++ sends by itself, such as DistributedDataParallel, is not seen here.
+is not recorded. What C++ sends by itself, such as DistributedDataParallel, is not seen here; but a
+rank that waits in it is, since a thread looks twice a second where the other threads stand.
 """
+
+from __future__ import annotations
 
 import functools
 import inspect
@@ -12,243 +15,193 @@ import os
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from .hangs import HangWatcher
-from .state import Probe
-from .storages import ParameterStorages
+from .sampling import tensors_in
+from .state import Probe, patch, storage_of
 
+# Of the names of the functions that communicate.
 _BEGINNINGS = (
     *("all_", "barrier", "broadcast", "gather", "init_process_group", "irecv", "isend"),
     *("monitored_barrier", "new_group", "recv", "reduce", "scatter", "send"),
 )
-"""Of the names of the functions that communicate."""
+# The arguments that may hold what a rank gives, or what it receives if it gives nothing.
 _MESSAGES = (
     *("input_tensor", "input", "input_list", "input_tensor_list", "tensor", "tensors", "inputs"),
     *("output", "output_tensor"),
 )
-"""The arguments that may hold what a rank gives, or what it receives if it gives nothing."""
 _PACKAGE = "torch.distributed"
-_MANY_CALLS, _FIRST_STEPS = 2000, 10
-
-
-def watch(probe: Probe) -> None:
-    """Replace the functions; do nothing where torch was built without torch.distributed."""
-    if dist.is_available():
-        recorder = CallRecorder(probe)
-        for name, value in list(vars(sys.modules[f"{_PACKAGE}.distributed_c10d"]).items()):
-            if name.startswith(_BEGINNINGS) and type(value) is FunctionType:
-                recorder.replace(name, value)
-        recorder.replace_wait()
-        _watch_meshes(probe)
+# The files whose Python frame is the innermost one while C++ communicates.
+_WAITING_IN = ("torch/distributed/", "torch/nn/parallel/", "torch/autograd/", __file__)
+_TICK_SECONDS, _STANDS_TICKS = 0.5, 6
+_IDLE_SHARE = 0.1  # of a core: a process that uses less waits for something
 
 
 class CallRecorder:
-    """Records the calls of this process, numbered from 0."""
+    """Records the calls of this process, numbered from 0, and where it waits."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
-        self._hangs = HangWatcher(probe)
-        self._contents = ParameterStorages(probe)
-        self._works: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._works: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._thread = threading.local()
-        self._calls, self._step, self._calls_in_step = itertools.count(), 0, 0
-        self._full = False
+        self._numbers = itertools.count()
+        self._open: dict[int, str] = {}
+        self._looking_in: int | None = None  # the process; a forked one has no such thread
+        self._storages: dict[int | None, str] = {}  # of all gradients and weights
+        self._collected: tuple[int, int] | None = None
 
-    def replace(self, name: str, original: Callable[..., Any]) -> None:
-        """Put a recording function in the place of torch.distributed's of this name."""
-        signature, thread = inspect.signature(original), self._thread
+    def watch_functions(self) -> None:
+        """Replace the functions wherever torch.distributed holds them."""
+        modules = [one for name, one in sys.modules.items() if name.startswith(_PACKAGE)]
+        home = sys.modules[f"{_PACKAGE}.distributed_c10d"]
+        for name, original in list(vars(home).items()):
+            if name.startswith(_BEGINNINGS) and type(original) is FunctionType:
+                patch(home, name, self.call)
+                for one in modules:
+                    if vars(one).get(name) is original:
+                        setattr(one, name, vars(home)[name])
+        patch(dist.Work, "wait", self.wait)
+        if f"{_PACKAGE}.device_mesh" in sys.modules:
+            # What is built on it communicates through functions that are not seen here.
+            mesh = sys.modules[f"{_PACKAGE}.device_mesh"].DeviceMesh
+            patch(mesh, "__init__", functools.partial(self._probe.note, "mesh"))
 
-        @functools.wraps(original)
-        def recorded(*arguments: Any, **named: Any) -> Any:
-            if torch.compiler.is_compiling() or getattr(thread, "inside", False):
-                return original(*arguments, **named)
-            thread.inside = True
-            try:
-                return self._call(name, signature, original, arguments, named)
-            finally:
-                thread.inside = False
-
-        for one in [value for key, value in sys.modules.items() if key.startswith(_PACKAGE)]:
-            if vars(one).get(name) is original:
-                setattr(one, name, recorded)
-
-    def replace_wait(self) -> None:
-        """Time ``Work.wait``, if its class lets itself be changed."""
-        original = dist.Work.wait
-
-        @functools.wraps(original)
-        def wait(work: Any, *arguments: Any, **named: Any) -> Any:
-            number = self._works.get(work)
-            if number is None:
-                return original(work, *arguments, **named)
-            return self._timed(number, "wait_seconds", original, (work, *arguments), named)
-
-        try:
-            setattr(dist.Work, "wait", wait)  # noqa: B010 - mypy refuses an assignment
-        except (AttributeError, TypeError):  # it is a class of C++
-            return
-
-    def _call(
-        self,
-        name: str,
-        signature: inspect.Signature,
-        original: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        named: dict[str, Any],
-    ) -> Any:
-        """Call the original between a record ``call`` and a record ``done``."""
-        if name == "init_process_group":
-            self._hangs.start()
-        elif not any(part in name for part in ("barrier", "object", "new_group")):
+    def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function between a record ``call`` and a record ``done``."""
+        if getattr(self._thread, "inside", False):
+            return original(*args, **kwargs)
+        name, number = original.__name__, next(self._numbers)
+        if name == "init_process_group" and self._looking_in != os.getpid():
+            self._looking_in = os.getpid()
+            threading.Thread(target=self._look, name="lab audit", daemon=True).start()
+        if not any(part in name for part in ("barrier", "object", "_group")):
             self._probe.tell("communicate", name)
-        if self._too_many():
-            return original(*arguments, **named)
-        try:
-            given = signature.bind(*arguments, **named)
-            given.apply_defaults()
-            fields = self._describe(name, given.arguments)
-        except Exception:  # a call that torch refuses as well, or that cannot be described
-            fields = {}
-        number = next(self._calls)  # also from several threads
+        fields = self._probe.guard(self._describe)(original, args, kwargs) or {}
         at = self._probe.place()
         self._probe.record("call", c=number, name=name, step=self._probe.step, **fields, at=at)
-        result = self._timed(number, "seconds", original, arguments, named)
+        result = self._timed(number, "seconds", original, args, kwargs)
         if isinstance(result, dist.Work):
             self._works[result] = number
         if name == "init_process_group":
-            self._record_group(at)
+            self._probe.record("group", rank=dist.get_rank(), world=dist.get_world_size(), at=at)
         return result
 
+    def wait(self, original: Callable[..., Any], work: Any, *args: Any, **kwargs: Any) -> Any:
+        """See Work.wait, of an asynchronous call."""
+        if work not in self._works:
+            return original(work, *args, **kwargs)
+        return self._timed(self._works[work], "wait_seconds", original, (work, *args), kwargs)
+
     def _timed(
-        self,
-        number: int,
-        field: str,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        named: dict[str, Any],
+        self, number: int, field: str, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Return what the function returns. If it fails, let all ranks write their stacks first."""
+        """Return what the function returns, and record how long that took."""
         began, error = time.monotonic(), None
-        self._hangs.waits[number] = began
+        thread = threading.current_thread()
+        # autograd's threads are unknown to Python
+        own = thread is not threading.main_thread() and type(thread) is not threading._DummyThread
+        self._open[number], self._thread.inside = getattr(function, "__name__", field), True
         try:
-            return function(*arguments, **named)
+            return function(*args, **kwargs)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"[:300]
-            if isinstance(failure, RuntimeError) and not self._probe.cutting:
-                self._hangs.ask_all()
-                self._hangs.write("a collective failed")
-                time.sleep(1)  # the others look twice a second, and end once this rank has gone
             raise
         finally:
-            self._hangs.waits.pop(number, None)
-            fields: dict[str, Any] = {"seconds": 0.0, field: time.monotonic() - began}
-            if _in_own_thread():
-                fields["own_thread"] = True
-            self._probe.record("done", c=number, **fields, error=error)
+            self._open.pop(number, None)
+            self._thread.inside = False
+            seconds = {"seconds": 0.0, field: time.monotonic() - began}
+            self._probe.record("done", c=number, **seconds, own_thread=own, error=error)
 
-    def _too_many(self) -> bool:
-        """Return whether calls are no longer recorded: many a step, and enough steps were seen."""
-        if self._probe.step != self._step:
-            self._step, self._calls_in_step = self._probe.step, 0
-        self._calls_in_step += 1
-        if self._calls_in_step > _MANY_CALLS and self._step >= _FIRST_STEPS:
-            self._full = True
-        return self._full
-
-    def _describe(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
+    def _describe(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
         """Return the fields of a record ``call`` from its arguments by their names."""
-        every = [tensor for value in given.values() for tensor in _tensors(value)]
+        name, defaults = function.__name__, _defaults(function)
+        given = {**defaults, **dict(zip(defaults, args)), **kwargs}
+        every = list(tensors_in(list(given.values())))
         self._probe.tell("message", every)
-        message = next((given[key] for key in _MESSAGES if key in given), None)
-        tensors = list(_tensors(message))
-        first = tensors[0] if tensors else None
-        group = None if name in ("new_group", "init_process_group") else given.get("group")
-        members, group_name = _members(group)
-        found = {} if name != "init_process_group" else {"world": _asked_world(given)}
-        return found | {
+        tensors = list(tensors_in(next((given[key] for key in _MESSAGES if key in given), None)))
+        world = int(given.get("world_size") or -1)  # torch takes the variable's if it is -1
+        group, size, members = given.get("group"), None, None
+        if group is not None and group is not dist.group.WORLD:  # this rank may be no member of it
+            members = list(dist.get_process_group_ranks(group)) if dist.get_rank(group) >= 0 else []
+            size = len(members)
+        elif dist.is_initialized():
+            size = dist.get_world_size()
+        training = "forward" if self._probe.forwards.training else None
+        return {
+            "world": world if world > 0 else int(os.environ.get("WORLD_SIZE", 0)) or None,
             "op": getattr(given.get("op"), "name", None),
-            "size": _world() if members is None else len(members),
-            "group": None if members is None else [group_name, members],
+            "size": size,
+            "group": None if members is None else [getattr(group, "group_name", None), members],
             "bytes": sum(one.numel() * one.element_size() for one in tensors),
-            "dtype": None if first is None else str(first.dtype).removeprefix("torch."),
-            "shape": None if first is None else list(first.shape),
-            "tensors": len(tensors),
+            "dtype": str(tensors[0].dtype).split(".")[-1] if tensors else None,
+            "shape": list(tensors[0].shape) if tensors else None,
             "peer": _peer(name, given, group),
             "async": bool(given.get("async_op")) or name in ("isend", "irecv"),
-            "content": self._contents.content_of(every),
-            "within": self._within(),
+            "content": self._content(every),
+            "within": "backward" if self._probe.in_backward else training,
         }
 
-    def _within(self) -> str | None:
-        if self._probe.in_backward:
-            return "backward"
-        return "forward" if self._probe.forwards.training else None
+    def _content(self, tensors: list[torch.Tensor]) -> str:
+        """Return "gradient", "weights" or "other": which share their memory with the tensors.
 
-    def _record_group(self, at: list[Any] | None) -> None:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        self._probe.record("group", rank=rank, world=world, backend=dist.get_backend(), at=at)
+        All are collected anew after each backward; within it, and before the first one, when models
+        are still being built and moved, at every call.
+        """
+        own = self._probe.gradients
+        now = (
+            None
+            if self._probe.in_backward or not own.backward
+            else (own.backward, self._probe.step)
+        )
+        if now is None or now != self._collected:
+            self._collected, known = now, own.tensors()
+            self._storages = {storage_of(one): "weights" for one in known}
+            self._storages.update(
+                {storage_of(one.grad): "gradient" for one in known if one.grad is not None}
+            )
+            self._storages.pop(None, None)
+        contents = {self._storages.get(storage_of(one)) for one in tensors}
+        return next((one for one in ("gradient", "weights") if one in contents), "other")
 
+    def _look(self) -> None:
+        """Write ``stands`` once for each time that this process waits for others, and ``stack``."""
+        used, written, ticks, asked = time.process_time(), 0, 0, False
+        main = threading.main_thread().ident or 0
+        while True:
+            time.sleep(_TICK_SECONDS)
+            if not asked and (self._probe.folder / "dump").exists():
+                asked = True
+                self._probe.record("stack", at=self._probe.place(sys._current_frames().get(main)))
+            before, used = used, time.process_time()
+            idle = used - before < _IDLE_SHARE * _TICK_SECONDS
+            at = self._waiting_at() if idle and written == self._probe.written else None
+            written = self._probe.written
+            ticks = 0 if at is None else ticks + 1
+            if ticks == _STANDS_TICKS:
+                number, name = next(reversed(list(self._open.items())), (None, None))
+                self._probe.record("stands", c=number, name=name, at=at)
+                written = self._probe.written
 
-def _in_own_thread() -> bool:
-    """Return whether this is a thread that the script started: not the main one, nor autograd's."""
-    thread = threading.current_thread()
-    of_torch = isinstance(thread, threading._DummyThread)
-    return thread is not threading.main_thread() and not of_torch
-
-
-def _watch_meshes(probe: Probe) -> None:
-    """Record DeviceMesh: what is built on it communicates through functions that are not seen."""
-    mesh = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
-    if mesh is None or not inspect.isfunction(mesh.__init__):
-        return
-    original = mesh.__init__
-
-    @functools.wraps(original)
-    def recorded(self: Any, *arguments: Any, **named: Any) -> None:
-        probe.record("mesh", at=probe.place())
-        original(self, *arguments, **named)
-
-    mesh.__init__ = recorded
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an argument: itself, or those of a list of (lists of) tensors."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
-
-
-def _asked_world(given: dict[str, Any]) -> int | None:
-    """Return of how many ranks init_process_group is to make a group; None if nothing tells."""
-    if given.get("world_size", -1) > 0:
-        return int(given["world_size"])
-    return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
-
-
-def _world() -> int | None:
-    return dist.get_world_size() if dist.is_initialized() else None
+    def _waiting_at(self) -> list[Any] | None:
+        """Return the script's line where a thread is within a function that communicates."""
+        for thread, frame in sys._current_frames().items():
+            name = frame.f_code.co_filename
+            if thread != threading.get_ident() and any(part in name for part in _WAITING_IN):
+                return self._probe.place(frame)
+        return None
 
 
-def _members(group: Any) -> tuple[list[int] | None, str | None]:
-    """Return a group's ranks and name; None for that of all ranks, none for one of others only."""
-    if group is None or group is dist.group.WORLD:
-        return None, None
-    if dist.get_rank(group) < 0:
-        return [], None
-    return list(dist.get_process_group_ranks(group)), getattr(group, "group_name", None)
-
-
-def _default_group() -> Any:
-    return dist.group.WORLD
+@functools.lru_cache(maxsize=None)
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return what a function's parameters are unless they are given."""
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: None if one.default is one.empty else one.default for one in parameters}
 
 
 def _peer(name: str, given: dict[str, Any], group: Any) -> int | None:
@@ -257,6 +210,13 @@ def _peer(name: str, given: dict[str, Any], group: Any) -> int | None:
         if given.get(one) is not None:
             return int(given[one])
         if given.get(f"group_{one}") is not None:
-            return int(dist.get_global_rank(group or _default_group(), given[f"group_{one}"]))
-    rooted = ("broadcast", "gather", "reduce", "scatter")
-    return 0 if name.removesuffix("_list").removesuffix("_object") in rooted else None
+            every: Any = dist.group.WORLD
+            return int(dist.get_global_rank(group or every, given[f"group_{one}"]))
+    rooted = name.split("_")[0] in ("broadcast", "gather", "reduce", "scatter")
+    return 0 if rooted and not name.startswith("reduce_scatter") else None
+
+
+def watch(probe: Probe) -> None:
+    """Replace the functions; do nothing where torch was built without torch.distributed."""
+    if dist.is_available():
+        CallRecorder(probe).watch_functions()

@@ -1,5 +1,7 @@
 """Which numbers of a tensor the probe keeps: the same ones on every rank."""
 
+from __future__ import annotations
+
 COORDINATES = 512
 
 

@@ -1,81 +1,296 @@
-"""Watches forward passes: the random state of those that draw, and BatchNorm at evaluation."""
+"""Forward and backward passes of whole models, and the losses that lie between them.
 
-import zlib
+Of the forward passes the outermost module of a call counts, and only if a gradient reaches its
+output later: the record ``backward`` lists those, with the loss from which the gradients came. The
+records ``ddp``, ``hook``, ``fsdp``, ``eval`` and ``random`` are written here as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import time
+import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module, SyncBatchNorm
+from torch.nn.modules import module as hooks
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
-from .state import Probe
+from .sampling import checksum, take, tensors_in
+from .state import Probe, compiling, patch
 
-RANDOM_STEPS = 6
-EVALUATIONS = 8
-BUFFER_COORDINATES = 64
+_LOSSES = (
+    "NllLoss",
+    "CrossEntropy",
+    "MseLoss",
+    "BinaryCrossEntropy",
+    "SmoothL1Loss",
+    "HuberLoss",
+    "L1Loss",
+    "KlDiv",
+    "PoissonNllLoss",
+    "SoftMarginLoss",
+    "MultiMarginLoss",
+    "MultilabelMarginLoss",
+    "CtcLoss",
+)
+_OTHERS = ("MeanBackward", "SumBackward")
+_REDUCTIONS = {0: "none", 1: "mean", 2: "sum", "MeanBackward": "mean", "SumBackward": "sum"}
+_MOST_NODES, _BUFFER_COORDINATES = 200, 64
 
 
 class PassWatch:
-    """Writes the records ``random`` and ``eval``."""
+    """The passes of this process.
+
+    ``training`` is whether a forward pass that trains is under way.
+    """
 
     def __init__(self, probe: Probe) -> None:
-        self.probe = probe
-        self.before: int | None = None
-        self.drawn: set[int] = set()
-        self.evaluated = {0}
-        probe.hear("forward_begin", self.before_forward)
-        probe.hear("forward", self.after_forward)
+        self._probe = probe
+        self.training = False
+        self._running: weakref.ref[Module] | None = None  # the outermost module
+        self._parents: Any = WeakIdKeyDictionary()
+        self._roots: Any = WeakIdKeyDictionary()
+        self._wrapped: Any = WeakIdKeyDictionary()  # modules within some DDP
+        self._through_ddp = False
+        self._synced: bool | None = None  # of the latest forward
+        self._pending: list[dict[str, Any]] = []  # forwards that a backward may reach
+        self._random: int | None = None
+        self._evaluated = 0  # the latest step after which the script has evaluated
+        self._micro, self._step = 0, -1
 
-    def before_forward(self, module: torch.nn.Module) -> None:
-        """Remember the random state before a training forward."""
-        drawing = module.training and torch.is_grad_enabled() and len(self.drawn) < RANDOM_STEPS
-        self.before = _random_state() if drawing else None
+    # --- forward ---
 
-    def after_forward(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        """Record what a forward shows."""
-        before, self.before = self.before, None
-        step = self.probe.step
-        if not torch.is_grad_enabled() or not module.training:
-            self.evaluate(module)
-        elif before is not None and step not in self.drawn and before != _random_state():
-            self.drawn.add(step)
-            self.probe.record("random", step=step, hash=before)
+    def child_added(self, parent: Module, _name: str, child: Module | None) -> None:
+        """Note which module holds which."""
+        if child is not None and not compiling():
+            self._parents[child] = weakref.ref(parent)
 
-    def evaluate(self, module: torch.nn.Module) -> None:
-        """Record the running statistics, once a step."""
-        step = self.probe.step
-        if step in self.evaluated or len(self.evaluated) > EVALUATIONS:
+    def begin(self, module: Module, _arguments: Any) -> None:
+        """Note the beginning of a call, before the module's own hooks."""
+        if compiling() or self._probe.in_backward:
+            return  # in backward, checkpoints compute parts of the forward again
+        running = None if self._running is None else self._running()
+        if running not in (None, module) or next(module.parameters(), None) is None:
+            return  # a layer, or a loss or an activation
+        self._running = weakref.ref(module)
+        self.training = torch.is_grad_enabled() and module.training
+        self._random = _random_state() if self.training else None
+        self._roots[self._root(module)] = True
+        self._probe.tell("forward_begin", module)
+
+    def end(self, module: Module, arguments: Any, *rest: Any) -> None:
+        """Note the end of a call; ``rest`` is [the named arguments] and the output."""
+        named, output = rest if len(rest) == 2 else ({}, rest[0])
+        if compiling() or self._running is None or self._running() is not module:
             return
-        layers = [
-            one
-            for one in module.modules()
-            if isinstance(one, _NormBase) and not isinstance(one, torch.nn.SyncBatchNorm)
-        ]
-        found = [
-            [name.removeprefix("module."), _some(buffer)]
+        self._running = None
+        given = (*arguments, *named.values())
+        self._probe.guard(self._note)(module, given, output)
+        self.training = self._through_ddp = False
+        self._probe.tell("forward", module, given, output)
+
+    def _note(self, module: Module, given: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._await_gradient(module, given, output)
+        if not self.training:
+            self._evaluates(module)
+        elif self._random != _random_state():
+            self._probe.record("random", step=self._probe.step, hash=self._random)
+
+    def _await_gradient(self, module: Module, given: Any, output: Any) -> None:
+        """Keep what the record ``backward`` says of a forward, until a gradient reaches it."""
+        root = self._root(module)  # of layers that the script calls one by one
+        row = [*_samples(next(tensors_in(given), None)), self._through(module)]
+        forward: dict[str, Any] = {"root": id(root), "row": row, "reached": False}
+        self._pending.append(forward)
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda _: forward.update(reached=True))
+
+    def _evaluates(self, module: Module) -> None:
+        """Record the running statistics, once a step."""
+        step, at = self._probe.step, self._probe.place()
+        if step == self._evaluated:
+            return
+        self._evaluated = step
+        norms = [one for one in module.modules() if isinstance(one, _NormBase)]
+        unsynced = sum(not isinstance(one, SyncBatchNorm) for one in norms)
+        buffers = [
+            [_plain_name(name), take(buffer)[:_BUFFER_COORDINATES].tolist()]
             for name, buffer in module.named_buffers()
-            if name.endswith(("running_mean", "running_var")) and type(buffer) is torch.Tensor
+            if name.endswith(("running_mean", "running_var")) and type(buffer) is Tensor
         ]
-        self.evaluated.add(step)
-        self.probe.record(
-            "eval", step=step, buffers=found, batchnorm=len(layers), at=self.probe.place()
+        self._probe.record("eval", step=step, buffers=buffers, batchnorm=unsynced, at=at)
+
+    def names(self) -> dict[int, str]:
+        """Return the names of all parameters of the models that were called, by id."""
+        roots = list(self._roots)
+        return {
+            id(one): _plain_name(name) for root in roots for name, one in root.named_parameters()
+        }
+
+    def _root(self, module: Module) -> Module:
+        """Return the module that holds this one, at any depth; DDP itself is left out."""
+        parent = self._parents.get(module, lambda: None)()
+        alone = parent is None or isinstance(parent, DistributedDataParallel)
+        return module if alone else self._root(parent)
+
+    def _through(self, module: Module) -> str:
+        """Return whether a forward went through DDP, past it, or met none."""
+        parts = list(module.modules())
+        # DDP among the parts: torch.compile(DDP(model)), whose inner calls cannot be seen
+        if self._through_ddp or any(isinstance(one, DistributedDataParallel) for one in parts):
+            return "ddp"
+        return "bypass" if any(one in self._wrapped for one in parts) else "module"
+
+    # --- DDP ---
+
+    def build_ddp(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
+        """Write the record ``ddp`` when one has been built."""
+        original(ddp, *args, **kwargs)
+        trained = [one for one in ddp.module.parameters() if one.requires_grad]
+        nbytes = sum(one.numel() * one.element_size() for one in trained)
+        self._probe.record("ddp", bytes=nbytes, at=self._probe.place())
+        for part in ddp.module.modules():
+            self._wrapped[part] = True
+
+    def call_ddp(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note that DDP runs the model, and whether it is to average the gradients."""
+        self._through_ddp, self._synced = True, getattr(ddp, "require_backward_grad_sync", None)
+        return original(ddp, *args, **kwargs)
+
+    # --- backward ---
+
+    def backward(self, alone: bool, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call torch.autograd.backward, or torch.autograd.grad (alone), as one backward pass.
+
+        Neither counts within another pass, nor ``grad`` if it asks for no parameter's gradient.
+        """
+        gradients = self._probe.gradients
+        inputs = tensors_in(args[1] if len(args) > 1 else kwargs.get("inputs"))
+        if self._probe.in_backward or (alone and all(gradients.of(one) is None for one in inputs)):
+            return original(*args, **kwargs)
+        roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+        self._probe.in_backward, gradients.alone = True, alone
+        try:
+            loss = self._probe.guard(self._begin_backward)(list(tensors_in(roots)))
+            begun = time.monotonic()
+            result = original(*args, **kwargs)
+            self._probe.guard(self._end_backward)(loss, begun)
+        finally:
+            self._probe.in_backward = False
+            self._probe.tell("backward_end")
+        return result
+
+    def _begin_backward(self, roots: list[Tensor]) -> dict[str, Any] | None:
+        step = self._probe.step
+        self._micro, self._step = self._micro + 1 if step == self._step else 0, step
+        self._probe.tell("backward_begin", roots)
+        node = find_loss(roots[0]) if len(roots) == 1 else None
+        return None if node is None else _watch_loss(node)
+
+    def _end_backward(self, loss: dict[str, Any] | None, begun: float) -> None:
+        """Write the record of a pass that has succeeded."""
+        ended, latest = time.monotonic(), self._probe.gradients.last_seconds
+        if loss is not None:
+            loss["arriving"] = float(loss["arriving"])
+        self._probe.record(
+            "backward",
+            step=self._step,
+            micro=self._micro,
+            forwards=self._take_reached(),
+            synced=self._synced,
+            loss=loss,
+            seconds=ended - begun,
+            exposed_seconds=ended - latest if latest > begun else None,
+            at=self._probe.place(),
         )
+
+    def _take_reached(self) -> list[list[Any]]:
+        """Return the forwards that the last backward reached, one a model, and forget them all."""
+        reached = [one for one in self._pending if one["reached"]]
+        self._pending = []  # the script may run forwards with gradients that it never uses
+        first: dict[int, Any] = {}
+        for one in reached:
+            first.setdefault(one["root"], one)
+        return [one["row"] for one in first.values()]
+
+
+def find_loss(root: Tensor) -> Any:
+    """Return the node of the loss nearest to the root of a backward, else of a mean or a sum."""
+    nodes: list[Any] = [] if root.grad_fn is None else [root.grad_fn]
+    for node in nodes:  # breadth first: the list grows on the way
+        if node.name().startswith(_LOSSES):
+            return node
+        for following, _ in node.next_functions if len(nodes) < _MOST_NODES else ():
+            if following is not None and following not in nodes:
+                nodes.append(following)
+    return next((node for node in nodes if node.name().startswith(_OTHERS)), None)
+
+
+def _watch_loss(node: Any) -> dict[str, Any]:
+    """Return the entry "loss" of the record; "arriving" is a tensor once backward has begun."""
+    name, target = node.name(), None
+    with contextlib.suppress(RuntimeError):  # an earlier backward has freed the target
+        target = getattr(node, "_saved_target", None)
+    reduction = _REDUCTIONS.get(getattr(node, "_saved_reduction", name[:-1]))
+    loss: dict[str, Any] = {"node": name, "reduction": reduction, "arriving": 0.0}
+    loss["samples"], loss["target_hash"] = _samples(target)
+
+    def arrives(gradients: Any) -> None:
+        if gradients[0] is not None:
+            loss["arriving"] = gradients[0].detach().sum()
+
+    node.register_prehook(arrives)
+    return loss
+
+
+def _samples(tensor: Tensor | None) -> tuple[int | None, int | None]:
+    """Return the number of samples in the first dimension of a tensor, and a hash of it."""
+    if tensor is None:
+        return None, None
+    return tensor.shape[0] if tensor.dim() else 1, checksum([take(tensor)])
+
+
+def _plain_name(name: str) -> str:
+    """Return the name of a parameter or buffer without DDP's prefix."""
+    return name[len("module.") :] if name.startswith("module.") else name
 
 
 def _random_state() -> int:
     """Return a hash of the generators' states; reading them draws nothing."""
-    code = zlib.crc32(bytes(torch.get_rng_state().tolist()))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        if torch.cuda.is_current_stream_capturing():
-            return code
-        code = zlib.crc32(bytes(torch.cuda.get_rng_state().tolist()), code)
-    return code
-
-
-def _some(buffer: torch.Tensor) -> list[float]:
-    flat = buffer.detach().reshape(-1)
-    values: list[float] = flat[:: max(1, -(-flat.numel() // BUFFER_COORDINATES))].double().tolist()
-    return values
+    on_gpu = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+    return checksum([torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])])
 
 
 def watch(probe: Probe) -> None:
-    """Watch the forward passes of this process."""
-    PassWatch(probe)
+    """Watch forward and backward passes, DDP and FSDP."""
+    passes = probe.forwards = PassWatch(probe)
+    probe.parameter_names = passes.names
+    hooks.register_module_module_registration_hook(probe.guard(passes.child_added))
+    hooks.register_module_forward_pre_hook(probe.guard(passes.begin))
+    end = probe.guard(passes.end)
+    try:
+        hooks.register_module_forward_hook(end, with_kwargs=True)
+    except TypeError:  # torch before 2.5 does not give named arguments
+        hooks.register_module_forward_hook(end)
+    patch(torch.autograd, "backward", functools.partial(passes.backward, False))
+    patch(torch.autograd, "grad", functools.partial(passes.backward, True))
+    if torch.distributed.is_available():
+        patch(DistributedDataParallel, "__init__", passes.build_ddp)
+        patch(DistributedDataParallel, "forward", passes.call_ddp)
+        patch(DistributedDataParallel, "register_comm_hook", functools.partial(probe.note, "hook"))
+        sharded = functools.partial(probe.note, "fsdp")
+        fsdp = importlib.import_module("torch.distributed.fsdp")
+        patch(fsdp.FullyShardedDataParallel, "__init__", sharded)
+        patch(fsdp, "fully_shard", sharded)
+        with contextlib.suppress(ImportError):  # where torch before 2.6 has it
+            fsdp = importlib.import_module("torch.distributed._composable.fsdp")
+            patch(fsdp, "fully_shard", sharded)

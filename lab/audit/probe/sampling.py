@@ -1,10 +1,13 @@
 """Samples of tensors: the same coordinates on every rank, gathered where the tensor lives."""
 
-import ctypes
+from __future__ import annotations
+
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,29 +16,34 @@ from .coordinates import coordinates
 
 
 @lru_cache(maxsize=4096)
-def index(numel: int, device: torch.device, first: int = 0, length: int | None = None) -> Tensor:
-    """Return the kept coordinates of a flat parameter that lie in [first, first + length).
-
-    Returns
-    -------
-    Tensor of shape (at most 512,), int64: counted from ``first``.
-    """
-    end = numel if length is None else first + length
-    kept = [one - first for one in coordinates(numel) if first <= one < end]
-    return torch.tensor(kept, dtype=torch.int64, device=device)
+def _index(numel: int, device: torch.device) -> Tensor:
+    return torch.tensor(coordinates(numel), dtype=torch.int64, device=device)
 
 
-def take(tensor: Tensor, where: Tensor | None = None) -> Tensor:
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Yield the tensors within lists, tuples, dicts and objects such as ModelOutput."""
+    if hasattr(value, "__dataclass_fields__") and not isinstance(value, dict):
+        value = getattr(value, "__dict__", None)
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)) and depth < 4:
+        for one in list(value.values()) if isinstance(value, dict) else value:
+            yield from tensors_in(one, depth + 1)
+
+
+def take(tensor: Tensor) -> Tensor:
     """Return a copy of the samples of a tensor, in its own dtype and on its own device.
 
-    ``where`` holds flat coordinates, in logical order; without it ``coordinates`` of the
-    tensor's size. ``torch.take`` follows any strides without copying the tensor.
+    ``torch.take`` follows any strides without copying the tensor.
     """
     with torch.no_grad():
         plain = dense(tensor)
-        if where is None:
-            where = index(plain.numel(), plain.device)
-        return plain.take(where)
+        return plain.take(_index(plain.numel(), plain.device))
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, such as FSDP2's parameters."""
+    return hasattr(tensor, "_local_tensor")
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -60,25 +68,13 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
-def join(parts: Iterable[Tensor]) -> "array[float]":
+def join(parts: Iterable[Tensor]) -> array[float]:
     """Return all numbers of flat tensors in float64, with one transfer from each device."""
-    found = [part.reshape(-1) for part in parts]
     result: array[float] = array("d")
-    for run in _same_device(found):
-        numbers = torch.cat(run).cpu().to(torch.float64).contiguous()
-        result.frombytes(ctypes.string_at(numbers.data_ptr(), numbers.numel() * 8))
+    for _, run in groupby(parts, key=lambda one: one.device):
+        numbers = torch.cat([part.reshape(-1) for part in run])
+        result.extend(numbers.cpu().to(torch.float64).tolist())
     return result
-
-
-def _same_device(parts: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Split the tensors, in order, into runs that lie on one device."""
-    runs: list[list[Tensor]] = []
-    for part in parts:
-        if runs and runs[-1][0].device == part.device:
-            runs[-1].append(part)
-        else:
-            runs.append([part])
-    return runs
 
 
 def checksum(parts: Iterable[Tensor]) -> int:

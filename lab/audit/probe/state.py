@@ -4,18 +4,19 @@
 been imported. A part tells the others what happens with ``probe.tell`` and hears it with
 ``probe.hear``. The events, with their arguments:
 
-backward_begin (root tensors), backward_end (), communicate (name: a collective begins),
-step_begin (optimizer), step_end (optimizer), forward_begin (module), forward (module, arguments,
-output), cut (why). "forward" means an outermost call of a module that has parameters, with or
-without gradients; ``arguments`` are the positional ones, then the values of the others. Steps are
-those of the outermost optimiser. An error in a listener is recorded as ``trouble`` and goes no
+backward_begin (root tensors), backward_end (), communicate (name: a collective begins), message
+(tensors of a call), step_begin (optimizer), step_end (optimizer), forward_begin (module), forward
+(module, arguments, output). "forward" means an outermost call of a module that has parameters, with
+or without gradients; ``arguments`` are the positional ones, then the values of the others. Steps
+are those of the outermost optimiser. An error in a listener is recorded as ``trouble`` and goes no
 further, so that the script goes on; only StopIteration, SystemExit and the like get through.
 """
+
+from __future__ import annotations
 
 import atexit
 import functools
 import importlib
-import importlib.util
 import json
 import linecache
 import os
@@ -23,48 +24,38 @@ import sys
 import threading
 import time
 import traceback
-from array import array
 from collections import defaultdict
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-Numbers = Callable[["array[float]"], list[int]]
+Function = TypeVar("Function", bound=Any)
+# Holds the settings as JSON: folder, script (folder of the user's code), steps, rank (or null),
+# size (number of ranks, or null), clocks.
 ENVIRONMENT = "LAB_AUDIT"
-"""Holds the settings as JSON: folder, script (folder of the user's code), steps, rank (or null),
-size (number of ranks, or null), clocks, replay."""
-_PARTS = (
-    "optimizers.gradients",
-    "optimizers.updates",
-    "forwards",
-    "losses",
-    "collectives",
-    "data.loaders",
-    "stopping",
-    "clocks",
-    "replay.kept",
-)
+_PARTS = ("optimizers", "passes", "collectives", "data", "stopping", "clocks")
 _PACKAGE = __name__.rpartition(".")[0]
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 class Probe:
     """Writes the records of one process.
 
-    ``step`` counts the updates that have ended: of the optimiser that has done the most, so that
-    the two optimisers of a GAN count one step an iteration. ``cutting`` is True once the script is
-    being ended. ``in_backward`` is True within a backward pass. ``gradients``, ``forwards`` and
-    ``stopping`` are set by the parts of these names. ``parameter_names`` returns the names that are
-    known, by the parameter's id.
+    ``written`` counts them. ``step`` counts the updates that have ended: of the optimiser that has
+    done the most, so that the two optimisers of a GAN count one step an iteration. ``cutting`` is
+    True once the script is being ended. ``in_backward`` is True within a backward pass.
+    ``gradients``, ``forwards`` and ``stopping`` are set by the parts of these names.
+    ``parameter_names`` returns the names that are known, by the parameter's id.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings
         self.folder = Path(settings["folder"])
         self.script = os.path.realpath(settings["script"])
-        self.step, self.cutting = 0, False
-        self.in_backward = False
+        self.written, self.step = 0, 0
+        self.cutting, self.in_backward = False, False
         self.gradients: Any = None
         self.forwards: Any = None
         self.stopping: Any = None
@@ -72,63 +63,54 @@ class Probe:
         self._users: dict[str, bool] = {}
         self._troubles: set[str] = set()
         self._listeners: dict[str, list[Callable[..., object]]] = defaultdict(list)
-        self._lock = threading.Lock()
         self._open()
-        os.register_at_fork(after_in_child=self._after_fork)
+        os.register_at_fork(after_in_child=self._open)
 
     def _open(self) -> None:
-        self.pid = os.getpid()
-        self._lines = open(self.folder / f"{self.pid}.jsonl", "ab", buffering=0)  # noqa: SIM115
-        self._numbers = open(self.folder / f"{self.pid}.f64", "ab", buffering=0)  # noqa: SIM115
-
-    def _after_fork(self) -> None:
-        """A child writes files of its own. What the parent had open stays the parent's."""
-        parent, self._lock = self.pid, threading.Lock()
-        self._open()
-        self.write_start(forked_from=parent)
-
-    def write_start(self, *, forked_from: int | None = None) -> None:
-        """Write the record ``start``."""
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-        torch = sys.modules.get("torch")
+        """Open this process's own files. What a forked one's parent had open stays the parent's."""
+        pid = os.getpid()
+        self._lock = threading.RLock()  # a signal's handler may call os._exit, which is recorded
+        self._lines = open(self.folder / f"{pid}.jsonl", "ab", buffering=0)  # noqa: SIM115
+        self._numbers = open(self.folder / f"{pid}.f64", "ab", buffering=0)  # noqa: SIM115
         self.record(
             "start",
-            pid=self.pid,
+            pid=pid,
             ppid=os.getppid(),
-            argv=getattr(sys, "orig_argv", sys.argv),
             python=sys.version.split()[0],
-            torch=str(torch.__version__) if torch is not None else None,
+            executable=sys.executable,
             hint=self.settings.get("rank"),
-            variables={name: os.environ[name] for name in names if name in os.environ},
-            forked_from=forked_from,
+            variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         )
 
     def end(self) -> None:
         """Write the record ``end``. After the cut end at once: clearing torch takes a second."""
-        self.record("end", status=None, after_cut=self.cutting)
         if self.cutting:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(0)
+            os._exit(0)  # which stopping records
+        self.record("end", status=None, after_cut=False)
 
     def record(self, kind: str, **fields: Any) -> None:
         """Write one record at once."""
         line = json.dumps({"k": kind, "t": time.monotonic(), **fields}, default=str) + "\n"
         with self._lock:
             self._lines.write(line.encode(errors="replace"))
+            self.written += 1
 
-    def numbers(self, values: "array[float]") -> list[int]:
-        """Write float64 numbers and return the reference [offset, count] to them."""
+    def note(self, kind: str, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """Write a record of the call of a function, which ``patch`` gives as ``original``."""
+        self.record(kind, at=self.place())
+        return original(*args, **kwargs)
+
+    def samples(self, parts: Any) -> list[int]:
+        """Write the numbers of flat tensors and return the reference [offset, count] to them."""
+        from .sampling import join  # it imports torch, which the script has done by now
+
+        values = join(parts)
         with self._lock:
             offset = os.fstat(self._numbers.fileno()).st_size // 8
             self._numbers.write(values.tobytes())
         return [offset, len(values)]
-
-    def samples(self, parts: Any) -> list[int]:
-        """Write the numbers of a list of flat tensors and return the reference to them."""
-        from .sampling import join  # it imports torch, which the script has done by now
-
-        return self.numbers(join(parts))
 
     def guard(self, function: Function) -> Function:
         """Return the function, but an error in it is recorded, and None returned.
@@ -143,16 +125,17 @@ class Probe:
             except StopIteration:
                 raise
             except Exception:
-                self._note_trouble(traceback.format_exc(limit=-6))
+                self.note_trouble(function.__module__)
                 return None
 
         return guarded  # type: ignore[return-value]  # it takes and returns the same
 
-    def _note_trouble(self, text: str) -> None:
-        """Write the record ``trouble``, once for each text."""
+    def note_trouble(self, module: str) -> None:
+        """Write the record ``trouble`` for the current error, once for each text."""
+        text = traceback.format_exc(limit=-6)
         if text not in self._troubles and len(self._troubles) < 20:
             self._troubles.add(text)
-            self.record("trouble", text=text)
+            self.record("trouble", part=module.rpartition(".")[2], text=text)
 
     def hear(self, event: str, listener: Callable[..., object]) -> None:
         """Call ``listener`` whenever ``event`` is told."""
@@ -167,77 +150,102 @@ class Probe:
         """Return [file, line, text] of the innermost frame of the script's own code, or None."""
         at: FrameType | None = frame or sys._getframe(1)
         while at is not None:
-            if self.is_users(at.f_code.co_filename):
-                name = os.path.realpath(at.f_code.co_filename)
-                text = linecache.getline(name, at.f_lineno).strip()
-                return [os.path.relpath(name, self.script), at.f_lineno, text]
+            if (line := self.line(at.f_code.co_filename, at.f_lineno)) is not None:
+                return line
             at = at.f_back
         return None
 
+    def line(self, filename: str, number: int) -> list[Any] | None:
+        """Return [file, line, text] of a line of the script's own code; None of another one."""
+        if not self.is_users(filename):
+            return None
+        name = os.path.realpath(filename)
+        return [os.path.relpath(name, self.script), number, linecache.getline(name, number).strip()]
+
     def is_users(self, filename: str) -> bool:
         """Return whether a file belongs to the script: under its folder, not installed there."""
-        if (known := self._users.get(filename)) is None:
-            path = os.path.realpath(filename)
-            known = "site-packages" not in path and path.startswith(self.script + os.sep)
-            known = known and not path.startswith(os.path.dirname(os.path.realpath(__file__)))
-            self._users[filename] = known
-        return known
+        if filename not in self._users:
+            path, own = os.path.realpath(filename), os.path.dirname(os.path.realpath(__file__))
+            inside = path.startswith(self.script + os.sep) and not path.startswith(own)
+            self._users[filename] = inside and "site-packages" not in path
+        return self._users[filename]
 
 
-probe: Probe | None = None
+def compiling() -> bool:
+    """Return whether torch.compile traces this code: it is to see what the script wrote alone."""
+    import torch
+
+    if hasattr(torch, "compiler") and hasattr(torch.compiler, "is_compiling"):  # torch 2.3
+        return bool(torch.compiler.is_compiling())
+    dynamo = getattr(torch, "_dynamo", None)  # imported by the first torch.compile
+    return dynamo is not None and bool(dynamo.is_compiling())
+
+
+def patch(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace ``owner.name`` by a function that returns ``wrapper(original, *args, **kwargs)``.
+
+    Do nothing if this version of torch lacks it. Under torch.compile the original is called alone.
+    """
+    original = getattr(owner, name, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if compiling():
+            return original(*args, **kwargs)
+        return wrapper(original, *args, **kwargs)
+
+    setattr(owner, name, patched)
+
+
+def storage_of(tensor: Any) -> int | None:
+    """Return what identifies the memory that a tensor is a view of; None if nothing does."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
 
 
 def install() -> None:
-    """Watch this process as ``ENVIRONMENT`` says; do nothing without it, or the second time."""
-    global probe
-    if probe is not None or not (text := os.environ.get(ENVIRONMENT)):
+    """Watch this process as ``ENVIRONMENT`` says; do nothing without it."""
+    settings = json.loads(os.environ.get(ENVIRONMENT, "null"))
+    if settings is None or not os.path.isdir(settings["folder"]):  # this process outlived the audit
         return
-    settings = json.loads(text)
-    if not os.path.isdir(settings["folder"]):  # the audit has ended; this process outlived it
-        return
-    probe = made = Probe(settings)
-    made.write_start()
-    atexit.register(made.end)
+    probe = Probe(settings)
+    atexit.register(probe.end)
     if "torch" in sys.modules:
-        _watch()
+        _watch(probe)
     else:
-        sys.meta_path.insert(0, _AfterTorch())
+        sys.meta_path.insert(0, _WatchedTorch(probe))
 
 
-def _watch() -> None:
+def _watch(probe: Probe) -> None:
     """Start the parts. One that fails is recorded; the others go on."""
-    assert probe is not None
     probe.record("torch", version=str(sys.modules["torch"].__version__))
     for part in _PARTS:
-        probe.guard(_start)(part, probe)
+        try:
+            importlib.import_module(f"{_PACKAGE}.{part}").watch(probe)
+        except Exception:
+            probe.note_trouble(part)
 
 
-def _start(part: str, watched: Probe) -> None:
-    importlib.import_module(f"{_PACKAGE}.{part}").watch(watched)
+class _WatchedTorch:
+    """Finds torch for an import, and lets the parts watch it as soon as it has been executed."""
 
-
-class _AfterTorch:
-    """Finds nothing itself, but lets the parts watch torch as soon as it has been imported."""
-
-    _searching = False
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """See importlib.abc.MetaPathFinder. A script may look for torch before it imports it."""
-        if name != "torch" or self._searching:
-            return None
-        self._searching = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._searching = False
+        """See importlib.abc.MetaPathFinder."""
+        spec = PathFinder.find_spec(name) if name == "torch" else None
         if spec is None or spec.loader is None:
-            return spec
+            return None
         execute = spec.loader.exec_module
 
-        def exec_and_watch(module: Any) -> None:
+        def execute_and_watch(module: Any) -> None:
             execute(module)
-            sys.meta_path.remove(self)
-            _watch()
+            _watch(self._probe)
 
-        spec.loader.exec_module = exec_and_watch  # type: ignore[method-assign]  # this spec's alone
+        spec.loader.exec_module = execute_and_watch  # type: ignore[method-assign]  # this one's
         return spec

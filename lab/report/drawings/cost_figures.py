@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from common.cost_model.memory_model import KINDS
+from common.profiling.records import KINDS
 from lab.plot_style import INK, PAPER, NothingToShowError, color, line_key, title
 from lab.report.drawings.row_panels import (
     equal_in_each_panel,

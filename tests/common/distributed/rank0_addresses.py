@@ -11,16 +11,17 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from common.distributed.launch_env import LaunchSpec
-from common.distributed.rendezvous import rendezvous
+from common.distributed.meeting import meet
 
 
 def outcome(place: str, ranks: int) -> tuple[str, str]:
     address, port = place.split(":")
     launches = [LaunchSpec(rank, 2, address, int(port)) for rank in range(ranks)]
     with ThreadPoolExecutor(2) as threads:
-        joining = [threads.submit(rendezvous, launch, 20.0) for launch in launches]
+        joining = [threads.submit(meet, launch, 20.0) for launch in launches]
         try:
-            return "met", " ".join(str(rank.result()[1].local_rank) for rank in joining)
+            [places] = {str(rank.result()[1].places) for rank in joining}
+            return "met", places
         except Exception as error:
             return type(error).__name__, str(error)
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from common.checkpoint import load_checkpoint, save_checkpoint
 from common.distributed import collectives
-from common.distributed.messages import MOST_BYTES
 from common.distributed.process_group import World, current_world
 from common.errors import GroupError, UserError
 from lab.proofs.ranks import run_ranks
@@ -49,7 +48,7 @@ def send_raw(content: bytes, *, announced: int | None = None) -> None:
     number = torch.tensor([len(content) if announced is None else announced])
     numbers = torch.empty(size, dtype=torch.int64)
     dist.all_gather_into_tensor(numbers, number)
-    if 0 < int(number) <= MOST_BYTES:
+    if 0 < int(number) <= collectives.MOST_BYTES:
         padded = torch.zeros(int(numbers.max()), dtype=torch.uint8)
         padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         dist.all_gather_into_tensor(torch.empty(size * len(padded), dtype=torch.uint8), padded)
@@ -63,54 +62,24 @@ def send_raw_checkpoint(content: int | bytes) -> None:
         dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), 1)
 
 
-def header(dtype: str, shape: list[int], plain: str = "{}") -> bytes:
-    return collectives.encode({"plain": plain, "tensors": [{"dtype": dtype, "shape": shape}]})
-
-
 def hostile_cases(trace: Path) -> dict[str, tuple[str, dict[str, Any], str]]:
     """Return per case: the gathering function, what rank 1 sends, and the start of the message."""
     pickled = pickle.dumps(Hostile(trace))
-    tensor = torch.zeros(2)
-    limit = f"{MOST_BYTES + 2 * tensor.nbytes:,}"
     return {
-        "pickle": ("strings", {"content": pickled}, "'s message is cut off or not JSON ("),
+        "pickle": ("strings", {"content": pickled}, "'s message: is cut off or not JSON ("),
         "too long": (
             "strings",
             {"content": b"", "announced": 2**40},
-            f"'s message has 1,099,511,627,776 bytes; 1 to {MOST_BYTES:,} are allowed",
+            f"'s message has 1,099,511,627,776 bytes; 1 to {collectives.MOST_BYTES:,} are allowed",
         ),
         "negative": ("strings", {"content": b"", "announced": -1}, "'s message has -1 bytes; 1 to"),
-        "wrong schema": ("strings", {"content": b"[1]"}, "'s message: got [1], expected text"),
+        "wrong schema": ("strings", {"content": b"[1]"}, "'s message: Expected str"),
         "wrong place": (
             "pairs",
             {"content": b'["path", "7"]'},
-            "'s message: [1]: got '7', expected a whole number",
+            "'s message: [1]: Expected int",
         ),
-        "state too large": (
-            "states",
-            {"content": header("float32", [2**40])},
-            "'s message has a tensor of shape [1099511627776]: that is too large",
-        ),
-        "state hidden size": (
-            "states",
-            {"content": header("float32", [0, 2**50])},
-            "'s message has a tensor of shape [0, 1125899906842624]: that is too large",
-        ),
-        "state sum too large": (
-            "states",
-            {"content": header("float64", [MOST_BYTES])},
-            f"'s message has tensors of 134,217,728 bytes; up to {limit} are expected",
-        ),
-        "state of another type": (
-            "states",
-            {"content": header("object", [1])},
-            "'s message has a tensor of type 'object', not one of float64, float32",
-        ),
-        "negative shape": (
-            "states",
-            {"content": header("float32", [-1])},
-            "'s message: tensors[0].shape[0]: got -1, expected a whole number >= 0",
-        ),
+        "pickled state": ("states", {"content": pickled}, "'s message: it may hold"),
     }
 
 
@@ -154,8 +123,8 @@ def test_a_rank_cannot_run_code_in_the_others(tmp_path: Path) -> None:
         assert text.startswith(f"GroupError: rank 1{message}"), (name, text)
         assert text.endswith(ADVICE)
     assert found["not alike"] == (
-        "GroupError: rank 1's message: expected {'columns': 'int64 (3, *)'}, got "
-        "{'columns': 'int64 (4, *)'}" + ADVICE
+        "GroupError: rank 1's message: expected {'columns': 'torch.int64 (3, *)'}, got "
+        "{'columns': 'torch.int64 (4, *)'}" + ADVICE
     )
     assert re.fullmatch(
         r"GroupError: rank 1 sends a checkpoint of 1,152,921,504,606,846,976 bytes, but this "
@@ -260,7 +229,7 @@ def check_arrivals(rank: int, found: dict[str, Any]) -> None:
     assert "cannot be read (No such file or directory)" in found["no file"]
     assert found["same"] is None
     assert found["different"].startswith(
-        "UserError: the ranks differ in settings. lr: 1 on ranks 0, 1; 0: 2 on rank 0, absent "
+        "UserError: the ranks differ in settings. lr: 1 on ranks 0 and 1; 0: 2 on rank 0, absent "
         "on rank 1; 1: absent on rank 0, 2 on rank 1. Start every rank"
     )
 

@@ -12,7 +12,7 @@ import pytest
 
 from common.distributed.spawn import launch_local_ranks
 from common.utils.environment import RUN_TOKEN
-from tests.helpers import ROOT, free_port, run_part, start_part, wait_until
+from tests.helpers import ROOT, run_part, start_part, wait_until
 
 
 def test_a_failure_ends_with_the_message_of_the_ranks(tmp_path: Path) -> None:
@@ -128,38 +128,3 @@ def test_local_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
     assert "the-token" not in " ".join(commands) + ended.out + ended.err
     for path in tmp_path.rglob("*"):
         assert path.is_dir() or b"the-token" not in path.read_bytes(), path
-
-
-DROPS = """
-import os, runpy, sys
-if os.environ["RANK"] == "1": os.environ.pop("LAB_RUN_TOKEN")
-sys.argv = sys.argv[1:]
-sys.path[0] = os.path.dirname(sys.argv[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_under_torchrun_a_rank_without_the_token_is_refused(tmp_path: Path) -> None:
-    drops = tmp_path / "drops.py"
-    drops.write_text(DROPS)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--master-addr", "127.0.0.1", "--master-port", str(free_port()), drops),
-            *(ROOT / "PartTwo" / "main.py", "--dataset", "digits", "--max-steps", "2"),
-            *("--threads", "1", "--timeout", "20", "--output-dir", tmp_path / "out"),
-        ],
-        env=os.environ | {RUN_TOKEN: "the-token", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
-    assert re.search(
-        r"error \(rank 1\): rank 0 at \S+ refused rank 1: rank 0 has a run token and this rank",
-        done.stderr,
-    ), done.stderr
-    assert re.search(r"rank 0: refused a process on \S+ \(process \d+\)", done.stderr)
-    assert not (tmp_path / "out").exists()

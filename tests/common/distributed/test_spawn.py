@@ -11,7 +11,6 @@ import pytest
 
 from common.distributed import spawn
 from common.distributed.spawn import RankExits, run_local_ranks
-from common.utils.system import ON_LINUX
 from tests.helpers.waiting import wait_until
 
 LONG = 60.0
@@ -46,48 +45,43 @@ def test_statuses_are_by_rank_and_failures_in_the_order_of_their_ends(tmp_path: 
     assert exits == RankExits(statuses=(3, 0, 7), failed=(2, 0), timed_out=False)
 
 
-def test_ranks_that_end_well_wait_for_one_another() -> None:
+FAILS, ENDS = "import sys; sys.exit(1)", "pass"
+FAILS_LATER = "import sys, time; time.sleep(0.7); sys.exit(2)"
+ABORTS = "import os, signal; os.kill(os.getpid(), signal.SIGABRT)"
+KILLED = -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("codes", "limits", "expected", "least_seconds"),
+    [
+        # ranks that end well wait for one another
+        (["import time; time.sleep(0.6)", ENDS], {}, RankExits((0, 0), (), False), 0.6),
+        # a rank killed by a signal has its negative number
+        ([ABORTS], {}, RankExits((-signal.SIGABRT,), (0,), False), 0),
+        # after the first failure the others have a grace period to fail, too; then they are killed
+        (
+            [SLEEP, FAILS, FAILS_LATER],
+            {"grace_seconds": 2.0},
+            RankExits((KILLED, 1, 2), (1, 2), False),
+            2.0,
+        ),
+        # the limit ends all, and no rank has failed
+        ([SLEEP, ENDS], {"limit_seconds": 1.0}, RankExits((KILLED, 0), (), True), 1.0),
+        # a failure before the limit is no timeout, and the limit also ends the grace period
+        (
+            [SLEEP, FAILS],
+            {"limit_seconds": 1.5, "grace_seconds": LONG},
+            RankExits((KILLED, 1), (1,), False),
+            0,
+        ),
+    ],
+)
+def test_how_ranks_end(
+    codes: list[str], limits: dict[str, float], expected: RankExits, least_seconds: float
+) -> None:
     started = time.monotonic()
-    exits = run_local_ranks([python("import time; time.sleep(0.6)"), python("pass")])
-    assert exits == RankExits((0, 0), (), False)
-    assert time.monotonic() - started >= 0.6
-
-
-def test_a_rank_killed_by_a_signal_has_its_negative_number() -> None:
-    exits = run_local_ranks([python("import os, signal; os.kill(os.getpid(), signal.SIGABRT)")])
-    assert exits == RankExits((-signal.SIGABRT,), (0,), False)
-
-
-def test_after_the_first_failure_the_others_have_the_grace_period() -> None:
-    """A rank that fails in the period counts as failed; a hanging one is killed and does not."""
-    started = time.monotonic()
-    exits = run_local_ranks(
-        [
-            python(SLEEP),
-            python("import sys; sys.exit(1)"),
-            python("import sys, time; time.sleep(0.7); sys.exit(2)"),
-        ],
-        grace_seconds=2.0,
-    )
-    assert exits == RankExits((-signal.SIGKILL, 1, 2), (1, 2), False)
-    assert 2.0 <= time.monotonic() - started < LONG / 2
-
-
-def test_the_limit_ends_all_and_no_rank_has_failed() -> None:
-    started = time.monotonic()
-    exits = run_local_ranks([python(SLEEP), python("pass")], limit_seconds=1.0)
-    assert exits == RankExits((-signal.SIGKILL, 0), (), True)
-    assert 1.0 <= time.monotonic() - started < LONG / 2
-
-
-def test_a_failure_before_the_limit_is_no_timeout() -> None:
-    """The limit also ends the grace period."""
-    started = time.monotonic()
-    exits = run_local_ranks(
-        [python(SLEEP), python("import sys; sys.exit(1)")], limit_seconds=1.5, grace_seconds=LONG
-    )
-    assert exits == RankExits((-signal.SIGKILL, 1), (1,), False)
-    assert time.monotonic() - started < LONG / 2
+    assert run_local_ranks([python(code) for code in codes], **limits) == expected
+    assert least_seconds <= time.monotonic() - started < LONG / 2
 
 
 SAVES = """
@@ -172,7 +166,9 @@ def test_a_command_that_cannot_be_started_ends_those_before_it(tmp_path: Path) -
     assert set(psutil.Process().children()) == before
 
 
-@pytest.mark.skipif(not ON_LINUX, reason="the kernel's signal at the parent's end is Linux's")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel's signal at the parent's end is Linux's"
+)
 def test_ranks_end_when_this_process_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     rank = f"import os; open({str(mark)!r}, 'w').write(str(os.getpid())); {SLEEP}"
@@ -215,7 +211,7 @@ def test_without_files_a_rank_writes_where_this_process_does(capfd: pytest.Captu
     assert capfd.readouterr() == ("out\n", "err\n")
 
 
-@pytest.mark.skipif(not ON_LINUX, reason="SCHED_BATCH is Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="SCHED_BATCH is Linux's")
 @pytest.mark.parametrize("cores", [1, 2])
 def test_only_more_ranks_than_cores_do_not_interrupt_each_other(
     cores: int, monkeypatch: pytest.MonkeyPatch

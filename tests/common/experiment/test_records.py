@@ -7,7 +7,6 @@ four steps.
 
 import functools
 import json
-import math
 import re
 import shutil
 import signal
@@ -17,13 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from common.checkpoint import load_checkpoint, save_checkpoint
-from common.errors import GroupError
-from common.training import train_model
-from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
-from common.utils.hashing import digest
+from common.checkpoint import load_checkpoint
 from tests.helpers import ROOT, TINY, Ended, Started, free_port, make_image_folder, user_environment
 
 STEPS, SAVED = 12, 8
@@ -182,54 +176,29 @@ def test_after_every_other_end_and_resume_too(
     assert records(run_folder(tmp_path)) == records(undisturbed(1)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("damaged", "step"),
+    [
+        # The run was killed between the checkpoint of the last step and that of the epoch: no step
+        # is left, but the epoch is validated, recorded and saved.
+        (("Epoch_2.pt",), STEPS),
+        pytest.param(
+            ("Epoch_2.pt", "Epoch_2_Step_12.pt", "Epoch_2_Step_8.pt"), 6, marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_a_resume_from_an_older_checkpoint_removes_the_lines_after_it(
-    train: Run, undisturbed: Callable[[int], Any], tmp_path: Path
+    train: Run, undisturbed: Callable[[int], Any], tmp_path: Path, damaged: tuple, step: int
 ) -> None:
-    """The newest checkpoints are damaged, and the last line of the metrics is cut off."""
-    reference, _ = undisturbed(1)
-    shutil.copytree(reference, run_folder(tmp_path))
-    run = run_folder(tmp_path)
-    for name in ("Epoch_2.pt", "Epoch_2_Step_12.pt", "Epoch_2_Step_8.pt"):
-        (run / "checkpoints" / name).write_bytes(b"damaged")
-    metrics = run / "metrics.jsonl"
-    metrics.write_bytes(metrics.read_bytes()[:-9])
-    resume(train, tmp_path, ranks=1, step=6)
-    assert records(run) == records(reference)
-
-
-@pytest.mark.slow
-def test_between_saved_epochs_the_rest_is_trained_again(train: Run, tmp_path: Path) -> None:
-    """Epochs 2 and 3 are saved; the run ended in the third, before its last checkpoint."""
-    flags = ("--epochs", 3, "--save-every-epochs", 2, "--checkpoint-every", 100)
-    [ended] = train(tmp_path, *flags)
-    assert ended.status == 0, ended
-    run = run_folder(tmp_path)
-    saved = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert [name for name in saved if name != "best.pt"] == ["Epoch_2.pt", "Epoch_3.pt"]
-    whole, last = records(run), load_checkpoint(run / "checkpoints" / "Epoch_3.pt")
-    (run / "checkpoints" / "Epoch_3.pt").unlink()
-    [resumed] = train(tmp_path, *flags, "--resume", "auto")
-    assert resumed.status == 0, resumed
-    assert "Epoch_2.pt, step 12" in resumed.out
-    assert records(run) == whole
-    assert len(whole["metrics.jsonl"]) == 18
-    again = load_checkpoint(run / "checkpoints" / "Epoch_3.pt")
-    assert digest(again["model_state_dict"]) == digest(last["model_state_dict"])
-
-
-def test_an_epoch_resumed_at_its_last_step_still_ends(
-    train: Run, undisturbed: Callable[[int], Any], tmp_path: Path
-) -> None:
-    """The run was killed between the checkpoint of the last step and that of the epoch.
-
-    No step is left, but the epoch is validated, recorded and saved.
-    """
+    """The newest checkpoints are damaged; if steps are left, the last line is cut off, too."""
     reference, printed = undisturbed(1)
-    shutil.copytree(reference, run_folder(tmp_path))
-    run = run_folder(tmp_path)
-    (run / "checkpoints" / "Epoch_2.pt").unlink()
-    resumed = resume(train, tmp_path, ranks=1, step=STEPS)
+    run = Path(shutil.copytree(reference, run_folder(tmp_path)))
+    for name in damaged:
+        (run / "checkpoints" / name).write_bytes(b"damaged")
+    if step < STEPS:
+        metrics = run / "metrics.jsonl"
+        metrics.write_bytes(metrics.read_bytes()[:-9])
+    resumed = resume(train, tmp_path, ranks=1, step=step)
     assert records(run) == records(reference)
     assert EPOCH_2.search(resumed.out)[0] == EPOCH_2.search(printed)[0]
     one, other = (load_checkpoint(at / "checkpoints" / "Epoch_2.pt") for at in (run, reference))
@@ -251,48 +220,3 @@ def test_on_another_number_of_ranks_the_epoch_keeps_its_sums(train: Run, tmp_pat
         losses = [line["loss"] for line in found["metrics.jsonl"] if line["epoch"] == 2]
         assert len(losses) == 6
         assert found["epochs.jsonl"][-1]["train_loss"] == pytest.approx(sum(losses) / 6)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_without_the_sums_resumes_and_says_what_is_missing(
-    train: Run, undisturbed: Callable[[int], Any], tmp_path: Path
-) -> None:
-    """Older versions wrote none."""
-    shutil.copytree(undisturbed(1)[0], run_folder(tmp_path))
-    saved = run_folder(tmp_path) / "checkpoints"
-    entries = load_checkpoint(saved / f"Epoch_2_Step_{SAVED}.pt")
-    del entries["epoch_sums"]
-    shutil.rmtree(saved)
-    save_checkpoint(saved / f"Epoch_2_Step_{SAVED}.pt", entries)
-    resumed = resume(train, tmp_path, ranks=1, step=SAVED)
-    missing = ", without its first 2 steps, whose numbers the checkpoint lacks"
-    assert re.search(rf"Epoch 2: train loss .*{missing}\n", resumed.out)
-    log = (run_folder(tmp_path) / "logs_rank0.txt").read_text().splitlines()
-    assert len(log) == 2
-    assert log[1].endswith(missing)
-
-
-class NotFinite(torch.nn.CrossEntropyLoss):
-    """A loss that is NaN at the third call, though its gradients are finite."""
-
-    calls = 0
-
-    def forward(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return super().forward(outputs, labels) + (math.nan if self.calls == 3 else 0.0)
-
-
-def test_a_loss_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
-    """Its step is checked before the checkpoint is written, whatever ``log_every`` says."""
-    batches = [(torch.ones(4, 2), torch.zeros(4).long())] * 3
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    log, folder = tmp_path / "log.txt", tmp_path / "checkpoints"
-    with pytest.raises(GroupError, match=r"not finite in epoch 1, step 3"):
-        train_model(
-            *(model, "cpu", NotFinite(), optimizer, 1, 1, batches, log, folder, False),
-            saver=CheckpointManager(folder, policy=SavePolicy(every_steps=1)),
-            log_every=100,
-        )
-    saved = sorted(path.name for path in folder.iterdir())
-    assert saved == ["Epoch_1_Step_1.pt", "Epoch_1_Step_2.pt"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.checkpoint import load_checkpoint, save_checkpoint
+from common.checkpoint import load_checkpoint
 from common.config.schema import SCHEDULES
 from common.training_engine.lr_schedules import build_schedule
 from tests.helpers import TINY, free_port, make_image_folder, only_run_folder, run_part, start_part
@@ -26,20 +26,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(images: Path, output: Path, *more: object) -> list[object]:
     return [
         *TINY,
-        "--dataset",
-        "folder",
-        "--data-dir",
-        images,
-        "--batch-size",
-        8,
-        "--epochs",
-        2,
-        "--log-every",
-        1,
-        "--threads",
-        1,
-        "--output-dir",
-        output,
+        *("--dataset", "folder", "--data-dir", images, "--batch-size", 8, "--epochs", 2),
+        *("--log-every", 1, "--threads", 1, "--output-dir", output),
         *more,
     ]
 
@@ -146,14 +134,7 @@ def test_two_ranks_resume_bit_for_bit_though_only_rank_0_has_the_file(
                 *settings(
                     images,
                     tmp_path / f"{name}-rank{rank}",
-                    "-M",
-                    "127.0.0.1",
-                    "-N",
-                    2,
-                    "-R",
-                    rank,
-                    "--master-port",
-                    port,
+                    *("-M", "127.0.0.1", "-N", 2, "-R", rank, "--master-port", port),
                     *more,
                 ),
                 cwd=tmp_path,
@@ -190,16 +171,13 @@ def test_two_ranks_resume_bit_for_bit_though_only_rank_0_has_the_file(
 
 @pytest.mark.parametrize("warmup", [None, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_goes_on_where_it_stopped(
-    tmp_path: Path, name: str, warmup: int | None
-) -> None:
+def test_every_schedule_goes_on_where_it_stopped(name: str, warmup: int | None) -> None:
     def made() -> tuple:
         optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5, momentum=0.9)
         return optimizer, build_schedule(optimizer, name, total_steps=12, warmup_steps=warmup)
 
-    def steps(
-        optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler, count: int
-    ) -> list[float]:
+    def steps(made: tuple, count: int) -> list[float]:
+        optimizer, schedule = made
         rates = []
         for _ in range(count):
             rates.append(optimizer.param_groups[0]["lr"])
@@ -207,25 +185,12 @@ def test_every_schedule_goes_on_where_it_stopped(
             schedule.step()
         return rates
 
-    optimizer, schedule = made()
-    straight = steps(optimizer, schedule, 12)
-    optimizer, schedule = made()
-    first = steps(optimizer, schedule, 5)
-    save_checkpoint(
-        tmp_path / "x.pt",
-        {
-            "epoch": 1,
-            "loss": 0.0,
-            "model_state_dict": {},
-            "optimizer_state_dict": optimizer.state_dict(),
-            "scheduler_state_dict": schedule.state_dict(),
-        },
-    )
-    entries = load_checkpoint(tmp_path / "x.pt")
-    optimizer, schedule = made()
-    schedule.load_state_dict(entries["scheduler_state_dict"])
-    optimizer.load_state_dict(entries["optimizer_state_dict"])
-    assert first + steps(optimizer, schedule, 7) == straight
+    straight = steps(made(), 12)
+    first, second = made(), made()
+    begun = steps(first, 5)
+    for one, other in zip(first[::-1], second[::-1], strict=True):  # the optimiser last
+        other.load_state_dict(one.state_dict())
+    assert begun + steps(second, 7) == straight
     assert max(straight) == pytest.approx(0.5)
     if warmup:
         assert straight[0] < straight[1] < straight[3]

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from common.checkpoint import load_checkpoint
+from common.data import load_dataset
+from common.data.loaders import EvaluationLoader
 from common.models import build_model
-from common.profiling.step_timer import SECTIONS
+from common.profiling.records import SECTIONS
 from common.training_engine import predict
 from tests.helpers import (
     ROOT,
@@ -30,18 +32,9 @@ from tests.helpers import (
 
 QUICK = ("--dataset", "digits", "--batch-size", 32, "--log-every", 1, "--max-steps", 3)
 FILES = {
-    "config.json",
-    "environment.json",
-    "metrics.jsonl",
-    "ranks.json",
-    "epochs.jsonl",
-    "summary.json",
-    "logs_rank0.txt",
-    "report.txt",
-    "report.json",
-    "confusion_matrix.png",
-    "loss.png",
-    "checkpoints",
+    *("config.json", "environment.json", "metrics.jsonl", "ranks.json", "epochs.jsonl"),
+    *("summary.json", "logs_rank0.txt", "report.txt", "report.json", "confusion_matrix.png"),
+    *("loss.png", "checkpoints"),
 }
 
 
@@ -51,11 +44,6 @@ def test_part_one_without_a_flag_for_the_group(tmp_path: Path) -> None:
     assert "batch: 32 per rank x 1 rank = 32 global" in ended.out
     folder = only_run_folder(tmp_path / "out", "PartOne-none")
     assert {path.name for path in folder.iterdir()} == FILES
-    assert (
-        str(folder / "report.txt") in ended.out.replace("out/", str(tmp_path / "out") + "/", 1)
-        or "report" in ended.out
-    )
-
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]
     for step in steps:
@@ -67,20 +55,16 @@ def test_part_one_without_a_flag_for_the_group(tmp_path: Path) -> None:
     assert np.asarray(report["confusion_matrix"]).sum() == report["samples"] == 360
     assert "Confusion matrix" in (folder / "report.txt").read_text()
     environment = json.loads((folder / "environment.json").read_text())
-    assert (
-        environment["torch"] == torch.__version__.split("+")[0]
-        or environment["torch"] == torch.__version__
-    )
+    assert torch.__version__.startswith(environment["torch"])
     assert environment["git_commit"]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["test_accuracy"] == report["accuracy"]
     whole = statistics.median(step["step_seconds"] for step in steps[1:])
     assert (summary["step_seconds"], summary["samples_per_second"]) == (whole, 32 / whole)
     graph = [summary[name] for name in ("captured", "not_captured", "compile_seconds")]
-    assert graph == [False, "CUDA graphs need a GPU", 0.0]
+    assert graph == [None, None, 0.0]
     within = sum(summary["section_seconds"].values())
     assert f"{whole:.3f} s (median of 2 steps), of which {within:.3f} s in the five" in ended.out
-    assert "CUDA graph" not in ended.out
     assert "compile time" not in ended.out
     assert re.match(r"^Epoch: 1, Train Loss: ", (folder / "logs_rank0.txt").read_text())
 
@@ -109,18 +93,8 @@ def test_three_ranks_share_batch_and_test_set(
     tmp_path: Path, part: str, flags: tuple[str, ...], way: str
 ) -> None:
     """A batch of 31 does not divide by three ranks; the report has each test image once."""
-    ended = run_part(
-        part,
-        *flags,
-        *QUICK,
-        *TINY,
-        "--batch-size",
-        31,
-        "--output-dir",
-        tmp_path,
-        cwd=tmp_path,
-        ranks=3,
-    )
+    more = (*flags, *QUICK, *TINY, "--batch-size", 31, "--output-dir", tmp_path)
+    ended = run_part(part, *more, cwd=tmp_path, ranks=3)
     assert [one.status for one in ended] == [0, 0, 0], ended
     folder = only_run_folder(tmp_path, way)
     assert {path.name for path in folder.iterdir()} == FILES | {"logs_rank1.txt", "logs_rank2.txt"}
@@ -143,20 +117,11 @@ def test_three_ranks_share_batch_and_test_set(
     assert report["samples"] == 360
 
     # The reported accuracy is that of the checkpoint on the whole test set, in one process.
-    from common.data import load_dataset
-    from common.data.loaders import EvaluationLoader
-
-    digits = load_dataset("digits", tmp_path)
-    model = build_model("tiny", 10)
-    model.load_state_dict(
-        load_checkpoint(folder / "checkpoints" / "Epoch_1.pt")["model_state_dict"]
-    )
-    alone = predict(
-        model,
-        "cpu",
-        torch.nn.CrossEntropyLoss(),
-        EvaluationLoader(digits.test, mean=digits.mean, std=digits.std),
-    )
+    digits, model = load_dataset("digits", tmp_path), build_model("tiny", 10)
+    saved = load_checkpoint(folder / "checkpoints" / "Epoch_1.pt")
+    model.load_state_dict(saved["model_state_dict"])
+    loader = EvaluationLoader(digits.test, mean=digits.mean, std=digits.std)
+    alone = predict(model, "cpu", torch.nn.CrossEntropyLoss(), loader)
     assert alone.accuracy == pytest.approx(report["accuracy"], abs=1 / 360)
     assert alone.mean_loss == pytest.approx(report["test_loss"], rel=1e-3)
 
@@ -170,20 +135,8 @@ def test_each_part_starts_cold_and_the_ways_agree(tmp_path: Path) -> None:
     """
     make_image_folder(tmp_path / "data")
     words = [
-        "--dataset",
-        "folder",
-        "--data-dir",
-        "data",
-        "--batch-size",
-        8,
-        "--epochs",
-        1,
-        "--log-every",
-        1,
-        "--threads",
-        1,
-        "--output-dir",
-        tmp_path,
+        *("--dataset", "folder", "--data-dir", "data", "--batch-size", 8, "--epochs", 1),
+        *("--log-every", 1, "--threads", 1, "--output-dir", tmp_path),
     ]
     started = [start_part("PartOne", *words, cwd=tmp_path, cold=True)]
     for part in ("PartTwo", "PartThree"):
@@ -198,7 +151,8 @@ def test_each_part_starts_cold_and_the_ways_agree(tmp_path: Path) -> None:
     for way in ("PartOne-none", "PartTwo-gather_scatter", "PartThree-ddp"):
         folder = only_run_folder(tmp_path, way)
         assert "vgg11" in (folder / "config.json").read_text()
-        assert (folder / "report.txt").exists()
+        report = json.loads((folder / "report.json").read_text())
+        assert report["class_names"] == ["cat", "dog"]
         losses[way] = [
             json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
         ]
@@ -213,14 +167,8 @@ def test_each_part_starts_cold_and_the_ways_agree(tmp_path: Path) -> None:
 def test_under_torchrun(tmp_path: Path) -> None:
     command = [
         str(Path(sys.executable).parent / "torchrun"),
-        "--nproc-per-node",
-        "2",
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        str(free_port()),
-        str(ROOT / "PartTwo" / "main.py"),
-        "--sync=all_reduce",
+        *("--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+        *(str(ROOT / "PartTwo" / "main.py"), "--sync=all_reduce"),
         *map(str, QUICK),
         "--output_dir",
         str(tmp_path),
@@ -233,43 +181,6 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert summary["nodes"] == 2
     assert summary["ranks_hold_equal_weights"] is True
 
-    contradiction = Started([*command, "--num-nodes", "4"], cwd=tmp_path, env=dict(os.environ)).end(
-        timeout_seconds=120
-    )
-    assert contradiction.status != 0
-    assert "--num-nodes 4 contradicts torchrun's WORLD_SIZE=2" in contradiction.err
-
-
-def test_two_runs_at_once_never_share_a_folder(tmp_path: Path) -> None:
-    from common.reporting.run_folder import new_run_name
-
-    names = [new_run_name(tmp_path) for _ in range(5)]
-    assert len(set(names)) == 5
-    assert {path.name for path in tmp_path.iterdir()} == set(names)
-
-
-def test_a_folder_of_images_of_ones_own(tmp_path: Path) -> None:
-    make_image_folder(tmp_path / "data")
-    ended = run_part(
-        "PartThree",
-        "--dataset",
-        "folder",
-        "--data-dir",
-        "data",
-        "--local-batch-size",
-        4,
-        "--output-dir",
-        tmp_path,
-        *TINY,
-        "--debug",
-        cwd=tmp_path,
-        ranks=2,
-    )
-    assert [one.status for one in ended] == [0, 0], ended
-    assert "batch: 4 per rank x 2 ranks = 8 global" in ended[0].out
-    report = json.loads((only_run_folder(tmp_path, "PartThree-ddp") / "report.json").read_text())
-    assert report["class_names"] == ["cat", "dog"]
-
 
 @pytest.mark.slow
 @pytest.mark.cifar
@@ -278,18 +189,8 @@ def test_the_assignments_own_setting_runs_on_real_data(tmp_path: Path) -> None:
     """Two steps at the assignment's constant rate of 0.1; a rank needs less than 2.5 GB."""
     ended = run_part(
         "PartTwo",
-        "--sync",
-        "all_reduce",
-        "--lr",
-        0.1,
-        "--schedule",
-        "constant",
-        "--max-steps",
-        2,
-        "--batch-size",
-        256,
-        "--output-dir",
-        tmp_path,
+        *("--sync", "all_reduce", "--lr", 0.1, "--schedule", "constant", "--max-steps", 2),
+        *("--batch-size", 256, "--output-dir", tmp_path),
         cwd=tmp_path,
         ranks=2,
         timeout_seconds=200,
@@ -321,21 +222,15 @@ def test_41_steps_of_cifar10_with_the_defaults_learn(tmp_path: Path) -> None:
     assert summary["test_accuracy"] >= 0.33
 
 
-@pytest.mark.slow
-def test_the_demo_compares_all_four_ways() -> None:
-    """Each strategy trains two steps instead of two epochs."""
-    assert min(demo_accuracies("demo.SETTINGS += ('--max-steps', '2')")) > 0
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_the_demo_learns_in_all_four_ways() -> None:
-    accuracies = demo_accuracies("pass")
-    assert min(accuracies) > 0.85, accuracies
-
-
-def demo_accuracies(change: str) -> list[float]:
-    """Run the demo after ``change``; return the accuracies from its four reports."""
+@pytest.mark.parametrize(
+    ("change", "least"),
+    [
+        # Two steps of each strategy instead of two epochs.
+        pytest.param("demo.SETTINGS += ('--max-steps', '2')", 0, marks=pytest.mark.slow),
+        pytest.param("pass", 0.85, marks=[pytest.mark.long, pytest.mark.timeout(900)]),
+    ],
+)
+def test_the_demo_compares_all_four_ways(change: str, least: float) -> None:
     command = [
         sys.executable,
         "-c",
@@ -351,8 +246,6 @@ def demo_accuracies(change: str) -> list[float]:
     ):
         assert way in done.out
     reports = re.findall(r"^(/.*report\.txt)$", done.out, re.MULTILINE)
-    assert len(reports) == 4
-    return [
-        json.loads((Path(path).parent / "summary.json").read_text())["test_accuracy"]
-        for path in reports
-    ]
+    summaries = [json.loads((Path(path).parent / "summary.json").read_text()) for path in reports]
+    assert len(summaries) == 4
+    assert min(summary["test_accuracy"] for summary in summaries) > least

@@ -125,10 +125,7 @@ def test_shards_on_any_number_of_ranks_are_those_of_one_process(size: int) -> No
             ), (name, micro_batches, key)
             assert all(
                 np.array_equal(one[name, micro_batches][key], state[key]) for one in results
-            ), (
-                name,
-                key,
-            )
+            ), (name, key)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])

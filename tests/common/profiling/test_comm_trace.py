@@ -16,11 +16,12 @@ from common.distributed.clock_offset import clock_offset
 from common.distributed.process_group import World
 from common.profiling import comm_trace
 from common.profiling.comm_trace import MessageRecorder, Timeline
-from common.profiling.link_measurements import message_call
+from common.profiling.records import SECTIONS, StepRecord
 from common.reporting.rank_stats import median_seconds, timed
 from common.sync.message_cost import KINDS
 from common.training_engine import TrainingEngine
-from common.training_engine.metrics import MetricsBuffer, StepOutcome, StepRecord
+from common.training_engine.metrics import MetricsBuffer, StepOutcome
+from lab.calibrate.link_measurements import message_call
 from tests.helpers import run_ranks
 
 
@@ -28,10 +29,8 @@ class FixedTimes:
     """A timer that returns given start and end times of each step's sync."""
 
     def seconds(self, taken):
-        return {"sync": sum(end - begin for begin, end in taken["sync"])}
-
-    def step_seconds(self, taken):
-        return 1.0 + sum(self.seconds(taken).values())
+        sync = sum(end - begin for begin, end in taken["sync"])
+        return {"sync": sync, "step": 1.0 + sync}
 
     def spans(self, taken):
         return taken
@@ -46,25 +45,16 @@ def ledger_waits(rank: int) -> list[float]:
     Rank 1 is slower in the first step, rank 0 in the second. In the third, a second part of sync
     follows the update.
     """
-    world = World(rank=rank, size=2)
     spans = (
-        [[(10.0, 13.0)], [(20.5, 21.0)], [(30.0, 30.1), (31.0, 32.0)]]
-        if rank == 0
-        else [[(12.0, 13.0)], [(20.0, 21.0)], [(30.0, 30.1), (31.75, 32.0)]]
+        [[(10.0, 13.0)], [(20.5, 21.0)], [(30.0, 30.1), (31.0, 32.0)]],
+        [[(12.0, 13.0)], [(20.0, 21.0)], [(30.0, 30.1), (31.75, 32.0)]],
     )
     found = []
-    metrics = MetricsBuffer(
-        world,
-        FixedTimes(),
-        epoch=1,
-        log_every=3,
-        overflow_is_normal=False,
-        equal_gradients=True,
-        on_steps=found.extend,
-    )
-    for step, sync in enumerate(spans, start=1):
-        outcome = StepOutcome(torch.ones(3, dtype=torch.float64))
-        metrics.add(step, outcome, samples=1, learning_rate=0.1, times={"sync": sync})
+    flags = {"epoch": 1, "log_every": 3, "overflow_is_normal": False, "equal_gradients": True}
+    metrics = MetricsBuffer(World(rank, 2), FixedTimes(), on_steps=found.extend, **flags)
+    for step, sync in enumerate(spans[rank], start=1):
+        numbers = torch.ones(3, dtype=torch.float64)
+        metrics.add(StepOutcome(step, numbers, 1, 0.1, {"sync": sync}))
     metrics.flush(stop=False)
     return [value for record in found for value in (record.wait_seconds, record.seconds["sync"])]
 
@@ -122,9 +112,9 @@ def recorded(rank: int, size: int) -> dict:
             message_call(kind, rank, size)(torch.ones(1001))
     recorder.finish()
     return {
-        "lane": engine.timeline.busiest_step(0.0),
-        "bytes": engine.timeline.sent_bytes_a_step,
-        "messages": engine.timeline.messages_a_step,
+        "lane": engine.timeline.steps[engine.timeline.busiest_step],
+        "step": engine.timeline.busiest_step,
+        "sent": engine.timeline.sent_a_step(),
         "by hand": recorder.messages,
         "after": after,
         "reduced": reduced,
@@ -134,31 +124,30 @@ def recorded(rank: int, size: int) -> dict:
 def test_messages_are_taken_down_with_bytes_and_times():
     for rank, found in enumerate(run_ranks(2, recorded, 2)):
         lane = found["lane"]
-        assert lane["step"] == 3
+        assert found["step"] == 3
         assert [(m["kind"], m["bytes"]) for m in lane["messages"]] == [
             ("all_reduce", 120),
             ("all_reduce", 12),
         ]
-        assert found["bytes"] == 132.0  # in a ring of two, each rank sends the data once
-        assert found["messages"] == 2.0
+        assert found["sent"] == (132.0, 2.0)  # in a ring of two, each rank sends the data once
         begin, end = lane["sections"]["sync"][0]
         for message in lane["messages"]:
             assert begin <= message["begin"] <= message["end"] <= end
         single, broadcast, *others = found["by hand"]
-        assert (single.kind, single.nbytes, single.sent_bytes) == (
+        assert (single["kind"], single["bytes"], single["sent_bytes"]) == (
             ("send", "recv")[rank],
             4000,
             (4000.0, 0.0)[rank],
         )
-        assert single.end <= found["after"]
-        assert (broadcast.kind, broadcast.sent_bytes) == ("broadcast", (0.0, 4000.0)[rank])
+        assert single["end"] <= found["after"]
+        assert (broadcast["kind"], broadcast["sent_bytes"]) == ("broadcast", (0.0, 4000.0)[rank])
         if rank == 0:
-            assert single.end - single.begin >= 0.05
+            assert single["end"] - single["begin"] >= 0.05
         # Half of the tensor goes to the other rank; Gloo reduces by a whole all_reduce.
-        parts = [(m.kind, m.nbytes, m.sent_bytes) for m in others if m.nbytes == 4000]
+        parts = [(m["kind"], m["bytes"], m["sent_bytes"]) for m in others if m["bytes"] == 4000]
         assert parts == [("all_to_all", 4000, 2000.0), ("reduce_scatter", 4000, 4000.0)]
-        assert next(m.end for m in others if m.kind == "reduce_scatter") <= found["reduced"]
-        measured = [m.kind for m in others[2:] if m.nbytes in (4000, 4004)]
+        assert next(m["end"] for m in others if m["kind"] == "reduce_scatter") <= found["reduced"]
+        measured = [m["kind"] for m in others[2:] if m["bytes"] in (4000, 4004)]
         assert [kind for kind in measured if kind not in ("send", "recv")] == list(KINDS[:-2])
 
 
@@ -171,7 +160,7 @@ def recorded_in_threads(rank: int) -> tuple[dict, float]:
     engine.timeline = Timeline(3, 3)
     engine.train_epoch([(torch.randn(2, 10), torch.tensor([0, 1]))] * 4, epoch=1)
     engine.close()
-    return engine.timeline.busiest_step(0.0), engine.timeline.sent_bytes_a_step
+    return engine.timeline.steps[3], engine.timeline.sent_a_step()[0]
 
 
 def test_messages_of_a_strategys_threads_are_taken_down_too():
@@ -225,12 +214,8 @@ def call(recorder, name, work=None):
 def gpu(monkeypatch):
     """Return a GPU with an open group of two ranks under NCCL."""
     monkeypatch.setattr(comm_trace, "_work", lambda result: result[-1])
-    for name, value in (
-        ("is_initialized", True),
-        ("get_backend", "nccl"),
-        ("get_rank", 0),
-        ("get_world_size", 2),
-    ):
+    answers = {"is_initialized": True, "get_backend": "nccl", "get_rank": 0, "get_world_size": 2}
+    for name, value in answers.items():
         monkeypatch.setattr(dist, name, lambda value=value: value)
     gpu = GPU()
     monkeypatch.setattr(
@@ -247,7 +232,7 @@ def test_under_nccl_a_message_ends_on_the_stream_that_waits_for_it(gpu):
     call(recorder, "c10d::allreduce_", gpu)
     call(recorder, "c10d::send", gpu)
     recorder.finish()
-    assert [(m.kind, m.begin, m.end) for m in recorder.messages] == [
+    assert [(m["kind"], m["begin"], m["end"]) for m in recorder.messages] == [
         ("all_reduce", ("current", 0), ("callback", 1)),
         ("send", ("current", 2), ("callback", 3)),
     ]
@@ -262,21 +247,12 @@ def test_messages_that_nccl_joins_end_with_their_batch(gpu):
         if follows:
             call(recorder, follows)
     recorder.finish()
-    begins, ends = zip(*((m.begin[1], m.end[1]) for m in recorder.messages), strict=True)
+    begins, ends = zip(*((m["begin"][1], m["end"][1]) for m in recorder.messages), strict=True)
     first, second, third = ends[0:2], ends[2:4], ends[4:6]
     assert first[0] == first[1] < begins[2], "the second round waits for the first"
     assert begins[3] < second[0] == second[1] < begins[4]
     assert third[0] > begins[5]
     assert third[1] > begins[5]
-
-
-def test_a_collective_that_nccl_joins_has_no_work_either(gpu):
-    recorder = MessageRecorder(gpu.clock)
-    call(recorder, "c10d::allreduce_")
-    call(recorder, "c10d::broadcast_", gpu)
-    one, other = recorder.messages
-    assert one.end == ("current", 1), "before the next message begins"
-    assert other.begin == ("current", 2)
 
 
 def test_the_timeline_of_a_gpu_is_on_the_hosts_clock(gpu):
@@ -291,29 +267,17 @@ def test_the_timeline_of_a_gpu_is_on_the_hosts_clock(gpu):
             if recorder is not None:
                 call(recorder, "c10d::allreduce_", gpu)
         timeline.took(step, timer, {})
-    [message] = timeline.busiest_step(clock_offset=90.0)["messages"]
-    assert (message["begin"], message["end"]) == (10.0, 11.0)
-
-
-def test_a_call_without_work_is_none():
-    assert comm_trace._work(None) is None
-    assert comm_trace._work(([torch.ones(1)], None)) is None
+    [message] = timeline.steps[2]["messages"]
+    assert (message["begin"], message["end"]) == (100.0, 101.0)
 
 
 def steps_taking(seconds):
     """Return one step record for each sync time; forward takes 1 s, 0.25 s lie between them."""
     return [
         StepRecord(
-            1,
-            number,
-            1,
-            0.0,
-            0.0,
-            0.0,
-            0.1,
-            {"forward": 1.0, "sync": value},
-            1.25 + value,
-            value / 2,
+            **{"step": number, "loss": 0.0, "forward_seconds": 1.0, "sync_seconds": value},
+            step_seconds=1.25 + value,
+            wait_seconds=value / 2,
         )
         for number, value in enumerate(seconds, start=1)
     ]
@@ -325,6 +289,7 @@ def test_medians_leave_out_warm_up_and_timeline_and_see_what_happens_every_few_s
     assert [step.step for step in kept] == list(range(2, 10))
     assert median_seconds(kept)["sync"] == 0.0, "most steps send nothing"
     medians = median_seconds(kept, period=4)
-    assert medians == {"forward": 1.0, "sync": 1.0, "step": 2.25, "wait": 0.5, "wire": 0.5}
+    expected = {"forward": 1.0, "sync": 1.0, "step": 2.25, "wait": 0.5, "wire": 0.5}
+    assert medians == dict.fromkeys(SECTIONS, 0.0) | expected
     assert median_seconds([]) is None
     assert len(timed(steps[:1], 1)) == 1, "one step is better than none"

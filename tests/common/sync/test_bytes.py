@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from common.models import build_model
 from common.profiling.comm_trace import MessageRecorder
-from common.sync import STRATEGIES, build_sync
+from common.sync import STRATEGIES, build_message_plan_from, build_sync
 from common.sync.base import GradientSync
 from common.sync.bucketing import MIB, assign_buckets, bucket_sizes
 from common.sync.message_cost import GradientSize, tree_children
@@ -52,9 +52,8 @@ class Tiny(nn.Module):
 
 
 MODELS = {"odd": Odd, "tiny": Tiny, "mixed": Mixed}
-ELSEWHERE = ("none", "fsdp", "ddp_zero1")
-"""Without messages, or in test_built_in.py."""
-CASES = [(name, {}) for name in STRATEGIES if name not in ELSEWHERE] + [
+# test_built_in.py has fsdp.
+CASES = [(name, {}) for name in STRATEGIES if name not in ("none", "fsdp")] + [
     ("overlapped", {"bucket_mb": 0.002}),
     ("sharded", {"bucket_mb": 0.002}),
     ("ddp", {"bucket_mb": 0.002}),
@@ -84,15 +83,14 @@ def recorded(rank: int, sync: GradientSync, model: nn.Module) -> list[tuple[str,
             optimizer.step()
             sync.after_step(model)
 
-    steps(
-        max(3, sync.period)
-    )  # DDP's messages are final after its third step, those of other strategies after the first
+    # DDP's messages are final after its third step, those of other strategies after the first.
+    steps(max(3, sync.plan.period))
     recorder = MessageRecorder()
     sync.recording = recorder.for_thread
     with recorder:
-        steps(sync.period)
+        steps(sync.plan.period)
     sync.close()
-    return [(message.kind, message.nbytes, message.sent_bytes) for message in recorder.messages]
+    return [(one["kind"], one["bytes"], one["sent_bytes"]) for one in recorder.messages]
 
 
 def every_case(rank: int) -> dict:
@@ -104,22 +102,21 @@ def every_case(rank: int) -> dict:
     return found
 
 
-def split_rings(
-    messages: list[tuple[str, int]], size: int
-) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+Messages = list[tuple[str, int]]
+
+
+def split_rings(messages: Messages, size: int) -> tuple[Messages, Messages]:
     """Return the reduce_scatters that threads send as rings of messages, and the other messages.
 
     Each ring is N-1 sends and as many receives of an N-th; the threads' order is not defined.
     """
-    ends = {"send": [], "recv": []}
-    others = []
-    for kind, nbytes in messages:
-        if kind in ends:
-            ends[kind].append(("reduce_scatter", size * nbytes))
-        else:
-            others.append((kind, nbytes))
-    assert sorted(ends["send"]) == sorted(ends["recv"])
-    counted = Counter(ends["send"])
+    sent, received = (
+        sorted(("reduce_scatter", size * nbytes) for kind, nbytes in messages if kind == end)
+        for end in ("send", "recv")
+    )
+    others = [one for one in messages if one[0] not in ("send", "recv")]
+    assert sent == received
+    counted = Counter(sent)
     assert all(count % (size - 1) == 0 for count in counted.values())
     return sorted(one for one in counted for _ in range(counted[one] // (size - 1))), others
 
@@ -130,45 +127,42 @@ def messages(size: int) -> list[dict]:
     return run_ranks(size, every_case)
 
 
-@pytest.mark.parametrize(
-    "index",
-    range(len(CASES)),
-    ids=[f"{name}-{'-'.join(map(str, o))}".rstrip("-") for name, o in CASES],
-)
+IDS = [f"{name}-{'-'.join(map(str, options))}".rstrip("-") for name, options in CASES]
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=IDS)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("size", RANKS)
 def test_bytes_sent_are_the_payload_of_the_messages(size: int, kind: str, index: int) -> None:
     name, options = CASES[index]
-    sync, sizes = build_sync(name, **options), GradientSize.of(MODELS[kind]().parameters())
+    plan = build_message_plan_from(name, options)
+    sizes = GradientSize.of(MODELS[kind]().parameters())
     for rank in range(size):
         real = messages(size)[rank][kind, index]
         sent = sum(sent for _, _, sent in real)
-        assert float(sync.bytes_sent(sizes, rank, size)) == pytest.approx(sent, rel=1e-12), real
+        assert float(plan.bytes_sent(sizes, rank, size)) == pytest.approx(sent, rel=1e-12), real
         if name.startswith("ddp") and (kind == "mixed" or "bucket_mb" in options):
             continue  # torch chooses the order of types, and backward the order within a layer
         if name not in BY_MESSAGES:
-            listed = [
-                (one.kind, int(one.nbytes))
-                for one in sync.operations(sizes, size)
-                for _ in range(one.count)
-            ]
+            listed = [(one.kind, int(one.nbytes)) for one in plan.operations(sizes, size)]
             in_rings, others = split_rings([(what, nbytes) for what, nbytes, _ in real], size)
             planned_rings = [one for one in listed if one[0] == "reduce_scatter"]
             assert in_rings == sorted(planned_rings)
             assert others == [one for one in listed if one not in planned_rings]
     if name in BY_MESSAGES:
         longest = max(sent for _, _, sent in messages(size)[0][kind, index])
-        assert longest <= max(one.nbytes for one in sync.operations(sizes, size)) <= sum(sizes)
+        assert longest <= max(one.nbytes for one in plan.operations(sizes, size)) <= sum(sizes)
 
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in STRATEGIES if name not in (*ELSEWHERE, "ddp_powersgd", "topk", "local_sgd")],
+    [name for name in STRATEGIES if name not in ("none", "ddp_powersgd", "topk", "local_sgd")],
 )
 def test_the_docstrings_formulas_for_four_ranks(name: str) -> None:
     """One tensor of M = 4,000 bytes in 4-byte entries; fp16 sends half."""
     sizes, whole = [GradientSize((1000,))], 4000
-    root, other = (build_sync(name).bytes_sent(sizes, rank, 4) for rank in (0, 3))
+    plan = build_message_plan_from(name, {})
+    root, other = (plan.bytes_sent(sizes, rank, 4) for rank in (0, 3))
     ring = Fraction(2 * 3 * whole, 4)
     expected = {
         "gather_scatter": (3 * whole, whole),
@@ -176,15 +170,18 @@ def test_the_docstrings_formulas_for_four_ranks(name: str) -> None:
         "reduce_broadcast": (Fraction(3 * whole, 4) + 2 * whole, whole),
         "tree": (2 * whole, whole),
         "ddp_fp16": (ring / 2, ring / 2),
+        "ddp_zero1": (ring * 3 / 2, ring * 3 / 2),
+        "fsdp": (2 * ring, 2 * ring),
     }
     assert (root, other) == expected.get(name, (ring, ring))
-    assert build_sync(name).bytes_sent(sizes, 0, 1) == 0
+    assert plan.bytes_sent(sizes, 0, 1) == 0
 
 
 def test_vgg11_with_powersgd_sends_what_the_docstring_says() -> None:
     sizes = GradientSize.of(build_model("vgg11", 10).parameters())
     assert sum(sizes) == 36_924_456
-    assert sum(one.nbytes for one in build_sync("ddp_powersgd").operations(sizes, 2)) == 220_752
+    plan = build_message_plan_from("ddp_powersgd", {})
+    assert sum(one.nbytes for one in plan.operations(sizes, 2)) == 220_752
 
 
 BUCKETS = {None: [9.5, 27.2, 0.3], 25: [28.3, 8.6], 4.5: None}
@@ -203,13 +200,9 @@ def torchs_buckets(rank: int) -> dict[float | None, tuple[list[int], list[list[i
         for _ in range(3):
             wrapped(torch.randn(2, 3, 32, 32)).sum().backward()
         logged = wrapped._get_ddp_logging_data()
-        found[bucket_mb] = (
-            [int(size) for size in logged["rebuilt_bucket_sizes"].split(", ")],
-            [
-                [int(i) for i in bucket.split()]
-                for bucket in logged["rebuilt_per_bucket_param_indices"].split(", ")
-            ],
-        )
+        sizes = [int(size) for size in logged["rebuilt_bucket_sizes"].split(", ")]
+        buckets = logged["rebuilt_per_bucket_param_indices"].split(", ")
+        found[bucket_mb] = sizes, [[int(i) for i in bucket.split()] for bucket in buckets]
     return found
 
 
@@ -217,15 +210,10 @@ def test_buckets_are_those_of_distributed_data_parallel() -> None:
     sizes = GradientSize.of(build_model("vgg11", 10).parameters())
     for bucket_mb, (real, members) in run_ranks(2, torchs_buckets)[0].items():
         order = list(chain.from_iterable(members))  # backward's order; ours differs only in biases
-        assert [
-            [order[i] for i in share]
-            for share in assign_buckets([sizes[i] for i in order], bucket_mb)
-        ] == members
+        shares = assign_buckets([sizes[i] for i in order], bucket_mb)
+        assert [[order[i] for i in share] for share in shares] == members
         ours = [int(size) for size, _ in bucket_sizes(sizes, bucket_mb)]
-        assert len(ours) == len(real)
-        assert all(
-            abs(mine - theirs) <= 2 * 2048 for mine, theirs in zip(ours, real, strict=True)
-        ), (ours, real)
+        assert ours == pytest.approx(real, abs=2 * 2048)
         assert BUCKETS[bucket_mb] in (None, [round(size / 1e6, 1) for size in real])
     assert [ready for _, ready in bucket_sizes(sizes, 25)] == [28_350_504, 36_924_456]
 
@@ -234,12 +222,8 @@ def test_a_bucket_closes_once_its_limit_is_reached() -> None:
     assert assign_buckets([], None) == []
     assert assign_buckets([MIB - 1, 1, 5, 25 * MIB, 7], None) == [[0, 1], [2, 3], [4]]
     assert assign_buckets([MIB, MIB, MIB], 2) == [[0, 1], [2]]
-    assert assign_buckets(
-        [GradientSize((3,), 4), GradientSize((3,), 8), GradientSize((5,), 4)], 1
-    ) == [
-        [0, 2],
-        [1],
-    ]
+    two_types = [GradientSize((3,), 4), GradientSize((3,), 8), GradientSize((5,), 4)]
+    assert assign_buckets(two_types, 1) == [[0, 2], [1]]
 
 
 def test_a_gradients_size_is_a_number_that_remembers_its_shape() -> None:
@@ -254,7 +238,6 @@ def test_a_gradients_size_is_a_number_that_remembers_its_shape() -> None:
 def test_every_rank_but_the_root_is_one_ranks_child(ranks: int) -> None:
     assert sum(tree_children(rank, ranks) for rank in range(ranks)) == ranks - 1
     for name in BY_MESSAGES:
-        total = sum(
-            build_sync(name).bytes_sent([GradientSize((11,))], rank, ranks) for rank in range(ranks)
-        )
+        plan = build_message_plan_from(name, {})
+        total = sum(plan.bytes_sent([GradientSize((11,))], rank, ranks) for rank in range(ranks))
         assert total == (2 * 44 * (ranks - 1) if name != "halving_doubling" else total), name

@@ -4,34 +4,22 @@ The lengths include those that no world size divides. Hooks must disappear when 
 """
 
 import copy
-import math
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import UserError
-from common.profiling.comm_trace import Message, MessageRecorder
+from common.profiling.comm_trace import MessageRecorder
 from common.sync import build_sync
-from common.sync.base import GradientSync
-from common.sync.halving_doubling import halving_doubling_all_reduce
-from common.sync.local_sgd import LocalSGD
-from common.sync.ring import ring_all_reduce
-from common.sync.tree import tree_all_reduce
 from common.training_engine import TrainingEngine
 from common.utils.hashing import digest
 from lab.proofs.equivalence import parameter_errors
 from tests.helpers import RankError, run_ranks
 from tests.helpers.strategies import EXACT, Deep, Mixed
-
-MIXING = [name for name in EXACT if name != "ddp_zero1"]  # which refuses several types
-BY_HAND = {
-    "tree": tree_all_reduce,
-    "ring": ring_all_reduce,
-    "halving_doubling": halving_doubling_all_reduce,
-}
-
 
 # --- All-reduce algorithms ---
 
@@ -43,11 +31,11 @@ def sums(rank: int, lengths: list[int]) -> list[str]:
     """
     wrong = []
     for length in lengths:
-        for name, all_reduce in BY_HAND.items():
+        for name in ("gather_scatter_flat", "tree", "ring", "halving_doubling"):
             total = torch.arange(length, dtype=torch.float64) * (rank + 1) + rank
             expected = total.clone()
             dist.all_reduce(expected)
-            all_reduce(total)
+            build_sync(name).sum_over_ranks(total)
             if not torch.equal(total, expected):
                 wrong.append(f"{name} of {length}")
     return wrong
@@ -63,22 +51,22 @@ def test_any_length_is_summed_over_any_number_of_ranks(size: int) -> None:
 # --- Whole steps ---
 
 
+def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
 def mixed_types(rank: int) -> dict[str, str]:
     found = {}
-    for name in MIXING:
+    for name in EXACT:
         torch.manual_seed(0)
         model = Mixed()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        sync = build_sync(
-            name, **({"bucket_mb": 0.002} if name in ("overlapped", "sharded") else {})
-        )
+        small = {"bucket_mb": 0.002} if name in ("overlapped", "sharded") else {}
+        sync = build_sync(name, **small)
         training = sync.prepare(model, optimizer)
         for step in range(3):
             optimizer.zero_grad()
-            inputs = torch.randn(
-                4, 3, 5, 5, generator=torch.Generator().manual_seed(10 * step + rank)
-            )
-            training(inputs).square().sum().backward()
+            training(drawn(4, 3, 5, 5, seed=10 * step + rank)).square().sum().backward()
             sync.synchronize(model)
             optimizer.step()
             sync.after_step(model)
@@ -90,7 +78,7 @@ def mixed_types(rank: int) -> dict[str, str]:
 
 def test_parameters_of_two_types() -> None:
     for found in run_ranks(2, mixed_types):
-        for name in MIXING:
+        for name in EXACT:
             for ours, theirs in zip(found[name], found["all_reduce"], strict=True):
                 assert abs(ours - theirs).max() <= 1e-6, name
 
@@ -108,9 +96,11 @@ def order_of_events(rank: int) -> dict[str, list]:
     sync.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     class Teller(MessageRecorder):
-        def _record(self, message: Message, work: object) -> None:
-            super()._record(message, work)
-            events.append(f"{message.kind} {len(self.messages) - 1}")
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            before = len(self.messages)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            events.extend(f"{one['kind']} {before}" for one in self.messages[before:])
+            return result
 
     def step(parts: int = 1) -> None:
         for p in model.parameters():
@@ -141,52 +131,32 @@ def order_of_events(rank: int) -> dict[str, list]:
 
 
 def test_overlapped_sends_a_bucket_before_the_next_gradient_is_there() -> None:
-    gradients, messages = (
-        [f"gradient {i}" for i in (3, 2, 1, 0)],
-        [f"all_reduce {i}" for i in range(4)],
-    )
-    overlapped = [event for pair in zip(gradients, messages, strict=True) for event in pair] + [
-        "backward ends"
-    ]
+    gradients = [f"gradient {i}" for i in (3, 2, 1, 0)]
+    messages = [f"all_reduce {i}" for i in range(5)]
+    pairs = zip(gradients, messages[:4], strict=True)
+    overlapped = [event for pair in pairs for event in pair] + ["backward ends"]
     for found in run_ranks(2, order_of_events):
-        assert found["first"] == [
-            *gradients,
-            "backward ends",
-            "all_reduce 0",
-            *[f"all_reduce {i}" for i in range(1, 5)],
-        ]
+        # The first message agrees on the gradients.
+        assert found["first"] == [*gradients, "backward ends", *messages]
         assert found["second"] == overlapped
         assert found["accumulated"] == [*gradients, "part", *overlapped]
         assert found["closed"] == gradients
 
 
 def engines_in_turn(rank: int) -> tuple[float, str]:
-    """Train one model with three engines in turn; return its error and a digest.
+    """Train one model with several engines in turn; return its error and a digest.
 
-    The engines use overlapped, sharded, ring and overlapped again, and each prepares twice. The
-    reference uses all_reduce throughout.
+    Each engine prepares twice. The reference uses all_reduce throughout.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(288, 4)).double()
     other = copy.deepcopy(model)
+    labels = torch.tensor([0, 1, 2, 3])
     batches = [
-        (
-            torch.randn(
-                4,
-                3,
-                8,
-                8,
-                generator=torch.Generator().manual_seed(10 * step + rank),
-                dtype=torch.float64,
-            ),
-            torch.tensor([0, 1, 2, 3]),
-        )
-        for step in range(3)
+        (drawn(4, 3, 8, 8, seed=10 * step + rank, dtype=torch.float64), labels) for step in range(3)
     ]
-    for trained, ways in (
-        (model, ("overlapped", "sharded", "ring", "overlapped")),
-        (other, ("all_reduce",) * 4),
-    ):
+    several = ("overlapped", "sharded", "ring", "overlapped", "ddp_zero1")
+    for trained, ways in ((model, several), (other, ("all_reduce",) * len(several))):
         for way in ways:
             engine = TrainingEngine(trained, "cpu", distributed=True, sync=way)
             for _ in range(2):
@@ -215,9 +185,8 @@ def two_backward_passes(rank: int) -> None:
 
 
 def test_a_second_backward_pass_in_a_step_is_an_error_in_place_of_a_wrong_sum() -> None:
-    with pytest.raises(
-        RankError, match=f"{UserError.__name__}: a parameter got a second gradient in one step"
-    ):
+    told = f"{UserError.__name__}: a parameter got a second gradient in one step"
+    with pytest.raises(RankError, match=told):
         run_ranks(1, two_backward_passes)
 
 
@@ -237,22 +206,15 @@ def flat_gradients(rank: int, name: str) -> list[bool]:
         optimizer.zero_grad(set_to_none=True)
         model(torch.ones(1, 3, 5, 5)).sum().backward()
         sync.synchronize(model)
-        places.append(
-            [
-                (p.grad.untyped_storage().data_ptr(), p.grad.storage_offset())
-                for p in model.parameters()
-            ]
-        )
-    offsets = sorted(
-        (offset, p.numel()) for (_, offset), p in zip(places[0], model.parameters(), strict=True)
-    )
+        gradients = [p.grad for p in model.parameters()]
+        places.append([(g.untyped_storage().data_ptr(), g.storage_offset()) for g in gradients])
+    offsets = sorted((g.storage_offset(), g.numel()) for g in gradients)
     return [
         places[0] == places[1],
         len({storage for storage, _ in places[0]}) == 1,
         all(p.grad.stride() == p.stride() for p in model.parameters()),
-        [offset for offset, _ in offsets]
-        == [sum(n for _, n in offsets[:i]) for i in range(len(offsets))],
-        math.isfinite(float(next(model.parameters()).grad.sum())),
+        all(begin + n == after for (begin, n), (after, _) in pairwise(offsets)),
+        all(bool(g.isfinite().all()) for g in gradients),
     ]
 
 
@@ -262,23 +224,3 @@ def flat_gradients(rank: int, name: str) -> list[bool]:
 )
 def test_gradients_become_views_of_a_buffer_that_is_kept(name: str) -> None:
     assert run_ranks(1, flat_gradients, name)[0] == [True] * 5
-
-
-def test_settle_is_sync_replicas_by_its_older_name() -> None:
-    """The old name works for one release; a strategy may define either of the two."""
-
-    class Older(GradientSync):
-        def settle(self, model: nn.Module) -> None:
-            super().settle(model)  # as before, the base class does nothing
-            model.settled = True
-
-    class OlderLocalSGD(LocalSGD):
-        def settle(self, model: nn.Module) -> None:
-            model.settled = True
-
-    for kind in (Older, OlderLocalSGD):
-        for name in ("settle", "sync_replicas"):
-            model = nn.Linear(1, 1)
-            getattr(kind(), name)(model)
-            assert model.settled
-    assert LocalSGD.settle is LocalSGD.sync_replicas is not GradientSync.sync_replicas

@@ -1,52 +1,37 @@
-"""Message plans: each strategy has one, with the same options.
+"""Message plans: each strategy has one, with its options; a custom strategy needs none."""
 
-A custom strategy needs no plan.
-"""
-
-import inspect
+from itertools import accumulate
 
 import pytest
 
-from common.errors import UserError
 from common.models import build_model
-from common.sync import MESSAGE_PLANS, STRATEGIES, build_message_plan_from, build_sync_from
+from common.sync import (
+    STRATEGIES,
+    build_message_plan_from,
+    build_sync,
+    plan_class,
+    strategy_class,
+)
 from common.sync.base import GradientSync
 from common.sync.message_cost import GradientSize, Operation
 from common.sync.message_plans import MessagePlan
-from common.utils import registry
 
-SETTINGS = {"bucket_mb": 1, "topk_ratio": 0.5, "powersgd_rank": 3, "averaging_period": 7, "lr": 0.1}
-SIZES = [GradientSize((64, 64, 3, 3)), GradientSize((1_000_000,)), GradientSize((5,), 2)]
-
-
-def test_every_strategy_has_a_plan() -> None:
-    assert list(MESSAGE_PLANS) == list(STRATEGIES)
+SETTINGS = {"bucket_mb": 3, "topk_ratio": 0.5, "powersgd_rank": 3, "averaging_period": 7, "lr": 0.1}
+OPTION = {"topk": "topk_ratio", "ddp_powersgd": "powersgd_rank", "local_sgd": "averaging_period"}
+OPTION |= dict.fromkeys(("overlapped", "sharded", "ddp", "ddp_fp16", "ddp_zero1"), "bucket_mb")
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_strategy_sends_what_its_plan_says_with_the_same_options(name: str) -> None:
-    strategy = registry.load(STRATEGIES, name, kind="strategy")
-    plan = registry.load(MESSAGE_PLANS, name, kind="plan")
-    assert strategy.__mro__[1] is plan
-    for formula in ("operations", "bytes_sent"):
-        assert formula not in vars(strategy)
-    assert inspect.signature(strategy).parameters == inspect.signature(plan).parameters
-
-    built, alone = build_sync_from(name, SETTINGS), build_message_plan_from(name, SETTINGS)
-    assert not isinstance(alone, GradientSync)
-    assert alone.operations(SIZES, 6) == built.operations(SIZES, 6)
-    assert alone.bytes_sent(SIZES, 1, 6) == built.bytes_sent(SIZES, 1, 6)
-    assert alone.period == built.period == (7 if name == "local_sgd" else 1)
-
-
-@pytest.mark.parametrize(
-    "options", [{"topk_ratio": 0}, {"topk_ratio": 1.1}, {"averaging_period": 0}]
-)
-def test_plan_and_strategy_refuse_the_same_options(options: dict[str, float]) -> None:
-    name = "topk" if "topk_ratio" in options else "local_sgd"
-    for build in (build_message_plan_from, build_sync_from):
-        with pytest.raises(UserError, match=next(iter(options))):
-            build(name, options)
+def test_a_strategy_has_its_plan_with_the_options_that_it_takes(name: str) -> None:
+    plan = build_message_plan_from(name, SETTINGS)
+    built = strategy_class(name)(plan)
+    assert type(built) is strategy_class(name)
+    assert type(built.plan) is type(plan) is plan_class(name)
+    assert vars(built.plan) == vars(plan)
+    if option := OPTION.get(name):
+        assert vars(plan)[option] == SETTINGS[option]
+        assert vars(build_message_plan_from(name, {option: None})) == vars(plan_class(name)())
+    assert plan.period == (7 if name == "local_sgd" else 1)
 
 
 def test_sharded_sends_padded_buckets_in_both_directions() -> None:
@@ -56,67 +41,52 @@ def test_sharded_sends_padded_buckets_in_both_directions() -> None:
     """
     sizes = GradientSize.of(build_model("vgg11", 10).parameters())
     plan = build_message_plan_from("sharded", {"bucket_mb": 4})
-    *reduces, a, b, c, d, e = plan.operations(sizes, 4)
-    assert {one.kind for one in reduces} == {"reduce_scatter"}
-    assert {one.ready_bytes: (one.copied_bytes, one.nbytes) for one in reduces} == {
-        9_463_848: (9_463_848, 9_463_856),
-        18_907_176: (9_443_328, 9_443_328),
-        28_350_504: (9_443_328, 9_443_328),
-        33_075_240: (4_724_736, 4_724_736),
-        36_924_456: (3_849_216, 3_849_216),
-    }
+    buckets = [9_463_848, 9_443_328, 9_443_328, 4_724_736, 3_849_216]
+    padded, ready = [9_463_856, *buckets[1:]], list(accumulate(buckets))
+    reduces, gathers = plan.operations(sizes, 4)[:5], plan.operations(sizes, 4)[5:]
+    assert [one.kind for one in (*reduces, *gathers)] == ["reduce_scatter"] * 5 + ["all_gather"] * 5
+    assert [one.nbytes for one in reduces] == padded
+    assert [(one.copied_bytes, one.ready_bytes) for one in reduces] == list(
+        zip(buckets, ready, strict=True)
+    )
     # The next forward gets the first layers' bucket first, and uses it at once.
-    assert [(one.kind, one.nbytes, one.needed_bytes) for one in (a, b, c, d, e)] == [
-        ("all_gather", 3_849_216 // 4, 0),
-        ("all_gather", 4_724_736 // 4, 36_924_456 - 33_075_240),
-        ("all_gather", 9_443_328 // 4, 36_924_456 - 28_350_504),
-        ("all_gather", 9_443_328 // 4, 36_924_456 - 18_907_176),
-        ("all_gather", 9_463_856 // 4, 36_924_456 - 9_463_848),
-    ]
+    assert [one.nbytes for one in reversed(gathers)] == [nbytes // 4 for nbytes in padded]
+    assert [one.needed_bytes for one in reversed(gathers)] == [36_924_456 - one for one in ready]
     # 2(N-1)/N M, and as much of the padding
     assert plan.bytes_sent(sizes, 3, 4) == 1.5 * (36_924_456 + 8)
     assert (plan.update_share(4), build_message_plan_from("ddp", {}).update_share(4)) == (0.25, 1)
 
 
-def test_sharded_pads_in_entries_of_each_type() -> None:
-    """On 4 ranks 5 entries become 8, of 8 bytes each, and 3 entries of 2 bytes become 4."""
-    sizes = [GradientSize((5,), 8), GradientSize((3,), 2)]
-    reduces, gathers = [], []
-    for one in build_message_plan_from("sharded", {}).operations(sizes, 4):
-        (gathers if one.kind == "all_gather" else reduces).append(one)
-    assert sorted(one.nbytes for one in reduces) == [8, 64]
-    assert sorted(one.nbytes for one in gathers) == [2, 16]
-    # In the order of backward, and each gather waits for what the reduces before it hold.
-    assert [one.ready_bytes for one in reduces] == [6, 46]
-    assert [one.needed_bytes for one in gathers] == [0, 40]
+class OwnPlan(MessagePlan):
+    """What ``Own`` sends, with an option."""
 
-
-def test_an_unknown_name_is_told_the_choices() -> None:
-    with pytest.raises(
-        UserError, match=r"unknown strategy 'pigeon': choose one of none, .*local_sgd"
-    ):
-        build_message_plan_from("pigeon", {})
-
-
-class Own(GradientSync):
-    """Defines its messages itself."""
+    def __init__(self, *, averaging_period: int = 1) -> None:
+        self.period = averaging_period
 
     def operations(self, sizes, ranks):
         return [Operation("all_reduce", sum(sizes), count=2)]
 
 
+class Own(GradientSync):
+    """A strategy from elsewhere that says what it sends."""
+
+    plan = OwnPlan()
+
+
 class Silent(GradientSync):
-    """Does not say what it sends."""
+    """A strategy that does not."""
+
+    def __init__(self) -> None:
+        """Without a call of the base class, as users write it."""
 
 
-@pytest.mark.parametrize("kind", [Own, Silent])
-def test_a_strategy_without_a_plan_speaks_for_itself(
-    kind: type[GradientSync], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(STRATEGIES, "own", f"{__name__}:{kind.__name__}")
-    plan: MessagePlan = build_message_plan_from("own", SETTINGS)
-    if kind is Own:
-        assert plan.bytes_sent([100, 60], 1, 4) == 2 * 2 * 3 * 160 / 4
-    else:
-        with pytest.raises(NotImplementedError, match=r"Silent does not define operations\(\)"):
-            plan.bytes_sent([100, 60], 1, 4)
+def test_an_own_strategy_has_a_plan_if_it_gives_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Own().plan.bytes_sent([100, 60], 1, 4) == 2 * 2 * 3 * 160 / 4
+    monkeypatch.setitem(STRATEGIES, "own", (f"{__name__}:Own", f"{__name__}:OwnPlan"))
+    assert build_message_plan_from("own", SETTINGS).period == 7
+    assert build_sync("own", averaging_period=7).plan.period == 7
+    silent = Silent()
+    with pytest.raises(NotImplementedError, match=r"MessagePlan does not define operations\(\)"):
+        silent.plan.bytes_sent([100, 60], 1, 4)
+    silent.close()
+    assert silent.plan.period == silent.plan.update_share(4) == 1

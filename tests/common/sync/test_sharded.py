@@ -1,11 +1,12 @@
 """``sharded``: weights under way, optimisers and their state, overflow, and the order of events.
 
-test_sync.py compares it with one process after every step, test_bytes.py counts its messages. Here
-no step is followed by ``sync_replicas``, so that weights and state stay spread over the ranks.
+test_sync.py compares it with one process after every step, test_bytes.py counts its messages, and
+test_built_in.py resumes from its checkpoints. Here no step is followed by ``sync_replicas``, so
+that weights and state stay spread over the ranks.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.optim import Optimizer
 
 from common.errors import UserError
 from common.profiling.comm_trace import MessageRecorder
-from common.sync.optimizer_shards import ELEMENTWISE
+from common.sync.message_plans import ShardedPlan
+from common.sync.optimizer_shards import ELEMENTWISE, FlatWeights, OptimizerShards
 from common.sync.sharded import Sharded
 from common.training_engine import TrainingEngine
 from lab.proofs.equivalence import parameter_errors
@@ -30,12 +32,11 @@ BUCKET_MB = 0.0008  # several buckets
 class WhenWaitedFor:
     """A gather that begins only when somebody waits for it: whoever does not wait reads NaN."""
 
-    def __init__(self, bucket: Any) -> None:
-        self._bucket = bucket
+    def __init__(self, weights: FlatWeights) -> None:
+        self._weights = weights
 
     def wait(self) -> None:
-        self._bucket.start_gather()
-        self._bucket._gathering.wait()
+        self._weights.start_gather().wait()
 
 
 class Poisoned(Sharded):
@@ -43,10 +44,10 @@ class Poisoned(Sharded):
 
     def after_step(self, model: nn.Module) -> None:
         for bucket in self._buckets:
-            own = bucket._own_weights.clone()
-            bucket._weights.tensor.fill_(torch.nan)
-            bucket._own_weights.copy_(own)
-            bucket._gathering = WhenWaitedFor(bucket)
+            own = bucket.weights.own.clone()
+            bucket.weights.tensor.fill_(torch.nan)
+            bucket.weights.own.copy_(own)
+            bucket.gathering = WhenWaitedFor(bucket.weights)
 
 
 class Attends(nn.Module):
@@ -90,10 +91,8 @@ def two_groups(kind: type[Optimizer], model: nn.Module, **options: Any) -> Optim
 
 def one_process(model: nn.Module, optimizer: Optimizer, ranks: int, steps: range) -> None:
     for step in steps:
-        inputs, labels = (
-            torch.cat(parts)
-            for parts in zip(*(batch(step, rank) for rank in range(ranks)), strict=True)
-        )
+        shards = [batch(step, rank) for rank in range(ranks)]
+        inputs, labels = (torch.cat(parts) for parts in zip(*shards, strict=True))
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
@@ -107,7 +106,7 @@ def train(engine: TrainingEngine, rank: int, steps: range) -> None:
 def prepared(
     model: nn.Module, optimizer: Optimizer, sync: Any = None, **options: Any
 ) -> TrainingEngine:
-    sync = sync or Poisoned(bucket_mb=BUCKET_MB)
+    sync = sync or Poisoned(ShardedPlan(bucket_mb=BUCKET_MB))
     engine = TrainingEngine(model, "cpu", distributed=True, sync=sync, **options)
     engine.prepare(optimizer, nn.CrossEntropyLoss())
     return engine
@@ -117,13 +116,9 @@ def greatest_error(model: nn.Module, reference: nn.Module) -> float:
     return max(parameter_errors(model, reference).values())
 
 
-def state_entries(optimizer: Optimizer) -> int:
-    return sum(
-        value.numel()
-        for entry in optimizer.state.values()
-        for name, value in entry.items()
-        if isinstance(value, Tensor) and value.dim()
-    )
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    values = [value for entry in optimizer.state.values() for value in entry.values()]
+    return [value for value in values if isinstance(value, Tensor) and value.dim()]
 
 
 # --- Equal to one process, with every elementwise optimiser ---
@@ -131,29 +126,24 @@ def state_entries(optimizer: Optimizer) -> int:
 OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "ASGD": {"t0": 1}}
 
 
+def made(kind: type[Optimizer], model: nn.Module) -> Optimizer:
+    if kind.__name__ == "Rprop":  # has no weight decay
+        return kind(model.parameters(), lr=0.002)
+    return two_groups(kind, model, **OPTIONS.get(kind.__name__, {}))
+
+
 def every_optimizer(rank: int, ranks: int) -> dict[str, tuple[float, float, bool]]:
     """Return the error after four steps, the share of the state, and whether it is ordinary."""
     found = {}
     for kind in ELEMENTWISE:
         model, reference = new_model(), new_model()
-        # Rprop has no weight decay.
-        make: Callable[[nn.Module], Optimizer] = lambda model, kind=kind: (  # noqa: E731
-            kind(model.parameters(), lr=0.002)
-            if kind.__name__ == "Rprop"
-            else two_groups(kind, model, **OPTIONS.get(kind.__name__, {}))
-        )
-        optimizer, whole = make(model), make(reference)
+        optimizer, whole = (made(kind, one) for one in (model, reference))
         engine = prepared(model, optimizer)
         train(engine, rank, range(STEPS))
         one_process(reference, whole, ranks, range(STEPS))
-        entries, own = state_entries(whole), state_entries(optimizer)
-        held = sum(
-            value.untyped_storage().nbytes() // value.element_size()
-            for entry in optimizer.state.values()
-            for value in entry.values()
-            if isinstance(value, Tensor) and value.dim()
-        )
-        assert held == own, "the state keeps the memory of other ranks' parts"
+        entries, own = (sum(s.numel() for s in state_tensors(one)) for one in (whole, optimizer))
+        held = [one.untyped_storage().nbytes() // 8 for one in state_tensors(optimizer)]
+        assert sum(held) == own, "the state keeps the memory of other ranks' parts"
         share = own / entries if entries else 0.0
         engine.agree_on_buffers()
         state, expected = optimizer.state_dict(), whole.state_dict()
@@ -185,81 +175,38 @@ def test_other_optimisers_are_refused_by_name() -> None:
         """May do anything in its step."""
 
     model = nn.Linear(2, 2)
-    for optimizer in (torch.optim.LBFGS(model.parameters()), Own(model.parameters(), lr=0.1)):
-        with pytest.raises(
-            UserError, match=rf"got the optimiser {type(optimizer).__name__}, .*SGD"
-        ):
-            Sharded().prepare(model, optimizer)
+    for kind in (torch.optim.LBFGS, Own):
+        with pytest.raises(UserError, match=rf"got the optimiser {kind.__name__}, .*SGD"):
+            OptimizerShards(kind(model.parameters(), lr=0.1))
 
 
-# --- Checkpoints, averages, overflow ---
+# --- Averages, overflow ---
 
 
-def resumed(rank: int, ranks: int) -> dict[str, float]:
-    """Train half of the steps in one way and the rest in another; return the errors."""
-    half, rest = range(STEPS // 2), range(STEPS // 2, STEPS)
-    reference = new_model()
-    one_process(reference, two_groups(torch.optim.AdamW, reference), ranks, range(STEPS))
-    found = {}
-    for first, second in (("sharded", "all_reduce"), ("all_reduce", "sharded"), ("sharded",) * 2):
-        model = new_model()
-        optimizer = two_groups(torch.optim.AdamW, model)
-        engine = prepared(model, optimizer, first)
-        train(engine, rank, half)
-        weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-        train(engine, rank, half)  # must not change what was saved
-        engine.close()
-        model = new_model()
-        optimizer = two_groups(torch.optim.AdamW, model)
-        engine = prepared(model, optimizer, second)
-        if second == "sharded":
-            train(engine, rank, half)  # loading also works between two steps
-            engine.agree_on_buffers()
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
-        train(engine, rank, rest)
-        engine.agree_on_buffers()
-        engine.close()
-        found[f"{first}, then {second}"] = greatest_error(model, reference)
-    # In one process, with the state of three ranks.
-    model = new_model()
-    optimizer = two_groups(torch.optim.AdamW, model)
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(state)
-    one_process(model, optimizer, ranks, rest)
-    return found | {"sharded, then one process": greatest_error(model, reference)}
-
-
-def test_its_checkpoints_are_ordinary() -> None:
-    for found in run_ranks(3, resumed, 3):
-        assert all(error < 1e-9 for error in found.values()), found
-
-
-def averages(rank: int) -> list[tuple[float, list[str]]]:
+def averages(rank: int) -> float:
     found = []
-    for sync in (Poisoned(bucket_mb=BUCKET_MB), "all_reduce"):
+    for sync in (Poisoned(ShardedPlan(bucket_mb=BUCKET_MB)), "all_reduce"):
         model = new_model()
         engine = prepared(model, two_groups(torch.optim.SGD, model), sync, use_ema=True)
         train(engine, rank, range(STEPS))
         assert engine.ema is not None
-        found.append([p.tolist() for p in engine.ema.module.parameters()])
+        found.append(torch.cat([p.detach().reshape(-1) for p in engine.ema.module.parameters()]))
         copy.deepcopy(model)(batch(0, 0)[0])  # a copy has hooks that wait for nothing
         engine.close()
-    ours, theirs = ([torch.tensor(p) for p in parameters] for parameters in found)
-    return [float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)]
+    return float((found[0] - found[1]).abs().max())
 
 
 def test_the_moving_average_reads_whole_weights() -> None:
-    for differences in run_ranks(2, averages):
-        assert all(difference < 1e-9 for difference in differences)
+    assert all(difference < 1e-9 for difference in run_ranks(2, averages))
 
 
-def overflow(rank: int, ranks: int) -> tuple[float, float, float]:
+def overflow(rank: int, ranks: int, name: str) -> tuple[float, float, float]:
     """Let one entry of rank 0's gradient overflow in the second step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = prepared(model, optimizer, amp_dtype=torch.float16)
+    sync = None if name == "sharded" else name
+    engine = prepared(model, optimizer, sync, amp_dtype=torch.float16)
     torch.manual_seed(rank)
     data = [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))]
     engine.train_step(data, global_samples=4 * ranks)
@@ -284,8 +231,9 @@ def overflow(rank: int, ranks: int) -> tuple[float, float, float]:
     return unchanged, scales, greatest_error(model, before)
 
 
-def test_all_ranks_skip_a_step_that_overflows_in_one_ranks_part() -> None:
-    for unchanged, scales, later in run_ranks(3, overflow, 3):
+@pytest.mark.parametrize("name", ["sharded", "ddp_zero1"])
+def test_all_ranks_skip_a_step_that_overflows_in_one_ranks_part(name: str) -> None:
+    for unchanged, scales, later in run_ranks(3, overflow, 3, name):
         assert (unchanged, scales) == (0.0, 0.5)
         assert 0 < later < 1
 
@@ -296,7 +244,7 @@ def test_all_ranks_skip_a_step_that_overflows_in_one_ranks_part() -> None:
 def order_of_events(rank: int) -> list[str]:
     """Return the events of the third step, which has two micro-batches, and of a step after."""
     model, events = Deep(), []
-    sync = Sharded(bucket_mb=1)
+    sync = Sharded(ShardedPlan(bucket_mb=1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sync.prepare(model, optimizer)
 

@@ -49,9 +49,8 @@ def test_equals_one_process_after_every_step(size: int, name: str, kind: str) ->
 @pytest.mark.parametrize("kind", OTHER_CASES)
 def test_other_cases_equal_one_process(kind: str) -> None:
     """On two ranks: some micro-batches are empty, and clipping cuts the norm to a tenth."""
-    for name, found in check_group(
-        {name: (name, OTHER_CASES[kind]) for name in ANY_LAYERS}, 2
-    ).items():
+    jobs = {name: (name, OTHER_CASES[kind]) for name in ANY_LAYERS}
+    for name, found in check_group(jobs, 2).items():
         assert found.first_wrong is None, f"{name}: {found}"
 
 
@@ -85,12 +84,9 @@ def switches_in_second_step(rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gather_scatter", "all_reduce", "all_reduce_flat", "overlapped"])
-def test_other_gradients_than_in_the_first_step_are_an_error_that_names_the_parameter(
-    name: str,
-) -> None:
-    with pytest.raises(
-        RankError, match=r"'extra\.weight' has a gradient in this step, but had none in the first"
-    ):
+def test_other_gradients_than_in_the_first_step_are_an_error_naming_them(name: str) -> None:
+    told = r"'extra\.weight' has a gradient in this step, but had none in the first"
+    with pytest.raises(RankError, match=told):
         run_ranks(2, switches_in_second_step, name)
 
 
@@ -102,10 +98,8 @@ def different_models(rank: int) -> None:
 
 
 def test_different_models_are_refused_before_the_first_step() -> None:
-    with pytest.raises(
-        RankError,
-        match=r"the ranks differ in the model's parameters\. weight: \(2, 4\).* on rank 0",
-    ):
+    told = r"the ranks differ in the model's parameters\. weight: \(2, 4\).* on rank 0"
+    with pytest.raises(RankError, match=told):
         run_ranks(2, different_models)
 
 

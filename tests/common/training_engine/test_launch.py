@@ -9,17 +9,16 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import cloudpickle
 import psutil
@@ -27,10 +26,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 from common.distributed import spawn
-from common.distributed.process_group import World
 from common.errors import UserError
 from common.training_engine import (
     WorkerError,
@@ -40,7 +38,7 @@ from common.training_engine import (
 )
 from lab.cluster.program import PythonProgram
 from lab.proofs import ranks
-from tests.helpers import LONG, ROOT, Started, wait_until
+from tests.helpers import ROOT
 
 
 def gather(mine: Any, size: int) -> list[Any]:
@@ -115,15 +113,11 @@ def _work(ready: Connection, command: list[str], environment: dict[str, str]) ->
     PythonProgram(command[0], tuple(command[1:]), module=True).run()
 
 
-@pytest.fixture(params=["forked", pytest.param("cold", marks=pytest.mark.slow)])
-def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choose how workers start: forked, or in a new interpreter as for users.
-
-    The tests of scripts below always use new interpreters.
-    """
-    if request.param == "forked":
-        fake = SimpleNamespace(Popen=Forked, DEVNULL=None, STDOUT=None)
-        monkeypatch.setattr(spawn, "subprocess", fake)
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the workers, to save time; the tests of scripts below start new interpreters."""
+    fake = SimpleNamespace(Popen=Forked, DEVNULL=None, STDOUT=None)
+    monkeypatch.setattr(spawn, "subprocess", fake)
 
 
 # --- Results ---
@@ -137,31 +131,21 @@ def test_lambdas_and_local_classes_reach_every_rank(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
     class Point:
-        def __init__(self, x: int) -> None:
-            self.x = x
+        x = 21
 
         def doubled(self) -> int:
             return 2 * self.x
 
-    caller = os.getpid()
-
-    def train(
-        rank: int, world_size: int, *, scale: Callable[[int], int], point: Point
-    ) -> dict[str, Any]:
+    def train(rank: int, world_size: int, *, scale: Callable[[int], int], point: Point) -> tuple:
         note(tmp_path, f"pid{rank}", os.getpid())
-        return {
-            "ranks": gather(
-                (rank, scale(rank), point.doubled(), os.getpid() != caller), world_size
-            ),
-            "backend": dist.get_backend(),
-            "this": rank,
-        }
+        return dist.get_backend(), rank, gather((rank, scale(rank), point.doubled()), world_size)
 
     with pytest.warns(
         UserWarning, match=r"NCCL needs a GPU for each of the 2 ranks, and this machine has 0.*Gloo"
     ):
-        result = launch_distributed_training(train, 2, scale=lambda rank: 10**rank, point=Point(21))
-    assert result == {"ranks": [(0, 1, 42, True), (1, 10, 42, True)], "backend": "gloo", "this": 0}
+        result = launch_distributed_training(train, 2, scale=lambda rank: 10**rank, point=Point())
+    assert result == ("gloo", 0, [(0, 1, 42), (1, 10, 42)])
+    assert os.getpid() not in pids(tmp_path)
     assert_all_ended(pids(tmp_path), count=2)
 
 
@@ -259,33 +243,6 @@ def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path: Path) -> Non
     assert Counter(chain(*seen("val"))) == {0: 2 * EPOCHS} | dict.fromkeys(range(1, 7), EPOCHS)
 
 
-@pytest.mark.parametrize(("backend", "pinned"), [("gloo", False), (None, True)])
-def test_only_ranks_that_train_on_a_gpu_pin_memory(
-    monkeypatch: pytest.MonkeyPatch, backend: str | None, pinned: bool
-) -> None:
-    """On a machine with a GPU, a rank of a Gloo group trains on the CPU: its memory stays pageable.
-
-    The engine is left out, since there is no GPU here.
-    """
-    loaders: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(launch, "current_world", lambda: World(backend=backend))
-    monkeypatch.setattr(launch, "DataLoader", lambda *_, **options: loaders.append(options))
-    monkeypatch.setattr(launch, "TrainingEngine", MagicMock())
-    data = TensorDataset(torch.zeros(4, 2))
-    distributed_train_worker(
-        0,
-        1,
-        model_fn=MagicMock(),
-        train_dataset=data,
-        val_dataset=data,
-        batch_size=2,
-        optimizer_fn=MagicMock(),
-        criterion_fn=MagicMock(),
-    )
-    assert [one["pin_memory"] for one in loaders] == [pinned, pinned]
-
-
 # --- Failures ---
 
 
@@ -378,52 +335,57 @@ def _read_back(pid: int) -> OnlyHere:
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.filterwarnings("error")
-def test_arguments_that_a_worker_cannot_read_are_an_error_not_a_fallback() -> None:
-    with pytest.raises(WorkerError, match="made for another process"):
-        launch_distributed_training(
-            lambda rank, size, thing: pytest.fail("must not train"), 2, "gloo", thing=OnlyHere()
-        )
+@pytest.mark.filterwarnings("error")  # a fallback would warn
+@pytest.mark.parametrize(
+    ("thing", "words"),
+    [
+        (OnlyHere, "made for another process"),  # an argument that a worker cannot read
+        (None, "cannot pickle 'generator' object"),  # a result that cannot be sent back
+    ],
+)
+def test_what_cannot_be_sent_is_an_error_not_a_fallback(
+    thing: type[OnlyHere] | None, words: str
+) -> None:
+    def train(rank: int, world_size: int, *, thing: object) -> Any:
+        return (number for number in range(3))
 
-
-@pytest.mark.usefixtures("workers")
-def test_a_result_that_cannot_be_sent_back_says_so() -> None:
-    def train(rank: int, world_size: int) -> Any:
-        return (number for number in range(3))  # a generator cannot be pickled
-
-    with pytest.raises(WorkerError, match="cannot pickle 'generator' object") as caught:
-        launch_distributed_training(train, 2, "gloo")
+    with pytest.raises(WorkerError, match=words) as caught:
+        launch_distributed_training(train, 2, "gloo", thing=thing and thing())
     assert caught.value.rank == 0
 
 
-def test_a_failure_in_training_counts_more_than_a_group_that_breaks_of_it(tmp_path: Path) -> None:
-    """A rank that fails early can break another rank's set-up; training does not start again.
+OWN = launch.WorkerOutcome("training", error="boom", traceback="ValueError: boom")
+BROKEN = launch.WorkerOutcome("training", error="closed", traceback="closed", blame=2)
 
-    The other rank may still be in the last message of the set-up.
-    """
-    for rank, outcome in enumerate(
-        [
-            {
-                "stage": "group",
-                "error": "Connection closed",
-                "traceback": "...",
-                "time": 1.0,
-                "consequence": True,
-            },
-            {
-                "stage": "training",
-                "error": "boom",
-                "traceback": "ValueError: boom",
-                "time": 2.0,
-                "consequence": False,
-            },
-        ]
-    ):
-        (tmp_path / f"outcome{rank}.pkl").write_bytes(cloudpickle.dumps(outcome | {"result": None}))
-    exits = spawn.RankExits(statuses=(1, 1), failed=(0, 1), timed_out=False)
-    with pytest.raises(WorkerError, match="boom") as caught:
-        launch._result(launch._read_outcomes(tmp_path, 2), exits)
-    assert caught.value.rank == 1
+
+@pytest.mark.parametrize(
+    ("outcomes", "failed", "rank", "words"),
+    [
+        # A rank that fails early can break another one that still forms the group.
+        ([replace(BROKEN, stage="group"), OWN], [0, 1], 1, "boom"),
+        ([BROKEN, OWN], [0, 1], 1, "boom"),
+        ([BROKEN, None], [1, 0], 1, "ended with status -9"),
+        ([None, BROKEN], [1], 1, "closed"),  # rank 0 was killed because rank 1 had failed
+        ([OWN, None], [0], 0, "boom"),
+        ([OWN, OWN], [1, 0], 1, "boom"),
+    ],
+)
+def test_the_rank_to_blame_is_named(
+    monkeypatch: pytest.MonkeyPatch, outcomes: list, failed: list[int], rank: int, words: str
+) -> None:
+    """None: the process left no message."""
+
+    def ranks(commands: Sequence[Sequence[str]], **_: Any) -> spawn.RankExits:
+        for number, outcome in enumerate(outcomes):
+            if outcome is not None:
+                path = launch.outcome_file(Path(commands[0][-2]), number)
+                path.write_bytes(cloudpickle.dumps(outcome))
+        return spawn.RankExits((-9, -9), tuple(failed), timed_out=False)
+
+    monkeypatch.setattr(launch, "run_local_ranks", ranks)
+    with pytest.raises(WorkerError, match=words) as caught:
+        launch_distributed_training(lambda *_: None, 2, "gloo")
+    assert caught.value.rank == rank
 
 
 # --- Scripts, and how they end ---
@@ -445,27 +407,17 @@ SCRIPT = """
 """
 
 
-def script_environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}
-
-
-def write_script(folder: Path, text: str) -> tuple[Path, Path]:
-    """Return the path of the script, and another folder to start it from."""
-    (folder / "scripts").mkdir()
-    (folder / "elsewhere").mkdir()
-    (folder / "scripts" / "beside.py").write_text("def triple(x):\n    return 3 * x\n")
-    script = folder / "scripts" / "script.py"
-    script.write_text(textwrap.dedent(text))
-    return script, folder / "elsewhere"
-
-
 def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
-    script, cwd = write_script(tmp_path, SCRIPT)
+    for name in ("scripts", "elsewhere"):
+        (tmp_path / name).mkdir()
+    script, cwd = tmp_path / "scripts" / "script.py", tmp_path / "elsewhere"
+    script.write_text(textwrap.dedent(SCRIPT))
+    script.with_name("beside.py").write_text("def triple(x):\n    return 3 * x\n")
     (cwd / "common.py").write_text("")  # a common name: `python -m` would find it before ours
     ended = subprocess.run(
         [sys.executable, script],
         cwd=cwd,
-        env=script_environment(),
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -473,75 +425,3 @@ def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == ["the script runs", "result [0, 15]"]
-
-
-WAITING = f"""
-    import os, sys, time
-    sys.path.insert(0, {str(ROOT)!r})  # a fork has not read PYTHONPATH
-    from pathlib import Path
-    import torch.distributed as dist
-    from common.training_engine import launch_distributed_training
-
-    folder = sys.argv[1]
-
-    def train(rank, world_size):
-        Path(folder, f".pid{{rank}}").write_text(str(os.getpid()))
-        Path(folder, f".pid{{rank}}").rename(Path(folder, f"pid{{rank}}"))
-        if rank == 0:
-            dist.barrier()  # waits in torch's C++ code for the other, which sleeps
-        time.sleep({LONG})
-
-    launch_distributed_training(train, 2, "gloo")
-"""
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
-def test_workers_end_with_their_caller(tmp_path: Path, number: signal.Signals) -> None:
-    """The caller ends by SIGKILL, which no process can catch, or by Ctrl-C."""
-    script, cwd = write_script(tmp_path, WAITING)
-    caller = Started(
-        [sys.executable, str(script), str(tmp_path)], cwd=cwd, env=script_environment(), forked=True
-    )
-    try:
-        wait_until(
-            lambda: len(pids(tmp_path)) == 2 or caller.process.poll() is not None,
-            "the workers' start",
-        )
-        workers = pids(tmp_path)
-        assert len(workers) == 2, caller.end().err
-        assert all(map(runs, workers))
-        caller.send(number)
-        ended = caller.end(timeout_seconds=60)
-        if number == signal.SIGKILL:
-            wait_until(
-                lambda: not any(map(runs, workers)), "the end of the workers", timeout_seconds=60
-            )
-    finally:
-        caller.kill()
-    assert_all_ended(workers, count=2)  # at Ctrl-C the caller stops them before it ends
-    assert number == signal.SIGKILL or "KeyboardInterrupt" in ended.err
-    assert ended.status != 0
-
-
-@pytest.mark.usefixtures("workers")
-def test_ctrl_c_ends_the_workers(tmp_path: Path) -> None:
-    """The caller itself continues, as in a notebook."""
-
-    def train(rank: int, world_size: int) -> None:
-        note(tmp_path, f"pid{rank}", os.getpid())
-        if rank == 0:
-            dist.barrier()  # blocks in torch's C++ code while rank 1 sleeps
-        time.sleep(LONG)  # until a signal ends it
-
-    def interrupt() -> None:
-        wait_until(lambda: len(pids(tmp_path)) == 2, "the workers' start")
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        launch_distributed_training(train, 2, "gloo")
-    thread.join()
-    assert_all_ended(pids(tmp_path), count=2)

@@ -5,24 +5,22 @@ The own gradients come from a copy of the model, which no optimiser knows.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 RANKS, FEATURES, CLASSES, BATCH = 2, 60, 5, 8
-Truths = list["Truth"]
 
 
-@dataclass
-class Truth:
+class Truth(NamedTuple):
     """What one step had, in the order of the optimiser's parameters; None without a gradient."""
 
     weights: list[Tensor]
@@ -31,12 +29,16 @@ class Truth:
 
 
 class Net(nn.Module):
-    """Two layers, one of them larger than the number of coordinates that the probe keeps."""
+    """A tied, a frozen and an unused parameter; some hold more numbers than the probe keeps."""
 
     def __init__(self, *, checkpointed: bool = False) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(FEATURES, 40), nn.Linear(40, CLASSES)
-        self.checkpointed = checkpointed
+        self.first, self.second = nn.Linear(FEATURES, 40), nn.Linear(40, FEATURES)
+        self.second.weight = nn.Parameter(torch.randn(FEATURES, 40) * 0.1)
+        self.frozen, self.unused = nn.Linear(FEATURES, FEATURES), nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(FEATURES, CLASSES)
+        self.again, self.checkpointed = self.head, checkpointed
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits of shape (batch, CLASSES)."""
@@ -44,76 +46,94 @@ class Net(nn.Module):
             hidden = checkpoint(self.first, images.requires_grad_(), use_reentrant=True)
         else:
             hidden = self.first(images)
-        return self.second(torch.relu(hidden))
-
-
-class TiedNet(nn.Module):
-    """A tied, a frozen and an unused parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode, self.decode = nn.Linear(FEATURES, 40, bias=False), nn.Linear(40, FEATURES)
-        self.decode.weight = nn.Parameter(torch.randn(FEATURES, 40) * 0.1)
-        self.frozen, self.unused = nn.Linear(FEATURES, FEATURES), nn.Linear(3, 3)
-        self.frozen.requires_grad_(False)
-        self.head = nn.Linear(FEATURES, CLASSES)
-        self.again = self.head
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return logits of shape (batch, CLASSES)."""
-        rebuilt = self.frozen(self.decode(self.encode(images)))
-        return self.head(rebuilt) + self.again(images)
-
-
-def batch(seed: int) -> tuple[Tensor, Tensor]:
-    """Return images of shape (BATCH, FEATURES) and labels of shape (BATCH,)."""
-    source = torch.Generator().manual_seed(seed)
-    images = torch.randn(BATCH, FEATURES, generator=source)
-    return images, torch.randint(0, CLASSES, (BATCH,), generator=source)
+        return self.head(self.frozen(self.second(torch.relu(hidden)))) + self.again(images)
 
 
 def average(model: nn.Module) -> None:
     """Average the gradients by hand."""
-    for parameter in model.parameters():
+    average_all(model.parameters())
+
+
+def average_all(parameters: Iterable[Tensor]) -> None:
+    """Average the gradients of parameters."""
+    for parameter in parameters:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= RANKS
 
 
+class AveragingSGD(torch.optim.SGD):
+    """Averages in its own step, as Horovod's optimiser does."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Average, then update."""
+        average_all(self.param_groups[0]["params"])
+        return super().step(closure)
+
+
+class OwnSGD(torch.optim.Optimizer):
+    """A class of the script's own, as the AdamW of transformers: it calls no step of torch's."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        """Average, then update."""
+        average_all(self.param_groups[0]["params"])
+        for one in self.param_groups[0]["params"]:
+            if one.grad is not None:
+                one.data.add_(one.grad, alpha=-self.param_groups[0]["lr"])
+
+
 def train(
-    model: nn.Module,
-    net: nn.Module,
-    optimizer: Any,
-    truths: Truths,
-    *,
     rank: int,
+    truths: list[Truth],
+    *,
+    make: Callable[..., Any],
+    ddp: dict[str, Any] | None = None,
+    checkpointed: bool = False,
     micro: int = 1,
-    before_step: Callable[[], object] = lambda: None,
-    amp: bool = False,
     scaler: Any = None,
-    steps: int = 3,
+    finish: Callable[[nn.Module], object] = lambda model: None,
+    in_step: bool = False,
 ) -> None:
-    """Train, and note what each step computes and gets."""
+    """Train three steps, and note what each step computes and gets.
+
+    finish : called before the step. in_step : the optimiser averages in its ``step``.
+    """
+    model = Net(checkpointed=checkpointed)
+    net = (
+        model if ddp is None else DistributedDataParallel(model, find_unused_parameters=True, **ddp)
+    )
+    optimizer = make(model.parameters(), lr=0.1)
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    for step in range(steps):
+    for step in range(3):
         optimizer.zero_grad()
         weights = [one.detach().clone() for one in parameters]
         own: list[Tensor | None] = [None] * len(parameters)
-        scale = scaler.get_scale() if scaler else 1.0
         for part in range(micro):
-            images, labels = batch(1000 * step + 10 * part + rank)
-            own = add(own, gradients_of_copy(model, parameters, images, labels, amp=amp))
+            source = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
+            images = torch.randn(BATCH, FEATURES, generator=source)
+            labels = torch.randint(0, CLASSES, (BATCH,), generator=source)
+            twin = copy.deepcopy(model)
+            twin.zero_grad()
+            cross_entropy(twin(images), labels).backward()
+            scale = scaler.get_scale() if scaler else 1.0
+            for i, one in enumerate(twin.parameters()):
+                if one.grad is not None:
+                    own[i] = one.grad * scale + (0 if own[i] is None else own[i])
             last = part == micro - 1
-            quiet = nullcontext() if last or net is model else net.no_sync()  # type: ignore[operator]
-            with quiet:
-                with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-                    loss = cross_entropy(net(images), labels)
+            with nullcontext() if last or net is model else net.no_sync():  # type: ignore[operator]
+                loss = cross_entropy(net(images), labels)
                 (scaler.scale(loss) if scaler else loss).backward()
-        own = [None if one is None else one * scale for one in own]
-        before_step()
+        finish(model)
         if scaler:
             scaler.unscale_(optimizer)
         got = [None if one.grad is None else one.grad.clone() for one in parameters]
+        for one in got if in_step else ():
+            if one is not None:
+                dist.all_reduce(one)
+                one /= RANKS
         truths.append(Truth(weights, own, got))
         if scaler:
             scaler.step(optimizer)
@@ -122,119 +142,25 @@ def train(
             optimizer.step()
 
 
-def gradients_of_copy(
-    model: nn.Module, parameters: list[Tensor], images: Tensor, labels: Tensor, *, amp: bool
-) -> list[Tensor | None]:
-    """Return the gradients of a step in one process, None where none arrives."""
-    twin = copy.deepcopy(model)
-    names = {id(one): name for name, one in model.named_parameters()}
-    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-        loss = cross_entropy(twin(images), labels)
-    loss.backward()
-    of = dict(twin.named_parameters())
-    return [of[names[id(one)]].grad for one in parameters]
+def clip_then_average(model: nn.Module) -> None:
+    """Give clip_grad_norm_ an iterator, which can be read only once."""
+    nn.utils.clip_grad_norm_((one for one in model.parameters()), 0.1)
+    average(model)
 
 
-def add(one: list[Tensor | None], two: list[Tensor | None]) -> list[Tensor | None]:
-    """Return the sums; None is nothing."""
-    return [b if a is None else a if b is None else a + b for a, b in zip(one, two, strict=True)]
+def zero(parameters: Any, lr: float) -> Any:
+    """Return an optimiser that calls one of its own."""
+    return ZeroRedundancyOptimizer(list(parameters), torch.optim.Adam, lr=lr)
 
 
-def by_hand(rank: int, truths: Truths) -> None:
-    """A loop over the parameters."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    train(model, model, optimizer, truths, rank=rank, before_step=lambda: average(model))
-
-
-def ddp(rank: int, truths: Truths) -> None:
-    """DDP with several buckets and views of them."""
-    model = Net()
-    net = DistributedDataParallel(model, bucket_cap_mb=0.001, gradient_as_bucket_view=True)
-    train(model, net, torch.optim.SGD(model.parameters(), lr=0.1), truths, rank=rank)
-
-
-def accumulation(rank: int, truths: Truths) -> None:
-    """DDP with three micro-batches, of which the last one is exchanged."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(model, DistributedDataParallel(model), optimizer, truths, rank=rank, micro=3)
-
-
-def autocast(rank: int, truths: Truths) -> None:
-    """DDP with bfloat16 activations and a reentrant checkpoint."""
-    model = Net(checkpointed=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    net = DistributedDataParallel(model, static_graph=True)
-    train(model, net, optimizer, truths, rank=rank, amp=True)
-
-
-def scaled(rank: int, truths: Truths) -> None:
-    """GradScaler, averaged by hand before unscaling."""
-    model = Net()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
-    finish = lambda: average(model)  # noqa: E731
-    train(model, model, optimizer, truths, rank=rank, scaler=scaler, before_step=finish)
-
-
-def clipped(rank: int, truths: Truths) -> None:
-    """Clipped before averaging: what is sent is not what was computed."""
-    model = Net()
-
-    def finish() -> None:
-        nn.utils.clip_grad_norm_((one for one in model.parameters()), 0.1)
-        average(model)
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(model, model, optimizer, truths, rank=rank, before_step=finish)
-
-
-def zero(rank: int, truths: Truths) -> None:
-    """ZeroRedundancyOptimizer, which calls an optimiser of its own."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = Net()
-    net = DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-    train(model, net, optimizer, truths, rank=rank)
-
-
-def tied(rank: int, truths: Truths) -> None:
-    """Tied, frozen and unused parameters, with AdamW."""
-    model = TiedNet()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train(model, model, optimizer, truths, rank=rank, before_step=lambda: average(model))
-
-
-class AveragingSGD(torch.optim.SGD):
-    """Averages in its own step, as Horovod's optimiser does."""
-
-    def step(self, closure: Any = None) -> Any:
-        """Average, then update."""
-        for group in self.param_groups:
-            for one in group["params"]:
-                dist.all_reduce(one.grad)
-                one.grad /= RANKS
-        return super().step(closure)
-
-
-def own_class(rank: int, truths: Truths) -> None:
-    """An optimiser that averages within step(); the truth of ``got`` is seen by a step hook."""
-    model = Net()
-    optimizer = AveragingSGD(model.parameters(), lr=0.1)
-    train(model, model, optimizer, truths, rank=rank)
-    for truth in truths:
-        truth.got = [mean_over_ranks(one) for one in truth.got]
-
-
-def mean_over_ranks(tensor: Tensor | None) -> Tensor:
-    """Return the mean of a copy."""
-    assert tensor is not None
-    result = tensor.clone()
-    dist.all_reduce(result)
-    return result / RANKS
-
-
-CASES = (
-    by_hand, ddp, accumulation, autocast, scaled, clipped, zero, tied, own_class,
-)  # fmt: skip
+SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
+CASES: dict[str, dict[str, Any]] = {
+    "buckets": {"make": SGD, "ddp": {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}},
+    "accumulation": {"make": SGD, "ddp": {}, "micro": 3},
+    "checkpointed": {"make": AdamW, "checkpointed": True, "finish": average},
+    "scaled": {"make": SGD, "scaler": torch.amp.GradScaler("cpu"), "finish": average},
+    "clipped": {"make": SGD, "finish": clip_then_average},
+    "zero": {"make": zero, "ddp": {}},
+    "averaging": {"make": AveragingSGD, "in_step": True},
+    "own class": {"make": OwnSGD, "in_step": True},
+}

@@ -5,7 +5,6 @@
 """
 
 import json
-from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,41 +15,32 @@ from numpy.typing import NDArray
 from lab.audit.recording import Recording, read_recording
 
 Numbers = NDArray[np.float64]
+Exchange = Callable[[Numbers, int], Numbers]
+"""From the ranks' own gradients (ranks, columns) and the step to what each optimiser gets."""
 SHAPES = {"conv.weight": (8, 3, 3, 3), "conv.bias": (8,), "fc.weight": (10, 40), "fc.bias": (10,)}
 COLUMNS = sum(int(np.prod(shape)) for shape in SHAPES.values())
 
 
 class Writer:
-    """The records of one process."""
+    """The records of one process; each takes a millisecond."""
 
     def __init__(self, folder: Path, pid: int) -> None:
         self._lines, self._numbers = folder / f"{pid}.jsonl", folder / f"{pid}.f64"
-        self._count, self._time = 0, 0.0
-        self._lines.touch()
+        self._time = 0.0
         self.record("start", pid=pid, ppid=1, hint=None, variables={}, torch="2.15")
 
     def record(self, kind: str, **fields: Any) -> None:
-        """Write one record; the clock advances by a millisecond."""
+        """Write one record."""
         self._time += 1e-3
         with self._lines.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"k": kind, "t": self._time, **fields}) + "\n")
 
     def numbers(self, values: Iterable[float]) -> list[int]:
         """Write numbers and return the reference to them."""
-        content = array("d", values)
+        content = np.asarray(values, dtype=np.float64)
         with self._numbers.open("ab") as file:
             content.tofile(file)
-        self._count += len(content)
-        return [self._count - len(content), len(content)]
-
-
-def params_rows(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> list[list[Any]]:
-    """Return the rows of a params record for whole parameters of optimiser 0."""
-    rows = []
-    for index, (name, shape) in enumerate(shapes.items()):
-        numel = int(np.prod(shape))
-        rows.append([f"0.0.{index}", name, list(shape), dtype, numel, 0, numel])
-    return rows
+            return [file.tell() // 8 - len(content), len(content)]
 
 
 def gradients(rank: int, step: int, columns: int = COLUMNS) -> Numbers:
@@ -58,10 +48,6 @@ def gradients(rank: int, step: int, columns: int = COLUMNS) -> Numbers:
     common = np.random.default_rng([7, step]).standard_normal(columns)
     own = np.random.default_rng([rank, step]).standard_normal(columns)
     return np.asarray((common + own).astype(np.float32), dtype=np.float64)
-
-
-Exchange = Callable[[Numbers, int], Numbers]
-"""From the ranks' own gradients (ranks, columns) and the step to what each optimiser gets."""
 
 
 def mean(own: Numbers, step: int) -> Numbers:
@@ -99,67 +85,41 @@ def train(
         edit(kind, rank, fields)
         writers[rank].record(kind, **fields)
 
+    rows = [
+        [f"0.0.{index}", name, list(shape), dtype, int(np.prod(shape)), index]
+        for index, (name, shape) in enumerate(SHAPES.items())
+    ]
     for rank in range(size):
         if group:
             write("group", rank, rank=rank, world=size, backend="gloo", at=None)
         if ddp:
             write("ddp", rank, parameters=4, bytes=4 * COLUMNS, at=None)
-        write("params", rank, o=0, optimizer="SGD", rows=params_rows(SHAPES, dtype))
+        write("params", rank, o=0, optimizer="SGD", built=0, rows=rows)
     weights = np.array([start(rank) for rank in range(size)])
-    for step in range(steps):
+    by_rank = np.array([[rates(rank)] for rank in range(size)])
+    loss = {"value": 2.3, "node": "NllLossBackward0", "reduction": "mean", "arriving": 1.0}
+    passed = {"micro": 0, "forwards": [[8, 0, "ddp" if ddp else "module", "Net"]], "seconds": 0.1}
+    passed |= {"loss": loss | {"samples": 8, "target_hash": 0}, "exposed_seconds": 0.0}
+    called = {"name": "all_reduce", "content": "gradient", "op": "sum", "size": size, "shape": [10]}
+    called |= {"bytes": 4 * COLUMNS, "within": None, "at": ["main.py", 9, "ar"]}
+    for step in range(steps + 1):
+        for rank in range(size):
+            values = writers[rank].numbers(weights[rank])
+            write("weights", rank, o=0, step=step, values=values)
+        if step == steps:
+            break
         mine = np.array([own(rank, step) for rank in range(size)])
         got = exchange(mine, step)
         for rank in range(size):
-            numbers = writers[rank].numbers
-            write("weights", rank, o=0, step=step, values=numbers(weights[rank]))
-            write("backward", rank, **_backward(step, "ddp" if ddp else "module"))
+            write("backward", rank, step=step, **passed, at=["main.py", 8, "loss.backward()"])
             if group and not ddp:
-                call = {"name": "all_reduce", "content": "gradient", "step": step, "c": step}
-                write(
-                    "call",
-                    rank,
-                    **call,
-                    op="sum",
-                    size=size,
-                    bytes=4 * COLUMNS,
-                    at=["main.py", 9, "ar"],
-                )
-            fields = _step(step, mine[rank], got[rank], rates(rank))
-            fields |= {"own": numbers(mine[rank]), "got": numbers(got[rank])}
-            write("step", rank, **fields)
+                write("call", rank, c=step, step=step, **called)
+            numbers = {"own": mine[rank], "got": got[rank]}
+            fields: dict[str, Any] = {key: writers[rank].numbers(numbers[key]) for key in numbers}
+            fields |= {f"{key}_norm": float(np.linalg.norm(numbers[key])) for key in numbers}
+            fields |= {"lr": [rates(rank)], "settings": {"lr": rates(rank), "momentum": 0}}
+            fields |= {"optimizer": "SGD", "micro": 1, "sent": None, "scale": 1, "clips": []}
+            write("step", rank, o=0, step=step, **fields)
             write("stepped", rank, o=0, step=step, seconds=0.1, state=None)
-        weights = weights - np.array([[rates(rank)] for rank in range(size)]) * got
-        weights = after(weights, step)
-    for rank in range(size):
-        values = writers[rank].numbers(weights[rank])
-        write("weights", rank, o=0, step=steps, values=values)
+        weights = after(weights - by_rank * got, step)
     return read_recording(folder)
-
-
-def _backward(step: int, through: str) -> dict[str, Any]:
-    loss = {"value": 2.3, "node": "NllLossBackward0", "reduction": "mean", "arriving": 1.0}
-    return {
-        "step": step,
-        "micro": 0,
-        "forwards": [[8, 0, through, "Net"]],
-        "loss": loss | {"samples": 8, "target_hash": 0},
-        "seconds": 0.1,
-        "exposed_seconds": 0.0,
-        "at": ["main.py", 8, "loss.backward()"],
-    }
-
-
-def _step(step: int, own: Numbers, got: Numbers, rate: float) -> dict[str, Any]:
-    return {
-        "o": 0,
-        "step": step,
-        "optimizer": "SGD",
-        "micro": 1,
-        "sent": None,
-        "own_norm": float(np.linalg.norm(own)),
-        "got_norm": float(np.linalg.norm(got)),
-        "lr": [rate],
-        "settings": {"lr": rate, "momentum": 0},
-        "scale": 1,
-        "clips": [],
-    }

@@ -1,17 +1,20 @@
-"""collectives-differ and group-unused, on records of ranks that never ran."""
+"""collectives-differ, group-unused, failures of the probe: on records of ranks that never ran."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lab.audit.findings import run_checks
 from lab.audit.findings.collectives import check
-from lab.audit.findings.finding import Finding, Right, Unknown
+from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
 from lab.audit.recording import read_recording
-from tests.lab.audit.recordings import Writer
+from lab.audit.result import verdict
+from tests.lab.audit.recordings import Writer, train
 
 AT = ["train.py", 7, "dist.all_reduce(p.grad)"]
+IN_BACKWARD = ["train.py", 9, "loss.backward()"]
 Script = Callable[["RankWriter"], None]
 
 
@@ -23,167 +26,145 @@ class RankWriter(Writer):
         self.rank, self.calls = rank, 0
         self.record("group", rank=rank, world=size, backend="gloo", at=AT)
 
-    def call(self, name: str = "all_reduce", *, returns: bool = True, **fields: Any) -> None:
-        """Record a call; ``returns`` False: the rank waits in it for ever."""
+    def call(self, name: str = "all_reduce", *, done: bool = True, **fields: Any) -> None:
+        """Record a call; ``done`` False: the rank waits in it for ever."""
         known = {"op": "SUM", "size": 2, "group": None, "bytes": 40, "dtype": "float32"}
         known |= {"shape": [10], "step": 1, "peer": None, "async": False, "content": "gradient"}
-        self.record("call", c=self.calls, name=name, **(known | fields), at=AT)
-        if returns:
-            self.record("done", c=self.calls, seconds=0.1, error=None)
+        known |= {"within": None, "at": AT}
+        self.record("call", c=self.calls, name=name, **(known | fields))
+        if done:
+            self.record("done", c=self.calls, seconds=0.1, error=fields.get("error"))
         self.calls += 1
 
-    def fail(self, name: str = "all_reduce") -> None:
-        """Record a call that raises an error."""
-        self.call(name, returns=False)
-        self.record("done", c=self.calls - 1, seconds=1.0, error="RuntimeError: closed by peer")
 
-    def stand(self, file: str, *, busy: float) -> None:
-        """Record where this rank stands."""
-        frames = [["train.py", 9, "train", "loss.backward()"], [file, 1, "run", ""]]
-        self.record("stack", why="asked", busy=busy, threads=[["MainThread", frames]])
+def calls(*several: dict[str, Any]) -> Script:
+    """Return a rank that makes these calls, then does nothing more."""
 
-    def steps(self, number: int, own: list[float], got: list[float]) -> None:
-        """Record steps with this rank's own gradient and what the optimiser gets."""
-        for step in range(number):
-            references = {"own": self.numbers(own), "got": self.numbers(got)}
-            self.record("step", o=0, step=step, **references)
+    def script(rank: RankWriter) -> None:
+        for one in several:
+            rank.call(**one)
+
+    return script
 
 
-def examine(folder: Path, *scripts: Script, hung: bool = False) -> list[Any]:
+def then(kind: str, first: Script | None = None, **fields: Any) -> Script:
+    """Return a rank that makes a call, or does what ``first`` says, then writes a record."""
+
+    def script(rank: RankWriter) -> None:
+        (first or calls({}))(rank)
+        rank.record(kind, **fields)
+
+    return script
+
+
+def in_order(*scripts: Script) -> Script:
+    """Return a rank that does what each of the scripts says."""
+
+    def script(rank: RankWriter) -> None:
+        for one in scripts:
+            one(rank)
+
+    return script
+
+
+WAITS = calls({}, {"done": False})
+STANDS = then("stack", then("stands", WAITS, c=1, name="all_reduce", at=AT), at=AT)
+IN_DDP = then("stands", c=None, name=None, at=IN_BACKWARD)
+FAILS = calls({}, {"error": "RuntimeError: Connection closed by peer"})
+CLOSED = "Connection closed by peer [127.0.0.1]:1"
+LEFT_IN_DDP = then("error", type="RuntimeError", message=CLOSED, at=IN_BACKWARD, after_cut=False)
+ENDS = then("end", status=None, after_cut=False)
+LEAVES = then("end", status=0, after_cut=False)
+BREAKS = then("error", type="OSError", message="no data", at=AT, after_cut=False)
+KILLED = calls({})
+CUT = then("cut", step=6, why="6 steps")
+
+
+def examine(folder: Path, scripts: Sequence[Script], *, hung: bool = False) -> list[Outcome]:
     """Return the outcomes of ranks that do what one function each says."""
+    folder.mkdir(exist_ok=True)
     for rank, script in enumerate(scripts):
         script(RankWriter(folder, rank, len(scripts)))
     return list(check(read_recording(folder, hung=hung)))
 
 
-def ends_after(number: int) -> Script:
-    """Return a rank that calls all_reduce, then ends in good order."""
-
-    def script(rank: RankWriter) -> None:
-        for _ in range(number):
-            rank.call()
-        rank.record("end", status=None, after_cut=False)
-
-    return script
-
-
-def waits(rank: RankWriter) -> None:
-    rank.call()
-    rank.call(returns=False)
-
-
-def faults(outcomes: list[Any]) -> list[str]:
+def faults(outcomes: Sequence[Outcome]) -> list[str]:
     return [one.name for one in outcomes if isinstance(one, Finding)]
 
 
 def test_equal_calls_are_right_and_counted_by_step(tmp_path: Path) -> None:
-    def three_a_step(rank: RankWriter) -> None:
-        for step in range(4):
-            for _ in range(3):
-                rank.call(step=step)
-
-    (observed,) = examine(tmp_path, three_a_step, three_a_step)
-    assert observed == Right("all ranks call the same collectives in the same order, 3 a step")
+    three_a_step = calls(*({"step": step} for step in range(4) for _ in range(3)))
+    (observed,) = examine(tmp_path, [three_a_step, three_a_step])
+    assert isinstance(observed, Right)
+    assert "in the watched steps, 3 a step" in observed.text
 
 
 @pytest.mark.parametrize(
-    ("change", "differs"),
+    ("mine", "theirs", "differ"),
     [
-        ({"name": "broadcast", "peer": 1}, True),
-        ({"bytes": 80}, True),
-        ({"dtype": "float64"}, True),
-        ({"op": "MAX"}, True),
-        ({"content": "other", "async": True, "shape": [2, 5]}, False),
-        ({"name": "all_gather", "bytes": 80}, True),
+        ({}, {"name": "broadcast", "peer": 1}, True),
+        ({"name": "broadcast", "peer": 0}, {"name": "broadcast", "peer": 1}, True),
+        ({}, {"bytes": 80}, True),
+        ({}, {"dtype": "float64"}, True),
+        ({}, {"op": "MAX"}, True),
+        ({}, {"step": 2}, True),  # rank 1 has skipped an exchange, and stays a step ahead
+        ({}, {"content": "other", "async": True, "shape": [2, 5]}, False),
+        ({"name": "all_gather"}, {"name": "all_gather", "bytes": 80}, False),
+        ({"group": ["1", [0, 1]]}, {"group": None, "bytes": 8}, False),
     ],
 )
-def test_what_must_be_equal(tmp_path: Path, change: dict[str, Any], differs: bool) -> None:
-    def other(rank: RankWriter) -> None:
-        rank.call()
-        rank.call(**change)
-
-    assert faults(examine(tmp_path, ends_after(2), other)) == ["collectives-differ"] * differs
-
-
-def test_gathered_sizes_may_differ(tmp_path: Path) -> None:
-    def gathers(size: int) -> Script:
-        return lambda rank: rank.call("all_gather", bytes=size)
-
-    assert not faults(examine(tmp_path, gathers(40), gathers(80)))
-
-
-def test_another_root_differs(tmp_path: Path) -> None:
-    def own_root(rank: RankWriter) -> None:
-        rank.call("broadcast", peer=rank.rank)
-
-    assert faults(examine(tmp_path, own_root, own_root)) == ["collectives-differ"]
-
-
-def test_calls_after_the_cut_are_not_compared(tmp_path: Path) -> None:
-    def cut(rank: RankWriter) -> None:
-        rank.call()
-        rank.record("cut", step=6, why="6 steps")
-        rank.call("barrier" if rank.rank else "all_reduce")
-        rank.fail()
-
-    assert not faults(examine(tmp_path, cut, cut))
-
-
-def test_groups_are_compared_apart(tmp_path: Path) -> None:
-    def mixed(rank: RankWriter) -> None:
-        calls: list[tuple[Any, int]] = [(None, 40), (["1", [0, 1]], 8)]
-        for group, size in calls if rank.rank else reversed(calls):
-            rank.call(group=group, bytes=size)
-
-    assert not faults(examine(tmp_path, mixed, mixed))
-
-
-def test_a_rank_that_ends_while_another_waits(tmp_path: Path) -> None:
-    def fails(rank: RankWriter) -> None:
-        rank.call()
-        rank.fail()
-
-    (observed,) = examine(tmp_path, fails, ends_after(1))
-    assert observed.name == "collectives-differ"
-    assert "rank 0 waits in all_reduce of 40 bytes (train.py:7" in observed.evidence[0]
-    assert "rank 1 ends without it" in observed.evidence[0]
-
-
-def test_a_rank_that_ends_early_in_peace_is_no_fault(tmp_path: Path) -> None:
-    assert not faults(examine(tmp_path, ends_after(2), ends_after(1)))
-
-
-@pytest.mark.parametrize("kind", ["error", "status", "vanished"])
-def test_a_rank_that_died_of_something_else_explains_it(tmp_path: Path, kind: str) -> None:
-    def dies(rank: RankWriter) -> None:
-        rank.call()
-        if kind == "error":
-            rank.record("error", type="OSError", message="no data", at=AT, after_cut=False)
-        if kind != "vanished":
-            rank.record("end", status=int(kind == "status"), after_cut=False)
-
-    assert not faults(examine(tmp_path, waits, dies, waits, hung=True))
-
-
-def test_a_busy_rank_is_unknown_and_one_in_ddp_waits(tmp_path: Path) -> None:
-    def stands(file: str, busy: float) -> Script:
+def test_what_must_be_equal(
+    tmp_path: Path, mine: dict[str, Any], theirs: dict[str, Any], differ: bool
+) -> None:
+    def steps(call: dict[str, Any]) -> Script:
         def script(rank: RankWriter) -> None:
-            rank.call()
-            rank.stand(file, busy=busy)
+            calls({}, call)(rank)
+            rank.record("step", o=0, step=1, own=None, got=None)
 
         return script
 
-    folders = [tmp_path / name for name in ("busy", "sleeps", "waits")]
-    for folder in folders:
-        folder.mkdir()
-    autograd = "torch/autograd/graph.py"
-    (busy,) = examine(folders[0], waits, stands(autograd, 0.9), hung=True)
-    (sleeps,) = examine(folders[1], waits, stands("socket.py", 0.0), hung=True)
-    (observed,) = examine(folders[2], waits, stands(autograd, 0.01), hung=True)
-    assert isinstance(busy, Unknown)
-    assert isinstance(sleeps, Unknown)
-    assert observed.name == "collectives-differ"
-    assert "rank 1 was at" in observed.evidence[1]
+    outcomes = examine(tmp_path, [steps(mine), steps(theirs)])
+    assert faults(outcomes) == ["collectives-differ"] * differ
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "hung", "expected"),
+    [
+        (FAILS, ENDS, False, "rank 1 ends"),
+        (FAILS, LEAVES, False, "rank 1 ends"),  # os._exit(0) in a step
+        (LEFT_IN_DDP, LEAVES, False, "rank 1 ends"),
+        (IN_DDP, ENDS, True, "rank 1 ends"),
+        (STANDS, IN_DDP, True, "rank 1 waits elsewhere"),
+        (IN_DDP, IN_DDP, True, None),
+        (calls({}, {}, {}), ENDS, False, None),  # rank 0 alone calls more, and nobody waits
+        (FAILS, BREAKS, False, None),  # its error explains why others wait
+        (FAILS, then("end", status=1, after_cut=False), False, None),
+        (WAITS, KILLED, True, None),  # a call had just begun when the run was ended
+        (FAILS, CUT, False, None),
+        (in_order(CUT, FAILS), in_order(CUT, IN_DDP), True, None),
+    ],
+)
+def test_who_is_waited_for(
+    tmp_path: Path, first: Script, second: Script, hung: bool, expected: str | None
+) -> None:
+    outcomes = examine(tmp_path, [first, second], hung=hung)
+    assert bool(faults(outcomes)) == (expected is not None)
+    for one in outcomes:
+        assert not isinstance(one, Finding) or expected in one.evidence[0]
+        assert not hung or not isinstance(one, Right)
+
+
+@pytest.mark.parametrize(
+    ("first", "hung", "word"), [(FAILS, False, "good order"), (STANDS, True, "elsewhere")]
+)
+def test_a_rank_that_vanishes_or_works_leaves_it_open(
+    tmp_path: Path, first: Script, hung: bool, word: str
+) -> None:
+    (observed,) = examine(tmp_path, [first, KILLED], hung=hung)
+    assert isinstance(observed, Unknown)
+    assert "rank 1" in observed.text
+    assert word in observed.text
+    assert observed.text.startswith("gradients: ")
 
 
 def test_messages_pair_by_pair(tmp_path: Path) -> None:
@@ -192,42 +173,45 @@ def test_messages_pair_by_pair(tmp_path: Path) -> None:
             rank.call(name, peer=1 - rank.rank)
 
     def both_receive(rank: RankWriter) -> None:
-        rank.call("recv", peer=1 - rank.rank, returns=False)
+        rank.call("recv", peer=1 - rank.rank, done=False)
+        rank.record("stands", c=0, name="recv", at=AT)
 
-    right, deadlock = tmp_path / "right", tmp_path / "deadlock"
-    right.mkdir()
-    deadlock.mkdir()
-    assert not faults(examine(right, exchange, exchange))
-    assert faults(examine(deadlock, both_receive, both_receive, hung=True)) == [
-        "collectives-differ"
-    ]
-
-
-def alone(*calls: str, got: tuple[float, float] = (2.0, 1.0), also: str = "") -> Script:
-    """Return a rank that steps four times; its own gradient is (2, 1)."""
-
-    def script(rank: RankWriter) -> None:
-        if also:
-            rank.record(also, at=AT)
-        for name in calls:
-            size = 0 if "barrier" in name or "object" in name else 4
-            rank.call(name, bytes=size, content="other")
-        rank.steps(4, [2.0, 1.0], list(got))
-
-    return script
+    assert not faults(examine(tmp_path / "right", [exchange, exchange]))
+    deadlock = examine(tmp_path / "deadlock", [both_receive, both_receive], hung=True)
+    assert faults(deadlock) == ["collectives-differ"]
 
 
 @pytest.mark.parametrize(
-    ("script", "unused"),
+    ("names", "got", "also", "unused"),
     [
-        (alone(), True),
-        (alone("barrier", "broadcast_object_list"), True),
-        (alone(got=(1.0, 0.5)), True),  # clipped, or scaled
-        (alone("all_reduce"), False),  # of a loss; then own-gradient is told
-        (alone(got=(2.0, 0.0)), False),  # exchanged by other means
-        (alone(also="ddp"), False),
-        (alone(also="mesh"), False),
+        ([], (2.0, 1.0), "", True),
+        (["barrier", "broadcast_object_list"], (2.0, 1.0), "", True),
+        ([], (1.0, 0.5), "", True),  # clipped, or scaled
+        (["all_reduce"], (2.0, 1.0), "", False),  # of a loss; then own-gradient is told
+        ([], (2.0, 0.0), "", False),  # exchanged by other means
+        ([], (2.0, 1.0), "ddp", False),
+        ([], (2.0, 1.0), "mesh", False),
     ],
 )
-def test_group_unused(tmp_path: Path, script: Script, unused: bool) -> None:
-    assert faults(examine(tmp_path, script, script)) == ["group-unused"] * unused
+def test_group_unused(
+    tmp_path: Path, names: list[str], got: tuple[float, float], also: str, unused: bool
+) -> None:
+    def alone(rank: RankWriter) -> None:
+        rank.record(also or "torch", at=AT)
+        for name in names:
+            rank.call(name, bytes=4 * (name == "all_reduce"), content="other")
+        for step in range(4):
+            own, given = rank.numbers((2.0, 1.0)), rank.numbers(got)
+            rank.record("step", o=0, step=step, own=own, got=given)
+
+    assert faults(examine(tmp_path, [alone, alone])) == ["group-unused"] * unused
+
+
+@pytest.mark.parametrize(("part", "answer"), [("losses", "cannot tell"), ("clocks", "yes")])
+def test_a_failure_of_the_probe_is_said(tmp_path: Path, part: str, answer: str) -> None:
+    recording = train(tmp_path)
+    text = "Traceback:\nKeyError: 'x'"
+    recording.ranks[1].by_kind["trouble"].append({"k": "trouble", "part": part, "text": text})
+    findings, _, unknown = run_checks([recording])
+    assert verdict([recording], findings, unknown).answer == answer
+    assert [one for one in unknown if part in one and "KeyError: 'x'" in one and "itself" in one]

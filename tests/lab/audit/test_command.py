@@ -48,6 +48,13 @@ def test_a_command_with_rank_is_started_once_a_rank_and_no_launcher_is_changed()
     ]
 
 
+def test_the_text_of_a_command_can_be_copied_into_a_shell() -> None:
+    typed = ["python", "my script.py", "tcp://{master}:{port}", "{rank}"]
+    assert parse_command(typed, None).text == (
+        "python 'my script.py' 'tcp://{master}:{port}' {rank}"
+    )
+
+
 def test_rank_0_may_have_a_command_of_its_own() -> None:
     assert processes("python w.py {rank}", 3, "python 'm.py' {nodes}") == [
         "python m.py 3",

@@ -9,7 +9,7 @@ import pytest
 from lab.audit.command import parse_command
 from lab.audit.failures import explain_failure
 from lab.audit.recording import read_recording
-from lab.audit.runner import RunEnd
+from lab.audit.runner import AuditRun, RunSettings
 
 START = {"k": "start", "ppid": 1, "hint": 0, "variables": {}}
 
@@ -21,24 +21,30 @@ def explain(
     output: str = "",
     status: int = 0,
     words: str = "python t.py --rank {rank}",
-    **facts: Any,
-) -> str | None:
-    """Return the explanation of a run whose rank 0 has ended so."""
+    hung: str | None = None,
+) -> str:
+    """Return the explanation of a run whose rank 0 has ended so; "" if nothing went wrong."""
     lines = [json.dumps({"t": float(number), **one}) for number, one in enumerate(records)]
     if lines:
         (folder / "7.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "rank0.log").write_text(output)
     (folder / "rank1.log").touch()
-    failed = (0,) if status else ()
-    fields: dict[str, Any] = {"steps": 0} | facts
-    end = RunEnd(2, folder, 1.0, (status, None), failed, **fields)
-    return explain_failure(parse_command(words.split(), None), end, read_recording(folder))
+    command = parse_command(words.split(), None)
+    run = AuditRun(command, 2, folder, RunSettings())
+    run.statuses, run.failed, run.hung = (status, None), {0: 1.0} if status else {}, hung
+    return explain_failure(command, run, read_recording(folder), 6) or ""
 
 
 @pytest.mark.parametrize(
     ("error", "advice"),
     [
-        ("ModuleNotFoundError: No module named 'einops.layers'", "Install einops.layers for"),
+        ("ModuleNotFoundError: No module named 'einops.layers'", "python has no einops: install"),
+        ("ModuleNotFoundError: No module named 'torchvison'", "Did you mean torchvision?"),
+        ("ModuleNotFoundError: No module named 'benchmrks'", "Did you mean benchmarks?"),
+        ("ModuleNotFoundError: No module named 'qqq'", "does not know qqq: cd to the folder"),
+        ("_pickle.UnpicklingError: pickle data was truncated", "two ranks write it at once"),
+        ("EOFError: Ran out of input", "let rank 0 write the file"),
+        ("AssertionError", "--ranks 3"),
         ("RuntimeError: ifa != nullptr. Unable to find address for: ens3", "--isolate ens3"),
         ("OSError: [Errno 99] Cannot assign requested address", "--isolate ADDRESS"),
         ("OSError: [Errno 101] Network is unreachable", "--isolate ADDRESS"),
@@ -58,9 +64,8 @@ def explain(
 )
 def test_the_scripts_own_error_and_what_to_try(tmp_path: Path, error: str, advice: str) -> None:
     said = explain(tmp_path, records=[START], output=f"Traceback\n{error}\n", status=1)
-    assert said is not None
     assert "\n" not in said
-    assert said.startswith("could not be audited on 2 ranks: rank 0 ended with status 1: ")
+    assert said.startswith("could not be run on 2 ranks: rank 0 ended with status 1: ")
     assert error.rstrip(".") in said
     assert advice in said
 
@@ -72,7 +77,6 @@ def test_the_first_error_counts_not_its_consequence_on_another_rank(tmp_path: Pa
         {"k": "error", "type": "KeyError", "message": "late", "at": None, "after_cut": True},
     ]
     said = explain(tmp_path, records=[START, *errors], status=1)
-    assert said is not None
     assert "IndexError: list (at t.py:3: x[9])" in said
 
 
@@ -83,7 +87,6 @@ def test_ranks_that_wait_are_told_with_the_line(tmp_path: Path) -> None:
         {"k": "call", "c": 1, "name": "barrier", "at": ["t.py", 2, "dist.barrier()"]},
     ]
     said = explain(tmp_path, records=[START, *calls], hung="its ranks waited for 20 s")
-    assert said is not None
     assert "wait in barrier (t.py:2: dist.barrier())" in said
     assert "broadcast" not in said
 
@@ -103,45 +106,55 @@ def test_the_address_that_a_script_insists_on_is_named(
 ) -> None:
     call = {"k": "call", "c": 0, "name": "init_process_group", "at": None}
     said = explain(tmp_path, records=[START, call], output=warning, hung="its ranks waited")
-    assert said is not None
     assert said.endswith(f"or --isolate {address}.")
 
 
+GROUP, STEP = {"k": "group", "rank": 0, "world": 2}, {"k": "step", "o": 0}
+END, CUT = {"k": "end", "status": None}, {"k": "cut"}
+LEFT, STANDS = {"k": "end", "status": 0}, {"k": "stands", "c": None, "name": None, "at": None}
+ALL, HALF = [START, GROUP, *[STEP] * 6], [START, GROUP, *[STEP] * 3]
+BY_RANK = "python t.py {rank}"
+
+
 @pytest.mark.parametrize(
-    ("records", "words", "message"),
+    ("records", "words", "hung", "message"),
     [
-        (
-            [],
-            "python -I t.py {rank}",
-            "could not enter any Python process. Give the Python command",
-        ),
-        ([START], "python t.py {rank}", "before any torch.optim optimiser took a step"),
-        ([START, {"k": "backward"}], "python t.py {rank}", "no torch.optim optimiser uses them"),
+        ([], f"python -I {BY_RANK}", None, "could not enter any Python process. Give the Python"),
+        ([START], BY_RANK, None, "before any torch.optim optimiser took a step"),
+        ([START, {"k": "backward"}], BY_RANK, None, "no torch.optim optimiser uses them"),
+        ([START, STEP], "python t.py", None, "the script trains on one rank"),
+        ([*ALL, CUT], BY_RANK, None, ""),
+        ([*HALF, END], BY_RANK, None, "ended after 3 of 6 steps"),
+        ([*HALF, STEP, END], BY_RANK, None, ""),
+        ([*HALF, STEP, LEFT], BY_RANK, None, ""),  # so ends a forked process as well
+        ([*HALF, STEP, LEFT], BY_RANK, "x", "rank 0 is gone after 4 of 6 steps: it left with"),
+        ([*HALF, STANDS], BY_RANK, "no progress", "no progress. Check that every rank"),
+        ([*HALF, STANDS, STEP], BY_RANK, "x", "rank 0 is gone after 4 of 6 steps"),
+        (HALF, BY_RANK, None, "rank 0 is gone after 3 of 6 steps: it left with"),
+        (HALF, "torchrun t.py", None, "rank 0 is gone after 3 of 6 steps: it was stopped or"),
     ],
 )
-def test_nothing_to_check(
-    tmp_path: Path, records: list[dict[str, Any]], words: str, message: str
+def test_an_early_end_without_an_error(
+    tmp_path: Path, records: list[dict[str, Any]], words: str, hung: str | None, message: str
 ) -> None:
-    said = explain(tmp_path, records=records, words=words)
-    assert said is not None
-    assert message in said
+    said = explain(tmp_path, records=records, words=words, hung=hung)
+    assert message in said if message else not said
 
 
-def test_one_rank_alone_proves_nothing_and_two_are_fine(tmp_path: Path) -> None:
-    step = {"k": "step", "o": 0}
-    said = explain(tmp_path, records=[START, step], words="python t.py", steps=1)
-    assert said is not None
-    assert "the script trains on one rank" in said
-    group = {"k": "group", "rank": 0, "world": 2}
-    assert explain(tmp_path, records=[START, group, step], steps=1) is None
+def test_the_rank_that_left_is_named_not_the_one_that_waited_for_it(tmp_path: Path) -> None:
+    other = [START | {"hint": 1}, GROUP | {"rank": 1}, STEP]
+    lines = "".join(json.dumps({"t": 0.0, **one}) + "\n" for one in other)
+    (tmp_path / "8.jsonl").write_text(lines)
+    waits = {"k": "error", "type": "RuntimeError", "message": "Connection closed by peer"}
+    said = explain(tmp_path, records=[START, GROUP, waits], status=1)
+    assert "rank 1 is gone after 1 of 6 steps" in said
 
 
 def test_processes_that_share_gradients_in_another_way_are_counted(tmp_path: Path) -> None:
-    trained: list[dict[str, Any]] = [START, {"k": "backward"}, {"k": "step", "o": 0}]
+    trained: list[dict[str, Any]] = [START, {"k": "backward"}, STEP]
     lines = "".join(json.dumps({"t": 0.0, **one}) + "\n" for one in trained)
     (tmp_path / "8.jsonl").write_text(lines)
-    said = explain(tmp_path, records=trained, words="python t.py", steps=1)
-    assert said is not None
+    said = explain(tmp_path, records=trained, words="python t.py")
     assert "2 of its processes train, but none joins a process group" in said
 
 
@@ -154,5 +167,4 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 """
     failed = {"k": "error", "type": "ChildFailedError", "message": "", "at": None}
     said = explain(tmp_path, records=[START, failed], output=output, status=1)
-    assert said is not None
     assert "status 1: error: give --thing." in said

@@ -1,22 +1,22 @@
 """What the probe records of loaders and samples, and how it ends scripts: real ones, forked."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lab.audit.command import AuditCommand
+from lab.audit.probe.data import contents_of, held_content, inner_indices
 from lab.audit.recording import RankRecords, read_recording
-from lab.audit.runner import RunEnd, RunSettings, run_audit_size
+from lab.audit.runner import AuditRun, RunSettings, run_audit_size
 from tests.helpers.audited import start_forked
 
 STEPS = 4
 START = """
-import argparse, json, sys
-from itertools import islice
+import json, sys
 import torch
 from torch import nn
 from torch.utils.data import *
@@ -28,17 +28,15 @@ RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 data = TensorDataset(torch.arange(48.0).reshape(48, 1), torch.arange(48) % 5)
 model = nn.Sequential(nn.Linear(1, 5), nn.Dropout(0.5), nn.BatchNorm1d(5))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-given, losses = [], []
+given = []
 
 
 def step(x, y):
     given.append(x.flatten().tolist())
     optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(model(x), y)
-    loss.backward()
+    nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
-    losses.append(loss.item())
-    print(json.dumps([given, losses, torch.get_rng_state().sum().item()]), flush=True)
+    print(json.dumps(given), flush=True)
 
 
 def evaluate(loader):
@@ -47,23 +45,12 @@ def evaluate(loader):
         seen = sum(len(model(x)) for x, _ in loader)
     model.train()
     return seen
-
-
-class Partition:
-    def __init__(self, data, index):
-        self.data, self.index = data, index
-
-    def __len__(self):
-        return len(self.index)
-
-    def __getitem__(self, index):
-        return self.data[self.index[index]]
 """
 
 
 def audit(
     script: str, folder: Path, *, ranks: int = 1, cold: bool = False
-) -> tuple[list[RankRecords], RunEnd]:
+) -> tuple[list[RankRecords], AuditRun]:
     """Run a script, after ``START``, on some ranks; return their records and how they ended.
 
     cold : in new interpreters; forks of the test server start workers, and fail, in another way.
@@ -111,83 +98,97 @@ for epoch in range(3):
 """
     ranks, end = audit(script, tmp_path, ranks=2, cold=workers > 0)
     assert end.statuses == (0, 0), end.output(0)
-    every = []
+    every, hashes = [], set()
     for rank in ranks:
         batches = indices(rank, 0)
-        given = json.loads(end.output(rank.rank).splitlines()[-1])[0]
+        given = json.loads(end.output(rank.rank).splitlines()[-1])
         assert given == [*batches, *indices(rank, 1)]
         assert (len(batches), len(indices(rank, 1))) == (STEPS, 2)
         assert [one["epoch"] for one in rank.by_kind["trained"]] == [0, 1]
         every += [index for batch in batches for index in batch] + rest(rank)["indices"]
-        rows = {row[0]: row for one in rank.of("items") for row in one["rows"]}
-        assert all(rows[i][1:3] == [i, i % 5] for batch in batches for i in batch)
+        rows = [(one["indices"], one["contents"]) for one in rank.by_kind["batch"]]
+        hashes |= {pair for row in rows for pair in zip(*row, strict=True)}
     assert sorted(every) == list(range(48))
     assert indices(ranks[0], 0)[:2] != indices(ranks[0], 1)
-    hashes = [{row[0]: row[3] for one in r.of("items") for row in one["rows"]} for r in ranks]
-    assert len({code for one in hashes for code in one.values()}) == len(hashes[0] | hashes[1])
+    assert len(hashes) == len({i for i, _ in hashes}) == len({code for _, code in hashes})
+    (content,) = {one["content"] for rank in ranks for one in rank.by_kind["loader"]}
+    assert content
+
+
+class Held(Dataset[Any]):
+    """A dataset of 48 samples with some attributes, all of which may hold its samples."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("it may not be asked")
+
+
+class Partition:
+    """A tutorial's partition, which may not be asked either."""
+
+    def __init__(self, data: Any, index: Any, length: int = 4) -> None:
+        self.data, self.index, self.length = data, index, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("it may not be asked")
 
 
 @pytest.mark.parametrize(
-    "wrapped",
+    ("dataset", "inner"),
     [
-        "Partition(data, list(range(24, 48)))",
-        "Subset(Subset(data, range(8, 48)), range(16, 40))",
-        "ConcatDataset([Subset(data, range(24, 36)), Subset(data, range(36, 48))])",
+        (Partition(Held(), range(24, 28)), [24, 25, 26, 27]),
+        (Subset(Subset(Held(), range(8, 48)), range(16, 20)), [24, 25, 26, 27]),
+        (ConcatDataset([Subset(Held(), [3]), Subset(Held(), [3])]), [3, (1 << 40) + 3]),
+        (ConcatDataset([Held(), Partition(Held(), None)]), None),
+        (Partition(Subset(Held(), range(4, 8)), None), [4, 5, 6, 7]),  # as one that transforms
+        (Partition(Held(), torch.arange(4, 8)), [4, 5, 6, 7]),
+        (Partition(Held(), [4.0, 5.0, 6.0, 7.0]), None),  # a part of 48, and nobody knows which
+        (Partition(Held(), [0, 1, 1, 0]), None),  # labels, or samples drawn repeatedly
+        (Partition([Held(), Held()], range(4)), None),
     ],
 )
-def test_the_innermost_index_counts(wrapped: str, tmp_path: Path) -> None:
-    """However the dataset is wrapped; the rest is known where lists of indices tell."""
-    rank = audit_one(
-        f"loader = DataLoader({wrapped}, batch_size=3, shuffle=True)\n"
-        "for x, y in loader: step(x, y)",
-        tmp_path,
-    )
-    rows = [row for one in rank.of("items") for row in one["rows"]]
-    assert rows
-    assert all(row[1] == row[0] + 24 for row in rows)
-    left = rest(rank)
-    if wrapped.startswith("Concat"):
-        assert left["inner"] is None
-    else:
-        assert left["inner"] == [index + 24 for index in left["indices"]]
+def test_the_innermost_index_counts(dataset: Any, inner: list[int] | None) -> None:
+    """However the dataset is wrapped."""
+    found = inner_indices(dataset)
+    assert (found and list(found)) == inner
 
 
-def test_parts_of_a_concatenation_have_indices_of_their_own(tmp_path: Path) -> None:
-    """The first sample of one part is another than the first of the next."""
-    script = """
-other = TensorDataset(*data.tensors)
-for x, y in DataLoader(ConcatDataset([data, other]), batch_size=24): step(x, y)
-"""
-    rank = audit_one(script, tmp_path)
-    inner = [row[1] for one in rank.of("items") for row in one["rows"]]
-    assert len(inner) == len(set(inner)) == 96
-    assert inner[:48] == list(range(48))
+@pytest.mark.parametrize(
+    ("held", "tells"),
+    [
+        ({"images": torch.rand(48, 9)}, True),
+        ({"images": torch.zeros(48, 9), "labels": list(range(48))}, True),
+        ({"images": torch.zeros(48, 9), "labels": [0] * 48}, False),  # equal samples
+        ({"labels": list(range(48))}, False),  # labels alone
+        ({"names": [f"{i}.png" for i in range(48)]}, False),  # in a folder that nobody knows
+        ({"names": [(__file__, i) for i in range(48)]}, True),  # files that exist
+        ({"images": torch.rand(96, 9)}, False),  # the index may mean another of them
+        ({"parts": [object()] * 48, "images": torch.rand(48, 9)}, False),
+    ],
+)
+def test_what_a_dataset_holds(held: dict[str, Any], tells: bool) -> None:
+    """Whether it tells that equal indices are equal samples."""
+    assert (held_content(Held(**held)) is not None) == tells
 
 
-@pytest.mark.long
-def test_the_run_is_the_same_without_the_probe(tmp_path: Path) -> None:
-    """Samples, losses and random state, with workers, augmentation and dropout."""
-    script = """
-class Noisy(TensorDataset):
-    def __getitem__(self, index):
-        x, y = super().__getitem__(index)
-        return x + torch.rand(()), y
-
-data = Noisy(*data.tensors)
-for _ in range(2):
-    for x, y in DataLoader(data, batch_size=8, shuffle=True, num_workers=1): step(x, y)
-    print(evaluate(DataLoader(data, batch_size=8)), flush=True)
-"""
-    _, end = audit(script, tmp_path, cold=True)
-    probed = end.output(0).splitlines()[STEPS - 1]
-    alone = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py"), "0", "1"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert probed == alone.stdout.splitlines()[STEPS - 1]
+def test_the_rows_of_a_batch_are_its_samples() -> None:
+    """In dicts and tuples; what has no row for each sample does not count."""
+    x, y = torch.rand(4, 3, 8), torch.arange(4)
+    codes = contents_of({"x": x, "rest": [y, "text", torch.ones(3)]}, 4)
+    assert codes == contents_of((x, y), 4)
+    assert codes is not None
+    assert len(set(codes)) == 4
+    assert contents_of((x.flip(0), y.flip(0)), 4) == codes[::-1]
+    assert contents_of((x, 0 * y), 4) != codes
+    assert contents_of(["a"] * 4, 4) is None
 
 
 def test_evaluation_gives_two_batches_after_the_cut(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ for epoch in range(2):
         "w = torch.zeros(1, 5, requires_grad=True)\ndel optimizer\nfor _ in range(9):\n"
         "    for x, y in loader:\n        nn.functional.cross_entropy(x @ w, y).backward()\n"
         "        w.data -= 0.1 * w.grad; w.grad = None; given.append(0)\n"
-        "        print([given], flush=True)",
+        "        print(given, flush=True)",
     ],
     ids=["restarted", "one batch", "no loader", "peek", "generator", "zip", "by hand"],
 )

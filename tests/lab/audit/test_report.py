@@ -1,22 +1,18 @@
-"""What an audit shows on the terminal, in JSON and on its page, and the times that it measures."""
+"""What an audit shows on the terminal, in JSON and on its page."""
 
 import io
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from lab.audit.findings.finding import Finding, catalogue
-from lab.audit.page import write_page
-from lab.audit.performance import measure
 from lab.audit.recording import CodeLine, RankRecords, Recording
-from lab.audit.report import joined, print_audit, write_json
-from lab.audit.result import AuditResult, EqualityVerdict
+from lab.audit.report import OWN_FAULT, print_audit, write_json, write_page
+from lab.audit.result import AuditResult, EqualityVerdict, verdict
 from tests.helpers import ROOT
 
 HOSTILE = "[bold]x[/nope] \x1b[2J\u202e<script>alert(1)</script> {{ 7*7 }}"
@@ -41,12 +37,21 @@ PERFORMANCE = {
     "source": "loopback as calibrated on a laptop, 2026-11-21",
 }
 
+STARTED = RankRecords(
+    1,
+    [
+        {"k": "start", "python": "3.11.7", "executable": "/env/bin/python"},
+        {"k": "torch", "version": "2.9"},
+        {"k": "step"},
+    ],
+)
+
 
 def wrong_script(**changes: object) -> AuditResult:
     """Return the audit of a script that sums, with a notice and something unknown."""
     result = AuditResult(
         command="python main.py --rank {rank}",
-        recordings=(Recording(2, []), Recording(3, [])),
+        recordings=(Recording(2, [STARTED]), Recording(3, [])),
         findings=(
             Finding(
                 "sum-not-mean",
@@ -72,9 +77,11 @@ def printed(result: AuditResult, *, width: int = 100, terminal: bool = False) ->
 
 
 EXPECTED = """\
+Wrong: gradients are added up, but not divided by the number of ranks (2 and 3 ranks).
 Equals one process that computes each rank's share and averages: no — the gradients are added up,
 not divided (2 and 3 ranks).
-1 fault and 1 notice on 2 and 3 ranks: python main.py --rank {rank}
+Watched 1 step on 2 and 3 ranks, with Python 3.11.7 (/env/bin/python) and torch 2.9: python main.py
+--rank {rank}
 What the script printed is cut after 6 steps
 
 FAULT: Gradients are added up, but not divided by the number of ranks (2 and 3 ranks)
@@ -114,9 +121,7 @@ def test_the_terminal_shows_one_screen_in_the_order_that_matters() -> None:
 
 
 def test_a_right_script_has_no_heading_without_content() -> None:
-    started = RankRecords(1, [{"k": "torch", "version": "2.9"}], np.zeros(0))
     result = wrong_script(
-        recordings=(Recording(2, [started]),),
         findings=(),
         verdict=EqualityVerdict("yes", "x"),
         unknown=(),
@@ -124,27 +129,52 @@ def test_a_right_script_has_no_heading_without_content() -> None:
         remarks=(),
     )
     text = printed(result)
-    assert ": yes — x.\nNo fault found on 2 ranks with torch 2.9: python" in text
+    assert text.startswith("Right: no fault was found.\nEquals one process")
+    assert ": yes — x.\n" in text
     assert not re.search("FAULT|Notices|Could not|Speed|Replay", text)
 
 
-def test_sentences_on_single_runs_that_differ_in_numbers_are_one() -> None:
-    said = [
-        "every rank has 12 batches (on 2 ranks)",
-        "rank 0 keeps 3 %",
-        "every rank has 8 batches (on 3 ranks)",
-        "rank 1 keeps 3 %",
-        "deviation 3e-08 of conv1 (on 2 ranks)",
-        "deviation 4e-08 of conv1 (on 3 ranks)",
-        "deviation 4e-08 of conv2 (on 3 ranks)",
-    ]
-    assert joined(said) == [
-        "every rank has 12 and 8 batches (on 2 and 3 ranks)",
-        "rank 0 keeps 3 %",
-        "rank 1 keeps 3 %",
-        "deviation 3e-08 and 4e-08 of conv1 (on 2 and 3 ranks)",
-        "deviation 4e-08 of conv2 (on 3 ranks)",
-    ]
+SAME, BYPASSED = (Finding(name, ("seen",), sizes=(3,)) for name in ("same-samples", "ddp-bypassed"))
+EQUAL, UNSURE = EqualityVerdict("yes", "equal"), EqualityVerdict("cannot tell", "nobody knows")
+
+
+@pytest.mark.parametrize(
+    ("findings", "verdict", "failure", "headline", "status"),
+    [
+        ((SAME,), UNSURE, None, "wrong: several ranks train on the same samples (3 ranks)", 1),
+        ((SAME,), EQUAL, "could not be run: x", "wrong: several ranks train on the same samp", 1),
+        ((replace(BYPASSED, sure="likely"), SAME), UNSURE, None, "wrong: several ranks train", 1),
+        ((replace(BYPASSED, sure="likely"),), UNSURE, None, "probably wrong: DistributedData", 1),
+        ((), EQUAL, None, "right", 0),
+        ((), UNSURE, "could not be run: x", "could not be run: x", 2),
+        ((), UNSURE, None, "cannot tell: nobody knows", 2),
+    ],
+)
+def test_the_first_line_is_the_gravest_thing_known(
+    tmp_path: Path,
+    findings: tuple[Finding, ...],
+    verdict: EqualityVerdict,
+    failure: str | None,
+    headline: str,
+    status: int,
+) -> None:
+    result = wrong_script(findings=findings, verdict=verdict, failure=failure)
+    write_json(tmp_path / "audit.json", result)
+    content = json.loads((tmp_path / "audit.json").read_text())
+    assert content["headline"].startswith(headline)
+    assert content["status"] == status
+    assert printed(result).lower().startswith(headline.lower())
+    write_page(tmp_path / "audit.html", result)
+    colours = {0: '<p class="verdict">', 1: '<div class="note bad">', 2: '<div class="note">'}
+    page = (tmp_path / "audit.html").read_text()
+    assert [text in page for text in colours.values()] == [one == status for one in colours]
+
+
+def test_a_script_that_failed_has_no_verdict_unless_a_fault_is_known() -> None:
+    unknown = ("gradients: one rank alone has nothing to average",)
+    answer = verdict((Recording(2, []),), (), unknown, failure="could not be run")
+    assert (answer.answer, answer.why[:27]) == ("cannot tell", "the script could not be run")
+    assert verdict((Recording(2, []),), (BYPASSED,), unknown, failure="x").answer == "no"
 
 
 def test_a_run_that_failed_is_named_everywhere(tmp_path: Path) -> None:
@@ -154,6 +184,15 @@ def test_a_run_that_failed_is_named_everywhere(tmp_path: Path) -> None:
     assert "Incomplete: 3 ranks: <out> of memory" in printed(result)
     assert "3 ranks: &lt;out&gt; of memory" in (tmp_path / "audit.html").read_text()
     assert json.loads((tmp_path / "audit.json").read_text())["failure"] == result.failure
+
+
+def test_a_fault_of_the_probe_is_shown_above_the_findings(tmp_path: Path) -> None:
+    own = f"gradients: {OWN_FAULT}, losses, failed (KeyError: 1)"
+    result = wrong_script(unknown=(own, "the order of epochs: only one epoch was seen"))
+    text = printed(result)
+    assert text.index(f"Report this: {own}") < text.index("FAULT: ")
+    write_page(tmp_path / "audit.html", result)
+    assert f"Report this: {own}" in (tmp_path / "audit.html").read_text()
 
 
 def test_a_stack_keeps_its_lines() -> None:
@@ -212,7 +251,7 @@ def test_the_page_is_one_file_with_all_evidence(tmp_path: Path) -> None:
     write_page(tmp_path / "audit.html", wrong_script())
     page = (tmp_path / "audit.html").read_text()
     assert page.count("weights 1.00 and 1.00") == 5
-    assert "predicted: ddp" in page
+    assert "predicted for this model and batch: ddp" in page
     assert not re.search(r"(src|href)=\"(?!#|data:)", page)
 
 
@@ -220,135 +259,3 @@ def test_the_page_of_the_documentation_names_every_finding_as_the_catalogue_does
     text = (ROOT / "docs/auditing.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| (.+) \|$", text, re.MULTILINE)
     assert rows == [(name, one.severity, one.title) for name, one in catalogue().items()]
-
-
-# --- the times ---
-
-
-def records(
-    *,
-    calls: list[dict],
-    through: str,
-    own_exposed: float,
-    apart: float = 0.1,
-    done: dict[str, Any] | None = None,
-) -> list[dict]:
-    """Return six steps of one second each, the first two of which take ten seconds."""
-    found: list[dict] = [
-        {
-            "k": "params",
-            "t": 0.0,
-            "o": 0,
-            "rows": [["0.0.0", "w", [1000], "torch.float32", 1000, 0, 1000]],
-        },
-        {"k": "ddp", "t": 0.0, "parameters": 1, "bytes": 4000, "at": None},
-    ]
-    time, number = 0.0, 0
-    for step in range(6):
-        begin = time
-        time += 10.0 if step < 3 else 1.0
-        found.append(
-            {
-                "k": "backward",
-                "t": begin + 0.6,
-                "step": step,
-                "seconds": 0.4,
-                "exposed_seconds": own_exposed,
-                "forwards": [[4, 0, through, "Net"]],
-            }
-        )
-        for index, call in enumerate(calls):
-            at = begin + 0.7 + apart * index
-            found.append({"k": "call", "t": at, "c": number, "size": 2, "async": False, **call})
-            took = {"seconds": 0.05, "wait_seconds": 0.0} | (done or {})
-            found.append({"k": "done", "t": at, "c": number, **took})
-            number += 1
-        found.append({"k": "step", "t": time, "o": 0, "step": step})
-        found.append({"k": "stepped", "t": time + 0.1, "o": 0, "step": step, "seconds": 0.1})
-    return found
-
-
-def measured(**parts: object) -> dict:
-    ranks = [
-        RankRecords(rank, records(**parts), np.zeros(0), rank)  # type: ignore[arg-type]
-        for rank in range(2)
-    ]
-    result = measure(Recording(2, ranks))
-    assert result is not None
-    return result
-
-
-def test_calls_by_hand_are_exposed_and_count_their_bytes() -> None:
-    gather = {"name": "gather", "bytes": 4000, "peer": 0}
-    scatter = {"name": "scatter", "bytes": 4000, "peer": 0}
-    found = measured(calls=[gather, scatter], through="module", own_exposed=0.0)
-    assert found["seconds"] == pytest.approx(1.0)
-    assert found["exposed_seconds"] == pytest.approx(0.1)
-    assert found["exposed_share"] == pytest.approx(0.1)
-    assert found["backward_seconds"] == pytest.approx(0.4)
-    assert found["bytes_sent"] == 4000  # rank 0 scatters to one rank, rank 1 sends to rank 0
-    names = [one["strategy"] for one in found["predicted"]]
-    assert names == ["ddp", "overlapped"]
-    assert all(0.8 < one["step_seconds"] < 1.0 for one in found["predicted"])
-
-
-def test_calls_of_several_threads_at_the_same_time_are_exposed_once() -> None:
-    call = {"name": "all_reduce", "bytes": 4000}
-    found = measured(calls=[call] * 3, through="module", own_exposed=0.0, apart=0.02)
-    assert found["exposed_seconds"] == pytest.approx(0.09)
-
-
-@pytest.mark.parametrize(
-    ("own_thread", "exposed", "backward"), [(False, 0.4, 0.1), (True, 0.1, 0.4)]
-)
-def test_a_call_in_a_thread_of_the_scripts_own_does_not_hold_backward_up(
-    own_thread: bool, exposed: float, backward: float
-) -> None:
-    """Backward lasts from 0.2 to 0.6 s of a step, the call from 0.3 to 0.7 s."""
-    call = {"name": "isend", "bytes": 4000}
-    done = {"seconds": 0.1, "wait_seconds": 0.3, "own_thread": own_thread}
-    found = measured(calls=[call], through="module", own_exposed=0.0, done=done)
-    assert found["exposed_seconds"] == pytest.approx(exposed)
-    assert found["backward_seconds"] == pytest.approx(backward)
-
-
-@pytest.mark.parametrize(
-    ("name", "sent"),
-    [
-        ("all_gather_into_tensor", 4000),
-        ("all_gather_single", 4000),
-        ("reduce_scatter_tensor", 2000),
-        ("reduce_scatter_single", 2000),
-        ("all_to_all", 2000),
-        ("isend", 4000),
-    ],
-)
-def test_every_name_of_a_collective_counts_its_bytes(name: str, sent: float) -> None:
-    call = {"name": name, "bytes": 4000}
-    found = measured(calls=[call], through="module", own_exposed=0.0)
-    assert found["bytes_sent"] == sent
-
-
-def test_ddp_hides_its_messages_so_they_are_counted_by_its_parameters() -> None:
-    found = measured(calls=[], through="ddp", own_exposed=0.15)
-    assert found["exposed_seconds"] == pytest.approx(0.15)
-    assert found["backward_seconds"] == pytest.approx(0.25)
-    assert found["bytes_sent"] == 4000  # 2 (N-1)/N of 4000 bytes on two ranks
-    assert [one["strategy"] for one in found["predicted"]] == ["ddp", "overlapped"]
-
-
-def test_two_optimisers_make_one_step_together() -> None:
-    """A GAN: one second for the discriminator, then half a second for the generator."""
-    steps = [
-        {"k": "step", "t": time, "o": optimizer, "step": 2 * round + optimizer}
-        for round in range(6)
-        for optimizer, time in ((0, 1.5 * round + 1.0), (1, 1.5 * round + 1.5))
-    ]
-    found = measure(Recording(1, [RankRecords(1, steps, np.zeros(0), 0)]))
-    assert found is not None
-    assert found["seconds"] == pytest.approx(1.5)
-    assert found["predicted"] == []
-
-
-def test_without_steps_nothing_is_measured() -> None:
-    assert measure(Recording(2, [RankRecords(1, [], np.zeros(0), 0)])) is None

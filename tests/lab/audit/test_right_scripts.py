@@ -1,4 +1,4 @@
-"""Each right script of tests/audit_cases/ gets no fault: a false alarm is worse than a miss."""
+"""Each right case gets no fault: a false alarm is worse than a miss."""
 
 from pathlib import Path
 

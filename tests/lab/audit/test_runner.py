@@ -2,22 +2,24 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from common.errors import UserError
 from lab.audit import runner
 from lab.audit.command import parse_command
-from lab.audit.isolation import isolated, sort_names
-from lab.audit.runner import RunEnd, RunSettings, run_audit_size
+from lab.audit.isolation import RunNetwork, run_network, sort_names
+from lab.audit.recording import read_recording
+from lab.audit.runner import AuditRun, RunSettings, run_audit_size
 from lab.cluster import tools
 from tests.helpers.paths import ROOT
+from tests.helpers.processes import running_in
 from tests.helpers.waiting import wait_until
 
 BY_FLAGS = "main.py {master} {port} {nodes} {rank}"
@@ -67,24 +69,26 @@ NAMESPACES = pytest.mark.skipif(
 )
 
 
-def run(folder: Path, script: str, *, arguments: str = BY_FLAGS, size: int = 2) -> RunEnd:
+def run(
+    folder: Path,
+    script: str,
+    *,
+    arguments: str = BY_FLAGS,
+    size: int = 2,
+    network: RunNetwork | None = None,
+    limit_seconds: float | None = 60,
+    idle_seconds: float = 20,
+) -> AuditRun:
     (folder / "main.py").write_text(script)
     records = folder / "records"
-    records.mkdir()
+    records.mkdir(exist_ok=True)
     command = parse_command(f"{sys.executable} {arguments}".split(), None)
-    return run_audit_size(command, size, records, RunSettings(cwd=folder, limit_seconds=60))
+    settings = RunSettings(limit_seconds=limit_seconds, idle_seconds=idle_seconds, cwd=folder)
+    return run_audit_size(command, size, records, settings, network=network)
 
 
-def running_in(folder: Path) -> list[int]:
-    """Return the processes whose current folder this is; zombies have none."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.cwd() == str(folder):
-                found.append(process.pid)
-        except (psutil.Error, OSError):
-            continue
-    return found
+def steps(run: AuditRun) -> int:
+    return read_recording(run.folder).steps
 
 
 def test_each_rank_gets_its_words_no_input_and_the_probe(tmp_path: Path) -> None:
@@ -97,7 +101,7 @@ print([os.environ[name] for name in names], sys.argv[1] + sys.argv[2] == "127.0.
       + os.environ["MASTER_PORT"])
 """
     end = run(tmp_path, script)
-    assert (end.statuses, end.failed, end.steps, end.hung) == ((0, 0), (), 0, None)
+    assert (end.statuses, end.failed, steps(end), end.hung) == ((0, 0), {}, 0, None)
     for rank in range(2):
         said, variables = end.output(rank).splitlines()
         assert said == f"['2', '{rank}'] '' {rank} 2 {tmp_path}"
@@ -114,7 +118,7 @@ def test_a_rank_that_ignores_sigterm_and_its_daemon_are_ended_after_a_failure(
     began = time.monotonic()
     end = run(tmp_path, f"import sys\nif sys.argv[4] == '1': raise ValueError('mine')\n{STUBBORN}")
     assert end.statuses == (None, 1)
-    assert end.failed == (1,)
+    assert list(end.failed) == [1]
     assert "ValueError: mine" in end.output(1)
     assert running_in(tmp_path) == []
     assert time.monotonic() - began < 25
@@ -130,22 +134,49 @@ def test_a_script_ends_after_the_steps_and_a_literal_number_of_ranks_is_noticed(
     assert running_in(tmp_path) == []
     if not literal:
         assert not end.failed
-        assert end.steps == 6
+        assert steps(end) == 6
+
+
+TWO_STEPS = TRAINING.replace("range(100)", "range(2)")
 
 
 @pytest.mark.slow
-def test_ranks_that_wait_for_each_other_have_hung(tmp_path: Path) -> None:
-    script = f"{TRAINING}\nif rank:\n    dist.barrier()\nelse:\n    import time; time.sleep(1000)\n"
-    (tmp_path / "main.py").write_text(script.replace("range(100)", "range(2)"))
-    records = tmp_path / "records"
-    records.mkdir()
-    settings = RunSettings(cwd=tmp_path, limit_seconds=60, idle_seconds=4)
-    command = parse_command(f"{sys.executable} {BY_FLAGS} 0".split(), None)
-    end = run_audit_size(command, 2, records, settings)
-    assert end.hung == "no rank made progress for 4 s"
-    assert end.steps == 2
-    assert (records / "dump").exists()
+@pytest.mark.parametrize(
+    ("script", "idle_seconds", "most_seconds"),
+    [
+        (f"{TWO_STEPS}\nif rank:\n    dist.barrier()\nimport time; time.sleep(1000)\n", 4, 4),
+        (f"{TWO_STEPS}\ndist.all_reduce(torch.ones(3)) if rank else dist.barrier()\n", 20, 12),
+    ],
+)
+def test_ranks_that_wait_for_each_other_have_hung(
+    tmp_path: Path, script: str, idle_seconds: float, most_seconds: int
+) -> None:
+    end = run(tmp_path, script, arguments=f"{BY_FLAGS} 0", idle_seconds=idle_seconds)
+    assert end.hung is not None
+    waited = re.fullmatch(r"no rank made progress for (\d+) s", end.hung)
+    assert waited is not None
+    assert int(waited[1]) <= most_seconds
+    assert steps(end) == 2
+    assert (end.folder / "dump").exists()
     assert running_in(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_without_a_limit_the_first_steps_say_how_long_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_QUIET_SECONDS", 1.0)
+    script = """\
+import json, os, time
+folder = json.loads(os.environ["LAB_AUDIT"])["folder"]
+with open(f"{folder}/{os.getpid()}.jsonl", "a") as file:
+    file.writelines(json.dumps({"k": "step", "t": 0.2 * step}) + "\\n" for step in range(3))
+while True:
+    pass
+"""
+    end = run(tmp_path, script, limit_seconds=None)
+    assert end.hung is not None
+    assert re.match(r"nothing happened for [45] s, after steps of 0.2 s", end.hung)
 
 
 @pytest.mark.slow
@@ -163,7 +194,7 @@ for kinds in (["step", "cut"], ["step"]):
 time.sleep(1000)
 """
     end = run(tmp_path, script)
-    assert (end.steps, end.statuses) == (2, (None, None))
+    assert (steps(end), end.statuses) == (2, (None, None))
 
 
 @pytest.mark.slow
@@ -211,11 +242,10 @@ def test_nothing_is_left_when_the_audit_is_stopped_or_killed(
 
 
 def test_names_to_isolate_are_sorted() -> None:
-    insisted = sort_names(["enp3s0", "10.10.1.2", "node-7.cluster", "ib0"])
-    assert insisted.interfaces == ("enp3s0", "ib0")
-    assert (insisted.addresses, insisted.hosts) == (("10.10.1.2",), ("node-7.cluster",))
-    assert sort_names([]).interfaces == ("eth1",)
-    for wrong in ("a b", "10.0.0", "$(reboot)", "x;y", "-x"):
+    sorted_names = sort_names(["enp3s0", "10.10.1.2", "node-7.cluster", "ib0"])
+    assert sorted_names == (["enp3s0", "ib0"], ["10.10.1.2"], ["node-7.cluster"])
+    assert sort_names([]) == (["eth1"], ["10.9.1.1"], [])
+    for wrong in ("a b", "10.0.0", "10.0.0.1.2", "$(reboot)", "x;y", "-x"):
         with pytest.raises(ValueError, match="--isolate: got"):
             sort_names([wrong])
 
@@ -226,27 +256,25 @@ def test_a_machine_without_namespaces_is_told(
     monkeypatch.setattr(tools, "namespaces_refused", lambda: "start it as root")
     with (
         pytest.raises(UserError, match=r"--isolate: this machine allows no .*: start it as root"),
-        isolated([], tmp_path, tmp_path),
+        run_network(2, tmp_path, tmp_path, isolate=[], rate=None),
     ):
         pass
 
 
 @NAMESPACES
 def test_isolated_ranks_have_the_interface_address_and_names(tmp_path: Path) -> None:
-    (tmp_path / "main.py").write_text("""\
+    script = """\
 import os, socket
 names = [name for _, name in socket.if_nameindex()]
 with socket.socket() as listening:
     listening.bind(("10.10.1.2", 0))
 print("ens3" in names, socket.gethostname(), socket.gethostbyname("head"), os.getcwd())
 print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["MASTER_ADDR"])
-""")
-    records = tmp_path / "records"
-    records.mkdir()
-    command = parse_command(f"{sys.executable} main.py {{rank}}".split(), None)
-    with isolated(["ens3", "10.10.1.2", "head"], records, tmp_path) as network:
-        settings = RunSettings(cwd=tmp_path)
-        end = run_audit_size(command, 2, records, settings, network=network)
+"""
+    (tmp_path / "records").mkdir()
+    names = ["ens3", "10.10.1.2", "head"]
+    with run_network(2, tmp_path / "records", tmp_path, isolate=names, rate=None) as network:
+        end = run(tmp_path, script, network=network)
     for rank in range(2):
         said = end.output(rank).splitlines()
         assert said == [f"True head 10.10.1.2 {tmp_path}", "ens3 10.10.1.2"], end

@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.models import build_model
 from common.sync import build_sync
 from common.sync.message_cost import GradientSize
-from common.utils.system import ON_LINUX, usable_cores
+from common.utils.system import usable_cores
 from lab.cluster import Cluster, tools
 from lab.compare.cells import part_of
 from tests.helpers import LONG, ROOT, wait_until
@@ -177,7 +177,7 @@ def check_facts(forking: Cluster, folder: Path) -> None:
     assert forked == fresh
     assert fresh["argv"] == [facts, f"1 of {NODES}"]
     assert fresh["word"] == "given"
-    do_not_interrupt = ON_LINUX and usable_cores() < NODES
+    do_not_interrupt = sys.platform == "linux" and usable_cores() < NODES
     assert fresh["scheduling"] == (os.SCHED_BATCH if do_not_interrupt else 0)
 
 
@@ -478,6 +478,6 @@ def test_bytes_on_the_links_are_those_of_the_formula(
     few, many = (sent_bytes(forking, sync, steps, tmp_path) for steps in (FEW, MANY))
     sizes = GradientSize.of([p for p in build_model("vgg11", 10).parameters() if p.requires_grad])
     for node in range(NODES):
-        formula = float(build_sync(sync).bytes_sent(sizes, node, NODES)) * (MANY - FEW)
+        formula = float(build_sync(sync).plan.bytes_sent(sizes, node, NODES)) * (MANY - FEW)
         # Less than the formula if TCP sent data twice in the shorter run, on a busy machine.
         assert formula * 0.95 < many[node] - few[node] < formula * 1.10, f"node {node} of {sync}"

@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from common.config.parser import parse_arguments
-from common.cost_model.calibration_file import load_calibration, reference_path
 from common.errors import UserError
 from common.models import build_model
 from common.sync import BUILT_IN, BY_HAND, STRATEGIES, build_sync
@@ -23,7 +22,7 @@ from lab.cluster import Cluster
 from lab.cluster.tools import namespaces_refused
 from lab.compare import cells as cells_module
 from lab.compare import runner as runner_module
-from lab.compare.cells import Run, node_command, part_of, plan_cells
+from lab.compare.cells import Run, choose_buckets, node_command, part_of, plan_cells
 from lab.compare.cli import strategies
 from lab.compare.executors import Executors
 from lab.compare.outcomes import time_to_accuracy
@@ -31,6 +30,7 @@ from lab.compare.prediction import reason_to_calibrate
 from lab.compare.results import read_results
 from lab.compare.runner import open_comparison, run_comparison
 from lab.compare.settings import Settings
+from lab.predict.calibration_file import load_calibration, reference_path
 from tests.helpers import Started, start_lab, user_environment, wait_until
 
 FAKE = REPOSITORY / "tests" / "helpers" / "fake_part.py"
@@ -147,7 +147,7 @@ def test_every_strategy_is_started_by_a_command_that_its_part_understands(sync, 
     part = Path(command[0]).parent.name
     assert part == part_of(sync)
     choices = {"PartOne": ("none",), "PartTwo": BY_HAND, "PartThree": BUILT_IN}[part]
-    config = parse_arguments(part, "", {}, choices, command[1:])
+    config = parse_arguments(part, "", choices, command[1:])
     assert config.sync == sync
     assert (config.batch_size, config.untimed_steps, config.timeline, config.measure_only) == (
         90,
@@ -156,21 +156,25 @@ def test_every_strategy_is_started_by_a_command_that_its_part_understands(sync, 
         True,
     )
     assert config.max_steps == 2 + 7 + (4 if sync == "local_sgd" else 1)
-    assert config.capture == "off", "all cells have sections"
 
 
 def test_a_strategy_with_several_sizes_of_buckets_has_a_cell_for_each(tmp_path):
     """Each has its own id and folder, the one in which its part writes, and its own --bucket-mb."""
     names = ("ddp", "ddp-auto", "ddp-9", "sharded-0.5")
     settings = Settings(nodes=(2,), sync=names, flags=("--bucket-mb", "4"), repeats=1)
-    runs = [Run(tmp_path, settings, cell, 0) for cell in plan_cells(settings)]
+    cells = plan_cells(settings)
+    with pytest.raises(UserError, match=r"ddp-auto.*--no-predict"):
+        choose_buckets({"prediction": None, "cells": cells})
+    predicted = {"ddp-auto-n2": {"bucket_mb": 14.0}}
+    [line] = choose_buckets({"prediction": {"cells": predicted}, "cells": cells})
+    assert "14 MiB" in line
+    runs = [Run(tmp_path, settings, cell, 0) for cell in cells]
     assert [run.cell["id"] for run in runs] == [f"{name}-n2" for name in names]
     assert all(run.cell["exact"] for run in runs)
     configs = [
         parse_arguments(
             part_of(run.cell["sync"]),
             "",
-            {},
             BUILT_IN if part_of(run.cell["sync"]) == "PartThree" else BY_HAND,
             node_command(run)[1:],
         )
@@ -178,7 +182,7 @@ def test_a_strategy_with_several_sizes_of_buckets_has_a_cell_for_each(tmp_path):
     ]
     assert [(config.sync, config.bucket_mb) for config in configs] == [
         ("ddp", 4.0),
-        ("ddp", "auto"),
+        ("ddp", 14.0),
         ("ddp", 9.0),
         ("sharded", 0.5),
     ]
@@ -256,7 +260,7 @@ def test_each_rate_has_cells_of_its_own_and_one_node_has_none():
     assert command[command.index("--compute") + 1] == "here/profile.json", (
         "the comparison's own copy"
     )
-    config = parse_arguments("PartTwo", "", {}, BY_HAND, command[1:])
+    config = parse_arguments("PartTwo", "", BY_HAND, command[1:])
     assert config.only_times
     assert "--compute" not in node_command(Run(Path("here"), asks(), plan_cells(asks())[0], 0))
 
@@ -280,7 +284,7 @@ def test_rates_and_compute_that_make_no_sense(changes, message):
 def test_without_a_profile_nothing_begins(tmp_path):
     with pytest.raises(
         UserError,
-        match=r"there is no profile .*nowhere.json: `lab calibrate --profile nowhere` measures one",
+        match=r"profile .*nowhere.json cannot .*: `lab calibrate --profile nowhere` measures one",
     ):
         compare(asks(compute=str(tmp_path / "nowhere.json")), reports=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -461,7 +465,7 @@ def test_real_runs_from_the_command_line_to_the_report(tmp_path):
     sizes = GradientSize.of(build_model("vgg11", 10).parameters())
     for name in ("gather_scatter", "ring", "ddp", "topk"):
         strategy = build_sync(name)
-        sent = [float(strategy.bytes_sent(sizes, rank, 2)) for rank in range(2)]
+        sent = [float(strategy.plan.bytes_sent(sizes, rank, 2)) for rank in range(2)]
         assert [
             rank["bytes_sent"] for rank in cells[f"{name}-n2"]["repeats"][0]["ranks"]
         ] == sent, name

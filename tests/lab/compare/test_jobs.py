@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.cost_model.calibration_file import load_calibration, reference_path
 from common.utils.paths import REPOSITORY
 from lab.cli import main
 from lab.compare import cells as cells_module
@@ -20,6 +19,7 @@ from lab.compare.job_results import merge_results
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings
+from lab.predict.calibration_file import load_calibration, reference_path
 from tests.helpers import Started, fake_part, user_environment, wait_until
 
 FAKE = REPOSITORY / "tests" / "helpers" / "fake_part.py"

@@ -81,29 +81,15 @@ def test_bytes_that_no_timeline_counted_are_unknown_not_zero():
     assert cell["median"]["others_bytes_sent"] is None
 
 
-def test_sections_of_a_cuda_graph_are_unknown_not_zero():
-    graph = repeat(1.0, ranks=1)
-    graph["ranks"][0]["seconds"] |= {"forward": 0.0, "backward": 0.0, "update": 1e-5}
-    cell = {"repeats": [graph]}
-    summarise(cell, repeats=1)
-    assert [cell["median"][name] for name in ("forward", "backward", "update")] == [None] * 3
-    assert cell["median"]["step"] == 1.0
-    timed = repeat(3.0, ranks=1)
-    cell = {"repeats": [graph, timed]}
-    summarise(cell, repeats=2)
-    assert cell["median"]["backward"] == SECTIONS["backward"], "of the repeats that have one"
-    assert cell["interval"]["backward"] == [None, None]
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ('{"format": 1, "kind"', "is cut off or not JSON"),
-        ("[1, 2]", r"got \[1, 2\], expected an object"),
+        ("[1, 2]", r"Expected object"),
         ("{}", "is no results.json"),
         ('{"format": 2}', "has format 2, this version reads 1"),
-        ('{"format": 1}', "kind is missing"),
-        ("[" * 100_000, "expected an object"),
+        ('{"format": 1}', "Object missing required field kind"),
+        ("[" * 100_000, "Expected object"),
     ],
 )
 def test_foreign_results_are_named(content, message, tmp_path):
@@ -130,7 +116,7 @@ def test_every_cell_is_checked(tmp_path):
     }
     path = tmp_path / "results.json"
     path.write_text(json.dumps(whole))
-    with pytest.raises(UserError, match=r"cells\[0\]\.nodes: got '2', expected a whole number"):
+    with pytest.raises(UserError, match=r"cells\[0\]\.nodes: Expected int"):
         read_results(path)
 
 

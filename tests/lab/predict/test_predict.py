@@ -13,12 +13,12 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from common.cost_model.bucket_choice import SIZES_MB
-from common.cost_model.calibration_file import load_calibration, reference_path
 from common.errors import UserError
 from common.sync import STRATEGIES, build_sync
 from common.sync.message_cost import GradientSize
 from common.sync.message_plans import MessagePlan
+from lab.predict.bucket_choice import SIZES_MB
+from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.cli import main_predict
 from lab.predict.tables import message_plans, predict_table, scaling_limits_of
 from lab.units import parse_latency, parse_rate
@@ -272,7 +272,7 @@ def test_a_figure_that_cannot_be_drawn_is_named(name, said, tmp_path):
 
 def test_the_reference_says_that_it_is_not_this_machine(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(
-        "common.cost_model.calibration_file.calibration_path", lambda: tmp_path / "none.json"
+        "lab.predict.calibration_file.calibration_path", lambda: tmp_path / "none.json"
     )
     main_predict(arguments(json=False, calibration=None))
     assert capsys.readouterr().out.startswith("NOT this machine")
@@ -315,7 +315,7 @@ def test_plans_without_torch_are_those_with_torch():
     without = json.loads(found.stdout)
     assert len(without) == 4 * len(STRATEGIES)
     for name, ranks, operations, period, sent in without:
-        plan = build_sync(name)
+        plan = build_sync(name).plan
         assert operations == [list(vars(one).values()) for one in plan.operations(sizes, ranks)], (
             name
         )

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from common.cost_model.calibration_file import load_calibration, reference_path
-from common.cost_model.compute_model import StepCompute
-from common.cost_model.event_model import LARGEST_NODES, Network, step_seconds
 from common.sync import STRATEGIES
 from common.sync.message_cost import Operation
 from common.sync.message_plans import MessagePlan
+from lab.predict.calibration_file import load_calibration, reference_path
+from lab.predict.compute_model import StepCompute
+from lab.predict.event_model import LARGEST_NODES, Network, step_seconds
 from lab.predict.scaling import most_nodes, numbers_of_nodes, scaling_limits
 from lab.predict.tables import compute_of, message_plans, scaling_limits_of
 

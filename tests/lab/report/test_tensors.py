@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.cost_model.memory_model import KINDS
+from common.profiling.records import KINDS
 from lab.plot_style import NothingToShowError
 from lab.report import tables
 from lab.report.drawings.cost_figures import draw_tensors

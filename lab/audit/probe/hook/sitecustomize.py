@@ -3,25 +3,21 @@
 The probe gets a name of its own, so that the script's imports stay as they are.
 """
 
+import importlib
 import importlib.machinery
 import importlib.util
 import os
 import sys
+import types
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _NAME = "_lab_audit_probe"
 
 
 def _load_probe() -> None:
-    folder = os.path.dirname(_HERE)
-    path = os.path.join(folder, "__init__.py")
-    spec = importlib.util.spec_from_file_location(_NAME, path, submodule_search_locations=[folder])
-    if spec is None or spec.loader is None:
-        return
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[_NAME] = module
-    spec.loader.exec_module(module)
-    module.install()
+    package = sys.modules[_NAME] = types.ModuleType(_NAME)
+    package.__path__ = [os.path.dirname(_HERE)]
+    importlib.import_module(f"{_NAME}.state").install()
 
 
 def _run_hidden() -> None:
@@ -32,6 +28,8 @@ def _run_hidden() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-if _NAME not in sys.modules:
-    _load_probe()
-_run_hidden()
+try:
+    if _NAME not in sys.modules and sys.version_info >= (3, 8):
+        _load_probe()
+finally:
+    _run_hidden()

@@ -1,0 +1,371 @@
+"""How the ranks meet; read it downward. ``meet`` returns the ``MeetingOutcome``.
+
+Rank 0 opens a TCP store on its node, and the others connect to it; under torchrun the launcher has
+one. Every rank leaves its ``Peer`` there, under its number. Once all have done so,
+rank 0 sets the ``MeetingOutcome`` that all wait for. Any rank may set it before, with the reason
+why there is no run: ranks are missing at its timeout, it was started twice, or with another number
+of ranks.
+
+Whoever reaches the port can use the store. So all keys have a prefix that only a process with the
+run's token can compute, and a rank without the token is not admitted. A fingerprint of the token,
+without the prefix, tells such a rank why. However many ranks there are, each sends few requests
+until its timeout.
+"""
+
+import concurrent.futures
+import errno
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from common.distributed.gpus import JobGPUs, Peer, compare_gpus, this_peer, visible_gpus
+from common.distributed.launch_env import LaunchSpec
+from common.errors import GroupError, UserError, first_line, print_to_stderr, ranks_text
+from common.utils.environment import RUN_TOKEN
+from common.utils.network import is_own, listen, listening_address, own_addresses
+from common.utils.processes import in_thread
+from common.utils.system import allow_most_descriptors, free_port
+from common.utils.typed_json import Rank, Ranks, Text, decode, encode
+
+T = TypeVar("T")
+_SIZE, _PEER, _JOINED, _OUTCOME = "size", "peer/{}", "joined", "outcome"  # keys with the prefix
+_FINGERPRINT = "token"  # the key without it
+
+_POLL_SECONDS = 0.05
+_TOKEN_SECONDS = 1.0  # for rank 0 to set the first keys, before its token is compared
+_PROBE_SECONDS = 3.0
+_FETCH_SECONDS = 1.0  # for the other ranks to read why there is no run, before the store ends
+_LOST_SECONDS = 3.0  # after the timeout, until a store that does not answer is given up
+_FIRST_NOTICE_SECONDS, _NOTICE_SECONDS = 5.0, 15.0
+
+
+@dataclass(frozen=True)
+class MeetingOutcome:
+    """What all ranks wait for: why there is no run, or what follows.
+
+    places : of each rank, its number on its machine and how many ranks that machine has.
+    gpus : those of the job.
+    """
+
+    places: list[tuple[Rank, Ranks]]
+    gpus: JobGPUs
+    error: Text = ""
+
+
+@dataclass
+class _Wait:
+    """How long this rank waits, and for whom; ``whom`` changes as the ranks meet."""
+
+    seconds: float
+    deadline: float
+    whom: Callable[[], str]
+
+    @property
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+def meet(
+    launch: LaunchSpec, timeout_seconds: float, *, store: dist.Store | None = None
+) -> tuple[dist.Store, MeetingOutcome]:
+    """Wait until all ranks have come; return the store that they share and every rank's place.
+
+    ``store`` : the launcher's, which may hold what earlier ranks wrote; None: rank 0 opens one.
+    Raises GroupError if rank 0 cannot be reached or is lost, ranks are missing after
+    ``timeout_seconds``, a rank was started twice, the ranks were given different numbers of nodes,
+    or this rank's token is not rank 0's; UserError if the port is in use, or if rank 0 runs on
+    another machine than the address that the other ranks connect to.
+    """
+
+    def join(wait: _Wait) -> tuple[dist.Store, MeetingOutcome]:
+        open_or_connect = _serve if launch.rank == 0 else _connect
+        return _join(store or open_or_connect(launch, wait), launch, wait)
+
+    return _within(timeout_seconds, launch, join)
+
+
+def _within(
+    timeout_seconds: float,
+    launch: LaunchSpec,
+    join: Callable[[_Wait], tuple[dist.Store, MeetingOutcome]],
+) -> tuple[dist.Store, MeetingOutcome]:
+    """Return the result of ``join``, and meanwhile print for whom this rank waits."""
+    deadline = time.monotonic() + timeout_seconds
+    wait = _Wait(timeout_seconds, deadline, lambda: f"rank 0 at {_address(launch)}")
+    # If rank 0's node pauses or its link is cut, the store's operations block until TCP times out.
+    # A thread lets this rank give up before that.
+    joining, pause = in_thread(lambda: join(wait)), _FIRST_NOTICE_SECONDS
+    while not concurrent.futures.wait([joining], min(pause, wait.left + _LOST_SECONDS)).done:
+        if wait.left + _LOST_SECONDS <= 0:
+            raise GroupError(
+                f"lost rank 0 at {_address(launch)} while the ranks were meeting: it no longer "
+                "answers. Its node is paused or down, or the link to it is cut"
+            )
+        if wait.left >= 1:
+            print_to_stderr(
+                f"rank {launch.rank}: waiting for {wait.whom()} ({wait.left:.0f} s left)"
+            )
+        pause = _NOTICE_SECONDS
+    return joining.result()
+
+
+def _serve(launch: LaunchSpec, wait: _Wait) -> dist.TCPStore:
+    """Rank 0: open the store that the others connect to.
+
+    It listens at the address given alone, unless other machines may know this one by another.
+    """
+    assert launch.master_ip is not None  # a process without a group meets nobody
+    address, reason = listening_address(launch.master_ip)
+    try:
+        listener = listen(address, launch.master_port)
+    except OSError as error:
+        where = f"rank 0 cannot listen at {_address(launch)} ({error.strerror})"
+        if error.errno == errno.EADDRINUSE:
+            where = (
+                f"port {launch.master_port} is taken on this machine, by another run or by another "
+                "rank 0 of this one: end that one, or"
+            )
+        free = free_port(max(1024, launch.master_port + 1), address=address)
+        raise UserError(f"{where} add --master-port {free} on every node") from error
+    # torch's store keeps every connection, also of strangers, and refuses all without a descriptor.
+    allow_most_descriptors()
+    # torch closes the descriptor with the store, and does not if the store cannot be opened.
+    local = replace(launch, master_ip=address or "127.0.0.1")
+    store = _open_store(local, wait.seconds, listener=listener.detach())
+    if not is_own(launch.master_ip) and not _is_reached(store, launch):
+        raise UserError(
+            f"{launch.master_ip} is not an address of this machine (it has "
+            f"{', '.join(own_addresses()) or 'no address but loopback'}). Rank 0 must run on the "
+            "machine that owns --master-ip."
+        )
+    if reason:
+        print_to_stderr(
+            f"rank 0: {reason}, so port {launch.master_port} is open on all addresses of this "
+            "machine: let a firewall close it to all but the nodes"
+        )
+    return store
+
+
+def _is_reached(store: dist.TCPStore, launch: LaunchSpec) -> bool:
+    """Rank 0: return whether the address given leads to this process's store, as with NAT."""
+    mark = secrets.token_hex(8)
+    store.set(mark, "")
+
+    def probe() -> bool:
+        # A plain socket first: torch's client would try again until its timeout.
+        _greet(launch, _PROBE_SECONDS)
+        return _open_store(replace(launch, rank=1), _PROBE_SECONDS).check([mark])
+
+    try:
+        # In a thread: torch's client waits without limit for a server that is no store.
+        return in_thread(probe).result(_PROBE_SECONDS)
+    except (OSError, dist.DistStoreError, dist.DistNetworkError):
+        return False
+
+
+def _connect(launch: LaunchSpec, wait: _Wait) -> dist.TCPStore:
+    """Any other rank: connect to rank 0's store, as soon as rank 0 has opened it."""
+    reason = "no answer"
+    wait.whom = lambda: f"rank 0 at {_address(launch)}, {reason}"
+    while (left := wait.left) > 0:
+        try:
+            _greet(launch, min(left, 5.0))  # a plain socket's errors come at once, with the cause
+            return _open_store(launch, max(left, 1.0))
+        except OSError as error:
+            no_answer = isinstance(error, TimeoutError)
+            reason = "no answer" if no_answer else (error.strerror or str(error)).lower()
+            time.sleep(_POLL_SECONDS)
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            raise GroupError(
+                f"something other than rank 0 answers at {_address(launch)}, or rank 0 has just "
+                f"ended ({first_line(error)}): read rank 0's output; if it still waits, give "
+                "another --master-port on every node"
+            ) from error
+    raise GroupError(
+        f"rank {launch.rank} could not reach rank 0 at {_address(launch)} within "
+        f"{wait.seconds:g} s ({reason}): start rank 0, check that --master-ip is its node's "
+        "address, that --master-port is the same on every node, and that no firewall closes it"
+    )
+
+
+def _greet(launch: LaunchSpec, timeout_seconds: float) -> None:
+    """Connect to rank 0's address, and close. Raises OSError; GroupError if the name is unknown."""
+    try:
+        address = (launch.master_ip, launch.master_port)
+        socket.create_connection(address, timeout=timeout_seconds).close()
+    except socket.gaierror as error:
+        raise GroupError(
+            f"--master-ip {launch.master_ip} is not an address and no known host name ({error}): "
+            "give the IP address of rank 0's node"
+        ) from error
+
+
+def _open_store(
+    launch: LaunchSpec, timeout_seconds: float, *, listener: int | None = None
+) -> dist.TCPStore:
+    assert launch.master_ip is not None
+    return dist.TCPStore(
+        launch.master_ip,
+        launch.master_port,
+        is_master=launch.rank == 0,
+        wait_for_workers=False,  # torch would not say which ones are missing
+        timeout=timedelta(seconds=timeout_seconds),
+        master_listen_fd=listener,
+    )
+
+
+def _join(store: dist.Store, launch: LaunchSpec, wait: _Wait) -> tuple[dist.Store, MeetingOutcome]:
+    """Leave this rank's ``Peer`` and wait for the outcome."""
+    own = dist.PrefixStore(_keyed(launch.token, f"meeting {launch.generation}"), store)
+    try:
+        if launch.rank == 0:
+            own.set(_SIZE, str(launch.world_size))
+            store.set(_FINGERPRINT, _fingerprint(launch))
+        else:
+            _check_rank0(store, own, launch, wait)
+        peer = this_peer(visible_gpus(), launch.local_rank)
+        first = own.compare_set(_PEER.format(launch.rank), "", encode(peer).decode())
+        if first != encode(peer):
+            raise _end_meeting(own, _started_twice(launch.rank, _read(first, Peer), peer))
+        own.add(_JOINED, 1)
+        if launch.rank == 0:
+            _wait_for_all(own, launch, wait)
+        else:
+            wait.whom = lambda: f"the other ranks; this one has joined {_address(launch)}"
+            if not _is_set(own, _OUTCOME, wait.left):
+                _end_meeting(own, _missing_ranks(own, launch, wait))
+        outcome = _read(own.get(_OUTCOME), MeetingOutcome)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise _lost_rank0(launch, first_line(error)) from error
+    if outcome.error:
+        if launch.rank == 0:
+            time.sleep(_FETCH_SECONDS)
+        raise GroupError(outcome.error)
+    return own, outcome
+
+
+def _check_rank0(store: dist.Store, own: dist.Store, launch: LaunchSpec, wait: _Wait) -> None:
+    """Any other rank: raise GroupError unless rank 0 has this rank's token and number of ranks."""
+    while not _is_set(own, _SIZE, min(wait.left, _TOKEN_SECONDS)):
+        there = store.get(_FINGERPRINT) if store.check([_FINGERPRINT]) else None
+        if there is not None and there != _fingerprint(launch).encode():
+            reason = explain_mismatch(here=bool(launch.token), there=bool(there))
+            raise GroupError(f"rank 0 at {_address(launch)} refused rank {launch.rank}: {reason}")
+        if wait.left <= 0:
+            raise _lost_rank0(launch, "it has not begun to meet the others")
+    size = _read(own.get(_SIZE), Ranks)
+    if size != launch.world_size:
+        reason = (
+            f"rank {launch.rank} was started with --num-nodes {launch.world_size}, but rank 0 with "
+            f"{size}: give the same on every node"
+        )
+        raise _end_meeting(own, reason)
+
+
+def _wait_for_all(own: dist.Store, launch: LaunchSpec, wait: _Wait) -> None:
+    """Rank 0: wait until all ranks have come, and set the outcome."""
+    wait.whom = lambda: f"{ranks_text(_missing(own, launch))} of {launch.world_size}"
+    # The store runs on this machine: polling it costs the network nothing.
+    while own.add(_JOINED, 0) < launch.world_size and not own.check([_OUTCOME]):
+        if wait.left < 0:
+            _end_meeting(own, _missing_ranks(own, launch, wait))
+        time.sleep(_POLL_SECONDS)
+    if not own.check([_OUTCOME]):
+        contents = own.multi_get([_PEER.format(rank) for rank in range(launch.world_size)])
+        outcome = place_ranks([_read(content, Peer) for content in contents])
+        own.compare_set(_OUTCOME, "", encode(outcome).decode())
+
+
+def place_ranks(peers: Sequence[Peer]) -> MeetingOutcome:
+    """Return every rank's place.
+
+    Without a launcher, local ranks follow the order of the ranks on each host.
+    """
+    hosts = [peer.host for peer in peers]
+    local_ranks = [
+        hosts[:rank].count(peer.host) if peer.local_rank is None else peer.local_rank
+        for rank, peer in enumerate(peers)
+    ]
+    places = [(rank, hosts.count(host)) for rank, host in zip(local_ranks, hosts, strict=True)]
+    return MeetingOutcome(places, compare_gpus(peers, local_ranks))
+
+
+def _end_meeting(own: dist.Store, reason: str) -> GroupError:
+    """Tell all ranks why there is no run, unless they know the outcome; return it as an error."""
+    own.compare_set(_OUTCOME, "", encode(MeetingOutcome([], JobGPUs(), reason)).decode())
+    return GroupError(reason)
+
+
+def _is_set(store: dist.Store, key: str, seconds: float) -> bool:
+    """Return whether the key is set within ``seconds``; the store answers this one request then."""
+    try:
+        store.wait([key], timedelta(seconds=max(seconds, _POLL_SECONDS)))
+    except dist.DistStoreError:  # a lost store is a DistNetworkError
+        return False
+    return True
+
+
+def _read(content: bytes, schema: type[T]) -> T:
+    return decode(content, schema, name="what is in the store where the ranks meet")
+
+
+def _keyed(token: str, purpose: str) -> str:
+    """Return a text that only those who have the token can compute."""
+    return hmac.new(os.fsencode(token), purpose.encode(), hashlib.sha256).hexdigest()
+
+
+def _fingerprint(launch: LaunchSpec) -> str:
+    return _keyed(launch.token, "fingerprint") if launch.token else ""
+
+
+def explain_mismatch(*, here: bool, there: bool) -> str:
+    """Return why a rank's token does not match rank 0's; here, there : whether each has one."""
+    if here and there:
+        return f"its {RUN_TOKEN} is not rank 0's: set the same value on every node"
+    with_one, without = ("this rank", "rank 0") if here else ("rank 0", "this rank")
+    return (
+        f"{with_one} has a run token and {without} has none: set {RUN_TOKEN} to the same value on "
+        "every node, or on none"
+    )
+
+
+def _started_twice(rank: int, first: Peer, second: Peer) -> str:
+    return (
+        f"rank {rank} was started twice: on {first.host} (process {first.pid}) and on "
+        f"{second.host} (process {second.pid}); give each node a --rank of its own"
+    )
+
+
+def _missing(own: dist.Store, launch: LaunchSpec) -> list[int]:
+    return [rank for rank in range(launch.world_size) if not own.check([_PEER.format(rank)])]
+
+
+def _missing_ranks(own: dist.Store, launch: LaunchSpec, wait: _Wait) -> str:
+    missing = _missing(own, launch)
+    remedy = "Start them with the same command and their --rank, or give a longer --timeout"
+    if launch.local_rank is not None:
+        remedy = "Their output says why, or give a longer --timeout"
+    return (
+        f"{launch.world_size - len(missing)} of {launch.world_size} ranks came to "
+        f"{_address(launch)} within {wait.seconds:g} s; missing: {ranks_text(missing)}. {remedy}"
+    )
+
+
+def _lost_rank0(launch: LaunchSpec, reason: str) -> GroupError:
+    return GroupError(
+        f"lost rank 0 at {_address(launch)} while the ranks were meeting; its own output says "
+        f"why ({reason})"
+    )
+
+
+def _address(launch: LaunchSpec) -> str:
+    return f"{launch.master_ip}:{launch.master_port}"

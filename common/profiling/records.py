@@ -1,0 +1,130 @@
+"""What a run records: ``StepRecord``, ``EpochReport``, and one rank's ``RankTimeline``.
+
+The training makes the first two (training_engine/metrics.py and callbacks.py). Each is a line of
+metrics.jsonl or epochs.jsonl, which rank 0 writes (reporting/run_folder.py) and lab reads. Entries
+that a foreign file lacks have defaults. Imports no torch.
+"""
+
+import math
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypedDict, get_args
+
+from msgspec import Meta, Struct
+
+from common.utils.typed_json import Bytes, Count, Finite, Name, Rank, Seconds, Share, Step
+
+Section = Literal["data", "forward", "backward", "sync", "update"]
+SECTIONS: tuple[Section, ...] = get_args(Section)
+Kind = Literal["parameters", "gradients", "optimizer_state", "buckets", "untrained"]
+KINDS: dict[Kind, str] = {
+    "parameters": "parameters",  # those that train
+    "gradients": "gradients",  # what ``p.grad`` views, a flat buffer or DDP's buckets too
+    "optimizer_state": "optimiser state",
+    "buckets": "other buckets",  # what else the strategy keeps
+    "untrained": "buffers and frozen",
+}
+"""What each kind of tensors is called for a person."""
+
+Memory = Annotated[dict[Kind, Count], Meta(min_length=len(KINDS))]
+"""Bytes of tensors on one rank by kind; each storage is counted once."""
+
+Moment = Annotated[float, Meta(ge=-1e9, le=1e9)]  # in seconds
+_Spans = Annotated[list[tuple[Moment, Moment]], Meta(max_length=100_000)]
+
+if TYPE_CHECKING:
+    Number: TypeAlias = float
+    Part: TypeAlias = float
+else:  # null in the file, NaN here: not measured
+    Number, Part = Finite | None, Share | None
+
+
+class _Line(Struct, kw_only=True):
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) is None:
+                setattr(self, name, math.nan)
+
+
+class StepRecord(_Line, kw_only=True):
+    """One step, counted from 1 over the whole training.
+
+    loss, accuracy : over the global batch. local_loss, local_samples : this rank's. Losses and
+    accuracy are NaN if compute was emulated. learning_rate : the one that the step used.
+    step_seconds : of the whole step, with what lies between its sections. wait_seconds : the part
+    of "sync" in which the slowest rank still computed; the rest is network time.
+    """
+
+    epoch: Count = 0
+    step: Step
+    loss: Number
+    accuracy: Part = math.nan
+    local_loss: Number = math.nan
+    local_samples: Count = 0
+    learning_rate: Finite = 0.0
+    data_seconds: Seconds = 0.0
+    forward_seconds: Seconds = 0.0
+    backward_seconds: Seconds = 0.0
+    sync_seconds: Seconds = 0.0
+    update_seconds: Seconds = 0.0
+    step_seconds: Seconds = 0.0
+    wait_seconds: Seconds = 0.0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The seconds of each section."""
+        return {name: getattr(self, f"{name}_seconds") for name in SECTIONS}
+
+
+class EpochReport(_Line, kw_only=True):
+    """One epoch over all ranks.
+
+    Losses are means over samples, accuracies lie between 0 and 1; ``ema_*`` belong to the moving
+    average of the weights. NaN: no validation, no average, or emulated compute.
+    ``samples_per_second`` is the training throughput of all ranks together.
+    """
+
+    epoch: Step
+    train_loss: Number = math.nan
+    train_accuracy: Part = math.nan
+    val_loss: Number = math.nan
+    val_accuracy: Part
+    ema_val_loss: Number = math.nan
+    ema_val_accuracy: Part = math.nan
+    learning_rate: Finite = 0.0
+    samples_per_second: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
+    seconds: Seconds
+
+    @property
+    def deciding_accuracy(self) -> float:
+        """The accuracy that decides best epoch and stop: the moving average's, if there is one."""
+        return self.val_accuracy if math.isnan(self.ema_val_accuracy) else self.ema_val_accuracy
+
+    def line(self) -> str:
+        """Return the numbers as one line of text."""
+        learned = f"train loss {self.train_loss:.4f}, accuracy {self.train_accuracy:.4f}"
+        parts = [f"Epoch {self.epoch}: {'EMULATED' if math.isnan(self.train_loss) else learned}"]
+        if not math.isnan(self.val_accuracy):
+            parts.append(f"validation loss {self.val_loss:.4f}, accuracy {self.val_accuracy:.4f}")
+        if not math.isnan(self.ema_val_accuracy):
+            parts.append(
+                f"EMA validation loss {self.ema_val_loss:.4f}, accuracy {self.ema_val_accuracy:.4f}"
+            )
+        parts.append(f"{self.samples_per_second:,.0f} samples/s, {self.seconds:.1f} s")
+        return "; ".join(parts)
+
+
+class SentMessage(TypedDict):
+    """A collective or a message: bytes of the rank's tensor, bytes that it sends, its times."""
+
+    kind: Name
+    bytes: Count
+    sent_bytes: Bytes
+    begin: Moment
+    end: Moment
+
+
+class RankTimeline(TypedDict):
+    """One rank's recorded step; ``sections`` holds begin and end of each part of each section."""
+
+    rank: Rank
+    sections: dict[Section, _Spans]
+    messages: Annotated[list[SentMessage], Meta(max_length=1_000_000)]

@@ -1,0 +1,438 @@
+"""Watches DataLoaders: which samples a script is given, in which order, and for what.
+
+A sample is known by its index in the innermost dataset: Subsets, ConcatDatasets and a script's own
+partitions are looked through. Whether that is the same sample on two ranks is told by what the
+innermost datasets hold (``content`` of the record ``loader``) or, if they hold nothing that tells,
+by the rows of the batches (``contents`` of the record ``batch``). Augmentation changes the rows.
+
+``LoaderWatch`` sees epochs and batches in the script's process; what workers do is not watched.
+Before each batch ``stopping`` is asked; it ends the epoch by StopIteration or SystemExit.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+import os
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    dataloader,
+    get_worker_info,
+)
+
+from .state import Probe, patch
+
+# Indices of the n-th innermost dataset (of a ConcatDataset) begin at n times this.
+SEVERAL = 1 << 40
+LONGEST_REST = 5_000_000  # indices; a sampler that gives more may be endless
+HASHED = 64  # numbers of a tensor, and samples of a dataset
+_NO_DATASETS = (list, tuple, set, str, bytes, Mapping, torch.Tensor, torch.nn.Module, type)
+_NOBODYS = ("builtins", "collections", "multiprocessing", "numpy", "torch", "pandas", "h5py", "PIL")
+
+
+# What batches and datasets hold
+
+
+def contents_of(batch: Any, count: int) -> list[int] | None:
+    """Return a CRC-32 of each sample of a batch; None if its tensors have no row for each."""
+    parts, _ = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+    tensors = [
+        one.detach().reshape(count, -1)
+        for one in parts
+        if isinstance(one, torch.Tensor)
+        and one.layout == torch.strided
+        and not (one.is_nested or one.is_complex())
+        and one.numel()
+        and one.dim()
+        and len(one) == count
+    ]
+    codes = [0] * count
+    for tensor in tensors:
+        rows = _spread(tensor.T).T.tolist()
+        codes = [zlib.crc32(array("d", row).tobytes(), codes[i]) for i, row in enumerate(rows)]
+    return codes if tensors else None
+
+
+def _spread(values: Any) -> Any:
+    return values[:: max(1, -(-len(values) // HASHED))]
+
+
+def held_content(dataset: Any) -> int | None:
+    """Return a hash of what a dataset holds of some of its samples.
+
+    None if that does not tell which samples these are: single labels and file names that may be
+    those of several folders do not, nor do samples of which most are equal.
+    """
+    length = len(dataset)
+    try:
+        held = [one for one in _attributes(dataset) if _is_sequence(one, length)]
+        some = _spread(range(length))
+        rows = [[getattr(one, "iloc", one)[index] for one in held] for index in some]
+        texts = [repr([_plain(value) for value in row]) for row in rows]
+    except Exception:  # the script's attributes may be of any class
+        return None
+    tells = any(_tells(value) for row in rows[:1] for value in row)
+    if not tells or len(set(texts)) * 2 < len(texts) or " at 0x" in texts[0]:
+        return None
+    return zlib.crc32(repr(texts).encode(errors="replace"))
+
+
+def _is_sequence(value: Any, length: int) -> bool:
+    if isinstance(value, (list, tuple, range)):
+        return len(value) == length
+    return bool(getattr(value, "shape", ())[:1] == (length,))
+
+
+def _plain(value: Any) -> Any:
+    """Return an element of a tensor, an array or a list as what repr() shows in full."""
+    if isinstance(value, torch.Tensor):
+        return _spread(value.detach().reshape(-1)).tolist()
+    return value.tobytes() if hasattr(value, "tobytes") else value
+
+
+def _tells(value: Any) -> bool:
+    """Return whether an element of a list is, or contains, an array, an image or a file's name."""
+    return any(
+        os.path.exists(part)
+        if isinstance(part, str)
+        else bool(getattr(part, "shape", getattr(part, "size", None)))
+        for part in (value if isinstance(value, (list, tuple)) else [value])
+    )
+
+
+def _attributes(one: Any) -> Iterator[Any]:
+    """Yield what an object holds as attributes, and what short lists and dicts among them hold."""
+    for value in list(getattr(one, "__dict__", {}).values()):
+        yield value
+        if isinstance(value, (list, tuple, dict)) and len(value) <= 1000:
+            yield from list(value.values()) if isinstance(value, dict) else value
+
+
+# Datasets that wrap others
+
+
+def find_innermost(dataset: Any) -> list[Any]:
+    """Return the datasets that a dataset reaches by attributes and that wrap no others."""
+    found = [dataset] if _is_dataset(dataset) else []
+    for one in found:
+        found += [other for other in _within(one) if all(other is not known for known in found)]
+    return [one for one in found if not _within(one)]
+
+
+def _within(dataset: Any) -> list[Any]:
+    return [one for one in _attributes(dataset) if one is not dataset and _is_dataset(one)]
+
+
+def _is_dataset(one: Any) -> bool:
+    """Return whether an object is a Dataset, or of a Python class that acts as one."""
+    if isinstance(one, Dataset):
+        return True
+    cls = type(one)
+    if isinstance(one, _NO_DATASETS) or cls.__module__.partition(".")[0] in _NOBODYS:
+        return False
+    return all(
+        isinstance(getattr(cls, name, None), FunctionType) for name in ("__getitem__", "__len__")
+    )
+
+
+def inner_indices(dataset: Any) -> Sequence[int] | None:
+    """Return the innermost index of each sample, all different; None if that is not known.
+
+    It is read from what the wrapping datasets hold. They are not asked for a sample: they may count
+    their samples, or draw random numbers.
+    """
+    first = {id(one): number * SEVERAL for number, one in enumerate(find_innermost(dataset))}
+    try:
+        found = _read_indices(dataset, first)
+    except Exception:  # the script's own class does what it likes
+        return None
+    return None if found is None or len(set(found)) < len(found) else found
+
+
+def _read_indices(dataset: Any, first: dict[int, int]) -> Sequence[int] | None:
+    """Return the innermost indices: of the only dataset within, at the only list of numbers.
+
+    Without such a list, as in a dataset that transforms another one, both have equally many.
+    """
+    length = len(dataset)
+    if id(dataset) in first:
+        return range(first[id(dataset)], first[id(dataset)] + length)
+    parts = [_read_indices(one, first) for one in _within(dataset)]
+    if isinstance(dataset, ConcatDataset):
+        return None if None in parts else [index for part in parts for index in part or ()]
+    (within,) = parts
+    lists = [one for one in vars(dataset).values() if _is_index_list(one, length)]
+    if within is None or len(lists) > 1:
+        return None
+    if lists:
+        return [within[int(index)] for index in lists[0]]
+    return within if len(within) == length else None
+
+
+def _is_index_list(value: Any, length: int) -> bool:
+    try:
+        return _is_sequence(value, length) and operator.index(value[0]) >= 0
+    except TypeError:
+        return False
+
+
+# Loaders: epochs and batches
+
+
+@dataclass(eq=False)
+class WatchedLoader:
+    """A DataLoader, or several alike that a script builds one after another, as for each epoch.
+
+    epochs : the iterations over it so far.
+    trained : those that served training, each with its number of batches so far.
+    """
+
+    number: int
+    facts: dict[str, Any]
+    epochs: int = 0
+    trained: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class WatchedEpoch:
+    """One iteration over a loader.
+
+    inner : the innermost index of each sample, if the dataset wraps another and tells.
+    late : it began after the cut.
+    given, given_late : its batches, and those after the cut.
+    evaluating : the last forward after a batch of this epoch was without gradients.
+    over : it has ended, or was ended.
+    """
+
+    loader: WatchedLoader
+    number: int
+    inner: Sequence[int] | None
+    late: bool
+    given: int = 0
+    given_late: int = 0
+    evaluating: bool = False
+    over: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether a backward or an update followed a batch of this epoch."""
+        return self.number in self.loader.trained
+
+    def find_inner(self, indices: list[Any] | None) -> list[int] | None:
+        """Return the innermost indices of some samples, if they are others."""
+        if self.inner is None or not all(isinstance(index, int) for index in indices or ()):
+            return None
+        return [self.inner[index] for index in indices or ()]
+
+
+class LoaderWatch:
+    """Writes the records of all loaders of this process.
+
+    most : batches of an epoch whose contents are compared.
+    queues : the indices that a sampler has given ahead of the batches, by iterator.
+    fresh : the epochs that gave a batch since the last backward, the newest last. Those of other
+        loaders are no longer fresh after a forward without gradients.
+    """
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self.most = 20 * int(probe.settings.get("steps") or 6)
+        self.known: list[WatchedLoader] = []
+        self.loaders: WeakKeyDictionary[Any, WatchedLoader] = WeakKeyDictionary()
+        self.epochs: WeakKeyDictionary[Any, WatchedEpoch] = WeakKeyDictionary()
+        self.queues: WeakKeyDictionary[Any, list[list[Any]]] = WeakKeyDictionary()
+        self.newest: WatchedEpoch | None = None
+        self.fresh: list[WatchedEpoch] = []
+        patch(DataLoader, "__iter__", self.begin)
+        patch(dataloader._BaseDataLoaderIter, "__next__", self.give)
+        patch(dataloader._BaseDataLoaderIter, "_next_index", self.take_indices)
+        patch(dataloader._BaseDataLoaderIter, "_reset", self.reset)
+        probe.hear("forward", self.after_forward)
+        probe.hear("backward_begin", self.train)
+        probe.hear("step_begin", self.train)
+
+    def begin(self, original: Callable[..., Any], loader: DataLoader[Any]) -> Any:
+        """Begin an epoch."""
+        watched = None if get_worker_info() is not None else self.probe.guard(self.find)(loader)
+        iterator = original(loader)
+        if watched is not None:
+            inner = inner_indices(loader.dataset) if watched.facts["wraps"] else None
+            self.epochs[iterator] = WatchedEpoch(watched, watched.epochs, inner, self.probe.cutting)
+            watched.epochs += 1
+        return iterator
+
+    def find(self, loader: DataLoader[Any]) -> WatchedLoader:
+        """Return what is known of a loader; a new one may follow one that was thrown away."""
+        if loader not in self.loaders:
+            facts = {**_describe(loader), "at": self.probe.place()}
+            alive = list(self.loaders.values())
+            alike = [one for one in self.known if one.facts == facts and one not in alive]
+            if not alike:
+                alike = [WatchedLoader(len(self.known), facts)]
+                self.known += alike
+                self.probe.record("loader", l=alike[0].number, **facts)
+            self.loaders[loader] = alike[0]
+        return self.loaders[loader]
+
+    def give(self, original: Callable[..., Any], iterator: Any) -> Any:
+        """Give the script a batch, and record which."""
+        epoch = self.epochs.get(iterator)
+        if epoch is None:
+            return original(iterator)
+        cut = True
+        try:
+            if self.probe.stopping is not None:
+                self.probe.stopping.before_batch(epoch)
+            cut = False
+            batch = original(iterator)
+        except (StopIteration, SystemExit):
+            if not epoch.over:
+                self.end(epoch, iterator, cut=cut)
+            raise
+        self.probe.guard(self.record_batch)(epoch, iterator, batch)
+        return batch
+
+    def record_batch(self, epoch: WatchedEpoch, iterator: Any, batch: Any) -> None:
+        """Write the record ``batch``."""
+        queue, indices, contents = self.queues.get(iterator), None, None
+        if queue and getattr(iterator, "_in_order", True):
+            indices = queue.pop(0)
+            if epoch.given < self.most:
+                contents = self.probe.guard(contents_of)(batch, len(indices))
+        self.probe.record(
+            "batch",
+            l=epoch.loader.number,
+            epoch=epoch.number,
+            b=epoch.given,
+            indices=indices,
+            inner=epoch.find_inner(indices),
+            contents=contents,
+        )
+        epoch.given += 1
+        epoch.given_late += self.probe.cutting
+        self.fresh = [one for one in self.fresh if one.loader is not epoch.loader] + [epoch]
+        self.newest = epoch
+        if epoch.trains:
+            epoch.loader.trained[epoch.number] = epoch.given
+
+    def end(self, epoch: WatchedEpoch, iterator: Any, *, cut: bool) -> None:
+        """Write the records ``epoch`` and, if it trains and was cut, ``rest``."""
+        epoch.over = True
+        names = {"l": epoch.loader.number, "epoch": epoch.number}
+        self.probe.record("epoch", **names, batches=epoch.given, cut=cut)
+        if cut and epoch.trains and not isinstance(iterator._dataset, IterableDataset):
+            rest = self.probe.guard(self.take_rest)(iterator)
+            self.probe.record("rest", **names, indices=rest, inner=epoch.find_inner(rest))
+
+    def take_rest(self, iterator: Any) -> list[Any] | None:
+        """Return the indices that the sampler would still have given; None if it is endless."""
+        left = [index for batch in self.queues.get(iterator, ()) for index in batch]
+        more = (index for batch in iterator._sampler_iter for index in plain_indices(batch))
+        left += islice(more, LONGEST_REST)
+        return left if len(left) < LONGEST_REST else None
+
+    def take_indices(self, original: Callable[..., Any], iterator: Any) -> Any:
+        """Remember the indices of a batch, in the order in which the sampler gives them."""
+        indices = original(iterator)
+        if not isinstance(iterator._dataset, IterableDataset):
+            plain = self.probe.guard(plain_indices)(indices)
+            self.queues.setdefault(iterator, []).append(plain)
+        return indices
+
+    def reset(self, original: Callable[..., Any], iterator: Any, *rest: Any, **named: Any) -> Any:
+        """Forget the indices of an epoch that a loader with persistent workers leaves behind."""
+        self.queues.pop(iterator, None)
+        return original(iterator, *rest, **named)
+
+    def after_forward(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
+        """Note what the batches were given for."""
+        if self.newest is not None:
+            self.newest.evaluating = not torch.is_grad_enabled()
+            if self.newest.evaluating:
+                self.fresh = [one for one in self.fresh if one is self.newest]
+
+    def train(self, *_: Any) -> None:
+        """Note that the latest batches serve training: a backward or an update begins."""
+        for epoch in self.fresh:
+            if not epoch.over and not epoch.trains:
+                epoch.loader.trained[epoch.number] = epoch.given
+                self.probe.record("trained", l=epoch.loader.number, epoch=epoch.number)
+        self.fresh = []
+
+
+def _describe(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the facts of the record ``loader``; the script's own batch sampler is asked first."""
+    own, dataset = loader.batch_sampler, loader.dataset
+    innermost = find_innermost(dataset)
+    iterable = isinstance(dataset, IterableDataset)
+    samplers: list[Any] = [
+        None if type(own) is BatchSampler else own,
+        getattr(own, "sampler", loader.sampler),
+    ]
+    samplers = [one for one in samplers if one is not None and not iterable]
+    replicas = [one.num_replicas for one in samplers if hasattr(one, "num_replicas")]
+    length, batches, *inner = (
+        None if iterable else _length(one) for one in (dataset, loader, *innermost)
+    )
+    wraps = dataset not in innermost and bool(innermost)
+    known = None not in inner and not (wraps and inner_indices(dataset) is None)
+    contents = [held_content(one) for one in innermost] if known else []
+    return {
+        "dataset": type(dataset).__name__,
+        "length": length,
+        "batches": batches,
+        "sampler": type(samplers[0]).__name__ if samplers else None,
+        "replicas": replicas[0] if replicas else None,
+        "wraps": wraps,
+        "inner_length": None if None in inner else sum(inner),
+        "content": zlib.crc32(repr(contents).encode()) if contents and all(contents) else None,
+    }
+
+
+def _length(of: Any) -> int | None:
+    """Return len(), or None: a sampler or a dataset of the script need not have it."""
+    try:
+        return len(of)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def plain_indices(batch: Any) -> list[Any]:
+    """Return the indices of a batch as a list; a loader without batches has a single one."""
+    if isinstance(batch, torch.Tensor):
+        batch = batch.tolist()
+    if isinstance(batch, (str, bytes, int)) or not hasattr(batch, "__iter__"):
+        batch = [batch]
+    return [_plain_index(index) for index in batch]
+
+
+def _plain_index(index: Any) -> Any:
+    """Return an index as an int if it is one, else as text."""
+    try:
+        return int(index)
+    except (TypeError, ValueError):
+        return str(index)[:100]
+
+
+def watch(probe: Probe) -> None:
+    """Watch all loaders of this process, what their batches are used for, and torch's Join."""
+    LoaderWatch(probe)
+    if torch.distributed.is_available():
+        owner = importlib.import_module("torch.distributed.algorithms.join")
+        patch(owner.Join, "__enter__", functools.partial(probe.note, "join"))

@@ -1,1 +1,0 @@
-"""Compute the first steps again in one process (only with ``replay``)."""

@@ -1,0 +1,205 @@
+"""Time messages and memory in the open process group: the calls that strategies make.
+
+All ranks begin and end each measurement together. ``measure_links`` measures all that
+lab/predict/measured_links.py makes a network from.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.distributed.collectives import all_gather_single, reduce_scatter_single
+from common.sync.message_cost import KINDS
+from common.sync.p2p import send_and_receive
+from common.sync.ring import ring_reduce_scatter
+from common.utils.processes import DaemonThreads
+
+FLOAT_BYTES = 4
+SMALL, LARGE, LARGEST = 1_024, 2_000_000, 8_000_000
+_SMALL_CALLS, _SMALL_ROUNDS, _LARGE_CALLS, _LARGE_ROUNDS, _WARM_UP_CALLS = 20, 5, 2, 3, 1
+# Strategies use these in pairs: a rank sends out what it has collected. A send timed alone would
+# seem to end as soon as the message is in a buffer.
+_IN_PAIRS = {"gather": "scatter", "scatter": "gather", "reduce": "broadcast", "broadcast": "reduce"}
+SPREAD = 7936  # floats between two messages; a multiple of 64 keeps each aligned like a tensor
+MEMORY_SIZES = (1_000_000, 4_000_000, 12_000_000)
+_MEMORY_PAIRS = 4
+
+
+def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
+    """Return the blocking call of that kind as a strategy makes it; it takes one tensor.
+
+    On Gloo reduce_scatter sends the tensor's two halves at once, as ``sharded`` sends two buckets.
+    """
+    if kind == "reduce_scatter" and dist.get_backend() != "nccl":
+        return partial(_two_rings, size=size, threads=DaemonThreads(2))
+
+    def buffers(tensor: Tensor) -> list[Tensor]:
+        return [torch.empty_like(tensor) for _ in range(size)]
+
+    calls: dict[str, Callable[[Tensor], object]] = {
+        "all_reduce": lambda tensor: dist.all_reduce(tensor),
+        "reduce": lambda tensor: dist.reduce(tensor, dst=0),
+        "broadcast": lambda tensor: dist.broadcast(tensor, src=0),
+        "gather": lambda tensor: dist.gather(tensor, buffers(tensor) if rank == 0 else None, dst=0),
+        "scatter": lambda tensor: dist.scatter(
+            torch.empty_like(tensor), [tensor] * size if rank == 0 else None, src=0
+        ),
+        "all_gather": lambda tensor: all_gather_single(
+            tensor.new_empty(size * len(tensor)), tensor
+        ),
+        "reduce_scatter": lambda tensor: reduce_scatter_single(
+            tensor.new_empty(len(tensor) // size), tensor[: len(tensor) // size * size]
+        ),
+        "exchange": lambda tensor: send_and_receive(
+            tensor, torch.empty_like(tensor), to=(rank + 1) % size, source=(rank - 1) % size
+        ),
+    }
+    return calls[kind]
+
+
+def _two_rings(tensor: Tensor, *, size: int, threads: DaemonThreads) -> None:
+    rings = [
+        threads.submit(partial(ring_reduce_scatter, half.tensor_split(size), tag=tag))
+        for tag, half in enumerate(tensor.tensor_split(2))
+    ]
+    for ring in rings:
+        ring.result()
+
+
+def measure_links(
+    rank: int,
+    size: int,
+    *,
+    kinds: Sequence[str],
+    shaped: bool,
+    device: torch.device | str = "cpu",
+    limit_seconds: float = math.inf,
+) -> dict[str, Any]:
+    """Return the fields of ``MeasuredLinks``, the same on all ranks. Collective.
+
+    shaped : the links' rate is known, so one large message size is enough. limit_seconds : no
+        further round of a message size begins after that.
+    """
+    sizes = [
+        (SMALL, _SMALL_CALLS, _SMALL_ROUNDS),
+        *((nbytes, _LARGE_CALLS, _LARGE_ROUNDS) for nbytes in (LARGE, LARGEST)),
+    ]
+    found: dict[str, list[tuple[int, float]]] = {}
+    for kind in sorted(kinds, key=KINDS.index):
+        twin = _IN_PAIRS.get(kind)
+        pair = [message_call(one, rank, size) for one in (kind, twin) if one is not None]
+        found[kind] = found.get(twin or "") or []
+        for nbytes, calls, rounds in (sizes[:2] if shaped else sizes)[len(found[kind]) :]:
+            # A buffer of that size: each rank has a part of it.
+            part = nbytes // size if kind == "all_gather" else nbytes
+            tensor = torch.zeros(part // FLOAT_BYTES, device=device)
+            taken: list[float] = []
+            while len(taken) < rounds and sum(taken) * calls * len(pair) < limit_seconds:
+                taken.append(_seconds(pair, tensor, calls=calls))
+            # On Gloo two rings ran at once: half the bytes, half the time.
+            count = 2 if kind == "reduce_scatter" and dist.get_backend() != "nccl" else 1
+            found[kind].append((part // count, statistics.median(taken) / count))
+    arena = torch.zeros(24_000_000, device=device)
+    per_byte = {
+        name: over_ranks(
+            statistics.median(seconds / nbytes for nbytes, seconds in rows),
+            dist.ReduceOp.MAX,
+            device,
+        )
+        for name, rows in time_memory(arena).items()
+    }
+    return {"nodes": size, "kinds": found, **per_byte}
+
+
+def _seconds(
+    calls_in_turn: Sequence[Callable[[Tensor], object]], tensor: Tensor, *, calls: int
+) -> float:
+    """Return the mean seconds of one call on the slowest rank.
+
+    The first call is not timed: an idle shaped link lets some bytes pass at once.
+    """
+    over_ranks(0.0, dist.ReduceOp.MAX, tensor.device)
+    for number in range(_WARM_UP_CALLS + calls):
+        if number == _WARM_UP_CALLS:
+            began = host_time(tensor.device)
+        for call in calls_in_turn:
+            call(tensor)
+    seconds = (host_time(tensor.device) - began) / calls / len(calls_in_turn)
+    return over_ranks(seconds, dist.ReduceOp.MAX, tensor.device)
+
+
+def host_time(device: torch.device) -> float:
+    """Return ``time.perf_counter()`` when the GPU, if it is one, has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def parts_of(arena: Tensor, nbytes: int, repeats: int) -> list[Tensor]:
+    """Return ``repeats`` parts of ``arena`` of ``nbytes`` each, spread like gradients in memory."""
+    count = max(1, nbytes // FLOAT_BYTES)
+    offsets = range(0, repeats * (count + SPREAD), count + SPREAD)
+    return [arena[offset % (len(arena) - count) :][:count] for offset in offsets]
+
+
+def seconds_of_call(call: Callable[[Tensor], object], parts: list[Tensor]) -> float:
+    """Return the mean seconds of one call and the barrier after it, over ``parts``.
+
+    Collective, like all functions below.
+    """
+    barrier()
+    began = time.perf_counter()
+    for part in parts:
+        call(part)
+        barrier()
+    return (time.perf_counter() - began) / len(parts)
+
+
+def barrier(_step: int = 0) -> None:
+    """Wait for all ranks with a tiny all_reduce.
+
+    Its argument lets it serve as the trainer's ``after_step``.
+    """
+    dist.all_reduce(torch.zeros(2))
+
+
+def over_ranks(
+    value: float, op: dist.ReduceOp.RedOpType, device: torch.device | str = "cpu"
+) -> float:
+    """Return the largest (MAX) or smallest (MIN) of all ranks' values. Collective."""
+    number = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(number, op=op)
+    return float(number)
+
+
+def time_memory(arena: Tensor) -> dict[str, list[list[float]]]:
+    """Return rows [bytes, seconds] of "sum" and "copy", all ranks at once.
+
+    "sum" adds one part of ``arena`` to another, "copy" copies it.
+    """
+    actions: dict[str, Callable[[Tensor, Tensor], object]] = {
+        "sum": Tensor.add_,
+        "copy": Tensor.copy_,
+    }
+    return {
+        name: [[nbytes, _seconds_in_memory(act, arena, nbytes)] for nbytes in MEMORY_SIZES]
+        for name, act in actions.items()
+    }
+
+
+def _seconds_in_memory(
+    act: Callable[[Tensor, Tensor], object], arena: Tensor, nbytes: int
+) -> float:
+    parts = parts_of(arena, nbytes, 2 * _MEMORY_PAIRS)
+    over_ranks(0.0, dist.ReduceOp.MAX, arena.device)
+    began = host_time(arena.device)
+    for part, other in zip(parts[::2], parts[1::2], strict=True):
+        act(part, other)
+    return (host_time(arena.device) - began) / _MEMORY_PAIRS

@@ -1,0 +1,217 @@
+"""A calibration file: what messages, memory and computing cost. Imports no torch.
+
+``find_calibration`` chooses the user's own file or the one that comes with the project,
+``load_calibration`` reads and checks it, ``describe`` returns its content as text for a person.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+from msgspec import Meta
+
+from common.errors import UserError, count
+from common.sync.message_cost import GradientSize
+from common.utils.paths import REPORTS
+from common.utils.typed_json import (
+    Finite,
+    LocalTime,
+    Ranks,
+    Seconds,
+    Text,
+    label,
+    read_versioned,
+    write_json,
+)
+from lab.facts import Facts, check_facts
+from lab.predict.compute_model import ComputeModel
+from lab.predict.event_model import Network, Rate
+
+FORMAT = 1
+LARGE_STEP = 256  # samples of the step whose time ``describe`` shows
+QUIET_SHARE = 0.1  # of the cores, that other processes may take without a warning
+_KIND = "calibration"
+_MOST_ENTRIES = 2**40
+_LEAST_SECONDS_PER_BYTE = 1e-15  # a million GB/s
+
+
+_Interval = tuple[Finite, Finite]
+
+
+class FitRecord(TypedDict):
+    """What lab/fitting.py found: values, their 95 % intervals, and the points it fitted."""
+
+    values: Annotated[list[Finite], Meta(min_length=1, max_length=10)]
+    intervals: Annotated[list[_Interval], Meta(min_length=1, max_length=10)]
+    worst_relative_error: Annotated[float, Meta(ge=0, le=1e9)]
+    points: Annotated[list[tuple[Finite, Seconds, Finite]], Meta(max_length=10_000)]
+
+
+@dataclass(frozen=True)
+class GradientShape:
+    """A gradient's shape, and the bytes of one of its entries."""
+
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31)], ...], Meta(max_length=8)]
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        if self.itemsize not in (1, 2, 4, 8):
+            raise ValueError(f"itemsize: got {self.itemsize}, expected 1, 2, 4 or 8 bytes")
+        if math.prod(self.shape) > _MOST_ENTRIES:
+            raise ValueError(f"shape: got {self.shape}, expected at most {_MOST_ENTRIES:,} entries")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The numbers that the cost model needs, and where they come from.
+
+    Parameters
+    ----------
+    name : name of the machine, as shown to a person.
+    made : date and time, ISO.
+    ranks, ranks_here : ranks that measured, and how many of them shared a machine. If all did,
+        messages went over loopback.
+    model, gradients : the model whose steps were timed, and the sizes of its gradients in the order
+        of the parameters.
+    others_share : share of the cores that other processes used during the measurement. The fits
+        leave out the most disturbed rounds, but a share above a tenth still spoils the numbers.
+    fits : for each fitted quantity, its values, 95 % intervals, residuals and worst relative error
+        (lab/fitting.py).
+    machine : common.utils.environment.environment of rank 0.
+    """
+
+    name: Text
+    made: LocalTime
+    quick: bool
+    ranks: Ranks
+    ranks_here: Ranks
+    cores: Ranks
+    others_share: Annotated[float, Meta(ge=0, le=100)]
+    model: Text
+    gradients: Annotated[tuple[GradientShape, ...], Meta(min_length=1, max_length=100_000)]
+    network: Network
+    compute: ComputeModel
+    fits: dict[Text, FitRecord]
+    machine: Facts
+
+    def __post_init__(self) -> None:
+        check_facts(self.machine, name="machine")
+        datetime.fromisoformat(self.made)  # ValueError: no such day
+        if self.ranks_here > self.ranks:
+            raise ValueError(
+                f"ranks_here: got {self.ranks_here}, expected at most ranks, {self.ranks}"
+            )
+        if missing := self.network.kinds.keys() - self.fits.keys():
+            raise ValueError(f"fits.{min(missing)} is missing: network.kinds has it")
+
+    @cached_property
+    def gradient_sizes(self) -> list[GradientSize]:
+        """The gradients' bytes, in the order of the parameters."""
+        return [GradientSize(one.shape, one.itemsize) for one in self.gradients]
+
+    @property
+    def over_loopback(self) -> bool:
+        """Whether all ranks shared one machine."""
+        return self.ranks == self.ranks_here
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the file's content."""
+        return label(_KIND, FORMAT) | asdict(self)
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically. Raises UserError if a number is out of its range."""
+        write_json(path, self.as_json(), Calibration)
+
+
+def calibration_path() -> Path:
+    """Return the file that ``lab calibrate`` writes and other commands read by default."""
+    return REPORTS / "calibration.json"
+
+
+def reference_path() -> Path:
+    """Return the calibration that comes with the project."""
+    return Path(__file__).with_name("reference_calibration.json")
+
+
+def find_calibration(path: Path | None = None) -> tuple[Calibration, bool]:
+    """Return the calibration in ``path``, else this machine's own, else the reference.
+
+    The second value says whether it is the reference.
+    """
+    if path is None and not calibration_path().exists():
+        return load_calibration(reference_path()), True
+    return load_calibration(path or calibration_path()), False
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Read and check a calibration.
+
+    Raises UserError if the file is missing, cut, foreign or of a newer version, or if it holds an
+    impossible number.
+    """
+    try:
+        return read_versioned(path, Calibration, kind=_KIND, version=FORMAT)
+    except UserError as error:
+        raise UserError(f"{error}: run `lab calibrate` to write a new one") from error
+
+
+def describe(calibration: Calibration) -> list[str]:
+    """Return lines for a person: each kind's alpha, bandwidth and error, compute times."""
+    network, compute = calibration.network, calibration.compute
+    where = (
+        "over loopback"
+        if calibration.over_loopback
+        else f"on several nodes, {calibration.ranks_here} on each"
+    )
+    steps = [
+        compute.at(LARGE_STEP / profile.ranks, ranks_here=profile.ranks)
+        for profile in compute.profiles
+    ]
+    return [
+        f"{calibration.name}, {count(calibration.ranks, 'rank')} {where}",
+        *(
+            _describe_rate(kind, rate, calibration.fits[kind])
+            for kind, rate in network.kinds.items()
+        ),
+        f"  in memory: adding {_gigabytes(network.gamma_seconds_per_byte)}, copying "
+        f"{_gigabytes(network.copy_seconds_per_byte)}; a message delays a concurrent backward by "
+        f"{100 * network.overlap_cost:.0f} % of its time",
+        *(
+            f"  {calibration.model}, {LARGE_STEP} samples on {count(profile.ranks, 'rank')} with "
+            f"{count(profile.threads, 'thread')}{' each' * (profile.ranks > 1)}: "
+            f"{step.seconds:.3f} s to compute a step"
+            for profile, step in zip(compute.profiles, steps, strict=True)
+        ),
+        *noise_warning(calibration.others_share, "calibrate"),
+    ]
+
+
+def noise_warning(others_share: float, command: str) -> list[str]:
+    """Return a warning if other processes took more than ``QUIET_SHARE`` of the cores, else none.
+
+    command : what the user should do again.
+    """
+    warning = (
+        f"warning: other processes used {100 * others_share:.0f} % of the cores during the "
+        f"measurement: end them, and {command} again"
+    )
+    return [warning] if others_share > QUIET_SHARE else []
+
+
+def _describe_rate(kind: str, rate: Rate, fit: Mapping[str, Any]) -> str:
+    low, high = fit["intervals"][0]
+    return (
+        f"  {kind:<10}  {rate.alpha_seconds * 1e3:.3f} ms per message ({low * 1e3:.3f} to "
+        f"{high * 1e3:.3f}), {_gigabytes(rate.beta_seconds_per_byte)}; largest error of the fit "
+        f"{100 * fit['worst_relative_error']:.0f} %"
+    )
+
+
+def _gigabytes(seconds_per_byte: float) -> str:
+    if seconds_per_byte < _LEAST_SECONDS_PER_BYTE:
+        return "no time per byte"
+    return f"{1e-9 / seconds_per_byte:.2f} GB/s"

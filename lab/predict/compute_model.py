@@ -1,0 +1,176 @@
+"""How long a rank computes, and when backward has made each gradient. Imports no torch.
+
+``ComputeModel.at`` returns the ``StepCompute`` of one rank's step; lab/predict/event_model.py
+adds the messages.
+"""
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Annotated
+
+from msgspec import Meta
+
+from common.utils.typed_json import Count, Ranks, Share
+
+LEAST_SECONDS = 1e-9  # of a step's forward and backward
+PartSeconds = Annotated[float, Meta(ge=0, le=1e4)]
+LEAST_SAMPLES = 2  # per rank: BatchNorm needs two, and training refuses fewer
+
+
+@dataclass(frozen=True)
+class StepCompute:
+    """One rank's step without messages: data and forward ("before"), backward, and update.
+
+    ``ready_bytes`` counts, rising, the bytes of gradients made so far; ``ready_shares`` holds the
+    share of backward after which each count is reached. Backward makes the gradients in the reverse
+    order of the parameters.
+
+    ``needed_shares`` holds, for each of these counts, the share of "before" after which forward
+    first uses one of their parameters. Without it forward is the mirror image of backward, and data
+    counts as a part of it: 1 - ``ready_shares``.
+    """
+
+    before_seconds: float
+    backward_seconds: float
+    update_seconds: float
+    ready_bytes: Sequence[int] = ()
+    ready_shares: Sequence[float] = ()
+    needed_shares: Sequence[float] = ()
+
+    @classmethod
+    def of_layers(
+        cls,
+        before_seconds: float,
+        ready: Mapping[str, float],
+        update_seconds: float,
+        sizes: Mapping[str, int],
+        *,
+        needed: Mapping[str, float] | None = None,
+    ) -> "StepCompute":
+        """Return the step whose backward makes each gradient after the seconds in ``ready``.
+
+        sizes : bytes of the gradients, by name, in the order of the parameters. needed : seconds of
+        "before" until forward uses each parameter; None: see ``needed_shares``.
+        """
+        backward = max(ready.values())
+        in_turn = list(sizes)[::-1]
+        shares = (ready[name] / backward for name in in_turn)
+        needed = needed or {}
+        begins = (needed[name] / before_seconds for name in in_turn if name in needed)
+        return cls(
+            before_seconds,
+            backward,
+            update_seconds,
+            tuple(accumulate(sizes[name] for name in in_turn)),
+            tuple(accumulate(shares, max)),
+            tuple(accumulate(begins, min)),
+        )
+
+    @property
+    def seconds(self) -> float:
+        """The whole step without messages."""
+        return self.before_seconds + self.backward_seconds + self.update_seconds
+
+    def ready_seconds(self, nbytes: int) -> float:
+        """Return the seconds of backward until ``nbytes`` bytes of gradients are made."""
+        index = bisect.bisect_left(self.ready_bytes, nbytes)
+        share = self.ready_shares[index] if index < len(self.ready_shares) else 1.0
+        return share * self.backward_seconds
+
+    def needed_seconds(self, nbytes: int) -> float:
+        """Return the seconds until forward uses a parameter beyond the first ``nbytes`` bytes."""
+        shares = self.needed_shares or [1 - share for share in self.ready_shares]
+        total = self.ready_bytes[-1] if self.ready_bytes else 0
+        index = bisect.bisect_left(self.ready_bytes, total - nbytes)
+        return shares[index] * self.before_seconds if index < len(shares) else 0.0
+
+
+@dataclass(frozen=True)
+class ComputeProfile:
+    """Step times of ``ranks`` ranks on one machine at once, with ``threads`` threads each.
+
+    Data and forward ("before") and backward each take ``fixed_seconds`` + ``sample_seconds`` x the
+    rank's samples. The update takes ``update_seconds``, whatever the batch.
+    """
+
+    ranks: Ranks
+    threads: Ranks
+    before_fixed_seconds: PartSeconds
+    before_sample_seconds: PartSeconds
+    backward_fixed_seconds: PartSeconds
+    backward_sample_seconds: PartSeconds
+    update_seconds: PartSeconds
+
+    def __post_init__(self) -> None:
+        sample = self.before_sample_seconds + self.backward_sample_seconds
+        if self.before_fixed_seconds + self.backward_fixed_seconds + sample < LEAST_SECONDS:
+            raise ValueError(
+                f"forward and backward take no time, expected at least {LEAST_SECONDS} s"
+            )
+
+
+@dataclass(frozen=True)
+class ComputeModel:
+    """Profiles by rising number of ranks, and the order in which gradients become ready."""
+
+    profiles: Annotated[tuple[ComputeProfile, ...], Meta(min_length=1, max_length=1000)]
+    ready_bytes: Annotated[tuple[Count, ...], Meta(max_length=100_000)] = ()
+    ready_shares: Annotated[tuple[Share, ...], Meta(max_length=100_000)] = ()
+
+    def __post_init__(self) -> None:
+        columns = {
+            "the ranks of profiles": [profile.ranks for profile in self.profiles],
+            "ready_bytes": self.ready_bytes,
+            "ready_shares": self.ready_shares,
+        }
+        for name, values in columns.items():
+            if any(one > other for one, other in pairwise(values)):
+                raise ValueError(f"{name} must rise from each entry to the next")
+        if len(self.ready_bytes) != len(self.ready_shares):
+            raise ValueError(
+                f"ready_bytes has {len(self.ready_bytes)} entries, ready_shares "
+                f"{len(self.ready_shares)}: expected as many"
+            )
+
+    def at(self, samples: float, *, ranks_here: int = 1) -> StepCompute:
+        """Return the step of a rank with ``samples`` samples, one of ``ranks_here`` on its machine.
+
+        Between two profiles, the machine's time for a sample is interpolated over the logarithm of
+        the ranks. Beyond the last profile it stays the same: ranks that share cores take turns.
+        """
+        ranks = [profile.ranks for profile in self.profiles]
+        above = bisect.bisect_right(ranks, ranks_here)
+        low, high = self.profiles[max(0, above - 1)], self.profiles[min(above, len(ranks) - 1)]
+        between = low.ranks < ranks_here < high.ranks
+        # 0 at low, 1 at high
+        share = math.log(ranks_here / low.ranks, high.ranks / low.ranks) if between else 0.0
+
+        def fixed(first: float, second: float) -> float:
+            return max(1.0, ranks_here / ranks[-1]) * (first + share * (second - first))
+
+        def shared(first: float, second: float) -> float:
+            # A rank's time grows with the ranks that share the cores; the machine's time, first /
+            # ranks, hardly does.
+            return ranks_here * ((1 - share) * first / low.ranks + share * second / high.ranks)
+
+        return StepCompute(
+            fixed(low.before_fixed_seconds, high.before_fixed_seconds)
+            + samples * shared(low.before_sample_seconds, high.before_sample_seconds),
+            fixed(low.backward_fixed_seconds, high.backward_fixed_seconds)
+            + samples * shared(low.backward_sample_seconds, high.backward_sample_seconds),
+            shared(low.update_seconds, high.update_seconds),
+            self.ready_bytes,
+            self.ready_shares,
+        )
+
+
+def local_samples(batch_size: int, nodes: int, *, scaling: str) -> int:
+    """Return the samples of the busiest rank, at least two.
+
+    scaling : "strong" divides a global batch of ``batch_size`` over the nodes, "weak" gives every
+        node that many.
+    """
+    return max(LEAST_SAMPLES, batch_size if scaling == "weak" else -(-batch_size // nodes))

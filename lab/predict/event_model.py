@@ -1,0 +1,356 @@
+"""The time of a training step, predicted from a strategy's message plan.
+
+Read downward: ``loads`` holds the closed formula of each collective, ``operation_terms`` turns it
+into seconds (alpha-beta-gamma model), ``exposed_seconds`` lets messages overlap with backward and
+with the next forward, and ``predict_step`` adds up the step. Imports no torch, so that a table for
+100,000 nodes takes a moment. The formulas are those of the algorithms that Gloo uses (Thakur,
+Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Annotated
+
+from msgspec import Meta
+
+from common.sync.message_cost import Operation
+from common.sync.message_plans import MessagePlan
+from common.utils.typed_json import Share, Text
+from lab.predict.compute_model import StepCompute
+
+# Bytes on a link for each byte of payload: TCP, IP and Ethernet headers (measured on shaped links).
+HEADERS = 1.06
+
+# What a message adds on the link, however small: the headers of TCP and IP, Ethernet's frame and
+# gap. ``HEADERS`` counts them for long messages; this counts the many short messages of a root,
+# which pass its link one after the other.
+PACKET_BYTES = 90
+
+LARGEST_NODES = 100_000
+_SAMPLED_RANKS = 32
+
+
+MessageSeconds = Annotated[float, Meta(ge=0, le=1e3)]
+ByteSeconds = Annotated[float, Meta(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The cost of one kind of operation: seconds per message, and per byte on the busiest link.
+
+    An operation never takes less than ``floor_seconds``: where ranks share cores, waking them all
+    takes longer than a small message does.
+    """
+
+    alpha_seconds: MessageSeconds
+    beta_seconds_per_byte: ByteSeconds
+    floor_seconds: MessageSeconds = 0.0
+
+
+@dataclass(frozen=True)
+class Network:
+    """What messages and memory cost.
+
+    Parameters
+    ----------
+    alpha_seconds : of one message, however small: the latency, and the time that Python and Gloo
+        spend on it.
+    beta_seconds_per_byte : of payload on a link.
+    gamma_seconds_per_byte, copy_seconds_per_byte : of adding two buffers in memory, and of copying
+        one.
+    kinds : rates of single kinds of operation, where they were measured. Over loopback they differ:
+        the bytes pass memory, as often as the algorithm copies them.
+    overlap_cost : fraction of a message's time by which it delays a concurrent backward. 0: not
+        at all, as with a free core; 1: the two take turns.
+    """
+
+    alpha_seconds: MessageSeconds
+    beta_seconds_per_byte: ByteSeconds
+    gamma_seconds_per_byte: ByteSeconds = 0.0
+    copy_seconds_per_byte: ByteSeconds = 0.0
+    kinds: Mapping[Text, Rate] = field(default_factory=dict)
+    overlap_cost: Share = 0.0
+
+    def rate(self, kind: str) -> Rate:
+        """Return the rate of operations of that kind."""
+        return self.kinds.get(kind) or Rate(self.alpha_seconds, self.beta_seconds_per_byte)
+
+    def over(self, *, rate_bits: float | None, latency_seconds: float | None) -> "Network":
+        """Return this network with other links; None keeps the measured value.
+
+        rate_bits : bits per second on a link, ``HEADERS`` included. latency_seconds : per message.
+        A byte never takes less time than measured here, since it still passes the same software. It
+        also slows backward by as many seconds as here; the rest of a message's time is waiting.
+        """
+        beta = 0.0 if rate_bits is None else 8 * HEADERS / rate_bits
+        measured = self.rate("all_reduce").beta_seconds_per_byte
+
+        def moved(rate: Rate) -> Rate:
+            return replace(
+                rate,
+                alpha_seconds=rate.alpha_seconds if latency_seconds is None else latency_seconds,
+                beta_seconds_per_byte=max(beta, rate.beta_seconds_per_byte),
+            )
+
+        default = moved(Rate(self.alpha_seconds, self.beta_seconds_per_byte))
+        return replace(
+            self,
+            alpha_seconds=default.alpha_seconds,
+            beta_seconds_per_byte=default.beta_seconds_per_byte,
+            kinds={kind: moved(rate) for kind, rate in self.kinds.items()},
+            overlap_cost=self.overlap_cost * (measured / beta if beta > measured else 1.0),
+        )
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The seconds of operations, by what they are spent on; the parts do not overlap."""
+
+    latency: float = 0.0
+    bandwidth: float = 0.0
+    root: float = 0.0
+    summation: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All terms together."""
+        return self.latency + self.bandwidth + self.root + self.summation
+
+    @property
+    def largest(self) -> str:
+        """The name of the largest term, as shown to readers."""
+        spent = {
+            "latency": self.latency,
+            "bandwidth": self.bandwidth,
+            "root's link": self.root,
+            "summation": self.summation,
+        }
+        return max(spent, key=spent.__getitem__)
+
+    def __add__(self, other: "Terms") -> "Terms":
+        return Terms(
+            self.latency + other.latency,
+            self.bandwidth + other.bandwidth,
+            self.root + other.root,
+            self.summation + other.summation,
+        )
+
+
+def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
+    """Return an operation's messages in a row, bytes on the busiest link, and bytes summed.
+
+    N ranks, a tensor of M bytes; ``formulas`` below holds the closed forms. Raises ValueError on an
+    unknown kind.
+    """
+    if ranks == 1 and kind != "exchange":
+        return 0, 0.0, 0.0
+    # A ring cuts the tensor into N parts; N-1 of them pass each link.
+    parts = (ranks - 1) / ranks * nbytes
+    rounds = (ranks - 1).bit_length()  # log2 N, rounded up
+    # A root's messages pass its link one after the other; each but the first adds PACKET_BYTES.
+    through_root = (ranks - 1) * nbytes + (ranks - 2) * PACKET_BYTES
+    formulas = {
+        "all_reduce": (2 * (ranks - 1), 2 * parts, parts),  # ring: reduce-scatter, then all-gather
+        "reduce": (ranks, 2 * parts, parts),  # ring: reduce-scatter, then the parts go to the root
+        "all_gather": (ranks - 1, (ranks - 1) * nbytes, 0.0),  # ring
+        "reduce_scatter": (ranks - 1, parts, parts),  # the first half of all_reduce's ring
+        "broadcast": (rounds, rounds * nbytes, 0.0),  # binomial tree
+        "gather": (1, through_root, 0.0),  # every rank straight to the root: one latency
+        "scatter": (1, through_root, 0.0),  # and back
+        "exchange": (1, nbytes, 0.0),  # one message of each rank, all at once
+    }
+    if kind not in formulas:
+        raise ValueError(f"kind: got {kind!r}, which has no formula")
+    return formulas[kind]
+
+
+def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms:
+    """Return the time of ``operation.count`` operations; time added by the floor is latency.
+
+    One operation takes max(messages x alpha + bytes x beta, floor) + summed x gamma + copied x the
+    cost of a copy.
+    """
+    messages, link_bytes, summed = loads(operation.kind, operation.nbytes, ranks)
+    rate, count = network.rate(operation.kind), operation.count
+    passing = link_bytes * rate.beta_seconds_per_byte
+    in_memory = (
+        summed + operation.summed_bytes
+    ) * network.gamma_seconds_per_byte + operation.copied_bytes * network.copy_seconds_per_byte
+    # Through a root, the bytes of all ranks share one link: more ranks make it slower, so it is a
+    # term of its own.
+    by_root = operation.kind in ("gather", "scatter")
+    return Terms(
+        count * max(messages * rate.alpha_seconds, rate.floor_seconds - passing),
+        bandwidth=0.0 if by_root else count * passing,
+        root=count * passing if by_root else 0.0,
+        summation=count * in_memory,
+    )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step, the mean over the strategy's period.
+
+    ``compute_seconds`` : data, forward, backward and update, with the time that messages take from
+        forward and backward.
+    ``sync_seconds`` : exposed communication, the messages left after backward and those that
+        forward waits for. Both add up to ``step_seconds``.
+    ``bytes_sent_root``, ``bytes_sent_others`` : payload that rank 0 sends, and the mean over the
+        other ranks (over some of them if they are many).
+    ``bound`` : what takes longest: "compute", "latency", "bandwidth", "root's link" or "summation".
+    """
+
+    step_seconds: float
+    compute_seconds: float
+    sync_seconds: float
+    bytes_sent_root: float
+    bytes_sent_others: float
+    bound: str
+
+
+def predict_step(
+    plan: MessagePlan,
+    sizes: Sequence[int],
+    ranks: int,
+    *,
+    network: Network,
+    compute: StepCompute,
+) -> Prediction:
+    """Return the predicted step of ``plan`` on ``ranks`` ranks.
+
+    sizes : bytes of each parameter's gradient, in the order of the parameters. Raises
+    NotImplementedError if the plan has no formula.
+    """
+    busy, sync = _busy_and_exposed(plan, sizes, ranks, network, compute)
+    bound = (
+        "compute" if busy >= sync else message_terms(plan, sizes, ranks, network=network).largest
+    )
+    return Prediction(busy + sync, busy, sync, *_bytes_sent(plan, sizes, ranks), bound)
+
+
+def step_seconds(
+    plan: MessagePlan,
+    sizes: Sequence[int],
+    ranks: int,
+    *,
+    network: Network,
+    compute: StepCompute,
+) -> float:
+    """Return the seconds of ``predict_step`` alone, which is faster: no bytes are counted."""
+    return sum(_busy_and_exposed(plan, sizes, ranks, network, compute))
+
+
+def message_terms(
+    plan: MessagePlan, sizes: Sequence[int], ranks: int, *, network: Network
+) -> Terms:
+    """Return the seconds of all messages of a period, hidden behind backward or not."""
+    return sum((cost for _, cost in _costs(plan, sizes, ranks, network)), Terms())
+
+
+def _costs(
+    plan: MessagePlan, sizes: Sequence[int], ranks: int, network: Network
+) -> list[tuple[Operation, Terms]]:
+    operations = plan.operations(sizes, ranks) if ranks > 1 else []
+    return [(operation, operation_terms(operation, ranks, network)) for operation in operations]
+
+
+def _busy_and_exposed(
+    plan: MessagePlan, sizes: Sequence[int], ranks: int, network: Network, compute: StepCompute
+) -> tuple[float, float]:
+    """Return the seconds of computing, and of the messages that nothing hides."""
+    costs = _costs(plan, sizes, ranks, network)
+    beside_backward = [
+        (
+            None if one.ready_bytes is None else compute.ready_seconds(one.ready_bytes),
+            cost.seconds,
+        )
+        for one, cost in costs
+        if one.needed_bytes is None
+    ]
+    gathers = [
+        (compute.needed_seconds(one.needed_bytes), cost.seconds)
+        for one, cost in costs
+        if one.needed_bytes is not None
+    ]
+    ends = [0.0, *ends_in_pairs([seconds for _, seconds in gathers])]
+    beside_forward = [  # in the mirror: from the end of forward
+        (compute.before_seconds - needed, end - begin)
+        for (needed, _), (begin, end) in zip(gathers, pairwise(ends), strict=True)
+    ][::-1]
+    computed = compute.before_seconds + compute.backward_seconds
+    computed += plan.update_share(ranks) * compute.update_seconds
+    exposed = 0.0
+    for messages, seconds in (
+        (beside_forward, compute.before_seconds),
+        (beside_backward, compute.backward_seconds),
+    ):
+        slowed, left = exposed_seconds(messages, seconds, network.overlap_cost)
+        # A strategy that sends in every eighth step only (local SGD) costs an eighth of that.
+        computed, exposed = computed + slowed / plan.period, exposed + left / plan.period
+    return computed, exposed
+
+
+def _bytes_sent(plan: MessagePlan, sizes: Sequence[int], ranks: int) -> tuple[float, float]:
+    """Return the bytes that rank 0 sends in a step, and the mean over some other ranks."""
+    if ranks == 1:
+        return 0.0, 0.0
+    spread = {1 + (ranks - 2) * index // (_SAMPLED_RANKS - 1) for index in range(_SAMPLED_RANKS)}
+    root, *others = (
+        float(plan.bytes_sent(sizes, rank, ranks)) / plan.period for rank in (0, *sorted(spread))
+    )
+    return root, math.fsum(others) / len(others)
+
+
+def exposed_seconds(
+    messages: Sequence[tuple[float | None, float]],
+    backward_seconds: float,
+    overlap_cost: float = 0.0,
+) -> tuple[float, float]:
+    """Return the seconds that messages add to backward, and those that they take after it.
+
+    messages : in order, after how many seconds of backward each may begin (None: after all of it),
+        and its own seconds. They go one after the other, c_k = max(r_k, c_{k-1}) + t_k. While one
+        is under way, backward computes at a speed of 1 - ``overlap_cost``.
+
+    A forward that waits for messages is the same seen in a mirror: time runs backwards, so the last
+    message comes first, and may begin once all of forward that needs it is done. Its t_k is then
+    the time from the end of the message before to its own.
+    """
+    now = computed = 0.0  # seconds on the clock, and how many seconds' worth of backward are done
+    end_of_backward: float | None = None
+    speed = 1 - overlap_cost
+    for ready, seconds in messages:
+        # r_k: with no message under way, backward computes at full speed until this one's gradients
+        # are ready.
+        wait = max(0.0, (backward_seconds if ready is None else ready) - computed)
+        now += wait
+        computed += wait
+        left = backward_seconds - computed
+        if end_of_backward is None and left <= seconds * speed:  # backward ends during this message
+            end_of_backward = now + (left / speed if left else 0.0)
+        now += seconds
+        computed = min(backward_seconds, computed + seconds * speed)
+    if end_of_backward is None:
+        end_of_backward = now = now + backward_seconds - computed
+    return end_of_backward - backward_seconds, now - end_of_backward
+
+
+def ends_in_pairs(seconds: Sequence[float]) -> list[float]:
+    """Return when each message ends if all are started at once, none before the one before it.
+
+    Gloo has two threads. Two messages at a time share the link, so the first one of several takes
+    up to twice its own ``seconds``. The last one's end is the same as one after the other.
+    """
+    now, ends = 0.0, [0.0] * len(seconds)
+    waiting, under_way = list(enumerate(seconds)), list[tuple[float, int]]()
+    while waiting or under_way:
+        while waiting and len(under_way) < 2:
+            index, left = waiting.pop(0)
+            under_way.append((left, index))
+        shortest, ended = min(under_way)
+        now += shortest * len(under_way)
+        ends[ended] = now
+        under_way = [(left - shortest, index) for left, index in under_way if index != ended]
+    return list(accumulate(ends, max))

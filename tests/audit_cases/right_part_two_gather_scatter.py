@@ -1,9 +1,0 @@
-"""This project's PartTwo with --sync gather_scatter.
-
-finds: nothing
-ranks: 2 3
-command: python {repo}/PartTwo/main.py --sync gather_scatter
-    --dataset digits --model tiny --max-steps 8 --batch-size 24 --threads 1
-    --master-ip {master} --master-port {port} --num-nodes {nodes} --rank {rank}
-verdict: yes
-"""

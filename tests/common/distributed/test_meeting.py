@@ -1,0 +1,198 @@
+"""How ranks meet: their places, the load on rank 0's machine, addresses, and what they print."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from common.distributed import meeting
+from common.distributed.gpus import Peer
+from common.distributed.launch_env import LaunchSpec
+from common.distributed.meeting import meet, place_ranks
+from common.errors import GroupError
+from tests.helpers import ROOT, free_port
+from tests.helpers.cluster import needs_namespaces
+
+_ASKS = ("set", "get", "add", "check", "wait", "compare_set", "multi_get", "multi_set")
+
+
+def test_ranks_of_a_machine_sit_there_in_their_order() -> None:
+    outcome = place_ranks([Peer(host, 1, []) for host in "abacb"])
+    assert outcome.places == [(0, 2), (0, 2), (1, 2), (0, 1), (1, 2)]
+    assert outcome.gpus.obstacle == "ranks 0, 1, 2, 3 and 4 see no GPU"
+
+
+# Each store looks up its peer's host name. If DNS drops some of many queries, 32 stores wait 5 s
+# for one.
+@pytest.mark.parametrize("size", [4, 10, pytest.param(32, marks=pytest.mark.slow)])
+def test_what_a_rank_asks_does_not_grow_with_the_number_of_ranks(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If each rank asked for each other rank, rank 0's machine would get size² requests.
+
+    That is a million requests for 1,000 ranks. Counted once for each key that a request names.
+    """
+    asked: dict[int, Counter] = {}
+    store_of_torch = dist.PrefixStore
+
+    class CountingStore(store_of_torch):
+        def __init__(self, prefix: str, store: dist.Store) -> None:
+            super().__init__(prefix, store)
+            self.asked = asked[id(self)] = Counter()
+
+    def counting(name: str) -> object:
+        def ask(store: CountingStore, keys: object, *arguments: object) -> object:
+            store.asked[name] += len(keys) if isinstance(keys, list) else 1
+            return getattr(store_of_torch, name)(store, keys, *arguments)
+
+        return ask
+
+    for name in _ASKS:
+        setattr(CountingStore, name, counting(name))
+    monkeypatch.setattr(dist, "PrefixStore", CountingStore)
+    port = free_port()
+    with ThreadPoolExecutor(size) as threads:
+        met = list(
+            threads.map(
+                lambda rank: meet(LaunchSpec(rank, size, "127.0.0.1", port), 100.0),
+                reversed(range(size)),
+            )
+        )
+    assert all(outcome.places == [(rank, size) for rank in range(size)] for _, outcome in met)
+    others = [one for one in asked.values() if not one["set"]]  # rank 0 alone sets a key
+    assert len(others) == size - 1
+    assert all(0 < one.total() <= 7 for one in others), others
+
+
+def test_restarted_ranks_do_not_read_what_earlier_ones_left() -> None:
+    """torchrun's store stays; the second generation has the ranks on other hosts' places."""
+    store = dist.HashStore()
+
+    def places(generation: str, local_ranks: tuple[int, int]) -> list[tuple[int, int]]:
+        with ThreadPoolExecutor(2) as threads:
+            launches = [
+                LaunchSpec(rank, 2, "127.0.0.1", local_rank=local, generation=generation)
+                for rank, local in enumerate(local_ranks)
+            ]
+            joining = [threads.submit(meet, one, 20.0, store=store) for one in launches]
+            first, second = (one.result()[1] for one in joining)
+            assert first == second
+            return first.places
+
+    assert places("job 0 2", (0, 1)) == [(0, 2), (1, 2)]
+    assert places("job 1 2", (1, 0)) == [(1, 2), (0, 2)]
+
+
+def test_under_a_launcher_too_a_rank_without_the_token_is_refused() -> None:
+    store = dist.HashStore()
+    ranks = [
+        LaunchSpec(rank, 2, "127.0.0.1", local_rank=rank, token=token)
+        for rank, token in ((0, "mine"), (1, ""))
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (threads.submit(meet, one, 4.0, store=store) for one in ranks)
+        with pytest.raises(GroupError, match="refused rank 1: rank 0 has a run token and this"):
+            second.result()
+        with pytest.raises(GroupError, match="missing: rank 1"):
+            first.result()
+
+
+# --- rank 0 at an address that is not its own ---
+
+NETWORK = """
+set -e
+ip link set lo up
+unshare --net sleep 60 & other=$!
+while [ "$(readlink /proc/$other/ns/net)" = "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
+ip link add here type veth peer name there netns $other
+ip addr add 10.9.0.1/24 dev here
+ip addr add 10.8.0.1/24 dev here
+ip link set here up
+# Connections to this address come back to this machine, but no interface has it, as with NAT.
+ip route add local 10.9.0.200/32 dev lo
+nsenter -t $other -n sh -c '
+    ip addr add 10.9.0.2/24 dev there
+    ip link set there up
+    exec "$0" -m http.server --bind 10.9.0.2 29502' "$PYTHON" > /dev/null &
+connect='import socket; socket.create_connection(("10.9.0.2", 29502))'
+until "$PYTHON" -c "$connect" 2> /dev/null; do sleep 0.1; done
+exec "$PYTHON" "$@"
+"""
+
+
+@needs_namespaces
+def test_rank_0_must_run_where_the_address_leads() -> None:
+    """An address of NAT is right; nobody's, a refusing one and another program's are wrong."""
+    places = ["10.9.0.200:29500", "10.9.0.77:29501", "10.9.0.2:29502", "10.9.0.2:29503"]
+    places += ["no-such-host.invalid:29504"]
+    namespaces = ("--user", "--map-root-user", "--net", "--mount", "--pid", "--mount-proc")
+    done = subprocess.run(
+        [
+            *("unshare", *namespaces, "--fork", "--kill-child", "sh", "-c", NETWORK, "sh"),
+            *(Path(__file__).with_name("rank0_addresses.py"), *places),
+        ],
+        env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    met, *wrong, unknown = json.loads(done.stdout)
+    assert met == ["met", "[(0, 2), (1, 2)]"]
+    for place, (kind, told) in zip(places[1:], wrong, strict=False):
+        assert kind == "UserError"
+        assert f"{place.partition(':')[0]} is not an address of this machine" in told
+        assert "10.9.0.1, 10.8.0.1" in told
+    assert unknown[0] == "GroupError"
+    assert "--master-ip no-such-host.invalid is not an address and no known host name" in unknown[1]
+
+
+def test_another_program_at_the_port_is_no_rank_0() -> None:
+    """It accepts a connection and closes it, as a rank 0 does that has just ended."""
+
+    def serve(listener: socket.socket) -> None:
+        with suppress(OSError):  # the listener is closed
+            while True:
+                listener.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        threads.submit(serve, listener)
+        port = listener.getsockname()[1]
+        with pytest.raises(GroupError, match=rf"other than rank 0 answers at \S+:{port}, or"):
+            meet(LaunchSpec(1, 2, "127.0.0.1", port), 2.0)
+        listener.shutdown(socket.SHUT_RDWR)  # ends the thread
+
+
+# --- what waiting ranks print ---
+
+
+def test_waiting_ranks_say_for_whom(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 names the missing ranks; the others say whether they have reached rank 0."""
+    monkeypatch.setattr(meeting, "_FIRST_NOTICE_SECONDS", 0.5)
+    monkeypatch.setattr(meeting, "_NOTICE_SECONDS", 0.5)
+    port, lone = free_port(), free_port()
+    launches = [LaunchSpec(rank, 4, "127.0.0.1", port) for rank in (0, 2)]
+    launches.append(LaunchSpec(3, 4, "127.0.0.1", lone))
+    with ThreadPoolExecutor(3) as threads:
+        joining = [threads.submit(meet, launch, 3.0) for launch in launches]
+        for rank in joining:
+            assert isinstance(rank.exception(), GroupError)
+    said = capsys.readouterr().err
+    assert re.search(r"^rank 0: waiting for ranks 1 and 3 of 4 \(\d s left\)$", said, re.M)
+    joined = rf"^rank 2: waiting for the other ranks; this one has joined 127\.0\.0\.1:{port} "
+    assert re.search(joined, said, re.M)
+    alone = rf"^rank 3: waiting for rank 0 at 127\.0\.0\.1:{lone}, connection refused "
+    assert re.search(alone, said, re.M)
+    assert 6 <= said.count("\n") <= 15

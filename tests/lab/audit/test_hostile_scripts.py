@@ -1,0 +1,118 @@
+"""Scripts that attack the audit: every one ends with status 2 and one line, and leaves nothing."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lab.audit import recording, runner
+from lab.audit.isolation import run_network
+from lab.cli import main
+from lab.cluster import tools
+from tests.helpers.processes import running_in
+from tests.helpers.waiting import wait_until
+
+FOLDER = """\
+import json, os, sys, time
+folder = json.loads(os.environ["LAB_AUDIT"])["folder"]
+records = f"{folder}/{os.getpid()}.jsonl"
+"""
+FIFO = "os.unlink(records); os.mkfifo(records); time.sleep(1000)\n"
+LINK = "os.unlink(records); os.symlink('/dev/zero', records); time.sleep(1000)\n"
+LOG_FIFO = """\
+for rank in (0, 1):
+    try:
+        os.unlink(f"{folder}/rank{rank}.log"); os.mkfifo(f"{folder}/rank{rank}.log")
+    except OSError:
+        pass
+sys.exit(1)
+"""
+ENDLESS_LINE = """\
+with open(records, "a") as file:
+    while file.tell() < 3_000_000:
+        file.write("x" * 100_000)
+time.sleep(1000)
+"""
+ENDLESS_OUTPUT = """\
+for _ in range(30):
+    print("x" * 100_000, end="", flush=True)
+time.sleep(1000)
+"""
+BRACKETS = "open(records, 'a').write('[' * 100_000 + '\\n'); time.sleep(1000)\n"
+NONSENSE = 'open(records, \'a\').write(\'{"k": "group", "rank": []}\\n\')\n'
+NO_FOLDER = """\
+import shutil
+time.sleep(1)
+shutil.rmtree(folder, ignore_errors=True)
+time.sleep(1000)
+"""
+OLD_TORCH = """\
+open(records, "a").write('{"k": "torch", "version": "1.13.1+cpu"}\\n'); time.sleep(1000)
+"""
+DAEMON = """\
+import subprocess
+subprocess.Popen(["sleep", "1000"], env={}, start_new_session=True, stdout=-3, stderr=-3)
+"""
+
+
+def audit(folder: Path, script: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Audit a script in this process, and return the one line that says why it cannot be."""
+    (folder / "main.py").write_text(FOLDER + script)
+    began = time.monotonic()
+    status = main(["audit", "--timeout", "30", "--", sys.executable, "main.py", "{rank}"])
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "")
+    assert err.startswith("error: could not be run")
+    assert err.count("\n") == 1
+    assert time.monotonic() - began < 25
+    assert running_in(folder) == []
+    return err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (FIFO, "is no regular file any more: does the script write to the audit's own folder?"),
+        (LINK, "jsonl cannot be read"),
+        (LOG_FIFO, "log is no regular file any more"),
+        (ENDLESS_LINE, "has more than 1,000,000 bytes"),
+        (ENDLESS_OUTPUT, "printed more than 1,000,000 bytes"),
+        (BRACKETS, "the audit's records cannot be read (maximum recursion depth"),
+        (NONSENSE, "the records make no sense (TypeError"),
+        (NO_FOLDER, "the audit's records cannot be read (No such file or directory)"),
+        (OLD_TORCH, "runs with torch 1.13.1+cpu, and lab audit works with torch 2.0 and newer"),
+    ],
+    ids=lambda text: "",
+)
+def test_what_a_script_does_to_the_records_is_told_on_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recording, "MOST_RECORDS", 1_000_000)
+    monkeypatch.setattr(runner, "MOST_OUTPUT", 1_000_000)
+    monkeypatch.setattr(runner, "_TERMINATE_SECONDS", 0.0)
+    assert message in audit(tmp_path, script, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(tools.namespaces_refused()), reason=str(tools.namespaces_refused()))
+def test_a_daemon_with_an_empty_environment_ends_with_its_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "before any torch.optim optimiser took a step" in audit(tmp_path, DAEMON, capsys)
+
+
+def test_without_namespaces_the_ranks_run_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tools, "unshare_command", lambda *_: None)
+    with run_network(2, tmp_path, tmp_path, isolate=None, rate=None) as network:
+        assert network.prefix(0) == ()
+    wait_until(lambda: running_in(tmp_path) == [], "the end of all", timeout_seconds=5)

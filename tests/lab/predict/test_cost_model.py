@@ -1,0 +1,460 @@
+"""The cost model: formulas against a simulation by message, and known figures.
+
+The event model is compared with results by hand.
+"""
+
+import random
+import time
+
+import pytest
+
+from common.sync import STRATEGIES
+from common.sync.message_cost import KINDS, GradientSize, Operation
+from common.sync.message_plans import MessagePlan
+from lab.predict.compute_model import ComputeModel, ComputeProfile, StepCompute, local_samples
+from lab.predict.event_model import (
+    HEADERS,
+    PACKET_BYTES,
+    Network,
+    Rate,
+    ends_in_pairs,
+    exposed_seconds,
+    loads,
+    message_terms,
+    operation_terms,
+    predict_step,
+)
+from lab.predict.tables import message_plans
+
+ALPHA, BETA, GAMMA = 3e-4, 8e-9, 2e-10
+NETWORK = Network(ALPHA, BETA, GAMMA)
+VGG11_LAYERS = (
+    (64, 3),
+    (128, 64),
+    (256, 128),
+    (256, 256),
+    (512, 256),
+    (512, 512),
+    (512, 512),
+    (512, 512),
+)
+VGG11 = [
+    GradientSize(shape)
+    for out, into in VGG11_LAYERS
+    for shape in ((out, into, 3, 3), (out,), (out,), (out,))
+]
+VGG11 += [GradientSize((10, 512)), GradientSize((10,))]
+NO_COMPUTE = StepCompute(0.0, 0.0, 0.0)
+
+
+def simulate(messages):
+    """Return the seconds until the last of ``messages`` arrives.
+
+    A message is (sender, receiver, bytes, indices that must have arrived before, bytes summed on
+    arrival). A link carries one message at a time in each direction, in this order; alpha does not
+    occupy it.
+    """
+    arrived, sending, receiving = [], {}, {}
+    for sender, receiver, nbytes, after, summed in messages:
+        begin = max(
+            [
+                sending.get(sender, 0.0),
+                receiving.get(receiver, 0.0),
+                *(arrived[index] for index in after),
+            ]
+        )
+        sending[sender] = receiving[receiver] = begin + nbytes * BETA
+        arrived.append(begin + nbytes * BETA + ALPHA + summed * GAMMA)
+    return max(arrived)
+
+
+def ring_rounds(ranks, rounds, nbytes, summing_rounds, messages=()):
+    messages = list(messages)
+    for turn in range(rounds):
+        before = len(messages) - ranks
+        messages += [
+            (
+                rank,
+                (rank + 1) % ranks,
+                nbytes,
+                [before + (rank - 1) % ranks] if turn else [],
+                nbytes if turn < summing_rounds else 0,
+            )
+            for rank in range(ranks)
+        ]
+    return messages
+
+
+def binomial(ranks, nbytes):
+    messages, got = [], {0: None}
+    distance = 1 << (ranks - 1).bit_length()
+    while distance := distance // 2:
+        for rank in sorted(got):
+            if rank % (2 * distance) == 0 and rank + distance < ranks:
+                messages.append(
+                    (rank, rank + distance, nbytes, [] if got[rank] is None else [got[rank]], 0)
+                )
+                got[rank + distance] = len(messages) - 1
+    return messages
+
+
+def messages_of(kind, ranks, nbytes):
+    part = nbytes / ranks
+    reduce_scatter = ring_rounds(ranks, ranks - 1, part, ranks - 1)
+    return {
+        "all_reduce": ring_rounds(ranks, 2 * (ranks - 1), part, ranks - 1),
+        "reduce": reduce_scatter
+        + [
+            (rank, 0, part, [len(reduce_scatter) - ranks + (rank - 1) % ranks], 0)
+            for rank in range(1, ranks)
+        ],
+        "all_gather": ring_rounds(ranks, ranks - 1, nbytes, 0),
+        "reduce_scatter": reduce_scatter,
+        "broadcast": binomial(ranks, nbytes),
+        "gather": [
+            (rank, 0, nbytes + (PACKET_BYTES if rank > 1 else 0), [], 0) for rank in range(1, ranks)
+        ],
+        "scatter": [
+            (0, rank, nbytes + (PACKET_BYTES if rank > 1 else 0), [], 0) for rank in range(1, ranks)
+        ],
+        "exchange": ring_rounds(ranks, 1, nbytes, 0),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [*range(2, 10), 33, 64])
+def test_formulas_equal_a_simulation_of_the_messages(kind, ranks):
+    for nbytes in (40, 1_000_000, 36_924_456):
+        formula = operation_terms(Operation(kind, nbytes), ranks, NETWORK).seconds
+        simulated = simulate(messages_of(kind, ranks, nbytes))
+        if kind == "broadcast" and ranks & (
+            ranks - 1
+        ):  # some ranks are closer to the root than others
+            assert formula - 2 * ALPHA <= simulated <= formula + 1e-12
+        else:
+            assert formula == pytest.approx(simulated, rel=1e-12)
+
+
+def test_counts_sums_and_copies_add_up():
+    network = Network(1.0, 0.25, 0.5, 0.125)
+    one = operation_terms(
+        Operation("exchange", 8, count=3, summed_bytes=4, copied_bytes=16), 5, network
+    )
+    assert (one.latency, one.bandwidth, one.root, one.summation) == (3.0, 6.0, 0.0, 12.0)
+    assert operation_terms(Operation("gather", 8), 5, network).root == 8.0 + 3 * PACKET_BYTES * 0.25
+    assert loads("all_reduce", 10, 1) == (0, 0.0, 0.0)
+
+
+def test_an_operation_takes_no_less_than_its_floor_and_nothing_more():
+    """max(alpha1, ideal + alpha0): the floor adds latency and does not affect large messages."""
+    network = Network(ALPHA, BETA, kinds={"all_reduce": Rate(ALPHA, BETA, 0.02)})
+    small, large = (
+        operation_terms(Operation("all_reduce", nbytes, count=3), 4, network)
+        for nbytes in (1_000, 8_000_000)
+    )
+    assert small.seconds == pytest.approx(3 * 0.02)
+    assert small.bandwidth == pytest.approx(3 * 1.5 * 1_000 * BETA)
+    assert large.seconds == pytest.approx(3 * (6 * ALPHA + 1.5 * 8_000_000 * BETA))
+    assert (
+        network.over(rate_bits=1e8, latency_seconds=None).rate("all_reduce").floor_seconds == 0.02
+    )
+
+
+def test_four_nodes_at_one_gigabit():
+    network = Network(0.0, 8 / 1e9)
+    seconds = {
+        name: predict_step(strategy, VGG11, 4, network=network, compute=NO_COMPUTE).step_seconds
+        for name, strategy in message_plans(
+            ["gather_scatter", "gather_scatter_flat", "all_reduce", "ring"]
+        ).items()
+    }
+    assert sum(VGG11) == 36_924_456
+    assert seconds["gather_scatter"] == pytest.approx(1.77, abs=0.005)
+    assert seconds["gather_scatter_flat"] == pytest.approx(1.77, abs=0.005)
+    assert seconds["all_reduce"] == pytest.approx(0.443, abs=0.002)
+    assert seconds["ring"] == pytest.approx(0.443, abs=0.002)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_bytes_and_more_ranks_never_take_less(kind):
+    times = [
+        [
+            operation_terms(Operation(kind, nbytes), ranks, NETWORK).seconds
+            for nbytes in (0, 100, 10_000, 10**8)
+        ]
+        for ranks in (2, 3, 4, 7, 8, 9, 64, 1000, 100_000)
+    ]
+    assert all(row == sorted(row) for row in times)
+    assert all(list(column) == sorted(column) for column in zip(*times, strict=True))
+
+
+# K: bytes of 1 % of the entries
+TENSORS, PAYLOAD, K = len(VGG11), sum(VGG11), 4 * -(-sum(VGG11) // 400)
+
+SHARDED_BUCKETS = (
+    *(9_463_848, 9_443_328, 9_443_328, 4_724_736),
+    *(2_362_368, 1_182_720, 304_128),
+)
+
+
+def padded(sizes, ranks):
+    """Return the sum of these bytes, each padded to equal parts of whole 4-byte entries."""
+    return sum(4 * ranks * -(-size // (4 * ranks)) for size in sizes)
+
+
+# From docs/strategies.md, for n ranks: messages in sequence, and payload bytes on the busiest link.
+CLOSED_FORMS = {
+    "gather_scatter": lambda n: (
+        2 * TENSORS,
+        2 * (n - 1) * PAYLOAD + 2 * TENSORS * (n - 2) * PACKET_BYTES,
+    ),
+    "gather_scatter_flat": lambda n: (2, 2 * (n - 1) * PAYLOAD + 2 * (n - 2) * PACKET_BYTES),
+    "reduce_broadcast": lambda n: ((n + 17) * TENSORS, (2 * (n - 1) / n + 17) * PAYLOAD),
+    "all_reduce": lambda n: (2 * (n - 1) * TENSORS, 2 * (n - 1) / n * PAYLOAD),
+    "all_reduce_flat": lambda n: (2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
+    "tree": lambda n: (2 * 17, 2 * 17 * PAYLOAD),
+    "ring": lambda n: (2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
+    "halving_doubling": lambda n: (
+        2 * 16 + 2,
+        (2 + 2) * PAYLOAD,
+    ),  # 100,000 is no power of two: two more messages, each of all bytes
+    "sharded": lambda n: (
+        7 * 2 * (n - 1),
+        2 * (n - 1) / n * padded(SHARDED_BUCKETS, n),
+    ),
+    "overlapped": lambda n: (3 * 2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
+    "ddp": lambda n: (3 * 2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
+    "ddp_fp16": lambda n: (3 * 2 * (n - 1), (n - 1) / n * PAYLOAD),
+    "topk": lambda n: (2 * (n - 1), 2 * (n - 1) * K),
+    "local_sgd": lambda n: (2 * (n - 1), 2 * (n - 1) / n * PAYLOAD),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+def test_closed_formulas_hold_at_100_000_nodes(name):
+    """Each cost depends on the number of nodes as it should; 4 nodes would not show this."""
+    strategy, (messages, link_bytes) = message_plans([name])[name], CLOSED_FORMS[name](100_000)
+    terms = message_terms(strategy, VGG11, 100_000, network=Network(1.0, 1.0))
+    assert terms.latency == pytest.approx(messages)
+    assert terms.bandwidth + terms.root == pytest.approx(
+        link_bytes, rel=0.02
+    )  # a ring's chunks are whole entries
+
+
+def test_a_root_takes_its_messages_one_after_the_other():
+    """Otherwise a gather of a few bytes would be the fastest on 100,000 nodes.
+
+    The formula would charge two messages, however many ranks send.
+    """
+    small, strategies = (
+        [GradientSize((10,))],
+        message_plans(["gather_scatter_flat", "tree", "ring"]),
+    )
+    seconds = {
+        name: [
+            message_terms(one, small, ranks, network=Network(5e-5, 8e-10)).seconds
+            for ranks in (4, 100_000)
+        ]
+        for name, one in strategies.items()
+    }
+    assert seconds["gather_scatter_flat"][0] < seconds["tree"][0]
+    assert seconds["tree"][1] < seconds["gather_scatter_flat"][1] < seconds["ring"][1]
+
+
+def test_every_strategy_for_100_000_nodes_within_a_second():
+    strategies, compute = message_plans(list(STRATEGIES)), StepCompute(0.3, 0.6, 0.01)
+    began = time.perf_counter()
+    for name, strategy in strategies.items():
+        for ranks in (2, 100_000):
+            one = predict_step(strategy, VGG11, ranks, network=NETWORK, compute=compute)
+            assert one.step_seconds == pytest.approx(one.compute_seconds + one.sync_seconds)
+            assert (one.bytes_sent_others > 0) == (name != "none")
+    assert time.perf_counter() - began < 1.0
+
+
+# Backward takes 10 s. A case: messages as (ready, seconds), overlap cost, seconds beyond backward.
+@pytest.mark.parametrize(
+    ("messages", "cost", "expected"),
+    [
+        ([], 0.0, (0, 0)),
+        ([(2, 3), (6, 3)], 0.0, (0, 0)),  # all hidden
+        ([(None, 3), (None, 4)], 0.0, (0, 7)),  # nothing hidden
+        ([(10, 3), (10, 4)], 0.0, (0, 7)),  # ready at the end: as above
+        ([(9, 3), (10, 4)], 0.0, (0, 6)),  # the first bucket is late and delays the second
+        ([(1, 20), (10, 1)], 0.0, (0, 12)),  # the first takes longer than backward
+        ([(2, 3), (10, 1)], 1.0, (3, 1)),  # backward stops during the first message
+        # half speed during the first message, full speed after it
+        ([(2, 4), (10, 1)], 0.5, (2, 1)),
+        (
+            [(8, 6), (None, 1)],
+            0.5,
+            (2, 3),
+        ),  # 2 s of work take 4 s; 2 s and 1 s of messages are left
+    ],
+)
+def test_event_model_by_hand(messages, cost, expected):
+    assert exposed_seconds(messages, 10.0, cost) == pytest.approx(expected)
+
+
+def test_buckets_wait_for_the_gradients_that_they_hold():
+    class Buckets(MessagePlan):
+        def operations(self, sizes, ranks):
+            return [
+                Operation("exchange", 100, ready_bytes=100),
+                Operation("exchange", 300, ready_bytes=400),
+            ]
+
+        def bytes_sent(self, sizes, rank, ranks):
+            return 400
+
+    compute = StepCompute(1.0, 4.0, 0.5, ready_bytes=(100, 400), ready_shares=(0.25, 1.0))
+    one = predict_step(Buckets(), [300, 100], 2, network=Network(0.0, 0.02), compute=compute)
+    assert (one.compute_seconds, one.sync_seconds) == pytest.approx(
+        (5.5, 6.0)
+    )  # the first bucket is hidden, from 1 s to 3 s of 4 s
+    assert (one.bound, one.bytes_sent_root) == ("bandwidth", 400)
+
+
+class Sharded(MessagePlan):
+    """Three parameters of 100, 200 and 300 bytes; the last one is a bucket, the others are one."""
+
+    def operations(self, sizes, ranks):
+        return [
+            Operation("exchange", 300, ready_bytes=300),
+            Operation("exchange", 300, ready_bytes=600),
+            Operation("exchange", 500, needed_bytes=0),
+            Operation("exchange", 1000, needed_bytes=300),
+        ]
+
+    def bytes_sent(self, sizes, rank, ranks):
+        return 2100
+
+    def update_share(self, ranks):
+        return 1 / ranks
+
+
+@pytest.mark.parametrize(
+    ("overlap_cost", "expected"),
+    [
+        # Each byte takes 10 ms. The gathers of 5 s and 10 s share the link: they end after 10 s and
+        # 15 s. Forward begins at 10 s, computes 2 s, and waits 3 s for the second one. Backward
+        # hides the first exchange, and the second takes 3 s after it. The update takes 4 s / 2.
+        (0.0, (10 + 20 + 2, 10 + 3 + 3)),
+        # At half speed forward needs the second gather at 14 s, and waits for 1 s. The first
+        # exchange delays backward by 1.5 s.
+        (0.5, (10 + 2 + 20 + 1.5 + 2, 10 + 1 + 3)),
+    ],
+)
+def test_forward_waits_for_the_gathers_that_the_last_step_began(overlap_cost, expected):
+    network = Network(0.0, 0.01, overlap_cost=overlap_cost)
+    compute = StepCompute(10.0, 20.0, 4.0, (300, 500, 600), (0.25, 0.75, 1.0), (0.2, 0.1, 0.0))
+    step = predict_step(Sharded(), [100, 200, 300], 2, network=network, compute=compute)
+    assert (step.compute_seconds, step.sync_seconds) == pytest.approx(expected)
+    assert step.step_seconds == pytest.approx(sum(expected))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ends"),
+    [
+        ([], []),
+        ([3], [3]),
+        ([4, 6, 10], [8, 12, 20]),
+        # The others end after 4, 8 and 14 s, but in order the first counts for them, too.
+        ([10, 2, 2, 3], [17, 17, 17, 17]),
+    ],
+)
+def test_two_messages_at_a_time_share_the_link(seconds, ends):
+    assert ends_in_pairs(seconds) == pytest.approx(ends)
+
+
+def test_a_stalled_forward_is_a_backward_seen_in_a_mirror():
+    """Here forward is followed from its begin: during a gather it computes, or waits for it."""
+    generator = random.Random(0)
+    for _ in range(500):
+        cost, forward = generator.choice([0.0, 0.3, 0.9]), 10.0
+        needed = sorted(generator.choice([0.0, forward * generator.random()]) for _ in range(5))
+        gathers = [(at, 4 * generator.random()) for at in needed[: generator.randrange(6)]]
+        computed = 0.0
+        for at, seconds in gathers:
+            computed = min(at, computed + (1 - cost) * seconds)
+        took = sum(seconds for _, seconds in gathers) + forward - computed
+        mirrored = [(forward - at, seconds) for at, seconds in reversed(gathers)]
+        assert forward + sum(exposed_seconds(mirrored, forward, cost)) == pytest.approx(took)
+
+
+def test_without_times_of_forward_it_is_the_mirror_image_of_backward():
+    """Backward is done with the last 300 of 600 bytes after a quarter: forward begins them then."""
+    alike = StepCompute(10.0, 20.0, 4.0, (300, 500, 600), (0.25, 0.75, 1.0))
+    assert [alike.needed_seconds(nbytes) for nbytes in (0, 100, 299, 300)] == [0, 2.5, 2.5, 7.5]
+    known = StepCompute(10.0, 20.0, 4.0, (300, 500, 600), (0.25, 0.75, 1.0), (0.6, 0.2, 0.0))
+    assert [known.needed_seconds(nbytes) for nbytes in (0, 100, 299, 300)] == [0, 2, 2, 6]
+    assert NO_COMPUTE.needed_seconds(100) == 0
+
+
+def test_a_periodic_strategy_is_predicted_by_its_mean_step():
+    every = predict_step(
+        message_plans(["all_reduce_flat"])["all_reduce_flat"],
+        VGG11,
+        4,
+        network=NETWORK,
+        compute=NO_COMPUTE,
+    )
+    for period in (1, 8):
+        strategy = message_plans(["local_sgd"], {"averaging_period": period})["local_sgd"]
+        one = predict_step(strategy, VGG11, 4, network=Network(ALPHA, BETA), compute=NO_COMPUTE)
+        assert one.bytes_sent_others * period >= every.bytes_sent_others
+        assert one.sync_seconds * period >= 6 * ALPHA + 1.5 * sum(VGG11) * BETA
+
+
+@pytest.mark.parametrize(
+    ("name", "network", "bound"),
+    [
+        ("all_reduce", Network(1.0, 1e-12), "latency"),
+        ("ring", Network(1e-9, 1e-6), "bandwidth"),
+        ("gather_scatter", Network(1e-9, 1e-6), "root's link"),
+        ("tree", Network(1e-9, 1e-12, 1e-6), "summation"),
+        ("ring", Network(1e-9, 1e-12), "compute"),
+    ],
+)
+def test_what_bounds_a_step_is_what_takes_longest(name, network, bound):
+    compute = StepCompute(0.1, 0.2, 0.01)
+    assert (
+        predict_step(message_plans([name])[name], VGG11, 8, network=network, compute=compute).bound
+        == bound
+    )
+
+
+def test_other_links_keep_the_software():
+    network = Network(1e-4, 1e-9, 2e-10, 3e-10, {"all_reduce": Rate(2e-4, 5e-10)}, overlap_cost=0.8)
+    slow = network.over(rate_bits=1e9, latency_seconds=None)
+    assert slow.rate("all_reduce") == Rate(2e-4, 8e-9 * HEADERS)
+    assert slow.overlap_cost == pytest.approx(0.8 * 5e-10 / (8e-9 * HEADERS))
+    assert slow.gamma_seconds_per_byte == 2e-10
+    fast = network.over(rate_bits=1e12, latency_seconds=1e-6)
+    # no byte is faster than this software allows
+    assert fast.rate("all_reduce") == Rate(1e-6, 5e-10)
+    assert (fast.rate("gather"), fast.overlap_cost) == (Rate(1e-6, 1e-9), 0.8)
+    assert network.over(rate_bits=None, latency_seconds=None) == network
+
+
+def test_compute_time_by_samples_and_by_ranks_on_the_machine():
+    alone = ComputeProfile(1, 4, 0.1, 0.01, 0.2, 0.02, 0.05)
+    four = ComputeProfile(4, 1, 0.1, 0.05, 0.2, 0.1, 0.3)
+    model = ComputeModel((alone, four), (8, 16), (0.5, 1.0))
+    assert model.at(10).seconds == pytest.approx(0.1 + 0.1 + 0.2 + 0.2 + 0.05)
+    assert model.at(10, ranks_here=4).seconds == pytest.approx(0.1 + 0.5 + 0.2 + 1.0 + 0.3)
+    assert model.at(10, ranks_here=8).seconds == pytest.approx(
+        2 * model.at(10, ranks_here=4).seconds
+    )
+    between = [model.at(10, ranks_here=ranks).seconds for ranks in (1, 2, 3, 4)]
+    assert between == sorted(between)
+    step = model.at(10)
+    assert [step.ready_seconds(nbytes) / step.backward_seconds for nbytes in (1, 8, 9, 16, 99)] == [
+        0.5,
+        0.5,
+        1.0,
+        1.0,
+        1.0,
+    ]
+    assert [local_samples(256, nodes, scaling="strong") for nodes in (1, 3, 1000)] == [256, 86, 2]
+    assert local_samples(64, 1000, scaling="weak") == 64
