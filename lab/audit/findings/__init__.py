@@ -11,19 +11,18 @@ from dataclasses import replace
 from math import prod
 
 from lab.audit.findings import clocks, collectives, gradients, notices, samples, weights
-from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, catalogue, merge
+from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, merge
 from lab.audit.findings.where import POINT_TO_POINT
 from lab.audit.recording import Recording
 
+# ``check(recording)`` of each is run, in this order.
 CHECKS = (collectives, gradients, weights, samples, notices, clocks)
-"""``check(recording)`` of each is run, in this order."""
 _OF_REPLICAS = (gradients, weights, samples)
 _ONE_MODEL = Unknown(
     "gradients: the ranks exchange activations, so they may compute one model together (tensor, "
     "expert or pipeline parallel); only replicas are compared"
 )
-_OF_CLOCKS = ("clocks", "printed_losses")
-"""The parts of the probe without which all else can be told."""
+_OF_CLOCKS = ("clocks", "printed_losses")  # parts of the probe without which all else can be told
 
 
 def run_checks(
@@ -38,27 +37,26 @@ def run_checks(
         once, with the numbers of ranks if it does not hold for all runs.
     """
     found: list[Finding] = []
-    said: dict[type, dict[str, list[int]]] = {Right: defaultdict(list), Unknown: defaultdict(list)}
+    said: dict[Right | Unknown, set[int]] = defaultdict(set)
     for recording in recordings:
         findings = []
         for one in [*_check_all(recording), *_troubles(recording)]:
             if isinstance(one, Finding):
                 findings.append(replace(one, sizes=(recording.size,)))
             else:
-                said[type(one)][one.text].append(recording.size)
+                said[one].add(recording.size)
         found += without_explained(findings)
-    known = {one.name for one in found}
-    found += [one for one in notices.compare(recordings) if not _explained(one.name, known)]
+    found += notices.compare(recordings)
     sizes = {one.size for one in recordings}
     right, unknown = (
-        [text if set(held) == sizes else f"{text} ({_on(held)})" for text, held in texts.items()]
-        for texts in said.values()
+        [_on(one.text, held, sizes) for one, held in said.items() if isinstance(one, kind)]
+        for kind in (Right, Unknown)
     )
     return merge(gradients.resolve(found, recordings)), right, unknown
 
 
-def _on(sizes: Iterable[int]) -> str:
-    return f"on {' and '.join(map(str, dict.fromkeys(sizes)))} ranks"
+def _on(text: str, held: set[int], sizes: set[int]) -> str:
+    return text if held == sizes else f"{text} (on {' and '.join(map(str, sorted(held)))} ranks)"
 
 
 def _check_all(recording: Recording) -> Iterator[Outcome]:
@@ -80,8 +78,7 @@ def _check_all(recording: Recording) -> Iterator[Outcome]:
 
 def _troubles(recording: Recording) -> Iterator[Unknown]:
     """Yield where the probe itself has failed: this tool's fault, not the script's."""
-    processes = [*recording.ranks, *(one for rank in recording.ranks for one in rank.workers)]
-    for process in [*processes, *recording.others]:
+    for process in recording.processes:
         for record in process.by_kind["trouble"]:
             part, error = record["part"], record["text"].strip().splitlines()[-1]
             subject = "clocks" if part in _OF_CLOCKS else "gradients"
@@ -98,8 +95,6 @@ def is_one_model(recording: Recording) -> bool:
     ranks that train different parameters. FSDP gathers weights in forward; DDP within Join sends a
     single number.
     """
-    if any(rank.by_kind["fsdp"] for rank in recording.ranks):
-        return False
     calls = [
         one
         for rank in recording.ranks
@@ -110,11 +105,11 @@ def is_one_model(recording: Recording) -> bool:
         sorted(row[1:3] for one in rank.by_kind["params"] for row in one["rows"])
         for rank in recording.ranks
     ]
-    if any(one != rows[0] for one in rows) and any(one["name"] in POINT_TO_POINT for one in calls):
-        return True
-    return any(
+    apart = any(one != rows[0] for one in rows)
+    return not any(rank.by_kind["fsdp"] for rank in recording.ranks) and any(
         one["within"] == "forward"
         or (one["within"] and one["name"].startswith(("all_to_all", "all_gather")))
+        or (apart and one["name"] in POINT_TO_POINT)
         for one in calls
     )
 
@@ -122,9 +117,5 @@ def is_one_model(recording: Recording) -> bool:
 def without_explained(found: Iterable[Finding]) -> list[Finding]:
     """Return the findings of a run that do not follow from another one in it."""
     everything = list(found)
-    names = {one.name for one in everything}
-    return [one for one in everything if not _explained(one.name, names)]
-
-
-def _explained(name: str, names: set[str]) -> bool:
-    return any(name in catalogue()[other].explains for other in names)
+    explained = {name for one in everything for name in one.entry.explains}
+    return [one for one in everything if one.name not in explained]

@@ -5,13 +5,11 @@ the script forms after the cut has fewer steps than the script meant, so its div
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
 from lab.audit.recording import RankRecords, Record, Recording, code_line
 
-_FEWEST = 5
-"""A mean over fewer iterations is not checked: its divisor may mean something else."""
+_FEWEST = 5  # a mean over fewer iterations is not checked: its divisor may mean something else
 _SHARE = 0.9
 
 
@@ -21,16 +19,13 @@ def check(recording: Recording) -> Iterator[Outcome]:
         return
     means = [(rank, mean) for rank in recording.ranks for mean in _last_means(rank)]
     faults = {one.name: one for rank, mean in reversed(means) for one in _faults(rank, mean)}
-    yield from faults.values()
-    right = [one for _, one in means if _is_of_steps(one) and not _divides_wrongly(one)]
-    if not faults:
-        yield (
-            Right(f"the mean time covers {_iterations(right[-1])} whole steps, without the first")
-            if right
-            else Unknown(
-                f"the clock: no mean time over {_FEWEST} or more whole steps could be read"
-            )
-        )
+    right: list[Outcome] = [
+        Right(f"the mean time covers {_iterations(one)} whole steps, without the first")
+        for _, one in means
+        if _is_of_steps(one) and not _divides_wrongly(one)
+    ]
+    nothing = Unknown(f"the clock: no mean time over {_FEWEST} or more whole steps could be read")
+    yield from faults.values() or right[-1:] or [nothing]
     losses = [
         found("loss-of-one-rank", code_line(one["at"]), rank=rank.rank)
         for rank in recording.ranks
@@ -45,28 +40,41 @@ def _last_means(rank: RankRecords) -> list[Record]:
 
     A running mean is right or wrong at its end. Those after the cut count where there is no other.
     """
-    means = [one for one in rank.by_kind["clock"] if one["event"] == "mean"]
+    means = [
+        one
+        for one in rank.by_kind["clock"]
+        if one["event"] == "mean" and _iterations(one) >= _FEWEST
+    ]
     early_last = sorted(means, key=lambda one: not one["after_cut"])
     return list({(str(one["at"]), _is_of_steps(one)): one for one in early_last}.values())
 
 
-def _faults(rank: RankRecords, mean: Record) -> Iterator[Finding]:
-    at, number = code_line(mean["at"]), _iterations(mean)
-    facts: dict[str, Any] = {"rank": rank.rank, "number": number}
-    if _divides_wrongly(mean) and not mean["after_cut"]:
-        sure = abs(mean["divisor"] - number) <= 2
-        yield found("clock-wrong-divisor", at, sure=sure, divisor=mean["divisor"], **facts)
-    if not _is_of_steps(mean):
-        return
-    if mean["first"]:
-        yield found("clock-first-iteration", at, **facts)
+def _faults(rank: RankRecords, mean: Record) -> list[Finding]:
+    number, divisor, of_steps = _iterations(mean), mean["divisor"], _is_of_steps(mean)
+    several = of_steps and mean["intervals"] >= _FEWEST
     early = mean["before_update"] == mean["intervals"] and not mean["update_timed"]
-    if mean["intervals"] < _FEWEST:
-        return
-    if early and rank.by_kind["step"]:
-        yield found("clock-before-update", at, kind="update", sure=False, **facts)
-    elif mean["device_pending"] >= _SHARE * mean["intervals"]:
-        yield found("clock-before-update", at, kind="device", **facts)
+    pending = mean["device_pending"] >= _SHARE * mean["intervals"]
+    wrong = _divides_wrongly(mean) and not mean["after_cut"]
+    known = early and bool(rank.by_kind["step"])
+    cases = (  # name, kind, whether it holds, whether it is sure
+        ("clock-wrong-divisor", None, wrong, abs(divisor - number) <= 2),
+        ("clock-first-iteration", None, of_steps and mean["first"], True),
+        ("clock-before-update", "update", several and known, False),
+        ("clock-before-update", "device", several and pending and not known, True),
+    )
+    return [
+        found(
+            name,
+            code_line(mean["at"]),
+            kind=kind,
+            sure=sure,
+            rank=rank.rank,
+            number=number,
+            divisor=divisor,
+        )
+        for name, kind, holds, sure in cases
+        if holds
+    ]
 
 
 def _iterations(mean: Record) -> int:
@@ -75,9 +83,8 @@ def _iterations(mean: Record) -> int:
 
 
 def _is_of_steps(mean: Record) -> bool:
-    """Return whether a mean is one of enough iterations of training, and not of parts of them."""
-    number = _iterations(mean)
-    return number >= _FEWEST and bool(mean["backwards"] >= _SHARE * number)
+    """Return whether a mean is one of iterations of training, and not of parts of them."""
+    return bool(mean["backwards"] >= _SHARE * _iterations(mean))
 
 
 def _divides_wrongly(mean: Record) -> bool:
@@ -87,7 +94,7 @@ def _divides_wrongly(mean: Record) -> bool:
     """
     number = _iterations(mean)
     divisors = {mean["divisor"], round(mean["divisor"] / mean["unit"], 6)}
-    counts = {mean["intervals"], mean["steps"], mean["backwards"], mean["scale"]}
+    counts = {mean[name] for name in ("intervals", "steps", "backwards", "scale")}
     counts.add(mean["steps"] + (mean["intervals"] == 1))  # a single one may end within a step
     near = any(max(_FEWEST, number / 2) <= one <= number * 2 for one in divisors)
-    return number >= _FEWEST and near and not divisors & counts
+    return near and not divisors & counts

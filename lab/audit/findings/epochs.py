@@ -5,50 +5,32 @@ index in the innermost dataset, see probe/data.py; ``same_data`` says whether on
 sample on two ranks.
 """
 
-from collections import Counter
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
+from collections import ChainMap, Counter
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, compress, pairwise, zip_longest
 from typing import Any, NamedTuple
 
 from lab.audit.recording import RankRecords, Record, Recording
 
-Index = Any
-"""An index as a sampler draws it: mostly an int, but anything that can be a key."""
+Index = Any  # as a sampler draws it: mostly an int, but anything that can be a key
 
 
-class Draw(NamedTuple):
-    """The samples of a batch, or of the rest of an epoch.
-
-    outer, inner : their indices as the sampler draws them, and the innermost ones.
-    contents : hashes of them as the script was given them, where known.
-    """
-
-    outer: list[Index]
-    inner: list[Index]
-    contents: Sequence[Hashable]
-
-
-@dataclass(frozen=True)
-class Epoch:
+class Epoch(NamedTuple):
     """One iteration of a rank over a loader.
 
-    Parameters
-    ----------
-    batches : those that the script was given and whose indices are known.
-    whole : these and what was left when the run was cut; empty if that is not all known.
+    batches : the records of those that the script was given and whose indices are known. Outer
+        indices, ``indices``, stand for innermost ones, ``inner``, that are not known.
+    given : their outer indices.
+    whole : these records and that of what was left when the run was cut; empty if that is not all
+        known.
     left : the script left it early: neither the loader nor the cut ended it.
     """
 
-    batches: list[Draw]
-    whole: list[Draw]
+    batches: list[Record]
+    given: list[Index]
+    whole: list[Record]
     left: bool
-
-    @property
-    def given(self) -> list[Index]:
-        """The outer indices of the batches."""
-        return [index for batch in self.batches for index in batch.outer]
 
 
 @dataclass(frozen=True)
@@ -65,14 +47,17 @@ class TrainingLoader:
     facts: Record
     epochs: list[Epoch]
 
-    @cached_property
-    def contents(self) -> dict[Index, Hashable]:
-        """The hashes of samples as the script was given them, by innermost index."""
-        batches = [batch for epoch in self.epochs for batch in epoch.batches]
+    @property
+    def drawn(self) -> dict[tuple[int, int], dict[Index, Hashable]]:
+        """The batches by epoch and number, from 1: hashes of samples by innermost index.
+
+        The hashes are those of the samples as the script was given them; None if not known.
+        """
         return {
-            index: content
-            for one in batches
-            for index, content in zip(one.inner, one.contents, strict=False)
+            (number, b): dict(zip_longest(batch["inner"], batch.get("contents") or ()))
+            for number, epoch in enumerate(self.epochs, 1)
+            for b, batch in enumerate(epoch.batches, 1)
+            if batch["inner"]
         }
 
 
@@ -83,56 +68,51 @@ def training_loaders(recording: Recording) -> list[list[TrainingLoader]]:
     left out, as a parameter server is; with other numbers of loaders nothing is returned.
     """
     found = [loaders for one in recording.ranks if (loaders := _loaders_of(one))]
-    if len(found) < 2 or len({len(loaders) for loaders in found}) > 1:
+    if len(found) < 2 or len(set(map(len, found))) > 1:
         return []
     groups = [list(group) for group in zip(*found, strict=True)]
     return [one for one in groups if len({loader.facts.get("dataset") for loader in one}) == 1]
 
 
 def _loaders_of(rank: RankRecords) -> list[TrainingLoader]:
-    trained = sorted(trained_epochs(rank))
-    loaders = []
-    for facts in rank.by_kind["loader"]:
-        epochs = [_epoch(rank, number, epoch) for number, epoch in trained if number == facts["l"]]
-        if epochs:
-            loaders.append(TrainingLoader(rank.rank, facts, epochs))
-    return loaders
+    trained = sorted(_trained_epochs(rank))
+    loaders = [
+        TrainingLoader(
+            rank.rank, facts, [_epoch(rank, at) for at in trained if at[0] == facts["l"]]
+        )
+        for facts in rank.by_kind["loader"]
+    ]
+    return [one for one in loaders if one.epochs]
 
 
-def trained_epochs(rank: RankRecords) -> set[tuple[int, int]]:
+def _trained_epochs(rank: RankRecords) -> set[tuple[int, int]]:
     """Return (loader, epoch) of the batches that were the last ones before a backward pass.
 
     Where the probe has recorded in which epochs the optimiser stepped, only these count.
     """
-    found, latest = set(), None
-    for record in rank.records:
-        if record["k"] == "batch":
-            latest = (record["l"], record["epoch"])
-        elif record["k"] == "backward" and latest is not None:
-            found.add(latest)
+    events = [one for one in rank.records if one["k"] in ("batch", "backward")]
+    last = {
+        (one["l"], one["epoch"])
+        for one, following in pairwise(events)
+        if one["k"] == "batch" and following["k"] == "backward"
+    }
     stepped = {(one["l"], one["epoch"]) for one in rank.by_kind["trained"]}
-    return found & stepped if stepped else found
+    return last & stepped if stepped else last
 
 
-def _draw(record: Record) -> Draw:
-    """Return a record's indices; the outer ones stand for inner ones that are not known."""
-    outer = record["indices"] or []
-    return Draw(outer, record.get("inner") or outer, record.get("contents") or ())
-
-
-def _epoch(rank: RankRecords, loader: int, epoch: int) -> Epoch:
+def _epoch(rank: RankRecords, at: tuple[int, int]) -> Epoch:
     """Return an epoch. It is whole if it ended uncut with all batches, or its rest is known."""
-    given, ends, rests = (
-        [one for one in rank.by_kind[kind] if (one["l"], one["epoch"]) == (loader, epoch)]
-        for kind in ("batch", "epoch", "rest")
-    )
-    known = all(one["indices"] is not None for one in [*given, *rests])
-    whole = known and (rests or any(not one["cut"] for one in ends))
-    return Epoch(
-        [_draw(one) for one in given if one["indices"] is not None],
-        [_draw(one) for one in [*given, *rests]] if whole else [],
-        left=not ends,
-    )
+    kinds = ("batch", "epoch", "rest")
+    records = [one for one in rank.records if one["k"] in kinds and (one["l"], one["epoch"]) == at]
+    draws = [
+        one | {"inner": one.get("inner") or one["indices"]} for one in records if one.get("indices")
+    ]
+    batches = [one for one in draws if one["k"] == "batch"]
+    given = [index for one in batches for index in one["indices"]]
+    known = all(one.get("indices", ()) is not None for one in records)
+    left = records[-1]["k"] == "batch"
+    whole = known and not left and not records[-1].get("cut")
+    return Epoch(batches, given, draws if whole else [], left)
 
 
 def same_data(one: TrainingLoader, other: TrainingLoader) -> bool | None:
@@ -141,10 +121,10 @@ def same_data(one: TrainingLoader, other: TrainingLoader) -> bool | None:
     Equal values tell, unless many samples are equal by themselves. Augmentation changes them, so
     unequal ones tell nothing; what the datasets hold does.
     """
-    both = [index for index in one.contents if index in other.contents]
-    equal = {one.contents[i] for i in both if one.contents[i] == other.contents[i]} - {None}
-    varied = len({one.contents[i] for i in both}) * 2 > len(both)
-    if varied and len(equal) >= max(2, len(both) / 10):
+    mine, theirs = (dict(ChainMap(*loader.drawn.values())) for loader in (one, other))
+    both = [(mine[index], theirs[index]) for index in mine if index in theirs]
+    equal = {a for a, b in both if a == b} - {None}
+    if 2 * len({a for a, _ in both}) > len(both) and len(equal) >= max(2, len(both) / 10):
         return True
     held = [loader.facts.get("content") for loader in (one, other)]
     return None if None in held else held[0] == held[1]
@@ -152,87 +132,59 @@ def same_data(one: TrainingLoader, other: TrainingLoader) -> bool | None:
 
 def is_sequential(indices: Sequence[Index]) -> bool:
     """Return whether indices ascend in equal strides, as they do without shuffling."""
-    numbers = [one for one in indices if isinstance(one, int)]
-    strides = {b - a for a, b in pairwise(numbers)}
-    return len(numbers) == len(indices) and len(strides) == 1 and min(strides) > 0
+    numbers = set(map(type, indices)) == {int}
+    strides = {b - a for a, b in pairwise(indices)} if numbers else {0}
+    return len(strides) == 1 and min(strides) > 0
 
 
-@dataclass
 class TrainingStep:
     """What a rank did for one update of its first optimiser.
 
-    Parameters
+    Attributes
     ----------
-    given, backwards : the records ``batch`` of training loaders, and ``backward``.
+    backwards : the records ``backward``.
     scale : GradScaler's, by which the loss is multiplied; 1 without.
+    batches : how many its training loaders gave.
+    accumulates : each of several batches has its own backward pass.
     exchanged : the batches, counted from 1 in this step, during which gradients were exchanged by
         hand; those of DDP are not seen.
+    samples : those that the losses are computed of, by the model's inputs; else those that its
+        loaders gave; 0 if not known. A loss that has another number, or with a loader none, says
+        that the inputs do not tell; so do several losses a batch.
+    takes_a_part : the model gets fewer samples than the loader gave, as when ranks slice a batch.
+        Inputs may have another dimension first, so a loss of the whole batch says no.
     """
 
-    given: list[Record] = field(default_factory=list)
-    backwards: list[Record] = field(default_factory=list)
-    scale: float = 1.0
-    exchanged: set[int] = field(default_factory=set)
-
-    @property
-    def batches(self) -> int:
-        """The number of batches that its loaders gave."""
-        return len(self.given)
-
-    @property
-    def loaded(self) -> int | None:
-        """The samples of these batches; None if they are not known."""
-        rows: list[Any] = [one.get("indices") for one in self.given]
-        return None if None in rows else sum(map(len, rows))
-
-    @property
-    def samples(self) -> int | None:
-        """The samples that the losses are computed of, by the model's inputs; else those loaded.
-
-        A loss that has another number, or with a loader none, says that the inputs do not tell; so
-        do several losses a batch.
-        """
-        rows = [one["forwards"][0][0] if len(one["forwards"]) == 1 else 0 for one in self.backwards]
-        losses = [(one["loss"] or {}).get("samples") for one in self.backwards]
-        told = not self.given or len(self.given) >= len(rows)
-        for count, in_loss in zip(rows, losses, strict=True):
-            told &= bool(count) and (in_loss == count or (in_loss is None and not self.given))
-        return sum(rows) if told and rows else self.loaded or None
-
-    @property
-    def takes_a_part(self) -> bool:
-        """Whether the model gets fewer samples than the loader gave, as when ranks slice a batch.
-
-        Inputs may have another dimension first, so a loss of the whole batch says no.
-        """
+    def __init__(self, records: Sequence[Record], trained: Collection[tuple[int, int]]) -> None:
+        given = [one["k"] == "batch" and (one["l"], one["epoch"]) in trained for one in records]
+        indices: list[Any] = [one.get("indices") for one in compress(records, given)]
+        self.backwards = [one for one in records if one["k"] == "backward"]
+        self.scale = records[-1].get("scale") or 1.0
+        self.batches = sum(given)
+        self.accumulates = self.batches == len(self.backwards) > 1
+        self.exchanged = {
+            batch
+            for one, batch in zip(records, accumulate(given), strict=True)
+            if one["k"] == "call" and one.get("content") == "gradient"
+        }
+        loaded = 0 if None in indices else sum(map(len, indices))
         inputs = sum(one["forwards"][0][0] or 0 for one in self.backwards if one["forwards"])
         in_losses = sum((one["loss"] or {}).get("samples") or 0 for one in self.backwards)
-        return 0 < inputs < 0.9 * (self.loaded or 0) and in_losses != self.loaded
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether each of several batches has its own backward pass."""
-        return self.batches > 1 and self.batches == len(self.backwards)
+        told = (
+            in_losses in ([inputs] if self.batches else [inputs, 0])
+            and all(len(one["forwards"]) == 1 for one in self.backwards)
+            and not 0 < self.batches < len(self.backwards)
+        )
+        self.samples = inputs if told and inputs else loaded
+        self.takes_a_part = 0 < inputs < 0.9 * loaded and in_losses != loaded
 
 
 def training_steps(rank: RankRecords) -> list[TrainingStep]:
     """Return a rank's steps in order."""
-    trained = trained_epochs(rank)
-    optimizer = min((one["o"] for one in rank.by_kind["step"]), default=None)
-    steps, now = [], TrainingStep()
-    for record in rank.records:
-        kind = record["k"]
-        if kind == "batch" and (record["l"], record["epoch"]) in trained:
-            now.given.append(record)
-        elif kind == "backward":
-            now.backwards.append(record)
-        elif kind == "call" and record.get("content") == "gradient":
-            now.exchanged.add(now.batches)
-        elif kind == "step" and record["o"] == optimizer:
-            now.scale = record.get("scale") or 1.0
-            steps.append(now)
-            now = TrainingStep()
-    return steps
+    trained = _trained_epochs(rank)
+    first = min((one["o"] for one in rank.by_kind["step"]), default=None)
+    ends = [i for i, one in enumerate(rank.records, 1) if one["k"] == "step" and one["o"] == first]
+    return [TrainingStep(rank.records[begin:end], trained) for begin, end in pairwise([0, *ends])]
 
 
 def local_batches(recording: Recording) -> dict[int, int] | None:
@@ -243,8 +195,8 @@ def local_batches(recording: Recording) -> dict[int, int] | None:
     sizes = {}
     for rank in recording.ranks:
         counts = Counter(step.samples for step in training_steps(rank))
-        (most, times), *_ = counts.most_common(1) or [(None, 0)]
-        if most is None or most == 0 or times * 2 < counts.total():
+        most = max(counts, key=counts.__getitem__, default=0)
+        if not most or 2 * counts[most] < counts.total():
             return None
         sizes[rank.rank] = most
     return sizes if len(sizes) == recording.size else None

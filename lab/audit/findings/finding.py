@@ -1,7 +1,7 @@
 """``Finding``: something that an audit found, with its evidence; texts are in catalogue.toml."""
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -16,15 +16,12 @@ class CatalogueEntry:
     """What is said about every finding of a name.
 
     severity : "fault" (exit status 1) or "notice".
-    order : faults of a lower order come first: they explain others.
     evidence : a sentence with places for values, or several by kind.
     explains : the findings that follow from it, and are left out where both are found in a run.
     unequal : with it the ranks train something else than one process would.
     """
 
-    name: str
     severity: str
-    order: int
     title: str
     cause: str
     cure: str
@@ -75,8 +72,8 @@ def found(
     """
     evidence = catalogue()[name].evidence
     sentence = evidence if isinstance(evidence, str) else evidence[kind or ""]
-    text = sentence.format(**values)
-    return Finding(name, (text,), at, "certain" if sure else "likely", value=compare)
+    sureness = "certain" if sure else "likely"
+    return Finding(name, (sentence.format(**values),), at, sureness, value=compare)
 
 
 @dataclass(frozen=True)
@@ -99,30 +96,30 @@ class Unknown:
 Outcome = Finding | Right | Unknown
 
 
+def gravest(outcomes: Iterable[Outcome | None]) -> Outcome | None:
+    """Return the first finding, else what is unknown, else what is right; None without any."""
+    told = [one for one in outcomes if one is not None]
+    return min(told, key=lambda one: (Finding, Unknown, Right).index(type(one)), default=None)
+
+
 @cache
 def catalogue() -> dict[str, CatalogueEntry]:
-    """Return the entries of catalogue.toml by name."""
+    """Return the entries of catalogue.toml by name, in its order."""
     content = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
-    return {
-        name: CatalogueEntry(name=name, order=order, **texts)
-        for order, (name, texts) in enumerate(content.items())
-    }
+    return {name: CatalogueEntry(**texts) for name, texts in content.items()}
 
 
-def merge(found: list[Finding]) -> list[Finding]:
-    """Return one finding a name, faults first, with the evidence and sizes of all of them."""
-    merged: dict[str, Finding] = {}
-    for one in found:
-        known = merged.get(one.name)
-        merged[one.name] = (
-            one
-            if known is None
-            else replace(
-                known,
-                evidence=tuple(dict.fromkeys([*known.evidence, *one.evidence])),
-                at=known.at or one.at,
-                sure="certain" if "certain" in (known.sure, one.sure) else "likely",
-                sizes=tuple(sorted({*known.sizes, *one.sizes})),
-            )
+def merge(found: Sequence[Finding]) -> list[Finding]:
+    """Return one finding a name, in the catalogue's order, with the evidence and sizes of all."""
+    by_name = {name: [one for one in found if one.name == name] for name in catalogue()}
+    return [
+        replace(
+            same[0],
+            evidence=tuple(dict.fromkeys(text for one in same for text in one.evidence)),
+            at=next((one.at for one in same if one.at), None),
+            sure="certain" if any(one.sure == "certain" for one in same) else "likely",
+            sizes=tuple(sorted({size for one in same for size in one.sizes})),
         )
-    return sorted(merged.values(), key=lambda one: (one.entry.severity != FAULT, one.entry.order))
+        for same in by_name.values()
+        if same
+    ]

@@ -6,13 +6,12 @@ equal samples only if the ranks hold the same data, see ``epochs.same_data``.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import combinations, pairwise, takewhile
+from itertools import chain, combinations, pairwise, takewhile
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 from lab.audit.findings.epochs import (
+    Epoch,
     Index,
     TrainingLoader,
     is_sequential,
@@ -21,223 +20,228 @@ from lab.audit.findings.epochs import (
     training_loaders,
     training_steps,
 )
-from lab.audit.findings.finding import Outcome, Right, Unknown, found
-from lab.audit.recording import RankRecords, Recording
+from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found, gravest
+from lab.audit.recording import Recording
 
 Loaders = Sequence[TrainingLoader]
-_MANY = 4
-"""From this many epochs that all end early, the script takes one batch of each: compare them."""
+_SAME = 0.9  # the share of two batches, and of all batches, from which on they are the same
+_MANY = (
+    4  # from so many epochs that all end early, the script takes one batch of each: compare them
+)
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
     """Yield what is found about the samples of a run."""
-    yield from _global_batch(recording)
+    if recording.global_batch is not None:
+        yield _global_batch(recording, recording.global_batch)
     if len(recording.ranks) < 2:
         return
     groups = training_loaders(recording)
-    for loaders in groups:
-        if _computes_parts(recording):
-            yield Unknown("the samples: the ranks compute on other samples than their loaders give")
-            continue
-        pairs = [_pair(recording, one, other) for one, other in combinations(loaders, 2)]
-        same = [outcome for pair in pairs if (outcome := _same_samples(pair)) is not None]
-        yield from same
-        if all(pair.differ for pair in pairs):
-            yield Right("every rank trains on different samples")
-        if not same and not any(pair.data is False for pair in pairs):
-            one_dataset = all(pair.data for pair in pairs)
-            yield from _coverage(recording, loaders, one_dataset=one_dataset)
-        yield from _same_order(loaders)
-        yield from _batch_counts(recording, loaders)
-        yield from _padding(loaders)
+    parts = [[step.takes_a_part for step in training_steps(rank)] for rank in recording.ranks]
+    if groups and any(2 * sum(steps) > len(steps) for steps in parts):
+        yield Unknown("the samples: the ranks compute on other samples than their loaders give")
+    else:
+        for loaders in groups:
+            yield from filter(None, _check_loaders(recording, loaders))
     if not any(epoch.batches for group in groups for one in group for epoch in one.epochs):
-        yield from _same_inputs(recording)
+        yield _same_inputs(recording)
 
 
-def _global_batch(recording: Recording) -> Iterator[Outcome]:
+def _check_loaders(recording: Recording, loaders: Loaders) -> Iterator[Outcome | None]:
+    """Compare the ranks' loaders that belong together."""
+    pairs = [_compare(recording, *pair) for pair in combinations(loaders, 2)]
+    data = [known for _, known in pairs]
+    differ = [one for one, _ in pairs if isinstance(one, Right)]
+    same = [one for one, _ in pairs if isinstance(one, (Finding, Unknown))]
+    yield from differ[:1] if len(differ) == len(pairs) else same
+    if not same and False not in data:
+        yield _coverage(recording, loaders, one_dataset=None not in data)
+    yield from _same_order(loaders)
+    yield _batch_counts(recording, loaders)
+    yield _padding(loaders)
+
+
+def _global_batch(recording: Recording, asked: int) -> Outcome:
     """Compare the samples of a step on all ranks with what was asked for.
 
     A local batch may be rounded either way, in each micro-batch.
     """
-    asked, local = recording.global_batch, local_batches(recording)
-    if asked is None:
-        return
+    local = local_batches(recording)
     if local is None:
-        yield Unknown("the global batch: the samples of a step are not known on every rank")
-        return
+        return Unknown("the global batch: the samples of a step are not known on every rank")
     total = sum(local.values())
-    micro = max((len(s.backwards) for r in recording.ranks for s in training_steps(r)), default=1)
-    if abs(total - asked) < recording.size * max(micro, 1):
-        yield Right(f"the global batch is {total:,} samples, as asked for")
-    else:
-        yield found("wrong-global-batch", total=total, asked=asked, counts=_by_rank(local))
+    steps = [step for rank in recording.ranks for step in training_steps(rank)]
+    micro = max([1, *(len(step.backwards) for step in steps)])
+    if abs(total - asked) < recording.size * micro:
+        return Right(f"the global batch is {total:,} samples, as asked for")
+    return found("wrong-global-batch", total=total, asked=asked, counts=_by_rank(local))
 
 
 def _by_rank(counts: dict[int, Any]) -> str:
     return ", ".join(f"rank {rank} has {count:,}" for rank, count in sorted(counts.items()))
 
 
-def _computes_parts(recording: Recording) -> bool:
-    """Return whether a rank trains on parts of its batches in most steps."""
-    parts = [[step.takes_a_part for step in training_steps(rank)] for rank in recording.ranks]
-    return any(sum(steps) * 2 > len(steps) for steps in parts)
+def _compare(
+    recording: Recording, one: TrainingLoader, other: TrainingLoader
+) -> tuple[Outcome | None, bool | None]:
+    """Compare two ranks' batches of the same number in the same epoch.
 
+    Equal batches whose targets never agree are not the same samples.
 
-class Pair(NamedTuple):
-    """Two ranks' batches of the same number in the same epoch.
-
-    common : (epoch, batch, samples that both ranks have, their share of the smaller batch).
+    Returns
+    -------
+    outcome : ``Right`` if no sample of a batch is in the other rank's; None if some are.
     data : whether equal indices are equal samples; None if unknown.
     """
-
-    ranks: str
-    common: list[tuple[int, int, list[Index], float]]
-    data: bool | None
-
-    @property
-    def differ(self) -> bool:
-        """Whether no sample of a batch is in the other rank's."""
-        return bool(self.common) and (self.data is False or not any(row[2] for row in self.common))
-
-
-def _pair(recording: Recording, one: TrainingLoader, other: TrainingLoader) -> Pair:
-    """Compare two ranks. Equal batches whose targets never agree are not the same samples."""
-    common = []
-    for epoch, (mine, theirs) in enumerate(zip(one.epochs, other.epochs, strict=False), 1):
-        for batch, draws in enumerate(zip(mine.batches, theirs.batches, strict=False), 1):
-            a, b = (set(draw.inner) for draw in draws)
-            if a and b:
-                common.append((epoch, batch, list(a & b), len(a & b) / min(len(a), len(b))))
-    data = same_data(one, other)
-    inputs = [_inputs(rank) for rank in recording.ranks if rank.rank in (one.rank, other.rank)]
-    targets = [(inputs[0][key][1], inputs[1][key][1]) for key in inputs[0] if key in inputs[1]]
-    known = [a == b for a, b in targets if a is not None and b is not None]
-    if known and not any(known) and any(row[3] >= 0.9 for row in common):
+    mine, theirs = one.drawn, other.drawn
+    both = {at: mine[at].keys() & theirs[at].keys() for at in mine if at in theirs}
+    same = [at for at in both if len(both[at]) >= _SAME * min(len(mine[at]), len(theirs[at]))]
+    data, ranks = same_data(one, other), f"ranks {one.rank} and {other.rank}"
+    targets = [(a[1], b[1]) for a, b in _passes(recording, one.rank, other.rank)]
+    agree = [a == b for a, b in targets if None not in (a, b)]
+    if same and agree and not any(agree):
         data = None if data else False
-    return Pair(f"ranks {one.rank} and {other.rank}", common, data)
-
-
-def _same_samples(pair: Pair) -> Outcome | None:
-    """Return what it means that two ranks draw the same indices; None if they do not."""
-    same = [row for row in pair.common if row[3] >= 0.9]
-    if pair.data is False or not same or len(same) < 0.9 * len(pair.common):
-        return None
-    if pair.data is None:
-        return Unknown(
-            f"whether {pair.ranks} train on the same samples: their indices are equal, but "
+    if both and (data is False or not any(both.values())):
+        return Right("every rank trains on different samples"), data
+    if not same or len(same) < _SAME * len(both):
+        return None, data
+    if data is None:
+        unsure = (
+            f"whether {ranks} train on the same samples: their indices are equal, but "
             "the audit cannot tell whether they index the same data"
         )
-    epoch, batch, samples, _ = same[0]
+        return Unknown(unsure), data
+    epoch, batch = same[0]
+    samples = list(both[same[0]])
     return found(
         "same-samples",
         kind="indices",
-        ranks=pair.ranks,
+        ranks=ranks,
         epoch=epoch,
         batch=batch,
         count=len(samples),
-        samples=", ".join(map(str, samples[:4])),
+        samples=_listed(samples),
         batches=len(same),
+    ), data
+
+
+def _listed(samples: Sequence[Index]) -> str:
+    return ", ".join(map(str, samples[:4]))
+
+
+def _passes(recording: Recording, one: int, other: int) -> list[tuple[Any, Any]]:
+    """Return (inputs, target) of two ranks in each backward that both have, as hashes."""
+    mine, theirs = (
+        {
+            (b["step"], b["micro"]): (
+                tuple(forward[1] for forward in b["forwards"]),
+                (b["loss"] or {}).get("target_hash"),
+            )
+            for b in rank.by_kind["backward"]
+            if b["forwards"] and all(forward[1] is not None for forward in b["forwards"])
+        }
+        for rank in recording.ranks
+        if rank.rank in (one, other)
     )
+    return [(mine[at], theirs[at]) for at in mine if at in theirs]
 
 
-def _inputs(rank: RankRecords) -> dict[tuple[int, int], tuple[object, object]]:
-    """Return the hashes of inputs and target by (step, number of the backward)."""
-    return {
-        (one["step"], one["micro"]): (
-            tuple(forward[1] for forward in one["forwards"]),
-            (one["loss"] or {}).get("target_hash"),
-        )
-        for one in rank.by_kind["backward"]
-        if one["forwards"] and all(forward[1] is not None for forward in one["forwards"])
-    }
-
-
-def _same_inputs(recording: Recording) -> Iterator[Outcome]:
+def _same_inputs(recording: Recording) -> Outcome:
     """Without indices: compare the ranks' inputs and targets, backward by backward.
 
     Inputs that never change may be anything, so then equal targets must be known. A model that is
     sharded may rightly compute one sample on several ranks.
     """
     sharded = any(one.of("fsdp") for one in recording.ranks)
-    first, *others = recording.ranks
-    mine = _inputs(first)
+    first, *others = (rank.rank for rank in recording.ranks)
     for other in () if sharded else others:
-        theirs = _inputs(other)
-        both = [(mine[key], theirs[key]) for key in mine if key in theirs]
+        both = _passes(recording, first, other)
         telling = len({a[0] for a, _ in both}) > 1 or all(a[1] is not None for a, _ in both)
         if len(both) >= 2 and telling and all(a == b for a, b in both):
-            ranks = f"ranks {first.rank} and {other.rank}"
-            yield found("same-samples", kind="inputs", ranks=ranks, count=len(both))
-            return
-    yield Unknown("which samples each rank trains on: no DataLoader draws them by index")
+            ranks = f"ranks {first} and {other}"
+            return found("same-samples", kind="inputs", ranks=ranks, count=len(both))
+    return Unknown("which samples each rank trains on: no DataLoader draws them by index")
 
 
-@dataclass(frozen=True)
-class Coverage:
-    """The samples of one epoch.
+def _coverage(recording: Recording, loaders: Loaders, *, one_dataset: bool) -> Outcome | None:
+    """Return whether the ranks together see each sample once in an epoch, by the worst epoch."""
+    replicas, length = _common(loaders, "replicas") or 0, _common(loaders, "length") or 0
+    if replicas > recording.size:
+        return found(
+            "uneven-coverage",
+            kind="replicas",
+            missing=length - -(-length // replicas) * recording.size,
+            length=length,
+            replicas=replicas,
+            ranks=recording.size,
+        )
+    epochs = enumerate(zip(*(one.epochs for one in loaders), strict=False), 1)
+    return gravest([_cover(loaders, *one, one_dataset=one_dataset) for one in epochs])
 
-    Parameters
-    ----------
-    shares : of each rank: inner indices in the order in which they are drawn.
-    length : of the dataset that the ranks share; None if it is not known.
-    local_batch : the most samples of a rank's first batch.
-    whole : also what would have been given after the cut is known.
+
+def _cover(
+    loaders: Loaders, number: int, epochs: Sequence[Epoch], *, one_dataset: bool
+) -> Outcome | None:
+    """Return whether samples come twice in an epoch or are left out of it; None without any.
+
+    That they are left out is a fault only if something shows that they were meant to be seen: a
+    subset, a validation split or a limit leaves samples out on purpose.
     """
-
-    epoch: int
-    shares: list[list[Index]]
-    length: int | None
-    local_batch: int
-    whole: bool
-
-    @cached_property
-    def counts(self) -> Counter[Index]:
-        """How often each sample is drawn by all ranks together."""
-        return Counter(index for share in self.shares for index in share)
-
-    @cached_property
-    def in_strides(self) -> bool:
-        """Whether each share is a range of the samples, in any order."""
-        numbers = all(isinstance(index, int) for index in self.counts)
-        return numbers and all(is_sequential(sorted(set(share))) for share in self.shares)
-
-    @property
-    def repeats(self) -> int:
-        """How many of the drawn samples had been drawn already."""
-        return self.counts.total() - len(self.counts)
-
-    @property
-    def tolerance(self) -> float:
-        """How many samples may come twice so that all ranks have equally many.
-
-        Ranges need fewer than one a rank; others may fill up a batch. Of the first batches some may
-        come twice by chance.
-        """
-        rounding = len(self.shares) * (1 if self.in_strides else self.local_batch)
-        return rounding if self.whole else max(rounding, self.counts.total() / 10)
-
-    @property
-    def holes(self) -> list[int]:
-        """The samples that are left out between the first and the last, if shares are ranges."""
-        drawn = sorted(self.counts) if self.in_strides else []
-        if not drawn or drawn[-1] >= (self.length or 0):  # those of several datasets
-            return []
+    whole = all(one.whole for one in epochs)
+    draws = [one.whole if whole else one.batches for one in epochs]
+    shares = [[index for one in rank for index in one["inner"]] for rank in draws]
+    if not all(shares):
+        return None
+    counts, ranks = Counter(chain.from_iterable(shares)), len(shares)
+    repeats, batch = counts.total() - len(counts), max(len(rank[0]["indices"]) for rank in draws)
+    # Each rank may repeat a sample, or with shuffled samples fill up a batch, so that all ranks
+    # have equally many. Of the first batches some may come twice by chance.
+    in_strides = all(is_sequential(sorted(set(share))) for share in shares)
+    allowed = ranks if in_strides else ranks * batch
+    if repeats > (allowed if whole else max(allowed, counts.total() / 10)):
+        own = max(len(share) - len(set(share)) for share in shares)
+        if own > (max(ranks, batch) if whole else 0):
+            return Unknown(
+                "the coverage of the dataset: the sampler draws samples repeatedly on a rank"
+            )
+        if not one_dataset:
+            return Unknown(
+                "the coverage of the dataset: the ranks draw the same indices, but the "
+                "audit cannot tell whether these belong to the same data"
+            )
+        return found(
+            "uneven-coverage",
+            kind="repeats",
+            epoch=number,
+            different=len(counts),
+            several=sum(count > 1 for count in counts.values()),
+        )
+    if not whole:
+        return Unknown("the coverage of the dataset: the samples of a whole epoch are not known")
+    outer = all(one["inner"] == one["indices"] for rank in draws for one in rank)
+    length = _common(loaders, "length" if outer else "inner_length")
+    if in_strides and max(counts) < (length or 0):  # else they are those of several datasets
+        drawn = sorted(counts)
         stride = gcd(*(b - a for a, b in pairwise(drawn)))
-        return sorted(set(range(drawn[0], drawn[-1], stride)) - set(drawn))
-
-
-def _epochs(loaders: Loaders, *, whole: bool) -> list[Coverage]:
-    """Return the epochs whose inner indices are all known on all ranks."""
-    known = []
-    for number, epochs in enumerate(zip(*(one.epochs for one in loaders), strict=False), 1):
-        draws = [epoch.whole if whole else epoch.batches for epoch in epochs]
-        shares = [[index for draw in one for index in draw.inner] for one in draws]
-        same = all(draw.inner == draw.outer for one in draws for draw in one)
-        length = _common(loaders, "length" if same else "inner_length")
-        local_batch = max((len(one.batches[0].outer) for one in epochs if one.batches), default=1)
-        if all(shares):
-            known.append(Coverage(number, shares, length, local_batch, whole))
-    return known
+        holes = sorted(set(range(drawn[0], drawn[-1], stride)) - set(drawn))
+        if len(holes) > max(batch, ranks):
+            return found(
+                "uneven-coverage",
+                kind="holes",
+                epoch=number,
+                count=len(holes),
+                first=_listed(holes),
+            )
+    if length is None:
+        return Right("no sample comes twice in an epoch")
+    missing = max(0, length - len(counts))
+    if missing > ranks * batch:
+        return Unknown(
+            f"whether {missing:,} of {length:,} samples are left out of each epoch on purpose"
+        )
+    padded = f", {repeats:,} padded" if repeats else ""
+    left = f", {missing:,} left over" if missing else ""
+    return Right(f"each epoch covers the dataset once ({length:,} samples{padded}{left})")
 
 
 def _common(loaders: Loaders, name: str) -> int | None:
@@ -246,82 +250,13 @@ def _common(loaders: Loaders, name: str) -> int | None:
     return values.pop() if len(values) == 1 else None
 
 
-def _coverage(recording: Recording, loaders: Loaders, *, one_dataset: bool) -> Iterator[Outcome]:
-    """Check whether the ranks together see each sample once in an epoch."""
-    length, replicas = _common(loaders, "length") or 0, _common(loaders, "replicas") or 0
-    whole = _epochs(loaders, whole=True)
-    epochs = whole or _epochs(loaders, whole=False)
-    repeated = [one for one in epochs if one.repeats > one.tolerance]
-    if replicas > recording.size:
-        yield found(
-            "uneven-coverage",
-            kind="replicas",
-            missing=length - -(-length // replicas) * recording.size,
-            length=length,
-            replicas=replicas,
-            ranks=recording.size,
-        )
-    elif repeated:
-        yield _repeats(repeated[0], one_dataset=one_dataset)
-    elif whole:
-        yield _left_out(whole[0])
-    elif epochs:
-        yield Unknown("the coverage of the dataset: the samples of a whole epoch are not known")
-
-
-def _repeats(epoch: Coverage, *, one_dataset: bool) -> Outcome:
-    """Say that samples come twice, unless a sampler draws them so on each rank by itself."""
-    own = max(len(share) - len(set(share)) for share in epoch.shares)
-    if own > (max(len(epoch.shares), epoch.local_batch) if epoch.whole else 0):
-        return Unknown(
-            "the coverage of the dataset: the sampler draws samples repeatedly on a rank"
-        )
-    if not one_dataset:
-        return Unknown(
-            "the coverage of the dataset: the ranks draw the same indices, but the "
-            "audit cannot tell whether these belong to the same data"
-        )
-    return found(
-        "uneven-coverage",
-        kind="repeats",
-        epoch=epoch.epoch,
-        different=len(epoch.counts),
-        several=sum(count > 1 for count in epoch.counts.values()),
-    )
-
-
-def _left_out(epoch: Coverage) -> Outcome:
-    """Say whether samples are left out of an epoch in which none comes twice.
-
-    That is a fault only if something shows that they were meant to be seen: a subset, a validation
-    split or a limit leaves samples out on purpose.
-    """
-    if len(epoch.holes) > max(epoch.local_batch, len(epoch.shares)):
-        return found(
-            "uneven-coverage",
-            kind="holes",
-            epoch=epoch.epoch,
-            count=len(epoch.holes),
-            first=", ".join(map(str, epoch.holes[:3])),
-        )
-    if epoch.length is None:
-        return Right("no sample comes twice in an epoch")
-    missing = max(0, epoch.length - len(epoch.counts))
-    if missing > len(epoch.shares) * epoch.local_batch:
-        return Unknown(
-            f"whether {missing:,} of {epoch.length:,} samples are left out of each epoch on purpose"
-        )
-    padded = f", {epoch.repeats:,} padded" if epoch.repeats else ""
-    left = f", {missing:,} left over" if missing else ""
-    return Right(f"each epoch covers the dataset once ({epoch.length:,} samples{padded}{left})")
-
-
-def _padding(loaders: Loaders) -> Iterator[Outcome]:
-    """Say that DistributedSampler repeats samples, fewer than one a rank."""
-    for epoch in _epochs(loaders, whole=True)[:1]:
-        if _common(loaders, "replicas") == len(loaders) > epoch.repeats > 0:
-            samples, draws = len(epoch.counts), epoch.counts.total()
-            yield found("padding-sampler", samples=samples, draws=draws)
+def _padding(loaders: Loaders) -> Outcome | None:
+    """Return that DistributedSampler repeats samples, fewer than one a rank."""
+    replicas, length = _common(loaders, "replicas"), _common(loaders, "length") or 0
+    draws = len(loaders) * sum(len(one["indices"]) for one in loaders[0].epochs[0].whole)
+    if replicas == len(loaders) > draws - length > 0:
+        return found("padding-sampler", samples=length, draws=draws)
+    return None
 
 
 def _same_order(loaders: Loaders) -> Iterator[Outcome]:
@@ -333,13 +268,13 @@ def _same_order(loaders: Loaders) -> Iterator[Outcome]:
     seen = []
     for one in loaders:
         kept = [epoch for epoch in one.epochs if not epoch.left]
-        epochs = kept if len(kept) >= 2 or len(one.epochs) < _MANY else one.epochs
-        for number, (first, second) in enumerate(pairwise(epochs), 2):
-            both = list(zip(first.given, second.given, strict=False))
-            begin = [index for index, _ in both]
-            several = min(len(first.batches), len(second.batches)) >= 2 or epochs is not kept
-            if several and len(begin) >= 4 and not is_sequential(begin):
-                seen.append((number, begin, all(a == b for a, b in both)))
+        many = len(kept) < 2 and len(one.epochs) >= _MANY
+        for number, both in enumerate(pairwise(one.epochs if many else kept), 2):
+            count = min(len(epoch.given) for epoch in both)
+            begin, again = (epoch.given[:count] for epoch in both)
+            several = many or all(len(epoch.batches) >= 2 for epoch in both)
+            if several and count >= 4 and not is_sequential(begin):
+                seen.append((number, begin, begin == again))
     sampler = str(loaders[0].facts.get("sampler"))
     if len({same for *_, same in seen}) == 1:
         number, begin, same = seen[0]
@@ -351,7 +286,7 @@ def _same_order(loaders: Loaders) -> Iterator[Outcome]:
                 epoch=number,
                 count=len(begin),
                 rank=loaders[0].rank,
-                samples=", ".join(map(str, begin[:4])),
+                samples=_listed(begin),
             )
         else:
             yield Unknown(
@@ -362,7 +297,7 @@ def _same_order(loaders: Loaders) -> Iterator[Outcome]:
         yield Unknown("whether each epoch has another order: one epoch was seen")
 
 
-def _batch_counts(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
+def _batch_counts(recording: Recording, loaders: Loaders) -> Outcome | None:
     """Compare how many batches the ranks have in an epoch.
 
     Not a fault if the ranks stay in step where an epoch ends, since their loops then end alike or
@@ -370,30 +305,27 @@ def _batch_counts(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
     """
     counts = {one.rank: one.facts.get("batches") for one in loaders}
     if None in counts.values():
-        return
+        return None
     if len(set(counts.values())) == 1:
-        yield Right(f"every rank has {loaders[0].facts['batches']:,} batches in an epoch")
-        return
-    listed = _by_rank(counts)
-    numbers = {one.rank: one.facts["l"] for one in loaders}
+        return Right(f"every rank has {loaders[0].facts['batches']:,} batches in an epoch")
+    listed, ranks = _by_rank(counts), recording.ranks
+    if any(one.by_kind["join"] for one in ranks):
+        return Right(f"Join lets the ranks with fewer batches wait ({listed})")
     taken = [
         [
             record["epoch"]
             for record in takewhile(lambda record: record["k"] != "cut", rank.records)
-            if record["k"] == "batch" and record["l"] == numbers[rank.rank]
+            if record["k"] == "batch" and record["l"] == one.facts["l"]
         ]
-        for rank in recording.ranks
-        if rank.rank in numbers
+        for rank in ranks
+        for one in loaders
+        if one.rank == rank.rank
     ]
-    cut = any(one.by_kind["cut"] for one in recording.ranks)
-    ends = not cut or any(len(set(epochs)) > 1 for epochs in taken)
-    if any(one.by_kind["join"] for one in recording.ranks):
-        yield Right(f"Join lets the ranks with fewer batches wait ({listed})")
-    elif ends and not recording.hung and len(set(map(len, taken))) == 1:
-        yield Unknown(
+    ends = not any(one.by_kind["cut"] for one in ranks) or max(len(set(one)) for one in taken) > 1
+    if ends and not recording.hung and len(set(map(len, taken))) == 1:
+        return Unknown(
             f"whether the ranks' different numbers of batches matter ({listed}): they "
             "stay in step where an epoch ends"
         )
-    else:
-        kind = "ends" if ends else "not seen"
-        yield found("different-batch-counts", kind=kind, sure=ends, counts=listed)
+    kind = "ends" if ends else "not seen"
+    return found("different-batch-counts", kind=kind, sure=ends, counts=listed)
