@@ -44,41 +44,20 @@ class Step(NamedTuple):
 def plan(args: argparse.Namespace) -> list[Step]:
     """Return the steps in the order of their value."""
     own = [__file__, "--out", str(args.out), *["--dry-run"] * args.dry_run]
-    small = [
-        "--dataset",
-        "digits",
-        "--batch-size",
-        "16",
-        "--max-steps",
-        "2",
-        "--no-amp",
-    ] * args.dry_run
+    small = ["--dataset", "digits", "--batch-size", "16", "--max-steps", "2", "--no-amp"]
+    flags = ["-o", "addopts=", "-q", "-rf", "--tb=short"]
+    flags += ["-n", "5"] if importlib.util.find_spec("xdist") else []
     group = ["--distributed", "--world-size", "1"]
     recipe = ["--recipe", args.recipe, *(["--epochs", str(args.epochs)] if args.epochs else [])]
 
     def run(name: str, limit: float, *words: str, folder: str = "") -> Step:
-        command = [*words, "--data-dir", str(args.data), *small]
+        command = [*words, "--data-dir", str(args.data), *small * args.dry_run]
         command += ["--output-dir", str(args.out), "--run-name", name]
         return Step(name, command, limit, args.out / (folder or words[0].split("/")[0]) / name)
 
     return [
         Step("machine", [*own, "--child", "machine"], 60),
-        Step(
-            "tests",
-            [
-                "-m",
-                "pytest",
-                "-o",
-                "addopts=",
-                "-q",
-                "-rf",
-                "--tb=short",
-                "-m",
-                "gpu",
-                "tests/common",
-            ],
-            240,
-        ),
+        Step("tests", ["-m", "pytest", *flags, "-m", "gpu", "tests/common"], 300),
         Step("vgg11", [*own, "--child", "vgg11"], 150),
         run("one", 60, "PartOne/main.py", folder="PartOne-none"),
         *(
@@ -180,9 +159,11 @@ def run_step(step: Step, out: Path, limit_seconds: float) -> dict[str, Any]:
 
 def shown(record: dict[str, Any]) -> str:
     """Return what a step found, for its line of the table."""
-    result = record.get("result", {}).items()
-    texts = (f"{value:.4g}" if isinstance(value, float) else value for _, value in result)
-    return ", ".join(f"{name} {text}" for (name, _), text in zip(result, texts, strict=True))
+    found = {name: value for name, value in record.get("result", {}).items() if value is not None}
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in found.items()
+    )
 
 
 # --- what a child measures ---
