@@ -25,7 +25,7 @@ def results(out):
 @pytest.mark.timeout(600)
 def test_a_dry_run_runs_every_step_and_a_later_call_goes_on(tmp_path):
     """The first call has time for one step, and that one is not repeated."""
-    ended = start("--dry-run", "--out", tmp_path, "--budget-seconds", 60).end(timeout_seconds=300)
+    ended = start("--dry-run", "--out", tmp_path, "--budget-seconds", 60.1).end(timeout_seconds=300)
     assert ended.status == 0, ended.out
     first = results(tmp_path)
     assert {name for name, one in first.items() if one["status"] == "ok"} == {"machine"}
