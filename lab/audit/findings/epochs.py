@@ -5,10 +5,10 @@ index in the innermost dataset, see probe/data.py; ``same_data`` says whether on
 sample on two ranks.
 """
 
-from collections import ChainMap, Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress, pairwise, zip_longest
+from statistics import mode
 from typing import Any, NamedTuple
 
 from lab.audit.recording import RankRecords, Record, Recording
@@ -39,25 +39,27 @@ class TrainingLoader:
 
     Parameters
     ----------
+    records : all records of the rank.
     facts : its record ``loader``.
     epochs : those in which the rank trained, in order. A look at a batch beforehand is none.
     """
 
     rank: int
+    records: RankRecords
     facts: Record
     epochs: list[Epoch]
 
     @property
-    def drawn(self) -> dict[tuple[int, int], dict[Index, Hashable]]:
-        """The batches by epoch and number, from 1: hashes of samples by innermost index.
+    def drawn(self) -> dict[tuple[int, int, Index], Hashable]:
+        """Hashes of the samples as the script was given them, None where that is not known.
 
-        The hashes are those of the samples as the script was given them; None if not known.
+        They are found by epoch, batch (both from 1) and innermost index.
         """
         return {
-            (number, b): dict(zip_longest(batch["inner"], batch.get("contents") or ()))
+            (number, b, index): content
             for number, epoch in enumerate(self.epochs, 1)
             for b, batch in enumerate(epoch.batches, 1)
-            if batch["inner"]
+            for index, content in zip_longest(batch["inner"], batch.get("contents") or ())
         }
 
 
@@ -78,7 +80,7 @@ def _loaders_of(rank: RankRecords) -> list[TrainingLoader]:
     trained = sorted(_trained_epochs(rank))
     loaders = [
         TrainingLoader(
-            rank.rank, facts, [_epoch(rank, at) for at in trained if at[0] == facts["l"]]
+            rank.rank, rank, facts, [_epoch(rank, at) for at in trained if at[0] == facts["l"]]
         )
         for facts in rank.by_kind["loader"]
     ]
@@ -121,10 +123,13 @@ def same_data(one: TrainingLoader, other: TrainingLoader) -> bool | None:
     Equal values tell, unless many samples are equal by themselves. Augmentation changes them, so
     unequal ones tell nothing; what the datasets hold does.
     """
-    mine, theirs = (dict(ChainMap(*loader.drawn.values())) for loader in (one, other))
-    both = [(mine[index], theirs[index]) for index in mine if index in theirs]
-    equal = {a for a, b in both if a == b} - {None}
-    if 2 * len({a for a, _ in both}) > len(both) and len(equal) >= max(2, len(both) / 10):
+    mine, theirs = (
+        {index: content for (*_, index), content in loader.drawn.items()} for loader in (one, other)
+    )
+    both = mine.keys() & theirs.keys()
+    equal = {content for _, content in mine.items() & theirs.items()} - {None}
+    varied = 2 * len({mine[index] for index in both}) > len(both)
+    if varied and len(equal) >= max(2, len(both) / 10):
         return True
     held = [loader.facts.get("content") for loader in (one, other)]
     return None if None in held else held[0] == held[1]
@@ -194,9 +199,8 @@ def local_batches(recording: Recording) -> dict[int, int] | None:
     """
     sizes = {}
     for rank in recording.ranks:
-        counts = Counter(step.samples for step in training_steps(rank))
-        most = max(counts, key=counts.__getitem__, default=0)
-        if not most or 2 * counts[most] < counts.total():
-            return None
-        sizes[rank.rank] = most
-    return sizes if len(sizes) == recording.size else None
+        counts = [step.samples for step in training_steps(rank)] or [0]
+        most = mode(counts)
+        if 2 * counts.count(most) >= len(counts):
+            sizes[rank.rank] = most
+    return sizes if len(sizes) == recording.size and all(sizes.values()) else None

@@ -20,8 +20,8 @@ from lab.audit.findings.epochs import (
     training_loaders,
     training_steps,
 )
-from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found, gravest
-from lab.audit.recording import Recording
+from lab.audit.findings.finding import Outcome, Right, Unknown, found, gravest
+from lab.audit.recording import RankRecords, Recording
 
 Loaders = Sequence[TrainingLoader]
 _SAME = 0.9  # the share of two batches, and of all batches, from which on they are the same
@@ -49,12 +49,11 @@ def check(recording: Recording) -> Iterator[Outcome]:
 
 def _check_loaders(recording: Recording, loaders: Loaders) -> Iterator[Outcome | None]:
     """Compare the ranks' loaders that belong together."""
-    pairs = [_compare(recording, *pair) for pair in combinations(loaders, 2)]
+    pairs = [_compare(*pair) for pair in combinations(loaders, 2)]
     data = [known for _, known in pairs]
-    differ = [one for one, _ in pairs if isinstance(one, Right)]
-    same = [one for one, _ in pairs if isinstance(one, (Finding, Unknown))]
-    yield from differ[:1] if len(differ) == len(pairs) else same
-    if not same and False not in data:
+    alike: list[Outcome | None] = [one for one, _ in pairs if not isinstance(one, Right)]
+    yield from alike or [pairs[0][0]]
+    if not any(alike) and False not in data:
         yield _coverage(recording, loaders, one_dataset=None not in data)
     yield from _same_order(loaders)
     yield _batch_counts(recording, loaders)
@@ -81,9 +80,7 @@ def _by_rank(counts: dict[int, Any]) -> str:
     return ", ".join(f"rank {rank} has {count:,}" for rank, count in sorted(counts.items()))
 
 
-def _compare(
-    recording: Recording, one: TrainingLoader, other: TrainingLoader
-) -> tuple[Outcome | None, bool | None]:
+def _compare(one: TrainingLoader, other: TrainingLoader) -> tuple[Outcome | None, bool | None]:
     """Compare two ranks' batches of the same number in the same epoch.
 
     Equal batches whose targets never agree are not the same samples.
@@ -94,16 +91,16 @@ def _compare(
     data : whether equal indices are equal samples; None if unknown.
     """
     mine, theirs = one.drawn, other.drawn
-    both = {at: mine[at].keys() & theirs[at].keys() for at in mine if at in theirs}
-    same = [at for at in both if len(both[at]) >= _SAME * min(len(mine[at]), len(theirs[at]))]
+    both = [at for at in mine if at in theirs]
+    same = bool(both) and len(both) >= _SAME * min(len(mine), len(theirs))
     data, ranks = same_data(one, other), f"ranks {one.rank} and {other.rank}"
-    targets = [(a[1], b[1]) for a, b in _passes(recording, one.rank, other.rank)]
+    targets = [(a[1], b[1]) for a, b in _passes(one.records, other.records)]
     agree = [a == b for a, b in targets if None not in (a, b)]
     if same and agree and not any(agree):
         data = None if data else False
-    if both and (data is False or not any(both.values())):
+    if mine and theirs and not (both and data is not False):
         return Right("every rank trains on different samples"), data
-    if not same or len(same) < _SAME * len(both):
+    if not same:
         return None, data
     if data is None:
         unsure = (
@@ -111,17 +108,17 @@ def _compare(
             "the audit cannot tell whether they index the same data"
         )
         return Unknown(unsure), data
-    epoch, batch = same[0]
-    samples = list(both[same[0]])
+    batches = Counter(at[:2] for at in both)
+    epoch, batch = min(batches)
     return found(
         "same-samples",
         kind="indices",
         ranks=ranks,
         epoch=epoch,
         batch=batch,
-        count=len(samples),
-        samples=_listed(samples),
-        batches=len(same),
+        count=batches[epoch, batch],
+        samples=_listed([index for *_, index in both]),
+        batches=len(batches),
     ), data
 
 
@@ -129,19 +126,18 @@ def _listed(samples: Sequence[Index]) -> str:
     return ", ".join(map(str, samples[:4]))
 
 
-def _passes(recording: Recording, one: int, other: int) -> list[tuple[Any, Any]]:
+def _passes(*ranks: RankRecords) -> list[tuple[Any, Any]]:
     """Return (inputs, target) of two ranks in each backward that both have, as hashes."""
     mine, theirs = (
         {
-            (b["step"], b["micro"]): (
-                tuple(forward[1] for forward in b["forwards"]),
-                (b["loss"] or {}).get("target_hash"),
+            (one["step"], one["micro"]): (
+                tuple(forward[1] for forward in one["forwards"]),
+                (one["loss"] or {}).get("target_hash"),
             )
-            for b in rank.by_kind["backward"]
-            if b["forwards"] and all(forward[1] is not None for forward in b["forwards"])
+            for one in rank.by_kind["backward"]
+            if one["forwards"] and all(forward[1] is not None for forward in one["forwards"])
         }
-        for rank in recording.ranks
-        if rank.rank in (one, other)
+        for rank in ranks
     )
     return [(mine[at], theirs[at]) for at in mine if at in theirs]
 
@@ -152,19 +148,22 @@ def _same_inputs(recording: Recording) -> Outcome:
     Inputs that never change may be anything, so then equal targets must be known. A model that is
     sharded may rightly compute one sample on several ranks.
     """
-    sharded = any(one.of("fsdp") for one in recording.ranks)
-    first, *others = (rank.rank for rank in recording.ranks)
+    sharded = any(one.by_kind["fsdp"] for one in recording.ranks)
+    first, *others = recording.ranks
     for other in () if sharded else others:
-        both = _passes(recording, first, other)
+        both = _passes(first, other)
         telling = len({a[0] for a, _ in both}) > 1 or all(a[1] is not None for a, _ in both)
         if len(both) >= 2 and telling and all(a == b for a, b in both):
-            ranks = f"ranks {first} and {other}"
+            ranks = f"ranks {first.rank} and {other.rank}"
             return found("same-samples", kind="inputs", ranks=ranks, count=len(both))
     return Unknown("which samples each rank trains on: no DataLoader draws them by index")
 
 
 def _coverage(recording: Recording, loaders: Loaders, *, one_dataset: bool) -> Outcome | None:
-    """Return whether the ranks together see each sample once in an epoch, by the worst epoch."""
+    """Return whether the ranks together see each sample once in an epoch, by the worst epoch.
+
+    An epoch of which only a part is known counts if there is none else.
+    """
     replicas, length = _common(loaders, "replicas") or 0, _common(loaders, "length") or 0
     if replicas > recording.size:
         return found(
@@ -175,8 +174,9 @@ def _coverage(recording: Recording, loaders: Loaders, *, one_dataset: bool) -> O
             replicas=replicas,
             ranks=recording.size,
         )
-    epochs = enumerate(zip(*(one.epochs for one in loaders), strict=False), 1)
-    return gravest([_cover(loaders, *one, one_dataset=one_dataset) for one in epochs])
+    epochs = list(enumerate(zip(*(one.epochs for one in loaders), strict=False), 1))
+    whole = [one for one in epochs if all(epoch.whole for epoch in one[1])]
+    return gravest(_cover(loaders, *one, one_dataset=one_dataset) for one in whole or epochs)
 
 
 def _cover(
@@ -192,15 +192,16 @@ def _cover(
     shares = [[index for one in rank for index in one["inner"]] for rank in draws]
     if not all(shares):
         return None
-    counts, ranks = Counter(chain.from_iterable(shares)), len(shares)
-    repeats, batch = counts.total() - len(counts), max(len(rank[0]["indices"]) for rank in draws)
+    ranks, batch = len(shares), max(len(rank[0]["indices"]) for rank in draws)
+    counts = Counter(chain.from_iterable(shares))
+    repeats, rounding = counts.total() - len(counts), max(ranks, batch)
     # Each rank may repeat a sample, or with shuffled samples fill up a batch, so that all ranks
     # have equally many. Of the first batches some may come twice by chance.
     in_strides = all(is_sequential(sorted(set(share))) for share in shares)
-    allowed = ranks if in_strides else ranks * batch
-    if repeats > (allowed if whole else max(allowed, counts.total() / 10)):
+    padding = ranks * (1 if in_strides else batch)
+    if repeats > max(padding, 0 if whole else counts.total() / 10):
         own = max(len(share) - len(set(share)) for share in shares)
-        if own > (max(ranks, batch) if whole else 0):
+        if own > rounding * whole:
             return Unknown(
                 "the coverage of the dataset: the sampler draws samples repeatedly on a rank"
             )
@@ -222,9 +223,9 @@ def _cover(
     length = _common(loaders, "length" if outer else "inner_length")
     if in_strides and max(counts) < (length or 0):  # else they are those of several datasets
         drawn = sorted(counts)
-        stride = gcd(*(b - a for a, b in pairwise(drawn)))
-        holes = sorted(set(range(drawn[0], drawn[-1], stride)) - set(drawn))
-        if len(holes) > max(batch, ranks):
+        stride = gcd(*(one - drawn[0] for one in drawn))
+        holes = [one for one in range(drawn[0], drawn[-1], stride) if one not in counts]
+        if len(holes) > rounding:
             return found(
                 "uneven-coverage",
                 kind="holes",
@@ -303,25 +304,25 @@ def _batch_counts(recording: Recording, loaders: Loaders) -> Outcome | None:
     Not a fault if the ranks stay in step where an epoch ends, since their loops then end alike or
     begin anew, or if Join lets those wait that have fewer.
     """
-    counts = {one.rank: one.facts.get("batches") for one in loaders}
+    batches = _common(loaders, "batches")
+    if batches is not None:
+        return Right(f"every rank has {batches:,} batches in an epoch")
+    counts = {one.rank: one.facts["batches"] for one in loaders}
     if None in counts.values():
         return None
-    if len(set(counts.values())) == 1:
-        return Right(f"every rank has {loaders[0].facts['batches']:,} batches in an epoch")
-    listed, ranks = _by_rank(counts), recording.ranks
-    if any(one.by_kind["join"] for one in ranks):
+    listed = _by_rank(counts)
+    if any(one.by_kind["join"] for one in recording.ranks):
         return Right(f"Join lets the ranks with fewer batches wait ({listed})")
     taken = [
         [
             record["epoch"]
-            for record in takewhile(lambda record: record["k"] != "cut", rank.records)
+            for record in takewhile(lambda record: record["k"] != "cut", one.records.records)
             if record["k"] == "batch" and record["l"] == one.facts["l"]
         ]
-        for rank in ranks
         for one in loaders
-        if one.rank == rank.rank
     ]
-    ends = not any(one.by_kind["cut"] for one in ranks) or max(len(set(one)) for one in taken) > 1
+    cut = any(one.by_kind["cut"] for one in recording.ranks)
+    ends = not cut or any(len(set(epochs)) > 1 for epochs in taken)
     if ends and not recording.hung and len(set(map(len, taken))) == 1:
         return Unknown(
             f"whether the ranks' different numbers of batches matter ({listed}): they "
