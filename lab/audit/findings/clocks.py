@@ -51,16 +51,15 @@ def _last_means(rank: RankRecords) -> list[Record]:
 
 def _faults(rank: RankRecords, mean: Record) -> list[Finding]:
     number, divisor, of_steps = _iterations(mean), mean["divisor"], _is_of_steps(mean)
-    several = of_steps and mean["intervals"] >= _FEWEST
     early = mean["before_update"] == mean["intervals"] and not mean["update_timed"]
-    pending = mean["device_pending"] >= _SHARE * mean["intervals"]
+    early = early and bool(rank.by_kind["step"])
+    pending = mean["device_pending"] >= max(_FEWEST, _SHARE * mean["intervals"])
     wrong = _divides_wrongly(mean) and not mean["after_cut"]
-    known = early and bool(rank.by_kind["step"])
     cases = (  # name, kind, whether it holds, whether it is sure
         ("clock-wrong-divisor", None, wrong, abs(divisor - number) <= 2),
         ("clock-first-iteration", None, of_steps and mean["first"], True),
-        ("clock-before-update", "update", several and known, False),
-        ("clock-before-update", "device", several and pending and not known, True),
+        ("clock-before-update", "update", of_steps and early, False),
+        ("clock-before-update", "device", of_steps and pending and not early, True),
     )
     return [
         found(

@@ -36,7 +36,8 @@ def check(recording: Recording) -> Iterator[Outcome]:
         outcomes += _in_vain(ranks)
     different = gravest(outcomes)
     if isinstance(different, Finding):
-        yield replace(different, evidence=(*different.evidence, *_stands(ranks)))
+        stands = [line for one in ranks for line in one.stands]
+        yield replace(different, evidence=(*different.evidence, *stands))
     elif different is not None:
         yield different
     elif not recording.hung and "waits" not in states:
@@ -52,32 +53,37 @@ class _Rank:
     ----------
     queues : its calls, in order, by the name and the ranks of their group: ("", ()) for that of all
         ranks. Those of messages have their sender, None if it may be any rank, and receiver.
+    stands : at which line it stood, in a sentence, if that is known.
     state : "cut", "waits", "failed" (of itself), "ended", "busy" or "gone".
     wait : in what it waits in vain: a call, or another record with its line. A call may just have
         begun when a run of ranks that do not stand still is ended.
     """
 
     def __init__(self, records: RankRecords, hung: bool) -> None:
-        self.number, self.by_kind = records.rank, records.by_kind
+        self.number, self.by_kind, kinds = records.rank, records.by_kind, records.by_kind
         self.queues: dict[Any, list[Record]] = defaultdict(list)
         before = takewhile(lambda record: record["k"] != "cut", records.records)
-        calls = [one for one in before if one["k"] == "call" and one.get("size")]
-        calls = [one for one in calls if one["name"] not in SETUP]
+        calls = [
+            one
+            for one in before
+            if one["k"] == "call" and one.get("size") and one["name"] not in SETUP
+        ]
         for call in calls:
             self.queues[self.queue(call)].append(call)
+        lines = [one["at"] for one in kinds["stack"] + kinds["stands"] if one.get("at")]
+        self.stands = [f"rank {self.number} stands at {code_line(at)}" for at in lines[-1:]]
         last = next(one for one in reversed(records.records) if one["k"] != "stack")
         stands = [last] if last["k"] == "stands" else []
-        errors = {one["c"]: one.get("error") for one in self.by_kind["done"]}
+        errors = {one["c"]: one.get("error") for one in kinds["done"]}
         errors |= {one["c"]: "stands" for one in stands}
-        failed = self.by_kind["error"]
         waits = [one for one in calls if errors.get(one["c"], not hung)] + stands
-        waits += [one for one in failed if _PEER_LEFT.search(one.get("message", ""))]
+        waits += [one for one in kinds["error"] if _PEER_LEFT.search(one.get("message", ""))]
         self.wait = waits[0] if waits else {}
         states = {
-            "cut": self.by_kind["cut"],
+            "cut": kinds["cut"],
             "waits": waits,
-            "failed": failed or any(one.get("status") for one in self.by_kind["end"]),
-            "ended": self.by_kind["end"],
+            "failed": kinds["error"] or any(one.get("status") for one in kinds["end"]),
+            "ended": kinds["end"],
             "busy": hung,
         }
         self.state = next((state for state, holds in states.items() if holds), "gone")
@@ -158,11 +164,11 @@ def _in_vain(ranks: list[_Rank]) -> Iterator[Finding | Unknown]:
                 other=other.number,
             )
         elif other.state in _LEFT_OPEN:
-            lines = [f" ({code_line(at)})" for s in other.by_kind["stack"] if (at := s.get("at"))]
-            yield Unknown(
+            vain = (
                 f"gradients: rank {one.number} waited in vain in {call} for rank {other.number}, "
-                f"which {_LEFT_OPEN[other.state]}{''.join(lines)}"
+                f"which {_LEFT_OPEN[other.state]}"
             )
+            yield Unknown("; ".join([vain, *other.stands]))
 
 
 def _describe(wait: Record) -> str:
@@ -172,14 +178,6 @@ def _describe(wait: Record) -> str:
     at = code_line(wait["at"])
     name = wait.get("name") or "torch.distributed"
     return f"{name}{size}{root}" + ("" if at is None else f" ({at})")
-
-
-def _stands(ranks: list[_Rank]) -> Iterator[str]:
-    """Yield at which line each rank stood."""
-    for rank in ranks:
-        for one in [*rank.by_kind["stack"], *rank.by_kind["stands"]][-1:]:
-            if one.get("at"):
-                yield f"rank {rank.number} stands at {code_line(one['at'])}"
 
 
 def _agreed(lists: list[list[Record]]) -> Iterator[Right]:
@@ -211,7 +209,7 @@ def _unused(recording: Recording) -> Iterator[Finding]:
         code_line(first["group"][0]["at"]) if first["group"] else None,
         kind="group" if first["group"] else "alone",
         sure=ended,
-        steps=min(len(rank.by_kind["step"]) for rank in recording.ranks),
+        steps=recording.steps,
         ranks=recording.size,
         calls=", ".join(f"{name} {number} times" for name, number in calls.items()) or "none",
         more="" if ended else "; a script that exchanges weights more rarely looks the same",
