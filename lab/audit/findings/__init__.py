@@ -6,7 +6,7 @@ it finds right, and what it cannot check, see ``finding.py``. Names, causes and 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -114,8 +114,7 @@ def is_one_model(recording: Recording) -> bool:
     )
 
 
-def without_explained(found: Iterable[Finding]) -> list[Finding]:
+def without_explained(found: Sequence[Finding]) -> list[Finding]:
     """Return the findings of a run that do not follow from another one in it."""
-    everything = list(found)
-    explained = {name for one in everything for name in one.entry.explains}
-    return [one for one in everything if one.name not in explained]
+    explained = {name for one in found for name in one.entry.explains}
+    return [one for one in found if one.name not in explained]

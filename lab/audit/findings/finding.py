@@ -21,6 +21,7 @@ class CatalogueEntry:
     unequal : with it the ranks train something else than one process would.
     """
 
+    name: str
     severity: str
     title: str
     cause: str
@@ -106,7 +107,7 @@ def gravest(outcomes: Iterable[Outcome | None]) -> Outcome | None:
 def catalogue() -> dict[str, CatalogueEntry]:
     """Return the entries of catalogue.toml by name, in its order."""
     content = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
-    return {name: CatalogueEntry(**texts) for name, texts in content.items()}
+    return {name: CatalogueEntry(name, **texts) for name, texts in content.items()}
 
 
 def merge(found: Sequence[Finding]) -> list[Finding]:

@@ -94,20 +94,19 @@ def _compare(one: TrainingLoader, other: TrainingLoader) -> tuple[Outcome | None
     both = [at for at in mine if at in theirs]
     same = bool(both) and len(both) >= _SAME * min(len(mine), len(theirs))
     data, ranks = same_data(one, other), f"ranks {one.rank} and {other.rank}"
-    targets = [(a[1], b[1]) for a, b in _passes(one.records, other.records)]
-    agree = [a == b for a, b in targets if None not in (a, b)]
-    if same and agree and not any(agree):
+    passes = _passes(one.records, other.records)
+    agree = {a[1] == b[1] for a, b in passes if None not in (a[1], b[1])}
+    if same and agree == {False}:
         data = None if data else False
     if mine and theirs and not (both and data is not False):
         return Right("every rank trains on different samples"), data
     if not same:
         return None, data
     if data is None:
-        unsure = (
+        return Unknown(
             f"whether {ranks} train on the same samples: their indices are equal, but "
             "the audit cannot tell whether they index the same data"
-        )
-        return Unknown(unsure), data
+        ), data
     batches = Counter(at[:2] for at in both)
     epoch, batch = min(batches)
     return found(
@@ -270,12 +269,12 @@ def _same_order(loaders: Loaders) -> Iterator[Outcome]:
     for one in loaders:
         kept = [epoch for epoch in one.epochs if not epoch.left]
         many = len(kept) < 2 and len(one.epochs) >= _MANY
-        for number, both in enumerate(pairwise(one.epochs if many else kept), 2):
-            count = min(len(epoch.given) for epoch in both)
-            begin, again = (epoch.given[:count] for epoch in both)
-            several = many or all(len(epoch.batches) >= 2 for epoch in both)
-            if several and count >= 4 and not is_sequential(begin):
-                seen.append((number, begin, begin == again))
+        shown = one.epochs if many else [epoch for epoch in kept if len(epoch.batches) >= 2]
+        for number, (first, second) in enumerate(pairwise(shown), 2):
+            count = min(len(first.given), len(second.given))
+            begin = first.given[:count]
+            if count >= 4 and not is_sequential(begin):
+                seen.append((number, begin, begin == second.given[:count]))
     sampler = str(loaders[0].facts.get("sampler"))
     if len({same for *_, same in seen}) == 1:
         number, begin, same = seen[0]

@@ -23,7 +23,7 @@ Edit = Callable[[str, int, dict[str, Any]], None]
 def told(recording: Recording) -> tuple[list[str], str]:
     """Return the names of what is found, and the verdict, whatever other checks find."""
     outcomes = [*check_gradients(recording), *check_weights(recording)]
-    found = without_explained(one for one in outcomes if isinstance(one, Finding))
+    found = without_explained([one for one in outcomes if isinstance(one, Finding)])
     unknown = [one.text for one in outcomes if isinstance(one, Unknown)]
     return [one.name for one in found], verdict([recording], found, unknown).answer
 
