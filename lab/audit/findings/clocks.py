@@ -51,8 +51,8 @@ def _last_means(rank: RankRecords) -> list[Record]:
 
 def _faults(rank: RankRecords, mean: Record) -> list[Finding]:
     number, divisor, of_steps = _iterations(mean), mean["divisor"], _is_of_steps(mean)
-    early = mean["before_update"] == mean["intervals"] and not mean["update_timed"]
-    early = early and bool(rank.by_kind["step"])
+    untimed = bool(rank.by_kind["step"]) and not mean["update_timed"]
+    early = untimed and mean["before_update"] == mean["intervals"]
     pending = mean["device_pending"] >= max(_FEWEST, _SHARE * mean["intervals"])
     wrong = _divides_wrongly(mean) and not mean["after_cut"]
     cases = (  # name, kind, whether it holds, whether it is sure

@@ -60,7 +60,8 @@ class _Rank:
     """
 
     def __init__(self, records: RankRecords, hung: bool) -> None:
-        self.number, self.by_kind, kinds = records.rank, records.by_kind, records.by_kind
+        self.number = records.rank
+        self.by_kind = kinds = records.by_kind
         self.queues: dict[Any, list[Record]] = defaultdict(list)
         before = takewhile(lambda record: record["k"] != "cut", records.records)
         calls = [

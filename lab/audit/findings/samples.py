@@ -262,8 +262,8 @@ def _padding(loaders: Loaders) -> Outcome | None:
 def _same_order(loaders: Loaders) -> Iterator[Outcome]:
     """Compare the first batches of each epoch with those of the epoch before.
 
-    An epoch that the script left early, as to look at a batch, counts only if there is none else
-    and they are many.
+    A single batch tells nothing. An epoch that the script left early, as to look at a batch, counts
+    only if there is none else and they are many.
     """
     seen = []
     for one in loaders:
