@@ -57,7 +57,7 @@ def _check_loaders(recording: Recording, loaders: Loaders) -> Iterator[Outcome |
         yield _coverage(recording, loaders, one_dataset=None not in data)
     yield from _same_order(loaders)
     yield _batch_counts(recording, loaders)
-    yield _padding(loaders)
+    yield from _padding(loaders)
 
 
 def _global_batch(recording: Recording, asked: int) -> Outcome:
@@ -200,7 +200,7 @@ def _cover(
     padding = ranks * (1 if in_strides else batch)
     if repeats > max(padding, 0 if whole else counts.total() / 10):
         own = max(len(share) - len(set(share)) for share in shares)
-        if own > rounding * whole:
+        if own > (rounding if whole else 0):
             return Unknown(
                 "the coverage of the dataset: the sampler draws samples repeatedly on a rank"
             )
@@ -250,13 +250,12 @@ def _common(loaders: Loaders, name: str) -> int | None:
     return values.pop() if len(values) == 1 else None
 
 
-def _padding(loaders: Loaders) -> Outcome | None:
-    """Return that DistributedSampler repeats samples, fewer than one a rank."""
+def _padding(loaders: Loaders) -> Iterator[Outcome]:
+    """Yield that DistributedSampler repeats samples, fewer than one a rank."""
     replicas, length = _common(loaders, "replicas"), _common(loaders, "length") or 0
     draws = len(loaders) * sum(len(one["indices"]) for one in loaders[0].epochs[0].whole)
     if replicas == len(loaders) > draws - length > 0:
-        return found("padding-sampler", samples=length, draws=draws)
-    return None
+        yield found("padding-sampler", samples=length, draws=draws)
 
 
 def _same_order(loaders: Loaders) -> Iterator[Outcome]:
