@@ -133,15 +133,14 @@ def _linear(one: Update) -> Explained:
     weights, errors = fit(one.own, one.got, one.columns)
     residue, total = float(errors.max()), float(weights.sum(axis=1).mean())
     sources = [_source(one, r) for r in range(one.size)]
-    factors = np.array([factor for _, factor in sources])
-    if {name for name, _ in sources} == {"the mean"}:
+    named, factors = [name for name, _ in sources], np.array([factor for _, factor in sources])
+    if {*named} == {"the mean"}:
         if np.ptp(factors) <= one.tolerance * np.abs(factors).max():
             return "mean", residue, float(factors.mean()), []
     elif errors.min() > one.misfit:
         return "unknown", residue, total, []
-    elif np.ptp(weights, axis=0).max() <= 1e-2 * np.abs(weights).max():
-        if not any(name for name, _ in sources):
-            return _weighted(one, weights.mean(axis=0), residue)
+    elif np.ptp(weights, axis=0).max() <= 1e-2 * np.abs(weights).max() and not any(named):
+        return _weighted(one, weights.mean(axis=0), residue)
     texts = []
     for (name, factor), error, row in zip(sources, errors, weights, strict=True):
         times = "" if abs(factor - 1) < 1e-2 else f"{factor:.3f} times "

@@ -274,7 +274,7 @@ def test_an_optimiser_whose_gradients_nobody_saw_is_named(tmp_path: Path) -> Non
     for rank in range(3):
         with (tmp_path / f"{1000 + rank}.jsonl").open("a", encoding="utf-8") as file:
             records: list[dict[str, Any]] = [{"k": "params", "built": 0, "rows": [row]}]
-            for record in [*records, step | {"lr": [0.1], "settings": {}}]:
+            for record in [*records, step | {"lr": [0.1], "settings": {}, "clips": []}]:
                 file.write(json.dumps({"t": 1.0, "o": 1, **record}) + "\n")
     recording = read_recording(tmp_path)
     outcomes = [*check_gradients(recording)]
