@@ -43,10 +43,10 @@ class Update:
     cuts : to which part each rank's clip_grad_norm_ cut what it got; 1 without one.
     samples : by rank, how many it trained on; 0 where that is not known.
     kind : "mean" (times ``total``); "rows" (each rank gets what ``texts`` says); "weighted" (all
-        ranks the same sum, with unequal weights); "clipped" and "clamped" (by norm, or number by
-        number, before averaging); "extreme" (the ranks' greatest or smallest numbers);
-        "parameters" (``texts`` says how, and which); "stale"; "kept" (old gradients are still
-        there); "nothing" (no gradient, or zeros); "unknown".
+        ranks the same sum, with unequal weights); "norm" and "value" (by which each rank clips
+        before averaging); "extreme" (the ranks' greatest or smallest numbers); "parameters"
+        (``texts`` says how, and which); "stale"; "kept" (old gradients are still there); "nothing"
+        (no gradient, or zeros); "unknown".
     residue : the greatest relative error.
     """
 
@@ -132,33 +132,34 @@ def _linear(one: Update) -> Explained:
     """A sum of the ranks' gradients, or on some ranks something else (a reduce to one rank)."""
     weights, errors = fit(one.own, one.got, one.columns)
     residue, total = float(errors.max()), float(weights.sum(axis=1).mean())
-    sources = [_source(one, r) for r in range(one.size)]
-    named, factors = [name for name, _ in sources], np.array([factor for _, factor in sources])
-    if {*named} == {"the mean"}:
-        if np.ptp(factors) <= one.tolerance * np.abs(factors).max():
-            return "mean", residue, float(factors.mean()), []
-    elif errors.min() > one.misfit:
+    texts, factors = zip(*(_source(one, r) for r in range(one.size)), strict=True)
+    same = np.ptp(factors) <= one.tolerance * np.abs(factors).max()
+    if same and all(text.endswith("the mean") for text in texts):
+        return "mean", residue, float(np.mean(factors)), []
+    if errors.min() > one.misfit and not all(texts):
         return "unknown", residue, total, []
-    elif np.ptp(weights, axis=0).max() <= 1e-2 * np.abs(weights).max() and not any(named):
+    if np.ptp(weights, axis=0).max() <= 1e-2 * np.abs(weights).max() and not any(texts):
         return _weighted(one, weights.mean(axis=0), residue)
-    texts = []
-    for (name, factor), error, row in zip(sources, errors, weights, strict=True):
-        times = "" if abs(factor - 1) < 1e-2 else f"{factor:.3f} times "
-        listed = " ".join(f"{weight:.3f}" for weight in row)
-        other = f"weights {listed}" if error <= one.misfit else "no weighted sum of the gradients"
-        texts.append((times + name if factor else "nothing") if name else other)
-    return "rows", residue, total, texts
+    sums = [f"weights {' '.join(f'{weight:.3f}' for weight in row)}" for row in weights]
+    others = np.where(errors <= one.misfit, sums, "no weighted sum of the gradients")
+    return (
+        "rows",
+        residue,
+        total,
+        [text or str(other) for text, other in zip(texts, others, strict=True)],
+    )
 
 
 def _source(one: Update, rank: int) -> tuple[str, float]:
-    """Return of which gradient a rank's optimiser gets a multiple, and which; "" if of none."""
+    """Return which multiple of which gradient a rank's optimiser gets; "" if of none."""
     alone, got, found = np.eye(one.size), one.got[[rank]], []
     rows = {"the mean": np.full(one.size, 1 / one.size), "its own": alone[rank]}
     for name, row in (rows | {f"rank {r}'s own": alone[r] for r in range(one.size)}).items():
         values = row @ one.own
         factor = float(got[0] @ values / max(values @ values, _TINY))
         if misfits(one.own, factor * row[None], got, one.columns)[0] <= one.misfit:
-            found.append((name, factor))
+            times = "" if abs(factor - 1) < 1e-2 else f"{factor:.3f} times "
+            found.append((times + name if factor else "nothing", factor))
     return min(found, key=lambda item: abs(item[1] - 1) > one.tolerance, default=("", 1.0))
 
 
@@ -174,7 +175,7 @@ def _weighted(one: Update, shares: Numbers, residue: float) -> Explained:
     if cuts.min() < 1 and np.ptp(times / cuts) < 10 * one.tolerance * np.abs(times / cuts).max():
         parts = [f"cut to {part:.1%} of its length" if part < 1 else "not cut" for part in cuts]
         how = ", ".join(f"rank {r}'s gradient is {part}" for r, part in enumerate(parts))
-        return "clipped", residue, 1.0, [how]
+        return "norm", residue, 1.0, [how]
     return "weighted", residue, 1.0, [", ".join(f"{share:.4f}" for share in shares)]
 
 
@@ -192,21 +193,16 @@ def _bases(one: Update) -> Iterator[tuple[str, Numbers, str]]:
         limits.add(float(np.median(np.abs(one.size * (got - mean) + greatest)[changed])))
     for limit in limits:
         how = f"each rank limits its gradient to ±{limit:.6g}"
-        yield "clamped", np.clip(own, -limit, limit).mean(axis=0)[None], how
+        yield "value", np.clip(own, -limit, limit).mean(axis=0)[None], how
         yield "mean", np.clip(mean, -limit, limit)[None], "then clipped by value"
     yield "extreme", own.max(axis=0)[None], "greatest of the ranks' gradients (ReduceOp.MAX)"
     yield "extreme", own.min(axis=0)[None], "smallest of the ranks' gradients (ReduceOp.MIN)"
-    wide = [at.stop - at.start >= 2 * one.size for at in one.columns]
-    parts = [(own[:, at], one.got[:, at]) for at in one.columns]
-    weights = [fit(*part, [slice(0, part[0].shape[1])])[0].mean(axis=0) for part in parts]
-    shares = one.size * np.array(weights)
-    if np.ptp(shares[wide], axis=1).max(initial=0.0) > 1e-2:  # else the mean is cut
-        short = np.repeat(np.clip(shares, 0, 1), [part.shape[1] for part, _ in parts], axis=0)
-        yield (
-            "clipped",
-            (own * short.T).mean(axis=0)[None],
-            "each rank clips each parameter by itself",
-        )
+    widths = np.array([at.stop - at.start for at in one.columns])
+    parts = [fit(own[:, at], one.got[:, at], [slice(0, at.stop - at.start)]) for at in one.columns]
+    shares = np.clip([one.size * weights.mean(axis=0) for weights, _ in parts], 0, 1)
+    if np.ptp(shares[widths >= 2 * one.size], axis=1).max(initial=0.0) > 1e-2:  # unlike a cut mean
+        short = (own * np.repeat(shares, widths, axis=0).T).mean(axis=0)
+        yield "norm", short[None], "each rank clips each parameter by itself"
     if np.isfinite(one.previous).all() and 8 * one.size <= own.shape[1]:
         yield "stale", one.previous, ""
         yield "kept", np.concatenate([own, one.previous]), ""

@@ -38,13 +38,13 @@ _MEASURED = 100.0
 _CLASSIFIERS = ("NllLoss", "CrossEntropy", "BinaryCrossEntropy")
 _UNEXPLAINED = {"unknown", "kept", "stale"}
 _FAULTS = {
-    "clipped": ("clipped-before-averaging", None),
-    "clamped": ("value-clipped-before-averaging", None),
-    "extreme": ("not-the-mean", "extreme"),
-    "weighted": ("not-the-mean", "weighted"),
-    "parameters": ("some-parameters", None),
+    "norm": "clipped-before-averaging",
+    "value": "value-clipped-before-averaging",
+    "extreme": "not-the-mean",
+    "weighted": "not-the-mean",
+    "parameters": "some-parameters",
 }
-"""Kinds of updates that the fit has named: the finding, and which of its sentences."""
+"""The kinds of updates of which the fit has said it all."""
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
@@ -102,16 +102,14 @@ def _judge(recording: Recording, whose: str, updates: list[Update]) -> Outcome:
         return _unexplained(recording, updates, bad, values)
     if grave == {"rows"}:
         return _rows(recording, bad, line, values)
-    kind, texts = bad[0].kind, bad[0].texts
-    if len(grave) > 1 or (len(bad) < len(updates) and kind not in ("clipped", "clamped")):
+    kind, (how, *names) = bad[0].kind, bad[0].texts
+    always = [name for name in names if all(name in one.texts for one in bad)]
+    changes = len(bad) < len(updates) and kind not in ("norm", "value")
+    if len(grave) > 1 or changes or (names and not always):
         return Unknown("gradients: the ranks' gradients are combined differently from step to step")
-    names = [name for name in texts[1:] if all(name in one.texts for one in bad)]
-    if kind == "parameters" and not names:
-        return Unknown("gradients: other parameters are left out in each step")
-    values |= {"names": shortlist(names), "some": len(names), "every": len(bad[0].names)}
-    name, sentence = _FAULTS[kind]
-    line = _clip_line(bad, {"clipped": "norm", "clamped": "value"}.get(kind, "")) or line
-    return found(name, line, kind=sentence, how=texts[0], weights=texts[0], **values)
+    values |= {"names": shortlist(always), "some": len(always), "every": len(bad[0].names)}
+    line = _clip_line(bad, kind) or line
+    return found(_FAULTS[kind], line, kind=kind, how=how, weights=how, **values)
 
 
 def _clip_line(updates: list[Update], kind: str) -> CodeLine | None:
@@ -162,12 +160,12 @@ def _rows(
             f"gradients: the optimisers get the mean in all steps but step {bad[0].step}"
         )
     single = all(text.endswith(("own", "the mean")) for text in bad[0].texts)
-    lost, kind = unawaited(recording, bad[0].step), "rows"
-    if all(text.endswith("its own") for text in bad[0].texts):
-        kind = "unawaited" if lost else "own"
+    lost = unawaited(recording, bad[0].step)
+    own = "unawaited" if lost else "own"
     rows = "; ".join(f"rank {r} gets {text}" for r, text in enumerate(bad[0].texts))
-    values |= {"rows": rows, "lost": lost, "sure": len(bad) == values["steps"]}
-    return found("own-gradient" if single else "not-the-mean", line, kind=kind, **values)
+    values |= {"kind": own if all_own else "rows", "rows": rows, "lost": lost}
+    name, sure = "own-gradient" if single else "not-the-mean", len(bad) == values["steps"]
+    return found(name, line, sure=sure, **values)
 
 
 def _ends_equal(one: Update) -> bool:

@@ -28,8 +28,8 @@ def check(recording: Recording) -> Iterator[Finding]:
 
 def compare(recordings: Sequence[Recording]) -> Iterator[Finding]:
     """Yield the notices that need runs of two sizes: whether the global batch grows with them."""
-    known = [one for one in recordings if one.global_batch is None]
-    runs = {one.size: local for one in known if (local := local_batches(one)) is not None}
+    local = {one.size: local_batches(one) for one in recordings if one.global_batch is None}
+    runs = {size: counts for size, counts in local.items() if counts}
     if len(runs) > 1 and len({count for local in runs.values() for count in local.values()}) == 1:
         sizes = tuple(sorted(runs))
         totals = " and ".join(f"{sum(runs[size].values()):,} with {size} ranks" for size in sizes)

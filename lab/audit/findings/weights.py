@@ -34,17 +34,15 @@ def check(recording: Recording) -> Iterator[Outcome]:
     if exchanged:
         yield from map(_different_start, different)
     yield from settings
-    if different:
-        return
+    apart = [(one, step) for one in replicas for step in one.weights if one.is_apart(step)]
     if not any(one.weights for one in replicas):
         yield Unknown("weights: no ranks' weights of equal parameters were seen")
-        return
-    yield Right("all ranks start from the same weights")
-    apart = [(one, step) for one in replicas for step in one.weights if one.is_apart(step)]
-    if apart and exchanged and not settings:
-        yield _name_divergence(*apart[0])
-    elif not apart and any(max(one.weights, default=0) > 0 for one in replicas):
-        yield Right("the ranks' weights stay equal in the watched steps")
+    elif not different:
+        yield Right("all ranks start from the same weights")
+        if apart and exchanged and not settings:
+            yield _name_divergence(*apart[0])
+        elif not apart and any(max(one.weights, default=0) > 0 for one in replicas):
+            yield Right("the ranks' weights stay equal in the watched steps")
 
 
 class Replicas:
@@ -68,8 +66,7 @@ class Replicas:
         self.recording, self.optimizer, self.rows = recording, optimizer, rows[0]
         self.names = [str(row[1] or row[0]) for row in self.rows]
         self.columns = side_by_side([len(coordinates(row[4])) for row in self.rows])
-        keys = [[row[:3] for row in one] for one in rows]
-        self.same = all(one == keys[0] for one in keys)
+        self.same = all([row[:3] for row in one] == [row[:3] for row in rows[0]] for one in rows)
         self.steps = self.records("step")
         self.own, self.got = self._read("step", "own"), self._read("step", "got")
         trains = any(map(np.any, self.own.values())) or not any(map(np.any, self.got.values()))

@@ -48,12 +48,10 @@ def recording_exchanges(recording: Recording) -> bool:
 
     Without any exchange ``group-unused`` says what is wrong, see collectives.py.
     """
-    for rank in recording.ranks:
-        calls = [one for one in rank.by_kind["call"] if one["name"] not in SETUP]
-        objects = {one.get("step") for one in calls if "object" in one["name"]}
-        if any("size" not in one or one.get("bytes") for one in calls) or len(objects) > 1:
-            return True
-    return uses_ddp(recording) or any(rank.by_kind["mesh"] for rank in recording.ranks)
+    calls = [one for one in chain(*by_rank(recording, "call")) if one["name"] not in SETUP]
+    seen = any("size" not in one or one.get("bytes") for one in calls)
+    objects = {one.get("step") for one in calls if "object" in one["name"]}
+    return seen or len(objects) > 1 or uses_ddp(recording) or any(by_rank(recording, "mesh"))
 
 
 def first_step_apart(recording: Recording) -> int:
@@ -98,8 +96,7 @@ def lasting_optimizers(recording: Recording) -> list[list[int]]:
 
 def exchange_line(recording: Recording, step: int) -> CodeLine | None:
     """Return the line that exchanges gradients in a step, else one that exchanges anything."""
-    calls = exchanges(recording, step)
-    return first_line(sorted(calls, key=lambda one: one.get("content") != "gradient"))
+    return first_line([*exchanges(recording, step, "gradient"), *exchanges(recording, step)])
 
 
 def backward_line(recording: Recording) -> CodeLine | None:
@@ -114,8 +111,8 @@ def first_line(records: Iterable[Record]) -> CodeLine | None:
 
 def ends_without_sync(recording: Recording, step: int) -> bool:
     """Return whether DDP averages in some backward of a step, but not in the last, on all ranks."""
-    ranks = by_rank(recording, "backward", step)
-    synced = [[one.get("synced") for one in backwards] for backwards in ranks]
+    backwards = by_rank(recording, "backward", step)
+    synced = [[one.get("synced") for one in row] for row in backwards]
     return all(True in row and row[-1] is False for row in synced)
 
 
@@ -135,6 +132,6 @@ def samples_of(backward: Record) -> int:
 
 def local_samples(recording: Recording, step: int) -> list[int]:
     """Return by rank how many samples it trained on in a step; 0 where that is not known."""
-    ranks = by_rank(recording, "backward", step)
-    counts = [[samples_of(one) for one in backwards] for backwards in ranks]
+    backwards = by_rank(recording, "backward", step)
+    counts = [[samples_of(one) for one in row] for row in backwards]
     return [sum(row) if all(row) else 0 for row in counts]
