@@ -31,7 +31,7 @@ class Update:
     ----------
     records : the ranks' records of the kind step.
     known : whether all ranks' gradients are known, and come from a backward().
-    names, columns : of the parameters whose gradients are more than rounding errors.
+    names, columns, widths : of the parameters whose gradients are more than rounding errors.
     own, mean : (ranks, columns), the sum of each rank's own gradients, and (columns,), their mean;
         divided by GradScaler's scale if what the optimiser gets is.
     got : (ranks, columns), what each rank's optimiser gets.
@@ -72,9 +72,10 @@ class Update:
         self.mean = np.asarray(self.own.mean(axis=0))
         self.samples = local_samples(replicas.recording, step)
         self.names = [replicas.names[i] for i in kept]
-        self.columns = side_by_side([int(widths[i]) for i in kept])
-        low_precision = any("16" in replicas.rows[i][3] for i in kept)
-        self.misfit, self.tolerance = (ROUNDED, 1e-2) if low_precision else (EXACT, 1e-3)
+        self.widths = widths[kept]
+        self.columns = side_by_side(self.widths)
+        short = any("16" in replicas.rows[i][3] for i in kept)
+        self.misfit, self.tolerance = (ROUNDED, 1e-2) if short else (EXACT, 1e-3)
         apart, parts = norms(self.own - self.own[0], self.columns), norms(self.own, self.columns)
         self.alike = bool((apart <= self.misfit * parts).all())
         calls, self.cuts = self.clips("norm"), np.ones(self.size)
@@ -110,7 +111,8 @@ def fit(basis: Numbers, got: Numbers, columns: list[slice]) -> tuple[Numbers, Nu
     """
     sizes = [np.linalg.norm(basis[:, at]) or np.inf for at in columns]
     balance = np.repeat(1 / np.array(sizes), [at.stop - at.start for at in columns])
-    weights = np.linalg.lstsq((basis * balance).T, (got * balance).T, rcond=1e-3)[0].T
+    found = np.linalg.lstsq((basis * balance).T, (got * balance).T, rcond=1e-3)[0]
+    weights = np.asarray(found.T, dtype=np.float64)
     return weights, misfits(basis, weights, got, columns)
 
 
@@ -125,7 +127,7 @@ def _explain(one: Update) -> Explained:
         weights, errors = fit(basis, one.got, one.columns)
         if errors.max() <= one.misfit:
             return kind, float(errors.max()), float(weights.sum(axis=1).mean()), [how]
-    return _by_number(one, EXACT, 0.0) or _by_number(one, 2**-7, 1.2e-7) or linear
+    return _by_number(one, linear[1], EXACT) or _by_number(one, linear[1], 2**-7, 1.2e-7) or linear
 
 
 def _linear(one: Update) -> Explained:
@@ -136,18 +138,14 @@ def _linear(one: Update) -> Explained:
     same = np.ptp(factors) <= one.tolerance * np.abs(factors).max()
     if same and all(text.endswith("the mean") for text in texts):
         return "mean", residue, float(np.mean(factors)), []
-    if errors.min() > one.misfit and not all(texts):
+    if errors.min() > one.misfit:
         return "unknown", residue, total, []
     if np.ptp(weights, axis=0).max() <= 1e-2 * np.abs(weights).max() and not any(texts):
         return _weighted(one, weights.mean(axis=0), residue)
     sums = [f"weights {' '.join(f'{weight:.3f}' for weight in row)}" for row in weights]
     others = np.where(errors <= one.misfit, sums, "no weighted sum of the gradients")
-    return (
-        "rows",
-        residue,
-        total,
-        [text or str(other) for text, other in zip(texts, others, strict=True)],
-    )
+    listed = [text or str(other) for text, other in zip(texts, others, strict=True)]
+    return "rows", residue, total, listed
 
 
 def _source(one: Update, rank: int) -> tuple[str, float]:
@@ -197,18 +195,20 @@ def _bases(one: Update) -> Iterator[tuple[str, Numbers, str]]:
         yield "mean", np.clip(mean, -limit, limit)[None], "then clipped by value"
     yield "extreme", own.max(axis=0)[None], "greatest of the ranks' gradients (ReduceOp.MAX)"
     yield "extreme", own.min(axis=0)[None], "smallest of the ranks' gradients (ReduceOp.MIN)"
-    widths = np.array([at.stop - at.start for at in one.columns])
     parts = [fit(own[:, at], one.got[:, at], [slice(0, at.stop - at.start)]) for at in one.columns]
     shares = np.clip([one.size * weights.mean(axis=0) for weights, _ in parts], 0, 1)
-    if np.ptp(shares[widths >= 2 * one.size], axis=1).max(initial=0.0) > 1e-2:  # unlike a cut mean
-        short = (own * np.repeat(shares, widths, axis=0).T).mean(axis=0)
+    wide = one.widths >= 2 * one.size
+    if np.ptp(shares[wide], axis=1).max(initial=0.0) > 1e-2:  # else the mean is cut
+        short = (own * np.repeat(shares, one.widths, axis=0).T).mean(axis=0)
         yield "norm", short[None], "each rank clips each parameter by itself"
     if np.isfinite(one.previous).all() and 8 * one.size <= own.shape[1]:
         yield "stale", one.previous, ""
         yield "kept", np.concatenate([own, one.previous]), ""
 
 
-def _by_number(one: Update, error: float, smallest: float) -> Explained | None:
+def _by_number(
+    one: Update, residue: float, error: float, smallest: float = 0.0
+) -> Explained | None:
     """Each number is the mean or something else: in some parameters or parts, or rounded."""
     added = one.own.sum(axis=0)
     multiple = float(one.got[0] @ added / (added @ added))
@@ -219,20 +219,19 @@ def _by_number(one: Update, error: float, smallest: float) -> Explained | None:
         "multiplied": multiple * added,
         "added up": added,
     }
-    allowed = smallest + error * np.abs(one.own).mean(axis=0)
-    for at in one.columns:
-        allowed[at] += 1e-6 * np.linalg.norm(one.own[:, at])
+    sizes = np.linalg.norm(norms(one.own, one.columns), axis=0)
+    allowed = smallest + error * np.abs(one.own).mean(axis=0) + 1e-6 * np.repeat(sizes, one.widths)
     fits = {way: np.abs(one.got - values) <= allowed for way, values in ways.items()}
     if not np.any([*fits.values()], axis=0).all():
         return None
     found = [next((way for way in ways if fits[way][:, at].all()), "") for at in one.columns]
     if "" in found:
         shares = fits["averaged"].mean(axis=1)
-        return "rows", error, 1.0, [f"the mean in {share:.0%} of its numbers" for share in shares]
+        return "rows", residue, 1.0, [f"the mean in {share:.0%} of its numbers" for share in shares]
     if {*found} in ({"averaged"}, {"multiplied"}):
         total = multiple * one.size if "multiplied" in found else 1.0
-        return "mean", error, total, ["rounded to 16 bits"]
+        return "mean", residue, total, ["rounded to 16 bits"]
     if not {"averaged", "added up"} & {*found}:
-        return "rows", error, 1.0, ["its own"] * one.size
+        return "rows", residue, 1.0, ["its own"] * one.size
     how = next(way for way in found if way != "averaged")
-    return "parameters", error, 1.0, [how, *compress(one.names, [way == how for way in found])]
+    return "parameters", residue, 1.0, [how, *compress(one.names, [way == how for way in found])]

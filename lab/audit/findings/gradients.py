@@ -95,7 +95,12 @@ def _judge(recording: Recording, whose: str, updates: list[Update]) -> Outcome:
     grave = kinds & _UNEXPLAINED or kinds & {"rows"} or kinds - {"mean"}
     bad = [one for one in updates if one.kind in grave] or updates
     line = exchange_line(recording, updates[0].step) or backward_line(recording)
-    values = {"step": bad[0].step, "bad": len(bad), "steps": len(updates), "size": bad[0].size}
+    values: dict[str, Any] = {
+        "step": bad[0].step,
+        "bad": len(bad),
+        "steps": len(updates),
+        "size": bad[0].size,
+    }
     if not grave:
         return _mean(recording, whose, updates, line, values)
     if grave <= _UNEXPLAINED:
@@ -108,7 +113,7 @@ def _judge(recording: Recording, whose: str, updates: list[Update]) -> Outcome:
     if len(grave) > 1 or changes or (names and not always):
         return Unknown("gradients: the ranks' gradients are combined differently from step to step")
     values |= {"names": shortlist(always), "some": len(always), "every": len(bad[0].names)}
-    line = _clip_line(bad, kind) or line
+    line = _clip_line(bad, kind) or (exchange_line(recording, bad[0].step) if names else line)
     return found(_FAULTS[kind], line, kind=kind, how=how, weights=how, **values)
 
 

@@ -3,7 +3,7 @@
 ``Replicas`` holds what all ranks have recorded of one optimiser; gradient_fit.py reads it as well.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -28,7 +28,7 @@ def check(recording: Recording) -> Iterator[Outcome]:
         return
     families = [[Replicas(recording, o) for o in one] for one in lasting_optimizers(recording)]
     replicas = [one for family in families for one in family]
-    exchanged, settings = recording_exchanges(recording), _different_settings(replicas)
+    exchanged, settings = recording_exchanges(recording), [*_different_settings(replicas)]
     starts = [family[0] for family in families if 0 in family[0].weights]
     different = [one for one in starts if one.spread(0).max(initial=0.0) > START]
     if exchanged:
@@ -101,15 +101,14 @@ class Replicas:
     def is_apart(self, step: int) -> bool:
         """Return whether the ranks' weights differ by more than rounding before a step."""
         after, before = self.weights[step], self.weights.get(step - 1, self.weights[step])
-        move = np.linalg.norm(after[:, : before.shape[1]] - before)
-        moved = float(move / max(np.linalg.norm(before), 1e-300))
+        move = float(np.linalg.norm(after[:, : before.shape[1]] - before))
+        moved = move / max(float(np.linalg.norm(before)), 1e-300)
         return self.spread(step).max(initial=0.0) > max(SAME * (step + 1), 1e-3 * moved)
 
 
-def side_by_side(widths: list[int]) -> list[slice]:
+def side_by_side(widths: Iterable[int]) -> list[slice]:
     """Return the columns of parameters of which one follows another."""
-    stops = np.cumsum([0, *widths])
-    return [slice(int(start), int(stop)) for start, stop in pairwise(stops)]
+    return [slice(int(start), int(stop)) for start, stop in pairwise(np.cumsum([0, *widths]))]
 
 
 def norms(rows: Numbers, columns: list[slice]) -> Numbers:
@@ -130,26 +129,26 @@ def _different_start(one: Replicas) -> Finding:
     return found("different-start", **numbers, names=shortlist(names))
 
 
-def _different_settings(replicas: list[Replicas]) -> list[Finding]:
-    """Return the finding if learning rates, other numbers or the optimiser's class differ."""
+def _different_settings(replicas: list[Replicas]) -> Iterator[Finding]:
+    """Yield the first of the learning rates, other settings and classes that differ."""
     for step, records in [item for one in replicas for item in one.steps.items()]:
         settings = [_settings(one) for one in records]
         for name in settings[0]:
             values = [one.get(name) for one in settings]
             if len(set(values)) > 1:
                 listed = ", ".join(f"rank {r}: {value}" for r, value in enumerate(values))
-                return [found("different-learning-rates", step=step, setting=name, values=listed)]
-    return []
+                yield found("different-learning-rates", step=step, setting=name, values=listed)
+                return
 
 
 def _settings(record: Record) -> dict[str, str]:
-    """Return a step's settings that are plain values, rounded, in words."""
+    """Return a step's settings, rounded, in words, without objects."""
     rates = {f"lr of group {i}" if i else "lr": one for i, one in enumerate(record["lr"])}
     values = {"optimizer": record["optimizer"], **record["settings"], **rates}
     return {
         name: f"{value:.6g}" if isinstance(value, float) else str(value)
         for name, value in values.items()
-        if isinstance(value, int | float) or (isinstance(value, str) and " at 0x" not in value)
+        if " at 0x" not in str(value)
     }
 
 
@@ -160,10 +159,6 @@ def _name_divergence(one: Replicas, step: int) -> Finding:
     other = next((r for r, state in enumerate(states) if state != states[0]), None)
     equal = got is None or (got == got[0]).all()
     by_state = other is not None and None not in states and equal
-    return found(
-        "different-optimizer-state" if by_state else "weights-diverge",
-        step=step,
-        spread=spread.max(),
-        worst=one.names[int(spread.argmax())],
-        rank=other,
-    )
+    name = "different-optimizer-state" if by_state else "weights-diverge"
+    worst = one.names[int(spread.argmax())]
+    return found(name, step=step, spread=spread.max(), worst=worst, rank=other)

@@ -89,8 +89,8 @@ def lasting_optimizers(recording: Recording) -> list[list[int]]:
             other[0]["t"] > mine[-1]["t"] and len(other) >= len(mine) for other in steps.values()
         )
     ]
-    families = [sorted({one["o"] for one in mine}) for mine in kept or steps.values()]
-    families = families or [[o] for o in sorted(built)]
+    seen = [sorted({one["o"] for one in mine}) for mine in kept or steps.values()]
+    families = seen or [[o] for o in sorted(built)]
     return [one for one in families if not min(built.get(o, 0) for o in one)] or families
 
 
@@ -111,17 +111,17 @@ def first_line(records: Iterable[Record]) -> CodeLine | None:
 
 def ends_without_sync(recording: Recording, step: int) -> bool:
     """Return whether DDP averages in some backward of a step, but not in the last, on all ranks."""
-    backwards = by_rank(recording, "backward", step)
-    synced = [[one.get("synced") for one in row] for row in backwards]
+    rows = by_rank(recording, "backward", step)
+    synced = [[one.get("synced") for one in row] for row in rows]
     return all(True in row and row[-1] is False for row in synced)
 
 
 def unawaited(recording: Recording, step: int) -> int:
     """Return how many asynchronous exchanges of gradients rank 0 never waits for in a step."""
-    done = by_rank(recording, "done")[0]
+    done, calls = by_rank(recording, "done")[0], by_rank(recording, "call", step)[0]
     waited = {one["c"] for one in done if one.get("wait_seconds") is not None}
-    calls = [one for one in by_rank(recording, "call", step)[0] if one["c"] not in waited]
-    return sum(bool(one.get("async")) and one.get("content") == "gradient" for one in calls)
+    lost = [one for one in calls if one.get("async") and one["c"] not in waited]
+    return sum(one.get("content") == "gradient" for one in lost)
 
 
 def samples_of(backward: Record) -> int:
@@ -132,6 +132,5 @@ def samples_of(backward: Record) -> int:
 
 def local_samples(recording: Recording, step: int) -> list[int]:
     """Return by rank how many samples it trained on in a step; 0 where that is not known."""
-    backwards = by_rank(recording, "backward", step)
-    counts = [[samples_of(one) for one in row] for row in backwards]
+    counts = (list(map(samples_of, row)) for row in by_rank(recording, "backward", step))
     return [sum(row) if all(row) else 0 for row in counts]
