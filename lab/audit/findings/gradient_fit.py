@@ -16,8 +16,6 @@ from lab.audit.recording import Numbers, Record
 
 EXACT, ROUNDED = 1e-4, 2e-2
 """The greatest misfit of float32, and of 16-bit gradients."""
-_NEGLIGIBLE = 1e-6
-"""A parameter whose gradient is smaller than the greatest by this factor holds rounding errors."""
 _TINY = 1e-300
 
 Explained = tuple[str, float, float, list[str]]
@@ -53,10 +51,10 @@ class Update:
     def __init__(self, replicas: Replicas, step: int) -> None:
         own, got, columns = replicas.own[step], replicas.got[step], replicas.columns
         finite = np.asarray((np.isfinite(own) & np.isfinite(got)).all(axis=0))
-        lengths = norms(np.where(finite, own, np.nan), columns)
         widths = np.array([at.stop - at.start for at in columns])
-        sizes = np.linalg.norm(lengths, axis=0) / np.sqrt(np.maximum(widths, 1))
-        kept = np.flatnonzero(sizes > _NEGLIGIBLE * np.nanmax(sizes, initial=0.0))
+        lengths = np.linalg.norm(norms(np.where(finite, own, np.nan), columns), axis=0)
+        sizes = lengths / np.sqrt(np.maximum(widths, 1))
+        kept = np.flatnonzero(sizes > 1e-6 * np.nanmax(sizes, initial=0.0))  # the others: rounding
         at = [j for i in kept for j in range(columns[i].start, columns[i].stop)]
         self.known = bool(finite.any() and (kept.size or not got[:, finite].any()))
         near = (replicas.own.get(step - 1), *(replicas.weights.get(step + i) for i in (0, 1)))
@@ -76,8 +74,8 @@ class Update:
         self.columns = side_by_side(self.widths)
         short = any("16" in replicas.rows[i][3] for i in kept)
         self.misfit, self.tolerance = (ROUNDED, 1e-2) if short else (EXACT, 1e-3)
-        apart, parts = norms(self.own - self.own[0], self.columns), norms(self.own, self.columns)
-        self.alike = bool((apart <= self.misfit * parts).all())
+        apart, lengths = (norms(one, self.columns) for one in (self.own - self.own[0], self.own))
+        self.alike = bool((apart <= self.misfit * lengths).all())
         calls, self.cuts = self.clips("norm"), np.ones(self.size)
         if all(len(row) == 1 and row[0]["norm"] for row in calls):
             self.cuts = np.array([min(1, one["limit"] / (one["norm"] + 1e-6)) for (one,) in calls])
@@ -183,8 +181,8 @@ def _bases(one: Update) -> Iterator[tuple[str, Numbers, str]]:
     if np.isfinite(one.before).all():
         decay = one.before[0] @ (got - mean) / max(one.before[0] @ one.before[0], _TINY)
         yield "mean", (mean + decay * one.before[0])[None], "with weight decay added"
-    limits = {float(clip["limit"]) for row in one.clips("value") for clip in row}
-    limits.add(float(np.abs(one.got).max()))  # where all ranks' values are beyond the limit
+    called = [float(clip["limit"]) for row in one.clips("value") for clip in row]
+    limits = {*called, float(np.abs(one.got).max())}  # where all ranks' values are beyond it
     changed = np.abs(got - mean) > one.misfit * np.abs(own).max(axis=0)
     if changed.any():  # in most of these columns the greatest number alone is beyond it
         greatest = np.take_along_axis(own, np.abs(own).argmax(axis=0)[None], axis=0)[0]

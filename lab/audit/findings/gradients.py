@@ -30,11 +30,6 @@ from lab.audit.findings.where import (
 )
 from lab.audit.recording import CodeLine, Recording
 
-_GREATEST_LITERAL = 16
-_SMALL = 0.1
-"""Up to this relative error the nearest weighted sum is worth telling."""
-_MEASURED = 100.0
-"""A clipping limit this many times the norm is there to measure the norm, not to limit it."""
 _CLASSIFIERS = ("NllLoss", "CrossEntropy", "BinaryCrossEntropy")
 _UNEXPLAINED = {"unknown", "kept", "stale"}
 _FAULTS = {
@@ -58,8 +53,10 @@ def check(recording: Recording) -> Iterator[Outcome]:
             " with the gradients of whole parameters that each rank computed"
         )
     elif missing := sorted(set(range(recording.size)) - stepping):
-        listed = ", ".join(map(str, missing))
-        yield Unknown(f"gradients: no step of a torch optimiser was seen on rank {listed}")
+        yield Unknown(
+            "gradients: no step of a torch optimiser was seen on rank"
+            f" {', '.join(map(str, missing))}"
+        )
     else:
         numbers = [*chain.from_iterable(lasting_optimizers(recording))]
         for replicas in [Replicas(recording, o) for o in numbers]:
@@ -140,7 +137,7 @@ def _unexplained(
     )
     return Unknown(
         f"{where} what the optimiser gets is not a weighted sum of what the ranks computed"
-        f" (relative error {bad[0].residue:.0e}){near if bad[0].residue < _SMALL else ''}"
+        f" (relative error {bad[0].residue:.0e}){near if bad[0].residue < 0.1 else ''}"
     )
 
 
@@ -286,7 +283,7 @@ def _multiple(
         return found("averaged-twice", line, **values)
     divisor = 1 / total if ddp else size / total
     whole = round(divisor)
-    if 1 < whole <= _GREATEST_LITERAL and _near(divisor / whole, tolerance):
+    if 1 < whole <= 16 and _near(divisor / whole, tolerance):
         again = " (or by 2 and by 2 again)" if twice else ""
         values |= {"of": "mean" if ddp else "sum", "divisor": f"{whole}{again}"}
         return found("literal-divisor", line, sure=not twice, compare=total, **values)
@@ -298,12 +295,15 @@ def _multiple(
 
 
 def _early_clips(recording: Recording, updates: list[Update]) -> Iterator[Finding]:
-    """Yield the notice if each rank clips before an exchange by hand, so far without effect."""
+    """Yield the notice if each rank clips before an exchange by hand, so far without effect.
+
+    A limit of a hundred times the norm is there to measure the norm, not to limit it.
+    """
     by_hand = all(exchanges(recording, one.step, "gradient") for one in updates)
     for kind in ("norm", "value"):
         early = [
             any(
-                clip["collectives"] == 0 and clip["limit"] < _MEASURED * max(record["got_norm"], 1)
+                clip["collectives"] == 0 and clip["limit"] < 100 * max(record["got_norm"], 1)
                 for clip in row
             )
             for one in updates

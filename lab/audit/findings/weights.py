@@ -125,8 +125,13 @@ def shortlist(names: Sequence[str]) -> str:
 def _different_start(one: Replicas) -> Finding:
     spread = one.spread(0)
     names = [one.names[i] for i in np.argsort(-spread) if spread[i] > START]
-    numbers = {"different": len(names), "parameters": len(one.names), "spread": spread.max()}
-    return found("different-start", **numbers, names=shortlist(names))
+    return found(
+        "different-start",
+        different=len(names),
+        parameters=len(one.names),
+        spread=spread.max(),
+        names=shortlist(names),
+    )
 
 
 def _different_settings(replicas: list[Replicas]) -> Iterator[Finding]:

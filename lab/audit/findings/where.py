@@ -48,10 +48,12 @@ def recording_exchanges(recording: Recording) -> bool:
 
     Without any exchange ``group-unused`` says what is wrong, see collectives.py.
     """
-    calls = [one for one in chain(*by_rank(recording, "call")) if one["name"] not in SETUP]
-    seen = any("size" not in one or one.get("bytes") for one in calls)
-    objects = {one.get("step") for one in calls if "object" in one["name"]}
-    return seen or len(objects) > 1 or uses_ddp(recording) or any(by_rank(recording, "mesh"))
+    rows = by_rank(recording, "call")
+    calls = [one for row in rows for one in row if one["name"] not in SETUP]
+    tensors = any("size" not in one or one.get("bytes") for one in calls)
+    objects = [{one.get("step") for one in row if "object" in one["name"]} for row in rows]
+    repeated = any(len(steps) > 1 for steps in objects)
+    return tensors or repeated or uses_ddp(recording) or any(by_rank(recording, "mesh"))
 
 
 def first_step_apart(recording: Recording) -> int:
