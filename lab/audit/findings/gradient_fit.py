@@ -228,7 +228,7 @@ def _by_number(
         return "rows", residue, 1.0, [f"the mean in {share:.0%} of its numbers" for share in shares]
     if {*found} in ({"averaged"}, {"multiplied"}):
         total = multiple * one.size if "multiplied" in found else 1.0
-        return "mean", residue, total, ["rounded to 16 bits"]
+        return "mean", residue, total, ["rounded to 16 bits"] if smallest else []
     if not {"averaged", "added up"} & {*found}:
         return "rows", residue, 1.0, ["its own"] * one.size
     how = next(way for way in found if way != "averaged")

@@ -66,8 +66,8 @@ def check(recording: Recording) -> Iterator[Outcome]:
 
 def _check_optimizer(replicas: Replicas, whose: str) -> Iterator[Outcome]:
     recording = replicas.recording
-    both = replicas.own.keys() & replicas.got.keys()
-    updates = [one for step in sorted(both) if (one := Update(replicas, step)).known]
+    steps = sorted(replicas.own.keys() & replicas.got.keys())
+    updates = [one for one in (Update(replicas, step) for step in steps) if one.known]
     computed = [one for one in updates if any(record["micro"] for record in one.records)]
     received = [one for one in computed or updates if one.kind != "nothing"]
     telling = [one for one in received if not (one.is_mean and one.alike)] or received

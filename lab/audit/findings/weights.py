@@ -29,7 +29,7 @@ def check(recording: Recording) -> Iterator[Outcome]:
     families = [[Replicas(recording, o) for o in one] for one in lasting_optimizers(recording)]
     replicas = [one for family in families for one in family]
     exchanged, settings = recording_exchanges(recording), [*_different_settings(replicas)]
-    starts = [family[0] for family in families if 0 in family[0].weights]
+    starts = [first for first, *_ in families if 0 in first.weights]
     different = [one for one in starts if one.spread(0).max(initial=0.0) > START]
     if exchanged:
         yield from map(_different_start, different)
@@ -113,8 +113,8 @@ def side_by_side(widths: Iterable[int]) -> list[slice]:
 
 def norms(rows: Numbers, columns: list[slice]) -> Numbers:
     """Return the norm of each row in each parameter: shape (rows, parameters)."""
-    found = [np.linalg.norm(rows[:, at], axis=1) for at in columns]
-    return np.array(found, dtype=np.float64).reshape(len(columns), len(rows)).T
+    lengths = [np.linalg.norm(rows[:, at], axis=1) for at in columns]
+    return np.array(lengths, dtype=np.float64).reshape(len(columns), len(rows)).T
 
 
 def shortlist(names: Sequence[str]) -> str:
@@ -147,13 +147,13 @@ def _different_settings(replicas: list[Replicas]) -> Iterator[Finding]:
 
 
 def _settings(record: Record) -> dict[str, str]:
-    """Return a step's settings, rounded, in words, without objects."""
+    """Return a step's settings that are plain values, rounded, in words."""
     rates = {f"lr of group {i}" if i else "lr": one for i, one in enumerate(record["lr"])}
     values = {"optimizer": record["optimizer"], **record["settings"], **rates}
     return {
         name: f"{value:.6g}" if isinstance(value, float) else str(value)
         for name, value in values.items()
-        if " at 0x" not in str(value)
+        if isinstance(value, int | float) or (isinstance(value, str) and " at 0x" not in value)
     }
 
 
@@ -163,7 +163,7 @@ def _name_divergence(one: Replicas, step: int) -> Finding:
     states = [record["state"] for record in one.records("stepped").get(step - 1, [])]
     other = next((r for r, state in enumerate(states) if state != states[0]), None)
     equal = got is None or (got == got[0]).all()
-    by_state = other is not None and None not in states and equal
-    name = "different-optimizer-state" if by_state else "weights-diverge"
-    worst = one.names[int(spread.argmax())]
+    name, worst = "weights-diverge", one.names[int(spread.argmax())]
+    if other is not None and None not in states and equal:
+        name = "different-optimizer-state"
     return found(name, step=step, spread=spread.max(), worst=worst, rank=other)

@@ -52,8 +52,8 @@ def recording_exchanges(recording: Recording) -> bool:
     calls = [one for row in rows for one in row if one["name"] not in SETUP]
     tensors = any("size" not in one or one.get("bytes") for one in calls)
     objects = [{one.get("step") for one in row if "object" in one["name"]} for row in rows]
-    repeated = any(len(steps) > 1 for steps in objects)
-    return tensors or repeated or uses_ddp(recording) or any(by_rank(recording, "mesh"))
+    by_hand = tensors or max(map(len, objects), default=0) > 1
+    return by_hand or uses_ddp(recording) or any(by_rank(recording, "mesh"))
 
 
 def first_step_apart(recording: Recording) -> int:
@@ -128,8 +128,8 @@ def unawaited(recording: Recording, step: int) -> int:
 
 def samples_of(backward: Record) -> int:
     """Return on how many samples a backward trained; 0 if that is not known."""
-    loss = backward.get("loss") or {}
-    return int(loss.get("samples") or sum(row[0] or 0 for row in backward.get("forwards") or ()))
+    in_loss = (backward.get("loss") or {}).get("samples")
+    return int(in_loss or sum(row[0] or 0 for row in backward.get("forwards") or ()))
 
 
 def local_samples(recording: Recording, step: int) -> list[int]:
