@@ -50,10 +50,11 @@ def _batchnorm(recording: Recording) -> Iterator[Finding]:
     for step, records in _first_records(recording, "eval").items():
         (first, reference), *others = sorted(records.items())
         buffers = dict(reference["buffers"]) if reference["batchnorm"] else {}
-        for rank, record in others:
-            for name, values in record["buffers"]:
-                difference = _difference(buffers.get(name, []), values)
-                differences.append((difference, step, rank, first, name))
+        differences += [
+            (_difference(buffers.get(name, []), values), step, rank, first, name)
+            for rank, record in others
+            for name, values in record["buffers"]
+        ]
     greatest, step, rank, first, name = max(differences, default=(0.0, 0, 0, 0, ""))
     if greatest > 1e-6:
         yield found(

@@ -52,8 +52,8 @@ def recording_exchanges(recording: Recording) -> bool:
     calls = [one for row in rows for one in row if one["name"] not in SETUP]
     tensors = any("size" not in one or one.get("bytes") for one in calls)
     objects = [{one.get("step") for one in row if "object" in one["name"]} for row in rows]
-    by_hand = tensors or max(map(len, objects), default=0) > 1
-    return by_hand or uses_ddp(recording) or any(by_rank(recording, "mesh"))
+    unseen = uses_ddp(recording) or any(by_rank(recording, "mesh"))
+    return unseen or tensors or any(len(steps) > 1 for steps in objects)
 
 
 def first_step_apart(recording: Recording) -> int:
@@ -66,8 +66,7 @@ def first_step_apart(recording: Recording) -> int:
         begun = [one["t"] for one in rank.by_kind["trained"]]
         for one in rank.by_kind["step"] if begun else ():  # other ranks may send it its data
             epochs[one["o"], one["step"]].add(bisect(begun, one["t"]))
-    apart = (step for (_, step), numbers in epochs.items() if len(numbers) > 1)
-    return min(apart, default=sys.maxsize)
+    return min((step for (_, step), one in epochs.items() if len(one) > 1), default=sys.maxsize)
 
 
 def lasting_optimizers(recording: Recording) -> list[list[int]]:
