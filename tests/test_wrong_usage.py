@@ -44,7 +44,7 @@ FROM_0, FROM_1 = (f"a whole number from {least} to 65535" for least in (0, 1))
 LONGEST = "9" * 57
 
 
-def wrong(variable: str, value: str, allowed: str, advice: str = OTHERWISE) -> tuple[int, str]:
+def wrong(variable, value, allowed, advice=OTHERWISE):
     return 2, f"the environment has {variable}={value}, but it must be {allowed}: {advice}"
 
 
@@ -257,7 +257,7 @@ A_RUN = {  # it ends its process, so that it has one of its own
 }
 
 
-def finished(*command: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def finished(*command, cwd, **variables):
     return subprocess.run(
         list(map(str, command)),
         cwd=cwd,
@@ -270,7 +270,7 @@ def finished(*command: object, cwd: Path, **variables: str) -> subprocess.Comple
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+def outcomes(tmp_path_factory):
     """Return the status and stderr of each usage."""
     driver = Path(__file__).with_name("wrong_usage_driver.py")
     folder = tmp_path_factory.mktemp("elsewhere")
@@ -282,12 +282,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
 
 
 @pytest.mark.parametrize("usage", USAGES)
-def test_a_wrong_usage_is_answered(usage: str, outcomes: dict[str, tuple[int, str]]) -> None:
+def test_a_wrong_usage_is_answered(usage, outcomes):
     status, said = USAGES[usage]
     assert outcomes[usage] == (status, f"error: {said}\n")
 
 
-def test_an_interface_that_this_machine_lacks(tmp_path: Path) -> None:
+def test_an_interface_that_this_machine_lacks(tmp_path):
     """With flags and under torchrun alike: the message names what there is."""
     flags = f"PartTwo {MEETING} --rank 0".split()
     others = ", ".join(psutil.net_if_addrs())
@@ -317,7 +317,7 @@ def test_an_interface_that_this_machine_lacks(tmp_path: Path) -> None:
         *A_RUN,
     ],
 )
-def test_the_program_itself_answers_alike(usage: str, tmp_path: Path) -> None:
+def test_the_program_itself_answers_alike(usage, tmp_path):
     words = usage.split()
     variables = dict(word.split("=") for word in words if "=" in word)
     program, *arguments = words[len(variables) :]
@@ -331,7 +331,7 @@ def test_the_program_itself_answers_alike(usage: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [(), ("cluster",)])
-def test_lab_without_a_command_prints_its_help(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_lab_without_a_command_prints_its_help(command, tmp_path):
     """As git does: the help, and a status that stops a script."""
     lab = (sys.executable, "-m", "lab", *command)
     bare = finished(*lab, cwd=tmp_path, PYTHONPATH=str(ROOT))
@@ -352,7 +352,7 @@ ADVICE = "Set up the project's environment once, then start the command with its
 @pytest.mark.parametrize(
     "command", ["PartOne/main.py", "PartTwo/main.py --help", "PartThree/main.py --epochs 1"]
 )
-def test_a_python_without_the_packages_says_what_to_run(command: str) -> None:
+def test_a_python_without_the_packages_says_what_to_run(command):
     done = finished(sys.executable, "-I", "-S", *command.split(), cwd=ROOT)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
@@ -361,7 +361,7 @@ def test_a_python_without_the_packages_says_what_to_run(command: str) -> None:
     )
 
 
-def test_lab_without_the_packages_and_from_another_folder(tmp_path: Path) -> None:
+def test_lab_without_the_packages_and_from_another_folder(tmp_path):
     """lab starts without torch, since lab doctor says what to install in its place."""
     done = finished(
         *(sys.executable, "-S", "-m", "lab", "report", "my run"),
@@ -376,7 +376,7 @@ def test_lab_without_the_packages_and_from_another_folder(tmp_path: Path) -> Non
     )
 
 
-def test_a_copy_without_a_makefile_and_an_error_of_its_own(tmp_path: Path) -> None:
+def test_a_copy_without_a_makefile_and_an_error_of_its_own(tmp_path):
     """An installed copy is told to use pip; an ImportError of the code stays what it is."""
     for name in ("PartOne", "common"):
         ignored = shutil.ignore_patterns("__pycache__")
@@ -394,7 +394,7 @@ def test_a_copy_without_a_makefile_and_an_error_of_its_own(tmp_path: Path) -> No
     )
 
 
-def test_the_list_of_packages_is_that_of_the_project() -> None:
+def test_the_list_of_packages_is_that_of_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     modules = {"scikit-learn": "sklearn", "pillow": "PIL"}
     names = [re.split("[<>=]", one)[0] for one in project["dependencies"]]

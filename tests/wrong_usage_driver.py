@@ -18,13 +18,13 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(*words: str) -> tuple[object, str]:
+def run(*words):
     first = next(index for index, word in enumerate(words) if "=" not in word)
     with mock.patch.dict(os.environ, dict(word.split("=", 1) for word in words[:first])):
         return run_program(*words[first:])
 
 
-def run_program(program: str, *arguments: str) -> tuple[object, str]:
+def run_program(program, *arguments):
     file = ROOT / ("lab/__main__.py" if program == "lab" else f"{program}/main.py")
     sys.argv = [str(file), *arguments]
     error = io.StringIO()

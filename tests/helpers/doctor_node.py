@@ -9,7 +9,7 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,28 +23,28 @@ from lab.doctor.node_findings import results_of
 class Closed:
     """A bound socket that refuses connections, like a firewall that rejects packets."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
+    def __init__(self, address):
         self._listener = socket.socket()
         self._listener.bind(address)
 
-    def getsockname(self) -> tuple[str, int]:
+    def getsockname(self):
         return self._listener.getsockname()
 
-    def settimeout(self, seconds: float) -> None:
+    def settimeout(self, seconds):
         self._seconds = seconds
 
-    def accept(self) -> tuple[socket.socket, object]:
+    def accept(self):
         time.sleep(self._seconds)  # like a socket to which nobody connects
         raise TimeoutError
 
-    def close(self) -> None:
+    def close(self):
         self._listener.close()
 
 
 class Deaf(Closed):
     """A socket whose queue is full, so that the kernel drops packets like a firewall."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
+    def __init__(self, address):
         super().__init__(address)
         self._listener.listen(0)
         self._clients = []
@@ -54,12 +54,12 @@ class Deaf(Closed):
             client.connect_ex(("127.0.0.1", self._listener.getsockname()[1]))
             self._clients.append(client)
 
-    def close(self) -> None:
+    def close(self):
         for one in (*self._clients, self._listener):
             one.close()
 
 
-def find(settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def find(settings):
     """Run the node and return its results by name."""
     ahead = settings.get("clock_ahead", 0.0)
     listeners: dict[str, Callable[[str, int], Any]] = {

@@ -11,15 +11,12 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import (
     TINY,
-    Ended,
-    Started,
     kill_started,
     only_run_folder,
     run_part,
@@ -90,7 +87,7 @@ WRONG_USAGES = {
 }
 
 
-def help_texts() -> str:
+def help_texts():
     """Return ``--help`` of the parts and of every command of lab."""
     commands = [(part,) for part in PARTS] + [("lab", *words) for words in _lab_commands()]
     started = [(command, _start(*command, "--help", cwd=ROOT)) for command in commands]
@@ -99,13 +96,13 @@ def help_texts() -> str:
     )
 
 
-def _lab_commands() -> Iterator[tuple[str, ...]]:
+def _lab_commands():
     """Yield the words of every command and subcommand of lab."""
     import argparse
 
     from lab.cli import build_parser
 
-    def below(parser: argparse.ArgumentParser, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    def below(parser, words):
         yield words
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -115,7 +112,7 @@ def _lab_commands() -> Iterator[tuple[str, ...]]:
     return below(build_parser(), ())
 
 
-def recipe_settings() -> str:
+def recipe_settings():
     """Return ``--print-config`` of every recipe."""
     names = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
     started = [
@@ -125,13 +122,13 @@ def recipe_settings() -> str:
     return _sections((name, _printed(process)) for name, process in started)
 
 
-def _printed(process: Started) -> str:
+def _printed(process):
     end = process.end()
     assert end.status == 0, end.err
     return end.out
 
 
-def exit_codes() -> str:
+def exit_codes():
     """Return the exit status and the error line of each wrong usage."""
     with tempfile.TemporaryDirectory() as folder:
         started = [
@@ -144,13 +141,13 @@ def exit_codes() -> str:
     )
 
 
-def _said(end: Ended, folder: str) -> str:
+def _said(end, folder):
     lines = [line for line in (end.err.strip() or end.out.strip()).splitlines() if line.strip()]
     first = next((line for line in lines if line.startswith("error")), lines[0])
     return _as_users_see(first.replace(folder, "FOLDER"))
 
 
-def run_folder() -> str:
+def run_folder():
     """Return the files of a run on two ranks, with the keys of each JSON file and checkpoint."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -172,7 +169,7 @@ def run_folder() -> str:
         return "".join(f"{path.relative_to(run)}\n{_keys_of(path)}" for path in paths)
 
 
-def _keys_of(path: Path) -> str:
+def _keys_of(path):
     if path.suffix == ".json":
         found = _keys(json.loads(path.read_text()))
     elif path.suffix == ".jsonl":
@@ -186,7 +183,7 @@ def _keys_of(path: Path) -> str:
     return "".join(f"    {key}\n" for key in found)
 
 
-def _keys(value: Any, above: str = "") -> list[str]:
+def _keys(value, above=""):
     """Return the dotted keys of nested dicts; for a list, those of its first entry under ``[]``."""
     if isinstance(value, list):
         return (
@@ -207,14 +204,14 @@ def _keys(value: Any, above: str = "") -> list[str]:
     )
 
 
-def hashed_sources() -> str:
+def hashed_sources():
     """Return the files whose contents the ranks compare before they train."""
     from common.utils.source_hash import source_digests
 
     return "".join(f"{name}\n" for name in sorted(source_digests()))
 
 
-def public_names() -> str:
+def public_names():
     """Return every import that the docs or ``CONTRACT`` show; raise if one does not work."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     lines = {
@@ -250,7 +247,7 @@ CONTRACT = {
 """What code outside this project may import, in addition to what the docs show."""
 
 
-def _start(part: str, *arguments: object, cwd: Path) -> Started:
+def _start(part, *arguments, cwd):
     env = {"COLUMNS": "100", "NO_COLOR": "1"}
     return (
         start_lab(*arguments, cwd=cwd, env=env)
@@ -259,7 +256,7 @@ def _start(part: str, *arguments: object, cwd: Path) -> Started:
     )
 
 
-def _as_users_see(text: str) -> str:
+def _as_users_see(text):
     return (
         text.replace(str(ROOT), "ROOT")
         .replace(", tiny, wide", "")
@@ -268,7 +265,7 @@ def _as_users_see(text: str) -> str:
     )
 
 
-def _sections(texts: Any) -> str:
+def _sections(texts):
     return "\n".join(f"===== {title} =====\n{_as_users_see(text)}\n" for title, text in texts)
 
 
@@ -282,7 +279,7 @@ KINDS: dict[str, Callable[[], str]] = {
 }
 
 
-def write_checkpoint(path: Path) -> None:
+def write_checkpoint(path):
     """Write the checkpoint after the first of two epochs; needed only for the first recording."""
     with tempfile.TemporaryDirectory() as name:
         [ended] = run_part(
@@ -294,7 +291,7 @@ def write_checkpoint(path: Path) -> None:
         )
 
 
-def main(kinds: list[str]) -> None:
+def main(kinds):
     """Rewrite the files of these kinds, or of all kinds if the list is empty."""
     if unknown := set(kinds) - set(KINDS):
         sys.exit(f"error: {', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")

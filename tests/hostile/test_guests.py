@@ -5,7 +5,6 @@ import io
 import json
 import socket
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -26,9 +25,7 @@ from tests.helpers.hostile import CASES, altered, run_cases
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202e\r"
 
 
-def test_words_from_elsewhere_never_reach_the_terminal_raw(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_from_elsewhere_never_reach_the_terminal_raw(capsys, monkeypatch):
     assert calm("a\tb\n" + HOSTILE + "é") == "a\tb\n [2J ]0;owned   31m   é"
     _say(f"error (rank 0): rank 1 stopped: {HOSTILE}", 1)
     assert capsys.readouterr().err.strip("\n").isprintable()
@@ -40,7 +37,7 @@ def test_words_from_elsewhere_never_reach_the_terminal_raw(
 
 
 @CASES
-def test_reports_of_nodes_are_read_or_refused(cases: int) -> None:
+def test_reports_of_nodes_are_read_or_refused(cases):
     good = asdict(NodeReport(1, "a", "10.0.0.2", 4000, {"cores": 2}, (0.1, 0.01), [(0, "no")]))
     assert asdict(node_report(json.loads(json.dumps(good)))) == good
     for change in ({"rank": -1}, {"port": 0}, {"host": HOSTILE}, {"facts": {"torch": HOSTILE}}):
@@ -49,7 +46,7 @@ def test_reports_of_nodes_are_read_or_refused(cases: int) -> None:
     run_cases(cases, altered(good), node_report)
 
 
-def test_the_token_of_the_flag_wins_and_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_of_the_flag_wins_and_is_shown_nowhere(monkeypatch):
     monkeypatch.setenv(RUN_TOKEN, "an old one")
     by_hand = ["--master-ip", "127.0.0.1", "--num-nodes", "2", "--rank", "1"]
     config = parse_arguments("PartTwo", "", BY_HAND, [*by_hand, "--run-token", "the-secret"])
@@ -62,13 +59,13 @@ def test_the_token_of_the_flag_wins_and_is_shown_nowhere(monkeypatch: pytest.Mon
         parse_arguments("PartTwo", "", BY_HAND, [*by_hand, "--run-token", ""])
 
 
-def test_one_address_cannot_take_all_of_a_host_s_listener() -> None:
+def test_one_address_cannot_take_all_of_a_host_s_listener():
     port, most = free_port(), remote_handlers._MOST_GUESTS
     remote_handlers.listen(["127.0.0.1"], port, "the answer")
     try:
         with contextlib.ExitStack() as held:
 
-            def answer(source: str) -> bytes:
+            def answer(source):
                 guest = held.enter_context(
                     socket.create_connection(("127.0.0.1", port), 5, source_address=(source, 0))
                 )
@@ -84,7 +81,7 @@ def test_one_address_cannot_take_all_of_a_host_s_listener() -> None:
         remote_handlers.stop_listening()
 
 
-def test_a_recipe_cannot_set_the_token(tmp_path: Path) -> None:
+def test_a_recipe_cannot_set_the_token(tmp_path):
     recipe = tmp_path / "mine.toml"
     recipe.write_text('run_token = "x"\n')
     with pytest.raises(UserError, match="run_token"):
