@@ -1,9 +1,9 @@
 """Run command lines in one process, each as its own program does: fast, as torch loads once.
 
-    python wrong_usage_driver.py '[["RANK=0", "PartOne", "--epochs", "0"], ...]'
+    python wrong_usage_driver.py 'RANK=0 PartOne --epochs 0' 'lab conquer' ...
 
 Words before the program set environment variables. Prints [status, stderr] of each as JSON.
-test_wrong_usage.py starts it from another folder.
+tests/helpers/expectations.py starts it from another folder.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)  # this folder has a package common, too
 
 
 def run(*words):
@@ -36,4 +37,9 @@ def run_program(program, *arguments):
     return 0, error.getvalue()
 
 
-print(json.dumps([run(*command) for command in json.loads(sys.argv[1])]))
+def words(usage):
+    """Return the words of a usage; an escape as in Python stands for a character."""
+    return usage.encode("latin-1").decode("unicode_escape").split(" ")
+
+
+print(json.dumps([run(*words(usage)) for usage in sys.argv[1:]]))

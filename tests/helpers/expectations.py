@@ -9,6 +9,7 @@ the current code.
 import importlib
 import json
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from tests.helpers.processes import (
     run_part,
     start_lab,
     start_part,
+    user_environment,
 )
 
 FOLDER = ROOT / "tests" / "expectations"
@@ -62,29 +64,9 @@ RESUMABLE = (
 VERSION = f"Python {sys.version_info.major}.{sys.version_info.minor}\n\n"
 """The first line of texts by argparse, which words them differently in each Python version."""
 
-WRONG_USAGES = {
-    "an unknown flag": ("PartOne", "--no-such-flag"),
-    "an unknown dataset": ("PartOne", "--dataset", "mnist"),
-    "both batch sizes": ("PartOne", "--batch-size", 8, "--local-batch-size", 4),
-    "no rank": ("PartTwo",),
-    "a rank beyond the group": (
-        "PartTwo",
-        "--master-ip",
-        "127.0.0.1",
-        "--num-nodes",
-        2,
-        "--rank",
-        2,
-    ),
-    "a strategy of another part": ("PartThree", "--sync", "ring"),
-    "a recipe that is not there": ("PartOne", "--recipe", "nosuch"),
-    "images that are not there": ("PartOne", "--dataset", "folder", "--data-dir", "nowhere"),
-    "a checkpoint that is not there": ("PartOne", "--dataset", "digits", "--resume", "nowhere.pt"),
-    "a batch too small for its ranks": ("PartOne", "--dataset", "digits", "--batch-size", 1),
-    "an unknown command of lab": ("lab", "conquer"),
-    "lab compare with an unknown strategy": ("lab", "compare", "--sync", "telepathy"),
-    "lab report of nothing": ("lab", "report", "nowhere"),
-}
+USAGES = FOLDER / "wrong_usage.txt"
+"""Wrong usages, each with its answer; a new one is added to the file by hand, without answer."""
+PROGRAMS = "# each runs, so it has a process of its own"
 
 
 def help_texts():
@@ -128,23 +110,32 @@ def _printed(process):
     return end.out
 
 
-def exit_codes():
-    """Return the exit status and the error line of each wrong usage."""
+def read_usages():
+    """Return (wrong usage, answer) of each, those that share a process first; then the others."""
+    shared, own = USAGES.read_text().split(PROGRAMS)
+    pairs = [re.findall(r"^\$ (.*)(?:\n(\d .*))?", part, re.MULTILINE) for part in (shared, own)]
+    return [dict(one) for one in pairs]
+
+
+def wrong_usage():
+    """Return each wrong usage of the file, with its exit status and what it now says."""
+    shared, own = read_usages()
     with tempfile.TemporaryDirectory() as folder:
-        started = [
-            (what, usage, _start(*usage, cwd=Path(folder))) for what, usage in WRONG_USAGES.items()
-        ]
-        ends = [(what, usage, process.end()) for what, usage, process in started]
-    return VERSION + "".join(
-        f"{what}: {' '.join(map(str, usage))}\n    status {end.status}\n    {_said(end, folder)}\n"
-        for what, usage, end in ends
-    )
-
-
-def _said(end, folder):
-    lines = [line for line in (end.err.strip() or end.out.strip()).splitlines() if line.strip()]
-    first = next((line for line in lines if line.startswith("error")), lines[0])
-    return _as_users_see(first.replace(folder, "FOLDER"))
+        driver = [sys.executable, USAGES.parents[1] / "wrong_usage_driver.py", *shared]
+        environment = user_environment(PYTHONPATH=str(ROOT))
+        answers = subprocess.check_output(driver, cwd=folder, env=environment, timeout=120)
+        now = dict(zip(shared, json.loads(answers.splitlines()[-1]), strict=True))
+        started = {usage: _start(*usage.split(), cwd=Path(folder)) for usage in own}
+        ends = {usage: process.end() for usage, process in started.items()}
+        now |= {usage: (end.status, end.err) for usage, end in ends.items()}
+    lines = []
+    for line in USAGES.read_text().splitlines():
+        if line.startswith("#"):
+            lines.append(line)
+        if line.startswith("$ "):
+            status, said = now[line[2:]]
+            lines += [line, f"{status} {_as_users_see(said.replace(folder, 'FOLDER'))}"]
+    return VERSION + "\n".join(lines) + "\n"
 
 
 def run_folder():
@@ -272,7 +263,7 @@ def _sections(texts):
 KINDS: dict[str, Callable[[], str]] = {
     "help.txt": help_texts,
     "recipes.txt": recipe_settings,
-    "exit_codes.txt": exit_codes,
+    "wrong_usage.txt": wrong_usage,
     "run_folder.txt": run_folder,
     "hashed_sources.txt": hashed_sources,
     "public_names.txt": public_names,
