@@ -131,7 +131,12 @@ def read_lines(source: str) -> list[LogLine]:
             f"lab explain: {source} cannot be read",
             ": give the file that holds the output of a rank, or - for standard input",
         ),
-        open(0 if source == "-" else source, encoding="utf-8", errors="replace") as file,
+        open(
+            0 if source == "-" else source,
+            encoding="utf-8",
+            errors="replace",
+            closefd=source != "-",
+        ) as file,
     ):
         return [
             LogLine(

@@ -23,7 +23,8 @@ def main_explain(args: argparse.Namespace) -> int:
     if kinds <= {"note"}:
         console.print(_nothing_known(lines))
     for number, one in enumerate(found, start=1):  # notes come last
-        _print(console, one, heading="noted: " if one.error.kind == "note" else f"{number}. ")
+        heading = "noted: " if one.error.kind == "note" else f"{number}. "
+        _print(console, one, heading=heading, several=len(args.logs) > 1)
     if "echo" in kinds <= {"echo", "note"}:
         console.print(
             "These are echoes: the first failure is in another rank's output. Give the outputs of "
@@ -51,13 +52,13 @@ def _nothing_known(lines: Sequence[LogLine]) -> str:
     )
 
 
-def _print(console: Console, one: Found, *, heading: str) -> None:
+def _print(console: Console, one: Found, *, heading: str, several: bool) -> None:
     more = f" (and {one.count - 1} more)" if one.count > 1 else ""
     kind = "" if one.error.kind in ("cause", "note") else f"  ({one.error.kind})"
     text = calm(one.line.text.strip())
     # of a long line, the part that shows the error
     ends = [match.end() for match in (re.search(p, text) for p in one.error.patterns) if match]
-    where = f"{one.line.file}:{one.line.number}" if one.line.file else f"line {one.line.number}"
+    where = f"{one.line.file}:{one.line.number}" if several else f"line {one.line.number}"
     begin = max(0, max(ends, default=0) - SHOWN)
     excerpt = f"{'…' * (begin > 0)}{text[begin : begin + SHOWN]}{'…' * (len(text) > begin + SHOWN)}"
     console.print(Text.assemble(heading, (one.error.title, "bold"), kind))
