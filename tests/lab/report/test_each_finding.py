@@ -6,7 +6,6 @@ finding. The phrase must appear with the first change and must not appear with t
 
 import inspect
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,20 +21,20 @@ MODULES = (limits, equal_results, speed, training, prediction)
 class Sample:
     """A comparison of none, ring and ddp that a case changes before it becomes a block."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.ring, self.ddp, self.none = cell("ring", 2), cell("ddp", 2), cell("none", 1)
         self.settings: dict[str, Any] = {"dataset": "cifar10", "scaling": "strong"}
         self.prediction: dict[str, Any] | None = None
         self.timelines: dict[str, Any] = {}
         self.emulated = False
 
-    def predict(self, **errors: float) -> None:
+    def predict(self, **errors):
         """Add predictions with these errors, made at noon."""
         entries = {"ring": self.ring, "ddp": self.ddp}
         cells = {entries[name]["id"]: predicted(entries[name], errors[name]) for name in errors}
         self.prediction = {"made": "2026-11-21T12:00:00", "cells": cells}
 
-    def say(self, find: Callable[..., Iterator[ReportFinding]]) -> str:
+    def say(self, find):
         """Return what a finding says about the changed numbers."""
         [block] = blocks(
             {
@@ -61,68 +60,68 @@ class Case(NamedTuple):
     false: Change
 
 
-def medians(entry: str, **numbers: float | None) -> Change:
+def medians(entry, **numbers):
     return lambda sample: getattr(sample, entry)["median"].update(numbers)
 
 
-def intervals(entry: str, **ends: list[float]) -> Change:
+def intervals(entry, **ends):
     return lambda sample: getattr(sample, entry)["interval"].update(ends)
 
 
-def both(*changes: Change) -> Change:
-    def change(sample: Sample) -> None:
+def both(*changes):
+    def change(sample):
         for one in changes:
             one(sample)
 
     return change
 
 
-def set_cell(entry: str, **values: Any) -> Change:
+def set_cell(entry, **values):
     return lambda sample: getattr(sample, entry).update(values)
 
 
-def repeats(entry: str, **values: Any) -> Change:
-    def change(sample: Sample) -> None:
+def repeats(entry, **values):
+    def change(sample):
         for repeat in getattr(sample, entry)["repeats"]:
             repeat.update(values)
 
     return change
 
 
-def second_loss(by: float) -> Change:
-    def change(sample: Sample) -> None:
+def second_loss(by):
+    def change(sample):
         for repeat in sample.ring["repeats"]:
             repeat["losses"][1][1] += by
 
     return change
 
 
-def settings(**values: Any) -> Change:
+def settings(**values):
     return lambda sample: sample.settings.update(values)
 
 
-def emulated(compute: str) -> Change:
-    def change(sample: Sample) -> None:
+def emulated(compute):
+    def change(sample):
         sample.emulated = True
         sample.settings["compute"] = compute
 
     return change
 
 
-def errors(**values: float) -> Change:
+def errors(**values):
     return lambda sample: sample.predict(**values)
 
 
-def started(at: str) -> Change:
+def started(at):
     """Predict, and let ring start at this time and the others at 13:00."""
     later = (repeats(name, started="2026-11-21T13:00:00") for name in ("none", "ddp"))
     return both(errors(ring=0.1), repeats("ring", started=f"2026-11-21T{at}"), *later)
 
 
-def counted(change: int) -> Change:
+def counted(change):
     """Predict the bytes of ring wrong by ``change`` on rank 1."""
 
-    def apply(sample: Sample) -> None:
+    def apply(sample):
         sample.predict(ring=0.1)
         assert sample.prediction
         sample.prediction["cells"]["ring-n2"]["bytes_sent"][1] += change
@@ -130,13 +129,13 @@ def counted(change: int) -> Change:
     return apply
 
 
-def recorded(overlapped: bool) -> Change:
+def recorded(overlapped):
     return lambda sample: sample.timelines.update(
         {"ring-n2": timeline("ring", 2, overlapped=overlapped)}
     )
 
 
-def unchanged(_: Sample) -> None:
+def unchanged(_):
     """Leave the numbers as they are."""
 
 
@@ -358,7 +357,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.find.__name__}: {case.phrase}")
-def test_a_finding_appears_with_its_numbers_only(case: Case) -> None:
+def test_a_finding_appears_with_its_numbers_only(case):
     said = []
     for change in (case.true, case.false):
         sample = Sample()
@@ -368,8 +367,8 @@ def test_a_finding_appears_with_its_numbers_only(case: Case) -> None:
     assert case.phrase not in said[1]
 
 
-def test_every_finding_has_cases() -> None:
-    def finders(module: ModuleType) -> set[str]:
+def test_every_finding_has_cases():
+    def finders(module):
         return {
             name
             for name, function in inspect.getmembers(module, inspect.isfunction)
@@ -381,13 +380,13 @@ def test_every_finding_has_cases() -> None:
     assert set().union(*map(finders, MODULES)) == {case.find.__name__ for case in CASES}
 
 
-def test_findings_ask_every_finder() -> None:
+def test_findings_ask_every_finder():
     """A finder that ``findings`` forgets would never be seen."""
     source = inspect.getsource(findings)
     assert all(f"{case.find.__name__}(block" in source for case in CASES)
 
 
-def test_findings_of_nothing() -> None:
+def test_findings_of_nothing():
     empty = ComparisonGroup(0, None, "", "", (), "strong", False, {})
     assert [finding.text for finding in findings(empty)] == [
         "No run has ended yet, so there is nothing to report."

@@ -3,15 +3,13 @@
 import itertools
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lab.compare.reporting import report_on
 from lab.report.equality import check
 from lab.report.findings.equal_results import equal_results
-from lab.report.view import ComparisonGroup, blocks
+from lab.report.view import blocks
 from tests.helpers import ROOT, TINY, Started, free_port, user_environment
 from tests.helpers.report_samples import cell
 
@@ -19,7 +17,7 @@ WRONG_PART = ROOT / "tests" / "helpers" / "wrong_part_two.py"
 RIGHT = (2.56, 2.63, 2.41, 2.94, 3.15)
 
 
-def losing(sync: str, *losses: float | None, seeds: tuple[int, ...] = (0,)) -> dict[str, Any]:
+def losing(sync, *losses, seeds=(0,)):
     """Return a cell on 2 nodes whose runs have these losses from step 1 on."""
     entry = cell(sync, 2, seeds=seeds, repeats=len(seeds))
     for repeat in entry["repeats"]:
@@ -27,21 +25,21 @@ def losing(sync: str, *losses: float | None, seeds: tuple[int, ...] = (0,)) -> d
     return entry
 
 
-def block(*cells: dict[str, Any], gpus: tuple[str, ...] = (), **settings: Any) -> ComparisonGroup:
+def block(*cells, gpus=(), **settings):
     (found,) = blocks(
         {"cells": list(cells), "settings": settings, "environment": {"gpus": list(gpus)}}
     )
     return found
 
 
-def shifted(step: int, by: float) -> list[float]:
+def shifted(step, by):
     """Return ``RIGHT`` with another loss at one step, as a share of the loss."""
     return [
         loss * (1 + by) if number == step else loss for number, loss in enumerate(RIGHT, start=1)
     ]
 
 
-def test_one_that_differs_after_the_first_update_is_wrong() -> None:
+def test_one_that_differs_after_the_first_update_is_wrong():
     found = block(
         losing("ring", *shifted(2, 0.017 / 2.63)), losing("tree", *RIGHT), losing("ddp", *RIGHT)
     )
@@ -69,14 +67,14 @@ def test_one_that_differs_after_the_first_update_is_wrong() -> None:
         (5, 0.9, False),  # rounding has grown beyond any limit
     ],
 )
-def test_rounding_may_grow_from_step_to_step(step: int, share: float, is_wrong: bool) -> None:
+def test_rounding_may_grow_from_step_to_step(step, share, is_wrong):
     others = [losing(sync, *RIGHT) for sync in ("tree", "ddp")]
     result = check(block(losing("ring", *shifted(step, share)), *others), 2)
     assert list(result.wrong) == (["ring"] if is_wrong else [])
     assert len(result.equal) == (2 if is_wrong else 3)
 
 
-def test_the_type_of_the_forward_pass_sets_the_limit() -> None:
+def test_the_type_of_the_forward_pass_sets_the_limit():
     cells = [losing(sync, *RIGHT) for sync in ("tree", "ring")]
     cells.append(losing("overlapped", *shifted(2, 5e-5)))
     assert list(check(block(*cells), 2).wrong) == ["overlapped"]
@@ -85,7 +83,7 @@ def test_the_type_of_the_forward_pass_sets_the_limit() -> None:
     assert not check(block(*cells, amp=True, amp_dtype="bf16"), 2).wrong
 
 
-def test_on_a_gpu_ddp_computes_in_fp16_and_is_not_compared_with_fp32() -> None:
+def test_on_a_gpu_ddp_computes_in_fp16_and_is_not_compared_with_fp32():
     cells = [losing("ring", *RIGHT), losing("tree", *RIGHT), losing("ddp", *shifted(2, 0.01))]
     result = check(block(*cells, gpus=("a GPU",)), 2)
     assert not result.wrong
@@ -94,7 +92,7 @@ def test_on_a_gpu_ddp_computes_in_fp16_and_is_not_compared_with_fp32() -> None:
     assert not check(block(*cells, gpus=("a GPU",), flags=["--use_amp"]), 2).untested
 
 
-def test_of_two_that_differ_ddp_is_the_reference() -> None:
+def test_of_two_that_differ_ddp_is_the_reference():
     with_ddp = block(losing("ring", *shifted(2, 0.01)), losing("ddp", *RIGHT))
     [finding] = equal_results(with_ddp)
     assert "ring is not equal to ddp, PyTorch's own, from step 2 on" in finding.text
@@ -105,32 +103,32 @@ def test_of_two_that_differ_ddp_is_the_reference() -> None:
     assert "At least one of them is wrong; a comparison with ddp shows which." in finding.text
 
 
-def test_the_majority_is_right_even_without_ddp() -> None:
+def test_the_majority_is_right_even_without_ddp():
     wrong = losing("ddp", *shifted(2, 0.01))
     result = check(block(losing("ring", *RIGHT), losing("tree", *RIGHT), wrong), 2)
     assert (list(result.wrong), result.equal) == (["ddp"], ["tree", "ring"])
 
 
-def test_two_wrong_ones_that_differ_from_each_other_are_both_named() -> None:
+def test_two_wrong_ones_that_differ_from_each_other_are_both_named():
     cells = [losing("ring", *shifted(2, 0.01)), losing("tree", *shifted(3, 0.01))]
     cells += [losing("all_reduce", *RIGHT), losing("ddp", *RIGHT)]
     wrong = check(block(*cells), 2).wrong
     assert {sync: deviation.step for sync, deviation in wrong.items()} == {"ring": 2, "tree": 3}
 
 
-def test_a_loss_that_is_not_finite_is_wrong() -> None:
+def test_a_loss_that_is_not_finite_is_wrong():
     cells = [losing("ring", 2.56, None, None), losing("tree", *RIGHT), losing("ddp", *RIGHT)]
     wrong = next(equal_results(block(*cells)))
     assert "the loss differs and is not finite" in wrong.text
 
 
-def test_one_repeat_that_deviates_is_enough() -> None:
+def test_one_repeat_that_deviates_is_enough():
     cells = [losing(sync, *RIGHT, seeds=(0, 0)) for sync in ("ring", "tree", "ddp")]
     cells[0]["repeats"][1]["losses"][1][1] = 2.7
     assert list(check(block(*cells), 2).wrong) == ["ring"]
 
 
-def test_ranks_with_different_weights_are_wrong() -> None:
+def test_ranks_with_different_weights_are_wrong():
     cells = [losing(sync, *RIGHT) for sync in ("ring", "ddp")]
     cells[0]["repeats"][0]["equal_weights"] = False
     wrong = next(finding for finding in equal_results(block(*cells)) if finding.wrong)
@@ -163,30 +161,28 @@ def test_ranks_with_different_weights_are_wrong() -> None:
         ([losing("ring"), losing("ddp")], {}, "the losses of the first steps were not recorded"),
     ],
 )
-def test_what_cannot_be_compared_says_why(
-    cells: list[dict[str, Any]], settings: dict[str, Any], reason: str
-) -> None:
+def test_what_cannot_be_compared_says_why(cells, settings, reason):
     found = list(equal_results(block(*cells, **settings)))
     assert all(finding.caution and not finding.wrong for finding in found)
     assert "not comparable: " + reason in " ".join(finding.text for finding in found)
     assert len(found) == 1
 
 
-def test_one_with_other_batches_does_not_stop_the_test_of_the_others() -> None:
+def test_one_with_other_batches_does_not_stop_the_test_of_the_others():
     cells = [losing("ring", *shifted(2, 0.01)), losing("tree", *RIGHT), losing("ddp", *RIGHT)]
     result = check(block(*cells, losing("overlapped", *shifted(1, 0.1))), 2)
     assert list(result.wrong) == ["ring"]
     assert list(result.untested) == ["overlapped"]
 
 
-def test_lossy_strategies_are_not_tested() -> None:
+def test_lossy_strategies_are_not_tested():
     assert list(equal_results(block(losing("topk", *RIGHT)))) == []
 
 
 # --- real runs ---
 
 
-def run_together(folder: Path, script: Path, *syncs: str) -> list[Path]:
+def run_together(folder, script, *syncs):
     """Run these strategies on two ranks at the same time, and return the runs' folders."""
     started = []
     for sync in syncs:
@@ -208,9 +204,7 @@ def run_together(folder: Path, script: Path, *syncs: str) -> list[Path]:
     return [next((folder / f"PartTwo-{sync}").iterdir()) for sync in syncs]
 
 
-def test_a_report_on_real_runs_names_the_wrong_strategies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_on_real_runs_names_the_wrong_strategies(tmp_path, capsys):
     """ring divides by a literal 4, tree does not divide, rank 1 of halving_doubling keeps its own.
 
     The other two are right.
@@ -238,7 +232,7 @@ def test_a_report_on_real_runs_names_the_wrong_strategies(
     assert last == f"report: {path.parent / 'report.html'}"
 
 
-def test_right_strategies_stay_silent_on_three_ranks_where_sums_round() -> None:
+def test_right_strategies_stay_silent_on_three_ranks_where_sums_round():
     """Rounding as measured between nine right strategies on digits, in all orders."""
     measured = {
         "all_reduce": (2.5101, 2.3717836, 4.7442608, 4.6916825),

@@ -1,7 +1,6 @@
 """The findings of a report: each appears only if the numbers support it."""
 
 import copy
-from typing import Any
 
 import pytest
 
@@ -17,16 +16,16 @@ from lab.report.findings.speed import (
     stragglers,
 )
 from lab.report.findings.training import accuracies, time_to_accuracy
-from lab.report.view import ComparisonGroup, blocks
+from lab.report.view import blocks
 from tests.helpers.report_samples import cell, predicted, results, timeline
 
 
 def block(
-    *cells: dict[str, Any],
-    scaling: str = "strong",
-    prediction: dict[str, Any] | None = None,
-    **settings: Any,
-) -> ComparisonGroup:
+    *cells,
+    scaling="strong",
+    prediction=None,
+    **settings,
+):
     """Return the block of ``cells``, with a one-node cell added if there is none."""
     one = [] if any(entry["nodes"] == 1 for entry in cells) else [cell("none", 1, scaling=scaling)]
     (found,) = blocks(
@@ -39,11 +38,11 @@ def block(
     return found
 
 
-def said(found: Any) -> str:
+def said(found):
     return "\n".join(finding.text for finding in found)
 
 
-def test_fastest_is_named_only_where_intervals_lie_apart() -> None:
+def test_fastest_is_named_only_where_intervals_lie_apart():
     # 0.494 s and 0.284 s, each ± 2 %
     apart = said(fastest(block(cell("gather_scatter", 4), cell("ddp", 4))))
     assert (
@@ -60,7 +59,7 @@ def test_fastest_is_named_only_where_intervals_lie_apart() -> None:
     assert "is fastest" not in said(close)
 
 
-def test_one_repeat_allows_no_order() -> None:
+def test_one_repeat_allows_no_order():
     text = said(fastest(block(cell("gather_scatter", 4, repeats=1), cell("ddp", 4, repeats=1))))
     assert "each strategy ran once: without an interval no order is certain" in text
     assert "fastest" not in text
@@ -71,7 +70,7 @@ def test_one_repeat_allows_no_order() -> None:
     assert "Left out, because it ran once and has no interval: ddp." in mixed
 
 
-def test_a_fastest_that_is_not_exact_is_said_to_be_so() -> None:
+def test_a_fastest_that_is_not_exact_is_said_to_be_so():
     text = said(
         fastest(block(cell("gather_scatter", 4), cell("all_reduce", 4), cell("ddp_powersgd", 4)))
     )
@@ -79,7 +78,7 @@ def test_a_fastest_that_is_not_exact_is_said_to_be_so() -> None:
     assert "On 4 nodes, of the exact strategies, all_reduce is fastest" in text
 
 
-def test_nothing_is_compared_with_itself_or_with_what_failed() -> None:
+def test_nothing_is_compared_with_itself_or_with_what_failed():
     text = said(fastest(block(cell("ring", 2), cell("ddp", 2, status="failed", message="boom"))))
     assert text == ("On 2 nodes only ring has been measured: there is nothing to compare it with.")
     assert said(fastest(block(cell("ddp", 2, status="pending")))) == ""
@@ -96,13 +95,13 @@ def test_nothing_is_compared_with_itself_or_with_what_failed() -> None:
         (1.0, 3, ""),
     ],
 )
-def test_speed_up_below_one(scale: float, repeats: int, expected: str) -> None:
+def test_speed_up_below_one(scale, repeats, expected):
     # 0.555 s * scale + 0.004 s, compared with 1 s
     text = said(slower_than_one(block(cell("ring", 2, scale=scale, repeats=repeats))))
     assert (expected in text) if expected else text == ""
 
 
-def test_repeats_far_apart_are_pointed_out() -> None:
+def test_repeats_far_apart_are_pointed_out():
     uneven = cell("ring", 2)
     uneven["interval"]["step"] = [0.0, 3.0]
     assert "The repeats of ring on 2 nodes differ so much" in said(
@@ -111,7 +110,7 @@ def test_repeats_far_apart_are_pointed_out() -> None:
     assert said(noisy(block(cell("ring", 2)))) == ""
 
 
-def test_an_interval_that_reaches_zero_leaves_the_speed_up_open() -> None:
+def test_an_interval_that_reaches_zero_leaves_the_speed_up_open():
     slow = cell("ring", 2, scale=4.0)
     slow["interval"]["step"] = [0.0, 5.0]
     found = block(slow)
@@ -119,7 +118,7 @@ def test_an_interval_that_reaches_zero_leaves_the_speed_up_open() -> None:
     assert "by the medians, but the 95 % intervals overlap" in said(slower_than_one(found))
 
 
-def test_weak_scaling_compares_throughput() -> None:
+def test_weak_scaling_compares_throughput():
     # 512 samples in 1.059 s, compared with 256 in 1.0 s
     found = block(cell("ring", 2, scaling="weak"), scaling="weak")
     assert found.find("ring", 2).speedup == pytest.approx(2 / 1.059)
@@ -128,7 +127,7 @@ def test_weak_scaling_compares_throughput() -> None:
     assert "processing fewer samples a second than one node" in slow
 
 
-def test_bounds_and_stragglers() -> None:
+def test_bounds_and_stragglers():
     both = block(cell("gather_scatter", 4, scale=0.9), cell("ddp", 4), cell("ring", 4, wait=0.5))
     both.find("gather_scatter", 4).cell["median"].update(wire=0.9, sync=0.904)
     text = said(bounds(both))
@@ -147,7 +146,7 @@ def test_bounds_and_stragglers() -> None:
     assert said(bounds(unsplit)) == said(stragglers(unsplit)) == ""
 
 
-def test_root_share() -> None:
+def test_root_share():
     # 3 of 6 million bytes; an equal share is a quarter
     text = said(root_share(block(cell("gather_scatter", 4), cell("ring", 4))))
     assert (
@@ -160,7 +159,7 @@ def test_root_share() -> None:
     )
 
 
-def test_accuracy_near_chance_shows_nothing() -> None:
+def test_accuracy_near_chance_shows_nothing():
     near = list(accuracies(block(cell("ring", 2, accuracy=0.13), cell("ddp", 2, accuracy=0.13))))
     assert "of ring and ddp is near chance (at most 15.0 % with 10 classes)" in near[0].text
     assert len(near) == 1
@@ -177,7 +176,7 @@ def test_accuracy_near_chance_shows_nothing() -> None:
     )
 
 
-def test_time_to_accuracy() -> None:
+def test_time_to_accuracy():
     ran = cell("ring", 2, seeds=(0, 1, 2))
     for repeat, seconds in zip(ran["repeats"], (12.0, 10.5, None), strict=True):
         repeat.update(
@@ -192,7 +191,7 @@ def test_time_to_accuracy() -> None:
     assert said(time_to_accuracy(block(ran))) == ""
 
 
-def test_predictions_and_bytes() -> None:
+def test_predictions_and_bytes():
     cells = [cell("ring", 2), cell("ddp", 2), cell("ring", 4)]
     errors = {"ring-n2": 0.1, "ddp-n2": -0.25, "ring-n4": 0.6}
     prediction = {"cells": {entry["id"]: predicted(entry, errors[entry["id"]]) for entry in cells}}
@@ -213,7 +212,7 @@ def test_predictions_and_bytes() -> None:
     assert said(predictions(block(*cells))) == said(bytes_as_predicted(block(*cells))) == ""
 
 
-def test_cautions() -> None:
+def test_cautions():
     shared = block(cell("ring", 4, oversubscribed=True), cell("ring", 2))
     assert "On 4 nodes the ranks share cores" in said(oversubscription(shared))
     assert said(oversubscription(block(cell("ring", 2)))) == ""
@@ -232,7 +231,7 @@ def test_cautions() -> None:
     assert "topk on 2 nodes is only partly done" in text
 
 
-def test_overlap_is_told_for_the_recorded_step() -> None:
+def test_overlap_is_told_for_the_recorded_step():
     found = block(cell("ring", 2), cell("overlapped", 2))
     steps = {
         "ring-n2": timeline("ring", 2),
@@ -250,7 +249,7 @@ def test_overlap_is_told_for_the_recorded_step() -> None:
     assert said(overlaps(found, {})) == ""
 
 
-def test_what_holds_on_several_numbers_of_nodes_is_said_once() -> None:
+def test_what_holds_on_several_numbers_of_nodes_is_said_once():
     data = results(("ring", "ddp"), accuracy=0.11)
     (found,) = blocks(data)
     texts = [finding.text for finding in findings(found, data["timelines"])]

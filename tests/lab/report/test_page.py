@@ -2,9 +2,6 @@
 
 import base64
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +14,7 @@ from lab.report.drawings.svg import inline, share_styles
 from lab.report.findings import findings
 from lab.report.html import best_rows, render
 from lab.report.sentences import ReportFinding
-from lab.report.view import ComparisonGroup, blocks
+from lab.report.view import blocks
 from tests.helpers.report_samples import cell, results
 
 WRONG = ReportFinding(
@@ -26,27 +23,27 @@ WRONG = ReportFinding(
 
 
 @pytest.fixture(autouse=True)
-def closed_figures() -> Iterator[None]:
+def closed_figures():
     yield
     plt.close("all")
 
 
-def page(data: dict[str, Any]) -> str:
+def page(data):
     """Return the page of ``data`` without figures, with normal spaces."""
     text = render(data, [(block, []) for block in blocks(data)], [])
     return re.sub(r"\s+", " ", text.replace("\u00a0", " "))
 
 
-def group(*cells: dict[str, Any], **settings: Any) -> ComparisonGroup:
+def group(*cells, **settings):
     (found,) = blocks({"cells": [cell("none", 1), *cells], "settings": settings})
     return found
 
 
-def column(key: str) -> tables.Column:
+def column(key):
     return next(entry for entry in tables.COLUMNS if entry.key == key)
 
 
-def test_the_answer_comes_first_and_limits_are_folded() -> None:
+def test_the_answer_comes_first_and_limits_are_folded():
     data = results(("gather_scatter", "ddp"), (1, 4))
     text = page(data)
     found = findings(blocks(data)[0], data["timelines"])
@@ -64,7 +61,7 @@ def test_the_answer_comes_first_and_limits_are_folded() -> None:
     assert "✗" not in text
 
 
-def test_what_is_wrong_stands_in_red_before_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_stands_in_red_before_everything(monkeypatch):
     monkeypatch.setattr(html, "findings", lambda *args: [*findings(*args), WRONG])
     data = results(("ring", "ddp"), (1, 2))
     text = page(data)
@@ -77,7 +74,7 @@ def test_what_is_wrong_stands_in_red_before_everything(monkeypatch: pytest.Monke
     assert text.index("✗") < text.index(">group 0</a>: " + WRONG.text) < text.index("cannot be")
 
 
-def test_a_wrong_strategy_is_marked_in_tables_and_figures() -> None:
+def test_a_wrong_strategy_is_marked_in_tables_and_figures():
     right = [[step, 3 - 0.1 * step] for step in range(1, 6)]
     cells = [cell(sync, 2) for sync in ("tree", "ring", "ddp")]
     for entry in cells:
@@ -100,14 +97,14 @@ def test_a_wrong_strategy_is_marked_in_tables_and_figures() -> None:
     assert lines[-2:] == ["the 2 strategies that compute the same", "✗ ring"]
 
 
-def test_warnings_of_several_groups_stand_after_the_answers() -> None:
+def test_warnings_of_several_groups_stand_after_the_answers():
     data = results(("ring",), (1, 2))
     data["cells"] += [cell("none", 1, group=1), cell("ring", 2, group=1)]
     text = page(data | {"warnings": ["2 ranks share one core."]})
     assert text.index('href="#warnings"') < text.index('class="verdict"') < text.index("Warnings (")
 
 
-def test_the_calibration_is_written_in_plain_names() -> None:
+def test_the_calibration_is_written_in_plain_names():
     data = results(("ring",), (1, 2))
     data["prediction"]["calibration"] = {
         "compute": "profile of a CPU, 2026-11-22T23:14:50",
@@ -121,7 +118,7 @@ def test_the_calibration_is_written_in_plain_names() -> None:
     assert "a CPU, 2026-11-22 23:14:50" in text
 
 
-def test_a_prediction_says_when_the_first_run_started() -> None:
+def test_a_prediction_says_when_the_first_run_started():
     data = results(("ring",), (1, 2))
     made = data["prediction"]["made"].replace("T", " ")
     assert f"predicted at {made}" in page(data)
@@ -139,7 +136,7 @@ def test_a_prediction_says_when_the_first_run_started() -> None:
     assert "1.11 GB/s" in later  # beta 9e-10 s a byte
 
 
-def test_the_method_counts_steps_as_they_were() -> None:
+def test_the_method_counts_steps_as_they_were():
     data = results(("ring",), (1, 2))
     assert "The first 5 steps are a warm-up and not measured; then 30 steps are" in page(data)
     data["settings"] |= {"warmup": 1, "steps": 1}
@@ -148,7 +145,7 @@ def test_the_method_counts_steps_as_they_were() -> None:
     assert "The warm-up steps are not measured. A rank's number" in page(data)
 
 
-def test_cells_have_plain_names_and_the_page_no_links_to_files() -> None:
+def test_cells_have_plain_names_and_the_page_no_links_to_files():
     data = results(("ring", "ddp"), (1, 2))
     data["cells"][-1] = cell("ddp", 2, status="failed", message="lost")
     text = page(data)
@@ -160,7 +157,7 @@ def test_cells_have_plain_names_and_the_page_no_links_to_files() -> None:
     assert base64.b64decode(csv.partition(",")[2]).decode().startswith("strategy,nodes,")
 
 
-def test_the_best_value_of_each_number_of_nodes_is_marked() -> None:
+def test_the_best_value_of_each_number_of_nodes_is_marked():
     block = group(
         cell("gather_scatter", 4),
         cell("ddp", 4),
@@ -183,7 +180,7 @@ def test_the_best_value_of_each_number_of_nodes_is_marked() -> None:
     assert '<strong>0.284 [0.278, 0.290]</strong><span class="unseen"> (best)</span>' in text
 
 
-def test_a_bar_adds_up_to_its_own_median() -> None:
+def test_a_bar_adds_up_to_its_own_median():
     entry = cell("ring", 2)  # its sections sum up to the step
     block = group(entry)
     names = [name for name, _, _ in section_spans(block.rows[1])]
@@ -201,7 +198,7 @@ def test_a_bar_adds_up_to_its_own_median() -> None:
     assert sum(bar.get_width() for bar in pale) == pytest.approx(0.059)
 
 
-def test_equal_values_become_a_sentence() -> None:
+def test_equal_values_become_a_sentence():
     equal = group(cell("ring", 2), cell("ddp", 2))
     with pytest.raises(NothingToShowError, match=r"sends the same: 36\.9 MB a step on 2 nodes"):
         draw_bytes(equal, narrow=False)
@@ -216,7 +213,7 @@ def test_equal_values_become_a_sentence() -> None:
     assert len(draw_loss(wrong, narrow=False).axes[0].lines) == 3  # with one node's
 
 
-def test_numbers_stand_beside_the_panels_not_on_lines() -> None:
+def test_numbers_stand_beside_the_panels_not_on_lines():
     data = results(("ring", "ddp"), (1, 2, 4))
     (block,) = blocks(data)
     for draw in (draw_step_time, draw_scaling, draw_prediction):
@@ -230,7 +227,7 @@ def test_numbers_stand_beside_the_panels_not_on_lines() -> None:
     assert [text.get_text() for text in errors] == ["+5 %", "+9 %", "+13 %"]
 
 
-def test_a_figure_on_the_page_is_short_and_keeps_its_references(tmp_path: Path) -> None:
+def test_a_figure_on_the_page_is_short_and_keeps_its_references(tmp_path):
     text = """<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"
       viewBox="0 0 9 9"><defs><style type="text/css">*{stroke-linecap: butt}</style></defs>
       <g id="figure_1"><g id="a"><path d="M 1.26 2.000001 \nL 4.5 2.000001 \nL 4.5 7 \nz\n"

@@ -1,7 +1,6 @@
 """The report's table and figure of a rank's tensors."""
 
 import csv
-from typing import Any
 
 import pytest
 
@@ -9,11 +8,11 @@ from common.profiling.records import KINDS
 from lab.plot_style import NothingToShowError
 from lab.report import tables
 from lab.report.drawings.cost_figures import draw_tensors
-from lab.report.view import ComparisonGroup, blocks
+from lab.report.view import blocks
 from tests.helpers.report_samples import BYTES, results
 
 
-def block_of(change: dict[str, Any] | None = None) -> ComparisonGroup:
+def block_of(change=None):
     """Return a block whose rank 1 holds 8 MB of other buckets more; ``change`` is for all ranks."""
     data = results(("all_reduce", "topk"), nodes=(1, 2))
     for cell in data["cells"]:
@@ -25,14 +24,14 @@ def block_of(change: dict[str, Any] | None = None) -> ComparisonGroup:
     return block
 
 
-def shown(block: ComparisonGroup, sync: str) -> list[str]:
+def shown(block, sync):
     row = block.find(sync, 2)
     by_key = {column.key: column for column in tables.COLUMNS}
     assert row is not None
     return [by_key[key].text(row) for key in tables.MEMORY[2:]]
 
 
-def test_table_has_the_rank_that_holds_most_and_the_prediction() -> None:
+def test_table_has_the_rank_that_holds_most_and_the_prediction():
     block = block_of()
     kinds = ["36.92", "36.92", "73.85", "8.00", "0.03"]
     assert shown(block, "all_reduce") == [*kinds, "155.73", "147.73"]
@@ -42,19 +41,19 @@ def test_table_has_the_rank_that_holds_most_and_the_prediction() -> None:
     assert "| optimiser state, MB | all tensors, MB |" in tables.markdown([block])
 
 
-def test_kinds_are_predicted_where_compute_was_emulated() -> None:
+def test_kinds_are_predicted_where_compute_was_emulated():
     kinds = ["36.92", "36.92", "73.85", "36.92", "0.03"]
     assert shown(block_of({"memory": None}), "topk") == [*kinds, "–", "184.65"]
 
 
-def test_results_of_earlier_versions_have_no_tensors() -> None:
+def test_results_of_earlier_versions_have_no_tensors():
     block = block_of({"memory": None, "predicted_memory": None})
     assert shown(block, "topk") == ["–"] * (len(KINDS) + 2)
     with pytest.raises(NothingToShowError, match="No cell has recorded its tensors yet"):
         draw_tensors(block, narrow=False)
 
 
-def test_bars_end_at_the_sum_and_diamonds_at_the_prediction() -> None:
+def test_bars_end_at_the_sum_and_diamonds_at_the_prediction():
     block = block_of()
     [axis] = draw_tensors(block, narrow=False).axes
     ends: dict[float, float] = {}
@@ -65,7 +64,7 @@ def test_bars_end_at_the_sum_and_diamonds_at_the_prediction() -> None:
     assert diamonds == pytest.approx([147.73, 147.73, 184.65], abs=0.01)
 
 
-def test_no_figure_where_all_strategies_hold_the_same() -> None:
+def test_no_figure_where_all_strategies_hold_the_same():
     data = results(("all_reduce", "ddp"), nodes=(1, 2))
     [block] = blocks(data)
     with pytest.raises(NothingToShowError, match=r"147\.7 MB on 1 node; 147\.7 MB on 2 nodes"):

@@ -1,34 +1,33 @@
 """The sentence and the numbers that a report opens with, on the page and in the terminal."""
 
 import io
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from lab.report.findings import findings
 from lab.report.terminal import print_answer
-from lab.report.verdict import Verdict, verdict
+from lab.report.verdict import verdict
 from lab.report.view import blocks
 from tests.helpers.report_samples import cell
 
 
-def results(*cells: dict[str, Any], **more: Any) -> dict[str, Any]:
+def results(*cells, **more):
     return {"cells": list(cells), "settings": {"dataset": "cifar10", "scaling": "strong"}} | more
 
 
-def answer(*cells: dict[str, Any], **more: Any) -> Verdict:
+def answer(*cells, **more):
     (block,) = blocks(results(*cells, **more))
     return verdict(block, findings(block))
 
 
-def without_losses(entry: dict[str, Any]) -> dict[str, Any]:
+def without_losses(entry):
     for repeat in entry["repeats"]:
         repeat["losses"] = []
     return entry
 
 
-def wrong(sync: str, nodes: int) -> dict[str, Any]:
+def wrong(sync, nodes):
     return cell(sync, nodes, loss_shift=0.02)
 
 
@@ -92,14 +91,14 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("name", SENTENCES)
-def test_the_answer_is_one_sentence(name: str) -> None:
+def test_the_answer_is_one_sentence(name):
     cells, sentence = SENTENCES[name]
     found = answer(*cells)
     assert found.text == sentence
     assert not found.wrong
 
 
-def test_intervals_that_are_too_wide_make_no_tie() -> None:
+def test_intervals_that_are_too_wide_make_no_tie():
     noisy = cell("overlapped", 2)
     noisy["interval"]["step"] = [0.0, 1.0]
     assert answer(ONE, noisy, cell("ddp", 2)).text == (
@@ -108,7 +107,7 @@ def test_intervals_that_are_too_wide_make_no_tie() -> None:
     )
 
 
-def test_a_wrong_strategy_is_the_answer() -> None:
+def test_a_wrong_strategy_is_the_answer():
     ring = wrong("ring", 2) | {"median": cell("ddp", 2, scale=0.5)["median"]}  # the shortest step
     found = answer(ONE, ring, cell("tree", 2), cell("ddp", 2))
     assert found.wrong
@@ -119,13 +118,13 @@ def test_a_wrong_strategy_is_the_answer() -> None:
     assert two.wrong, "also where it has fewer nodes than the largest number"
 
 
-def test_links_and_emulation_are_part_of_the_answer() -> None:
+def test_links_and_emulation_are_part_of_the_answer():
     entries = [cell("ring", 4, rate="1gbit"), cell("ddp", 4, rate="1gbit")]
     found = answer(ONE, *entries, emulated=True)
     assert found.text.startswith("On 4 emulated nodes at 1 Gbit/s ddp is fastest: 0.284 s a step")
 
 
-def test_the_numbers_have_units() -> None:
+def test_the_numbers_have_units():
     numbers = answer(ONE, cell("ring", 4), cell("ddp", 4)).numbers
     assert [(one.label, one.value, one.note) for one in numbers] == [
         ("shortest step", "0.284 s [0.278, 0.290]", "ddp, 4 nodes"),
@@ -137,7 +136,7 @@ def test_the_numbers_have_units() -> None:
     assert [one.label for one in answer(ONE).numbers] == ["shortest step"]
 
 
-def shown(data: dict[str, Any], **terminal: Any) -> str:
+def shown(data, **terminal):
     console = Console(file=io.StringIO(), highlight=False, **terminal)
     print_answer(console, data)
     file = console.file
@@ -145,7 +144,7 @@ def shown(data: dict[str, Any], **terminal: Any) -> str:
     return file.getvalue()
 
 
-def test_a_terminal_shows_answer_table_and_three_findings() -> None:
+def test_a_terminal_shows_answer_table_and_three_findings():
     cells = [ONE, *(cell(sync, 4) for sync in ("gather_scatter_flat", "halving_doubling", "ddp"))]
     lines = shown(results(*cells)).splitlines()
     assert lines[1].startswith("On 4 nodes ddp is fastest: 0.284 s a step")
@@ -156,7 +155,7 @@ def test_a_terminal_shows_answer_table_and_three_findings() -> None:
     assert heading.split() == ["strategy", "nodes", "[95", "%]", "comm.,", "s", "up", "exact"]
 
 
-def test_the_table_fits_80_columns_and_nothing_is_cut() -> None:
+def test_the_table_fits_80_columns_and_nothing_is_cut():
     cells = [ONE, *(cell(sync, 4) for sync in ("gather_scatter_flat", "halving_doubling", "ddp"))]
     table = [
         line
@@ -169,7 +168,7 @@ def test_the_table_fits_80_columns_and_nothing_is_cut() -> None:
     assert all(len(line.rstrip()) <= 80 and "…" not in line for line in table)
 
 
-def test_what_is_wrong_is_red_and_comes_first() -> None:
+def test_what_is_wrong_is_red_and_comes_first():
     cells = [ONE, wrong("ring", 2), wrong("overlapped", 2), cell("tree", 2), cell("ddp", 2)]
     cells[2]["repeats"][0]["losses"][1][1] = 9.0
     text = shown(results(*cells), force_terminal=True, width=200)
