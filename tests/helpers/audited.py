@@ -18,9 +18,9 @@ from pathlib import Path
 from lab.audit.command import AuditCommand
 from lab.audit.findings import run_checks
 from lab.audit.findings.finding import FAULT
-from lab.audit.recording import Recording, read_recording
+from lab.audit.recording import Recording
 from lab.audit.result import verdict
-from lab.audit.runner import RunSettings, Start, StartedProcess, run_audit_size, start_process
+from lab.audit.runner import RunSettings, Start, run_audit_size, start_process
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import ForkedProgram
 
@@ -158,21 +158,18 @@ def record_case(case: Case, size: int, folder: Path, *, start: Start | None = No
     shutil.copy(FOLDER / "student.py", script.parent)
     words = tuple(str(script) if word == "{script}" else word for word in case.command.words)
     clocks, flags = "--clocks" in case.flags, case.flags
-    settings = RunSettings(steps=40 if clocks else 6, clocks=clocks, limit_seconds=60, cwd=cwd)
+    batch = int(flags[1]) if flags[:1] == ("--global-batch",) else None
+    settings = RunSettings(40 if clocks else 6, clocks, 60, cwd=cwd, global_batch=batch)
     start = start or (start_forked if case.forked else start_process)
     end = run_audit_size(AuditCommand(words), size, records, settings, start=start)
-    batch = int(flags[1]) if flags[:1] == ("--global-batch",) else None
-    recording = read_recording(
-        records, asked_size=size, global_batch=batch, clocks=clocks, hung=end.hung is not None
-    )
     output = "\n".join(end.output(process) for process in range(len(end.statuses)))
-    assert len(recording.ranks) == size, f"{case.script}\nnot all ranks ran: {end}\n{output}"
-    return recording
+    assert len(end.recording.ranks) == size, f"{case.script}\nnot all ranks ran: {end}\n{output}"
+    return end.recording
 
 
 def start_forked(
     words: Sequence[str], environment: Mapping[str, str], cwd: Path, log: Path, plant: str = ""
-) -> StartedProcess:
+) -> ForkedProgram:
     """Start a rank's script in a fork; see ``lab.audit.runner.Start``.
 
     plant : the mistake of lab/proofs/wrong.py that replaces this project's right code.

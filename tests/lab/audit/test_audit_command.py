@@ -52,7 +52,7 @@ def audit(
 ) -> Audit:
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runner, "_FAILED_EARLY_SECONDS", 0.5)
+    monkeypatch.setattr(runner, "_CERTAIN_SECONDS", 0.5)
 
     def run(*arguments: object) -> tuple[int, str, str]:
         status = main(["audit", *map(str, arguments)])

@@ -32,7 +32,8 @@ def explain(
     command = parse_command(words.split(), None)
     run = AuditRun(command, 2, folder, RunSettings())
     run.statuses, run.failed, run.hung = (status, None), {0: 1.0} if status else {}, hung
-    return explain_failure(command, run, read_recording(folder), 6) or ""
+    run.recording = read_recording(folder)
+    return explain_failure(run) or ""
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lab.audit.command import AuditCommand
 from lab.audit.probe.data import contents_of, held_content, inner_indices
-from lab.audit.recording import RankRecords, read_recording
-from lab.audit.runner import AuditRun, RunSettings, run_audit_size
+from lab.audit.recording import RankRecords
+from lab.audit.runner import AuditRun, RunSettings, run_audit_size, start_process
 from tests.helpers.audited import start_forked
 
 STEPS = 4
@@ -61,15 +61,16 @@ def audit(
     cwd.mkdir()
     command = AuditCommand(("python", str(path), "{rank}", "{nodes}"))
     settings = RunSettings(steps=STEPS, limit_seconds=60, cwd=cwd)
-    end = run_audit_size(command, ranks, records, settings, start=None if cold else start_forked)
-    return read_recording(records, asked_size=ranks).ranks, end
+    start = start_process if cold else start_forked
+    end = run_audit_size(command, ranks, records, settings, start=start)
+    return end.recording.ranks, end
 
 
 def audit_one(script: str, folder: Path, *, cold: bool = False) -> RankRecords:
     """Run a script on one rank; return its records. It has to end with status 0."""
     ranks, end = audit(script, folder, cold=cold)
     assert end.statuses == (0,), end.output(0)
-    assert not ranks[0].of("trouble")
+    assert not ranks[0].by_kind["trouble"]
     return ranks[0]
 
 

@@ -61,7 +61,10 @@ def wrong_script(**changes: object) -> AuditResult:
             ),
             Finding("batchnorm-statistics", ("layer1.running_mean differs by 3 %",), sizes=(3,)),
         ),
-        verdict=EqualityVerdict("no", "the gradients are added up, not divided (2 and 3 ranks)."),
+        verdict=EqualityVerdict(
+            "no",
+            "gradients are added up, but not divided by the number of ranks (2 and 3 ranks)",
+        ),
         right=("every rank trains on different samples", "the ranks start from equal weights"),
         unknown=("the order of epochs: only one epoch was seen",),
         remarks=("What the script printed is cut after 6 steps",),
@@ -78,8 +81,7 @@ def printed(result: AuditResult, *, width: int = 100, terminal: bool = False) ->
 
 EXPECTED = """\
 Wrong: gradients are added up, but not divided by the number of ranks (2 and 3 ranks).
-Equals one process that computes each rank's share and averages: no — the gradients are added up,
-not divided (2 and 3 ranks).
+Equals one process that computes each rank's share and averages: no.
 Watched 1 step on 2 and 3 ranks, with Python 3.11.7 (/env/bin/python) and torch 2.9: python main.py
 --rank {rank}
 What the script printed is cut after 6 steps

@@ -14,8 +14,7 @@ import pytest
 from common.errors import UserError
 from lab.audit import runner
 from lab.audit.command import parse_command
-from lab.audit.isolation import RunNetwork, run_network, sort_names
-from lab.audit.recording import read_recording
+from lab.audit.isolation import LOOPBACK, RunNetwork, run_network, sort_names
 from lab.audit.runner import AuditRun, RunSettings, run_audit_size
 from lab.cluster import tools
 from tests.helpers.paths import ROOT
@@ -75,7 +74,7 @@ def run(
     *,
     arguments: str = BY_FLAGS,
     size: int = 2,
-    network: RunNetwork | None = None,
+    network: RunNetwork = LOOPBACK,
     limit_seconds: float | None = 60,
     idle_seconds: float = 20,
 ) -> AuditRun:
@@ -88,7 +87,7 @@ def run(
 
 
 def steps(run: AuditRun) -> int:
-    return read_recording(run.folder).steps
+    return run.recording.steps
 
 
 def test_each_rank_gets_its_words_no_input_and_the_probe(tmp_path: Path) -> None:
