@@ -119,7 +119,7 @@ def _view(result: AuditResult) -> dict[str, Any]:
         "watched": f"Watched {count(watched, 'step')} on {ran}, with Python {versions['python']} "
         f"({versions['executable']}) and torch {versions['torch'] or '(none)'}: "
         f"{content['command']}",
-        "incomplete": content["failure"] if result.faults else None,
+        "incomplete": content["failure"] if content["failure"] != headline else None,
         "faults": [one for one in findings if one["severity"] == FAULT],
         "notices": [one for one in findings if one["severity"] != FAULT],
         "own_faults": [one for one in content["unknown"] if OWN_FAULT in one],

@@ -56,21 +56,24 @@ class AuditResult:
 
     @property
     def status(self) -> int:
-        """The exit status: 0 right, 1 faults, 2 could not be audited or cannot tell."""
+        """The exit status: 0 right, 1 faults, 2 could not be audited or cannot tell.
+
+        Before the first step only a fault that makes the ranks fail counts: what else was found
+        may be no fault of the training that never began.
+        """
+        began = self.failure is None or any(one.steps for one in self.recordings)
+        counts = [one for one in self.faults if began or one.entry.fails]
         right = self.failure is None and self.verdict.answer == "yes"
-        return 1 if self.faults else 0 if right else 2
+        return 1 if counts else 0 if right else 2
 
     @property
     def headline(self) -> str:
         """The answer: the gravest fault, else why it could not be run, "right" or "cannot tell"."""
-        if self.faults:
+        if self.status == 1:
             probably, fault = _gravest(self.faults)
             return f"{probably}wrong: {fault}"
-        if self.failure is not None:
-            return self.failure
-        if self.verdict.answer == "yes":
-            return "right: no fault was found"
-        return f"cannot tell: {self.verdict.why}"
+        unsure = f"cannot tell: {self.verdict.why}"
+        return self.failure or (unsure if self.status else "right: no fault was found")
 
 
 def verdict(

@@ -11,16 +11,14 @@ import re
 import runpy
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lab.audit.command import AuditCommand
 from lab.audit.findings import run_checks
 from lab.audit.findings.finding import FAULT
-from lab.audit.recording import Recording
 from lab.audit.result import verdict
-from lab.audit.runner import RunSettings, Start, run_audit_size, start_process
+from lab.audit.runner import RunSettings, run_audit_size, start_process
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import ForkedProgram
 
@@ -59,28 +57,28 @@ class Case:
     together: bool = False
 
     @property
-    def script(self) -> str:
+    def script(self):
         """The whole script."""
         return f'"""{self.what}"""\n\n{self.body}'
 
     @property
-    def forked(self) -> bool:
+    def forked(self):
         """Whether its ranks can be forks: it starts no interpreters itself."""
         return self.command.words[0] == "python" and "mp.spawn" not in self.body
 
     @property
-    def quick_size(self) -> int:
+    def quick_size(self):
         """The one size for a quick test: the last, or the first where ranks are not forked."""
         return self.sizes[-1 if self.forked else 0]
 
 
-def read_cases() -> list[Case]:
+def read_cases():
     """Return all cases, by name.
 
     Raises ValueError for an unknown key and an edit that does not match once, KeyError for a base
     that is no case above, AssertionError for a name that is used twice.
     """
-    cases: dict[str, Case] = {}
+    cases = {}
     for path in sorted(FOLDER.glob("right_*.py")):
         _, docstring, body = path.read_text(encoding="utf-8").split('"""', 2)
         what, _, keys = docstring.partition("\n\n")
@@ -98,7 +96,7 @@ def read_cases() -> list[Case]:
     return [cases[name] for name in sorted(cases)]
 
 
-def apply_edit(case: Case) -> str:
+def apply_edit(case):
     """Return a case's body, which is its base's, with the edit.
 
     Raises ValueError if the old lines of one of its places do not stand in it exactly once.
@@ -117,12 +115,12 @@ def apply_edit(case: Case) -> str:
     return body
 
 
-def _read_keys(text: str) -> dict[str, str]:
+def _read_keys(text):
     """Return what is declared in ``key: value``, each on a line or before a semicolon."""
     return dict(re.findall(r"(\w+): *([^;\n]+)", text))
 
 
-def _with_keys(case: Case, declared: Mapping[str, str]) -> Case:
+def _with_keys(case, declared):
     """Return a case with what is declared about it. It keeps its base's command and flags."""
     if unknown := declared.keys() - _KEYS:
         raise ValueError(f"{case.name}: {', '.join(unknown)}: choose from {', '.join(_KEYS)}")
@@ -141,7 +139,7 @@ def _with_keys(case: Case, declared: Mapping[str, str]) -> Case:
     )
 
 
-def record_case(case: Case, size: int, folder: Path, *, start: Start | None = None) -> Recording:
+def record_case(case, size, folder, *, start=None):
     """Run a case under the probe and return what it recorded.
 
     Parameters
@@ -167,9 +165,7 @@ def record_case(case: Case, size: int, folder: Path, *, start: Start | None = No
     return end.recording
 
 
-def start_forked(
-    words: Sequence[str], environment: Mapping[str, str], cwd: Path, log: Path, plant: str = ""
-) -> ForkedProgram:
+def start_forked(words, environment, cwd, log, plant=""):
     """Start a rank's script in a fork; see ``lab.audit.runner.Start``.
 
     plant : the mistake of lab/proofs/wrong.py that replaces this project's right code.
@@ -178,7 +174,7 @@ def start_forked(
     return ForkedProgram([sys.executable, __file__, plant, *words[1:]], cwd, environment, log, log)
 
 
-def mistakes(case: Case, recordings: Sequence[Recording]) -> list[str]:
+def mistakes(case, recordings):
     """Return what the audit says wrongly about a case, and print its script; empty if right."""
     findings, _, unknown = run_checks(recordings)
     faults = {one.name for one in findings if one.entry.severity == FAULT}

@@ -11,7 +11,7 @@ import lab.audit
 from lab.audit.findings.clocks import check
 from lab.audit.findings.finding import Finding, Right
 from lab.audit.recording import RankRecords, Recording, RecordReader
-from lab.audit.runner import Start, start_process
+from lab.audit.runner import start_process
 from tests.helpers.audited import start_forked
 
 HOOK = Path(lab.audit.__file__).parent / "probe" / "hook"
@@ -137,7 +137,7 @@ print(f"{value / 2:.3f}")
 """
 
 
-def record(folder: Path, body: str, start: Start, *, optimizer: bool = True) -> Recording:
+def record(folder, body, start, *, optimizer=True):
     """Return the recording of a script of one process, which is cut after 33 steps."""
     (folder / "records").mkdir(parents=True)
     script = folder / "script.py"
@@ -157,7 +157,7 @@ def record(folder: Path, body: str, start: Start, *, optimizer: bool = True) -> 
     return Recording(2, ranks, clocks=True)
 
 
-def said(recording: Recording) -> list[str]:
+def said(recording):
     """Return the names of the findings, and "right" or "unknown" for what is no finding."""
     return [
         one.name if isinstance(one, Finding) else "right" if isinstance(one, Right) else "unknown"
@@ -167,7 +167,7 @@ def said(recording: Recording) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("body", "expected"), CASES.values(), ids=CASES)
-def test_means(body: str, expected: str, tmp_path: Path) -> None:
+def test_means(body, expected, tmp_path):
     recording = record(tmp_path, body, start_forked)
     assert said(recording) == [expected]
     recording.clocks = False
@@ -175,13 +175,13 @@ def test_means(body: str, expected: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_an_optimiser_nobody_knows_whether_the_update_is_timed(tmp_path: Path) -> None:
+def test_without_an_optimiser_nobody_knows_whether_the_update_is_timed(tmp_path):
     body = FIRST + TEN + "print(sum(times) / 10)"
     assert said(record(tmp_path, body, start_forked, optimizer=False)) == ["right"]
 
 
 @pytest.mark.slow
-def test_readings_are_floats_and_a_printed_loss_is_named(tmp_path: Path) -> None:
+def test_readings_are_floats_and_a_printed_loss_is_named(tmp_path):
     """In a new interpreter, where the script imports the clocks before torch."""
     _, observed = check(record(tmp_path, PLAIN, start_process))
     assert isinstance(observed, Finding)

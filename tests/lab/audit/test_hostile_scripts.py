@@ -2,7 +2,6 @@
 
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -56,7 +55,7 @@ subprocess.Popen(["sleep", "1000"], env={}, start_new_session=True, stdout=-3, s
 """
 
 
-def audit(folder: Path, script: str, capsys: pytest.CaptureFixture[str]) -> str:
+def audit(folder, script, capsys):
     """Audit a script in this process, and return the one line that says why it cannot be."""
     (folder / "main.py").write_text(FOLDER + script)
     began = time.monotonic()
@@ -87,12 +86,8 @@ def audit(folder: Path, script: str, capsys: pytest.CaptureFixture[str]) -> str:
     ids=lambda text: "",
 )
 def test_what_a_script_does_to_the_records_is_told_on_one_line(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    script: str,
-    message: str,
-) -> None:
+    tmp_path, capsys, monkeypatch, script, message
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recording, "MOST_RECORDS", 1_000_000)
     monkeypatch.setattr(runner, "MOST_OUTPUT", 1_000_000)
@@ -102,16 +97,12 @@ def test_what_a_script_does_to_the_records_is_told_on_one_line(
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(tools.namespaces_refused()), reason=str(tools.namespaces_refused()))
-def test_a_daemon_with_an_empty_environment_ends_with_its_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_daemon_with_an_empty_environment_ends_with_its_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "before any torch.optim optimiser took a step" in audit(tmp_path, DAEMON, capsys)
 
 
-def test_without_namespaces_the_ranks_run_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_namespaces_the_ranks_run_as_they_are(tmp_path, monkeypatch):
     monkeypatch.setattr(tools, "unshare_command", lambda *_: None)
     with run_network(2, tmp_path, tmp_path, isolate=None, rate=None) as network:
         assert network == LOOPBACK
