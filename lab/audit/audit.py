@@ -45,10 +45,9 @@ def main_audit(args: argparse.Namespace) -> int:
             stopped = f"could not be run: {error}"
         with understood():
             result = examine(command, runs, stopped, rate=args.rate)
-    if args.json:
-        write_json(args.json, result)
-    if args.html:
-        write_page(args.html, result)
+    for path, write in ((args.json, write_json), (args.html, write_page)):
+        if path:
+            write(path, result)
     if not any(one.recording.steps for one in runs) and not result.faults:
         raise UserError(result.headline)  # there is nothing else to say
     print_audit(console, result)
@@ -79,10 +78,7 @@ def run_sizes(
 ) -> Iterator[AuditRun]:
     """Run the script at each size, or at the one that it chooses itself."""
     sizes: list[int | None] = list(args.ranks) if command.takes_size else [None]
-    tried: set[int | None] = {None}
-    while sizes:
-        size = sizes.pop(0)
-        tried.add(size)
+    for number, size in enumerate(sizes, start=1):
         own = folder / f"{size or 'own'}-ranks"
         own.mkdir()
         with run_network(
@@ -96,7 +92,7 @@ def run_sizes(
         yield run
         failed = run.failure and (run.hung or run.recording.steps == 0)
         if run.fixed_size or failed:  # others would show the same
-            sizes = list({run.wanted_size} - tried)
+            sizes[number:] = {run.wanted_size} - {None, *sizes[:number]}
 
 
 def examine(

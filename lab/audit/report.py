@@ -158,25 +158,23 @@ def print_audit(console: Console, result: AuditResult) -> None:
     if not console.is_terminal:
         console = Console(file=console.file, highlight=False, width=_WIDTH)
     view = _view(result)
-    _print(console, "", view["answer"], style=_STYLES[result.status])
-    incomplete = [f"Incomplete: {view['incomplete']}"] if view["incomplete"] else []
-    for text in (view["equality"], view["watched"], *view["remarks"], *incomplete):
-        _print(console, "", text)
-    for text in view["own_faults"]:
-        _print(console, "Report this: ", text, style=_STYLES[2])
+    rows = [
+        ("", view["answer"], _STYLES[result.status]),
+        *(("", text, "") for text in (view["equality"], view["watched"], *view["remarks"])),
+        ("Incomplete: ", view["incomplete"] or "", ""),
+        *(("Report this: ", text, _STYLES[2]) for text in view["own_faults"]),
+    ]
     for finding in view["faults"]:
-        _print(console, "\nFAULT: ", finding["shown"], style=_STYLES[1])
         first, *others = finding["evidence"]
         hidden, at = len(others) + 1 - _MOST_EVIDENCE, finding["at"]
-        rows = [
-            ("found", first),
-            *(("", one) for one in others[: _MOST_EVIDENCE - 1]),
-            ("", f"{hidden} more: see --json or --html" if hidden > 0 else ""),
-            ("at", f"{at['file']}:{at['line']}: {at['text']}" if at else ""),
-            *((name, finding[name]) for name in ("cause", "cure", "sure")),
+        rows += [
+            ("\nFAULT: ", finding["shown"], _STYLES[1]),
+            ("  found ", first, ""),
+            *(("        ", one, "") for one in others[: _MOST_EVIDENCE - 1]),
+            ("        ", f"{hidden} more: see --json or --html" if hidden > 0 else "", ""),
+            ("  at    ", f"{at['file']}:{at['line']}: {at['text']}" if at else "", ""),
+            *((f"  {name:<6}", finding[name], "") for name in ("cause", "cure", "sure")),
         ]
-        for name, text in rows:
-            _print(console, f"  {name:<6}", text)
     right = [f"{'; '.join(view['right'])}."] if view["right"] else []
     for heading, start, texts in (
         ("Checked and right", "  ", right),
@@ -184,13 +182,13 @@ def print_audit(console: Console, result: AuditResult) -> None:
         ("Could not be checked", "- ", view["unknown"]),
         ("Speed", "- ", view["speed"]),
     ):
-        if texts:
-            _print(console, "\n", f"{heading}:", style="bold")
-        for text in texts:
-            _print(console, start, text)
+        rows += [("\n", f"{heading}:" if texts else "", "bold")]
+        rows += [(start, text, "") for text in texts]
+    for row in rows:
+        _print(console, *row)
 
 
-def _print(console: Console, start: str, text: str, *, style: str = "") -> None:
+def _print(console: Console, start: str, text: str, style: str) -> None:
     """Print a text after ``start``; its further lines are indented as far."""
     space = " " * len(start.lstrip("\n"))
     for index, line in enumerate(text.splitlines()[:_MOST_LINES]):
