@@ -79,16 +79,14 @@ def record_folder(keep: Path | None) -> Iterator[Path]:
         for number in (signal.SIGTERM, signal.SIGHUP):
             before = signal.signal(number, signal.default_int_handler)
             stack.callback(signal.signal, number, before)
+        folder = keep or Path(tempfile.mkdtemp(prefix="lab-audit-"))
+        folder.mkdir(parents=True, exist_ok=True)
         if keep is None:
-            folder = tempfile.mkdtemp(prefix="lab-audit-")
-            remove = ["sh", "-c", _REMOVE, folder]  # it ends after its stdin has been closed
+            remove = ["sh", "-c", _REMOVE, str(folder)]  # it ends after its stdin has been closed
             stack.enter_context(
                 subprocess.Popen(remove, stdin=subprocess.PIPE, start_new_session=True)
             )
-            yield Path(folder)
-        else:
-            keep.mkdir(parents=True, exist_ok=True)
-            yield keep.absolute()
+        yield folder.absolute()
 
 
 # --- the processes of a run ---
@@ -200,7 +198,7 @@ def _held(unshare: Sequence[str], commands: Sequence[str]) -> Iterator[int]:
 
 def _enter(pid: int, cwd: Path, *kinds: str) -> list[str]:
     """Return the words that start a command in the namespaces of a process, in the folder cwd."""
-    own_users = Path(f"/proc/{pid}/ns/user").samefile("/proc/self/ns/user")
-    users = [] if own_users else ["--user", "--preserve-credentials"]
+    own = Path(f"/proc/{pid}/ns/user").samefile("/proc/self/ns/user")
+    users = () if own else ("--user", "--preserve-credentials")
     change_folder = ["sh", "-c", 'cd "$0" && exec "$@"', str(cwd)]
     return ["nsenter", f"--target={pid}", *users, "--mount", "--pid", *kinds, "--", *change_folder]

@@ -153,11 +153,12 @@ class RecordReader:
                 further |= record["k"] not in ("stack", "stands")
         return further
 
-    def recording(self, *, asked_size: int | None = None, **facts: Any) -> Recording:
-        """Return what has been read: which process was which rank, and what it recorded.
+    def recording(self, **facts: Any) -> Recording:
+        """Return what was recorded until now: which process was which rank, and what it wrote.
 
         ``facts`` are fields of ``Recording``.
         """
+        self.read()
         ranks: dict[int, RankRecords] = {}
         for one in sorted(self.processes.values(), key=lambda one: len(one.by_kind["step"])):
             path = self._folder / f"{one.pid}.f64"
@@ -169,14 +170,12 @@ class RecordReader:
         others = [one for one in self.processes.values() if one not in ranks.values()]
         sizes = [group["world"] for one in ranks.values() for group in one.by_kind["group"]]
         size = max(sizes, default=len(ranks))
-        return Recording(size, [ranks[r] for r in sorted(ranks)], others, asked_size, **facts)
+        return Recording(size, [ranks[r] for r in sorted(ranks)], others, **facts)
 
 
 def read_recording(folder: Path, **facts: Any) -> Recording:
     """Return the recording in a folder, see ``RecordReader``. ``facts`` are its fields."""
-    reader = RecordReader(folder)
-    reader.read()
-    return reader.recording(**facts)
+    return RecordReader(folder).recording(**facts)
 
 
 def _rank(one: RankRecords) -> int | None:

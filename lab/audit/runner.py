@@ -141,7 +141,6 @@ def run_audit_size(
         run.wait()
     finally:
         end_processes([one.pid for one in run.started], grace_seconds=_TERMINATE_SECONDS)
-    run.reader.read()
     run.recording = run.reader.recording(
         asked_size=size,
         global_batch=settings.global_batch,
@@ -202,8 +201,7 @@ class AuditRun:
 
     def output(self, process: int) -> str:
         """Return the end of what a process has written."""
-        content = read_stranger(self.log(process), most=2**20, last=True)
-        return content.decode(errors="replace")
+        return read_stranger(self.log(process), most=2**20, last=True).decode(errors="replace")
 
     def wait(self) -> None:
         """Return when all processes have ended, or have to be ended."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from lab.audit.command import AuditCommand
 from lab.audit.findings import run_checks
 from lab.audit.findings.finding import FAULT
+from lab.audit.isolation import LOOPBACK
 from lab.audit.result import verdict
 from lab.audit.runner import RunSettings, run_audit_size, start_process
 from tests.helpers.paths import ROOT
@@ -172,6 +173,27 @@ def start_forked(words, environment, cwd, log, plant=""):
     """
     log.touch()
     return ForkedProgram([sys.executable, __file__, plant, *words[1:]], cwd, environment, log, log)
+
+
+def run_script(
+    folder,
+    text,
+    *,
+    flags="{rank} {nodes}",
+    size=1,
+    start=start_forked,
+    network=LOOPBACK,
+    **settings,
+):
+    """Run main.py with this text in a folder, under the probe, and return how it ended.
+
+    settings : of ``RunSettings``.
+    """
+    (folder / "records").mkdir(parents=True, exist_ok=True)
+    (folder / "main.py").write_text(text, encoding="utf-8")
+    command = AuditCommand(("python", str(folder / "main.py"), *flags.split()))
+    given = RunSettings(**{"limit_seconds": 60, "cwd": folder} | settings)
+    return run_audit_size(command, size, folder / "records", given, start=start, network=network)
 
 
 def mistakes(case, recordings):
