@@ -2,8 +2,9 @@
 
 ``record_folder`` is around the whole audit, ``run_network`` around each run, and ``end_processes``
 ends a run. The ranks of a run share a process id namespace, which the kernel ends with everything
-in it, and which ends if the audit is killed. Where a machine allows no namespaces, a process that
-has left its parent stays, and if the audit is killed, all that the ranks themselves have started.
+in it, and which ends if the audit is killed. Where a machine allows no namespaces, a process stays
+that has left its parent and emptied its environment; and if the audit is killed, all that the ranks
+themselves have started.
 """
 
 import contextlib
@@ -92,23 +93,25 @@ def record_folder(keep: Path | None) -> Iterator[Path]:
 # --- the processes of a run ---
 
 
-def running(pids: Iterable[int]) -> list[psutil.Process]:
-    """Return which of these processes and of their descendants still run."""
+def running(pids: Iterable[int], folder: Path) -> list[psutil.Process]:
+    """Return what still runs of a run: these processes, their descendants, and others with its
+    settings in their environment, which name its folder."""
+    wanted = {one for parent in pids for one in (parent, *descendants(parent))}
     found = []
-    for pid in {one for parent in pids for one in (parent, *descendants(parent))}:
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            if process.status() != psutil.STATUS_ZOMBIE:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # somebody else's, or it has ended
+            ours = process.pid in wanted or str(folder) in process.environ().get("LAB_AUDIT", "")
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
 
 
-def end_processes(pids: Iterable[int], *, grace_seconds: float) -> None:
-    """Send SIGTERM to processes and their descendants, and SIGKILL to those left after a while.
+def end_processes(pids: Iterable[int], folder: Path, *, grace_seconds: float) -> None:
+    """Send SIGTERM to all processes of a run, and SIGKILL to those left after a while.
 
     Returns after some seconds even if the kernel cannot end one that waits for a dead file system.
     """
-    left = running(pids)
+    left = running(pids, folder)
     for number, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, _KILL_SECONDS)):
         for process in left:
             with contextlib.suppress(psutil.Error):  # it has ended; psutil knows a reused id
@@ -116,7 +119,7 @@ def end_processes(pids: Iterable[int], *, grace_seconds: float) -> None:
         until = time.monotonic() + seconds
         while left and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
-            left = running(process.pid for process in left)
+            left = running([process.pid for process in left], folder)
 
 
 # --- the namespaces of a run ---

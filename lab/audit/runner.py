@@ -140,7 +140,8 @@ def run_audit_size(
             run.started.append(start(words, variables, settings.cwd, run.log(rank)))
         run.wait()
     finally:
-        end_processes([one.pid for one in run.started], grace_seconds=_TERMINATE_SECONDS)
+        pids = [one.pid for one in run.started]
+        end_processes(pids, folder, grace_seconds=_TERMINATE_SECONDS)
     run.recording = run.reader.recording(
         asked_size=size,
         global_batch=settings.global_batch,
@@ -258,7 +259,7 @@ class AuditRun:
         Raises UserError if a process has printed too much.
         """
         work = 0.0
-        for process in running(one.pid for one in self.started):
+        for process in running((one.pid for one in self.started), self.folder):
             with suppress(psutil.Error, AttributeError):  # macOS does not count bytes
                 work += sum(process.cpu_times()[:2])
                 work += process.io_counters().write_chars / 1e7
