@@ -114,7 +114,7 @@ def run_audit_size(
     Returns when every process has ended. Raises OSError if a process cannot be started, UserError
     for a torch that is too old, and for a script that prints without end or spoils the records.
     """
-    run, users_path = AuditRun(command, size, folder, settings), os.environ.get("PYTHONPATH")
+    run, inherited = AuditRun(command, size, folder, settings), dict(os.environ)
     port = free_port(address="127.0.0.1")
     try:
         for rank, words in enumerate(command.processes(size, master=network.master, port=port)):
@@ -132,8 +132,10 @@ def run_audit_size(
                 "PYTHONUNBUFFERED": "1",
                 "OMP_NUM_THREADS": str(max(1, usable_cores() // (size or 2))),
                 "GLOO_SOCKET_IFNAME": network.interface,
-                **os.environ,  # PATH as well: ``python`` is the interpreter that a shell starts
-                "PYTHONPATH": os.pathsep.join([str(HOOK), *filter(None, [users_path])]),
+                **inherited,  # PATH as well: ``python`` is the interpreter that a shell starts
+                "PYTHONPATH": os.pathsep.join(
+                    [str(HOOK), *filter(None, [inherited.get("PYTHONPATH")])]
+                ),
                 "LAB_AUDIT": json.dumps(probe),
             }
             words = [*network.prefixes[rank % len(network.prefixes)], *words]
