@@ -17,7 +17,7 @@ from pathlib import Path
 from lab.audit.command import AuditCommand
 from lab.audit.findings import run_checks
 from lab.audit.findings.finding import FAULT
-from lab.audit.recording import read_recording
+from lab.audit.isolation import LOOPBACK
 from lab.audit.result import verdict
 from lab.audit.runner import RunSettings, run_audit_size, start_process
 from tests.helpers.paths import ROOT
@@ -79,7 +79,7 @@ def read_cases():
     Raises ValueError for an unknown key and an edit that does not match once, KeyError for a base
     that is no case above, AssertionError for a name that is used twice.
     """
-    cases: dict[str, Case] = {}
+    cases = {}
     for path in sorted(FOLDER.glob("right_*.py")):
         _, docstring, body = path.read_text(encoding="utf-8").split('"""', 2)
         what, _, keys = docstring.partition("\n\n")
@@ -157,16 +157,13 @@ def record_case(case, size, folder, *, start=None):
     shutil.copy(FOLDER / "student.py", script.parent)
     words = tuple(str(script) if word == "{script}" else word for word in case.command.words)
     clocks, flags = "--clocks" in case.flags, case.flags
-    settings = RunSettings(steps=40 if clocks else 6, clocks=clocks, limit_seconds=60, cwd=cwd)
+    batch = int(flags[1]) if flags[:1] == ("--global-batch",) else None
+    settings = RunSettings(40 if clocks else 6, clocks, 60, cwd=cwd, global_batch=batch)
     start = start or (start_forked if case.forked else start_process)
     end = run_audit_size(AuditCommand(words), size, records, settings, start=start)
-    batch = int(flags[1]) if flags[:1] == ("--global-batch",) else None
-    recording = read_recording(
-        records, asked_size=size, global_batch=batch, clocks=clocks, hung=end.hung is not None
-    )
     output = "\n".join(end.output(process) for process in range(len(end.statuses)))
-    assert len(recording.ranks) == size, f"{case.script}\nnot all ranks ran: {end}\n{output}"
-    return recording
+    assert len(end.recording.ranks) == size, f"{case.script}\nnot all ranks ran: {end}\n{output}"
+    return end.recording
 
 
 def start_forked(words, environment, cwd, log, plant=""):
@@ -176,6 +173,27 @@ def start_forked(words, environment, cwd, log, plant=""):
     """
     log.touch()
     return ForkedProgram([sys.executable, __file__, plant, *words[1:]], cwd, environment, log, log)
+
+
+def run_script(
+    folder,
+    text,
+    *,
+    flags="{rank} {nodes}",
+    size=1,
+    start=start_forked,
+    network=LOOPBACK,
+    **settings,
+):
+    """Run main.py with this text in a folder, under the probe, and return how it ended.
+
+    settings : of ``RunSettings``.
+    """
+    (folder / "records").mkdir(parents=True, exist_ok=True)
+    (folder / "main.py").write_text(text, encoding="utf-8")
+    command = AuditCommand(("python", str(folder / "main.py"), *flags.split()))
+    given = RunSettings(**{"limit_seconds": 60, "cwd": folder} | settings)
+    return run_audit_size(command, size, folder / "records", given, start=start, network=network)
 
 
 def mistakes(case, recordings):

@@ -47,7 +47,7 @@ def check(recording: Recording) -> Iterator[Outcome]:
     stepping = {rank.rank for rank in recording.ranks if rank.by_kind["step"]}
     if recording.size < 2:
         yield Unknown("gradients: one rank alone has nothing to average")
-    elif any(rank.of("fsdp") for rank in recording.ranks):
+    elif any(rank.by_kind["fsdp"] for rank in recording.ranks):
         yield Unknown(
             "gradients: FSDP gives each rank a part of every parameter, which cannot be compared"
             " with the gradients of whole parameters that each rank computed"

@@ -23,7 +23,7 @@ def check(recording: Recording) -> Iterator[Outcome]:
     """Check the ranks' weights; see lab/audit/findings/finding.py."""
     if recording.size < 2 or len(recording.ranks) < recording.size:
         return
-    if any(rank.of("fsdp") for rank in recording.ranks):
+    if any(rank.by_kind["fsdp"] for rank in recording.ranks):
         yield Unknown("weights: FSDP holds another part of them on each rank")
         return
     families = [[Replicas(recording, o) for o in one] for one in lasting_optimizers(recording)]

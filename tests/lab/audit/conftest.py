@@ -11,7 +11,7 @@ from lab.audit.recording import RecordReader
 
 @pytest.fixture(autouse=True)
 def _the_probe_had_no_trouble(monkeypatch):
-    troubles: list[str] = []
+    troubles = []
     read_records = RecordReader.read
 
     def read(reader):

@@ -6,7 +6,7 @@ The own gradients come from a copy of the model, which no optimiser knows.
 
 import copy
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -109,7 +109,7 @@ def train(
     for step in range(3):
         optimizer.zero_grad()
         weights = [one.detach().clone() for one in parameters]
-        own: list[Tensor | None] = [None] * len(parameters)
+        own = [None] * len(parameters)
         for part in range(micro):
             source = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
             images = torch.randn(BATCH, FEATURES, generator=source)
@@ -153,7 +153,7 @@ def zero(parameters, lr):
 
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "buckets": {"make": SGD, "ddp": {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}},
     "accumulation": {"make": SGD, "ddp": {}, "micro": 3},
     "checkpointed": {"make": AdamW, "checkpointed": True, "finish": average},

@@ -6,7 +6,6 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,7 +113,7 @@ def train(
             if group and not ddp:
                 write("call", rank, c=step, step=step, **called)
             numbers = {"own": mine[rank], "got": got[rank]}
-            fields: dict[str, Any] = {key: writers[rank].numbers(numbers[key]) for key in numbers}
+            fields = {key: writers[rank].numbers(numbers[key]) for key in numbers}
             fields |= {f"{key}_norm": float(np.linalg.norm(numbers[key])) for key in numbers}
             fields |= {"lr": [rates(rank)], "settings": {"lr": rates(rank), "momentum": 0}}
             fields |= {"optimizer": "SGD", "micro": 1, "sent": None, "scale": 1, "clips": []}

@@ -49,7 +49,7 @@ Audit = Callable[..., tuple[int, str, str]]
 def audit(tmp_path, capsys, monkeypatch):
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runner, "_FAILED_EARLY_SECONDS", 0.5)
+    monkeypatch.setattr(runner, "_CERTAIN_SECONDS", 0.5)
 
     def run(*arguments):
         status = main(["audit", *map(str, arguments)])
@@ -85,7 +85,7 @@ def test_torchrun_gets_the_number_of_ranks_and_a_literal_divisor_is_a_fault(audi
     status, out, _ = audit("--ranks", 3, "--", *launcher, "train.py", "torchrun")
     assert status == 1, out
     assert out.startswith("Wrong: gradients are divided by a constant, not by")
-    assert "no — gradients are divided" in out
+    assert "averages: no.\n" in out
     assert "FAULT: Gradients are divided by a constant" in out
 
 

@@ -18,19 +18,22 @@ def processes(text, size, rank0=None):
     [
         (
             "torchrun --nproc-per-node 2 --standalone t.py --nproc-per-node 7",
-            "torchrun --nproc_per_node 3 --standalone t.py --nproc-per-node 7",
+            "torchrun --nproc-per-node 2 --standalone --nproc_per_node 3 --master_port 77 t.py "
+            "--nproc-per-node 7",
         ),
         (
             "/x/torchrun --nproc_per_node=8 t.py",
-            "/x/torchrun --nproc_per_node 3 --master_port 77 t.py",
+            "/x/torchrun --nproc_per_node=8 --nproc_per_node 3 --master_port 77 t.py",
         ),
         (
-            "python -m torch.distributed.run --master-port 5 t.py",
-            "python -m torch.distributed.run --nproc_per_node 3 --master-port 5 t.py",
+            "python -m torch.distributed.run --nnodes 1 -m t --nproc_per_node 7",
+            "python -m torch.distributed.run --nnodes 1 --nproc_per_node 3 --master_port 77 -m t "
+            "--nproc_per_node 7",
         ),
         (
             "accelerate launch --cpu --num_processes 2 t.py",
-            "accelerate launch --num_processes 3 --main_process_port 77 --cpu t.py",
+            "accelerate launch --cpu --num_processes 2 --num_processes 3 --main_process_port 77 "
+            "t.py",
         ),
         ("python t.py --ranks {nodes}", "python t.py --ranks 3"),
     ],

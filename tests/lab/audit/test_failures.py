@@ -1,7 +1,6 @@
 """Why a script could not be audited: the script's own error and what to try, on one line."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -13,15 +12,7 @@ from lab.audit.runner import AuditRun, RunSettings
 START = {"k": "start", "ppid": 1, "hint": 0, "variables": {}}
 
 
-def explain(
-    folder,
-    *,
-    records,
-    output="",
-    status=0,
-    words="python t.py --rank {rank}",
-    hung=None,
-):
+def explain(folder, *, records, output="", status=0, words="python t.py --rank {rank}", hung=None):
     """Return the explanation of a run whose rank 0 has ended so; "" if nothing went wrong."""
     lines = [json.dumps({"t": float(number), **one}) for number, one in enumerate(records)]
     if lines:
@@ -31,7 +22,8 @@ def explain(
     command = parse_command(words.split(), None)
     run = AuditRun(command, 2, folder, RunSettings())
     run.statuses, run.failed, run.hung = (status, None), {0: 1.0} if status else {}, hung
-    return explain_failure(command, run, read_recording(folder), 6) or ""
+    run.recording = read_recording(folder)
+    return explain_failure(run) or ""
 
 
 @pytest.mark.parametrize(
@@ -146,7 +138,7 @@ def test_the_rank_that_left_is_named_not_the_one_that_waited_for_it(tmp_path):
 
 
 def test_processes_that_share_gradients_in_another_way_are_counted(tmp_path):
-    trained: list[dict[str, Any]] = [START, {"k": "backward"}, STEP]
+    trained = [START, {"k": "backward"}, STEP]
     lines = "".join(json.dumps({"t": 0.0, **one}) + "\n" for one in trained)
     (tmp_path / "8.jsonl").write_text(lines)
     said = explain(tmp_path, records=trained, words="python t.py")

@@ -14,7 +14,7 @@ from lab.audit.findings.gradients import resolve
 from lab.audit.findings.weights import check as check_weights
 from lab.audit.recording import read_recording
 from lab.audit.result import verdict
-from tests.lab.audit.recordings import COLUMNS, Exchange, gradients, mean, train
+from tests.lab.audit.recordings import COLUMNS, gradients, mean, train
 
 Edit = Callable[[str, int, dict[str, Any]], None]
 
@@ -45,10 +45,6 @@ def weighted(*weights):
 
 def nothing_sent(own, step):
     return own
-
-
-def ring_without_a_chunk(own, step):
-    return np.concatenate([mean(own, step)[:, :400], own[:, 400:]], axis=1)
 
 
 def reduce_only(own, step):
@@ -125,14 +121,12 @@ def of_tokens(share):
     return edit("backward", reduction="none", arriving=part)
 
 
-same: Edit = lambda kind, rank, fields: None  # noqa: E731
+same = lambda kind, rank, fields: None  # noqa: E731
 third = edit("backward", arriving=1 / 3)
-ROWS: list[tuple[str, Exchange, Edit, list[str], str]] = [
-    ("mean", mean, same, [], "yes"),
+ROWS = [
     ("divided by 2.5", times(3 / 2.5), same, [], "cannot tell"),
     ("reduce only", reduce_only, same, ["not-the-mean"], "no"),
     ("weighted", weighted(0.5, 0.25, 0.25), same, ["not-the-mean"], "no"),
-    ("ring without a chunk", ring_without_a_chunk, same, ["not-the-mean"], "no"),
     ("never cleared", never_cleared, same, [], "cannot tell"),
     ("norm by hand", norm_clipped, same, ["clipped-before-averaging"], "no"),
     ("loose value", values_clipped(2.5), same, ["value-clipped-before-averaging"], "no"),
@@ -245,35 +239,14 @@ def test_noise_before_batchnorm_and_zeroed_gradients_are_left_out(tmp_path):
     assert told(train(tmp_path, exchange, own=own))[0] == []
 
 
-def test_own_gradients_may_have_other_reasons(tmp_path):
-    def every_second(weights, step):
-        return weights if step % 2 == 0 else to_all(weights.mean(axis=0), weights)
-
-    def bypass(kind, rank, fields):
-        if kind == "backward":
-            fields["forwards"][0][2] = "bypass"
-
-    barrier = edit("call", name="barrier", bytes=0)
-    for name, options, expected in (
-        ("averaged", {"after": every_second}, "weights-averaged"),
-        ("copied", {"after": lambda weights, step: to_all(weights[0], weights)}, "own-gradient"),
-        ("bypass", {"ddp": True, "edit": bypass}, "ddp-bypassed"),
-        ("ddp", {"ddp": True}, "own-gradient"),
-    ):
-        recording = train(tmp_path / name, nothing_sent, **options)  # type: ignore[arg-type]  # a table
-        assert told(recording) == ([expected], "no"), name
-    unused = told(train(tmp_path / "unused", nothing_sent, edit=barrier))
-    assert unused == ([], "cannot tell")  # group-unused names it
-
-
 def test_an_optimiser_whose_gradients_nobody_saw_is_named(tmp_path):
     train(tmp_path)
     row = ["1.0.0", "critic.weight", [4], "float32", 4, 99]
     step = {"k": "step", "step": 0, "own": [0, 0], "got": [0, 0], "optimizer": "SGD", "scale": 1}
     for rank in range(3):
         with (tmp_path / f"{1000 + rank}.jsonl").open("a", encoding="utf-8") as file:
-            records: list[dict[str, Any]] = [{"k": "params", "built": 0, "rows": [row]}]
-            for record in [*records, step | {"lr": [0.1], "settings": {}, "clips": []}]:
+            records = [{"k": "params", "built": 0, "rows": [row]}]
+            for record in [*records, step | {"lr": [0.1], "settings": {}}]:
                 file.write(json.dumps({"t": 1.0, "o": 1, **record}) + "\n")
     recording = read_recording(tmp_path)
     outcomes = [*check_gradients(recording)]
@@ -290,12 +263,9 @@ def test_weights_that_differ_are_named_once(tmp_path):
     states = edit("stepped", state=lambda rank, fields: rank // 2)
     start = lambda rank: np.random.default_rng(rank).normal(size=COLUMNS)  # noqa: E731
     for options, expected in (
-        ({"start": start}, ["different-start"]),
         ({"start": start, "steps": 0, "ddp": True}, ["different-start"]),
-        ({"after": nudge}, ["weights-diverge"]),
         ({"after": nudge, "edit": states}, ["different-optimizer-state"]),
         ({"edit": states}, []),
-        ({"rates": lambda rank: 0.1 * (rank + 1)}, ["different-learning-rates"]),
     ):
         assert told(train(tmp_path / str(id(options)), **options))[0] == expected  # type: ignore[arg-type]  # a table
 

@@ -4,26 +4,19 @@ import numpy as np
 import pytest
 
 from lab.audit.performance import measure
-from lab.audit.recording import RankRecords, Record, Recording
+from lab.audit.recording import RankRecords, Recording
 
 PARAMS = {"k": "params", "t": 0.0, "o": 0, "rows": [["0.0.0", "w", [1000], "torch.float32", 1000]]}
 DDP = {"k": "ddp", "t": 0.0, "bytes": 4000}
 CALL = {"name": "all_reduce", "bytes": 4000}
 
 
-def measured(
-    *calls,
-    through="module",
-    exposed=0.0,
-    apart=0.1,
-    hook=False,
-    **done,
-):
+def measured(*calls, through="module", exposed=0.0, apart=0.1, hook=False, **done):
     """Return what is measured in six steps of one second each; the first two take ten seconds.
 
     Backward lasts from 0.2 to 0.6 s of each step, and the calls end from 0.7 s on.
     """
-    found: list[Record] = [PARAMS, DDP, *([{"k": "hook", "t": 0.0}] if hook else [])]
+    found = [PARAMS, DDP, *([{"k": "hook", "t": 0.0}] if hook else [])]
     end = 0.0
     for step in range(6):
         begin, end = end, end + (10.0 if step < 3 else 1.0)

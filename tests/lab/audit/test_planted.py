@@ -13,7 +13,7 @@ from lab.proofs.wrong import WRONG
 from tests.helpers.audited import OWN_FLAGS, Case, mistakes, record_case, start_forked
 from tests.helpers.paths import ROOT
 
-FOUND: dict[str, tuple[str, int, str]] = {
+FOUND = {
     "Sum": ("sum-not-mean", 2, "--sync all_reduce"),
     "LiteralDivisor": ("literal-divisor", 3, "--sync all_reduce"),
     "OwnGradient": ("own-gradient|group-unused", 2, "--sync all_reduce"),

@@ -7,21 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
 from common.errors import UserError
 from lab.audit import runner
-from lab.audit.command import parse_command
 from lab.audit.isolation import run_network, sort_names
-from lab.audit.recording import read_recording
-from lab.audit.runner import RunSettings, run_audit_size
+from lab.audit.runner import start_process
 from lab.cluster import tools
+from tests.helpers.audited import run_script
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import running_in
 from tests.helpers.waiting import wait_until
 
-BY_FLAGS = "main.py {master} {port} {nodes} {rank}"
+BY_FLAGS = "{master} {port} {nodes} {rank}"
 TRAINING = """\
 import sys, torch, torch.distributed as dist
 master, port, world, rank, wanted = *sys.argv[1:3], *map(int, sys.argv[3:6])
@@ -68,26 +68,11 @@ NAMESPACES = pytest.mark.skipif(
 )
 
 
-def run(
-    folder,
-    script,
-    *,
-    arguments=BY_FLAGS,
-    size=2,
-    network=None,
-    limit_seconds=60,
-    idle_seconds=20,
-):
-    (folder / "main.py").write_text(script)
-    records = folder / "records"
-    records.mkdir(exist_ok=True)
-    command = parse_command(f"{sys.executable} {arguments}".split(), None)
-    settings = RunSettings(limit_seconds=limit_seconds, idle_seconds=idle_seconds, cwd=folder)
-    return run_audit_size(command, size, records, settings, network=network)
+run = partial(run_script, flags=BY_FLAGS, size=2, start=start_process)
 
 
 def steps(run):
-    return read_recording(run.folder).steps
+    return run.recording.steps
 
 
 def test_each_rank_gets_its_words_no_input_and_the_probe(tmp_path):
@@ -111,9 +96,7 @@ print([os.environ[name] for name in names], sys.argv[1] + sys.argv[2] == "127.0.
 
 
 @pytest.mark.slow
-def test_a_rank_that_ignores_sigterm_and_its_daemon_are_ended_after_a_failure(
-    tmp_path,
-):
+def test_a_rank_that_ignores_sigterm_and_its_daemon_are_ended_after_a_failure(tmp_path):
     began = time.monotonic()
     end = run(tmp_path, f"import sys\nif sys.argv[4] == '1': raise ValueError('mine')\n{STUBBORN}")
     assert end.statuses == (None, 1)
@@ -128,7 +111,7 @@ def test_a_rank_that_ignores_sigterm_and_its_daemon_are_ended_after_a_failure(
 def test_a_script_ends_after_the_steps_and_a_literal_number_of_ranks_is_noticed(
     tmp_path, size, literal
 ):
-    end = run(tmp_path, TRAINING, arguments=f"{BY_FLAGS} {literal}", size=size)
+    end = run(tmp_path, TRAINING, flags=f"{BY_FLAGS} {literal}", size=size)
     assert end.wanted_size == (literal or None), (end, end.output(0))
     assert running_in(tmp_path) == []
     if not literal:
@@ -148,7 +131,7 @@ TWO_STEPS = TRAINING.replace("range(100)", "range(2)")
     ],
 )
 def test_ranks_that_wait_for_each_other_have_hung(tmp_path, script, idle_seconds, most_seconds):
-    end = run(tmp_path, script, arguments=f"{BY_FLAGS} 0", idle_seconds=idle_seconds)
+    end = run(tmp_path, script, flags=f"{BY_FLAGS} 0", idle_seconds=idle_seconds)
     assert end.hung is not None
     waited = re.fullmatch(r"no rank made progress for (\d+) s", end.hung)
     assert waited is not None
