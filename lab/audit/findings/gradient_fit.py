@@ -200,8 +200,10 @@ def _bases(one: Update) -> Iterator[tuple[str, Numbers, str]]:
         short = (own * np.repeat(shares, one.widths, axis=0).T).mean(axis=0)
         yield "norm", short[None], "each rank clips each parameter by itself"
     if np.isfinite(one.previous).all() and 8 * one.size <= own.shape[1]:
-        yield "stale", one.previous, ""
-        yield "kept", np.concatenate([own, one.previous]), ""
+        both = np.concatenate([own, one.previous])
+        weights = np.abs(fit(both, one.got, one.columns)[0])
+        exchanged = weights[:, : one.size] * (1 - np.eye(one.size))  # of this step
+        yield "kept" if exchanged.max() > 0.05 * weights.max() else "stale", both, ""
 
 
 def _by_number(

@@ -163,7 +163,11 @@ def _name_divergence(one: Replicas, step: int) -> Finding:
     states = [record["state"] for record in one.records("stepped").get(step - 1, [])]
     other = next((r for r, state in enumerate(states) if state != states[0]), None)
     equal = got is None or (got == got[0]).all()
-    name, worst = "weights-diverge", one.names[int(spread.argmax())]
-    if other is not None and None not in states and equal:
-        name = "different-optimizer-state"
-    return found(name, step=step, spread=spread.max(), worst=worst, rank=other)
+    by_state = other is not None and None not in states and equal
+    return found(
+        "different-optimizer-state" if by_state else "weights-diverge",
+        step=step,
+        spread=spread.max(),
+        worst=one.names[int(spread.argmax())],
+        rank=other,
+    )

@@ -90,8 +90,9 @@ def lasting_optimizers(recording: Recording) -> list[list[int]]:
             other[0]["t"] > mine[-1]["t"] and len(other) >= len(mine) for other in steps.values()
         )
     ]
-    seen = [sorted({one["o"] for one in mine}) for mine in kept or steps.values()]
-    families = seen or [[o] for o in sorted(built)]
+    families = [sorted({one["o"] for one in mine}) for mine in kept or steps.values()] or [
+        [o] for o in sorted(built)
+    ]
     return [one for one in families if not min(built.get(o, 0) for o in one)] or families
 
 

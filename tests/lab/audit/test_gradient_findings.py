@@ -58,6 +58,12 @@ def late(own, step):
     return mean(before, step) if step else np.zeros_like(own)
 
 
+def others_late(own, step):
+    before = late(own, step) if step else mean(own, 0)
+    old = np.array([gradients(rank, max(step - 1, 0)) for rank in range(len(own))])
+    return before + (own - old) / len(own)
+
+
 def never_cleared(own, step):
     return mean(own, step) + (late(own, step) if step else 0)
 
@@ -128,6 +134,7 @@ ROWS = [
     ("reduce only", reduce_only, same, ["not-the-mean"], "no"),
     ("weighted", weighted(0.5, 0.25, 0.25), same, ["not-the-mean"], "no"),
     ("never cleared", never_cleared, same, [], "cannot tell"),
+    ("others late", others_late, same, ["stale-gradient", "weights-diverge"], "no"),
     ("norm by hand", norm_clipped, same, ["clipped-before-averaging"], "no"),
     ("loose value", values_clipped(2.5), same, ["value-clipped-before-averaging"], "no"),
     ("norm, no effect", mean, clip("norm", 1000), ["clips-too-early"], "yes"),
