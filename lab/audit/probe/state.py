@@ -4,12 +4,12 @@
 been imported. A part tells the others what happens with ``probe.tell`` and hears it with
 ``probe.hear``. The events, with their arguments:
 
-backward_begin (root tensors), backward_end (), communicate (name: a collective begins), message
-(tensors of a call), step_begin (optimizer), step_end (optimizer), forward_begin (module), forward
-(module, arguments, output). "forward" means an outermost call of a module that has parameters, with
-or without gradients; ``arguments`` are the positional ones, then the values of the others. Steps
-are those of the outermost optimiser. An error in a listener is recorded as ``trouble`` and goes no
-further, so that the script goes on; only StopIteration, SystemExit and the like get through.
+backward_begin (root tensors), backward_end (), communicate (tensors of a call that begins),
+step_begin (optimizer), step_end (optimizer), forward_begin (module), forward (module), batch_begin
+(epoch: its loader is asked for a batch). "forward" means an outermost call of a module that has
+parameters, with or without gradients. Steps are those of the outermost optimiser. An error in a
+listener is recorded as ``trouble`` and goes no further, so that the script goes on; only
+StopIteration, SystemExit and the like get through.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import inspect
 import json
 import linecache
 import os
@@ -26,7 +27,6 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -46,8 +46,7 @@ class Probe:
     ``written`` counts them. ``step`` counts the updates that have ended: of the optimiser that has
     done the most, so that the two optimisers of a GAN count one step an iteration. ``cutting`` is
     True once the script is being ended. ``in_backward`` is True within a backward pass.
-    ``gradients``, ``forwards`` and ``stopping`` are set by the parts of these names.
-    ``parameter_names`` returns the names that are known, by the parameter's id.
+    ``gradients`` and ``forwards`` are set by the parts ``optimizers`` and ``passes``.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -58,9 +57,7 @@ class Probe:
         self.cutting, self.in_backward = False, False
         self.gradients: Any = None
         self.forwards: Any = None
-        self.stopping: Any = None
-        self.parameter_names: Callable[[], dict[int, str]] = dict
-        self._users: dict[str, bool] = {}
+        self.is_users = functools.lru_cache(maxsize=None)(self._is_users)
         self._troubles: set[str] = set()
         self._listeners: dict[str, list[Callable[..., object]]] = defaultdict(list)
         self._open()
@@ -69,7 +66,7 @@ class Probe:
     def _open(self) -> None:
         """Open this process's own files. What a forked one's parent had open stays the parent's."""
         pid = os.getpid()
-        self._lock = threading.RLock()  # a signal's handler may call os._exit, which is recorded
+        self._lock = threading.Lock()
         self._lines = open(self.folder / f"{pid}.jsonl", "ab", buffering=0)  # noqa: SIM115
         self._numbers = open(self.folder / f"{pid}.f64", "ab", buffering=0)  # noqa: SIM115
         self.record(
@@ -93,9 +90,8 @@ class Probe:
     def record(self, kind: str, **fields: Any) -> None:
         """Write one record at once."""
         line = json.dumps({"k": kind, "t": time.monotonic(), **fields}, default=str) + "\n"
-        with self._lock:
-            self._lines.write(line.encode(errors="replace"))
-            self.written += 1
+        self._lines.write(line.encode(errors="replace"))  # at once, so threads need no lock
+        self.written += 1
 
     def note(self, kind: str, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Write a record of the call of a function, which ``patch`` gives as ``original``."""
@@ -115,13 +111,14 @@ class Probe:
     def guard(self, function: Function) -> Function:
         """Return the function, but an error in it is recorded, and None returned.
 
-        StopIteration gets through: ``stopping`` ends loops with it.
+        StopIteration gets through: ``stopping`` ends loops with it. Under torch.compile nothing is
+        called: it is to see what the script wrote alone.
         """
 
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             try:
-                return function(*args, **kwargs)
+                return None if compiling() else function(*args, **kwargs)
             except StopIteration:
                 raise
             except Exception:
@@ -162,41 +159,55 @@ class Probe:
         name = os.path.realpath(filename)
         return [os.path.relpath(name, self.script), number, linecache.getline(name, number).strip()]
 
-    def is_users(self, filename: str) -> bool:
+    def _is_users(self, filename: str) -> bool:
         """Return whether a file belongs to the script: under its folder, not installed there."""
-        if filename not in self._users:
-            path, own = os.path.realpath(filename), os.path.dirname(os.path.realpath(__file__))
-            inside = path.startswith(self.script + os.sep) and not path.startswith(own)
-            self._users[filename] = inside and "site-packages" not in path
-        return self._users[filename]
+        path, own = os.path.realpath(filename), os.path.dirname(os.path.realpath(__file__))
+        inside = path.startswith(self.script + os.sep) and not path.startswith(own)
+        return inside and "site-packages" not in path
 
 
 def compiling() -> bool:
-    """Return whether torch.compile traces this code: it is to see what the script wrote alone."""
+    """Return whether torch.compile traces this code."""
     import torch
 
-    if hasattr(torch, "compiler") and hasattr(torch.compiler, "is_compiling"):  # torch 2.3
-        return bool(torch.compiler.is_compiling())
-    dynamo = getattr(torch, "_dynamo", None)  # imported by the first torch.compile
-    return dynamo is not None and bool(dynamo.is_compiling())
+    owner = getattr(torch, "compiler", None)
+    if not hasattr(owner, "is_compiling"):  # it came with torch 2.3
+        owner = getattr(torch, "_dynamo", None)  # imported by the first torch.compile
+    return owner is not None and bool(owner.is_compiling())
 
 
-def patch(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by a function that returns ``wrapper(original, *args, **kwargs)``.
+def wrapped(original: Function, wrapper: Callable[..., Any]) -> Function:
+    """Return a function that returns ``wrapper(original, *args, **kwargs)``.
 
-    Do nothing if this version of torch lacks it. Under torch.compile the original is called alone.
+    Under torch.compile the original is called alone.
     """
-    original = getattr(owner, name, None)
-    if original is None:
-        return
 
     @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
         if compiling():
             return original(*args, **kwargs)
         return wrapper(original, *args, **kwargs)
 
-    setattr(owner, name, patched)
+    return called  # type: ignore[return-value]  # it is called as the original
+
+
+def patch(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace ``owner.name`` by its ``wrapped``; do nothing if this version of torch lacks it."""
+    if hasattr(owner, name):
+        setattr(owner, name, wrapped(getattr(owner, name), wrapper))
+
+
+@functools.lru_cache(maxsize=None)
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return what a function's parameters are unless they are given."""
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: None if one.default is one.empty else one.default for one in parameters}
+
+
+def named(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by their names."""
+    defaults = _defaults(function)
+    return {**defaults, **dict(zip(defaults, args)), **kwargs}
 
 
 def storage_of(tensor: Any) -> int | None:
@@ -236,16 +247,17 @@ class _WatchedTorch:
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, name: str, *rest: Any) -> Any:
         """See importlib.abc.MetaPathFinder."""
-        spec = PathFinder.find_spec(name) if name == "torch" else None
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
+        finders = sys.meta_path if name == "torch" else ()
+        others = [one for one in finders if one is not self and hasattr(one, "find_spec")]
+        spec = next(filter(None, (one.find_spec(name, *rest) for one in others)), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
 
-        def execute_and_watch(module: Any) -> None:
-            execute(module)
-            _watch(self._probe)
+            def execute_and_watch(module: Any) -> None:
+                execute(module)
+                _watch(self._probe)
 
-        spec.loader.exec_module = execute_and_watch  # type: ignore[method-assign]  # this one's
+            spec.loader.exec_module = execute_and_watch  # type: ignore[method-assign]  # this one's
         return spec

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lab.audit.command import AuditCommand
-from lab.audit.probe.data import contents_of, held_content, inner_indices
+from lab.audit.probe.data import contents_of, held_content, look_through
 from lab.audit.recording import RankRecords, read_recording
 from lab.audit.runner import AuditRun, RunSettings, run_audit_size
 from tests.helpers.audited import start_forked
@@ -157,7 +157,7 @@ class Partition:
 )
 def test_the_innermost_index_counts(dataset: Any, inner: list[int] | None) -> None:
     """However the dataset is wrapped."""
-    found = inner_indices(dataset)
+    _, found = look_through(dataset)
     assert (found and list(found)) == inner
 
 
