@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -165,7 +166,8 @@ class CallRecorder:
             time.sleep(_TICK_SECONDS)
             if not asked and (self._probe.folder / "dump").exists():
                 asked, main = True, threading.main_thread().ident or 0
-                self._probe.record("stack", at=self._probe.place(sys._current_frames().get(main)))
+                frames = traceback.walk_stack(sys._current_frames().get(main))
+                self._probe.record("stack", at=self._probe.place(frames))
             before, used = used, time.process_time()
             idle = used - before < _IDLE_SHARE * _TICK_SECONDS and written == self._probe.written
             at = self._waiting_at() if idle else None  # frames keep alive what the script frees
@@ -180,7 +182,7 @@ class CallRecorder:
         for thread, frame in sys._current_frames().items():
             name = frame.f_code.co_filename
             if thread != threading.get_ident() and any(part in name for part in _WAITING_IN):
-                return self._probe.place(frame)
+                return self._probe.place(traceback.walk_stack(frame))
         return None
 
 

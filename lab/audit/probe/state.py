@@ -28,7 +28,6 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Any)
@@ -36,7 +35,6 @@ Function = TypeVar("Function", bound=Any)
 # size (number of ranks, or null), clocks.
 ENVIRONMENT = "LAB_AUDIT"
 _PARTS = ("optimizers", "passes", "collectives", "data", "stopping", "clocks")
-_PACKAGE = __name__.rpartition(".")[0]
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -143,21 +141,17 @@ class Probe:
         for listener in self._listeners[event]:
             listener(*arguments)
 
-    def place(self, frame: FrameType | None = None) -> list[Any] | None:
-        """Return [file, line, text] of the innermost frame of the script's own code, or None."""
-        at: FrameType | None = frame or sys._getframe(1)
-        while at is not None:
-            if (line := self.line(at.f_code.co_filename, at.f_lineno)) is not None:
-                return line
-            at = at.f_back
-        return None
+    def place(self, frames: Any = None) -> list[Any] | None:
+        """Return [file, line, text] of the first frame of the script's own code, or None.
 
-    def line(self, filename: str, number: int) -> list[Any] | None:
-        """Return [file, line, text] of a line of the script's own code; None of another one."""
-        if not self.is_users(filename):
-            return None
-        name = os.path.realpath(filename)
-        return [os.path.relpath(name, self.script), number, linecache.getline(name, number).strip()]
+        frames : pairs of a frame and its line, by default of the caller's stack, innermost first.
+        """
+        for frame, number in frames or traceback.walk_stack(sys._getframe(1)):
+            if self.is_users(frame.f_code.co_filename):
+                name = os.path.realpath(frame.f_code.co_filename)
+                text = linecache.getline(name, number).strip()
+                return [os.path.relpath(name, self.script), number, text]
+        return None
 
     def _is_users(self, filename: str) -> bool:
         """Return whether a file belongs to the script: under its folder, not installed there."""
@@ -236,7 +230,7 @@ def _watch(probe: Probe) -> None:
     probe.record("torch", version=str(sys.modules["torch"].__version__))
     for part in _PARTS:
         try:
-            importlib.import_module(f"{_PACKAGE}.{part}").watch(probe)
+            importlib.import_module(f".{part}", __package__).watch(probe)
         except Exception:
             probe.note_trouble(part)
 
@@ -253,11 +247,9 @@ class _WatchedTorch:
         others = [one for one in finders if one is not self and hasattr(one, "find_spec")]
         spec = next(filter(None, (one.find_spec(name, *rest) for one in others)), None)
         if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_watch(module: Any) -> None:
-                execute(module)
-                _watch(self._probe)
-
-            spec.loader.exec_module = execute_and_watch  # type: ignore[method-assign]  # this one's
+            patch(spec.loader, "exec_module", self._execute)
         return spec
+
+    def _execute(self, original: Callable[..., None], module: Any) -> None:
+        original(module)
+        _watch(self._probe)

@@ -53,7 +53,7 @@ class Stopping:
         self.latest: WatchedEpoch | None = None
         self.evaluating, self.epoch_ended, self.by_hand = False, False, False
         self.last_step, self.patience = 0.0, IDLE_SECONDS
-        self.backwards, self.cut_step = 0, 0
+        self.cut_step = 0
         probe.hear("backward_end", self.after_backward)
         probe.hear("step_end", self.after_step)
         probe.hear("step_begin", self.end_if_done)
@@ -69,11 +69,11 @@ class Stopping:
 
     def after_backward(self) -> None:
         """Count the backwards as steps if the script updates its weights by hand."""
-        self.backwards += 1
-        if self.backwards == self.steps and self.probe.step == 0:
+        backwards = self.probe.gradients.backward
+        if backwards == self.steps and self.probe.step == 0:
             self.by_hand = not any(issubclass(type(one), Optimizer) for one in gc.get_objects())
         if self.by_hand:
-            self.probe.step = self.backwards
+            self.probe.step = backwards
             self.after_step(None)
 
     def after_step(self, optimizer: Any) -> None:
@@ -193,13 +193,12 @@ class Stopping:
     def record(self, error: Any) -> None:
         """Write the record ``error``."""
         trace = error.__traceback__
-        lines = [self.probe.line(at.f_code.co_filename, n) for at, n in traceback.walk_tb(trace)]
         self.probe.record(
             "error",
             type=type(error).__name__,
             message=str(error),
             traceback="".join(traceback.format_exception(type(error), error, trace))[-8000:],
-            at=next((line for line in reversed(lines) if line is not None), None),
+            at=self.probe.place(reversed(list(traceback.walk_tb(trace)))),
             after_cut=self.probe.cutting,
         )
 
