@@ -181,16 +181,13 @@ class _ClockWatcher:
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
-        self._backwards, self._in_step, self.update_timed = 0, False, False
+        self._in_step, self.update_timed = False, False
         self._losses: Any = deque(maxlen=_KEPT_LOSSES)  # weak references
         self._stand_ins: dict[int, Any] = {
             id(datetime.datetime): _Instant,
             id(datetime): SimpleNamespace(**{**vars(datetime), "datetime": _Instant}),
         }
-        probe.hear("backward_begin", self._backward_begins)
-        probe.hear("step_end", self._step_ends)
-        probe.hear("communicate", self._forget)
-        probe.hear("forward_begin", self._replace_imported)
+        probe.listeners.append(self)
         patch(torch.Tensor, "item", self._item)
         patch(DataLoader, "__init__", self._loader_is_built)
         for name in ("time", "perf_counter", "monotonic"):
@@ -200,11 +197,13 @@ class _ClockWatcher:
             self._replace(statistics, name, self._combine)
         for name in ("mean", "sum") if "numpy" in sys.modules else ():
             self._replace(sys.modules["numpy"], name, self._combine)
-        self._replace_imported()
+        self.forward_begin()
 
     def reading(self) -> _Reading:
         """Return how far training is."""
-        return _Reading(self._backwards, self._probe.step, self._in_step, _device_computes())
+        return _Reading(
+            self._probe.gradients.backward, self._probe.step, self._in_step, _device_computes()
+        )
 
     def record_mean(self, weights: Mapping[Any, float], divisor: float) -> None:
         """Record that the script divides a sum of intervals."""
@@ -253,22 +252,21 @@ class _ClockWatcher:
         known = sum(values) if original.__name__ == "sum" else sum(values) / len(values)
         return _traced(float(result), (_sources(known), 1))
 
-    def _backward_begins(self, roots: list[torch.Tensor]) -> None:
-        self._backwards += 1
+    def backward_begin(self, roots: list[torch.Tensor]) -> None:
         self._in_step = True
         self._losses.extend(weakref.ref(one) for one in roots if one.numel() == 1)
 
-    def _step_ends(self, _optimizer: Any) -> None:
+    def step_end(self, _optimizer: Any) -> None:
         self._in_step = False
 
-    def _forget(self, tensors: Iterable[torch.Tensor]) -> None:
+    def communicate(self, tensors: Iterable[torch.Tensor]) -> None:
         """The losses among the tensors of a message are no longer those of one rank."""
         exchanged = {storage_of(one) for one in tensors}
         kept = (one for one in self._losses if storage_of(one()) not in exchanged)
         self._losses = deque(kept, maxlen=_KEPT_LOSSES)
 
     def _loader_is_built(self, original: Any, *rest: Any, **named: Any) -> None:
-        self._replace_imported()
+        self.forward_begin()
         original(*rest, **named)
 
     def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
@@ -277,9 +275,9 @@ class _ClockWatcher:
         patch(owner, name, wrapper)
         self._stand_ins[id(original)] = getattr(owner, name)
 
-    def _replace_imported(self, *_: Any) -> None:
+    def forward_begin(self, *_: Any) -> None:
         """Until training begins, replace what the script's own modules imported by name."""
-        for module in list(sys.modules.values()) if not self._backwards else ():
+        for module in list(sys.modules.values()) if not self._probe.gradients.backward else ():
             if self._probe.is_users(getattr(module, "__file__", None) or os.sep):
                 for name, value in list(vars(module).items()):
                     if id(value) in self._stand_ins:

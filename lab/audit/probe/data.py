@@ -190,13 +190,12 @@ def _is_index_list(value: Any, length: int) -> bool:
 class WatchedLoader:
     """A DataLoader, or several alike that a script builds one after another, as for each epoch.
 
-    epochs : the number of iterations over it so far; ``trained`` are those that served training.
+    epochs : the iterations over it so far.
     """
 
     number: int
     facts: dict[str, Any]
-    epochs: int = 0
-    trained: list[WatchedEpoch] = field(default_factory=list)
+    epochs: list[WatchedEpoch] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -207,6 +206,7 @@ class WatchedEpoch:
     queue : the indices that the sampler has given ahead of the batches.
     given : its batches.
     over : it has ended, or was ended.
+    trains : a backward or an update followed one of its batches.
     """
 
     loader: WatchedLoader
@@ -215,11 +215,7 @@ class WatchedEpoch:
     queue: list[list[Any]] = field(default_factory=list)
     given: int = 0
     over: bool = False
-
-    @property
-    def trains(self) -> bool:
-        """Whether a backward or an update followed a batch of this epoch."""
-        return self in self.loader.trained
+    trains: bool = False
 
     def find_inner(self, indices: list[Any] | None) -> list[int] | None:
         """Return the innermost indices of some samples, if they are others."""
@@ -247,9 +243,7 @@ class LoaderWatch:
         patch(dataloader._BaseDataLoaderIter, "_reset", self.begin)
         patch(dataloader._BaseDataLoaderIter, "__next__", self.give)
         patch(dataloader._BaseDataLoaderIter, "_next_index", self.take_indices)
-        probe.hear("forward", self.after_forward)
-        probe.hear("backward_begin", self.train)
-        probe.hear("step_begin", self.train)
+        probe.listeners.append(self)
 
     def begin(self, original: Any, iterator: Any, loader: DataLoader[Any], *first: bool) -> None:
         """See an iterator begin: a new one, or with persistent workers the loader's only one."""
@@ -270,8 +264,8 @@ class LoaderWatch:
             self.loaders[loader] = alike[0]
         watched, (_, inner) = self.loaders[loader], look_through(loader.dataset)
         others = None if isinstance(inner, range) else inner
-        self.epochs[iterator] = WatchedEpoch(watched, watched.epochs, others)
-        watched.epochs += 1
+        self.epochs[iterator] = epoch = WatchedEpoch(watched, len(watched.epochs), others)
+        watched.epochs.append(epoch)
 
     def give(self, original: Callable[..., Any], iterator: Any) -> Any:
         """Give the script a batch, and record which."""
@@ -324,18 +318,20 @@ class LoaderWatch:
             epoch.queue.append(self.probe.guard(plain_indices)(indices))
         return indices
 
-    def after_forward(self, _module: torch.nn.Module) -> None:
+    def forward(self, _module: torch.nn.Module) -> None:
         """Note that only the latest batch can be what training is for."""
         if not torch.is_grad_enabled():
             self.fresh = self.fresh[-1:]
 
-    def train(self, *_: Any) -> None:
+    def backward_begin(self, *_: Any) -> None:
         """Note that the latest batches serve training: a backward or an update begins."""
         for epoch in self.fresh:
             if not epoch.over and not epoch.trains:
-                epoch.loader.trained.append(epoch)
+                epoch.trains = True
                 self.probe.record("trained", l=epoch.loader.number, epoch=epoch.number)
         self.fresh = []
+
+    step_begin = backward_begin
 
 
 def _take_rest(epoch: WatchedEpoch, iterator: Any) -> list[Any] | None:

@@ -353,5 +353,4 @@ def watch(probe: Probe) -> None:
     base.profile_hook_step = staticmethod(
         lambda step: profile(watched.watch_step(step, torchs=False))
     )
-    probe.hear("backward_begin", watched.backward_begin)
-    probe.hear("communicate", watched.communicate)
+    probe.listeners.append(watched)

@@ -1,8 +1,8 @@
 """What the parts of the probe share: settings, the files that it writes, and the events.
 
 ``install`` is called once per process; ``part.watch(probe)`` of each part follows when torch has
-been imported. A part tells the others what happens with ``probe.tell`` and hears it with
-``probe.hear``. The events, with their arguments:
+been imported. A part tells the others what happens with ``probe.tell``; it hears them by methods
+of the events' names, of an object among ``probe.listeners``. The events, with their arguments:
 
 backward_begin (root tensors), backward_end (), communicate (tensors of a call that begins),
 step_begin (optimizer), step_end (optimizer), forward_begin (module), forward (module), batch_begin
@@ -22,10 +22,8 @@ import json
 import linecache
 import os
 import sys
-import threading
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,14 +55,13 @@ class Probe:
         self.forwards: Any = None
         self.is_users = functools.lru_cache(maxsize=None)(self._is_users)
         self._troubles: set[str] = set()
-        self._listeners: dict[str, list[Callable[..., object]]] = defaultdict(list)
+        self.listeners: list[Any] = []
         self._open()
         os.register_at_fork(after_in_child=self._open)
 
     def _open(self) -> None:
         """Open this process's own files. What a forked one's parent had open stays the parent's."""
         pid = os.getpid()
-        self._lock = threading.Lock()
         self._lines = open(self.folder / f"{pid}.jsonl", "ab", buffering=0)  # noqa: SIM115
         self._numbers = open(self.folder / f"{pid}.f64", "ab", buffering=0)  # noqa: SIM115
         self.record(
@@ -100,10 +97,8 @@ class Probe:
         """Write the numbers of flat tensors and return the reference [offset, count] to them."""
         from .sampling import join  # it imports torch, which the script has done by now
 
-        values = join(parts)
-        with self._lock:
-            offset = os.fstat(self._numbers.fileno()).st_size // 8
-            self._numbers.write(values.tobytes())
+        values, offset = join(parts), self._numbers.seek(0, os.SEEK_END) // 8
+        self._numbers.write(values.tobytes())  # one thread trains
         return [offset, len(values)]
 
     def guard(self, function: Function) -> Function:
@@ -132,14 +127,11 @@ class Probe:
             self._troubles.add(text)
             self.record("trouble", part=module.rpartition(".")[2], text=text)
 
-    def hear(self, event: str, listener: Callable[..., object]) -> None:
-        """Call ``listener`` whenever ``event`` is told."""
-        self._listeners[event].append(self.guard(listener))
-
     def tell(self, event: str, *arguments: Any) -> None:
-        """Call the listeners of ``event`` in the order in which they were added."""
-        for listener in self._listeners[event]:
-            listener(*arguments)
+        """Call the methods of this name of all listeners, in the order of these."""
+        for one in self.listeners:
+            if hasattr(one, event):
+                self.guard(getattr(one, event))(*arguments)
 
     def place(self, frames: Any = None) -> list[Any] | None:
         """Return [file, line, text] of the first frame of the script's own code, or None.

@@ -54,11 +54,7 @@ class Stopping:
         self.evaluating, self.epoch_ended, self.by_hand = False, False, False
         self.last_step, self.patience = 0.0, IDLE_SECONDS
         self.cut_step = 0
-        probe.hear("backward_end", self.after_backward)
-        probe.hear("step_end", self.after_step)
-        probe.hear("step_begin", self.end_if_done)
-        probe.hear("forward", self.after_forward)
-        probe.hear("batch_begin", self.before_batch)
+        probe.listeners.append(self)
         patch(os, "_exit", self.exit_at_once)
         patch(sys, "excepthook", self.fail_in_main)
         patch(threading, "excepthook", self.fail_in_thread)
@@ -67,16 +63,16 @@ class Stopping:
 
     # --- the steps ---
 
-    def after_backward(self) -> None:
+    def backward_end(self) -> None:
         """Count the backwards as steps if the script updates its weights by hand."""
         backwards = self.probe.gradients.backward
         if backwards == self.steps and self.probe.step == 0:
             self.by_hand = not any(issubclass(type(one), Optimizer) for one in gc.get_objects())
         if self.by_hand:
             self.probe.step = backwards
-            self.after_step(None)
+            self.step_end(None)
 
-    def after_step(self, optimizer: Any) -> None:
+    def step_end(self, optimizer: Any) -> None:
         """Cut after the last of ``steps`` updates, or let the first epoch end before."""
         self.last_step, done = time.monotonic(), self.probe.step
         if done > 2 * self.steps or (done >= self.steps and not self.first_epoch_ends_soon()):
@@ -88,7 +84,7 @@ class Stopping:
         All ranks have to agree, so the sampler has to be one that gives all equally many.
         """
         epoch = self.latest
-        if epoch is None or epoch.over or len(epoch.loader.trained) != 1:
+        if epoch is None or epoch.over or sum(one.trains for one in epoch.loader.epochs) != 1:
             return False
         batches, replicas = (epoch.loader.facts[name] for name in ("batches", "replicas"))
         return None not in (batches, replicas) and bool(batches - epoch.given <= self.steps)
@@ -107,10 +103,10 @@ class Stopping:
         if idle and self.probe.step >= self.steps:
             self.cut()
 
-    def before_batch(self, epoch: WatchedEpoch) -> None:
+    def batch_begin(self, epoch: WatchedEpoch) -> None:
         """Let the script have a batch, or raise StopIteration or SystemExit."""
         self.cut_if_overdue()
-        self.latest, trained = epoch, epoch.loader.trained
+        self.latest, trained = epoch, [one for one in epoch.loader.epochs if one.trains]
         if not self.probe.cutting:
             return
         trains = bool(trained) and (epoch.trains or not self.evaluating)
@@ -121,14 +117,14 @@ class Stopping:
             self.epoch_ended |= trains
             raise StopIteration
 
-    def after_forward(self, module: torch.nn.Module) -> None:
+    def forward(self, module: torch.nn.Module) -> None:
         """Note what the batches are for, and end a loop that takes none from a loader."""
         self.cut_if_overdue()
         self.evaluating = not torch.is_grad_enabled()
         if module.training and not self.evaluating:
-            self.end_if_done(None)
+            self.step_begin(None)
 
-    def end_if_done(self, optimizer: Any) -> None:
+    def step_begin(self, optimizer: Any) -> None:
         """Raise SystemExit some steps after the cut, or at once if batches come from elsewhere."""
         done = self.latest is None or self.probe.step >= self.cut_step + STEPS_AFTER_CUT
         if self.probe.cutting and done:
@@ -160,10 +156,9 @@ class Stopping:
 
     def exit_at_once(self, original: Callable[..., Any], status: int) -> None:
         """See os._exit, with which forked processes end."""
-        try:
-            self.probe.record("end", status=status, after_cut=self.probe.cutting)
-        finally:
-            original(status)
+        record = self.probe.guard(self.probe.record)
+        record("end", status=status, after_cut=self.probe.cutting)
+        original(status)
 
     def fail_in_main(self, original: Callable[..., Any], kind: Any, error: Any, trace: Any) -> None:
         """See sys.excepthook. After the cut the status is 0."""
