@@ -237,9 +237,14 @@ def _watch_loss(node: Any) -> dict[str, Any]:
     name, target = node.name(), None
     with contextlib.suppress(RuntimeError):  # an earlier backward has freed the target
         target = getattr(node, "_saved_target", None)
-    reduction = _REDUCTIONS.get(getattr(node, "_saved_reduction", name[:-1]))
-    loss: dict[str, Any] = {"node": name, "reduction": reduction, "arriving": 0.0}
-    loss["samples"], loss["target_hash"] = _samples(target)
+    samples, target_hash = _samples(target)
+    loss: dict[str, Any] = {
+        "node": name,
+        "reduction": _REDUCTIONS.get(getattr(node, "_saved_reduction", name[:-1])),
+        "arriving": 0.0,
+        "samples": samples,
+        "target_hash": target_hash,
+    }
 
     def arrives(gradients: Any) -> None:
         if gradients[0] is not None:
@@ -282,9 +287,8 @@ def watch(probe: Probe) -> None:
         patch(DistributedDataParallel, "forward", passes.call_ddp)
         patch(DistributedDataParallel, "register_comm_hook", functools.partial(probe.note, "hook"))
         sharded = functools.partial(probe.note, "fsdp")
-        fsdp = importlib.import_module("torch.distributed.fsdp")
-        patch(fsdp.FullyShardedDataParallel, "__init__", sharded)
-        patch(fsdp, "fully_shard", sharded)
-        with contextlib.suppress(ImportError):  # where torch before 2.6 has it
-            fsdp = importlib.import_module("torch.distributed._composable.fsdp")
-            patch(fsdp, "fully_shard", sharded)
+        for name in ("fsdp", "_composable.fsdp"):  # the second one before torch 2.6
+            with contextlib.suppress(ImportError):
+                owner = importlib.import_module(f"torch.distributed.{name}")
+                patch(owner, "fully_shard", sharded)
+        patch(torch.distributed.fsdp.FullyShardedDataParallel, "__init__", sharded)

@@ -61,12 +61,11 @@ class Probe:
 
     def _open(self) -> None:
         """Open this process's own files. What a forked one's parent had open stays the parent's."""
-        pid = os.getpid()
-        self._lines = open(self.folder / f"{pid}.jsonl", "ab", buffering=0)  # noqa: SIM115
-        self._numbers = open(self.folder / f"{pid}.f64", "ab", buffering=0)  # noqa: SIM115
+        own = str(self.folder / str(os.getpid()))
+        self._lines = open(own + ".jsonl", "ab", buffering=0)  # noqa: SIM115
+        self._numbers = open(own + ".f64", "ab", buffering=0)  # noqa: SIM115
         self.record(
             "start",
-            pid=pid,
             ppid=os.getppid(),
             python=sys.version.split()[0],
             executable=sys.executable,

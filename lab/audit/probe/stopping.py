@@ -93,7 +93,7 @@ class Stopping:
         """Begin to end the script, unless this has been done."""
         if not self.probe.cutting:
             self.probe.cutting, self.cut_step = True, self.probe.step
-            self.probe.record("cut", step=self.probe.step, why=f"{self.steps} steps")
+            self.probe.record("cut", step=self.probe.step)
             self.last_step = time.monotonic()
             threading.Thread(target=self.end_late, name="lab audit", daemon=True).start()
 
@@ -187,13 +187,12 @@ class Stopping:
 
     def record(self, error: Any) -> None:
         """Write the record ``error``."""
-        trace = error.__traceback__
+        frames = reversed(list(traceback.walk_tb(error.__traceback__)))
         self.probe.record(
             "error",
             type=type(error).__name__,
             message=str(error),
-            traceback="".join(traceback.format_exception(type(error), error, trace))[-8000:],
-            at=self.probe.place(reversed(list(traceback.walk_tb(trace)))),
+            at=self.probe.place(frames),
             after_cut=self.probe.cutting,
         )
 
