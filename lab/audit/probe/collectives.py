@@ -54,9 +54,7 @@ class CallRecorder:
         self._looking_in: int | None = None  # the process; a forked one has no such thread
         self._storages: dict[int | None, str] = {}  # of all gradients and weights
         self._collected: tuple[int, int, bool] | None = None
-
-    def watch_functions(self) -> None:
-        """Replace the functions wherever torch.distributed holds them."""
+        # The functions are replaced wherever torch.distributed holds them.
         modules = [one for name, one in sys.modules.items() if name.startswith(_PACKAGE)]
         home = sys.modules[f"{_PACKAGE}.distributed_c10d"]
         for name, original in list(vars(home).items()):
@@ -69,7 +67,7 @@ class CallRecorder:
         if f"{_PACKAGE}.device_mesh" in sys.modules:
             # What is built on it communicates through functions that are not seen here.
             mesh = sys.modules[f"{_PACKAGE}.device_mesh"].DeviceMesh
-            patch(mesh, "__init__", functools.partial(self._probe.note, "mesh"))
+            patch(mesh, "__init__", functools.partial(probe.note, "mesh"))
 
     def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function between a record ``call`` and a record ``done``."""
@@ -201,4 +199,4 @@ def _peer(name: str, given: dict[str, Any], group: Any) -> int | None:
 def watch(probe: Probe) -> None:
     """Replace the functions; do nothing where torch was built without torch.distributed."""
     if dist.is_available():
-        CallRecorder(probe).watch_functions()
+        CallRecorder(probe)

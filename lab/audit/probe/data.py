@@ -227,14 +227,12 @@ class WatchedEpoch:
 class LoaderWatch:
     """Writes the records of all loaders of this process.
 
-    most : batches of an epoch whose contents are compared.
     fresh : the epochs that gave a batch since the last backward, the newest last. Those of other
         loaders are no longer fresh after a forward without gradients.
     """
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
-        self.most = 20 * int(probe.settings.get("steps") or 6)
         self.known: list[WatchedLoader] = []
         self.loaders: WeakKeyDictionary[Any, WatchedLoader] = WeakKeyDictionary()
         self.epochs: WeakKeyDictionary[Any, WatchedEpoch] = WeakKeyDictionary()  # by iterator
@@ -288,8 +286,7 @@ class LoaderWatch:
         indices = contents = None
         if epoch.queue and getattr(iterator, "_in_order", True):
             indices = epoch.queue.pop(0)
-            if epoch.given < self.most:
-                contents = self.probe.guard(contents_of)(batch, len(indices))
+            contents = self.probe.guard(contents_of)(batch, len(indices))
         self.probe.record(
             "batch",
             l=epoch.loader.number,
