@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lab.audit.probe.data import contents_of, held_content, inner_indices
-from lab.audit.runner import start_process
-from tests.helpers.audited import run_script, start_forked
+from lab.audit.command import AuditCommand
+from lab.audit.probe.data import contents_of, held_content, look_through
+from lab.audit.recording import read_recording
+from lab.audit.runner import RunSettings, run_audit_size
+from tests.helpers.audited import start_forked
 
 STEPS = 4
 START = """
@@ -50,16 +52,21 @@ def audit(script, folder, *, ranks=1, cold=False):
 
     cold : in new interpreters; forks of the test server start workers, and fail, in another way.
     """
-    start = start_process if cold else start_forked
-    end = run_script(folder, START + script, size=ranks, start=start, steps=STEPS)
-    return end.recording.ranks, end
+    path, records, cwd = folder / "script.py", folder / "records", folder / "cwd"
+    path.write_text(START + script)
+    records.mkdir()
+    cwd.mkdir()
+    command = AuditCommand(("python", str(path), "{rank}", "{nodes}"))
+    settings = RunSettings(steps=STEPS, limit_seconds=60, cwd=cwd)
+    end = run_audit_size(command, ranks, records, settings, start=None if cold else start_forked)
+    return read_recording(records, asked_size=ranks).ranks, end
 
 
 def audit_one(script, folder, *, cold=False):
     """Run a script on one rank; return its records. It has to end with status 0."""
     ranks, end = audit(script, folder, cold=cold)
     assert end.statuses == (0,), end.output(0)
-    assert not ranks[0].by_kind["trouble"]
+    assert not ranks[0].of("trouble")
     return ranks[0]
 
 
@@ -147,7 +154,7 @@ class Partition:
 )
 def test_the_innermost_index_counts(dataset, inner):
     """However the dataset is wrapped."""
-    found = inner_indices(dataset)
+    _, found = look_through(dataset)
     assert (found and list(found)) == inner
 
 
@@ -246,7 +253,8 @@ def test_errors_are_recorded_with_their_line(tmp_path):
     (error,) = ranks[0].by_kind["error"]
     assert end.statuses == (1,)
     assert (error["type"], error["after_cut"]) == ("ZeroDivisionError", False)
-    assert error["at"][::2] == ["main.py", "1 / 0"]
+    assert error["at"][0] == "script.py"
+    assert error["at"][2] == "1 / 0"
 
 
 @pytest.mark.long
@@ -260,7 +268,12 @@ def main(rank):
 if __name__ == "__main__":
     torch.multiprocessing.spawn(main, nprocs=2)  # it spawns, so mp.spawn is no fork
 """
-    end = run_script(tmp_path, START + script, flags="0 2", size=None, start=start_process)
+    path = tmp_path / "script.py"
+    path.write_text(START + script)
+    (tmp_path / "records").mkdir()
+    command = AuditCommand(("python", str(path), "0", "2"))
+    settings = RunSettings(steps=STEPS, limit_seconds=60, cwd=tmp_path)
+    end = run_audit_size(command, None, tmp_path / "records", settings)
     assert end.statuses == (0,), end.output(0)
     lines = [path.read_text() for path in (tmp_path / "records").glob("*.jsonl")]
     assert sum('"k": "cut"' in text for text in lines) == 2
