@@ -43,7 +43,7 @@ from common.sync.message_cost import GradientSize
 from common.training_engine import TrainingEngine
 from common.utils.system import tune_malloc
 from lab.calibrate.link_measurements import measure_links, over_ranks
-from lab.compare.forecast import emulated_compute
+from lab.compare.prediction import emulated_compute
 from lab.predict.bucket_choice import with_best_buckets
 from lab.predict.event_model import predict_step
 from lab.predict.measured_links import MeasuredLinks, network_from

@@ -17,7 +17,7 @@ from common.emulation.compute_profile import Layer, Profile, SectionTime, load_p
 from common.errors import UserError
 from lab.cli import main
 from lab.compare.imported_runs import collect
-from lab.compare.job_plan import planned_run
+from lab.compare.jobs import planned_run
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings

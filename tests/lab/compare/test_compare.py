@@ -64,16 +64,11 @@ def test_the_time_left_is_predicted_and_then_corrected_by_the_finished_runs():
         run.cell["id"]: {"step_seconds": seconds}
         for run, seconds in zip(runs, (3.0, 1.0), strict=True)
     }
-    time_left = runner_module.TimeLeft(runs, {"cells": cells})
-    assert time_left.announcement() == "about 1 min 00 s"
-    assert time_left.after(0, 0.0) == "about 1 min 00 s left"
-    assert time_left.after(1, 80.0) == "about 40 s left"
-    assert [time_left.is_long(index) for index in (0, 1)] == [True, False]
-
-    unknown = runner_module.TimeLeft(runs, None)
-    assert "until the first run has ended" in unknown.announcement()
-    assert unknown.after(0, 0.0) == ""
-    assert unknown.after(1, 80.0) == "about 1 min 20 s left"
+    expected = runner_module.expected_seconds(runs, {"cells": cells})
+    assert expected == [40.0, 20.0]
+    assert runner_module.time_left(expected) == "about 1 min 00 s"
+    assert runner_module.time_left(expected, 1, 80.0) == "about 40 s"
+    assert runner_module.expected_seconds(runs, None) == []
 
 
 @pytest.mark.parametrize(

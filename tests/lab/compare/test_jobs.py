@@ -12,10 +12,8 @@ import pytest
 from common.utils.paths import REPOSITORY
 from lab.cli import main
 from lab.compare import cells as cells_module
-from lab.compare import job_plan as plan_module
-from lab.compare import reporting
-from lab.compare.job_plan import code_of_runs, plan_comparison, planned_runs, spans
-from lab.compare.job_results import merge_results
+from lab.compare import jobs, prediction, reporting
+from lab.compare.jobs import code_of_runs, merge_results, plan_comparison, planned_runs, spans
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings
@@ -139,7 +137,7 @@ def test_plans_of_other_code_and_comparisons_of_this_machine_are_left_alone(tmp_
     assert alone != first, "lab compare runs no plan's runs"
     assert plan(tmp_path) == first, "nor does a plan go on with what lab compare began"
     monkeypatch.setattr(
-        plan_module, "code_of_runs", lambda: code_of_runs() | {"lab/compare/cells.py": "another"}
+        jobs, "code_of_runs", lambda: code_of_runs() | {"lab/compare/cells.py": "another"}
     )
     assert plan(tmp_path) not in (first, alone)
 
@@ -159,8 +157,7 @@ def test_settings_come_back_as_they_were():
 
 
 def test_an_installed_copy_says_that_it_has_no_job_script(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("lab.compare.job_plan.IN_CHECKOUT", False)
-    monkeypatch.setattr("lab.compare.job_results.IN_CHECKOUT", False)
+    monkeypatch.setattr(jobs, "IN_CHECKOUT", False)
     flags = ["--plan", "--nodes", "2", "--sync", "ring", "--no-predict", "--repeats", "2"]
     assert main(["compare", *flags, "--output-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -182,7 +179,8 @@ def test_the_prediction_is_fixed_before_the_first_run(over_loopback, tmp_path, m
     calibration = load_calibration(reference_path())
     content = calibration.as_json() | ({} if over_loopback else {"ranks_here": 1})
     path.write_text(json.dumps(content))
-    monkeypatch.setattr(plan_module, "calibration_path", lambda: path)
+    for module in (jobs, prediction):
+        monkeypatch.setattr(module, "calibration_path", lambda: path)
     _, results = plan_comparison(
         asks(repeats=1), reports=tmp_path, anew=False, command="", predicts=True
     )
