@@ -6,7 +6,7 @@ NCCL if it allows that, else over Gloo: for correctness only.
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from common.data import load_dataset
 from common.data.loaders import TrainLoader
 from common.data.sharding import GlobalBatchSampler
 from common.profiling.comm_trace import Timeline
+from common.sync import STRATEGIES, is_exact
 from common.training import prepare_model_for_training
 from common.training_engine import StepRecord, TrainingEngine
 from common.training_engine.evaluation_loop import unwrap
@@ -207,9 +208,9 @@ def backend() -> str:
     return "nccl"
 
 
-def backend_for(names: Sequence[str]) -> str:
-    """Return ``backend()``; skip the test if that cannot exchange what the strategies send."""
-    if backend() == "gloo" and "ring" in names:
+def backend_for(name: str) -> str:
+    """Return ``backend()``; skip the test if that cannot exchange what the strategy sends."""
+    if backend() == "gloo" and name in ("tree", "ring", "halving_doubling"):
         pytest.skip("NCCL does not connect two ranks on this GPU, and Gloo sends no GPU tensors")
     return backend()
 
@@ -221,24 +222,20 @@ def connect(_rank: int, device: str) -> float:
     return float(ones)
 
 
-def errors_of(rank: int, device: str, names: Sequence[str]) -> dict[str, tuple[float, list[str]]]:
-    """Return each strategy's largest error against one process, and digests. Collective."""
-    found = {}
-    for name in names:
-        result = errors_on_this_rank(rank, 2, proof_sync(name), Case(device=device))
-        errors = [error for step in result.by_parameter for error in step.values()]
-        found[name] = (max(errors), result.digests)
-    return found
+def errors_of(rank: int, device: str, name: str) -> tuple[float, list[str]]:
+    """Return a strategy's largest error against one process, and digests. Collective."""
+    # Some lossy strategies need every gradient, and fsdp the same layers on every rank.
+    case = Case(device=device, unused=is_exact(name) and name != "fsdp")
+    result = errors_on_this_rank(rank, 2, proof_sync(name), case)
+    return max(error for step in result.by_parameter for error in step.values()), result.digests
 
 
-@pytest.mark.parametrize(
-    "names", [("gather_scatter", "all_reduce", "overlapped", "ddp"), ("ring",)], ids="-".join
-)
-def test_two_ranks_equal_one_process_in_float64(names: Sequence[str]) -> None:
-    first, second = run_ranks(2, errors_of, GPU, names, backend=backend_for(names))
-    for name in names:
-        assert max(first[name][0], second[name][0]) < Case().tolerance, name
-        assert first[name][1] == second[name][1], name
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "none"])
+def test_two_ranks_equal_one_process_in_float64(name: str) -> None:
+    """Those that lose precision hold equal and finite weights on both ranks."""
+    first, second = run_ranks(2, errors_of, GPU, name, backend=backend_for(name))
+    assert max(first[0], second[0]) < (Case().tolerance if is_exact(name) else 1e6)
+    assert first[1] == second[1]
 
 
 def synchronised_batchnorm(rank: int, device: str) -> float:
@@ -282,6 +279,6 @@ def message_seconds(rank: int, device: str, name: str) -> list[float]:
 
 @pytest.mark.parametrize("name", ["all_reduce", "ring", "ddp"])
 def test_messages_of_a_timeline_take_time(name: str) -> None:
-    for seconds in run_ranks(2, message_seconds, GPU, name, backend=backend_for([name])):
+    for seconds in run_ranks(2, message_seconds, GPU, name, backend=backend_for(name)):
         assert seconds
         assert all(0 < one < 60 for one in seconds), seconds
