@@ -127,7 +127,7 @@ def _strategy(config: Mapping[str, Any]) -> str:
 
 def _one_or_range(numbers: Sequence[int | None]) -> int | str | None:
     """Return the number that all have, ``3 to 5`` if they differ, or None if one is unknown."""
-    known = [number for number in numbers if number is not None]
-    if len(known) < len(numbers):
+    known = sorted({number for number in numbers if number is not None})
+    if None in numbers:
         return None
-    return known[0] if min(known) == max(known) else f"{min(known)} to {max(known)}"
+    return known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}"

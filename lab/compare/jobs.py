@@ -171,20 +171,19 @@ def describe_plan(folder: Path, results: dict[str, Any]) -> list[str]:
     numbers = grouped((run.nodes, run.number) for run in to_do)
     places = [f"on {count(nodes, 'node')}: {spans(numbers[nodes])}" for nodes in sorted(numbers)]
     lines = [
-        f"{len(to_do)} of {len(runs)} runs to do in {folder}{': ' * bool(to_do)}{'; '.join(places)}",
+        f"{len(to_do)} of {len(runs)} runs to do in {folder}{': ' * bool(to_do)}"
+        + "; ".join(places),
         f"predicted from {calibration_path()}"
         if results["prediction"]
         else "no prediction: run lab calibrate on such nodes before the first run to have one",
     ]
     if to_do:
-        slurm = how_to_run(to_do)
-        if not IN_CHECKOUT:
-            slurm = (
-                "an installed copy has no job script. Plan in a checkout of the project, which "
-                "has launch/slurm-compare.sbatch, or start the runs by hand"
-            )
+        no_script = (
+            "an installed copy has no job script. Plan in a checkout of the project, which has "
+            "launch/slurm-compare.sbatch, or start the runs by hand"
+        )
         lines += [
-            f"with Slurm:   {slurm}",
+            f"with Slurm:   {how_to_run(to_do) if IN_CHECKOUT else no_script}",
             f"by hand:      {_by_hand(folder)}   # on each node of run K",
         ]
     return [*lines, f"at any time:  lab report {folder}"]
@@ -225,25 +224,24 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
 
     launch : rank and number of nodes; if the cell has fewer nodes, the last ones have nothing to
     do. Raises UserError if another job holds the run. Rank 0 also raises UserError if the run
-    cannot start here and GroupError if it failed; the other ranks write the reason to their logs.
+    cannot start as it is and GroupError if it failed; the other ranks' logs hold their reasons.
     """
     run, code = planned_run(folder, number)
     if launch.rank >= run.nodes:
         return 0
-    path, note = output_file(run, launch.rank), failure_file(run, launch.rank)
+    path = output_file(run, launch.rank)
+    note = _failure_file(path)
     _refuse_links(run, path, note)
     with file_errors(f"{path} cannot be written", ": allow writing there on each node"):
         path.parent.mkdir(parents=True, exist_ok=True)
         log = regular_target(path).open("ab")
-    failure: Exception | None = None
-    status = 0
     with log:
         if not _lock(log, fcntl.LOCK_EX):
             raise UserError(
                 f"this run is already running: another job holds {path}; wait until it ends"
             )
         regular_target(note).unlink(missing_ok=True)
-        done = _outcome(run) is not None
+        failure, status, done = None, 0, _outcome(run) is not None
         if not done:
             log.truncate(0)
             try:
@@ -252,15 +250,14 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
             except (UserError, GroupError) as error:
                 failure, status = error, 2 if isinstance(error, UserError) else 1
                 log.write(f"error: {error}\n".encode())
-        if status != 0:
+        if status:
             write_atomically(note, encode(status))
-    if launch.rank > 0:
-        return min(status, 2 if failure else 1)
-    if status != 0:
-        raise failure or GroupError(f"{name_of(run)}: {_why_failed(run)}")
-    words = " is already done; nothing to do" if done else f": {describe_times(read_run(run))}"
-    print(f"{name_of(run)}{words}", flush=True)
-    return 0
+    if launch.rank == 0:
+        if status:
+            raise failure or GroupError(f"{name_of(run)}: {_why_failed(run)}")
+        words = " is already done; nothing to do" if done else f": {describe_times(read_run(run))}"
+        print(f"{name_of(run)}{words}", flush=True)
+    return min(status, 2)
 
 
 def name_of(run: Run) -> str:
@@ -273,9 +270,9 @@ def output_file(run: Run, rank: int) -> Path:
     return run.logs / f"rank{rank}.txt"
 
 
-def failure_file(run: Run, rank: int) -> Path:
-    """Return the file to which a rank writes its exit status when it has failed."""
-    return run.logs / f"rank{rank}.failed.json"
+def _failure_file(output: Path) -> Path:
+    """Return the file to which the rank with this output writes its exit status if it fails."""
+    return output.with_suffix(".failed.json")
 
 
 def _refuse_links(run: Run, *files: Path) -> None:
@@ -353,11 +350,11 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 def _why_failed(run: Run) -> str | None:
     """Return which rank failed first and its error message; None if no rank noted a failure."""
-    notes = {rank: failure_file(run, rank) for rank in range(run.nodes)}
-    failed = [rank for rank, note in notes.items() if note.is_file()]
-    failed.sort(key=lambda rank: notes[rank].stat().st_mtime_ns)
-    statuses = {rank: read_run_file(notes[rank], _Status) for rank in failed}
-    return describe_failure(statuses, {rank: output_file(run, rank) for rank in failed})
+    outputs = {rank: output_file(run, rank) for rank in range(run.nodes)}
+    notes = {rank: note for rank in outputs if (note := _failure_file(outputs[rank])).is_file()}
+    in_order = sorted(notes, key=lambda rank: notes[rank].stat().st_mtime_ns)
+    statuses = {rank: read_run_file(notes[rank], _Status) for rank in in_order}
+    return describe_failure(statuses, outputs)
 
 
 def _outcome(run: Run) -> dict[str, Any] | None:
@@ -390,9 +387,8 @@ def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
         machines,
         repeats=len(runs[0].settings.seeds_to_run),
     )
-    for path in [run.path / "environment.json" for run in done][:1]:
-        if path.exists():
-            results["environment"] = read_run_file(path, MachineFacts, read=read_facts)
+    if done and (path := done[0].path / "environment.json").exists():
+        results["environment"] = read_run_file(path, MachineFacts, read=read_facts)
     to_do = [run for run, word, _ in states if word in ("missing", "failed")]
     unequal = [run.number for run, _, outcome in states if not outcome.get("equal_weights", True)]
     calibrated = ((results["prediction"] or {}).get("calibration") or {}).get("cpu")

@@ -233,13 +233,12 @@ def kinds_of(
     nodes: int,
 ) -> list[str]:
     """Return the kinds of operations of these strategies, for lab/calibrate/link_probe.py."""
-    kinds: dict[str, None] = {}
-    names = dict.fromkeys(split_variant(name)[0] for name in strategies)
-    whatever_size = {name: value for name, value in options.items() if name != "bucket_mb"}
-    for plan in message_plans(sorted(names), whatever_size).values():
+    names = [split_variant(name)[0] for name in strategies]
+    kinds = set()
+    for plan in message_plans(names, {**options, "bucket_mb": None}).values():
         with contextlib.suppress(NotImplementedError):
-            kinds |= dict.fromkeys(one.kind for one in plan.operations(gradients, nodes))
-    return list(kinds)
+            kinds |= {one.kind for one in plan.operations(gradients, nodes)}
+    return sorted(kinds)
 
 
 def _measure_network(

@@ -37,11 +37,7 @@ def compare_and_report(
             "interrupted: all processes have ended, and finished runs are kept. The same command "
             f"continues {folder}",
         )
-    failed = [
-        cell["id"]
-        for cell in results["cells"]
-        if any(one["status"] == "failed" for one in cell["repeats"])
-    ]
+    failed = [cell["id"] for cell in results["cells"] if cell["message"] is not None]
     if failed:
         console.print(f"failed: {', '.join(failed)}. The same command runs them again.")
     _write_and_print(folder, results)

@@ -27,14 +27,14 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, NotRequired, Required, TypedDict, TypeVar
 
 from msgspec import Meta
 
 from common.errors import UserError
 from common.reporting.run_files import RankRow, StepSeconds, StepTime, TimelineFile
-from common.utils.atomic_files import read_regular
+from common.utils.atomic_files import read_regular, write_atomically
 from common.utils.grouping import grouped
 from common.utils.typed_json import (
     MOST_BYTES,
@@ -52,8 +52,8 @@ from common.utils.typed_json import (
     check_version,
     convert,
     decode,
+    encode,
     shown,
-    write_json,
 )
 from lab.compare.outcomes import MachineFacts, read_run_file
 from lab.facts import Facts, check_facts
@@ -141,25 +141,6 @@ class PlanEntry(TypedDict):
     runs: Annotated[list[tuple[CellId, Count]], Meta(max_length=1_000_000)]
 
 
-class Results(TypedDict):
-    """The whole file."""
-
-    format: int
-    kind: Annotated[str, Meta(pattern=r"^(compare|report)\Z")]
-    created: LocalTime
-    finished: bool
-    emulated: NotRequired[bool]
-    settings: Facts
-    environment: Facts
-    warnings: _Many
-    differences: NotRequired[_Many]
-    prediction: NotRequired[PredictionEntry | None]
-    groups: NotRequired[dict[Text, Facts]]
-    cells: Annotated[list[CellEntry], Meta(max_length=100_000)]
-    timelines: dict[CellId, TimelineFile]
-    plan: NotRequired[PlanEntry]
-
-
 class KnownSettings(TypedDict, total=False):
     """The settings, of all runs or of a group, with which the report computes."""
 
@@ -176,6 +157,25 @@ class KnownSettings(TypedDict, total=False):
     amp_dtype: Annotated[str, Meta(pattern=r"^(fp16|bf16)\Z")] | None
 
 
+class Results(TypedDict):
+    """The whole file. Settings and environment may hold other facts, which are only shown."""
+
+    format: int
+    kind: Annotated[str, Meta(pattern=r"^(compare|report)\Z")]
+    created: LocalTime
+    finished: bool
+    emulated: NotRequired[bool]
+    settings: KnownSettings
+    environment: MachineFacts
+    warnings: _Many
+    differences: NotRequired[_Many]
+    prediction: NotRequired[PredictionEntry | None]
+    groups: NotRequired[dict[Text, KnownSettings]]
+    cells: Annotated[list[CellEntry], Meta(max_length=100_000)]
+    timelines: dict[CellId, TimelineFile]
+    plan: NotRequired[PlanEntry]
+
+
 def read_results(path: Path) -> dict[str, Any]:
     """Return the content of a ``results.json``.
 
@@ -186,8 +186,7 @@ def read_results(path: Path) -> dict[str, Any]:
         content = read_regular(path, most_bytes=MOST_BYTES)
         found = decode(content, dict[str, Any], name=str(path))
         check_version(found.get("format"), FORMAT, name=str(path))
-        decode(content, Results, name=str(path))
-        _check_rules(found, str(path))
+        _check(found, str(path))
     except UserError as error:
         raise UserError(f"{error}; the file is unchanged") from error
     return found
@@ -198,33 +197,35 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
 
     Raises UserError, and leaves the file as it is, if a value does not fit the schema.
     """
-    _check_rules(results, f"{path} cannot be written")
-    write_json(path, results, Results)
+    _check(results, f"{path} cannot be written")
+    write_atomically(path, encode(results, indent=1) + b"\n")
 
 
-def _check_rules(results: Mapping[str, Any], name: str) -> None:
-    """Raise UserError if entries do not fit each other, or a fact is no plain value."""
-    calibration = (results.get("prediction") or {}).get("calibration", {})
-    facts = [
-        ("environment", results["environment"], MachineFacts),
-        ("settings", results["settings"], KnownSettings),
-        ("prediction.calibration", calibration, Facts),
-        *(
-            (f"groups[{shown(group)}]", settings, KnownSettings)
-            for group, settings in results.get("groups", {}).items()
-        ),
-    ]
-    for place, entries, schema in facts:
+def _check(results: Mapping[str, Any], name: str) -> None:
+    """Raise UserError if a value is impossible, or entries do not fit each other."""
+    convert(results, Results, name=name)
+    facts = {
+        "environment": results["environment"],
+        "settings": results["settings"],
+        "prediction.calibration": (results.get("prediction") or {}).get("calibration", {}),
+        **{f"groups[{shown(key)}]": one for key, one in results.get("groups", {}).items()},
+    }
+    for place, entries in facts.items():
         check_facts(entries, name=f"{name}: {place}")
-        convert(entries, schema, name=f"{name}: {place}")
     ids = [cell["id"] for cell in results["cells"]]
     problems = [f"two cells have the id {one}" for one in ids if ids.count(one) > 1]
-    problems += [
-        f"a repeat of cell {cell['id']} has {len(repeat['ranks'])} ranks, expected {cell['nodes']}"
-        for cell in results["cells"]
-        for repeat in cell["repeats"]
-        if repeat["status"] == "done" and len(repeat["ranks"]) != cell["nodes"]
-    ]
+    for cell in results["cells"]:
+        for repeat in cell["repeats"]:
+            path, ranks = PurePath(repeat["folder"]), len(repeat["ranks"])
+            if results["kind"] == "compare" and (path.is_absolute() or ".." in path.parts):
+                problems.append(
+                    f"cell {cell['id']} has a repeat in {shown(repeat['folder'])}, expected a "
+                    "folder in the comparison's own"
+                )
+            if repeat["status"] == "done" and ranks != cell["nodes"]:
+                problems.append(
+                    f"a repeat of cell {cell['id']} has {ranks} ranks, expected {cell['nodes']}"
+                )
     if problems:
         raise UserError(f"{name}: {problems[0]}")
 
@@ -250,21 +251,29 @@ def gather(
         empty = {"id": name, "group": group, "repeats": []}
         cell = cells.setdefault(name, planned | empty)
         if outcome:
-            cell["repeats"].append({"repeat": len(cell["repeats"])} | outcome)
             cell["oversubscribed"] |= outcome.get("crowded", False)
-            take_timeline(timelines, name, outcome, folder)
-    for cell in cells.values():
-        summarise(cell, repeats=0 if cell["group"] else repeats)
+            outcome = {"repeat": len(cell["repeats"])} | outcome
+            add_repeat(cell, outcome, timelines, folder, repeats=0 if group else repeats)
     return sorted(cells.values(), key=itemgetter("group", "nodes")), timelines
 
 
-def take_timeline(
-    timelines: dict[str, Any], cell_id: str, outcome: Mapping[str, Any], folder: Path
+def add_repeat(
+    cell: dict[str, Any],
+    outcome: dict[str, Any],
+    timelines: dict[str, Any],
+    folder: Path,
+    *,
+    repeats: int,
 ) -> None:
-    """Put the timeline of a finished repeat into ``timelines``, unless its cell has one."""
+    """Add a repeat to its cell, and its timeline to ``timelines`` unless the cell has one.
+
+    repeats : those of a whole cell. The outcome's folder is relative to ``folder``.
+    """
+    cell["repeats"] = sorted([*cell["repeats"], outcome], key=itemgetter("repeat"))
+    summarise(cell, repeats=repeats)
     path = folder / outcome["folder"] / "timeline.json"
-    if outcome["status"] == "done" and cell_id not in timelines and path.exists():
-        timelines[cell_id] = read_run_file(path, TimelineFile)
+    if outcome["status"] == "done" and cell["id"] not in timelines and path.exists():
+        timelines[cell["id"]] = read_run_file(path, TimelineFile)
 
 
 def differences(
@@ -274,13 +283,15 @@ def differences(
 
     names : of the runs, which ``show`` makes a text.
     """
-    lines = []
-    for key in facts[0] if facts else ():
-        owners = grouped((str(one[key]), name) for one, name in zip(facts, names, strict=True))
-        if len(owners) > 1:
-            values = "; ".join(f"{value} in {show(who)}" for value, who in owners.items())
-            lines.append(f"{key}: {values}")
-    return lines
+    owners = {
+        key: grouped((str(one[key]), name) for one, name in zip(facts, names, strict=True))
+        for key in (facts[0] if facts else ())
+    }
+    return [
+        f"{key}: " + "; ".join(f"{value} in {show(who)}" for value, who in values.items())
+        for key, values in owners.items()
+        if len(values) > 1
+    ]
 
 
 def distinct(values: Sequence[T]) -> list[T]:

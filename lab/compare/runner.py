@@ -20,7 +20,7 @@ from common.utils.progress import console, duration, progress_bar
 from lab.compare.cells import Run, choose_buckets, in_turns, node_command, plan_cells, profile_file
 from lab.compare.executors import Executors
 from lab.compare.outcomes import describe_times, failed_run, read_run
-from lab.compare.results import FORMAT, read_results, summarise, take_timeline, write_results
+from lab.compare.results import FORMAT, add_repeat, read_results, write_results
 from lab.compare.settings import Settings
 
 _LIMIT_SECONDS = 3600
@@ -59,17 +59,17 @@ def open_comparison(
     profile = None
     if settings.emulated:
         profile = load_profile(settings.compute, model=settings.model, machine=here["cpu"])
-    cells, cores, warnings = plan_cells(settings), here["usable_cores"], []
+    cells, cores = plan_cells(settings), here["usable_cores"]
     folder = new_folder(reports, "compare")
-    crowded = sorted({cell["nodes"] for cell in cells if cell["nodes"] > cores})
-    if crowded and not (here["gpus"] or settings.emulated or planned):
-        for cell in cells:
-            cell["oversubscribed"] = cell["nodes"] > cores
-        warnings.append(
-            f"{' and '.join(map(str, crowded))} ranks share {count(cores, 'core')}, so their "
-            "forward and backward passes take turns: step times do not show what as many nodes "
-            "would take, and the ranks wait longer for each other"
-        )
+    computes_here = not (here["gpus"] or settings.emulated or planned)
+    for cell in cells:
+        cell["oversubscribed"] = computes_here and cell["nodes"] > cores
+    crowded = sorted({cell["nodes"] for cell in cells if cell["oversubscribed"]})
+    warning = (
+        f"{' and '.join(map(str, crowded))} ranks share {count(cores, 'core')}, so their forward "
+        "and backward passes take turns: step times do not show what as many nodes would take, "
+        "and the ranks wait longer for each other"
+    )
     results = {
         "format": FORMAT,
         "kind": "compare",
@@ -78,7 +78,7 @@ def open_comparison(
         "emulated": settings.emulated or bool(settings.rates),
         "settings": settings.as_json() | {"command": command},
         "environment": here,
-        "warnings": warnings,
+        "warnings": [warning] if crowded else [],
         "differences": [],
         "prediction": None,
         "cells": cells,
@@ -143,7 +143,37 @@ def run_comparison(
     """
     with executors:
         prepare(settings, folder, results, executors, predicts=predicts)
-        _run_missing(settings, folder, results, executors)
+        runs, repeats = in_turns(folder, settings, results["cells"]), len(settings.seeds_to_run)
+        to_do = [
+            run for run in runs if run.repeat not in [one["repeat"] for one in run.cell["repeats"]]
+        ]
+        expected = expected_seconds(to_do, results["prediction"])
+        left = time_left(expected) if expected else "time unknown until the first run has ended"
+        console.print(
+            f"{len(to_do)} of {count(len(runs), 'run')} to do, one after the other, {left}, in "
+            f"{folder}",
+            markup=False,
+        )
+        for warning in results["warnings"]:
+            console.print(f"warning: {warning}", markup=False)
+        began = time.monotonic()
+        with progress_bar() as bar:
+            task = bar.add_task("", total=len(to_do))
+            for number, run in enumerate(to_do, start=1):
+                title, started = f"[{number}/{len(to_do)}] {run.title}", datetime.now()
+                bar.update(task, description=run.title, completed=number - 1, refresh=True)
+                if not console.is_terminal:
+                    console.print(f"{title}: running", markup=False)
+                outcome = _run(run, executors) | {"started": started.isoformat(timespec="seconds")}
+                add_repeat(run.cell, outcome, results["timelines"], folder, repeats=repeats)
+                write_results(folder / "results.json", results)
+                failed = outcome["status"] == "failed"
+                words = f"FAILED: {outcome['message']}" if failed else describe_times(outcome)
+                words += f" (took {duration((datetime.now() - started).total_seconds())}"
+                if number < len(to_do):
+                    weights = expected or [1.0] * len(to_do)
+                    words += f"; {time_left(weights, number, time.monotonic() - began)} left"
+                console.print(f"{title}: {words})", markup=False)
     results["finished"] = all(cell["status"] == "done" for cell in results["cells"])
     write_results(folder / "results.json", results)
 
@@ -169,55 +199,17 @@ def prepare(
     write_results(folder / "results.json", results)
 
 
-def _run_missing(
-    settings: Settings, folder: Path, results: dict[str, Any], executors: Executors
-) -> None:
-    runs = in_turns(folder, settings, results["cells"])
-    to_do = [
-        run for run in runs if run.repeat not in [one["repeat"] for one in run.cell["repeats"]]
-    ]
-    expected = expected_seconds(to_do, results["prediction"])
-    left = time_left(expected) if expected else "time unknown until the first run has ended"
-    console.print(
-        f"{len(to_do)} of {count(len(runs), 'run')} to do, one after the other, {left}, in {folder}",
-        markup=False,
-    )
-    for warning in results["warnings"]:
-        console.print(f"warning: {warning}", markup=False)
-    began = time.monotonic()
-    with progress_bar() as bar:
-        task = bar.add_task("", total=len(to_do))
-        for number, run in enumerate(to_do, start=1):
-            title, started = f"[{number}/{len(to_do)}] {run.title}", datetime.now()
-            bar.update(task, description=run.title, completed=number - 1, refresh=True)
-            if not console.is_terminal:
-                console.print(f"{title}: running", markup=False)
-            outcome = _run(run, executors)
-            outcome["started"] = started.isoformat(timespec="seconds")
-            run.cell["repeats"].append(outcome)
-            run.cell["repeats"].sort(key=lambda one: one["repeat"])
-            summarise(run.cell, repeats=len(settings.seeds_to_run))
-            take_timeline(results["timelines"], run.cell["id"], outcome, folder)
-            write_results(folder / "results.json", results)
-            failed = outcome["status"] == "failed"
-            words = f"FAILED: {outcome['message']}" if failed else describe_times(outcome)
-            words += f" (took {duration((datetime.now() - started).total_seconds())}"
-            if number < len(to_do):
-                weights = expected or [1.0] * len(to_do)
-                words += f"; {time_left(weights, number, time.monotonic() - began)} left"
-            console.print(f"{title}: {words})", markup=False)
-
-
 def expected_seconds(to_do: Sequence[Run], prediction: Mapping[str, Any] | None) -> list[float]:
     """Return the seconds of each run: its start-up, and its steps as predicted; [] if unknown."""
     cells = prediction["cells"] if prediction else {}
-    steps = [cells.get(run.cell["id"], {}).get("step_seconds") for run in to_do]
-    known = [step for step in steps if step is not None]
-    if not known or to_do[0].settings.until_accuracy is not None:
+    known = {name: one["step_seconds"] for name, one in cells.items()}
+    if not (known and to_do) or to_do[0].settings.until_accuracy is not None:
         return []
-    usual = statistics.median(known)  # for a strategy that cannot be predicted
-    total = to_do[0].settings.total_steps
-    return [_START_UP_SECONDS + total * (usual if step is None else step) for step in steps]
+    usual = statistics.median(known.values())  # for a strategy that cannot be predicted
+    return [
+        _START_UP_SECONDS + run.settings.total_steps * known.get(run.cell["id"], usual)
+        for run in to_do
+    ]
 
 
 def time_left(expected: Sequence[float], done: int = 0, elapsed: float = 0.0) -> str:

@@ -7,8 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 from common.errors import UserError
-from common.sync import STRATEGIES
-from common.utils.registry import choices_text
 from lab.units import parse_bucket_mb, parse_rate, split_variant
 
 _STRATEGY_FLAGS: dict[str, Callable[[str], Any]] = {
@@ -19,17 +17,6 @@ _STRATEGY_FLAGS: dict[str, Callable[[str], Any]] = {
 }
 _MOST = 10**6
 _AVERAGING_PERIOD = 4  # the default of local_sgd
-
-
-def _check_strategy(name: str) -> None:
-    from lab.predict.bucket_choice import has_buckets  # slow, and --help imports this
-
-    strategy, bucket_mb = split_variant(name)
-    if strategy not in STRATEGIES:
-        choices = choices_text(name, [*STRATEGIES, "all", "exact"])
-        raise UserError(f"--sync: got {name}: {choices}")
-    if bucket_mb is not None and not has_buckets(strategy):
-        raise UserError(f"--sync: got {name}, but {strategy} has no buckets: give {strategy}")
 
 
 @dataclass(frozen=True)
@@ -94,8 +81,14 @@ class Settings:
         for problem, is_there in problems.items():
             if is_there:
                 raise UserError(problem)
-        for name in self.sync:
-            _check_strategy(name)
+        from lab.predict.tables import message_plans  # slow, and --help imports this file
+
+        for name, plan in message_plans(self.sync).items():
+            strategy, bucket_mb = split_variant(name)
+            if bucket_mb is not None and not hasattr(plan, "bucket_mb"):
+                raise UserError(
+                    f"--sync: got {name}, but {strategy} has no buckets: give {strategy}"
+                )
 
     @property
     def emulated(self) -> bool:

@@ -21,7 +21,7 @@ NOTHING = SectionTime(0.0, 0.0)
 FOUR = [GradientSize((size,)) for size in (100, 200, 300, 400)]
 
 
-def slow_profile() -> Profile:
+def slow_profile():
     """Return a profile of four layers whose backward takes 1, 2, 3 and 4 s.
 
     Backward runs the last layer first. The third layer has no parameters.
@@ -43,7 +43,7 @@ def test_gradients_are_ready_when_their_layers_backward_has_ended():
     assert ready == pytest.approx([4.0, 4.0, 4.0, 4.0, 9.0, 9.0, 10.0])
 
 
-def found(ranks: int, *, rate_bits: float, alpha0: float, alpha1: float) -> MeasuredLinks:
+def found(ranks, *, rate_bits, alpha0, alpha1):
     """Return what ``measure_links`` would return for links that follow the event model."""
     rows = {}
     for kind in ("all_reduce", "gather"):
@@ -119,7 +119,7 @@ def test_an_emulated_step_has_a_nodes_share_of_the_batch(tmp_path):
     assert source == "EMULATED by profile even of a machine, 2026-11-23T12:00:00"
 
 
-def _measured(rank: int) -> MeasuredLinks:
+def _measured(rank):
     kinds = ["all_reduce", "gather", "scatter", "reduce", "all_gather", "reduce_scatter"]
     return MeasuredLinks(**measure_links(rank, 2, kinds=kinds, shaped=False))
 
@@ -137,7 +137,7 @@ def test_messages_are_measured_alike_on_all_ranks():
     assert 0 < mine.copy < 1e-7
 
 
-def _vgg_profile() -> Profile:
+def _vgg_profile():
     model = build_model("vgg11", 10)
     layers = tuple(
         Layer(
@@ -166,30 +166,13 @@ def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(t
     A busy machine makes steps longer, never shorter.
     """
     _vgg_profile().save(tmp_path / "even.json")
-    done = start_lab(
-        "compare",
-        "--nodes",
-        1,
-        4,
-        "--sync",
-        "all_reduce_flat",
-        "ddp",
-        "ddp-auto",
-        "--rate",
-        "200mbit",
-        "--compute",
-        tmp_path / "even.json",
-        "--steps",
-        5,
-        "--warmup",
-        2,
-        "--repeats",
-        1,
-        "--dataset",
-        "digits",
-        "--output-dir",
-        tmp_path,
-    ).end(timeout_seconds=480)
+    flags = (
+        "--nodes 1 4 --sync all_reduce_flat ddp ddp-auto --rate 200mbit --steps 5 --warmup 2 "
+        "--repeats 1 --dataset digits"
+    ).split()
+    profile = ("--compute", tmp_path / "even.json")
+    started = start_lab("compare", *flags, *profile, "--output-dir", tmp_path)
+    done = started.end(timeout_seconds=480)
     assert done.status == 0, done
     [folder] = tmp_path.glob("compare-*")
     results = read_results(folder / "results.json")
