@@ -65,7 +65,7 @@ def plan_cells(settings: Settings) -> list[dict[str, Any]]:
     cells = [
         new_cell(sync, nodes, rate=rate, batch_size=settings.batch_size * (nodes if weak else 1))
         for nodes in sorted(set(settings.nodes))
-        for rate in (settings.rates if nodes > 1 and settings.rates else (None,))
+        for rate in (settings.rates if nodes > 1 else (None,))
         for sync in (settings.sync if nodes > 1 else ("none",))
         if nodes == 1 or sync != "none"
     ]

@@ -218,7 +218,7 @@ def _compare(args: argparse.Namespace) -> int:
         until_accuracy=args.until_accuracy,
         epochs=args.epochs,
         flags=tuple(args.flags),
-        rates=tuple(args.rate),
+        rates=tuple(args.rate) or (None,),
         compute=args.compute,
     )
     do = plan_and_describe if args.plan else compare_and_report

@@ -25,16 +25,16 @@ class Executors(contextlib.ExitStack):
     Parameters
     ----------
     most_nodes : the largest number of nodes of any run; each cluster has that many.
-    rates : of the links; each has its own cluster.
+    rates : of the links; each has its own cluster. None: loopback.
 
     Raises UserError, before anything runs, if this machine allows no such cluster.
     """
 
-    def __init__(self, most_nodes: int, rates: Sequence[str] = ()) -> None:
+    def __init__(self, most_nodes: int, rates: Sequence[str | None] = ()) -> None:
         super().__init__()
         self._most_nodes = most_nodes
         self._clusters: dict[str, Cluster] = {}
-        for rate in rates:
+        for rate in filter(None, rates):
             Cluster(most_nodes, rate=rate)
 
     def run(

@@ -4,7 +4,7 @@ Call ``collect``. Runs that trained different things, or ran on different machin
 groups. No figure mixes groups, and the report names their differences first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -112,17 +112,11 @@ def _read(folder: Path, scaling: str) -> tuple[dict[str, Any], dict[str, Any], d
     )
     if scaling == "weak":  # an epoch has fewer steps on more nodes
         facts |= {"batch_size": facts["batch_size"] / nodes, "total_steps": None}
-    sync = _strategy(config) if nodes > 1 else "none"
+    sync, size = config["sync"] if nodes > 1 else "none", config.get("bucket_mb")
+    if size is not None and sync in STRATEGIES and has_buckets(sync):
+        sync += f"-{size if isinstance(size, str) else f'{size:g}'}"  # other buckets, another cell
     cell = new_cell(sync, nodes, batch_size=config["batch_size"])
     return cell, repeat, facts
-
-
-def _strategy(config: Mapping[str, Any]) -> str:
-    """Return the name of the strategy's cell; other buckets have a cell of their own."""
-    sync, size = config["sync"], config.get("bucket_mb")
-    if size is None or sync not in STRATEGIES or not has_buckets(sync):
-        return sync
-    return f"{sync}-{size if isinstance(size, str) else f'{size:g}'}"
 
 
 def _one_or_range(numbers: Sequence[int | None]) -> int | str | None:

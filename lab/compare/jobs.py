@@ -16,7 +16,8 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from itertools import groupby
@@ -60,6 +61,8 @@ _RUN_BY = (
 )
 _ELSEWHERE = ("compute", "log_wandb")  # a file of this machine, a service with this user's account
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_LOCK_SECONDS = 1.0  # a report takes the lock for a moment
+_OTHERS_SECONDS = 2.0
 _Status = Annotated[int, Meta(ge=-255, le=255)]
 
 # --- the plan ---
@@ -76,10 +79,10 @@ def plan_comparison(
     Raises UserError if the settings ask for emulated links, or have flags that no plan may have.
     """
     _check_flags(settings, name="the flags after --")
-    if settings.rates:
+    if any(settings.rates):
         raise UserError(
             "--plan runs on real nodes, whose links cannot be set, and --rate "
-            f"{' '.join(settings.rates)} needs emulated nodes: leave out one of the two"
+            f"{' '.join(map(str, settings.rates))} needs emulated nodes: leave out one of the two"
         )
     folder, results = open_comparison(
         settings, reports=reports, anew=anew, command=command, code=code_of_runs()
@@ -236,7 +239,7 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = regular_target(path).open("ab")
     with log:
-        if not _lock(log, fcntl.LOCK_EX):
+        if not _within(_LOCK_SECONDS, lambda: _lock(log, fcntl.LOCK_EX)):
             raise UserError(
                 f"this run is already running: another job holds {path}; wait until it ends"
             )
@@ -253,8 +256,13 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
         if status:
             write_atomically(note, encode(status))
     if launch.rank == 0:
+        if failure:
+            raise failure
         if status:
-            raise failure or GroupError(f"{name_of(run)}: {_why_failed(run)}")
+            # Another rank may have failed first and be about to note it.
+            notes = [_failure_file(output_file(run, rank)) for rank in range(run.nodes)]
+            _within(_OTHERS_SECONDS, lambda: all(note.exists() for note in notes))
+            raise GroupError(f"{name_of(run)}: {_why_failed(run)}")
         words = " is already done; nothing to do" if done else f": {describe_times(read_run(run))}"
         print(f"{name_of(run)}{words}", flush=True)
     return min(status, 2)
@@ -286,6 +294,14 @@ def _refuse_links(run: Run, *files: Path) -> None:
             raise UserError(
                 f"{path} leads elsewhere through a link: remove the link, or make a new plan"
             )
+
+
+def _within(seconds: float, holds: Callable[[], bool]) -> bool:
+    """Return whether ``holds`` returns True within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not (held := holds()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return held
 
 
 def _lock(file: IO[bytes], kind: int) -> bool:

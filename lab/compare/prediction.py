@@ -14,15 +14,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from common.emulation.compute_profile import Profile, load_profile
 from common.emulation.emulated_model import check_parameters
 from common.errors import GroupError, UserError, count
 from common.models import build_model
 from common.sync.message_cost import GradientSize
 from common.utils.environment import environment
-from common.utils.progress import duration
+from common.utils.progress import console, duration
 from common.utils.typed_json import read_json
 from lab.calibrate.calibration import calibrate, default_ranks
 from lab.compare.cells import cell_suffix, profile_file
@@ -50,8 +48,6 @@ _CLASSES = 10  # of the last layer, a thousandth of the gradients
 Link = tuple[int, str | None]
 """Number of nodes, rate of their links as it was given."""
 
-console = Console(highlight=False, soft_wrap=True)
-
 
 def predict(
     results: dict[str, Any], settings: Settings, folder: Path, executors: Executors | None
@@ -72,7 +68,7 @@ def predict(
     )
     links = [(cell["nodes"], cell["rate"]) for cell in results["cells"] if cell["nodes"] > 1]
     caveats, facts = {}, {}
-    if executors is None or not (settings.emulated or settings.rates):
+    if executors is None or not (settings.emulated or any(settings.rates)):
         assert calibration is not None
         networks = dict.fromkeys(links, calibration.network)
         ring = calibration.network.rate("all_reduce")
@@ -286,10 +282,11 @@ def _calibrate(results: dict[str, Any], settings: Settings, folder: Path) -> Cal
             "--no-predict leaves the predictions out)"
         )
         calibration.save(copy)
-    for line in describe(calibration):
-        console.print(line, markup=False)
-        if line.startswith("warning: "):
-            results["warnings"].append(f"calibration: {line.removeprefix('warning: ')}")
+    lines = describe(calibration)
+    console.print("\n".join(lines), markup=False)
+    results["warnings"] += [
+        line.replace("warning: ", "calibration: ") for line in lines if line.startswith("warning: ")
+    ]
     return calibration
 
 

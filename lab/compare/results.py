@@ -141,8 +141,8 @@ class PlanEntry(TypedDict):
     runs: Annotated[list[tuple[CellId, Count]], Meta(max_length=1_000_000)]
 
 
-class KnownSettings(TypedDict, total=False):
-    """The settings, of all runs or of a group, with which the report computes."""
+class KnownSettings(MachineFacts, total=False):
+    """Settings and machine of all runs or of a group, as far as the report computes with them."""
 
     dataset: Text | None
     scaling: Annotated[str, Meta(pattern=r"^(strong|weak)\Z")] | None
@@ -152,7 +152,6 @@ class KnownSettings(TypedDict, total=False):
     compute: Text | None
     rates: list[LinkRate | None] | None
     flags: list[Text] | None
-    gpus: list[Text] | None
     amp: bool | None
     amp_dtype: Annotated[str, Meta(pattern=r"^(fp16|bf16)\Z")] | None
 

@@ -75,7 +75,7 @@ def open_comparison(
         "kind": "compare",
         "created": datetime.now().isoformat(timespec="seconds"),
         "finished": False,
-        "emulated": settings.emulated or bool(settings.rates),
+        "emulated": settings.emulated or any(settings.rates),
         "settings": settings.as_json() | {"command": command},
         "environment": here,
         "warnings": [warning] if crowded else [],

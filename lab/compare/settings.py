@@ -27,7 +27,7 @@ class Settings:
     "strong" scaling, per node with "weak". ``steps`` are measured after ``warmup`` other steps.
     With ``until_accuracy`` each of ``seeds`` trains once, for at most ``epochs`` epochs; otherwise
     the first seed trains ``repeats`` times. ``rates`` are link rates such as "200mbit", each on its
-    own cluster; if empty, runs use loopback. ``compute`` is "real" or a profile of emulated
+    own cluster; None is loopback. ``compute`` is "real" or a profile of emulated
     compute, as for the parts. Every run gets ``flags`` unchanged.
     """
 
@@ -44,7 +44,7 @@ class Settings:
     until_accuracy: float | None = None
     epochs: int = 20
     flags: tuple[str, ...] = ()
-    rates: tuple[str, ...] = ()
+    rates: tuple[str | None, ...] = (None,)
     compute: str = "real"
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Settings:
             "least 0": min(self.seeds, default=-1) < 0,
             f"--until-accuracy: got {self.until_accuracy}, give a fraction above 0 and of at most "
             "1, e.g. 0.6": self.until_accuracy is not None and not 0 < self.until_accuracy <= 1,
-            f"--rate: got {' '.join(self.rates)}, one rate twice: give each rate once": (
+            f"--rate: got {' '.join(map(str, self.rates))}, one rate twice: give each rate once": (
                 len({parse_rate(rate) for rate in self.rates}) < len(self.rates)
             ),
             f"--compute {self.compute}: an emulated model learns nothing, so it reaches no "
@@ -123,8 +123,7 @@ class Settings:
         """Return the settings as plain values, as a JSON file gives them back."""
         from msgspec import json  # slow to import, and --help imports this file
 
-        plain = json.decode(json.encode(self))
-        return plain | {"rates": plain["rates"] or [None]}
+        return json.decode(json.encode(self))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], *, name: str) -> "Settings":
@@ -134,5 +133,4 @@ class Settings:
         """
         from common.utils.typed_json import convert
 
-        over_loopback = values.get("rates") == [None]
-        return convert({**values, **({"rates": []} if over_loopback else {})}, cls, name=name)
+        return convert(values, cls, name=name)
