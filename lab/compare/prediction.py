@@ -99,12 +99,12 @@ def predict(
             if calibration is not None:  # messages slow down a backward pass that computes
                 network = replace(network, overlap_cost=calibration.network.overlap_cost)
             networks[nodes, rate] = network
-    floors = {
-        f"{nodes} nodes{'' if rate is None else f', {rate}'}": (
-            f"{network.rate('all_reduce').floor_seconds * 1e3:.2g} ms"
-        )
-        for (nodes, rate), network in networks.items()
-    }
+        facts["least time of an all_reduce"] = {
+            f"{nodes} nodes{'' if rate is None else f', {rate}'}": (
+                f"{network.rate('all_reduce').floor_seconds * 1e3:.2g} ms"
+            )
+            for (nodes, rate), network in networks.items()
+        }
     results["prediction"] = {
         "made": datetime.now().isoformat(timespec="seconds"),
         "cells": forecast(
@@ -115,7 +115,7 @@ def predict(
             settings.strategy_options,
             caveats=caveats,
         ),
-        "calibration": {"compute": source, "least time of an all_reduce": floors, **facts},
+        "calibration": {"compute": source, **facts},
     }
 
 

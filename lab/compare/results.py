@@ -14,7 +14,7 @@ row for each rank.
                   repeats (folder, seed, status, started, ranks, losses, test_accuracy,
                   seconds_to_accuracy)
     groups        settings of each group by its number, as a text (only from ``lab report``)
-    plan          of a comparison whose runs others start (job_plan.py): code (digests by file),
+    plan          of a comparison whose runs others start (jobs.py): code (digests by file),
                   runs (cell and repeat), to_do (their numbers)
     timelines     by cell: one step, as in a run's timeline.json
 
