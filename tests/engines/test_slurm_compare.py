@@ -5,8 +5,7 @@ The report then merges the runs.
 
 import pytest
 
-from lab.compare.job_plan import how_to_run, plan_comparison, planned_runs
-from lab.compare.job_results import merge_results
+from lab.compare.jobs import how_to_run, merge_results, plan_comparison, planned_runs
 from lab.compare.results import read_results
 from lab.compare.settings import Settings
 from tests.helpers import ROOT, slurm_cluster

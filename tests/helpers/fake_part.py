@@ -55,7 +55,7 @@ def lab(arguments):
     """Run ``lab`` with this file in place of the parts and return the exit status."""
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from lab import cli
-    from lab.compare import cells, job_run, reporting, runner
+    from lab.compare import cells, jobs, reporting, runner
 
     real = cells.node_command
 
@@ -68,7 +68,7 @@ def lab(arguments):
         )
         (folder / "table.md").touch()
 
-    runner.node_command = job_run.node_command = command
+    runner.node_command = jobs.node_command = command
     reporting.write_report = write_page
     cells.part_of = lambda sync: "Part"
     return cli.main(arguments)

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from lab.cli import main
-from lab.compare import job_run
-from lab.compare.job_plan import code_of_runs
+from lab.compare import jobs
+from lab.compare.jobs import code_of_runs
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings
 from tests.helpers.hostile import memory_limit, untouched
@@ -27,7 +27,7 @@ def failed(folder, notes):
     logs = folder / "logs" / "ring-n2-1"
     logs.mkdir(parents=True)
     for name, status in notes.items():
-        (logs / name).write_text(json.dumps({"status": status, "host": "a"}))
+        (logs / name).write_text(json.dumps(status))
     return logs
 
 
@@ -111,7 +111,7 @@ def test_of_a_long_log_the_end_is_read(folder):
 def test_control_characters_do_not_reach_the_terminal(folder, monkeypatch, capsys):
     """In the error of a part, and in the name of a folder that ``lab report`` finds."""
     part = ["-c", f"raise SystemExit({f'error: {ESCAPE} the last words'!r})"]
-    monkeypatch.setattr(job_run, "node_command", lambda run: part)
+    monkeypatch.setattr(jobs, "node_command", lambda run: part)
     assert main(["run-cell", str(folder), "--run", "0"]) == 1
     run = folder.parent / "runs" / f"{ESCAPE} found"
     run.mkdir(parents=True)
