@@ -28,7 +28,7 @@ def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
     if not panels:
         raise NothingToShowError(
             "No figure, because compute was emulated: nothing was learned."
-            if block.emulated and block.settings.get("compute") not in (None, "real")
+            if block.emulated_compute
             else "No cell has recorded its losses yet."
         )
     if all(_coincide(block.at(nodes)) for nodes in panels):
