@@ -27,7 +27,7 @@ def write_report(folder: Path, results: dict[str, Any]) -> None:
     (folder / "table.md").write_text(tables.markdown(blocks), encoding="utf-8")
     (folder / "table.csv").write_text(tables.csv_text(blocks), encoding="utf-8")
     for key, step in results["timelines"].items():
-        (folder / f"trace-{view.safe_name(key)}.json").write_text(
+        (folder / f"trace-{key}.json").write_text(
             json.dumps(timeline.trace(step, key), allow_nan=False), encoding="utf-8"
         )
     drawings = [(block, list(figure_pages.draw_block(folder, block))) for block in blocks]

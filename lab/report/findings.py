@@ -15,10 +15,11 @@ from typing import NamedTuple
 from common.utils.grouping import grouped
 from lab.report.drawings.timeline import mean_overlap
 from lab.report.equality import DDP, STEPS, Deviation, check
-from lab.report.losses import differences
+from lab.report.losses import curves, differences
 from lab.report.view import (
     CellRow,
     ComparisonGroup,
+    Rows,
     interval_text,
     listed,
     nodes_text,
@@ -116,7 +117,7 @@ def _each(values: dict[str, float], digits: int = 0) -> list[str]:
 # --- do they compute the same ---
 
 
-def equal_results(block: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
     """Say which strategies compute the same, which one is wrong, and what was not comparable."""
     result = check(block, rows[0].nodes)
     others = "ddp, PyTorch's own," if set(result.equal) == {DDP} else "the others"
@@ -169,11 +170,11 @@ def _how_far(deviation: Deviation) -> str:
     )
 
 
-def _equal(claiming: Sequence[CellRow], equal: Sequence[str]) -> ReportFinding:
+def _equal(claiming: Rows, equal: Sequence[str]) -> ReportFinding:
     rows = [row for row in claiming if row.sync in equal]
     everyone = f"all {len(rows)} strategies that claim to be exact"
     who = everyone if len(rows) == len(claiming) > 2 else listed(equal)
-    found = differences(rows)
+    found = differences(curves(rows))
     first = max((entry.value for entry in found if entry.step <= STEPS[-1]), default=0.0)
     most = max(found, key=lambda entry: entry.value)
     largest = f"{small_text(most.value)} at step {most.step}"
@@ -195,7 +196,7 @@ def _equal(claiming: Sequence[CellRow], equal: Sequence[str]) -> ReportFinding:
 # --- which is fastest ---
 
 
-def speed(rows: Sequence[CellRow]) -> str:
+def speed(rows: Rows) -> str:
     """Say which of ``rows`` is fastest, as far as the intervals allow."""
     rows = sorted(rows, key=lambda row: row.step)
     best, last, exact = rows[0], rows[-1], [row for row in rows if row.exact]
@@ -225,7 +226,7 @@ def speed(rows: Sequence[CellRow]) -> str:
     )
 
 
-def fastest(block: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def fastest(block: ComparisonGroup, rows: Rows) -> Found:
     """Name the fastest strategy; strategies that compute something else take no part."""
     wrong = check(block, rows[0].nodes).doubtful
     right = sorted((row for row in rows if row.sync not in wrong), key=lambda row: row.step)
@@ -234,9 +235,9 @@ def fastest(block: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
         yield ReportFinding(SPEED, f" {speed(right)}.", evidence)
 
 
-def slower_than_one(block: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def slower_than_one(block: ComparisonGroup, rows: Rows) -> Found:
     """Name the cells with a speed-up below 1."""
-    what = "slower" if block.scaling == "strong" else "processing fewer samples a second"
+    what = "slower" if not block.weak else "processing fewer samples a second"
     slower = grouped(
         (_how_certain(row.speedup_interval), row) for row in rows if row.speedup and row.speedup < 1
     )
@@ -259,7 +260,7 @@ def _how_certain(speedup: tuple[float, float] | None) -> str:
     return " by the medians, but the 95 % intervals overlap."
 
 
-def above_ideal(_: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def above_ideal(_: ComparisonGroup, rows: Rows) -> Found:
     """Warn of speed-ups that are larger than the number of nodes."""
     found = {row.sync: row.efficiency or 0.0 for row in rows}
     if above := {sync: share for sync, share in found.items() if share > _ABOVE_IDEAL}:
@@ -276,74 +277,61 @@ def above_ideal(_: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
 # --- what takes the time ---
 
 
-def bounds(_: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def bounds(_: ComparisonGroup, rows: Rows) -> Found:
     """Say what takes the largest part of a step: compute, communication or waiting."""
-    parts = {row.sync: found for row in rows if (found := _parts(row))}
+    parts = {row.sync: _parts(row) for row in rows}
     largest = {sync: max(found, key=found.__getitem__) for sync, found in parts.items()}
     members = grouped((part, sync) for sync, part in largest.items())
     texts = [
-        f"{label} with {strategies(members[part], of=len(parts))}"
+        f"{label} with {strategies(members[part], of=len(rows))}"
         for part, label in _PARTS.items()
         if part in members
     ]
-    if texts:
-        yield ReportFinding(
-            BOUND,
-            f" the largest part of the median step is {'; '.join(texts)}.",
-            "; ".join(
-                f"{sync} {percent(found[largest[sync]] / sum(found.values()))} {largest[sync]}"
-                for sync, found in parts.items()
-            ),
-        )
+    shares = (
+        f"{sync} {percent(found[largest[sync]] / sum(found.values()))} {largest[sync]}"
+        for sync, found in parts.items()
+    )
+    yield ReportFinding(
+        BOUND, f" the largest part of the median step is {'; '.join(texts)}.", "; ".join(shares)
+    )
 
 
 def _parts(row: CellRow) -> dict[str, float]:
-    """Return seconds of each of ``_PARTS``; nothing if one is unknown or all are 0."""
-    names = ("data", "forward", "backward", "update", "wire", "wait")
-    known = [seconds for name in names if (seconds := row.median(name)) is not None]
-    if len(known) < len(names) or not any(known):
-        return {}
-    *compute, wire, wait = known
-    return {"compute": sum(compute), "wire": wire, "wait": wait}
+    compute = sum(map(row.seconds, ("data", "forward", "backward", "update")))
+    return {"compute": compute, "wire": row.seconds("wire"), "wait": row.seconds("wait")}
 
 
-def stragglers(_: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
     """Compare the time spent waiting for slower ranks with the time of the communication."""
-    known = [
-        (row, wait, wire)
-        for row in rows
-        if (wait := row.median("wait")) is not None and (wire := row.median("wire")) is not None
-    ]
     evidence = "; ".join(
-        f"{row.sync} waiting {seconds_text(wait, row.step)} s, "
-        f"on the wire {seconds_text(wire, row.step)} s"
-        for row, wait, wire in known
+        f"{row.sync} waiting {seconds_text(row.seconds('wait'), row.step)} s, "
+        f"on the wire {seconds_text(row.seconds('wire'), row.step)} s"
+        for row in rows
     )
-    late = grouped(
-        ((row.interval("wait") or (0, 0))[0] > (row.interval("wire") or (0, 0))[1], row.sync)
-        for row, wait, wire in known
-        if wait > wire
-    )
-    for sure, names in late.items():
-        rest = (
-            ". A faster network would save less than half of the exposed time."
-            if sure
-            else ", but the 95 % intervals overlap."
-        )
-        text = f" {listed(names)}: ranks wait longer for slower ranks than sending takes{rest}"
-        yield ReportFinding(BOUND, text, evidence, caution=not sure)
-    if known and not late:
-        names = [row.sync for row, _, _ in known]
-        who = f"none of the strategies that measured it ({listed(names)})"
-        yield ReportFinding(
-            BOUND,
-            f" {'no strategy' if len(known) == len(rows) else who} waits longer for slower ranks "
-            "than sending takes.",
-            evidence,
-        )
+    late = [row for row in rows if row.seconds("wait") > row.seconds("wire")]
+    sure = [
+        row
+        for row in late
+        if (row.interval("wait") or (0, 0))[0] > (row.interval("wire") or (0, 0))[1]
+    ]
+    for some, rest in (
+        (sure, ". A faster network would save less than half of the exposed time."),
+        ([row for row in late if row not in sure], ", but the 95 % intervals overlap."),
+    ):
+        if some:
+            yield ReportFinding(
+                BOUND,
+                f" {listed([row.sync for row in some])}: ranks wait longer for slower ranks than "
+                f"sending takes{rest}",
+                evidence,
+                caution=some is not sure,
+            )
+    if not late:
+        text = " no strategy waits longer for slower ranks than sending takes."
+        yield ReportFinding(BOUND, text, evidence)
 
 
-def overlaps(block: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def overlaps(block: ComparisonGroup, rows: Rows) -> Found:
     """Say how much of the communication runs during backward in the one recorded step."""
     recorded = {row.sync: block.timelines[row.id] for row in rows if row.id in block.timelines}
     found = {sync: mean_overlap(timeline) for sync, timeline in recorded.items()}
@@ -361,7 +349,7 @@ def overlaps(block: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
         yield ReportFinding(BOUND, f", in the one recorded step, {text}.", "; ".join(_each(shares)))
 
 
-def root_share(_: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def root_share(_: ComparisonGroup, rows: Rows) -> Found:
     """Compare rank 0's share of all bytes sent with an equal share."""
     known = {row.sync: row.root_share for row in rows}
     shares = {sync: share for sync, share in known.items() if share is not None}
@@ -389,7 +377,7 @@ def root_share(_: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
 # --- what was learned, also on one node ---
 
 
-def accuracies(block: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
     """Compare the accuracies on the test images; near chance they show nothing."""
     reached = {row: values for row in rows if (values := _recorded(row, "test_accuracy"))}
     evidence = "; ".join(f"{row.sync} {_spread(values)}" for row, values in reached.items())
@@ -426,21 +414,17 @@ def accuracies(block: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
             f"{' Each ran once, so small differences show nothing.' if once else ''}",
             evidence,
         )
-    for row in above if exact else ():
-        if not row.exact:
-            mean, middle = fmean(reached[row]), fmean(exact)
-            side = f"{100 * abs(mean - middle):.1f} points {'above' if mean > middle else 'below'}"
-            inside = min(exact) <= mean <= max(exact)
-            yield ReportFinding(
-                "Accuracy",
-                f" {row.sync}, which does not claim to be exact, reaches {percent(mean, 1)}; the "
-                f"exact strategies {_between(exact)}: "
-                f"{'within their range' if inside else f'{side} their mean'}.",
-                f"{row.sync} {_spread(reached[row])}; the exact mean {percent(middle, 1)}",
-            )
+        for row in above:
+            if not row.exact:
+                yield ReportFinding(
+                    "Accuracy",
+                    f" {row.sync}, which does not claim to be exact, reaches "
+                    f"{percent(fmean(reached[row]), 1)}; the exact strategies {_between(exact)}.",
+                    f"{row.sync} {_spread(reached[row])}; the exact mean {percent(fmean(exact), 1)}",
+                )
 
 
-def _of(rows: Sequence[CellRow]) -> str:
+def _of(rows: Rows) -> str:
     return f" of {listed([row.sync for row in rows])}" if rows[0].nodes > 1 else ""
 
 
@@ -459,7 +443,7 @@ def _spread(values: Sequence[float]) -> str:
     return percent(fmean(values), 1) + several
 
 
-def time_to_accuracy(block: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def time_to_accuracy(block: ComparisonGroup, rows: Rows) -> Found:
     """Say how many seconds of training each strategy needed to reach the required accuracy."""
     target = block.settings.get("until_accuracy")
     for row in rows if target else ():
@@ -486,7 +470,7 @@ def time_to_accuracy(block: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
 # --- limits ---
 
 
-def unfinished(block: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def unfinished(block: ComparisonGroup, rows: Rows) -> Found:
     """Name the cells that failed, are pending, or have fewer repeats than planned."""
     if not rows:
         text = "No run has ended yet, so there is nothing to report."
@@ -505,7 +489,7 @@ def unfinished(block: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
             )
 
 
-def emulation(block: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def emulation(block: ComparisonGroup, rows: Rows) -> Found:
     """Say what emulated compute leaves out."""
     if block.emulated and block.emulated_compute and rows:
         yield ReportFinding(
@@ -517,7 +501,7 @@ def emulation(block: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
         )
 
 
-def noisy(_: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def noisy(_: ComparisonGroup, rows: Rows) -> Found:
     """Name the cells whose repeats differ too much for a conclusion."""
     if wide := list(filter(_is_noisy, rows)):
         yield ReportFinding(
@@ -540,7 +524,7 @@ def _on(row: CellRow) -> str:
     return f"{row.sync} on {nodes_text(row.nodes)}"
 
 
-def oversubscription(_: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def oversubscription(_: ComparisonGroup, rows: Rows) -> Found:
     """Name the numbers of nodes on which ranks shared cores."""
     if crowded := [row for row in rows if row.oversubscribed]:
         yield ReportFinding(
@@ -556,41 +540,35 @@ def oversubscription(_: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
 # --- predictions ---
 
 
-def predictions(_: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def predictions(_: ComparisonGroup, rows: Rows) -> Found:
     """Say how many predicted step times lie within 20 % of the measured ones."""
     errors = {row: row.error for row in rows if row.error is not None}
-    texts = {row: percent(error, 1, signed=True) for row, error in errors.items()}
-    inside, outside = ([row for row in errors if row.in_scope is scope] for scope in (True, False))
+    texts = {row: f"{row.name}: {percent(error, 1, signed=True)}" for row, error in errors.items()}
+    inside = [row for row in errors if row.prediction.get("in_scope")]
+    outside = [row for row in errors if row not in inside]
     if inside:
-        far = [f"{row.name} ({texts[row]})" for row in inside if abs(errors[row]) > _WITHIN]
+        far = [texts[row] for row in inside if abs(errors[row]) > _WITHIN]
         worst = max(inside, key=lambda row: abs(errors[row]))
-        beyond = f" Outside: {'; '.join(far)}." if far else ""
         yield ReportFinding(
             "Prediction",
             f"{len(inside) - len(far)} of {len(inside)} predictions in scope lie within "
-            f"{percent(_WITHIN)} of the measured step time; the largest error is {texts[worst]} "
-            f"({worst.name}).{beyond}",
-            "; ".join(f"{row.name}: {texts[row]}" for row in inside),
+            f"{percent(_WITHIN)} of the measured step time; the largest error is that of "
+            f"{texts[worst]}.{f' Outside are {listed(far)}.' if far else ''}",
+            "; ".join(texts[row] for row in inside),
             caution=bool(far),
         )
     if outside:
         reasons = {row.prediction.get("why") or "no reason given" for row in outside}
-        low, high = (texts[pick(outside, key=errors.__getitem__)] for pick in (min, max))
-        are, errors_are = (
-            ("prediction is", f"its error, {low}, is")
-            if len(outside) == 1
-            else ("predictions are", f"their errors, {low} to {high}, are")
-        )
         yield ReportFinding(
             "Prediction",
-            f"{len(outside)} {are} outside the model's scope ({listed(sorted(reasons))}); "
-            f"{errors_are} shown but not counted.",
-            "; ".join(f"{row.name}: {texts[row]}" for row in outside),
+            f"The errors of {len(outside)} of {len(errors)} predictions are outside the model's scope "
+            f"({listed(sorted(reasons))}): they are shown but not counted.",
+            "; ".join(texts[row] for row in outside),
             caution=True,
         )
 
 
-def made_in_time(block: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def made_in_time(block: ComparisonGroup, rows: Rows) -> Found:
     """Say whether the prediction was made before the first run started."""
     made, first = block.predicted_at, block.first_start
     if made and first and any(row.prediction for row in rows):
@@ -609,7 +587,7 @@ def _clock(moment: str) -> str:
     return moment.replace("T", " ").split(".")[0]
 
 
-def bytes_as_predicted(_: ComparisonGroup, rows: Sequence[CellRow]) -> Found:
+def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
     """Say whether the bytes that each rank counted equal the formulas."""
     both = {
         row.name: (formula, counted)

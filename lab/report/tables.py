@@ -127,6 +127,7 @@ def _mark_best(lines: Sequence[Line], name: str) -> None:
 
 def _values(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
     low, high = row.interval("step") or (None, None)
+    in_scope = row.prediction.get("in_scope", False)
     return {
         "strategy": row.sync,
         "nodes": row.nodes,
@@ -152,9 +153,9 @@ def _values(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
         "peak_memory_bytes": row.median("peak_memory_bytes"),
         **{f"{kind}_bytes": row.memory().get(kind) for kind in KINDS},
         "predicted_tensor_bytes": sum(row.memory("predicted_memory").values()) or None,
-        "predicted_step_seconds": row.predicted,
+        "predicted_step_seconds": row.prediction.get("step_seconds"),
         "prediction_error_ratio": row.error,
-        "prediction_in_scope": int(row.in_scope) if row.prediction else None,
+        "prediction_in_scope": int(in_scope) if row.prediction else None,
     }
 
 
@@ -176,7 +177,7 @@ def _readable(row: CellRow, wrong: bool) -> dict[str, Any]:
         "measured_seconds": row.step or None,
         "error": row.error,
         "scope": "in scope"
-        if row.in_scope
+        if row.prediction.get("in_scope")
         else f"out of scope: {row.prediction.get('why') or 'no reason given'}",
         "state": f"{row.status}: {shown}" if shown else row.status,
     }
@@ -188,7 +189,7 @@ def _text(row: CellRow, name: str, value: Any) -> str:
         return value or NOTHING
     if form == "s":
         interval = interval_text(row) if name == "step_seconds" else ""
-        return seconds_text(value, row.step or row.predicted) + interval
+        return seconds_text(value, row.step or value) + interval
     number = value / 1e6 if name.endswith("_bytes") else value
     return format(number, form).replace("%", " %")
 

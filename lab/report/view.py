@@ -66,9 +66,13 @@ class CellRow(msgspec.Struct, frozen=True, eq=False):
         low, high = (self.intervals or {}).get(name) or (None, None)
         return None if low is None or high is None else (low, high)
 
+    def seconds(self, name: str) -> float:
+        """Return the median of a time; every run records them all, so unknown means no run."""
+        return self.median(name) or 0.0
+
     @property
     def step(self) -> float:
-        return self.median("step") or 0.0
+        return self.seconds("step")
 
     def _over_one_node(self, one_step: float, step: float) -> float:
         """Return the samples per second with these step times, over one node's.
@@ -102,17 +106,10 @@ class CellRow(msgspec.Struct, frozen=True, eq=False):
         return self.batch_size / self.step if self.batch_size and self.step else None
 
     @property
-    def predicted(self) -> float | None:
-        return self.prediction.get("step_seconds")
-
-    @property
     def error(self) -> float | None:
         """The relative error of the predicted step time: predicted / measured - 1."""
-        return self.predicted / self.step - 1 if self.predicted and self.step else None
-
-    @property
-    def in_scope(self) -> bool:
-        return bool(self.prediction.get("in_scope"))
+        predicted = self.prediction.get("step_seconds")
+        return predicted / self.step - 1 if predicted and self.step else None
 
     @property
     def root_share(self) -> float | None:
@@ -134,6 +131,9 @@ class CellRow(msgspec.Struct, frozen=True, eq=False):
         return [fmean(values) for values in zip(*lists, strict=False) if None not in values]
 
 
+Rows = Sequence[CellRow]
+
+
 @dataclass(frozen=True)
 class ComparisonGroup:
     """Cells that differ only in strategy and number of nodes; ``suffix`` ends figure names."""
@@ -142,12 +142,15 @@ class ComparisonGroup:
     rate: Any
     label: str
     suffix: str
-    rows: Sequence[CellRow]
-    scaling: str
+    rows: Rows
     emulated: bool
     settings: Json
     timelines: Json
     predicted_at: str  # when the prediction was made, in ISO format
+
+    @property
+    def weak(self) -> bool:
+        return self.settings.get("scaling") == "weak"
 
     @property
     def emulated_compute(self) -> bool:
@@ -205,14 +208,19 @@ def blocks(results: Json) -> list[ComparisonGroup]:
         or [cells[0]["rate"]]
     ]
     many_rates = len({rate for _, rate in keys}) > 1
-    prediction = results.get("prediction") or {}
+    prediction, shared = results.get("prediction") or {}, results["settings"]
+    differing = {difference.split(":")[0] for difference in results.get("differences", [])}
     found = []
     for group, rate in keys:
         names = [(f"group {group}", f"-group{group}")] if len(groups) > 1 else []
         if many_rates:
-            name = safe_name(rate if isinstance(rate, str) else rate_text(rate))
-            names.append((rate_text(rate), f"-{name}"))
-        settings = _group_settings(results, group)
+            name = rate if isinstance(rate, str) else rate_text(rate)
+            names.append((rate_text(rate), "-" + re.sub(r"[^\w.]+", "_", name)))
+        settings = {  # those that all groups share, and the group's own
+            "gpus": results["environment"].get("gpus"),
+            **{name: value for name, value in shared.items() if name not in differing},
+            **results.get("groups", {}).get(str(group), {}),
+        }
         real = settings.get("compute") == "real" and rate is None
         found.append(
             ComparisonGroup(
@@ -221,7 +229,6 @@ def blocks(results: Json) -> list[ComparisonGroup]:
                 label=", ".join(label for label, _ in names),
                 suffix="".join(suffix for _, suffix in names),
                 rows=_rows(groups[group], rate, prediction.get("cells", {})),
-                scaling=results["settings"].get("scaling") or "strong",
                 emulated=bool(results.get("emulated")) and not real,
                 settings=settings,
                 timelines=results["timelines"],
@@ -248,16 +255,6 @@ def _rows(cells: Sequence[Json], rate: Any, predictions: Json) -> list[CellRow]:
         for cell in mine
     ]
     return sorted(rows, key=lambda row: (row.nodes, order(row.sync)))
-
-
-def _group_settings(results: Json, group: int) -> dict[str, Any]:
-    """Return the settings that all groups share, and the group's own."""
-    differing = {difference.split(":")[0] for difference in results.get("differences", [])}
-    return {
-        "gpus": results["environment"].get("gpus"),
-        **{name: value for name, value in results["settings"].items() if name not in differing},
-        **results.get("groups", {}).get(str(group), {}),
-    }
 
 
 def what_is_emulated(settings: Json) -> str:
@@ -312,11 +309,6 @@ def percent(share: float, digits: int = 0, *, signed: bool = False) -> str:
 def nodes_text(nodes: int) -> str:
     """Return ``1 node`` or ``4 nodes``."""
     return f"{nodes} node{'s' if nodes != 1 else ''}"
-
-
-def safe_name(text: str) -> str:
-    """Return ``text`` as a part of a file name."""
-    return re.sub(r"[^\w.-]+", "_", text).strip("._")[:80] or "cell"
 
 
 def listed(names: Sequence[str], *, limit: int = 20) -> str:

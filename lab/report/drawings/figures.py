@@ -6,6 +6,7 @@ page if the figure would be empty, or if all its values are equal.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
@@ -13,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from common.utils.grouping import grouped
 from lab.plot_style import (
     INK,
     PAPER,
@@ -40,7 +42,6 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
         raise NothingToShowError("Nothing is measured yet.")
     whiskers = [interval[1] for row in block.measured if (interval := row.interval("step"))]
     right = min(1.5 * max(steps), max([*steps, *whiskers]))
-    hidden = "sync" if all(row.median("wait") is not None for row in block.measured) else ""
 
     def draw(axis: Axes, y: float, row: CellRow) -> None:
         for name, begin, end in section_spans(row):
@@ -65,13 +66,10 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
         xlabel="seconds a step",
         right=right,
         extra=0.75 if narrow else 0.55,
-    )
-    figure.legend(
         handles=[
-            *(section_patch(name) for name in (*SECTIONS, "rest") if name != hidden),
+            *map(section_patch, (*SECTIONS, "rest")),
             line_key("median, 95 % interval", linewidth=1.2, marker="|", markersize=6),
         ],
-        loc="outside lower center",
         ncols=2 if narrow else 4,
         handlelength=1.4,
         columnspacing=1.2,
@@ -84,17 +82,9 @@ def section_spans(row: CellRow) -> list[tuple[str, float, float]]:
 
     The last one, ``rest``, ends at the step's median, and is missing if the sections reach it.
     """
-    split = row.median("wait") is not None and row.median("wire") is not None
-    hidden = ("sync",) if split else ("wait", "wire")
-    found, left = [], 0.0
-    for name in SECTIONS:
-        seconds = row.median(name)
-        if seconds and name not in hidden:
-            found.append((name, left, left + seconds))
-            left += seconds
-    if left < row.step:
-        found.append(("rest", left, row.step))
-    return found
+    *ends, last = accumulate(map(row.seconds, SECTIONS), initial=0.0)
+    spans = [*zip(SECTIONS, ends, [*ends[1:], last], strict=True), ("rest", last, row.step)]
+    return [(name, begin, end) for name, begin, end in spans if end > begin]
 
 
 def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
@@ -122,25 +112,22 @@ def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
         block,
         draw,
         narrow=narrow,
-        heading=f"Speed-up and efficiency{' (weak scaling)' if block.scaling == 'weak' else ''}",
+        heading=f"Speed-up and efficiency{' (weak scaling)' if block.weak else ''}",
         xlabel="efficiency",
         right=right,
         baseline=False,
         extra=0.5 if narrow else 0.35,
+        handles=[
+            line_key("ideal: N nodes are N times as fast", linewidth=1, linestyle=_IDEAL),
+            line_key("as fast as one node", linewidth=1, linestyle=_ONE_NODE),
+        ],
+        ncols=1 if narrow else 2,
+        handlelength=2.5,
     )
     for axis, nodes in zip(axes, block.nodes, strict=True):
         axis.xaxis.set_major_formatter(PercentFormatter(1, 0, " %"))
         axis.axvline(1, color=INK, linewidth=1, linestyle=_IDEAL)
         axis.axvline(1 / nodes, color=INK, linewidth=1, linestyle=_ONE_NODE)
-    figure.legend(
-        handles=[
-            line_key("ideal: N nodes are N times as fast", linewidth=1, linestyle=_IDEAL),
-            line_key("as fast as one node", linewidth=1, linestyle=_ONE_NODE),
-        ],
-        loc="outside lower center",
-        ncols=1 if narrow else 2,
-        handlelength=2.5,
-    )
     return figure
 
 
@@ -188,6 +175,18 @@ def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
         xlabel="MB sent a step" + (" (log scale)" if log else ""),
         baseline=False,
         extra=0.5 if narrow else 0.35,
+        handles=[
+            line_key("root (rank 0)", linestyle="", marker="s", markersize=5),
+            line_key(
+                "each of the others (mean)",
+                linestyle="",
+                marker="o",
+                markersize=9,
+                markerfacecolor=PAPER,
+            ),
+        ],
+        ncols=2,
+        handlelength=1,
     )
     for axis in axes:
         if log:
@@ -195,16 +194,6 @@ def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         else:
             axis.set_xlim(-0.04 * max(values), max(values) * 1.1 or 1)
-    circle: dict[str, Any] = {"marker": "o", "markersize": 9, "markerfacecolor": PAPER}
-    figure.legend(
-        handles=[
-            line_key("root (rank 0)", linestyle="", marker="s", markersize=5),
-            line_key("each of the others (mean)", linestyle="", **circle),
-        ],
-        loc="outside lower center",
-        ncols=2,
-        handlelength=1,
-    )
     return figure
 
 
@@ -250,10 +239,7 @@ def _values_that_differ(
 
     missing, alike : what to say then. form : of a value.
     """
-    panels: dict[int, list[float]] = {}
-    for row, values in rows.items():
-        panels.setdefault(row.nodes, []).extend(values)
-    panels = {nodes: values for nodes, values in panels.items() if values}
+    panels = grouped((row.nodes, value) for row, values in rows.items() for value in values)
     if not panels:
         raise NothingToShowError(missing)
     if all(max(values) - min(values) <= _EQUAL * max(values) for values in panels.values()):
@@ -275,6 +261,7 @@ def _row_panels(
     right: float | None = None,
     baseline: bool = True,
     extra: float,
+    **legend: Any,
 ) -> tuple[Figure, Sequence[Axes]]:
     """Return a figure with a panel per number of nodes and a row per strategy, and its axes.
 
@@ -315,6 +302,8 @@ def _row_panels(
             axis.axhline(0.5, color=INK, linewidth=0.6, alpha=0.35)
         axis.grid(axis="x")
     title(figure, heading, emulated=block.emulated)
+    if legend:
+        figure.legend(loc="outside lower center", **legend)
     return figure, axes
 
 

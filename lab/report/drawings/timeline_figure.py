@@ -57,7 +57,7 @@ def _draw_lanes(
     """Draw ``entries``, each a label, a timeline and one of its ranks, from top to bottom."""
     ranks = [rank for _, _, rank in entries]
     rows = [rank["sections"] | sync_parts(timeline, rank) for _, timeline, rank in entries]
-    drawn = [name for name in SECTIONS if name != "sync" and any(row.get(name) for row in rows)]
+    drawn = [name for name in SECTIONS if any(row.get(name) for row in rows)]
     if not drawn:
         raise NothingToShowError("The recorded step has no sections.")
     kinds = dict.fromkeys(message["kind"] for rank in ranks for message in rank["messages"])
