@@ -279,7 +279,7 @@ def above_ideal(_: ComparisonGroup, rows: Rows) -> Found:
 
 def bounds(_: ComparisonGroup, rows: Rows) -> Found:
     """Say what takes the largest part of a step: compute, communication or waiting."""
-    parts = {row.sync: _parts(row) for row in rows}
+    parts = {row.sync: _parts(row) for row in rows if row.median("wait") is not None}
     largest = {sync: max(found, key=found.__getitem__) for sync, found in parts.items()}
     members = grouped((part, sync) for sync, part in largest.items())
     texts = [
@@ -291,9 +291,9 @@ def bounds(_: ComparisonGroup, rows: Rows) -> Found:
         f"{sync} {percent(found[largest[sync]] / sum(found.values()))} {largest[sync]}"
         for sync, found in parts.items()
     )
-    yield ReportFinding(
-        BOUND, f" the largest part of the median step is {'; '.join(texts)}.", "; ".join(shares)
-    )
+    if texts:
+        largest_part = f" the largest part of the median step is {'; '.join(texts)}."
+        yield ReportFinding(BOUND, largest_part, "; ".join(shares))
 
 
 def _parts(row: CellRow) -> dict[str, float]:
@@ -303,6 +303,7 @@ def _parts(row: CellRow) -> dict[str, float]:
 
 def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
     """Compare the time spent waiting for slower ranks with the time of the communication."""
+    rows = [row for row in rows if row.median("wait") is not None]
     evidence = "; ".join(
         f"{row.sync} waiting {seconds_text(row.seconds('wait'), row.step)} s, "
         f"on the wire {seconds_text(row.seconds('wire'), row.step)} s"
@@ -326,7 +327,7 @@ def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
                 evidence,
                 caution=some is not sure,
             )
-    if not late:
+    if rows and not late:
         text = " no strategy waits longer for slower ranks than sending takes."
         yield ReportFinding(BOUND, text, evidence)
 
