@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -49,7 +48,7 @@ addEventListener("message", (event) => { document.documentElement.dataset.measur
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(tmp_path_factory):
     """Write a report with long words, and add a script to its page that measures the layout."""
     data = results(
         ("gather_scatter", "halving_doubling", "ddp_powersgd"), (1, 2), accuracy=0.43, emulated=True
@@ -68,7 +67,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def browse(page: Path, *flags: str) -> str:
+def browse(page, *flags):
     """Run the browser on ``page`` and return its output; fail if the console shows a message."""
     assert BROWSER
     profile = page.parent / "profile"
@@ -95,7 +94,7 @@ def browse(page: Path, *flags: str) -> str:
     return done.stdout
 
 
-def measured(page: Path, width: int, *flags: str) -> tuple[int, int, list[str], float, str, str]:
+def measured(page, width, *flags):
     """Return frame width, scroll width, overflowing elements, smallest text, background and ink."""
     around = page.with_name(f"around-{width}.html")
     around.write_text(AROUND.replace("WIDTH", str(width)), encoding="utf-8")
@@ -106,7 +105,7 @@ def measured(page: Path, width: int, *flags: str) -> tuple[int, int, list[str], 
     return tuple(json.loads(html.unescape(found[1])))
 
 
-def test_phone(page: Path) -> None:
+def test_phone(page):
     width, scrolled, sticking_out, smallest_text, background, ink = measured(page, 390)
     assert width == 390
     assert scrolled <= 390
@@ -115,7 +114,7 @@ def test_phone(page: Path) -> None:
     assert (background, ink) == ("rgb(255, 255, 255)", "rgb(27, 31, 35)")
 
 
-def test_dark_on_a_wide_screen(page: Path) -> None:
+def test_dark_on_a_wide_screen(page):
     width, scrolled, sticking_out, smallest_text, background, ink = measured(
         page, 1280, "--blink-settings=preferredColorScheme=0"
     )
@@ -126,7 +125,7 @@ def test_dark_on_a_wide_screen(page: Path) -> None:
 
 
 @pytest.mark.slow
-def test_screenshot_and_print(page: Path) -> None:
+def test_screenshot_and_print(page):
     shot = page.parent / "shot.png"
     browse(page, f"--screenshot={shot}", "--window-size=1280,4000")
     colors = Image.open(shot).convert("RGB").getcolors(maxcolors=1 << 24)

@@ -98,7 +98,11 @@ CASES = (
     ("ddp and ring cannot be told apart (0.550 to 0.559 s; their 95 % intervals", NEAR, SLOW),
     ("not every strategy ran more than once", step("ring", 0.6, None, None), SAME),
     ("each strategy ran once", step("ring", 1, None, None) | step("ddp", 1, None, None), SAME),
-    ("of the exact strategies ddp takes", {"ring.exact": False} | step("ring", 0.1, 0.1, 0.1), SAME),
+    (
+        "of the exact strategies ddp takes",
+        {"ring.exact": False} | step("ring", 0.1, 0.1, 0.1),
+        SAME,
+    ),
     ("ddp takes 0.514 s a step", {"ring.status": "failed", "ring.median": None}, SAME),
     ("ddp takes 0.514 s a step", wrong() | step("ring", 0.1, 0.1, 0.1), SAME),  # takes no part
     ("ring is slower than one node, even at the favourable ends of both", SLOW, UNSURE),
