@@ -36,6 +36,7 @@ _ABOVE_IDEAL = 1.05  # an efficiency that no measuring error of a quiet machine 
 _NEAR_CHANCE = 1.5  # times the accuracy of guessing
 _CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
 _WITHIN = 0.20  # of the measured step: a prediction that far off is near
+_NETWORK = ". A faster network would save less than half of the exposed time."
 _PARTS = {
     "compute": "compute (data, forward, backward, update)",
     "wire": "communication on the wire",
@@ -69,7 +70,7 @@ def findings(block: ComparisonGroup) -> list[ReportFinding]:
     several = {nodes: rows for nodes, rows in every.items() if nodes > 1}
     whole = {0: block.measured}
     plan = ((whole, _LIMITS), (several, _ON_NODES), (every, _LEARNED), (whole, _PREDICTION))
-    found = []
+    found: list[ReportFinding] = []
     for parts, finders in plan:
         for find in finders:
             said = [(nodes, one) for nodes, rows in parts.items() for one in find(block, rows)]
@@ -122,43 +123,36 @@ def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
     result = check(block, rows[0].nodes)
     others = "ddp, PyTorch's own," if set(result.equal) == {DDP} else "the others"
     several = len(result.equal) > 1
-    for sync, deviation in result.wrong.items():
-        yield ReportFinding(
-            EQUAL,
-            f" {sync} is not equal to {others} {_how_far(deviation)}. It claims to be exact, but "
-            "does not compute the mean gradient.",
-            f"equal to each other: {listed(result.equal)}" if several else "",
-            wrong=True,
-        )
+    wrong = [
+        f" {sync} is not equal to {others} {_how_far(deviation)}. It claims to be exact, but "
+        "does not compute the mean gradient."
+        for sync, deviation in result.wrong.items()
+    ]
     if result.disputed:
-        yield ReportFinding(
-            EQUAL,
+        wrong.append(
             f" {listed(sorted(result.disputed))} do not compute the same "
             f"{_how_far(min(result.disputed.values()))}. At least one of them is wrong; a "
-            "comparison with ddp shows which.",
-            wrong=True,
+            "comparison with ddp shows which."
         )
-    for sync in result.unequal_ranks:
-        yield ReportFinding(
-            EQUAL,
-            f" the ranks of {sync} ended with different weights, although {sync} claims to be "
-            "exact.",
-            wrong=True,
-        )
+    wrong += [
+        f" the ranks of {sync} ended with different weights, although {sync} claims to be exact."
+        for sync in result.unequal_ranks
+    ]
+    evidence = f"equal to each other: {listed(result.equal)}" if several else ""
+    yield from (ReportFinding(EQUAL, text, evidence, wrong=True) for text in wrong)
     if several:
         yield _equal([row for row in rows if row.exact], result.equal)
-    for reason, names in grouped((why, sync) for sync, why in result.untested.items()).items():
-        are = "is" if len(names) == 1 else "are"
-        yield ReportFinding(
-            EQUAL, f" {listed(names)} {are} not comparable: {reason}.", caution=True
-        )
+    reasons = grouped((why, sync) for sync, why in result.untested.items())
+    limits = [
+        f" {listed(names)} {'is' if len(names) == 1 else 'are'} not comparable: {reason}."
+        for reason, names in reasons.items()
+    ]
     if several and block.nodes_beyond_one == [2]:
-        yield ReportFinding(
-            EQUAL,
+        limits.append(
             " a strategy that divides by a literal 2 is right by chance. Compare on 3 nodes as "
-            "well.",
-            caution=True,
+            "well."
         )
+    yield from (ReportFinding(EQUAL, text, caution=True) for text in limits)
 
 
 def _how_far(deviation: Deviation) -> str:
@@ -279,7 +273,15 @@ def above_ideal(_: ComparisonGroup, rows: Rows) -> Found:
 
 def bounds(_: ComparisonGroup, rows: Rows) -> Found:
     """Say what takes the largest part of a step: compute, communication or waiting."""
-    parts = {row.sync: _parts(row) for row in rows if row.median("wait") is not None}
+    parts = {
+        row.sync: {
+            "compute": sum(map(row.seconds, ("data", "forward", "backward", "update"))),
+            "wire": row.seconds("wire"),
+            "wait": row.seconds("wait"),
+        }
+        for row in rows
+        if row.median("wait") is not None
+    }
     largest = {sync: max(found, key=found.__getitem__) for sync, found in parts.items()}
     members = grouped((part, sync) for sync, part in largest.items())
     texts = [
@@ -296,11 +298,6 @@ def bounds(_: ComparisonGroup, rows: Rows) -> Found:
         yield ReportFinding(BOUND, largest_part, "; ".join(shares))
 
 
-def _parts(row: CellRow) -> dict[str, float]:
-    compute = sum(map(row.seconds, ("data", "forward", "backward", "update")))
-    return {"compute": compute, "wire": row.seconds("wire"), "wait": row.seconds("wait")}
-
-
 def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
     """Compare the time spent waiting for slower ranks with the time of the communication."""
     rows = [row for row in rows if row.median("wait") is not None]
@@ -309,24 +306,19 @@ def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
         f"on the wire {seconds_text(row.seconds('wire'), row.step)} s"
         for row in rows
     )
-    late = [row for row in rows if row.seconds("wait") > row.seconds("wire")]
-    sure = [
-        row
-        for row in late
-        if (row.interval("wait") or (0, 0))[0] > (row.interval("wire") or (0, 0))[1]
-    ]
-    for some, rest in (
-        (sure, ". A faster network would save less than half of the exposed time."),
-        ([row for row in late if row not in sure], ", but the 95 % intervals overlap."),
-    ):
-        if some:
-            yield ReportFinding(
-                BOUND,
-                f" {listed([row.sync for row in some])}: ranks wait longer for slower ranks than "
-                f"sending takes{rest}",
-                evidence,
-                caution=some is not sure,
-            )
+    late = grouped(
+        ((row.interval("wait") or (0, 0))[0] > (row.interval("wire") or (0, 0))[1], row.sync)
+        for row in rows
+        if row.seconds("wait") > row.seconds("wire")
+    )
+    for sure, names in late.items():
+        yield ReportFinding(
+            BOUND,
+            f" {listed(names)}: ranks wait longer for slower ranks than sending takes"
+            f"{_NETWORK if sure else ', but the 95 % intervals overlap.'}",
+            evidence,
+            caution=not sure,
+        )
     if rows and not late:
         text = " no strategy waits longer for slower ranks than sending takes."
         yield ReportFinding(BOUND, text, evidence)
@@ -384,23 +376,18 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
     evidence = "; ".join(f"{row.sync} {_spread(values)}" for row, values in reached.items())
     dataset = block.settings.get("dataset", "")
     classes = block.settings.get("num_classes") or _CLASSES.get(dataset)
-    if reached and not classes:
-        yield ReportFinding(
-            "Accuracy",
-            " accuracies were measured, but the number of classes is unknown, so they cannot be "
-            "compared with guessing.",
-            evidence,
-            caution=True,
-        )
-        return
-    limit = _NEAR_CHANCE / (classes or 1)
+    limit = _NEAR_CHANCE / classes if classes else math.inf
     near = [row for row, values in reached.items() if fmean(values) <= limit]
     if near:
+        chance = (
+            f"is near chance (at most {percent(limit, 1)} with {classes} classes). Equal "
+            "accuracies there show nothing: train longer, or with a smaller learning rate."
+            if classes
+            else "cannot be compared with guessing: the number of classes is unknown."
+        )
         yield ReportFinding(
             "Accuracy",
-            f" the test accuracy{_of(near)} is near chance (at most {percent(limit, 1)} with "
-            f"{classes} classes). Equal accuracies there show nothing: train longer, or with a "
-            "smaller learning rate.",
+            f" the test accuracy{_of(near)} {chance}",
             evidence,
             caution=True,
         )
@@ -421,7 +408,8 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
                     "Accuracy",
                     f" {row.sync}, which does not claim to be exact, reaches "
                     f"{percent(fmean(reached[row]), 1)}; the exact strategies {_between(exact)}.",
-                    f"{row.sync} {_spread(reached[row])}; the exact mean {percent(fmean(exact), 1)}",
+                    f"{row.sync} {_spread(reached[row])}; the exact mean "
+                    f"{percent(fmean(exact), 1)}",
                 )
 
 
@@ -446,7 +434,7 @@ def _spread(values: Sequence[float]) -> str:
 
 def time_to_accuracy(block: ComparisonGroup, rows: Rows) -> Found:
     """Say how many seconds of training each strategy needed to reach the required accuracy."""
-    target = block.settings.get("until_accuracy")
+    target = block.settings.get("until_accuracy") or 0.0
     for row in rows if target else ():
         times, tried = _recorded(row, "seconds_to_accuracy"), len(row.runs)
         who, reached = row.sync if row.nodes > 1 else "a run", len(times)
@@ -562,8 +550,8 @@ def predictions(_: ComparisonGroup, rows: Rows) -> Found:
         reasons = {row.prediction.get("why") or "no reason given" for row in outside}
         yield ReportFinding(
             "Prediction",
-            f"The errors of {len(outside)} of {len(errors)} predictions are outside the model's scope "
-            f"({listed(sorted(reasons))}): they are shown but not counted.",
+            f"The errors of {len(outside)} of {len(errors)} predictions are outside the model's "
+            f"scope ({listed(sorted(reasons))}): they are shown but not counted.",
             "; ".join(texts[row] for row in outside),
             caution=True,
         )

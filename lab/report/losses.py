@@ -30,14 +30,16 @@ def curves(rows: Rows) -> Curves:
         (run["seed"], row.sync, losses)
         for row in rows
         for run in row.runs
-        if (losses := {step: loss for step, loss in run.get("losses", []) if _finite(loss)})
+        if (
+            losses := {
+                step: loss
+                for step, loss in run.get("losses", [])
+                if loss is not None and math.isfinite(loss)
+            }
+        )
     ]
     seed = mode(sorted(own for own, _, _ in found)) if found else None
     return {sync: losses for own, sync, losses in reversed(found) if own == seed}
-
-
-def _finite(loss: float | None) -> bool:
-    return loss is not None and math.isfinite(loss)
 
 
 def differences(found: Curves) -> list[Difference]:

@@ -79,15 +79,9 @@ def _value(name: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Mapping):
-        if name == "least time of an all_reduce":  # by link: "4 nodes, 1gbit"
-            return "; ".join(f"{time} on {_link(link)}" for link, time in value.items())
-        parts = (f"{key.replace('_', ' ')} {_value(key, entry)}" for key, entry in value.items())
-        return "; ".join(parts)
+        return "; ".join(
+            f"{key.replace('_', ' ')} {_value(key, each)}" for key, each in value.items()
+        )
     if isinstance(value, list):
         return ", ".join(_value("", entry) for entry in value)
     return re.sub(r"(\d{4}-\d\d-\d\d)T(?=\d\d:)", r"\1 ", str(value))
-
-
-def _link(text: str) -> str:
-    nodes, comma, rate = text.partition(", ")
-    return f"{nodes} at {rate_text(rate)}" if comma else nodes

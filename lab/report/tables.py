@@ -147,7 +147,7 @@ def _values(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
         },
         "speedup_ratio": row.speedup,
         "efficiency_ratio": row.efficiency,
-        "samples_per_second": row.samples_per_second,
+        "samples_per_second": row.batch_size / row.step if row.batch_size and row.step else None,
         "root_sent_bytes": row.median("root_bytes_sent"),
         "others_sent_bytes": row.median("others_bytes_sent"),
         "peak_memory_bytes": row.median("peak_memory_bytes"),

@@ -61,8 +61,8 @@ def _table(block: ComparisonGroup) -> Table:
     """Return the cells with the six columns that matter most, at most 80 characters wide."""
     table = Table(box=SIMPLE_HEAD, padding=0)
     for name, heading in _COLUMNS.items():
-        justify = "left" if name in ("strategy", "claim") else "right"
-        table.add_column(heading, justify=justify, no_wrap=True)
+        left = name in ("strategy", "claim")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for line in lines(block):
         row, texts = line.row, line.texts
         sync = row.median("sync")

@@ -6,7 +6,6 @@ from typing import NamedTuple
 from lab.report.equality import check
 from lab.report.findings import ReportFinding, speed, strategies, timed, times_text
 from lab.report.view import (
-    CellRow,
     ComparisonGroup,
     Rows,
     listed,
@@ -50,15 +49,10 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
         return Verdict(wrong[0] + more + rest, _numbers(right or rows), True)
     text = f"a step takes {best}; no strategy on several nodes has been measured"
     if nodes > 1:
-        text = speed(rows) + _alone(rows[0]) + _equality(block, rows)
+        one, most = rows[0].baseline, (rows[0].speedup_interval or (1, 1))[1]
+        alone = f"; one node alone is faster ({timed(one)})" if one and most < 1 else ""
+        text = speed(rows) + alone + _equality(block, rows)
     return Verdict(f"{where} {text}.", _numbers(rows), False)
-
-
-def _alone(best: CellRow) -> str:
-    """Say that one node is faster than the fastest cell, if the intervals allow it."""
-    if not best.baseline or not best.speedup_interval or best.speedup_interval[1] >= 1:
-        return ""
-    return f"; one node alone is faster ({timed(best.baseline)})"
 
 
 def _equality(block: ComparisonGroup, rows: Rows) -> str:

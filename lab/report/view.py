@@ -102,10 +102,6 @@ class CellRow(msgspec.Struct, frozen=True, eq=False):
         return None if self.speedup is None else self.speedup / self.nodes
 
     @property
-    def samples_per_second(self) -> float | None:
-        return self.batch_size / self.step if self.batch_size and self.step else None
-
-    @property
     def error(self) -> float | None:
         """The relative error of the predicted step time: predicted / measured - 1."""
         predicted = self.prediction.get("step_seconds")

@@ -56,7 +56,7 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
         ends = row.interval("step") or (row.step, row.step)
         axis.plot([row.step] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
         axis.plot([ends[0], min(ends[1], right)], [y, y], color=INK, linewidth=1.2)
-        _write_value(axis, y, f"{seconds_text(row.step, row.step)} s")
+        _write(axis, y, f"{seconds_text(row.step, row.step)} s")
 
     figure, _ = _row_panels(
         block,
@@ -98,15 +98,12 @@ def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
     right = max(1.0, min(2.0, max([*(row.efficiency or 0.0 for row in rows), *ends])))
 
     def draw(axis: Axes, y: float, row: CellRow) -> None:
-        if row.speedup is None:
-            return
-        ends = row.speedup_interval or (row.speedup, row.speedup)
-        low, middle, high = (
-            min(each / row.nodes, right) for each in (ends[0], row.speedup, ends[1])
-        )
+        speedup = row.speedup or 0.0
+        ends = row.speedup_interval or (speedup, speedup)
+        low, middle, high = (min(each / row.nodes, right) for each in (ends[0], speedup, ends[1]))
         axis.plot([low, high], [y, y], color=color(row.sync), linewidth=1.6)
         axis.plot(middle, y, marker="o", markersize=6, color=color(row.sync))
-        _write_value(axis, y, f"{row.speedup:.2f} times")
+        _write(axis, y, f"{speedup:.2f} times")
 
     figure, axes = _row_panels(
         block,
@@ -152,7 +149,7 @@ def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
     def draw(axis: Axes, y: float, row: CellRow) -> None:
         shown = [max(value, floor) for value in sent[row]]
         if not shown:
-            _note(axis, y, "bytes not counted")
+            _write(axis, y, "bytes not counted", 0.02, style="italic")
             return
         axis.plot(shown, [y] * len(shown), color=color(row.sync), linewidth=2, alpha=0.6, zorder=2)
         axis.plot(
@@ -213,12 +210,12 @@ def draw_memory(block: ComparisonGroup, *, narrow: bool) -> Figure:
 
     def draw(axis: Axes, y: float, row: CellRow) -> None:
         if not peaks[row]:
-            _note(axis, y, "not recorded")
+            _write(axis, y, "not recorded", 0.02, style="italic")
             return
         mean, most = peaks[row]
         axis.barh(y, mean, height=0.7, color=color(row.sync))
         axis.plot([most] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
-        _write_value(axis, y, f"{mean:,.0f} MB")
+        _write(axis, y, f"{mean:,.0f} MB")
 
     figure, _ = _row_panels(
         block,
@@ -290,7 +287,7 @@ def _row_panels(
             if row is not None and row.step:
                 draw(axis, y, row)
             else:
-                _note(axis, y, "not run" if row is None else row.status)
+                _write(axis, y, "not run" if row is None else row.status, 0.02, style="italic")
         axis.set(title=nodes_text(nodes), xlabel=xlabel, ylim=(len(labels) - 0.4, -0.6))
         if right is not None:
             axis.set_xlim(0, right * 1.03)
@@ -307,21 +304,9 @@ def _row_panels(
     return figure, axes
 
 
-def _write_value(axis: Axes, y: float, text: str) -> None:
-    """Write a row's value in the column right of the panel, where no mark can be."""
+def _write(axis: Axes, y: float, text: str, x: float = 1.02, **look: Any) -> None:
+    """Write into a row: right of the panel a value, within it why there is none."""
     place: Any = ("axes fraction", "data")
-    axis.annotate(text, (1.02, y), xycoords=place, va="center", fontsize=8, annotation_clip=False)
-
-
-def _note(axis: Axes, y: float, text: str) -> None:
-    """Write into a row why it has no numbers."""
     axis.annotate(
-        text,
-        (0, y),
-        xytext=(6, 0),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        va="center",
-        fontsize=8,
-        style="italic",
+        text, (x, y), xycoords=place, va="center", fontsize=8, annotation_clip=False, **look
     )

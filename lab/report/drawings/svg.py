@@ -16,10 +16,11 @@ from matplotlib.figure import Figure
 
 from lab.plot_style import INK, PAPER, plt
 
-_LINK = "{http://www.w3.org/1999/xlink}href"
-_KEPT = ("d", "x", "y", "width", "height", "transform", "patternUnits", "fill")
-# The page's style sheet sets these for every figure.
-_SET_BY_PAGE = re.compile(rf"font-family: [^;]+; ?|; fill: {INK}$", re.IGNORECASE)
+_ID = re.compile(r'(?:(?<= id=")|(?<=href="#)|(?<=url\(#))[^")]+')
+_ATTRIBUTES = "id viewBox d x y width height transform patternUnits fill style"
+_KEPT = {name: name for name in _ATTRIBUTES.split()} | {
+    "{http://www.w3.org/1999/xlink}href": "href"
+}
 
 
 def save(figure: Figure, path: Path) -> str:
@@ -49,21 +50,16 @@ def inline(text: str, name: str) -> str:
     ids = {old: f"{name}-{index}" for index, old in enumerate(used)}
     # A style would apply to the whole page (style.css.jinja has it). Figures need no clipping: they
     # draw nothing outside their axes.
-    root = ElementTree.fromstring(re.sub(r"<(style|clipPath) .*?</\1>", "", text, flags=re.S))
+    text = re.sub(r"<(style|clipPath) .*?</\1>|font-family: [^;]+; ?", "", text, flags=re.S)
+    text = _ID.sub(lambda found: ids.get(found[0], ""), text)
+    root = ElementTree.fromstring(text)
     for element in root.iter():
-        given, element.tail = element.attrib, None
         element.tag = element.tag.rpartition("}")[2]
-        element.text = element.text if element.tag == "text" else None
-        element.attrib = {key: _shorter(given[key]) for key in _KEPT if key in given}
-        if style := _SET_BY_PAGE.sub("", given.get("style", "")):
-            element.set("style", re.sub(r"(?<=url\(#)[^)]+", lambda found: ids[found[0]], style))
-        if given.get("id") in ids:
-            element.set("id", ids[given["id"]])
-        if _LINK in given:
-            element.set("href", f"#{ids[given[_LINK][1:]]}")
-        if "viewBox" in given:
-            hidden = {"aria-hidden": "true", "focusable": "false"}
-            element.attrib = {"viewBox": given["viewBox"], **hidden}
+        element.text, element.tail = element.text if element.tag == "text" else None, None
+        element.attrib = {
+            _KEPT[key]: _shorter(value) for key, value in element.items() if key in _KEPT and value
+        }
+    root.attrib = {"viewBox": root.get("viewBox", ""), "aria-hidden": "true", "focusable": "false"}
     body = ElementTree.tostring(root, encoding="unicode")
     return body.replace(INK, "currentColor").replace(PAPER, "var(--paper)")
 

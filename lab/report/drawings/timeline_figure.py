@@ -118,11 +118,15 @@ def _draw_lanes(
 
 def _draw_boxes(axis: Axes, boxes: Sequence[tuple[float, ...]], look: dict[str, Any]) -> None:
     """Draw boxes (begin and end in seconds, y, height) as one path: it makes a small SVG."""
-    corners = []
-    for begin, end, y, height in boxes:
-        left, right, below = begin * 1e3, end * 1e3, y + height
-        corners += [
-            Path([(left, y), (right, y), (right, below), (left, below), (left, y)], closed=True)
-        ]
-    if corners:
-        axis.add_patch(PathPatch(Path.make_compound_path(*corners), **look))
+    paths = [
+        Path(
+            [
+                *((1e3 * begin, y), (1e3 * end, y), (1e3 * end, y + height)),
+                *((1e3 * begin, y + height), (1e3 * begin, y)),
+            ],
+            closed=True,
+        )
+        for begin, end, y, height in boxes
+    ]
+    if paths:
+        axis.add_patch(PathPatch(Path.make_compound_path(*paths), **look))

@@ -111,7 +111,7 @@ def test_the_prediction_and_its_calibration():
         repeat["started"] = f"2026-11-21T15:00:{second + 3:02}"
     text = page(data)
     for part in (
-        "<dt>shortest all-reduce</dt> <dd>7.9 ms on 4 nodes at 1 Gbit/s; 3 ms on 2 nodes</dd>",
+        "<dt>shortest all-reduce</dt> <dd>4 nodes, 1gbit 7.9 ms; 2 nodes 3 ms</dd>",
         "a CPU, 2026-11-22 23:14:50",
         "predicted at 2026-11-21 14:59:58",
         "The first run started at 2026-11-21 15:00:03.",
@@ -230,7 +230,7 @@ def test_a_figure_on_the_page_takes_its_colours_and_keeps_its_references():
       clip-path="url(#clip)" style="fill: #1b1f23; stroke: url(#h1)"/></g>
       <defs><path id="m1" d="M 0 0.257 \nL 1 1"/><pattern id="h1"><rect fill="#fffffe"/></pattern>
       </defs><use xlink:href="#m1" x="3.14159" y="2" style="fill: #1b1f23; stroke: url(#h1)"/>
-      <text style="font-size: 9px; font-family: 'DejaVu Sans';" x="1" y="1">a &lt; b
+      <text style="font-size: 9px; font-family: 'DejaVu Sans'; fill: #1b1f23" x="1" y="1">a &lt; b
       </text></svg>"""
     short = inline(text, "bytes")
     assert short.startswith('<svg viewBox="0 0 9 9" aria-hidden="true" focusable="false">')
@@ -246,7 +246,7 @@ def test_a_figure_on_the_page_takes_its_colours_and_keeps_its_references():
     assert short.count("fill: currentColor; stroke: url(#bytes-1)") == 2
     assert 'x="3.14" y="2"' in short
     shared = share_styles(f"<style>\np {{}}\n</style>{short}")
-    rules = ".f0 {fill: currentColor; stroke: url(#bytes-1)}\n.f1 {font-size: 9px}\n"
+    rules = ".f0 {fill: currentColor; stroke: url(#bytes-1)}\n.f1 {font-size: 9px; fill: currentColor}\n"
     assert shared.startswith(f"<style>\np {{}}\n{rules}")
     assert shared.count('class="f0"') == 2
     assert "style=" not in shared
