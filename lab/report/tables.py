@@ -107,22 +107,13 @@ def lines(block: ComparisonGroup) -> list[Line]:
     for nodes in block.nodes_beyond_one:
         right = [line for line in found if line.row.nodes == nodes and not line.wrong]
         for name, column in COLUMNS.items():
-            if column.best:
-                _mark_best([line for line in right if line.values[name] is not None], name)
+            known = [line for line in right if line.values.get(name) is not None]
+            # lines with the same text are equally good; where all have it, none is best
+            if column.best and len({line.texts[name] for line in known}) > 1:
+                best = column.best(known, key=lambda line: line.values[name]).texts[name]
+                for line in known:
+                    line.best.update({name} if line.texts[name] == best else ())
     return found
-
-
-def _mark_best(lines: Sequence[Line], name: str) -> None:
-    """Mark the lines with the best value of a column.
-
-    Lines with the same text are equally good; where all have it, none is best. A strategy that
-    computes something else than the others is not among them.
-    """
-    pick = COLUMNS[name].best
-    if pick and len({line.texts[name] for line in lines}) > 1:
-        best = pick(lines, key=lambda line: line.values[name]).texts[name]
-        for line in lines:
-            line.best.update({name} if line.texts[name] == best else ())
 
 
 def _values(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
