@@ -95,10 +95,8 @@ def check(block: ComparisonGroup, nodes: int) -> Equality:
         for row in rows
         for run in row.runs
     ]
-    result = Equality()
-    result.unequal_ranks += [
-        row.sync for row in rows if False in [run.get("equal_weights") for run in row.runs]
-    ]
+    apart = [row.sync for row in rows if False in [run.get("equal_weights") for run in row.runs]]
+    result = Equality(unequal_ranks=apart)
     groups = _starting_alike([curve for curve in curves if math.isfinite(curve.losses[1])])
     for group in groups:
         if len({curve.sync for curve in group}) > 1:

@@ -69,7 +69,7 @@ def _shorter(value: str) -> str:
     return re.sub(
         r"-?\d+\.\d+",
         lambda found: f"{round(float(found[0]), 2) or 0:g}",
-        value.replace(" \n", ""),
+        value.replace("  ", ""),
     )
 
 

@@ -266,49 +266,36 @@ def test_groups_and_rates_never_share_a_figure(tmp_path):
     assert rate_text(None) == "unshaped"
 
 
+# an imported run: no one-node cell, no counted bytes, a loss that was not finite
+BARE = cell("ring", 2, repeats=1)
+BARE["median"] = dict.fromkeys(BARE["median"]) | {"step": 0.004, "sync": 0.001}
+BARE["repeats"][0].update(losses=[[1, None], [2, 1.5]], ranks=[])
+STEP = {"format": 1, "sync": "ring", "step": 1, "ranks": []}
+NOTHING = {"prediction": None, "timelines": {}, "finished": False}
+
+
 @pytest.mark.usefixtures("plain_figures")
-@pytest.mark.parametrize("kind", ["empty", "pending", "one repeat", "bare"])
-def test_any_stage_of_results_makes_a_report(tmp_path, kind):
-    data = results(("ring",), (1, 2), repeats=1)
-    if kind == "empty":
-        data.update(cells=[], timelines={}, prediction=None)
-    elif kind == "pending":
-        data.update(
-            cells=[cell("none", 1, status="pending"), cell("ring", 2, status="pending")],
-            timelines={},
-            prediction=None,
-        )
-    elif kind == "bare":
-        # an imported run: no one-node cell, no counted bytes, a loss that was not finite
-        bare = data["cells"][1]
-        bare["median"] = dict.fromkeys(bare["median"]) | {"step": 0.004, "sync": 0.001}
-        bare["repeats"][0].update(losses=[[1, None], [2, 1.5]], ranks=[])
-        data.update(
-            cells=[bare],
-            prediction=None,
-            environment={},
-            timelines={"ring-n2": {"format": 1, "sync": "ring", "step": 1, "ranks": []}},
-        )
-    data.update(finished=kind == "one repeat", emulated=True)
-    write_report(tmp_path, data)
+@pytest.mark.parametrize(
+    ("change", "phrases"),
+    [
+        (NOTHING | {"cells": []}, ["There are no cells"]),
+        (NOTHING | {"cells": [cell("ring", 2, status="pending")]}, ["No run has ended yet"]),
+        ({}, ["ring takes 0.559 s a step, 1.79 times as fast as one node."]),
+        (
+            NOTHING | {"cells": [BARE], "environment": {}, "timelines": {"ring-n2": STEP}},
+            ["Without a measured cell of one node there is no speed-up", "0.00400"],
+        ),
+    ],
+    ids=["empty", "pending", "one repeat", "bare"],
+)
+def test_any_stage_of_results_makes_a_report(tmp_path, change, phrases):
+    write_report(tmp_path, results(("ring",), (1, 2), repeats=1, emulated=True) | change)
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert "EMULATED" in page.text
-    expected = {
-        "empty": "There are no cells",
-        "pending": "No run has ended yet",
-        "one repeat": "ring takes 0.559 s a step, 1.79 times as fast as one node.",
-        "bare": "Without a measured cell of one node there is no speed-up",
-    }
-    assert expected[kind] in page.text
-    if kind == "one repeat":
-        drawn = {path.stem for path in tmp_path.glob("*.svg")}
-        # one strategy alone: its ranks send the same and need the same memory
-        assert drawn == {*FIGURES, "timeline-ring-n2"} - {"bytes", "memory"}
-        assert all(
-            "EMULATED" in path.read_text(encoding="utf-8") for path in tmp_path.glob("*.svg")
-        )
-    if kind == "bare":
-        assert "0.00400" in page.text
+    assert all(phrase in page.text for phrase in ("EMULATED", *phrases))
+    drawn = {path.stem: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.svg")}
+    assert all("EMULATED" in text for text in drawn.values())
+    # one strategy alone: its ranks send the same and need the same memory
+    assert change or set(drawn) == {*FIGURES, "timeline-ring-n2"} - {"bytes", "memory"}
 
 
 @pytest.mark.usefixtures("plain_figures")
