@@ -10,16 +10,13 @@ gives a ratio of wall time a step, and one of processor time.
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from loader import REPOSITORY, SEED, describe_machine, whole_number
 from sync import shown
 from torch.nn.functional import cross_entropy
@@ -31,15 +28,18 @@ sys.path.insert(0, str(REPOSITORY))
 
 from common.models import build_model
 from lab.audit import probe
+from lab.proofs.ranks import run_ranks
 
 RANKS, BATCH, WARM_UP_STEPS = 2, 64, 2
 
 
-def train(rank: int, folder: Path, steps: int) -> tuple[float, float]:
+def train(rank: int, folder: Path, steps: int, probed: bool) -> tuple[float, float]:
     """Return the wall and the processor seconds of a step of a plain DDP script."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
-    )
+    if probed:
+        settings = {"folder": str(folder), "script": str(Path(__file__).parent), "rank": rank}
+        settings |= {"steps": 10**6, "size": RANKS, "clocks": False}
+        os.environ[probe.ENVIRONMENT] = json.dumps(settings)
+        probe.install()
     torch.manual_seed(SEED)
     samples = (steps + WARM_UP_STEPS) * BATCH * RANKS
     dataset = TensorDataset(torch.randn(samples, 3, 32, 32), torch.randint(10, (samples,)))
@@ -56,42 +56,7 @@ def train(rank: int, folder: Path, steps: int) -> tuple[float, float]:
         optimizer.step()
         loss.item()
     ended, used = time.perf_counter(), time.process_time() - used
-    dist.destroy_process_group()
     return (ended - began) / steps, used / steps
-
-
-def serve(rank: int, folder: Path, steps: int, probed: bool, results: Any) -> None:
-    """Run one rank; rank 0 puts its seconds into ``results``."""
-    torch.set_num_threads(1)
-    if probed:
-        settings = {"folder": str(folder), "script": str(Path(__file__).parent), "rank": rank}
-        settings |= {"steps": 10**6, "size": RANKS, "clocks": False}
-        os.environ[probe.ENVIRONMENT] = json.dumps(settings)
-        probe.install()
-    seconds = train(rank, folder, steps)
-    if rank == 0:
-        results.put(seconds)
-
-
-def measure(steps: int, *, probed: bool) -> tuple[float, float]:
-    """Return the wall and the processor seconds of a step on rank 0."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(
-                target=serve, args=(rank, Path(folder), steps, probed, results), daemon=True
-            )
-            for rank in range(RANKS)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            sys.exit("error: a rank failed; its message is above")
-        found: tuple[float, float] = results.get()
-    return found
 
 
 def main() -> None:
@@ -106,7 +71,11 @@ def main() -> None:
     found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for pair in range(arguments.pairs):
         for probed in (True, False) if pair % 2 else (False, True):
-            found[probed].append(measure(arguments.steps, probed=probed))
+            with tempfile.TemporaryDirectory() as folder:
+                seconds, _ = run_ranks(
+                    *(RANKS, train, Path(folder), arguments.steps, probed), timeout_seconds=600
+                )
+            found[probed].append(seconds)
     print(
         f"\n{RANKS} ranks, batch {BATCH} each, {arguments.pairs} pairs of {arguments.steps} steps"
     )

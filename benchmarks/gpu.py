@@ -1,99 +1,297 @@
-"""Use a GPU that is lent for minutes: one call runs one stage, and every result is kept.
+"""Test and measure this project on a GPU that is lent for minutes; a later call goes on.
 
-    python benchmarks/gpu.py --stage 1 --out DIR
-    python benchmarks/gpu.py --stage 1 --out DIR --dry-run
+    python3 benchmarks/gpu.py --out reports/gpu --data FOLDER
+    python3 benchmarks/gpu.py --out reports/gpu --dry-run
 
 It runs from a checkout, without installation, with the Python that has torch. Each step is a
-process of its own with a limit; one that fails or hangs does not affect the next. ``DIR`` gets
-results.json, written whole after each step, the output in stage.log, and a sample of a timeline:
-a few small files, since a lent machine gives back little. A table comes last. --dry-run does the
-same on the CPU, with digits and two steps, or says why a step needs a GPU.
-
-The stages, in order of value, are in gpu_book/plan.py; benchmarks/README.md has the calls.
+process with a limit; one that fails or hangs does not affect the next. A step that does not fit
+into the rest of ``--budget-seconds`` waits for the next call with the same ``--out``, which runs
+what is not ``ok`` yet. ``--out`` gets results.json, written whole after each step, and the output
+of each step. A table comes last. --dry-run does the same on the CPU, with tiny sizes.
 """
 
 import argparse
-import shutil
+import importlib.util
+import json
+import os
+import re
+import statistics
+import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import replace
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from gpu_book.packages import missing_packages
-from gpu_book.plan import CALL_SECONDS, STAGES, Call
-from gpu_book.runner import REPOSITORY, run_steps, table
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+CALL_SECONDS, DRY_RUN_TIMES = 570, 4  # other work shares the CPU
+VGG11_MACS = 152.8e6  # multiply-adds of one sample's forward pass; backward counts twice as much
+IMPORTED_AS = {"scikit-learn": "sklearn", "pillow": "PIL"}
+SUMMARY = ("step_seconds", "total_seconds", "test_accuracy", "peak_gpu_memory_bytes")
 
-_CPU_LIMITS = 4
-"""How many times as long a step, and the call, may take in a dry run: other work shares the CPU."""
+
+class Step(NamedTuple):
+    """A process: the arguments of the Python interpreter, its limit, and the run that it leaves."""
+
+    name: str
+    command: list[str]
+    limit_seconds: float
+    run: Path | None = None
+
+
+def plan(args: argparse.Namespace) -> list[Step]:
+    """Return the steps in the order of their value."""
+    own = [__file__, "--out", str(args.out), *["--dry-run"] * args.dry_run]
+    small = ["--dataset", "digits", "--batch-size", "16", "--max-steps", "2", "--no-amp"]
+    flags = ["-o", "addopts=", "-q", "-rf", "--tb=short"]
+    flags += ["-n", "5"] if importlib.util.find_spec("xdist") else []
+    group = ["--distributed", "--world-size", "1"]
+    recipe = ["--recipe", args.recipe, *(["--epochs", str(args.epochs)] if args.epochs else [])]
+
+    def run(name: str, limit: float, *words: str, folder: str = "") -> Step:
+        command = [*words, "--data-dir", str(args.data), *small * args.dry_run]
+        command += ["--output-dir", str(args.out), "--run-name", name]
+        return Step(name, command, limit, args.out / (folder or words[0].split("/")[0]) / name)
+
+    return [
+        Step("machine", [*own, "--child", "machine"], 60),
+        Step("tests", ["-m", "pytest", *flags, "-m", "gpu", "tests/common"], 300),
+        Step("vgg11", [*own, "--child", "vgg11"], 150),
+        run("one", 60, "PartOne/main.py", folder="PartOne-none"),
+        *(
+            run(sync, 60, "PartTwo/main.py", "--sync", sync, *group, folder=f"PartTwo-{sync}")
+            for sync in ("gather_scatter", "all_reduce")
+        ),
+        run("ddp", 60, "PartThree/main.py", *group, folder="PartThree-ddp"),
+        run(args.recipe, 500, "PartThree/main.py", *recipe, folder=args.recipe),
+    ]
 
 
 def main() -> int:
-    """Run one stage; return 1 if a step failed or was killed, 2 if it cannot start.
-
-    It cannot start if packages are missing or the flags do not fit.
-    """
+    """Run the steps that are left; return 1 if one failed, 2 if nothing can run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stage", required=True, choices=STAGES, help="what to run")
-    parser.add_argument("--out", required=True, type=Path, help="new or empty folder for results")
+    parser.add_argument("--out", required=True, type=Path, help="folder for results")
+    parser.add_argument("--data", default=REPOSITORY / "data", type=Path, help="of the datasets")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="run these steps, also again")
+    parser.add_argument("--recipe", default="vgg11-cifar10-fast", help="the last step's recipe")
+    parser.add_argument("--epochs", type=int, help="of the recipe, if it shall be shorter")
+    parser.add_argument("--budget-seconds", type=float, default=CALL_SECONDS, help="of this call")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, tiny")
-    parser.add_argument(
-        "--budget-seconds", type=float, default=CALL_SECONDS, help="time of the whole call"
-    )
-    parser.add_argument("--only", default="", help="run only the steps whose name contains this")
-    parser.add_argument(
-        "--data", type=Path, default=REPOSITORY / "data", help="folder of the datasets"
-    )
-    parser.add_argument("--from", dest="source", type=Path, help="stage data: folder of this part")
-    parser.add_argument("--part", type=int, default=1, help="stage data: number of this part")
-    parser.add_argument("--of", dest="parts", type=int, default=1, help="stage data: parts")
-    parser.add_argument("--unpack", default="", help="stage data: script among the gathered files")
-    arguments = parser.parse_args()
-    tests = ["pytest"] if arguments.stage == "1" else []
-    if missing := missing_packages(REPOSITORY / "pyproject.toml", *tests):
-        print(missing, file=sys.stderr)
-        return 2
-    if arguments.stage == "data" and (arguments.source is None or not arguments.source.is_dir()):
-        parser.error(f"--stage data copies a folder, got --from {arguments.source}: give one")
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    if any(arguments.out.iterdir()):
-        parser.error(f"--out {arguments.out} holds files already: give a new or an empty folder")
-    with tempfile.TemporaryDirectory(prefix="gpu-book-") as name:
-        return run_stage(arguments, Path(name))
+    parser.add_argument("--child", choices=("machine", "vgg11"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps({"machine": machine, "vgg11": vgg11}[args.child](args.dry_run)))
+        return 0
+    args.out, args.data = args.out.resolve(), args.data.resolve()
+    steps = plan(args)
+    if missing := missing_packages():
+        parser.error(
+            f"{sys.executable} does not find {', '.join(missing)}: install them, or unpack their "
+            "wheels into a folder and put it on PYTHONPATH"
+        )
+    if wrong := set(args.only or ()) - {step.name for step in steps}:
+        parser.error(f"--only: got {', '.join(wrong)}; choose from {[one.name for one in steps]}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / "results.json"
+    results = json.loads(file.read_text()) if file.exists() else {}
+    slower = DRY_RUN_TIMES if args.dry_run else 1
+    deadline = time.monotonic() + slower * args.budget_seconds
+    for step in steps:
+        left, known = deadline - time.monotonic(), results.get(step.name, {"status": "waits"})
+        wanted = step.name in args.only if args.only else known["status"] != "ok"
+        if wanted and slower * step.limit_seconds <= left:
+            known = run_step(step, args.out, slower * step.limit_seconds)
+        results[step.name] = known
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(results, indent=1) + "\n")
+        partial.replace(file)
+    print("\n".join(f"{name:<20} {one['status']:<7} {shown(one)}" for name, one in results.items()))
+    return int(any(one["status"] not in ("ok", "waits") for one in results.values()))
 
 
-def run_stage(arguments: argparse.Namespace, work: Path) -> int:
-    """Run the stage's steps, with their runs in the folder ``work``; return the exit status."""
-    call = Call(
-        arguments.dry_run,
-        work,
-        arguments.data.resolve(),
-        arguments.source.resolve() if arguments.source else None,
-        arguments.part,
-        arguments.parts,
-        arguments.unpack,
+def missing_packages() -> list[str]:
+    """Return the packages that this project needs and this Python lacks."""
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    named = [re.split(r"[^\w-]", one)[0] for one in settings["project"]["dependencies"]]
+    needed = [IMPORTED_AS.get(name, name) for name in [*named, "pytest"]]
+    return [name for name in needed if importlib.util.find_spec(name) is None]
+
+
+def run_step(step: Step, out: Path, limit_seconds: float) -> dict[str, Any]:
+    """Run one step, and end everything that it has started; return what becomes of it."""
+    import psutil  # once it is known to be there
+
+    began, log = time.monotonic(), out / f"{step.name}.log"
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    with log.open("wb") as output:
+        process = psutil.Popen(
+            [sys.executable, *step.command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+        started: set[psutil.Process] = {process}
+        while process.poll() is None and time.monotonic() < began + limit_seconds:
+            started.update(process.children(recursive=True))  # also those whose parent ends later
+            time.sleep(0.1)
+    status = process.poll()
+    left = [one for one in started if one.is_running()]  # nothing may hold the GPU any longer
+    for one in left:
+        one.kill()
+    psutil.wait_procs(left, timeout=10)
+    lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
+    ended = {None: "killed", 0: "ok"}.get(status, "failed")
+    found: dict[str, Any] = {"status": ended, "seconds": round(time.monotonic() - began, 1)}
+    try:
+        if step.run is not None:
+            summary = json.loads((step.run / "summary.json").read_text())
+            return found | {"result": {name: summary[name] for name in SUMMARY}}
+        return found | {"result": json.loads(lines[-1])}
+    except (ValueError, OSError):
+        return found | {"result": {"last line": lines[-1][:200]}}
+
+
+def shown(record: dict[str, Any]) -> str:
+    """Return what a step found, for its line of the table."""
+    found = {name: value for name, value in record.get("result", {}).items() if value is not None}
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in found.items()
     )
-    slower = _CPU_LIMITS if arguments.dry_run else 1
-    steps = [
-        replace(step, limit_seconds=slower * step.limit_seconds)
-        for step in STAGES[arguments.stage](call)
-        if arguments.only in step.name
-    ]
-    header = {
-        "stage": arguments.stage,
-        "dry_run": arguments.dry_run,
-        "budget_seconds": arguments.budget_seconds,
-        "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+
+
+# --- what a child measures ---
+
+
+def seconds_of(action: Callable[[], object], calls: int) -> float:
+    """Return the seconds of one call: the median of five rounds."""
+    import torch
+
+    def wait() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    times = []
+    for _ in range(6):  # the first round warms up
+        wait()
+        began = time.perf_counter()
+        for _ in range(calls):
+            action()
+        wait()
+        times.append((time.perf_counter() - began) / calls)
+    return statistics.median(times[1:])
+
+
+def gemm_rate(dtype: str, device: str) -> float:
+    """Return operations per second of a square matrix product, of 8192 x 8192 on a GPU."""
+    import torch
+
+    size = 8192 if device == "cuda" else 64
+    left, right = (
+        torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2)
+    )
+    return 2 * size**3 / seconds_of(lambda: left @ right, 10)
+
+
+def machine(dry_run: bool) -> dict[str, Any]:
+    """Return versions, the GPU, and the rates that the step's can be compared with."""
+    import torch
+
+    device = "cpu" if dry_run else "cuda"
+    host = torch.empty(2**20 if dry_run else 2**30, dtype=torch.uint8)
+    source = host.to(device)
+    target = torch.empty_like(source)
+    card = {}
+    if not dry_run:
+        properties = torch.cuda.get_device_properties(0)
+        card = {"gpu": properties.name, "memory GB": properties.total_memory / 1e9}
+        card["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    rates = {
+        f"{dtype} TFLOP/s": gemm_rate(dtype, device) / 1e12
+        for dtype in ("bfloat16", "float16", "float32")
     }
-    records = run_steps(
-        steps, arguments.out, header=header, budget_seconds=slower * arguments.budget_seconds
+    return {
+        **card,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        **rates,
+        "copy GB/s": 2 * len(host) / seconds_of(lambda: target.copy_(source), 10) / 1e9,
+        "from host GB/s": len(host) / seconds_of(lambda: target.copy_(host), 2) / 1e9,
+    }
+
+
+def vgg11(dry_run: bool) -> dict[str, Any]:
+    """Compare an epoch of ours, compiled, with one of a plain compiled loop, in turns.
+
+    Both train VGG-11 in bf16 (float32 on a CPU) on random images that lie on the GPU. Ours does all
+    that a run does: augmentation, schedule and the metrics of each step. The plain loop does less.
+    """
+    import torch
+    from torch import nn
+
+    from common.data.dataset import Dataset, ImageSet, pixel_statistics
+    from common.data.loaders import TrainLoader
+    from common.data.sharding import GlobalBatchSampler
+    from common.models import build_model
+    from common.training import prepare_model_for_training
+    from common.training_engine import TrainingEngine
+    from common.training_engine.lr_schedules import build_schedule
+
+    device, count, size = ("cpu", 32, 16) if dry_run else ("cuda", 51_200, 1024)
+    dtype = None if dry_run else torch.bfloat16
+    torch.backends.cudnn.benchmark = True
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (count, 32, 32, 3), dtype=torch.uint8, generator=generator)
+    images = ImageSet(pixels, torch.randint(0, 10, (count,), generator=generator))
+    dataset = Dataset("random", images, images, tuple("0123456789"), *pixel_statistics(pixels[:99]))
+
+    loader = TrainLoader(dataset, GlobalBatchSampler(count, batch_size=size), device=device)
+    model, criterion, optimizer = prepare_model_for_training(
+        build_model("vgg11", 10), device, 0.01, 0.9, 5e-4, False
     )
-    for timeline in work.glob("*/*/timeline.json"):
-        shutil.copy(timeline, arguments.out)
-    print(table(records))
-    return int(any(record.status in ("failed", "killed") for record in records))
+    engine = TrainingEngine(model, device, amp_dtype=dtype, compile_model=not dry_run)
+    engine.prepare(optimizer, criterion, build_schedule(optimizer, "onecycle", total_steps=10_000))
+
+    everything = pixels.to(device).permute(0, 3, 1, 2).float() / 255
+    everything = everything.contiguous(memory_format=torch.channels_last)
+    labels = images.labels.to(device)
+    plain = build_model("vgg11", 10).to(device, memory_format=torch.channels_last).train()
+    forward = plain if dry_run else torch.compile(plain)
+    settings = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
+    sgd = torch.optim.SGD(plain.parameters(), fused=True, **settings)
+
+    def plain_epoch() -> None:
+        for ids in torch.randperm(count, device=device).split(size):
+            with torch.autocast(device, dtype, enabled=dtype is not None):
+                loss = nn.functional.cross_entropy(forward(everything[ids]), labels[ids])
+            sgd.zero_grad(set_to_none=True)
+            loss.backward()
+            sgd.step()
+
+    plain_epoch()  # compiles before ours, which may forbid more compiling
+    engine.train_epoch(loader, epoch=1)
+    pairs = [
+        (seconds_of(lambda: engine.train_epoch(loader, epoch=2), 1), seconds_of(plain_epoch, 1))
+        for _ in range(1 if dry_run else 3)
+    ]
+    engine.close()
+    ours = min(one for one, _ in pairs)
+    ratios = sorted(one / other for one, other in pairs)
+    rate = gemm_rate("float32" if dry_run else "bfloat16", device)
+    return {
+        "ours/plain": ratios[len(ratios) // 2],
+        "from": ratios[0],
+        "to": ratios[-1],
+        "ms a step": 1000 * ours * size / count,
+        "% of GEMM": 100 * 6 * VGG11_MACS * count / ours / rate,
+    }
 
 
 if __name__ == "__main__":

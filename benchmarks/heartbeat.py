@@ -12,12 +12,10 @@ The marks that say where a rank is are always set. They are timed by themselves.
 """
 
 import argparse
-import multiprocessing
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +28,7 @@ sys.path.insert(0, str(REPOSITORY))
 from common.distributed.failures import Activity, FailureWatch
 from common.distributed.launch_env import LaunchSpec
 from common.training_engine import TrainingEngine
+from lab.proofs.ranks import run_ranks
 
 RANKS, CLASSES = 2, 10
 _BATCH = 32
@@ -66,9 +65,8 @@ def measure_block(step: Callable[[], None], steps: int, heartbeat: FailureWatch 
     return seconds / steps
 
 
-def serve(rank: int, port_file: str, arguments: argparse.Namespace, results: Any) -> None:
-    """Run one rank: measure the pairs of blocks; rank 0 puts its results into ``results``."""
-    torch.set_num_threads(1)
+def measure(rank: int, port_file: str, arguments: argparse.Namespace) -> tuple[int, dict]:
+    """Return the steps of a block, and the seconds of a step in each pair of blocks."""
     torch.manual_seed(SEED + rank)
     files = dist.FileStore(port_file, RANKS)
     if rank == 0:
@@ -76,29 +74,24 @@ def serve(rank: int, port_file: str, arguments: argparse.Namespace, results: Any
         files.set("port", str(store.port))
     else:
         store = dist.TCPStore("127.0.0.1", int(files.get("port")), is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    try:
-        engine, step = build_step()
-        warm = [measure_block(step, _WARM_UP_STEPS, None) for _ in range(2)][-1]
-        steps = torch.tensor(int(arguments.seconds / warm))
-        dist.broadcast(steps, src=0)
-        found: dict[str, list[float]] = {"with": [], "without": []}
-        for pair in range(arguments.pairs):
-            for name in ("with", "without") if pair % 2 else ("without", "with"):
-                heartbeat = FailureWatch(
-                    store,
-                    LaunchSpec(rank, RANKS, "127.0.0.1", store.port),
-                    activity=engine.world.activity,
-                    timeout_seconds=60,
-                )
-                found[name].append(
-                    measure_block(step, int(steps), heartbeat if name == "with" else None)
-                )
-        if rank == 0:
-            results.put((int(steps), found))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    engine, step = build_step()
+    warm = [measure_block(step, _WARM_UP_STEPS, None) for _ in range(2)][-1]
+    steps = torch.tensor(int(arguments.seconds / warm))
+    dist.broadcast(steps, src=0)
+    found: dict[str, list[float]] = {"with": [], "without": []}
+    for pair in range(arguments.pairs):
+        for name in ("with", "without") if pair % 2 else ("without", "with"):
+            heartbeat = FailureWatch(
+                store,
+                LaunchSpec(rank, RANKS, "127.0.0.1", store.port),
+                activity=engine.world.activity,
+                timeout_seconds=60,
+            )
+            found[name].append(
+                measure_block(step, int(steps), heartbeat if name == "with" else None)
+            )
+    dist.barrier()  # the store of rank 0 stays until the last rank is done
+    return int(steps), found
 
 
 def seconds_per_mark(count: int = 1_000_000) -> float:
@@ -123,24 +116,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     print(describe_machine())
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(
-                target=serve, args=(rank, f"{folder}/store", arguments, results), daemon=True
-            )
-            for rank in range(RANKS)
-        ]
-        for process in ranks:
-            process.start()
-        while results.empty() and all(process.exitcode in (None, 0) for process in ranks):
-            time.sleep(0.1)
-        if results.empty():
-            sys.exit("error: a rank failed; its message is above")
-        steps, found = results.get()
-        for process in ranks:
-            process.join()
+        (steps, found), *_ = run_ranks(
+            RANKS, measure, f"{folder}/port", arguments, timeout_seconds=3600
+        )
     ratios = [one / other for one, other in zip(found["with"], found["without"], strict=True)]
     print(
         f"\n{RANKS} ranks, {len(ratios)} pairs of blocks of {steps:,} steps: median (95 % interval)"

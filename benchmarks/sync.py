@@ -28,15 +28,11 @@ What keeps the comparison fair:
 
 import argparse
 import functools
-import multiprocessing
-import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -49,7 +45,8 @@ sys.path.insert(0, str(REPOSITORY))
 from common.models import build_model
 from common.sync import STRATEGIES, build_sync
 from common.sync.message_cost import GradientSize
-from common.utils.system import batch_scheduling, tune_malloc, usable_cores
+from common.utils.system import tune_malloc
+from lab.proofs.ranks import run_ranks
 
 _WARM_UP_ROUNDS = 4
 
@@ -198,60 +195,13 @@ def measure_steps(
     return found
 
 
-def serve(rank: int, size: int, store: str, arguments: argparse.Namespace, results: Any) -> None:
-    """Run one rank: measure exchanges and steps; rank 0 puts its results into ``results``."""
-    os.environ["GLOO_SOCKET_IFNAME"] = arguments.interface
-    torch.set_num_threads(1)
+def measure(rank: int, arguments: argparse.Namespace) -> tuple[dict, dict]:
+    """Return the exchanges and the steps, measured on one rank; see ``run_ranks``."""
     torch.manual_seed(SEED + rank)
     tune_malloc()  # as run() does
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=120),
+    return measure_exchanges(arguments.sync, arguments.rounds), measure_steps(
+        arguments.pairs, batch_size=arguments.local_batch_size, bucket_mb=arguments.bucket_mb
     )
-    try:
-        exchanges = measure_exchanges(arguments.sync, arguments.rounds) if arguments.rounds else {}
-        steps = (
-            {}
-            if not arguments.pairs
-            else measure_steps(
-                arguments.pairs,
-                batch_size=arguments.local_batch_size,
-                bucket_mb=arguments.bucket_mb,
-            )
-        )
-        if rank == 0:
-            results.put((exchanges, steps))
-    finally:
-        dist.destroy_process_group()
-
-
-def run_ranks(
-    size: int, arguments: argparse.Namespace
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the results of rank 0 of ``size``; end the program if a rank fails."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(
-                target=serve, args=(rank, size, f"{folder}/store", arguments, results), daemon=True
-            )
-            for rank in range(size)
-        ]
-        with batch_scheduling(size > usable_cores()):  # as run_local_ranks does
-            for process in ranks:
-                process.start()
-        while results.empty() and all(process.exitcode in (None, 0) for process in ranks):
-            time.sleep(0.1)
-        if results.empty():
-            sys.exit("error: a rank failed; its message is above")
-        found = results.get()
-        for process in ranks:
-            process.join()
-    return found
 
 
 @functools.cache
@@ -323,10 +273,10 @@ def parse() -> argparse.Namespace:
         "--sync", nargs="+", default=names, choices=names, help="strategies (default: all)"
     )
     parser.add_argument(
-        "--rounds", type=int, default=20, help="rounds of exchanges; 0: none (default: 20)"
+        "--rounds", type=whole_number, default=20, help="rounds of exchanges (default: 20)"
     )
     parser.add_argument(
-        "--pairs", type=int, default=30, help="pairs of training steps; 0: none (default: 30)"
+        "--pairs", type=whole_number, default=30, help="pairs of training steps (default: 30)"
     )
     parser.add_argument(
         "--local-batch-size",
@@ -337,9 +287,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--bucket-mb", type=float, help="MiB per bucket, for both strategies (default: 1, then 25)"
     )
-    parser.add_argument(
-        "--interface", default="lo", help="network interface that Gloo uses (default: lo)"
-    )
     return parser.parse_args()
 
 
@@ -347,18 +294,13 @@ def main() -> None:
     """Measure and print."""
     arguments = parse()
     print(describe_machine())
-    print(
-        f"settings: one thread per rank, Gloo on {arguments.interface}; {_WARM_UP_ROUNDS} rounds "
-        "to warm up"
-    )
+    print(f"settings: one thread per rank, Gloo on lo; {_WARM_UP_ROUNDS} rounds to warm up")
     for size in arguments.ranks:
-        exchanges, steps = run_ranks(size, arguments)
-        if exchanges:
-            report_exchanges(size, exchanges)
-        if steps:
-            report_steps(
-                size, steps, batch_size=arguments.local_batch_size, bucket_mb=arguments.bucket_mb
-            )
+        (exchanges, steps), *_ = run_ranks(size, measure, arguments, timeout_seconds=3600)
+        report_exchanges(size, exchanges)
+        report_steps(
+            size, steps, batch_size=arguments.local_batch_size, bucket_mb=arguments.bucket_mb
+        )
 
 
 if __name__ == "__main__":

@@ -35,17 +35,17 @@ class Elsewhere:
     reason: str
 
 
-def quick(more: str = "", **rest: object) -> Check:
+def quick(more="", **rest):
     """Return a check of `make test`: seconds."""
     return Check("quick", more, **rest)
 
 
-def slow(more: str = "", **rest: object) -> Check:
+def slow(more="", **rest):
     """Return a check of `make test-slow`: less than a minute on two idle cores."""
     return Check("slow", more, **rest)
 
 
-def long(more: str = "", **rest: object) -> Check:
+def long(more="", **rest):
     """Return a check of `make test-long`: minutes."""
     return Check("long", more, **rest)
 
@@ -62,7 +62,6 @@ EMULATED = (
     "--compute measured --dataset digits --steps 6 --warmup 2 --sync gather_scatter all_reduce "
     "overlapped ddp"
 )
-BOOK, GPU_DATA = "python3 benchmarks/gpu.py --stage", "--data /tmp/gpu-data"
 PLAN = "reports/compare-2026-11-21T21-44-45"
 
 _HERE = {
@@ -223,9 +222,7 @@ _HERE = {
             prints=r"vgg11 \| adamw \| ddp \| 2 .* 147\.72 \| 147\.72",
         ),
     ],
-    "python3 benchmarks/gpu.py --stage 1 --dry-run --out reports/gpu-dry": [
-        long(prints="two ranks, one GPU +ok")
-    ],
+    "python3 benchmarks/gpu.py --out reports/gpu-dry --dry-run": [long(prints="vgg11 +ok")],
     ".venv/bin/python benchmarks/emulation.py": [long("--nodes 4 --rate 1gbit --steps 2")],
 }
 
@@ -273,14 +270,8 @@ _ELSEWHERE = {
         "lab cluster fault --node 2 --restore",
     ],
     "needs a GPU; tests/test_gpu_run_book.py does the same on the CPU, with --dry-run": [
-        f"{BOOK} 1 --out reports/gpu-1",
-        f"{BOOK} data --part 1 --of 2 --from data/half-1 {GPU_DATA} --out reports/gpu-data-1",
-        f"{BOOK} data --part 2 --of 2 --from data/half-2 {GPU_DATA} --unpack unpack.py --out "
-        "reports/gpu-data-2",
-        f"{BOOK} 2 {GPU_DATA} --out reports/gpu-2",
-        f"{BOOK} 3-ema {GPU_DATA} --out reports/gpu-3-ema",
-        f"{BOOK} 3-resnet50 {GPU_DATA} --out reports/gpu-3-resnet50",
-        f"{BOOK} 3-wide-resnet {GPU_DATA} --out reports/gpu-3-wide-resnet",
+        "python3 benchmarks/gpu.py --out reports/gpu --data data",
+        "python3 benchmarks/gpu.py --out reports/gpu --data data --recipe resnet50-cifar100-fast",
     ],
     "needs the GPUs that it names": [
         "python PartThree/main.py --recipe resnet18-transfer-cifar10 --epochs 50 "

@@ -80,8 +80,7 @@ def _check_all(recording: Recording) -> Iterator[Outcome]:
 
 def _troubles(recording: Recording) -> Iterator[Unknown]:
     """Yield where the probe itself has failed: this tool's fault, not the script's."""
-    processes = [*recording.ranks, *(one for rank in recording.ranks for one in rank.workers)]
-    for process in [*processes, *recording.others]:
+    for process in recording.processes:
         for record in process.by_kind["trouble"]:
             part, error = record["part"], record["text"].strip().splitlines()[-1]
             subject = "clocks" if part in _OF_CLOCKS else "gradients"

@@ -158,7 +158,7 @@ def _same_inputs(recording: Recording) -> Iterator[Outcome]:
     Inputs that never change may be anything, so then equal targets must be known. A model that is
     sharded may rightly compute one sample on several ranks.
     """
-    sharded = any(one.of("fsdp") for one in recording.ranks)
+    sharded = any(one.by_kind["fsdp"] for one in recording.ranks)
     first, *others = recording.ranks
     mine = _inputs(first)
     for other in () if sharded else others:

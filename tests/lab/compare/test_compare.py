@@ -484,7 +484,7 @@ def test_real_runs_from_the_command_line_to_the_report(tmp_path):
 # --- stopped runs ---
 
 
-def _workers(marker: Path) -> set[int]:
+def _workers(marker):
     return {int(path.name.rsplit("-", 1)[1]) for path in marker.parent.glob(f"{marker.name}-*")}
 
 

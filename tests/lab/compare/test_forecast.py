@@ -21,7 +21,7 @@ NOTHING = SectionTime(0.0, 0.0)
 FOUR = [GradientSize((size,)) for size in (100, 200, 300, 400)]
 
 
-def slow_profile() -> Profile:
+def slow_profile():
     """Return a profile of four layers whose backward takes 1, 2, 3 and 4 s.
 
     Backward runs the last layer first. The third layer has no parameters.
@@ -43,7 +43,7 @@ def test_gradients_are_ready_when_their_layers_backward_has_ended():
     assert ready == pytest.approx([4.0, 4.0, 4.0, 4.0, 9.0, 9.0, 10.0])
 
 
-def found(ranks: int, *, rate_bits: float, alpha0: float, alpha1: float) -> MeasuredLinks:
+def found(ranks, *, rate_bits, alpha0, alpha1):
     """Return what ``measure_links`` would return for links that follow the event model."""
     rows = {}
     for kind in ("all_reduce", "gather"):
@@ -113,7 +113,7 @@ def test_only_what_the_strategies_send_is_measured():
     assert at(8).backward_seconds == pytest.approx(30 * 32e-4)
 
 
-def _measured(rank: int) -> MeasuredLinks:
+def _measured(rank):
     kinds = ["all_reduce", "gather", "scatter", "reduce", "all_gather", "reduce_scatter"]
     return MeasuredLinks(**measure_links(rank, 2, kinds=kinds, shaped=False))
 
@@ -131,7 +131,7 @@ def test_messages_are_measured_alike_on_all_ranks():
     assert 0 < mine.copy < 1e-7
 
 
-def _vgg_profile() -> Profile:
+def _vgg_profile():
     model = build_model("vgg11", 10)
     layers = tuple(
         Layer(
