@@ -8,10 +8,10 @@ import pytest
 
 from lab.compare.reporting import report_on
 from lab.report.equality import check
-from lab.report.findings.equal_results import equal_results
+from lab.report.findings import EQUAL, findings
 from lab.report.view import blocks
 from tests.helpers import ROOT, TINY, Started, free_port, user_environment
-from tests.helpers.report_samples import cell
+from tests.helpers.report_samples import cell, results
 
 WRONG_PART = ROOT / "tests" / "helpers" / "wrong_part_two.py"
 RIGHT = (2.56, 2.63, 2.41, 2.94, 3.15)
@@ -26,24 +26,26 @@ def losing(sync, *losses, seeds=(0,)):
 
 
 def block(*cells, gpus=(), **settings):
-    (found,) = blocks(
-        {"cells": list(cells), "settings": settings, "environment": {"gpus": list(gpus)}}
-    )
+    more = {"cells": list(cells), "settings": settings, "environment": {"gpus": list(gpus)}}
+    (found,) = blocks(results(predict=False) | more)
     return found
+
+
+def said(*cells, **settings):
+    found = findings(block(*cells, **settings))
+    return [finding for finding in found if finding.topic == EQUAL]
 
 
 def shifted(step, by):
     """Return ``RIGHT`` with another loss at one step, as a share of the loss."""
-    return [
-        loss * (1 + by) if number == step else loss for number, loss in enumerate(RIGHT, start=1)
-    ]
+    return [loss * (1 + by * (number == step)) for number, loss in enumerate(RIGHT, start=1)]
+
+
+TREE, DDP = losing("tree", *RIGHT), losing("ddp", *RIGHT)
 
 
 def test_one_that_differs_after_the_first_update_is_wrong():
-    found = block(
-        losing("ring", *shifted(2, 0.017 / 2.63)), losing("tree", *RIGHT), losing("ddp", *RIGHT)
-    )
-    [wrong, equal, *_] = equal_results(found)
+    [wrong, equal, *_] = said(losing("ring", *shifted(2, 0.017 / 2.63)), TREE, DDP)
     assert wrong.wrong
     assert wrong.text == (
         "On 2 nodes ring is not equal to the others from step 2 on: the loss differs by 0.017; "
@@ -68,87 +70,88 @@ def test_one_that_differs_after_the_first_update_is_wrong():
     ],
 )
 def test_rounding_may_grow_from_step_to_step(step, share, is_wrong):
-    others = [losing(sync, *RIGHT) for sync in ("tree", "ddp")]
-    result = check(block(losing("ring", *shifted(step, share)), *others), 2)
+    result = check(block(losing("ring", *shifted(step, share)), TREE, DDP), 2)
     assert list(result.wrong) == (["ring"] if is_wrong else [])
     assert len(result.equal) == (2 if is_wrong else 3)
 
 
-def test_the_type_of_the_forward_pass_sets_the_limit():
-    cells = [losing(sync, *RIGHT) for sync in ("tree", "ring")]
-    cells.append(losing("overlapped", *shifted(2, 5e-5)))
-    assert list(check(block(*cells), 2).wrong) == ["overlapped"]
-    assert not check(block(*cells, gpus=("a GPU",)), 2).wrong, "TF32 on a GPU"
-    assert not check(block(*cells, flags=["--amp"]), 2).wrong
-    assert not check(block(*cells, amp=True, amp_dtype="bf16"), 2).wrong
+RING, FP16 = losing("ring", *RIGHT), losing("ddp", *shifted(2, 0.01))
+NEAR = losing("overlapped", *shifted(2, 5e-5))  # more than fp32 on a CPU allows
+TWICE = [losing(sync, *RIGHT, seeds=(0, 0)) for sync in ("ring", "tree", "ddp")]
+TWICE[0]["repeats"][1]["losses"][1][1] = 2.7
 
 
-def test_on_a_gpu_ddp_computes_in_fp16_and_is_not_compared_with_fp32():
-    cells = [losing("ring", *RIGHT), losing("tree", *RIGHT), losing("ddp", *shifted(2, 0.01))]
-    result = check(block(*cells, gpus=("a GPU",)), 2)
-    assert not result.wrong
-    assert result.untested == {"ddp": "the number types differ (fp16 and fp32 on a GPU)"}
-    assert list(check(block(*cells, gpus=("a GPU",), flags=["--no-amp"]), 2).wrong) == ["ddp"]
-    assert not check(block(*cells, gpus=("a GPU",), flags=["--use_amp"]), 2).untested
+@pytest.mark.parametrize(
+    ("cells", "settings", "wrong", "untested"),
+    [
+        # the type of the forward pass sets the limit; on a GPU TF32 does
+        ((TREE, RING, NEAR), {}, {"overlapped": 2}, []),
+        ((TREE, RING, NEAR), {"gpus": ("a GPU",)}, {}, []),
+        ((TREE, RING, NEAR), {"flags": ["--amp"]}, {}, []),
+        ((TREE, RING, NEAR), {"amp": True, "amp_dtype": "bf16"}, {}, []),
+        # on a GPU ddp computes in fp16 and is not compared with fp32
+        ((RING, TREE, FP16), {"gpus": ("a GPU",)}, {}, ["ddp"]),
+        ((RING, TREE, FP16), {"gpus": ("a GPU",), "flags": ["--no-amp"]}, {"ddp": 2}, []),
+        ((RING, TREE, FP16), {"gpus": ("a GPU",), "flags": ["--use_amp"]}, {"ddp": 2}, []),
+        # the majority is right even without ddp
+        ((RING, TREE, FP16), {}, {"ddp": 2}, []),
+        # two wrong ones that differ from each other are both named
+        (
+            (
+                *(losing("ring", *shifted(2, 0.01)), losing("tree", *shifted(3, 0.01))),
+                *(losing("all_reduce", *RIGHT), DDP),
+            ),
+            {},
+            {"ring": 2, "tree": 3},
+            [],
+        ),
+        (TWICE, {}, {"ring": 2}, []),  # one repeat that deviates is enough
+        # one with other batches does not stop the test of the others
+        (
+            (losing("ring", *shifted(2, 0.01)), TREE, DDP, losing("overlapped", *shifted(1, 0.1))),
+            {},
+            {"ring": 2},
+            ["overlapped"],
+        ),
+        ((losing("topk", *RIGHT),), {}, {}, []),  # claims nothing
+    ],
+)
+def test_who_is_wrong(cells, settings, wrong, untested):
+    result = check(block(*cells, **settings), 2)
+    assert {sync: deviation.step for sync, deviation in result.wrong.items()} == wrong
+    assert list(result.untested) == untested
 
 
 def test_of_two_that_differ_ddp_is_the_reference():
-    with_ddp = block(losing("ring", *shifted(2, 0.01)), losing("ddp", *RIGHT))
-    [finding] = equal_results(with_ddp)
+    [finding] = said(losing("ring", *shifted(2, 0.01)), DDP)
     assert "ring is not equal to ddp, PyTorch's own, from step 2 on" in finding.text
-    without = block(losing("ring", *shifted(2, 0.01)), losing("tree", *RIGHT))
-    [finding] = equal_results(without)
+    [finding] = said(losing("ring", *shifted(2, 0.01)), TREE)
     assert finding.wrong
     assert "ring and tree do not compute the same from step 2 on" in finding.text
     assert "At least one of them is wrong; a comparison with ddp shows which." in finding.text
 
 
-def test_the_majority_is_right_even_without_ddp():
-    wrong = losing("ddp", *shifted(2, 0.01))
-    result = check(block(losing("ring", *RIGHT), losing("tree", *RIGHT), wrong), 2)
-    assert (list(result.wrong), result.equal) == (["ddp"], ["tree", "ring"])
-
-
-def test_two_wrong_ones_that_differ_from_each_other_are_both_named():
-    cells = [losing("ring", *shifted(2, 0.01)), losing("tree", *shifted(3, 0.01))]
-    cells += [losing("all_reduce", *RIGHT), losing("ddp", *RIGHT)]
-    wrong = check(block(*cells), 2).wrong
-    assert {sync: deviation.step for sync, deviation in wrong.items()} == {"ring": 2, "tree": 3}
-
-
 def test_a_loss_that_is_not_finite_is_wrong():
-    cells = [losing("ring", 2.56, None, None), losing("tree", *RIGHT), losing("ddp", *RIGHT)]
-    wrong = next(equal_results(block(*cells)))
+    [wrong, *_] = said(losing("ring", 2.56, None, None), TREE, DDP)
     assert "the loss differs and is not finite" in wrong.text
 
 
-def test_one_repeat_that_deviates_is_enough():
-    cells = [losing(sync, *RIGHT, seeds=(0, 0)) for sync in ("ring", "tree", "ddp")]
-    cells[0]["repeats"][1]["losses"][1][1] = 2.7
-    assert list(check(block(*cells), 2).wrong) == ["ring"]
-
-
 def test_ranks_with_different_weights_are_wrong():
-    cells = [losing(sync, *RIGHT) for sync in ("ring", "ddp")]
-    cells[0]["repeats"][0]["equal_weights"] = False
-    wrong = next(finding for finding in equal_results(block(*cells)) if finding.wrong)
+    apart, lossy = losing("ring", *RIGHT), losing("topk", *RIGHT)
+    for entry in (apart, lossy):
+        entry["repeats"][0]["equal_weights"] = False
+    [wrong] = [finding for finding in said(apart, DDP) if finding.wrong]
     assert "the ranks of ring ended with different weights, although ring claims" in wrong.text
-    lossy = losing("topk", *RIGHT)
-    lossy["repeats"][0]["equal_weights"] = False
-    assert not check(block(lossy, cells[1]), 2).doubtful, "topk claims nothing"
+    assert not check(block(lossy, DDP), 2).doubtful, "topk claims nothing"
 
 
 @pytest.mark.parametrize(
     ("cells", "settings", "reason"),
     [
-        ([losing("ring", *RIGHT)], {}, "no other strategy that claims to be exact was measured"),
+        ([RING], {}, "no other strategy that claims to be exact was measured"),
+        ([RING, losing("ddp", *RIGHT, seeds=(1,))], {}, "the seeds differ (0 and 1)"),
         (
-            [losing("ring", *RIGHT), losing("ddp", *RIGHT, seeds=(1,))],
-            {},
-            "the seeds differ (0 and 1)",
-        ),
-        (
-            [losing("ring", *RIGHT), losing("ddp", *shifted(1, 0.01))],
+            [RING, losing("ddp", *shifted(1, 0.01))],
             {},
             "the losses differ at step 1, before any gradient is exchanged: initial weights or "
             "batches are not the same",
@@ -162,21 +165,9 @@ def test_ranks_with_different_weights_are_wrong():
     ],
 )
 def test_what_cannot_be_compared_says_why(cells, settings, reason):
-    found = list(equal_results(block(*cells, **settings)))
-    assert all(finding.caution and not finding.wrong for finding in found)
-    assert "not comparable: " + reason in " ".join(finding.text for finding in found)
-    assert len(found) == 1
-
-
-def test_one_with_other_batches_does_not_stop_the_test_of_the_others():
-    cells = [losing("ring", *shifted(2, 0.01)), losing("tree", *RIGHT), losing("ddp", *RIGHT)]
-    result = check(block(*cells, losing("overlapped", *shifted(1, 0.1))), 2)
-    assert list(result.wrong) == ["ring"]
-    assert list(result.untested) == ["overlapped"]
-
-
-def test_lossy_strategies_are_not_tested():
-    assert list(equal_results(block(losing("topk", *RIGHT)))) == []
+    [finding] = said(*cells, **settings)
+    assert finding.caution
+    assert "not comparable: " + reason in finding.text
 
 
 # --- real runs ---
