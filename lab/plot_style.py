@@ -57,7 +57,6 @@ SECTIONS = {
     "backward": "#1b66b3",
     "wait": "#cf7f12",
     "wire": "#b83a0b",
-    "sync": "#b83a0b",
     "update": "#27986a",
 }
 SECTION_LABELS = {
@@ -66,7 +65,6 @@ SECTION_LABELS = {
     "backward": "backward",
     "wait": "sync: waiting for slower ranks",
     "wire": "sync: on the wire",
-    "sync": "sync (wait and wire not recorded apart)",
     "update": "update",
     "rest": "outside the sections",
 }

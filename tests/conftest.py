@@ -2,7 +2,6 @@
 
 import fcntl
 import signal
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,14 +18,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left_running() -> Iterator[None]:
+def _nothing_left_running():
     """End the processes that a test left running, so that they do not slow down later tests."""
     yield
     kill_started()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item):
     """Run a test marked ``alone`` while all other workers of pytest-xdist are between two tests.
 
     Every test takes ``next.lock`` before ``running.lock``. A test that waits to run alone holds

@@ -19,7 +19,7 @@ from common.models import MODELS
 from tests.helpers import ROOT, Started, needs_cifar10, user_environment
 from tests.helpers.cluster import needs_namespaces
 from tests.helpers.documentation import pages, with_copies
-from tests.helpers.documented_commands import COMMANDS, Check, Elsewhere
+from tests.helpers.documented_commands import COMMANDS, Elsewhere
 
 PAGES = {page.name: page for page in pages()}
 MOST_LINES, MOST_LINES_OF_README = 150, 130
@@ -37,12 +37,12 @@ LIMIT_SECONDS = {"quick": 120, "slow": 280, "long": 3600}
 # --- commands ---
 
 
-def documented() -> list[str]:
+def documented():
     """Return every command once, in the order of the pages."""
     return list(dict.fromkeys(line for page in PAGES.values() for line in page.commands()))
 
 
-def checks() -> list:
+def checks():
     """Return a parameter set (command, check) for each time that a command runs."""
     found = []
     for command in documented():
@@ -58,13 +58,13 @@ def checks() -> list:
     return found
 
 
-def test_every_command_of_the_pages_has_an_entry_and_every_entry_a_command() -> None:
+def test_every_command_of_the_pages_has_an_entry_and_every_entry_a_command():
     assert set(documented()) - set(COMMANDS) == set(), "add them to documented_commands.py"
     assert set(COMMANDS) - set(documented()) == set(), "no page has these"
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clone(tmp_path_factory):
     """Return a folder with the files of a clone, an environment, and nothing else.
 
     The files are those that git would commit now. The environment is this one, by links.
@@ -96,7 +96,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("command", "check"), checks())
-def test_the_command_runs_in_an_empty_clone(command: str, check: Check, clone: Path) -> None:
+def test_the_command_runs_in_an_empty_clone(command, check, clone):
     environment = user_environment(
         PATH=f"{clone}/.venv/bin:{os.environ['PATH']}", PYTHONPATH=str(clone), NO_COLOR="1"
     )
@@ -109,9 +109,7 @@ def test_the_command_runs_in_an_empty_clone(command: str, check: Check, clone: P
 
 
 @pytest.mark.parametrize("command", documented())
-def test_the_flags_of_the_command_exist(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_flags_of_the_command_exist(command, monkeypatch, capsys):
     """Also for commands that no test can run: every program of the project parses its flags."""
     words = shlex.split(command)
     targets = re.findall(r"^Makefile|^[a-z-]+(?=:)", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -122,7 +120,7 @@ def test_the_flags_of_the_command_exist(
     parse([PLACES.get(word, word) for word in words], monkeypatch)
 
 
-def test_the_flags_of_inline_commands_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flags_of_inline_commands_exist(monkeypatch):
     found = [
         code
         for page in PAGES.values()
@@ -133,7 +131,7 @@ def test_the_flags_of_inline_commands_exist(monkeypatch: pytest.MonkeyPatch) -> 
         parse([PLACES.get(word, word) for word in shlex.split(code)], monkeypatch)
 
 
-def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def parse(words, monkeypatch):
     """Let each program of the project that is in ``words`` parse its arguments."""
     if "torchrun" in words:
         from torch.distributed.run import get_args_parser
@@ -161,15 +159,13 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_pages_show_what_the_code_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_show_what_the_code_says(name, monkeypatch):
     """If this is meant to differ, ``python -m tests.helpers.documentation`` rewrites the pages."""
     monkeypatch.chdir(ROOT)
     assert with_copies(PAGES[name].text) == PAGES[name].text
 
 
-def test_the_hierarchy_of_the_advice_gives_its_numbers(
-    capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
+def test_the_hierarchy_of_the_advice_gives_its_numbers(capsys, tmp_path):
     code, output = re.search(
         r"```python\n(.+?)```\n\n```text\n(.+?)```", PAGES["docs/scaling-advice.md"].text, re.S
     ).groups()
@@ -180,11 +176,11 @@ def test_the_hierarchy_of_the_advice_gives_its_numbers(
 
 @pytest.mark.parametrize("task_flag", ["", "wrong"])
 def test_the_script_of_the_functions_runs(
-    task_flag: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+    task_flag,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     """With a small model in place of VGG-11; `my_training.py` runs whole in the slow tests."""
     [script] = [text for kind, text in PAGES["docs/functions.md"].blocks() if kind == "python"]
     (tmp_path / "my_training.py").write_text(script)
@@ -207,19 +203,19 @@ def test_the_script_of_the_functions_runs(
 # --- pages ---
 
 
-def test_no_page_is_too_long() -> None:
+def test_no_page_is_too_long():
     lengths = {name: len(page.text.splitlines()) for name, page in PAGES.items()}
     assert lengths.pop("README.md") <= MOST_LINES_OF_README
     assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
 
 
-def test_the_map_and_the_readme_name_every_page() -> None:
+def test_the_map_and_the_readme_name_every_page():
     linked = re.findall(r"\]\(([\w-]+\.md)\)", PAGES["docs/README.md"].text)
     assert len(linked) == len(set(linked))
     assert set(linked) == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
 
 
-def test_blocks_are_commands_outputs_or_python_and_can_be_copied_whole() -> None:
+def test_blocks_are_commands_outputs_or_python_and_can_be_copied_whole():
     for name, page in PAGES.items():
         kinds = {kind for kind, _ in page.blocks()}
         assert kinds <= {"bash", "text", "python"}, name
@@ -229,13 +225,13 @@ def test_blocks_are_commands_outputs_or_python_and_can_be_copied_whole() -> None
             assert not re.search(r"\\$|&$|…|<\w+>", command), f"{name}: {command}"
 
 
-def anchors(text: str) -> set[str]:
+def anchors(text):
     """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
 
 
-def test_every_link_leads_to_a_file_and_a_heading() -> None:
+def test_every_link_leads_to_a_file_and_a_heading():
     everywhere = {path.resolve() for path in ROOT.glob("*.md")}
     everywhere |= {page.path for page in PAGES.values()}
     links = [
@@ -254,7 +250,7 @@ def test_every_link_leads_to_a_file_and_a_heading() -> None:
     assert broken == []
 
 
-def test_no_page_has_words_of_our_own() -> None:
+def test_no_page_has_words_of_our_own():
     known = re.compile(r"^\| .* \| .* \| .* \|$", re.MULTILINE)  # the known errors, copied
     found = [
         (name, match[0])
@@ -266,7 +262,7 @@ def test_no_page_has_words_of_our_own() -> None:
     assert found == []
 
 
-def test_the_files_for_github_are_whole() -> None:
+def test_the_files_for_github_are_whole():
     citation, workflow, form = (
         yaml.safe_load((ROOT / name).read_text())
         for name in ("CITATION.cff", ".github/workflows/ci.yml", ".github/ISSUE_TEMPLATE/bug.yml")

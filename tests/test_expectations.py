@@ -5,7 +5,6 @@ After an intended change, run ``make expectations`` and read the diff in git.
 
 import difflib
 import json
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from tests.helpers.expectations import CHECKPOINT, FOLDER, KINDS, RESUMABLE, VER
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_users_see_is_as_recorded(name: str) -> None:
+def test_what_users_see_is_as_recorded(name):
     expected = (FOLDER / name).read_text()
     if expected.startswith("Python ") and not expected.startswith(VERSION):
         pytest.skip(
@@ -35,13 +34,11 @@ def test_what_users_see_is_as_recorded(name: str) -> None:
     )
 
 
-def test_every_file_of_expectations_is_compared() -> None:
+def test_every_file_of_expectations_is_compared():
     assert {path.name for path in FOLDER.iterdir()} == {*KINDS, CHECKPOINT.name}
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path, monkeypatch):
     """The assignment's function loads and verifies an old checkpoint, and a run resumes from it."""
     entries = load_checkpoint(CHECKPOINT)
     assert (entries["epoch"], entries["step"]) == (1, 3)

@@ -17,7 +17,7 @@ SHORT = ("--dataset", "digits", "--batch-size", "64")
 TOP_LEVEL = ("common", "lab", "recipes", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
-def run(*command: object) -> str:
+def run(*command):
     """Run a command with a limit of two minutes and return its output."""
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -25,7 +25,7 @@ def run(*command: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """Return a wheel, built from a copy to keep the checkout clean."""
     copy = tmp_path_factory.mktemp("source")
     files = run("git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
@@ -41,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def programs(wheel, tmp_path_factory):
     """Return the program folder of a virtual environment in which the wheel is installed.
 
     A .pth file makes this environment's packages, such as torch, available there.
@@ -56,7 +56,7 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def empty(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty(tmp_path, programs, monkeypatch):
     """Return an empty folder from which the programs import nothing of the checkout."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     where = "import common, lab; print(common.__file__, lab.__file__)"
@@ -68,7 +68,7 @@ def empty(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-def end(programs: Path, folder: Path, *command: str) -> str:
+def end(programs, folder, *command):
     """Run one of the environment's programs in ``folder`` and return its output."""
     path = os.pathsep.join([str(programs), os.environ["PATH"]])
     started = Started(
@@ -79,7 +79,7 @@ def end(programs: Path, folder: Path, *command: str) -> str:
     return ended.out
 
 
-def test_the_wheel_holds_code_recipes_and_what_is_no_code(wheel: Path) -> None:
+def test_the_wheel_holds_code_recipes_and_what_is_no_code(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     recipes = {f"common/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.toml")}
     data = {
@@ -102,7 +102,7 @@ def test_the_wheel_holds_code_recipes_and_what_is_no_code(wheel: Path) -> None:
     }
 
 
-def test_the_commands_run_from_an_empty_folder(programs: Path, empty: Path) -> None:
+def test_the_commands_run_from_an_empty_folder(programs, empty):
     """A part, a recipe, ranks that a part starts, a comparison and a report write only there."""
     end(programs, empty, "part-one", *SHORT, "--max-steps", "2", "--run-name", "run")
     summary = json.loads((empty / "reports" / "PartOne-none" / "run" / "summary.json").read_text())
@@ -138,7 +138,7 @@ def test_the_commands_run_from_an_empty_folder(programs: Path, empty: Path) -> N
     assert {path.name for path in empty.iterdir()} <= {"reports", "data"}
 
 
-def test_the_module_without_a_part_says_what_to_give(programs: Path, empty: Path) -> None:
+def test_the_module_without_a_part_says_what_to_give(programs, empty):
     for given, words in (((), "got nothing"), (("PartFour",), "got PartFour")):
         command = [programs / "python", "-m", "common.cli", *given]
         done = subprocess.run(command, cwd=empty, capture_output=True, text=True)

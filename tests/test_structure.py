@@ -9,8 +9,6 @@ import functools
 import importlib
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,16 +18,16 @@ SOURCES = sorted(path for package in ("common", "lab") for path in (ROOT / packa
 MOST_IGNORES = 20
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     return path.relative_to(ROOT).as_posix()
 
 
 @functools.cache
-def parsed(path: Path) -> ast.Module:
+def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def identifiers(tree: ast.Module) -> Iterator[str]:
+def identifiers(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -43,7 +41,7 @@ def identifiers(tree: ast.Module) -> Iterator[str]:
             yield from (node.asname or node.name).split(".")
 
 
-def test_every_string_that_names_code_leads_to_it() -> None:
+def test_every_string_that_names_code_leads_to_it():
     strings = {
         node.value
         for path in [*SOURCES, *(ROOT / "tests").rglob("*.py")]
@@ -57,7 +55,7 @@ def test_every_string_that_names_code_leads_to_it() -> None:
         functools.reduce(getattr, path.split("."), importlib.import_module(module))
 
 
-def test_no_two_files_define_a_class_of_one_name() -> None:
+def test_no_two_files_define_a_class_of_one_name():
     places = defaultdict(list)
     for path in SOURCES:
         for node in parsed(path).body:
@@ -67,12 +65,12 @@ def test_no_two_files_define_a_class_of_one_name() -> None:
 
 
 @pytest.mark.parametrize("package", ["common", "lab"])
-def test_every_module_says_what_it_is_for(package: str) -> None:
+def test_every_module_says_what_it_is_for(package):
     without = [name_of(path) for path in SOURCES if not ast.get_docstring(parsed(path))]
     assert [name for name in without if name.startswith(package)] == []
 
 
-def test_type_errors_are_ignored_rarely_and_with_a_reason() -> None:
+def test_type_errors_are_ignored_rarely_and_with_a_reason():
     found = [
         (name_of(path), line.strip())
         for path in SOURCES
@@ -86,7 +84,7 @@ def test_type_errors_are_ignored_rarely_and_with_a_reason() -> None:
 # --- docs/architecture.md and the code ---
 
 
-def defined_names(path: Path) -> set[str]:
+def defined_names(path):
     """Return the functions and classes of a module, and the methods as Class.method."""
     names = set()
     for node in ast.parse(path.read_text()).body:
@@ -98,7 +96,7 @@ def defined_names(path: Path) -> set[str]:
     return names
 
 
-def test_the_traces_of_the_architecture_lead_through_the_code() -> None:
+def test_the_traces_of_the_architecture_lead_through_the_code():
     text = (ROOT / "docs/architecture.md").read_text()
     places = re.findall(r"`([\w/]+\.py):([\w.]+)`", text)
     assert len(places) > 20
@@ -106,7 +104,7 @@ def test_the_traces_of_the_architecture_lead_through_the_code() -> None:
     assert not wrong
 
 
-def test_the_architecture_names_every_package() -> None:
+def test_the_architecture_names_every_package():
     text = (ROOT / "docs/architecture.md").read_text()
     for package in ("common", "lab"):
         folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
@@ -123,7 +121,7 @@ WITHOUT_THE_PROJECT = {
 }
 
 
-def test_two_files_read_settings_from_the_environment() -> None:
+def test_two_files_read_settings_from_the_environment():
     """Elsewhere the environment is copied for a child, or given a default before torch reads it."""
     reading = {
         str(path.relative_to(ROOT))
@@ -144,7 +142,7 @@ MAY_IMPORT_PICKLE = {
 }
 
 
-def test_nothing_from_another_machine_is_unpickled() -> None:
+def test_nothing_from_another_machine_is_unpickled():
     """Object collectives of torch.distributed unpickle what any rank sends, which runs its code."""
     importing, loading, collectives = set(), set(), set()
     for path in SOURCES:
@@ -182,7 +180,7 @@ MANY_PARAMETERS = {
 }
 
 
-def test_functions_of_common_take_few_parameters() -> None:
+def test_functions_of_common_take_few_parameters():
     found = set()
     for path in SOURCES:
         if path.is_relative_to(ROOT / "common"):

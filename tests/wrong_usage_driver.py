@@ -1,9 +1,9 @@
 """Run command lines in one process, each as its own program does: fast, as torch loads once.
 
-    python wrong_usage_driver.py '[["RANK=0", "PartOne", "--epochs", "0"], ...]'
+    python wrong_usage_driver.py 'RANK=0 PartOne --epochs 0' 'lab conquer' ...
 
 Words before the program set environment variables. Prints [status, stderr] of each as JSON.
-test_wrong_usage.py starts it from another folder.
+tests/helpers/expectations.py starts it from another folder.
 """
 
 import contextlib
@@ -16,15 +16,16 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)  # this folder has a package common, too
 
 
-def run(*words: str) -> tuple[object, str]:
+def run(*words):
     first = next(index for index, word in enumerate(words) if "=" not in word)
     with mock.patch.dict(os.environ, dict(word.split("=", 1) for word in words[:first])):
         return run_program(*words[first:])
 
 
-def run_program(program: str, *arguments: str) -> tuple[object, str]:
+def run_program(program, *arguments):
     file = ROOT / ("lab/__main__.py" if program == "lab" else f"{program}/main.py")
     sys.argv = [str(file), *arguments]
     error = io.StringIO()
@@ -36,4 +37,9 @@ def run_program(program: str, *arguments: str) -> tuple[object, str]:
     return 0, error.getvalue()
 
 
-print(json.dumps([run(*command) for command in json.loads(sys.argv[1])]))
+def words(usage):
+    """Return the words of a usage; an escape as in Python stands for a character."""
+    return usage.encode("latin-1").decode("unicode_escape").split(" ")
+
+
+print(json.dumps([run(*words(usage)) for usage in sys.argv[1:]]))

@@ -30,7 +30,7 @@ _MEGABYTE = 1e6
 def _load(
     kind: type[CIFAR10], name: str, mean: tuple, std: tuple, data_dir: Path, mirror: str | None
 ) -> Dataset:
-    if problems := _problems(kind, data_dir):
+    if problems := file_problems(kind, data_dir):
         url = kind.url
         if mirror is not None:  # the folder, or the archive itself
             url = f"{mirror.removesuffix(kind.filename).rstrip('/')}/{kind.filename}"
@@ -58,7 +58,7 @@ def _load(
     return Dataset(name, train, test, tuple(splits[0].classes), mean, std)
 
 
-def _problems(kind: type[CIFAR10], data_dir: Path) -> str:
+def file_problems(kind: type[CIFAR10], data_dir: Path) -> str:
     """Return which files are missing or damaged; "" if all are there and whole."""
     folder = data_dir / kind.base_folder
     files = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
@@ -78,7 +78,7 @@ def _download(kind: type[CIFAR10], name: str, data_dir: Path, url: str) -> None:
     data_dir.mkdir(parents=True, exist_ok=True)
     with _lock(data_dir / f".{name}.lock", name):
         # Not kind(download=True), which does nothing if only the list of classes is missing.
-        if _problems(kind, data_dir):
+        if file_problems(kind, data_dir):
             if not check_integrity(str(archive), kind.tgz_md5):
                 fetch(url, archive)
             if not check_integrity(str(archive), kind.tgz_md5):

@@ -18,8 +18,8 @@ def load_folder(data_dir: Path, mirror: str | None) -> Dataset:
     The classes are the sorted names of the folders in ``train``. Raises UserError if a folder is
     missing or empty, an image cannot be read, or ``test`` has a class that ``train`` lacks.
     """
-    classes = _classes(data_dir / "train")
-    if unknown := sorted(set(_classes(data_dir / "test")) - set(classes)):
+    classes = classes_of(data_dir / "train")
+    if unknown := sorted(set(classes_of(data_dir / "test")) - set(classes)):
         raise UserError(
             f"{data_dir / 'test'} has classes that {data_dir / 'train'} lacks: {', '.join(unknown)}"
         )
@@ -28,7 +28,7 @@ def load_folder(data_dir: Path, mirror: str | None) -> Dataset:
     return Dataset("folder", train, test, tuple(classes), mean, std)
 
 
-def _classes(folder: Path) -> list[str]:
+def classes_of(folder: Path) -> list[str]:
     classes = sorted(entry.name for entry in folder.glob("*/") if not entry.name.startswith("."))
     if not classes:
         reason = "holds no folders" if folder.is_dir() else "is missing"

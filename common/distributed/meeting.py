@@ -31,7 +31,13 @@ from common.distributed.gpus import JobGPUs, Peer, compare_gpus, this_peer, visi
 from common.distributed.launch_env import LaunchSpec
 from common.errors import GroupError, UserError, first_line, print_to_stderr, ranks_text
 from common.utils.environment import RUN_TOKEN
-from common.utils.network import is_own, listen, listening_address, own_addresses
+from common.utils.network import (
+    is_own,
+    listen,
+    listening_address,
+    own_addresses,
+    why_unreached,
+)
 from common.utils.processes import in_thread
 from common.utils.system import allow_most_descriptors, free_port
 from common.utils.typed_json import Rank, Ranks, Text, decode, encode
@@ -61,6 +67,10 @@ class MeetingOutcome:
     error: Text = ""
 
 
+class MeetingError(GroupError):
+    """There is no run, for a reason that all ranks know; the store still answers."""
+
+
 @dataclass
 class _Wait:
     """How long this rank waits, and for whom; ``whom`` changes as the ranks meet."""
@@ -86,18 +96,26 @@ def meet(
     another machine than the address that the other ranks connect to.
     """
 
-    def join(wait: _Wait) -> tuple[dist.Store, MeetingOutcome]:
-        open_or_connect = _serve if launch.rank == 0 else _connect
-        return _join(store or open_or_connect(launch, wait), launch, wait)
+    return _within(
+        timeout_seconds,
+        launch,
+        lambda wait: _join(store or _open_or_connect(launch, wait), launch, wait),
+    )
 
-    return _within(timeout_seconds, launch, join)
+
+def shared_store(launch: LaunchSpec, timeout_seconds: float) -> dist.TCPStore:
+    """Return the store at rank 0's address, for ``meet`` and for what the ranks exchange besides.
+
+    Raises the errors of ``meet`` that concern rank 0.
+    """
+    return _within(timeout_seconds, launch, lambda wait: _open_or_connect(launch, wait))
 
 
-def _within(
-    timeout_seconds: float,
-    launch: LaunchSpec,
-    join: Callable[[_Wait], tuple[dist.Store, MeetingOutcome]],
-) -> tuple[dist.Store, MeetingOutcome]:
+def _open_or_connect(launch: LaunchSpec, wait: _Wait) -> dist.TCPStore:
+    return _serve(launch, wait) if launch.rank == 0 else _connect(launch, wait)
+
+
+def _within(timeout_seconds: float, launch: LaunchSpec, join: Callable[[_Wait], T]) -> T:
     """Return the result of ``join``, and meanwhile print for whom this rank waits."""
     deadline = time.monotonic() + timeout_seconds
     wait = _Wait(timeout_seconds, deadline, lambda: f"rank 0 at {_address(launch)}")
@@ -181,8 +199,7 @@ def _connect(launch: LaunchSpec, wait: _Wait) -> dist.TCPStore:
             _greet(launch, min(left, 5.0))  # a plain socket's errors come at once, with the cause
             return _open_store(launch, max(left, 1.0))
         except OSError as error:
-            no_answer = isinstance(error, TimeoutError)
-            reason = "no answer" if no_answer else (error.strerror or str(error)).lower()
+            reason = why_unreached(error)
             time.sleep(_POLL_SECONDS)
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             raise GroupError(
@@ -225,7 +242,7 @@ def _open_store(
 
 def _join(store: dist.Store, launch: LaunchSpec, wait: _Wait) -> tuple[dist.Store, MeetingOutcome]:
     """Leave this rank's ``Peer`` and wait for the outcome."""
-    own = dist.PrefixStore(_keyed(launch.token, f"meeting {launch.generation}"), store)
+    own = dist.PrefixStore(keyed(launch.token, f"meeting {launch.generation}"), store)
     try:
         if launch.rank == 0:
             own.set(_SIZE, str(launch.world_size))
@@ -241,7 +258,7 @@ def _join(store: dist.Store, launch: LaunchSpec, wait: _Wait) -> tuple[dist.Stor
             _wait_for_all(own, launch, wait)
         else:
             wait.whom = lambda: f"the other ranks; this one has joined {_address(launch)}"
-            if not _is_set(own, _OUTCOME, wait.left):
+            if not are_set(own, [_OUTCOME], wait.left):
                 _end_meeting(own, _missing_ranks(own, launch, wait))
         outcome = _read(own.get(_OUTCOME), MeetingOutcome)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
@@ -249,13 +266,13 @@ def _join(store: dist.Store, launch: LaunchSpec, wait: _Wait) -> tuple[dist.Stor
     if outcome.error:
         if launch.rank == 0:
             time.sleep(_FETCH_SECONDS)
-        raise GroupError(outcome.error)
+        raise MeetingError(outcome.error)
     return own, outcome
 
 
 def _check_rank0(store: dist.Store, own: dist.Store, launch: LaunchSpec, wait: _Wait) -> None:
     """Any other rank: raise GroupError unless rank 0 has this rank's token and number of ranks."""
-    while not _is_set(own, _SIZE, min(wait.left, _TOKEN_SECONDS)):
+    while not are_set(own, [_SIZE], min(wait.left, _TOKEN_SECONDS)):
         there = store.get(_FINGERPRINT) if store.check([_FINGERPRINT]) else None
         if there is not None and there != _fingerprint(launch).encode():
             reason = explain_mismatch(here=bool(launch.token), there=bool(there))
@@ -299,16 +316,16 @@ def place_ranks(peers: Sequence[Peer]) -> MeetingOutcome:
     return MeetingOutcome(places, compare_gpus(peers, local_ranks))
 
 
-def _end_meeting(own: dist.Store, reason: str) -> GroupError:
+def _end_meeting(own: dist.Store, reason: str) -> MeetingError:
     """Tell all ranks why there is no run, unless they know the outcome; return it as an error."""
     own.compare_set(_OUTCOME, "", encode(MeetingOutcome([], JobGPUs(), reason)).decode())
-    return GroupError(reason)
+    return MeetingError(reason)
 
 
-def _is_set(store: dist.Store, key: str, seconds: float) -> bool:
-    """Return whether the key is set within ``seconds``; the store answers this one request then."""
+def are_set(store: dist.Store, keys: list[str], seconds: float) -> bool:
+    """Return whether the keys are set within ``seconds``; the store answers this request then."""
     try:
-        store.wait([key], timedelta(seconds=max(seconds, _POLL_SECONDS)))
+        store.wait(keys, timedelta(seconds=max(seconds, _POLL_SECONDS)))
     except dist.DistStoreError:  # a lost store is a DistNetworkError
         return False
     return True
@@ -318,13 +335,13 @@ def _read(content: bytes, schema: type[T]) -> T:
     return decode(content, schema, name="what is in the store where the ranks meet")
 
 
-def _keyed(token: str, purpose: str) -> str:
+def keyed(token: str, purpose: str) -> str:
     """Return a text that only those who have the token can compute."""
     return hmac.new(os.fsencode(token), purpose.encode(), hashlib.sha256).hexdigest()
 
 
 def _fingerprint(launch: LaunchSpec) -> str:
-    return _keyed(launch.token, "fingerprint") if launch.token else ""
+    return keyed(launch.token, "fingerprint") if launch.token else ""
 
 
 def explain_mismatch(*, here: bool, there: bool) -> str:

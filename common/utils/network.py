@@ -5,6 +5,8 @@ import socket
 
 import psutil
 
+from common.errors import reason_of
+
 
 def resolve(host: str) -> set[str]:
     """Return the addresses of a host name or address; none if the name is unknown."""
@@ -80,6 +82,11 @@ def listen(address: str, port: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
+
+
+def why_unreached(error: Exception) -> str:
+    """Return why a connection failed, in a few words."""
+    return "no answer" if isinstance(error, TimeoutError) else reason_of(error).lower()
 
 
 def is_loopback(address: str) -> bool:

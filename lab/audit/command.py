@@ -3,7 +3,6 @@
 ``parse_command`` looks at it once; ``AuditCommand.processes`` gives the commands to start.
 """
 
-import os
 import re
 import shlex
 import sysconfig
@@ -17,17 +16,10 @@ from lab.cluster.program import check_placeholders, fill_in
 _EXAMPLE = "lab audit -- python main.py --master-ip {master} --num-nodes {nodes} --rank {rank}"
 
 
-_TORCHRUN = ("--nproc_per_node", ("--master_port", "--standalone", "--rdzv"))
-_LAUNCHERS = {
-    ("torchrun",): _TORCHRUN,
-    ("-m", "torch.distributed.run"): _TORCHRUN,
-    ("-m", "torch.distributed.launch"): _TORCHRUN,
-    ("accelerate", "launch"): ("--num_processes", ("--main_process_port",)),
-}
-"""Programs that start the ranks: the flag for their number, and flags for the port.
-
-The first of these sets the port; with any of them the user has chosen it.
-"""
+_LAUNCHER = re.compile(
+    r"(?:^|[/ ])(torchrun|-m torch\.distributed\.(?:run|launch)|accelerate launch)$"
+)
+"""What the words end with that start a program which starts the ranks."""
 
 
 @dataclass(frozen=True)
@@ -101,28 +93,27 @@ def parse_command(words: Sequence[str], rank0: str | None) -> AuditCommand:
     return command
 
 
-def _launcher(words: Sequence[str]) -> tuple[int, str, tuple[str, ...]] | None:
-    """Return the place after the launcher's name in the words, and its flags; None without one."""
+def _launcher(words: Sequence[str]) -> tuple[int, str, str] | None:
+    """Return the place after a launcher's name, and its flags for the number of ranks and the port.
+
+    None without a launcher.
+    """
     for end in range(1, len(words) + 1):
-        for name, flags in _LAUNCHERS.items():
-            named = words[max(0, end - len(name)) : end]
-            if (os.path.basename(named[0]), *named[1:]) == name:
-                return end, *flags
+        if named := _LAUNCHER.search(" ".join(words[:end])):
+            accelerate = ("--num_processes", "--main_process_port")
+            torchrun = ("--nproc_per_node", "--master_port")
+            return end, *(accelerate if named[1] == "accelerate launch" else torchrun)
     return None
 
 
 def _with_ranks(words: tuple[str, ...], size: int, port: int) -> tuple[str, ...]:
-    """Return a launcher's command for this number of ranks, and a free port unless one is given."""
+    """Return a launcher's command for this number of ranks, and a free port.
+
+    The flags come right before the script: of several the last one counts.
+    """
     if (found := _launcher(words)) is None:
         return words
-    at, ranks_flag, port_flags = found
-    script = next((n for n, word in enumerate(words) if word.endswith(".py")), len(words))
-    flags = ["--" + word[2:].partition("=")[0].replace("-", "_") for word in words[at:script]]
-    added = [ranks_flag, str(size)]
-    if not any(flag.startswith(port_flags) for flag in flags):
-        added += [port_flags[0], str(port)]
-    after = list(words[at:])
-    if ranks_flag in flags:
-        given = flags.index(ranks_flag)
-        del after[given : given + (1 if "=" in after[given] else 2)]
-    return *words[:at], *added, *after
+    at, ranks_flag, port_flag = found
+    is_script = (word.endswith(".py") or word in ("-m", "--module") for word in words[at:])
+    script = at + next((n for n, holds in enumerate(is_script) if holds), 0)
+    return *words[:script], ranks_flag, str(size), port_flag, str(port), *words[script:]

@@ -4,8 +4,7 @@ import difflib
 import re
 from pathlib import Path
 
-from lab.audit.command import AuditCommand
-from lab.audit.recording import RankRecords, Record, Recording, code_line
+from lab.audit.recording import RankRecords, Record, code_line
 from lab.audit.runner import AuditRun
 from lab.processes.first_failure import find_root_failure, last_error_line
 
@@ -91,36 +90,40 @@ _HINTS = (
 )
 
 
-def explain_failure(
-    command: AuditCommand, run: AuditRun, recording: Recording, steps: int
-) -> str | None:
-    """Return why a run could not be audited, or not to its end; None if nothing went wrong.
-
-    steps : how many the audit was to watch.
-    """
+def explain_failure(run: AuditRun) -> str | None:
+    """Return why a run could not be audited, or not to its end; None if nothing went wrong."""
     ranks = "" if run.size is None else f" on {run.size} ranks"
-    reason = _reason(command, run, recording, steps)
+    reason = _reason(run)
     return None if reason is None else f"could not be run{ranks}: {reason}"
 
 
-def _reason(command: AuditCommand, run: AuditRun, recording: Recording, steps: int) -> str | None:
+def _reason(run: AuditRun) -> str | None:
+    recording, steps = run.recording, run.settings.steps
     processes = recording.processes
-    error = _first_error(recording)
+    causes = [
+        error
+        for one in processes
+        for error in one.by_kind["error"]
+        if not error.get("after_cut")
+        and not _CONSEQUENCE.search(f"{error['type']} {error['message']}")
+    ]
+    error = min(causes, key=lambda error: error["t"], default=None)
     whole = run.wanted_size is None and not any(one.by_kind["cut"] for one in processes)
-    gone = _gone(recording, run) if whole and error is None else None
-    status = run.statuses[gone.rank] if gone is not None and command.one_process_a_rank else None
+    gone = _gone(run) if whole and error is None else None
+    status = run.statuses[gone.rank] if gone and run.command.one_process_a_rank else None
     if gone is not None and not status:
-        how = "it left with status 0 and no error, as after os._exit(0)"
-        if status is None:
-            how = "it was stopped or killed, left by os._exit, or is stuck outside Python"
+        how = {
+            0: "it left with status 0 and no error, as after os._exit(0)",
+            None: "it was stopped or killed, left by os._exit, or is stuck outside Python",
+        }[status]
         return (
             f"rank {gone.rank} is gone after {len(gone.by_kind['step'])} of {steps} steps: {how}. "
-            f"{_waits(recording)}Find out why this rank leaves."
+            f"{_waits(run)}Find out why this rank leaves."
         )
     if run.failed:
-        return _own_error(command, run, recording, error, gone)
+        return _own_error(run, error, gone)
     if run.hung:
-        return f"{run.hung}. {_waits(recording)}{_connects(run, recording)}"
+        return f"{run.hung}. {_waits(run)}{_connects(run)}"
     training = [one for one in processes if one.by_kind["backward"]]
     cases = (
         (
@@ -157,42 +160,28 @@ def _reason(command: AuditCommand, run: AuditRun, recording: Recording, steps: i
     return next((text for holds, text in cases if holds), None)
 
 
-def _first_error(recording: Recording) -> Record | None:
-    """Return the earliest error of the script that is not another rank's end."""
-    errors = [error for one in recording.processes for error in one.by_kind["error"]]
-    causes = [
-        error
-        for error in errors
-        if not error.get("after_cut")
-        and not _CONSEQUENCE.search(f"{error['type']} {error['message']}")
-    ]
-    return min(causes, key=lambda error: error["t"], default=None)
-
-
-def _gone(recording: Recording, run: AuditRun) -> RankRecords | None:
+def _gone(run: AuditRun) -> RankRecords | None:
     """Return the rank that fell silent first, not in good order; None without one.
 
     Where ranks wait too long or fail, all that still run are asked for their stacks, and a rank
     that has left by os._exit is what the others wait for.
     """
-    silent = []
-    for rank in recording.ranks:
-        ended = rank.by_kind["end"]
-        if run.failed or run.hung:
-            ended = [one for one in ended if one["status"] is None or one.get("after_cut")]
-        heard = ended or rank.by_kind["error"] or rank.by_kind["stack"]
-        if rank.by_kind["group"] and not heard and rank.records[-1]["k"] != "stands":
-            silent.append(rank)
+    waited_for = bool(run.failed or run.hung)
+    silent = [
+        rank
+        for rank in run.recording.ranks
+        if rank.by_kind["group"]
+        and not (rank.by_kind["error"] or rank.by_kind["stack"])
+        and rank.records[-1]["k"] != "stands"
+        and all(
+            waited_for and end["status"] is not None and not end.get("after_cut")
+            for end in rank.by_kind["end"]
+        )
+    ]
     return min(silent, key=lambda rank: rank.records[-1]["t"], default=None)
 
 
-def _own_error(
-    command: AuditCommand,
-    run: AuditRun,
-    recording: Recording,
-    error: Record | None,
-    gone: RankRecords | None,
-) -> str:
+def _own_error(run: AuditRun, error: Record | None, gone: RankRecords | None) -> str:
     """Return the script's own last error, and what to try."""
     outputs = {
         number: _TORCHRUNS_REPORT.sub("", _PREFIX.sub("", run.output(number)))
@@ -200,25 +189,20 @@ def _own_error(
     }
     statuses = {number: run.statuses[number] or 0 for number in run.failed}
     failed = [gone.rank] if gone is not None and gone.rank in statuses else list(run.failed)
-    name = "rank" if command.one_process_a_rank else "process"
+    name = "rank" if run.command.one_process_a_rank else "process"
     culprit, message = find_root_failure(failed, statuses, outputs, name=name)
     if error is not None:
         text = f"{error['type']}: {error['message']}".strip().splitlines()[0][:300]
         at = code_line(error.get("at"))
         message = f"{text} (at {at})" if at else text
-    advice = _advice(
-        message + last_error_line(outputs[culprit]) + outputs[culprit][-4000:],
-        command,
-        run,
-        recording,
-    )
-    return f"{message.rstrip('.')}. {advice}"
+    printed = last_error_line(outputs[culprit]) + outputs[culprit][-4000:]
+    return f"{message.rstrip('.')}. {_advice(message + printed, run)}"
 
 
-def _advice(text: str, command: AuditCommand, run: AuditRun, recording: Recording) -> str:
+def _advice(text: str, run: AuditRun) -> str:
     """Return what to try after an error of the script, from its text."""
     if missing := _MODULE.search(text):
-        return _about_module(missing[1].partition(".")[0], command, recording)
+        return _about_module(missing[1].partition(".")[0], run)
     for pattern, advice in _HINTS:
         if match := re.search(pattern, text):
             name = next(filter(None, match.groups()), "NAME")
@@ -226,16 +210,16 @@ def _advice(text: str, command: AuditCommand, run: AuditRun, recording: Recordin
     return "First run the command without lab audit."
 
 
-def _about_module(name: str, command: AuditCommand, recording: Recording) -> str:
+def _about_module(name: str, run: AuditRun) -> str:
     """Return what to do about a module that is missing: only a known package is to be installed."""
-    starts = [start for one in recording.processes for start in one.by_kind["start"]]
-    python = next((start.get("executable") for start in starts), None) or command.words[0]
+    starts = [start for one in run.recording.processes for start in one.by_kind["start"]]
+    python = next((start.get("executable") for start in starts), None) or run.command.words[0]
     if name in _PACKAGES:
         return (
             f"{python} has no {name}: install it there, or give the Python of the script's "
             "environment, as in lab audit -- /path/to/python main.py."
         )
-    own = [path.stem for path in command.user_folder(Path.cwd()).iterdir()]
+    own = [path.stem for path in run.command.user_folder(Path.cwd()).iterdir()]
     if close := difflib.get_close_matches(name, [*_PACKAGES, *own], n=1, cutoff=0.8):
         return f"Did you mean {close[0]}?"
     return (
@@ -244,10 +228,10 @@ def _about_module(name: str, command: AuditCommand, recording: Recording) -> str
     )
 
 
-def _waits(recording: Recording) -> str:
+def _waits(run: AuditRun) -> str:
     """Return in which collective each rank waits, as a sentence; nothing without such a rank."""
     waits = set()
-    for one in recording.processes:
+    for one in run.recording.processes:
         done = {record["c"] for record in one.by_kind["done"] if not record.get("error")}
         if open_calls := [call for call in one.by_kind["call"] if call["c"] not in done]:
             at = code_line(open_calls[-1].get("at"))
@@ -255,9 +239,9 @@ def _waits(recording: Recording) -> str:
     return f"The ranks wait in {', '.join(sorted(waits))}. " if waits else ""
 
 
-def _connects(run: AuditRun, recording: Recording) -> str:
+def _connects(run: AuditRun) -> str:
     """Return what to try where ranks wait: for each other's addresses, or for anything else."""
-    if not _waits(recording).startswith("The ranks wait in init_process_group"):
+    if not _waits(run).startswith("The ranks wait in init_process_group"):
         return (
             "Check that every rank reaches the same call; if the run is only slow, use less data "
             "or raise --timeout."

@@ -5,10 +5,11 @@ of a script that the probe watches, without the first two steps.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from statistics import fmean, median
 from typing import Any
+
+import numpy as np
 
 from common.errors import UserError
 from common.sync.message_cost import GradientSize, sent_bytes
@@ -27,7 +28,7 @@ _KIND = re.compile(
 )
 """What a name of torch.distributed begins with: it may end in _base, _into_tensor or _single."""
 
-Step = dict[str, float]
+_NAMES = ("seconds", "exposed_seconds", "backward_seconds", "update_seconds", "bytes_sent")
 
 
 def measure(recording: Recording, *, rate_bits: float | None = None) -> dict[str, Any] | None:
@@ -35,45 +36,38 @@ def measure(recording: Recording, *, rate_bits: float | None = None) -> dict[str
 
     rate_bits : bits a second of each emulated node's link; None: the ranks share this machine.
     """
-    observed = [(rank, _steps(rank, recording.size)) for rank in recording.ranks]
-    observed = [(rank, steps) for rank, steps in observed if steps]
+    observed = [*filter(None, (_steps(rank, recording.size) for rank in recording.ranks))]
     if not observed:
         return None
-    mean = _combine([_combine(steps, median) for _, steps in observed], fmean)
-    cores, note = usable_cores(), ""
-    if rate_bits is None and recording.size > cores:
-        note = f"{recording.size} ranks share {cores} cores, so a step is slower than on nodes"
+    numbers = np.mean([np.median(steps, axis=0) for steps in observed], axis=0).tolist()
+    mean = dict(zip(_NAMES, numbers, strict=True))
+    size, cores = recording.size, usable_cores()
+    crowded = f"{size} ranks share {cores} cores, so a step is slower than on nodes"
     return {
-        "ranks": recording.size,
+        "ranks": size,
         **mean,
         "exposed_share": mean["exposed_seconds"] / mean["seconds"] if mean["seconds"] else 0.0,
-        "most_bytes_sent": max(one["bytes_sent"] for _, steps in observed for one in steps),
-        "note": note,
-        **_predict(observed[0][0], recording.size, mean, rate_bits),
+        "most_bytes_sent": max(bytes_sent for steps in observed for *_, bytes_sent in steps),
+        "note": crowded if rate_bits is None and size > cores else "",
+        **_predict(recording.ranks[0], size, mean, rate_bits),
     }
 
 
-def _combine(steps: Sequence[Step], combine: Callable[[list[float]], float]) -> Step:
-    """Return the mean or the median of each number."""
-    return {name: combine([one[name] for one in steps]) for name in steps[0]}
-
-
-def _steps(rank: RankRecords, size: int) -> list[Step]:
+def _steps(rank: RankRecords, size: int) -> list[list[float]]:
     """Return what a rank did in each measured step, from just before an update to the next.
 
     With several optimisers these are the updates of the one that steps first.
     """
     updates = rank.by_kind["step"]
-    times = [one["t"] for one in updates if one["o"] == updates[0]["o"]]
-    windows = list(pairwise(times))
+    windows = list(pairwise(one["t"] for one in updates if one["o"] == updates[0]["o"]))
     blocked = _blocked(rank)
     return [_observe(rank, size, blocked, *one) for one in windows[WARM_UP:] or windows[-1:]]
 
 
 def _observe(
     rank: RankRecords, size: int, blocked: list[tuple[float, float]], begin: float, end: float
-) -> Step:
-    """Return what a rank did between two times.
+) -> list[float]:
+    """Return what a rank did between two times, in the order of ``_NAMES``.
 
     exposed_seconds : communication that backward does not hide: calls that block, waiting for
         others, and the end of DDP's backward after this rank's last gradient.
@@ -85,7 +79,9 @@ def _observe(
         for kind in ("call", "backward", "stepped")
     )
     exposed = sum(one.get("exposed_seconds") or 0.0 for one in backwards)
-    in_backward = sum(_overlap(blocked, one["t"] - one["seconds"], one["t"]) for one in backwards)
+    computed = sum(
+        one["seconds"] - _overlap(blocked, one["t"] - one["seconds"], one["t"]) for one in backwards
+    )
     sent = sum(_sent(call, rank.rank) for call in calls)
     through_ddp = any(row[2] == "ddp" for one in backwards for row in one["forwards"])
     if through_ddp and not rank.by_kind["hook"]:
@@ -94,15 +90,13 @@ def _observe(
         times = sum(one.get("synced") is True for one in backwards) // max(1, len(models))
         nbytes = max(1, times) * sum(one["bytes"] for one in models)
         sent += float(sent_bytes("all_reduce", nbytes, rank=rank.rank, ranks=size))
-    return {
-        "seconds": end - begin,
-        "exposed_seconds": exposed + _overlap(blocked, begin, end),
-        "backward_seconds": max(
-            0.0, sum(one["seconds"] for one in backwards) - exposed - in_backward
-        ),
-        "update_seconds": sum(one["seconds"] for one in updates),
-        "bytes_sent": sent,
-    }
+    return [
+        end - begin,
+        exposed + _overlap(blocked, begin, end),
+        max(0.0, computed - exposed),
+        sum(one["seconds"] for one in updates),
+        sent,
+    ]
 
 
 def _blocked(rank: RankRecords) -> list[tuple[float, float]]:
@@ -140,13 +134,19 @@ def _sent(call: Record, rank: int) -> float:
     return float(sent_bytes(match[1], nbytes, rank=rank, ranks=ranks, root=call.get("peer") or 0))
 
 
-def _predict(rank: RankRecords, size: int, mean: Step, rate_bits: float | None) -> dict[str, Any]:
-    """Return "predicted" (a list of strategy, step_seconds, exposed_seconds) and "source"."""
+def _predict(
+    rank: RankRecords, size: int, mean: dict[str, float], rate_bits: float | None
+) -> dict[str, Any]:
+    """Return "predicted" (a list of strategy, step_seconds, exposed_seconds) and "source".
+
+    The compute is the measured step without messages; backward's time is spread by bytes.
+    """
     rows = {row[0]: row for record in rank.by_kind["params"] for row in record["rows"]}
     sizes = [  # in the order in which the optimisers got the parameters
         GradientSize(shape, _ITEM_BYTES.get(str(dtype).removeprefix("torch."), 4))
         for _, _, shape, dtype, *_ in rows.values()
     ]
+    ready = list(accumulate(reversed(sizes)))
     if size < 2 or not sum(sizes) or not mean["backward_seconds"]:
         return {"predicted": [], "source": ""}
     try:
@@ -154,11 +154,18 @@ def _predict(rank: RankRecords, size: int, mean: Step, rate_bits: float | None) 
     except UserError as error:
         return {"predicted": [], "source": f"no prediction: {error}"}
     network = calibration.network.over(rate_bits=rate_bits, latency_seconds=None)
-    compute = _compute(mean, sizes)
-    predicted = [
+    measured = ("exposed_seconds", "backward_seconds", "update_seconds")
+    compute = StepCompute(
+        before_seconds=max(0.0, mean["seconds"] - sum(mean[name] for name in measured)),
+        backward_seconds=mean["backward_seconds"],
+        update_seconds=mean["update_seconds"],
+        ready_bytes=ready,
+        ready_shares=[count / ready[-1] for count in ready],
+    )
+    predicted = (
         (name, predict_step(plan, sizes, size, network=network, compute=compute))
         for name, plan in message_plans(PREDICTED).items()
-    ]
+    )
     links = "loopback" if rate_bits is None else f"links of {rate_bits / 1e6:,.0f} Mbit/s"
     made = f"{calibration.name}, {calibration.made[:10]}"
     elsewhere = "; `lab calibrate` measures this machine" if is_reference else ""
@@ -174,17 +181,3 @@ def _predict(rank: RankRecords, size: int, mean: Step, rate_bits: float | None) 
         ],
         "source": f"{links} as calibrated on {made}{elsewhere}",
     }
-
-
-def _compute(mean: Step, sizes: Sequence[int]) -> StepCompute:
-    """Return the measured step without messages; backward's time is spread by bytes."""
-    ready = list(accumulate(reversed(sizes)))
-    rest = ("exposed_seconds", "backward_seconds", "update_seconds")
-    before = mean["seconds"] - sum(mean[name] for name in rest)
-    return StepCompute(
-        before_seconds=max(0.0, before),
-        backward_seconds=mean["backward_seconds"],
-        update_seconds=mean["update_seconds"],
-        ready_bytes=ready,
-        ready_shares=[count / ready[-1] for count in ready],
-    )

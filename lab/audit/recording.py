@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import UserError, file_errors
+from common.errors import UserError
 
 Record = dict[str, Any]
 Numbers = NDArray[np.float64]
@@ -46,14 +46,12 @@ class RankRecords:
     Parameters
     ----------
     rank : from its process group; without one, from the command's placeholder or its variables.
-    workers : processes that it started, such as its loaders' workers.
     """
 
     pid: int
     records: list[Record]
     _numbers: Numbers = field(default_factory=lambda: np.zeros(0))
     rank: int = 0
-    workers: list["RankRecords"] = field(default_factory=list)
 
     @cached_property
     def by_kind(self) -> dict[str, list[Record]]:
@@ -70,10 +68,6 @@ class RankRecords:
         offset, count = reference
         return self._numbers[offset : offset + count]
 
-    def of(self, kind: str) -> list[Record]:
-        """Return this rank's records of a kind, with those of its workers."""
-        return [*self.by_kind[kind], *(one for w in self.workers for one in w.by_kind[kind])]
-
 
 @dataclass
 class Recording:
@@ -83,7 +77,7 @@ class Recording:
     ----------
     size : the number of ranks: of the process group, or if there is none, of processes started.
     ranks : by rank; a rank that recorded no step may be missing.
-    others : processes that trained nothing: launchers, loaders' workers of ended ranks.
+    others : processes that trained nothing: launchers, loaders' workers.
     asked_size : the number that the audit asked for; None if the script chose it.
     global_batch : what ``--global-batch`` says, or None.
     clocks : whether clocks are checked.
@@ -106,7 +100,7 @@ class Recording:
     @property
     def processes(self) -> list[RankRecords]:
         """Everything that recorded anything."""
-        return [*self.ranks, *(one for rank in self.ranks for one in rank.workers), *self.others]
+        return [*self.ranks, *self.others]
 
 
 ADVICE = ": does the script write to the audit's own folder?"
@@ -118,18 +112,17 @@ def read_stranger(path: Path, *, most: int, start: int = 0, last: bool = False) 
     """Return a file, from ``start`` on, in a folder in which the script may write as well.
 
     most : a larger file is an error; with ``last``, its last bytes are returned instead.
-    Raises UserError if it is a link, a FIFO or anything else but a regular file, or unreadable.
+    Raises UserError for a FIFO and anything else but a regular file, OSError for a link.
     """
-    with file_errors(f"{path.name} cannot be read", ADVICE):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise UserError(f"{path.name} is no regular file any more{ADVICE}")
-            if status.st_size > most and not last:
-                raise UserError(f"{path.name} has more than {most:,} bytes{ADVICE}")
-            file.seek(max(0, status.st_size - most) if last else start)
-            return file.read(most)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{path.name} is no regular file any more{ADVICE}")
+        if status.st_size > most and not last:
+            raise UserError(f"{path.name} has more than {most:,} bytes{ADVICE}")
+        file.seek(max(0, status.st_size - most) if last else start)
+        return file.read(most)
 
 
 class RecordReader:
@@ -143,59 +136,55 @@ class RecordReader:
     def read(self) -> bool:
         """Add the records written since the last call; return whether the script came further.
 
-        A line that a killed process left unfinished is left out.
-        Raises UserError for what no probe has written.
+        A line that a killed process left unfinished is left out. Raises UserError, or what
+        ``understood`` of audit.py turns into one, for what no probe has written.
         """
         further = False
-        with file_errors("the audit's records cannot be read", ADVICE):
-            for name in [one for one in os.listdir(self._folder) if one.endswith(".jsonl")]:
-                pid = int(name.partition(".")[0])
-                path = self._folder / name
-                content = read_stranger(path, start=self._offsets[pid], most=MOST_RECORDS)
-                whole = content[: content.rfind(b"\n") + 1]
-                self._offsets[pid] += len(whole)
-                process = self.processes.setdefault(pid, RankRecords(pid, []))
-                for line in whole.splitlines():
-                    record = json.loads(line)
-                    if not isinstance(record, dict) or not isinstance(record.get("k"), str):
-                        raise UserError(f"{name} holds a line that is no record{ADVICE}")
-                    process.by_kind[record["k"]].append(record)
-                    process.records.append(record)
-                    further |= record["k"] not in ("stack", "stands")
+        for path in [one for one in self._folder.iterdir() if one.suffix == ".jsonl"]:
+            pid = int(path.stem)
+            content = read_stranger(path, start=self._offsets[pid], most=MOST_RECORDS)
+            whole = content[: content.rfind(b"\n") + 1]
+            self._offsets[pid] += len(whole)
+            process = self.processes.setdefault(pid, RankRecords(pid, []))
+            for line in whole.splitlines():
+                record = json.loads(line)
+                process.by_kind[record["k"]].append(record)
+                process.records.append(record)
+                further |= record["k"] not in ("stack", "stands")
         return further
 
+    def recording(self, **facts: Any) -> Recording:
+        """Return what was recorded until now: which process was which rank, and what it wrote.
 
-def read_recording(folder: Path, *, asked_size: int | None = None, **facts: Any) -> Recording:
-    """Return the recording in a folder: which process was which rank, and what it recorded.
+        ``facts`` are fields of ``Recording``.
+        """
+        self.read()
+        ranks: dict[int, RankRecords] = {}
+        for one in sorted(self.processes.values(), key=lambda one: len(one.by_kind["step"])):
+            path = self._folder / f"{one.pid}.f64"
+            content = read_stranger(path, most=MOST_NUMBERS) if os.path.lexists(path) else b""
+            one._numbers = np.frombuffer(content[: len(content) // 8 * 8], dtype=np.float64)
+            rank = _rank(one)
+            if rank is not None and (one.by_kind["step"] or one.by_kind["group"]):
+                one.rank, ranks[rank] = rank, one
+        others = [one for one in self.processes.values() if one not in ranks.values()]
+        sizes = [group["world"] for one in ranks.values() for group in one.by_kind["group"]]
+        size = max(sizes, default=len(ranks))
+        return Recording(size, [ranks[r] for r in sorted(ranks)], others, **facts)
 
-    ``facts`` are fields of ``Recording``. Raises UserError for what no probe has written.
-    """
-    reader = RecordReader(folder)
-    reader.read()
-    ranks: dict[int, RankRecords] = {}
-    for one in sorted(reader.processes.values(), key=lambda one: len(one.by_kind["step"])):
-        path = folder / f"{one.pid}.f64"
-        content = read_stranger(path, most=MOST_NUMBERS) if os.path.lexists(path) else b""
-        one._numbers = np.frombuffer(content[: len(content) // 8 * 8], dtype=np.float64)
-        rank = _rank(one)
-        if rank is not None and (one.by_kind["step"] or one.by_kind["group"]):
-            one.rank, ranks[rank] = rank, one
-    by_pid = {one.pid: one for one in ranks.values()}
-    others: list[RankRecords] = []
-    for one in reader.processes.values():
-        parent = next((start["ppid"] for start in one.by_kind["start"]), None)
-        if one.pid not in by_pid:
-            (by_pid[parent].workers if parent in by_pid else others).append(one)
-    sizes = [group["world"] for one in ranks.values() for group in one.by_kind["group"]]
-    size = max(sizes, default=len(ranks))
-    return Recording(size, [ranks[r] for r in sorted(ranks)], others, asked_size, **facts)
+
+def read_recording(folder: Path, **facts: Any) -> Recording:
+    """Return the recording in a folder, see ``RecordReader``. ``facts`` are its fields."""
+    return RecordReader(folder).recording(**facts)
 
 
 def _rank(one: RankRecords) -> int | None:
     """Return which rank a process is; None if nothing tells."""
     starts = one.by_kind["start"]
-    said = [group["rank"] for group in one.by_kind["group"]]
-    said += [start["hint"] for start in starts]
-    said += [start["variables"].get("RANK") for start in starts]
-    said += [0] if one.by_kind["step"] else []
+    said = [
+        *(group["rank"] for group in one.by_kind["group"]),
+        *(start["hint"] for start in starts),
+        *(start["variables"].get("RANK") for start in starts),
+        *(0 for _ in one.by_kind["step"]),
+    ]
     return next((int(rank) for rank in said if rank is not None), None)

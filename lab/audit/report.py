@@ -8,7 +8,7 @@ control characters.
 import platform
 import textwrap
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from common.errors import count
 from common.utils.atomic_files import write_atomically
 from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, label
-from lab.audit.findings.finding import FAULT, Finding
-from lab.audit.result import AuditResult
+from lab.audit.findings.finding import FAULT
+from lab.audit.result import AuditResult, ranks_text, titled
 from lab.predict.readable import bytes_text, duration_text
 
 FORMAT = 1
@@ -37,13 +37,31 @@ _MOST_TEXT, _MOST_LINES = 600, 12  # characters of a line, lines of a text, on t
 
 def as_json(result: AuditResult) -> dict[str, Any]:
     """Return the content of the JSON file: plain values, texts without control characters."""
+    processes = [one for recording in result.recordings for one in recording.processes]
+    records = [
+        one for process in processes for kind in ("start", "torch") for one in process.by_kind[kind]
+    ]
+    keys = {"python": "python", "executable": "executable", "torch": "version"}
     content = {
         "command": result.command,
         "status": result.status,
         "headline": result.headline,
         "failure": result.failure,
         "verdict": {"question": QUESTION, **msgspec.to_builtins(result.verdict)},
-        "findings": [_finding_json(one) for one in result.findings],
+        "findings": [
+            {
+                "name": one.name,
+                "severity": one.entry.severity,
+                "title": one.entry.title,
+                "evidence": one.evidence,
+                "at": one.at,
+                "cause": one.entry.cause,
+                "cure": one.entry.cure,
+                "sure": one.sure,
+                "ranks": one.sizes,
+            }
+            for one in result.findings
+        ],
         "right": result.right,
         "unknown": result.unknown,
         "remarks": result.remarks,
@@ -56,38 +74,14 @@ def as_json(result: AuditResult) -> dict[str, Any]:
             }
             for one in result.recordings
         ],
-        "versions": _versions(result),
+        "versions": {
+            name: ", ".join(sorted({str(one[key]) for one in records if key in one}))
+            for name, key in keys.items()
+        },
         "performance": result.performance,
         "replay": None,  # kept for readers of older results
     }
     return label("audit", FORMAT) | _plain(msgspec.to_builtins(content))
-
-
-def _finding_json(finding: Finding) -> dict[str, Any]:
-    """Return a finding with the catalogue's texts as plain values."""
-    entry, at = finding.entry, finding.at
-    return {
-        "name": finding.name,
-        "severity": entry.severity,
-        "title": entry.title,
-        "evidence": finding.evidence,
-        "at": None if at is None else {"file": at.file, "line": at.line, "text": at.text},
-        "cause": entry.cause,
-        "cure": entry.cure,
-        "sure": finding.sure,
-        "ranks": finding.sizes,
-    }
-
-
-def _versions(result: AuditResult) -> dict[str, str]:
-    """Return the Python and the torch that the script ran with."""
-    found: dict[str, set[str]] = {"python": set(), "executable": set(), "torch": set()}
-    for process in (one for recording in result.recordings for one in recording.processes):
-        for start in process.by_kind["start"]:
-            found["python"].add(str(start.get("python")))
-            found["executable"].add(str(start.get("executable")))
-        found["torch"] |= {str(record["version"]) for record in process.by_kind["torch"]}
-    return {name: ", ".join(sorted(texts)) for name, texts in found.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -110,32 +104,28 @@ def write_json(path: Path, result: AuditResult) -> None:
 def _view(result: AuditResult) -> dict[str, Any]:
     """Return the content with the sentences that are shown, calm as well."""
     content = as_json(result)
-    verdict, versions = content["verdict"], content["versions"]
-    for one in content["findings"]:
-        sizes = f" ({_ranks_text(one['ranks'])})" if one["ranks"] else ""
-        one["shown"] = one["title"] + sizes
+    headline, verdict, versions = content["headline"], content["verdict"], content["versions"]
+    findings = [
+        one | {"shown": calm(titled(finding))}
+        for one, finding in zip(content["findings"], result.findings, strict=True)
+    ]
+    why = verdict["why"].rstrip(".")
+    known = headline.endswith(why.removeprefix("probably "))  # the first line says why
     watched = max((run["steps"] for run in content["runs"]), default=0)
-    ran = _ranks_text(run["ranks"] for run in content["runs"])
-    shown = {
-        "answer": f"{content['headline'][:1].upper()}{content['headline'][1:].rstrip('.')}.",
-        "equality": f"{verdict['question']}: {verdict['answer']} — {verdict['why'].rstrip('.')}.",
+    ran = ranks_text(run["ranks"] for run in content["runs"])
+    return content | {
+        "answer": f"{headline[:1].upper()}{headline[1:].rstrip('.')}.",
+        "equality": f"{QUESTION}: {verdict['answer']}{'' if known else f' — {why}'}.",
         "watched": f"Watched {count(watched, 'step')} on {ran}, with Python {versions['python']} "
         f"({versions['executable']}) and torch {versions['torch'] or '(none)'}: "
         f"{content['command']}",
-        "incomplete": result.failure if result.faults else None,
-        "faults": [one for one in content["findings"] if one["severity"] == FAULT],
-        "notices": [one for one in content["findings"] if one["severity"] != FAULT],
+        "incomplete": content["failure"] if content["failure"] != headline else None,
+        "faults": [one for one in findings if one["severity"] == FAULT],
+        "notices": [one for one in findings if one["severity"] != FAULT],
         "own_faults": [one for one in content["unknown"] if OWN_FAULT in one],
         "unknown": [one for one in content["unknown"] if OWN_FAULT not in one],
         "speed": _speed_lines(content["performance"]),
     }
-    return content | _plain(shown)
-
-
-def _ranks_text(sizes: Iterable[int]) -> str:
-    """Return "2 and 3 ranks" or "1 rank"; "no ranks" without any."""
-    numbers = " and ".join(str(size) for size in sorted(set(sizes)))
-    return f"{numbers or 'no'} {'rank' if numbers == '1' else 'ranks'}"
 
 
 def _speed_lines(performance: Mapping[str, Any] | None) -> list[str]:
@@ -149,7 +139,7 @@ def _speed_lines(performance: Mapping[str, Any] | None) -> list[str]:
         for one in performance["predicted"]
     )
     lines = [
-        f"{duration_text(performance['seconds'])} a step on {_ranks_text([performance['ranks']])}; "
+        f"{duration_text(performance['seconds'])} a step on {ranks_text([performance['ranks']])}; "
         f"exposed communication {duration_text(performance['exposed_seconds'])} "
         f"({100 * performance['exposed_share']:.0f} % of a step); a rank sends "
         f"{bytes_text(sent)} a step{busiest}",
@@ -168,15 +158,23 @@ def print_audit(console: Console, result: AuditResult) -> None:
     if not console.is_terminal:
         console = Console(file=console.file, highlight=False, width=_WIDTH)
     view = _view(result)
-    _print(console, "", view["answer"], style=_STYLES[result.status])
-    incomplete = [f"Incomplete: {view['incomplete']}"] if view["incomplete"] else []
-    for text in (view["equality"], view["watched"], *view["remarks"], *incomplete):
-        _print(console, "", text)
-    for text in view["own_faults"]:
-        _print(console, "Report this: ", text, style=_STYLES[2])
+    rows = [
+        ("", view["answer"], _STYLES[result.status]),
+        *(("", text, "") for text in (view["equality"], view["watched"], *view["remarks"])),
+        ("Incomplete: ", view["incomplete"] or "", ""),
+        *(("Report this: ", text, _STYLES[2]) for text in view["own_faults"]),
+    ]
     for finding in view["faults"]:
-        _print(console, "\nFAULT: ", finding["shown"], style="bold red")
-        _print_details(console, finding)
+        first, *others = finding["evidence"]
+        hidden, at = len(others) + 1 - _MOST_EVIDENCE, finding["at"]
+        rows += [
+            ("\nFAULT: ", finding["shown"], _STYLES[1]),
+            ("  found ", first, ""),
+            *(("        ", one, "") for one in others[: _MOST_EVIDENCE - 1]),
+            ("        ", f"{hidden} more: see --json or --html" if hidden > 0 else "", ""),
+            ("  at    ", f"{at['file']}:{at['line']}: {at['text']}" if at else "", ""),
+            *((f"  {name:<6}", finding[name], "") for name in ("cause", "cure", "sure")),
+        ]
     right = [f"{'; '.join(view['right'])}."] if view["right"] else []
     for heading, start, texts in (
         ("Checked and right", "  ", right),
@@ -184,25 +182,13 @@ def print_audit(console: Console, result: AuditResult) -> None:
         ("Could not be checked", "- ", view["unknown"]),
         ("Speed", "- ", view["speed"]),
     ):
-        if texts:
-            _print(console, "\n", f"{heading}:", style="bold")
-        for text in texts:
-            _print(console, start, text)
+        rows += [("\n", f"{heading}:" if texts else "", "bold")]
+        rows += [(start, text, "") for text in texts]
+    for row in rows:
+        _print(console, *row)
 
 
-def _print_details(console: Console, finding: Mapping[str, Any]) -> None:
-    """Print evidence, place, cause, cure and certainty below each other."""
-    evidence, at = finding["evidence"], finding["at"]
-    hidden = len(evidence) - _MOST_EVIDENCE
-    rows = [("found", evidence[0]), *(("", one) for one in evidence[1:_MOST_EVIDENCE])]
-    rows += [("", f"{hidden} more: see --json or --html")] if hidden > 0 else []
-    rows += [("at", f"{at['file']}:{at['line']}: {at['text']}")] if at else []
-    rows += [(name, finding[name]) for name in ("cause", "cure", "sure")]
-    for name, text in rows:
-        _print(console, f"  {name:<6}", text)
-
-
-def _print(console: Console, start: str, text: str, *, style: str = "") -> None:
+def _print(console: Console, start: str, text: str, style: str) -> None:
     """Print a text after ``start``; its further lines are indented as far."""
     space = " " * len(start.lstrip("\n"))
     for index, line in enumerate(text.splitlines()[:_MOST_LINES]):

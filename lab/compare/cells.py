@@ -7,7 +7,6 @@ student would type on each node.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,10 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The folder in which rank 0 writes what it measured."""
+        """The folder in which rank 0 writes what it measured, e.g. PartThree-ddp/auto-n2-1."""
         strategy, _ = split_variant(self.cell["sync"])
-        variant = self.cell["sync"].removeprefix(strategy).removeprefix("-")
-        run = f"{cell_suffix(self.nodes, self.cell['rate'])}-{self.repeat + 1}"
-        folder = self.folder / "runs" / f"{part_of(strategy)}-{strategy}"
-        return folder / (f"{variant}-{run}" if variant else run)
+        name = self.cell["id"].removeprefix(f"{strategy}-") + f"-{self.repeat + 1}"
+        return self.folder / "runs" / f"{part_of(strategy)}-{strategy}" / name
 
     @property
     def logs(self) -> Path:
@@ -64,18 +61,13 @@ class Run:
 
 def plan_cells(settings: Settings) -> list[dict[str, Any]]:
     """Return the cells without repeats: one node, then each strategy at each rate on more."""
-    rates: Sequence[str | None] = settings.rates or (None,)
-    turns = [
-        (sync, nodes, rate)
-        for nodes in sorted(set(settings.nodes))
-        for rate in (rates if nodes > 1 else (None,))
-        for sync in (settings.sync if nodes > 1 else ("none",))
-        if (sync == "none") == (nodes == 1)
-    ]
     weak = settings.scaling == "weak"
     cells = [
         new_cell(sync, nodes, rate=rate, batch_size=settings.batch_size * (nodes if weak else 1))
-        for sync, nodes, rate in turns
+        for nodes in sorted(set(settings.nodes))
+        for rate in (settings.rates if nodes > 1 else (None,))
+        for sync in (settings.sync if nodes > 1 else ("none",))
+        if nodes == 1 or sync != "none"
     ]
     if not cells:
         raise UserError(
@@ -85,18 +77,16 @@ def plan_cells(settings: Settings) -> list[dict[str, Any]]:
     return cells
 
 
-def new_cell(
-    sync: str, nodes: int, *, batch_size: int, rate: str | None = None, group: int = 0
-) -> dict[str, Any]:
+def new_cell(sync: str, nodes: int, *, batch_size: int, rate: str | None = None) -> dict[str, Any]:
     """Return a cell without repeats, as lab/compare/results.py documents it."""
     return {
-        "id": f"{sync}-{cell_suffix(nodes, rate)}" + (f"-g{group}" if group else ""),
+        "id": f"{sync}-{cell_suffix(nodes, rate)}",
         "sync": sync,
         "nodes": nodes,
         "rate": rate,
         "batch_size": batch_size,
         "exact": is_exact(split_variant(sync)[0]),
-        "group": group,
+        "group": 0,
         "oversubscribed": False,
         "status": "pending",
         "message": None,
@@ -153,29 +143,23 @@ def part_of(sync: str) -> str:
 def node_command(run: Run) -> list[str]:
     """Return what follows ``python`` on each node, without address, number of nodes and rank."""
     settings, (sync, bucket_mb) = run.settings, split_variant(run.cell["sync"])
-    timed = settings.until_accuracy is None
-    flags = {
-        "--sync": None if sync in ("none", "ddp") else sync,
-        "--dataset": settings.dataset,
-        "--model": settings.model,
-        "--batch-size": run.cell["batch_size"],
-        "--seed": run.seed,
-        "--untimed-steps": settings.warmup,
-        "--output-dir": run.path.parent.parent,
-        "--run-name": run.path.name,
-        "--max-steps": settings.total_steps if timed else None,
-        "--epochs": None if timed else settings.epochs,
-        "--target-accuracy": settings.until_accuracy,
-        "--patience": None if timed else 1,
-        "--keep-checkpoints": None if timed else 1,
-        "--compute": profile_file(run.folder) if settings.emulated else None,
-    }
-    given = [(flag, str(value)) for flag, value in flags.items() if value is not None]
-    switches = ["--timeline", "--measure-only"] if timed else ["--timeline"]
-    if bucket_mb == AUTO:
-        bucket_mb = run.cell["bucket_mb"]
-    own = [] if bucket_mb is None else ["--bucket-mb", str(bucket_mb)]  # the last one counts
-    return [*part_command(part_of(sync)), *chain(*given), *switches, *settings.flags, *own]
+    size = run.cell["bucket_mb"] if bucket_mb == AUTO else bucket_mb
+    length: list[object] = ["--max-steps", settings.total_steps, "--measure-only"]
+    if settings.until_accuracy is not None:
+        length = ["--epochs", settings.epochs, "--target-accuracy", settings.until_accuracy]
+        length += ["--patience", 1, "--keep-checkpoints", 1]
+    command = [
+        *part_command(part_of(sync)),
+        *([] if sync in ("none", "ddp") else ["--sync", sync]),
+        *("--dataset", settings.dataset, "--model", settings.model),
+        *("--batch-size", run.cell["batch_size"], "--seed", run.seed),
+        *("--output-dir", run.path.parent.parent, "--run-name", run.path.name),
+        *("--untimed-steps", settings.warmup, "--timeline", *length),
+        *(["--compute", profile_file(run.folder)] if settings.emulated else []),
+        *settings.flags,
+        *([] if size is None else ["--bucket-mb", size]),  # the last one counts
+    ]
+    return list(map(str, command))
 
 
 def profile_file(folder: Path) -> Path:

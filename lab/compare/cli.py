@@ -218,7 +218,7 @@ def _compare(args: argparse.Namespace) -> int:
         until_accuracy=args.until_accuracy,
         epochs=args.epochs,
         flags=tuple(args.flags),
-        rates=tuple(args.rate),
+        rates=tuple(args.rate) or (None,),
         compute=args.compute,
     )
     do = plan_and_describe if args.plan else compare_and_report
@@ -240,8 +240,7 @@ def _report(args: argparse.Namespace) -> int:
 def _run_cell(args: argparse.Namespace) -> int:
     from common.distributed.launch_env import LaunchSpec
     from common.errors import UserError
-    from lab.compare.job_plan import planned_run
-    from lab.compare.job_run import run_cell
+    from lab.compare.jobs import planned_run, run_cell
 
     if args.print_nodes:
         print(planned_run(args.folder, args.number)[0].nodes)

@@ -19,29 +19,23 @@ from lab.compare.outcomes import describe_failure
 _NODE_FLAGS = ("--master-ip", "{master}", "--master-port", "{port}", "--rank", "{rank}")
 
 
-class Executors:
+class Executors(contextlib.ExitStack):
     """Keeps a cluster for each rate. All processes end with the ``with`` block.
 
     Parameters
     ----------
     most_nodes : the largest number of nodes of any run; each cluster has that many.
-    rates : of the links; each has its own cluster.
+    rates : of the links; each has its own cluster. None: loopback.
 
     Raises UserError, before anything runs, if this machine allows no such cluster.
     """
 
-    def __init__(self, most_nodes: int, rates: Sequence[str] = ()) -> None:
+    def __init__(self, most_nodes: int, rates: Sequence[str | None] = ()) -> None:
+        super().__init__()
         self._most_nodes = most_nodes
-        for rate in rates:
-            Cluster(most_nodes, rate=rate)
         self._clusters: dict[str, Cluster] = {}
-
-    def __enter__(self) -> "Executors":
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        for rate in list(self._clusters):
-            self._close(rate)
+        for rate in filter(None, rates):
+            Cluster(most_nodes, rate=rate)
 
     def run(
         self,
@@ -62,7 +56,8 @@ class Executors:
             return _run_over_loopback(command, nodes, logs=logs, limit_seconds=limit_seconds)
         shutil.rmtree(logs, ignore_errors=True)  # of a run that was interrupted
         if rate not in self._clusters:
-            self._clusters[rate] = Cluster(self._most_nodes, rate=rate, logs=logs).__enter__()
+            new = Cluster(self._most_nodes, rate=rate, logs=logs)
+            self._clusters[rate] = self.enter_context(new)
         cluster = self._clusters[rate]
         try:
             cluster.start(
@@ -72,16 +67,13 @@ class Executors:
             )
             ends = cluster.wait(limit_seconds=limit_seconds, stop_at_failure=True)
         except (GroupError, TimeoutError) as error:
-            self._close(rate)  # ends what still runs; the next run gets a new cluster
+            self._clusters.clear()  # the next run gets a new cluster
+            with contextlib.suppress(GroupError):
+                self.close()  # ends what still runs
             late = isinstance(error, TimeoutError)
             return f"stopped after {limit_seconds:g} s, the limit: {error}" if late else str(error)
         failed = {end.node: end.status for end in ends if end.status != 0}
-        paths = {node: cluster.log(node, logs) for node in failed}
-        return describe_failure(failed, paths) if failed else None
-
-    def _close(self, rate: str) -> None:
-        with contextlib.suppress(GroupError):
-            self._clusters.pop(rate).close()
+        return describe_failure(failed, {node: cluster.log(node, logs) for node in failed})
 
 
 def _run_over_loopback(
@@ -100,5 +92,4 @@ def _run_over_loopback(
         )
     if exits.timed_out:
         return f"stopped after {limit_seconds:g} s, the limit of a run"
-    failed = {rank: exits.statuses[rank] for rank in exits.failed}
-    return describe_failure(failed, paths) if failed else None
+    return describe_failure({rank: exits.statuses[rank] for rank in exits.failed}, paths)

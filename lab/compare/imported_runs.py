@@ -4,7 +4,7 @@ Call ``collect``. Runs that trained different things, or ran on different machin
 groups. No figure mixes groups, and the report names their differences first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,16 @@ from typing import Any
 from common.emulation.compute_profile import Profile
 from common.errors import UserError
 from common.sync import STRATEGIES
-from common.utils.grouping import grouped
 from lab.compare.cells import new_cell
 from lab.compare.outcomes import (
-    MACHINE_FACTS,
     TRAINING_FACTS,
-    ranks_share_cores,
-    read_environment,
+    MachineFacts,
+    RunConfig,
+    read_facts,
     read_repeat,
     read_run_file,
-    read_settings,
 )
-from lab.compare.results import FORMAT, distinct, summarise, take_timeline
+from lab.compare.results import FORMAT, differences, distinct, gather
 from lab.predict.bucket_choice import has_buckets
 
 _DEFAULTS = {"flip": "random", "cutout": 0, "tta": "none"}  # of runs that had no such setting
@@ -38,20 +36,48 @@ def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
     if len(set(folders)) < len(folders):
         raise UserError("the same run was given twice: give each folder once")
     runs = [_read(folder, scaling) for folder in folders]
-    facts = [run["facts"] for run in runs]
-    differing = [name for name in facts[0] if any(one[name] != facts[0][name] for one in facts)]
+    environments = [
+        read_run_file(folder / "environment.json", MachineFacts, read=read_facts)
+        for folder in folders
+    ]
+    facts, repeats = [facts for _, _, facts in runs], [repeat for _, repeat, _ in runs]
+    names = ["/".join(folder.parts[-2:]) for folder in folders]
     groups = distinct(facts)
-    cells, timelines = _cells(runs, groups)
+    cells, timelines = gather(Path(), runs, groups)
+    unequal = [repeat["folder"] for repeat in repeats if not repeat["equal_weights"]]
+    warnings = {
+        "in some runs more ranks shared a machine than it has cores: their step times are not "
+        "those of separate machines": any(repeat["crowded"] for repeat in repeats),
+        "the runs were made with different commits of this project": (
+            len({environment.get("git_commit") for environment in environments}) > 1
+        ),
+        f"the ranks ended with different weights in {', '.join(unequal)}": bool(unequal),
+    }
     return {
         "format": FORMAT,
         "kind": "report",
         "created": datetime.now().isoformat(timespec="seconds"),
         "finished": True,
         "emulated": any(one["compute"] != "real" for one in facts),
-        "settings": _settings(runs, cells, scaling),
-        "environment": runs[0]["environment"],
-        "warnings": _warnings(runs),
-        "differences": [_difference(name, runs) for name in differing],
+        "settings": {
+            "dataset": facts[0]["dataset"],
+            "model": facts[0]["model"],
+            "batch_size": facts[0]["batch_size"],
+            "scaling": scaling,
+            "steps": _one_or_range([repeat["timed_steps"] for repeat in repeats]),
+            "warmup": _one_or_range([one["untimed_steps"] for one in facts]),
+            "repeats": _one_or_range([len(cell["repeats"]) for cell in cells]),
+            "seeds": sorted({repeat["seed"] for repeat in repeats}),
+            "nodes": sorted({cell["nodes"] for cell in cells}),
+            "sync": list(dict.fromkeys(cell["sync"] for cell in cells)),
+            "rates": [None],
+            "until_accuracy": None,
+            "compute": facts[0]["compute"],
+            "command": f"lab report {' '.join(names)}",
+        },
+        "environment": environments[0],
+        "warnings": [sentence for sentence, applies in warnings.items() if applies],
+        "differences": differences(facts, names, ", ".join),
         "prediction": None,
         "groups": {str(index): one for index, one in enumerate(groups)},
         "cells": cells,
@@ -59,7 +85,8 @@ def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
     }
 
 
-def _read(folder: Path, scaling: str) -> dict[str, Any]:
+def _read(folder: Path, scaling: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return a run's cell, its repeat, and the facts that must agree with those of other runs."""
     if not (folder / "config.json").exists():
         runs = sorted(path.parent for path in folder.glob("*/config.json"))
         found = f". It has these: {', '.join(map(str, runs[-5:]))}" if runs else ""
@@ -67,123 +94,34 @@ def _read(folder: Path, scaling: str) -> dict[str, Any]:
             f"{folder} is not the folder of a run: it has no config.json. Give the folder that "
             f"rank 0 wrote, reports/<part>-<sync>/<time>{found}"
         )
-    config = read_settings(folder / "config.json")
-    environment = read_environment(folder / "environment.json")
-    repeat = read_repeat(folder, seed=config["seed"])
-    if len(repeat["ranks"]) != config["world_size"]:
+    config = read_run_file(folder / "config.json", RunConfig, read=read_facts)
+    compute, nodes = config.get("compute", "real"), config["world_size"]
+    repeat = read_repeat(folder, seed=config["seed"], emulated=compute != "real")
+    if len(repeat["ranks"]) != nodes:
         raise UserError(
-            f"{folder} does not fit together: config.json has world_size {config['world_size']}, "
-            f"ranks.json {len(repeat['ranks'])}: copy the run again"
+            f"{folder} does not fit together: config.json has world_size {nodes}, ranks.json "
+            f"{len(repeat['ranks'])}: copy the run again"
         )
+    if compute != "real":  # name and date identify a profile
+        profile = read_run_file(folder / "profile.json", Profile)
+        compute = f"{profile.name} of {profile.made}"
     facts: dict[str, Any] = (
         {name: config.get(name, _DEFAULTS.get(name)) for name in TRAINING_FACTS}
-        | {name: environment.get(name) for name in MACHINE_FACTS}
-        | {"compute": _compute(folder, config)}
+        | repeat["machine"]
+        | {"compute": compute}
     )
-    if scaling == "weak":
-        facts["batch_size"] /= config["world_size"]
-        facts["total_steps"] = None  # an epoch has fewer steps on more nodes
-    return {
-        "folder": folder,
-        "sync": _strategy(config) if config["world_size"] > 1 else "none",
-        "nodes": config["world_size"],
-        "batch_size": config["batch_size"],
-        "facts": facts,
-        "repeat": repeat,
-        "environment": environment,
-        "crowded": ranks_share_cores(
-            repeat["ranks"], environment, emulated=facts["compute"] != "real"
-        ),
-    }
-
-
-def _strategy(config: Mapping[str, Any]) -> str:
-    """Return the name of the strategy's cell; other buckets have a cell of their own."""
-    sync, size = config["sync"], config.get("bucket_mb")
-    if size is None or sync not in STRATEGIES or not has_buckets(sync):
-        return sync
-    return f"{sync}-{size if isinstance(size, str) else f'{size:g}'}"
-
-
-def _cells(
-    runs: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the cells of these runs in order, and the timelines by the cells' ids."""
-    cells: dict[str, dict[str, Any]] = {}
-    results: dict[str, Any] = {"timelines": {}}
-    for run in runs:
-        new = new_cell(
-            run["sync"],
-            run["nodes"],
-            batch_size=run["batch_size"],
-            group=groups.index(run["facts"]),
-        )
-        cell = cells.setdefault(new["id"], new | {"oversubscribed": run["crowded"]})
-        outcome = run["repeat"] | {"repeat": len(cell["repeats"])}
-        cell["repeats"].append(outcome)
-        take_timeline(results, cell, outcome, run["folder"])
-    for cell in cells.values():
-        summarise(cell, repeats=len(cell["repeats"]))
-    ordered = sorted(cells.values(), key=lambda cell: (cell["group"], cell["nodes"]))
-    return ordered, results["timelines"]
-
-
-def _compute(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return "real", or name and date of the profile of emulated compute, which identify it."""
-    if config.get("compute", "real") == "real":
-        return "real"
-    profile = read_run_file(folder / "profile.json", Profile)
-    return f"{profile.name} of {profile.made}"
-
-
-def _difference(name: str, runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return a fact that differs between runs, with the runs of each value."""
-    owners = grouped((str(run["facts"][name]), _short_name(run)) for run in runs)
-    return f"{name}: " + "; ".join(f"{value} in {', '.join(who)}" for value, who in owners.items())
-
-
-def _short_name(run: Mapping[str, Any]) -> str:
-    return "/".join(run["folder"].parts[-2:])
-
-
-def _warnings(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    unequal = [str(run["folder"]) for run in runs if not run["repeat"]["equal_weights"]]
-    warnings = {
-        "in some runs more ranks shared a machine than it has cores: their step times are not "
-        "those of separate machines": any(run["crowded"] for run in runs),
-        "the runs were made with different commits of this project": (
-            len({run["environment"].get("git_commit") for run in runs}) > 1
-        ),
-        f"the ranks ended with different weights in {', '.join(unequal)}": bool(unequal),
-    }
-    return [sentence for sentence, applies in warnings.items() if applies]
-
-
-def _settings(
-    runs: Sequence[Mapping[str, Any]], cells: Sequence[Mapping[str, Any]], scaling: str
-) -> dict[str, Any]:
-    facts = runs[0]["facts"]
-    return {
-        "dataset": facts["dataset"],
-        "model": facts["model"],
-        "batch_size": runs[0]["batch_size"] if scaling == "strong" else facts["batch_size"],
-        "scaling": scaling,
-        "steps": _one_or_range([run["repeat"]["timed_steps"] for run in runs]),
-        "warmup": _one_or_range([run["facts"]["untimed_steps"] for run in runs]),
-        "repeats": _one_or_range([len(cell["repeats"]) for cell in cells]),
-        "seeds": sorted({run["repeat"]["seed"] for run in runs}),
-        "nodes": sorted({cell["nodes"] for cell in cells}),
-        "sync": list(dict.fromkeys(cell["sync"] for cell in cells)),
-        "rates": [None],
-        "until_accuracy": None,
-        "compute": facts["compute"],
-        "command": "lab report " + " ".join(map(_short_name, runs)),
-    }
+    if scaling == "weak":  # an epoch has fewer steps on more nodes
+        facts |= {"batch_size": facts["batch_size"] / nodes, "total_steps": None}
+    sync, size = config["sync"] if nodes > 1 else "none", config.get("bucket_mb")
+    if size is not None and sync in STRATEGIES and has_buckets(sync):
+        sync += f"-{size if isinstance(size, str) else f'{size:g}'}"  # other buckets, another cell
+    cell = new_cell(sync, nodes, batch_size=config["batch_size"])
+    return cell, repeat, facts
 
 
 def _one_or_range(numbers: Sequence[int | None]) -> int | str | None:
     """Return the number that all have, ``3 to 5`` if they differ, or None if one is unknown."""
-    known = [number for number in numbers if number is not None]
-    if len(known) < len(numbers):
+    known = sorted({number for number in numbers if number is not None})
+    if None in numbers:
         return None
-    return known[0] if min(known) == max(known) else f"{min(known)} to {max(known)}"
+    return known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}"

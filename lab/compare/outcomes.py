@@ -3,12 +3,12 @@
 ``read_run`` returns the repeat of a finished run, ``failed_run`` that of a failed one.
 """
 
-import contextlib
 import math
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypedDict, TypeVar
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Meta, Struct
 
@@ -33,8 +33,6 @@ from common.utils.typed_json import (
 from lab.compare.cells import Run
 from lab.facts import Facts, check_facts
 from lab.processes.first_failure import find_root_failure
-
-T = TypeVar("T")
 
 MACHINE_FACTS = ("cpu", "gpus", "torch", "usable_cores")
 """The facts of ``environment.json`` that must agree for times to be comparable."""
@@ -92,66 +90,64 @@ class MachineFacts(TypedDict, total=False):
     git_commit: Text | None
 
 
-def read_run_file(path: Path, schema: type[T]) -> T:
+def read_run_file(path: Path, schema: Any, *, read: Callable[[Path, Any], Any] = read_json) -> Any:
     """Return a JSON file of a run. UserError if it is missing or does not fit its schema."""
-    with _named_as_of_a_run(path):
-        return read_json(path, schema)
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return the content of a run's ``config.json``. UserError as by ``read_run_file``."""
-    return _read_facts(path, RunConfig, TRAINING_FACTS)
-
-
-def read_environment(path: Path) -> dict[str, Any]:
-    """Return the content of a run's ``environment.json``. UserError as by ``read_run_file``."""
-    return _read_facts(path, MachineFacts)
-
-
-def _read_facts(path: Path, schema: Any, names: Collection[str] | None = None) -> dict[str, Any]:
-    """Return plain values, those of ``names`` or all of them checked, that fit the schema."""
-    facts = read_run_file(path, Facts)
-    with _named_as_of_a_run(path):
-        convert(facts, schema, name=str(path))
-        shown = {name: facts[name] for name in facts if names is None or name in names}
-        check_facts(shown, name=str(path))
-    return facts
-
-
-@contextlib.contextmanager
-def _named_as_of_a_run(path: Path) -> Iterator[None]:
-    """Say in an error about ``path`` what may be wrong with the run's folder."""
     advice = "the run has not finished, or its folder was not copied completely"
     try:
-        yield
+        return read(path, schema)
     except FileNotFoundError as error:
         raise UserError(f"{path} cannot be read ({reason_of(error)}): {advice}") from error
     except UserError as error:
         raise UserError(f"{error}: {advice}") from error
 
 
-def read_repeat(folder: Path, *, seed: int) -> dict[str, Any]:
-    """Return what a finished run left in ``folder``, as a repeat. UserError if it is not whole."""
+def read_facts(path: Path, schema: Any) -> dict[str, Any]:
+    """Return the plain values in a ``config.json`` or ``environment.json``; for ``read_run_file``.
+
+    UserError if those that ``schema`` names do not fit it.
+    """
+    facts = read_json(path, Facts)
+    convert(facts, schema, name=str(path))
+    check_facts(facts, name=str(path))
+    return facts
+
+
+def read_repeat(folder: Path, *, seed: int, emulated: bool = False) -> dict[str, Any]:
+    """Return what a finished run left in ``folder``, as a repeat. UserError if it is not whole.
+
+    emulated : whether the compute was: such ranks need no core of their own.
+    """
     summary = read_run_file(folder / "summary.json", Summary)
     ranks = read_run_file(folder / "ranks.json", RanksFile)
-    with _named_as_of_a_run(folder / "metrics.jsonl"):
-        steps = read_lines(folder / "metrics.jsonl", StepRecord)
+    steps = read_run_file(folder / "metrics.jsonl", StepRecord, read=read_lines)
+    config, environment = folder / "config.json", folder / "environment.json"
+    machine = (
+        read_run_file(environment, MachineFacts, read=read_facts) if environment.exists() else {}
+    )
+    hosts = [rank["host"] for rank in ranks.ranks]
+    cores = machine.get("usable_cores") or len(hosts)
+    computes = not emulated and not machine.get("gpus")
+    # Rank 0 writes config.json before the first step.
+    started = datetime.fromtimestamp(config.stat().st_mtime) if config.exists() else None
     return {
         "folder": str(folder),
         "seed": seed,
         "status": "done",
+        "started": started and started.isoformat(timespec="seconds"),
         "ranks": ranks.ranks,
         "timed_steps": ranks.steps,
         "losses": [[line.step, None if math.isnan(line.loss) else line.loss] for line in steps],
         "test_accuracy": summary.test_accuracy,
         **_NOT_REACHED,
         "equal_weights": summary.ranks_hold_equal_weights,
+        "machine": {name: machine.get(name) for name in MACHINE_FACTS},
+        "crowded": computes and max(map(hosts.count, hosts)) > cores,
     }
 
 
 def read_run(run: Run) -> dict[str, Any]:
     """Return what a run of a comparison left, as a repeat. UserError if it has not finished."""
-    outcome = read_repeat(run.path, seed=run.seed)
+    outcome = read_repeat(run.path, seed=run.seed, emulated=run.settings.emulated)
     if run.settings.until_accuracy is not None:
         outcome |= time_to_accuracy(run.path, run.settings.until_accuracy)
     return outcome | {"repeat": run.repeat, "folder": str(run.path.relative_to(run.folder))}
@@ -177,17 +173,13 @@ def time_to_accuracy(path: Path, accuracy: float) -> dict[str, float | int | Non
 
     Evaluations do not count.
     """
+    config = read_run_file(path / "config.json", RunConfig, read=read_facts)
     seconds = 0.0
-    steps_per_epoch = read_settings(path / "config.json").get("steps_per_epoch", 0)
-    with _named_as_of_a_run(path / "epochs.jsonl"):
-        epochs = read_lines(path / "epochs.jsonl", EpochReport)
-    for epoch in epochs:
+    for epoch in read_run_file(path / "epochs.jsonl", EpochReport, read=read_lines):
         seconds += epoch.seconds
         if epoch.val_accuracy >= accuracy:
-            return {
-                "seconds_to_accuracy": seconds,
-                "steps_to_accuracy": epoch.epoch * steps_per_epoch,
-            }
+            steps = epoch.epoch * config.get("steps_per_epoch", 0)
+            return {"seconds_to_accuracy": seconds, "steps_to_accuracy": steps}
     return dict(_NOT_REACHED)
 
 
@@ -200,29 +192,19 @@ def describe_times(outcome: Mapping[str, Any]) -> str:
     return f"{step:.3f} s per step, exposed communication {sync:.3f} s"
 
 
-def describe_failure(statuses: Mapping[int, int], logs: Mapping[int, Path]) -> str:
-    """Return which rank failed first and its error message.
+def describe_failure(statuses: Mapping[int, int], logs: Mapping[int, Path]) -> str | None:
+    """Return which rank failed first and its error message; None if none failed.
 
     statuses : of the failed ranks, in the order in which they ended. logs : the file of each rank's
     output, of which the last 1 MiB is searched. Raises UserError if it is no regular file.
     """
-    texts = {rank: _end_of(logs[rank]) for rank in statuses}
+    texts = {
+        rank: read_regular(logs[rank], last_bytes=_MOST_LOG_BYTES).decode(errors="replace")
+        if logs[rank].exists()
+        else ""
+        for rank in statuses
+    }
+    if not texts:
+        return None
     culprit, message = find_root_failure(list(statuses), statuses, texts, name="rank")
     return f"{message} (its output: {logs[culprit]})"
-
-
-def _end_of(log: Path) -> str:
-    """Return the end of a log; empty if it is missing."""
-    try:
-        return read_regular(log, last_bytes=_MOST_LOG_BYTES).decode(errors="replace")
-    except FileNotFoundError:
-        return ""
-
-
-def ranks_share_cores(
-    ranks: Sequence[Mapping[str, Any]], machine: Mapping[str, Any], *, emulated: bool
-) -> bool:
-    """Return whether a machine without GPUs computed for more ranks than it has cores."""
-    hosts = [rank["host"] for rank in ranks]
-    cores = machine.get("usable_cores") or len(hosts)
-    return not emulated and not machine.get("gpus") and max(map(hosts.count, hosts)) > cores

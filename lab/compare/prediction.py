@@ -1,31 +1,33 @@
 """Predict a comparison before its first run, from measurements of this machine or its nodes.
 
-``predict_comparison`` measures and predicts; ``predict_plan`` uses an earlier calibration, since a
-plan's runs are on other machines. forecast.py has the arithmetic of both.
+``predict`` finds out how long nodes compute and how fast their links are, and ``forecast`` applies
+the event model to each cell.
 """
 
+import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from common.emulation.compute_profile import load_profile
+from common.emulation.compute_profile import Profile, load_profile
+from common.emulation.emulated_model import check_parameters
 from common.errors import GroupError, UserError, count
+from common.models import build_model
 from common.sync.message_cost import GradientSize
 from common.utils.environment import environment
-from common.utils.grouping import grouped
-from common.utils.progress import duration
+from common.utils.progress import console, duration
 from common.utils.typed_json import read_json
-from lab.calibrate.calibration import calibrate, default_ranks, save_calibration
+from lab.calibrate.calibration import calibrate, default_ranks
 from lab.compare.cells import cell_suffix, profile_file
 from lab.compare.executors import Executors
-from lab.compare.forecast import Link, emulated_compute_at, forecast_on_links, kinds_of
 from lab.compare.outcomes import MACHINE_FACTS
 from lab.compare.settings import Settings
+from lab.predict.bucket_choice import with_best_buckets
 from lab.predict.calibration_file import (
     QUIET_SHARE,
     Calibration,
@@ -33,178 +35,259 @@ from lab.predict.calibration_file import (
     describe,
     load_calibration,
 )
-from lab.predict.compute_model import StepCompute
-from lab.predict.event_model import Network
+from lab.predict.compute_model import StepCompute, local_samples
+from lab.predict.event_model import Network, predict_step
 from lab.predict.measured_links import MeasuredLinks, network_from
-from lab.predict.tables import compute_of
-from lab.units import parse_rate
+from lab.predict.tables import compute_of, message_plans
+from lab.units import parse_rate, split_variant
 
 _LIMIT_SECONDS = 300.0
 _NEW_ENOUGH = timedelta(days=1)
+_CLASSES = 10  # of the last layer, a thousandth of the gradients
 
-console = Console(highlight=False)
+Link = tuple[int, str | None]
+"""Number of nodes, rate of their links as it was given."""
 
 
-def predict_comparison(
-    results: dict[str, Any], settings: Settings, folder: Path, executors: Executors
+def predict(
+    results: dict[str, Any], settings: Settings, folder: Path, executors: Executors | None
 ) -> None:
-    """Measure, or use today's calibration, and set the ``prediction`` of ``results``.
+    """Set the ``prediction`` of ``results``; raises GroupError if it cannot be measured.
 
-    A machine's speed varies from day to day, so an older calibration is not used, nor a quick or a
-    disturbed one (``reason_to_calibrate``). Messages of emulated nodes are always measured now.
-
-    Raises GroupError if the messages of emulated nodes cannot be measured.
+    executors : start what is measured now, unless there is a calibration of today: a machine's
+    speed varies from day to day. Messages of emulated nodes are always measured. None: the runs
+    will be on other machines, so an earlier calibration serves, whose ranks were there.
     """
-    calibration = None if settings.emulated else _calibrate(results, settings, folder)
-    if calibration is not None and not settings.rates:
-        results["prediction"] = _predict_over_loopback(results, settings, folder, calibration)
-        return
-    compute_at, gradients, source = _compute(settings, folder, calibration, own_machines=False)
-    strategies = grouped(
-        ((cell["nodes"], cell["rate"]), cell["sync"])
-        for cell in results["cells"]
-        if cell["nodes"] > 1
+    calibration = None
+    if executors is None:
+        calibration = load_calibration(calibration_path())
+    elif not settings.emulated:
+        calibration = _calibrate(results, settings, folder)
+    compute_at, gradients, source = compute_on_nodes(
+        settings, folder, calibration, own_machines=executors is None
     )
-    console.print(
-        f"measuring messages between the nodes for the predictions: "
-        f"{count(len(strategies), 'measurement')}, up to a minute each (--no-predict leaves them "
-        "out)",
-        soft_wrap=True,
-    )
-    networks: dict[Link, Network] = {}
-    for (nodes, rate), names in strategies.items():
-        kinds = kinds_of(names, settings.strategy_options, gradients, nodes)
-        network = _measure_network(nodes, rate, kinds, folder, executors)
-        if calibration is not None:  # messages slow down a backward pass that computes
-            network = replace(network, overlap_cost=calibration.network.overlap_cost)
-        networks[nodes, rate] = network
-    results["prediction"] = forecast_on_links(
-        results, networks, compute_at, gradients, settings.strategy_options, source=source
-    )
+    links = [(cell["nodes"], cell["rate"]) for cell in results["cells"] if cell["nodes"] > 1]
+    caveats, facts = {}, {}
+    if executors is None or not (settings.emulated or any(settings.rates)):
+        assert calibration is not None
+        networks = dict.fromkeys(links, calibration.network)
+        ring = calibration.network.rate("all_reduce")
+        facts = {
+            "name": calibration.name,
+            "made": calibration.made,
+            "cpu": str(calibration.machine.get("cpu")),
+            "quick": calibration.quick,
+            "model": calibration.model,
+            "alpha": ring.alpha_seconds,
+            "beta": ring.beta_seconds_per_byte,
+            "gamma": calibration.network.gamma_seconds_per_byte,
+        }
+        if not settings.emulated and calibration.model != settings.model:
+            caveats = dict.fromkeys(settings.nodes, f"calibrated with {calibration.model}")
+        if executors is None and calibration.over_loopback:
+            caveats |= {nodes: "calibrated over loopback, no network" for nodes, _ in links}
+    else:
+        console.print(
+            f"measuring messages between the nodes for the predictions: "
+            f"{count(len(set(links)), 'measurement')}, up to a minute each (--no-predict leaves "
+            "them out)"
+        )
+        networks = {}
+        for nodes, rate in dict.fromkeys(links):
+            kinds = kinds_of(settings.sync, settings.strategy_options, gradients, nodes)
+            network = _measure_network(nodes, rate, kinds, folder, executors)
+            if calibration is not None:  # messages slow down a backward pass that computes
+                network = replace(network, overlap_cost=calibration.network.overlap_cost)
+            networks[nodes, rate] = network
+        facts["least time of an all_reduce"] = {
+            f"{nodes} nodes{'' if rate is None else f', {rate}'}": (
+                f"{network.rate('all_reduce').floor_seconds * 1e3:.2g} ms"
+            )
+            for (nodes, rate), network in networks.items()
+        }
+    results["prediction"] = {
+        "made": datetime.now().isoformat(timespec="seconds"),
+        "cells": forecast(
+            results["cells"],
+            networks,
+            compute_at,
+            gradients,
+            settings.strategy_options,
+            caveats=caveats,
+        ),
+        "calibration": {"compute": source, **facts},
+    }
 
 
-def predict_plan(
-    results: Mapping[str, Any], settings: Settings, folder: Path, calibration: Calibration
+def forecast(
+    cells: Sequence[Mapping[str, Any]],
+    networks: Mapping[Link, Network],
+    compute_at: Callable[[int], StepCompute],
+    gradients: Sequence[GradientSize],
+    options: Mapping[str, Any],
+    *,
+    caveats: Mapping[int, str],
 ) -> dict[str, Any]:
-    """Return the prediction for runs in which each node is a separate machine.
-
-    Cells of several nodes are out of scope if messages were measured over loopback, all cells if
-    the calibration timed another model.
-    """
-    compute_at, gradients, _ = _compute(settings, folder, calibration, own_machines=True)
-    caveats = {} if settings.emulated else _other_model(settings, calibration)
-    several = [nodes for nodes in settings.nodes if nodes > 1]
-    if calibration.over_loopback:
-        caveats |= dict.fromkeys(several, "calibrated over loopback, no network")
-    prediction = forecast_on_links(
-        results,
-        {(nodes, None): calibration.network for nodes in several},
-        compute_at,
-        gradients,
-        settings.strategy_options,
-        source=f"calibrated on {calibration.name}, {calibration.made}",
-        caveats=caveats,
-    )
-    prediction["calibration"]["cpu"] = str(calibration.machine.get("cpu"))
-    return prediction
-
-
-def _predict_over_loopback(
-    results: Mapping[str, Any], settings: Settings, folder: Path, calibration: Calibration
-) -> dict[str, Any]:
-    """Return the prediction for ranks that share this machine.
+    """Return what the event model predicts for each cell, by its id.
 
     In scope are the cells that the model predicts to within 20 %: exact strategies with no more
     ranks than cores.
+
+    Parameters
+    ----------
+    networks : by nodes and rate of the cells.
+    compute_at : returns a rank's step among that number of nodes.
+    options : of the strategies.
+    caveats : by number of nodes, why a prediction is out of scope.
     """
-    compute_at, gradients, source = _compute(settings, folder, calibration, own_machines=False)
-    prediction = forecast_on_links(
-        results,
-        {(nodes, None): calibration.network for nodes in settings.nodes},
-        compute_at,
-        gradients,
-        settings.strategy_options,
-        source=source,
-        caveats=_other_model(settings, calibration),
-    )
-    ring = calibration.network.rate("all_reduce")
-    prediction["calibration"] = {
-        "name": calibration.name,
-        "made": calibration.made,
-        "quick": calibration.quick,
-        "model": calibration.model,
-        "alpha": ring.alpha_seconds,
-        "beta": ring.beta_seconds_per_byte,
-        "gamma": calibration.network.gamma_seconds_per_byte,
-    }
-    return prediction
+    plans, found = message_plans([cell["sync"] for cell in cells], options), {}
+    for cell in cells:
+        nodes, why = cell["nodes"], caveats.get(cell["nodes"], "")
+        if not cell["exact"]:
+            why = "lossy or periodic"
+        elif cell["oversubscribed"]:
+            why = "more ranks than cores"
+        network = networks.get((nodes, cell["rate"]), Network(0.0, 0.0))  # one node sends nothing
+        on_links: dict[str, Any] = {"network": network, "compute": compute_at(nodes)}
+        with contextlib.suppress(NotImplementedError):  # the plan does not say what it sends
+            plan = with_best_buckets(plans[cell["sync"]], gradients, nodes, **on_links)
+            step = predict_step(plan, gradients, nodes, **on_links)
+            found[cell["id"]] = {
+                "step_seconds": step.step_seconds,
+                "compute_seconds": step.compute_seconds,
+                "sync_seconds": step.sync_seconds,
+                "bound": step.bound,
+                "in_scope": not why,
+                "why": why,
+                "bucket_mb": getattr(plan, "bucket_mb", None),
+                "bytes_sent": [
+                    float(plan.bytes_sent(gradients, rank, nodes)) / plan.period
+                    for rank in range(nodes)
+                ],
+            }
+    return found
 
 
-def _other_model(settings: Settings, calibration: Calibration) -> dict[int, str]:
-    """Return why each number of nodes is out of scope if the calibration timed another model."""
-    same = calibration.model == settings.model
-    return dict.fromkeys(settings.nodes, "" if same else f"calibrated with {calibration.model}")
-
-
-def _compute(
+def compute_on_nodes(
     settings: Settings, folder: Path, calibration: Calibration | None, *, own_machines: bool
 ) -> tuple[Callable[[int], StepCompute], Sequence[GradientSize], str]:
     """Return a rank's step by number of nodes, the gradients' sizes, and the source of the times.
 
-    calibration : None only if compute is emulated, by the profile in ``folder``.
+    calibration : None only if compute is emulated, by the profile in ``folder``. Raises UserError
+    if the profile names other parameters than the model.
     """
-    if calibration is None or settings.emulated:
-        profile = load_profile(str(profile_file(folder)), model=settings.model)
-        source = f"EMULATED by profile {profile.name} of {profile.machine}, {profile.made}"
-        return *emulated_compute_at(
-            profile, batch_size=settings.batch_size, scaling=settings.scaling
-        ), source
-    compute_at = partial(
-        compute_of,
-        calibration,
-        batch_size=settings.batch_size,
-        scaling=settings.scaling,
-        own_machines=own_machines,
+    asked: dict[str, Any] = {"batch_size": settings.batch_size, "scaling": settings.scaling}
+    if calibration is not None and not settings.emulated:
+        compute_at = partial(compute_of, calibration, own_machines=own_machines, **asked)
+        source = f"calibrated on {calibration.name}, {calibration.made}"
+        return compute_at, calibration.gradient_sizes, source
+    profile = load_profile(str(profile_file(folder)), model=settings.model)
+    parameters = build_model(profile.model, _CLASSES).named_parameters()
+    trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+    check_parameters(profile, trained)
+    sizes = GradientSize.of(trained.values())
+    return (
+        lambda nodes: emulated_compute(
+            profile, local_samples(nodes=nodes, **asked), list(trained), sizes
+        ),
+        sizes,
+        f"EMULATED by profile {profile.name} of {profile.machine}, {profile.made}",
     )
-    source = f"calibrated on {calibration.name}, {calibration.made}"
-    return compute_at, calibration.gradient_sizes, source
+
+
+def emulated_compute(
+    profile: Profile, samples: float, names: Sequence[str], gradients: Sequence[GradientSize]
+) -> StepCompute:
+    """Return the step of a rank whose compute is emulated.
+
+    names, gradients : of the parameters that train, in their order.
+    """
+    layers, backwards = profile.layers, profile.layers[::-1]
+    forward = [layer.forward.at(samples) for layer in layers]
+    ready = accumulate(layer.backward.at(samples) for layer in backwards)
+    return StepCompute.of_layers(
+        math.fsum(forward),
+        {
+            name: end
+            for layer, end in zip(backwards, ready, strict=True)
+            for name in layer.parameters
+        },
+        profile.update_seconds,
+        dict(zip(names, gradients, strict=True)),
+        needed={
+            name: begin
+            for layer, begin in zip(layers, accumulate(forward, initial=0.0), strict=False)
+            for name in layer.parameters
+        },
+    )
+
+
+def kinds_of(
+    strategies: Sequence[str],
+    options: Mapping[str, Any],
+    gradients: Sequence[GradientSize],
+    nodes: int,
+) -> list[str]:
+    """Return the kinds of operations of these strategies, for lab/calibrate/link_probe.py."""
+    names = [split_variant(name)[0] for name in strategies]
+    kinds = set()
+    for plan in message_plans(names, {**options, "bucket_mb": None}).values():
+        with contextlib.suppress(NotImplementedError):
+            kinds |= {one.kind for one in plan.operations(gradients, nodes)}
+    return sorted(kinds)
+
+
+def _measure_network(
+    nodes: int, rate: str | None, kinds: Sequence[str], folder: Path, executors: Executors
+) -> Network:
+    """Measure the network of ``nodes`` nodes now (lab/calibrate/link_probe.py)."""
+    name = f"links-{cell_suffix(nodes, rate)}"
+    output = folder / f"{name}.json"
+    shaped = () if rate is None else ("--shaped",)
+    message = executors.run(
+        ["-m", "lab.calibrate.link_probe", "--output", str(output), *shaped, "--kinds", *kinds],
+        nodes,
+        rate=rate,
+        logs=folder / "logs" / name,
+        limit_seconds=_LIMIT_SECONDS,
+    )
+    if message is not None:
+        raise GroupError(f"the messages of {nodes} nodes could not be measured: {message}")
+    return network_from(read_json(output, MeasuredLinks), rate_bits=parse_rate(rate))
 
 
 def _calibrate(results: dict[str, Any], settings: Settings, folder: Path) -> Calibration:
     """Return today's calibration of this machine or a new one, print it, and keep a copy."""
-    earlier, reason = _todays_calibration(settings.model)
-    if earlier is not None:
-        console.print(
-            f"predictions use {calibration_path()}, measured {_age(earlier)} ago (`lab calibrate` "
-            "measures again, --no-predict leaves the predictions out)",
-            soft_wrap=True,
-        )
-        calibration = save_calibration(earlier, folder / "calibration.json")
-    else:
+    path, copy = calibration_path(), folder / "calibration.json"
+    calibration, reason, now = None, "`lab calibrate` has not measured it yet", datetime.now()
+    if path.exists():
+        try:
+            calibration = load_calibration(path)
+            reason = reason_to_calibrate(
+                calibration, model=settings.model, here=environment(), now=now
+            )
+        except UserError:
+            reason = "cannot be used"
+        reason = reason and f"{path} {reason}"
+    if calibration is None or reason:
         console.print(
             f"calibrating this machine first, for the predictions ({reason}; --no-predict leaves "
-            "them out)",
-            soft_wrap=True,
+            "them out)"
         )
-        calibration = calibrate(model=settings.model, path=folder / "calibration.json")
-    for line in describe(calibration):
-        console.print(line, markup=False, soft_wrap=True)
-        if line.startswith("warning: "):
-            results["warnings"].append(f"calibration: {line.removeprefix('warning: ')}")
+        calibration = calibrate(model=settings.model, path=copy)
+    else:
+        age = duration((now - datetime.fromisoformat(calibration.made)).total_seconds())
+        console.print(
+            f"predictions use {path}, measured {age} ago (`lab calibrate` measures again, "
+            "--no-predict leaves the predictions out)"
+        )
+        calibration.save(copy)
+    lines = describe(calibration)
+    console.print("\n".join(lines), markup=False)
+    results["warnings"] += [
+        line.replace("warning: ", "calibration: ") for line in lines if line.startswith("warning: ")
+    ]
     return calibration
-
-
-def _todays_calibration(model: str) -> tuple[Calibration | None, str]:
-    """Return the user's calibration if it fits, else None and why a new one is needed."""
-    path = calibration_path()
-    if not path.exists():
-        return None, "`lab calibrate` has not measured it yet"
-    try:
-        calibration = load_calibration(path)
-    except UserError:
-        return None, f"{path} cannot be used"
-    reason = reason_to_calibrate(calibration, model=model, here=environment(), now=datetime.now())
-    return (None, f"{path} {reason}") if reason else (calibration, "")
 
 
 def reason_to_calibrate(
@@ -229,26 +312,3 @@ def reason_to_calibrate(
         "was disturbed by other processes": calibration.others_share > QUIET_SHARE,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def _age(calibration: Calibration) -> str:
-    return duration((datetime.now() - datetime.fromisoformat(calibration.made)).total_seconds())
-
-
-def _measure_network(
-    nodes: int, rate: str | None, kinds: Sequence[str], folder: Path, executors: Executors
-) -> Network:
-    """Measure the network of ``nodes`` nodes now (lab/calibrate/link_probe.py)."""
-    name = f"links-{cell_suffix(nodes, rate)}"
-    output = folder / f"{name}.json"
-    shaped = () if rate is None else ("--shaped",)
-    message = executors.run(
-        ["-m", "lab.calibrate.link_probe", "--output", str(output), *shaped, "--kinds", *kinds],
-        nodes,
-        rate=rate,
-        logs=folder / "logs" / name,
-        limit_seconds=_LIMIT_SECONDS,
-    )
-    if message is not None:
-        raise GroupError(f"the messages of {nodes} nodes could not be measured: {message}")
-    return network_from(read_json(output, MeasuredLinks), rate_bits=parse_rate(rate))

@@ -4,22 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from common.errors import INTERRUPTED, UserError
 from common.reporting.run_lock import lock_folder
 from common.utils.paths import new_folder
+from common.utils.progress import console
 from lab.compare.executors import Executors
 from lab.compare.imported_runs import collect
-from lab.compare.job_plan import plan_comparison
-from lab.compare.job_results import describe_plan, merge_results
+from lab.compare.jobs import describe_plan, merge_results, plan_comparison
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison, run_comparison
 from lab.compare.settings import Settings
 from lab.report import write_report
 from lab.report.terminal import print_answer
-
-console = Console(highlight=False)
 
 
 def compare_and_report(
@@ -40,17 +36,10 @@ def compare_and_report(
         console.print(
             "interrupted: all processes have ended, and finished runs are kept. The same command "
             f"continues {folder}",
-            soft_wrap=True,
         )
-    failed = [
-        cell["id"]
-        for cell in results["cells"]
-        if any(one["status"] == "failed" for one in cell["repeats"])
-    ]
+    failed = [cell["id"] for cell in results["cells"] if cell["message"] is not None]
     if failed:
-        console.print(
-            f"failed: {', '.join(failed)}. The same command runs them again.", soft_wrap=True
-        )
+        console.print(f"failed: {', '.join(failed)}. The same command runs them again.")
     _write_and_print(folder, results)
     return status or int(bool(failed))
 
@@ -63,32 +52,30 @@ def plan_and_describe(
         settings, reports=reports, anew=anew, command=command, predicts=predicts
     )
     for line in describe_plan(folder, merge_results(folder, results)):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, markup=False)
     return 0
 
 
 def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
     """Report on runs that were started by hand, or again on one comparison, in its own folder."""
-    comparisons = [run for run in runs if (run / "results.json").exists()]
-    for folder in comparisons:
-        _refuse_links(folder)
-    if comparisons and len(runs) > 1:
-        raise UserError(
-            f"{comparisons[0]} is a comparison: give only this folder, or only folders of runs"
-        )
-    if comparisons:
-        folder = comparisons[0]
-        results = read_results(folder / "results.json")
-        if "plan" in results:
-            results = merge_results(folder, results)
-            for warning in results["warnings"]:
-                console.print(warning, markup=False, soft_wrap=True)
-    else:
+    folder = next((run for run in runs if (run / "results.json").exists()), None)
+    if folder is None:
         results = collect(runs, scaling=scaling)
         folder = new_folder(reports, "report")
         write_results(folder / "results.json", results)
+    else:
+        if len(runs) > 1:
+            raise UserError(
+                f"{folder} is a comparison: give only this folder, or only folders of runs"
+            )
+        _refuse_links(folder)
+        results = read_results(folder / "results.json")
+    if "plan" in results:
+        results = merge_results(folder, results)
+        for warning in results["warnings"]:
+            console.print(warning, markup=False)
     for difference in results["differences"]:
-        console.print(f"not comparable: {difference}", markup=False, soft_wrap=True)
+        console.print(f"not comparable: {difference}", markup=False)
     _write_and_print(folder, results)
     return 0
 
@@ -109,4 +96,4 @@ def _refuse_links(folder: Path) -> None:
 def _write_and_print(folder: Path, results: dict[str, Any]) -> None:
     write_report(folder, results)
     print_answer(console, results)
-    console.print(f"\nreport: {folder / 'report.html'}", markup=False, soft_wrap=True)
+    console.print(f"\nreport: {folder / 'report.html'}", markup=False)

@@ -14,7 +14,7 @@ row for each rank.
                   repeats (folder, seed, status, started, ranks, losses, test_accuracy,
                   seconds_to_accuracy)
     groups        settings of each group by its number, as a text (only from ``lab report``)
-    plan          of a comparison whose runs others start (job_plan.py): code (digests by file),
+    plan          of a comparison whose runs others start (jobs.py): code (digests by file),
                   runs (cell and repeat), to_do (their numbers)
     timelines     by cell: one step, as in a run's timeline.json
 
@@ -25,16 +25,16 @@ Student's t, [null, null] for a single repeat. Cells of different ``group`` are 
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Annotated, Any, NotRequired, Required, TypedDict, TypeVar
 
 from msgspec import Meta
 
 from common.errors import UserError
-from common.reporting.run_files import RankRow, StepTime, TimelineFile
-from common.utils.atomic_files import read_regular
+from common.reporting.run_files import RankRow, StepSeconds, StepTime, TimelineFile
+from common.utils.atomic_files import read_regular, write_atomically
 from common.utils.grouping import grouped
 from common.utils.typed_json import (
     MOST_BYTES,
@@ -52,13 +52,13 @@ from common.utils.typed_json import (
     check_version,
     convert,
     decode,
+    encode,
     shown,
-    write_json,
 )
 from lab.compare.outcomes import MachineFacts, read_run_file
 from lab.facts import Facts, check_facts
 
-V = TypeVar("V")
+T = TypeVar("T")
 
 FORMAT = 1
 TIMES = ("step", "data", "forward", "backward", "sync", "update", "wait", "wire")
@@ -71,7 +71,7 @@ _Many = Annotated[list[Text], Meta(max_length=100_000)]
 
 
 class RepeatEntry(TypedDict, total=False):
-    """A run of a cell; what is not required was not recorded, or not yet."""
+    """A run of a cell, as far as it is read again; what is not required may be missing."""
 
     folder: Required[Text]
     seed: Required[Seed]
@@ -84,23 +84,12 @@ class RepeatEntry(TypedDict, total=False):
     equal_weights: bool
     repeat: Count
     started: LocalTime | None
-    timed_steps: Step | None
     message: Text
-    machine: Facts
-    crowded: bool
 
 
-class MedianEntry(TypedDict, total=False):
+class MedianEntry(StepSeconds):
     """Medians over the repeats; None if unknown."""
 
-    step: StepTime | None
-    data: Seconds | None
-    forward: Seconds | None
-    backward: Seconds | None
-    sync: Seconds | None
-    update: Seconds | None
-    wait: Seconds | None
-    wire: Finite | None
     peak_memory_bytes: Bytes | None
     root_bytes_sent: Bytes | None
     others_bytes_sent: Bytes | None
@@ -131,7 +120,6 @@ class PredictedCell(TypedDict, total=False):
     step_seconds: Required[StepTime]
     compute_seconds: Seconds
     sync_seconds: Seconds
-    bound: Text
     in_scope: bool
     why: Text
     bucket_mb: BucketSize | None
@@ -147,34 +135,14 @@ class PredictionEntry(TypedDict):
 
 
 class PlanEntry(TypedDict):
-    """The runs that other programs start: cell and repeat of each; ``to_do`` are their numbers."""
+    """The runs that other programs start: cell and repeat of each."""
 
     code: dict[Text, Text]
     runs: Annotated[list[tuple[CellId, Count]], Meta(max_length=1_000_000)]
-    to_do: NotRequired[list[Count]]
 
 
-class Results(TypedDict):
-    """The whole file."""
-
-    format: int
-    kind: Annotated[str, Meta(pattern=r"^(compare|report)\Z")]
-    created: LocalTime
-    finished: bool
-    emulated: NotRequired[bool]
-    settings: Facts
-    environment: Facts
-    warnings: _Many
-    differences: NotRequired[_Many]
-    prediction: NotRequired[PredictionEntry | None]
-    groups: NotRequired[dict[Text, Facts]]
-    cells: Annotated[list[CellEntry], Meta(max_length=100_000)]
-    timelines: dict[CellId, TimelineFile]
-    plan: NotRequired[PlanEntry]
-
-
-class KnownSettings(TypedDict, total=False):
-    """The settings, of all runs or of a group, with which the report computes."""
+class KnownSettings(MachineFacts, total=False):
+    """Settings and machine of all runs or of a group, as far as the report computes with them."""
 
     dataset: Text | None
     scaling: Annotated[str, Meta(pattern=r"^(strong|weak)\Z")] | None
@@ -184,9 +152,27 @@ class KnownSettings(TypedDict, total=False):
     compute: Text | None
     rates: list[LinkRate | None] | None
     flags: list[Text] | None
-    gpus: list[Text] | None
     amp: bool | None
     amp_dtype: Annotated[str, Meta(pattern=r"^(fp16|bf16)\Z")] | None
+
+
+class Results(TypedDict):
+    """The whole file. Settings and environment may hold other facts, which are only shown."""
+
+    format: int
+    kind: Annotated[str, Meta(pattern=r"^(compare|report)\Z")]
+    created: LocalTime
+    finished: bool
+    emulated: NotRequired[bool]
+    settings: KnownSettings
+    environment: MachineFacts
+    warnings: _Many
+    differences: NotRequired[_Many]
+    prediction: NotRequired[PredictionEntry | None]
+    groups: NotRequired[dict[Text, KnownSettings]]
+    cells: Annotated[list[CellEntry], Meta(max_length=100_000)]
+    timelines: dict[CellId, TimelineFile]
+    plan: NotRequired[PlanEntry]
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -198,13 +184,8 @@ def read_results(path: Path) -> dict[str, Any]:
     try:
         content = read_regular(path, most_bytes=MOST_BYTES)
         found = decode(content, dict[str, Any], name=str(path))
-        if "format" not in found:
-            raise UserError(f"{path} is no results.json of lab compare")
-        check_version(found["format"], FORMAT, name=str(path))
-        decode(content, Results, name=str(path))
-        _check_rules(found, str(path))
-    except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist: give the folder of a comparison") from error
+        check_version(found.get("format"), FORMAT, name=str(path))
+        _check(found, str(path))
     except UserError as error:
         raise UserError(f"{error}; the file is unchanged") from error
     return found
@@ -215,70 +196,106 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
 
     Raises UserError, and leaves the file as it is, if a value does not fit the schema.
     """
-    _check_rules(results, f"{path} cannot be written")
-    write_json(path, results, Results)
+    _check(results, f"{path} cannot be written")
+    write_atomically(path, encode(results, indent=1) + b"\n")
 
 
-def _check_rules(results: Mapping[str, Any], name: str) -> None:
-    """Raise UserError if entries do not fit each other, or a folder leads out of the comparison."""
-    prediction = results.get("prediction") or {}
+def _check(results: Mapping[str, Any], name: str) -> None:
+    """Raise UserError if a value is impossible, or entries do not fit each other."""
+    convert(results, Results, name=name)
     facts = {
-        "environment": (results["environment"], MachineFacts),
-        "settings": (results["settings"], KnownSettings),
-        "prediction.calibration": (prediction.get("calibration", {}), Facts),
-        **{
-            f"groups[{shown(group)}]": (settings, KnownSettings)
-            for group, settings in results.get("groups", {}).items()
-        },
-        **{
-            f"cells[{index}].repeats.machine": (repeat.get("machine", {}), MachineFacts)
-            for index, cell in enumerate(results["cells"])
-            for repeat in cell["repeats"]
-        },
+        "environment": results["environment"],
+        "settings": results["settings"],
+        "prediction.calibration": (results.get("prediction") or {}).get("calibration", {}),
+        **{f"groups[{shown(key)}]": one for key, one in results.get("groups", {}).items()},
     }
-    for place, (entries, schema) in facts.items():
+    for place, entries in facts.items():
         check_facts(entries, name=f"{name}: {place}")
-        convert(entries, schema, name=f"{name}: {place}")
     ids = [cell["id"] for cell in results["cells"]]
-    if twice := next((one for one in ids if ids.count(one) > 1), None):
-        raise UserError(f"{name}: two cells have the id {twice}")
+    problems = [f"two cells have the id {one}" for one in ids if ids.count(one) > 1]
     for cell in results["cells"]:
         for repeat in cell["repeats"]:
-            path = PurePath(repeat["folder"])
+            path, ranks = PurePath(repeat["folder"]), len(repeat["ranks"])
             if results["kind"] == "compare" and (path.is_absolute() or ".." in path.parts):
-                raise UserError(
-                    f"{name}: cell {cell['id']} has a repeat in {shown(repeat['folder'])}, "
-                    "expected a folder in the comparison's own"
+                problems.append(
+                    f"cell {cell['id']} has a repeat in {shown(repeat['folder'])}, expected a "
+                    "folder in the comparison's own"
                 )
-            if repeat["status"] == "done" and len(repeat["ranks"]) != cell["nodes"]:
-                raise UserError(
-                    f"{name}: a repeat of cell {cell['id']} has {len(repeat['ranks'])} ranks, "
-                    f"expected {cell['nodes']}"
+            if repeat["status"] == "done" and ranks != cell["nodes"]:
+                problems.append(
+                    f"a repeat of cell {cell['id']} has {ranks} ranks, expected {cell['nodes']}"
                 )
+    if problems:
+        raise UserError(f"{name}: {problems[0]}")
 
 
-def take_timeline(
-    results: dict[str, Any], cell: Mapping[str, Any], outcome: dict[str, Any], folder: Path
-) -> None:
-    """Put the timeline of a cell's first repeat that has one into ``results``.
+def gather(
+    folder: Path,
+    runs: Sequence[tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]],
+    groups: Sequence[dict[str, Any] | None],
+    *,
+    repeats: int = 0,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the cells that these runs make, and the timelines by the cells' ids.
 
-    Called for every finished run by lab compare (runner), its job plans (job_results) and lab
-    report (imported_runs); it also sets ``started`` of the outcome.
+    runs : the cell as ``new_cell`` made it, the repeat ({}: none yet) and what it must have in
+    common with others, of which ``groups`` lists what there is; what is not in it belongs to the
+    first group. repeats : those of a whole cell of the first group.
     """
-    if outcome["status"] == "done" and "started" not in outcome:
-        outcome["started"] = _started(folder / outcome["folder"])
-    timeline = folder / outcome["folder"] / "timeline.json"
-    if outcome["status"] == "done" and cell["id"] not in results["timelines"] and timeline.exists():
-        results["timelines"][cell["id"]] = read_run_file(timeline, TimelineFile)
+    cells: dict[str, dict[str, Any]] = {}
+    timelines: dict[str, Any] = {}
+    for planned, outcome, facts in runs:
+        group = groups.index(facts) if facts in groups else 0
+        name = planned["id"] + (f"-g{group}" if group else "")
+        empty = {"id": name, "group": group, "repeats": []}
+        cell = cells.setdefault(name, planned | empty)
+        if outcome:
+            cell["oversubscribed"] |= outcome.get("crowded", False)
+            outcome = {"repeat": len(cell["repeats"])} | outcome
+            add_repeat(cell, outcome, timelines, folder, repeats=0 if group else repeats)
+    return sorted(cells.values(), key=itemgetter("group", "nodes")), timelines
 
 
-def _started(run: Path) -> str | None:
-    """Return when a run started, in ISO format: rank 0 writes config.json before the first step."""
-    try:
-        written = (run / "config.json").stat().st_mtime
-    except OSError:
-        return None
-    return datetime.fromtimestamp(written).isoformat(timespec="seconds")
+def add_repeat(
+    cell: dict[str, Any],
+    outcome: dict[str, Any],
+    timelines: dict[str, Any],
+    folder: Path,
+    *,
+    repeats: int,
+) -> None:
+    """Add a repeat to its cell, and its timeline to ``timelines`` unless the cell has one.
+
+    repeats : those of a whole cell. The outcome's folder is relative to ``folder``.
+    """
+    cell["repeats"] = sorted([*cell["repeats"], outcome], key=itemgetter("repeat"))
+    summarise(cell, repeats=repeats)
+    path = folder / outcome["folder"] / "timeline.json"
+    if outcome["status"] == "done" and cell["id"] not in timelines and path.exists():
+        timelines[cell["id"]] = read_run_file(path, TimelineFile)
+
+
+def differences(
+    facts: Sequence[Mapping[str, Any]], names: Sequence[T], show: Callable[[list[T]], str]
+) -> list[str]:
+    """Return each fact that differs between runs, with the runs of each value.
+
+    names : of the runs, which ``show`` makes a text.
+    """
+    owners = {
+        key: grouped((str(one[key]), name) for one, name in zip(facts, names, strict=True))
+        for key in (facts[0] if facts else ())
+    }
+    return [
+        f"{key}: " + "; ".join(f"{value} in {show(who)}" for value, who in values.items())
+        for key, values in owners.items()
+        if len(values) > 1
+    ]
+
+
+def distinct(values: Sequence[T]) -> list[T]:
+    """Return each value once, in order of appearance; the values need no hash."""
+    return [value for index, value in enumerate(values) if value not in values[:index]]
 
 
 def summarise(cell: dict[str, Any], *, repeats: int) -> None:
@@ -286,44 +303,36 @@ def summarise(cell: dict[str, Any], *, repeats: int) -> None:
 
     The cell is done when it has ``repeats`` good ones.
     """
-    by_status = grouped((repeat["status"], repeat) for repeat in cell["repeats"])
-    done, failed = by_status.get("done", []), by_status.get("failed", [])
-    status = "failed" if failed else "pending"
+    done = [_of_repeat(one["ranks"]) for one in cell["repeats"] if one["status"] == "done"]
+    failures = [one["message"] for one in cell["repeats"] if one["status"] == "failed"]
+    status = "failed" if failures else "pending"
     if done:
         status = "done" if len(done) >= repeats else "partial"
-    rows = [_of_repeat(repeat["ranks"]) for repeat in done]
-    names = rows[0] if rows else ()
-    values = {name: [value for row in rows if (value := row[name]) is not None] for name in names}
+    columns = {
+        name: [row[name] for row in done if row[name] is not None] for name in (done or [{}])[0]
+    }
     cell |= {
         "status": status,
-        "message": failed[-1]["message"] if failed else None,
+        "message": failures[-1] if failures else None,
         "median": {
-            name: statistics.median(column) if column else None for name, column in values.items()
+            name: statistics.median(column) if column else None for name, column in columns.items()
         }
         or None,
-        "interval": {name: interval(column) for name, column in values.items()} or None,
+        "interval": {name: interval(column) for name, column in columns.items()} or None,
     }
 
 
-def distinct(values: Sequence[V]) -> list[V]:
-    """Return each value once, in order of appearance; the values need no hash."""
-    return [value for index, value in enumerate(values) if value not in values[:index]]
-
-
-def _of_repeat(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+def _of_repeat(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the means over the ranks; for bytes sent, of the root and of the other ranks.
 
     None: unknown.
     """
-    row: dict[str, float | None] = {
-        name: statistics.fmean(rank["seconds"][name] for rank in ranks) for name in TIMES
-    }
-    sent = [rank["bytes_sent"] for rank in ranks]
-    known = None not in sent
-    return row | {
+    root, *others = [rank["bytes_sent"] for rank in ranks]
+    known = None not in (root, *others)
+    return {name: statistics.fmean(rank["seconds"][name] for rank in ranks) for name in TIMES} | {
         "peak_memory_bytes": statistics.fmean(rank["peak_memory_bytes"] for rank in ranks),
-        "root_bytes_sent": sent[0] if known else None,
-        "others_bytes_sent": statistics.fmean(sent[1:] or [0.0]) if known else None,
+        "root_bytes_sent": root if known else None,
+        "others_bytes_sent": statistics.fmean(others or [0.0]) if known else None,
     }
 
 

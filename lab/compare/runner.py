@@ -13,25 +13,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from common.emulation.compute_profile import load_profile
 from common.errors import UserError, count
 from common.utils.paths import new_folder
-from common.utils.progress import duration
+from common.utils.progress import console, duration, progress_bar
 from lab.compare.cells import Run, choose_buckets, in_turns, node_command, plan_cells, profile_file
 from lab.compare.executors import Executors
 from lab.compare.outcomes import describe_times, failed_run, read_run
-from lab.compare.results import FORMAT, read_results, summarise, take_timeline, write_results
+from lab.compare.results import FORMAT, add_repeat, read_results, write_results
 from lab.compare.settings import Settings
 
 _LIMIT_SECONDS = 3600
 _START_UP_SECONDS = 10.0  # of a run: imports, data, process group, model
-_LONG_SECONDS = 30.0
 _SAME_MACHINE = ("python", "torch", "cpu", "usable_cores", "git_commit")
-
-console = Console(highlight=False)
 
 
 def open_comparison(
@@ -49,8 +43,8 @@ def open_comparison(
     reports : receives ``compare-<time>/``, and is searched for an unfinished comparison.
     anew : begin a new one in any case.
     command : the command line, for the reader.
-    code : given for a plan, whose runs other programs start (job_plan.py). An unfinished plan must
-        have the same code; any other comparison must be of the same machine.
+    code : given for a plan, whose runs other programs start (jobs.py). An unfinished plan must have
+        the same code; any other comparison must be of the same machine.
 
     Prints a notice about results that are unreadable or written by another version, and leaves
     them unchanged.
@@ -58,62 +52,45 @@ def open_comparison(
     # Imports torch, which takes seconds: --help must not wait for it.
     from common.utils.environment import environment
 
-    here = environment()
+    here, planned = environment(), code is not None
     now = code if code is not None else {name: here.get(name) for name in _SAME_MACHINE}
-    found = None if anew else _find_unfinished(settings, reports, now, planned=code is not None)
-    return found or _begin(settings, reports, command, here, code)
-
-
-def _begin(
-    settings: Settings,
-    reports: Path,
-    command: str,
-    here: dict[str, Any],
-    code: Mapping[str, str] | None,
-) -> tuple[Path, dict[str, Any]]:
-    """Return folder and results of a new comparison, whose runs are all pending."""
-    profile = (
-        load_profile(settings.compute, model=settings.model, machine=here["cpu"])
-        if settings.emulated
-        else None
-    )
-    cells = plan_cells(settings)
+    if not anew and (found := _find_unfinished(settings, reports, now, planned=planned)):
+        return found
+    profile = None
+    if settings.emulated:
+        profile = load_profile(settings.compute, model=settings.model, machine=here["cpu"])
+    cells, cores = plan_cells(settings), here["usable_cores"]
     folder = new_folder(reports, "compare")
-    computes_here = not here["gpus"] and not settings.emulated and code is None
+    computes_here = not (here["gpus"] or settings.emulated or planned)
+    for cell in cells:
+        cell["oversubscribed"] = computes_here and cell["nodes"] > cores
+    crowded = sorted({cell["nodes"] for cell in cells if cell["oversubscribed"]})
+    warning = (
+        f"{' and '.join(map(str, crowded))} ranks share {count(cores, 'core')}, so their forward "
+        "and backward passes take turns: step times do not show what as many nodes would take, "
+        "and the ranks wait longer for each other"
+    )
     results = {
         "format": FORMAT,
         "kind": "compare",
         "created": datetime.now().isoformat(timespec="seconds"),
         "finished": False,
-        "emulated": settings.emulated or bool(settings.rates),
+        "emulated": settings.emulated or any(settings.rates),
         "settings": settings.as_json() | {"command": command},
         "environment": here,
-        "warnings": _mark_oversubscribed(cells, here["usable_cores"]) if computes_here else [],
+        "warnings": [warning] if crowded else [],
         "differences": [],
         "prediction": None,
         "cells": cells,
         "timelines": {},
     }
-    if code is not None:
+    if planned:
         runs = [[run.cell["id"], run.repeat] for run in in_turns(folder, settings, cells)]
-        results["plan"] = {"code": dict(code), "runs": runs}
+        results["plan"] = {"code": code, "runs": runs}
     if profile is not None:  # the comparison's own copy, which stays the same
         profile.save(profile_file(folder))
     write_results(folder / "results.json", results)
     return folder, results
-
-
-def _mark_oversubscribed(cells: Sequence[dict[str, Any]], cores: int) -> list[str]:
-    """Mark the cells with more ranks than cores; return a warning if there are any."""
-    for cell in cells:
-        cell["oversubscribed"] = cell["nodes"] > cores
-    crowded = sorted({cell["nodes"] for cell in cells if cell["oversubscribed"]})
-    warning = (
-        f"{' and '.join(map(str, crowded))} ranks share {count(cores, 'core')}, so their forward "
-        "and backward passes take turns: step times do not show what as many nodes would take, and "
-        "the ranks wait longer for each other"
-    )
-    return [warning] if crowded else []
 
 
 def _find_unfinished(
@@ -126,27 +103,27 @@ def _find_unfinished(
     now : facts of the machine that must be the same; of the code if ``planned``.
     """
     found = []
-    for path in sorted(reports.glob("compare-*/results.json"), reverse=True):
+    for path in reports.glob("compare-*/results.json"):
         try:
-            found.append((path, read_results(path)))
+            found.append((read_results(path), path.parent))
         except UserError as error:
-            console.print(f"notice: {error}", markup=False, soft_wrap=True)
+            console.print(f"notice: {error}", markup=False)
     # By the recorded time; a folder may have been renamed.
-    for path, results in sorted(found, key=lambda one: one[1]["created"], reverse=True):
+    for results, folder in sorted(found, key=lambda one: one[0]["created"], reverse=True):
         asked = settings.as_json() | {"command": results["settings"].get("command")}
         if results["finished"] or results["settings"] != asked or ("plan" in results) != planned:
             continue
         before = results["plan"]["code"] if planned else results["environment"]
         differing = [name for name in now if before.get(name) != now[name]]
         if not differing:
-            console.print(f"resuming {path.parent}", soft_wrap=True)
+            console.print(f"resuming {folder}", markup=False)
             for cell in results["cells"]:
                 cell["repeats"] = [one for one in cell["repeats"] if one["status"] == "done"]
-            return path.parent, results
+            return folder, results
         console.print(
-            f"notice: {path.parent} has the same settings, but was started with another "
+            f"notice: {folder} has the same settings, but was started with another "
             f"{', '.join(differing)}, so a new comparison starts; the old folder stays unchanged",
-            soft_wrap=True,
+            markup=False,
         )
     return None
 
@@ -165,98 +142,80 @@ def run_comparison(
     once all processes have ended; the finished runs are saved.
     """
     with executors:
-        if predicts and results["prediction"] is None:
-            from lab.compare.prediction import predict_comparison
-
-            predict_comparison(results, settings, folder, executors)
-        for line in choose_buckets(results):
-            console.print(line, markup=False, soft_wrap=True)
-        write_results(folder / "results.json", results)
-        _run_missing(settings, folder, results, executors)
+        prepare(settings, folder, results, executors, predicts=predicts)
+        runs, repeats = in_turns(folder, settings, results["cells"]), len(settings.seeds_to_run)
+        to_do = [
+            run for run in runs if run.repeat not in [one["repeat"] for one in run.cell["repeats"]]
+        ]
+        expected = expected_seconds(to_do, results["prediction"])
+        left = time_left(expected) if expected else "time unknown until the first run has ended"
+        console.print(
+            f"{len(to_do)} of {count(len(runs), 'run')} to do, one after the other, {left}, in "
+            f"{folder}",
+            markup=False,
+        )
+        for warning in results["warnings"]:
+            console.print(f"warning: {warning}", markup=False)
+        began = time.monotonic()
+        with progress_bar() as bar:
+            task = bar.add_task("", total=len(to_do))
+            for number, run in enumerate(to_do, start=1):
+                title, started = f"[{number}/{len(to_do)}] {run.title}", datetime.now()
+                bar.update(task, description=run.title, completed=number - 1, refresh=True)
+                if not console.is_terminal:
+                    console.print(f"{title}: running", markup=False)
+                outcome = _run(run, executors) | {"started": started.isoformat(timespec="seconds")}
+                add_repeat(run.cell, outcome, results["timelines"], folder, repeats=repeats)
+                write_results(folder / "results.json", results)
+                failed = outcome["status"] == "failed"
+                words = f"FAILED: {outcome['message']}" if failed else describe_times(outcome)
+                words += f" (took {duration((datetime.now() - started).total_seconds())}"
+                if number < len(to_do):
+                    weights = expected or [1.0] * len(to_do)
+                    words += f"; {time_left(weights, number, time.monotonic() - began)} left"
+                console.print(f"{title}: {words})", markup=False)
     results["finished"] = all(cell["status"] == "done" for cell in results["cells"])
     write_results(folder / "results.json", results)
 
 
-class TimeLeft:
-    """Estimates the time of the runs ``to_do``: predicted first, then scaled by the finished ones.
-
-    A run takes its start-up and its steps as predicted; without a prediction the time is unknown
-    until the first run has ended.
-    """
-
-    def __init__(self, to_do: Sequence[Run], prediction: Mapping[str, Any] | None) -> None:
-        cells = (prediction or {}).get("cells", {})
-        known = [cells.get(run.cell["id"], {}).get("step_seconds") for run in to_do]
-        predicted = [step for step in known if step is not None]
-        timed = bool(to_do) and to_do[0].settings.until_accuracy is None
-        self._seconds: list[float] = []
-        if predicted and timed:
-            usual = statistics.median(predicted)  # for a strategy that cannot be predicted
-            self._seconds = [
-                _START_UP_SECONDS + run.settings.total_steps * (usual if step is None else step)
-                for run, step in zip(to_do, known, strict=True)
-            ]
-        self._runs = len(to_do)
-
-    def announcement(self) -> str:
-        """Return how long all runs take, for a person."""
-        if not self._seconds:
-            return "time unknown until the first run has ended"
-        return f"about {duration(sum(self._seconds))}"
-
-    def after(self, done: int, elapsed: float) -> str:
-        """Return the time left when ``done`` runs took ``elapsed`` seconds; "" if unknown."""
-        weights = self._seconds or [1.0] * self._runs
-        if done == self._runs or (not done and not self._seconds):
-            return ""
-        pace = elapsed / sum(weights[:done]) if done else 1.0
-        return f"about {duration(pace * sum(weights[done:]))} left"
-
-    def is_long(self, index: int) -> bool:
-        """Return whether a run may take so long that its start should be shown."""
-        return not self._seconds or self._seconds[index] > _LONG_SECONDS
-
-
-def _run_missing(
-    settings: Settings, folder: Path, results: dict[str, Any], executors: Executors
+def prepare(
+    settings: Settings,
+    folder: Path,
+    results: dict[str, Any],
+    executors: Executors | None,
+    *,
+    predicts: bool,
 ) -> None:
-    runs = in_turns(folder, settings, results["cells"])
-    to_do = [
-        run for run in runs if run.repeat not in [one["repeat"] for one in run.cell["repeats"]]
+    """Do once what must be done before the first run: predict, and choose sizes of buckets.
+
+    executors : None if other programs start the runs.
+    """
+    if predicts and results["prediction"] is None:
+        from lab.compare.prediction import predict
+
+        predict(results, settings, folder, executors)
+    for line in choose_buckets(results):
+        console.print(line, markup=False)
+    write_results(folder / "results.json", results)
+
+
+def expected_seconds(to_do: Sequence[Run], prediction: Mapping[str, Any] | None) -> list[float]:
+    """Return the seconds of each run: its start-up, and its steps as predicted; [] if unknown."""
+    cells = prediction["cells"] if prediction else {}
+    known = {name: one["step_seconds"] for name, one in cells.items()}
+    if not (known and to_do) or to_do[0].settings.until_accuracy is not None:
+        return []
+    usual = statistics.median(known.values())  # for a strategy that cannot be predicted
+    return [
+        _START_UP_SECONDS + run.settings.total_steps * known.get(run.cell["id"], usual)
+        for run in to_do
     ]
-    time_left = TimeLeft(to_do, results["prediction"])
-    console.print(
-        f"{len(to_do)} of {count(len(runs), 'run')} to do, one after the other, "
-        f"{time_left.announcement()}, in {folder}",
-        soft_wrap=True,
-    )
-    for warning in results["warnings"]:
-        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
-    with _progress_bar() as bar:
-        began = time.monotonic()
-        task = bar.add_task("", total=len(to_do), left=time_left.after(0, 0.0))
-        for number, run in enumerate(to_do, start=1):
-            bar.update(task, description=run.title)
-            run_began, started = time.monotonic(), datetime.now().isoformat(timespec="seconds")
-            if not console.is_terminal and time_left.is_long(number - 1):
-                console.print(f"[{number}/{len(to_do)}] {run.title}: running", markup=False)
-            outcome = _run(run, executors) | {"started": started}
-            run.cell["repeats"].append(outcome)
-            run.cell["repeats"].sort(key=lambda one: one["repeat"])
-            summarise(run.cell, repeats=len(settings.seeds_to_run))
-            take_timeline(results, run.cell, outcome, folder)
-            write_results(folder / "results.json", results)
-            now = time.monotonic()
-            left = time_left.after(number, now - began)
-            failed = outcome["status"] == "failed"
-            words = f"FAILED: {outcome['message']}" if failed else describe_times(outcome)
-            console.print(
-                f"[{number}/{len(to_do)}] {run.title}: {words} (took {duration(now - run_began)}"
-                f"{'; ' if left else ''}{left})",
-                markup=False,
-                soft_wrap=True,
-            )
-            bar.update(task, completed=number, left=left)
+
+
+def time_left(expected: Sequence[float], done: int = 0, elapsed: float = 0.0) -> str:
+    """Return the time left when the first ``done`` runs took ``elapsed`` seconds."""
+    pace = elapsed / sum(expected[:done]) if done else 1.0
+    return f"about {duration(pace * sum(expected[done:]))}"
 
 
 def _run(run: Run, executors: Executors) -> dict[str, Any]:
@@ -269,22 +228,7 @@ def _run(run: Run, executors: Executors) -> dict[str, Any]:
         logs=run.logs,
         limit_seconds=_LIMIT_SECONDS,
     )
-    if message is None:
-        try:
-            return read_run(run)
-        except UserError as error:
-            message = str(error)
-    return failed_run(run, message)
-
-
-def _progress_bar() -> Progress:
-    """Return a bar of the finished runs and the time left; it is invisible off a terminal."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
-        console=console,
-        disable=not console.is_terminal,
-    )
+    try:
+        return read_run(run) if message is None else failed_run(run, message)
+    except UserError as error:
+        return failed_run(run, str(error))

@@ -2,13 +2,11 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from common.errors import UserError
-from common.sync import STRATEGIES
-from common.utils.registry import choices_text
 from lab.units import parse_bucket_mb, parse_rate, split_variant
 
 _STRATEGY_FLAGS: dict[str, Callable[[str], Any]] = {
@@ -21,18 +19,6 @@ _MOST = 10**6
 _AVERAGING_PERIOD = 4  # the default of local_sgd
 
 
-def _check_strategy(name: str) -> None:
-    strategy, bucket_mb = split_variant(name)
-    if strategy not in STRATEGIES:
-        choices = choices_text(name, [*STRATEGIES, "all", "exact"])
-        raise UserError(f"--sync: got {name}: {choices}")
-    if bucket_mb is not None:
-        from lab.predict.bucket_choice import has_buckets  # slow, and --help imports this
-
-        if not has_buckets(strategy):
-            raise UserError(f"--sync: got {name}, but {strategy} has no buckets: give {strategy}")
-
-
 @dataclass(frozen=True)
 class Settings:
     """What a comparison measures. An interrupted comparison resumes if its settings are equal.
@@ -41,7 +27,7 @@ class Settings:
     "strong" scaling, per node with "weak". ``steps`` are measured after ``warmup`` other steps.
     With ``until_accuracy`` each of ``seeds`` trains once, for at most ``epochs`` epochs; otherwise
     the first seed trains ``repeats`` times. ``rates`` are link rates such as "200mbit", each on its
-    own cluster; if empty, runs use loopback. ``compute`` is "real" or a profile of emulated
+    own cluster; None is loopback. ``compute`` is "real" or a profile of emulated
     compute, as for the parts. Every run gets ``flags`` unchanged.
     """
 
@@ -58,7 +44,7 @@ class Settings:
     until_accuracy: float | None = None
     epochs: int = 20
     flags: tuple[str, ...] = ()
-    rates: tuple[str, ...] = ()
+    rates: tuple[str | None, ...] = (None,)
     compute: str = "real"
 
     def __post_init__(self) -> None:
@@ -70,43 +56,39 @@ class Settings:
             "--batch-size": (self.batch_size,),
             "--epochs": (self.epochs,),
         }
-        for flag, values in counts.items():
-            if not values or min(values) < 1 or max(values) > _MOST:
+        problems = {
+            f"{flag}: got {' '.join(map(str, values)) or 'nothing'}, give whole numbers from 1 to "
+            f"{_MOST:,}": not values or min(values) < 1 or max(values) > _MOST
+            for flag, values in counts.items()
+        }
+        problems |= {
+            f"--nodes: got {max(self.nodes, default=0)}, more than the {self.batch_size} samples "
+            "of a global batch: give fewer nodes or a larger --batch-size": (
+                self.scaling != "weak" and max(self.nodes, default=0) > self.batch_size
+            ),
+            f"--seed: got {' '.join(map(str, self.seeds)) or 'nothing'}, give whole numbers of at "
+            "least 0": min(self.seeds, default=-1) < 0,
+            f"--until-accuracy: got {self.until_accuracy}, give a fraction above 0 and of at most "
+            "1, e.g. 0.6": self.until_accuracy is not None and not 0 < self.until_accuracy <= 1,
+            f"--rate: got {' '.join(map(str, self.rates))}, one rate twice: give each rate once": (
+                len({parse_rate(rate) for rate in self.rates}) < len(self.rates)
+            ),
+            f"--compute {self.compute}: an emulated model learns nothing, so it reaches no "
+            "accuracy. Leave out --until-accuracy, or --compute": (
+                self.emulated and self.until_accuracy is not None
+            ),
+        }
+        for problem, is_there in problems.items():
+            if is_there:
+                raise UserError(problem)
+        from lab.predict.tables import message_plans  # slow, and --help imports this file
+
+        for name, plan in message_plans(self.sync).items():
+            strategy, bucket_mb = split_variant(name)
+            if bucket_mb is not None and not hasattr(plan, "bucket_mb"):
                 raise UserError(
-                    f"{flag}: got {' '.join(map(str, values)) or 'nothing'}, give whole numbers "
-                    f"from 1 to {_MOST:,}"
+                    f"--sync: got {name}, but {strategy} has no buckets: give {strategy}"
                 )
-        for name in self.sync:
-            _check_strategy(name)
-        rules = (
-            (
-                self.scaling == "weak" or max(self.nodes) <= self.batch_size,
-                f"--nodes: got {max(self.nodes)}, more than the {self.batch_size} samples of a "
-                "global batch: give fewer nodes or a larger --batch-size",
-            ),
-            (
-                bool(self.seeds) and min(self.seeds) >= 0,
-                f"--seed: got {' '.join(map(str, self.seeds)) or 'nothing'}, give whole numbers of "
-                "at least 0",
-            ),
-            (
-                self.until_accuracy is None or 0 < self.until_accuracy <= 1,
-                f"--until-accuracy: got {self.until_accuracy}, give a fraction above 0 and of at "
-                "most 1, e.g. 0.6",
-            ),
-            (
-                len({parse_rate(rate) for rate in self.rates}) == len(self.rates),
-                f"--rate: got {' '.join(self.rates)}, one rate twice: give each rate once",
-            ),
-            (
-                not self.emulated or self.until_accuracy is None,
-                f"--compute {self.compute}: an emulated model learns nothing, so it reaches no "
-                "accuracy. Leave out --until-accuracy, or --compute",
-            ),
-        )
-        for holds, message in rules:
-            if not holds:
-                raise UserError(message)
 
     @property
     def emulated(self) -> bool:
@@ -139,11 +121,9 @@ class Settings:
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as plain values, as a JSON file gives them back."""
-        values = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-        }
-        return values | {"rates": [*(self.rates or (None,))]}
+        from msgspec import json  # slow to import, and --help imports this file
+
+        return json.decode(json.encode(self))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], *, name: str) -> "Settings":
@@ -151,8 +131,6 @@ class Settings:
 
         Raises UserError that begins with ``name`` if a value is none that a comparison can have.
         """
-        from common.utils.typed_json import convert  # slow to import, and --help imports this file
+        from common.utils.typed_json import convert
 
-        rates = values.get("rates")
-        known = [rate for rate in rates if rate is not None] if isinstance(rates, list) else rates
-        return convert({**values, "rates": known}, cls, name=name)
+        return convert(values, cls, name=name)

@@ -5,14 +5,14 @@ one or several logs, the likely cause first; output.py prints them. No torch is 
 """
 
 import re
-import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import dropwhile, zip_longest
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import file_errors
 
 # In printed order: what began a failure, what followed, what other ranks print about it, and
 # what is no error.
@@ -25,30 +25,30 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = (
     r"^(?:\[?(?:rank|node )?\d+\]?[:|] ?)?\s*"  # of a launcher: "[rank1]: ", "node 2| ", "3: "
 )
+# The beginning of this project's messages for the user
 OWN_MESSAGE = re.compile(_PREFIX + r"error(?: \(rank \d+\))?: ")
-"""The beginning of this project's messages for the user."""
-_EXCEPTION = re.compile(_PREFIX + r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?::|$)")
-_WRAPPERS = re.compile(
-    r"ChildFailedError|DistBackendError|Caught \w+ in DataLoader worker"
-    r"|KeyboardInterrupt|SystemExit"
+_EXCEPTION = re.compile(
+    _PREFIX + r"(?!.*(?:ChildFailedError|DistBackendError|Caught \w+ in DataLoader worker"
+    r"|KeyboardInterrupt|SystemExit))(?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?::|$)"
 )
 _CHAINED = re.compile(
-    "^(The above exception was the direct cause of|During handling of the above exception)"
+    _PREFIX + "(?:The above exception was the direct cause of"
+    "|During handling of the above exception)"
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KnownError:
-    """An entry of the table, whose head explains ``after`` and ``hides``."""
+    """An entry of the table, whose head explains the fields."""
 
     name: str
     title: str
     kind: str
-    patterns: tuple[re.Pattern[str], ...]
     cause: str
     cure: str
-    after: re.Pattern[str] = re.compile("")
-    hides: tuple[str, ...] = ()
+    patterns: Sequence[str] = ()
+    after: str = ""
+    hides: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,10 @@ class Found:
 
 
 @cache
-def known_errors() -> tuple[KnownError, ...]:
+def known_errors() -> list[KnownError]:
     """Return the table, in its order."""
-    return tuple(
-        KnownError(
-            name,
-            entry["title"],
-            entry["kind"],
-            tuple(re.compile(pattern) for pattern in entry["patterns"]),
-            entry["cause"],
-            entry["cure"],
-            re.compile(entry.get("after", "")),
-            tuple(entry.get("hides", ())),
-        )
-        for name, entry in tomllib.loads(_TABLE.read_text(encoding="utf-8")).items()
-    )
+    table = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
+    return [KnownError(name, **entry) for name, entry in table.items()]
 
 
 def explain(lines: Sequence[LogLine]) -> list[Found]:
@@ -94,54 +83,42 @@ def explain(lines: Sequence[LogLine]) -> list[Found]:
     ranks echo it, or a note if no other error is found. ``lines`` may join the logs of several
     ranks.
     """
-    shown: dict[KnownError, list[LogLine]] = {}
-    own: list[LogLine] = []
-    begun: set[str] = set()
-    chained = False
-    for line in lines:
-        text = line.text[:_LONGEST_LINE]
-        begun.update(error.name for error in known_errors() if error.after.search(text))
-        known = [
-            error
-            for error in known_errors()
-            if error.name in begun and any(pattern.search(text) for pattern in error.patterns)
-        ]
-        for error in known:
-            shown.setdefault(error, []).append(line)
-        if _CHAINED.search(text):
-            chained = True
-        elif not known and _EXCEPTION.match(text) and not _WRAPPERS.search(text):
-            if chained:  # a chain is one failure: keep only its last exception
-                del own[-1:]
-            own.append(line)
-            chained = False
-    hidden = {name for error in shown for name in error.hides}
+    shown = {error: _showing(error, lines) for error in known_errors()}
+    hidden = {name for error, showing in shown.items() if showing for name in error.hides}
     found = [
-        Found(error, of_error[0], len(of_error))
-        for error, of_error in shown.items()
-        if error.name not in hidden
+        Found(error, showing[0], len(showing))
+        for error, showing in shown.items()
+        if showing and error.name not in hidden
+    ]
+    known = {line for showing in shown.values() for line in showing}
+    own = [
+        line
+        for line, following in zip_longest(lines, lines[1:])
+        if _EXCEPTION.match(line.text)
+        and line not in known
+        # a chain is one failure: only its last exception counts
+        and not (following and _CHAINED.match(following.text))
     ]
     echoed = any(one.error.kind in ("symptom", "echo") for one in found)
     if own and (echoed or all(one.error.kind == "note" for one in found)):
-        found.append(Found(_own_exception(own[0], echoed=echoed), own[0], len(own)))
+        error = KnownError(
+            OWN,
+            "an exception of the program itself",
+            "cause" if echoed else "note",
+            "A rank raised it and ended; then the connections of the other ranks broke."
+            if echoed
+            else f"{re.sub(_PREFIX, '', own[0].text)[:SHOWN]} is not a known error.",
+            "Read the traceback above that line: look at its last frame in your own code.",
+        )
+        found.append(Found(error, own[0], len(own)))
     return sorted(found, key=lambda one: (KINDS.index(one.error.kind), lines.index(one.line)))
 
 
-def _own_exception(line: LogLine, *, echoed: bool) -> KnownError:
-    """Return an entry for an exception that the table does not know.
-
-    ``echoed``: other ranks ended because of it.
-    """
-    return KnownError(
-        OWN,
-        "an exception of the program itself",
-        "cause" if echoed else "note",
-        (),
-        "A rank raised it and ended; then the connections of the other ranks broke."
-        if echoed
-        else f"{re.sub(_PREFIX, '', line.text)[:SHOWN]} is not a known error.",
-        "Read the traceback above that line: look at its last frame in your own code.",
-    )
+def _showing(error: KnownError, lines: Sequence[LogLine]) -> list[LogLine]:
+    """Return the lines that show the error, from the first one that matches ``after``."""
+    rest = dropwhile(lambda line: not re.search(error.after, line.text), lines)
+    patterns = [re.compile(pattern) for pattern in error.patterns]
+    return [line for line in rest if any(pattern.search(line.text) for pattern in patterns)]
 
 
 def read_lines(source: str) -> list[LogLine]:
@@ -149,16 +126,24 @@ def read_lines(source: str) -> list[LogLine]:
 
     Raises UserError if the file cannot be read.
     """
-    try:
-        content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"lab explain: {source} cannot be read ({error.strerror or error}): give the file that "
-            "holds the output of a rank, or - for standard input"
-        ) from error
-    text = content.decode("utf-8", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
-    return [
-        LogLine("" if source == "-" else source, number, _COLOURS.sub("", line))
-        for number, line in enumerate(text.split("\n"), start=1)
-        if line.strip()
-    ]
+    with (
+        file_errors(
+            f"lab explain: {source} cannot be read",
+            ": give the file that holds the output of a rank, or - for standard input",
+        ),
+        open(
+            0 if source == "-" else source,
+            encoding="utf-8",
+            errors="replace",
+            closefd=source != "-",
+        ) as file,
+    ):
+        return [
+            LogLine(
+                source.removeprefix("-"),
+                number,
+                _COLOURS.sub("", line[:_LONGEST_LINE]).rstrip("\n"),
+            )
+            for number, line in enumerate(file, start=1)
+            if line.strip()
+        ]

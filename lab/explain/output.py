@@ -1,6 +1,7 @@
 """Print what ``lab explain`` finds."""
 
 import argparse
+import re
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -17,19 +18,18 @@ def main_explain(args: argparse.Namespace) -> int:
     """
     lines = [line for source in args.logs for line in read_lines(source)]
     found = explain(lines)
-    errors = [one for one in found if one.error.kind != "note"]
+    kinds = {one.error.kind for one in found}
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    for number, one in enumerate(errors, start=1):
-        _print(console, one, heading=f"{number}. ", several=len(args.logs) > 1)
-    if not errors:
+    if kinds <= {"note"}:
         console.print(_nothing_known(lines))
-    elif all(one.error.kind == "echo" for one in errors):
+    for number, one in enumerate(found, start=1):  # notes come last
+        heading = "noted: " if one.error.kind == "note" else f"{number}. "
+        _print(console, one, heading=heading, several=len(args.logs) > 1)
+    if "echo" in kinds <= {"echo", "note"}:
         console.print(
             "These are echoes: the first failure is in another rank's output. Give the outputs of "
             "all ranks, e.g. lab explain rank*.txt"
         )
-    for one in found[len(errors) :]:  # notes come last
-        _print(console, one, heading="noted: ", several=len(args.logs) > 1)
     return 0
 
 
@@ -53,20 +53,14 @@ def _nothing_known(lines: Sequence[LogLine]) -> str:
 
 
 def _print(console: Console, one: Found, *, heading: str, several: bool) -> None:
-    where = f"{one.line.file}:{one.line.number}" if several else f"line {one.line.number}"
     more = f" (and {one.count - 1} more)" if one.count > 1 else ""
     kind = "" if one.error.kind in ("cause", "note") else f"  ({one.error.kind})"
-    console.print(Text.assemble(heading, (one.error.title, "bold"), kind))
-    console.print(Text(f"   {where}: {_excerpt(one)}{more}", style="dim"))
-    console.print(Text(f"   cause: {one.error.cause}\n   cure:  {one.error.cure}"))
-
-
-def _excerpt(one: Found) -> str:
-    """Return the line; of a long one, the part that shows the error."""
     text = calm(one.line.text.strip())
-    ends = [match.end() for pattern in one.error.patterns if (match := pattern.search(text))]
-    begin = max(0, ends[0] - SHOWN // 2) if ends and ends[0] > SHOWN else 0
-    return (
-        f"{'…' if begin else ''}{text[begin : begin + SHOWN]}"
-        f"{'…' if len(text) > begin + SHOWN else ''}"
-    )
+    # of a long line, the part that shows the error
+    ends = [match.end() for match in (re.search(p, text) for p in one.error.patterns) if match]
+    where = f"{one.line.file}:{one.line.number}" if several else f"line {one.line.number}"
+    begin = max(0, max(ends, default=0) - SHOWN)
+    excerpt = f"{'…' * (begin > 0)}{text[begin : begin + SHOWN]}{'…' * (len(text) > begin + SHOWN)}"
+    console.print(Text.assemble(heading, (one.error.title, "bold"), kind))
+    console.print(Text(f"   {where}: {excerpt}{more}", style="dim"))
+    console.print(Text(f"   cause: {one.error.cause}\n   cure:  {one.error.cure}"))

@@ -200,6 +200,7 @@ def _scaling_limits_text(batch_size: int) -> list[str]:
         "efficiency is at least 50 %. limited by: what most of the communication time is spent on; "
         "compute:",
         "computing itself stops scaling; samples: the batch has no samples for more nodes.",
+        "Above 32 nodes every 16th part of a doubling is tried, so numbers of nodes are 4 % apart.",
     ]
 
 

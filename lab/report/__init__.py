@@ -2,16 +2,15 @@
 
 ``write_report`` writes the files, ``terminal.print_answer`` prints the answer. Reading order:
 ``view`` (the cells and what follows from them), ``losses``, ``equality`` (do the strategies compute
-the same), ``findings`` (sentences; one file for each topic), ``verdict`` (the answer), ``tables``,
-``timeline``, ``drawings`` (all figures), ``html`` (with ``settings_text``).
+the same), ``findings`` (all sentences), ``verdict`` (the answer), ``tables``, ``drawings`` (all
+figures), ``html`` (with ``settings_text``).
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
-def write_report(folder: Path, results: Mapping[str, Any]) -> None:
+def write_report(folder: Path, results: dict[str, Any]) -> None:
     """Write the report of ``results`` into ``folder`` and replace the files of an earlier report.
 
     Writes table.md, table.csv, each figure as PNG and SVG, trace-<cell>.json and report.html.
@@ -27,8 +26,8 @@ def write_report(folder: Path, results: Mapping[str, Any]) -> None:
     blocks = view.blocks(results)
     (folder / "table.md").write_text(tables.markdown(blocks), encoding="utf-8")
     (folder / "table.csv").write_text(tables.csv_text(blocks), encoding="utf-8")
-    for key, step in (results.get("timelines") or {}).items():
-        (folder / f"trace-{view.safe_name(key)}.json").write_text(
+    for key, step in results["timelines"].items():
+        (folder / f"trace-{key}.json").write_text(
             json.dumps(timeline.trace(step, key), allow_nan=False), encoding="utf-8"
         )
     drawings = [(block, list(figure_pages.draw_block(folder, block))) for block in blocks]

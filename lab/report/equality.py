@@ -1,13 +1,13 @@
 """Test whether the strategies that claim to be exact compute the same, by their first losses.
 
-``check(block, nodes)`` returns the result, findings/equal_results.py the sentences. After one
+``check(block, nodes)`` returns the result, findings.py the sentences. After one
 update the losses of right strategies differ by rounding alone. Runs that start alike (the same
 seed, batches and weights, so the same loss at step 1) are therefore compared at steps 2 to 4. The
 largest set of strategies that agree with each other counts as right; between sets of equal size,
 the one with PyTorch's DDP.
 
-``tolerance`` says how large rounding may be. Measured with VGG-11 in fp32 on a CPU, the largest
-differences between right strategies, relative to the loss:
+``START`` and ``GROWTH`` say how large rounding may be. Measured with VGG-11 in fp32 on a CPU, the
+largest differences between right strategies, relative to the loss:
 
     runs                               step 1   step 2   step 3   step 4   step 5
     digits, 3 ranks, 9 strategies      0        1.7e-7   5.7e-7   4.2e-4   2.7e-3
@@ -25,11 +25,10 @@ its ranks also end with different weights).
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from common.sync import BUILT_IN
-from lab.report.sentences import listed
-from lab.report.view import CellRow, ComparisonGroup
+from lab.report.view import CellRow, ComparisonGroup, Json, listed
 
 STEPS = (2, 3, 4)
 GROWTH = 100.0  # of rounding, a step; from step 5 on the test would accept anything
@@ -51,7 +50,7 @@ class Deviation(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """The losses of one run by step, NaN where the loss was not finite."""
+    """The losses of one run by step, NaN where the loss was not finite or, at 1, not recorded."""
 
     sync: str
     seed: int
@@ -82,84 +81,62 @@ class Equality:
         return {*self.wrong, *self.disputed, *self.unequal_ranks}
 
 
-def tolerance(step: int, precision: str) -> float:
-    """Return the largest difference, relative to the loss, that counts as rounding at ``step``."""
-    return START[precision] * GROWTH ** max(0, step - STEPS[0])
-
-
 def check(block: ComparisonGroup, nodes: int) -> Equality:
     """Compare the strategies on ``nodes`` nodes that claim to be exact."""
     rows = [row for row in block.at(nodes) if row.exact and row.sync != "none"]
-    result = Equality(
-        unequal_ranks=[
-            row.sync
-            for row in rows
-            if any(repeat.get("equal_weights") is False for repeat in row.repeats)
-        ]
-    )
-    curves = [curve for row in rows for curve in _curves(row, block.settings)]
+    curves = [
+        Curve(
+            row.sync,
+            run["seed"],
+            _precision(row, block.settings),
+            {1: math.nan}
+            | {step: math.nan if loss is None else loss for step, loss in run.get("losses", [])},
+        )
+        for row in rows
+        for run in row.runs
+    ]
+    apart = [row.sync for row in rows if False in [run.get("equal_weights") for run in row.runs]]
+    result = Equality(unequal_ranks=apart)
     groups = _starting_alike([curve for curve in curves if math.isfinite(curve.losses[1])])
     for group in groups:
         if len({curve.sync for curve in group}) > 1:
             _compare(group, result)
-    judged = {*result.equal, *result.doubtful}
+    tested = {*result.equal, *result.doubtful}
     result.equal = [sync for sync in dict.fromkeys(result.equal) if sync not in result.doubtful]
     for row in rows:
-        if row.sync not in judged:
-            result.untested[row.sync] = _why_untested(row, rows, groups, block.settings)
+        if row.sync not in tested:
+            result.untested[row.sync] = _why_untested(block, row.sync, len(rows), groups)
     return result
 
 
 def wrong_rows(block: ComparisonGroup) -> set[str]:
     """Return the ids of the rows whose strategy is doubtful on that number of nodes."""
-    return {
-        row.id
-        for nodes in block.nodes_beyond_one
-        for doubtful in [check(block, nodes).doubtful]
-        for row in block.at(nodes)
-        if row.sync in doubtful
-    }
+    doubtful = {nodes: check(block, nodes).doubtful for nodes in block.nodes_beyond_one}
+    return {row.id for row in block.measured if row.sync in doubtful.get(row.nodes, ())}
 
 
-def _curves(row: CellRow, settings: Mapping[str, Any]) -> list[Curve]:
-    """Return the losses of a cell's runs; the loss of step 1 is NaN if it was not recorded."""
-    return [
-        Curve(
-            row.sync,
-            repeat.get("seed", 0),
-            _precision(row, settings),
-            {1: math.nan}
-            | {
-                int(step): math.nan if loss is None else loss
-                for step, loss in repeat.get("losses") or []
-            },
-        )
-        for repeat in row.repeats
-    ]
-
-
-def _precision(row: CellRow, settings: Mapping[str, Any]) -> str:
+def _precision(row: CellRow, settings: Json) -> str:
     """Return the number type of a cell's forward pass, as common/training_engine/amp.py chooses."""
-    words = [word for flag in settings.get("flags") or () for word in str(flag).split("=")]
-    flags, gpu = [word.replace("_", "-") for word in words], bool(settings.get("gpus"))
-    asked = True if {"--amp", "--use-amp"} & set(flags) else settings.get("amp")
-    if {"--no-amp", "--no-use-amp"} & set(flags):
-        asked = False
-    if not (asked if asked is not None else gpu and row.sync.partition("-")[0] in BUILT_IN):
-        return "fp32 on a GPU" if gpu else "fp32"
-    given = flags[flags.index("--amp-dtype") + 1] if "--amp-dtype" in flags[:-1] else None
-    return (given or settings.get("amp_dtype") or "fp16") if gpu else "bf16"
+    flags = " ".join(settings.get("flags") or ()).replace("=", " ").replace("_", "-").split()
+    gpu, asked = bool(settings.get("gpus")), settings.get("amp")
+    if asked is None:
+        asked = gpu and row.sync.partition("-")[0] in BUILT_IN
+    if ({"--amp", "--use-amp"} & set(flags) or asked) and not {"--no-amp", "--no-use-amp"} & set(
+        flags
+    ):
+        given = flags[flags.index("--amp-dtype") + 1] if "--amp-dtype" in flags[:-1] else None
+        return (given or settings.get("amp_dtype") or "fp16") if gpu else "bf16"
+    return "fp32 on a GPU" if gpu else "fp32"
 
 
 def _starting_alike(curves: Sequence[Curve]) -> list[list[Curve]]:
     """Return the curves in groups of equal seed, number type and loss at step 1."""
     groups: list[list[Curve]] = []
-    for curve in sorted(curves, key=lambda curve: (*curve[1:3], curve.losses[1])):
+    for curve in sorted(curves, key=lambda curve: (curve.seed, curve.precision, curve.losses[1])):
         last = groups[-1][-1] if groups else None
-        if last and last[1:3] == curve[1:3] and _deviation(last, curve, steps=(1,)) is None:
-            groups[-1].append(curve)
-        else:
-            groups.append([curve])
+        if not last or last[1:3] != curve[1:3] or _deviation(last, curve, steps=(1,)):
+            groups.append([])
+        groups[-1].append(curve)
     return groups
 
 
@@ -167,13 +144,13 @@ def _deviation(one: Curve, other: Curve, *, steps: Sequence[int] = STEPS) -> Dev
     """Return the first step at which two runs differ by more than rounding, or None."""
     for step in steps:
         losses = [curve.losses[step] for curve in (one, other) if step in curve.losses]
-        finite = [loss for loss in losses if math.isfinite(loss)]
+        finite = [abs(loss) for loss in losses if math.isfinite(loss)]
         if len(losses) < 2 or not finite:
             continue
-        limit = tolerance(step, one.precision) * max(map(abs, finite))
-        value = max(finite) - min(finite) if len(finite) == 2 else math.inf
-        if value > limit:
-            return Deviation(step, value, limit)
+        tolerance = START[one.precision] * GROWTH ** max(0, step - STEPS[0])
+        value = abs(losses[0] - losses[1]) if len(finite) == 2 else math.inf
+        if value > tolerance * max(finite):
+            return Deviation(step, value, tolerance * max(finite))
     return None
 
 
@@ -183,11 +160,9 @@ def _compare(group: Sequence[Curve], result: Equality) -> None:
     for curve in group:
         home = next((some for some in sets if _deviation(some[0], curve) is None), None)
         if home is None:
-            sets.append([curve])
-        else:
-            home.append(curve)
-    ranked = sorted(sets, key=_weight, reverse=True)
-    right, others = ranked[0], ranked[1:]
+            sets.append(home := [])
+        home.append(curve)
+    right, *others = sorted(sets, key=_weight, reverse=True)
     tied = [some for some in others if _weight(some) == _weight(right)]
     result.equal += [curve.sync for curve in right] if not tied else []
     for some in others:
@@ -206,26 +181,22 @@ def _weight(some: Sequence[Curve]) -> tuple[int, bool]:
 
 
 def _why_untested(
-    row: CellRow,
-    rows: Sequence[CellRow],
-    groups: Sequence[Sequence[Curve]],
-    settings: Mapping[str, Any],
+    block: ComparisonGroup, sync: str, strategies: int, groups: Sequence[Sequence[Curve]]
 ) -> str:
-    if settings.get("compute") not in (None, "real"):
+    own = next((group[0] for group in groups if sync in {curve.sync for curve in group}), None)
+    others = [group[0] for group in groups if group[0] != own]
+    if block.emulated_compute:
         return "emulated compute has no losses"
-    if len(rows) == 1:
+    if strategies == 1:
         return "no other strategy that claims to be exact was measured with these settings"
-    own = next((group[0] for group in groups if row.sync in {curve.sync for curve in group}), None)
     if own is None:
         return "the losses of the first steps were not recorded"
-    others = [group[0] for group in groups if group[0] != own]
     if not others:
         return "the other strategies recorded no losses"
-    if own.seed not in {curve.seed for curve in others}:
-        return f"the seeds differ ({listed(sorted({str(curve[1]) for curve in (own, *others)}))})"
-    if own.precision not in {curve.precision for curve in others}:
-        types = sorted({curve.precision for curve in (own, *others)})
-        return f"the number types differ ({listed(types)})"
+    for what, index in (("seeds", 1), ("number types", 2)):
+        if own[index] not in {curve[index] for curve in others}:
+            values = sorted({str(curve[index]) for curve in (own, *others)})
+            return f"the {what} differ ({listed(values)})"
     return (
         "the losses differ at step 1, before any gradient is exchanged: initial weights or "
         "batches are not the same"

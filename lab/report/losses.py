@@ -1,12 +1,14 @@
-"""Loss curves by strategy and seed, and how far they lie apart."""
+"""Loss curves by strategy, and how far they lie apart."""
 
 import math
 from collections.abc import Mapping
-from itertools import groupby
-from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from statistics import mode
+from typing import NamedTuple
 
-from lab.report.view import CellRow
+from common.utils.grouping import grouped
+from lab.report.view import Rows
+
+Curves = Mapping[str, Mapping[int, float]]
 
 
 class Difference(NamedTuple):
@@ -19,38 +21,34 @@ class Difference(NamedTuple):
     other: str
 
 
-def by_seed(row: CellRow) -> dict[int, dict[int, float]]:
-    """Return losses by seed and step, from the first repeat of each seed that recorded any."""
-    curves = [(repeat.get("seed", 0), _losses(repeat)) for repeat in row.repeats]
-    return {seed: curve for seed, curve in reversed(curves) if curve}
+def curves(rows: Rows) -> Curves:
+    """Return the finite losses by strategy and step, from the first run of each that has any.
 
-
-def _losses(repeat: Mapping[str, Any]) -> dict[int, float]:
-    """Return the finite losses of one repeat by step."""
-    return {
-        int(step): loss
-        for step, loss in repeat.get("losses") or []
-        if loss is not None and math.isfinite(loss)
-    }
-
-
-def differences(rows: list[CellRow]) -> list[Difference]:
-    """Compare the losses of ``rows`` at each step and seed that at least two of them have."""
-    points = sorted(
-        (seed, step, loss, row.sync)
+    The runs have the same seed: the one that most have, of several the smallest.
+    """
+    found = [
+        (run["seed"], row.sync, losses)
         for row in rows
-        for seed, curve in by_seed(row).items()
-        for step, loss in curve.items()
-    )
-    several = [list(points) for _, points in groupby(points, itemgetter(0, 1))]
-    return [
-        Difference(high - low, step, low, one, other)
-        for (_, step, low, one), *_, (_, _, high, other) in (
-            points for points in several if len(points) > 1
+        for run in row.runs
+        if (
+            losses := {
+                step: loss
+                for step, loss in run.get("losses", [])
+                if loss is not None and math.isfinite(loss)
+            }
         )
     ]
+    seed = mode(sorted(own for own, _, _ in found)) if found else None
+    return {sync: losses for own, sync, losses in reversed(found) if own == seed}
 
 
-def largest_difference(rows: list[CellRow]) -> Difference | None:
-    """Return the largest of ``differences``, or None if no two rows have a step in common."""
-    return max(differences(rows), key=attrgetter("value"), default=None)
+def differences(found: Curves) -> list[Difference]:
+    """Compare the losses at each step that at least two curves have."""
+    points = grouped(
+        (step, (loss, sync)) for sync, curve in found.items() for step, loss in curve.items()
+    )
+    return [
+        Difference(max(some)[0] - min(some)[0], step, *min(some), max(some)[1])
+        for step, some in points.items()
+        if len(some) > 1
+    ]

@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lab.report.view import ComparisonGroup, bandwidth_text, duration_text, rate_text
+from lab.predict.readable import bandwidth_text, duration_text
+from lab.report.view import ComparisonGroup, Json, rate_text
 
 _LABELS = {
     "dataset": "data",
@@ -22,76 +23,55 @@ _LABELS = {
     "least time of an all_reduce": "shortest all-reduce",
 }
 _UNITS = {"alpha": duration_text, "beta": bandwidth_text, "gamma": bandwidth_text}
-_SUMMARY = {
-    "model": "{}",
-    "dataset": "on {}",
-    "scaling": "{} scaling",
-    "batch_size": "batch {}",
-}
 
 
-def summary(settings: Mapping[str, Any]) -> str:
+def summary(settings: Json) -> str:
     """Return the settings of the page's second line: model, data, scaling, batch, counts."""
-    parts = [
-        text.format(settings[name])
-        for name, text in _SUMMARY.items()
-        if settings.get(name) is not None
-    ]
-    counts = ("steps", "repeats")
-    return ", ".join(
-        parts + [_counted(settings[name], name) for name in counts if name in settings]
-    )
+    parts = {
+        "model": "{}",
+        "dataset": "on {}",
+        "scaling": "{} scaling",
+        "batch_size": "batch {}",
+        "steps": "{} step" if settings.get("steps") == 1 else "{} steps",
+        "repeats": "{} repeat" if settings.get("repeats") == 1 else "{} repeats",
+    }
+    known = {name: settings[name] for name in parts if settings.get(name) is not None}
+    return ", ".join(parts[name].format(value) for name, value in known.items())
 
 
-def _counted(number: int, plural: str) -> str:
-    return f"{number} {plural.removesuffix('s') if number == 1 else plural}"
-
-
-def pairs(content: Mapping[str, Any]) -> list[tuple[str, str]]:
+def pairs(content: Json) -> list[tuple[str, str]]:
     """Return names and values as text; the page shows the command elsewhere."""
     return [
-        (_LABELS.get(name, str(name).replace("_", " ")), _value(name, value))
+        (_LABELS.get(name, name.replace("_", " ")), _value(name, value))
         for name, value in content.items()
         if name != "command"
     ]
 
 
+def block_settings(block: ComparisonGroup, results: Json) -> list[tuple[str, str]]:
+    """Return the block's own settings, rate, batch sizes, seeds and folders."""
+    repeats = [repeat for row in block.rows for repeat in row.repeats]
+    own = {
+        **results.get("groups", {}).get(str(block.group), {}),
+        "link rate": rate_text(block.rate),
+        "global batch size": _distinct(row.batch_size for row in block.rows),
+        "seeds": _distinct(repeat["seed"] for repeat in repeats),
+    }
+    if results["kind"] == "report":
+        own["runs"] = _distinct(repeat["folder"] for repeat in repeats)
+    return pairs(own)
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
 def _value(name: str, value: Any) -> str:
-    if name == "least time of an all_reduce" and isinstance(
-        value, Mapping
-    ):  # by link: "4 nodes, 1gbit"
-        return "; ".join(f"{time} on {_link(link)}" for link, time in value.items())
+    """Return a setting as a person writes it."""
     if name in _UNITS and isinstance(value, float):
         return _UNITS[name](value)
     if name == "rates" and value and isinstance(value, list):
         return ", ".join(map(rate_text, value))
-    return _text(value)
-
-
-def _link(text: str) -> str:
-    nodes, comma, rate = text.partition(", ")
-    return f"{nodes} at {rate_text(rate)}" if comma else nodes
-
-
-def block_settings(block: ComparisonGroup, results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the block's own settings, rate, batch sizes, seeds and folders."""
-    repeats = [repeat for row in block.rows for repeat in row.cell.get("repeats") or []]
-    folders = [str(repeat["folder"]) for repeat in repeats if repeat.get("folder")]
-    return [
-        *pairs((results.get("groups") or {}).get(str(block.group)) or {}),
-        ("link rate", rate_text(block.rate)),
-        ("global batch size", _distinct(row.cell.get("batch_size") for row in block.rows)),
-        ("seeds", _distinct(repeat.get("seed") for repeat in repeats)),
-        *([("runs", _distinct(folders))] if results.get("kind") == "report" else []),
-    ]
-
-
-def _distinct(values: Iterable[Any]) -> str:
-    return _text(list(dict.fromkeys(values)))
-
-
-def _text(value: Any) -> str:
-    """Return a setting as a person writes it."""
     if value in (None, [], "", [None]):
         return "none"
     if isinstance(value, bool):
@@ -100,8 +80,8 @@ def _text(value: Any) -> str:
         return f"{value:.6g}"
     if isinstance(value, Mapping):
         return "; ".join(
-            f"{name.replace('_', ' ')} {_value(name, entry)}" for name, entry in value.items()
+            f"{key.replace('_', ' ')} {_value(key, each)}" for key, each in value.items()
         )
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_text, value))
+    if isinstance(value, list):
+        return ", ".join(_value("", entry) for entry in value)
     return re.sub(r"(\d{4}-\d\d-\d\d)T(?=\d\d:)", r"\1 ", str(value))

@@ -1,14 +1,13 @@
-"""The table of cells: ``table.md`` to paste, ``table.csv`` to compute with, columns of the page.
+"""The table of cells: ``table.md`` to paste, ``table.csv`` to compute with, tables to look at.
 
+``lines(block)`` has every value and its text; Markdown, CSV, page and terminal choose from them.
 Texts are rounded. The CSV holds the exact numbers, in seconds, bytes and ratios.
 """
 
 import csv
 import io
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from common.profiling.records import KINDS
 from lab.report.equality import wrong_rows
@@ -17,7 +16,6 @@ from lab.report.view import (
     CellRow,
     ComparisonGroup,
     interval_text,
-    percent,
     rate_text,
     seconds_text,
     what_is_emulated,
@@ -25,179 +23,182 @@ from lab.report.view import (
 
 WRONG = "yes: WRONG"  # claims to be exact, but computes something else
 _MARKDOWN_ESCAPES = str.maketrans(
-    {
-        "&": "&amp;",
-        "<": "&lt;",
-        ">": "&gt;",
-        "\\": "\\\\",
-        "|": "\\|",
-        "`": "\\`",
-        "*": "\\*",
-    }
+    {"&": "&amp;", "<": "&lt;", ">": "&gt;"} | {mark: f"\\{mark}" for mark in "\\|`*"}
 )
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of the readable table: its heading with the unit, and the text of a row."""
+class Column(NamedTuple):
+    """A readable column: its heading with the unit, the format of a number, what is best."""
 
-    key: str
     heading: str
-    text: Callable[[CellRow], str]
-    number: bool = True
+    form: str = ""  # empty: the value is a text
+    best: Callable[..., Any] | None = None  # min or max, marked on the page
 
 
-def seconds(row: CellRow, name: str) -> str:
-    """Return a median in seconds, with as many decimals as the step's."""
-    return seconds_text(row.median(name), row.step)
+class Line(NamedTuple):
+    """A row of every table: exact ``values`` by the CSV's names, ``texts`` by ``COLUMNS``."""
+
+    row: CellRow
+    values: dict[str, Any]
+    texts: dict[str, str]
+    wrong: bool
+    best: set[str]  # the columns of which the row has the best value on its number of nodes
 
 
-def _or_nothing(value: float | None, form: str, *, divide: float = 1.0) -> str:
-    return NOTHING if value is None else format(value / divide, form)
+# By name of the value, which ends with its unit: seconds have the decimals of the step, bytes are
+# written in MB.
+COLUMNS = {
+    "cell": Column("cell"),
+    "strategy": Column("strategy"),
+    "nodes": Column("nodes", "d"),
+    "claim": Column("claims exact"),
+    "step_seconds": Column("step, s [95 %]", "s", min),
+    "data_seconds": Column("data, s", "s"),
+    "forward_seconds": Column("forward, s", "s"),
+    "backward_seconds": Column("backward, s", "s"),
+    "sync_seconds": Column("exposed comm. (sync), s", "s", min),
+    "wait_seconds": Column("waiting, s", "s"),
+    "update_seconds": Column("update, s", "s"),
+    "speedup_ratio": Column("speed-up", ".2f", max),
+    "efficiency_ratio": Column("efficiency", ".1%", max),
+    "samples_per_second": Column("samples/s", ".0f", max),
+    "root_sent_bytes": Column("rank 0 sent, MB", ".2f", min),
+    "others_sent_bytes": Column("other ranks sent, MB", ".2f", min),
+    "peak_memory_bytes": Column("peak memory, MB", ".0f", min),
+    **{f"{kind}_bytes": Column(f"{name}, MB", ".2f") for kind, name in KINDS.items()},
+    "tensor_bytes": Column("all tensors, MB", ".2f"),
+    "predicted_tensor_bytes": Column("predicted, MB", ".2f"),
+    "predicted_compute_seconds": Column("compute, s", "s"),
+    "predicted_sync_seconds": Column("sync, s", "s"),
+    "predicted_step_seconds": Column("predicted step, s", "s"),
+    "measured_seconds": Column("measured, s", "s"),
+    "prediction_error_ratio": Column("error", "+.1%"),
+    "error": Column("error", "+.1%"),
+    "scope": Column("scope"),
+    "state": Column("status"),
+}
+_COSTS = (
+    *("speedup_ratio", "efficiency_ratio", "samples_per_second"),
+    *("root_sent_bytes", "others_sent_bytes", "peak_memory_bytes"),
+)
+_FORETOLD = ("predicted_step_seconds", "prediction_error_ratio")
+_TIMES = [*COLUMNS][1:11]
+TIMES = (*_TIMES, "state")
+COSTS = ("strategy", "nodes", *_COSTS, *_FORETOLD)
+MEMORY = (
+    *("strategy", "nodes", *(f"{kind}_bytes" for kind in KINDS)),
+    *("tensor_bytes", "predicted_tensor_bytes"),
+)
+PREDICTION = (
+    *("cell", "predicted_compute_seconds", "predicted_sync_seconds", "predicted_step_seconds"),
+    *("measured_seconds", "error", "scope"),
+)
+MARKDOWN = (*_TIMES, *_COSTS, "optimizer_state_bytes", "tensor_bytes", *_FORETOLD, "state")
 
 
-def claim(row: CellRow) -> str:
-    """Return whether the strategy claims to give every rank the exact mean gradient."""
-    if row.nodes == 1:
-        return NOTHING
-    return "yes" if row.exact else "no"
+def lines(block: ComparisonGroup) -> list[Line]:
+    """Return the rows of a block's tables."""
+    wrong, found = wrong_rows(block), []
+    for row in block.rows:
+        values, is_wrong = _values(block, row), row.id in wrong
+        shown = values | _readable(row, is_wrong)
+        texts = {name: _text(row, name, shown[name]) for name in COLUMNS}
+        found.append(Line(row, values, texts, is_wrong, set()))
+    for nodes in block.nodes_beyond_one:
+        right = [line for line in found if line.row.nodes == nodes and not line.wrong]
+        for name, column in COLUMNS.items():
+            known = [line for line in right if line.values.get(name) is not None]
+            # lines with the same text are equally good; where all have it, none is best
+            if column.best and len({line.texts[name] for line in known}) > 1:
+                best = column.best(known, key=lambda line: line.values[name]).texts[name]
+                for line in known:
+                    line.best.update({name} if line.texts[name] == best else ())
+    return found
 
 
-def step_text(row: CellRow) -> str:
-    """Return the median step with its interval."""
-    return seconds(row, "step") + interval_text(row)
+def _values(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
+    low, high = row.interval("step") or (None, None)
+    in_scope = row.prediction.get("in_scope", False)
+    return {
+        "strategy": row.sync,
+        "nodes": row.nodes,
+        "group": block.group,
+        "rate": rate_text(row.rate),
+        "exact": int(row.exact),
+        "emulated": int(block.emulated),
+        "status": row.status,
+        "repeats": len(row.runs),
+        "global_batch_size_samples": row.batch_size,
+        "step_seconds": row.step or None,
+        "step_seconds_low95": low,
+        "step_seconds_high95": high,
+        **{
+            f"{name}_seconds": row.median(name)
+            for name in ("data", "forward", "backward", "sync", "wait", "wire", "update")
+        },
+        "speedup_ratio": row.speedup,
+        "efficiency_ratio": row.efficiency,
+        "samples_per_second": row.batch_size / row.step if row.batch_size and row.step else None,
+        "root_sent_bytes": row.median("root_bytes_sent"),
+        "others_sent_bytes": row.median("others_bytes_sent"),
+        "peak_memory_bytes": row.median("peak_memory_bytes"),
+        **{f"{kind}_bytes": row.memory().get(kind) for kind in KINDS},
+        "predicted_tensor_bytes": sum(row.memory("predicted_memory").values()) or None,
+        "predicted_step_seconds": row.prediction.get("step_seconds"),
+        "prediction_error_ratio": row.error,
+        "prediction_in_scope": int(in_scope) if row.prediction else None,
+    }
 
 
-def speedup_text(row: CellRow) -> str:
-    return _or_nothing(row.speedup, ".2f")
-
-
-def _status(row: CellRow) -> str:
-    message = " ".join(str(row.cell.get("message") or "").split())
+def _readable(row: CellRow, wrong: bool) -> dict[str, Any]:
+    """Return the values that only readable tables have, or write in another way."""
+    claim = WRONG if wrong else "yes" if row.exact else "no"
+    message = " ".join((row.message or "").split())
     shown = message if len(message) <= 80 else f"{message[:79]}…"
-    return f"{row.status}: {shown}" if shown else row.status
-
-
-def _kind_of_memory(row: CellRow, kind: str) -> str:
     # Emulated compute updates nothing, so it has no optimiser state to measure.
-    return _or_nothing((row.memory() or row.memory(predicted=True)).get(kind), ".2f", divide=1e6)
+    memory = row.memory() or row.memory("predicted_memory")
+    return {
+        "cell": row.name,
+        "claim": claim if row.nodes > 1 else NOTHING,
+        "others_sent_bytes": row.median("others_bytes_sent") if row.nodes > 1 else None,
+        **{f"{kind}_bytes": memory.get(kind) for kind in KINDS},
+        "tensor_bytes": sum(row.memory().values()) or None,
+        "predicted_compute_seconds": row.prediction.get("compute_seconds"),
+        "predicted_sync_seconds": row.prediction.get("sync_seconds"),
+        "measured_seconds": row.step or None,
+        "error": row.error,
+        "scope": "in scope"
+        if row.prediction.get("in_scope")
+        else f"out of scope: {row.prediction.get('why') or 'no reason given'}",
+        "state": f"{row.status}: {shown}" if shown else row.status,
+    }
 
 
-def _megabytes(memory: Mapping[str, int]) -> str:
-    return f"{sum(memory.values()) / 1e6:.2f}" if memory else NOTHING
-
-
-COLUMNS = (
-    Column("strategy", "strategy", lambda row: row.sync, number=False),
-    Column("nodes", "nodes", lambda row: str(row.nodes)),
-    Column("exact", "claims exact", claim, number=False),
-    Column("step", "step, s [95 %]", step_text),
-    *(
-        Column(name, f"{name}, s", partial(seconds, name=name))
-        for name in ("data", "forward", "backward")
-    ),
-    Column("sync", "exposed comm. (sync), s", partial(seconds, name="sync")),
-    Column("wait", "waiting, s", partial(seconds, name="wait")),
-    Column("update", "update, s", partial(seconds, name="update")),
-    Column("speedup", "speed-up", speedup_text),
-    Column(
-        "efficiency",
-        "efficiency",
-        lambda row: NOTHING if row.efficiency is None else percent(row.efficiency, 1),
-    ),
-    Column("samples", "samples/s", lambda row: _or_nothing(row.samples_per_second, ".0f")),
-    Column(
-        "root",
-        "rank 0 sent, MB",
-        lambda row: _or_nothing(row.median("root_bytes_sent"), ".2f", divide=1e6),
-    ),
-    Column(
-        "others",
-        "other ranks sent, MB",
-        lambda row: (
-            NOTHING
-            if row.nodes == 1
-            else _or_nothing(row.median("others_bytes_sent"), ".2f", divide=1e6)
-        ),
-    ),
-    Column(
-        "memory",
-        "peak memory, MB",
-        lambda row: _or_nothing(row.median("peak_memory_bytes"), ".0f", divide=1e6),
-    ),
-    *(
-        Column(kind, f"{name}, MB", partial(_kind_of_memory, kind=kind))
-        for kind, name in KINDS.items()
-    ),
-    Column("tensors", "all tensors, MB", lambda row: _megabytes(row.memory())),
-    Column(
-        "tensors_predicted", "predicted, MB", lambda row: _megabytes(row.memory(predicted=True))
-    ),
-    Column(
-        "predicted",
-        "predicted step, s",
-        lambda row: seconds_text(row.predicted, row.step or row.predicted),
-    ),
-    Column(
-        "error",
-        "error",
-        lambda row: NOTHING if row.error is None else percent(row.error, 1, signed=True),
-    ),
-    Column("status", "status", _status, number=False),
-)
-TIMES = (
-    "strategy",
-    "nodes",
-    "exact",
-    "step",
-    "data",
-    "forward",
-    "backward",
-    "sync",
-    "wait",
-    "update",
-    "status",
-)
-COSTS = (
-    "strategy",
-    "nodes",
-    "speedup",
-    "efficiency",
-    "samples",
-    "root",
-    "others",
-    "memory",
-    "predicted",
-    "error",
-)
-MEMORY = ("strategy", "nodes", *KINDS, "tensors", "tensors_predicted")
-_NOT_IN_MARKDOWN = {*KINDS, "tensors_predicted"} - {"optimizer_state"}
-
-
-def cell_text(column: Column, row: CellRow, wrong: Collection[str]) -> str:
-    """Return the text of a cell; ``wrong`` has the ids of the rows with a wrong result."""
-    return WRONG if column.key == "exact" and row.id in wrong else column.text(row)
+def _text(row: CellRow, name: str, value: Any) -> str:
+    form = COLUMNS[name].form
+    if value is None or not form:
+        return value or NOTHING
+    if form == "s":
+        interval = interval_text(row) if name == "step_seconds" else ""
+        return seconds_text(value, row.step or value) + interval
+    number = value / 1e6 if name.endswith("_bytes") else value
+    return format(number, form).replace("%", " %")
 
 
 def markdown(blocks: Sequence[ComparisonGroup]) -> str:
     """Return the tables of all blocks as Markdown, with headings if there are several."""
     parts = []
-    columns = [column for column in COLUMNS if column.key not in _NOT_IN_MARKDOWN]
     for block in blocks:
-        wrong = wrong_rows(block)
-        lines = [
+        columns = [COLUMNS[name] for name in MARKDOWN]
+        rows = [
             [column.heading for column in columns],
-            ["---:" if column.number else "---" for column in columns],
-            *([cell_text(column, row, wrong) for column in columns] for row in block.rows),
+            ["---:" if column.form else "---" for column in columns],
+            *([line.texts[name] for name in MARKDOWN] for line in lines(block)),
         ]
         heading = f"**{escape(block.label)}**\n\n" if len(blocks) > 1 else ""
         emulated = f"{escape(what_is_emulated(block.settings))}\n\n" if block.emulated else ""
-        parts.append(
-            heading
-            + emulated
-            + "\n".join("| " + " | ".join(map(escape, line)) + " |" for line in lines)
-            + "\n"
-        )
+        table = "".join(f"| {' | '.join(map(escape, row))} |\n" for row in rows)
+        parts.append(heading + emulated + table)
     return "\n".join(parts) or "No cells.\n"
 
 
@@ -208,42 +209,9 @@ def escape(text: str) -> str:
 
 def csv_text(blocks: Sequence[ComparisonGroup]) -> str:
     """Return all rows as CSV with a header row of names with units; None becomes an empty field."""
-    rows = [_csv_row(block, row) for block in blocks for row in block.rows]
+    rows = [line.values for block in blocks for line in lines(block)]
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, rows[0] if rows else ["strategy", "nodes"], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return buffer.getvalue()
-
-
-def _csv_row(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
-    low, high = row.interval("step") or (None, None)
-    return {
-        "strategy": row.sync,
-        "nodes": row.nodes,
-        "group": block.group,
-        "rate": rate_text(row.cell.get("rate")),
-        "exact": int(row.exact),
-        "emulated": int(block.emulated),
-        "status": row.status,
-        "repeats": len(row.repeats),
-        "global_batch_size_samples": row.cell.get("batch_size"),
-        "step_seconds": row.step,
-        "step_seconds_low95": low,
-        "step_seconds_high95": high,
-        **{
-            f"{name}_seconds": row.median(name)
-            for name in ("data", "forward", "backward", "sync", "wait", "wire", "update")
-        },
-        "speedup_ratio": row.speedup,
-        "efficiency_ratio": row.efficiency,
-        "samples_per_second": row.samples_per_second,
-        "root_sent_bytes": row.median("root_bytes_sent"),
-        "others_sent_bytes": row.median("others_bytes_sent"),
-        "peak_memory_bytes": row.median("peak_memory_bytes"),
-        **{f"{kind}_bytes": row.memory().get(kind) for kind in KINDS},
-        "predicted_tensor_bytes": sum(row.memory(predicted=True).values()) or None,
-        "predicted_step_seconds": row.predicted,
-        "prediction_error_ratio": row.error,
-        "prediction_in_scope": int(row.in_scope) if row.prediction else None,
-    }

@@ -9,51 +9,43 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from statistics import fmean
 from typing import Any
 
+import msgspec
+
 from common.errors import UserError
 from common.sync import STRATEGIES
-from lab.predict.readable import bandwidth_text, duration_text
+from common.utils.grouping import grouped
 from lab.units import parse_rate
 
-__all__ = [
-    "NOTHING",
-    "CellRow",
-    "ComparisonGroup",
-    "Interval",
-    "bandwidth_text",
-    "blocks",
-    "duration_text",
-    "interval_text",
-    "nodes_text",
-    "order",
-    "percent",
-    "rate_text",
-    "safe_name",
-    "seconds_text",
-    "what_is_emulated",
-]
-
 NOTHING = "–"
+Json = Mapping[str, Any]
+"""An object of results.json; lab/compare/results.py says and checks what it holds."""
 Interval = tuple[float, float]
-_CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
 _RATE_UNITS = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
 
 
-@dataclass(frozen=True)
-class CellRow:
-    """A cell and what follows from it, in seconds, bytes and ratios; None if unknown."""
+class CellRow(msgspec.Struct, frozen=True, eq=False):
+    """A cell of results.json and what follows from it, in seconds, bytes and ratios.
 
-    cell: Mapping[str, Any]
-    baseline: "CellRow | None"  # the one-node cell
-    scaling: str
-    prediction: Mapping[str, Any]  # empty if nothing was predicted
+    What is unknown is None, except ``step``, which is then 0.
+    """
 
-    @property
-    def id(self) -> str:
-        return self.cell["id"]
+    id: str
+    sync: str
+    nodes: int
+    rate: Any
+    batch_size: int | float | None
+    exact: bool
+    oversubscribed: bool
+    status: str
+    message: str | None
+    repeats: list[Json]
+    medians: Json | None = msgspec.field(name="median")
+    intervals: Json | None = msgspec.field(name="interval")
+    baseline: "CellRow | None" = None  # the one-node cell
+    prediction: Json = {}  # empty if nothing was predicted
 
     @property
     def name(self) -> str:
@@ -61,106 +53,81 @@ class CellRow:
         return f"{self.sync}, {nodes_text(self.nodes)}"
 
     @property
-    def sync(self) -> str:
-        return self.cell["sync"]
-
-    @property
-    def nodes(self) -> int:
-        return self.cell["nodes"]
-
-    @property
-    def exact(self) -> bool:
-        return bool(self.cell.get("exact", True))
-
-    @property
-    def status(self) -> str:
-        return self.cell.get("status", "pending")
-
-    @property
-    def repeats(self) -> list[Mapping[str, Any]]:
+    def runs(self) -> list[Json]:
         """The successful repeats."""
-        return [
-            repeat for repeat in self.cell.get("repeats") or [] if repeat.get("status") == "done"
-        ]
+        return [repeat for repeat in self.repeats if repeat["status"] == "done"]
 
     def median(self, name: str) -> float | None:
         """Return the median over the repeats of ``name`` (step, wait, root_bytes_sent ...)."""
-        return (self.cell.get("median") or {}).get(name)
+        return (self.medians or {}).get(name)
 
     def interval(self, name: str) -> Interval | None:
         """Return the 95 % interval over the repeats of ``name``, or None for a single repeat."""
-        low, high = (self.cell.get("interval") or {}).get(name) or (None, None)
+        low, high = (self.intervals or {}).get(name) or (None, None)
         return None if low is None or high is None else (low, high)
 
-    @property
-    def step(self) -> float | None:
-        return self.median("step")
+    def seconds(self, name: str) -> float:
+        """Return the median of a time; every run records them all, so unknown means no run."""
+        return self.median(name) or 0.0
 
     @property
-    def measured_step(self) -> float:
-        """``step`` of a row of ``ComparisonGroup.measured``: those always have one."""
-        return self.step or 0.0
+    def step(self) -> float:
+        return self.seconds("step")
 
-    @cached_property
+    def _over_one_node(self, one_step: float, step: float) -> float:
+        """Return the samples per second with these step times, over one node's.
+
+        In strong scaling the batches are the same, so it is the ratio of the step times.
+        """
+        samples, one = self.batch_size, self.baseline.batch_size if self.baseline else None
+        ratio = samples / one if samples and one else 1.0
+        return one_step / step * ratio if step > 0 else math.inf
+
+    @property
     def speedup(self) -> float | None:
-        """One node's step time over this cell's (weak scaling: ratio of samples per second)."""
-        one = self.baseline.step if self.baseline else None
-        return one / self.step * self._sample_ratio if one and self.step else None
+        one = self.baseline.step if self.baseline else 0.0
+        return self._over_one_node(one, self.step) if one and self.step else None
 
-    @cached_property
+    @property
     def speedup_interval(self) -> Interval | None:
         """The range of the speed-up over both step intervals; infinite if this cell's reaches 0."""
-        one, own = (row.interval("step") if row else None for row in (self.baseline, self))
+        one = self.baseline.interval("step") if self.baseline else None
+        own = self.interval("step")
         if one is None or own is None or own[1] <= 0:
             return None
-        high = one[1] / own[0] if own[0] > 0 else math.inf
-        return one[0] / own[1] * self._sample_ratio, high * self._sample_ratio
-
-    @property
-    def _sample_ratio(self) -> float:
-        """Samples per step over one node's: 1 in strong scaling."""
-        own, one = (row.cell.get("batch_size") for row in (self, self.baseline or self))
-        return own / one if self.scaling == "weak" and own and one else 1.0
+        return self._over_one_node(one[0], own[1]), self._over_one_node(one[1], own[0])
 
     @property
     def efficiency(self) -> float | None:
         return None if self.speedup is None else self.speedup / self.nodes
 
     @property
-    def samples_per_second(self) -> float | None:
-        batch = self.cell.get("batch_size")
-        return batch / self.step if batch and self.step else None
-
-    @property
-    def predicted(self) -> float | None:
-        return self.prediction.get("step_seconds")
-
-    @property
     def error(self) -> float | None:
         """The relative error of the predicted step time: predicted / measured - 1."""
-        return self.predicted / self.step - 1 if self.predicted and self.step else None
+        predicted = self.prediction.get("step_seconds")
+        return predicted / self.step - 1 if predicted and self.step else None
 
     @property
-    def in_scope(self) -> bool:
-        return bool(self.prediction.get("in_scope"))
-
-    @property
-    def total_bytes(self) -> float | None:
-        """Bytes that all ranks together send per step."""
+    def root_share(self) -> float | None:
+        """Rank 0's share of the bytes that all ranks send."""
         root, others = self.median("root_bytes_sent"), self.median("others_bytes_sent")
-        return None if root is None else root + (self.nodes - 1) * (others or 0.0)
+        return root / (root + (self.nodes - 1) * (others or 0.0)) if root else None
 
-    def memory(self, *, predicted: bool = False) -> Mapping[str, int]:
-        """Return by kind the bytes of tensors on the rank with most of them; empty if unknown."""
-        name = "predicted_memory" if predicted else "memory"
-        ranks = [rank for repeat in self.repeats for rank in repeat.get("ranks") or []]
-        found = [rank[name] for rank in ranks if rank.get(name)]
+    def memory(self, name: str = "memory") -> Mapping[str, int]:
+        """Return by kind the bytes of tensors on the rank with most of them; empty if unknown.
+
+        name : "memory", or "predicted_memory" for the closed form.
+        """
+        found = [rank[name] for run in self.runs for rank in run["ranks"] if rank.get(name)]
         return max(found, key=lambda memory: sum(memory.values()), default={})
 
     def per_rank(self, name: str) -> list[float]:
         """Return ``name`` of each rank that has it, averaged over the successful repeats."""
-        lists = [[rank.get(name) for rank in repeat.get("ranks") or []] for repeat in self.repeats]
+        lists = [[rank.get(name) for rank in run["ranks"]] for run in self.runs]
         return [fmean(values) for values in zip(*lists, strict=False) if None not in values]
+
+
+Rows = Sequence[CellRow]
 
 
 @dataclass(frozen=True)
@@ -171,17 +138,24 @@ class ComparisonGroup:
     rate: Any
     label: str
     suffix: str
-    rows: Sequence[CellRow]
-    scaling: str
+    rows: Rows
     emulated: bool
-    settings: Mapping[str, Any]
-    predicted_at: str = ""  # when the prediction was made, in ISO format
+    settings: Json
+    timelines: Json
+    predicted_at: str  # when the prediction was made, in ISO format
+
+    @property
+    def weak(self) -> bool:
+        return self.settings.get("scaling") == "weak"
+
+    @property
+    def emulated_compute(self) -> bool:
+        return self.settings.get("compute") not in (None, "real")
 
     @property
     def first_start(self) -> str:
         """When the first run started, in ISO format; empty unless every run recorded its start."""
-        starts = [repeat.get("started") or "" for row in self.rows for repeat in row.repeats]
-        return min(starts, default="")
+        return min((run.get("started") or "" for row in self.rows for run in row.runs), default="")
 
     @property
     def measured(self) -> list[CellRow]:
@@ -213,11 +187,6 @@ class ComparisonGroup:
     def find(self, sync: str, nodes: int) -> CellRow | None:
         return next((row for row in self.rows if (row.sync, row.nodes) == (sync, nodes)), None)
 
-    @property
-    def classes(self) -> int | None:
-        """Number of classes of the data, if known."""
-        return self.settings.get("num_classes") or _CLASSES.get(self.settings.get("dataset", ""))
-
 
 def order(sync: str) -> tuple[int, str]:
     """Return the sort key of a strategy: known ones first, in their own order."""
@@ -225,71 +194,66 @@ def order(sync: str) -> tuple[int, str]:
     return ([*STRATEGIES, strategy].index(strategy), sync)
 
 
-def blocks(results: Mapping[str, Any]) -> list[ComparisonGroup]:
+def blocks(results: Json) -> list[ComparisonGroup]:
     """Split the cells into comparable blocks; each block of a group has its one-node cell."""
-    groups: dict[int, list[Mapping[str, Any]]] = {}
-    for cell in results.get("cells") or []:
-        groups.setdefault(cell.get("group", 0), []).append(cell)
-    keys = [(group, rate) for group, cells in sorted(groups.items()) for rate in _rates(cells)]
+    groups = grouped((cell["group"], cell) for cell in results["cells"])
+    keys = [
+        (group, rate)
+        for group, cells in sorted(groups.items())
+        for rate in dict.fromkeys(cell["rate"] for cell in cells if cell["nodes"] > 1)
+        or [cells[0]["rate"]]
+    ]
     many_rates = len({rate for _, rate in keys}) > 1
+    prediction, shared = results.get("prediction") or {}, results["settings"]
+    differing = {difference.split(":")[0] for difference in results.get("differences", [])}
     found = []
     for group, rate in keys:
         names = [(f"group {group}", f"-group{group}")] if len(groups) > 1 else []
         if many_rates:
-            name = safe_name(rate if isinstance(rate, str) else rate_text(rate))
-            names.append((rate_text(rate), f"-{name}"))
-        settings = _group_settings(results, group)
-        scaling = (results.get("settings") or {}).get("scaling") or "strong"
+            name = rate if isinstance(rate, str) else rate_text(rate)
+            names.append((rate_text(rate), "-" + re.sub(r"[^\w.]+", "_", name)))
+        settings = {  # those that all groups share, and the group's own
+            "gpus": results["environment"].get("gpus"),
+            **{name: value for name, value in shared.items() if name not in differing},
+            **results.get("groups", {}).get(str(group), {}),
+        }
+        real = settings.get("compute") == "real" and rate is None
         found.append(
             ComparisonGroup(
                 group=group,
                 rate=rate,
                 label=", ".join(label for label, _ in names),
                 suffix="".join(suffix for _, suffix in names),
-                rows=_rows(results, groups[group], rate, scaling),
-                scaling=scaling,
-                emulated=bool(results.get("emulated"))
-                and (settings.get("compute") != "real" or rate is not None),
+                rows=_rows(groups[group], rate, prediction.get("cells", {})),
+                emulated=bool(results.get("emulated")) and not real,
                 settings=settings,
-                predicted_at=(results.get("prediction") or {}).get("made") or "",
+                timelines=results["timelines"],
+                predicted_at=prediction.get("made", ""),
             )
         )
     return found
 
 
-def _rates(cells: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the link rates of a group's cells on several nodes, or of its one-node cell."""
-    several = [cell for cell in cells if cell["nodes"] > 1]
-    return list(dict.fromkeys(cell.get("rate") for cell in several or cells[:1]))
-
-
-def _rows(
-    results: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], rate: Any, scaling: str
-) -> list[CellRow]:
+def _rows(cells: Sequence[Json], rate: Any, predictions: Json) -> list[CellRow]:
     """Return the rows of a block: a group's cells of this rate, and its one-node cell."""
-    predictions = (results.get("prediction") or {}).get("cells") or {}
     # one node of this rate, or else of any
     ones = sorted(
-        (cell for cell in cells if cell["nodes"] == 1), key=lambda cell: cell.get("rate") != rate
+        (cell for cell in cells if cell["nodes"] == 1), key=lambda cell: cell["rate"] != rate
     )
-    mine = ones[:1] + [cell for cell in cells if cell["nodes"] > 1 and cell.get("rate") == rate]
-    baseline = CellRow(ones[0], None, scaling, {}) if ones else None
-    rows = [CellRow(cell, baseline, scaling, predictions.get(cell["id"]) or {}) for cell in mine]
+    mine = ones[:1] + [cell for cell in cells if cell["nodes"] > 1 and cell["rate"] == rate]
+    baseline = msgspec.convert(ones[0], CellRow) if ones else None
+    rows = [
+        msgspec.structs.replace(
+            msgspec.convert(cell, CellRow),
+            baseline=baseline,
+            prediction=predictions.get(cell["id"], {}),
+        )
+        for cell in mine
+    ]
     return sorted(rows, key=lambda row: (row.nodes, order(row.sync)))
 
 
-def _group_settings(results: Mapping[str, Any], group: int) -> dict[str, Any]:
-    """Return the settings that all groups share, and the group's own."""
-    differing = {str(difference).split(":")[0] for difference in results.get("differences") or []}
-    common = results.get("settings") or {}
-    return {
-        "gpus": (results.get("environment") or {}).get("gpus"),
-        **{name: value for name, value in common.items() if name not in differing},
-        **((results.get("groups") or {}).get(str(group)) or {}),
-    }
-
-
-def what_is_emulated(settings: Mapping[str, Any]) -> str:
+def what_is_emulated(settings: Json) -> str:
     """Return a sentence that says what an emulated comparison imitated."""
     profile = str(settings.get("compute")).rpartition("/")[2].removesuffix(".json")
     rates = [rate_text(rate) for rate in settings.get("rates") or [] if rate is not None]
@@ -343,6 +307,7 @@ def nodes_text(nodes: int) -> str:
     return f"{nodes} node{'s' if nodes != 1 else ''}"
 
 
-def safe_name(text: str) -> str:
-    """Return ``text`` as a part of a file name."""
-    return re.sub(r"[^\w.-]+", "_", text).strip("._")[:80] or "cell"
+def listed(names: Sequence[str], *, limit: int = 20) -> str:
+    """Return ``a, b and c``; of more than ``limit`` names, the number of the others."""
+    names = list(names) if len(names) <= limit else [*names[:limit], f"{len(names) - limit} more"]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -3,35 +3,32 @@
 verdict: cannot tell
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from student import Pictures, join, read_flags
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 
 class AddSlices(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor) -> Tensor:
+    def forward(ctx, part):
         total = part.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         return gradient
 
 
 class Sliced(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.up = nn.Linear(192, width)
         self.down = nn.Linear(width, 10, bias=False)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         return AddSlices.apply(self.down(self.up(images.flatten(1)).relu()))
 
 

@@ -18,7 +18,7 @@ from common.errors import GroupError, UserError
         (ValueError("of the program itself"), None),
     ],
 )
-def test_what_the_command_line_says_about_an_error(error: Exception, said: str | None) -> None:
+def test_what_the_command_line_says_about_an_error(error, said):
     explained = _explain(error)
     assert (explained is None) == (said is None)
     assert said is None or (explained or "").startswith(said)

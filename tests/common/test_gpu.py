@@ -6,7 +6,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from common.training_engine import (
     predict,
 )
 from tests.helpers import free_port, only_run_folder, run_part
-from tests.helpers.processes import Ended
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +32,7 @@ pytestmark = [
 QUICK = "--dataset digits --batch-size 64 --epochs 4 --log-every 5"
 
 
-def train(folder: Path, part: str, words: str) -> Ended:
+def train(folder, part, words):
     """Run the part with these flags in a group of one rank; PartOne and recipes without a group."""
     if part != "PartOne" and "--recipe" not in words:
         words += f" --master-ip 127.0.0.1 --master-port {free_port()} --num-nodes 1 --rank 0"
@@ -43,7 +41,7 @@ def train(folder: Path, part: str, words: str) -> Ended:
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_ddp_with_nccl_and_amp_learns(tmp_path: Path, dtype: str) -> None:
+def test_ddp_with_nccl_and_amp_learns(tmp_path, dtype):
     ended = train(tmp_path, "PartThree", f"{QUICK} --amp-dtype {dtype}")
     assert ended.status == 0, ended.err
     assert ("float16" if dtype == "fp16" else "bfloat16") in ended.out
@@ -59,7 +57,7 @@ def test_ddp_with_nccl_and_amp_learns(tmp_path: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("sync", ["gather_scatter", "all_reduce"])
-def test_by_hand_with_nccl_learns(tmp_path: Path, sync: str) -> None:
+def test_by_hand_with_nccl_learns(tmp_path, sync):
     ended = train(tmp_path, "PartTwo", f"--sync {sync} {QUICK}")
     assert ended.status == 0, ended.err
     folder = only_run_folder(tmp_path, f"PartTwo-{sync}")
@@ -69,15 +67,13 @@ def test_by_hand_with_nccl_learns(tmp_path: Path, sync: str) -> None:
 
 
 @pytest.mark.parametrize("sync", ["ddp_fp16", "ddp_powersgd"])
-def test_strategies_that_change_the_gradient_run_with_default_flags(
-    tmp_path: Path, sync: str
-) -> None:
+def test_strategies_that_change_the_gradient_run_with_default_flags(tmp_path, sync):
     ended = train(tmp_path, "PartThree", f"--sync {sync} {QUICK} --max-steps 4")
     assert ended.status == 0, ended.err
     assert "bfloat16" in ended.out
 
 
-def test_no_checkpoint_holds_a_state_that_is_not_finite(tmp_path: Path) -> None:
+def test_no_checkpoint_holds_a_state_that_is_not_finite(tmp_path):
     """The rate is so high that the second step's loss overflows."""
     steps = "--learning-rate 1e20 --schedule constant --checkpoint-every 1"
     ended = train(tmp_path, "PartOne", f"{QUICK} {steps}")
@@ -88,7 +84,7 @@ def test_no_checkpoint_holds_a_state_that_is_not_finite(tmp_path: Path) -> None:
         assert all(value.isfinite().all() for value in state.values()), path
 
 
-def test_amp_resumes_with_the_scalers_state(tmp_path: Path) -> None:
+def test_amp_resumes_with_the_scalers_state(tmp_path):
     first = train(tmp_path, "PartThree", f"{QUICK} --stop-after-epoch 2")
     second = train(tmp_path, "PartThree", f"{QUICK} --resume auto")
     assert [first.status, second.status] == [0, 0], second.err
@@ -97,7 +93,7 @@ def test_amp_resumes_with_the_scalers_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"flip": "alternating", "cutout": 8}])
-def test_augmentation_is_the_same_on_the_gpu(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_augmentation_is_the_same_on_the_gpu(tmp_path, options):
     digits = replace(load_dataset("digits", tmp_path), flip=True)
     loaders = [
         TrainLoader(
@@ -113,7 +109,7 @@ def test_augmentation_is_the_same_on_the_gpu(tmp_path: Path, options: dict[str, 
         torch.testing.assert_close(images, gpu_images.cpu(), rtol=0, atol=1e-6)
 
 
-def test_the_test_set_is_the_same_on_the_gpu(tmp_path: Path) -> None:
+def test_the_test_set_is_the_same_on_the_gpu(tmp_path):
     """Equal images, labels, predictions and loss, in another number of batches."""
     digits = load_dataset("digits", tmp_path)
     torch.manual_seed(0)
@@ -131,13 +127,13 @@ def test_the_test_set_is_the_same_on_the_gpu(tmp_path: Path) -> None:
     assert on_gpu.mean_loss == pytest.approx(on_cpu.mean_loss, rel=1e-5)
 
 
-def points() -> TensorDataset:
+def points():
     """Return two classes that a line separates."""
     inputs = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
     return TensorDataset(inputs, (inputs[:, 0] > 0).long())
 
 
-def test_the_engine_trains_on_the_gpu_with_amp_ema_and_accumulation(tmp_path: Path) -> None:
+def test_the_engine_trains_on_the_gpu_with_amp_ema_and_accumulation(tmp_path):
     history = launch_distributed_training(
         distributed_train_worker,
         torch.cuda.device_count(),
@@ -161,7 +157,7 @@ def test_the_engine_trains_on_the_gpu_with_amp_ema_and_accumulation(tmp_path: Pa
     assert (tmp_path / "experiment" / "best.pt").exists()
 
 
-def test_an_overflow_of_fp16_skips_the_step_and_is_no_error() -> None:
+def test_an_overflow_of_fp16_skips_the_step_and_is_no_error():
     model = nn.Linear(8, 2)
     engine = TrainingEngine(model, "cuda", use_amp=True)
     engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
@@ -172,7 +168,7 @@ def test_an_overflow_of_fp16_skips_the_step_and_is_no_error() -> None:
     assert engine.scaler.get_scale() < 2.0**40
 
 
-def test_deterministic_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
+def test_deterministic_runs_are_equal_bit_for_bit(tmp_path):
     weights = []
     for name in ("first", "second"):
         ended = train(tmp_path / name, "PartThree", f"{QUICK} --deterministic")
@@ -186,14 +182,14 @@ def test_deterministic_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
     "recipe",
     ["vgg11-cifar10-fast", "resnet-cifar10-ema", "wide-resnet-cifar100", "resnet50-cifar100"],
 )
-def test_recipes_run_on_the_gpu(tmp_path: Path, recipe: str) -> None:
+def test_recipes_run_on_the_gpu(tmp_path, recipe):
     words = f"--recipe {recipe} --dataset digits --max-steps 5 --batch-size 64"
     ended = train(tmp_path, "PartThree", words)
     assert ended.status == 0, ended.err
     assert "on cuda" in ended.out
 
 
-def test_checkpoints_hold_what_the_gpu_held_and_the_timeline_has_its_times(tmp_path: Path) -> None:
+def test_checkpoints_hold_what_the_gpu_held_and_the_timeline_has_its_times(tmp_path):
     flags = "--timeline --checkpoint-every 3 --keep-checkpoints 4"
     ended = train(tmp_path, "PartTwo", f"--sync all_reduce {QUICK} {flags}")
     assert ended.status == 0, ended.err

@@ -6,14 +6,12 @@ NCCL if it allows that, else over Gloo: for correctness only.
 
 import copy
 import functools
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 
 from common.data import load_dataset
@@ -22,7 +20,7 @@ from common.data.sharding import GlobalBatchSampler
 from common.profiling.comm_trace import Timeline
 from common.sync import STRATEGIES, is_exact
 from common.training import prepare_model_for_training
-from common.training_engine import StepRecord, TrainingEngine
+from common.training_engine import TrainingEngine
 from common.training_engine.evaluation_loop import unwrap
 from common.training_engine.lr_schedules import build_schedule
 from common.training_engine.metrics import MetricsBuffer, StepOutcome
@@ -40,7 +38,7 @@ STEPS, EPOCHS = 12, 2
 
 
 @pytest.fixture(autouse=True)
-def _same_algorithms() -> Iterator[None]:
+def _same_algorithms():
     """Let cuDNN choose the same algorithms, without tf32, in every step of a test."""
     with torch.backends.cudnn.flags(
         enabled=True, benchmark=False, deterministic=True, allow_tf32=False
@@ -54,16 +52,16 @@ def _same_algorithms() -> Iterator[None]:
 class Batches:
     """Eleven batches of 16 and one of 9; each epoch has others."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device):
         self.sampler, self._device, self._epoch = self, device, 1
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self._epoch = epoch
 
-    def __len__(self) -> int:
+    def __len__(self):
         return STEPS
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self):
         generator = torch.Generator().manual_seed(self._epoch)
         for size in [16] * (STEPS - 1) + [9]:
             images = torch.randn(size, 3, 8, 8, generator=generator)
@@ -74,7 +72,7 @@ class Batches:
 class Network(nn.Module):
     """Maps (batch, 3, 8, 8) to (batch, 2); a class, since torch 2.11 compiles no nn.Sequential."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout):
         super().__init__()
         torch.manual_seed(3)
         self.layers = nn.Sequential(
@@ -86,14 +84,12 @@ class Network(nn.Module):
             nn.Linear(288, 2),
         )
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         """Return the logits."""
         return self.layers(images)
 
 
-def train(
-    device: str, *, first_epoch: int = 1, entries: dict[str, Any] | None = None, **options: Any
-) -> tuple[TrainingEngine, list[StepRecord]]:
+def train(device, *, first_epoch=1, entries=None, **options):
     """Return the engine and the records of epochs ``first_epoch`` to ``EPOCHS``.
 
     options : of TrainingEngine; ``last_epoch`` ends the training sooner, ``dropout`` is the
@@ -118,7 +114,7 @@ def train(
     return engine, records
 
 
-def assert_close(one: TrainingEngine, other: TrainingEngine, tolerance: float) -> None:
+def assert_close(one, other, tolerance):
     """Compare weights, running statistics and moving averages."""
     for model, expected in zip(one.evaluated_models, other.evaluated_models, strict=True):
         for (name, value), reference in zip(
@@ -127,7 +123,7 @@ def assert_close(one: TrainingEngine, other: TrainingEngine, tolerance: float) -
             torch.testing.assert_close(value, reference, rtol=tolerance, atol=tolerance, msg=name)
 
 
-def test_a_compiled_training_equals_a_readable_one() -> None:
+def test_a_compiled_training_equals_a_readable_one():
     """Without dropout, whose masks differ in compiled code."""
     readable, _ = train(GPU, dropout=0.0)
     graphs_before = counters["stats"]["unique_graphs"]
@@ -137,7 +133,7 @@ def test_a_compiled_training_equals_a_readable_one() -> None:
     assert_close(compiled, readable, 1e-3)
 
 
-def waiting_operation(device: str, steps: int, **options: Any) -> str:
+def waiting_operation(device, steps, **options):
     """Return the error of the first operation of a step that waits for the GPU; "" if none does.
 
     A step is a batch of ``TrainLoader``, ``train_step``, and what ``train_epoch`` keeps of it.
@@ -183,11 +179,11 @@ def waiting_operation(device: str, steps: int, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
-def test_no_operation_of_a_step_waits_for_the_gpu(dtype: torch.dtype | None) -> None:
+def test_no_operation_of_a_step_waits_for_the_gpu(dtype):
     assert waiting_operation(GPU, 4, amp_dtype=dtype) == ""
 
 
-def test_the_steps_times_add_up_to_the_wall_time() -> None:
+def test_the_steps_times_add_up_to_the_wall_time():
     """Each step begins where the one before ended, by the GPU's clock."""
     _, records = train(GPU)
     for record in records:
@@ -198,7 +194,7 @@ def test_the_steps_times_add_up_to_the_wall_time() -> None:
 
 
 @functools.cache
-def backend() -> str:
+def backend():
     """Return "nccl" if it connects two ranks of one GPU as ranks of two hosts, else "gloo"."""
     run_ranks(2, connect, "cpu")  # imports torch: a slow start is no fault of NCCL
     try:
@@ -208,21 +204,21 @@ def backend() -> str:
     return "nccl"
 
 
-def backend_for(name: str) -> str:
+def backend_for(name):
     """Return ``backend()``; skip the test if that cannot exchange what the strategy sends."""
     if backend() == "gloo" and name in ("tree", "ring", "halving_doubling"):
         pytest.skip("NCCL does not connect two ranks on this GPU, and Gloo sends no GPU tensors")
     return backend()
 
 
-def connect(_rank: int, device: str) -> float:
+def connect(_rank, device):
     """Return the number of ranks. Collective."""
     ones = torch.ones((), device=device)
     dist.all_reduce(ones)
     return float(ones)
 
 
-def errors_of(rank: int, device: str, name: str) -> tuple[float, list[str]]:
+def errors_of(rank, device, name):
     """Return a strategy's largest error against one process, and digests. Collective."""
     # Some lossy strategies need every gradient, and fsdp the same layers on every rank.
     case = Case(device=device, unused=is_exact(name) and name != "fsdp")
@@ -231,14 +227,14 @@ def errors_of(rank: int, device: str, name: str) -> tuple[float, list[str]]:
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "none"])
-def test_two_ranks_equal_one_process_in_float64(name: str) -> None:
+def test_two_ranks_equal_one_process_in_float64(name):
     """Those that lose precision hold equal and finite weights on both ranks."""
     first, second = run_ranks(2, errors_of, GPU, name, backend=backend_for(name))
     assert max(first[0], second[0]) < (Case().tolerance if is_exact(name) else 1e6)
     assert first[1] == second[1]
 
 
-def synchronised_batchnorm(rank: int, device: str) -> float:
+def synchronised_batchnorm(rank, device):
     """Return how far DDP with SyncBatchNorm is from the whole batch. Collective."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
@@ -257,12 +253,12 @@ def synchronised_batchnorm(rank: int, device: str) -> float:
     return max(parameter_errors(trained[1], trained[0]).values())
 
 
-def test_synchronised_batchnorm_and_ddp_equal_the_whole_batch() -> None:
+def test_synchronised_batchnorm_and_ddp_equal_the_whole_batch():
     errors = run_ranks(2, synchronised_batchnorm, GPU, backend=backend())
     assert max(errors) < Case().tolerance
 
 
-def message_seconds(rank: int, device: str, name: str) -> list[float]:
+def message_seconds(rank, device, name):
     """Return how long each message of the third step took, by the timeline. Collective."""
     case = Case(device=device, uneven=False)
     torch.manual_seed(0)
@@ -278,7 +274,7 @@ def message_seconds(rank: int, device: str, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "ring", "ddp"])
-def test_messages_of_a_timeline_take_time(name: str) -> None:
+def test_messages_of_a_timeline_take_time(name):
     for seconds in run_ranks(2, message_seconds, GPU, name, backend=backend_for(name)):
         assert seconds
         assert all(0 < one < 60 for one in seconds), seconds

@@ -2,12 +2,10 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
 
 from common.data.augmentation import RandomCropFlip
@@ -25,7 +23,6 @@ from tests.helpers.fake_gpu import (
     MIXES_DEVICES,
     READ_FROM_GPU,
     SIZE_FROM_GPU,
-    FakeGPU,
     fake_gpu,
 )
 from tests.helpers.tiny_model import tiny
@@ -37,12 +34,12 @@ SAMPLES, BATCH_SIZE, STEPS = 44, 8, 6  # the last batch has 4 samples
 
 
 @pytest.fixture
-def gpu() -> Iterator[FakeGPU]:
+def gpu():
     with fake_gpu() as gpu:
         yield gpu
 
 
-def dataset() -> Dataset:
+def dataset():
     images = torch.randint(0, 256, (SAMPLES, 32, 32, 3), dtype=torch.uint8)
     some = ImageSet(images, torch.arange(SAMPLES) % 10)
     mean, std = (0.5, 0.5, 0.5), (0.2, 0.2, 0.2)
@@ -50,13 +47,13 @@ def dataset() -> Dataset:
 
 
 def train_epoch(
-    gpu: FakeGPU,
-    monkeypatch: pytest.MonkeyPatch,
-    network: Callable[[int], nn.Module] = tiny,
+    gpu,
+    monkeypatch,
+    network=tiny,
     *,
-    amp_dtype: torch.dtype | None = None,
-    accumulation_steps: int = 1,
-) -> None:
+    amp_dtype=None,
+    accumulation_steps=1,
+):
     """Train an epoch with the project's loader and engine; raise AssertionError if a step waits.
 
     The first step may copy the epoch's order to the GPU and compare the clocks. A flush of the
@@ -64,7 +61,7 @@ def train_epoch(
     """
     flush = MetricsBuffer.flush
 
-    def flush_that_may_wait(metrics: MetricsBuffer, **options: bool) -> bool:
+    def flush_that_may_wait(metrics, **options):
         with gpu.may_wait():
             return flush(metrics, **options)
 
@@ -90,7 +87,7 @@ def train_epoch(
     model.register_forward_hook(lambda _model, _inputs, outputs: computed_in.append(outputs.dtype))
     gpu.faults.clear()
 
-    def after_step(done: int) -> None:
+    def after_step(done):
         if done == 1:
             gpu.faults = [
                 fault
@@ -110,32 +107,30 @@ def train_epoch(
     ("network", "amp_dtype"), [(tiny, None), (vgg11, torch.bfloat16), (tiny, torch.float16)]
 )
 def test_no_step_waits(
-    gpu: FakeGPU,
-    monkeypatch: pytest.MonkeyPatch,
-    network: Callable[[int], nn.Module],
-    amp_dtype: torch.dtype | None,
-) -> None:
+    gpu,
+    monkeypatch,
+    network,
+    amp_dtype,
+):
     train_epoch(gpu, monkeypatch, network, amp_dtype=amp_dtype)
 
 
-def test_no_step_of_several_micro_batches_waits(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_step_of_several_micro_batches_waits(gpu, monkeypatch):
     train_epoch(gpu, monkeypatch, accumulation_steps=2)
 
 
-def wait(function: Callable[..., Any]) -> Callable[..., Any]:
+def wait(function):
     """Return ``function`` with a planted wait before it."""
 
-    def planted(*args: Any, **kwargs: Any) -> Any:
+    def planted(*args, **kwargs):
         torch.zeros((), device="cuda").item()
         return function(*args, **kwargs)
 
     return planted
 
 
-def wait_for_each_batch(iterate: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    def planted(loader: TrainLoader) -> Iterator[Any]:
+def wait_for_each_batch(iterate):
+    def planted(loader):
         for images, labels in iterate(loader):
             labels.sum().item()
             yield images, labels
@@ -155,9 +150,7 @@ def wait_for_each_batch(iterate: Callable[..., Iterator[Any]]) -> Callable[..., 
     ],
     ids=["loader", "augmentation", "forward", "optimiser", "EMA", "metrics"],
 )
-def test_a_planted_wait_is_found(
-    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, caller: str
-) -> None:
+def test_a_planted_wait_is_found(gpu, monkeypatch, owner, method, caller):
     plant = wait_for_each_batch if owner is TrainLoader else wait
     monkeypatch.setattr(owner, method, plant(getattr(owner, method)))
     with pytest.raises(AssertionError) as raised:
@@ -170,13 +163,13 @@ def test_a_planted_wait_is_found(
         assert str(fault) in str(raised.value)
 
 
-def test_an_evaluation_reads_only_after_its_last_batch(gpu: FakeGPU) -> None:
+def test_an_evaluation_reads_only_after_its_last_batch(gpu):
     data, model = dataset(), tiny(10).to("cuda")
     loader = EvaluationLoader(
         data.test, mean=data.mean, std=data.std, batch_size=20, device=torch.device("cuda")
     )
 
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    def batches():
         gpu.faults.clear()
         yield from loader
         gpu.check()
@@ -211,9 +204,7 @@ def test_an_evaluation_reads_only_after_its_last_batch(gpu: FakeGPU) -> None:
     ],
 )
 @pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
-def test_each_kind_of_fault_is_found(
-    gpu: FakeGPU, operation: Callable[[Tensor], object], reason: str, inference: bool
-) -> None:
+def test_each_kind_of_fault_is_found(gpu, operation, reason, inference):
     x = torch.zeros(4, device="cuda")
     # The fake GPU cannot go on after an operation whose result has an unknown shape.
     with torch.inference_mode(inference), contextlib.suppress(AssertionError):
@@ -222,7 +213,7 @@ def test_each_kind_of_fault_is_found(
     assert all("lambda" in fault.place for fault in gpu.faults)
 
 
-def test_operations_that_do_not_wait_are_no_faults(gpu: FakeGPU) -> None:
+def test_operations_that_do_not_wait_are_no_faults(gpu):
     x, rows = torch.zeros(4, device="cuda"), torch.arange(3, device="cuda")
     x[1:] = 2.0
     x.masked_fill_(x > 0, 0.5)

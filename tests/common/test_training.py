@@ -7,13 +7,12 @@ import copy
 import re
 import time
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -36,19 +35,19 @@ LINE = re.compile(
 )
 
 
-def points(count: int = 60) -> TensorDataset:
+def points(count=60):
     """Return two classes that a line separates."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(count, 4, generator=generator)
     return TensorDataset(inputs, (inputs[:, 0] > 0).long())
 
 
-def new_model() -> nn.Module:
+def new_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def test_vgg11_has_the_published_number_of_parameters() -> None:
+def test_vgg11_has_the_published_number_of_parameters():
     model = build_model("vgg11", 10)
     assert get_model_parameters(model) == 9_231_114
     assert len(list(model.parameters())) == 34
@@ -56,13 +55,11 @@ def test_vgg11_has_the_published_number_of_parameters() -> None:
     assert get_model_parameters(model) == 9_231_114 - 5_130
 
 
-def prepared(rate: float = 0.5, **more: Any) -> tuple[nn.Module, nn.Module, Any]:
+def prepared(rate=0.5, **more):
     return prepare_model_for_training(new_model(), "cpu", rate, 0.9, 0.0, False, **more)
 
 
-def train(
-    prepared: tuple, loader: Any, folder: Path, epochs: tuple[int, int] = (1, 1), **more: Any
-) -> nn.Module:
+def train(prepared, loader, folder, epochs=(1, 1), **more):
     """Train on the CPU; the log is ``folder/log.txt``."""
     model, criterion, optimizer = prepared
     arguments = {"distribute_flag": False, "logs_path": folder / "log.txt"} | more
@@ -71,7 +68,7 @@ def train(
     )
 
 
-def test_alone_it_leaves_log_checkpoints_and_report(tmp_path: Path) -> None:
+def test_alone_it_leaves_log_checkpoints_and_report(tmp_path):
     ready = prepared()
     loader = DataLoader(points(), batch_size=16, shuffle=True)
     trained = train(ready, loader, tmp_path, (1, 3))
@@ -112,14 +109,14 @@ class SlowFirst(DataLoader):
             yield batch
 
 
-def test_the_average_batch_duration_leaves_out_the_first_batch(tmp_path: Path) -> None:
+def test_the_average_batch_duration_leaves_out_the_first_batch(tmp_path):
     train(prepared(), SlowFirst(points(), batch_size=16), tmp_path)
     line = (tmp_path / "log.txt").read_text()
     assert float(re.search(r"Avg Batch Duration: ([\d.]+)", line)[1]) < 0.5
     assert float(re.search(r"Epoch Duration: ([\d.]+)", line)[1]) >= 1
 
 
-def test_continue_flag_goes_on_with_the_checkpoints_settings_and_says_so(tmp_path: Path) -> None:
+def test_continue_flag_goes_on_with_the_checkpoints_settings_and_says_so(tmp_path):
     loader = DataLoader(points(), batch_size=16)
     ready = prepare_model_for_training(new_model(), "cpu", 0.5, 0.9, 1e-3, False)
     straight = copy.deepcopy(train(ready, loader, tmp_path, (1, 2)).state_dict())
@@ -132,7 +129,7 @@ def test_continue_flag_goes_on_with_the_checkpoints_settings_and_says_so(tmp_pat
     assert all(torch.equal(value, straight[key]) for key, value in resumed.items())
 
 
-def test_distribute_flag_and_task_flag_without_a_group(tmp_path: Path) -> None:
+def test_distribute_flag_and_task_flag_without_a_group(tmp_path):
     with pytest.raises(UserError, match="no process group is open"):
         prepared(distribute_flag=True)
     for flag, words in (
@@ -144,7 +141,7 @@ def test_distribute_flag_and_task_flag_without_a_group(tmp_path: Path) -> None:
             train(prepared(), DataLoader(points()), tmp_path, task_flag=flag)
 
 
-def train_in_a_group(rank: int, folder: Path) -> dict:
+def train_in_a_group(rank, folder):
     """Train with each set of flags, evaluate on one rank alone, and make the commonest mistake.
 
     The mistake: both ranks train on the same samples.
@@ -182,7 +179,7 @@ def train_in_a_group(rank: int, folder: Path) -> dict:
     return results
 
 
-def test_in_a_group(tmp_path: Path) -> None:
+def test_in_a_group(tmp_path):
     first, second = run_ranks(2, train_in_a_group, tmp_path)
     for name, wraps in (("gather", 0), ("all_reduce", 0), ("ring", 0), ("ddp", 1)):
         assert first[name][0] == wraps, "DDP wraps once, and only where it was asked for"
@@ -202,13 +199,13 @@ def test_in_a_group(tmp_path: Path) -> None:
         assert any("all ranks train on the same samples" in text for text in one["warnings"])
 
 
-def test_a_report_without_predictions_or_with_other_lengths_is_refused(tmp_path: Path) -> None:
+def test_a_report_without_predictions_or_with_other_lengths_is_refused(tmp_path):
     for truth, prediction in (([], []), ([0, 1], [0])):
         with pytest.raises(UserError, match="as many predictions as labels"):
             generate_eval_report(truth, prediction, 0.0, tmp_path / "report.txt", "x.pt")
 
 
-def test_a_report_counts_every_class_also_those_never_predicted(tmp_path: Path) -> None:
+def test_a_report_counts_every_class_also_those_never_predicted(tmp_path):
     truth, predicted, names = [0, 1, 2, 2], [0, 0, 2, 2], list("abcd")
     path = tmp_path / "r.txt"
     result = generate_eval_report(truth, predicted, 1.25, path, "x.pt", class_names=names)
@@ -230,13 +227,13 @@ def test_a_report_counts_every_class_also_those_never_predicted(tmp_path: Path) 
     ],
 )
 def test_amp_on_a_gpu_chooses_a_type_that_the_strategy_allows(
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: str | None,
-    exact: bool,
-    fast_bf16: bool,
-    chosen: torch.dtype | None,
-    notice: str,
-) -> None:
+    monkeypatch,
+    dtype,
+    exact,
+    fast_bf16,
+    chosen,
+    notice,
+):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: fast_bf16)
     gpu = torch.device("cuda")
     found, text = choose_amp(None, dtype, default=True, device=gpu, exact=exact)
@@ -247,8 +244,8 @@ def test_amp_on_a_gpu_chooses_a_type_that_the_strategy_allows(
 
 
 def test_a_part_on_gpus_trains_with_every_strategy_by_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     chosen, gpu = {}, torch.device("cuda")
     for sync in BUILT_IN:
@@ -265,25 +262,25 @@ class SlowGradient(torch.autograd.Function):
     """Identity whose backward pass takes 0.3 s."""
 
     @staticmethod
-    def forward(ctx: object, inputs: Tensor) -> Tensor:
+    def forward(ctx, inputs):
         return inputs.clone()
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         time.sleep(0.3)  # must count as backward
         return gradient
 
 
 class SlowBackward(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return self.second(SlowGradient.apply(self.first(inputs)))
 
 
-def timed_step(rank: int) -> dict:
+def timed_step(rank):
     """Return the section times of a DDP step that rank 1 starts 2 s late.
 
     Rank 0 waits for it inside backward().
@@ -300,7 +297,7 @@ def timed_step(rank: int) -> dict:
 
 
 @pytest.mark.alone
-def test_sync_is_what_is_exposed_after_the_last_gradient_also_for_ddp() -> None:
+def test_sync_is_what_is_exposed_after_the_last_gradient_also_for_ddp():
     waiting, late = run_ranks(2, timed_step)
     assert waiting["sync"] > 1.5, "rank 0 waits for rank 1 in sync, not in backward"
     assert 0.3 <= waiting["backward"] < 1.5
@@ -326,7 +323,7 @@ def test_a_checkpoint_moves_between_fused_and_plain_optimisers():
 
 
 @pytest.mark.parametrize("saved", [None, torch.randn(4, 3, 3, 3)])
-def test_a_loaded_momentum_has_values_and_the_strides_of_its_weights(saved: Tensor | None):
+def test_a_loaded_momentum_has_values_and_the_strides_of_its_weights(saved):
     """As from a training with contiguous weights: fused kernels refuse other strides on a GPU.
 
     Without a saved one it is zero: after a skipped fp16 step, memory would hold anything.

@@ -7,7 +7,7 @@ import pytest
 _HERE = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Mark this folder's tests; pytest passes the tests of every folder to this hook."""
     for item in items:
         if item.path.is_relative_to(_HERE):

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 
 from common.checkpoint import load_checkpoint, newest_checkpoint
 from common.config.parser import parse_arguments
-from common.config.schema import Config
 from common.sync import BUILT_IN
 from common.utils.environment import RUN_TOKEN
 from lab.cluster import Cluster
@@ -60,7 +58,7 @@ RESERVED = {
 
 
 @pytest.mark.parametrize("name", ["trainjob.yaml", "volume.yaml"])
-def test_the_api_knows_every_field_of_the_manifests(name: str) -> None:
+def test_the_api_knows_every_field_of_the_manifests(name):
     for document in documents(name):
         assert unread(document) == []
 
@@ -85,7 +83,7 @@ def test_the_api_knows_every_field_of_the_manifests(name: str) -> None:
         ),
     ],
 )
-def test_a_field_that_the_api_does_not_know_is_found(place: str, wrong: str) -> None:
+def test_a_field_that_the_api_does_not_know_is_found(place, wrong):
     job = train_job()
     at: Any = job
     for word in re.findall(r"\w+", place):
@@ -94,14 +92,14 @@ def test_a_field_that_the_api_does_not_know_is_found(place: str, wrong: str) -> 
     assert unread(job) == [f".{place}.{wrong}"]
 
 
-def test_a_value_of_another_type_is_refused() -> None:
+def test_a_value_of_another_type_is_refused():
     job = train_job()
     job["spec"]["trainer"]["numNodes"] = "2"
     with pytest.raises(ValidationError, match="numNodes"):
         unread(job)
 
 
-def test_what_the_controller_refuses_beyond_the_models_does_not_stand_there() -> None:
+def test_what_the_controller_refuses_beyond_the_models_does_not_stand_there():
     job, patch = train_job(), pod_patch(train_job())
     assert job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
     assert job["spec"]["runtimeRef"] == {"name": "torch-distributed"}
@@ -122,14 +120,14 @@ def test_what_the_controller_refuses_beyond_the_models_does_not_stand_there() ->
     }
 
 
-def settings(job: dict[str, Any]) -> Config:
+def settings(job):
     """Parse the settings in the manifest's command, with 4 for CORES."""
     part, *arguments = (word.replace("$(CORES)", "4") for word in job["spec"]["trainer"]["args"])
     assert part == "PartThree/main.py"
     return parse_arguments("PartThree", "", BUILT_IN, arguments)
 
 
-def test_the_parts_of_the_manifests_belong_together() -> None:
+def test_the_parts_of_the_manifests_belong_together():
     job, [claim] = train_job(), documents("volume.yaml")
     trainer, patch, config = job["spec"]["trainer"], pod_patch(job), settings(job)
     assert config.run_name == job["metadata"]["name"]
@@ -157,7 +155,7 @@ def test_the_parts_of_the_manifests_belong_together() -> None:
     )
 
 
-def test_the_image_is_built_as_the_manifest_needs_it() -> None:
+def test_the_image_is_built_as_the_manifest_needs_it():
     steps = instructions()
     assert steps[0][0] == "ARG"
     assert ("FROM", "${BASE}") in steps
@@ -181,7 +179,7 @@ def test_the_image_is_built_as_the_manifest_needs_it() -> None:
     ), "what is installed is not the user's to change"
 
 
-def test_what_is_not_named_stays_out_of_the_image(tmp_path: Path) -> None:
+def test_what_is_not_named_stays_out_of_the_image(tmp_path):
     shutil.copy(ROOT / ".dockerignore", tmp_path)
     let_in = [
         "PartThree/main.py",
@@ -210,7 +208,7 @@ def test_what_is_not_named_stays_out_of_the_image(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image(tmp_path_factory):
     """Build the image's folder: only what COPY takes from this checkout."""
     folder = tmp_path_factory.mktemp("image")
     for path in build_context(ROOT):
@@ -220,7 +218,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster(tmp_path):
     """Start two nodes for the pods and two for the same training started by hand.
 
     Both trainings run at the same time, since importing torch takes most of the time.
@@ -230,8 +228,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_a_pod_that_goes_saves_first_and_its_replacement_goes_on_to_the_same_weights(
-    cluster: Cluster, tmp_path: Path, image: Path
-) -> None:
+    cluster, tmp_path, image
+):
     job, volume = train_job(), tmp_path / "volume"
     pods = Pods(cluster, job, image=image, volume=volume, flags=SMALL)
     for pod in range(2):
@@ -276,7 +274,7 @@ def test_a_pod_that_goes_saves_first_and_its_replacement_goes_on_to_the_same_wei
     ] == []
 
 
-def start_by_hand(cluster: Cluster, folder: Path) -> None:
+def start_by_hand(cluster, folder):
     """Start the manifest's training as the assignment does, on nodes 2 and 3, which have no pod.
 
     Nothing disturbs this run.
@@ -299,13 +297,13 @@ def start_by_hand(cluster: Cluster, folder: Path) -> None:
         cluster.start([str(word) for word in words], nodes=[2 + rank], cwd=ROOT)
 
 
-def only_run(folder: Path) -> Path:
+def only_run(folder):
     """Return the folder of the only run below a reports folder."""
     [config] = folder.glob("*/*/config.json")
     return config.parent
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
+def weights(run):
     """Return the run's last parameters by name.
 
     BatchNorm's running statistics are left out: every save averages them over the ranks.

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -58,17 +57,17 @@ class Jobs:
     folder : the ranks' ``--output-dir``.
     """
 
-    def __init__(self, slurm: SlurmCluster, folder: Path) -> None:
+    def __init__(self, slurm, folder):
         self.slurm, self.folder = slurm, folder
 
     def submit(
         self,
-        options: str,
-        script: str,
-        command: tuple,
-        *more: object,
-        environment: dict | None = None,
-    ) -> str:
+        options,
+        script,
+        command,
+        *more,
+        environment=None,
+    ):
         """Submit a job with the tests' settings; return its number."""
         return self.slurm.sbatch(
             "--output",
@@ -83,23 +82,23 @@ class Jobs:
             environment=environment,
         )
 
-    def run(self, job: str) -> Path:
+    def run(self, job):
         """Return the folder of a job's run."""
         [folder] = self.folder.glob(f"*/slurm-{job}/config.json")
         return folder.parent
 
-    def finish(self, job: str) -> str:
+    def finish(self, job):
         """Wait until a job has completed; return its output."""
         state = self.slurm.wait(job)
         assert state == "COMPLETED", self.slurm.output(job)
         return self.slurm.output(job)
 
-    def go_on(self, job: str) -> None:
+    def go_on(self, job):
         """Wait until a job is back in the queue, and start it at once."""
         self.slurm.wait_until_requeued(job)
         self.slurm.start_now(job)
 
-    def worker(self, node: int) -> int:
+    def worker(self, node):
         """Return the process id of a node's rank, the one process that torchrun started there."""
         for pid in self.slurm.pids(node):
             with contextlib.suppress(psutil.Error):  # it has just ended
@@ -109,18 +108,18 @@ class Jobs:
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+def jobs(tmp_path_factory):
     with SlurmCluster(tmp_path_factory.mktemp("slurm")) as slurm:
         yield Jobs(slurm, tmp_path_factory.mktemp("jobs"))
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
+def alone(tmp_path_factory):
     """Train without Slurm on loopback; each part trains once with each number of ranks."""
     folder = tmp_path_factory.mktemp("alone")
     with Cluster(4, loopback=True, logs=folder) as cluster:
 
-        def run(command: tuple, ranks: int, *more: object) -> Path:
+        def run(command, ranks, *more):
             name = f"{ranks}-ranks"
             found = list(folder.glob(f"{Path(command[0]).parent}*/{name}"))
             if not found:
@@ -164,7 +163,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Pa
 
 
 @pytest.fixture(scope="module")
-def lost_node(jobs: Jobs) -> tuple[str, int]:
+def lost_node(jobs):
     """Submit a job whose first node loses power after a checkpoint.
 
     That node runs the job's shell and rank 0. Another test also uses this fixture: its work fills
@@ -178,7 +177,7 @@ def lost_node(jobs: Jobs) -> tuple[str, int]:
 
 
 @pytest.fixture(scope="module")
-def on_four_nodes(jobs: Jobs) -> tuple[str, str]:
+def on_four_nodes(jobs):
     """Run two jobs at once on all four nodes: by torchrun, and as in the assignment.
 
     The second job stages its images. Tests with little computation also use this fixture: they run
@@ -202,7 +201,7 @@ def on_four_nodes(jobs: Jobs) -> tuple[str, str]:
     )
 
 
-def assert_same_training(run: Path, reference: Path) -> None:
+def assert_same_training(run, reference):
     """Check that weights, momentum, step metrics and evaluation are equal, bit for bit."""
     one, other = (
         load_checkpoint(checkpoints_by_age(folder / "checkpoints")[0])
@@ -225,7 +224,7 @@ def assert_same_training(run: Path, reference: Path) -> None:
     assert json.loads((run / "summary.json").read_text())["ranks_hold_equal_weights"] is True
 
 
-def steps(run: Path) -> list[dict]:
+def steps(run):
     """Return the metrics of a run's steps, without times."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
@@ -234,9 +233,7 @@ def steps(run: Path) -> list[dict]:
 
 
 @pytest.mark.usefixtures("lost_node")
-def test_torchrun_restarts_a_killed_worker_and_sigterm_saves_for_the_next_start(
-    jobs: Jobs, alone: Callable
-) -> None:
+def test_torchrun_restarts_a_killed_worker_and_sigterm_saves_for_the_next_start(jobs, alone):
     """One job survives both faults. SIGTERM reaches the job's shell, as before a time limit."""
     job = jobs.submit("--nodes=2 --nodelist=node[2-3]", TORCHRUN, DDP)
     jobs.slurm.wait_for(job, f"step 2/{STEPS}")
@@ -253,9 +250,7 @@ def test_torchrun_restarts_a_killed_worker_and_sigterm_saves_for_the_next_start(
     assert_same_training(jobs.run(job), alone(DDP, 2))
 
 
-def test_a_lost_batch_node_leads_to_a_start_on_others(
-    jobs: Jobs, lost_node: tuple[str, int], alone: Callable
-) -> None:
+def test_a_lost_batch_node_leads_to_a_start_on_others(jobs, lost_node, alone):
     job, node = lost_node
     try:
         jobs.go_on(job)
@@ -268,7 +263,7 @@ def test_a_lost_batch_node_leads_to_a_start_on_others(
 
 
 @pytest.mark.usefixtures("on_four_nodes")
-def test_torchrun_starts_a_rank_a_card_and_counts_them_by_node(jobs: Jobs, tmp_path: Path) -> None:
+def test_torchrun_starts_a_rank_a_card_and_counts_them_by_node(jobs, tmp_path):
     program = tmp_path / "says.py"
     # One write per line: the ranks of a node share a file, and Python's output is unbuffered here.
     program.write_text(
@@ -297,9 +292,7 @@ def test_torchrun_starts_a_rank_a_card_and_counts_them_by_node(jobs: Jobs, tmp_p
 
 
 @pytest.mark.usefixtures("on_four_nodes")
-def test_the_first_failure_is_shown_and_the_others_lie_in_their_files(
-    jobs: Jobs, tmp_path: Path
-) -> None:
+def test_the_first_failure_is_shown_and_the_others_lie_in_their_files(jobs, tmp_path):
     program = tmp_path / "fails.py"
     program.write_text(
         "import sys, time\nrank = int(sys.argv[-1])\nprint('line of', rank)\ntime.sleep(0 if "
@@ -323,7 +316,7 @@ def test_the_first_failure_is_shown_and_the_others_lie_in_their_files(
 
 
 @pytest.mark.usefixtures("on_four_nodes")
-def test_the_tasks_of_a_job_share_a_token_that_is_in_no_file(jobs: Jobs, tmp_path: Path) -> None:
+def test_the_tasks_of_a_job_share_a_token_that_is_in_no_file(jobs, tmp_path):
     """A rank without it is refused, and the next job has another."""
     tokens = []
     for drop in ("-1", "1"):
@@ -344,7 +337,7 @@ def test_the_tasks_of_a_job_share_a_token_that_is_in_no_file(jobs: Jobs, tmp_pat
 
 
 @pytest.mark.usefixtures("on_four_nodes")
-def test_a_killed_rank_ends_the_job_with_its_status(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_job_with_its_status(jobs, tmp_path):
     """The kernel does the same when memory runs out; nobody has asked the job to stop."""
     program = tmp_path / "dies.py"
     program.write_text("import os\nos.kill(os.getpid(), 9)\n")
@@ -370,7 +363,7 @@ def test_a_killed_rank_ends_the_job_with_its_status(jobs: Jobs, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("on_four_nodes")
-def test_a_job_that_has_gone_back_often_enough_stays(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_job_that_has_gone_back_often_enough_stays(jobs, tmp_path):
     """The program exits as if a scheduler had stopped it; REQUEUES limits the restarts."""
     program = tmp_path / "stops.py"
     program.write_text("import sys\nsys.exit(75)\n")
@@ -392,7 +385,7 @@ def test_a_job_that_has_gone_back_often_enough_stays(jobs: Jobs, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("on_four_nodes")
-def test_a_cancelled_job_does_not_come_back(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_cancelled_job_does_not_come_back(jobs, tmp_path):
     program = tmp_path / "waits.py"
     program.write_text(
         "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
@@ -415,7 +408,7 @@ def test_a_cancelled_job_does_not_come_back(jobs: Jobs, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_four_nodes")
-def test_bad_input_is_one_clear_message(jobs: Jobs) -> None:
+def test_bad_input_is_one_clear_message(jobs):
     """All jobs are submitted at once; none starts a rank."""
     own = jobs.slurm.own
     cases = {
@@ -489,7 +482,7 @@ def test_bad_input_is_one_clear_message(jobs: Jobs) -> None:
     assert "start it with sbatch" in jobs.slurm.run("bash", TORCHRUN, *DDP, check=False)
 
 
-def test_values_with_quotes_and_what_a_shell_or_slurm_replaces(jobs: Jobs, tmp_path: Path) -> None:
+def test_values_with_quotes_and_what_a_shell_or_slurm_replaces(jobs, tmp_path):
     """Every file is in the folder as it was given, and a second job finds the run and resumes."""
     folder = tmp_path / 'it\'s "a" $(touch mark)`touch mark`; * [x] 100%t & $HOME'
     command = (*ALL_REDUCE, *SETTINGS, "--output-dir", folder, "--run-name", "my-run")
@@ -508,9 +501,7 @@ def test_values_with_quotes_and_what_a_shell_or_slurm_replaces(jobs: Jobs, tmp_p
 
 
 @pytest.mark.usefixtures("on_four_nodes")
-def test_a_folder_of_each_node_is_good_enough_where_the_job_never_goes_back(
-    jobs: Jobs, tmp_path: Path
-) -> None:
+def test_a_folder_of_each_node_is_good_enough_where_the_job_never_goes_back(jobs, tmp_path):
     program = tmp_path / "says.py"
     program.write_text("print('said')\n")
     job = jobs.slurm.sbatch(
@@ -526,9 +517,7 @@ def test_a_folder_of_each_node_is_good_enough_where_the_job_never_goes_back(
     assert len(list(jobs.slurm.folder.glob(f"disk-node*/slurm-{job}/task*.log"))) == 2
 
 
-def test_both_scripts_train_on_four_nodes(
-    jobs: Jobs, on_four_nodes: tuple[str, str], alone: Callable
-) -> None:
+def test_both_scripts_train_on_four_nodes(jobs, on_four_nodes, alone):
     """No node resolves another's name. Each node stages the dataset once, then deletes it."""
     torchrun, assignment = on_four_nodes
     images = ("--dataset", "folder", "--data-dir", jobs.folder / "images")
@@ -545,7 +534,7 @@ def test_both_scripts_train_on_four_nodes(
     assert list(jobs.slurm.folder.glob("disk-node*/slurm-*-data*")) == []
 
 
-def test_nothing_is_left_when_the_cluster_ends(tmp_path: Path) -> None:
+def test_nothing_is_left_when_the_cluster_ends(tmp_path):
     """Slurm's daemons, mounts, and a process that a job started in its own session are all gone."""
     word = f"{os.getpid()}.5"
     mounts = Path("/proc/self/mounts").read_text()

@@ -3,14 +3,9 @@
 The report then merges the runs.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from lab.compare.job_plan import how_to_run, plan_comparison, planned_runs
-from lab.compare.job_results import merge_results
+from lab.compare.jobs import how_to_run, merge_results, plan_comparison, planned_runs
 from lab.compare.results import read_results
 from lab.compare.settings import Settings
 from tests.helpers import ROOT, slurm_cluster
@@ -23,13 +18,13 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+def slurm(tmp_path_factory):
     with SlurmCluster(tmp_path_factory.mktemp("slurm"), nodes=2) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Plan two runs: no exchange on 1 node, all_reduce on 2."""
     settings = Settings(
         nodes=(1, 2),
@@ -46,11 +41,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )[0]
 
 
-def report(folder: Path) -> dict[str, Any]:
+def report(folder):
     return merge_results(folder, read_results(folder / "results.json"))
 
 
-def submit(slurm: SlurmCluster, *arguments: object) -> str:
+def submit(slurm, *arguments):
     """Submit the script with these sbatch options and script arguments; return the job number."""
     cut = [
         index for index, argument in enumerate(arguments) if not str(argument).startswith("--")
@@ -60,9 +55,7 @@ def submit(slurm: SlurmCluster, *arguments: object) -> str:
     )
 
 
-def test_what_cannot_run_says_so_once_and_the_report_names_it(
-    slurm: SlurmCluster, folder: Path
-) -> None:
+def test_what_cannot_run_says_so_once_and_the_report_names_it(slurm, folder):
     small, alone = (
         submit(slurm, "--nodes=1", "--array=1,7", folder),
         submit(slurm, "--nodes=1", folder),
@@ -87,9 +80,7 @@ def test_what_cannot_run_says_so_once_and_the_report_names_it(
     }
 
 
-def test_an_array_does_the_plan_and_again_what_is_missing(
-    slurm: SlurmCluster, folder: Path
-) -> None:
+def test_an_array_does_the_plan_and_again_what_is_missing(slurm, folder):
     line = how_to_run(planned_runs(folder, read_results(folder / "results.json"))).split()
     assert line[1:3] == ["--nodes=2", "--array=0-1%1"]
     array = submit(slurm, *line[1:3], folder)

@@ -6,8 +6,6 @@ otherwise.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +15,7 @@ from tests.helpers.stage import NODES, Stage
 
 
 @pytest.fixture(scope="session")
-def cluster(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cluster]:
+def cluster(request, tmp_path_factory):
     """Start one cluster for all tests, since a start imports torch and matplotlib."""
     refused = tools.namespaces_refused()
     where = f"on loopback ({refused})" if refused else f"on an emulated cluster of {NODES} nodes"
@@ -35,7 +31,7 @@ def cluster(
 
 
 @pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+def images(tmp_path_factory):
     """Return the flags for 24 images of two classes."""
     return [
         "--dataset",
@@ -46,7 +42,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
 
 
 @pytest.fixture
-def stage(cluster: Cluster, images: list[object], tmp_path: Path) -> Iterator[Stage]:
+def stage(cluster, images, tmp_path):
     """Prepare one test's runs, and kill whatever still runs afterwards."""
     stage = Stage(cluster, images, tmp_path)
     yield stage
@@ -54,23 +50,21 @@ def stage(cluster: Cluster, images: list[object], tmp_path: Path) -> Iterator[St
 
 
 @pytest.fixture
-def links(cluster: Cluster) -> None:
+def links(cluster):
     """Skip the test if the nodes have no links to cut."""
     if cluster.loopback:
         pytest.skip(f"nodes have no links here: {tools.namespaces_refused()}")
 
 
 @pytest.fixture(scope="session")
-def undisturbed(
-    cluster: Cluster, images: list[object], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
+def undisturbed(cluster, images, tmp_path_factory):
     """Return a function that trains a strategy undisturbed and gives the run's folder.
 
     Each strategy is trained once, at the first call.
     """
 
     @functools.cache
-    def trained(way: str) -> Path:
+    def trained(way):
         return Stage(cluster, images, tmp_path_factory.mktemp("undisturbed")).finish(way)
 
     return trained

@@ -21,7 +21,7 @@ import psutil
 
 from common.checkpoint import checkpoints_by_age, load_checkpoint
 from common.utils.hashing import digest
-from tests.helpers import ROOT, Ended, Started, free_port, user_environment, wait_until
+from tests.helpers import ROOT, Started, free_port, user_environment, wait_until
 from tests.helpers.stage import (
     GRACE,
     HURT,
@@ -69,13 +69,13 @@ class Fault:
     victim: int = 0
     way: str = "all_reduce"
 
-    def __str__(self) -> str:
+    def __str__(self):
         which = f"rank{self.victim}of{self.ranks}" if self.ranks > 1 else "alone"
         way = "" if self.way == "all_reduce" else f"-{self.way}"
         return f"{self.action}-{self.phase}-{which}{way}".replace(" ", "-")
 
     @property
-    def moment(self) -> str:
+    def moment(self):
         """The moment of hurt.py; a rank that writes no checkpoint waits for the one that does."""
         return "waiting" if self.phase == "checkpoint" and self.victim else MOMENTS[self.phase]
 
@@ -105,21 +105,21 @@ class Run:
     disk: Path | None = None
 
     @property
-    def victim(self) -> Started:
+    def victim(self):
         """The process that is hit."""
         return self.processes[self.fault.victim]
 
     @property
-    def output(self) -> Path:
+    def output(self):
         """The run's folder."""
         part = "PartOne-none" if self.fault.ranks == 1 else f"{self._part}-{self.fault.way}"
         return self.folder / "out" / part / "run"
 
     @property
-    def _part(self) -> str:
+    def _part(self):
         return "PartOne" if self.fault.ranks == 1 else WAYS[self.fault.way]
 
-    def start(self, *flags: object, held: bool = False, timeout: float = PATIENT) -> None:
+    def start(self, *flags, held=False, timeout=PATIENT):
         """Start all ranks; with ``held`` the victim waits in the fault's phase."""
         fault, port = self.fault, free_port()
         hurt = (fault.victim, fault.moment, "hold") if held else (NOBODY, "", "")
@@ -152,19 +152,19 @@ class Run:
                 Started(words, cwd=self.folder, env=environment, forked=not on_small_disk)
             )
 
-    def let_go(self) -> None:
+    def let_go(self):
         """Let the victim continue."""
         (self.folder / "go").touch()
         (self.folder / "go again").touch()
 
-    def end(self) -> list[Ended]:
+    def end(self):
         """Wait for all ranks, and check that no process of the run is left."""
         ends = [one.end(timeout_seconds=PATIENT + GRACE) for one in self.processes]
         wait_until(lambda: _processes_in(self.folder) == [], "the end of all processes")
         return ends
 
 
-def train(folder: Path, images: Path, fault: Fault) -> Path:
+def train(folder, images, fault):
     """Train undisturbed as the fault's run would, and return the run's folder."""
     run = Run(folder, images, fault)
     run.start()
@@ -173,7 +173,7 @@ def train(folder: Path, images: Path, fault: Fault) -> Path:
     return run.output
 
 
-def run_trial(fault: Fault, promise: Promise, folder: Path, images: Path, reference: Path) -> None:
+def run_trial(fault, promise, folder, images, reference):
     """Start a run, strike, and check the promise; resume it, and compare it with ``reference``."""
     run = Run(folder, images, fault)
     waits = fault.action == "stop" or fault.phase in ("start", "meeting")
@@ -210,7 +210,7 @@ def run_trial(fault: Fault, promise: Promise, folder: Path, images: Path, refere
     assert_equal_runs(run.output, reference, averaged_within_epoch=averaged)
 
 
-def _check_files(run: Run, promise: Promise, reference: Path, *, status: int) -> None:
+def _check_files(run, promise, reference, *, status):
     """Check that whatever has a final name is whole, and that no result is there too early.
 
     status : of rank 0, which writes.
@@ -229,7 +229,7 @@ def _check_files(run: Run, promise: Promise, reference: Path, *, status: int) ->
         assert hidden_files(run.folder / "out") == []
 
 
-def _processes_in(folder: Path) -> list[psutil.Process]:
+def _processes_in(folder):
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # ended meanwhile, or another user's
@@ -241,21 +241,21 @@ def _processes_in(folder: Path) -> list[psutil.Process]:
 # --- the actions ---
 
 
-def _kill(run: Run) -> None:
+def _kill(run):
     run.victim.send(signal.SIGKILL)
 
 
-def _terminate(run: Run) -> None:
+def _terminate(run):
     run.victim.send(signal.SIGTERM)
     _wait_until_delivered(run.victim)
 
 
-def _interrupt(run: Run) -> None:
+def _interrupt(run):
     run.victim.send(signal.SIGINT)
     _wait_until_delivered(run.victim)
 
 
-def _interrupt_twice(run: Run) -> None:
+def _interrupt_twice(run):
     """Interrupt, and once more while the rank cleans up."""
     run.victim.send(signal.SIGINT)
     wait_until(
@@ -266,7 +266,7 @@ def _interrupt_twice(run: Run) -> None:
     _wait_until_delivered(run.victim)
 
 
-def _stop(run: Run) -> None:
+def _stop(run):
     """Stop the victim until the other rank has given up."""
     run.victim.send(signal.SIGSTOP)
     others = [one for one in run.processes if one is not run.victim]
@@ -278,14 +278,14 @@ def _stop(run: Run) -> None:
     run.victim.send(signal.SIGCONT)
 
 
-def _pause(run: Run) -> None:
+def _pause(run):
     run.victim.send(signal.SIGSTOP)
     run.let_go()
     time.sleep(PAUSE_SECONDS)  # less than the timeout
     run.victim.send(signal.SIGCONT)
 
 
-def _fill_disk(run: Run) -> None:
+def _fill_disk(run):
     """Fill the victim's disk, and keep it open: it vanishes with the last process that uses it."""
     disk = os.open(f"/proc/{run.victim.process.pid}/root{run.folder}/out", os.O_DIRECTORY)
     run.disk = Path(f"/proc/self/fd/{disk}")
@@ -294,7 +294,7 @@ def _fill_disk(run: Run) -> None:
             filler.write(bytes(4096))
 
 
-def _limit_files(run: Run) -> None:
+def _limit_files(run):
     limit = (SMALL_FILE, SMALL_FILE)
     resource.prlimit(run.victim.process.pid, resource.RLIMIT_FSIZE, limit)
 
@@ -311,10 +311,10 @@ ACTIONS: dict[str, Callable[[Run], None]] = {
 }
 
 
-def _wait_until_delivered(one: Started) -> None:
+def _wait_until_delivered(one):
     """Wait until the process has taken every signal sent to it, or has ended."""
 
-    def pending() -> int:
+    def pending():
         try:
             status = Path(f"/proc/{one.process.pid}/status").read_text()
         except OSError:

@@ -1,7 +1,6 @@
 """Missing, altered, differing or unreadable data: all ranks stop and name the cause."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,15 +14,13 @@ from tests.helpers.stage import (
     NODES,
     QUICK,
     TIMEOUT,
-    Ended,
-    Stage,
     assert_no_result,
     assert_told,
 )
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_a_rank_whose_data_raises_is_named_with_the_cause_by_all(stage: Stage, victim: int) -> None:
+def test_a_rank_whose_data_raises_is_named_with_the_cause_by_all(stage, victim):
     stage.start("gather_scatter", hurt=(victim, "data", "raise"), timeout=TIMEOUT)
     ends = stage.end()
     assert ends[victim].status == 1, ends[victim]
@@ -42,10 +39,10 @@ def test_a_rank_whose_data_raises_is_named_with_the_cause_by_all(stage: Stage, v
     assert_no_result(stage.run("gather_scatter"))
 
 
-def test_images_removed_or_altered_between_runs_are_noticed(stage: Stage) -> None:
+def test_images_removed_or_altered_between_runs_are_noticed(stage):
     """One changed image is enough: resuming would continue neither the old nor a new training."""
 
-    def run(*flags: object) -> Ended:
+    def run(*flags):
         stage.start("all_reduce", "--data-dir", data, *flags, size=1, nodes=[0])
         return stage.end()[0]
 
@@ -69,7 +66,7 @@ def test_images_removed_or_altered_between_runs_are_noticed(stage: Stage) -> Non
     assert (stage.run() / "summary.json").exists()
 
 
-def test_a_dataset_missing_on_one_node_is_told_on_all(tmp_path: Path) -> None:
+def test_a_dataset_missing_on_one_node_is_told_on_all(tmp_path):
     make_image_folder(tmp_path / "data")
     port = free_port()
     ranks = [
@@ -101,7 +98,7 @@ def test_a_dataset_missing_on_one_node_is_told_on_all(tmp_path: Path) -> None:
     )
 
 
-def test_other_images_on_one_node_are_noticed(tmp_path: Path) -> None:
+def test_other_images_on_one_node_are_noticed(tmp_path):
     make_image_folder(tmp_path / "one", seed=1)
     make_image_folder(tmp_path / "two", seed=2)
     port = free_port()
@@ -131,7 +128,7 @@ def test_other_images_on_one_node_are_noticed(tmp_path: Path) -> None:
         assert_told(rank.end(), r"the ranks differ in their dataset\. contents")
 
 
-def test_a_diverging_run_stops_with_advice(tmp_path: Path) -> None:
+def test_a_diverging_run_stops_with_advice(tmp_path):
     for ended in run_part(
         "PartThree",
         *QUICK,
@@ -150,13 +147,13 @@ def test_a_diverging_run_stops_with_advice(tmp_path: Path) -> None:
 class Poisoned:
     """Batches for one rank; in epoch 2, rank 1's second batch contains an infinite value."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank):
         self.rank, self.epoch, self.sampler = rank, 1, self
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 4
 
     def __iter__(self):
@@ -168,7 +165,7 @@ class Poisoned:
             yield inputs, torch.randint(0, 2, (6,), generator=generator)
 
 
-def train_poisoned(rank: int, folder: str, flags: tuple[bool, str]) -> str:
+def train_poisoned(rank, folder, flags):
     model, criterion, optimizer = prepare_model_for_training(
         nn.Linear(4, 2), "cpu", 0.1, 0.9, 0.0, False, distribute_flag=flags[0]
     )
@@ -195,9 +192,7 @@ def train_poisoned(rank: int, folder: str, flags: tuple[bool, str]) -> str:
     [(False, "PartOne"), (False, "PartTwo"), (True, "")],
     ids=["gather", "all_reduce", "ddp"],
 )
-def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_says_where(
-    tmp_path: Path, flags: tuple[bool, str]
-) -> None:
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_says_where(tmp_path, flags):
     for message in run_ranks(2, train_poisoned, str(tmp_path), flags):
         assert re.search(
             r"not finite in epoch 2, step 6: loss (inf|nan) on rank 1\. All ranks stop", message
@@ -208,11 +203,11 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_says_where(
 
 
 class Uneven(Poisoned):
-    def __len__(self) -> int:
+    def __len__(self):
         return 4 + self.rank
 
 
-def train_uneven(rank: int, folder: str) -> None:
+def train_uneven(rank, folder):
     model, criterion, optimizer = prepare_model_for_training(
         nn.Linear(4, 2), "cpu", 0.1, 0.9, 0.0, False
     )
@@ -231,7 +226,7 @@ def train_uneven(rank: int, folder: str) -> None:
     )
 
 
-def test_loaders_of_other_lengths_are_an_error_not_a_hang(tmp_path: Path) -> None:
+def test_loaders_of_other_lengths_are_an_error_not_a_hang(tmp_path):
     with pytest.raises(
         RankError, match=r"number of batches in train_loader: 4 on rank 0, 5 on rank 1"
     ):

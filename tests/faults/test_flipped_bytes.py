@@ -29,7 +29,7 @@ SEEDS = {"slow": range(3), "long": range(3, 40)}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """Train two epochs on two ranks, and return the folder above data/ and out/."""
     folder = tmp_path_factory.mktemp("trained")
     flags = [*FLAGS, "--data-dir", make_image_folder(folder / "data"), "--epochs", 2]
@@ -39,7 +39,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def flip_bytes(path: Path, seed: int) -> None:
+def flip_bytes(path, seed):
     """Change one to eight random bytes of a file."""
     chance, content = random.Random(seed), bytearray(path.read_bytes())
     for _ in range(chance.randint(1, 8)):
@@ -55,9 +55,7 @@ SEED = [
 
 
 @pytest.mark.parametrize("seed", SEED)
-def test_report_on_flipped_bytes(
-    trained: Path, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_on_flipped_bytes(trained, tmp_path, seed, capsys):
     for name in READ_BY_REPORT:
         run = tmp_path / name / "run"
         shutil.copytree(trained / "out" / "PartTwo-all_reduce" / "run", run)
@@ -72,7 +70,7 @@ def test_report_on_flipped_bytes(
 
 
 @pytest.mark.parametrize("seed", SEED)
-def test_resuming_on_flipped_bytes(trained: Path, tmp_path: Path, seed: int) -> None:
+def test_resuming_on_flipped_bytes(trained, tmp_path, seed):
     for name in READ_BY_RESUME:
         folder = tmp_path / Path(name).name
         shutil.copytree(trained, folder)

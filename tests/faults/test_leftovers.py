@@ -1,7 +1,6 @@
 """Many clusters leave no process, namespace, interface or mount behind."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -11,7 +10,7 @@ from lab.cluster import Cluster
 from tests.helpers import wait_until
 
 
-def processes(matches: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+def processes(matches):
     """Return all matching processes except this one."""
     found = []
     for process in psutil.process_iter():
@@ -23,7 +22,7 @@ def processes(matches: Callable[[psutil.Process], bool]) -> list[psutil.Process]
     return found
 
 
-def machine() -> dict[str, object]:
+def machine():
     """Return the state that a cluster could leave changed.
 
     That is network interfaces, mounts and named network namespaces.
@@ -36,7 +35,7 @@ def machine() -> dict[str, object]:
     }
 
 
-def namespaces(*, with_environment: str) -> set[str]:
+def namespaces(*, with_environment):
     """Return the network and mount namespaces of processes with this environment variable."""
     return {
         os.readlink(f"/proc/{process.pid}/ns/{kind}")
@@ -47,9 +46,7 @@ def namespaces(*, with_environment: str) -> set[str]:
 
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize("turns", [4, pytest.param(20, marks=pytest.mark.slow)])
-def test_clusters_in_a_row_leave_no_process_namespace_or_interface(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: int
-) -> None:
+def test_clusters_in_a_row_leave_no_process_namespace_or_interface(tmp_path, monkeypatch, turns):
     """Half the clusters are closed; the others' namespace-holding process gets SIGKILL."""
     monkeypatch.setenv("FAULTS_OF", str(tmp_path))
     before = machine()

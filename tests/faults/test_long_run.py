@@ -27,7 +27,7 @@ class Usage:
     memory_kib: int
 
 
-def usage_of(pid: int) -> Usage:
+def usage_of(pid):
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     status = dict(line.split(":", 1) for line in lines)
     looks = []
@@ -41,7 +41,7 @@ def usage_of(pid: int) -> Usage:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_long_run_holds_what_it_held_at_its_start(tmp_path: Path, ranks: int) -> None:
+def test_a_long_run_holds_what_it_held_at_its_start(tmp_path, ranks):
     steps, window = 2000, 500
     flags = [*TINY, "--dataset", "digits", "--batch-size", 24, "--max-steps", steps]
     flags += ["--log-every", 50, "--output-dir", tmp_path]

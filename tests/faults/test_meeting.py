@@ -3,7 +3,6 @@
 import shutil
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,12 +15,10 @@ from tests.helpers import (
     start_ranks,
     user_environment,
 )
-from tests.helpers.stage import PACED, QUICK, Stage, assert_told, set_pace
+from tests.helpers.stage import PACED, QUICK, assert_told, set_pace
 
 
-def start_rank(
-    rank: int, size: int, port: int, *arguments: object, cwd: Path, part: str = "PartTwo"
-) -> Started:
+def start_rank(rank, size, port, *arguments, cwd, part="PartTwo"):
     return start_part(
         part,
         *QUICK,
@@ -40,7 +37,7 @@ def start_rank(
     )
 
 
-def test_a_rank_that_never_comes_is_named_by_all_that_came(tmp_path: Path) -> None:
+def test_a_rank_that_never_comes_is_named_by_all_that_came(tmp_path):
     port = free_port()
     ranks = [
         start_rank(rank, 4, port, "--timeout", 5, "--output-dir", tmp_path, cwd=tmp_path)
@@ -53,7 +50,7 @@ def test_a_rank_that_never_comes_is_named_by_all_that_came(tmp_path: Path) -> No
         )
 
 
-def test_a_rank_started_twice_is_told_to_all(tmp_path: Path) -> None:
+def test_a_rank_started_twice_is_told_to_all(tmp_path):
     port = free_port()
     ranks = [
         start_rank(rank, 3, port, "--timeout", 40, "--output-dir", tmp_path, cwd=tmp_path)
@@ -67,7 +64,7 @@ def test_a_rank_started_twice_is_told_to_all(tmp_path: Path) -> None:
         assert ended.seconds < 35, "they waited for the timeout"
 
 
-def test_other_number_of_nodes(tmp_path: Path) -> None:
+def test_other_number_of_nodes(tmp_path):
     port = free_port()
     ranks = [
         start_rank(0, 2, port, "--timeout", 40, cwd=tmp_path),
@@ -77,7 +74,7 @@ def test_other_number_of_nodes(tmp_path: Path) -> None:
         assert_told(rank.end(), r"rank 1 was started with --num-nodes 3, but rank 0 with 2")
 
 
-def test_settings_that_differ_are_named_with_both_values(tmp_path: Path) -> None:
+def test_settings_that_differ_are_named_with_both_values(tmp_path):
     port = free_port()
     ranks = [
         start_rank(rank, 2, port, "--lr", rate, "--output-dir", tmp_path, cwd=tmp_path)
@@ -91,7 +88,7 @@ def test_settings_that_differ_are_named_with_both_values(tmp_path: Path) -> None
         )
 
 
-def test_a_taken_port_says_which_one_to_use(tmp_path: Path) -> None:
+def test_a_taken_port_says_which_one_to_use(tmp_path):
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -102,7 +99,7 @@ def test_a_taken_port_says_which_one_to_use(tmp_path: Path) -> None:
     )
 
 
-def test_an_unreachable_master_says_why(tmp_path: Path) -> None:
+def test_an_unreachable_master_says_why(tmp_path):
     port = free_port()
     alone = start_rank(1, 2, port, "--timeout", 2, cwd=tmp_path)
     named = start_part(
@@ -125,7 +122,7 @@ def test_an_unreachable_master_says_why(tmp_path: Path) -> None:
     assert_told(named.end(), r"--master-ip no-such-host\.invalid is not an address")
 
 
-def test_other_code_on_one_node_is_named_with_the_file(stage: Stage) -> None:
+def test_other_code_on_one_node_is_named_with_the_file(stage):
     """Ranks whose code differs are refused, even if settings, parameters and messages agree.
 
     One changed line would otherwise silently change the mean gradient.
@@ -149,7 +146,7 @@ def test_other_code_on_one_node_is_named_with_the_file(stage: Stage) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_cluster_on_one_port_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+def test_a_second_cluster_on_one_port_is_refused_and_the_first_goes_on(tmp_path):
     port, length = free_port(), ("--max-steps", 40, "--timeout", 30)
     flags = [
         *PACED,

@@ -25,9 +25,7 @@ Reference = Callable[[str], Path]
 
 
 @pytest.mark.usefixtures("links")
-def test_a_link_cut_and_restored_within_the_timeout_costs_time_alone(
-    stage: Stage, undisturbed: Reference
-) -> None:
+def test_a_link_cut_and_restored_within_the_timeout_costs_time_alone(stage, undisturbed):
     stage.start(hurt=(1, "forward", "hold"))
     stage.wait_for("held now", node=1)
     stage.cluster.fault(1, "cut")
@@ -42,7 +40,7 @@ def test_a_link_cut_and_restored_within_the_timeout_costs_time_alone(
 @pytest.mark.slow
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_link_cut_for_good_ends_all_within_the_timeout(stage: Stage, victim: int) -> None:
+def test_a_link_cut_for_good_ends_all_within_the_timeout(stage, victim):
     stage.start("gather_scatter", hurt=(victim, "forward", "hold"), timeout=TIMEOUT)
     stage.wait_for("held now", node=victim)
     stage.cluster.fault(victim, "cut")
@@ -58,9 +56,7 @@ def test_a_link_cut_for_good_ends_all_within_the_timeout(stage: Stage, victim: i
 @pytest.mark.slow
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize("moment", ["meeting", "loading"])
-def test_a_link_cut_before_the_training_ends_all_within_the_timeout(
-    stage: Stage, moment: str
-) -> None:
+def test_a_link_cut_before_the_training_ends_all_within_the_timeout(stage, moment):
     """The link breaks while the ranks join, or while they load the dataset.
 
     Loading may take long, but a rank must still answer.
@@ -86,9 +82,7 @@ def test_a_link_cut_before_the_training_ends_all_within_the_timeout(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("links")
-def test_a_link_at_a_tenth_of_its_rate_gives_the_same_result(
-    images: list[object], tmp_path: Path, undisturbed: Reference
-) -> None:
+def test_a_link_at_a_tenth_of_its_rate_gives_the_same_result(images, tmp_path, undisturbed):
     with Cluster(NODES, rate="1gbit", logs=tmp_path) as cluster:
         stage = Stage(cluster, images, tmp_path)
         stage.start(hurt=(2, "forward", "hold"))
@@ -103,9 +97,7 @@ def test_a_link_at_a_tenth_of_its_rate_gives_the_same_result(
 
 
 @pytest.mark.slow
-def test_a_node_that_comes_late_but_in_time_takes_part(
-    stage: Stage, undisturbed: Reference
-) -> None:
+def test_a_node_that_comes_late_but_in_time_takes_part(stage, undisturbed):
     stage.start(nodes=[0, 1])
     time.sleep(8)  # late
     stage.start(nodes=[2], port=stage.port)
@@ -114,7 +106,7 @@ def test_a_node_that_comes_late_but_in_time_takes_part(
 
 
 @pytest.mark.slow
-def test_a_node_that_comes_too_late_is_named_and_told(stage: Stage) -> None:
+def test_a_node_that_comes_too_late_is_named_and_told(stage):
     stage.start(nodes=[0, 1], timeout=6)
     ends = stage.end(6 + GRACE)
     for ended in ends.values():

@@ -6,7 +6,6 @@ Weights, metrics.jsonl and epochs.jsonl are then those of the undisturbed run, t
 import random
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -20,13 +19,13 @@ MOST_KILLS = 5
 """In one series; its last run is left alone."""
 
 
-def start(run: Run) -> float:
+def start(run):
     """Start or resume the run, and return the time."""
     run.start(*FLAGS, "--resume", "auto", timeout=TIMEOUT)
     return time.monotonic()
 
 
-def finish(run: Run) -> float:
+def finish(run):
     """Let the run come to its end, and return how many seconds it took."""
     began = start(run)
     for ended in run.end():
@@ -34,7 +33,7 @@ def finish(run: Run) -> float:
     return time.monotonic() - began
 
 
-def kill_until_done(run: Run, chance: random.Random, *, seconds: float, most: int) -> int:
+def kill_until_done(run, chance, *, seconds, most):
     """Kill a random rank at a random moment of each of the runs; return the number of kills."""
     kills = 0
     while kills < most:
@@ -59,9 +58,7 @@ def kill_until_done(run: Run, chance: random.Random, *, seconds: float, most: in
         pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
     ],
 )
-def test_kills_at_random_moments_lose_nothing(
-    kills: int, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_kills_at_random_moments_lose_nothing(kills, tmp_path, request):
     seed = random.randrange(2**32)
     print(f"seed {seed}")  # shown if the test fails
     chance, images = random.Random(seed), make_image_folder(tmp_path / "images")

@@ -3,7 +3,6 @@
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ MANY = 100_000
 """A number of steps or epochs that no test reaches."""
 
 
-def test_interrupt_ends_all_and_keeps_what_is_done(tmp_path: Path) -> None:
+def test_interrupt_ends_all_and_keeps_what_is_done(tmp_path):
     make_image_folder(tmp_path / "data")
     ranks = start_ranks(
         "PartTwo",
@@ -51,7 +50,7 @@ def test_interrupt_ends_all_and_keeps_what_is_done(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_interrupt_of_one_rank_that_waits_for_the_other(tmp_path: Path) -> None:
+def test_interrupt_of_one_rank_that_waits_for_the_other(tmp_path):
     """A rank blocked in a collective cannot handle a signal, but must still end."""
     ranks = start_ranks(
         "PartTwo",
@@ -79,7 +78,7 @@ def test_interrupt_of_one_rank_that_waits_for_the_other(tmp_path: Path) -> None:
     )
 
 
-def test_interrupt_while_the_report_is_written(tmp_path: Path) -> None:
+def test_interrupt_while_the_report_is_written(tmp_path):
     """The signal comes within a callback that would drop the exception; the folder is free."""
     hurt = [sys.executable, ROOT / "tests" / "helpers" / "hurt.py", 0, "end", "swallow"]
     part = [ROOT / "PartOne" / "main.py", *QUICK, "--max-steps", 2, "--output-dir", tmp_path]

@@ -1,16 +1,13 @@
 """A rank stands still for longer than the timeout: every other rank names it, and where it is."""
 
 import re
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lab.cluster import Cluster, tools
 from tests.helpers.hurt import STEPS_AN_EPOCH
-from tests.helpers.stage import EPOCHS, GRACE, TIMEOUT, Ended, Stage, assert_no_result, assert_told
+from tests.helpers.stage import EPOCHS, GRACE, TIMEOUT, Stage, assert_no_result, assert_told
 
 LAST = EPOCHS * STEPS_AN_EPOCH
 PLACES = {
@@ -25,7 +22,7 @@ in_long = partial(pytest.param, marks=pytest.mark.long)
 
 
 @pytest.fixture(scope="module")
-def four_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def four_nodes(tmp_path_factory):
     """Start a cluster of four nodes."""
     refused = tools.namespaces_refused()
     with Cluster(4, logs=tmp_path_factory.mktemp("nodes"), loopback=refused is not None) as nodes:
@@ -33,14 +30,14 @@ def four_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def stage_of_four(four_nodes: Cluster, images: list[object], tmp_path: Path) -> Iterator[Stage]:
+def stage_of_four(four_nodes, images, tmp_path):
     """Prepare one test's runs on four nodes, and kill whatever still runs afterwards."""
     stage = Stage(four_nodes, images, tmp_path)
     yield stage
     stage.kill_all()
 
 
-def survivors(stage: Stage, size: int, hurt: tuple[int, str, str]) -> list[Ended]:
+def survivors(stage, size, hurt):
     """Run until all ranks but the hurt one have ended; kill that one, and return the others."""
     victim = hurt[0]
     stage.start(nodes=range(size), size=size, hurt=hurt, timeout=TIMEOUT)
@@ -52,7 +49,7 @@ def survivors(stage: Stage, size: int, hurt: tuple[int, str, str]) -> list[Ended
     return [ended for rank, ended in ends.items() if rank != victim]
 
 
-def marked(place: str, size: int, victim: int) -> Any:
+def marked(place, size, victim):
     """Return the case with its mark: ``make test-slow`` stops another rank in each place."""
     if (place, victim) == ("training", 1):
         return place, size, victim
@@ -64,9 +61,7 @@ def marked(place: str, size: int, victim: int) -> Any:
     ("place", "size", "victim"),
     [marked(place, *which) for place in PLACES for which in ((2, 0), (2, 1), (4, 2))],
 )
-def test_a_stopped_rank_is_named_with_its_step(
-    request: pytest.FixtureRequest, place: str, size: int, victim: int
-) -> None:
+def test_a_stopped_rank_is_named_with_its_step(request, place, size, victim):
     stage: Stage = request.getfixturevalue("stage_of_four" if size == 4 else "stage")
     moment, step, waiting = PLACES[place]
     if place == "checkpoint" and victim > 0:
@@ -86,7 +81,7 @@ def test_a_stopped_rank_is_named_with_its_step(
 
 
 @pytest.mark.parametrize("victim", [in_slow(0), in_long(1)])
-def test_a_rank_stopped_while_it_reads_the_dataset_is_named(stage: Stage, victim: int) -> None:
+def test_a_rank_stopped_while_it_reads_the_dataset_is_named(stage, victim):
     """The others exchange a message a second until all have read it."""
     stage.start(nodes=[0, 1], size=2, hurt=(victim, "loading", "stop"), timeout=TIMEOUT)
     stage.wait_for(f"error (rank {1 - victim})", node=1 - victim, limit=90 + TIMEOUT + GRACE)
@@ -110,9 +105,7 @@ def test_a_rank_stopped_while_it_reads_the_dataset_is_named(stage: Stage, victim
         in_long(2, "evaluation", "the evaluation at step 4"),
     ],
 )
-def test_a_rank_that_lives_but_is_busy_elsewhere_is_named(
-    stage: Stage, victim: int, moment: str, place: str
-) -> None:
+def test_a_rank_that_lives_but_is_busy_elsewhere_is_named(stage, victim, moment, place):
     """As in a debugger, or on a slow disk: the rank lives, but does not come."""
     for ended in survivors(stage, 3, (victim, moment, "sleep")):
         assert_told(
@@ -123,7 +116,7 @@ def test_a_rank_that_lives_but_is_busy_elsewhere_is_named(
 
 
 @pytest.mark.parametrize("victim", [in_slow(2), in_long(0)])
-def test_a_collective_that_one_rank_alone_calls_is_named(stage: Stage, victim: int) -> None:
+def test_a_collective_that_one_rank_alone_calls_is_named(stage, victim):
     stage.start(nodes=range(3), size=3, hurt=(victim, "epoch", "detour"), timeout=TIMEOUT)
     for ended in stage.end().values():
         assert_told(
@@ -135,7 +128,7 @@ def test_a_collective_that_one_rank_alone_calls_is_named(stage: Stage, victim: i
 
 
 @pytest.mark.parametrize("victim", [in_slow(0), in_long(1)])
-def test_a_rank_that_wakes_too_late_names_itself(stage: Stage, victim: int) -> None:
+def test_a_rank_that_wakes_too_late_names_itself(stage, victim):
     stage.start(nodes=[0, 1], size=2, hurt=(victim, "forward", "stop"), timeout=TIMEOUT)
     stage.wait_for(f"error (rank {1 - victim})", node=1 - victim, limit=90 + TIMEOUT + GRACE)
     stage.cluster.fault(victim, "restore")

@@ -16,14 +16,14 @@ from common.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoin
 from common.utils.atomic_files import remove_unfinished, write_atomically
 from common.utils.hashing import digest
 from tests.helpers import ROOT, run_part
-from tests.helpers.stage import QUICK, Stage, assert_equal_runs, assert_told
+from tests.helpers.stage import QUICK, assert_equal_runs, assert_told
 
 PLACES = 100
 LAST_RECORD_BYTES = 22  # a zip file's end record, which repeats numbers from its table of contents
 Reference = Callable[[str], Path]
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
     for ended in run_part(
         "PartTwo", *QUICK, "--output-dir", tmp_path / "file" / "reports", cwd=tmp_path, ranks=2
@@ -31,7 +31,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         assert_told(ended, r"file/reports.* \(Not a directory\): give another --output-dir")
 
 
-def test_a_checkpoint_cut_at_100_random_places_is_never_trusted(tmp_path: Path) -> None:
+def test_a_checkpoint_cut_at_100_random_places_is_never_trusted(tmp_path):
     """A checkpoint that is truncated or zeroed from a random byte on is never loaded.
 
     A crash leaves zeros if the last blocks were never written. Zeros only in the archive's last
@@ -76,17 +76,15 @@ def test_a_checkpoint_cut_at_100_random_places_is_never_trusted(tmp_path: Path) 
 class Hostile:
     """An object that runs a command when unpickled; the command creates a file."""
 
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, mark):
         self.mark = mark
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self):
         return os.system, (f"touch {self.mark}",)
 
 
 @pytest.mark.slow
-def test_a_run_passes_over_a_hostile_and_a_cut_checkpoint(
-    stage: Stage, undisturbed: Reference
-) -> None:
+def test_a_run_passes_over_a_hostile_and_a_cut_checkpoint(stage, undisturbed):
     run, mark = stage.run(), stage.folder / "mark"
     shutil.copytree(undisturbed("all_reduce"), run)
     for result in ("summary.json", "report.json", "report.txt"):
@@ -123,9 +121,9 @@ sys.stdin.read()
 
 
 def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(
-    tmp_path: Path,
-) -> None:
-    def start(name: str) -> subprocess.Popen:
+    tmp_path,
+):
+    def start(name):
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITE_HALF, tmp_path / name],
             stdin=subprocess.PIPE,

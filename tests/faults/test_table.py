@@ -8,7 +8,7 @@ from tests.helpers import ROOT
 PAGE = ROOT / "docs" / "reliability.md"
 
 
-def functions_in(path: Path) -> set[str]:
+def functions_in(path):
     """Return the file's test functions as pytest names them, relative to the tests folder."""
     return {
         f"{path.relative_to(ROOT / 'tests')}::{name}"
@@ -16,7 +16,7 @@ def functions_in(path: Path) -> set[str]:
     }
 
 
-def test_the_table_and_the_tests_are_the_same() -> None:
+def test_the_table_and_the_tests_are_the_same():
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|") and "::" in line]
     named = {name for row in rows for name in re.findall(r"`([\w/]+\.py::test_\w+)`", row)}
     here = {

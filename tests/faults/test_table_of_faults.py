@@ -8,9 +8,7 @@ import functools
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,7 +31,7 @@ FINE = (0, "")
 NOT_WRITTEN = r"could not be written \((No space left on device|File too large)\)"
 
 
-def promise(fault: Fault) -> Promise:
+def promise(fault):
     """Return what must hold after a fault: the table."""
     early = fault.phase in ("start", "meeting")
     kept = {"start": 0, "meeting": 0, "data": 0, "renamed": 2, "evaluation": 3, "end": 3}
@@ -66,7 +64,7 @@ def promise(fault: Fault) -> Promise:
     return Promise(*ends, kept=tuple(range(1, epochs + 1)))
 
 
-def is_possible(fault: Fault) -> bool:
+def is_possible(fault):
     """Return whether the phase and the fault exist: one rank meets nobody, rank 0 writes."""
     if fault.phase == "meeting" and fault.ranks == 1:
         return False
@@ -93,7 +91,7 @@ FAST = {
 SLOW = {"training", "checkpoint", "evaluation", "collective", "rename", "renamed"}
 
 
-def marked(number: int, fault: Fault) -> Any:
+def marked(number, fault):
     """Return the row with its mark: ``make test-slow`` runs an action in a phase in one place."""
     if str(fault) in FAST:
         return fault
@@ -106,27 +104,27 @@ def marked(number: int, fault: Fault) -> Any:
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(tmp_path_factory):
     return make_image_folder(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, images: Path) -> Callable[[Fault], Path]:
+def undisturbed(tmp_path_factory, images):
     """Return a function that trains a fault's run undisturbed, each kind once."""
 
     @functools.cache
-    def trained(ranks: int, way: str, phase: str) -> Path:
+    def trained(ranks, way, phase):
         fault = Fault("", phase, ranks, 0, way)
         return train(tmp_path_factory.mktemp("undisturbed"), images, fault)
 
-    def of(fault: Fault) -> Path:
+    def of(fault):
         return trained(fault.ranks, fault.way, "collective" if fault.phase == "collective" else "")
 
     return of
 
 
 @functools.cache
-def why_no_small_disk() -> str:
+def why_no_small_disk():
     """Return why this user cannot mount a disk in a namespace; "" if that works."""
     command = [*ON_SMALL_DISK, "true"]
     with tempfile.TemporaryDirectory() as folder:
@@ -136,9 +134,7 @@ def why_no_small_disk() -> str:
 
 
 @pytest.mark.parametrize("fault", [marked(*row) for row in enumerate(FAULTS)], ids=str)
-def test_a_fault_in_a_phase(
-    fault: Fault, tmp_path: Path, images: Path, undisturbed: Callable[[Fault], Path]
-) -> None:
+def test_a_fault_in_a_phase(fault, tmp_path, images, undisturbed):
     if fault.action == "full disk" and (reason := why_no_small_disk()):
         pytest.skip(f"no small disk can be mounted here: {reason}")
     run_trial(fault, promise(fault), tmp_path, images, undisturbed(fault))

@@ -11,16 +11,15 @@ import re
 import runpy
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lab.audit.command import AuditCommand
 from lab.audit.findings import run_checks
 from lab.audit.findings.finding import FAULT
-from lab.audit.recording import Recording, read_recording
+from lab.audit.isolation import LOOPBACK
 from lab.audit.result import verdict
-from lab.audit.runner import RunSettings, Start, StartedProcess, run_audit_size, start_process
+from lab.audit.runner import RunSettings, run_audit_size, start_process
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import ForkedProgram
 
@@ -59,28 +58,28 @@ class Case:
     together: bool = False
 
     @property
-    def script(self) -> str:
+    def script(self):
         """The whole script."""
         return f'"""{self.what}"""\n\n{self.body}'
 
     @property
-    def forked(self) -> bool:
+    def forked(self):
         """Whether its ranks can be forks: it starts no interpreters itself."""
         return self.command.words[0] == "python" and "mp.spawn" not in self.body
 
     @property
-    def quick_size(self) -> int:
+    def quick_size(self):
         """The one size for a quick test: the last, or the first where ranks are not forked."""
         return self.sizes[-1 if self.forked else 0]
 
 
-def read_cases() -> list[Case]:
+def read_cases():
     """Return all cases, by name.
 
     Raises ValueError for an unknown key and an edit that does not match once, KeyError for a base
     that is no case above, AssertionError for a name that is used twice.
     """
-    cases: dict[str, Case] = {}
+    cases = {}
     for path in sorted(FOLDER.glob("right_*.py")):
         _, docstring, body = path.read_text(encoding="utf-8").split('"""', 2)
         what, _, keys = docstring.partition("\n\n")
@@ -98,7 +97,7 @@ def read_cases() -> list[Case]:
     return [cases[name] for name in sorted(cases)]
 
 
-def apply_edit(case: Case) -> str:
+def apply_edit(case):
     """Return a case's body, which is its base's, with the edit.
 
     Raises ValueError if the old lines of one of its places do not stand in it exactly once.
@@ -117,12 +116,12 @@ def apply_edit(case: Case) -> str:
     return body
 
 
-def _read_keys(text: str) -> dict[str, str]:
+def _read_keys(text):
     """Return what is declared in ``key: value``, each on a line or before a semicolon."""
     return dict(re.findall(r"(\w+): *([^;\n]+)", text))
 
 
-def _with_keys(case: Case, declared: Mapping[str, str]) -> Case:
+def _with_keys(case, declared):
     """Return a case with what is declared about it. It keeps its base's command and flags."""
     if unknown := declared.keys() - _KEYS:
         raise ValueError(f"{case.name}: {', '.join(unknown)}: choose from {', '.join(_KEYS)}")
@@ -141,7 +140,7 @@ def _with_keys(case: Case, declared: Mapping[str, str]) -> Case:
     )
 
 
-def record_case(case: Case, size: int, folder: Path, *, start: Start | None = None) -> Recording:
+def record_case(case, size, folder, *, start=None):
     """Run a case under the probe and return what it recorded.
 
     Parameters
@@ -158,21 +157,16 @@ def record_case(case: Case, size: int, folder: Path, *, start: Start | None = No
     shutil.copy(FOLDER / "student.py", script.parent)
     words = tuple(str(script) if word == "{script}" else word for word in case.command.words)
     clocks, flags = "--clocks" in case.flags, case.flags
-    settings = RunSettings(steps=40 if clocks else 6, clocks=clocks, limit_seconds=60, cwd=cwd)
+    batch = int(flags[1]) if flags[:1] == ("--global-batch",) else None
+    settings = RunSettings(40 if clocks else 6, clocks, 60, cwd=cwd, global_batch=batch)
     start = start or (start_forked if case.forked else start_process)
     end = run_audit_size(AuditCommand(words), size, records, settings, start=start)
-    batch = int(flags[1]) if flags[:1] == ("--global-batch",) else None
-    recording = read_recording(
-        records, asked_size=size, global_batch=batch, clocks=clocks, hung=end.hung is not None
-    )
     output = "\n".join(end.output(process) for process in range(len(end.statuses)))
-    assert len(recording.ranks) == size, f"{case.script}\nnot all ranks ran: {end}\n{output}"
-    return recording
+    assert len(end.recording.ranks) == size, f"{case.script}\nnot all ranks ran: {end}\n{output}"
+    return end.recording
 
 
-def start_forked(
-    words: Sequence[str], environment: Mapping[str, str], cwd: Path, log: Path, plant: str = ""
-) -> StartedProcess:
+def start_forked(words, environment, cwd, log, plant=""):
     """Start a rank's script in a fork; see ``lab.audit.runner.Start``.
 
     plant : the mistake of lab/proofs/wrong.py that replaces this project's right code.
@@ -181,7 +175,28 @@ def start_forked(
     return ForkedProgram([sys.executable, __file__, plant, *words[1:]], cwd, environment, log, log)
 
 
-def mistakes(case: Case, recordings: Sequence[Recording]) -> list[str]:
+def run_script(
+    folder,
+    text,
+    *,
+    flags="{rank} {nodes}",
+    size=1,
+    start=start_forked,
+    network=LOOPBACK,
+    **settings,
+):
+    """Run main.py with this text in a folder, under the probe, and return how it ended.
+
+    settings : of ``RunSettings``.
+    """
+    (folder / "records").mkdir(parents=True, exist_ok=True)
+    (folder / "main.py").write_text(text, encoding="utf-8")
+    command = AuditCommand(("python", str(folder / "main.py"), *flags.split()))
+    given = RunSettings(**{"limit_seconds": 60, "cwd": folder} | settings)
+    return run_audit_size(command, size, folder / "records", given, start=start, network=network)
+
+
+def mistakes(case, recordings):
     """Return what the audit says wrongly about a case, and print its script; empty if right."""
     findings, _, unknown = run_checks(recordings)
     faults = {one.name for one in findings if one.entry.severity == FAULT}

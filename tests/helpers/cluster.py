@@ -8,7 +8,6 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +31,7 @@ class Lab:
     folder: Path
     started: list[subprocess.Popen] = field(default_factory=list)
 
-    def start(self, *arguments: str) -> subprocess.Popen:
+    def start(self, *arguments):
         """Start ``lab cluster`` with these arguments and return at once."""
         process = subprocess.Popen(
             [sys.executable, "-m", "lab", "cluster", *arguments],
@@ -46,19 +45,19 @@ class Lab:
         self.started.append(process)
         return process
 
-    def run(self, *arguments: str) -> tuple[int, str]:
+    def run(self, *arguments):
         """Run ``lab cluster`` with these arguments; return its exit status and output."""
         process = self.start(*arguments)
         output, _ = process.communicate(timeout=LONG)
         return process.returncode, output
 
     @property
-    def temporary(self) -> Path:
+    def temporary(self):
         """The folder that receives temporary files."""
         return self.folder / "temporary"
 
 
-def with_word(word: str) -> list[int]:
+def with_word(word):
     """Return the machine's processes with ``word`` in the command or as a variable's value."""
     found = []
     for process in psutil.process_iter():
@@ -70,7 +69,7 @@ def with_word(word: str) -> list[int]:
     return found
 
 
-def networks(pids: list[int]) -> set[str]:
+def networks(pids):
     """Return the network namespaces of these processes."""
     found = set()
     for pid in pids:
@@ -80,7 +79,7 @@ def networks(pids: list[int]) -> set[str]:
 
 
 @contextlib.contextmanager
-def held_networks(pids: list[int]) -> Iterator[set[str]]:
+def held_networks(pids):
     """Yield the network namespaces of these processes and keep them open.
 
     While they are open, no namespace of a later process can get the same name.

@@ -40,24 +40,24 @@ class Page:
     path: Path
 
     @property
-    def name(self) -> str:
+    def name(self):
         """The path from the project's folder."""
         return self.path.relative_to(ROOT).as_posix()
 
     @property
-    def text(self) -> str:
+    def text(self):
         """The whole page."""
         return self.path.read_text(encoding="utf-8")
 
-    def blocks(self) -> list[tuple[str, str]]:
+    def blocks(self):
         """Return (language, content) of each fenced block."""
         return _BLOCK.findall(self.text)
 
-    def prose(self) -> str:
+    def prose(self):
         """Return the page without fenced blocks and HTML comments."""
         return re.sub(r"<!--.*?-->", "", _BLOCK.sub("", self.text), flags=re.DOTALL)
 
-    def commands(self) -> list[str]:
+    def commands(self):
         """Return the lines of the bash blocks."""
         return [
             line
@@ -67,14 +67,14 @@ class Page:
         ]
 
 
-def pages() -> list[Page]:
+def pages():
     """Return every page that a reader is sent to."""
     files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
     files += [ROOT / "reports/README.md", ROOT / "tests/lab/explain/logs/README.md"]
     return [Page(path) for path in [*files, *sorted((ROOT / "docs").rglob("*.md"))]]
 
 
-def predict(command: str) -> str:
+def predict(command):
     """Return what a `lab predict` command prints, without spaces at the ends of lines."""
     from lab.cli import main
 
@@ -85,7 +85,7 @@ def predict(command: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in written.getvalue().rstrip().splitlines())
 
 
-def findings_table() -> str:
+def findings_table():
     """Return the rows of docs/auditing.md that list what an audit finds."""
     from lab.audit.findings.finding import catalogue
 
@@ -94,7 +94,7 @@ def findings_table() -> str:
     )
 
 
-def mistakes_table() -> str:
+def mistakes_table():
     """Return the rows of docs/audited_mistakes.md: how each finding looks. Each has a case."""
     from lab.audit.findings.finding import catalogue
     from tests.helpers.audited import read_cases
@@ -110,7 +110,7 @@ def mistakes_table() -> str:
     return "".join(rows)
 
 
-def _edit_cell(edit: str) -> str:
+def _edit_cell(edit):
     """Return an edit for a cell of a table, without empty lines and common indentation."""
     lines = [line for line in edit.splitlines() if line[1:] and line != "..."]
     code = textwrap.dedent("\n".join(line[1:] for line in lines)).splitlines()
@@ -118,7 +118,7 @@ def _edit_cell(edit: str) -> str:
     return "<br>".join(signed).replace("|", "\\|")
 
 
-def with_copies(text: str) -> str:
+def with_copies(text):
     """Return a page with today's known errors, findings, mistakes and outputs of `lab predict`."""
     from lab.explain.diagnosis import KINDS, known_errors
 

@@ -35,17 +35,17 @@ class Elsewhere:
     reason: str
 
 
-def quick(more: str = "", **rest: object) -> Check:
+def quick(more="", **rest):
     """Return a check of `make test`: seconds."""
     return Check("quick", more, **rest)
 
 
-def slow(more: str = "", **rest: object) -> Check:
+def slow(more="", **rest):
     """Return a check of `make test-slow`: less than a minute on two idle cores."""
     return Check("slow", more, **rest)
 
 
-def long(more: str = "", **rest: object) -> Check:
+def long(more="", **rest):
     """Return a check of `make test-long`: minutes."""
     return Check("long", more, **rest)
 

@@ -9,22 +9,21 @@ the current code.
 import importlib
 import json
 import re
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import (
     TINY,
-    Ended,
-    Started,
     kill_started,
     only_run_folder,
     run_part,
     start_lab,
     start_part,
+    user_environment,
 )
 
 FOLDER = ROOT / "tests" / "expectations"
@@ -65,32 +64,12 @@ RESUMABLE = (
 VERSION = f"Python {sys.version_info.major}.{sys.version_info.minor}\n\n"
 """The first line of texts by argparse, which words them differently in each Python version."""
 
-WRONG_USAGES = {
-    "an unknown flag": ("PartOne", "--no-such-flag"),
-    "an unknown dataset": ("PartOne", "--dataset", "mnist"),
-    "both batch sizes": ("PartOne", "--batch-size", 8, "--local-batch-size", 4),
-    "no rank": ("PartTwo",),
-    "a rank beyond the group": (
-        "PartTwo",
-        "--master-ip",
-        "127.0.0.1",
-        "--num-nodes",
-        2,
-        "--rank",
-        2,
-    ),
-    "a strategy of another part": ("PartThree", "--sync", "ring"),
-    "a recipe that is not there": ("PartOne", "--recipe", "nosuch"),
-    "images that are not there": ("PartOne", "--dataset", "folder", "--data-dir", "nowhere"),
-    "a checkpoint that is not there": ("PartOne", "--dataset", "digits", "--resume", "nowhere.pt"),
-    "a batch too small for its ranks": ("PartOne", "--dataset", "digits", "--batch-size", 1),
-    "an unknown command of lab": ("lab", "conquer"),
-    "lab compare with an unknown strategy": ("lab", "compare", "--sync", "telepathy"),
-    "lab report of nothing": ("lab", "report", "nowhere"),
-}
+USAGES = FOLDER / "wrong_usage.txt"
+"""Wrong usages, each with its answer; a new one is added to the file by hand, without answer."""
+PROGRAMS = "# each runs, so it has a process of its own"
 
 
-def help_texts() -> str:
+def help_texts():
     """Return ``--help`` of the parts and of every command of lab."""
     commands = [(part,) for part in PARTS] + [("lab", *words) for words in _lab_commands()]
     started = [(command, _start(*command, "--help", cwd=ROOT)) for command in commands]
@@ -99,13 +78,13 @@ def help_texts() -> str:
     )
 
 
-def _lab_commands() -> Iterator[tuple[str, ...]]:
+def _lab_commands():
     """Yield the words of every command and subcommand of lab."""
     import argparse
 
     from lab.cli import build_parser
 
-    def below(parser: argparse.ArgumentParser, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    def below(parser, words):
         yield words
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -115,7 +94,7 @@ def _lab_commands() -> Iterator[tuple[str, ...]]:
     return below(build_parser(), ())
 
 
-def recipe_settings() -> str:
+def recipe_settings():
     """Return ``--print-config`` of every recipe."""
     names = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
     started = [
@@ -125,32 +104,41 @@ def recipe_settings() -> str:
     return _sections((name, _printed(process)) for name, process in started)
 
 
-def _printed(process: Started) -> str:
+def _printed(process):
     end = process.end()
     assert end.status == 0, end.err
     return end.out
 
 
-def exit_codes() -> str:
-    """Return the exit status and the error line of each wrong usage."""
+def read_usages():
+    """Return (wrong usage, answer) of each, those that share a process first; then the others."""
+    shared, own = USAGES.read_text().split(PROGRAMS)
+    pairs = [re.findall(r"^\$ (.*)(?:\n(\d .*))?", part, re.MULTILINE) for part in (shared, own)]
+    return [dict(one) for one in pairs]
+
+
+def wrong_usage():
+    """Return each wrong usage of the file, with its exit status and what it now says."""
+    shared, own = read_usages()
     with tempfile.TemporaryDirectory() as folder:
-        started = [
-            (what, usage, _start(*usage, cwd=Path(folder))) for what, usage in WRONG_USAGES.items()
-        ]
-        ends = [(what, usage, process.end()) for what, usage, process in started]
-    return VERSION + "".join(
-        f"{what}: {' '.join(map(str, usage))}\n    status {end.status}\n    {_said(end, folder)}\n"
-        for what, usage, end in ends
-    )
+        driver = [sys.executable, USAGES.parents[1] / "wrong_usage_driver.py", *shared]
+        environment = user_environment(PYTHONPATH=str(ROOT))
+        answers = subprocess.check_output(driver, cwd=folder, env=environment, timeout=120)
+        now = dict(zip(shared, json.loads(answers.splitlines()[-1]), strict=True))
+        started = {usage: _start(*usage.split(), cwd=Path(folder)) for usage in own}
+        ends = {usage: process.end() for usage, process in started.items()}
+        now |= {usage: (end.status, end.err) for usage, end in ends.items()}
+    lines = []
+    for line in USAGES.read_text().splitlines():
+        if line.startswith("#"):
+            lines.append(line)
+        if line.startswith("$ "):
+            status, said = now[line[2:]]
+            lines += [line, f"{status} {_as_users_see(said.replace(folder, 'FOLDER'))}"]
+    return VERSION + "\n".join(lines) + "\n"
 
 
-def _said(end: Ended, folder: str) -> str:
-    lines = [line for line in (end.err.strip() or end.out.strip()).splitlines() if line.strip()]
-    first = next((line for line in lines if line.startswith("error")), lines[0])
-    return _as_users_see(first.replace(folder, "FOLDER"))
-
-
-def run_folder() -> str:
+def run_folder():
     """Return the files of a run on two ranks, with the keys of each JSON file and checkpoint."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -172,7 +160,7 @@ def run_folder() -> str:
         return "".join(f"{path.relative_to(run)}\n{_keys_of(path)}" for path in paths)
 
 
-def _keys_of(path: Path) -> str:
+def _keys_of(path):
     if path.suffix == ".json":
         found = _keys(json.loads(path.read_text()))
     elif path.suffix == ".jsonl":
@@ -186,7 +174,7 @@ def _keys_of(path: Path) -> str:
     return "".join(f"    {key}\n" for key in found)
 
 
-def _keys(value: Any, above: str = "") -> list[str]:
+def _keys(value, above=""):
     """Return the dotted keys of nested dicts; for a list, those of its first entry under ``[]``."""
     if isinstance(value, list):
         return (
@@ -207,14 +195,14 @@ def _keys(value: Any, above: str = "") -> list[str]:
     )
 
 
-def hashed_sources() -> str:
+def hashed_sources():
     """Return the files whose contents the ranks compare before they train."""
     from common.utils.source_hash import source_digests
 
     return "".join(f"{name}\n" for name in sorted(source_digests()))
 
 
-def public_names() -> str:
+def public_names():
     """Return every import that the docs or ``CONTRACT`` show; raise if one does not work."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     lines = {
@@ -250,7 +238,7 @@ CONTRACT = {
 """What code outside this project may import, in addition to what the docs show."""
 
 
-def _start(part: str, *arguments: object, cwd: Path) -> Started:
+def _start(part, *arguments, cwd):
     env = {"COLUMNS": "100", "NO_COLOR": "1"}
     return (
         start_lab(*arguments, cwd=cwd, env=env)
@@ -259,7 +247,7 @@ def _start(part: str, *arguments: object, cwd: Path) -> Started:
     )
 
 
-def _as_users_see(text: str) -> str:
+def _as_users_see(text):
     return (
         text.replace(str(ROOT), "ROOT")
         .replace(", tiny, wide", "")
@@ -268,21 +256,21 @@ def _as_users_see(text: str) -> str:
     )
 
 
-def _sections(texts: Any) -> str:
+def _sections(texts):
     return "\n".join(f"===== {title} =====\n{_as_users_see(text)}\n" for title, text in texts)
 
 
 KINDS: dict[str, Callable[[], str]] = {
     "help.txt": help_texts,
     "recipes.txt": recipe_settings,
-    "exit_codes.txt": exit_codes,
+    "wrong_usage.txt": wrong_usage,
     "run_folder.txt": run_folder,
     "hashed_sources.txt": hashed_sources,
     "public_names.txt": public_names,
 }
 
 
-def write_checkpoint(path: Path) -> None:
+def write_checkpoint(path):
     """Write the checkpoint after the first of two epochs; needed only for the first recording."""
     with tempfile.TemporaryDirectory() as name:
         [ended] = run_part(
@@ -294,7 +282,7 @@ def write_checkpoint(path: Path) -> None:
         )
 
 
-def main(kinds: list[str]) -> None:
+def main(kinds):
     """Rewrite the files of these kinds, or of all kinds if the list is empty."""
     if unknown := set(kinds) - set(KINDS):
         sys.exit(f"error: {', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")

@@ -11,7 +11,7 @@ waits, since autograd does not run on these tensors.
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -43,7 +43,7 @@ class Fault:
     reason: str
     place: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.operation} {self.reason}\n{self.place}"
 
 
@@ -54,13 +54,13 @@ class FakeGPU(TorchDispatchMode):
     waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.faults: list[Fault] = []
         self._records = True
 
     @contextlib.contextmanager
-    def may_wait(self) -> Iterator[None]:
+    def may_wait(self):
         """Record no fault of the block."""
         before, self._records = self._records, False
         try:
@@ -68,19 +68,17 @@ class FakeGPU(TorchDispatchMode):
         finally:
             self._records = before
 
-    def record(self, operation: str, reason: str) -> None:
+    def record(self, operation, reason):
         """Add a fault of the code that is running."""
         if self._records:
             self.faults.append(Fault(operation, reason, _lines_of_the_project()))
 
-    def check(self) -> None:
+    def check(self):
         """Raise AssertionError that lists the faults, each once, if there are any."""
         if self.faults:
             raise AssertionError("\n".join(dict.fromkeys(map(str, self.faults))))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
@@ -113,7 +111,7 @@ class FakeGPU(TorchDispatchMode):
             raise AssertionError(f"{func} {reason}\n{lines}") from error
 
 
-def _fault(func: Any, args: tuple, *, devices: set[str], targets: set[str]) -> str:
+def _fault(func, args, *, devices, targets):
     """Return why the operation waits or mixes devices; "" if it does not.
 
     devices : of its tensors. targets : these, and the one that it is asked for.
@@ -132,7 +130,7 @@ def _fault(func: Any, args: tuple, *, devices: set[str], targets: set[str]) -> s
     return READ_FROM_GPU if torch.Tag.data_dependent_output in func.tags else ""
 
 
-def _zeros_read(func: Any, args: tuple, kwargs: dict) -> Any:
+def _zeros_read(func, args, kwargs):
     """Return zeros on the host in place of what the operation reads."""
     with unset_fake_temporarily():
         if func is _aten.copy_.default:
@@ -142,7 +140,7 @@ def _zeros_read(func: Any, args: tuple, kwargs: dict) -> Any:
         return torch.zeros((), dtype=args[0].dtype).item()
 
 
-def _lines_of_the_project() -> str:
+def _lines_of_the_project():
     """Return the lines that lead to the current operation, the innermost first."""
     folders = tuple(f"{ROOT / name}/" for name in ("common", "lab", "tests"))
     frames = [
@@ -162,23 +160,23 @@ class _OfTheDriver:
     A graph is recorded by running its operations, and its replay does nothing.
     """
 
-    def __init__(self, gpu: FakeGPU) -> None:
+    def __init__(self, gpu):
         self._gpu = gpu
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self._gpu.record("synchronize", READ_FROM_GPU)
 
-    def elapsed_time(self, _end: "_OfTheDriver") -> float:
+    def elapsed_time(self, _end):
         return 0.0
 
-    def record(self, _stream: object = None) -> None: ...
+    def record(self, _stream=None): ...
 
-    def wait_stream(self, _stream: object) -> None: ...
+    def wait_stream(self, _stream): ...
 
-    def replay(self) -> None: ...
+    def replay(self): ...
 
 
-def _fill_gradients(loss: Tensor) -> None:
+def _fill_gradients(loss):
     """Give every parameter that ``loss`` depends on a gradient, in place of ``Tensor.backward``."""
     nodes, seen = [loss.grad_fn], set()
     while nodes:
@@ -195,14 +193,14 @@ def _fill_gradients(loss: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def fake_gpu() -> Iterator[FakeGPU]:
+def fake_gpu():
     """Let ``device="cuda"`` mean a fake GPU in the block, even where there is a real one."""
     gpu = FakeGPU()
 
-    def of_the_driver(*_arguments: object, **_options: object) -> _OfTheDriver:
+    def of_the_driver(*_arguments, **_options):
         return _OfTheDriver(gpu)
 
-    def no_context(*_arguments: object, **_options: object) -> contextlib.nullcontext[None]:
+    def no_context(*_arguments, **_options):
         return contextlib.nullcontext()
 
     stubs: dict[str, Callable[..., Any]] = {

@@ -26,7 +26,7 @@ SECTIONS = {
 }
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments):
     """Do what the flags ask for and return the exit status."""
     given = dict(pairwise(arguments))
     sync, rank, size = (
@@ -51,30 +51,30 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def lab(arguments: list[str]) -> int:
+def lab(arguments):
     """Run ``lab`` with this file in place of the parts and return the exit status."""
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from lab import cli
-    from lab.compare import cells, job_run, reporting, runner
+    from lab.compare import cells, jobs, reporting, runner
 
     real = cells.node_command
 
-    def command(run: cells.Run) -> list[str]:
+    def command(run):
         return [__file__, *real(run)[1:], *os.environ.get("FLAGS", "").split()]
 
-    def write_page(folder: Path, results: dict) -> None:
+    def write_page(folder, results):
         (folder / "report.html").write_text(
             " ".join(cell["id"] for cell in results["cells"] if cell["status"] == "done")
         )
         (folder / "table.md").touch()
 
-    runner.node_command = job_run.node_command = command
+    runner.node_command = jobs.node_command = command
     reporting.write_report = write_page
     cells.part_of = lambda sync: "Part"
     return cli.main(arguments)
 
 
-def _write(folder: Path, given: dict[str, str], size: int) -> None:
+def _write(folder, given, size):
     folder.mkdir(parents=True)
     ranks = [
         {

@@ -6,8 +6,6 @@
 import contextlib
 import resource
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -40,7 +38,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-def places(content: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def places(content, prefix=()):
     """Return the path of every entry in nested dicts and lists."""
     inner = (
         content.items()
@@ -56,7 +54,7 @@ def places(content: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @st.composite
-def altered(draw: st.DrawFn, content: Any) -> Any:
+def altered(draw, content):
     """Return a good JSON value with one to three entries replaced or removed."""
     changed = _copy(content)
     for _ in range(draw(st.integers(1, 3))):
@@ -75,7 +73,7 @@ def altered(draw: st.DrawFn, content: Any) -> Any:
 
 
 @st.composite
-def damaged(draw: st.DrawFn, content: bytes) -> bytes:
+def damaged(draw, content):
     """Return good bytes cut, with bytes flipped, doubled, or replaced altogether."""
     how = draw(st.sampled_from(["cut", "flip", "insert", "other"]))
     if how == "other":
@@ -91,7 +89,7 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
     return bytes(flipped)
 
 
-def run_cases(cases: int, strategy: st.SearchStrategy[Any], check: Callable[[Any], object]) -> None:
+def run_cases(cases, strategy, check):
     """Call ``check`` with ``cases`` generated values; it fails by any error but UserError.
 
     CI draws the same cases every time, ``make test-long`` new ones.
@@ -105,7 +103,7 @@ def run_cases(cases: int, strategy: st.SearchStrategy[Any], check: Callable[[Any
         suppress_health_check=list(HealthCheck),
     )
     @given(strategy)
-    def one(value: Any) -> None:
+    def one(value):
         began, cpu_began = time.monotonic(), time.process_time()
         with contextlib.suppress(UserError):
             check(value)
@@ -118,7 +116,7 @@ def run_cases(cases: int, strategy: st.SearchStrategy[Any], check: Callable[[Any
 
 
 @contextlib.contextmanager
-def memory_limit(more_bytes: int) -> Iterator[None]:
+def memory_limit(more_bytes):
     """Let this process allocate at most so much more; beyond that MemoryError is raised."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     limit = psutil.Process().memory_info().vms + more_bytes
@@ -130,21 +128,21 @@ def memory_limit(more_bytes: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def untouched(folder: Path) -> Iterator[None]:
+def untouched(folder):
     """Check that the files in ``folder`` are the same afterwards, with the same times."""
     before = _state(folder)
     yield
     assert _state(folder) == before
 
 
-def _state(folder: Path) -> dict[str, tuple[int, int]]:
+def _state(folder):
     return {
         str(path.relative_to(folder)): (path.lstat().st_size, path.lstat().st_mtime_ns)
         for path in folder.rglob("*")
     }
 
 
-def _copy(content: Any) -> Any:
+def _copy(content):
     if isinstance(content, dict):
         return {key: _copy(value) for key, value in content.items()}
     return [_copy(value) for value in content] if isinstance(content, list) else content

@@ -28,40 +28,39 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 STEPS_AN_EPOCH = 2
 _FIRST_BIG = 1_000_000
 Act = Callable[..., None]
 
 
-def _stop(*_: object) -> None:
+def _stop(*_):
     print("stopped now", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _raise(*_: object) -> None:
+def _raise(*_):
     raise OSError(5, "Input/output error", "images/cat/003.png")
 
 
-def _sleep(*_: object) -> None:
+def _sleep(*_):
     print("loading now", flush=True)
     time.sleep(120)  # longer than any test waits: simulates a slow disk
 
 
-def _detour(*_: object) -> None:
+def _detour(*_):
     import torch.distributed as dist
 
     dist.all_gather_object([None] * dist.get_world_size(), "not called by the others")
 
 
-def _hold(*_: object) -> None:
+def _hold(*_):
     print("held now", flush=True)
     while not Path("go").exists():
         time.sleep(0.02)  # between two checks
 
 
-def _swallow(*_: object) -> None:
+def _swallow(*_):
     class Collected:
         __del__ = _hold
 
@@ -69,12 +68,12 @@ def _swallow(*_: object) -> None:
     Collected()
 
 
-def _hold_after_interrupt() -> None:
+def _hold_after_interrupt():
     from common import cli
 
     newest_checkpoint = cli._newest_checkpoint
 
-    def hold(*arguments: Any) -> str:
+    def hold(*arguments):
         if sys.exc_info()[0] is KeyboardInterrupt:
             print("held again", flush=True)
             while not Path("go again").exists():
@@ -84,70 +83,70 @@ def _hold_after_interrupt() -> None:
     cli._newest_checkpoint = hold
 
 
-def _pace(*_: object) -> None:
+def _pace(*_):
     began = time.monotonic()
     while time.monotonic() < began + float(Path(os.environ["PACE"]).read_text()):
         time.sleep(0.02)  # between two checks
 
 
-def while_importing(act: Act) -> None:
+def while_importing(act):
     """Act when the program begins to import what it runs."""
 
     class Finder:
         @staticmethod
-        def find_spec(name: str, *_: object) -> None:
+        def find_spec(name, *_):
             if name == "common.experiment.run":
                 act()
 
     sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
 
 
-def while_meeting(act: Act) -> None:
+def while_meeting(act):
     """Act before the rank joins; its main thread waits for the others meanwhile."""
     from common.distributed import meeting
 
     join = meeting._join
 
-    def hurt(*arguments: Any) -> Any:
+    def hurt(*arguments):
         act()
         return join(*arguments)
 
     meeting._join = hurt
 
 
-def at_each_step(act: Act) -> None:
+def at_each_step(act):
     """Act at the start of every training step."""
     from common.training_engine import TrainingEngine
 
     train_step = TrainingEngine.train_step
 
-    def hurt(engine: Any, *arguments: Any, **more: Any) -> Any:
+    def hurt(engine, *arguments, **more):
         act()
         return train_step(engine, *arguments, **more)
 
     TrainingEngine.train_step = hurt
 
 
-def while_loading(act: Act) -> None:
+def while_loading(act):
     """Act when the dataset is read, before the first epoch."""
     from common.experiment import setup
 
     load = setup.load_dataset
 
-    def hurt(*arguments: Any, **more: Any) -> Any:
+    def hurt(*arguments, **more):
         act()
         return load(*arguments, **more)
 
     setup.load_dataset = hurt
 
 
-def in_forward(act: Act) -> None:
+def in_forward(act):
     """Act when half of the layers have computed."""
     from common.training_engine import TrainingEngine
 
     train_step = TrainingEngine.train_step
 
-    def hurt(engine: Any, *arguments: Any, **more: Any) -> Any:
+    def hurt(engine, *arguments, **more):
         if engine.step == STEPS_AN_EPOCH:
             leaves = [module for module in engine.model.modules() if not list(module.children())]
             leaves[len(leaves) // 2].register_forward_hook(act)
@@ -156,7 +155,7 @@ def in_forward(act: Act) -> None:
     TrainingEngine.train_step = hurt
 
 
-def in_a_collective(act: Act) -> None:
+def in_a_collective(act):
     """Act while the first large gradient is exchanged; with DDP, all buckets but the last."""
     import torch.distributed as dist
 
@@ -164,15 +163,15 @@ def in_a_collective(act: Act) -> None:
 
     train_step, armed = TrainingEngine.train_step, []
 
-    def hurt(engine: Any, *arguments: Any, **more: Any) -> Any:
+    def hurt(engine, *arguments, **more):
         if engine.step == STEPS_AN_EPOCH:
             armed.append(True)
             if type(engine.sync).__name__ == "DDP":
                 next(engine.model.parameters()).register_post_accumulate_grad_hook(act)
         return train_step(engine, *arguments, **more)
 
-    def begin(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def begun(tensor: Any, *arguments: Any, **more: Any) -> Any:
+    def begin(collective):
+        def begun(tensor, *arguments, **more):
             if armed and tensor.numel() > _FIRST_BIG:
                 armed.clear()
                 work = collective(tensor, *arguments, **more, async_op=True)
@@ -186,7 +185,7 @@ def in_a_collective(act: Act) -> None:
     dist.gather, dist.all_reduce = begin(dist.gather), begin(dist.all_reduce)
 
 
-def at_the_end_of_the_epoch(act: Act) -> None:
+def at_the_end_of_the_epoch(act):
     """Act after the second epoch's last step, before the ranks average their buffers.
 
     Nothing is written about the epoch yet.
@@ -195,7 +194,7 @@ def at_the_end_of_the_epoch(act: Act) -> None:
 
     agree_on_buffers = TrainingEngine.agree_on_buffers
 
-    def hurt(engine: Any) -> None:
+    def hurt(engine):
         if engine.step == 2 * STEPS_AN_EPOCH:
             act()
         agree_on_buffers(engine)
@@ -203,31 +202,31 @@ def at_the_end_of_the_epoch(act: Act) -> None:
     TrainingEngine.agree_on_buffers = hurt
 
 
-def in_evaluation(act: Act) -> None:
+def in_evaluation(act):
     """Act when the model computes its first batch of the test set."""
     from common.experiment import validation
 
     predict = validation.predict
 
-    def hurt(model: Any, *arguments: Any, **more: Any) -> Any:
+    def hurt(model, *arguments, **more):
         list(model.modules())[-1].register_forward_hook(act)
         return predict(model, *arguments, **more)
 
     validation.predict = hurt
 
 
-def while_writing(act: Act) -> None:
+def while_writing(act):
     """Act when half of the second epoch's checkpoint is on disk."""
     from common.utils import atomic_files as files
 
     open_unfinished = files._open_unfinished
 
-    def hurt(path: Path) -> Any:
+    def hurt(path):
         file = open_unfinished(path)
         if path.name == "Epoch_2.pt":
             write = file.write
 
-            def write_half(content: Any) -> None:
+            def write_half(content):
                 half = len(content) // 2
                 write(content[:half])
                 file.flush()
@@ -240,12 +239,12 @@ def while_writing(act: Act) -> None:
     files._open_unfinished = hurt
 
 
-def at_the_end(act: Act) -> None:
+def at_the_end(act):
     """Act when the group is closed: rank 0 writes the report next, the others end."""
     from common.experiment import run
 
-    def acting(then: Act) -> Act:
-        def hurt(*arguments: Any, **more: Any) -> None:
+    def acting(then):
+        def hurt(*arguments, **more):
             act()
             then(*arguments, **more)
 
@@ -254,16 +253,16 @@ def at_the_end(act: Act) -> None:
     run.report, run.report_end_of_rank = acting(run.report), acting(run.report_end_of_rank)
 
 
-def at_a_rename(name: str, *, done: bool) -> Callable[[Act], None]:
+def at_a_rename(name, *, done):
     """Return a moment: a file whose name begins with ``name`` is complete, and is renamed next.
 
     With ``done`` it has its final name, but other ranks do not know that yet.
     """
 
-    def install(act: Act) -> None:
+    def install(act):
         replace = os.replace
 
-        def hurt(source: Any, target: Any) -> None:
+        def hurt(source, target):
             found = Path(target).name.startswith(name)
             if found and not done:
                 act()
@@ -276,13 +275,13 @@ def at_a_rename(name: str, *, done: bool) -> Callable[[Act], None]:
     return install
 
 
-def while_another_writes(act: Act) -> None:
+def while_another_writes(act):
     """Act while this rank waits for the rank that writes the second epoch's checkpoint."""
     from common.training_engine import checkpoint_manager as saving
 
     run_on_all_ranks, calls = saving.run_on_all_ranks, []
 
-    def hurt(*arguments: Any) -> Any:
+    def hurt(*arguments):
         calls.append(True)
         if len(calls) == 2:
             act()
@@ -291,13 +290,13 @@ def while_another_writes(act: Act) -> None:
     saving.run_on_all_ranks = hurt
 
 
-def in_its_data(act: Act) -> None:
+def in_its_data(act):
     """Act when the loader is asked for the second epoch's first batch."""
     from common.data.loaders import TrainLoader
 
     iterate = TrainLoader.__iter__
 
-    def hurt(loader: Any) -> Any:
+    def hurt(loader):
         if loader.sampler.epoch == 2:
             act()
         return iterate(loader)
@@ -334,7 +333,7 @@ DEEDS = {
 }
 
 
-def main(rank: str, moment: str, deed: str, part: str, *arguments: str) -> None:
+def main(rank, moment, deed, part, *arguments):
     """Install the hook on its rank, then run the part in this process."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
         # A fork inherits modules, perhaps from another folder, and without the models below.

@@ -1,11 +1,7 @@
 """Create images for ``--dataset folder``."""
 
-from pathlib import Path
 
-
-def make_image_folder(
-    root: Path, *, train_per_class: int = 12, test_per_class: int = 4, seed: int = 0
-) -> Path:
+def make_image_folder(root, *, train_per_class=12, test_per_class=4, seed=0):
     """Write PNG images of two classes in the layout of ``--dataset folder`` and return ``root``."""
     import numpy as np
     from PIL import Image

@@ -8,8 +8,6 @@ output with their input.
 
 import fnmatch
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,18 +27,18 @@ KINDS = {
 LAUNCH = ROOT / "launch"
 
 
-def documents(name: str) -> list[dict[str, Any]]:
+def documents(name):
     """Return the documents of a manifest in launch/."""
     return list(yaml.safe_load_all((LAUNCH / name).read_text(encoding="utf-8")))
 
 
-def train_job() -> dict[str, Any]:
+def train_job():
     """Return launch/trainjob.yaml's only document."""
     [job] = documents("trainjob.yaml")
     return job
 
 
-def unread(document: Mapping[str, Any]) -> list[str]:
+def unread(document):
     """Return the paths of the fields that the model of the document's kind drops or changes.
 
     Raises pydantic's ValidationError if a value does not have the API's type.
@@ -49,7 +47,7 @@ def unread(document: Mapping[str, Any]) -> list[str]:
     return _differences(document, read, "")
 
 
-def _differences(written: Any, read: Any, path: str) -> list[str]:
+def _differences(written, read, path):
     if isinstance(written, Mapping) and isinstance(read, Mapping):
         return [
             line
@@ -65,7 +63,7 @@ def _differences(written: Any, read: Any, path: str) -> list[str]:
     return [] if written == read else [path]
 
 
-def instructions() -> list[tuple[str, str]]:
+def instructions():
     """Return the Dockerfile's instructions as name and arguments, with continued lines joined."""
     text = "\n".join(
         line
@@ -78,7 +76,7 @@ def instructions() -> list[tuple[str, str]]:
     ]
 
 
-def build_context(root: Path) -> list[Path]:
+def build_context(root):
     """Return the files below ``root`` that .dockerignore lets through, relative to ``root``.
 
     A later pattern wins, and a folder's pattern applies to everything in that folder. A pattern is
@@ -101,7 +99,7 @@ def build_context(root: Path) -> list[Path]:
     )
 
 
-def _ignored(path: Path, patterns: list[str]) -> bool:
+def _ignored(path, patterns):
     ignored = False
     for pattern in patterns:
         places = [path, *path.parents[:-1]]
@@ -110,7 +108,7 @@ def _ignored(path: Path, patterns: list[str]) -> bool:
     return ignored
 
 
-def _matches(place: Path, pattern: str) -> bool:
+def _matches(place, pattern):
     if pattern.startswith("**/"):
         return fnmatch.fnmatch(place.name, pattern.removeprefix("**/"))
     return "/" not in place.as_posix() and fnmatch.fnmatch(place.as_posix(), pattern)

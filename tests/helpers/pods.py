@@ -10,14 +10,11 @@ one.
 import contextlib
 import re
 import signal
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from common.errors import UserError
-from lab.cluster import Cluster
 from tests.helpers import free_port, wait_until
 
 _NAMED = re.compile(r"\$\((\w+)\)")
@@ -49,13 +46,13 @@ class Pods:
 
     def __init__(
         self,
-        cluster: Cluster,
-        job: Mapping[str, Any],
+        cluster,
+        job,
         *,
-        image: Path,
-        volume: Path,
-        flags: Sequence[object],
-    ) -> None:
+        image,
+        volume,
+        flags,
+    ):
         self._cluster, self._image, self._volume = cluster, image, volume
         self._name, self._trainer = job["metadata"]["name"], job["spec"]["trainer"]
         [self._mount] = (mount["mountPath"] for mount in mounts(job) if mount["name"] == "volume")
@@ -64,7 +61,7 @@ class Pods:
         self._published = False
         self._first: dict[int, psutil.Process] = {}
 
-    def start(self, pod: int) -> None:
+    def start(self, pod):
         """Start a pod once its predecessor has ended.
 
         Until ``publish``, the pod knows only its own name.
@@ -77,7 +74,7 @@ class Pods:
         if not self._cluster.loopback:
             words = [*_AS_A_POD, self._host(pod), str(self._write_names(pod)), *words]
 
-        def started() -> bool:
+        def started():
             try:
                 self._cluster.start(words, nodes=[pod], environment=environment, cwd=self._image)
             except UserError:  # the predecessor still runs
@@ -86,14 +83,14 @@ class Pods:
 
         wait_until(started, f"pod {pod} has ended", look_seconds=0.1)
 
-    def publish(self) -> None:
+    def publish(self):
         """Let the pods look each other up, as the cluster's DNS does some time after they start."""
         self._published = True
         if not self._cluster.loopback:
             for pod in range(self._trainer["numNodes"]):
                 self._write_names(pod)
 
-    def holds_the_meeting_place(self, pod: int) -> bool:
+    def holds_the_meeting_place(self, pod):
         """Return whether a pod listens at PET_MASTER_PORT."""
         process = self.first_process(pod)
         if process is None:
@@ -104,13 +101,13 @@ class Pods:
             listening.search(_read(f"/proc/{process.pid}/net/{table}")) for table in ("tcp", "tcp6")
         )
 
-    def terminate(self, pod: int) -> None:
+    def terminate(self, pod):
         """Send SIGTERM to a container's first process, as a kubelet does."""
         process = self.first_process(pod)
         assert process is not None, f"pod {pod} runs nothing"
         process.send_signal(signal.SIGTERM)
 
-    def first_process(self, pod: int) -> psutil.Process | None:
+    def first_process(self, pod):
         """Return a pod's torchrun, or None if it has ended.
 
         Outside loopback it must be number 1 in its process namespace.
@@ -125,7 +122,7 @@ class Pods:
             self._first[pod] = found
         return found
 
-    def _find_first_process(self, pod: int) -> psutil.Process | None:
+    def _find_first_process(self, pod):
         if self._cluster.loopback:
             candidates = psutil.Process(self._cluster.host_pid).children(recursive=True)
             return next((one for one in candidates if _is_torchrun(one, pod)), None)
@@ -139,7 +136,7 @@ class Pods:
                 return psutil.Process(pid)
         return None
 
-    def _environment(self, pod: int) -> dict[str, str]:
+    def _environment(self, pod):
         limits = self._trainer["resourcesPerNode"]["limits"]
         own = {}
         for entry in self._trainer["env"]:
@@ -162,15 +159,15 @@ class Pods:
             places |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_LOCAL_ADDR": "127.0.0.1"}
         return own | places
 
-    def _fill_in(self, word: str, environment: Mapping[str, str]) -> str:
+    def _fill_in(self, word, environment):
         """Fill in $(NAME) as Kubernetes does: unknown names stay."""
         filled = _NAMED.sub(lambda found: environment.get(found[1], found[0]), word)
         return filled.replace(f"{self._mount}/", f"{self._volume}/")
 
-    def _host(self, pod: int) -> str:
+    def _host(self, pod):
         return f"{self._name}-node-0-{pod}"
 
-    def _write_names(self, pod: int) -> Path:
+    def _write_names(self, pod):
         """Write a pod's /etc/hosts and return its path.
 
         It holds the pod's own line as a kubelet writes it and, once published, the names of the
@@ -192,21 +189,21 @@ class Pods:
         return path
 
 
-def mounts(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def mounts(job):
     """Return the volume mounts of the job's containers."""
     return [
         mount for container in pod_patch(job)["containers"] for mount in container["volumeMounts"]
     ]
 
 
-def pod_patch(job: Mapping[str, Any]) -> Mapping[str, Any]:
+def pod_patch(job):
     """Return what the job changes in the runtime's pods."""
     [patch] = job["spec"]["runtimePatches"]
     [replicated] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     return replicated["template"]["spec"]["template"]["spec"]
 
 
-def _is_torchrun(process: psutil.Process, pod: int) -> bool:
+def _is_torchrun(process, pod):
     try:
         found = process.environ()
         return (
@@ -218,7 +215,7 @@ def _is_torchrun(process: psutil.Process, pod: int) -> bool:
         return False
 
 
-def _command(process: psutil.Process) -> str:
+def _command(process):
     """Return the program and its first argument, which is a script's path."""
     try:
         return " ".join(process.cmdline()[:2])
@@ -226,7 +223,7 @@ def _command(process: psutil.Process) -> str:
         return ""
 
 
-def _read(path: str) -> str:
+def _read(path):
     try:
         return Path(path).read_text()
     except OSError:  # the process has just ended

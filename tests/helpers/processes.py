@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,14 @@ from tests.helpers.waiting import wait_until
 TINY = ("--model", "tiny")
 
 
-def free_port() -> int:
+def free_port():
     """Return a TCP port on loopback that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def running_in(folder: Path) -> list[int]:
+def running_in(folder):
     """Return the other processes whose current folder this is; zombies have none."""
     found = []
     for process in psutil.process_iter():
@@ -58,7 +57,7 @@ class Ended:
 _started: "list[Started]" = []
 
 
-def kill_started() -> None:
+def kill_started():
     """Kill every process that a test left running, and remove the folders of all of them."""
     while _started:
         one = _started.pop()
@@ -75,9 +74,7 @@ class Started:
     forked : fork from a server that has imported torch.
     """
 
-    def __init__(
-        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], forked: bool = False
-    ) -> None:
+    def __init__(self, command, *, cwd, env, forked=False):
         self._began = time.monotonic()
         self.folder = Path(tempfile.mkdtemp())
         self._out, self._err = self.folder / "out", self.folder / "err"
@@ -98,7 +95,7 @@ class Started:
                 )
         _started.append(self)
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill the program, if it still runs, and its process group."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -107,17 +104,17 @@ class Started:
                 os.kill(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
-    def read_out(self) -> str:
+    def read_out(self):
         """Return what the program has printed so far."""
         return self._out.read_text()
 
-    def wait_for(self, text: str, *, timeout_seconds: float = 60) -> None:
+    def wait_for(self, text, *, timeout_seconds=60):
         """Return once ``text`` is in the output.
 
         Raises AssertionError if the program ends or ``timeout_seconds`` pass before.
         """
 
-        def there() -> bool:
+        def there():
             running = self.process.poll() is None
             if text in self.read_out():
                 return True
@@ -126,11 +123,11 @@ class Started:
 
         wait_until(there, f"{text!r} in the output", timeout_seconds=timeout_seconds)
 
-    def send(self, number: signal.Signals) -> None:
+    def send(self, number):
         """Send a signal to this process alone."""
         self.process.send_signal(number)
 
-    def end(self, *, timeout_seconds: float = 120) -> Ended:
+    def end(self, *, timeout_seconds=120):
         """Wait for the end and return the result.
 
         After ``timeout_seconds``, kills the process group and raises AssertionError.
@@ -151,9 +148,7 @@ class Started:
 class ForkedProgram:
     """A process forked from the server, with the part of subprocess.Popen that ``Started`` uses."""
 
-    def __init__(
-        self, command: Sequence[str], cwd: Path, env: Mapping[str, str], out: Path, err: Path
-    ) -> None:
+    def __init__(self, command, cwd, env, out, err):
         words = list(command[1:])
         module = words[0] == "-m"
         target, *arguments = words[module:]
@@ -171,11 +166,11 @@ class ForkedProgram:
         self._process.start()
         self.pid = self._process.pid
 
-    def poll(self) -> int | None:
+    def poll(self):
         """Return the exit status (negative for a signal), or None while the process runs."""
         return self._process.exitcode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         """Wait for the end and return the exit status.
 
         Raises subprocess.TimeoutExpired after ``timeout`` seconds.
@@ -185,13 +180,13 @@ class ForkedProgram:
             raise subprocess.TimeoutExpired("a forked program", timeout)
         return self._process.exitcode
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         """Send the process a signal if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
-def _become(program: PythonProgram, cwd: str, env: dict[str, str], out: str, err: str) -> None:
+def _become(program, cwd, env, out, err):
     """Turn this fork into the program, with its own session, streams, folder and environment."""
     import multiprocessing
 
@@ -214,7 +209,7 @@ def _become(program: PythonProgram, cwd: str, env: dict[str, str], out: str, err
     program.run()
 
 
-def user_environment(**more: str) -> dict[str, str]:
+def user_environment(**more):
     """Return this process's environment without torchrun's variables, plus ``more``."""
     outside = {
         key: value
@@ -225,34 +220,32 @@ def user_environment(**more: str) -> dict[str, str]:
 
 
 def start_part(
-    part: str,
-    *arguments: object,
-    cwd: Path,
-    env: Mapping[str, str] | None = None,
-    cold: bool = False,
-) -> Started:
+    part,
+    *arguments,
+    cwd,
+    env=None,
+    cold=False,
+):
     """Start ``PartX/main.py`` with these arguments from the folder ``cwd``."""
     command = [sys.executable, str(ROOT / part / "main.py"), *map(str, arguments)]
     return Started(command, cwd=cwd, env=user_environment(**(env or {})), forked=not cold)
 
 
-def start_lab(
-    *arguments: object, cwd: Path = ROOT, env: Mapping[str, str] | None = None, cold: bool = False
-) -> Started:
+def start_lab(*arguments, cwd=ROOT, env=None, cold=False):
     """Start ``python -m lab`` with these arguments."""
     command = [sys.executable, "-m", "lab", *map(str, arguments)]
     return Started(command, cwd=cwd, env=user_environment(**(env or {})), forked=not cold)
 
 
 def start_ranks(
-    part: str,
-    size: int,
-    *arguments: object,
-    cwd: Path,
-    port: int | None = None,
-    env: Mapping[str, str] | None = None,
-    cold: bool = False,
-) -> list[Started]:
+    part,
+    size,
+    *arguments,
+    cwd,
+    port=None,
+    env=None,
+    cold=False,
+):
     """Start ``size`` ranks of a part on loopback as the assignment does, with one thread each."""
     port = port or free_port()
     return [
@@ -278,14 +271,14 @@ def start_ranks(
 
 
 def run_part(
-    part: str,
-    *arguments: object,
-    cwd: Path,
-    ranks: int = 0,
-    timeout_seconds: float = 120,
-    env: Mapping[str, str] | None = None,
-    cold: bool = False,
-) -> list[Ended]:
+    part,
+    *arguments,
+    cwd,
+    ranks=0,
+    timeout_seconds=120,
+    env=None,
+    cold=False,
+):
     """Run a part to its end and return one result per process.
 
     ``ranks`` : number of ranks; 0 starts one process without flags for a process group.
@@ -298,7 +291,7 @@ def run_part(
     return [one.end(timeout_seconds=timeout_seconds) for one in started]
 
 
-def only_run_folder(output_dir: Path, way: str) -> Path:
+def only_run_folder(output_dir, way):
     """Return the folder of the only run under ``output_dir/way``."""
     folders = sorted((output_dir / way).iterdir())
     assert len(folders) == 1, folders

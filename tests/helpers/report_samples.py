@@ -6,8 +6,6 @@ and +1 %.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 BYTES = 36_924_456
 ALL = (
@@ -47,7 +45,7 @@ SHARES = {"data": 0.01, "forward": 0.33, "backward": 0.64, "update": 0.02}
 WAIT = 0.004
 
 
-def sent(sync: str, nodes: int, rank: int) -> float:
+def sent(sync, nodes, rank):
     """Return the bytes that a rank sends in a step, roughly as the strategies do."""
     if sync.startswith("gather_scatter") or sync == "reduce_broadcast":
         return BYTES * (nodes - 1 if rank == 0 else 1)
@@ -57,7 +55,7 @@ def sent(sync: str, nodes: int, rank: int) -> float:
     return 2 * (nodes - 1) / nodes * BYTES * shrink
 
 
-def memory(sync: str, nodes: int) -> dict[str, int]:
+def memory(sync, nodes):
     """Return the bytes of a rank's tensors with AdamW; ``topk`` keeps a residual."""
     return {
         "parameters": BYTES,
@@ -69,24 +67,24 @@ def memory(sync: str, nodes: int) -> dict[str, int]:
 
 
 def cell(
-    sync: str,
-    nodes: int,
+    sync,
+    nodes,
     *,
-    repeats: int = 3,
-    status: str = "done",
-    message: str | None = None,
-    batch: int = 256,
-    scaling: str = "strong",
-    group: int = 0,
-    rate: Any = None,
-    scale: float = 1.0,
-    seeds: Sequence[int] = (0,),
-    steps: int = 30,
-    oversubscribed: bool = False,
-    accuracy: float | None = None,
-    wait: float = WAIT,
-    loss_shift: float = 0.0,
-) -> dict[str, Any]:
+    repeats=3,
+    status="done",
+    message=None,
+    batch=256,
+    scaling="strong",
+    group=0,
+    rate=None,
+    scale=1.0,
+    seeds=(0,),
+    steps=30,
+    oversubscribed=False,
+    accuracy=None,
+    wait=WAIT,
+    loss_shift=0.0,
+):
     """Return one cell; failed and pending cells have no numbers."""
     name = f"{sync}-n{nodes}" + (f"-{rate}" if rate else "")
     result = {
@@ -170,7 +168,7 @@ def cell(
     return result
 
 
-def loss(sync: str, step: int, seed: int, nodes: int) -> float:
+def loss(sync, step, seed, nodes):
     """Return a step's loss: exact strategies differ in the seventh digit, lossy ones visibly."""
     base = (
         0.9
@@ -185,9 +183,7 @@ def loss(sync: str, step: int, seed: int, nodes: int) -> float:
     return base + 1e-7 * (step - 1) * (ALL.index(sync) if sync in ALL else 0)
 
 
-def timeline(
-    sync: str, nodes: int, *, messages: int = 6, overlapped: bool = False
-) -> dict[str, Any]:
+def timeline(sync, nodes, *, messages=6, overlapped=False):
     """Return a step in which each rank's backward pass ends 4 ms after the previous rank's."""
     ranks = []
     for rank in range(nodes):
@@ -220,7 +216,7 @@ def timeline(
     return {"format": 1, "step": 36, "sync": sync, "ranks": ranks}
 
 
-def predicted(entry: dict[str, Any], error: float) -> dict[str, Any]:
+def predicted(entry, error):
     """Return a prediction with the relative error ``error``, in scope up to two nodes."""
     nodes = entry["nodes"]
     return {
@@ -236,7 +232,7 @@ def predicted(entry: dict[str, Any], error: float) -> dict[str, Any]:
 
 
 def results(
-    syncs: Sequence[str] = (
+    syncs=(
         "gather_scatter",
         "all_reduce",
         "ring",
@@ -244,13 +240,13 @@ def results(
         "ddp",
         "ddp_fp16",
     ),
-    nodes: Sequence[int] = (1, 2, 4),
+    nodes=(1, 2, 4),
     *,
-    predict: bool = True,
-    emulated: bool = False,
-    accuracy: float | None = None,
-    **options: Any,
-) -> dict[str, Any]:
+    predict=True,
+    emulated=False,
+    accuracy=None,
+    **options,
+):
     """Return a whole comparison; ``options`` go to every ``cell``."""
     cells = [cell("none", 1, accuracy=accuracy, **options)] if 1 in nodes else []
     cells += [

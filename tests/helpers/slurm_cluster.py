@@ -17,7 +17,6 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lab.cluster import Cluster, tools
@@ -108,7 +107,7 @@ _OWN_NAMESPACES = (
 )
 
 
-def refused() -> str | None:
+def refused():
     """Return why this machine cannot run the cluster, or None if it can."""
     if reason := tools.namespaces_refused():
         return reason
@@ -137,13 +136,13 @@ class SlurmCluster:
 
     def __init__(
         self,
-        folder: Path,
+        folder,
         *,
-        nodes: int = 4,
-        names_resolve: bool = False,
-        cpus: int = 4,
-        settings: Sequence[str] = (),
-    ) -> None:
+        nodes=4,
+        names_resolve=False,
+        cpus=4,
+        settings=(),
+    ):
         self.folder, self.nodes = folder, nodes
         self.own = folder / "own"
         self._booted: dict[int, int] = {}
@@ -151,7 +150,7 @@ class SlurmCluster:
         self._names_resolve, self._cpus, self._settings = names_resolve, cpus, settings
         self._environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": tools.search_path()}
 
-    def __enter__(self) -> "SlurmCluster":
+    def __enter__(self):
         self._write_files()
         self._cluster.__enter__()
         try:
@@ -177,34 +176,34 @@ class SlurmCluster:
             raise
         return self
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, *_error):
         self.close()
 
-    def close(self) -> None:
+    def close(self):
         """End every process, namespace and link."""
         self._cluster.close()
 
     @property
-    def host_pid(self) -> int:
+    def host_pid(self):
         """The process, as seen from outside, that holds the cluster's namespaces."""
         return self._cluster.host_pid
 
-    def pids(self, node: int) -> list[int]:
+    def pids(self, node):
         """Return the processes of a node, as seen from outside."""
         return self._cluster.pids(node)
 
-    def name(self, node: int) -> str:
+    def name(self, node):
         """Return a node's host name, which is also its name in Slurm."""
         return f"node{node}"
 
     def run(
         self,
-        *command: str,
-        node: int | None = None,
-        cwd: Path = ROOT,
-        environment: Mapping[str, str] | None = None,
-        check: bool = True,
-    ) -> str:
+        *command,
+        node=None,
+        cwd=ROOT,
+        environment=None,
+        check=True,
+    ):
         """Run a command on the login node, or on another node, and return its output.
 
         The environment is that of this process, without the variables that Slurm or torchrun would
@@ -240,9 +239,7 @@ class SlurmCluster:
         )
         return done.stdout
 
-    def sbatch(
-        self, *arguments: object, cwd: Path = ROOT, environment: Mapping[str, str] | None = None
-    ) -> str:
+    def sbatch(self, *arguments, cwd=ROOT, environment=None):
         """Submit a job as a user does and return its id.
 
         Raises AssertionError with sbatch's message if Slurm refuses it.
@@ -251,7 +248,7 @@ class SlurmCluster:
             "sbatch", "--parsable", *map(str, arguments), cwd=cwd, environment=environment
         ).splitlines()[-1]
 
-    def job(self, job: str) -> dict[str, str]:
+    def job(self, job):
         """Return what Slurm knows about a job (``12``) or one job of an array (``12_3``).
 
         The keys are Slurm's: JobState, Restarts, BatchHost, ...
@@ -259,16 +256,16 @@ class SlurmCluster:
         text = self.run("scontrol", "--oneliner", "show", "job", job)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
-    def state(self, job: str) -> str:
+    def state(self, job):
         """Return a job's state: PENDING, RUNNING, COMPLETING, COMPLETED, FAILED, ..."""
         return self.job(job)["JobState"]
 
-    def output(self, job: str) -> str:
+    def output(self, job):
         """Return what a job has written so far."""
         path = Path(self.job(job)["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait(self, job: str, *, limit_seconds: float = 180.0) -> str:
+    def wait(self, job, *, limit_seconds=180.0):
         """Wait until a job has ended and return its state.
 
         A requeued job has not ended, so this waits for it, too (see ``start_now``).
@@ -281,11 +278,11 @@ class SlurmCluster:
         )
         return self.state(job)
 
-    def wait_for(self, job: str, words: str, *, limit_seconds: float = 120.0) -> None:
+    def wait_for(self, job, words, *, limit_seconds=120.0):
         """Return as soon as a job has written ``words``; AssertionError if it ends before."""
         path, looks = Path(self.job(job)["StdOut"]), itertools.count(1)
 
-        def written() -> bool:
+        def written():
             # Ask Slurm before reading the file, so that no output is missed, and only at every
             # 40th check.
             ended = next(looks) % 40 == 0 and self.state(job) in _ENDED
@@ -302,9 +299,7 @@ class SlurmCluster:
             tell=lambda: f"{self.job(job)}\n{self.output(job)}",
         )
 
-    def wait_until_requeued(
-        self, job: str, *, restarts: int = 1, limit_seconds: float = 120.0
-    ) -> None:
+    def wait_until_requeued(self, job, *, restarts=1, limit_seconds=120.0):
         """Return once Slurm has requeued a job ``restarts`` times."""
         self._until(
             lambda: int(self.job(job)["Restarts"]) >= restarts,
@@ -313,7 +308,7 @@ class SlurmCluster:
             tell=lambda: f"it is {self.state(job)}:\n{self.output(job)}",
         )
 
-    def start_now(self, job: str) -> None:
+    def start_now(self, job):
         """Start a requeued job at once.
 
         Slurm lets it wait while credentials are valid: 15 s here, two minutes elsewhere.
@@ -327,7 +322,7 @@ class SlurmCluster:
         # Slurm refuses this if the job has just started.
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
 
-    def wait_until_gone(self, number: str) -> None:
+    def wait_until_gone(self, number):
         """Return once no process of a job runs on any node.
 
         Slurm reports the end earlier, when the job's shell may still write.
@@ -336,7 +331,7 @@ class SlurmCluster:
             lambda: not self._is_running(number), what=f"the last start of job {number} has ended"
         )
 
-    def _is_running(self, number: str) -> bool:
+    def _is_running(self, number):
         """Return whether a step of a job still has its daemon on a node."""
         for pid in (pid for node in range(self.nodes) for pid in self.pids(node)):
             with contextlib.suppress(OSError):  # the process has just ended
@@ -348,14 +343,14 @@ class SlurmCluster:
                     return True
         return False
 
-    def power_off(self, node: int) -> None:
+    def power_off(self, node):
         """End everything on a node without notice; Slurm finds out after 10 s or more."""
         # Cut the link first, or slurmd reports the processes that are killed before it.
         self._cluster.fault(node, "cut")
         self._cluster.fault(node, "kill")
         self._until(lambda: not self._cluster.pids(node), what=f"node {node} is off")
 
-    def power_on(self, node: int, *, wait: bool = True) -> None:
+    def power_on(self, node, *, wait=True):
         """Boot a node unless it is on, and wait until jobs can start there."""
         if self.pids(node):
             return
@@ -364,7 +359,7 @@ class SlurmCluster:
         if wait:
             self._until_idle(node)
 
-    def _boot(self, node: int, script: str) -> None:
+    def _boot(self, node, script):
         self._cluster.start(
             [*_OWN_NAMESPACES, "sh", "-c", script],
             nodes=[node],
@@ -374,7 +369,7 @@ class SlurmCluster:
         self._until(lambda: self._first_process(node) is not None, what=f"node {node} boots")
         self._booted[node] = self._first_process(node)
 
-    def _first_process(self, node: int) -> int | None:
+    def _first_process(self, node):
         """Return the process that is number 1 on a node, or None if the node is off."""
         for pid in self._cluster.pids(node):
             with contextlib.suppress(OSError):  # the process has just ended
@@ -384,7 +379,7 @@ class SlurmCluster:
                     return pid
         return None
 
-    def _until_idle(self, node: int) -> None:
+    def _until_idle(self, node):
         command = ("sinfo", "--noheader", "--nodes", self.name(node), "--format", "%t")
         self._until(
             lambda: self.run(*command).strip() in ("idle", "mix", "alloc"),
@@ -394,17 +389,17 @@ class SlurmCluster:
 
     def _until(
         self,
-        condition: Callable[[], bool],
+        condition,
         *,
-        what: str,
-        limit_seconds: float = _UP_SECONDS,
-        tell: Callable[[], str] = lambda: "",
-    ) -> None:
+        what,
+        limit_seconds=_UP_SECONDS,
+        tell=lambda: "",
+    ):
         wait_until(
             condition, what, timeout_seconds=limit_seconds, look_seconds=_POLL_SECONDS, tell=tell
         )
 
-    def _write_files(self) -> None:
+    def _write_files(self):
         names = [self.name(node) for node in range(self.nodes + 1)]
         nodes = "\n".join(
             f"NodeName={name} NodeAddr={self._cluster.address(node)} CPUs={self._cpus} Gres=gpu:2"

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -49,7 +48,7 @@ _ENTER = (
 )
 
 
-def missing() -> str | None:
+def missing():
     """Return why this machine cannot run such hosts, or None if it can."""
     if SSHD is None or shutil.which("ssh") is None:
         return "sshd and ssh are not installed (packages openssh-server and openssh-client)"
@@ -61,7 +60,7 @@ def missing() -> str | None:
 class Machines:
     """Three hosts with sshd, and a terminal; ``folder`` receives all their files."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.keys, self.checkout, self.config = (
             folder / "keys",
@@ -71,7 +70,7 @@ class Machines:
         self.cluster = Cluster(1 + len(HOSTS), logs=folder / "nodes", fresh=True)
         self.started: list[subprocess.Popen] = []
 
-    def __enter__(self) -> "Machines":
+    def __enter__(self):
         self.keys.mkdir(parents=True)
         self.checkout.mkdir()
         self._make_keys()
@@ -88,11 +87,11 @@ class Machines:
             raise
         return self
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, *_error):
         self.end_commands()
         self.cluster.close()
 
-    def _make_keys(self) -> None:
+    def _make_keys(self):
         for name in ("user", "stranger", *(f"host{node}" for node in range(1, len(HOSTS) + 1))):
             subprocess.run(
                 [
@@ -118,17 +117,17 @@ class Machines:
         (self.keys / "known_hosts").write_text("".join(known))
         self.config.write_text(_CLIENT.format(keys=self.keys))
 
-    def own_checkout(self, node: int) -> Path:
+    def own_checkout(self, node):
         """Return where a host's disk is as seen from outside; the host sees it at ``checkout``."""
         return self.folder / f"disk{node}"
 
-    def _make_checkout(self, disk: Path) -> None:
+    def _make_checkout(self, disk):
         disk.mkdir()
         for name in _COPIED:
             shutil.copytree(ROOT / name, disk / name, ignore=shutil.ignore_patterns("__pycache__"))
         (disk / ".venv").symlink_to(Path(sys.prefix))
 
-    def start_sshd(self, node: int) -> None:
+    def start_sshd(self, node):
         """Start a host's sshd, with its own disk mounted at the path that all hosts share."""
         self.cluster.start(
             [
@@ -142,14 +141,14 @@ class Machines:
             nodes=[node],
         )
 
-    def _wait_until_open(self) -> None:
+    def _wait_until_open(self):
         for node, _ in enumerate(HOSTS, start=1):
             wait_until(
                 lambda node=node: "Server listening" in self.cluster.output(node),
                 f"sshd of node {node} listens",
             )
 
-    def start(self, *arguments: object, config: Path | None = None) -> subprocess.Popen:
+    def start(self, *arguments, config=None):
         """Start a ``lab`` subcommand at the terminal, with the flags that locate the hosts."""
         words = [str(one) for one in arguments]
         ways = ["--ssh-config", str(config or self.config)]
@@ -157,7 +156,7 @@ class Machines:
             ways += ["--workdir", str(self.checkout)]
         return self.enter([sys.executable, "-m", "lab", words[0], *ways, *words[1:]])
 
-    def enter(self, command: Sequence[str]) -> subprocess.Popen:
+    def enter(self, command):
         """Start a command at the terminal."""
         process = subprocess.Popen(
             [sys.executable, "-c", _ENTER, json.dumps([self.cluster.host_pid, 0, list(command)])],
@@ -172,18 +171,18 @@ class Machines:
         self.started.append(process)
         return process
 
-    def run(self, *arguments: object, config: Path | None = None) -> tuple[int, str]:
+    def run(self, *arguments, config=None):
         """Run a ``lab`` subcommand at the terminal; return its exit status and output."""
         process = self.start(*arguments, config=config)
         output, _ = process.communicate(timeout=LONG)
         return process.returncode, output
 
-    def lab_pid(self, process: subprocess.Popen) -> int:
+    def lab_pid(self, process):
         """Return the id of the ``lab`` process; ``process`` itself only enters the network."""
         wait_until(lambda: psutil.Process(process.pid).children(), "lab is started")
         return psutil.Process(process.pid).children()[0].pid
 
-    def running(self, node: int) -> dict[int, str]:
+    def running(self, node):
         """Return the commands that run on a host, by process id, except the listening sshd."""
         found = {}
         for pid in self.cluster.pids(node):
@@ -194,7 +193,7 @@ class Machines:
                     found[pid] = command
         return found
 
-    def end_commands(self) -> None:
+    def end_commands(self):
         """Kill the terminal's commands that still run."""
         for process in self.started:
             if process.poll() is None:

@@ -7,18 +7,13 @@ after every fault. Each wait has a limit.
 import json
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from common.checkpoint import checkpoints_by_age, load_checkpoint
 from common.utils.hashing import digest
-from lab.cluster import Cluster
 from tests.helpers import ROOT, TINY, free_port, wait_until
-from tests.helpers import Ended as Finished
 from tests.helpers.hurt import STEPS_AN_EPOCH
 
 NODES = 3
@@ -62,7 +57,7 @@ class Stage:
     folder : receives the files of the runs.
     """
 
-    def __init__(self, cluster: Cluster, images: Sequence[object], folder: Path) -> None:
+    def __init__(self, cluster, images, folder):
         self.cluster, self.folder, self._images = cluster, folder, images
         self.port = 0
         self.temporary = folder / "temporary"
@@ -71,14 +66,14 @@ class Stage:
 
     def command(
         self,
-        way: str,
-        *flags: object,
-        size: int = NODES,
-        hurt: tuple[int, str, str] | None = None,
-        timeout: float = PATIENT,
-        name: str = "run",
-        root: Path = ROOT,
-    ) -> list[str]:
+        way,
+        *flags,
+        size=NODES,
+        hurt=None,
+        timeout=PATIENT,
+        name="run",
+        root=ROOT,
+    ):
         """Return the command of each rank without the interpreter; later ``flags`` win."""
         part, *sync = WAYS[way]
         words = [
@@ -117,13 +112,13 @@ class Stage:
 
     def start(
         self,
-        way: str = "all_reduce",
-        *flags: object,
-        nodes: Sequence[int] = tuple(range(NODES)),
-        port: int | None = None,
-        shell: str = "",
-        **more: Any,
-    ) -> None:
+        way="all_reduce",
+        *flags,
+        nodes=tuple(range(NODES)),
+        port=None,
+        shell="",
+        **more,
+    ):
         """Start ranks of a group; ``more`` goes to ``command``.
 
         shell : a script that runs the command as ``"$@"``.
@@ -137,22 +132,22 @@ class Stage:
         environment = {"TMPDIR": str(self.temporary)}
         self.cluster.start(command, nodes=nodes, cwd=self.folder, environment=environment)
 
-    def text(self, node: int) -> str:
+    def text(self, node):
         """Return what the node's rank has written in this run."""
         return self.cluster.output(node)[self._seen.get(node, 0) :]
 
-    def wait_for(self, words: str, *, node: int = 0, limit: float = _START) -> None:
+    def wait_for(self, words, *, node=0, limit=_START):
         """Return once a rank has written ``words``."""
         try:
             wait_until(lambda: words in self.text(node), repr(words), timeout_seconds=limit)
         except AssertionError as error:
             raise AssertionError(f"{error}:\n{self.text(node)}") from None
 
-    def let_go(self) -> None:
+    def let_go(self):
         """Let the rank that ``hold`` stopped continue."""
         (self.folder / "go").touch()
 
-    def end(self, limit: float = _START) -> dict[int, Ended]:
+    def end(self, limit=_START):
         """Wait for all ranks and return by rank how they ended, in the order of their ends."""
         try:
             ends = self.cluster.wait(limit_seconds=limit)
@@ -162,21 +157,19 @@ class Stage:
             ) from None
         return {end.node: Ended(end.status, end.seconds, self.text(end.node)) for end in ends}
 
-    def kill_all(self) -> None:
+    def kill_all(self):
         """Kill what a failed test left running."""
         for node in range(self.cluster.nodes):
             self.cluster.fault(node, "restore")
             self.cluster.fault(node, "kill")
         self.cluster.wait(limit_seconds=GRACE)
 
-    def run(self, way: str = "all_reduce", name: str = "run") -> Path:
+    def run(self, way="all_reduce", name="run"):
         """Return the folder of a run."""
         part = WAYS[way][0]
         return self.folder / "out" / f"{part}-{way}" / name
 
-    def finish(
-        self, way: str = "all_reduce", *flags: object, name: str = "run", **more: Any
-    ) -> Path:
+    def finish(self, way="all_reduce", *flags, name="run", **more):
         """Train to the end undisturbed and return the run's folder."""
         self.start(way, *flags, name=name, **more)
         for rank, ended in self.end().items():
@@ -184,7 +177,7 @@ class Stage:
         return self.run(way, name)
 
 
-def set_pace(folder: Path, seconds: float) -> dict[str, str]:
+def set_pace(folder, seconds):
     """Set the seconds of each step from now on, for runs with the returned environment."""
     new, pace = folder / "new_pace", folder / "pace"
     new.write_text(str(seconds))
@@ -192,7 +185,7 @@ def set_pace(folder: Path, seconds: float) -> dict[str, str]:
     return {"PACE": str(pace)}
 
 
-def assert_told(ended: Ended | Finished, pattern: str, *, status: int = 1) -> None:
+def assert_told(ended, pattern, *, status=1):
     """Assert that a rank or process ended with this status, a clear message and no traceback."""
     told = ended.text if isinstance(ended, Ended) else ended.err
     assert ended.status == status, ended
@@ -200,7 +193,7 @@ def assert_told(ended: Ended | Finished, pattern: str, *, status: int = 1) -> No
     assert "Traceback" not in told, told
 
 
-def assert_no_result(run: Path) -> None:
+def assert_no_result(run):
     """Assert that a run that had begun left no result and no damaged file.
 
     No file says that the run finished, no file with a final name is half-written, and no checkpoint
@@ -213,7 +206,7 @@ def assert_no_result(run: Path) -> None:
         load_checkpoint(path)
 
 
-def assert_equal_runs(run: Path, reference: Path, *, averaged_within_epoch: bool = False) -> None:
+def assert_equal_runs(run, reference, *, averaged_within_epoch=False):
     """Assert that a run equals the undisturbed one, except for times.
 
     Weights, the optimiser's state, every line of metrics.jsonl and epochs.jsonl, and the report are
@@ -245,12 +238,12 @@ def assert_equal_runs(run: Path, reference: Path, *, averaged_within_epoch: bool
     assert hidden_files(run) == []
 
 
-def hidden_files(run: Path) -> list[str]:
+def hidden_files(run):
     """Return the hidden files in a run's folder, such as unfinished ones."""
     return [str(path.relative_to(run)) for path in run.rglob(".*")]
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
+def _records(path):
     """Return the lines of metrics.jsonl or epochs.jsonl without times."""
     return [
         {name: value for name, value in json.loads(line).items() if "second" not in name}

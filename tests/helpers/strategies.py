@@ -1,7 +1,7 @@
 """Lists of strategies and a model of two types, for tests that go through all strategies."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.sync import STRATEGIES, is_exact
 
@@ -15,7 +15,7 @@ SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 class Mixed(nn.Module):
     """A model whose layers alternate between float32 and float64."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(
             [
@@ -26,7 +26,7 @@ class Mixed(nn.Module):
             ]
         )
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         hidden = images.mean(dim=(2, 3))
         for layer in self.layers:
             hidden = torch.tanh(layer(hidden.to(layer.weight.dtype)))
@@ -36,9 +36,9 @@ class Mixed(nn.Module):
 class Deep(nn.Module):
     """Four layers of 1 MB each; (batch, 512) to (batch, 512)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return self.layers(inputs)

@@ -7,7 +7,7 @@ fork know these (``processes.py``).
 from torch import nn
 
 
-def tiny(num_classes: int) -> nn.Module:
+def tiny(num_classes):
     """Return a model with BatchNorm and 1,530 parameters for ten classes.
 
     It maps (batch, 3, 32, 32) to (batch, num_classes).
@@ -15,12 +15,12 @@ def tiny(num_classes: int) -> nn.Module:
     return nn.Sequential(*_stem(), nn.Linear(128, num_classes))
 
 
-def wide(num_classes: int) -> nn.Module:
+def wide(num_classes):
     """Return a model with hardly any arithmetic and one gradient of 4 MB, which is slow to send."""
     return nn.Sequential(*_stem(), nn.Linear(128, 8192), nn.ReLU(), nn.Linear(8192, num_classes))
 
 
-def _stem() -> list[nn.Module]:
+def _stem():
     return [
         nn.Conv2d(3, 8, 3, stride=4, padding=1),
         nn.BatchNorm2d(8),

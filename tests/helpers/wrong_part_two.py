@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -22,7 +21,7 @@ WRONG = {
 class Literal4(Mean):
     """The sum is divided by a literal 4, which is right on four ranks only."""
 
-    def average(self, gradient: Tensor) -> None:
+    def average(self, gradient):
         dist.all_reduce(gradient)
         gradient /= 4
 
@@ -30,7 +29,7 @@ class Literal4(Mean):
 class OwnOnRank1(Mean):
     """Rank 1 sends its gradients and then steps with its own."""
 
-    def average(self, gradient: Tensor) -> None:
+    def average(self, gradient):
         own = gradient.clone()
         super().average(gradient)
         if dist.get_rank() == 1:

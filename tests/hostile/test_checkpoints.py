@@ -4,7 +4,6 @@ import io
 import os
 import zipfile
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ from tests.helpers.hostile import CASES, VALUES, altered, damaged, run_cases
 ESCAPES = "\x1b[2J\x1b]0;owned\x07"
 
 
-def _model_and_optimizer(kind: type = SGD) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _model_and_optimizer(kind=SGD):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     settings = {"momentum": 0.9} if kind is SGD else {}
@@ -45,7 +44,7 @@ def _model_and_optimizer(kind: type = SGD) -> tuple[nn.Module, torch.optim.Optim
     return model, optimizer
 
 
-def _entries() -> dict:
+def _entries():
     model, optimizer = _model_and_optimizer()
     scheduler = build_schedule(optimizer, "step", total_steps=9, warmup_steps=2)
     return {
@@ -64,13 +63,13 @@ def _entries() -> dict:
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory) -> bytes:
+def good(tmp_path_factory):
     path = tmp_path_factory.mktemp("good") / "Epoch_1.pt"
     save_checkpoint(path, _entries())
     return path.read_bytes()
 
 
-def _content(entries: object, *, sign: bool = True) -> bytes:
+def _content(entries, *, sign=True):
     """Return a checkpoint as an attacker writes it: with a digest that is right."""
     if sign and isinstance(entries, dict):
         entries = {**entries, "sha256": digest(entries)}
@@ -80,30 +79,30 @@ def _content(entries: object, *, sign: bool = True) -> bytes:
 
 
 @CASES
-def test_damaged_bytes(good: bytes, cases: int) -> None:
+def test_damaged_bytes(good, cases):
     """Cut, flipped and inserted bytes: refused, or exactly the entries that were saved."""
     entries = digest(load_checkpoint(good))
 
-    def check(content: bytes) -> None:
+    def check(content):
         assert digest(load_checkpoint(content)) == entries
 
     run_cases(cases, damaged(good), check)
 
 
 @CASES
-def test_damaged_pickle_with_right_checksums(good: bytes, cases: int) -> None:
+def test_damaged_pickle_with_right_checksums(good, cases):
     """The archive is rebuilt around a damaged pickle, so that its CRC-32 is right."""
     with zipfile.ZipFile(io.BytesIO(good)) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
     [pickled] = [name for name in files if name.endswith("data.pkl")]
 
-    def check(content: bytes) -> None:
+    def check(content):
         load_checkpoint(_zip(files | {pickled: content}))
 
     run_cases(cases, damaged(files[pickled]), check)
 
 
-def _zip(files: dict[str, bytes], **options: int) -> bytes:
+def _zip(files, **options):
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", **options) as archive:
         for name, content in files.items():
@@ -112,11 +111,11 @@ def _zip(files: dict[str, bytes], **options: int) -> bytes:
 
 
 @CASES
-def test_well_formed_checkpoints_of_another_kind(cases: int, tmp_path: Path) -> None:
+def test_well_formed_checkpoints_of_another_kind(cases, tmp_path):
     """Entries of other types and values: loaded, or refused with the one error."""
     path = tmp_path / "Epoch_1.pt"
 
-    def check(entries: object) -> None:
+    def check(entries):
         path.write_bytes(_content(entries, sign=False))
         loaded = load_checkpoint(path)
         model, optimizer = _model_and_optimizer()
@@ -129,16 +128,16 @@ def test_well_formed_checkpoints_of_another_kind(cases: int, tmp_path: Path) -> 
     run_cases(cases, altered(_entries()), lambda entries: time_of_saving(_written(path, entries)))
 
 
-def _written(path: Path, entries: object) -> Path:
+def _written(path, entries):
     path.write_bytes(_content(entries, sign=False))
     return path
 
 
 @CASES
-def test_any_values_as_weights(cases: int) -> None:
+def test_any_values_as_weights(cases):
     """Any plain values in place of a model's or an optimiser's state."""
 
-    def check(values: tuple) -> None:
+    def check(values):
         _, optimizer = _model_and_optimizer(AdamW)
         entries = {"model_state_dict": values[0], "optimizer_state_dict": values[1]}
         load_checkpoint(_content({"epoch": 1, "loss": 0.0} | entries))
@@ -147,13 +146,13 @@ def test_any_values_as_weights(cases: int) -> None:
     run_cases(cases, st.tuples(VALUES, VALUES), check)
 
 
-def _cyclic() -> list:
+def _cyclic():
     value: list = []
     value.append(value)
     return value
 
 
-def _changed_pickle(old: bytes, new: bytes, tensor: torch.Tensor, *, data: bytes = b"") -> bytes:
+def _changed_pickle(old, new, tensor, *, data=b""):
     """Return a checkpoint in whose pickle ``old`` is replaced, and perhaps its tensor's data."""
     content = _content({**_plain(), "model_state_dict": {"w": tensor}}, sign=False)
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -165,11 +164,11 @@ def _changed_pickle(old: bytes, new: bytes, tensor: torch.Tensor, *, data: bytes
     return _zip(files | {pickled: files[pickled].replace(old, new), record: data or files[record]})
 
 
-def _plain() -> dict:
+def _plain():
     return {"epoch": 1, "loss": 0.0, "model_state_dict": {}, "optimizer_state_dict": {}}
 
 
-def _hostile() -> dict[str, bytes]:
+def _hostile():
     one, plain = torch.ones(4), _plain()
     (module, numel) = (b"ctorch\nFloatStorage\n", b"K\x04tq")
     extra = {
@@ -208,7 +207,7 @@ def _hostile() -> dict[str, bytes]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_crafted_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_crafted_checkpoints_are_refused(tmp_path):
     """Each is refused in one line with its name; the search for the newest passes them over."""
     hostile = _hostile()
     for index, content in enumerate(hostile.values()):
@@ -220,7 +219,7 @@ def test_crafted_checkpoints_are_refused(tmp_path: Path) -> None:
     assert newest_checkpoint([tmp_path])[0] == tmp_path / "Epoch_1.pt"
 
 
-def test_special_files(tmp_path: Path) -> None:
+def test_special_files(tmp_path):
     """A FIFO does not block, and a device is not read; a link is followed."""
     os.mkfifo(tmp_path / "Epoch_9.pt")
     (tmp_path / "Epoch_8.pt").symlink_to("/dev/zero")
@@ -245,7 +244,7 @@ def test_special_files(tmp_path: Path) -> None:
         (("param_groups",), []),
     ],
 )
-def test_another_optimizers_state(place: tuple, value: object) -> None:
+def test_another_optimizers_state(place, value):
     """Refused when it is loaded; torch accepts some of these."""
     _, optimizer = _model_and_optimizer()
     state = optimizer.state_dict()
@@ -258,7 +257,7 @@ def test_another_optimizers_state(place: tuple, value: object) -> None:
         load_optimizer_state(optimizer, {"optimizer_state_dict": state}, name="Epoch_1")
 
 
-def test_another_schedulers_state() -> None:
+def test_another_schedulers_state():
     _, optimizer = _model_and_optimizer()
     scheduler = build_schedule(optimizer, "onecycle", total_steps=9)
     for state in ({"last_epoch": 3}, {"total_steps": None}, {"total_steps": 0}, {"_schedulers": 5}):
@@ -269,7 +268,7 @@ def test_another_schedulers_state() -> None:
 
 
 @pytest.mark.parametrize("name", ["onecycle", "cosine", "step", "constant"])
-def test_the_same_schedulers_state_fits(name: str) -> None:
+def test_the_same_schedulers_state_fits(name):
     """Also where the schedule is built at the rate of the checkpoint's step, as when resuming."""
     _, optimizer = _model_and_optimizer()
     saved = build_schedule(optimizer, name, total_steps=9, warmup_steps=2)
@@ -283,7 +282,7 @@ def test_the_same_schedulers_state_fits(name: str) -> None:
         load_plain_state(other, state, name="")
 
 
-def test_what_a_checkpoint_says_reaches_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_checkpoint_says_reaches_no_terminal(capsys):
     """Its plan, its state and its pickle may hold escapes, and so may another rank's message."""
     plan = TrainingPlan("digits", 9, "tiny", "sgd", 3, 1, 1, 0, "step", 9, None, 3, "")
     saved = asdict(plan) | {"model": ESCAPES}

@@ -1,7 +1,6 @@
 """Hostile environment variables: a rank finds its place, or one UserError says what is wrong."""
 
 import psutil
-import pytest
 from hypothesis import strategies as st
 
 from common.distributed.launch_env import LaunchSpec, resolve_launch
@@ -24,7 +23,7 @@ TEXTS = st.text(
 ) | st.sampled_from(["0", "-1", "1", "65536", "9" * 5000, "1.0", "1e9", "null", "²", "\x1b[2J", ""])
 
 
-def place(environment: dict[str, str]) -> None:
+def place(environment):
     try:
         read_settings(environment)
         launch = resolve_launch(environment=environment)
@@ -43,7 +42,7 @@ def place(environment: dict[str, str]) -> None:
 
 
 @CASES
-def test_environments(cases: int) -> None:
+def test_environments(cases):
     place(GOOD)
     changes = st.dictionaries(st.sampled_from(NAMES), TEXTS, max_size=3)
     missing = st.sets(st.sampled_from(sorted(GOOD)), max_size=1)
@@ -55,7 +54,7 @@ def test_environments(cases: int) -> None:
     run_cases(cases, hostile, place)
 
 
-def test_what_is_allowed() -> None:
+def test_what_is_allowed():
     interfaces = ",".join(list(psutil.net_if_addrs())[:2])
     found = read_settings(
         {"COLUMNS": "", "LINES": "50", "OMP_NUM_THREADS": "04", "GLOO_SOCKET_IFNAME": interfaces}
@@ -70,7 +69,7 @@ def test_what_is_allowed() -> None:
     assert resolve_launch(environment={"MASTER_PORT": "tcp://10.0.0.1:80"}) is None
 
 
-def test_an_elastic_job_grows_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_elastic_job_grows_by_its_variables(monkeypatch):
     elastic = GOOD | {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_MAX_RESTARTS": "2"}
     launch = resolve_launch(environment=elastic | {"PET_NNODES": "1:4"})
     assert launch is not None

@@ -4,8 +4,6 @@ import contextlib
 import io
 import json
 import socket
-from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -13,11 +11,12 @@ from rich.console import Console
 from common.cli import _launch_of_part, _say
 from common.config.parser import parse_arguments
 from common.config.recipes import print_recipe
+from common.distributed.gpus import Peer
 from common.errors import UserError
 from common.sync import BY_HAND
 from common.utils.environment import RUN_TOKEN
-from common.utils.typed_json import calm
-from lab.doctor.reception import NodeReport, node_report
+from common.utils.typed_json import calm, decode, encode
+from lab.doctor.nodes import NodeReport
 from lab.processes import prefixed_output
 from lab.ssh import remote_handlers
 from tests.helpers import free_port, wait_until
@@ -26,9 +25,7 @@ from tests.helpers.hostile import CASES, altered, run_cases
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202e\r"
 
 
-def test_words_from_elsewhere_never_reach_the_terminal_raw(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_from_elsewhere_never_reach_the_terminal_raw(capsys, monkeypatch):
     assert calm("a\tb\n" + HOSTILE + "é") == "a\tb\n [2J ]0;owned   31m   é"
     _say(f"error (rank 0): rank 1 stopped: {HOSTILE}", 1)
     assert capsys.readouterr().err.strip("\n").isprintable()
@@ -40,16 +37,21 @@ def test_words_from_elsewhere_never_reach_the_terminal_raw(
 
 
 @CASES
-def test_reports_of_nodes_are_read_or_refused(cases: int) -> None:
-    good = asdict(NodeReport(1, "a", "10.0.0.2", 4000, {"cores": 2}, (0.1, 0.01), [(0, "no")]))
-    assert asdict(node_report(json.loads(json.dumps(good)))) == good
-    for change in ({"rank": -1}, {"port": 0}, {"host": HOSTILE}, {"facts": {"torch": HOSTILE}}):
+def test_reports_of_nodes_are_read_or_refused(cases):
+    def read(content):
+        return decode(json.dumps(content).encode(), NodeReport, name="the report")
+
+    peer = Peer("a", 7, [])
+    own = NodeReport(peer, "10.0.0.2", 4000, 2, {"same code": "x"}, [(0, "no")], (0.1, 0.01))
+    good = json.loads(encode(own))
+    assert read(good) == own
+    for change in ({"cores": -1}, {"port": 0}, {"address": HOSTILE}, {"facts": {"x": HOSTILE}}):
         with pytest.raises(UserError, match="the report"):
-            node_report(good | change)
-    run_cases(cases, altered(good), node_report)
+            read(good | change)
+    run_cases(cases, altered(good), read)
 
 
-def test_the_token_of_the_flag_wins_and_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_of_the_flag_wins_and_is_shown_nowhere(monkeypatch):
     monkeypatch.setenv(RUN_TOKEN, "an old one")
     by_hand = ["--master-ip", "127.0.0.1", "--num-nodes", "2", "--rank", "1"]
     config = parse_arguments("PartTwo", "", BY_HAND, [*by_hand, "--run-token", "the-secret"])
@@ -62,13 +64,13 @@ def test_the_token_of_the_flag_wins_and_is_shown_nowhere(monkeypatch: pytest.Mon
         parse_arguments("PartTwo", "", BY_HAND, [*by_hand, "--run-token", ""])
 
 
-def test_one_address_cannot_take_all_of_a_host_s_listener() -> None:
+def test_one_address_cannot_take_all_of_a_host_s_listener():
     port, most = free_port(), remote_handlers._MOST_GUESTS
     remote_handlers.listen(["127.0.0.1"], port, "the answer")
     try:
         with contextlib.ExitStack() as held:
 
-            def answer(source: str) -> bytes:
+            def answer(source):
                 guest = held.enter_context(
                     socket.create_connection(("127.0.0.1", port), 5, source_address=(source, 0))
                 )
@@ -84,7 +86,7 @@ def test_one_address_cannot_take_all_of_a_host_s_listener() -> None:
         remote_handlers.stop_listening()
 
 
-def test_a_recipe_cannot_set_the_token(tmp_path: Path) -> None:
+def test_a_recipe_cannot_set_the_token(tmp_path):
     recipe = tmp_path / "mine.toml"
     recipe.write_text('run_token = "x"\n')
     with pytest.raises(UserError, match="run_token"):

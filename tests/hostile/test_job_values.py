@@ -9,7 +9,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -30,7 +29,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_slurm_reads_the_folders_of_the_flags_as_they_are(value: str, tmp_path: Path) -> None:
+def test_slurm_reads_the_folders_of_the_flags_as_they_are(value, tmp_path):
     """The folders of output and data, which the part prints as text, and the words of the command.
 
     Of two starts, the second finds the first one's run.
@@ -84,7 +83,7 @@ def test_slurm_reads_the_folders_of_the_flags_as_they_are(value: str, tmp_path: 
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_a_trainjob_passes_its_args_on_as_they_are(value: str, tmp_path: Path) -> None:
+def test_a_trainjob_passes_its_args_on_as_they_are(value, tmp_path):
     """The manifest's own sh command; the variables hold odd values, too."""
     [trainer] = [
         document["spec"]["trainer"]
@@ -116,7 +115,7 @@ def test_a_trainjob_passes_its_args_on_as_they_are(value: str, tmp_path: Path) -
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck_finds_nothing() -> None:
+def test_shellcheck_finds_nothing():
     scripts = sorted(ROOT.glob("launch/*.sh")) + sorted(ROOT.glob("launch/*.sbatch"))
     ended = subprocess.run(
         ["shellcheck", "--external-sources", *scripts],

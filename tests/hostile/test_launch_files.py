@@ -3,7 +3,6 @@
 import json
 import stat
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,13 +37,13 @@ LAUNCH: dict[str, Any] = {
 }
 
 
-def _write(folder: Path, **changed: object) -> Path:
+def _write(folder, **changed):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "launch.json").write_text(json.dumps(LAUNCH | changed))
     return folder
 
 
-def _flags(folder: Path, **given: object) -> Any:
+def _flags(folder, **given):
     flags = {
         "things": [str(folder)],
         "hosts": None,
@@ -61,13 +60,13 @@ def _flags(folder: Path, **given: object) -> Any:
 
 
 @CASES
-def test_damaged_launches(tmp_path: Path, cases: int) -> None:
+def test_damaged_launches(tmp_path, cases):
     """A launch.json with other values or bytes is refused, or gives a harmless ssh command."""
     folder = _write(tmp_path / "launch-1")
     file = folder / "launch.json"
     good = file.read_bytes()
 
-    def check(content: bytes) -> None:
+    def check(content):
         file.write_bytes(content)
         with untouched(tmp_path):
             request = _collect_request(_flags(folder))
@@ -78,7 +77,7 @@ def test_damaged_launches(tmp_path: Path, cases: int) -> None:
     run_cases(cases, altered(LAUNCH), lambda content: check(json.dumps(content).encode()))
 
 
-def _check_harmless(command: list[str]) -> None:
+def _check_harmless(command):
     """Check that ssh gets only this project's options, and the program python3."""
     usual = ssh_command(Host(0, "x"), SSHOptions(".", None, "python3"))
     host, remote = command[-2:]
@@ -92,7 +91,7 @@ def _check_harmless(command: list[str]) -> None:
 
 
 @pytest.fixture
-def ssh_that_obeys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def ssh_that_obeys(tmp_path, monkeypatch):
     """Put a fake ssh in PATH that runs what real options would run, and records its words."""
     fake = tmp_path / "bin" / "ssh"
     fake.parent.mkdir()
@@ -120,9 +119,7 @@ def ssh_that_obeys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         {"workdir": "MARK-workdir"},
     ],
 )
-def test_a_foreign_folder_runs_nothing(
-    changed: dict, ssh_that_obeys: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_foreign_folder_runs_nothing(changed, ssh_that_obeys, capsys):
     """What it records does not reach ssh; flags that the launch may need are named."""
     mark = ssh_that_obeys / "mark"
     text = json.dumps(changed).replace("MARK", str(mark))
@@ -156,7 +153,7 @@ def test_a_foreign_folder_runs_nothing(
         {"format": 2},
     ],
 )
-def test_impossible_entries_are_named(changed: dict, tmp_path: Path) -> None:
+def test_impossible_entries_are_named(changed, tmp_path):
     folder = _write(tmp_path / "launch-1", **changed)
     with pytest.raises(UserError, match=r"launch\.json"):
         _collect_request(_flags(folder))
@@ -173,11 +170,11 @@ def test_impossible_entries_are_named(changed: dict, tmp_path: Path) -> None:
         "fe80::1%en0",
     ],
 )
-def test_names_that_ssh_knows_are_accepted(name: str) -> None:
+def test_names_that_ssh_knows_are_accepted(name):
     assert [host.given for host in parse_hosts(name, shares_a_port=False)] == [name]
 
 
-def test_the_newest_launch_is_the_one_that_began_last(tmp_path: Path) -> None:
+def test_the_newest_launch_is_the_one_that_began_last(tmp_path):
     """The folder's name does not count, and one that cannot be read is passed over."""
     _write(tmp_path / "launch-z", began="2026-01-01T00:00:00")
     _write(tmp_path / "launch-a", began="2026-02-01T00:00:00")
@@ -185,14 +182,14 @@ def test_the_newest_launch_is_the_one_that_began_last(tmp_path: Path) -> None:
     assert newest_launch(tmp_path) == tmp_path / "launch-a"
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_what_is_written_is_read(tmp_path):
     content = msgspec.convert(LAUNCH, LaunchRecord)
     assert msgspec.to_builtins(content) == LAUNCH
     assert read_launch(_write(tmp_path / "launch-1")) == content
 
 
 @CASES
-def test_any_listing(cases: int) -> None:
+def test_any_listing(cases):
     """Whatever a host answers in place of a listing is one error."""
     good = {"reports": "/r", "runs": {"PartTwo-ring/2026": {"config.json": [2, "ab"]}}}
     run_cases(cases, altered(good), lambda answer: _checked(answer, Listing, Host(0, "a")))
@@ -200,12 +197,12 @@ def test_any_listing(cases: int) -> None:
 
 
 @CASES
-def test_any_message(cases: int) -> None:
+def test_any_message(cases):
     """Whatever a host sends in place of a message ends no thread."""
     connections = HostConnections([], SSHOptions("."))
     message = b"x" + connections._token.encode() + b'{"answer": "runs", "result": {"reports": "/"}}'
 
-    def check(content: bytes) -> None:
+    def check(content):
         connection: Any = SimpleNamespace(
             host=Host(0, "a"), ready=True, lines=[], answers={}, errors=None
         )
@@ -218,5 +215,5 @@ def test_any_message(cases: int) -> None:
     check(token + b'{"result": ' + b"[" * deep + b"]" * deep + b"}")
 
 
-def test_text_of_a_host_moves_no_cursor() -> None:
+def test_text_of_a_host_moves_no_cursor():
     assert calm("a\x1b[2J\x07é") == "a [2J é"

@@ -2,7 +2,6 @@
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +60,11 @@ STATE = {
 class Gathered:
     """A group in which rank 1 sends what the test says, and this process is rank 0."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.sent, self.world = b"", World(0, 2)
         monkeypatch.setattr(collectives, "all_gather_single", self._gather)
 
-    def _gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
+    def _gather(self, gathered, own):
         rows = gathered.view(2, len(own))
         rows[0] = own
         sent = torch.frombuffer(bytearray(self.sent + b"\0"), dtype=torch.uint8)[:-1]
@@ -73,7 +72,7 @@ class Gathered:
         if own.dtype == torch.uint8:
             rows[1, : len(sent)] = sent
 
-    def receive(self, content: bytes, gather: Callable[[World], list[Any]]) -> Any:
+    def receive(self, content, gather):
         """Return what rank 1 is understood to send; UserError for the error that names it."""
         self.sent = content
         try:
@@ -87,16 +86,16 @@ class Gathered:
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Gathered:
+def group(monkeypatch):
     return Gathered(monkeypatch)
 
 
 @CASES
 @pytest.mark.parametrize("name", MESSAGES)
-def test_messages_of_other_ranks(name: str, cases: int, group: Gathered) -> None:
+def test_messages_of_other_ranks(name, cases, group):
     good, schema = MESSAGES[name]
 
-    def receive(content: bytes) -> Any:
+    def receive(content):
         return group.receive(
             content, lambda world: collectives.gather_objects(world, good, schema=schema)
         )
@@ -107,8 +106,8 @@ def test_messages_of_other_ranks(name: str, cases: int, group: Gathered) -> None
 
 
 @CASES
-def test_states_of_other_ranks(cases: int, group: Gathered) -> None:
-    def receive(content: bytes) -> Any:
+def test_states_of_other_ranks(cases, group):
+    def receive(content):
         state = group.receive(content, lambda world: collectives.gather_states(world, {}))
         assert isinstance(state, dict)
         return state
@@ -120,20 +119,20 @@ def test_states_of_other_ranks(cases: int, group: Gathered) -> None:
 
 
 @pytest.mark.parametrize("value", [[1], Path("x"), {"a": Path("x")}, b"no zip"])
-def test_what_is_no_state_is_refused(value: Any, group: Gathered) -> None:
+def test_what_is_no_state_is_refused(value, group):
     content = value if isinstance(value, bytes) else saved(value)
     with pytest.raises(UserError, match="rank 1's message: "):
         group.receive(content, lambda world: collectives.gather_states(world, {}))
 
 
-def test_tensors_of_other_forms_are_refused(group: Gathered) -> None:
+def test_tensors_of_other_forms_are_refused(group):
     mine = {"columns": torch.zeros(3, 2)}
     for other in ({"columns": torch.zeros(4, 2)}, {"columns": [1]}, {"rows": mine["columns"]}):
         with pytest.raises(UserError, match=r"expected .*torch.float32 \(3, \*\)"):
             group.receive(saved(other), lambda world: collectives.gather_tensors(world, mine))
 
 
-def saved(state: Any) -> bytes:
+def saved(state):
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()

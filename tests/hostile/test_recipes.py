@@ -2,8 +2,6 @@
 
 import os
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -39,19 +37,19 @@ VALUES = st.sampled_from(
 )
 
 
-def _parse(path: Path) -> Any:
+def _parse(path):
     arguments = ["--recipe", str(path)]
     return parse_arguments("PartThree", "", ("ddp",), arguments)
 
 
 @CASES
-def test_damaged_recipes(tmp_path: Path, cases: int) -> None:
+def test_damaged_recipes(tmp_path, cases):
     """Damaged bytes of a good recipe, and impossible values of its keys."""
     path = tmp_path / "recipe.toml"
     good = sorted(RECIPES.glob("*.toml"))[0].read_bytes()
     keys = re.findall(r"^([\w-]+) *=", good.decode(), re.MULTILINE)
 
-    def check(content: bytes) -> None:
+    def check(content):
         path.write_bytes(content)
         with untouched(tmp_path):
             read_recipe(find_recipe(str(path)))
@@ -68,7 +66,7 @@ def test_damaged_recipes(tmp_path: Path, cases: int) -> None:
     )
 
 
-def test_a_recipe_that_is_no_small_regular_file(tmp_path: Path) -> None:
+def test_a_recipe_that_is_no_small_regular_file(tmp_path):
     """A FIFO does not block, and neither a device, a folder nor a file of 64 GB is read."""
     os.mkfifo(tmp_path / "fifo.toml")
     (tmp_path / "folder.toml").mkdir()

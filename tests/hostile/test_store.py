@@ -6,12 +6,9 @@ import pickle
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +19,7 @@ from common.distributed.meeting import meet
 from common.errors import GroupError
 from common.utils.environment import RUN_TOKEN
 from common.utils.system import allow_most_descriptors
-from tests.helpers import TINY, Started, free_port, start_part, wait_until
+from tests.helpers import TINY, free_port, start_part, wait_until
 
 TOKEN = "the right one"
 
@@ -30,12 +27,12 @@ TOKEN = "the right one"
 class Ranks:
     """Two ranks in threads; rank 1 starts with ``finish``, once the strangers have been here."""
 
-    def __init__(self, threads: ThreadPoolExecutor, token: str) -> None:
+    def __init__(self, threads, token):
         self._threads = threads
         self.launch = LaunchSpec(0, 2, "127.0.0.1", free_port(), token=token)
         self.root = threads.submit(meet, self.launch, 20.0)
 
-    def store(self) -> dist.TCPStore:
+    def store(self):
         """Return a stranger's connection to the store, once rank 0 has opened it."""
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
@@ -53,19 +50,19 @@ class Ranks:
         store.wait(["token"])
         return store
 
-    def joins(self, token: str, timeout_seconds: float = 20.0) -> Any:
+    def joins(self, token, timeout_seconds=20.0):
         """Return the outcome for a rank 1 with this token, or raise its error."""
         launch = replace(self.launch, rank=1, token=token)
         return self._threads.submit(meet, launch, timeout_seconds).result(40)[1]
 
-    def finish(self) -> None:
+    def finish(self):
         """Assert that the rightful rank 1 still joins."""
         assert self.joins(self.launch.token).places == [(0, 2), (1, 2)]
         assert self.root.result(40)[1].places == [(0, 2), (1, 2)]
 
 
 @contextlib.contextmanager
-def ranks(token: str = TOKEN) -> Iterator[Ranks]:
+def ranks(token=TOKEN):
     with ThreadPoolExecutor(4) as threads:
         yield Ranks(threads, token)
 
@@ -79,8 +76,8 @@ def ranks(token: str = TOKEN) -> Iterator[Ranks]:
     ],
 )
 def test_a_rank_with_another_token_is_refused_at_once_and_its_number_stays_free(
-    root: str, other: str, reason: str
-) -> None:
+    root, other, reason
+):
     with ranks(root) as group:
         began = time.monotonic()
         with pytest.raises(GroupError, match=f"refused rank 1: {reason}") as refused:
@@ -90,7 +87,7 @@ def test_a_rank_with_another_token_is_refused_at_once_and_its_number_stays_free(
         group.finish()
 
 
-def test_a_rank_does_not_believe_a_store_that_lacks_its_token() -> None:
+def test_a_rank_does_not_believe_a_store_that_lacks_its_token():
     """A stranger is at the address first, with the fingerprint of another token or of this one."""
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -110,14 +107,14 @@ def test_a_rank_does_not_believe_a_store_that_lacks_its_token() -> None:
 class Bomb:
     """Pickled, it leaves a file where it is loaded."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self._path = path
 
-    def __reduce__(self) -> tuple[Callable, tuple[str]]:
+    def __reduce__(self):
         return os.mkdir, (str(self._path),)
 
 
-def test_what_strangers_write_ends_no_meeting_and_runs_no_code(tmp_path: Path) -> None:
+def test_what_strangers_write_ends_no_meeting_and_runs_no_code(tmp_path):
     """They do not know the prefix of the ranks' keys, and overwrite the one key without it."""
     bomb = pickle.dumps(Bomb(tmp_path / "owned")).decode("latin-1")
     garbage = (bomb, "", "\x00" * 100, "x" * 1_000_000, "[" * 100_000, "\x1b]0;owned\x07")
@@ -132,7 +129,7 @@ def test_what_strangers_write_ends_no_meeting_and_runs_no_code(tmp_path: Path) -
     assert not (tmp_path / "owned").exists()
 
 
-def test_bytes_that_are_no_store_protocol_leave_the_meeting_alone() -> None:
+def test_bytes_that_are_no_store_protocol_leave_the_meeting_alone():
     """While the ranks meet, strangers send garbage and stay connected, or only connect."""
     with ranks() as group, contextlib.ExitStack() as stack:
         group.store()
@@ -145,7 +142,7 @@ def test_bytes_that_are_no_store_protocol_leave_the_meeting_alone() -> None:
 
 
 @pytest.mark.slow
-def test_900_strangers_at_the_port_delay_no_run(tmp_path: Path) -> None:
+def test_900_strangers_at_the_port_delay_no_run(tmp_path):
     """600 say nothing, 300 one byte; rank 0 may open 256 files unless it asks for more.
 
     Rank 0 has its token from the flag, which wins over the variable and is in no file.
@@ -153,7 +150,7 @@ def test_900_strangers_at_the_port_delay_no_run(tmp_path: Path) -> None:
     allow_most_descriptors()  # of this process: the strangers'
     port = free_port()
 
-    def start(rank: int, variable: str, *flags: str) -> Started:
+    def start(rank, variable, *flags):
         return start_part(
             "PartTwo",
             *("--master-ip", "127.0.0.1", "--master-port", port, "--num-nodes", 2, "--rank", rank),
@@ -168,7 +165,7 @@ def test_900_strangers_at_the_port_delay_no_run(tmp_path: Path) -> None:
     psutil.Process(root.process.pid).rlimit(psutil.RLIMIT_NOFILE, (256, hard))
     with contextlib.ExitStack() as held:
 
-        def connected() -> bool:
+        def connected():
             with contextlib.suppress(ConnectionRefusedError):
                 held.enter_context(socket.create_connection(("127.0.0.1", port), 5))
                 return True

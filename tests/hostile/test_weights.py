@@ -2,7 +2,6 @@
 
 import io
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,14 +14,14 @@ from tests.helpers.hostile import CASES, damaged, run_cases
 @CASES
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.filterwarnings("ignore")
-def test_damaged_weights(tmp_path: Path, cases: int, zipped: bool) -> None:
+def test_damaged_weights(tmp_path, cases, zipped):
     """Files of today's format and of that before torch 1.6, which torchvision's own still have."""
     buffer = io.BytesIO()
     weights = {"conv1.weight": torch.ones(2, 2), "bn1.bias": torch.ones(3)}
     torch.save(weights, buffer, _use_new_zipfile_serialization=zipped)
     model, path = resnet18_transfer(), tmp_path / "weights.pth"
 
-    def check(content: bytes) -> None:
+    def check(content):
         path.write_bytes(content)
         with pytest.raises(UserError, match=r"weights\.pth"):
             load_pretrained(model, str(path))
@@ -31,7 +30,7 @@ def test_damaged_weights(tmp_path: Path, cases: int, zipped: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_crafted_weights(tmp_path: Path) -> None:
+def test_crafted_weights(tmp_path):
     """Every name and shape is right, but the tensors have no data of their own."""
     model, path = resnet18_transfer(), tmp_path / "weights.pth"
     own = model.network.state_dict()

@@ -1,7 +1,6 @@
 """Each ``lab`` command starts in a fresh interpreter, as users start it, and does its own work."""
 
 import argparse
-from pathlib import Path
 
 from lab.cli import build_parser
 from tests.helpers import ROOT, start_lab
@@ -42,7 +41,7 @@ HERE = {
 }
 
 
-def test_every_command_has_a_cold_start() -> None:
+def test_every_command_has_a_cold_start():
     [commands] = [
         action
         for action in build_parser()._actions
@@ -51,7 +50,7 @@ def test_every_command_has_a_cold_start() -> None:
     assert set(commands.choices) == {*STARTED_COLD_ELSEWHERE, *HERE}
 
 
-def test_commands_start_cold(tmp_path: Path) -> None:
+def test_commands_start_cold(tmp_path):
     """All commands start at once, to save time."""
     started = {
         name: start_lab(name, *arguments, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, cold=True)

@@ -20,17 +20,17 @@ SIGHTS = {
 }
 
 
-def linear(color: str) -> np.ndarray:
+def linear(color):
     values = np.array([int(color[start : start + 2], 16) for start in (1, 3, 5)]) / 255
     return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(one, other):
     low, high = sorted(float(linear(each) @ [0.2126, 0.7152, 0.0722]) for each in (one, other))
     return (high + 0.05) / (low + 0.05)
 
 
-def distance(one: str, other: str, sight: str = "normal") -> float:
+def distance(one, other, sight="normal"):
     """Return the CIELAB distance of two colours; 2 can just be seen side by side."""
     to_xyz = np.array(
         [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
@@ -45,12 +45,12 @@ def distance(one: str, other: str, sight: str = "normal") -> float:
     return float(np.linalg.norm(labs[0] - labs[1]))
 
 
-def test_every_colour_can_be_read_on_light_and_dark_pages() -> None:
+def test_every_colour_can_be_read_on_light_and_dark_pages():
     for color in [*COLORS.values(), *SECTIONS.values()]:
         assert min(contrast(color, paper) for paper in PAPERS) >= 3, color
 
 
-def test_a_colour_has_one_meaning() -> None:
+def test_a_colour_has_one_meaning():
     assert set(COLORS) >= set(STRATEGIES)
     assert len(set(COLORS.values())) == len(COLORS)
     for sync, color in COLORS.items():
@@ -58,7 +58,7 @@ def test_a_colour_has_one_meaning() -> None:
             assert distance(color, fill) > 15, (sync, section)
 
 
-def test_sections_differ_for_colour_blind_readers() -> None:
+def test_sections_differ_for_colour_blind_readers():
     shown = {name: color for name, color in SECTIONS.items() if name != "sync"}  # drawn as wire
     for sight in SIGHTS:
         for one, other in combinations(shown, 2):

@@ -30,6 +30,11 @@ class CatalogueEntry:
     explains: Sequence[str] = ()
     unequal: bool = False
 
+    @property
+    def fails(self) -> bool:
+        """Whether the ranks wait for each other, or fail, because of it."""
+        return "collectives-differ" in (self.name, *self.explains)
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -1,41 +1,45 @@
 """Whether every optimiser gets the mean of what the ranks computed.
 
 ``check`` explains each update (gradient_fit.py) and judges all updates of an optimiser together,
-since a fault holds in all of them. The judges follow in the order of ``_JUDGES``, and then
-``resolve``, which compares runs of several sizes.
+since a fault holds in all of them, by the gravest kind among them; the judges follow. ``resolve``
+compares runs of several sizes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
-from lab.audit.findings.gradient_fit import Pattern, clips_of, explain, fit, read_steps
-from lab.audit.findings.weights import SAME, parameter_rows, read_replicas, shortlist
+from lab.audit.findings.gradient_fit import Update, fit
+from lab.audit.findings.weights import SAME, Replicas, shortlist
 from lab.audit.findings.where import (
     backward_line,
     bypasses_ddp,
     ends_without_sync,
     exchange_line,
     exchanges,
+    first_line,
     lasting_optimizers,
-    local_samples,
     recording_exchanges,
     samples_of,
     unawaited,
     uses_ddp,
 )
-from lab.audit.recording import CodeLine, Numbers, Recording, code_line
+from lab.audit.recording import CodeLine, Recording
 
-_GREATEST_LITERAL = 16
-_SMALL = 0.1
-"""Up to this relative error the nearest weighted sum is worth telling."""
-_MEASURED = 100.0
-"""A clipping limit this many times the norm is there to measure the norm, not to limit it."""
 _CLASSIFIERS = ("NllLoss", "CrossEntropy", "BinaryCrossEntropy")
+_UNEXPLAINED = {"unknown", "kept", "stale"}
+_FAULTS = {
+    "norm": "clipped-before-averaging",
+    "value": "value-clipped-before-averaging",
+    "extreme": "not-the-mean",
+    "weighted": "not-the-mean",
+    "parameters": "some-parameters",
+}
+"""The kinds of updates of which the fit has said it all."""
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
@@ -43,406 +47,270 @@ def check(recording: Recording) -> Iterator[Outcome]:
     stepping = {rank.rank for rank in recording.ranks if rank.by_kind["step"]}
     if recording.size < 2:
         yield Unknown("gradients: one rank alone has nothing to average")
-    elif any(rank.of("fsdp") for rank in recording.ranks):
+    elif any(rank.by_kind["fsdp"] for rank in recording.ranks):
         yield Unknown(
             "gradients: FSDP gives each rank a part of every parameter, which cannot be compared"
             " with the gradients of whole parameters that each rank computed"
         )
     elif missing := sorted(set(range(recording.size)) - stepping):
-        listed = ", ".join(map(str, missing))
-        yield Unknown(f"gradients: no step of a torch optimiser was seen on rank {listed}")
+        yield Unknown(
+            "gradients: no step of a torch optimiser was seen on rank"
+            f" {', '.join(map(str, missing))}"
+        )
     else:
-        yield from _check_optimizers(recording)
+        numbers = [*chain.from_iterable(lasting_optimizers(recording))]
+        for replicas in [Replicas(recording, o) for o in numbers]:
+            name = f" of {replicas.names[0]}" if numbers[1:] else ""
+            yield from _check_optimizer(replicas, f"the optimiser{name}")
 
 
-def _check_optimizers(recording: Recording) -> Iterator[Outcome]:
-    numbers = list(chain.from_iterable(lasting_optimizers(recording)))
-    replicas = read_replicas(recording)
-    for o in numbers:
-        rows = parameter_rows(recording.ranks[0], o)
-        whose = f"the optimiser of {rows[0][1] or rows[0][0]}" if numbers[1:] else "the optimiser"
-        patterns = [explain(one) for one in read_steps(recording, o, replicas.get(o))]
-        if not patterns:
-            yield Unknown(
-                f"gradients: {whose} took no step of which all ranks saw the gradients: the ranks"
-                " hold different parameters in it, or copies of those that backward() fills"
-            )
-            continue
-        with_backward = [one for one in patterns if any(r["micro"] for r in one.step.records)]
-        received = [one for one in with_backward or patterns if one.kind != "nothing"]
-        if not received:
-            yield Unknown(
-                f"gradients: {whose} gets none, or zeros, in all {len(patterns)} steps (is"
-                " zero_grad() called between backward() and step(), or is the loss constant?)"
-            )
-            continue
-        telling = [one for one in received if not (one.is_mean and one.step.alike)] or received
-        if outcome := _judge(Updates(recording, whose, telling)):
-            yield outcome
-        if all(one.is_mean for one in telling):
+def _check_optimizer(replicas: Replicas, whose: str) -> Iterator[Outcome]:
+    recording = replicas.recording
+    steps = sorted(replicas.own.keys() & replicas.got.keys())
+    updates = [one for one in (Update(replicas, step) for step in steps) if one.known]
+    computed = [one for one in updates if any(record["micro"] for record in one.records)]
+    received = [one for one in computed or updates if one.kind != "nothing"]
+    telling = [one for one in received if not (one.is_mean and one.alike)] or received
+    if telling:
+        yield _judge(recording, whose, telling)
+        if all(one.is_mean for one in telling) and not uses_ddp(recording):
             yield from _early_clips(recording, telling)
+    elif updates:
+        yield Unknown(
+            f"gradients: {whose} gets none, or zeros, in all {len(updates)} steps (is"
+            " zero_grad() called between backward() and step(), or is the loss constant?)"
+        )
+    else:
+        yield Unknown(
+            f"gradients: {whose} took no step of which all ranks saw the gradients: the ranks"
+            " hold different parameters in it, or copies of those that backward() fills"
+        )
 
 
-@dataclass(frozen=True)
-class Updates:
-    """The explained updates of one optimiser; ``whose`` names it."""
+def _judge(recording: Recording, whose: str, updates: list[Update]) -> Outcome:
+    kinds = {one.kind for one in updates}
+    grave = kinds & _UNEXPLAINED or kinds & {"rows"} or kinds - {"mean"}
+    bad = [one for one in updates if one.kind in grave] or updates
+    line = exchange_line(recording, updates[0].step) or backward_line(recording)
+    values: dict[str, Any] = {
+        "step": bad[0].step,
+        "bad": len(bad),
+        "steps": len(updates),
+        "size": bad[0].size,
+    }
+    if not grave:
+        return _mean(recording, whose, updates, line, values)
+    if grave <= _UNEXPLAINED:
+        return _unexplained(recording, updates, bad, values)
+    if grave == {"rows"}:
+        return _rows(recording, bad, line, values)
+    kind, (how, *names) = bad[0].kind, bad[0].texts
+    always = [name for name in names if all(name in one.texts for one in bad)]
+    changes = len(bad) < len(updates) and kind not in ("norm", "value")
+    if len(grave) > 1 or changes or (names and not always):
+        return Unknown("gradients: the ranks' gradients are combined differently from step to step")
+    values |= {"names": shortlist(always), "some": len(always), "every": len(bad[0].names)}
+    line = _clip_line(bad, kind) or (exchange_line(recording, bad[0].step) if names else line)
+    return found(_FAULTS[kind], line, kind=kind, how=how, weights=how, **values)
 
-    recording: Recording
-    whose: str
-    patterns: list[Pattern]
 
-    def line(self) -> CodeLine | None:
-        """Return the line that exchanges the gradients, else that of backward()."""
-        step = self.patterns[0].step.step
-        return exchange_line(self.recording, step) or backward_line(self.recording)
-
-    def counts(self, bad: list[Pattern]) -> dict[str, Any]:
-        """Return the first step of these, their number and that of all."""
-        return {"step": bad[0].step.step, "bad": len(bad), "steps": len(self.patterns)}
+def _clip_line(updates: list[Update], kind: str) -> CodeLine | None:
+    return first_line(clip for one in updates for row in one.clips(kind) for clip in row)
 
 
-def _judge(updates: Updates) -> Outcome | None:
-    """Judge all updates of one optimiser by the gravest kind of pattern among them."""
-    kinds = {one.kind for one in updates.patterns}
-    for judged, companions, judge in _JUDGES:
-        bad = [one for one in updates.patterns if one.kind in judged]
-        if bad and kinds <= {*judged, *companions}:
-            return judge(updates, bad)
-    return Unknown("gradients: the ranks' gradients are combined differently from step to step")
-
-
-def _unexplained(updates: Updates, bad: list[Pattern]) -> Outcome:
+def _unexplained(
+    recording: Recording, updates: list[Update], bad: list[Update], values: dict[str, Any]
+) -> Outcome:
     """Judge updates that are no sum of the ranks' gradients, or one with old gradients."""
-    first, counts = bad[0], updates.counts(bad)
-    if {one.kind for one in updates.patterns if one.step.step > 0} == {"stale"}:
-        return found("stale-gradient", step=max(1, counts["step"]))
-    if all(ends_without_sync(updates.recording, one.step.step) for one in updates.patterns):
-        return found("own-gradient", backward_line(updates.recording), kind="no_sync", **counts)
-    where = f"gradients: in step {first.step.step}"
-    if first.kind == "kept":
+    where = f"gradients: in step {bad[0].step}"
+    if {one.kind for one in updates if one.step > 0} == {"stale"}:
+        return found("stale-gradient", step=max(1, bad[0].step))
+    if all(ends_without_sync(recording, one.step) for one in updates):
+        return found("own-gradient", backward_line(recording), kind="no_sync", **values)
+    if bad[0].kind == "kept":
         return Unknown(
             f"{where} .grad still holds gradients of the step before (is zero_grad() missing?)"
         )
     near = (
         ", as after lossy compression or with added noise; the nearest one is"
-        f" {first.total:.2f} times the mean"
+        f" {bad[0].total:.2f} times the mean"
     )
     return Unknown(
         f"{where} what the optimiser gets is not a weighted sum of what the ranks computed"
-        f" (relative error {first.residue:.0e}){near if first.residue < _SMALL else ''}"
+        f" (relative error {bad[0].residue:.0e}){near if bad[0].residue < 0.1 else ''}"
     )
 
 
-def _own(updates: Updates, bad: list[Pattern]) -> Outcome:
+def _rows(
+    recording: Recording, bad: list[Update], line: CodeLine | None, values: dict[str, Any]
+) -> Outcome:
     """Judge updates with one rank's own gradient: what do the ranks exchange in its place?"""
-    recording, counts, line = updates.recording, updates.counts(bad), updates.line()
-    everywhere = all(one.kind == "own" for one in bad)
-    if everywhere and bypasses_ddp(recording):
-        return found("ddp-bypassed", backward_line(recording), **counts)
+    all_own = all(text.endswith("its own") for one in bad for text in one.texts)
+    if all_own and bypasses_ddp(recording):
+        return found("ddp-bypassed", backward_line(recording), **values)
     if not recording_exchanges(recording):  # group-unused says it if they were to train together
         return Unknown("gradients: the ranks exchange nothing")
-    equal = [(one, move) for one in bad if (move := _common_move(one)) is not None]
-    step = equal[0][0].step.step if equal else 0
-    if equal and not everywhere:
+    if equal := [one for one in bad if _ends_equal(one)]:
+        return _equal_weights(equal[0], all_own)
+    mixing = [one.step for one in bad if exchanges(recording, one.step, "weights")]
+    averaging = any(exchanges(recording, one.step, "gradient") for one in bad)
+    if all_own and 2 * len(mixing) >= len(bad) and not averaging:
+        line, values = exchange_line(recording, mixing[0]), values | {"mixed": len(mixing)}
+        return found("weights-averaged", line, kind="exchanged", sure=False, **values)
+    if len(bad) == 1 < values["steps"]:
         return Unknown(
-            f"gradients: in step {step} the optimisers get different gradients, but afterwards the"
-            " ranks make their weights equal"
+            f"gradients: the optimisers get the mean in all steps but step {bad[0].step}"
         )
-    if equal and (rank := _leader(*equal[0])) is not None:
-        return found("own-gradient", kind="copied", step=step, rank=rank)
-    if equal:
-        return found("weights-averaged", kind="equal", step=step)
-    steps = [one.step.step for one in bad]
-    mixing = [step for step in steps if exchanges(recording, step, "weights")]
-    averaging = any(exchanges(recording, step, "gradient") for step in steps)
-    if everywhere and 2 * len(mixing) >= len(steps) and not averaging:
-        line, mixed = exchange_line(recording, mixing[0]), len(mixing)
-        return found("weights-averaged", line, kind="exchanged", sure=False, mixed=mixed, **counts)
-    if len(bad) == 1 < len(updates.patterns):
-        return Unknown(f"gradients: the optimisers get the mean in all steps but step {steps[0]}")
-    sure, texts, lost = (
-        len(bad) == len(updates.patterns),
-        bad[0].texts,
-        unawaited(recording, steps[0]),
-    )
-    if bad[0].kind == "own":
-        kind = "unawaited" if lost else "own"
-        return found("own-gradient", line, kind=kind, sure=sure, lost=lost, **counts)
-    single = all(text.endswith("own") or text == "the mean" for text in texts)
-    name = "own-gradient" if single else "not-the-mean"
-    rows = "; ".join(f"rank {r} gets {text}" for r, text in enumerate(texts))
-    return found(name, line, kind="rows", sure=sure, rows=rows, **counts)
+    single = all(text.endswith(("own", "the mean")) for text in bad[0].texts)
+    lost = unawaited(recording, bad[0].step)
+    own = "unawaited" if lost else "own"
+    rows = "; ".join(f"rank {r} gets {text}" for r, text in enumerate(bad[0].texts))
+    values |= {"kind": own if all_own else "rows", "rows": rows, "lost": lost}
+    name, sure = "own-gradient" if single else "not-the-mean", len(bad) == values["steps"]
+    return found(name, line, sure=sure, **values)
 
 
-def _common_move(one: Pattern) -> Numbers | None:
-    """Return how the weights moved if, after different gradients, they are the same on all ranks.
-
-    Shape (1, columns); None if they are not the same, or not known.
-    """
-    step = one.step
-    if step.start is None or step.after is None or np.allclose(step.got, step.got[0], atol=0):
-        return None
-    move, size = step.after[:1] - step.start, float(np.linalg.norm(step.start))
-    moved, apart = np.linalg.norm(move), np.linalg.norm(step.after - step.after[0], axis=1).max()
-    limit = min(SAME * (step.step + 1) * size, 1e-2 * float(moved))
-    return move if moved > 1e-7 * size and apart <= limit else None
+def _ends_equal(one: Update) -> bool:
+    """Return whether the weights are the same on all ranks after an update that was not."""
+    size, moved = np.linalg.norm(one.before[0]), np.linalg.norm(one.after[0] - one.before[0])
+    apart = np.linalg.norm(one.after - one.after[0], axis=1).max()
+    same = apart <= min(SAME * (one.step + 1) * size, 1e-2 * moved)
+    return bool(same and moved > 1e-7 * size and not np.allclose(one.got, one.got[0], atol=0))
 
 
-def _leader(one: Pattern, move: Numbers) -> int | None:
-    """Return the rank along whose gradient alone all ranks' weights moved; None without."""
-    weights, errors = fit(one.step.got, move, one.step.columns)
+def _equal_weights(one: Update, all_own: bool) -> Outcome:
+    """Judge ranks that make their weights equal: do they all take those of one rank?"""
+    if not all_own:
+        return Unknown(
+            f"gradients: in step {one.step} the optimisers get different gradients, but afterwards"
+            " the ranks make their weights equal"
+        )
+    weights, errors = fit(one.got, one.after[:1] - one.before[:1], one.columns)
     along = np.flatnonzero(np.abs(weights[0]) > 1e-2 * np.abs(weights).max())
-    return int(along[0]) if errors[0] < 1e-2 and len(along) == 1 else None
+    if errors[0] < 1e-2 and len(along) == 1:
+        return found("own-gradient", kind="copied", step=one.step, rank=along[0])
+    return found("weights-averaged", kind="equal", step=one.step)
 
 
-def _by_name(updates: Updates, bad: list[Pattern]) -> Outcome:
-    """Judge updates whose fault the fit has named: before averaging clipped, or extremes."""
-    names = {
-        "extreme": ("not-the-mean", "extreme", ""),
-        "clamped": ("value-clipped-before-averaging", None, "value"),
-        "shortened": ("clipped-before-averaging", None, "norm"),
-    }
-    name, kind, clip = names[bad[0].kind]
-    line = _clip_line(bad, clip) or updates.line()
-    return found(name, line, kind=kind, how=bad[0].texts[0], **updates.counts(bad))
-
-
-def _clip_line(patterns: list[Pattern], kind: str) -> CodeLine | None:
-    records = [record for one in patterns for record in one.step.records]
-    lines = [clip["at"] for record in records for clip in clips_of(record, kind)]
-    return code_line(lines[0]) if lines else None
-
-
-def _parameters(updates: Updates, bad: list[Pattern]) -> Outcome:
-    """Judge updates in which some parameters, the same ones in each, are not averaged."""
-    always = set.intersection(*(set(one.texts[1:]) for one in bad))
-    names = [name for name in bad[0].texts[1:] if name in always]
-    if not names:
-        return Unknown("gradients: other parameters are left out in each step")
-    values: dict[str, Any] = {"how": bad[0].texts[0], "names": shortlist(names), "some": len(names)}
-    line, every = exchange_line(updates.recording, bad[0].step.step), len(bad[0].step.names)
-    return found("some-parameters", line, every=every, **values, **updates.counts(bad))
-
-
-def _weighted(updates: Updates, patterns: list[Pattern]) -> Outcome:
-    """Judge sums in which the ranks count differently: by their samples, clipped, or wrong."""
-    bad = [one for one in patterns if one.kind == "weighted" and not _by_samples(updates, one)]
-    if not bad:
-        return Right("the optimiser gets the ranks' gradients weighted by their samples")
-    weights, counts = bad[0].weights.mean(axis=0), updates.counts(bad)
-    cuts = [one for pattern in bad if (one := _cut_before(pattern)) is not None]
-    if len(cuts) == len(bad):
-        how = ", ".join(
-            f"rank {r}'s gradient is "
-            + (f"cut to {part:.1%} of its length" if part < 1 else "not cut")
-            for r, part in enumerate(cuts[0])
-        )
-        line = _clip_line(bad, "norm") or updates.line()
-        return found("clipped-before-averaging", line, how=how, **counts)
-    listed = ", ".join(f"{one:.4f}" for one in weights)
-    if len(bad) < len(updates.patterns):
-        where = f"in step {counts['step']}, but not in all steps"
-        return Unknown(f"gradients: the ranks' weights are {listed} {where}")
-    return found(
-        "not-the-mean", updates.line(), kind="weighted", weights=listed, size=len(weights), **counts
-    )
-
-
-def _by_samples(updates: Updates, one: Pattern) -> bool:
-    """Return whether the weights are the ranks' shares of the samples."""
-    samples = np.array(local_samples(updates.recording, one.step.step) or [0])
-    return bool(samples.any() and np.abs(one.weights - samples / samples.sum()).max() < 1e-3)
-
-
-def _cut_before(one: Pattern) -> Numbers | None:
-    """Return to which part each rank cut its gradient before the mean; None if they did not."""
-    times = one.weights.mean(axis=0) * one.step.size
-    factors = _cut_by_call(one)
-    if factors is None:  # perhaps by hand
-        norms = np.array([record["own_norm"] or np.nan for record in one.step.records])
-        limit = np.max((times * norms)[times < 0.999], initial=0.0) or np.inf
-        factors = np.minimum(1, limit / norms)
-    ratios = times / factors
-    alike = np.ptp(ratios) < 10 * one.step.tolerance * np.abs(ratios).max()
-    return factors if alike and factors.min() < 1 else None
-
-
-def _cut_by_call(one: Pattern) -> Numbers | None:
-    """Return to which part each rank's clip_grad_norm_ cut what it got; None without one."""
-    clips = [clips_of(record, "norm") for record in one.step.records]
-    if any(len(calls) != 1 or not calls[0]["norm"] for calls in clips):
-        return None
-    return np.array([min(1, call["limit"] / (call["norm"] + 1e-6)) for (call,) in clips])
-
-
-def _mean(updates: Updates, patterns: list[Pattern]) -> Outcome:
-    """Judge updates that are the mean times a number, ``total``.
+def _mean(
+    recording: Recording,
+    whose: str,
+    updates: list[Update],
+    line: CodeLine | None,
+    values: dict[str, Any],
+) -> Outcome:
+    """Judge updates that are the mean times a number.
 
     A sum is right if each rank divides its loss by the number of ranks, and a mean of such losses
     is not: what counts is that number times the weight with which the losses are differentiated.
     """
-    step, tolerance = patterns[0].step, 10 * patterns[0].step.tolerance
-    totals = np.array([one.total for one in patterns])
-    cuts = totals if _cut_by_hand(patterns) else np.array([_cut_after(one) for one in patterns])
-    totals = totals / cuts
+    first, totals = updates[0], np.array([one.total for one in updates])
+    cuts = np.array([one.cuts[0] if np.ptp(one.cuts) < 1e-3 else 1.0 for one in updates])
+    sizes = [one.records[0]["got_norm"] or 0.0 for one in updates if not one.is_mean]
+    one_norm = len(sizes) > 1 and np.ptp(sizes) < 1e-3 * max(sizes)
+    if one_norm and totals.max() < 1.001 and np.ptp(totals) > 1e-2:  # cut to it by hand
+        cuts = totals
+    totals, tolerance = totals / cuts, 10 * first.tolerance
     if np.ptp(totals) > tolerance * np.abs(totals).max():
         return Unknown(
             "gradients: the optimiser gets the mean times a factor that changes from step to step"
-            f" ({totals[0]:.3f} in step {step.step}, then {totals[1]:.3f})"
+            f" ({totals[0]:.3f} in step {first.step}, then {totals[1]:.3f})"
         )
-    total, losses = float(totals[0]), _losses(updates)
     if np.abs(totals - 1).max() >= 2e-3:
-        return _multiple(updates, total, losses)
-    if all(one.step.alike for one in patterns):
-        if bypasses_ddp(updates.recording) and not exchanges(updates.recording, step.step):
-            line = backward_line(updates.recording)
-            return found("ddp-bypassed", line, **updates.counts(patterns))
+        return _multiple(recording, updates, line, values | {"total": float(totals[0])})
+    if all(one.alike for one in updates):
+        if bypasses_ddp(recording) and not exchanges(recording, first.step):
+            return found("ddp-bypassed", backward_line(recording), **values)
         return Unknown(
-            f"gradients: all ranks compute the same gradient for {updates.whose}, so the audit"
+            f"gradients: all ranks compute the same gradient for {whose}, so the audit"
             " cannot tell the mean from one rank's"
         )
-    if cuts.min() > 0.999 and _divides_again(updates, losses):
-        line, sure = backward_line(updates.recording), step.size > 2
-        return found("scaled-in-loss", line, sure=sure, size=step.size, **updates.counts(patterns))
-    extras = {text for one in patterns for text in one.texts}
+    weight, ways, classify = _losses(recording, updates)
+    micro, sure = first.records[0]["micro"] or 1, first.size > 2
+    again = _near(weight * first.size) or _near(weight * first.size / micro)
+    meant = ways != {"mean"} or not (classify or sure)  # half the squared error is a common loss
+    if again and not meant and not _near(weight) and cuts.min() > 0.999:
+        return found("scaled-in-loss", backward_line(recording), sure=sure, **values)
+    extras = {text for one in updates for text in one.texts}
     extras |= {"then clipped"} if cuts.min() < 0.999 else set()
-    worst = max(one.residue for one in patterns)
+    worst = max(one.residue for one in updates)
     return Right(
-        f"{updates.whose} gets the mean of the ranks' gradients in all {len(patterns)} steps"
+        f"{whose} gets the mean of the ranks' gradients in all {len(updates)} steps"
         f" (greatest deviation {worst:.0e}{''.join(', ' + one for one in sorted(extras))})"
     )
 
 
-def _cut_after(one: Pattern) -> float:
-    """Return to which part all ranks' clip_grad_norm_ cut the mean; 1 if it is not the same."""
-    factors = _cut_by_call(one)
-    if factors is None or np.ptp(factors) > 1e-3 * factors.max():
-        return 1.0
-    return float(factors.mean())
+def _near(value: float, tolerance: float = 1e-3) -> bool:
+    return abs(value - 1) < tolerance
 
 
-def _cut_by_hand(patterns: list[Pattern]) -> bool:
-    """Return whether several multiples of the mean have one norm, to which they were cut."""
-    cut = [one for one in patterns if not one.is_mean]
-    norms = [one.step.records[0]["got_norm"] or 0.0 for one in cut]
-    totals = [one.total for one in patterns]
-    constant = len(cut) > 1 and np.ptp(norms) < 1e-3 * max(norms)
-    return bool(constant and max(totals) < 1.001 and np.ptp(totals) > 1e-2)
+def _losses(recording: Recording, updates: list[Update]) -> tuple[float, set[Any], bool]:
+    """Return the weight of the losses of an optimiser's steps, their reductions, if they classify.
 
-
-@dataclass(frozen=True)
-class Losses:
-    """The losses of an optimiser's steps, on all ranks.
-
-    Parameters
-    ----------
-    weight : what the weights of all samples' losses in a step add up to, divided by the number of
-        ranks: 1 for a mean on each rank. 0 if a loss was not seen, or whose it is.
-    micro : the number of backwards in a step.
-    means, sums, classify : all of them do. ``sums`` are not divided.
+    The weight is what those of all samples' losses in a step add up to, divided by the number of
+    ranks: 1 for a mean on each rank. 0 if a loss was not seen, or whose it is. Sums that are not
+    divided are meant to be added up over the ranks as well.
     """
-
-    weight: float
-    micro: int
-    means: bool
-    sums: bool
-    classify: bool
-
-
-def _losses(updates: Updates) -> Losses:
-    steps = {one.step.step: one.step for one in updates.patterns}
-    first, ranks = updates.patterns[0].step, updates.recording.ranks
-    backwards = [one for rank in ranks for one in rank.by_kind["backward"] if one["step"] in steps]
-    losses = [one["loss"] or {} for one in backwards]
-    scales = [float(steps[one["step"]].records[0]["scale"] or 1) for one in backwards]
-    arriving = np.abs([one.get("arriving") or 0.0 for one in losses]) / scales
-    ways = [one.get("reduction") for one in losses]
-    counts = [
-        {"mean": 1, "none": 1, "sum": samples_of(one)}.get(str(way), 0)
-        for one, way in zip(backwards, ways, strict=True)
-    ]
-    alone = all(one["o"] == first.optimizer for rank in ranks for one in rank.by_kind["step"])
-    known = alone and all(arriving) and all(counts)
-    return Losses(
-        weight=float(arriving @ counts) / first.size / len(steps) if known else 0.0,
-        micro=first.records[0]["micro"] or 1,
-        means=set(ways) == {"mean"},
-        sums=set(ways) == {"sum"} and np.allclose(arriving, 1, rtol=1e-3),
-        classify=all(str(one.get("node")).startswith(_CLASSIFIERS) for one in losses),
-    )
+    scales = {one.step: float(one.records[0]["scale"] or 1) for one in updates}
+    backwards = [one for rank in recording.ranks for one in rank.by_kind["backward"]]
+    backwards = [one for one in backwards if one["step"] in scales]
+    losses, weights = [one["loss"] or {} for one in backwards], []
+    for backward, loss in zip(backwards, losses, strict=True):
+        arriving = abs(loss.get("arriving") or 0.0) / scales[backward["step"]]
+        added = 1 / recording.size if _near(arriving) else samples_of(backward)
+        counts = {"mean": 1, "none": 1, "sum": added}
+        weights.append(arriving * counts.get(str(loss.get("reduction")), 0))
+    steps = [one for rank in recording.ranks for one in rank.by_kind["step"]]
+    known = all(weights) and all(one["o"] == updates[0].records[0]["o"] for one in steps)
+    classify = all(str(one.get("node")).startswith(_CLASSIFIERS) for one in losses)
+    weight = sum(weights) / recording.size / len(scales) if known else 0.0
+    return weight, {one.get("reduction") for one in losses}, classify
 
 
-def _near(value: float, wanted: float, tolerance: float) -> bool:
-    return abs(value / wanted - 1) < tolerance
-
-
-def _divides_again(updates: Updates, losses: Losses) -> bool:
-    """Return whether each rank's loss is a mean divided by the number of ranks."""
-    size = updates.recording.size
-    weights = (losses.weight, losses.weight / losses.micro)
-    if not losses.means or _near(losses.weight, 1, 1e-3):
-        return False
-    if size == 2 and not losses.classify:
-        return False  # half the squared error is a common loss
-    return any(_near(one * size, 1, 1e-3) for one in weights)
-
-
-def _multiple(updates: Updates, total: float, losses: Losses) -> Outcome:
+def _multiple(
+    recording: Recording, updates: list[Update], line: CodeLine | None, values: dict[str, Any]
+) -> Outcome:
     """Judge a constant multiple of the mean."""
-    step, ddp, line = updates.patterns[0].step, uses_ddp(updates.recording), updates.line()
-    size, tolerance = step.size, 10 * step.tolerance
-    values: dict[str, Any] = {"total": total, "size": size, "steps": len(updates.patterns)}
-    added, twice = _near(total, size, tolerance), _near(total, 1 / size, tolerance)
-    by_micro = losses.micro > 1 and _near(total * losses.micro, 1, tolerance)
-    if _near(total * losses.weight, 1, tolerance) or by_micro or (added and losses.sums):
+    tolerance, size, total = 10 * updates[0].tolerance, updates[0].size, values["total"]
+    (weight, ways, _), ddp = _losses(recording, updates), uses_ddp(recording)
+    micro = updates[0].records[0]["micro"] or 1
+    added, twice = _near(total / size, tolerance), _near(total * size, tolerance)
+    if _near(total * weight, tolerance) or (micro > 1 and _near(total * micro, tolerance)):
         return Right("the losses' scale and the exchange together give the mean of all samples")
-    if added and losses.means:
-        return found("sum-not-mean", line, sure=losses.weight > 0, **values)
+    if added and ways == {"mean"}:
+        return found("sum-not-mean", line, sure=weight > 0, **values)
     if twice and (ddp or size > 2):
         return found("averaged-twice", line, **values)
     divisor = 1 / total if ddp else size / total
-    if _near(divisor, round(divisor), tolerance) and 1 < round(divisor) <= _GREATEST_LITERAL:
+    whole = round(divisor)
+    if 1 < whole <= 16 and _near(divisor / whole, tolerance):
         again = " (or by 2 and by 2 again)" if twice else ""
-        values |= {"of": "mean" if ddp else "sum", "divisor": f"{round(divisor)}{again}"}
+        values |= {"of": "mean" if ddp else "sum", "divisor": f"{whole}{again}"}
         return found("literal-divisor", line, sure=not twice, compare=total, **values)
     unseen = "; what the losses are divided by was not seen" if added else ""
     return Unknown(
         f"gradients: the optimiser gets {total:.3f} times the mean of the {size} ranks' gradients,"
-        f" on all ranks and in all {len(updates.patterns)} steps{unseen}"
+        f" on all ranks and in all {len(updates)} steps{unseen}"
     )
 
 
-_ANY = {"mean", "own", "rows", "weighted", "shortened", "clamped", "extreme", "parameters"}
-_JUDGES: list[tuple[set[str], set[str], Callable[[Updates, list[Pattern]], Outcome]]] = [
-    ({"unknown", "kept", "stale"}, _ANY, _unexplained),
-    ({"own", "rows"}, _ANY, _own),
-    ({"extreme"}, set(), _by_name),
-    ({"parameters"}, set(), _parameters),
-    ({"shortened"}, {"mean"}, _by_name),
-    ({"clamped"}, {"mean"}, _by_name),
-    ({"weighted"}, {"mean"}, _weighted),
-    ({"mean"}, set(), _mean),
-]
-"""Which kinds of patterns, beside which others, are judged by which function."""
+def _early_clips(recording: Recording, updates: list[Update]) -> Iterator[Finding]:
+    """Yield the notice if each rank clips before an exchange by hand, so far without effect.
 
-
-def _early_clips(recording: Recording, patterns: list[Pattern]) -> Iterator[Finding]:
-    """Yield the notice if each rank clips before an exchange by hand, so far without effect."""
-    if uses_ddp(recording) or not all(
-        exchanges(recording, one.step.step, "gradient") for one in patterns
-    ):
-        return
+    A limit of a hundred times the norm is there to measure the norm, not to limit it.
+    """
+    by_hand = all(exchanges(recording, one.step, "gradient") for one in updates)
     for kind in ("norm", "value"):
         early = [
             any(
-                clip["collectives"] == 0 and clip["limit"] < _MEASURED * max(record["got_norm"], 1)
-                for clip in clips_of(record, kind)
+                clip["collectives"] == 0 and clip["limit"] < 100 * max(record["got_norm"], 1)
+                for clip in row
             )
-            for one in patterns
-            for record in one.step.records
+            for one in updates
+            for row, record in zip(one.clips(kind), one.records, strict=True)
         ]
-        if all(early):
-            yield found("clips-too-early", _clip_line(patterns, kind), steps=len(patterns))
+        if by_hand and all(early):
+            yield found("clips-too-early", _clip_line(updates, kind), steps=len(updates))
 
 
 def resolve(findings: Sequence[Finding], recordings: Sequence[Recording]) -> list[Finding]:
@@ -455,15 +323,15 @@ def resolve(findings: Sequence[Finding], recordings: Sequence[Recording]) -> lis
     sizes = {one.size for one in recordings if one.size > 1}
     if len(sizes) < 2:
         return list(findings)
-    values = {(one.name, size): one.value for one in findings for size in one.sizes}
-    at = {name: {size for one, size in values if one == name} for name, _ in values}
-    literal = at.get("literal-divisor", set())
-    rates = {_rate_of_the_mean(one) for one in recordings}
-    constant = literal == sizes and np.ptp([values["literal-divisor", one] for one in sizes]) < 1e-3
-    twice = literal == {2} and max(at.get("averaged-twice", {0})) > 2
+    at: dict[str, dict[int, Any]] = defaultdict(dict)
+    for one in findings:
+        at[one.name] |= dict.fromkeys(one.sizes, one.value)
+    literal, rates = at["literal-divisor"], {_rate_of_the_mean(one) for one in recordings}
+    constant = literal.keys() == sizes and np.ptp([*literal.values()]) < 1e-3
+    twice = literal.keys() == {2} and max(at["averaged-twice"], default=0) > 2
     wrong = {
         "sum-not-mean": len(rates) == 1 and None not in rates,
-        "scaled-in-loss": at.get("scaled-in-loss", set()) < sizes,
+        "scaled-in-loss": at["scaled-in-loss"].keys() < sizes,
         "literal-divisor": constant or twice,
     }
     return [one for one in findings if not wrong.get(one.name)]

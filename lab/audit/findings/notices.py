@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -16,8 +17,6 @@ from lab.audit.findings.epochs import (
 from lab.audit.findings.finding import Finding, found
 from lab.audit.recording import Record, Recording
 
-_RANDOM_STEPS = 6
-
 
 def check(recording: Recording) -> Iterator[Finding]:
     """Yield the notices on a run."""
@@ -28,8 +27,8 @@ def check(recording: Recording) -> Iterator[Finding]:
 
 def compare(recordings: Sequence[Recording]) -> Iterator[Finding]:
     """Yield the notices that need runs of two sizes: whether the global batch grows with them."""
-    known = [one for one in recordings if one.global_batch is None]
-    runs = {one.size: local for one in known if (local := local_batches(one)) is not None}
+    local = {one.size: local_batches(one) for one in recordings if one.global_batch is None}
+    runs = {size: counts for size, counts in local.items() if counts}
     if len(runs) > 1 and len({count for local in runs.values() for count in local.values()}) == 1:
         sizes = tuple(sorted(runs))
         totals = " and ".join(f"{sum(runs[size].values()):,} with {size} ranks" for size in sizes)
@@ -51,10 +50,11 @@ def _batchnorm(recording: Recording) -> Iterator[Finding]:
     for step, records in _first_records(recording, "eval").items():
         (first, reference), *others = sorted(records.items())
         buffers = dict(reference["buffers"]) if reference["batchnorm"] else {}
-        for rank, record in others:
-            for name, values in record["buffers"]:
-                difference = _difference(buffers.get(name, []), values)
-                differences.append((difference, step, rank, first, name))
+        differences += [
+            (_difference(buffers.get(name, []), values), step, rank, first, name)
+            for rank, record in others
+            for name, values in record["buffers"]
+        ]
     greatest, step, rank, first, name = max(differences, default=(0.0, 0, 0, 0, ""))
     if greatest > 1e-6:
         yield found(
@@ -69,20 +69,19 @@ def _batchnorm(recording: Recording) -> Iterator[Finding]:
 
 def _difference(one: list[float], other: list[float]) -> float:
     """Return the relative difference of two buffers, 0 if they cannot be compared."""
-    a, b = np.array(one), np.array(other)
-    size = np.linalg.norm(a) if a.shape == b.shape else 0.0
-    return float(np.linalg.norm(a - b) / size) if 0 < size < np.inf else 0.0
+    size = np.linalg.norm(one) if len(one) == len(other) else 0.0
+    return float(np.linalg.norm(np.subtract(one, other)) / size) if 0 < size < np.inf else 0.0
 
 
 def _equal_dropout(recording: Recording) -> Iterator[Finding]:
-    """Compare the ranks' random states at the first dropout of the first steps.
+    """Compare the ranks' random states at the first dropout of the first six steps.
 
     Later one rank may have drawn alone, as by evaluating after an epoch.
     """
     states = [
         {record["hash"] for record in records.values()}
         for step, records in _first_records(recording, "random").items()
-        if step < _RANDOM_STEPS and len(records) == recording.size
+        if step < 6 and len(records) == recording.size
     ]
     if len(states) >= 2 and all(len(hashes) == 1 for hashes in states):
         yield found("equal-dropout", ranks=recording.size, steps=len(states))
@@ -90,11 +89,10 @@ def _equal_dropout(recording: Recording) -> Iterator[Finding]:
 
 def _shares(recording: Recording) -> Iterator[Finding]:
     for loaders in training_loaders(recording):
-        first = [one.epochs[0].batches for one in loaders]
-        rows = [one.epochs[0].given for one in loaders]
-        enough = all(len(batches) >= 2 for batches in first) and min(map(len, rows)) >= 8
-        if enough and all(map(is_sequential, rows)):
-            yield found("no-shuffling", rank=loaders[0].rank, indices=str(rows[0][:4])[1:-1])
+        first = [one.epochs[0] for one in loaders]
+        enough = all(len(one.batches) >= 2 and len(one.given) >= 8 for one in first)
+        if enough and all(is_sequential(one.given) for one in first):
+            yield found("no-shuffling", rank=loaders[0].rank, indices=str(first[0].given[:4])[1:-1])
         contents = {one.facts.get("content") for one in loaders} - {None}
         divides = all(one.facts.get("replicas") == len(loaders) for one in loaders)
         if divides and len(contents) == len(loaders):
@@ -112,7 +110,7 @@ def _accumulation(recording: Recording) -> Iterator[Finding]:
     by_rank = [
         [step for step in training_steps(rank) if step.accumulates] for rank in recording.ranks
     ]
-    steps = [step for row in by_rank for step in row]
+    steps = [*chain.from_iterable(by_rank)]
     if len(by_rank) < recording.size or min(map(len, by_rank)) < 2:
         return
     if all(map(_adds_up, steps)):
@@ -135,7 +133,7 @@ def _uneven_batches(recording: Recording) -> Iterator[Finding]:
     """Compare the ranks' samples in a step; by rounding alone they may differ slightly."""
     local = sorted((count, rank) for rank, count in (local_batches(recording) or {0: 0}).items())
     (least, fewer), (greatest, more) = local[0], local[-1]
-    steps = [step for rank in recording.ranks for step in training_steps(rank)]
+    steps = chain.from_iterable(map(training_steps, recording.ranks))
     if greatest > 1.1 * least + 1 and all(map(_adds_up, steps)):
         yield found(
             "uneven-batches",

@@ -4,12 +4,21 @@ import sys
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import chain
 
 from lab.audit.recording import CodeLine, Record, Recording, code_line
 
 POINT_TO_POINT = ("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list")
 SETUP = ("init_process_group", "new_group")
 _NO_EXCHANGE = ("barrier", "object", "monitored", *SETUP)
+
+
+def by_rank(recording: Recording, kind: str, step: int | None = None) -> list[list[Record]]:
+    """Return each rank's records of a kind, only those of a step if it is given."""
+    return [
+        [one for one in rank.by_kind[kind] if step in (None, one.get("step"))]
+        for rank in recording.ranks
+    ]
 
 
 def uses_ddp(recording: Recording) -> bool:
@@ -19,24 +28,18 @@ def uses_ddp(recording: Recording) -> bool:
 
 def bypasses_ddp(recording: Recording) -> bool:
     """Return whether every training forward runs a module that DDP wraps, but not through DDP."""
-    through = [
-        forward[2]
-        for rank in recording.ranks
-        for backward in rank.by_kind["backward"]
-        for forward in backward.get("forwards") or ()
-    ]
-    built = all(rank.by_kind["ddp"] for rank in recording.ranks)
-    return built and bool(through) and all(one == "bypass" for one in through)
+    backwards = chain.from_iterable(by_rank(recording, "backward"))
+    through = {forward[2] for one in backwards for forward in one.get("forwards") or ()}
+    return through == {"bypass"} and all(by_rank(recording, "ddp"))
 
 
 def exchanges(recording: Recording, step: int, content: str | None = None) -> list[Record]:
     """Return the calls that exchange tensors by hand in a step; of a content if it is given."""
     return [
         one
-        for rank in recording.ranks
-        for one in rank.by_kind["call"]
-        if one.get("step") == step and content in (None, one.get("content"))
-        if not any(word in one["name"] for word in _NO_EXCHANGE)
+        for one in chain.from_iterable(by_rank(recording, "call", step))
+        if content in (None, one.get("content"))
+        and not any(word in one["name"] for word in _NO_EXCHANGE)
     ]
 
 
@@ -45,12 +48,12 @@ def recording_exchanges(recording: Recording) -> bool:
 
     Without any exchange ``group-unused`` says what is wrong, see collectives.py.
     """
-    for rank in recording.ranks:
-        calls = [one for one in rank.by_kind["call"] if one["name"] not in SETUP]
-        objects = {one.get("step") for one in calls if "object" in one["name"]}
-        if any("size" not in one or one.get("bytes") for one in calls) or len(objects) > 1:
-            return True
-    return uses_ddp(recording) or any(rank.by_kind["mesh"] for rank in recording.ranks)
+    rows = by_rank(recording, "call")
+    calls = [one for row in rows for one in row if one["name"] not in SETUP]
+    tensors = any("size" not in one or one.get("bytes") for one in calls)
+    objects = [{one.get("step") for one in row if "object" in one["name"]} for row in rows]
+    unseen = uses_ddp(recording) or any(by_rank(recording, "mesh"))
+    return unseen or tensors or any(len(steps) > 1 for steps in objects)
 
 
 def first_step_apart(recording: Recording) -> int:
@@ -63,8 +66,7 @@ def first_step_apart(recording: Recording) -> int:
         begun = [one["t"] for one in rank.by_kind["trained"]]
         for one in rank.by_kind["step"] if begun else ():  # other ranks may send it its data
             epochs[one["o"], one["step"]].add(bisect(begun, one["t"]))
-    apart = (step for (_, step), numbers in epochs.items() if len(numbers) > 1)
-    return min(apart, default=sys.maxsize)
+    return min((step for (_, step), one in epochs.items() if len(one) > 1), default=sys.maxsize)
 
 
 def lasting_optimizers(recording: Recording) -> list[list[int]]:
@@ -88,57 +90,49 @@ def lasting_optimizers(recording: Recording) -> list[list[int]]:
             other[0]["t"] > mine[-1]["t"] and len(other) >= len(mine) for other in steps.values()
         )
     ]
-    families = [sorted({one["o"] for one in mine}) for mine in kept or steps.values()]
-    families = families or [[o] for o in sorted(built)]
+    families = [sorted({one["o"] for one in mine}) for mine in kept or steps.values()] or [
+        [o] for o in sorted(built)
+    ]
     return [one for one in families if not min(built.get(o, 0) for o in one)] or families
 
 
 def exchange_line(recording: Recording, step: int) -> CodeLine | None:
     """Return the line that exchanges gradients in a step, else one that exchanges anything."""
-    return _first_line([*exchanges(recording, step, "gradient"), *exchanges(recording, step)])
+    return first_line([*exchanges(recording, step, "gradient"), *exchanges(recording, step)])
 
 
 def backward_line(recording: Recording) -> CodeLine | None:
     """Return the line of the first backward."""
-    return _first_line(one for rank in recording.ranks for one in rank.by_kind["backward"])
+    return first_line(chain.from_iterable(by_rank(recording, "backward")))
 
 
-def _first_line(records: Iterable[Record]) -> CodeLine | None:
+def first_line(records: Iterable[Record]) -> CodeLine | None:
+    """Return the line of the first record that has one."""
     return next((code_line(one["at"]) for one in records if one.get("at")), None)
 
 
 def ends_without_sync(recording: Recording, step: int) -> bool:
     """Return whether DDP averages in some backward of a step, but not in the last, on all ranks."""
-    for rank in recording.ranks:
-        synced = [one.get("synced") for one in rank.by_kind["backward"] if one["step"] == step]
-        if True not in synced or synced[-1] is not False:
-            return False
-    return True
+    rows = by_rank(recording, "backward", step)
+    synced = [[one.get("synced") for one in row] for row in rows]
+    return all(True in row and row[-1] is False for row in synced)
 
 
 def unawaited(recording: Recording, step: int) -> int:
     """Return how many asynchronous exchanges of gradients rank 0 never waits for in a step."""
-    rank = recording.ranks[0]
-    waited = {one["c"] for one in rank.by_kind["done"] if one.get("wait_seconds") is not None}
-    return sum(
-        bool(one.get("async")) and one.get("content") == "gradient" and one["c"] not in waited
-        for one in rank.by_kind["call"]
-        if one.get("step") == step
-    )
+    done, calls = by_rank(recording, "done")[0], by_rank(recording, "call", step)[0]
+    waited = {one["c"] for one in done if one.get("wait_seconds") is not None}
+    lost = [one for one in calls if one.get("async") and one["c"] not in waited]
+    return sum(one.get("content") == "gradient" for one in lost)
 
 
 def samples_of(backward: Record) -> int:
     """Return on how many samples a backward trained; 0 if that is not known."""
-    loss = backward.get("loss") or {}
-    return int(loss.get("samples") or sum(row[0] or 0 for row in backward.get("forwards") or ()))
+    in_loss = (backward.get("loss") or {}).get("samples")
+    return int(in_loss or sum(row[0] or 0 for row in backward.get("forwards") or ()))
 
 
-def local_samples(recording: Recording, step: int) -> list[int] | None:
-    """Return by rank how many samples it trained on in a step; None if that is not known."""
-    found = []
-    for rank in recording.ranks:
-        counts = [samples_of(one) for one in rank.by_kind["backward"] if one["step"] == step]
-        if not counts or not all(counts):
-            return None
-        found.append(int(sum(counts)))
-    return found
+def local_samples(recording: Recording, step: int) -> list[int]:
+    """Return by rank how many samples it trained on in a step; 0 where that is not known."""
+    counts = (list(map(samples_of, row)) for row in by_rank(recording, "backward", step))
+    return [sum(row) if all(row) else 0 for row in counts]

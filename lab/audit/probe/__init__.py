@@ -17,7 +17,7 @@ all parameters of an optimiser, in the order of its ``params`` records.
 The kinds, with their fields ("at" is [file, line, text of the line] of the script, or null):
 
 ======== ==========================================================================================
-start    pid, ppid, python (version), executable (sys.executable), hint (the rank that the command
+start    ppid, python (version), executable (sys.executable), hint (the rank that the command
          was started for, or null), variables (RANK, LOCAL_RANK, WORLD_SIZE where set)
 torch    version; torch has been imported
 trouble  part (module of the probe), text (traceback): the probe itself failed in one place, and the
@@ -47,9 +47,9 @@ step     an update of an optimiser: o, step (from 0), optimizer, micro (backward
          collectives before it in this step, at]], at
 stepped  follows it at once: o, step, seconds (of the update), state (hash of samples of the
          optimiser's state; null if it has none)
-loader   l (its number), dataset, length, batches, sampler, replicas, wraps (whether other datasets
-         lie within), inner_length (of these), content (hash of samples that they hold, or null;
-         also null where the indices of those within are not known), at
+loader   l (its number), dataset, length, batches, sampler, replicas, inner_length (of the innermost
+         datasets; null where the indices within are not known), content (hash of samples that these
+         hold, or null), at
 batch    given to the script: l, epoch (iterations over l so far, from 0), b, indices (of the
          sampler), inner (the same as indices of the innermost dataset; null if no dataset lies
          within, or its indices are not known; those of the n-th innermost dataset of a
@@ -79,8 +79,8 @@ stands   this process has waited for 3 s in a function that communicates, and do
          once for each wait, so a rank still waits if this is its last record but ``stack``
 stack    the main thread's at; written once the runner has made the file "dump" in the folder
 clock    only with clocks, see clocks.py
-cut      step, why
-error    type, message, traceback, at, after_cut
+cut      step
+error    type, message, at, after_cut
 end      the process ends in good order: status (null unless by os._exit, by which forked ones
          end), after_cut
 ======== ==========================================================================================

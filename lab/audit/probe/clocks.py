@@ -31,7 +31,7 @@ import sys
 import time
 import timeit
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -66,32 +66,32 @@ class _Traced:
     of: Mapping[Any, float] = MappingProxyType({})
 
     def __add__(self, other: Any) -> Any:
-        return _traced(super().__add__(other), _sum(self, other, 1))  # type: ignore[misc]  # the mixed-in
+        return _traced(super().__add__(other), (self.of, 1), (_sources(other), 1))  # type: ignore[misc]  # mixed in
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        weights = _sum(self, other, -1)
+        difference = _traced(super().__sub__(other), (self.of, 1), (_sources(other), -1))  # type: ignore[misc]  # mixed in
+        weights = _sources(difference)
         _watcher.update_timed |= _is_time(weights) and _advance(weights, "steps") > 0
-        return _traced(super().__sub__(other), weights)  # type: ignore[misc]  # the mixed-in
+        return difference
 
     def __mul__(self, factor: Any) -> Any:
-        product = super().__mul__(factor)  # type: ignore[misc]  # the mixed-in
-        return _traced(product, _scaled(self, factor))
+        return _traced(super().__mul__(factor), (self.of, factor))  # type: ignore[misc]  # mixed in
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> Any:
-        quotient = super().__truediv__(divisor)  # type: ignore[misc]  # the mixed-in
+        quotient = super().__truediv__(divisor)  # type: ignore[misc]  # mixed in
         if type(divisor) not in (int, float):
             return quotient
         if divisor not in _UNITS and _is_time(self.of):
             _watcher.record_mean(self.of, divisor)
             return quotient
-        return _traced(quotient, _scaled(self, 1 / divisor))
+        return _traced(quotient, (self.of, 1 / divisor))
 
     def __round__(self, digits: Any = None) -> Any:
-        return _traced(super().__round__(digits), self.of)  # type: ignore[misc]  # the mixed-in
+        return _traced(super().__round__(digits), (self.of, 1))  # type: ignore[misc]  # mixed in
 
     def __format__(self, specification: str) -> str:
         _watcher.note_printed(self.of)
@@ -113,7 +113,7 @@ class _Span(_Traced, datetime.timedelta):
     """A time."""
 
     def total_seconds(self) -> float:
-        return _traced(super().total_seconds(), self.of)
+        return _traced(super().total_seconds(), (self.of, 1))
 
 
 class _AnyDatetime(type):
@@ -143,28 +143,26 @@ _KINDS: dict[type, Any] = {
 }
 
 
-def _traced(value: Any, weights: Mapping[Any, float]) -> Any:
-    """Return a value with its sources, or as it is if it cannot hold them or there are many."""
-    make = _KINDS.get(type(value))
-    if make is None or not 0 < len(weights) <= _MOST_SOURCES:
+def _sources(value: Any) -> Mapping[Any, float]:
+    """Return the weights of a value's sources: none of a plain one's."""
+    return value.of if isinstance(value, _Traced) else {}
+
+
+def _traced(value: Any, *terms: tuple[Mapping[Any, float], Any]) -> Any:
+    """Return a value with the sources of the sum of its terms: weights, and a factor.
+
+    It stays as it is if it cannot hold them, there are many, or a factor is no plain number.
+    """
+    plain = all(type(factor) in (int, float) for _, factor in terms)
+    if type(value) not in _KINDS or not plain:
         return value
-    made = make(value)
-    made.of = weights
-    return made
-
-
-def _sum(one: _Traced, other: Any, sign: int) -> dict[Any, float]:
-    """Return the weights of a sum or a difference."""
-    weights = dict(one.of)
-    for source, weight in other.of.items() if isinstance(other, _Traced) else ():
-        weights[source] = weights.get(source, 0) + sign * weight
-    return {source: weight for source, weight in weights.items() if weight}
-
-
-def _scaled(one: _Traced, factor: Any) -> dict[Any, float]:
-    """Return the weights of a product; none if the factor is no plain number."""
-    known = one.of if type(factor) in (int, float) else {}
-    return {source: weight * factor for source, weight in known.items() if factor}
+    made = _KINDS[type(value)](value)
+    weights: dict[Any, float] = defaultdict(int)
+    for sources, factor in terms:
+        for source, weight in sources.items():
+            weights[source] += weight * factor
+    made.of = {source: weight for source, weight in weights.items() if weight}
+    return made if 0 < len(made.of) <= _MOST_SOURCES else value
 
 
 def _is_time(weights: Mapping[Any, float]) -> bool:
@@ -183,16 +181,13 @@ class _ClockWatcher:
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
-        self._backwards, self._in_step, self.update_timed = 0, False, False
+        self._in_step, self.update_timed = False, False
         self._losses: Any = deque(maxlen=_KEPT_LOSSES)  # weak references
         self._stand_ins: dict[int, Any] = {
             id(datetime.datetime): _Instant,
             id(datetime): SimpleNamespace(**{**vars(datetime), "datetime": _Instant}),
         }
-        probe.hear("backward_begin", self._backward_begins)
-        probe.hear("step_end", self._step_ends)
-        probe.hear("message", self._forget)
-        probe.hear("forward_begin", self._replace_imported)
+        probe.listeners.append(self)
         patch(torch.Tensor, "item", self._item)
         patch(DataLoader, "__init__", self._loader_is_built)
         for name in ("time", "perf_counter", "monotonic"):
@@ -202,11 +197,13 @@ class _ClockWatcher:
             self._replace(statistics, name, self._combine)
         for name in ("mean", "sum") if "numpy" in sys.modules else ():
             self._replace(sys.modules["numpy"], name, self._combine)
-        self._replace_imported()
+        self.forward_begin()
 
     def reading(self) -> _Reading:
         """Return how far training is."""
-        return _Reading(self._backwards, self._probe.step, self._in_step, _device_computes())
+        return _Reading(
+            self._probe.gradients.backward, self._probe.step, self._in_step, _device_computes()
+        )
 
     def record_mean(self, weights: Mapping[Any, float], divisor: float) -> None:
         """Record that the script divides a sum of intervals."""
@@ -240,12 +237,12 @@ class _ClockWatcher:
         if not self._probe.is_users(sys._getframe(2).f_code.co_filename):
             return original()
         reading = self.reading()  # before the clock is read, so that it does not count
-        return _traced(original(), {reading: 1})
+        return _traced(original(), ({reading: 1}, 1))
 
     def _item(self, original: Any, tensor: torch.Tensor) -> Any:
         storage = storage_of(tensor)
         known = storage is not None and storage in [storage_of(one()) for one in self._losses]
-        return _traced(original(tensor), {_LOSS: 1} if known else {})
+        return _traced(original(tensor), ({_LOSS: 1}, int(known)))
 
     def _combine(self, original: Any, values: Any, *rest: Any, **named: Any) -> Any:
         """Call a function that averages or adds up; of a list, the sources are known."""
@@ -253,24 +250,23 @@ class _ClockWatcher:
         if not isinstance(values, (list, tuple)) or set(map(type, values)) != {_Number}:
             return result
         known = sum(values) if original.__name__ == "sum" else sum(values) / len(values)
-        return _traced(float(result), getattr(known, "of", {}))
+        return _traced(float(result), (_sources(known), 1))
 
-    def _backward_begins(self, roots: list[torch.Tensor]) -> None:
-        self._backwards += 1
+    def backward_begin(self, roots: list[torch.Tensor]) -> None:
         self._in_step = True
         self._losses.extend(weakref.ref(one) for one in roots if one.numel() == 1)
 
-    def _step_ends(self, _optimizer: Any) -> None:
+    def step_end(self, _optimizer: Any) -> None:
         self._in_step = False
 
-    def _forget(self, tensors: Iterable[torch.Tensor]) -> None:
+    def communicate(self, tensors: Iterable[torch.Tensor]) -> None:
         """The losses among the tensors of a message are no longer those of one rank."""
         exchanged = {storage_of(one) for one in tensors}
         kept = (one for one in self._losses if storage_of(one()) not in exchanged)
         self._losses = deque(kept, maxlen=_KEPT_LOSSES)
 
     def _loader_is_built(self, original: Any, *rest: Any, **named: Any) -> None:
-        self._replace_imported()
+        self.forward_begin()
         original(*rest, **named)
 
     def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
@@ -279,9 +275,9 @@ class _ClockWatcher:
         patch(owner, name, wrapper)
         self._stand_ins[id(original)] = getattr(owner, name)
 
-    def _replace_imported(self, *_: Any) -> None:
+    def forward_begin(self, *_: Any) -> None:
         """Until training begins, replace what the script's own modules imported by name."""
-        for module in list(sys.modules.values()) if not self._backwards else ():
+        for module in list(sys.modules.values()) if not self._probe.gradients.backward else ():
             if self._probe.is_users(getattr(module, "__file__", None) or os.sep):
                 for name, value in list(vars(module).items()):
                     if id(value) in self._stand_ins:

@@ -9,12 +9,12 @@ rank that waits in it is, since a thread looks twice a second where the other th
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from .sampling import tensors_in
-from .state import Probe, patch, storage_of
+from .state import Probe, named, patch, storage_of, wrapped
 
 # Of the names of the functions that communicate.
 _BEGINNINGS = (
@@ -49,39 +49,34 @@ class CallRecorder:
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
         self._works: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._thread = threading.local()
         self._numbers = itertools.count()
-        self._open: dict[int, str] = {}
+        self._open: dict[int, tuple[Any, Any]] = {}  # number and name of the call of each thread
         self._looking_in: int | None = None  # the process; a forked one has no such thread
         self._storages: dict[int | None, str] = {}  # of all gradients and weights
-        self._collected: tuple[int, int] | None = None
-
-    def watch_functions(self) -> None:
-        """Replace the functions wherever torch.distributed holds them."""
+        self._collected: tuple[int, int, bool] | None = None
+        # The functions are replaced wherever torch.distributed holds them.
         modules = [one for name, one in sys.modules.items() if name.startswith(_PACKAGE)]
         home = sys.modules[f"{_PACKAGE}.distributed_c10d"]
         for name, original in list(vars(home).items()):
             if name.startswith(_BEGINNINGS) and type(original) is FunctionType:
-                patch(home, name, self.call)
+                call = wrapped(original, self.call)
                 for one in modules:
                     if vars(one).get(name) is original:
-                        setattr(one, name, vars(home)[name])
+                        setattr(one, name, call)
         patch(dist.Work, "wait", self.wait)
         if f"{_PACKAGE}.device_mesh" in sys.modules:
             # What is built on it communicates through functions that are not seen here.
             mesh = sys.modules[f"{_PACKAGE}.device_mesh"].DeviceMesh
-            patch(mesh, "__init__", functools.partial(self._probe.note, "mesh"))
+            patch(mesh, "__init__", functools.partial(probe.note, "mesh"))
 
     def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function between a record ``call`` and a record ``done``."""
-        if getattr(self._thread, "inside", False):
+        if threading.get_ident() in self._open:
             return original(*args, **kwargs)
         name, number = original.__name__, next(self._numbers)
         if name == "init_process_group" and self._looking_in != os.getpid():
             self._looking_in = os.getpid()
             threading.Thread(target=self._look, name="lab audit", daemon=True).start()
-        if not any(part in name for part in ("barrier", "object", "_group")):
-            self._probe.tell("communicate", name)
         fields = self._probe.guard(self._describe)(original, args, kwargs) or {}
         at = self._probe.place()
         self._probe.record("call", c=number, name=name, step=self._probe.step, **fields, at=at)
@@ -102,28 +97,25 @@ class CallRecorder:
         self, number: int, field: str, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Return what the function returns, and record how long that took."""
-        began, error = time.monotonic(), None
-        thread = threading.current_thread()
+        began, error, thread = time.monotonic(), None, threading.current_thread()
         # autograd's threads are unknown to Python
         own = thread is not threading.main_thread() and type(thread) is not threading._DummyThread
-        self._open[number], self._thread.inside = getattr(function, "__name__", field), True
+        self._open[threading.get_ident()] = number, function.__name__
         try:
             return function(*args, **kwargs)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"[:300]
             raise
         finally:
-            self._open.pop(number, None)
-            self._thread.inside = False
+            self._open.pop(threading.get_ident(), None)
             seconds = {"seconds": 0.0, field: time.monotonic() - began}
             self._probe.record("done", c=number, **seconds, own_thread=own, error=error)
 
     def _describe(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
         """Return the fields of a record ``call`` from its arguments by their names."""
-        name, defaults = function.__name__, _defaults(function)
-        given = {**defaults, **dict(zip(defaults, args)), **kwargs}
+        given = named(function, args, kwargs)
         every = list(tensors_in(list(given.values())))
-        self._probe.tell("message", every)
+        self._probe.tell("communicate", every)
         tensors = list(tensors_in(next((given[key] for key in _MESSAGES if key in given), None)))
         world = int(given.get("world_size") or -1)  # torch takes the variable's if it is -1
         group, size, members = given.get("group"), None, None
@@ -141,8 +133,8 @@ class CallRecorder:
             "bytes": sum(one.numel() * one.element_size() for one in tensors),
             "dtype": str(tensors[0].dtype).split(".")[-1] if tensors else None,
             "shape": list(tensors[0].shape) if tensors else None,
-            "peer": _peer(name, given, group),
-            "async": bool(given.get("async_op")) or name in ("isend", "irecv"),
+            "peer": _peer(function.__name__, given, group),
+            "async": bool(given.get("async_op")) or function.__name__ in ("isend", "irecv"),
             "content": self._content(every),
             "within": "backward" if self._probe.in_backward else training,
         }
@@ -153,14 +145,10 @@ class CallRecorder:
         All are collected anew after each backward; within it, and before the first one, when models
         are still being built and moved, at every call.
         """
-        own = self._probe.gradients
-        now = (
-            None
-            if self._probe.in_backward or not own.backward
-            else (own.backward, self._probe.step)
-        )
-        if now is None or now != self._collected:
-            self._collected, known = now, own.tensors()
+        own, within = self._probe.gradients, self._probe.in_backward
+        now = (own.backward, self._probe.step, within)
+        if now != self._collected or within or not own.backward:
+            self._collected, known = now, list(own.known.keys())
             self._storages = {storage_of(one): "weights" for one in known}
             self._storages.update(
                 {storage_of(one.grad): "gradient" for one in known if one.grad is not None}
@@ -172,36 +160,28 @@ class CallRecorder:
     def _look(self) -> None:
         """Write ``stands`` once for each time that this process waits for others, and ``stack``."""
         used, written, ticks, asked = time.process_time(), 0, 0, False
-        main = threading.main_thread().ident or 0
         while True:
             time.sleep(_TICK_SECONDS)
             if not asked and (self._probe.folder / "dump").exists():
-                asked = True
-                self._probe.record("stack", at=self._probe.place(sys._current_frames().get(main)))
+                asked, main = True, threading.main_thread().ident or 0
+                frames = traceback.walk_stack(sys._current_frames().get(main))
+                self._probe.record("stack", at=self._probe.place(frames))
             before, used = used, time.process_time()
-            idle = used - before < _IDLE_SHARE * _TICK_SECONDS
-            at = self._waiting_at() if idle and written == self._probe.written else None
-            written = self._probe.written
+            idle = used - before < _IDLE_SHARE * _TICK_SECONDS and written == self._probe.written
+            at = self._waiting_at() if idle else None  # frames keep alive what the script frees
             ticks = 0 if at is None else ticks + 1
             if ticks == _STANDS_TICKS:
-                number, name = next(reversed(list(self._open.items())), (None, None))
+                number, name = [(None, None), *self._open.values()][-1]
                 self._probe.record("stands", c=number, name=name, at=at)
-                written = self._probe.written
+            written = self._probe.written
 
     def _waiting_at(self) -> list[Any] | None:
         """Return the script's line where a thread is within a function that communicates."""
         for thread, frame in sys._current_frames().items():
             name = frame.f_code.co_filename
             if thread != threading.get_ident() and any(part in name for part in _WAITING_IN):
-                return self._probe.place(frame)
+                return self._probe.place(traceback.walk_stack(frame))
         return None
-
-
-@functools.lru_cache(maxsize=None)
-def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return what a function's parameters are unless they are given."""
-    parameters = inspect.signature(function).parameters.values()
-    return {one.name: None if one.default is one.empty else one.default for one in parameters}
 
 
 def _peer(name: str, given: dict[str, Any], group: Any) -> int | None:
@@ -219,4 +199,4 @@ def _peer(name: str, given: dict[str, Any], group: Any) -> int | None:
 def watch(probe: Probe) -> None:
     """Replace the functions; do nothing where torch was built without torch.distributed."""
     if dist.is_available():
-        CallRecorder(probe).watch_functions()
+        CallRecorder(probe)

@@ -127,62 +127,53 @@ def _attributes(one: Any) -> Iterator[Any]:
 # Datasets that wrap others
 
 
-def find_innermost(dataset: Any) -> list[Any]:
-    """Return the datasets that a dataset reaches by attributes and that wrap no others."""
-    found = [dataset] if _is_dataset(dataset) else []
-    for one in found:
-        found += [other for other in _within(one) if all(other is not known for known in found)]
-    return [one for one in found if not _within(one)]
+def look_through(dataset: Any) -> tuple[list[Any], Sequence[int] | None]:
+    """Return the innermost datasets, and the index within these of each sample, all different.
+
+    The indices are None if they are not known. They are read from what the wrapping datasets hold.
+    These are not asked for a sample: they may count their samples, or draw random numbers.
+    """
+    innermost: dict[int, Any] = {}
+    try:
+        indices = _read_indices(dataset, innermost)
+    except Exception:  # the script's own class does what it likes
+        indices = None
+    known = indices is not None and len(set(indices)) == len(indices)
+    return list(innermost.values()), indices if known else None
 
 
-def _within(dataset: Any) -> list[Any]:
-    return [one for one in _attributes(dataset) if one is not dataset and _is_dataset(one)]
+def _read_indices(dataset: Any, innermost: dict[int, Any]) -> Sequence[int] | None:
+    """Return the innermost indices: of the only dataset within, at the only list of numbers.
+
+    Without such a list, as in a dataset that transforms another one, both have equally many.
+    ``innermost`` gets the datasets that wrap no others, by id.
+    """
+    length, held = len(dataset), list(_attributes(dataset))
+    within = [one for one in held if one is not dataset and _is_dataset(one)]
+    if not within:
+        innermost[id(dataset)] = dataset
+        first = list(innermost).index(id(dataset)) * SEVERAL
+        return range(first, first + length)
+    parts = [_read_indices(one, innermost) for one in within]
+    if isinstance(dataset, ConcatDataset):
+        return None if None in parts else [index for part in parts for index in part or ()]
+    (inner,) = parts
+    lists = [one for one in vars(dataset).values() if _is_index_list(one, length)]
+    if inner is None or len(lists) > 1:
+        return None
+    if lists:
+        return [inner[int(index)] for index in lists[0]]
+    return inner if len(inner) == length else None
 
 
 def _is_dataset(one: Any) -> bool:
     """Return whether an object is a Dataset, or of a Python class that acts as one."""
-    if isinstance(one, Dataset):
-        return True
     cls = type(one)
-    if isinstance(one, _NO_DATASETS) or cls.__module__.partition(".")[0] in _NOBODYS:
-        return False
+    if isinstance(one, (Dataset, *_NO_DATASETS)) or cls.__module__.split(".")[0] in _NOBODYS:
+        return isinstance(one, Dataset)
     return all(
         isinstance(getattr(cls, name, None), FunctionType) for name in ("__getitem__", "__len__")
     )
-
-
-def inner_indices(dataset: Any) -> Sequence[int] | None:
-    """Return the innermost index of each sample, all different; None if that is not known.
-
-    It is read from what the wrapping datasets hold. They are not asked for a sample: they may count
-    their samples, or draw random numbers.
-    """
-    first = {id(one): number * SEVERAL for number, one in enumerate(find_innermost(dataset))}
-    try:
-        found = _read_indices(dataset, first)
-    except Exception:  # the script's own class does what it likes
-        return None
-    return None if found is None or len(set(found)) < len(found) else found
-
-
-def _read_indices(dataset: Any, first: dict[int, int]) -> Sequence[int] | None:
-    """Return the innermost indices: of the only dataset within, at the only list of numbers.
-
-    Without such a list, as in a dataset that transforms another one, both have equally many.
-    """
-    length = len(dataset)
-    if id(dataset) in first:
-        return range(first[id(dataset)], first[id(dataset)] + length)
-    parts = [_read_indices(one, first) for one in _within(dataset)]
-    if isinstance(dataset, ConcatDataset):
-        return None if None in parts else [index for part in parts for index in part or ()]
-    (within,) = parts
-    lists = [one for one in vars(dataset).values() if _is_index_list(one, length)]
-    if within is None or len(lists) > 1:
-        return None
-    if lists:
-        return [within[int(index)] for index in lists[0]]
-    return within if len(within) == length else None
 
 
 def _is_index_list(value: Any, length: int) -> bool:
@@ -200,39 +191,31 @@ class WatchedLoader:
     """A DataLoader, or several alike that a script builds one after another, as for each epoch.
 
     epochs : the iterations over it so far.
-    trained : those that served training, each with its number of batches so far.
     """
 
     number: int
     facts: dict[str, Any]
-    epochs: int = 0
-    trained: dict[int, int] = field(default_factory=dict)
+    epochs: list[WatchedEpoch] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class WatchedEpoch:
     """One iteration over a loader.
 
-    inner : the innermost index of each sample, if the dataset wraps another and tells.
-    late : it began after the cut.
-    given, given_late : its batches, and those after the cut.
-    evaluating : the last forward after a batch of this epoch was without gradients.
+    inner : the innermost index of each sample, if that is another and known.
+    queue : the indices that the sampler has given ahead of the batches.
+    given : its batches.
     over : it has ended, or was ended.
+    trains : a backward or an update followed one of its batches.
     """
 
     loader: WatchedLoader
     number: int
     inner: Sequence[int] | None
-    late: bool
+    queue: list[list[Any]] = field(default_factory=list)
     given: int = 0
-    given_late: int = 0
-    evaluating: bool = False
     over: bool = False
-
-    @property
-    def trains(self) -> bool:
-        """Whether a backward or an update followed a batch of this epoch."""
-        return self.number in self.loader.trained
+    trains: bool = False
 
     def find_inner(self, indices: list[Any] | None) -> list[int] | None:
         """Return the innermost indices of some samples, if they are others."""
@@ -244,41 +227,30 @@ class WatchedEpoch:
 class LoaderWatch:
     """Writes the records of all loaders of this process.
 
-    most : batches of an epoch whose contents are compared.
-    queues : the indices that a sampler has given ahead of the batches, by iterator.
     fresh : the epochs that gave a batch since the last backward, the newest last. Those of other
         loaders are no longer fresh after a forward without gradients.
     """
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
-        self.most = 20 * int(probe.settings.get("steps") or 6)
         self.known: list[WatchedLoader] = []
         self.loaders: WeakKeyDictionary[Any, WatchedLoader] = WeakKeyDictionary()
-        self.epochs: WeakKeyDictionary[Any, WatchedEpoch] = WeakKeyDictionary()
-        self.queues: WeakKeyDictionary[Any, list[list[Any]]] = WeakKeyDictionary()
-        self.newest: WatchedEpoch | None = None
+        self.epochs: WeakKeyDictionary[Any, WatchedEpoch] = WeakKeyDictionary()  # by iterator
         self.fresh: list[WatchedEpoch] = []
-        patch(DataLoader, "__iter__", self.begin)
+        patch(dataloader._BaseDataLoaderIter, "__init__", self.begin)
+        patch(dataloader._BaseDataLoaderIter, "_reset", self.begin)
         patch(dataloader._BaseDataLoaderIter, "__next__", self.give)
         patch(dataloader._BaseDataLoaderIter, "_next_index", self.take_indices)
-        patch(dataloader._BaseDataLoaderIter, "_reset", self.reset)
-        probe.hear("forward", self.after_forward)
-        probe.hear("backward_begin", self.train)
-        probe.hear("step_begin", self.train)
+        probe.listeners.append(self)
 
-    def begin(self, original: Callable[..., Any], loader: DataLoader[Any]) -> Any:
-        """Begin an epoch."""
-        watched = None if get_worker_info() is not None else self.probe.guard(self.find)(loader)
-        iterator = original(loader)
-        if watched is not None:
-            inner = inner_indices(loader.dataset) if watched.facts["wraps"] else None
-            self.epochs[iterator] = WatchedEpoch(watched, watched.epochs, inner, self.probe.cutting)
-            watched.epochs += 1
-        return iterator
+    def begin(self, original: Any, iterator: Any, loader: DataLoader[Any], *first: bool) -> None:
+        """See an iterator begin: a new one, or with persistent workers the loader's only one."""
+        if get_worker_info() is None and not any(first):
+            self.probe.guard(self.begin_epoch)(iterator, loader)
+        original(iterator, loader, *first)
 
-    def find(self, loader: DataLoader[Any]) -> WatchedLoader:
-        """Return what is known of a loader; a new one may follow one that was thrown away."""
+    def begin_epoch(self, iterator: Any, loader: DataLoader[Any]) -> None:
+        """Begin an epoch; a new loader may follow one that was thrown away."""
         if loader not in self.loaders:
             facts = {**_describe(loader), "at": self.probe.place()}
             alive = list(self.loaders.values())
@@ -288,17 +260,18 @@ class LoaderWatch:
                 self.known += alike
                 self.probe.record("loader", l=alike[0].number, **facts)
             self.loaders[loader] = alike[0]
-        return self.loaders[loader]
+        watched, (_, inner) = self.loaders[loader], look_through(loader.dataset)
+        others = None if isinstance(inner, range) else inner
+        self.epochs[iterator] = epoch = WatchedEpoch(watched, len(watched.epochs), others)
+        watched.epochs.append(epoch)
 
     def give(self, original: Callable[..., Any], iterator: Any) -> Any:
         """Give the script a batch, and record which."""
-        epoch = self.epochs.get(iterator)
+        epoch, cut = self.epochs.get(iterator), True
         if epoch is None:
             return original(iterator)
-        cut = True
         try:
-            if self.probe.stopping is not None:
-                self.probe.stopping.before_batch(epoch)
+            self.probe.tell("batch_begin", epoch)
             cut = False
             batch = original(iterator)
         except (StopIteration, SystemExit):
@@ -310,11 +283,10 @@ class LoaderWatch:
 
     def record_batch(self, epoch: WatchedEpoch, iterator: Any, batch: Any) -> None:
         """Write the record ``batch``."""
-        queue, indices, contents = self.queues.get(iterator), None, None
-        if queue and getattr(iterator, "_in_order", True):
-            indices = queue.pop(0)
-            if epoch.given < self.most:
-                contents = self.probe.guard(contents_of)(batch, len(indices))
+        indices = contents = None
+        if epoch.queue and getattr(iterator, "_in_order", True):
+            indices = epoch.queue.pop(0)
+            contents = self.probe.guard(contents_of)(batch, len(indices))
         self.probe.record(
             "batch",
             l=epoch.loader.number,
@@ -325,11 +297,7 @@ class LoaderWatch:
             contents=contents,
         )
         epoch.given += 1
-        epoch.given_late += self.probe.cutting
         self.fresh = [one for one in self.fresh if one.loader is not epoch.loader] + [epoch]
-        self.newest = epoch
-        if epoch.trains:
-            epoch.loader.trained[epoch.number] = epoch.given
 
     def end(self, epoch: WatchedEpoch, iterator: Any, *, cut: bool) -> None:
         """Write the records ``epoch`` and, if it trains and was cut, ``rest``."""
@@ -337,49 +305,42 @@ class LoaderWatch:
         names = {"l": epoch.loader.number, "epoch": epoch.number}
         self.probe.record("epoch", **names, batches=epoch.given, cut=cut)
         if cut and epoch.trains and not isinstance(iterator._dataset, IterableDataset):
-            rest = self.probe.guard(self.take_rest)(iterator)
+            rest = self.probe.guard(_take_rest)(epoch, iterator)
             self.probe.record("rest", **names, indices=rest, inner=epoch.find_inner(rest))
-
-    def take_rest(self, iterator: Any) -> list[Any] | None:
-        """Return the indices that the sampler would still have given; None if it is endless."""
-        left = [index for batch in self.queues.get(iterator, ()) for index in batch]
-        more = (index for batch in iterator._sampler_iter for index in plain_indices(batch))
-        left += islice(more, LONGEST_REST)
-        return left if len(left) < LONGEST_REST else None
 
     def take_indices(self, original: Callable[..., Any], iterator: Any) -> Any:
         """Remember the indices of a batch, in the order in which the sampler gives them."""
-        indices = original(iterator)
-        if not isinstance(iterator._dataset, IterableDataset):
-            plain = self.probe.guard(plain_indices)(indices)
-            self.queues.setdefault(iterator, []).append(plain)
+        indices, epoch = original(iterator), self.epochs.get(iterator)
+        if epoch is not None and not isinstance(iterator._dataset, IterableDataset):
+            epoch.queue.append(self.probe.guard(plain_indices)(indices))
         return indices
 
-    def reset(self, original: Callable[..., Any], iterator: Any, *rest: Any, **named: Any) -> Any:
-        """Forget the indices of an epoch that a loader with persistent workers leaves behind."""
-        self.queues.pop(iterator, None)
-        return original(iterator, *rest, **named)
+    def forward(self, _module: torch.nn.Module) -> None:
+        """Note that only the latest batch can be what training is for."""
+        if not torch.is_grad_enabled():
+            self.fresh = self.fresh[-1:]
 
-    def after_forward(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        """Note what the batches were given for."""
-        if self.newest is not None:
-            self.newest.evaluating = not torch.is_grad_enabled()
-            if self.newest.evaluating:
-                self.fresh = [one for one in self.fresh if one is self.newest]
-
-    def train(self, *_: Any) -> None:
+    def backward_begin(self, *_: Any) -> None:
         """Note that the latest batches serve training: a backward or an update begins."""
         for epoch in self.fresh:
             if not epoch.over and not epoch.trains:
-                epoch.loader.trained[epoch.number] = epoch.given
+                epoch.trains = True
                 self.probe.record("trained", l=epoch.loader.number, epoch=epoch.number)
         self.fresh = []
+
+    step_begin = backward_begin
+
+
+def _take_rest(epoch: WatchedEpoch, iterator: Any) -> list[Any] | None:
+    """Return the indices that the sampler would still have given; None if it is endless."""
+    more = (index for batch in iterator._sampler_iter for index in plain_indices(batch))
+    left = [*(index for batch in epoch.queue for index in batch), *islice(more, LONGEST_REST)]
+    return left if len(left) < LONGEST_REST else None
 
 
 def _describe(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the facts of the record ``loader``; the script's own batch sampler is asked first."""
     own, dataset = loader.batch_sampler, loader.dataset
-    innermost = find_innermost(dataset)
     iterable = isinstance(dataset, IterableDataset)
     samplers: list[Any] = [
         None if type(own) is BatchSampler else own,
@@ -387,20 +348,16 @@ def _describe(loader: DataLoader[Any]) -> dict[str, Any]:
     ]
     samplers = [one for one in samplers if one is not None and not iterable]
     replicas = [one.num_replicas for one in samplers if hasattr(one, "num_replicas")]
-    length, batches, *inner = (
-        None if iterable else _length(one) for one in (dataset, loader, *innermost)
-    )
-    wraps = dataset not in innermost and bool(innermost)
-    known = None not in inner and not (wraps and inner_indices(dataset) is None)
-    contents = [held_content(one) for one in innermost] if known else []
+    innermost, indices = look_through(dataset)
+    known = [] if iterable or indices is None else innermost
+    contents = [held_content(one) for one in known]
     return {
         "dataset": type(dataset).__name__,
-        "length": length,
-        "batches": batches,
+        "length": None if iterable else _length(dataset),
+        "batches": None if iterable else _length(loader),
         "sampler": type(samplers[0]).__name__ if samplers else None,
         "replicas": replicas[0] if replicas else None,
-        "wraps": wraps,
-        "inner_length": None if None in inner else sum(inner),
+        "inner_length": sum(map(len, known)) if known else None,
         "content": zlib.crc32(repr(contents).encode()) if contents and all(contents) else None,
     }
 

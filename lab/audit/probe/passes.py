@@ -12,6 +12,7 @@ import functools
 import importlib
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .sampling import checksum, take, tensors_in
-from .state import Probe, compiling, patch
+from .state import Probe, named, patch
 
 _LOSSES = (
     "NllLoss",
@@ -54,7 +55,7 @@ class PassWatch:
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
         self.training = False
-        self._running: weakref.ref[Module] | None = None  # the outermost module
+        self._running: Callable[[], Module | None] = lambda: None  # the outermost module
         self._parents: Any = WeakIdKeyDictionary()
         self._roots: Any = WeakIdKeyDictionary()
         self._wrapped: Any = WeakIdKeyDictionary()  # modules within some DDP
@@ -69,16 +70,14 @@ class PassWatch:
 
     def child_added(self, parent: Module, _name: str, child: Module | None) -> None:
         """Note which module holds which."""
-        if child is not None and not compiling():
+        if child is not None:
             self._parents[child] = weakref.ref(parent)
 
     def begin(self, module: Module, _arguments: Any) -> None:
         """Note the beginning of a call, before the module's own hooks."""
-        if compiling() or self._probe.in_backward:
+        inner = self._running() not in (None, module)  # a layer
+        if inner or self._probe.in_backward or next(module.parameters(), None) is None:
             return  # in backward, checkpoints compute parts of the forward again
-        running = None if self._running is None else self._running()
-        if running not in (None, module) or next(module.parameters(), None) is None:
-            return  # a layer, or a loss or an activation
         self._running = weakref.ref(module)
         self.training = torch.is_grad_enabled() and module.training
         self._random = _random_state() if self.training else None
@@ -87,28 +86,27 @@ class PassWatch:
 
     def end(self, module: Module, arguments: Any, *rest: Any) -> None:
         """Note the end of a call; ``rest`` is [the named arguments] and the output."""
-        named, output = rest if len(rest) == 2 else ({}, rest[0])
-        if compiling() or self._running is None or self._running() is not module:
+        *named, output = rest
+        if self._running() is not module:
             return
-        self._running = None
-        given = (*arguments, *named.values())
-        self._probe.guard(self._note)(module, given, output)
-        self.training = self._through_ddp = False
-        self._probe.tell("forward", module, given, output)
-
-    def _note(self, module: Module, given: Any, output: Any) -> None:
+        self._running = lambda: None
+        given = [*arguments, *(value for one in named for value in one.values())]
         if torch.is_grad_enabled():
             self._await_gradient(module, given, output)
         if not self.training:
             self._evaluates(module)
         elif self._random != _random_state():
             self._probe.record("random", step=self._probe.step, hash=self._random)
+        self.training = self._through_ddp = False
+        self._probe.tell("forward", module)
 
     def _await_gradient(self, module: Module, given: Any, output: Any) -> None:
         """Keep what the record ``backward`` says of a forward, until a gradient reaches it."""
-        root = self._root(module)  # of layers that the script calls one by one
-        row = [*_samples(next(tensors_in(given), None)), self._through(module)]
-        forward: dict[str, Any] = {"root": id(root), "row": row, "reached": False}
+        forward = {
+            "root": id(self._root(module)),  # of layers that the script calls one by one
+            "row": [*_samples(next(tensors_in(given), None)), self._through(module)],
+            "reached": False,
+        }
         self._pending.append(forward)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -116,24 +114,28 @@ class PassWatch:
 
     def _evaluates(self, module: Module) -> None:
         """Record the running statistics, once a step."""
-        step, at = self._probe.step, self._probe.place()
+        step = self._probe.step
         if step == self._evaluated:
             return
         self._evaluated = step
-        norms = [one for one in module.modules() if isinstance(one, _NormBase)]
-        unsynced = sum(not isinstance(one, SyncBatchNorm) for one in norms)
         buffers = [
             [_plain_name(name), take(buffer)[:_BUFFER_COORDINATES].tolist()]
             for name, buffer in module.named_buffers()
             if name.endswith(("running_mean", "running_var")) and type(buffer) is Tensor
         ]
+        unsynced = sum(
+            isinstance(one, _NormBase) and not isinstance(one, SyncBatchNorm)
+            for one in module.modules()
+        )
+        at = self._probe.place()
         self._probe.record("eval", step=step, buffers=buffers, batchnorm=unsynced, at=at)
 
     def names(self) -> dict[int, str]:
         """Return the names of all parameters of the models that were called, by id."""
-        roots = list(self._roots)
         return {
-            id(one): _plain_name(name) for root in roots for name, one in root.named_parameters()
+            id(one): _plain_name(name)
+            for root in list(self._roots)
+            for name, one in root.named_parameters()
         }
 
     def _root(self, module: Module) -> Module:
@@ -158,8 +160,7 @@ class PassWatch:
         trained = [one for one in ddp.module.parameters() if one.requires_grad]
         nbytes = sum(one.numel() * one.element_size() for one in trained)
         self._probe.record("ddp", bytes=nbytes, at=self._probe.place())
-        for part in ddp.module.modules():
-            self._wrapped[part] = True
+        self._wrapped.update(dict.fromkeys(ddp.module.modules()))
 
     def call_ddp(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
         """Note that DDP runs the model, and whether it is to average the gradients."""
@@ -175,7 +176,7 @@ class PassWatch:
         """
         gradients = self._probe.gradients
         inputs = tensors_in(args[1] if len(args) > 1 else kwargs.get("inputs"))
-        if self._probe.in_backward or (alone and all(gradients.of(one) is None for one in inputs)):
+        if self._probe.in_backward or (alone and all(one not in gradients.known for one in inputs)):
             return original(*args, **kwargs)
         roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
         self._probe.in_backward, gradients.alone = True, alone
@@ -201,26 +202,22 @@ class PassWatch:
         ended, latest = time.monotonic(), self._probe.gradients.last_seconds
         if loss is not None:
             loss["arriving"] = float(loss["arriving"])
+        reached: dict[int, Any] = {}  # the first forward of each model
+        for forward in self._pending:
+            if forward["reached"]:
+                reached.setdefault(forward["root"], forward["row"])
+        self._pending = []  # the script may run forwards with gradients that it never uses
         self._probe.record(
             "backward",
             step=self._step,
             micro=self._micro,
-            forwards=self._take_reached(),
+            forwards=list(reached.values()),
             synced=self._synced,
             loss=loss,
             seconds=ended - begun,
             exposed_seconds=ended - latest if latest > begun else None,
             at=self._probe.place(),
         )
-
-    def _take_reached(self) -> list[list[Any]]:
-        """Return the forwards that the last backward reached, one a model, and forget them all."""
-        reached = [one for one in self._pending if one["reached"]]
-        self._pending = []  # the script may run forwards with gradients that it never uses
-        first: dict[int, Any] = {}
-        for one in reached:
-            first.setdefault(one["root"], one)
-        return [one["row"] for one in first.values()]
 
 
 def find_loss(root: Tensor) -> Any:
@@ -240,9 +237,14 @@ def _watch_loss(node: Any) -> dict[str, Any]:
     name, target = node.name(), None
     with contextlib.suppress(RuntimeError):  # an earlier backward has freed the target
         target = getattr(node, "_saved_target", None)
-    reduction = _REDUCTIONS.get(getattr(node, "_saved_reduction", name[:-1]))
-    loss: dict[str, Any] = {"node": name, "reduction": reduction, "arriving": 0.0}
-    loss["samples"], loss["target_hash"] = _samples(target)
+    samples, target_hash = _samples(target)
+    loss: dict[str, Any] = {
+        "node": name,
+        "reduction": _REDUCTIONS.get(getattr(node, "_saved_reduction", name[:-1])),
+        "arriving": 0.0,
+        "samples": samples,
+        "target_hash": target_hash,
+    }
 
     def arrives(gradients: Any) -> None:
         if gradients[0] is not None:
@@ -273,14 +275,11 @@ def _random_state() -> int:
 def watch(probe: Probe) -> None:
     """Watch forward and backward passes, DDP and FSDP."""
     passes = probe.forwards = PassWatch(probe)
-    probe.parameter_names = passes.names
     hooks.register_module_module_registration_hook(probe.guard(passes.child_added))
     hooks.register_module_forward_pre_hook(probe.guard(passes.begin))
-    end = probe.guard(passes.end)
-    try:
-        hooks.register_module_forward_hook(end, with_kwargs=True)
-    except TypeError:  # torch before 2.5 does not give named arguments
-        hooks.register_module_forward_hook(end)
+    register = hooks.register_module_forward_hook
+    more = {"with_kwargs": True} if "with_kwargs" in named(register, (), {}) else {}  # torch 2.5
+    register(probe.guard(passes.end), **more)
     patch(torch.autograd, "backward", functools.partial(passes.backward, False))
     patch(torch.autograd, "grad", functools.partial(passes.backward, True))
     if torch.distributed.is_available():
@@ -288,9 +287,8 @@ def watch(probe: Probe) -> None:
         patch(DistributedDataParallel, "forward", passes.call_ddp)
         patch(DistributedDataParallel, "register_comm_hook", functools.partial(probe.note, "hook"))
         sharded = functools.partial(probe.note, "fsdp")
-        fsdp = importlib.import_module("torch.distributed.fsdp")
-        patch(fsdp.FullyShardedDataParallel, "__init__", sharded)
-        patch(fsdp, "fully_shard", sharded)
-        with contextlib.suppress(ImportError):  # where torch before 2.6 has it
-            fsdp = importlib.import_module("torch.distributed._composable.fsdp")
-            patch(fsdp, "fully_shard", sharded)
+        for name in ("fsdp", "_composable.fsdp"):  # the second one before torch 2.6
+            with contextlib.suppress(ImportError):
+                owner = importlib.import_module(f"torch.distributed.{name}")
+                patch(owner, "fully_shard", sharded)
+        patch(torch.distributed.fsdp.FullyShardedDataParallel, "__init__", sharded)

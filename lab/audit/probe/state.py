@@ -1,15 +1,15 @@
 """What the parts of the probe share: settings, the files that it writes, and the events.
 
 ``install`` is called once per process; ``part.watch(probe)`` of each part follows when torch has
-been imported. A part tells the others what happens with ``probe.tell`` and hears it with
-``probe.hear``. The events, with their arguments:
+been imported. A part tells the others what happens with ``probe.tell``; it hears them by methods
+of the events' names, of an object among ``probe.listeners``. The events, with their arguments:
 
-backward_begin (root tensors), backward_end (), communicate (name: a collective begins), message
-(tensors of a call), step_begin (optimizer), step_end (optimizer), forward_begin (module), forward
-(module, arguments, output). "forward" means an outermost call of a module that has parameters, with
-or without gradients; ``arguments`` are the positional ones, then the values of the others. Steps
-are those of the outermost optimiser. An error in a listener is recorded as ``trouble`` and goes no
-further, so that the script goes on; only StopIteration, SystemExit and the like get through.
+backward_begin (root tensors), backward_end (), communicate (tensors of a call that begins),
+step_begin (optimizer), step_end (optimizer), forward_begin (module), forward (module), batch_begin
+(epoch: its loader is asked for a batch). "forward" means an outermost call of a module that has
+parameters, with or without gradients. Steps are those of the outermost optimiser. An error in a
+listener is recorded as ``trouble`` and goes no further, so that the script goes on; only
+StopIteration, SystemExit and the like get through.
 """
 
 from __future__ import annotations
@@ -17,18 +17,15 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import inspect
 import json
 import linecache
 import os
 import sys
-import threading
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable
-from importlib.machinery import PathFinder
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Any)
@@ -36,7 +33,6 @@ Function = TypeVar("Function", bound=Any)
 # size (number of ranks, or null), clocks.
 ENVIRONMENT = "LAB_AUDIT"
 _PARTS = ("optimizers", "passes", "collectives", "data", "stopping", "clocks")
-_PACKAGE = __name__.rpartition(".")[0]
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -46,8 +42,7 @@ class Probe:
     ``written`` counts them. ``step`` counts the updates that have ended: of the optimiser that has
     done the most, so that the two optimisers of a GAN count one step an iteration. ``cutting`` is
     True once the script is being ended. ``in_backward`` is True within a backward pass.
-    ``gradients``, ``forwards`` and ``stopping`` are set by the parts of these names.
-    ``parameter_names`` returns the names that are known, by the parameter's id.
+    ``gradients`` and ``forwards`` are set by the parts ``optimizers`` and ``passes``.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -58,23 +53,19 @@ class Probe:
         self.cutting, self.in_backward = False, False
         self.gradients: Any = None
         self.forwards: Any = None
-        self.stopping: Any = None
-        self.parameter_names: Callable[[], dict[int, str]] = dict
-        self._users: dict[str, bool] = {}
+        self.is_users = functools.lru_cache(maxsize=None)(self._is_users)
         self._troubles: set[str] = set()
-        self._listeners: dict[str, list[Callable[..., object]]] = defaultdict(list)
+        self.listeners: list[Any] = []
         self._open()
         os.register_at_fork(after_in_child=self._open)
 
     def _open(self) -> None:
         """Open this process's own files. What a forked one's parent had open stays the parent's."""
-        pid = os.getpid()
-        self._lock = threading.RLock()  # a signal's handler may call os._exit, which is recorded
-        self._lines = open(self.folder / f"{pid}.jsonl", "ab", buffering=0)  # noqa: SIM115
-        self._numbers = open(self.folder / f"{pid}.f64", "ab", buffering=0)  # noqa: SIM115
+        own = str(self.folder / str(os.getpid()))
+        self._lines = open(own + ".jsonl", "ab", buffering=0)  # noqa: SIM115
+        self._numbers = open(own + ".f64", "ab", buffering=0)  # noqa: SIM115
         self.record(
             "start",
-            pid=pid,
             ppid=os.getppid(),
             python=sys.version.split()[0],
             executable=sys.executable,
@@ -93,9 +84,8 @@ class Probe:
     def record(self, kind: str, **fields: Any) -> None:
         """Write one record at once."""
         line = json.dumps({"k": kind, "t": time.monotonic(), **fields}, default=str) + "\n"
-        with self._lock:
-            self._lines.write(line.encode(errors="replace"))
-            self.written += 1
+        self._lines.write(line.encode(errors="replace"))  # at once, so threads need no lock
+        self.written += 1
 
     def note(self, kind: str, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Write a record of the call of a function, which ``patch`` gives as ``original``."""
@@ -106,22 +96,21 @@ class Probe:
         """Write the numbers of flat tensors and return the reference [offset, count] to them."""
         from .sampling import join  # it imports torch, which the script has done by now
 
-        values = join(parts)
-        with self._lock:
-            offset = os.fstat(self._numbers.fileno()).st_size // 8
-            self._numbers.write(values.tobytes())
+        values, offset = join(parts), self._numbers.seek(0, os.SEEK_END) // 8
+        self._numbers.write(values.tobytes())  # one thread trains
         return [offset, len(values)]
 
     def guard(self, function: Function) -> Function:
         """Return the function, but an error in it is recorded, and None returned.
 
-        StopIteration gets through: ``stopping`` ends loops with it.
+        StopIteration gets through: ``stopping`` ends loops with it. Under torch.compile nothing is
+        called: it is to see what the script wrote alone.
         """
 
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             try:
-                return function(*args, **kwargs)
+                return None if compiling() else function(*args, **kwargs)
             except StopIteration:
                 raise
             except Exception:
@@ -137,66 +126,73 @@ class Probe:
             self._troubles.add(text)
             self.record("trouble", part=module.rpartition(".")[2], text=text)
 
-    def hear(self, event: str, listener: Callable[..., object]) -> None:
-        """Call ``listener`` whenever ``event`` is told."""
-        self._listeners[event].append(self.guard(listener))
-
     def tell(self, event: str, *arguments: Any) -> None:
-        """Call the listeners of ``event`` in the order in which they were added."""
-        for listener in self._listeners[event]:
-            listener(*arguments)
+        """Call the methods of this name of all listeners, in the order of these."""
+        for one in self.listeners:
+            if hasattr(one, event):
+                self.guard(getattr(one, event))(*arguments)
 
-    def place(self, frame: FrameType | None = None) -> list[Any] | None:
-        """Return [file, line, text] of the innermost frame of the script's own code, or None."""
-        at: FrameType | None = frame or sys._getframe(1)
-        while at is not None:
-            if (line := self.line(at.f_code.co_filename, at.f_lineno)) is not None:
-                return line
-            at = at.f_back
+    def place(self, frames: Any = None) -> list[Any] | None:
+        """Return [file, line, text] of the first frame of the script's own code, or None.
+
+        frames : pairs of a frame and its line, by default of the caller's stack, innermost first.
+        """
+        for frame, number in frames or traceback.walk_stack(sys._getframe(1)):
+            if self.is_users(frame.f_code.co_filename):
+                name = os.path.realpath(frame.f_code.co_filename)
+                text = linecache.getline(name, number).strip()
+                return [os.path.relpath(name, self.script), number, text]
         return None
 
-    def line(self, filename: str, number: int) -> list[Any] | None:
-        """Return [file, line, text] of a line of the script's own code; None of another one."""
-        if not self.is_users(filename):
-            return None
-        name = os.path.realpath(filename)
-        return [os.path.relpath(name, self.script), number, linecache.getline(name, number).strip()]
-
-    def is_users(self, filename: str) -> bool:
+    def _is_users(self, filename: str) -> bool:
         """Return whether a file belongs to the script: under its folder, not installed there."""
-        if filename not in self._users:
-            path, own = os.path.realpath(filename), os.path.dirname(os.path.realpath(__file__))
-            inside = path.startswith(self.script + os.sep) and not path.startswith(own)
-            self._users[filename] = inside and "site-packages" not in path
-        return self._users[filename]
+        path, own = os.path.realpath(filename), os.path.dirname(os.path.realpath(__file__))
+        inside = path.startswith(self.script + os.sep) and not path.startswith(own)
+        return inside and "site-packages" not in path
 
 
 def compiling() -> bool:
-    """Return whether torch.compile traces this code: it is to see what the script wrote alone."""
+    """Return whether torch.compile traces this code."""
     import torch
 
-    if hasattr(torch, "compiler") and hasattr(torch.compiler, "is_compiling"):  # torch 2.3
-        return bool(torch.compiler.is_compiling())
-    dynamo = getattr(torch, "_dynamo", None)  # imported by the first torch.compile
-    return dynamo is not None and bool(dynamo.is_compiling())
+    owner = getattr(torch, "compiler", None)
+    if not hasattr(owner, "is_compiling"):  # it came with torch 2.3
+        owner = getattr(torch, "_dynamo", None)  # imported by the first torch.compile
+    return owner is not None and bool(owner.is_compiling())
 
 
-def patch(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by a function that returns ``wrapper(original, *args, **kwargs)``.
+def wrapped(original: Function, wrapper: Callable[..., Any]) -> Function:
+    """Return a function that returns ``wrapper(original, *args, **kwargs)``.
 
-    Do nothing if this version of torch lacks it. Under torch.compile the original is called alone.
+    Under torch.compile the original is called alone.
     """
-    original = getattr(owner, name, None)
-    if original is None:
-        return
 
     @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
         if compiling():
             return original(*args, **kwargs)
         return wrapper(original, *args, **kwargs)
 
-    setattr(owner, name, patched)
+    return called  # type: ignore[return-value]  # it is called as the original
+
+
+def patch(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace ``owner.name`` by its ``wrapped``; do nothing if this version of torch lacks it."""
+    if hasattr(owner, name):
+        setattr(owner, name, wrapped(getattr(owner, name), wrapper))
+
+
+@functools.lru_cache(maxsize=None)
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return what a function's parameters are unless they are given."""
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: None if one.default is one.empty else one.default for one in parameters}
+
+
+def named(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by their names."""
+    defaults = _defaults(function)
+    return {**defaults, **dict(zip(defaults, args)), **kwargs}
 
 
 def storage_of(tensor: Any) -> int | None:
@@ -225,7 +221,7 @@ def _watch(probe: Probe) -> None:
     probe.record("torch", version=str(sys.modules["torch"].__version__))
     for part in _PARTS:
         try:
-            importlib.import_module(f"{_PACKAGE}.{part}").watch(probe)
+            importlib.import_module(f".{part}", __package__).watch(probe)
         except Exception:
             probe.note_trouble(part)
 
@@ -236,16 +232,15 @@ class _WatchedTorch:
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, name: str, *rest: Any) -> Any:
         """See importlib.abc.MetaPathFinder."""
-        spec = PathFinder.find_spec(name) if name == "torch" else None
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_watch(module: Any) -> None:
-            execute(module)
-            _watch(self._probe)
-
-        spec.loader.exec_module = execute_and_watch  # type: ignore[method-assign]  # this one's
+        finders = sys.meta_path if name == "torch" else ()
+        others = [one for one in finders if one is not self and hasattr(one, "find_spec")]
+        spec = next(filter(None, (one.find_spec(name, *rest) for one in others)), None)
+        if spec is not None and spec.loader is not None:
+            patch(spec.loader, "exec_module", self._execute)
         return spec
+
+    def _execute(self, original: Callable[..., None], module: Any) -> None:
+        original(module)
+        _watch(self._probe)

@@ -2,11 +2,11 @@
 
 The cut follows the last of these updates; but if the first epoch ends within as many steps again on
 all ranks, it follows the first update of the next epoch: what happens between epochs is seen.
-After the cut the training loader's epoch ends by StopIteration, so that the script goes on as after
-a whole one. Other loaders then give two batches; a further epoch of the training loader gives two,
-too, which show its order. Then SystemExit follows, on all ranks at the same step. A script that is
-still alive some seconds later is ended. Errors after the cut have the cut as their cause: they are
-recorded as such, and the exit status is 0.
+After the cut every epoch ends by StopIteration once it has given two batches, so that the script
+goes on as after a whole one: it evaluates, and another epoch of the training loader shows its
+order. Then SystemExit follows, on all ranks at the same step; also after some further steps, and at
+once where no loader is used. A script that is still alive some seconds later is ended. Errors after
+the cut have the cut as their cause: they are recorded as such, and the exit status is 0.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from torch.optim import Optimizer
 from .data import WatchedEpoch
 from .state import Probe, patch
 
-BATCHES_AFTER_CUT = 2
-STEPS_AFTER_CUT = 4  # of epochs with fewer than two batches
-STEPS_WITHOUT_BATCH = 2
+BATCHES_AFTER_CUT, STEPS_AFTER_CUT = 2, 4
 STEPS_AFTER_REPORT = 3  # so that a script that ends its loop by itself and reports is not cut
 BARRIER_SECONDS = 10.0
 BETWEEN_EPOCHS_SECONDS = 10.0
@@ -40,9 +38,11 @@ IDLE_SECONDS, CLOCK_SECONDS, EXIT_SECONDS = 60.0, 30.0, 5.0
 class Stopping:
     """Counts steps and batches of this process, and ends it; records how it ends.
 
-    latest : the epoch that gave the last batch. last_batch : the step at which it did.
-    longest : the most steps between two batches.
-    last_step, deadline : time.monotonic() of the last step, and when the process is ended.
+    latest : the epoch that was asked for a batch last.
+    evaluating : the last forward was without gradients.
+    epoch_ended : a training epoch has been ended after the cut.
+    last_step, patience : time.monotonic() of the last step, and the seconds from then on after
+        which the process is ended, once it is cut.
     """
 
     def __init__(self, probe: Probe) -> None:
@@ -51,15 +51,10 @@ class Stopping:
         if probe.settings.get("clocks"):
             self.steps += STEPS_AFTER_REPORT
         self.latest: WatchedEpoch | None = None
-        self.last_batch, self.longest, self.cut_step = 0, 0, 0
-        self.last_step, self.deadline = 0.0, 0.0
-        self.backwards, self.by_hand = 0, False
-        self.recorded: BaseException | None = None
-        probe.stopping = self
-        probe.hear("backward_end", self.after_backward)
-        probe.hear("step_end", self.after_step)
-        probe.hear("step_begin", self.stop_without_loader)
-        probe.hear("forward", self.after_forward)
+        self.evaluating, self.epoch_ended, self.by_hand = False, False, False
+        self.last_step, self.patience = 0.0, IDLE_SECONDS
+        self.cut_step = 0
+        probe.listeners.append(self)
         patch(os, "_exit", self.exit_at_once)
         patch(sys, "excepthook", self.fail_in_main)
         patch(threading, "excepthook", self.fail_in_thread)
@@ -68,21 +63,19 @@ class Stopping:
 
     # --- the steps ---
 
-    def after_backward(self) -> None:
+    def backward_end(self) -> None:
         """Count the backwards as steps if the script updates its weights by hand."""
-        self.backwards += 1
-        if self.backwards == self.steps and self.probe.step == 0:
+        backwards = self.probe.gradients.backward
+        if backwards == self.steps and self.probe.step == 0:
             self.by_hand = not any(issubclass(type(one), Optimizer) for one in gc.get_objects())
         if self.by_hand:
-            self.probe.step = self.backwards
-            self.after_step(None)
+            self.probe.step = backwards
+            self.step_end(None)
 
-    def after_step(self, optimizer: Any) -> None:
+    def step_end(self, optimizer: Any) -> None:
         """Cut after the last of ``steps`` updates, or let the first epoch end before."""
-        self.last_step = time.monotonic()
-        if self.probe.cutting:
-            self.deadline = max(self.deadline, self.last_step + IDLE_SECONDS)
-        elif self.probe.step >= self.steps and not self.first_epoch_ends_soon():
+        self.last_step, done = time.monotonic(), self.probe.step
+        if done > 2 * self.steps or (done >= self.steps and not self.first_epoch_ends_soon()):
             self.cut()
 
     def first_epoch_ends_soon(self) -> bool:
@@ -91,58 +84,50 @@ class Stopping:
         All ranks have to agree, so the sampler has to be one that gives all equally many.
         """
         epoch = self.latest
-        if epoch is None or epoch.over or len(epoch.loader.trained) != 1:
+        if epoch is None or epoch.over or sum(one.trains for one in epoch.loader.epochs) != 1:
             return False
-        facts, idle = epoch.loader.facts, self.probe.step - self.last_batch
-        equal = facts["replicas"] is not None and facts["batches"] is not None
-        return (
-            equal and idle <= max(1, self.longest) and facts["batches"] - epoch.given <= self.steps
-        )
+        batches, replicas = (epoch.loader.facts[name] for name in ("batches", "replicas"))
+        return None not in (batches, replicas) and bool(batches - epoch.given <= self.steps)
 
     def cut(self) -> None:
-        """Begin to end the script."""
-        self.probe.cutting, self.cut_step = True, self.probe.step
-        self.probe.record("cut", step=self.probe.step, why=f"{self.steps} steps")
-        epoch = self.latest
-        if epoch is not None and epoch.given == 1 and len(epoch.loader.trained) > 1:
-            epoch.late = True  # it has just begun, and still shows its order
-        self.deadline = time.monotonic() + IDLE_SECONDS
-        threading.Thread(target=self.end_late, name="lab audit", daemon=True).start()
+        """Begin to end the script, unless this has been done."""
+        if not self.probe.cutting:
+            self.probe.cutting, self.cut_step = True, self.probe.step
+            self.probe.record("cut", step=self.probe.step)
+            self.last_step = time.monotonic()
+            threading.Thread(target=self.end_late, name="lab audit", daemon=True).start()
 
     def cut_if_overdue(self) -> None:
         """Cut if the script has done enough steps, and other things for a while."""
         idle = time.monotonic() > self.last_step + BETWEEN_EPOCHS_SECONDS
-        if idle and self.probe.step >= self.steps and not self.probe.cutting:
+        if idle and self.probe.step >= self.steps:
             self.cut()
 
-    def before_batch(self, epoch: WatchedEpoch) -> None:
+    def batch_begin(self, epoch: WatchedEpoch) -> None:
         """Let the script have a batch, or raise StopIteration or SystemExit."""
-        self.longest = max(self.longest, self.probe.step - self.last_batch)
         self.cut_if_overdue()
-        self.latest, self.last_batch = epoch, self.probe.step
+        self.latest, trained = epoch, [one for one in epoch.loader.epochs if one.trains]
         if not self.probe.cutting:
             return
-        if epoch.loader.trained and (epoch.trains or not epoch.evaluating):
-            if not epoch.late or epoch.over:
-                raise StopIteration
-            shown = sum(batches >= 2 for batches in epoch.loader.trained.values())
-            if shown >= 2 or self.probe.step >= self.cut_step + STEPS_AFTER_CUT:
-                self.end()
-        elif epoch.over or epoch.given_late >= BATCHES_AFTER_CUT:
+        trains = bool(trained) and (epoch.trains or not self.evaluating)
+        shown = sum(one.given >= BATCHES_AFTER_CUT for one in trained)
+        if trains and self.epoch_ended and shown >= 2:
+            self.end()
+        if epoch.over or epoch.given >= BATCHES_AFTER_CUT:
+            self.epoch_ended |= trains
             raise StopIteration
 
-    def after_forward(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        """End a loop that takes no batches from a loader."""
+    def forward(self, module: torch.nn.Module) -> None:
+        """Note what the batches are for, and end a loop that takes none from a loader."""
         self.cut_if_overdue()
-        if torch.is_grad_enabled() and module.training:
-            self.stop_without_loader(None)
+        self.evaluating = not torch.is_grad_enabled()
+        if module.training and not self.evaluating:
+            self.step_begin(None)
 
-    def stop_without_loader(self, optimizer: Any) -> None:
-        """Raise SystemExit after the cut if batches come from elsewhere."""
-        idle = self.probe.step - self.last_batch
-        if self.probe.cutting and (
-            self.latest is None or idle > self.longest + STEPS_WITHOUT_BATCH
-        ):
+    def step_begin(self, optimizer: Any) -> None:
+        """Raise SystemExit some steps after the cut, or at once if batches come from elsewhere."""
+        done = self.latest is None or self.probe.step >= self.cut_step + STEPS_AFTER_CUT
+        if self.probe.cutting and done:
             self.end()
 
     def end(self) -> None:
@@ -157,13 +142,13 @@ class Stopping:
         limit = time.monotonic() + BARRIER_SECONDS
         while len(list(folder.glob("ready-*"))) < size and time.monotonic() < limit:
             time.sleep(0.02)
-        after = CLOCK_SECONDS if self.probe.settings.get("clocks") else EXIT_SECONDS
-        self.deadline = min(self.deadline, time.monotonic() + after)
+        self.last_step = time.monotonic()
+        self.patience = CLOCK_SECONDS if self.probe.settings.get("clocks") else EXIT_SECONDS
         raise SystemExit(0)
 
     def end_late(self) -> None:
-        """End the process after the deadline."""
-        while time.monotonic() < self.deadline:
+        """End the process when it has done no step for too long."""
+        while time.monotonic() < self.last_step + self.patience:
             time.sleep(0.1)
         self.probe.end()
 
@@ -171,10 +156,9 @@ class Stopping:
 
     def exit_at_once(self, original: Callable[..., Any], status: int) -> None:
         """See os._exit, with which forked processes end."""
-        try:
-            self.probe.record("end", status=status, after_cut=self.probe.cutting)
-        finally:
-            original(status)
+        record = self.probe.guard(self.probe.record)
+        record("end", status=status, after_cut=self.probe.cutting)
+        original(status)
 
     def fail_in_main(self, original: Callable[..., Any], kind: Any, error: Any, trace: Any) -> None:
         """See sys.excepthook. After the cut the status is 0."""
@@ -201,18 +185,14 @@ class Stopping:
             if not self.probe.cutting:
                 raise
 
-    def record(self, error: BaseException | None) -> None:
-        """Write the record ``error``, once for each."""
-        if error is None or error is self.recorded:
-            return
-        self.recorded, trace = error, error.__traceback__
-        lines = [self.probe.line(at.f_code.co_filename, n) for at, n in traceback.walk_tb(trace)]
+    def record(self, error: Any) -> None:
+        """Write the record ``error``."""
+        frames = reversed(list(traceback.walk_tb(error.__traceback__)))
         self.probe.record(
             "error",
             type=type(error).__name__,
             message=str(error),
-            traceback="".join(traceback.format_exception(type(error), error, trace))[-8000:],
-            at=next((line for line in reversed(lines) if line is not None), None),
+            at=self.probe.place(frames),
             after_cut=self.probe.cutting,
         )
 

@@ -1,34 +1,22 @@
 """The list of figures with their captions; draws them to files and for the page."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
 from lab.plot_style import NothingToShowError, style
-from lab.report.drawings import cost_figures, curves, figures
+from lab.report.drawings import figures
+from lab.report.drawings.curves import draw_loss
 from lab.report.drawings.svg import inline, save, svg
 from lab.report.drawings.timeline import mean_overlap, overlap, share_text
 from lab.report.drawings.timeline_figure import draw_timeline
-from lab.report.equality import wrong_rows
-from lab.report.losses import largest_difference
-from lab.report.view import (
-    CellRow,
-    ComparisonGroup,
-    nodes_text,
-    percent,
-    rate_text,
-    safe_name,
-    seconds_text,
-    small_text,
-)
+from lab.report.view import ComparisonGroup, Json, listed, nodes_text, percent, rate_text
 
 
-@dataclass(frozen=True)
-class Drawing:
+class Drawing(NamedTuple):
     """A figure of the page as SVG for wide and narrow screens, or why it is ``missing``."""
 
     name: str  # of its files, without suffix
@@ -40,115 +28,57 @@ class Drawing:
     missing: str = ""
 
 
-def step_time_caption(block: ComparisonGroup) -> str:
-    text = (
+# By the name of its files: title, function and caption.
+FIGURES = {
+    "step_time": (
+        "Time of a step",
+        figures.draw_step_time,
         "Each bar is the median step: the median of each section, one after the other, and in grey "
         "the time outside the sections (metrics, records, Python). Sync is the communication that "
         "is exposed: first waiting for the slowest rank's last gradient (hatched), then sending. "
-    )
-    if any(_overshoot(row) for row in block.measured):
-        text += (
-            "Where the sections' medians sum up to more than the median step, the excess is pale. "
-        )
-    if wrong_rows(block):
-        text += "✗ marks a strategy with a wrong result. "
-    text += "The tick is the median of the whole step"
-    single = [row for row in block.measured if not row.interval("step")]
-    if len(single) == len(block.measured):
-        return f"{text}; there is one repeat, so there is no interval."
-    text += (
-        "; the line across it is the 95 % interval over the repeats"
-        f"{', where there is more than one' if single else ''}."
-    )
-    if max(figures.whisker_ends(block)) > figures.axis_end(block):
-        text += " Some intervals are longer than the figure."
-    return text
-
-
-def _overshoot(row: CellRow) -> bool:
-    drawn = figures.section_spans(row)
-    return bool(drawn) and drawn[-1][2] > 1.001 * row.measured_step
-
-
-def scaling_caption(block: ComparisonGroup) -> str:
-    what = (
-        "one node's step time divided by this cell's, at the same global batch"
-        if block.scaling == "strong"
-        else "samples per second divided by one node's, at the same batch per node"
-    )
-    one = block.baseline
-    shown = f" (one node: {seconds_text(one.step, one.step)} s a step)" if one else ""
-    return (
-        f"The number is the speed-up: {what}{shown}. The point is the efficiency, the speed-up "
-        "divided by the number of nodes. A cell left of the dotted line is slower than one node. "
-        "The lines combine the 95 % intervals of both step times."
-    )
-
-
-_BYTES_CAPTION = (
-    "Bytes of gradients that each strategy sends in a step, without TCP/IP headers (strategies "
-    "that send only every few steps: the mean). The square is rank 0, the circle the mean of the "
-    "other ranks; a square inside its circle means that rank 0 sends as much as the others."
-)
-
-
-def loss_caption(block: ComparisonGroup) -> str:
-    parts = [
-        f"{small_text(most.value)} on {nodes_text(nodes)} "
-        f"(step {most.step}, {most.one} and {most.other})"
-        if most.value
-        else f"none on {nodes_text(nodes)}"
-        for nodes in block.nodes
-        if (most := largest_difference([row for row in block.at(nodes) if row.exact]))
-    ]
-    largest = " Largest difference between them at the same step and seed: "
-    return (
-        "Training loss over the global batch, of one seed. Strategies that claim to be exact "
-        "must have the same loss; they are drawn as one line where no difference is visible. "
-        f"The others are dashed.{largest + '; '.join(parts) + '.' if parts else ''}"
-    )
-
-
-_MEMORY_CAPTION = (
-    "Largest resident memory of a process: interpreter, libraries, data and model together. "
-    "The bar is the mean over the ranks, the tick the rank that needed most."
-)
-
-_TENSORS_CAPTION = (
-    "Tensors between two steps on the rank that holds most, each storage counted once: no "
-    "activations, no libraries. The diamond is the sum by the closed form; where compute is "
-    "emulated, the bar is the closed form's, too."
-)
-
-_PREDICTION_CAPTION = (
-    "The percentage is the error: predicted divided by measured, minus one. Dotted: outside the "
-    "scope that the model claims."
-)
-
-
-FIGURES = (
-    ("step_time", "Time of a step", figures.draw_step_time, step_time_caption),
-    ("scaling", "Speed-up and efficiency", figures.draw_scaling, scaling_caption),
-    ("bytes", "Bytes sent", cost_figures.draw_bytes, _BYTES_CAPTION),
-    ("loss", "Loss over steps", curves.draw_loss, loss_caption),
-    ("memory", "Peak memory", cost_figures.draw_memory, _MEMORY_CAPTION),
-    ("tensors", "Tensors of a rank", cost_figures.draw_tensors, _TENSORS_CAPTION),
-    (
-        "prediction",
-        "Predicted and measured step time",
-        figures.draw_prediction,
-        _PREDICTION_CAPTION,
+        "Where the sections' medians sum up to more than the median step, the excess is pale. The "
+        "tick is the median of the whole step; the line across it is the 95 % interval over the "
+        "repeats, cut at the figure's end, and absent for one repeat. A strategy with a wrong "
+        "result has a cross before its name.",
     ),
-)
+    "scaling": (
+        "Speed-up and efficiency",
+        figures.draw_scaling,
+        "The number is the speed-up: samples per second divided by one node's, which at the same "
+        "global batch is one node's step time divided by this cell's. The point is the "
+        "efficiency, the speed-up divided by the number of nodes. A cell left of the dotted line "
+        "is slower than one node. The lines combine the 95 % intervals of both step times.",
+    ),
+    "bytes": (
+        "Bytes sent",
+        figures.draw_bytes,
+        "Bytes of gradients that each strategy sends in a step, without TCP/IP headers (strategies "
+        "that send only every few steps: the mean). The square is rank 0, the circle the mean of "
+        "the other ranks; a square inside its circle: rank 0 sends as much as the others.",
+    ),
+    "loss": (
+        "Loss over steps",
+        draw_loss,
+        "Training loss over the global batch, of one seed. Strategies that claim to be exact must "
+        "have the same loss; they are drawn as one line where no difference is visible. The others "
+        "are dashed.",
+    ),
+    "memory": (
+        "Peak memory",
+        figures.draw_memory,
+        "Largest resident memory of a process: interpreter, libraries, data and model together. "
+        "The bar is the mean over the ranks, the tick the rank that needed most.",
+    ),
+}
 
 
 def draw_block(folder: Path, block: ComparisonGroup) -> Iterator[Drawing]:
     """Draw every figure of ``block`` into ``folder``, and yield them for the page."""
-    for name, title, draw, caption in FIGURES:
-        words = caption if isinstance(caption, str) else caption(block)
-        what = f"{title}, {block.label}" if block.label else title
-        alt = f"{what}: {words} The table has the numbers."
-        yield _drawn(folder, Drawing(name + block.suffix, title, words, alt), partial(draw, block))
+    label = f", {block.label}" if block.label else ""
+    for name, (title, draw, caption) in FIGURES.items():
+        alt = f"{title}{label}: {caption} The table has the numbers."
+        described = Drawing(name + block.suffix, title, caption, alt)
+        yield _drawn(folder, described, partial(draw, block))
 
 
 def _drawn(folder: Path, described: Drawing, draw: Callable[..., Figure]) -> Drawing:
@@ -157,48 +87,34 @@ def _drawn(folder: Path, described: Drawing, draw: Callable[..., Figure]) -> Dra
     try:
         with style():
             wide, narrow = draw(narrow=False), draw(narrow=True)
-            return replace(
-                described,
-                wide=save(wide, folder / name),
-                narrow=inline(svg(narrow), f"{name}-narrow"),
-            )
+            small = inline(svg(narrow), f"{name}-narrow")
+            return described._replace(wide=save(wide, folder / name), narrow=small)
     except NothingToShowError as error:
-        return replace(described, missing=str(error))
+        return described._replace(missing=str(error))
 
 
-def draw_timelines(folder: Path, results: Mapping[str, Any]) -> Iterator[Drawing]:
+def draw_timelines(folder: Path, results: Json) -> Iterator[Drawing]:
     """Draw each cell's recorded step, cells on one node last, since they send no messages."""
-    timelines, emulated = results.get("timelines") or {}, bool(results.get("emulated"))
-    ordered = sorted(results.get("cells") or [], key=lambda cell: cell["nodes"] == 1)
-    cells = {cell["id"]: cell for cell in ordered if cell["id"] in timelines}
-    for key in cells | timelines:
-        timeline, cell = timelines[key], cells.get(key, {})
-        sync = (cell or timeline).get("sync", key)
-        at = f" at {rate_text(cell['rate'])}" if cell.get("rate") is not None else ""
-        label = f"{sync}, {nodes_text(len(timeline.get('ranks') or []))}{at}"
-        words = timeline_caption(timeline)
-        described = Drawing(
-            f"timeline-{safe_name(key)}",
-            f"{label}: {share_text(mean_overlap(timeline))}",
-            words,
-            f"One step of {label}, a row for each rank. {words}",
-        )
-        draw = partial(draw_timeline, timeline, label=label, emulated=emulated)
-        drawn = _drawn(folder, described, draw)
-        yield replace(drawn, title=label) if drawn.missing else drawn
-
-
-def timeline_caption(timeline: Mapping[str, Any]) -> str:
-    """Return which step it is, and the overlap of the first 8 ranks."""
-    ranks = timeline.get("ranks") or []
-    texts = "; ".join(
-        f"rank {rank['rank']}: {percent(share)} ({len(rank.get('messages') or [])} messages)"
-        for rank in ranks[:8]
-        if (share := overlap(rank)) is not None
-    )
-    more = "; …" if texts and len(ranks) > 8 else ""
-    shares = f"{texts or 'no messages'}{more}"
-    return (
-        f"Step {timeline.get('step')}, recorded with extra timers and not counted in the medians. "
-        f"Share of the message time before the rank's last gradient: {shares}."
-    )
+    timelines, emulated = results["timelines"], results.get("emulated", False)
+    for cell in sorted(results["cells"], key=lambda cell: cell["nodes"] == 1):
+        if timeline := timelines.get(cell["id"]):
+            at = f" at {rate_text(cell['rate'])}" if cell["rate"] is not None else ""
+            label = f"{cell['sync']}, {nodes_text(len(timeline['ranks']))}{at}"
+            shares = [
+                f"rank {rank['rank']}: {percent(share)} ({len(rank['messages'])} messages)"
+                for rank in timeline["ranks"]
+                if (share := overlap(rank)) is not None
+            ]
+            caption = (
+                f"Step {timeline['step']}, recorded with extra timers and not counted in the "
+                "medians. Share of the message time before the rank's last gradient: "
+                f"{listed(shares, limit=8) if shares else 'no messages'}."
+            )
+            described = Drawing(
+                f"timeline-{cell['id']}",
+                f"{label}: {share_text(mean_overlap(timeline))}",
+                caption,
+                f"One step of {label}, a row for each rank. {caption}",
+            )
+            draw = partial(draw_timeline, timeline, label=label, emulated=emulated)
+            yield _drawn(folder, described, draw)

@@ -1,73 +1,80 @@
-"""The figures of time: step time by section, efficiency, predicted step time.
+"""The figures of rows: step time by section, efficiency, bytes sent, peak memory.
 
 They have a panel for each number of nodes and a row for each strategy. Each ``draw_*`` returns the
 figure of a block for a wide or a narrow page. It raises NothingToShowError with a sentence for the
 page if the figure would be empty, or if all its values are equal.
-``lab.report.drawings.cost_figures`` has bytes and memory, ``lab.report.drawings.curves`` the loss.
 """
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from statistics import fmean
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from common.utils.grouping import grouped
 from lab.plot_style import (
     INK,
     PAPER,
     SECTIONS,
     NothingToShowError,
     color,
+    grid,
     line_key,
     section_patch,
     section_style,
     title,
 )
-from lab.report.drawings.row_panels import hollow, note, row_panels, write_value
-from lab.report.view import CellRow, ComparisonGroup, percent, seconds_text
+from lab.report.equality import wrong_rows
+from lab.report.view import CellRow, ComparisonGroup, nodes_text, seconds_text
 
-_IDEAL, _ONE_NODE, _OUT_OF_SCOPE = (0, (4, 3)), (0, (1, 1.5)), (0, (1, 1.5))
+_ROW = 0.235  # inches per bar with its gap
+_EQUAL = 0.01  # values that differ by no more than this share are called equal
+_IDEAL, _ONE_NODE = (0, (4, 3)), (0, (1, 1.5))
 
 
 def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw each step by section up to its median, with its 95 % interval."""
-    if not block.measured:
+    steps = [row.step for row in block.measured]
+    if not steps:
         raise NothingToShowError("Nothing is measured yet.")
-    right = axis_end(block)
-    split = all(row.median("wait") is not None for row in block.measured)
-    hidden = "sync" if split else ""
-    figure, _ = row_panels(
+    whiskers = [interval[1] for row in block.measured if (interval := row.interval("step"))]
+    right = min(1.5 * max(steps), max([*steps, *whiskers]))
+
+    def draw(axis: Axes, y: float, row: CellRow) -> None:
+        for name, begin, end in section_spans(row):
+            # what lies beyond the step's own median is drawn pale: the sections sum up to more
+            for low, high, look in (
+                (begin, min(end, row.step), {}),
+                (max(begin, row.step), end, {"alpha": 0.35}),
+            ):
+                if high > low:
+                    style = section_style(name) | look
+                    axis.barh(y, high - low, left=low, height=0.7, **style)
+        ends = row.interval("step") or (row.step, row.step)
+        axis.plot([row.step] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
+        axis.plot([ends[0], min(ends[1], right)], [y, y], color=INK, linewidth=1.2)
+        _write(axis, y, f"{seconds_text(row.step, row.step)} s")
+
+    figure, _ = _row_panels(
         block,
+        draw,
         narrow=narrow,
-        draw=partial(_stack, right=right),
+        heading="Time of a step, by section",
         xlabel="seconds a step",
         right=right,
         extra=0.75 if narrow else 0.55,
-    )
-    figure.legend(
         handles=[
-            *(section_patch(name) for name in (*SECTIONS, "rest") if name != hidden),
+            *map(section_patch, (*SECTIONS, "rest")),
             line_key("median, 95 % interval", linewidth=1.2, marker="|", markersize=6),
         ],
-        loc="outside lower center",
         ncols=2 if narrow else 4,
         handlelength=1.4,
         columnspacing=1.2,
     )
-    title(figure, "Time of a step, by section", emulated=block.emulated)
     return figure
-
-
-def whisker_ends(block: ComparisonGroup) -> list[float]:
-    """Return the upper ends of the steps' 95 % intervals, in seconds."""
-    return [interval[1] for row in block.measured if (interval := row.interval("step"))]
-
-
-def axis_end(block: ComparisonGroup) -> float:
-    """Return the longest step or whisker in seconds, but at most 1.5 times the longest step."""
-    longest = max(row.measured_step for row in block.measured)
-    return min(1.5 * longest, max([longest, *whisker_ends(block)]))
 
 
 def section_spans(row: CellRow) -> list[tuple[str, float, float]]:
@@ -75,129 +82,231 @@ def section_spans(row: CellRow) -> list[tuple[str, float, float]]:
 
     The last one, ``rest``, ends at the step's median, and is missing if the sections reach it.
     """
-    split = row.median("wait") is not None and row.median("wire") is not None
-    hidden = ("sync",) if split else ("wait", "wire")
-    found, left = [], 0.0
-    for name in SECTIONS:
-        seconds = row.median(name)
-        if seconds and name not in hidden:
-            found.append((name, left, left + seconds))
-            left += seconds
-    if left < row.measured_step:
-        found.append(("rest", left, row.measured_step))
-    return found
-
-
-def _stack(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
-    step = row.measured_step
-    for name, begin, end in section_spans(row):
-        # what lies beyond the step's own median is drawn pale: the sections sum up to more
-        for low, high, alpha in ((begin, min(end, step), None), (max(begin, step), end, 0.35)):
-            if high > low:
-                look = section_style(name) | ({"alpha": alpha} if alpha else {})
-                axis.barh(y, high - low, left=low, height=0.7, **look)
-    low, high = row.interval("step") or (step, step)
-    low, high = max(low, 0.0), min(high, right)
-    axis.plot([step] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
-    axis.plot([low, high], [y, y], color=INK, linewidth=1.2)
-    write_value(axis, y, f"{seconds_text(step, step)} s")
+    *ends, last = accumulate(map(row.seconds, SECTIONS), initial=0.0)
+    spans = [*zip(SECTIONS, ends, [*ends[1:], last], strict=True), ("rest", last, row.step)]
+    return [(name, begin, end) for name, begin, end in spans if end > begin]
 
 
 def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw each cell's efficiency with its interval; the speed-up stands beside it."""
     if block.baseline is None:
         raise NothingToShowError("Without a measured cell of one node there is no speed-up.")
-    efficiencies = [row.efficiency for row in block.measured if row.nodes > 1 and row.efficiency]
-    if not efficiencies:
+    rows = [row for row in block.measured if row.nodes > 1 and row.efficiency]
+    if not rows:
         raise NothingToShowError("No cell on more than one node is measured yet.")
-    right = max(1.0, min(2.0, max([*efficiencies, *_efficiency_ends(block)])))
-    figure, axes = row_panels(
+    ends = [row.speedup_interval[1] / row.nodes for row in rows if row.speedup_interval]
+    right = max(1.0, min(2.0, max([*(row.efficiency or 0.0 for row in rows), *ends])))
+
+    def draw(axis: Axes, y: float, row: CellRow) -> None:
+        speedup = row.speedup or 0.0
+        ends = row.speedup_interval or (speedup, speedup)
+        low, middle, high = (min(each / row.nodes, right) for each in (ends[0], speedup, ends[1]))
+        axis.plot([low, high], [y, y], color=color(row.sync), linewidth=1.6)
+        axis.plot(middle, y, marker="o", markersize=6, color=color(row.sync))
+        _write(axis, y, f"{speedup:.2f} times")
+
+    figure, axes = _row_panels(
         block,
+        draw,
         narrow=narrow,
-        draw=partial(_efficiency_dot, right=right),
+        heading=f"Speed-up and efficiency{' (weak scaling)' if block.weak else ''}",
         xlabel="efficiency",
         right=right,
         baseline=False,
         extra=0.5 if narrow else 0.35,
+        handles=[
+            line_key("ideal: N nodes are N times as fast", linewidth=1, linestyle=_IDEAL),
+            line_key("as fast as one node", linewidth=1, linestyle=_ONE_NODE),
+        ],
+        ncols=1 if narrow else 2,
+        handlelength=2.5,
     )
     for axis, nodes in zip(axes, block.nodes, strict=True):
         axis.xaxis.set_major_formatter(PercentFormatter(1, 0, " %"))
         axis.axvline(1, color=INK, linewidth=1, linestyle=_IDEAL)
         axis.axvline(1 / nodes, color=INK, linewidth=1, linestyle=_ONE_NODE)
-    figure.legend(
-        handles=[
-            line_key("ideal: N nodes are N times as fast", linewidth=1, linestyle=_IDEAL),
-            line_key("as fast as one node", linewidth=1, linestyle=_ONE_NODE),
-        ],
-        loc="outside lower center",
-        ncols=1 if narrow else 2,
-        handlelength=2.5,
-    )
-    weak = " (weak scaling)" if block.scaling == "weak" else ""
-    title(figure, f"Speed-up and efficiency{weak}", emulated=block.emulated)
     return figure
 
 
-def _efficiency_ends(block: ComparisonGroup) -> Iterator[float]:
-    for row in block.measured:
-        if row.nodes > 1 and row.speedup_interval:
-            yield row.speedup_interval[1] / row.nodes
+def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
+    """Draw the MB that the root and each other rank send per step, joined by a line."""
+    names = ("root_bytes_sent", "others_bytes_sent")
+    sent = {
+        row: [value / 1e6 for name in names if (value := row.median(name)) is not None]
+        for row in block.measured
+        if row.nodes > 1
+    }
+    values = _values_that_differ(
+        sent,
+        missing="No cell on more than one node has counted its bytes yet.",
+        alike="every rank of every strategy sends the same",
+        form="{:,.1f} MB a step",
+    )
+    positive = [value for value in values if value > 0]
+    log = bool(positive) and max(positive) / min(positive) > 15
+    floor = min(positive) / 2 if log else 0.0
 
+    def draw(axis: Axes, y: float, row: CellRow) -> None:
+        shown = [max(value, floor) for value in sent[row]]
+        if not shown:
+            _write(axis, y, "bytes not counted", 0.02, style="italic")
+            return
+        axis.plot(shown, [y] * len(shown), color=color(row.sync), linewidth=2, alpha=0.6, zorder=2)
+        axis.plot(
+            *(shown[1:], [y] * len(shown[1:])),
+            marker="o",
+            markersize=9.5,
+            markerfacecolor=PAPER,
+            markeredgecolor=color(row.sync),
+            markeredgewidth=1.4,
+            zorder=3,
+        )
+        # equal values: the square lies within the circle
+        axis.plot(shown[0], y, marker="s", markersize=5, color=color(row.sync), zorder=4)
 
-def _efficiency_dot(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
-    if row.speedup is None:
-        note(axis, y, "no speed-up")
-        return
-    ends = row.speedup_interval or (row.speedup, row.speedup)
-    low, middle, high = (min(each / row.nodes, right) for each in (ends[0], row.speedup, ends[1]))
-    axis.plot([low, high], [y, y], color=color(row.sync), linewidth=1.6)
-    axis.plot(middle, y, marker="o", markersize=6, color=color(row.sync))
-    write_value(axis, y, f"{row.speedup:.2f} times")
-
-
-def draw_prediction(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw the predicted and the measured step of each cell, joined by a line, and the error."""
-    rows = [row for row in block.measured if row.predicted]
-    if not rows:
-        raise NothingToShowError("No cell has both a prediction and a measurement.")
-    right = max(axis_end(block), *(row.predicted or 0.0 for row in rows))
-    figure, _ = row_panels(
+    figure, axes = _row_panels(
         block,
+        draw,
         narrow=narrow,
-        draw=partial(_predicted_row, right=right),
-        xlabel="seconds a step",
-        right=right,
-        extra=0.55 if narrow else 0.35,
-    )
-    figure.legend(
+        heading="Bytes sent in a step",
+        xlabel="MB sent a step" + (" (log scale)" if log else ""),
+        baseline=False,
+        extra=0.5 if narrow else 0.35,
         handles=[
-            line_key("predicted", linestyle="", marker="D", markersize=6, markerfacecolor=PAPER),
-            line_key("measured, 95 % interval", linewidth=1.2, marker="o", markersize=5),
-            line_key("out of the model's scope", linewidth=1.2, linestyle=_OUT_OF_SCOPE),
+            line_key("root (rank 0)", linestyle="", marker="s", markersize=5),
+            line_key(
+                "each of the others (mean)",
+                linestyle="",
+                marker="o",
+                markersize=9,
+                markerfacecolor=PAPER,
+            ),
         ],
-        loc="outside lower center",
-        ncols=2 if narrow else 3,
+        ncols=2,
+        handlelength=1,
     )
-    title(figure, "Predicted and measured step time", emulated=block.emulated)
+    for axis in axes:
+        if log:
+            axis.set(xscale="log", xlim=(floor * 0.8, max(positive) * 1.7))
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        else:
+            axis.set_xlim(-0.04 * max(values), max(values) * 1.1 or 1)
     return figure
 
 
-def _predicted_row(axis: Axes, y: float, row: CellRow, *, right: float) -> None:
-    step, predicted = row.measured_step, row.predicted
-    low, high = row.interval("step") or (step, step)
-    low, high = max(low, 0.0), min(high, right)
-    axis.plot([low, high], [y, y], color=color(row.sync), linewidth=1.2)
-    axis.plot(step, y, marker="o", markersize=5, color=color(row.sync), zorder=4)
-    if predicted is None or row.error is None:
-        write_value(axis, y, "not predicted")
-        return
-    axis.plot(
-        [predicted, step],
-        [y, y],
-        color=color(row.sync),
-        linewidth=2.4,
-        linestyle="-" if row.in_scope else _OUT_OF_SCOPE,
-        alpha=0.6,
+def draw_memory(block: ComparisonGroup, *, narrow: bool) -> Figure:
+    """Draw peak memory in MB: a bar to the mean over the ranks, a tick at the largest."""
+    peaks: dict[CellRow, list[float]] = {}
+    for row in block.measured:
+        mean = row.median("peak_memory_bytes")
+        most = [mean, max([mean, *row.per_rank("peak_memory_bytes")])] if mean else []
+        peaks[row] = [value / 1e6 for value in most]
+    values = _values_that_differ(
+        peaks,
+        missing="No cell has recorded its memory yet.",
+        alike="all ranks of all strategies need the same (within 1 %)",
+        form="{:,.0f} MB",
     )
-    hollow(axis, predicted, y, row.sync, marker="D", markersize=6)
-    write_value(axis, y, percent(row.error, signed=True))
+
+    def draw(axis: Axes, y: float, row: CellRow) -> None:
+        if not peaks[row]:
+            _write(axis, y, "not recorded", 0.02, style="italic")
+            return
+        mean, most = peaks[row]
+        axis.barh(y, mean, height=0.7, color=color(row.sync))
+        axis.plot([most] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
+        _write(axis, y, f"{mean:,.0f} MB")
+
+    figure, _ = _row_panels(
+        block,
+        draw,
+        narrow=narrow,
+        heading="Peak memory of a rank",
+        xlabel="peak memory of a rank, MB",
+        right=max(values),
+        extra=0.25,
+    )
+    return figure
+
+
+def _values_that_differ(
+    rows: dict[CellRow, list[float]], *, missing: str, alike: str, form: str
+) -> list[float]:
+    """Return all values of all rows. Raises NothingToShowError if there are none, or all are equal.
+
+    missing, alike : what to say then. form : of a value.
+    """
+    panels = grouped((row.nodes, value) for row, values in rows.items() for value in values)
+    if not panels:
+        raise NothingToShowError(missing)
+    if all(max(values) - min(values) <= _EQUAL * max(values) for values in panels.values()):
+        each = (
+            f"{form.format(fmean(values))} on {nodes_text(nodes)}"
+            for nodes, values in panels.items()
+        )
+        raise NothingToShowError(f"No figure, because {alike}: {'; '.join(each)}.")
+    return [value for values in panels.values() for value in values]
+
+
+def _row_panels(
+    block: ComparisonGroup,
+    draw: Callable[[Axes, float, CellRow], None],
+    *,
+    narrow: bool,
+    heading: str,
+    xlabel: str,
+    right: float | None = None,
+    baseline: bool = True,
+    extra: float,
+    **legend: Any,
+) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure with a panel per number of nodes and a row per strategy, and its axes.
+
+    ``draw(axes, y, row)`` draws a row. A cell without numbers says why in its row; a strategy with
+    a wrong result has a cross before its name. With ``baseline``, the one-node cell stands first
+    in every panel. ``right`` is the largest x value.
+    """
+    one = block.find("none", 1) if baseline and block.nodes != [1] else None
+    wrong_ids = wrong_rows(block)
+    wrong = {row.sync for row in block.rows if row.id in wrong_ids}
+    names = [f"✗ {sync}" if sync in wrong else sync for sync in block.syncs]
+    labels = (["none (1 node)"] if one else []) + names
+    columns = 1 if narrow else 2 if len(block.nodes) in (2, 4) else 3
+    figure, axes = grid(
+        len(block.nodes),
+        narrow=narrow,
+        columns=columns,
+        height=len(labels) * _ROW + 0.75,
+        extra=extra,
+        sharex=not narrow,
+        sharey=not narrow,
+    )
+    for index, (axis, nodes) in enumerate(zip(axes, block.nodes, strict=True)):
+        rows = [block.find(sync, nodes) for sync in block.syncs]
+        for y, row in enumerate([one, *rows] if one else rows):
+            if row is not None and row.step:
+                draw(axis, y, row)
+            else:
+                _write(axis, y, "not run" if row is None else row.status, 0.02, style="italic")
+        axis.set(title=nodes_text(nodes), xlabel=xlabel, ylim=(len(labels) - 0.4, -0.6))
+        if right is not None:
+            axis.set_xlim(0, right * 1.03)
+            axis.xaxis.set_major_locator(MaxNLocator(5))
+        axis.set_yticks(range(len(labels)), labels)
+        axis.tick_params(axis="y", length=0, labelleft=index % columns == 0)
+        axis.tick_params(labelbottom=True)
+        if one:
+            axis.axhline(0.5, color=INK, linewidth=0.6, alpha=0.35)
+        axis.grid(axis="x")
+    title(figure, heading, emulated=block.emulated)
+    if legend:
+        figure.legend(loc="outside lower center", **legend)
+    return figure, axes
+
+
+def _write(axis: Axes, y: float, text: str, x: float = 1.02, **look: Any) -> None:
+    """Write into a row: right of the panel a value, within it why there is none."""
+    place: Any = ("axes fraction", "data")
+    axis.annotate(
+        text, (x, y), xycoords=place, va="center", fontsize=8, annotation_clip=False, **look
+    )

@@ -6,16 +6,16 @@ rank has its last gradient; the rest is time on the wire. timeline_figure.py dra
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from lab.report.view import percent
+from lab.report.view import Json, percent
 
 Span = tuple[float, float]
 
 
-def union(spans: Sequence[Sequence[float]]) -> list[Span]:
+def union(spans: Iterable[Sequence[float]]) -> list[Span]:
     """Return the disjoint intervals that ``spans`` cover, in order, without empty spans."""
     merged: list[Span] = []
     for begin, end in sorted((span[0], span[1]) for span in spans if span[1] > span[0]):
@@ -26,27 +26,28 @@ def union(spans: Sequence[Sequence[float]]) -> list[Span]:
     return merged
 
 
-def backward_end(rank: Mapping[str, Any]) -> float | None:
+def backward_end(rank: Json) -> float | None:
     """Return when this rank had its last gradient."""
-    return max((end for _, end in (rank.get("sections") or {}).get("backward") or []), default=None)
+    return max((end for _, end in rank["sections"].get("backward", [])), default=None)
 
 
-def overlap(rank: Mapping[str, Any]) -> float | None:
+def overlap(rank: Json) -> float | None:
     """Return which share of the time in messages (their union) is hidden.
 
     Hidden is what lies before the end of backward and outside "sync": fsdp waits for messages
     within forward and backward.
     """
-    spans = union([(message["begin"], message["end"]) for message in rank.get("messages") or []])
-    last, total = backward_end(rank), sum(end - begin for begin, end in spans)
-    if last is None or total <= 0:
+    spans = union((message["begin"], message["end"]) for message in rank["messages"])
+    last = backward_end(rank)
+    if last is None or not spans:
         return None
     before = [(begin, min(end, last)) for begin, end in spans]
-    waits = union((rank.get("sections") or {}).get("sync") or [])
     exposed = [
-        (max(begin, start), min(end, stop)) for begin, end in before for start, stop in waits
+        (max(begin, start), min(end, stop))
+        for begin, end in before
+        for start, stop in union(rank["sections"].get("sync", []))
     ]
-    return (_length(before) - _length(exposed)) / total
+    return (_length(before) - _length(exposed)) / _length(spans)
 
 
 def _length(spans: Sequence[Span]) -> float:
@@ -54,9 +55,9 @@ def _length(spans: Sequence[Span]) -> float:
     return sum(max(0.0, end - begin) for begin, end in spans)
 
 
-def mean_overlap(timeline: Mapping[str, Any]) -> float | None:
+def mean_overlap(timeline: Json) -> float | None:
     """Return the mean of ``overlap`` over the ranks that sent messages."""
-    shares = [share for rank in timeline.get("ranks") or [] if (share := overlap(rank)) is not None]
+    shares = [share for rank in timeline["ranks"] if (share := overlap(rank)) is not None]
     return fmean(shares) if shares else None
 
 
@@ -67,24 +68,24 @@ def share_text(share: float | None) -> str:
     return f"{percent(share)} of the message time is hidden behind backward"
 
 
-def sync_parts(timeline: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str, list[Span]]:
+def sync_parts(timeline: Json, rank: Json) -> dict[str, list[Span]]:
     """Split a rank's sync at the slowest rank's last gradient into "wait" and "wire".
 
     What comes before the rank's own last gradient is on the wire: weights that forward waits for.
     """
-    ends = [end for other in timeline["ranks"] if (end := backward_end(other)) is not None]
+    ends = (end for other in timeline["ranks"] if (end := backward_end(other)) is not None)
     slowest, own = max(ends, default=-math.inf), backward_end(rank) or -math.inf
     parts: dict[str, list[Span]] = {"wait": [], "wire": []}
-    for begin, end in (rank.get("sections") or {}).get("sync") or []:
+    for begin, end in rank["sections"].get("sync", []):
         split = max(begin, min(end, slowest)) if begin >= own else begin
-        parts["wait"].append((begin, split))
-        parts["wire"].append((split, end))
-    return {name: [span for span in spans if span[1] > span[0]] for name, spans in parts.items()}
+        parts["wait"] += [(begin, split)] if split > begin else []
+        parts["wire"] += [(split, end)] if end > split else []
+    return parts
 
 
-def lanes(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+def lanes(messages: Sequence[Json]) -> list[list[Json]]:
     """Distribute the messages over the fewest lanes in which no two overlap."""
-    found: list[list[Mapping[str, Any]]] = []
+    found: list[list[Json]] = []
     for message in sorted(messages, key=lambda message: (message["begin"], message["end"])):
         free = next((lane for lane in found if lane[-1]["end"] <= message["begin"]), None)
         if free is None:
@@ -93,53 +94,44 @@ def lanes(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]
     return found
 
 
-def trace(timeline: Mapping[str, Any], name: str) -> dict[str, Any]:
+def trace(timeline: Json, name: str) -> dict[str, Any]:
     """Return the step as Chrome trace events in microseconds.
 
     Each rank is a process with a thread for its sections and one or more for its messages.
     """
-    events: list[dict[str, Any]] = []
-    for entry in timeline.get("ranks") or []:
-        pid = entry["rank"]
-        sections = (entry.get("sections") or {}) | {
-            f"sync: {part}": spans for part, spans in sync_parts(timeline, entry).items()
-        }
-        events += [
-            _named("process_name", pid, 0, f"rank {pid}"),
-            _named("thread_name", pid, 0, "sections"),
-        ]
-        events += [
-            _event(section, "section", pid, 0, span)
-            for section, spans in sections.items()
-            for span in spans
-        ]
-        for thread, lane in enumerate(lanes(entry.get("messages") or []), start=1):
-            label = f"messages ({thread})" if thread > 1 else "messages"
-            events.append(_named("thread_name", pid, thread, label))
-            events += [
-                _event(message["kind"], "message", pid, thread, (message["begin"], message["end"]))
-                | {"args": {key: message.get(key) for key in ("bytes", "sent_bytes")}}
+    events = []
+    for rank in timeline["ranks"]:
+        pid, parts = rank["rank"], sync_parts(timeline, rank)
+        sections = rank["sections"] | {f"sync: {part}": spans for part, spans in parts.items()}
+        threads = [[(part, *span, {}) for part, spans in sections.items() for span in spans]]
+        threads += [
+            [
+                (
+                    *(message["kind"], message["begin"], message["end"]),
+                    {"bytes": message["bytes"], "sent_bytes": message["sent_bytes"]},
+                )
                 for message in lane
+            ]
+            for lane in lanes(rank["messages"])
+        ]
+        events.append(_named("process_name", pid, 0, f"rank {pid}"))
+        for tid, spans in enumerate(threads):
+            label = f"messages ({tid})" if tid > 1 else "messages" if tid else "sections"
+            events.append(_named("thread_name", pid, tid, label))
+            events += [
+                {
+                    **{"ph": "X", "name": what, "cat": "message" if tid else "section"},
+                    **{"pid": pid, "tid": tid, "args": args},
+                    **{"ts": begin * 1e6, "dur": max(0.0, end - begin) * 1e6},
+                }
+                for what, begin, end, args in spans
             ]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"cell": name, "sync": timeline.get("sync"), "step": timeline.get("step")},
+        "otherData": {"cell": name, "sync": timeline["sync"], "step": timeline["step"]},
     }
 
 
 def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _event(name: str, category: str, pid: int, tid: int, span: Sequence[float]) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "pid": pid,
-        "tid": tid,
-        "ts": span[0] * 1e6,
-        "dur": max(0.0, span[1] - span[0]) * 1e6,
-        "args": {},
-    }

@@ -11,9 +11,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +26,6 @@ from common.models import MODELS
 from common.utils.environment import _TORCHRUN_RULES
 from tests.helpers import (
     ROOT,
-    Ended,
     Started,
     free_port,
     make_image_folder,
@@ -44,12 +41,12 @@ LAUNCHERS_VARIABLES = tuple(_TORCHRUN_RULES)
 
 
 @pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_launcher(monkeypatch):
     for name in LAUNCHERS_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
-def parse(command: str | list[str], part: str = "PartThree") -> Config:
+def parse(command, part="PartThree"):
     """Return the settings of a command line; ignore all words up to ``main.py``."""
     words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
     ends = [index for index, word in enumerate(words) if word.endswith("main.py")]
@@ -104,14 +101,14 @@ SHOWN = {  # command: what it says, in the names of Config
 
 
 @pytest.mark.parametrize("command", SHOWN)
-def test_every_command_shown_gives_what_it_says(command: str) -> None:
+def test_every_command_shown_gives_what_it_says(command):
     config = parse(command)
     for fact in SHOWN[command].split():
         name, _, value = fact.partition("=")
         assert str(getattr(config, name)) == value, name
 
 
-def test_the_command_shown_for_a_recipe_gives_its_defaults() -> None:
+def test_the_command_shown_for_a_recipe_gives_its_defaults():
     """Except for the flags that belong to one start, such as the GPU numbers."""
     one_start = ["gpu_ids", "log_wandb", "dist_url", "checkpoint", "distributed", "world_size"]
     for command in (WIDE_RESNET, RESNET50, TRANSFER, EMA):
@@ -125,7 +122,7 @@ def test_the_command_shown_for_a_recipe_gives_its_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_that_is_printed_reads_back_the_same(name: str, tmp_path: Path) -> None:
+def test_a_recipe_that_is_printed_reads_back_the_same(name, tmp_path):
     config = parse(["--recipe", name])
     assert (config.model in MODELS, config.dataset in DATASETS) == (True, True)
     printed = tmp_path / "printed.toml"
@@ -136,9 +133,7 @@ def test_a_recipe_that_is_printed_reads_back_the_same(name: str, tmp_path: Path)
     assert config.validates, "a recipe shows how good it is after each epoch"
 
 
-def test_print_config_keeps_flags_and_awkward_texts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_print_config_keeps_flags_and_awkward_texts(tmp_path, capsys):
     """--print-config prints a valid recipe: with the flags, and with any text and number."""
     words = ["--recipe", "wide-resnet-cifar100", "--lr", "1e-7", "--no-amp", "--clip-norm", "3"]
     words += ["-b", "7", "--data-dir", 'a "b" \\ c é', "--mirror", "http://x/ #"]
@@ -170,7 +165,7 @@ _KEYS = {
 }
 
 
-def _two_values(name: str) -> tuple[Any, Any]:
+def _two_values(name):
     """Return two different values: one for the recipe, one for the flag."""
     rules, default = _KEYS[name], Config.__dataclass_fields__[name].default
     if name in _VALUES:
@@ -186,7 +181,7 @@ def _two_values(name: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", _KEYS)
-def test_every_flag_overrides_its_recipes_key(name: str, tmp_path: Path) -> None:
+def test_every_flag_overrides_its_recipes_key(name, tmp_path):
     in_recipe, in_flag = _two_values(name)
     recipe = tmp_path / "one.toml"
     recipe.write_text(
@@ -218,15 +213,15 @@ def test_every_flag_overrides_its_recipes_key(name: str, tmp_path: Path) -> None
     ],
 )
 def test_what_a_flag_says_puts_aside_the_recipes_other_word_for_it(
-    recipe: str, words: str, expected: dict[str, Any], tmp_path: Path
-) -> None:
+    recipe, words, expected, tmp_path
+):
     (tmp_path / "mine.toml").write_text(recipe)
     config = parse(["--recipe", str(tmp_path / "mine.toml"), *words.split()])
     assert {name: getattr(config, name) for name in expected} == expected
     assert config.experiment == "mine"
 
 
-def test_a_flag_overrides_but_the_rest_of_the_recipe_stays() -> None:
+def test_a_flag_overrides_but_the_rest_of_the_recipe_stays():
     config = parse("--recipe resnet18-transfer-cifar10 --input-size 64")
     assert config == dataclasses.replace(parse("--recipe resnet18-transfer-cifar10"), input_size=64)
 
@@ -277,7 +272,7 @@ WRONG = {
 }
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: object, part: str = "PartThree") -> str:
+def refused(capsys, *words, part="PartThree"):
     """Return the one line with which ``main`` refuses a command line; check status and stdout."""
     status = main(
         part,
@@ -294,9 +289,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object, part: str = "Par
 
 
 @pytest.mark.parametrize("content", [pytest.param(content, id=content[:30]) for content in WRONG])
-def test_a_wrong_recipe_is_one_line_with_file_key_and_value(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_recipe_is_one_line_with_file_key_and_value(content, tmp_path, capsys):
     recipe = tmp_path / "wrong.toml"
     recipe.write_text(content + "\n")
     error = refused(capsys, "--recipe", recipe)
@@ -329,12 +322,12 @@ LONG_NAME = "a" * 10_000
     ids=range(14),
 )
 def test_a_recipe_that_is_not_there_or_no_file_is_one_line(
-    name: str,
-    named: Sequence[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name,
+    named,
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     """The line says what is there instead, or lists the recipes that there are."""
     monkeypatch.chdir(tmp_path)
     for ending in ("", ".toml"):
@@ -348,15 +341,13 @@ def test_a_recipe_that_is_not_there_or_no_file_is_one_line(
 
 @pytest.mark.parametrize("flags", ["data-dir", "output-dir", "resume", "checkpoint", "compute"])
 @pytest.mark.parametrize("name", [LONG_NAME, "new\nline", "nul\0"], ids=["long", "line", "nul"])
-def test_a_path_that_no_system_takes_is_one_line(
-    flags: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_path_that_no_system_takes_is_one_line(flags, name, capsys):
     error = refused(capsys, f"--{flags}", name)
     assert f"--{flags}: got " in error
     assert len(error) < 300
 
 
-def test_a_wrong_flag_is_not_blamed_on_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_flag_is_not_blamed_on_the_recipe(capsys):
     error = refused(capsys, "--recipe", "vgg11-cifar10-fast", "--epochs", 0)
     assert error.startswith("error: --epochs: got 0")
     error = refused(capsys, "--recipe", "wide-resnet-cifar100", "--batch-size", 4, "-b", 4)
@@ -364,9 +355,7 @@ def test_a_wrong_flag_is_not_blamed_on_the_recipe(capsys: pytest.CaptureFixture[
     assert "recipe" not in error
 
 
-def test_gpus_that_are_not_there_are_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_that_are_not_there_are_one_line(capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     error = refused(
@@ -379,13 +368,13 @@ def test_gpus_that_are_not_there_are_one_line(
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(tmp_path_factory):
     """Return a folder with 24 training and 8 test images in two classes."""
     return make_image_folder(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def weights(tmp_path_factory):
     """Return a file in torchvision's format with weights and statistics unlike any fresh ones."""
     from torchvision.models import resnet18
 
@@ -399,7 +388,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def quick(recipe: str, images: Path, output: Path, *more: object) -> list[object]:
+def quick(recipe, images, output, *more):
     """Return flags for two steps of a recipe on a few images.
 
     An error that the first step causes shows in the second.
@@ -409,7 +398,7 @@ def quick(recipe: str, images: Path, output: Path, *more: object) -> list[object
     return [*words, *more]
 
 
-def under(launcher: str, *words: object, cwd: Path) -> Ended:
+def under(launcher, *words, cwd):
     """Run Part Three on two ranks under one of torch's launchers, in a clean environment."""
     clean = {
         name: value for name, value in os.environ.items() if name not in LAUNCHERS_VARIABLES
@@ -420,19 +409,19 @@ def under(launcher: str, *words: object, cwd: Path) -> Ended:
     return Started(command, cwd=cwd, env=clean).end(timeout_seconds=250)
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def check(
-    ended: Ended,
-    output: Path,
-    recipe: str,
+    ended,
+    output,
+    recipe,
     *,
-    ranks: int,
-    model: str,
-    ema: bool = False,
-) -> tuple[Path, dict[str, Any]]:
+    ranks,
+    model,
+    ema=False,
+):
     """Check what each run of a recipe writes; return its folder and the summary.
 
     Status 0, results of each epoch over all ranks, the best weights, and one folder
@@ -468,7 +457,7 @@ def check(
 
 
 @pytest.mark.slow
-def test_wide_resnet_as_one_process_profiled(tmp_path: Path, images: Path) -> None:
+def test_wide_resnet_as_one_process_profiled(tmp_path, images):
     """Model 16-4 by flag, mixed precision, and a trace of the steps after the second.
 
     A notice says that a CPU run is repeatable without --deterministic.
@@ -521,14 +510,14 @@ def test_wide_resnet_as_one_process_profiled(tmp_path: Path, images: Path) -> No
     ],
 )
 def test_a_recipe_runs_in_each_way_to_start_it(
-    recipe: str,
-    flags: str,
-    way: str,
-    global_batch_size: int,
-    said: str,
-    tmp_path: Path,
-    images: Path,
-) -> None:
+    recipe,
+    flags,
+    way,
+    global_batch_size,
+    said,
+    tmp_path,
+    images,
+):
     """Alone; told its place by flags; under torchrun; or one command that starts its ranks."""
     words = [*quick(recipe, images, tmp_path), *flags.split()]
     if way == "torchrun":
@@ -546,9 +535,7 @@ def test_a_recipe_runs_in_each_way_to_start_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unfreeze", [False, True])
-def test_transfer_learning_with_a_dist_url(
-    tmp_path: Path, images: Path, weights: Path, unfreeze: bool
-) -> None:
+def test_transfer_learning_with_a_dist_url(tmp_path, images, weights, unfreeze):
     """Two ranks start with --dist-url and --rank; only rank 0 has the weights file.
 
     Without --unfreeze, only the last layer trains; the others keep the file's weights and
@@ -585,7 +572,7 @@ def test_transfer_learning_with_a_dist_url(
 
 
 @pytest.mark.slow
-def test_a_target_that_is_reached_ends_all_ranks(tmp_path: Path, images: Path) -> None:
+def test_a_target_that_is_reached_ends_all_ranks(tmp_path, images):
     """With ``torch.distributed.launch``; any accuracy reaches the target.
 
     Patience 2 therefore ends training after 2 of 5 epochs.
@@ -605,7 +592,7 @@ def test_a_target_that_is_reached_ends_all_ranks(tmp_path: Path, images: Path) -
     ] == [2, 2]
 
 
-def test_without_pretrained_weights_nothing_is_trained(tmp_path: Path, images: Path) -> None:
+def test_without_pretrained_weights_nothing_is_trained(tmp_path, images):
     """No network, no file: one line and status 1 on both ranks, and no random weights.
 
     Only one rank has tried to get the file.
@@ -628,8 +615,8 @@ def test_without_pretrained_weights_nothing_is_trained(tmp_path: Path, images: P
 
 @pytest.mark.slow
 def test_checkpoint_holds_the_latest_state_and_resume_auto_goes_on_from_it(
-    tmp_path: Path, images: Path, weights: Path
-) -> None:
+    tmp_path, images, weights
+):
     """Resume works without the first run's folder and without the pretrained file.
 
     The result equals an uninterrupted run bit for bit.
@@ -670,7 +657,7 @@ def test_checkpoint_holds_the_latest_state_and_resume_auto_goes_on_from_it(
 @pytest.mark.slow
 @pytest.mark.cifar
 @needs_cifar100
-def test_a_recipe_on_the_real_cifar100(tmp_path: Path) -> None:
+def test_a_recipe_on_the_real_cifar100(tmp_path):
     """CIFAR-100 has 100 classes and 10,000 test images, and each image counts once."""
     recipe, model = ["--recipe", "wide-resnet-cifar100-full"], ["--model", "tiny"]
     short = ["--no-validate", "--no-amp", "--max-steps", 2, "--batch-size", 16]
@@ -683,5 +670,5 @@ def test_a_recipe_on_the_real_cifar100(tmp_path: Path) -> None:
     assert not (folder / "checkpoints" / "best.pt").exists()
 
 
-def test_every_recipe_is_shown() -> None:
+def test_every_recipe_is_shown():
     assert {command.split("--recipe ")[1].split()[0] for command in SHOWN} == set(NAMES)

@@ -29,14 +29,14 @@ waits = what.startswith("collective") and rank == int(what[-1])
 collective = None
 
 
-def watchdog() -> bool | None:
+def watchdog():
     """Return how the collective broke, as ``nccl_failure`` does."""
     if collective is None or not collective.done() or (error := collective.exception()) is None:
         return None
     return timed_out(error)
 
 
-def wait_in_c(seconds: float) -> None:
+def wait_in_c(seconds):
     """Block in C, where no exception and no signal handler of Python reaches the thread."""
     ctypes.CDLL(None).usleep(int(seconds * 1e6))
 

@@ -14,7 +14,7 @@ from common.distributed.launch_env import LaunchSpec
 from common.distributed.meeting import meet
 
 
-def outcome(place: str, ranks: int) -> tuple[str, str]:
+def outcome(place, ranks):
     address, port = place.split(":")
     launches = [LaunchSpec(rank, 2, address, int(port)) for rank in range(ranks)]
     with ThreadPoolExecutor(2) as threads:

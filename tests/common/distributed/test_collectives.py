@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,21 +27,21 @@ ADVICE = (
 class Hostile:
     """An object that creates a file when it is unpickled."""
 
-    def __init__(self, trace: Path) -> None:
+    def __init__(self, trace):
         self._trace = trace
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return Path.touch, (self._trace,)
 
 
-def outcome(action: Any) -> object:
+def outcome(action):
     try:
         return action()
     except (GroupError, UserError) as error:
         return f"{type(error).__name__}: {error}"
 
 
-def send_raw(content: bytes, *, announced: int | None = None) -> None:
+def send_raw(content, *, announced=None):
     """Take part in ``gather_objects`` as another program would."""
     size = dist.get_world_size()
     number = torch.tensor([len(content) if announced is None else announced])
@@ -54,7 +53,7 @@ def send_raw(content: bytes, *, announced: int | None = None) -> None:
         dist.all_gather_into_tensor(torch.empty(size * len(padded), dtype=torch.uint8), padded)
 
 
-def send_raw_checkpoint(content: int | bytes) -> None:
+def send_raw_checkpoint(content):
     """Take part in ``broadcast_checkpoint`` as its source: a number of bytes, or bytes."""
     send_raw(b'""')  # no error so far
     dist.broadcast(torch.tensor([content if isinstance(content, int) else len(content)]), 1)
@@ -62,7 +61,7 @@ def send_raw_checkpoint(content: int | bytes) -> None:
         dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), 1)
 
 
-def hostile_cases(trace: Path) -> dict[str, tuple[str, dict[str, Any], str]]:
+def hostile_cases(trace):
     """Return per case: the gathering function, what rank 1 sends, and the start of the message."""
     pickled = pickle.dumps(Hostile(trace))
     return {
@@ -83,7 +82,7 @@ def hostile_cases(trace: Path) -> dict[str, tuple[str, dict[str, Any], str]]:
     }
 
 
-def gather(world: World, how: str) -> object:
+def gather(world, how):
     if how == "strings":
         return collectives.gather_objects(world, "mine", schema=str)
     if how == "pairs":
@@ -91,7 +90,7 @@ def gather(world: World, how: str) -> object:
     return collectives.gather_states(world, {"residual": torch.zeros(2)})
 
 
-def hostile_ranks(rank: int, trace: Path) -> dict[str, object]:
+def hostile_ranks(rank, trace):
     world, found = current_world(), {}
     for name, (how, sent, _) in hostile_cases(trace).items():
         if rank == 1:
@@ -114,7 +113,7 @@ def hostile_ranks(rank: int, trace: Path) -> dict[str, object]:
     return found
 
 
-def test_a_rank_cannot_run_code_in_the_others(tmp_path: Path) -> None:
+def test_a_rank_cannot_run_code_in_the_others(tmp_path):
     """Rank 1 sends raw bytes in each collective. Rank 0 names it, and nothing is unpickled."""
     trace = tmp_path / "trace"
     found, _ = run_ranks(2, hostile_ranks, trace)
@@ -139,7 +138,7 @@ def test_a_rank_cannot_run_code_in_the_others(tmp_path: Path) -> None:
     assert trace.exists()  # so the code would have worked
 
 
-def ordinary_ranks(rank: int, folder: Path) -> None:
+def ordinary_ranks(rank, folder):
     world = current_world()
     own = folder / f"rank{rank}"
     own.mkdir()
@@ -197,11 +196,11 @@ def ordinary_ranks(rank: int, folder: Path) -> None:
     check_arrivals(rank, found)
 
 
-def fail(rank: int) -> str:
+def fail(rank):
     raise UserError(f"rank {rank} has no disk")
 
 
-def check_arrivals(rank: int, found: dict[str, Any]) -> None:
+def check_arrivals(rank, found):
     assert found["objects"] == [{"rank": 0}, {"rank": 1}]
     assert found["not a number"] == [[0.1, None], [1.1, None]]
     for sender, state in enumerate(found["states"]):
@@ -234,7 +233,7 @@ def check_arrivals(rank: int, found: dict[str, Any]) -> None:
     )
 
 
-def test_what_ranks_send_each_other_arrives(tmp_path: Path) -> None:
+def test_what_ranks_send_each_other_arrives(tmp_path):
     run_ranks(2, ordinary_ranks, tmp_path)
 
 
@@ -254,7 +253,7 @@ import tests  # registers the small models
 
 
 @pytest.mark.slow
-def test_two_ranks_unpickle_nothing_from_start_to_end(tmp_path: Path) -> None:
+def test_two_ranks_unpickle_nothing_from_start_to_end(tmp_path):
     """Python reports each name that any unpickler looks up, torch's among them; a run has none.
 
     The runs form a group, build DistributedDataParallel, save the residuals of PowerSGD, send the

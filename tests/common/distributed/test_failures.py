@@ -15,7 +15,6 @@ from common.distributed.failures import (
     Activity,
     Beat,
     FailureWatch,
-    Place,
     broken_collective,
     cause_of,
     explain_collective_failure,
@@ -29,9 +28,7 @@ from tests.helpers.processes import Ended, Started
 # --- from signs of life ---
 
 
-def broken(
-    rank: int, place: Place = "sync", *, period: int = 1, closed: bool = False, step: int = 118
-) -> Beat:
+def broken(rank, place="sync", *, period=1, closed=False, step=118):
     """Return the beat of a rank whose collective broke: it timed out, or was ``closed``."""
     where, collective = f"10.0.0.{rank}", "all_reduce"
     return Beat(
@@ -39,9 +36,7 @@ def broken(
     )
 
 
-def alive(
-    rank: int, place: Place = "forward", *, step: int = 117, seconds: float = 0.4, waits: str = ""
-) -> Beat:
+def alive(rank, place="forward", *, step=117, seconds=0.4, waits=""):
     return Beat(80.0, f"10.0.0.{rank}", place, step, 1, seconds, waits)
 
 
@@ -123,13 +118,13 @@ CULPRITS = {
 
 
 @pytest.mark.parametrize("case", CULPRITS)
-def test_the_culprit_is_named_with_its_step(case: str) -> None:
+def test_the_culprit_is_named_with_its_step(case):
     beats, silent, expected = CULPRITS[case]
     found = find_culprit(beats, silent)
     assert found == expected if expected is None else (found or "").startswith(expected), found
 
 
-def test_a_rank_that_stood_still_names_itself_and_where_it_is_now() -> None:
+def test_a_rank_that_stood_still_names_itself_and_where_it_is_now():
     """Its last sign of life is older: here from before the first step."""
     activity = Activity()
     launch = LaunchSpec(0, 2, "127.0.0.1")
@@ -180,9 +175,7 @@ Exception raised from create at NCCLUtils.cpp:94 (most recent call first):"""
         ),
     ],
 )
-def test_nccls_cause_stands_below_last_error(
-    what: str, last: str, cause: str, *, lost: bool
-) -> None:
+def test_nccls_cause_stands_below_last_error(what, last, cause, *, lost):
     error = DistBackendError(NCCL.format(what=what, kind="ncclError", last=last))
     assert cause_of(error) == cause
     assert (broken_collective(error) is not None) == lost
@@ -190,15 +183,15 @@ def test_nccls_cause_stands_below_last_error(
 
 
 class Slow(torch.utils.data.Dataset):
-    def __len__(self) -> int:
+    def __len__(self):
         return 1
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         time.sleep(3)
         return index
 
 
-def test_an_error_that_no_collective_raised_blames_no_rank() -> None:
+def test_an_error_that_no_collective_raised_blames_no_rank():
     """Its words are those of a lost rank."""
     with pytest.raises(RuntimeError, match="timed out") as caught:
         next(iter(DataLoader(Slow(), num_workers=1, timeout=1)))
@@ -207,8 +200,8 @@ def test_an_error_that_no_collective_raised_blames_no_rank() -> None:
         assert broken_collective(RuntimeError(words)) is None
 
 
-def test_a_hook_of_backward_is_not_named_after_distributed_data_parallel() -> None:
-    def broke(_: torch.Tensor) -> None:
+def test_a_hook_of_backward_is_not_named_after_distributed_data_parallel():
+    def broke(_):
         raise RuntimeError(
             "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer "
             "[127.0.0.1]:29500"
@@ -226,7 +219,7 @@ def test_a_hook_of_backward_is_not_named_after_distributed_data_parallel() -> No
 SCRIPT = Path(__file__).with_name("guarded_rank.py")
 
 
-def start(what: str, folder: Path) -> list[Started]:
+def start(what, folder):
     """Start both ranks; return them once they are in the group."""
     port = free_port()
     ranks = [
@@ -243,14 +236,14 @@ def start(what: str, folder: Path) -> list[Started]:
     return ranks
 
 
-def end_of(waiting: Started) -> str:
+def end_of(waiting):
     ended: Ended = waiting.end(timeout_seconds=40)
     assert ended.status == 1, ended
     assert ended.err.count("error (rank") == 1, ended.err
     return ended.err
 
 
-def test_the_rank_that_waits_for_a_killed_one_names_it(tmp_path: Path) -> None:
+def test_the_rank_that_waits_for_a_killed_one_names_it(tmp_path):
     ranks = start("collective 0", tmp_path)
     ranks[1].send(signal.SIGKILL)
     assert re.match(
@@ -261,7 +254,7 @@ def test_the_rank_that_waits_for_a_killed_one_names_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_other_ends_are_named_too_and_long_work_is_none(tmp_path: Path) -> None:
+def test_other_ends_are_named_too_and_long_work_is_none(tmp_path):
     without_rank0 = start("collective 1", tmp_path)
     without_rank0[0].send(signal.SIGKILL)
     stopped = start("collective 0", tmp_path)

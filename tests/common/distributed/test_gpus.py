@@ -8,7 +8,7 @@ import os
 from contextlib import ExitStack, redirect_stderr
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -42,7 +42,7 @@ class Case(NamedTuple):
     by_torchrun: bool = False
 
 
-def see(*uuids: str | None) -> mock._patch_multiple:
+def see(*uuids):
     """Make torch see GPUs of these UUIDs."""
     return mock.patch.multiple(
         torch.cuda,
@@ -53,14 +53,14 @@ def see(*uuids: str | None) -> mock._patch_multiple:
     )
 
 
-def meet(rank: int, case: Case, port: int) -> tuple[str, str]:
+def meet(rank, case, port):
     """Open the group; return what rank ``rank`` uses, and what it prints or why it ends.
 
     Gloo connects the ranks in place of NCCL.
     """
     open_real_group, asked_for = dist.init_process_group, []
 
-    def init(backend: str, *, device_id: Any, **more: Any) -> None:
+    def init(backend, *, device_id, **more):
         asked_for.append(f"{backend} on {device_id}")
         open_real_group("gloo", **more)
 
@@ -84,12 +84,12 @@ def meet(rank: int, case: Case, port: int) -> tuple[str, str]:
     return f"{world.backend} on {world.device}", printed.getvalue()
 
 
-def meet_in_all(rank: int, cases: list[Case], ports: list[int]) -> list[tuple[str, str]]:
+def meet_in_all(rank, cases, ports):
     dist.destroy_process_group()
     return [meet(rank, case, port) for case, port in zip(cases, ports, strict=True)]
 
 
-def test_two_ranks_choose_alike_and_rank_0_says_why() -> None:
+def test_two_ranks_choose_alike_and_rank_0_says_why():
     apart, host = ("one", "two"), os.uname().nodename
     refused = f"--backend nccl needs a GPU for each rank, but ranks 0 and 1 share one GPU (GPU-{A})"
     # By case: what both ranks use (of NCCL, each rank's GPU), and what rank 0 prints.
@@ -125,11 +125,11 @@ def test_two_ranks_choose_alike_and_rank_0_says_why() -> None:
             assert uses != "none" or says in printed, case
 
 
-def peers(*gpus: tuple[str, ...], host: str = "node") -> list[Peer]:
+def peers(*gpus, host="node"):
     return [Peer(f"{host}{rank}", rank, list(names)) for rank, names in enumerate(gpus)]
 
 
-def test_many_ranks_are_named_in_a_short_line() -> None:
+def test_many_ranks_are_named_in_a_short_line():
     crowd = compare_gpus(peers(*[(A, B)] * 12), [rank % 4 for rank in range(12)])
     assert crowd == JobGPUs(
         2,
@@ -140,7 +140,7 @@ def test_many_ranks_are_named_in_a_short_line() -> None:
     assert compare_gpus(peers((A,), (), ()), [0, 0, 0]).obstacle == "ranks 1 and 2 see no GPU"
 
 
-def test_host_ids_must_differ_wherever_a_gpu_is_shared() -> None:
+def test_host_ids_must_differ_wherever_a_gpu_is_shared():
     ranks = [
         replace(peer, nccl_host=name)
         for peer, name in zip(peers((A,), (A,), (B,), (B,)), "xyxx", strict=True)
@@ -152,14 +152,14 @@ def test_host_ids_must_differ_wherever_a_gpu_is_shared() -> None:
     assert compare_gpus(ranks, [0] * 4).told_apart
 
 
-def test_a_gpu_has_the_name_of_nvidia_smi_and_without_a_uuid_one_of_its_host() -> None:
+def test_a_gpu_has_the_name_of_nvidia_smi_and_without_a_uuid_one_of_its_host():
     with see(A, None):
         first, second = visible_gpus()
     assert first == f"GPU-{A}"
     assert second.endswith("-1")
 
 
-def test_what_nccl_cannot_do_is_refused_or_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nccl_cannot_do_is_refused_or_not_chosen(monkeypatch):
     shared = JobGPUs(1, "ranks 0 and 1 share one GPU (A)", told_apart=True)
     assert choose_backend("nccl", shared, 2)[0] == "nccl"
     assert choose_backend(None, shared, 2)[0] == "gloo"  # only if it is asked for
@@ -174,7 +174,7 @@ def test_what_nccl_cannot_do_is_refused_or_not_chosen(monkeypatch: pytest.Monkey
     )
 
 
-def test_a_launchers_local_ranks_win() -> None:
+def test_a_launchers_local_ranks_win():
     """Two agents of torchrun on one machine both start a local rank 0."""
     ranks = [Peer("a", 1, [A, B], 0), Peer("a", 2, [A, B], 0), Peer("a", 3, [A, B])]
     outcome = place_ranks(ranks)
@@ -182,7 +182,7 @@ def test_a_launchers_local_ranks_win() -> None:
     assert "ranks 0, 1 and 2 share" in outcome.gpus.obstacle
 
 
-def test_cuda_means_the_ranks_own_gpu_in_a_group() -> None:
+def test_cuda_means_the_ranks_own_gpu_in_a_group():
     with see(A, B):
         assert gpu_of(3) == torch.device("cuda", 1)
         assert own_device("cuda", 2, distributed=True) == torch.device("cuda", 0)
@@ -190,14 +190,14 @@ def test_cuda_means_the_ranks_own_gpu_in_a_group() -> None:
         assert own_device("cuda", 2, distributed=False) == torch.device("cuda")
 
 
-def test_a_worker_trains_on_the_gpu_of_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_trains_on_the_gpu_of_its_group(monkeypatch):
     """Not on the one that its rank in the whole job points to."""
     built: list[torch.device] = []
 
     class EngineSeenError(Exception):
         pass
 
-    def engine(_model: object, device: torch.device, **_: object) -> None:
+    def engine(_model, device, **_):
         built.append(torch.device(device))
         raise EngineSeenError
 

@@ -6,8 +6,6 @@ but the number of GPUs.
 
 import os
 import socket
-from collections.abc import Mapping
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,21 +20,21 @@ THREE = "-M 10.0.0.1 -N 2 -R 0"
 URL = "--dist-url tcp://10.0.0.1:23456"
 
 
-def settings(words: str, *more: str) -> dict[str, Any]:
+def settings(words, *more):
     config = parse_arguments("PartThree", "", ("ddp", "fsdp"), words.split())
     return {name: getattr(config, name) for name in (*FLAGS, *more)}
 
 
-def place(words: str, environment: Mapping[str, str] = {}) -> LaunchSpec | None:
-    return resolve_launch(**settings(words, "local_rank"), environment=environment)
+def place(words, environment=None):
+    return resolve_launch(**settings(words, "local_rank"), environment=environment or {})
 
 
-def to_start(words: str, environment: Mapping[str, str] = {}) -> list[dict[str, str]]:
-    with mock.patch.dict(os.environ, environment):
+def to_start(words, environment=None):
+    with mock.patch.dict(os.environ, environment or {}):
         return ranks_to_start(**settings(words, "distributed", "gpu_ids"))
 
 
-def torchrun(rank: int, size: int, port: int = 4000) -> dict[str, str]:
+def torchrun(rank, size, port=4000):
     """Return what torchrun and ``torch.distributed.launch`` set, with all ranks on one machine."""
     return {
         "RANK": str(rank),
@@ -85,9 +83,7 @@ def torchrun(rank: int, size: int, port: int = 4000) -> dict[str, str]:
         ),
     ],
 )
-def test_the_place_of_a_rank(
-    words: str, environment: Mapping[str, str], expected: LaunchSpec | None
-) -> None:
+def test_the_place_of_a_rank(words, environment, expected):
     assert place(words, environment) == expected
 
 
@@ -114,9 +110,7 @@ def test_the_place_of_a_rank(
         (f"{URL} -R 0", {}, ("--dist-url, --rank given", "without --num-nodes:")),
     ],
 )
-def test_contradictions_and_missing_flags_are_named(
-    words: str, environment: Mapping[str, str], named: tuple[str, ...]
-) -> None:
+def test_contradictions_and_missing_flags_are_named(words, environment, named):
     with pytest.raises(UserError) as error:  # in the order of main()
         assert to_start(words, environment) or place(words, environment)
     assert all(name in str(error.value) for name in named), error.value
@@ -137,7 +131,7 @@ def test_contradictions_and_missing_flags_are_named(
         "tcp://[h:1",
     ],
 )
-def test_a_dist_url_that_is_none_is_an_error(url: str) -> None:
+def test_a_dist_url_that_is_none_is_an_error(url):
     with pytest.raises(UserError, match="give tcp://ADDRESS:PORT") as error:
         place(f"--dist-url {url} --rank 0 --world-size 2")
     assert url in str(error.value)
@@ -162,9 +156,7 @@ def test_a_dist_url_that_is_none_is_an_error(url: str) -> None:
         ("--gpu-ids 4 --dist-url tcp://127.0.0.1:23456", 0, 1),
     ],
 )
-def test_how_many_ranks_a_command_starts(
-    words: str, gpus: int, processes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_many_ranks_a_command_starts(words, gpus, processes, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert len(to_start(words)) == processes
     assert to_start(words, torchrun(0, processes or 1)) == [], "a rank starts no others"
@@ -179,9 +171,7 @@ def test_how_many_ranks_a_command_starts(
         ("--distributed --world-size 2 --master-port 4321", ("127.0.0.1", 4321)),
     ],
 )
-def test_ranks_that_a_command_starts_find_their_place(
-    words: str, meeting: tuple[str, int | None]
-) -> None:
+def test_ranks_that_a_command_starts_find_their_place(words, meeting):
     """Each rank gets its number, the world size and the address as torchrun would give them."""
     launches = [place(words, variables) for variables in to_start(words)]
     assert [(one.rank, one.local_rank) for one in launches if one] == [(0, 0), (1, 1)]
@@ -192,7 +182,7 @@ def test_ranks_that_a_command_starts_find_their_place(
         assert launch.opens_store
 
 
-def test_two_commands_at_once_meet_at_ports_of_their_own() -> None:
+def test_two_commands_at_once_meet_at_ports_of_their_own():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         ports = {int(to_start("--distributed --world-size 2")[0]["MASTER_PORT"]) for _ in range(20)}

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,7 +14,7 @@ from common.utils.environment import RUN_TOKEN
 from tests.helpers import ROOT, run_part, start_part, wait_until
 
 
-def test_a_failure_ends_with_the_message_of_the_ranks(tmp_path: Path) -> None:
+def test_a_failure_ends_with_the_message_of_the_ranks(tmp_path):
     (ended,) = run_part(
         "PartTwo",
         *("--distributed", "--world-size", 2, "--dataset", "digits", "--batch-size", 1),
@@ -30,7 +29,7 @@ def test_a_failure_ends_with_the_message_of_the_ranks(tmp_path: Path) -> None:
     assert re.fullmatch(r"rank [01] ended first, with status 1; its message is above", last)
 
 
-def test_a_message_is_written_at_once(tmp_path: Path) -> None:
+def test_a_message_is_written_at_once(tmp_path):
     """Under ``-u``, as the ranks run: otherwise their lines run into each other."""
     packets, end = os.pipe2(os.O_DIRECT)  # a read gets what one write has written
     words = [sys.executable, "-u", ROOT / "PartOne/main.py", "--dataset", "digits"]
@@ -63,9 +62,7 @@ signal.pause()
         (signal.SIGINT, "-", 130),
     ],
 )
-def test_a_signal_is_passed_on_and_the_ranks_are_awaited(
-    tmp_path: Path, number: int, rank_status: str, status: int
-) -> None:
+def test_a_signal_is_passed_on_and_the_ranks_are_awaited(tmp_path, number, rank_status, status):
     code = (
         "import os, sys\n"
         "from common.distributed.spawn import launch_local_ranks\n"
@@ -83,7 +80,7 @@ def test_a_signal_is_passed_on_and_the_ranks_are_awaited(
         launcher.wait(10)
 
 
-def test_the_ranks_share_a_new_token_in_each_run_or_the_users(tmp_path: Path) -> None:
+def test_the_ranks_share_a_new_token_in_each_run_or_the_users(tmp_path):
     write = (
         "import os, pathlib, sys\n"
         "name = os.environ['RANK']\n"
@@ -101,7 +98,7 @@ def test_the_ranks_share_a_new_token_in_each_run_or_the_users(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_local_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
+def test_local_ranks_listen_on_loopback_only(tmp_path):
     """Their store and Gloo; and neither command line nor files have the token."""
     started = start_part(
         "PartTwo",

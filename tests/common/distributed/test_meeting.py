@@ -25,7 +25,7 @@ from tests.helpers.cluster import needs_namespaces
 _ASKS = ("set", "get", "add", "check", "wait", "compare_set", "multi_get", "multi_set")
 
 
-def test_ranks_of_a_machine_sit_there_in_their_order() -> None:
+def test_ranks_of_a_machine_sit_there_in_their_order():
     outcome = place_ranks([Peer(host, 1, []) for host in "abacb"])
     assert outcome.places == [(0, 2), (0, 2), (1, 2), (0, 1), (1, 2)]
     assert outcome.gpus.obstacle == "ranks 0, 1, 2, 3 and 4 see no GPU"
@@ -34,9 +34,7 @@ def test_ranks_of_a_machine_sit_there_in_their_order() -> None:
 # Each store looks up its peer's host name. If DNS drops some of many queries, 32 stores wait 5 s
 # for one.
 @pytest.mark.parametrize("size", [4, 10, pytest.param(32, marks=pytest.mark.slow)])
-def test_what_a_rank_asks_does_not_grow_with_the_number_of_ranks(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_rank_asks_does_not_grow_with_the_number_of_ranks(size, monkeypatch):
     """If each rank asked for each other rank, rank 0's machine would get size² requests.
 
     That is a million requests for 1,000 ranks. Counted once for each key that a request names.
@@ -45,12 +43,12 @@ def test_what_a_rank_asks_does_not_grow_with_the_number_of_ranks(
     store_of_torch = dist.PrefixStore
 
     class CountingStore(store_of_torch):
-        def __init__(self, prefix: str, store: dist.Store) -> None:
+        def __init__(self, prefix, store):
             super().__init__(prefix, store)
             self.asked = asked[id(self)] = Counter()
 
-    def counting(name: str) -> object:
-        def ask(store: CountingStore, keys: object, *arguments: object) -> object:
+    def counting(name):
+        def ask(store, keys, *arguments):
             store.asked[name] += len(keys) if isinstance(keys, list) else 1
             return getattr(store_of_torch, name)(store, keys, *arguments)
 
@@ -73,11 +71,11 @@ def test_what_a_rank_asks_does_not_grow_with_the_number_of_ranks(
     assert all(0 < one.total() <= 7 for one in others), others
 
 
-def test_restarted_ranks_do_not_read_what_earlier_ones_left() -> None:
+def test_restarted_ranks_do_not_read_what_earlier_ones_left():
     """torchrun's store stays; the second generation has the ranks on other hosts' places."""
     store = dist.HashStore()
 
-    def places(generation: str, local_ranks: tuple[int, int]) -> list[tuple[int, int]]:
+    def places(generation, local_ranks):
         with ThreadPoolExecutor(2) as threads:
             launches = [
                 LaunchSpec(rank, 2, "127.0.0.1", local_rank=local, generation=generation)
@@ -92,7 +90,7 @@ def test_restarted_ranks_do_not_read_what_earlier_ones_left() -> None:
     assert places("job 1 2", (1, 0)) == [(1, 2), (0, 2)]
 
 
-def test_under_a_launcher_too_a_rank_without_the_token_is_refused() -> None:
+def test_under_a_launcher_too_a_rank_without_the_token_is_refused():
     store = dist.HashStore()
     ranks = [
         LaunchSpec(rank, 2, "127.0.0.1", local_rank=rank, token=token)
@@ -130,7 +128,7 @@ exec "$PYTHON" "$@"
 
 
 @needs_namespaces
-def test_rank_0_must_run_where_the_address_leads() -> None:
+def test_rank_0_must_run_where_the_address_leads():
     """An address of NAT is right; nobody's, a refusing one and another program's are wrong."""
     places = ["10.9.0.200:29500", "10.9.0.77:29501", "10.9.0.2:29502", "10.9.0.2:29503"]
     places += ["no-such-host.invalid:29504"]
@@ -157,10 +155,10 @@ def test_rank_0_must_run_where_the_address_leads() -> None:
     assert "--master-ip no-such-host.invalid is not an address and no known host name" in unknown[1]
 
 
-def test_another_program_at_the_port_is_no_rank_0() -> None:
+def test_another_program_at_the_port_is_no_rank_0():
     """It accepts a connection and closes it, as a rank 0 does that has just ended."""
 
-    def serve(listener: socket.socket) -> None:
+    def serve(listener):
         with suppress(OSError):  # the listener is closed
             while True:
                 listener.accept()[0].close()
@@ -176,9 +174,7 @@ def test_another_program_at_the_port_is_no_rank_0() -> None:
 # --- what waiting ranks print ---
 
 
-def test_waiting_ranks_say_for_whom(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_waiting_ranks_say_for_whom(monkeypatch, capsys):
     """Rank 0 names the missing ranks; the others say whether they have reached rank 0."""
     monkeypatch.setattr(meeting, "_FIRST_NOTICE_SECONDS", 0.5)
     monkeypatch.setattr(meeting, "_NOTICE_SECONDS", 0.5)

@@ -17,22 +17,22 @@ LONG = 60.0
 SLEEP = f"import time; time.sleep({LONG})"
 
 
-def python(code: str, *arguments: object) -> list[str]:
+def python(code, *arguments):
     """Return a rank's command; with -S -E it starts in a few hundredths of a second."""
     return [sys.executable, "-S", "-E", "-c", code, *map(str, arguments)]
 
 
-def waits_for(path: Path, *, then: str) -> list[str]:
+def waits_for(path, *, then):
     """Return the command of a rank that waits until another rank creates a file."""
     wait = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
     return python(wait + then, path)
 
 
-def is_running(pid: int) -> bool:
+def is_running(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_statuses_are_by_rank_and_failures_in_the_order_of_their_ends(tmp_path: Path) -> None:
+def test_statuses_are_by_rank_and_failures_in_the_order_of_their_ends(tmp_path):
     """Rank 2 fails first, then rank 0 as a consequence; rank 1 succeeds."""
     failed = tmp_path / "failed"
     exits = run_local_ranks(
@@ -76,9 +76,7 @@ KILLED = -signal.SIGKILL
         ),
     ],
 )
-def test_how_ranks_end(
-    codes: list[str], limits: dict[str, float], expected: RankExits, least_seconds: float
-) -> None:
+def test_how_ranks_end(codes, limits, expected, least_seconds):
     started = time.monotonic()
     assert run_local_ranks([python(code) for code in codes], **limits) == expected
     assert least_seconds <= time.monotonic() - started < LONG / 2
@@ -95,7 +93,7 @@ time.sleep(60)
 """
 
 
-def test_a_stop_lets_the_ranks_save_and_end(tmp_path: Path) -> None:
+def test_a_stop_lets_the_ranks_save_and_end(tmp_path):
     """SIGTERM reaches every rank after all have started; each returns its own status."""
     ready = [tmp_path / "0", tmp_path / "1"]
     exits = run_local_ranks(
@@ -108,7 +106,7 @@ def test_a_stop_lets_the_ranks_save_and_end(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.saved")) == ["0.saved", "1.saved"]
 
 
-def test_a_rank_that_ignores_the_stop_is_killed_after_the_grace_period(tmp_path: Path) -> None:
+def test_a_rank_that_ignores_the_stop_is_killed_after_the_grace_period(tmp_path):
     ready = tmp_path / "ready"
     ignores = (
         f"import signal; signal.signal(15, signal.SIG_IGN); open({str(ready)!r}, 'w'); {SLEEP}"
@@ -132,10 +130,10 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("ends_by", ["limit", "failure", "exception"])
-def test_nothing_is_left_of_a_rank_and_its_children(tmp_path: Path, ends_by: str) -> None:
+def test_nothing_is_left_of_a_rank_and_its_children(tmp_path, ends_by):
     pids = tmp_path / "pids"
 
-    def stop_signal() -> None:
+    def stop_signal():
         if ends_by == "exception" and pids.exists():
             raise KeyboardInterrupt
         return
@@ -159,7 +157,7 @@ def test_nothing_is_left_of_a_rank_and_its_children(tmp_path: Path, ends_by: str
     wait_until(lambda: not is_running(child), "the rank's child has ended")
 
 
-def test_a_command_that_cannot_be_started_ends_those_before_it(tmp_path: Path) -> None:
+def test_a_command_that_cannot_be_started_ends_those_before_it(tmp_path):
     before = set(psutil.Process().children())
     with pytest.raises(FileNotFoundError):
         run_local_ranks([python(SLEEP), [str(tmp_path / "no-such-program")]])
@@ -169,7 +167,7 @@ def test_a_command_that_cannot_be_started_ends_those_before_it(tmp_path: Path) -
 @pytest.mark.skipif(
     sys.platform != "linux", reason="the kernel's signal at the parent's end is Linux's"
 )
-def test_ranks_end_when_this_process_is_killed(tmp_path: Path) -> None:
+def test_ranks_end_when_this_process_is_killed(tmp_path):
     mark = tmp_path / "pid"
     rank = f"import os; open({str(mark)!r}, 'w').write(str(os.getpid())); {SLEEP}"
     runs = (
@@ -185,7 +183,7 @@ def test_ranks_end_when_this_process_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: not is_running(pid), "the rank has ended")
 
 
-def test_each_rank_writes_to_its_own_file_in_the_environment_given(tmp_path: Path) -> None:
+def test_each_rank_writes_to_its_own_file_in_the_environment_given(tmp_path):
     """stdout and stderr share one file in the order written; stdin is empty."""
     code = (
         "import os, sys\n"
@@ -206,16 +204,14 @@ def test_each_rank_writes_to_its_own_file_in_the_environment_given(tmp_path: Pat
     ]
 
 
-def test_without_files_a_rank_writes_where_this_process_does(capfd: pytest.CaptureFixture) -> None:
+def test_without_files_a_rank_writes_where_this_process_does(capfd):
     run_local_ranks([python("import sys; print('out'); print('err', file=sys.stderr)")])
     assert capfd.readouterr() == ("out\n", "err\n")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="SCHED_BATCH is Linux's")
 @pytest.mark.parametrize("cores", [1, 2])
-def test_only_more_ranks_than_cores_do_not_interrupt_each_other(
-    cores: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_more_ranks_than_cores_do_not_interrupt_each_other(cores, monkeypatch):
     monkeypatch.setattr(spawn, "usable_cores", lambda: cores)
     policy = python("import os, sys; sys.exit(os.sched_getscheduler(0))")
     expected = os.SCHED_BATCH if cores == 1 else os.SCHED_OTHER

@@ -21,7 +21,6 @@ from common.emulation.emulated_model import Emulation
 from common.errors import UserError
 from common.models import build_model
 from common.sync import STRATEGIES, build_sync
-from common.sync.base import GradientSync
 from common.training_engine import TrainingEngine
 from lab.compare.imported_runs import collect
 from tests.helpers import TINY, free_port, only_run_folder, run_part, run_ranks, start_part
@@ -32,15 +31,15 @@ NOTHING = SectionTime(0.0, 0.0)
 class Small(nn.Module):
     """Two layers with parameters and one without."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.act, self.second = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Linear(8, 4)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         return self.second(self.act(self.first(images)).mean(dim=(2, 3)))
 
 
-def profile_of(model: nn.Module, *, forward=NOTHING, backward=NOTHING, update=0.0) -> Profile:
+def profile_of(model, *, forward=NOTHING, backward=NOTHING, update=0.0):
     """Return a profile with the same times for every layer of ``model``."""
     layers = tuple(
         Layer(name, forward, backward, tuple(f"{name}.{own}" for own in layer._parameters))
@@ -51,11 +50,11 @@ def profile_of(model: nn.Module, *, forward=NOTHING, backward=NOTHING, update=0.
     return Profile(*where, "small", (8, 8), layers, update)
 
 
-def emulated(model: nn.Module, rank: int = 0, **times) -> Emulation:
+def emulated(model, rank=0, **times):
     return Emulation(model, profile_of(model, **times), rank=rank, classes=4)
 
 
-def backward_pass(model: nn.Module, samples: int = 2) -> dict[str, Tensor]:
+def backward_pass(model, samples=2):
     """Return the gradients of one pass, each as it is when it becomes ready."""
     found: dict[str, Tensor] = {}
     hooks = [
@@ -135,7 +134,7 @@ def test_the_update_begins_when_the_exchange_has_ended_and_takes_its_share_of_th
 class Written(TorchDispatchMode):
     """Records the entries of the largest tensor that an operation writes to new memory."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.most = 0
 
@@ -183,7 +182,7 @@ def test_accumulated_gradients_are_sums_and_stay_finite():
 # --- what stays real ---
 
 
-def _one_step(rank: int, names: tuple[str, ...]) -> dict[str, tuple]:
+def _one_step(rank, names):
     """Return, by strategy, this rank's gradients before and after the exchange.
 
     The result also says whether the weights are unchanged, and holds the outcome of the step.
@@ -210,7 +209,7 @@ def _one_step(rank: int, names: tuple[str, ...]) -> dict[str, tuple]:
     return found
 
 
-def mean_gradient(sync: GradientSync, parameter: nn.Parameter) -> Tensor:
+def mean_gradient(sync, parameter):
     """Return the mean gradient that this rank has; NaN in the parts that only other ranks have."""
     if parameter.grad is not None:
         return parameter.grad.clone()

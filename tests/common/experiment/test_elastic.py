@@ -10,13 +10,11 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from torch import Tensor
 
 from common.checkpoint import load_checkpoint
 from common.models import build_model
@@ -47,7 +45,7 @@ ARGUMENTS = [
 WAY = "PartTwo-all_reduce"
 
 
-def start_agent(folder: Path, *flags: object, env: dict[str, str], arguments: list) -> Started:
+def start_agent(folder, *flags, env, arguments):
     """Start one node: a torchrun agent with its own output folder.
 
     It cannot be forked, because its workers read its command line.
@@ -66,7 +64,7 @@ def start_agent(folder: Path, *flags: object, env: dict[str, str], arguments: li
     return Started([str(word) for word in command], cwd=folder, env=os.environ | environment | env)
 
 
-def workers(agent: Started) -> list[psutil.Process]:
+def workers(agent):
     """Return the processes of an agent's ranks, by rank."""
     found = [
         child
@@ -76,7 +74,7 @@ def workers(agent: Started) -> list[psutil.Process]:
     return sorted(found, key=lambda child: int(child.environ()["LOCAL_RANK"]))
 
 
-def lose(agent: Started) -> None:
+def lose(agent):
     """Kill a node at once: the agent and all its processes."""
     processes = [
         psutil.Process(agent.process.pid),
@@ -87,12 +85,12 @@ def lose(agent: Started) -> None:
     agent.process.wait(timeout=10)
 
 
-def wait_for_any(agents: list[Started], text: str) -> None:
+def wait_for_any(agents, text):
     """Wait until one of the agents, the one with rank 0, has printed ``text``."""
     wait_until(lambda: any(text in agent.read_out() for agent in agents), repr(text))
 
 
-def last_checkpoint(*folders: Path) -> dict:
+def last_checkpoint(*folders):
     """Return the checkpoint with the most steps from all nodes."""
     found = [
         load_checkpoint(path)
@@ -102,7 +100,7 @@ def last_checkpoint(*folders: Path) -> dict:
     return max(found, key=lambda entries: (entries["step"], entries["epoch"]))
 
 
-def weights(entries: dict) -> Tensor:
+def weights(entries):
     """Return all parameters as one vector."""
     return torch.cat(
         [
@@ -113,13 +111,13 @@ def weights(entries: dict) -> Tensor:
     )
 
 
-def steps_in(folder: Path) -> list[int]:
+def steps_in(folder):
     """Return the steps in metrics.jsonl of the only run in ``folder``."""
     [metrics] = folder.glob(f"{WAY}/*/metrics.jsonl")
     return [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
 
 
-def going_on(text: str) -> list[int]:
+def going_on(text):
     """Return the steps from which the run resumed, according to its output."""
     return [
         int(step)
@@ -128,7 +126,7 @@ def going_on(text: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> list:
+def images(tmp_path_factory):
     """Return flags for a set of noisy images.
 
     With the black borders of the digits, BatchNorm would divide by variances of zero.
@@ -142,14 +140,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> list:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, images: list) -> Callable[[int], dict]:
+def undisturbed(tmp_path_factory, images):
     """Return a function that trains undisturbed and returns the last checkpoint.
 
     It trains once for each number of ranks.
     """
 
     @functools.cache
-    def trained(size: int) -> dict:
+    def trained(size):
         folder = tmp_path_factory.mktemp(f"undisturbed{size}")
         for one in start_ranks(
             "PartTwo", size, *ARGUMENTS, *images, "--output-dir", folder, cwd=folder
@@ -163,8 +161,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, images: list) -> Calla
 
 @pytest.mark.slow
 def test_a_killed_worker_is_started_again_and_loses_no_more_than_the_steps_between_checkpoints(
-    tmp_path: Path, images: list, undisturbed: Callable[[int], dict]
-) -> None:
+    tmp_path, images, undisturbed
+):
     agent = start_agent(
         tmp_path,
         *("--nproc-per-node", 2, "--max-restarts", 2),
@@ -186,8 +184,8 @@ def test_a_killed_worker_is_started_again_and_loses_no_more_than_the_steps_betwe
 
 @pytest.mark.slow
 def test_a_node_leaves_another_joins_and_the_weights_stay_those_of_an_undisturbed_run(
-    tmp_path: Path, images: list, undisturbed: Callable[[int], dict]
-) -> None:
+    tmp_path, images, undisturbed
+):
     port = free_port()
     flags = [
         *("--nnodes", "1:3", "--nproc-per-node", 1, "--max-restarts", 5, "--rdzv-id", "job"),
@@ -247,13 +245,11 @@ def test_a_node_leaves_another_joins_and_the_weights_stay_those_of_an_undisturbe
 
 
 @pytest.mark.slow
-def test_the_newest_checkpoint_counts_on_whichever_node_it_lies(
-    tmp_path: Path, images: list
-) -> None:
+def test_the_newest_checkpoint_counts_on_whichever_node_it_lies(tmp_path, images):
     """Each node has its own folder; the test moves rank 0's files to the other node."""
     environment = os.environ | set_pace(tmp_path, 0) | {"OMP_NUM_THREADS": "1"}
 
-    def train(*flags: object) -> str:
+    def train(*flags):
         """Train on both nodes; return the output of rank 0."""
         port = str(free_port())
         nodes = []
@@ -282,8 +278,8 @@ def test_the_newest_checkpoint_counts_on_whichever_node_it_lies(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_later(
-    tmp_path: Path, images: list, undisturbed: Callable[[int], dict], number: signal.Signals
-) -> None:
+    tmp_path, images, undisturbed, number
+):
     arguments = [*ARGUMENTS, *images, "--output-dir", tmp_path, "--run-name", "job-7"]
     environment, port = user_environment(**set_pace(tmp_path, 0.3)), free_port()
     ranks = [
@@ -316,7 +312,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_later(
 
 
 @pytest.mark.slow
-def test_a_setting_under_which_restarts_would_fail_is_named(tmp_path: Path) -> None:
+def test_a_setting_under_which_restarts_would_fail_is_named(tmp_path):
     """Started as users do: only torchrun and a part."""
     command = [
         TORCHRUN,
@@ -334,7 +330,7 @@ def test_a_setting_under_which_restarts_would_fail_is_named(tmp_path: Path) -> N
     assert "start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in ended.out
 
 
-def test_a_named_job_neither_goes_on_with_another_one_nor_replaces_it(tmp_path: Path) -> None:
+def test_a_named_job_neither_goes_on_with_another_one_nor_replaces_it(tmp_path):
     quick = [
         *TINY,
         *("--dataset", "digits", "--max-steps", 2, "--output-dir", tmp_path, "--threads", 1),

@@ -27,13 +27,11 @@ Run = Callable[..., list[Ended]]
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+def start(tmp_path_factory):
     """Return a function that starts a training in the folder ``output`` and returns its ranks."""
     images = make_image_folder(tmp_path_factory.mktemp("images"))
 
-    def run(
-        output: Path, *flags: object, ranks: int = 1, hurt: tuple[int, str, str] = (-1, "", "")
-    ) -> list[Started]:
+    def run(output, *flags, ranks=1, hurt=(-1, "", "")):
         command = [
             sys.executable,
             ROOT / "tests" / "helpers" / "hurt.py",
@@ -61,20 +59,20 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
 
 
 @pytest.fixture(scope="module")
-def train(start: Start) -> Run:
+def train(start):
     """Return a function that trains as ``start`` does and returns how each rank ended."""
     return lambda *arguments, **more: [one.end() for one in start(*arguments, **more)]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(train: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
+def undisturbed(train, tmp_path_factory):
     """Return a function that trains undisturbed, once for each number of ranks.
 
     It returns the run's folder and what rank 0 printed.
     """
 
     @functools.cache
-    def trained(ranks: int) -> tuple[Path, str]:
+    def trained(ranks):
         output = tmp_path_factory.mktemp("undisturbed")
         ends = train(output, ranks=ranks)
         assert [end.status for end in ends] == [0] * ranks, ends
@@ -83,11 +81,11 @@ def undisturbed(train: Run, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return trained
 
 
-def run_folder(output: Path) -> Path:
+def run_folder(output):
     return output / "PartTwo-all_reduce" / "same"
 
 
-def records(run: Path) -> dict[str, list[Any]]:
+def records(run):
     """Return the lines of every record by file, without times."""
     found: dict[str, list[Any]] = {}
     for path in (run / "metrics.jsonl", run / "epochs.jsonl"):
@@ -102,7 +100,7 @@ def records(run: Path) -> dict[str, list[Any]]:
     return found
 
 
-def resume(train: Run, output: Path, *, ranks: int, step: int | None) -> Ended:
+def resume(train, output, *, ranks, step):
     """Resume at ``step``; 0: from the beginning, None: from any checkpoint."""
     ends = train(output, "--resume", "auto", ranks=ranks)
     assert [end.status for end in ends] == [0] * ranks, ends
@@ -121,14 +119,14 @@ def resume(train: Run, output: Path, *, ranks: int, step: int | None) -> Ended:
     ],
 )
 def test_after_kill_9_and_resume_the_records_are_the_undisturbed_runs(
-    train: Run,
-    undisturbed: Callable[[int], Any],
-    tmp_path: Path,
-    ranks: int,
-    victim: int,
-    moment: str,
-    step: int,
-) -> None:
+    train,
+    undisturbed,
+    tmp_path,
+    ranks,
+    victim,
+    moment,
+    step,
+):
     """Also what rank 0 prints of the resumed epoch, and the number of steps in the summary."""
     reference, printed = undisturbed(ranks)
     ends = train(tmp_path, ranks=ranks, hurt=(victim, moment, "kill"))
@@ -154,16 +152,16 @@ def test_after_kill_9_and_resume_the_records_are_the_undisturbed_runs(
     ],
 )
 def test_after_every_other_end_and_resume_too(
-    start: Start,
-    train: Run,
-    undisturbed: Callable[[int], Any],
-    tmp_path: Path,
-    moment: str,
-    deed: str,
-    sent: signal.Signals | None,
-    status: int,
-    step: int | None,
-) -> None:
+    start,
+    train,
+    undisturbed,
+    tmp_path,
+    moment,
+    deed,
+    sent,
+    status,
+    step,
+):
     """A signal in step 3, Ctrl-C there, or an error at the first batch of the second epoch."""
     [rank] = start(tmp_path, hurt=(0, moment, deed))
     if sent is not None:
@@ -188,8 +186,8 @@ def test_after_every_other_end_and_resume_too(
     ],
 )
 def test_a_resume_from_an_older_checkpoint_removes_the_lines_after_it(
-    train: Run, undisturbed: Callable[[int], Any], tmp_path: Path, damaged: tuple, step: int
-) -> None:
+    train, undisturbed, tmp_path, damaged, step
+):
     """The newest checkpoints are damaged; if steps are left, the last line is cut off, too."""
     reference, printed = undisturbed(1)
     run = Path(shutil.copytree(reference, run_folder(tmp_path)))
@@ -206,7 +204,7 @@ def test_a_resume_from_an_older_checkpoint_removes_the_lines_after_it(
 
 
 @pytest.mark.slow
-def test_on_another_number_of_ranks_the_epoch_keeps_its_sums(train: Run, tmp_path: Path) -> None:
+def test_on_another_number_of_ranks_the_epoch_keeps_its_sums(train, tmp_path):
     """Two ranks resume what one has begun, and one what two have begun.
 
     The epoch's loss is the mean over all its steps, also over those before the resume.

@@ -6,7 +6,6 @@ The tests compare weights, metrics and predictions.
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,11 +18,11 @@ from tests.helpers import TINY, free_port, make_image_folder, only_run_folder, r
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(tmp_path_factory):
     return make_image_folder(tmp_path_factory.mktemp("images"))
 
 
-def settings(images: Path, output: Path, *more: object) -> list[object]:
+def settings(images, output, *more):
     return [
         *TINY,
         *("--dataset", "folder", "--data-dir", images, "--batch-size", 8, "--epochs", 2),
@@ -32,7 +31,7 @@ def settings(images: Path, output: Path, *more: object) -> list[object]:
     ]
 
 
-def second_epoch(folder: Path) -> tuple[dict, list, dict]:
+def second_epoch(folder):
     """Return the checkpoint, the metrics without times, and the report of epoch 2."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [
@@ -45,7 +44,7 @@ def second_epoch(folder: Path) -> tuple[dict, list, dict]:
     return load_checkpoint(folder / "checkpoints" / "Epoch_2.pt"), metrics, report
 
 
-def assert_same(straight: Path, resumed: Path) -> None:
+def assert_same(straight, resumed):
     one, other = second_epoch(straight), second_epoch(resumed)
     assert one[1] == other[1], "metrics of the second epoch differ after a resume"
     assert len(one[1]) == 3
@@ -60,7 +59,7 @@ def assert_same(straight: Path, resumed: Path) -> None:
     assert one[0]["step"] == other[0]["step"] == 6
 
 
-def test_one_rank_resumes_bit_for_bit(tmp_path: Path, images: Path) -> None:
+def test_one_rank_resumes_bit_for_bit(tmp_path, images):
     """The second epoch of alternating flips depends on the first, which a resumed run has not seen.
 
     The report, the card and the header name what is not the default; the validation of the last
@@ -121,12 +120,10 @@ def test_one_rank_resumes_bit_for_bit(tmp_path: Path, images: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["PartTwo", "PartThree"])
-def test_two_ranks_resume_bit_for_bit_though_only_rank_0_has_the_file(
-    tmp_path: Path, images: Path, part: str
-) -> None:
+def test_two_ranks_resume_bit_for_bit_though_only_rank_0_has_the_file(tmp_path, images, part):
     """Each rank has its own disk; --resume auto finds the newest good checkpoint on rank 0's."""
 
-    def run(name: str, *more: object) -> None:
+    def run(name, *more):
         port = free_port()
         ranks = [
             start_part(
@@ -171,12 +168,12 @@ def test_two_ranks_resume_bit_for_bit_though_only_rank_0_has_the_file(
 
 @pytest.mark.parametrize("warmup", [None, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_goes_on_where_it_stopped(name: str, warmup: int | None) -> None:
-    def made() -> tuple:
+def test_every_schedule_goes_on_where_it_stopped(name, warmup):
+    def made():
         optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5, momentum=0.9)
         return optimizer, build_schedule(optimizer, name, total_steps=12, warmup_steps=warmup)
 
-    def steps(made: tuple, count: int) -> list[float]:
+    def steps(made, count):
         optimizer, schedule = made
         rates = []
         for _ in range(count):

@@ -38,7 +38,7 @@ FILES = {
 }
 
 
-def test_part_one_without_a_flag_for_the_group(tmp_path: Path) -> None:
+def test_part_one_without_a_flag_for_the_group(tmp_path):
     [ended] = run_part("PartOne", *QUICK, *TINY, "--output-dir", "out", cwd=tmp_path)
     assert ended.status == 0, ended.err
     assert "batch: 32 per rank x 1 rank = 32 global" in ended.out
@@ -69,7 +69,7 @@ def test_part_one_without_a_flag_for_the_group(tmp_path: Path) -> None:
     assert re.match(r"^Epoch: 1, Train Loss: ", (folder / "logs_rank0.txt").read_text())
 
 
-def test_digits_are_never_mirrored(tmp_path: Path) -> None:
+def test_digits_are_never_mirrored(tmp_path):
     flags = ("--flip", "alternating", "--tta", "flip")
     [ended] = run_part("PartOne", *QUICK, *TINY, *flags, "--output-dir", "out", cwd=tmp_path)
     assert (ended.status, ended.out) == (1, "")
@@ -89,9 +89,7 @@ def test_digits_are_never_mirrored(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_three_ranks_share_batch_and_test_set(
-    tmp_path: Path, part: str, flags: tuple[str, ...], way: str
-) -> None:
+def test_three_ranks_share_batch_and_test_set(tmp_path, part, flags, way):
     """A batch of 31 does not divide by three ranks; the report has each test image once."""
     more = (*flags, *QUICK, *TINY, "--batch-size", 31, "--output-dir", tmp_path)
     ended = run_part(part, *more, cwd=tmp_path, ranks=3)
@@ -126,7 +124,7 @@ def test_three_ranks_share_batch_and_test_set(
     assert alone.mean_loss == pytest.approx(report["test_loss"], rel=1e-3)
 
 
-def test_each_part_starts_cold_and_the_ways_agree(tmp_path: Path) -> None:
+def test_each_part_starts_cold_and_the_ways_agree(tmp_path):
     """VGG-11 starts in a new interpreter, as for users; of two ranks only rank 0, to save time.
 
     With the same seed, the losses over the global batch of PartTwo and PartThree agree within 0.1 %
@@ -164,7 +162,7 @@ def test_each_part_starts_cold_and_the_ways_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_under_torchrun(tmp_path: Path) -> None:
+def test_under_torchrun(tmp_path):
     command = [
         str(Path(sys.executable).parent / "torchrun"),
         *("--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())),
@@ -185,7 +183,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.cifar
 @needs_cifar10
-def test_the_assignments_own_setting_runs_on_real_data(tmp_path: Path) -> None:
+def test_the_assignments_own_setting_runs_on_real_data(tmp_path):
     """Two steps at the assignment's constant rate of 0.1; a rank needs less than 2.5 GB."""
     ended = run_part(
         "PartTwo",
@@ -213,7 +211,7 @@ def test_the_assignments_own_setting_runs_on_real_data(tmp_path: Path) -> None:
 @pytest.mark.cifar
 @needs_cifar10
 @pytest.mark.timeout(900)
-def test_41_steps_of_cifar10_with_the_defaults_learn(tmp_path: Path) -> None:
+def test_41_steps_of_cifar10_with_the_defaults_learn(tmp_path):
     [ended] = run_part(
         "PartOne", "--max-steps", 41, "--output-dir", tmp_path, cwd=tmp_path, timeout_seconds=800
     )
@@ -230,7 +228,7 @@ def test_41_steps_of_cifar10_with_the_defaults_learn(tmp_path: Path) -> None:
         pytest.param("pass", 0.85, marks=[pytest.mark.long, pytest.mark.timeout(900)]),
     ],
 )
-def test_the_demo_compares_all_four_ways(change: str, least: float) -> None:
+def test_the_demo_compares_all_four_ways(change, least):
     command = [
         sys.executable,
         "-c",

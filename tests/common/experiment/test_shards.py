@@ -3,13 +3,12 @@
 The result covers samples, weights and BatchNorm statistics.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.data import load_dataset
 from common.data.loaders import TrainLoader
@@ -24,7 +23,7 @@ SHARDS, BATCH, STEPS = 3, 50, 4
 class Double:
     """A loader in float64, with the attributes that the engine needs."""
 
-    def __init__(self, loader: TrainLoader) -> None:
+    def __init__(self, loader):
         self.sampler, self._loader = loader.sampler, loader
         self.global_batch_sizes, self.micro_batches, self.shards_here = (
             loader.global_batch_sizes,
@@ -32,14 +31,14 @@ class Double:
             loader.shards_here,
         )
 
-    def start_at(self, step: int) -> None:
+    def start_at(self, step):
         self._loader.start_at(step)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self):
         return ((images.double(), labels) for images, labels in self._loader)
 
 
-def network() -> nn.Module:
+def network():
     """Return a model with BatchNorm and dropout; dropout must draw by shard, not by rank."""
     torch.manual_seed(0)
     return nn.Sequential(
@@ -55,9 +54,7 @@ def network() -> nn.Module:
     ).double()
 
 
-def train(
-    rank: int, size: int, sync: str, accumulation_steps: int, stop_after: int | None = None
-) -> dict[str, np.ndarray]:
+def train(rank, size, sync, accumulation_steps, stop_after=None):
     """Train some steps on digits; return weights, averaged weights and running statistics."""
     digits = load_dataset("digits", Path("unused"))
     sampler = GlobalBatchSampler(
@@ -95,7 +92,7 @@ def train(
     return {name: value.numpy().copy() for name, value in state.items()}
 
 
-def every_way(rank: int, size: int) -> dict[tuple, dict[str, np.ndarray]]:
+def every_way(rank, size):
     """Train with each strategy and number of micro-batches, in one group."""
     names = ANY_LAYERS if size > 2 else ["all_reduce", "overlapped", "ddp"]
     return {
@@ -108,7 +105,7 @@ def every_way(rank: int, size: int) -> dict[tuple, dict[str, np.ndarray]]:
 @pytest.mark.parametrize(
     "size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
 )
-def test_shards_on_any_number_of_ranks_are_those_of_one_process(size: int) -> None:
+def test_shards_on_any_number_of_ranks_are_those_of_one_process(size):
     expected = {micro_batches: train(0, 1, "none", micro_batches) for micro_batches in (1, 2)}
     assert np.abs(expected[1]["0.weight"] - expected[2]["0.weight"]).max() > 1e-6, (
         "other pieces, other BatchNorm statistics"
@@ -130,8 +127,8 @@ def test_shards_on_any_number_of_ranks_are_those_of_one_process(size: int) -> No
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
-def test_every_sample_comes_once_in_the_same_piece(size: int, accumulation_steps: int) -> None:
-    def micro_batches(rank: int, ranks: int) -> list[tuple[int, tuple[int, ...]]]:
+def test_every_sample_comes_once_in_the_same_piece(size, accumulation_steps):
+    def micro_batches(rank, ranks):
         sampler = GlobalBatchSampler(
             103,
             batch_size=40,

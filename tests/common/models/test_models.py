@@ -6,7 +6,7 @@ Pretrained weights are loaded completely or refused with a clear error.
 import http.server
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -55,7 +55,7 @@ INSIDE = {
 }
 
 
-def output_shapes(model: nn.Module, names: list[str], images: Tensor) -> dict[str, tuple[int, ...]]:
+def output_shapes(model, names, images):
     """Return channels and height of each module's output; all outputs are square."""
     found: dict[str, tuple[int, ...]] = {}
     for name in names:
@@ -71,7 +71,7 @@ def output_shapes(model: nn.Module, names: list[str], images: Tensor) -> dict[st
 
 
 @pytest.mark.parametrize(("name", "classes"), PUBLISHED)
-def test_parameters_are_as_many_as_published(name: str, classes: int) -> None:
+def test_parameters_are_as_many_as_published(name, classes):
     with torch.device("meta"):  # shapes without data
         model = build_model(name, classes)
     assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name, classes]
@@ -79,7 +79,7 @@ def test_parameters_are_as_many_as_published(name: str, classes: int) -> None:
 
 
 @pytest.mark.parametrize("name", INSIDE)
-def test_images_keep_the_published_size_inside(name: str) -> None:
+def test_images_keep_the_published_size_inside(name):
     """ResNet's stem and WideResNet's first stage keep 32x32: no stride, no pooling."""
     with torch.device("meta"):
         model, images = build_model(name, 10), torch.empty(1, 3, 32, 32)
@@ -91,7 +91,7 @@ def test_images_keep_the_published_size_inside(name: str) -> None:
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in BIG else ()) for name in FROM_SCRATCH],
 )
-def test_each_image_gets_a_number_a_class_and_every_parameter_a_gradient(name: str) -> None:
+def test_each_image_gets_a_number_a_class_and_every_parameter_a_gradient(name):
     torch.manual_seed(0)
     model = build_model(name, 7).train()
     logits = model(torch.randn(4, 3, 32, 32))
@@ -105,9 +105,7 @@ def test_each_image_gets_a_number_a_class_and_every_parameter_a_gradient(name: s
 
 
 @pytest.mark.parametrize(("channels_out", "stride"), [(8, 1), (16, 1), (8, 2), (16, 2)])
-def test_wide_resnet_normalises_and_activates_before_each_convolution(
-    channels_out: int, stride: int
-) -> None:
+def test_wide_resnet_normalises_and_activates_before_each_convolution(channels_out, stride):
     """If the shape changes, the shortcut begins at the activated input, else at the input."""
     torch.manual_seed(0)
     block, inputs = ResidualBlock(8, channels_out, stride).eval(), torch.randn(2, 8, 6, 6)
@@ -125,7 +123,7 @@ def test_wide_resnet_normalises_and_activates_before_each_convolution(
 # --- the pretrained model ---
 
 
-def _source(classes: int = 1000, seed: int = 5) -> dict[str, Tensor]:
+def _source(classes=1000, seed=5):
     """Return a state dict of torchvision's ResNet-18 with its own values in every tensor.
 
     BatchNorm's statistics differ from the defaults, too.
@@ -140,7 +138,7 @@ def _source(classes: int = 1000, seed: int = 5) -> dict[str, Tensor]:
     return state
 
 
-def _assert_has(model: nn.Module, state: dict[str, Tensor], *, counters: bool = True) -> None:
+def _assert_has(model, state, *, counters=True):
     """Check that all layers but the last have the values in ``state``."""
     own = model.network.state_dict()
     assert len(own) == 122
@@ -152,9 +150,7 @@ def _assert_has(model: nn.Module, state: dict[str, Tensor], *, counters: bool = 
 @pytest.mark.parametrize(
     ("unfreeze", "tensors", "entries"), [(False, 2, 5130), (True, 62, 11_181_642)]
 )
-def test_only_the_last_layer_of_a_pretrained_model_trains_unless_asked(
-    unfreeze: bool, tensors: int, entries: int
-) -> None:
+def test_only_the_last_layer_of_a_pretrained_model_trains_unless_asked(unfreeze, tensors, entries):
     model = build_model("resnet18_transfer", 10, input_size=32, unfreeze=unfreeze)
     model(torch.randn(2, 3, 32, 32)).sum().backward()
     parameters = dict(model.named_parameters())
@@ -165,9 +161,7 @@ def test_only_the_last_layer_of_a_pretrained_model_trains_unless_asked(
 
 
 @pytest.mark.parametrize(("input_size", "stem_hands_on"), [(224, 56), (64, 16)])
-def test_images_reach_a_pretrained_model_in_the_size_it_asks_for(
-    input_size: int, stem_hands_on: int
-) -> None:
+def test_images_reach_a_pretrained_model_in_the_size_it_asks_for(input_size, stem_hands_on):
     """Images are enlarged, not padded; the stem is ImageNet's, with stride and pooling."""
     model = build_model("resnet18_transfer", 10, input_size=input_size)
     seen: list[Tensor] = []
@@ -198,9 +192,7 @@ SOURCES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
 @pytest.mark.parametrize(
     ("source", "classes"), [*((source, 1000) for source in SOURCES), ("torchvision's", 10)]
 )
-def test_pretrained_weights_fill_all_layers_but_the_last(
-    source: str, classes: int, tmp_path: Path
-) -> None:
+def test_pretrained_weights_fill_all_layers_but_the_last(source, classes, tmp_path):
     """Loading ignores the file's last layer, whatever its number of classes."""
     state, path = _source(classes), tmp_path / "weights.pth"
     torch.save(SOURCES[source](state), path)
@@ -214,14 +206,14 @@ def test_pretrained_weights_fill_all_layers_but_the_last(
 class _Hostile:
     """An object that creates a file if a careless reader unpickles it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self._path = path
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return Path.touch, (self._path,)
 
 
-def _without(state: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+def _without(state, name):
     return {key: value for key, value in state.items() if key != name}
 
 
@@ -236,13 +228,13 @@ WRONG: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, what: str) -> None:
+def test_a_file_that_holds_something_else_is_refused(tmp_path, what):
     path = tmp_path / "weights.pth"
     torch.save(WRONG[what](), path)
     _refused(str(path), "torchvision.models.resnet18(weights='DEFAULT').state_dict()")
 
 
-def _refused(source: str, *words: str) -> None:
+def _refused(source, *words):
     """Check that the source is refused with one line that names it and has these words."""
     with pytest.raises(UserError) as error:
         load_pretrained(build_model("resnet18_transfer", 10), source)
@@ -250,7 +242,7 @@ def _refused(source: str, *words: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_hostile_file_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+def test_a_hostile_file_is_refused_and_runs_nothing(tmp_path):
     path, trace = tmp_path / "weights.pth", tmp_path / "it ran"
     torch.save({**_source(), "more": _Hostile(trace)}, path)
     _refused(str(path), "cannot be read")
@@ -261,7 +253,7 @@ def test_a_hostile_file_is_refused_and_runs_nothing(tmp_path: Path) -> None:
     assert trace.exists(), "the file is hostile indeed"
 
 
-def test_a_file_that_is_not_there_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_named_with_what_to_do(tmp_path):
     for path in (tmp_path, tmp_path / "missing.pth"):
         _refused(str(path), "give --pretrained-weights FILE")
 
@@ -270,7 +262,7 @@ def test_a_file_that_is_not_there_is_named_with_what_to_do(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def torch_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def torch_home(tmp_path, monkeypatch):
     """Return torch's cache folder, empty; use no proxy for servers on this machine."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setenv("no_proxy", "*")
@@ -278,17 +270,17 @@ def torch_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[Path, str, list[str]]]:
+def served(tmp_path):
     """Yield a folder, the URL that serves it, and the paths requested so far."""
     folder = tmp_path / "served"
     folder.mkdir()
     asked: list[str] = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *arguments: Any) -> None:
+        def __init__(self, *arguments):
             super().__init__(*arguments, directory=str(folder))
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, *_):
             asked.append(self.path)
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -301,17 +293,13 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, str, list[str]]]:
             thread.join(timeout=5)
 
 
-def test_a_server_without_the_file_or_out_of_reach_is_named_with_what_to_do(
-    torch_home: Path, served: tuple[Path, str, list[str]]
-) -> None:
+def test_a_server_without_the_file_or_out_of_reach_is_named_with_what_to_do(torch_home, served):
     nobody = f"http://127.0.0.1:{free_port()}/weights.pth"
     for url in (f"{served[1]}/missing.pth", nobody, "nonsense://weights.pth"):
         _refused(url, "give --pretrained-weights FILE", "random weights")
 
 
-def test_a_damaged_download_is_refused_and_does_not_stay(
-    torch_home: Path, served: tuple[Path, str, list[str]]
-) -> None:
+def test_a_damaged_download_is_refused_and_does_not_stay(torch_home, served):
     """Once the server has the correct file, the next start downloads it."""
     folder, url, _ = served
     state = _source()
@@ -325,8 +313,8 @@ def test_a_damaged_download_is_refused_and_does_not_stay(
 
 
 def test_pretrained_weights_are_downloaded_once_also_from_two_urls_that_end_alike(
-    torch_home: Path, served: tuple[Path, str, list[str]]
-) -> None:
+    torch_home, served
+):
     """Torch's cache uses only the last part of a URL, which must not mix up two files."""
     folder, url, asked = served
     for seed, name in enumerate(("one", "other")):
@@ -342,8 +330,8 @@ def test_pretrained_weights_are_downloaded_once_also_from_two_urls_that_end_alik
 
 
 def test_torchvisions_own_weights_are_asked_for_without_a_source(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """ResNet-18 comes from torchvision's URL; its content must match the hash in its name."""
     state = _source()
     load = Mock(return_value=state)

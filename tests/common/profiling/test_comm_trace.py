@@ -39,7 +39,7 @@ class FixedTimes:
         pass
 
 
-def ledger_waits(rank: int) -> list[float]:
+def ledger_waits(rank):
     """Return the wait and sync seconds of three steps.
 
     Rank 1 is slower in the first step, rank 0 in the second. In the third, a second part of sync
@@ -65,7 +65,7 @@ def test_waiting_lasts_until_the_slowest_rank_begins_to_synchronise():
     assert second == pytest.approx([0.0, 1.0, 0.5, 1.0, 0.0, 0.35])
 
 
-def offsets(rank: int) -> tuple[float, float]:
+def offsets(rank):
     """Return this rank's offset with one clock, and with rank 1's clock 1,000 s ahead."""
     world = World(rank=rank, size=2)
     here = clock_offset(world)
@@ -83,7 +83,7 @@ def test_clocks_of_other_machines_are_compared():
     assert far1 - far0 == pytest.approx(1000.0, abs=0.5)
 
 
-def recorded(rank: int, size: int) -> dict:
+def recorded(rank, size):
     """Record steps 2 and 3 of 4 with all_reduce, then a send and a broadcast without a strategy."""
     torch.manual_seed(0)
     model = nn.Linear(10, 3)
@@ -151,7 +151,7 @@ def test_messages_are_taken_down_with_bytes_and_times():
         assert [kind for kind in measured if kind not in ("send", "recv")] == list(KINDS[:-2])
 
 
-def recorded_in_threads(rank: int) -> tuple[dict, float]:
+def recorded_in_threads(rank):
     """Return the timeline of the third of four steps of ``sharded``, and the bytes sent in it."""
     torch.manual_seed(0)
     model = nn.Linear(10, 3)

@@ -21,29 +21,29 @@ DRIFT = 20e-6  # a GPU's clock and a host's differ by some parts in a million
 class Clocks:
     """The host's clock, and events of a GPU whose clock runs a little faster."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.host_seconds = 1000.0
         clocks = self
 
         class Event:
-            def __init__(self, enable_timing: bool) -> None:
+            def __init__(self, enable_timing):
                 assert enable_timing
 
-            def record(self, stream: object) -> None:
+            def record(self, stream):
                 assert stream == "stream of cuda:1"
                 self.seconds = clocks.host_seconds * (1 + DRIFT)
 
-            def synchronize(self) -> None:
+            def synchronize(self):
                 pass
 
-            def elapsed_time(self, end: "Event") -> float:
+            def elapsed_time(self, end):
                 return float(np.float32((end.seconds - self.seconds) * 1000))
 
         self.event = Event
 
 
 @pytest.fixture
-def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+def clocks(monkeypatch):
     clocks = Clocks()
     monkeypatch.setattr(torch.cuda, "Event", clocks.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
@@ -51,7 +51,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     return clocks
 
 
-def test_times_stay_exact_for_hours(clocks: Clocks) -> None:
+def test_times_stay_exact_for_hours(clocks):
     """Float32 milliseconds since the start would be 2 ms apart after five hours."""
     timer = StepTimer(torch.device("cuda", 1))
     for _ in range(5 * 360):  # a flush each 10 s
@@ -70,7 +70,7 @@ def test_times_stay_exact_for_hours(clocks: Clocks) -> None:
     assert timer.seconds(taken)["step"] == pytest.approx(0.251, abs=2e-5)
 
 
-def test_a_step_lasts_until_the_next_begins() -> None:
+def test_a_step_lasts_until_the_next_begins():
     """A callback after each step takes time: the next step and the epoch's mean contain it."""
     model = nn.Linear(10, 3)
     engine = TrainingEngine(model, "cpu")

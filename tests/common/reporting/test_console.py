@@ -16,36 +16,36 @@ from common.utils import progress as progress_module
 class Clock:
     """Seconds that the test sets, in place of ``time``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     fake = Clock()
     monkeypatch.setattr(progress_module, "time", fake)
     monkeypatch.setattr(console_module, "time", fake)
     return fake
 
 
-def record(step: int) -> StepRecord:
+def record(step):
     return StepRecord(epoch=1, step=step, loss=2.0, accuracy=0.5, local_loss=2.0)
 
 
-def steps_shown(text: str) -> list[int]:
+def steps_shown(text):
     return [int(line.split("step ")[1].split("/")[0]) for line in text.splitlines()]
 
 
-def progress(total: int, *, done: int = 0) -> Progress:
+def progress(total, *, done=0):
     shown = Progress(total, done_steps=done, global_batch_size=8, visible=True, log_every=100)
     shown.begin()
     return shown
 
 
-def test_slow_steps_are_shown_by_time_and_the_first_and_last_always(clock: Clock, capsys) -> None:
+def test_slow_steps_are_shown_by_time_and_the_first_and_last_always(clock, capsys):
     """Steps of 4 s: the first one, then one every 10 s or more, then the last one."""
     shown = progress(9)
     for step in range(1, 10):
@@ -54,7 +54,7 @@ def test_slow_steps_are_shown_by_time_and_the_first_and_last_always(clock: Clock
     assert steps_shown(capsys.readouterr().out) == [1, 4, 7, 9]
 
 
-def test_fast_steps_are_shown_by_number(clock: Clock, capsys) -> None:
+def test_fast_steps_are_shown_by_number(clock, capsys):
     """Records arrive in groups; a resumed run shows its own first step."""
     shown = progress(420, done=150)
     for first in range(151, 421, 10):
@@ -65,7 +65,7 @@ def test_fast_steps_are_shown_by_number(clock: Clock, capsys) -> None:
 
 
 @pytest.mark.parametrize("visible", [True, False])
-def test_a_long_evaluation_counts_its_images(clock: Clock, capsys, visible: bool) -> None:
+def test_a_long_evaluation_counts_its_images(clock, capsys, visible):
     """Batches of 3 s: a line after every 10 s, with the time left; only rank 0 prints."""
     shown = Progress(1, done_steps=0, global_batch_size=8, visible=visible)
 
@@ -86,13 +86,13 @@ def test_a_long_evaluation_counts_its_images(clock: Clock, capsys, visible: bool
 class FullDisk(io.StringIO):
     """A file on a full disk."""
 
-    def write(self, text: str) -> int:
+    def write(self, text):
         raise OSError(28, "No space left on device")
 
 
 def test_output_that_cannot_be_written_is_an_error_for_the_user(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(sys, "stdout", FullDisk())  # the console looks it up for each line
     with pytest.raises(UserError, match=r"output could not be written \(No space left on device\)"):
         say("text")

@@ -1,7 +1,5 @@
 """The pictures of one run: large enough, whole steps on the axis, no zeros in the matrix."""
 
-from pathlib import Path
-
 import matplotlib.image
 import pytest
 from matplotlib.figure import Figure
@@ -10,12 +8,12 @@ from common.reporting.plots import draw_confusion_matrix, draw_loss
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+def drawn(monkeypatch):
     """Return the list of the figures that are saved during the test."""
     figures: list[Figure] = []
     savefig = Figure.savefig
 
-    def save(figure: Figure, *args: object, **options: object) -> None:
+    def save(figure, *args, **options):
         savefig(figure, *args, **options)  # type: ignore[arg-type]
         figures.append(figure)
 
@@ -23,7 +21,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return figures
 
 
-def test_a_short_loss_curve_has_whole_steps(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_a_short_loss_curve_has_whole_steps(tmp_path, drawn):
     draw_loss(tmp_path / "loss.png", steps=[1, 2, 3], losses=[2.3, 2.2, 1.9], title="ring")
     axes = drawn[0].axes[0]
     assert all(float(tick).is_integer() for tick in axes.get_xticks())
@@ -31,9 +29,7 @@ def test_a_short_loss_curve_has_whole_steps(tmp_path: Path, drawn: list[Figure])
     assert matplotlib.image.imread(tmp_path / "loss.png").shape[1] >= 1680
 
 
-def test_a_long_loss_curve_has_the_mean_of_the_steps_around(
-    tmp_path: Path, drawn: list[Figure]
-) -> None:
+def test_a_long_loss_curve_has_the_mean_of_the_steps_around(tmp_path, drawn):
     losses = [float(step % 2) for step in range(100)]
     draw_loss(tmp_path / "loss.png", steps=list(range(100)), losses=losses, title="ring")
     _, mean = drawn[0].axes[0].lines
@@ -41,7 +37,7 @@ def test_a_long_loss_curve_has_the_mean_of_the_steps_around(
     assert mean.get_label() == "mean over 10 neighbouring steps"
 
 
-def test_zeros_of_the_confusion_matrix_are_hidden(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_zeros_of_the_confusion_matrix_are_hidden(tmp_path, drawn):
     path = tmp_path / "matrix.png"
     matrix = [[90, 0, 10], [0, 7, 0], [1, 0, 0]]
     draw_confusion_matrix(path, matrix=matrix, class_names=["a", "b", "c"], title="accuracy")

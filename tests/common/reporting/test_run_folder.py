@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,16 +12,16 @@ from common.reporting.run_folder import RunFolder
 from common.utils.typed_json import read_lines
 
 
-def step_record(step: int) -> StepRecord:
+def step_record(step):
     numbers = {"local_samples": 8, "sync_seconds": 0.1, "step_seconds": 0.7, "wait_seconds": 0.05}
     return StepRecord(epoch=1, step=step, loss=2.0 / step, accuracy=0.5, local_loss=3.0, **numbers)
 
 
-def epoch_report(epoch: int) -> EpochReport:
+def epoch_report(epoch):
     return EpochReport(epoch=epoch, train_loss=2.0, val_accuracy=math.nan, seconds=2.0)
 
 
-def test_lines_are_read_back_and_what_was_not_measured_is_null_in_the_file(tmp_path: Path) -> None:
+def test_lines_are_read_back_and_what_was_not_measured_is_null_in_the_file(tmp_path):
     folder = RunFolder(tmp_path)
     folder.append([step_record(1), step_record(2)])
     folder.append([epoch_report(1)])
@@ -42,9 +41,7 @@ def test_lines_are_read_back_and_what_was_not_measured_is_null_in_the_file(tmp_p
         ('{"step": 2, "loss": "x"}', "line 2: loss: Expected float | null"),
     ],
 )
-def test_a_resume_removes_damaged_lines_with_a_warning(
-    damaged: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resume_removes_damaged_lines_with_a_warning(damaged, why, tmp_path, capsys):
     """The weights are whole: the training goes on. Later lines and a cut last one go silently."""
     folder, metrics = RunFolder(tmp_path), tmp_path / "metrics.jsonl"
     folder.append([step_record(1)])
@@ -66,8 +63,8 @@ def test_a_resume_removes_damaged_lines_with_a_warning(
 
 
 def test_the_peak_of_gpu_memory_is_that_of_the_ranks_own_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     taken = {torch.device("cuda", 0): 10, torch.device("cuda", 1): 20}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", taken.__getitem__)
     assert peak_gpu_memory_bytes(torch.device("cuda", 1)) == 20

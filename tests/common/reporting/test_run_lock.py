@@ -44,9 +44,7 @@ with lock_folder(Path(sys.argv[1]), advice=""):
 """
 
 
-def start_group(
-    tmp_path: Path, images: Path, *flags: object, ranks: int, hurt: tuple[str, str, str]
-) -> list[Started]:
+def start_group(tmp_path, images, *flags, ranks, hurt):
     command = [
         *(sys.executable, ROOT / "tests" / "helpers" / "hurt.py", *hurt),
         *(ROOT / "PartTwo" / "main.py", *TINY, "--sync", "ring", "--threads", 1, "--epochs", 2),
@@ -66,7 +64,7 @@ def start_group(
     ]
 
 
-def test_a_second_run_in_the_folder_is_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_a_second_run_in_the_folder_is_refused_on_all_ranks(tmp_path):
     """With the same --run-name, and with --resume auto, while the first run still trains."""
     images = make_image_folder(tmp_path / "images")
     [first] = start_group(tmp_path, images, ranks=1, hurt=("0", "forward", "hold"))
@@ -93,7 +91,7 @@ def test_a_second_run_in_the_folder_is_refused_on_all_ranks(tmp_path: Path) -> N
     assert not (run / ".lock").exists()
 
 
-def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_free(tmp_path):
     """Its file stays until the next holder ends, but says nothing any more."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLDS, tmp_path],
@@ -117,7 +115,7 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     assert not (tmp_path / ".lock").exists()
 
 
-def lock_on_each_disk(rank: int, parent: str) -> list[object]:
+def lock_on_each_disk(rank, parent):
     """Return for a shared folder, then for one of each rank, whether this rank keeps it."""
     world, found = World(rank=rank, size=2), []
     for folder in (Path(parent, "shared"), Path(parent, str(rank))):
@@ -130,7 +128,7 @@ def lock_on_each_disk(rank: int, parent: str) -> list[object]:
     return found
 
 
-def test_each_disk_of_a_run_has_the_lock(tmp_path: Path) -> None:
+def test_each_disk_of_a_run_has_the_lock(tmp_path):
     for rank, (shares, one, owns, two) in enumerate(run_ranks(2, lock_on_each_disk, str(tmp_path))):
         assert (shares, owns) == (rank == 0, True)
         assert len(set(one)) == len(set(two)) == 1
@@ -138,12 +136,10 @@ def test_each_disk_of_a_run_has_the_lock(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(".lock"))
 
 
-def test_a_file_system_without_locks_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, capsys):
     """The run goes on unlocked; it leaves no lock of another kind, which a kill would not free."""
 
-    def no_locks(*_: object) -> None:
+    def no_locks(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
@@ -159,9 +155,7 @@ def test_a_file_system_without_locks_is_named(
     "content",
     [b"", b"a", b"\xff\n", b"a\nprocess 1 on \x1b[2J since 2026-01-01 00:00:00\n"],
 )
-def test_a_lock_file_of_somebody_else_is_only_shown_if_it_is_plain(
-    content: bytes, tmp_path: Path
-) -> None:
+def test_a_lock_file_of_somebody_else_is_only_shown_if_it_is_plain(content, tmp_path):
     """What it says reaches the terminal."""
     with (tmp_path / ".lock").open("wb") as file:
         file.write(content)
@@ -174,12 +168,12 @@ def test_a_lock_file_of_somebody_else_is_only_shown_if_it_is_plain(
             pass
 
 
-def test_twenty_at_once_get_twenty_folders(tmp_path: Path) -> None:
+def test_twenty_at_once_get_twenty_folders(tmp_path):
     """Runs, and what lab makes: comparisons, launches, reports."""
     context = multiprocessing.get_context("fork")
     barrier, queue = context.Barrier(MANY), context.SimpleQueue()
 
-    def make() -> None:
+    def make():
         barrier.wait(60)
         queue.put(new_folder(tmp_path / "runs").name)
 
@@ -194,7 +188,7 @@ def test_twenty_at_once_get_twenty_folders(tmp_path: Path) -> None:
     assert new_folder(tmp_path, "launch").name.startswith("launch-20")
 
 
-def test_special_files_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_special_files_are_refused_before_anything_is_written(tmp_path):
     """A FIFO as target or source ends the run at once; none of them is read or replaced."""
     fifo, out = tmp_path / "fifo", tmp_path / "out"
     os.mkfifo(fifo)
@@ -213,7 +207,7 @@ def test_special_files_are_refused_before_anything_is_written(tmp_path: Path) ->
     assert not out.exists()
 
 
-def test_the_folder_of_a_run_holds_links_to_files(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_holds_links_to_files(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "metrics")

@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
@@ -25,7 +24,7 @@ STEPS, EPOCH_ENDS = [1, 2, 3, 4, 5, 6], [3, 6]
 
 
 @pytest.fixture(autouse=True)
-def _no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_account(tmp_path, monkeypatch):
     """Give the test a home folder without a Weights & Biases account.
 
     matplotlib's files stay in the real home folder.
@@ -37,14 +36,14 @@ def _no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def trackers(folder: Path, **asked: Any) -> Trackers:
+def trackers(folder, **asked):
     """Return the dashboards of a run in ``folder`` that are asked for."""
     options = {"wandb": False, "tensorboard": False, "settings": {"epochs": 3}} | asked
     return Trackers(folder=folder, name="run", **options)
 
 
 @pytest.mark.slow
-def test_a_run_on_two_ranks_fills_both_dashboards_from_rank_0(tmp_path: Path) -> None:
+def test_a_run_on_two_ranks_fills_both_dashboards_from_rank_0(tmp_path):
     """Without an account, W&B writes offline to the run folder; each value has its step.
 
     Both dashboards get the same numbers from ``Trackers.log``.
@@ -96,12 +95,12 @@ def test_a_run_on_two_ranks_fills_both_dashboards_from_rank_0(tmp_path: Path) ->
     assert offline.parent == folder / "wandb"
 
 
-def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
     """The first part logs step 3, which no checkpoint holds, and is killed before it closes."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    def shown() -> list[tuple[int, float]]:
+    def shown():
         events = EventAccumulator(str(tmp_path / "tensorboard"))
         events.Reload()
         return [(scalar.step, scalar.value) for scalar in events.Scalars("train/loss")]
@@ -123,8 +122,8 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> No
     ("package", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")]
 )
 def test_a_missing_package_is_named_with_its_extra_and_needed_by_its_flag_only(
-    package: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    package, module, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=rf"--log-{package} .*pip install -e '\.\[{package}\]'"):
         trackers(tmp_path, **{package: True})
@@ -146,12 +145,12 @@ def test_a_missing_package_is_named_with_its_extra_and_needed_by_its_flag_only(
     ],
 )
 def test_an_account_or_a_wish_decides_whether_wandb_goes_online(
-    environment: dict[str, str],
-    netrc: str | None,
-    mode: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    environment,
+    netrc,
+    mode,
+    tmp_path,
+    monkeypatch,
+):
     """Without an account or WANDB_MODE the run is offline: wandb would prompt for a key.
 
     With one of them, wandb's own rules apply (mode None).
@@ -178,9 +177,7 @@ def test_an_account_or_a_wish_decides_whether_wandb_goes_online(
     assert options["config"] == {"epochs": 3}
 
 
-def test_a_key_that_wandb_refuses_is_one_line_that_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_that_wandb_refuses_is_one_line_that_says_what_to_do(tmp_path, monkeypatch):
     """The error is a UserError: it reaches all ranks at once, so none waits for rank 0."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_API_KEY", "bad")

@@ -7,7 +7,6 @@ must use the same layers.
 import functools
 import io
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from common.sync.fsdp import layers
 from common.sync.message_cost import GradientSize
 from common.training_engine import TrainingEngine
 from common.training_engine.evaluation_loop import predict
-from lab.proofs import Case, Equivalence, check_group
+from lab.proofs import Case, check_group
 from lab.proofs.equivalence import proof_sync
 from tests.common.sync.test_sync import Switching
 from tests.helpers import RankError, run_ranks
@@ -37,14 +36,14 @@ SIZES = [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4, 5
 
 
 @functools.cache
-def compared(size: int) -> dict[str, Equivalence]:
+def compared(size):
     """Return the result of each case, computed once for all tests."""
     return check_group({kind: ("fsdp", case) for kind, case in CASES.items()}, size)
 
 
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("size", SIZES)
-def test_fsdp_equals_one_process_after_every_step(size: int, kind: str) -> None:
+def test_fsdp_equals_one_process_after_every_step(size, kind):
     found = compared(size)[kind]
     assert len(found.steps) == 4
     assert found.first_wrong is None, str(found)
@@ -56,25 +55,25 @@ def test_fsdp_equals_one_process_after_every_step(size: int, kind: str) -> None:
 class Small(nn.Module):
     """BatchNorm, a layer that no rank uses, a frozen one; (batch, 3, 4, 4) to (batch, 3)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv, self.norm = nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5)
         self.unused, self.frozen = nn.Linear(7, 7), nn.Linear(20, 20).requires_grad_(False)
         self.head = nn.Linear(20, 3)
         self.double()
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         hidden = torch.tanh(self.norm(self.conv(images))).flatten(1)
         return self.head(torch.tanh(self.frozen(hidden)))
 
 
-def batches(count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+def batches(count, seed):
     generator = torch.Generator().manual_seed(seed)
     images = torch.randn(count, 4, 3, 4, 4, generator=generator, dtype=torch.float64)
     return [(one, torch.tensor([0, 1, 2, 0])) for one in images]
 
 
-def trained(rank: int, name: str, checkpoint: bytes) -> dict[str, Any]:
+def trained(rank, name, checkpoint):
     """Resume if there is a checkpoint, train, evaluate, train; return losses and a checkpoint.
 
     Every rank evaluates another number of batches, as it may with shards of unequal size.
@@ -105,18 +104,18 @@ def trained(rank: int, name: str, checkpoint: bytes) -> dict[str, Any]:
     return {**found, "checkpoint": buffer.getvalue()}
 
 
-def each_trained(rank: int, jobs: dict[str, tuple[str, bytes]]) -> dict[str, dict[str, Any]]:
+def each_trained(rank, jobs):
     return {key: trained(rank, *job) for key, job in jobs.items()}
 
 
 @functools.cache
-def fresh() -> list[dict[str, dict[str, Any]]]:
+def fresh():
     """Return what each strategy has found on two ranks from a fresh start, by rank."""
     return run_ranks(2, each_trained, {name: (name, b"") for name in ["all_reduce", *SHARDING]})
 
 
 @functools.cache
-def resumed() -> list[dict[str, dict[str, Any]]]:
+def resumed():
     """Return what three ranks have found from the checkpoints of two, by rank.
 
     The keys are the strategies that resume, and those that have saved.
@@ -128,7 +127,7 @@ def resumed() -> list[dict[str, dict[str, Any]]]:
     return run_ranks(3, each_trained, jobs)
 
 
-def assert_equal(one: Any, other: Any) -> None:
+def assert_equal(one, other):
     """Compare nested values; tensors may differ by rounding."""
     if isinstance(one, dict):
         one, other = (
@@ -143,7 +142,7 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one == other
 
 
-def assert_equal_results(ranks: list[dict[str, dict[str, Any]]], key: str, other: str) -> None:
+def assert_equal_results(ranks, key, other):
     for found in ranks:
         assert math.isclose(found[key]["loss"], found[other]["loss"], rel_tol=1e-9)
         ours, theirs = (torch.load(io.BytesIO(found[one]["checkpoint"])) for one in (key, other))
@@ -151,13 +150,13 @@ def assert_equal_results(ranks: list[dict[str, dict[str, Any]]], key: str, other
 
 
 @pytest.mark.parametrize("name", SHARDING)
-def test_checkpoints_are_those_of_all_reduce(name: str) -> None:
+def test_checkpoints_are_those_of_all_reduce(name):
     """AdamW's state, weights, averages; with clipping, and an evaluation within the training."""
     assert_equal_results(fresh(), name, "all_reduce")
 
 
 @pytest.mark.parametrize("name", SHARDING)
-def test_three_ranks_resume_from_a_checkpoint_of_two(name: str) -> None:
+def test_three_ranks_resume_from_a_checkpoint_of_two(name):
     """Those of all_reduce with the strategy, and the strategy's with all_reduce."""
     for key in (f"{name} from all_reduce", f"all_reduce from {name}"):
         assert_equal_results(resumed(), key, "all_reduce from all_reduce")
@@ -166,11 +165,11 @@ def test_three_ranks_resume_from_a_checkpoint_of_two(name: str) -> None:
 # --- Messages and layers ---
 
 
-def conv_net() -> nn.Module:
+def conv_net():
     return nn.Sequential(nn.Conv2d(3, 37, 3), nn.BatchNorm2d(37), nn.Flatten(), nn.Linear(148, 3))
 
 
-def messages(rank: int) -> list[tuple[str, int, float]]:
+def messages(rank):
     """Return kind, bytes and sent bytes of the messages of a step, after another one."""
     model, batch = conv_net(), (torch.randn(4, 3, 4, 4), torch.tensor([0, 1, 2, 0]))
     engine = TrainingEngine(model, "cpu", distributed=True, sync="fsdp")
@@ -187,7 +186,7 @@ def messages(rank: int) -> list[tuple[str, int, float]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_messages_of_fsdp_are_those_of_the_plan(size: int) -> None:
+def test_messages_of_fsdp_are_those_of_the_plan(size):
     sizes = GradientSize.of(conv_net().parameters())
     plan = build_message_plan_from("fsdp", {})
     planned = [(one.kind, int(one.nbytes)) for one in plan.operations(sizes, size)]
@@ -200,7 +199,7 @@ def test_messages_of_fsdp_are_those_of_the_plan(size: int) -> None:
         assert sum(sent for *_, sent in real) == pytest.approx(total)
 
 
-def test_a_layer_is_what_can_be_gathered_by_itself() -> None:
+def test_a_layer_is_what_can_be_gathered_by_itself():
     convolution, norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
     attention, head = nn.MultiheadAttention(4, 2), nn.Linear(4, 4)
     model = nn.Sequential(convolution, norm, attention, head)
@@ -213,7 +212,7 @@ def test_a_layer_is_what_can_be_gathered_by_itself() -> None:
 # --- What they refuse ---
 
 
-def refused(rank: int, kind: str) -> None:
+def refused(rank, kind):
     model = Switching()
     model.use_extra = kind == "branches" and rank == 0
     if kind == "compiled":
@@ -227,6 +226,6 @@ def refused(rank: int, kind: str) -> None:
     ("kind", "message"),
     [("branches", "extra on rank 0, base on rank 1"), ("compiled", "leave out --compile")],
 )
-def test_what_fsdp_cannot_do_is_refused_by_name(kind: str, message: str) -> None:
+def test_what_fsdp_cannot_do_is_refused_by_name(kind, message):
     with pytest.raises(RankError, match=f"{UserError.__name__}: .*{message}"):
         run_ranks(2, refused, kind)

@@ -8,12 +8,11 @@ from itertools import chain
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.models import build_model
 from common.profiling.comm_trace import MessageRecorder
 from common.sync import STRATEGIES, build_message_plan_from, build_sync
-from common.sync.base import GradientSync
 from common.sync.bucketing import MIB, assign_buckets, bucket_sizes
 from common.sync.message_cost import GradientSize, tree_children
 from tests.helpers import run_ranks
@@ -30,24 +29,24 @@ class Odd(nn.Module):
     PowerSGD compresses some of its matrices, but not all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(3, 37, 3, padding=1)
         self.hidden, self.head = nn.Linear(37, 61), nn.Linear(61, 3)
         self.to(memory_format=torch.channels_last)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         return self.head(torch.relu(self.hidden(torch.relu(self.conv(images)).mean(dim=(2, 3)))))
 
 
 class Tiny(nn.Module):
     """A model with two entries, so that there can be more ranks than entries."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         return images.mean(dim=(1, 2, 3))[:, None] * self.weight
 
 
@@ -66,7 +65,7 @@ CASES = [(name, {}) for name in STRATEGIES if name not in ("none", "fsdp")] + [
 ]
 
 
-def recorded(rank: int, sync: GradientSync, model: nn.Module) -> list[tuple[str, int, float]]:
+def recorded(rank, sync, model):
     """Train until the messages repeat.
 
     Returns (kind, bytes, bytes sent) of each message of one period.
@@ -75,7 +74,7 @@ def recorded(rank: int, sync: GradientSync, model: nn.Module) -> list[tuple[str,
     training = sync.prepare(model, optimizer)
     generator = torch.Generator().manual_seed(rank)
 
-    def steps(count: int) -> None:
+    def steps(count):
         for _ in range(count):
             optimizer.zero_grad(set_to_none=True)
             training(torch.randn(4, 3, 5, 5, generator=generator)).square().sum().backward()
@@ -93,7 +92,7 @@ def recorded(rank: int, sync: GradientSync, model: nn.Module) -> list[tuple[str,
     return [(one["kind"], one["bytes"], one["sent_bytes"]) for one in recorder.messages]
 
 
-def every_case(rank: int) -> dict:
+def every_case(rank):
     found = {}
     for kind, model in MODELS.items():
         for index, (name, options) in enumerate(CASES):
@@ -105,7 +104,7 @@ def every_case(rank: int) -> dict:
 Messages = list[tuple[str, int]]
 
 
-def split_rings(messages: Messages, size: int) -> tuple[Messages, Messages]:
+def split_rings(messages, size):
     """Return the reduce_scatters that threads send as rings of messages, and the other messages.
 
     Each ring is N-1 sends and as many receives of an N-th; the threads' order is not defined.
@@ -122,7 +121,7 @@ def split_rings(messages: Messages, size: int) -> tuple[Messages, Messages]:
 
 
 @functools.cache
-def messages(size: int) -> list[dict]:
+def messages(size):
     """Return the messages by rank, computed once for all tests."""
     return run_ranks(size, every_case)
 
@@ -133,7 +132,7 @@ IDS = [f"{name}-{'-'.join(map(str, options))}".rstrip("-") for name, options in 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=IDS)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("size", RANKS)
-def test_bytes_sent_are_the_payload_of_the_messages(size: int, kind: str, index: int) -> None:
+def test_bytes_sent_are_the_payload_of_the_messages(size, kind, index):
     name, options = CASES[index]
     plan = build_message_plan_from(name, options)
     sizes = GradientSize.of(MODELS[kind]().parameters())
@@ -158,7 +157,7 @@ def test_bytes_sent_are_the_payload_of_the_messages(size: int, kind: str, index:
     "name",
     [name for name in STRATEGIES if name not in ("none", "ddp_powersgd", "topk", "local_sgd")],
 )
-def test_the_docstrings_formulas_for_four_ranks(name: str) -> None:
+def test_the_docstrings_formulas_for_four_ranks(name):
     """One tensor of M = 4,000 bytes in 4-byte entries; fp16 sends half."""
     sizes, whole = [GradientSize((1000,))], 4000
     plan = build_message_plan_from(name, {})
@@ -177,7 +176,7 @@ def test_the_docstrings_formulas_for_four_ranks(name: str) -> None:
     assert plan.bytes_sent(sizes, 0, 1) == 0
 
 
-def test_vgg11_with_powersgd_sends_what_the_docstring_says() -> None:
+def test_vgg11_with_powersgd_sends_what_the_docstring_says():
     sizes = GradientSize.of(build_model("vgg11", 10).parameters())
     assert sum(sizes) == 36_924_456
     plan = build_message_plan_from("ddp_powersgd", {})
@@ -188,7 +187,7 @@ BUCKETS = {None: [9.5, 27.2, 0.3], 25: [28.3, 8.6], 4.5: None}
 """By bucket_mb, the bucket sizes in MB that docstrings state."""
 
 
-def torchs_buckets(rank: int) -> dict[float | None, tuple[list[int], list[list[int]]]]:
+def torchs_buckets(rank):
     """Return the sizes of torch's own buckets and the indices of their parameters.
 
     torch reports them from the third step.
@@ -206,7 +205,7 @@ def torchs_buckets(rank: int) -> dict[float | None, tuple[list[int], list[list[i
     return found
 
 
-def test_buckets_are_those_of_distributed_data_parallel() -> None:
+def test_buckets_are_those_of_distributed_data_parallel():
     sizes = GradientSize.of(build_model("vgg11", 10).parameters())
     for bucket_mb, (real, members) in run_ranks(2, torchs_buckets)[0].items():
         order = list(chain.from_iterable(members))  # backward's order; ours differs only in biases
@@ -218,7 +217,7 @@ def test_buckets_are_those_of_distributed_data_parallel() -> None:
     assert [ready for _, ready in bucket_sizes(sizes, 25)] == [28_350_504, 36_924_456]
 
 
-def test_a_bucket_closes_once_its_limit_is_reached() -> None:
+def test_a_bucket_closes_once_its_limit_is_reached():
     assert assign_buckets([], None) == []
     assert assign_buckets([MIB - 1, 1, 5, 25 * MIB, 7], None) == [[0, 1], [2, 3], [4]]
     assert assign_buckets([MIB, MIB, MIB], 2) == [[0, 1], [2]]
@@ -226,7 +225,7 @@ def test_a_bucket_closes_once_its_limit_is_reached() -> None:
     assert assign_buckets(two_types, 1) == [[0, 2], [1]]
 
 
-def test_a_gradients_size_is_a_number_that_remembers_its_shape() -> None:
+def test_a_gradients_size_is_a_number_that_remembers_its_shape():
     size = pickle.loads(pickle.dumps(GradientSize((3, 5), 8)))
     assert (size, size.shape, size.itemsize) == (120, (3, 5), 8)
     frozen = nn.Linear(2, 3)
@@ -235,7 +234,7 @@ def test_a_gradients_size_is_a_number_that_remembers_its_shape() -> None:
 
 
 @pytest.mark.parametrize("ranks", range(1, 18))
-def test_every_rank_but_the_root_is_one_ranks_child(ranks: int) -> None:
+def test_every_rank_but_the_root_is_one_ranks_child(ranks):
     assert sum(tree_children(rank, ranks) for rank in range(ranks)) == ranks - 1
     for name in BY_MESSAGES:
         plan = build_message_plan_from(name, {})

@@ -5,12 +5,11 @@ The lengths include those that no world size divides. Hooks must disappear when 
 
 import copy
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from common.errors import UserError
 from common.profiling.comm_trace import MessageRecorder
@@ -24,7 +23,7 @@ from tests.helpers.strategies import EXACT, Deep, Mixed
 # --- All-reduce algorithms ---
 
 
-def sums(rank: int, lengths: list[int]) -> list[str]:
+def sums(rank, lengths):
     """Return the algorithms and lengths with a wrong sum.
 
     The values are whole numbers, so the sum must be right to the bit.
@@ -44,18 +43,18 @@ def sums(rank: int, lengths: list[int]) -> list[str]:
 @pytest.mark.parametrize(
     "size", [1, 2, 3, 4, 7, *(pytest.param(size, marks=pytest.mark.slow) for size in (5, 6, 8, 9))]
 )
-def test_any_length_is_summed_over_any_number_of_ranks(size: int) -> None:
+def test_any_length_is_summed_over_any_number_of_ranks(size):
     assert run_ranks(size, sums, [0, 1, 2, 3, 5, 7, 8, 13, 64, 101]) == [[]] * size
 
 
 # --- Whole steps ---
 
 
-def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def drawn(*shape, seed, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def mixed_types(rank: int) -> dict[str, str]:
+def mixed_types(rank):
     found = {}
     for name in EXACT:
         torch.manual_seed(0)
@@ -76,7 +75,7 @@ def mixed_types(rank: int) -> dict[str, str]:
     return found
 
 
-def test_parameters_of_two_types() -> None:
+def test_parameters_of_two_types():
     for found in run_ranks(2, mixed_types):
         for name in EXACT:
             for ours, theirs in zip(found[name], found["all_reduce"], strict=True):
@@ -86,7 +85,7 @@ def test_parameters_of_two_types() -> None:
 # --- overlapped ---
 
 
-def order_of_events(rank: int) -> dict[str, list]:
+def order_of_events(rank):
     """Return the order of gradients (by layer) and messages (by bucket) in several steps.
 
     These are the first step, the second, one with accumulation, and one after close().
@@ -96,13 +95,13 @@ def order_of_events(rank: int) -> dict[str, list]:
     sync.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     class Teller(MessageRecorder):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             before = len(self.messages)
             result = super().__torch_dispatch__(func, types, args, kwargs)
             events.extend(f"{one['kind']} {before}" for one in self.messages[before:])
             return result
 
-    def step(parts: int = 1) -> None:
+    def step(parts=1):
         for p in model.parameters():
             p.grad = None
         for _ in range(parts - 1):
@@ -113,7 +112,7 @@ def order_of_events(rank: int) -> dict[str, list]:
         events.append("backward ends")
         sync.synchronize(model)
 
-    def told(parts: int = 1) -> list[str]:
+    def told(parts=1):
         events.clear()
         with Teller():
             step(parts)
@@ -130,7 +129,7 @@ def order_of_events(rank: int) -> dict[str, list]:
     return {"first": first, "second": second, "accumulated": accumulated, "closed": list(events)}
 
 
-def test_overlapped_sends_a_bucket_before_the_next_gradient_is_there() -> None:
+def test_overlapped_sends_a_bucket_before_the_next_gradient_is_there():
     gradients = [f"gradient {i}" for i in (3, 2, 1, 0)]
     messages = [f"all_reduce {i}" for i in range(5)]
     pairs = zip(gradients, messages[:4], strict=True)
@@ -143,7 +142,7 @@ def test_overlapped_sends_a_bucket_before_the_next_gradient_is_there() -> None:
         assert found["closed"] == gradients
 
 
-def engines_in_turn(rank: int) -> tuple[float, str]:
+def engines_in_turn(rank):
     """Train one model with several engines in turn; return its error and a digest.
 
     Each engine prepares twice. The reference uses all_reduce throughout.
@@ -166,13 +165,13 @@ def engines_in_turn(rank: int) -> tuple[float, str]:
     return max(parameter_errors(model, other).values()), digest(model.state_dict())
 
 
-def test_engines_one_after_the_other_leave_no_hook_behind() -> None:
+def test_engines_one_after_the_other_leave_no_hook_behind():
     results = run_ranks(2, engines_in_turn)
     assert results[0][0] < 1e-12
     assert results[0] == results[1]
 
 
-def two_backward_passes(rank: int) -> None:
+def two_backward_passes(rank):
     model = Deep()
     sync = build_sync("overlapped")
     sync.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -184,13 +183,13 @@ def two_backward_passes(rank: int) -> None:
     model(torch.ones(2, 512)).sum().backward()
 
 
-def test_a_second_backward_pass_in_a_step_is_an_error_in_place_of_a_wrong_sum() -> None:
+def test_a_second_backward_pass_in_a_step_is_an_error_in_place_of_a_wrong_sum():
     told = f"{UserError.__name__}: a parameter got a second gradient in one step"
     with pytest.raises(RankError, match=told):
         run_ranks(1, two_backward_passes)
 
 
-def flat_gradients(rank: int, name: str) -> list[bool]:
+def flat_gradients(rank, name):
     """Return five checks of the gradients; True if each holds.
 
     They keep their addresses from step to step, share one storage, have the parameters' strides,
@@ -222,5 +221,5 @@ def flat_gradients(rank: int, name: str) -> list[bool]:
     "name",
     ["all_reduce_flat", "gather_scatter_flat", "tree", "ring", "halving_doubling", "overlapped"],
 )
-def test_gradients_become_views_of_a_buffer_that_is_kept(name: str) -> None:
+def test_gradients_become_views_of_a_buffer_that_is_kept(name):
     assert run_ranks(1, flat_gradients, name)[0] == [True] * 5

@@ -18,7 +18,7 @@ RANKS = 4
 
 
 @pytest.fixture(params=range(RANKS))
-def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def rank(request, monkeypatch):
     """Be one of four ranks whose collectives return at once, as NCCL's do."""
     work = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
     for name in (*CALLS, "P2POp"):
@@ -31,7 +31,7 @@ def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dist, "get_world_size", lambda: RANKS)
 
 
-def steps(name: str) -> None:
+def steps(name):
     """Do five steps of a strategy, after the one in which the ranks agree and may wait."""
     model = nn.Sequential(nn.Linear(200, 300), nn.Linear(300, 10)).to("meta")
     parameters = list(model.parameters())
@@ -47,5 +47,5 @@ def steps(name: str) -> None:
 
 @pytest.mark.usefixtures("rank")
 @pytest.mark.parametrize("name", BY_HAND)
-def test_no_step_waits_for_the_gpu(name: str) -> None:
+def test_no_step_waits_for_the_gpu(name):
     steps(name)

@@ -1,17 +1,15 @@
 """What the strategies that are not exact preserve; a resumed run continues bit for bit."""
 
 import io
-from collections.abc import Callable
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.errors import GroupError, UserError
 from common.sync import build_message_plan_from, build_sync
-from common.sync.base import GradientSync
 from common.sync.topk import largest
 from common.training_engine import TrainingEngine
 from common.utils.hashing import digest
@@ -22,48 +20,48 @@ from tests.helpers.strategies import DISTRIBUTED
 class Net(nn.Module):
     """(batch, 24) to (batch, 3), with matrices that PowerSGD compresses at rank 1 or 2."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(
             nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 3)
         )
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return self.body(inputs)
 
 
-def batch(rank: int, step: int, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def batch(rank, step, *, dtype=torch.float64):
     """Return eight samples of a task that a model can learn: the largest of three sums."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     inputs = torch.randn(8, 24, generator=generator, dtype=torch.float64).to(dtype)
     return inputs, inputs.view(8, 3, 8).sum(dim=2).argmax(dim=1)
 
 
-def new_net(dtype: torch.dtype = torch.float64) -> Net:
+def new_net(dtype=torch.float64):
     torch.manual_seed(5)
     return Net().to(dtype)
 
 
-def loss_of(model: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:
+def loss_of(model, data):
     return nn.functional.cross_entropy(model(data[0]), data[1])
 
 
-def flat(tensors: list[Tensor]) -> np.ndarray:
+def flat(tensors):
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).numpy()
 
 
-def difference(model: nn.Module, other: nn.Module) -> float:
+def difference(model, other):
     return np.abs(flat(list(model.parameters())) - flat(list(other.parameters()))).max()
 
 
 def steps_of(
-    rank: int,
-    sync: GradientSync,
-    count: int,
+    rank,
+    sync,
+    count,
     *,
-    errors: Callable[[], np.ndarray] | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> list[dict[str, np.ndarray]]:
+    errors=None,
+    dtype=torch.float64,
+):
     """Train; return the gradients and errors of each step.
 
     These are this rank's own gradient, the gradient after the exchange, and the strategy's errors
@@ -95,10 +93,10 @@ def steps_of(
 # --- topk ---
 
 
-def topk_steps(rank: int, ratio: float) -> list[dict[str, np.ndarray]]:
+def topk_steps(rank, ratio):
     sync = build_sync("topk", topk_ratio=ratio)
 
-    def residual() -> np.ndarray:
+    def residual():
         kept = sync.state_dict()["residuals"]
         return kept[0].numpy() if kept else np.zeros(1)
 
@@ -106,7 +104,7 @@ def topk_steps(rank: int, ratio: float) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_topk_loses_no_gradient_and_sends_the_largest(size: int) -> None:
+def test_topk_loses_no_gradient_and_sends_the_largest(size):
     results = run_ranks(size, topk_steps, 0.1)
     entries = sum(p.numel() for p in Net().parameters())
     for step in range(5):
@@ -122,7 +120,7 @@ def test_topk_loses_no_gradient_and_sends_the_largest(size: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "zeros", "sorted", "not finite"])
-def test_the_largest_of_a_long_vector_are_found(kind: str) -> None:
+def test_the_largest_of_a_long_vector_are_found(kind):
     values = torch.rand(200_000, generator=torch.Generator().manual_seed(0))
     values = {
         "random": values,
@@ -138,7 +136,7 @@ def test_the_largest_of_a_long_vector_are_found(kind: str) -> None:
         torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_topk_of_all_entries_is_all_reduce() -> None:
+def test_topk_of_all_entries_is_all_reduce():
     for step in zip(*run_ranks(3, topk_steps, 1.0), strict=True):
         for one in step:
             mean = sum(other["own"] for other in step) / 3
@@ -148,11 +146,11 @@ def test_topk_of_all_entries_is_all_reduce() -> None:
 # --- DDP's hooks ---
 
 
-def fp16_steps(rank: int) -> list[dict[str, np.ndarray]]:
+def fp16_steps(rank):
     return steps_of(rank, build_sync("ddp_fp16"), 4, dtype=torch.float32)
 
 
-def test_fp16_is_within_its_rounding_of_the_exact_mean() -> None:
+def test_fp16_is_within_its_rounding_of_the_exact_mean():
     size, results = 3, run_ranks(3, fp16_steps)
     for step in range(4):
         owns = np.stack([one[step]["own"] for one in results]).astype(np.float64) / size
@@ -163,11 +161,11 @@ def test_fp16_is_within_its_rounding_of_the_exact_mean() -> None:
         assert len({one[step]["mean"].tobytes() for one in results}) == 1
 
 
-def powersgd_steps(rank: int, powersgd_rank: int, count: int) -> list[dict[str, np.ndarray]]:
+def powersgd_steps(rank, powersgd_rank, count):
     sync = build_sync("ddp_powersgd", powersgd_rank=powersgd_rank)
     names = [name for name, _ in Net().named_parameters()]
 
-    def errors() -> np.ndarray:
+    def errors():
         kept = sync.state_dict()["errors"]
         return flat([kept[name] for name in names]) if kept else np.zeros(1)
 
@@ -175,7 +173,7 @@ def powersgd_steps(rank: int, powersgd_rank: int, count: int) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_powersgd_loses_no_gradient(size: int) -> None:
+def test_powersgd_loses_no_gradient(size):
     results = run_ranks(size, powersgd_steps, 1, 6)
     for step in range(6):
         now = [one[step] for one in results]
@@ -190,7 +188,7 @@ def test_powersgd_loses_no_gradient(size: int) -> None:
 # --- local_sgd ---
 
 
-def local_sgd_beside_a_simulation(rank: int, size: int, period: int) -> dict:
+def local_sgd_beside_a_simulation(rank, size, period):
     """Train eight steps with the strategy, and simulate all ranks in this process.
 
     Return the differences, the weights after each step, and digests.
@@ -235,7 +233,7 @@ def local_sgd_beside_a_simulation(rank: int, size: int, period: int) -> dict:
 
 
 @torch.no_grad()
-def spread_mean(models: list[nn.Module]) -> None:
+def spread_mean(models):
     for same in zip(*(one.parameters() for one in models), strict=True):
         mean = sum(same) / len(same)
         for parameter in same:
@@ -243,7 +241,7 @@ def spread_mean(models: list[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("period", [1, 3, 4])
-def test_local_sgd_is_plain_training_between_two_averages(period: int) -> None:
+def test_local_sgd_is_plain_training_between_two_averages(period):
     results = run_ranks(3, local_sgd_beside_a_simulation, 3, period)
     assert max(max(one["error"], one["weights"], one["momentum"]) for one in results) < 1e-12
     assert len({one["synced"] for one in results}) == 1, "weights or momentum differ"
@@ -252,7 +250,7 @@ def test_local_sgd_is_plain_training_between_two_averages(period: int) -> None:
     assert alike == [(step + 1) % period == 0 for step in range(8)]
 
 
-def one_rank_overflows(rank: int) -> str:
+def one_rank_overflows(rank):
     engine = TrainingEngine(model := new_net(), "cpu", distributed=True, sync="local_sgd")
     engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
     batches = [batch(rank, step) for step in range(8)]
@@ -264,7 +262,7 @@ def one_rank_overflows(rank: int) -> str:
     return "went on"
 
 
-def test_local_sgd_agrees_on_an_overflow_that_one_rank_sees() -> None:
+def test_local_sgd_agrees_on_an_overflow_that_one_rank_sees():
     told = run_ranks(2, one_rank_overflows, timeout_seconds=30)
     assert all("not finite in epoch 1, step 3: loss nan on rank 1" in one for one in told), told
 
@@ -272,12 +270,12 @@ def test_local_sgd_agrees_on_an_overflow_that_one_rank_sees() -> None:
 # --- All strategies ---
 
 
-def train_epoch(engine: TrainingEngine, rank: int, first: int) -> None:
+def train_epoch(engine, rank, first):
     engine.train_epoch([batch(rank, step) for step in range(first, first + 3)], epoch=1)
     engine.agree_on_buffers()
 
 
-def new_engine(name: str) -> tuple[TrainingEngine, nn.Module, torch.optim.Optimizer]:
+def new_engine(name):
     options = {"topk": {"topk_ratio": 0.05}, "local_sgd": {"averaging_period": 2}}.get(name, {})
     sync, model = build_sync(name, **options), new_net()
     engine = TrainingEngine(model, "cpu", distributed=True, sync=sync)
@@ -286,7 +284,7 @@ def new_engine(name: str) -> tuple[TrainingEngine, nn.Module, torch.optim.Optimi
     return engine, model, optimizer
 
 
-def resumed_and_not(rank: int) -> dict[str, tuple[str, str]]:
+def resumed_and_not(rank):
     """Return digests after nine steps: without a break, and resumed after steps 3 and 6.
 
     A new engine resumes each time.
@@ -317,14 +315,14 @@ def resumed_and_not(rank: int) -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_a_resume_through_the_checkpoint_equals_the_undisturbed_training() -> None:
+def test_a_resume_through_the_checkpoint_equals_the_undisturbed_training():
     results = run_ranks(2, resumed_and_not)
     for name in DISTRIBUTED:
         assert len(set(results[0][name])) == 1, f"{name}: resumed otherwise"
         assert results[0][name] == results[1][name], f"{name}: the ranks differ"
 
 
-def refusals(rank: int) -> list:
+def refusals(rank):
     told = []
     for name, settings in [
         ("topk", {"amp_dtype": torch.float16}),
@@ -342,14 +340,14 @@ def refusals(rank: int) -> list:
     return told + [call.kwargs["exact"] for call in chosen.call_args_list]
 
 
-def test_loss_scaling_and_moving_averages_are_refused_where_they_would_go_wrong() -> None:
+def test_loss_scaling_and_moving_averages_are_refused_where_they_would_go_wrong():
     *told, ddp, fp16, topk = run_ranks(1, refusals)[0]
     assert all("--amp-dtype bf16" in one for one in told[:2])
     assert "leave out --ema" in told[2]
     assert (ddp, fp16, topk) == (True, False, False)  # what the choice of a type for AMP is told
 
 
-def altered_states(rank: int) -> list[str]:
+def altered_states(rank):
     """Return what resuming from states of other shapes says, before any step."""
     told = []
     for name, alter in [
@@ -373,7 +371,7 @@ def altered_states(rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_state_of_other_shapes_is_refused_before_the_first_step() -> None:
+def test_a_state_of_other_shapes_is_refused_before_the_first_step():
     for told in run_ranks(1, altered_states)[0]:
         assert "to resume from holds the state of another" in told
         assert "give the flags that it was trained with" in told
@@ -383,6 +381,6 @@ def test_a_state_of_other_shapes_is_refused_before_the_first_step() -> None:
     ("name", "option", "value"),
     [("topk", "topk_ratio", 0), ("topk", "topk_ratio", 1.5), ("local_sgd", "averaging_period", 0)],
 )
-def test_settings_out_of_range_are_refused(name: str, option: str, value: float) -> None:
+def test_settings_out_of_range_are_refused(name, option, value):
     with pytest.raises(UserError, match=f"{option}: got {value}"):
         build_message_plan_from(name, {option: value})

@@ -22,7 +22,7 @@ OPTION |= dict.fromkeys(("overlapped", "sharded", "ddp", "ddp_fp16", "ddp_zero1"
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_strategy_has_its_plan_with_the_options_that_it_takes(name: str) -> None:
+def test_a_strategy_has_its_plan_with_the_options_that_it_takes(name):
     plan = build_message_plan_from(name, SETTINGS)
     built = strategy_class(name)(plan)
     assert type(built) is strategy_class(name)
@@ -34,7 +34,7 @@ def test_a_strategy_has_its_plan_with_the_options_that_it_takes(name: str) -> No
     assert plan.period == (7 if name == "local_sgd" else 1)
 
 
-def test_sharded_sends_padded_buckets_in_both_directions() -> None:
+def test_sharded_sends_padded_buckets_in_both_directions():
     """VGG-11 on 4 nodes: five buckets of 4 MiB or more, the last layers first.
 
     Only the first bucket needs padding: the classifier's 10 biases, with 8 bytes to 4 equal parts.
@@ -60,7 +60,7 @@ def test_sharded_sends_padded_buckets_in_both_directions() -> None:
 class OwnPlan(MessagePlan):
     """What ``Own`` sends, with an option."""
 
-    def __init__(self, *, averaging_period: int = 1) -> None:
+    def __init__(self, *, averaging_period=1):
         self.period = averaging_period
 
     def operations(self, sizes, ranks):
@@ -76,11 +76,11 @@ class Own(GradientSync):
 class Silent(GradientSync):
     """A strategy that does not."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         """Without a call of the base class, as users write it."""
 
 
-def test_an_own_strategy_has_a_plan_if_it_gives_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_strategy_has_a_plan_if_it_gives_one(monkeypatch):
     assert Own().plan.bytes_sent([100, 60], 1, 4) == 2 * 2 * 3 * 160 / 4
     monkeypatch.setitem(STRATEGIES, "own", (f"{__name__}:Own", f"{__name__}:OwnPlan"))
     assert build_message_plan_from("own", SETTINGS).period == 7

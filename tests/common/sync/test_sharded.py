@@ -6,19 +6,17 @@ that weights and state stay spread over the ranks.
 """
 
 import copy
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from common.errors import UserError
 from common.profiling.comm_trace import MessageRecorder
 from common.sync.message_plans import ShardedPlan
-from common.sync.optimizer_shards import ELEMENTWISE, FlatWeights, OptimizerShards
+from common.sync.optimizer_shards import ELEMENTWISE, OptimizerShards
 from common.sync.sharded import Sharded
 from common.training_engine import TrainingEngine
 from lab.proofs.equivalence import parameter_errors
@@ -32,17 +30,17 @@ BUCKET_MB = 0.0008  # several buckets
 class WhenWaitedFor:
     """A gather that begins only when somebody waits for it: whoever does not wait reads NaN."""
 
-    def __init__(self, weights: FlatWeights) -> None:
+    def __init__(self, weights):
         self._weights = weights
 
-    def wait(self) -> None:
+    def wait(self):
         self._weights.start_gather().wait()
 
 
 class Poisoned(Sharded):
     """Fills the other ranks' parts of the weights with NaN until somebody waits for them."""
 
-    def after_step(self, model: nn.Module) -> None:
+    def after_step(self, model):
         for bucket in self._buckets:
             own = bucket.weights.own.clone()
             bucket.weights.tensor.fill_(torch.nan)
@@ -53,7 +51,7 @@ class Poisoned(Sharded):
 class Attends(nn.Module):
     """Attention, whose ``out_proj`` is never called, tied weights, and a parameter of one entry."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(8, 8)
         # Without biases: that of the keys has a gradient of rounding errors alone.
@@ -65,31 +63,31 @@ class Attends(nn.Module):
         self.head = nn.Linear(8, 3)
         self.double()
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         hidden = torch.tanh(self.first(inputs))
         hidden = self.norm(hidden + self.attention(hidden, hidden, hidden)[0])
         return self.head(self.gain * torch.tanh(self.second(hidden)).mean(dim=1))
 
 
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+def batch(step, rank):
     generator = torch.Generator().manual_seed(10 * step + rank)
     inputs = torch.randn(SAMPLES, 5, 8, generator=generator, dtype=torch.float64)
     return inputs, torch.randint(3, (SAMPLES,), generator=generator)
 
 
-def new_model() -> nn.Module:
+def new_model():
     torch.manual_seed(0)
     return Attends()
 
 
-def two_groups(kind: type[Optimizer], model: nn.Module, **options: Any) -> Optimizer:
+def two_groups(kind, model, **options):
     """Return an optimiser with two groups, since biases rarely have weight decay."""
     weights = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     return kind([{"params": weights, "weight_decay": 0.01}, {"params": others}], lr=0.02, **options)
 
 
-def one_process(model: nn.Module, optimizer: Optimizer, ranks: int, steps: range) -> None:
+def one_process(model, optimizer, ranks, steps):
     for step in steps:
         shards = [batch(step, rank) for rank in range(ranks)]
         inputs, labels = (torch.cat(parts) for parts in zip(*shards, strict=True))
@@ -98,25 +96,23 @@ def one_process(model: nn.Module, optimizer: Optimizer, ranks: int, steps: range
         optimizer.step()
 
 
-def train(engine: TrainingEngine, rank: int, steps: range) -> None:
+def train(engine, rank, steps):
     for step in steps:
         engine.train_step([batch(step, rank)], global_samples=SAMPLES * engine.world.size)
 
 
-def prepared(
-    model: nn.Module, optimizer: Optimizer, sync: Any = None, **options: Any
-) -> TrainingEngine:
+def prepared(model, optimizer, sync=None, **options):
     sync = sync or Poisoned(ShardedPlan(bucket_mb=BUCKET_MB))
     engine = TrainingEngine(model, "cpu", distributed=True, sync=sync, **options)
     engine.prepare(optimizer, nn.CrossEntropyLoss())
     return engine
 
 
-def greatest_error(model: nn.Module, reference: nn.Module) -> float:
+def greatest_error(model, reference):
     return max(parameter_errors(model, reference).values())
 
 
-def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+def state_tensors(optimizer):
     values = [value for entry in optimizer.state.values() for value in entry.values()]
     return [value for value in values if isinstance(value, Tensor) and value.dim()]
 
@@ -126,13 +122,13 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
 OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "ASGD": {"t0": 1}}
 
 
-def made(kind: type[Optimizer], model: nn.Module) -> Optimizer:
+def made(kind, model):
     if kind.__name__ == "Rprop":  # has no weight decay
         return kind(model.parameters(), lr=0.002)
     return two_groups(kind, model, **OPTIONS.get(kind.__name__, {}))
 
 
-def every_optimizer(rank: int, ranks: int) -> dict[str, tuple[float, float, bool]]:
+def every_optimizer(rank, ranks):
     """Return the error after four steps, the share of the state, and whether it is ordinary."""
     found = {}
     for kind in ELEMENTWISE:
@@ -159,7 +155,7 @@ def every_optimizer(rank: int, ranks: int) -> dict[str, tuple[float, float, bool
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_every_optimiser_equals_one_process_with_its_nth_part_of_the_state(ranks: int) -> None:
+def test_every_optimiser_equals_one_process_with_its_nth_part_of_the_state(ranks):
     by_rank = run_ranks(ranks, every_optimizer, ranks)
     for name in by_rank[0]:
         assert [found[name][0] < 1e-9 for found in by_rank] == [True] * ranks, (name, by_rank)
@@ -170,7 +166,7 @@ def test_every_optimiser_equals_one_process_with_its_nth_part_of_the_state(ranks
         assert max(shares) < 1 / ranks + 0.05, name
 
 
-def test_other_optimisers_are_refused_by_name() -> None:
+def test_other_optimisers_are_refused_by_name():
     class Own(torch.optim.SGD):
         """May do anything in its step."""
 
@@ -183,7 +179,7 @@ def test_other_optimisers_are_refused_by_name() -> None:
 # --- Averages, overflow ---
 
 
-def averages(rank: int) -> float:
+def averages(rank):
     found = []
     for sync in (Poisoned(ShardedPlan(bucket_mb=BUCKET_MB)), "all_reduce"):
         model = new_model()
@@ -196,11 +192,11 @@ def averages(rank: int) -> float:
     return float((found[0] - found[1]).abs().max())
 
 
-def test_the_moving_average_reads_whole_weights() -> None:
+def test_the_moving_average_reads_whole_weights():
     assert all(difference < 1e-9 for difference in run_ranks(2, averages))
 
 
-def overflow(rank: int, ranks: int, name: str) -> tuple[float, float, float]:
+def overflow(rank, ranks, name):
     """Let one entry of rank 0's gradient overflow in the second step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -213,7 +209,7 @@ def overflow(rank: int, ranks: int, name: str) -> tuple[float, float, float]:
     engine.agree_on_buffers()
     before, scale = copy.deepcopy(model), engine.scaler.get_scale()
 
-    def break_one_entry(gradient: Tensor) -> Tensor:
+    def break_one_entry(gradient):
         broken = gradient.clone()
         broken.view(-1)[-1] = torch.inf
         return broken
@@ -232,7 +228,7 @@ def overflow(rank: int, ranks: int, name: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("name", ["sharded", "ddp_zero1"])
-def test_all_ranks_skip_a_step_that_overflows_in_one_ranks_part(name: str) -> None:
+def test_all_ranks_skip_a_step_that_overflows_in_one_ranks_part(name):
     for unchanged, scales, later in run_ranks(3, overflow, 3, name):
         assert (unchanged, scales) == (0.0, 0.5)
         assert 0 < later < 1
@@ -241,7 +237,7 @@ def test_all_ranks_skip_a_step_that_overflows_in_one_ranks_part(name: str) -> No
 # --- When messages begin and who waits for them ---
 
 
-def order_of_events(rank: int) -> list[str]:
+def order_of_events(rank):
     """Return the events of the third step, which has two micro-batches, and of a step after."""
     model, events = Deep(), []
     sync = Sharded(ShardedPlan(bucket_mb=1))
@@ -249,11 +245,11 @@ def order_of_events(rank: int) -> list[str]:
     sync.prepare(model, optimizer)
 
     @contextmanager
-    def waiting() -> Iterator[None]:
+    def waiting():
         events.append("waits")
         yield
 
-    def compute_gradient(index: int) -> None:
+    def compute_gradient(index):
         """In the last micro-batch, wait until the bucket before this one is under way."""
         sent = 2 * (len(model.layers) - 1 - index) if sync.recording != nullcontext else 0
         wait_until(lambda: len(recorder.messages) >= sent, f"bucket {index + 1}")
@@ -283,7 +279,7 @@ def order_of_events(rank: int) -> list[str]:
     return [*events[:count], "closed", *events[count:]]
 
 
-def test_each_layer_waits_for_its_own_bucket_and_each_bucket_leaves_when_it_is_full() -> None:
+def test_each_layer_waits_for_its_own_bucket_and_each_bucket_leaves_when_it_is_full():
     layers, gradients = [f"layer {i}" for i in range(4)], [f"gradient {i}" for i in (3, 2, 1, 0)]
     waits = [event for layer in layers for event in ("waits", layer)]
     for events in run_ranks(2, order_of_events):

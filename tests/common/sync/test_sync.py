@@ -9,11 +9,11 @@ import functools
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.errors import UserError
 from common.training_engine import TrainingEngine
-from lab.proofs import Case, Equivalence, check_equivalence, check_group
+from lab.proofs import Case, check_equivalence, check_group
 from tests.helpers import RankError, run_ranks
 from tests.helpers.strategies import ANY_LAYERS
 
@@ -29,7 +29,7 @@ OTHER_CASES = {
 
 
 @functools.cache
-def compared(size: int) -> dict[str, Equivalence]:
+def compared(size):
     """Return the result of each strategy and type, computed once for all tests."""
     return check_group(
         {f"{name}-{kind}": (name, case) for name in ANY_LAYERS for kind, case in TYPES.items()},
@@ -40,21 +40,21 @@ def compared(size: int) -> dict[str, Equivalence]:
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("name", ANY_LAYERS)
 @pytest.mark.parametrize("size", SIZES)
-def test_equals_one_process_after_every_step(size: int, name: str, kind: str) -> None:
+def test_equals_one_process_after_every_step(size, name, kind):
     found = compared(size)[f"{name}-{kind}"]
     assert len(found.steps) == 4
     assert found.first_wrong is None, str(found)
 
 
 @pytest.mark.parametrize("kind", OTHER_CASES)
-def test_other_cases_equal_one_process(kind: str) -> None:
+def test_other_cases_equal_one_process(kind):
     """On two ranks: some micro-batches are empty, and clipping cuts the norm to a tenth."""
     jobs = {name: (name, OTHER_CASES[kind]) for name in ANY_LAYERS}
     for name, found in check_group(jobs, 2).items():
         assert found.first_wrong is None, f"{name}: {found}"
 
 
-def test_none_equals_one_process() -> None:
+def test_none_equals_one_process():
     [found] = check_equivalence("none", sizes=[1])
     assert found.first_wrong is None, str(found)
 
@@ -65,15 +65,15 @@ def test_none_equals_one_process() -> None:
 class Switching(nn.Module):
     """A model that uses ``extra`` in some steps only."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.base, self.extra, self.use_extra = nn.Linear(4, 2), nn.Linear(4, 2), False
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return self.base(inputs) + (self.extra(inputs) if self.use_extra else 0)
 
 
-def switches_in_second_step(rank: int, name: str) -> None:
+def switches_in_second_step(rank, name):
     model = Switching()
     engine = TrainingEngine(model, "cpu", distributed=True, sync=name)
     engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
@@ -84,26 +84,26 @@ def switches_in_second_step(rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gather_scatter", "all_reduce", "all_reduce_flat", "overlapped"])
-def test_other_gradients_than_in_the_first_step_are_an_error_naming_them(name: str) -> None:
+def test_other_gradients_than_in_the_first_step_are_an_error_naming_them(name):
     told = r"'extra\.weight' has a gradient in this step, but had none in the first"
     with pytest.raises(RankError, match=told):
         run_ranks(2, switches_in_second_step, name)
 
 
-def different_models(rank: int) -> None:
+def different_models(rank):
     model = nn.Linear(4, 2 + rank)
     TrainingEngine(model, "cpu", distributed=True, sync="all_reduce").prepare(
         torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
     )
 
 
-def test_different_models_are_refused_before_the_first_step() -> None:
+def test_different_models_are_refused_before_the_first_step():
     told = r"the ranks differ in the model's parameters\. weight: \(2, 4\).* on rank 0"
     with pytest.raises(RankError, match=told):
         run_ranks(2, different_models)
 
 
-def test_a_criterion_that_is_no_mean_is_refused() -> None:
+def test_a_criterion_that_is_no_mean_is_refused():
     model = nn.Linear(2, 2)
     with pytest.raises(UserError, match="reduction='sum'"):
         TrainingEngine(model, "cpu").prepare(

@@ -1,7 +1,6 @@
 """BatchNorm with every strategy: statistics per rank in training, the same in evaluation."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ Batch = tuple[Tensor, Tensor, tuple[int, ...]]
 SHARES = {2: [(3, 2), (2, 4), (3, 0)], 3: [(3, 2, 2), (2, 4, 3)]}  # once a rank has no samples
 
 
-def small(classes: int) -> nn.Module:
+def small(classes):
     """Return a model with two BatchNorm layers; VGG-11 has eight."""
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, stride=2),
@@ -32,20 +31,18 @@ def small(classes: int) -> nn.Module:
     )
 
 
-def vgg11(classes: int) -> nn.Module:
+def vgg11(classes):
     return build_model("vgg11", classes)
 
 
-def shard_of(batch: Batch, rank: int) -> tuple[Tensor, Tensor]:
+def shard_of(batch, rank):
     """Return this rank's part of a global batch."""
     images, labels, split = batch
     begin = sum(split[:rank])
     return images[begin : begin + split[rank]], labels[begin : begin + split[rank]]
 
 
-def errors_in_turn(
-    rank: int, size: int, build: Callable[[int], nn.Module], ways: list[str]
-) -> dict:
+def errors_in_turn(rank, size, build, ways):
     """Compare float64 training with one process that computes the shards in turn.
 
     Each shard has its own BatchNorm. Return, by strategy, the errors of weights and statistics, the
@@ -111,9 +108,7 @@ def errors_in_turn(
     return results
 
 
-def assert_equal_to_shards_in_turn(
-    size: int, build: Callable[[int], nn.Module], ways: list[str]
-) -> None:
+def assert_equal_to_shards_in_turn(size, build, ways):
     results = run_ranks(size, errors_in_turn, size, build, ways)
     for name in ways:
         assert max(one[name]["weights"] for one in results) <= 1e-9, name
@@ -129,13 +124,13 @@ def assert_equal_to_shards_in_turn(
         )
 
 
-def test_running_statistics_are_the_mean_over_all_samples() -> None:
+def test_running_statistics_are_the_mean_over_all_samples():
     """With every exact strategy, weights and statistics equal those of the shards in turn."""
     for size in (2, 3):
         assert_equal_to_shards_in_turn(size, small, EXACT)
 
 
 @pytest.mark.slow
-def test_vgg11_with_batchnorm_equals_the_shards_in_turn() -> None:
+def test_vgg11_with_batchnorm_equals_the_shards_in_turn():
     """The assignment's strategies on three ranks; slow, since VGG-11 runs in float64."""
     assert_equal_to_shards_in_turn(3, vgg11, ["gather_scatter", "all_reduce", "ddp"])

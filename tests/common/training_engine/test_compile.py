@@ -11,7 +11,7 @@ from common.training_engine import TrainingEngine, predict
 class Data:
     """Six batches of 8, and a last one of 5."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 7
 
     def __iter__(self):
@@ -21,13 +21,13 @@ class Data:
             yield inputs, inputs.mean(dim=(1, 2, 3)).gt(0).long()
 
 
-def network() -> nn.Module:
+def network():
     torch.manual_seed(3)
     layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
     return nn.Sequential(*layers)
 
 
-def test_a_model_of_which_nothing_was_compiled_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_of_which_nothing_was_compiled_is_named(monkeypatch):
     """torch 2.11 compiles nothing of a bare nn.Sequential, and says nothing."""
     model = network()
     monkeypatch.setattr(model, "compile", lambda dynamic: None)
@@ -38,7 +38,7 @@ def test_a_model_of_which_nothing_was_compiled_is_named(monkeypatch: pytest.Monk
     engine.close()
 
 
-def test_a_model_that_cannot_be_compiled_ends_with_advice(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_cannot_be_compiled_ends_with_advice(monkeypatch):
     model = network()
 
     def compile(dynamic):
@@ -57,11 +57,11 @@ def test_a_model_that_cannot_be_compiled_ends_with_advice(monkeypatch: pytest.Mo
 class Network(nn.Module):
     """A module of its own: torch 2.11 compiles no bare nn.Sequential."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = network()
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs):
         return self.layers(inputs)
 
 

@@ -11,7 +11,6 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from common.profiling.comm_trace import MessageRecorder
 from common.sync import STRATEGIES, is_exact
 from common.training_engine import (
     Callback,
-    EpochEnd,
     TrainingEngine,
     batchnorm,
     validate,
@@ -44,42 +42,42 @@ MOMENTUM = {"lr": 0.1, "momentum": 0.9}
 Batch = tuple[Tensor, Tensor]
 
 
-def small_model(seed: int = 100) -> nn.Module:
+def small_model(seed=100):
     """Return a float64 model with four parameter tensors and no BatchNorm."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
 
-def model_with_batchnorm(seed: int = 100) -> nn.Module:
+def model_with_batchnorm(seed=100):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
 
 
-def random_batch(count: int, generator: torch.Generator) -> Batch:
+def random_batch(count, generator):
     return (
         torch.randn(count, 4, generator=generator, dtype=torch.float64),
         torch.randint(0, 3, (count,), generator=generator),
     )
 
 
-def random_batches(counts: Sequence[int], seed: int) -> list[Batch]:
+def random_batches(counts, seed):
     generator = torch.Generator().manual_seed(seed)
     return [random_batch(count, generator) for count in counts]
 
 
-def joined(batches: Sequence[Batch]) -> Batch:
+def joined(batches):
     inputs, labels = zip(*batches, strict=True)
     return torch.cat(inputs), torch.cat(labels)
 
 
-def relative_error(parameters: Sequence[Tensor], references: Sequence[Tensor]) -> float:
+def relative_error(parameters, references):
     """Return the largest error of a tensor relative to its reference, by norm."""
     return max(
         float((p - q).norm() / q.norm()) for p, q in zip(parameters, references, strict=True)
     )
 
 
-def one_process(model: nn.Module, batches: Sequence[Batch], **sgd: float) -> Iterator[nn.Module]:
+def one_process(model, batches, **sgd):
     """Run plain SGD on whole batches; yield the model after each step."""
     optimizer = torch.optim.SGD(model.parameters(), **sgd)
     for inputs, labels in batches:
@@ -89,7 +87,7 @@ def one_process(model: nn.Module, batches: Sequence[Batch], **sgd: float) -> Ite
         yield model
 
 
-def parameters_of(model: nn.Module) -> list[Tensor]:
+def parameters_of(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
@@ -104,7 +102,7 @@ MICRO_BATCHES = {
 
 
 @contextmanager
-def counted_messages(engine: TrainingEngine) -> Iterator[dict[str, int]]:
+def counted_messages(engine):
     """Count the gradient messages of all steps.
 
     A strategy's first step starts with a message in which the ranks agree on what they exchange. It
@@ -112,7 +110,7 @@ def counted_messages(engine: TrainingEngine) -> Iterator[dict[str, int]]:
     """
     count, train_step = {"messages": 0}, engine.train_step
 
-    def counting(*arguments: Any, **named: Any) -> Any:
+    def counting(*arguments, **named):
         with MessageRecorder() as recorder:
             outcome = train_step(*arguments, **named)
         kinds = [message["kind"] for message in recorder.messages]
@@ -128,7 +126,7 @@ def counted_messages(engine: TrainingEngine) -> Iterator[dict[str, int]]:
     yield count
 
 
-def accumulate(rank: int, size: int, strategy: str, accumulation_steps: int) -> dict[str, list]:
+def accumulate(rank, size, strategy, accumulation_steps):
     """Return the error against one process, a digest and the message count of each step.
 
     The result also has the samples of each optimiser step.
@@ -150,10 +148,10 @@ def accumulate(rank: int, size: int, strategy: str, accumulation_steps: int) -> 
     found: dict[str, list] = {"errors": [], "digests": [], "messages": [], "samples": []}
     with counted_messages(engine) as count:
 
-        def record(records: list) -> None:
+        def record(records):
             found["samples"] += [record.local_samples for record in records]
 
-        def compare(_step: int) -> None:
+        def compare(_step):
             engine.sync.sync_replicas(model)
             found["errors"].append(
                 relative_error(parameters_of(model), references[len(found["errors"])])
@@ -169,7 +167,7 @@ def accumulate(rank: int, size: int, strategy: str, accumulation_steps: int) -> 
     return found
 
 
-def accumulate_all(rank: int, size: int) -> dict:
+def accumulate_all(rank, size):
     return {
         (name, steps): accumulate(rank, size, name, steps)
         for name in DISTRIBUTED
@@ -178,7 +176,7 @@ def accumulate_all(rank: int, size: int) -> dict:
 
 
 @functools.cache
-def accumulated(size: int) -> list[dict]:
+def accumulated(size):
     """Return the results by rank, computed once for all tests."""
     return run_ranks(size, accumulate_all, size)
 
@@ -186,9 +184,7 @@ def accumulated(size: int) -> list[dict]:
 @pytest.mark.parametrize("accumulation_steps", [1, 2, 3])
 @pytest.mark.parametrize("name", DISTRIBUTED)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_accumulation_equals_one_process_on_the_whole_window(
-    size: int, name: str, accumulation_steps: int
-) -> None:
+def test_accumulation_equals_one_process_on_the_whole_window(size, name, accumulation_steps):
     results = [one[name, accumulation_steps] for one in accumulated(size)]
     for rank, one in enumerate(results):
         assert len(one["errors"]) == math.ceil(5 / accumulation_steps)
@@ -202,7 +198,7 @@ def test_accumulation_equals_one_process_on_the_whole_window(
 
 # fsdp reduces once, but gathers weights for every micro-batch.
 @pytest.mark.parametrize("name", [name for name in DISTRIBUTED if name != "fsdp"])
-def test_ranks_communicate_once_an_optimiser_step_however_many_micro_batches(name: str) -> None:
+def test_ranks_communicate_once_an_optimiser_step_however_many_micro_batches(name):
     one_step = accumulated(2)[0][name, 1]["messages"][0]
     assert one_step > 0
     if name in ("all_reduce", "gather_scatter"):  # one message, or two, for each of 4 parameters
@@ -217,7 +213,7 @@ def test_ranks_communicate_once_an_optimiser_step_however_many_micro_batches(nam
 # --- Averaged weights (EMA) ---
 
 
-def averages_by_hand(states: Sequence[dict[str, Tensor]], decay: float) -> dict[str, Tensor]:
+def averages_by_hand(states, decay):
     """Return the average of the states after each step, by the formula in a plain loop."""
     average = {name: tensor.clone() for name, tensor in states[0].items()}
     for updates, state in enumerate(states[1:], start=1):
@@ -228,14 +224,14 @@ def averages_by_hand(states: Sequence[dict[str, Tensor]], decay: float) -> dict[
     return average
 
 
-def test_the_average_is_the_formula_for_weights_and_buffers() -> None:
+def test_the_average_is_the_formula_for_weights_and_buffers():
     model = model_with_batchnorm()
     engine = TrainingEngine(model, "cpu", use_ema=True, ema_decay=0.4)
     engine.prepare(torch.optim.SGD(model.parameters(), **MOMENTUM), nn.CrossEntropyLoss())
     states: list[dict[str, Tensor]] = []
     averages: list[dict[str, Tensor]] = []
 
-    def note(_step: int) -> None:
+    def note(_step):
         states.append(copy.deepcopy(model.state_dict()))
         averages.append(copy.deepcopy(engine.ema.module.state_dict()))
 
@@ -255,7 +251,7 @@ def test_the_average_is_the_formula_for_weights_and_buffers() -> None:
     assert digest(plain.state_dict()) == digest(model.state_dict()), "it takes no part in training"
 
 
-def averages_in_a_group(rank: int) -> dict[str, Any]:
+def averages_in_a_group(rank):
     model = model_with_batchnorm(100 + rank)
     engine = TrainingEngine(model, "cpu", distributed=True, use_ema=True, sync_batchnorm=False)
     engine.prepare(torch.optim.SGD(model.parameters(), **MOMENTUM), nn.CrossEntropyLoss())
@@ -272,7 +268,7 @@ def averages_in_a_group(rank: int) -> dict[str, Any]:
     }
 
 
-def test_the_average_is_equal_on_all_ranks() -> None:
+def test_the_average_is_equal_on_all_ranks():
     first, second = run_ranks(2, averages_in_a_group)
     assert (first["own"] != second["own"]).any(), "each rank's BatchNorm has seen its own samples"
     assert first["agreed"] == pytest.approx((first["own"] + second["own"]) / 2, rel=1e-12)
@@ -287,7 +283,7 @@ VALIDATIONS = [(10, 3, False), (11, 4, False), (11, 2, True), (1, 4, False)]
 """Samples, batch size, shuffled."""
 
 
-def validate_all(rank: int, size: int) -> dict[str, tuple[float, float]]:
+def validate_all(rank, size):
     model, criterion, results = small_model(), nn.CrossEntropyLoss(), {}
     for samples, batch_size, shuffle in VALIDATIONS:
         dataset = TensorDataset(*random_batches([samples], seed=5)[0])
@@ -303,10 +299,10 @@ def validate_all(rank: int, size: int) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_validation_over_ranks_is_that_of_one_process_on_each_sample_once(size: int) -> None:
+def test_validation_over_ranks_is_that_of_one_process_on_each_sample_once(size):
     model = small_model()
 
-    def alone(inputs: Tensor, labels: Tensor) -> tuple[float, float]:
+    def alone(inputs, labels):
         with torch.no_grad():
             outputs = model(inputs)
         right = int((outputs.argmax(dim=1) == labels).sum())
@@ -333,21 +329,21 @@ def test_validation_over_ranks_is_that_of_one_process_on_each_sample_once(size: 
 class Steady(nn.Module):
     """A model that predicts from its inputs alone; training changes only ``drift``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.drift = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return inputs * (3 + torch.sigmoid(self.drift))
 
 
 class ScriptedLoader:
     """Ten samples; in iteration n, ``Steady`` predicts ``right[n]`` of the labels correctly."""
 
-    def __init__(self, right: Sequence[int], model: nn.Module | None = None) -> None:
+    def __init__(self, right, model=None):
         self.right, self.rounds, self.model, self.drifts = right, 0, model, []
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self):
         inputs = torch.eye(2, dtype=torch.float64)[[0, 1] * 5]
         labels = inputs.argmax(dim=1)
         labels[self.right[self.rounds] :] ^= 1
@@ -357,7 +353,7 @@ class ScriptedLoader:
         yield inputs, labels
 
 
-def steady_batches(rank: int = 0) -> list[Batch]:
+def steady_batches(rank=0):
     """Return the two batches of an epoch, with noise so that ranks and steps differ."""
     generator = torch.Generator().manual_seed(rank)
     return [
@@ -367,14 +363,14 @@ def steady_batches(rank: int = 0) -> list[Batch]:
 
 
 def train_steady(
-    folder: Path,
-    right: Sequence[int],
+    folder,
+    right,
     *,
-    epochs: int,
-    rank: int = 0,
-    engine_kwargs: dict | None = None,
-    **train_kwargs: Any,
-) -> tuple[dict[str, list[float]], ScriptedLoader]:
+    epochs,
+    rank=0,
+    engine_kwargs=None,
+    **train_kwargs,
+):
     model = Steady()
     engine = TrainingEngine(
         model, "cpu", output_dir=folder, experiment_name="steady", **engine_kwargs or {}
@@ -397,8 +393,8 @@ KEYS = {
 }
 
 
-def train_with_files(rank: int, folder: str) -> dict[str, Any]:
-    def trained(name: str, epochs: int, **more: Any) -> tuple[dict, ScriptedLoader]:
+def train_with_files(rank, folder):
+    def trained(name, epochs, **more):
         more |= {"rank": rank, "engine_kwargs": {"distributed": True}}
         return train_steady(Path(folder, name), RIGHT[rank], epochs=epochs, **more)
 
@@ -407,7 +403,7 @@ def train_with_files(rank: int, folder: str) -> dict[str, Any]:
     return {"history": history, "drifts": loader.drifts}
 
 
-def test_history_and_files_are_those_of_all_ranks_together(tmp_path: Path) -> None:
+def test_history_and_files_are_those_of_all_ranks_together(tmp_path):
     results = run_ranks(2, train_with_files, str(tmp_path))
     history, drifts = results[0]["history"], results[0]["drifts"]
     assert set(history) == KEYS
@@ -431,7 +427,7 @@ def test_history_and_files_are_those_of_all_ranks_together(tmp_path: Path) -> No
     assert list(raw["model_state_dict"]) == ["drift"], "load_checkpoint would remove a prefix"
 
 
-def test_the_average_decides_which_epoch_is_best_where_it_is_kept(tmp_path: Path) -> None:
+def test_the_average_decides_which_epoch_is_best_where_it_is_kept(tmp_path):
     # Correct predictions of the weights and of the average, in turns: the weights are best in epoch
     # 1, the average in epoch 2.
     history, _ = train_steady(
@@ -445,7 +441,7 @@ def test_the_average_decides_which_epoch_is_best_where_it_is_kept(tmp_path: Path
     assert float(best["ema_state_dict"]["drift"]) != float(best["model_state_dict"]["drift"])
 
 
-def test_without_a_val_loader_there_is_no_best_epoch(tmp_path: Path) -> None:
+def test_without_a_val_loader_there_is_no_best_epoch(tmp_path):
     model = Steady()
     engine = TrainingEngine(model, "cpu", output_dir=tmp_path, experiment_name="x")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -456,11 +452,11 @@ def test_without_a_val_loader_there_is_no_best_epoch(tmp_path: Path) -> None:
 
 # An epoch has two optimiser steps. Its history entry holds the learning rate after these steps,
 # before a scheduler that steps by epoch changes it.
-def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:
+def halving(optimizer):
     return LambdaLR(optimizer, lambda n: 1 / (1 + n))
 
 
-def one_cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
+def one_cycle(optimizer):
     shape = {"pct_start": 0.5, "anneal_strategy": "linear", "div_factor": 10}
     return OneCycleLR(optimizer, max_lr=1.0, total_steps=7, final_div_factor=10, **shape)
 
@@ -474,11 +470,11 @@ SCHEDULES: dict[str, tuple] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_scheduler_steps_by_epoch_or_by_step(tmp_path: Path, name: str) -> None:
+def test_a_scheduler_steps_by_epoch_or_by_step(tmp_path, name):
     make, arguments, steps, rates = SCHEDULES[name]
     made = []
 
-    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+    def schedule(optimizer):
         made.append(make(optimizer))
         return made[0]
 
@@ -489,7 +485,7 @@ def test_a_scheduler_steps_by_epoch_or_by_step(tmp_path: Path, name: str) -> Non
     assert saved["last_epoch"] == steps
 
 
-def test_reduce_on_plateau_gets_the_validation_loss(tmp_path: Path) -> None:
+def test_reduce_on_plateau_gets_the_validation_loss(tmp_path):
     # The validation loss rises in epochs 2 and 3 with the wrong labels and falls in epoch 4; the
     # training loss falls in every epoch.
     history, _ = train_steady(
@@ -508,7 +504,7 @@ def test_reduce_on_plateau_gets_the_validation_loss(tmp_path: Path) -> None:
 SCRIPT = [(10, 10, 0, 10, 10, 0, 0), (5, 0, 10, 5, 5, 0, 0)]
 
 
-def train_to_a_target(rank: int, folder: str) -> tuple[list[float], str]:
+def train_to_a_target(rank, folder):
     printed = io.StringIO()
     options = {"target_accuracy": 0.75, "patience": 2, "rank": rank}
     engine = {"distributed": True, "sync": "all_reduce"}
@@ -519,7 +515,7 @@ def train_to_a_target(rank: int, folder: str) -> tuple[list[float], str]:
     return history["val_accuracy"], printed.getvalue()
 
 
-def test_early_stop_needs_the_target_in_a_row_and_is_one_decision(tmp_path: Path) -> None:
+def test_early_stop_needs_the_target_in_a_row_and_is_one_decision(tmp_path):
     (first, root_says), (second, other_says) = run_ranks(2, train_to_a_target, str(tmp_path))
     assert first == second == [0.75, 0.5, 0.5, 0.75, 0.75]
     assert root_says.count("Target accuracy reached") == 1
@@ -530,7 +526,7 @@ def test_early_stop_needs_the_target_in_a_row_and_is_one_decision(tmp_path: Path
 # --- BatchNorm ---
 
 
-def half_frozen() -> nn.Module:
+def half_frozen():
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
@@ -539,7 +535,7 @@ def half_frozen() -> nn.Module:
     return model
 
 
-def train_half_frozen(rank: int) -> dict[str, Any]:
+def train_half_frozen(rank):
     """Train two epochs with an evaluation in between; return changes and warnings."""
     model = half_frozen()
     with warnings.catch_warnings(record=True) as caught:
@@ -564,7 +560,7 @@ def train_half_frozen(rank: int) -> dict[str, Any]:
     }
 
 
-def test_syncbn_on_a_cpu_is_told_once_and_frozen_batchnorm_stays_still() -> None:
+def test_syncbn_on_a_cpu_is_told_once_and_frozen_batchnorm_stays_still():
     results = run_ranks(2, train_half_frozen)
     for one in results:
         assert not [name for name in one["moved"] if name.startswith("1.")], "frozen: nothing moves"
@@ -575,7 +571,7 @@ def test_syncbn_on_a_cpu_is_told_once_and_frozen_batchnorm_stays_still() -> None
     assert [len(one["warnings"]) for one in results] == [1, 0]
 
 
-def test_synchronise_batchnorm_replaces_what_trains_and_keeps_parameters() -> None:
+def test_synchronise_batchnorm_replaces_what_trains_and_keeps_parameters():
     model = nn.ModuleDict({"body": half_frozen(), "head": nn.BatchNorm2d(3, affine=False)})
     named, state = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
     converted = batchnorm.synchronise_batchnorm(model)
@@ -592,7 +588,7 @@ def test_synchronise_batchnorm_replaces_what_trains_and_keeps_parameters() -> No
 # --- Per-rank numbers ---
 
 
-def own_numbers(rank: int) -> dict[str, Any]:
+def own_numbers(rank):
     """Return this rank's results; a learning rate of 0 keeps the first weights.
 
     The ranks have different data.
@@ -619,7 +615,7 @@ def own_numbers(rank: int) -> dict[str, Any]:
     }
 
 
-def test_an_epochs_result_is_of_this_ranks_samples_and_a_record_of_all() -> None:
+def test_an_epochs_result_is_of_this_ranks_samples_and_a_record_of_all():
     results = run_ranks(2, own_numbers)
     assert abs(results[0]["own"][0] - results[1]["own"][0]) > 0.01, "the ranks' data must differ"
     assert results[0]["own"][1] != results[1]["own"][1]
@@ -636,7 +632,7 @@ def test_an_epochs_result_is_of_this_ranks_samples_and_a_record_of_all() -> None
 # --- Errors ---
 
 
-def build(**settings: Any) -> TrainingEngine:
+def build(**settings):
     return TrainingEngine(Steady(), "cpu", **settings)
 
 
@@ -652,9 +648,7 @@ def build(**settings: Any) -> TrainingEngine:
         ({"distributed": True, "sync": "carrier_pigeon"}, "carrier_pigeon.*all_reduce"),
     ],
 )
-def test_settings_that_cannot_be_are_told_with_their_value(
-    settings: dict[str, Any], words: str
-) -> None:
+def test_settings_that_cannot_be_are_told_with_their_value(settings, words):
     with pytest.raises(UserError, match=words):
         build(**settings)
 
@@ -668,9 +662,7 @@ def test_settings_that_cannot_be_are_told_with_their_value(
         ({"target_accuracy": 0.5, "val_loader": None}, "target_accuracy needs a val_loader"),
     ],
 )
-def test_arguments_of_train_that_cannot_be(
-    tmp_path: Path, settings: dict[str, Any], words: str
-) -> None:
+def test_arguments_of_train_that_cannot_be(tmp_path, settings, words):
     engine = build(output_dir=tmp_path)
     arguments = {"num_epochs": 1, "val_loader": ScriptedLoader([5])} | settings
     with pytest.raises(UserError, match=words):
@@ -690,20 +682,20 @@ def test_arguments_of_train_that_cannot_be(
 class Asking:
     """Sixty batches; rank 1 asks the engine to stop while it fetches the fifth."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank):
         self.rank, self.engine = rank, None
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 60
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self):
         for index, batch in enumerate(random_batches([2] * 60, seed=self.rank)):
             if index == 4 and self.rank == 1:
                 self.engine.request_stop()
             yield batch
 
 
-def refusal(action: Callable[[], Any]) -> str:
+def refusal(action):
     try:
         action()
     except UserError as error:
@@ -714,14 +706,14 @@ def refusal(action: Callable[[], Any]) -> str:
 class EpochsThatEnded(Callback):
     """Record each epoch's number and whether it was complete."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.epochs: list[tuple[int, bool]] = []
 
-    def on_epoch_end(self, end: EpochEnd) -> None:
+    def on_epoch_end(self, end):
         self.epochs.append((end.epoch, end.result.complete))
 
 
-def in_an_open_group(rank: int, port: int) -> dict[str, Any]:
+def in_an_open_group(rank, port):
     found: dict[str, Any] = {
         "world_size": refusal(lambda: build(distributed=True, world_size=4)),
         "backend": refusal(lambda: build(distributed=True, backend="nccl")),
@@ -748,19 +740,19 @@ def in_an_open_group(rank: int, port: int) -> dict[str, Any]:
 
 
 @functools.cache
-def open_group_results() -> list[dict[str, Any]]:
+def open_group_results():
     """Return the results by rank, computed once for all tests."""
     return run_ranks(2, in_an_open_group, free_port())
 
 
-def test_a_contradiction_with_the_open_group_is_told() -> None:
+def test_a_contradiction_with_the_open_group_is_told():
     for one in open_group_results():
         assert re.search("world_size: got 4.*2 ranks", one["world_size"]), one
         assert re.search("backend: got 'nccl'.*'gloo'", one["backend"]), one
         assert one["fits"] == "no error"
 
 
-def test_one_ranks_request_stops_all_ranks_at_the_same_step() -> None:
+def test_one_ranks_request_stops_all_ranks_at_the_same_step():
     first, second = (one["stop"] for one in open_group_results())
     assert first == second, "step, verdict, epochs and weights"
     step, stopping, epochs, _ = first
@@ -769,7 +761,7 @@ def test_one_ranks_request_stops_all_ranks_at_the_same_step() -> None:
     assert epochs == [(1, False)]
 
 
-def test_the_group_opens_once_and_closes_harmlessly() -> None:
+def test_the_group_opens_once_and_closes_harmlessly():
     for rank, one in enumerate(open_group_results()):
         assert not one["closed"]
         assert one["worlds"] == [(rank, 2, "gloo")] * 2
@@ -785,9 +777,7 @@ def test_the_group_opens_once_and_closes_harmlessly() -> None:
     ("fast", "dtype", "words"),
     [(True, torch.bfloat16, ""), (False, torch.float32, "AMP is off and training runs in fp32")],
 )
-def test_amp_on_a_cpu_is_bf16_where_that_is_fast(
-    monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: torch.dtype, words: str
-) -> None:
+def test_amp_on_a_cpu_is_bf16_where_that_is_fast(monkeypatch, fast, dtype, words):
     monkeypatch.setattr("common.training_engine.amp.cpu_has_fast_bf16", lambda: fast)
     model, seen = small_model().float(), []
     model[0].register_forward_hook(lambda _layer, _inputs, output: seen.append(output.dtype))
@@ -805,7 +795,7 @@ def test_amp_on_a_cpu_is_bf16_where_that_is_fast(
     assert not engine.scaler.is_enabled()
 
 
-def test_resuming_within_an_epoch_needs_a_loader_that_can() -> None:
+def test_resuming_within_an_epoch_needs_a_loader_that_can():
     model = nn.Linear(2, 2)
     engine = TrainingEngine(model, "cpu")
     engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())

@@ -2,21 +2,21 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.training_engine import predict
 
 CLASSES = 3
 
 
-def model_of_rows_and_columns() -> nn.Module:
+def model_of_rows_and_columns():
     """Return a float64 model without symmetry: mirroring an image changes every logit."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(24, CLASSES))
     return model.double()
 
 
-def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+def batches(*sizes):
     generator = torch.Generator().manual_seed(1)
     return [
         (
@@ -27,7 +27,7 @@ def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def test_a_flipped_prediction_is_that_of_the_mean_logits() -> None:
+def test_a_flipped_prediction_is_that_of_the_mean_logits():
     """Loss and class come from the mean of the logits of the image and its mirror image.
 
     The mean of the two probabilities or losses, or an image upside down, would give other numbers.

@@ -12,10 +12,8 @@ import textwrap
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +23,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from common.distributed import spawn
@@ -41,24 +39,24 @@ from lab.proofs import ranks
 from tests.helpers import ROOT
 
 
-def gather(mine: Any, size: int) -> list[Any]:
+def gather(mine, size):
     everyones: list[Any] = [None] * size
     dist.all_gather_object(everyones, mine)
     return everyones
 
 
-def note(folder: str | Path, name: str, text: object) -> None:
+def note(folder, name, text):
     """Write a file atomically: a reader sees all of the text or no file."""
     temporary = Path(folder, f".{name}")
     temporary.write_text(str(text))
     temporary.rename(Path(folder, name))
 
 
-def pids(folder: Path) -> list[int]:
+def pids(folder):
     return [int(path.read_text()) for path in sorted(folder.glob("pid*"))]
 
 
-def runs(pid: int) -> bool:
+def runs(pid):
     """Return whether the process is running; a zombie is not."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -66,7 +64,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def assert_all_ended(numbers: Iterable[int], *, count: int) -> None:
+def assert_all_ended(numbers, *, count):
     numbers = list(numbers)
     left = [pid for pid in numbers if runs(pid)]
     for pid in left:
@@ -84,7 +82,7 @@ class Forked:
     It is forked from a server process that has torch imported already.
     """
 
-    def __init__(self, command: list[str], *, env: dict[str, str], **_streams: object) -> None:
+    def __init__(self, command, *, env, **_streams):
         ready, child = ranks.context().Pipe(duplex=False)
         assert command[:3] == [sys.executable, "-P", "-m"]
         self._process = ranks.context().Process(
@@ -97,14 +95,14 @@ class Forked:
         self.terminate, self.wait = self._process.terminate, self._process.join
 
     @property
-    def returncode(self) -> int | None:
+    def returncode(self):
         return self._process.exitcode
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self.returncode
 
 
-def _work(ready: Connection, command: list[str], environment: dict[str, str]) -> None:
+def _work(ready, command, environment):
     """Run the worker's command in this process."""
     os.setsid()
     ready.send(None)
@@ -114,7 +112,7 @@ def _work(ready: Connection, command: list[str], environment: dict[str, str]) ->
 
 
 @pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def workers(monkeypatch):
     """Fork the workers, to save time; the tests of scripts below start new interpreters."""
     fake = SimpleNamespace(Popen=Forked, DEVNULL=None, STDOUT=None)
     monkeypatch.setattr(spawn, "subprocess", fake)
@@ -124,19 +122,17 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("workers")
-def test_lambdas_and_local_classes_reach_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lambdas_and_local_classes_reach_every_rank(tmp_path, monkeypatch):
     """Also: NCCL without GPUs falls back to Gloo with a warning."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
     class Point:
         x = 21
 
-        def doubled(self) -> int:
+        def doubled(self):
             return 2 * self.x
 
-    def train(rank: int, world_size: int, *, scale: Callable[[int], int], point: Point) -> tuple:
+    def train(rank, world_size, *, scale, point):
         note(tmp_path, f"pid{rank}", os.getpid())
         return dist.get_backend(), rank, gather((rank, scale(rank), point.doubled()), world_size)
 
@@ -150,7 +146,7 @@ def test_lambdas_and_local_classes_reach_every_rank(
 
 
 @pytest.mark.parametrize("world_size", [0, 1])
-def test_one_rank_is_this_process(world_size: int) -> None:
+def test_one_rank_is_this_process(world_size):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = launch_distributed_training(
@@ -160,8 +156,8 @@ def test_one_rank_is_this_process(world_size: int) -> None:
     assert not dist.is_initialized()
 
 
-def test_an_error_in_this_process_has_its_traceback() -> None:
-    def train(rank: int, world_size: int) -> None:
+def test_an_error_in_this_process_has_its_traceback():
+    def train(rank, world_size):
         raise ZeroDivisionError("here")
 
     with pytest.raises(WorkerError, match="ZeroDivisionError: here") as caught:
@@ -174,7 +170,7 @@ def test_an_error_in_this_process_has_its_traceback() -> None:
     ("arguments", "words"),
     [((2, "mpi"), "backend: got 'mpi', choose nccl or gloo"), ((-1, "gloo"), "world_size: got -1")],
 )
-def test_values_that_cannot_be(arguments: tuple, words: str) -> None:
+def test_values_that_cannot_be(arguments, words):
     with pytest.raises(UserError, match=words):
         launch_distributed_training(lambda *_: pytest.fail("must not be called"), *arguments)
 
@@ -185,28 +181,28 @@ SAMPLES, EPOCHS = 20, 2
 
 
 @pytest.mark.usefixtures("workers")
-def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path: Path) -> None:
+def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path):
     class Recorded(Dataset):
         """A data set that writes the index of each sample it returns to a file per process."""
 
-        def __init__(self, name: str, count: int) -> None:
+        def __init__(self, name, count):
             self.name, self.count = name, count
 
-        def __len__(self) -> int:
+        def __len__(self):
             return self.count
 
-        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        def __getitem__(self, index):
             with (tmp_path / f"{self.name}-{os.getpid()}").open("a") as file:
                 file.write(f"{index}\n")
             return torch.randn(4, generator=torch.Generator().manual_seed(index)), index % 2
 
-    def seen(name: str) -> list[list[int]]:
+    def seen(name):
         return [
             [int(line) for line in path.read_text().split()]
             for path in sorted(tmp_path.glob(f"{name}-*"))
         ]
 
-    def model() -> nn.Module:
+    def model():
         return nn.Linear(4, 2)
 
     history = launch_distributed_training(
@@ -247,12 +243,12 @@ def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path: Path) -> Non
 
 
 def test_only_this_user_can_write_what_the_workers_unpickle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Also if the caller lets everybody write to new files."""
     modes = []
 
-    def look(commands: Sequence[Sequence[str]], **_: Any) -> None:
+    def look(commands, **_):
         folder = Path(commands[0][-2])
         modes.extend([folder.stat().st_mode & 0o777, (folder / "call.pkl").stat().st_uid])
         raise UserError("seen")
@@ -269,8 +265,8 @@ def test_only_this_user_can_write_what_the_workers_unpickle(
 
 @pytest.mark.usefixtures("workers")
 def test_a_group_that_cannot_be_set_up_is_told_and_one_device_trains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     with pytest.warns(
         UserWarning, match=r"could not be set up \(.*nosuch0.*\): training on one device"
@@ -281,7 +277,7 @@ def test_a_group_that_cannot_be_set_up_is_told_and_one_device_trains(
     assert result == (os.getpid(), 0, 1)
 
 
-def failing(rank: int, world_size: int, *, folder: str, how: str) -> None:
+def failing(rank, world_size, *, folder, how):
     """Fail on rank 1 while rank 0 waits in a collective and rank 2 is stopped.
 
     SIGSTOP stops rank 2, hence only SIGKILL can end it.
@@ -306,8 +302,8 @@ def failing(rank: int, world_size: int, *, folder: str, how: str) -> None:
     [("raise", 3, "KeyError: 'the very reason'"), ("kill", 2, "status -9")],
 )
 def test_a_rank_that_fails_is_named_and_nothing_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, size: int, words: str
-) -> None:
+    tmp_path, monkeypatch, how, size, words
+):
     monkeypatch.setattr(launch, "_GRACE_SECONDS", 1.0)
     began = time.monotonic()
     with pytest.raises(WorkerError, match=words) as caught:
@@ -324,11 +320,11 @@ def test_a_rank_that_fails_is_named_and_nothing_is_tried_again(
 class OnlyHere:
     """An object that can be pickled, but not unpickled in another process."""
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self):
         return _read_back, (os.getpid(),)
 
 
-def _read_back(pid: int) -> OnlyHere:
+def _read_back(pid):
     if pid != os.getpid():
         raise RuntimeError("made for another process")
     return OnlyHere()
@@ -343,10 +339,8 @@ def _read_back(pid: int) -> OnlyHere:
         (None, "cannot pickle 'generator' object"),  # a result that cannot be sent back
     ],
 )
-def test_what_cannot_be_sent_is_an_error_not_a_fallback(
-    thing: type[OnlyHere] | None, words: str
-) -> None:
-    def train(rank: int, world_size: int, *, thing: object) -> Any:
+def test_what_cannot_be_sent_is_an_error_not_a_fallback(thing, words):
+    def train(rank, world_size, *, thing):
         return (number for number in range(3))
 
     with pytest.raises(WorkerError, match=words) as caught:
@@ -370,12 +364,10 @@ BROKEN = launch.WorkerOutcome("training", error="closed", traceback="closed", bl
         ([OWN, OWN], [1, 0], 1, "boom"),
     ],
 )
-def test_the_rank_to_blame_is_named(
-    monkeypatch: pytest.MonkeyPatch, outcomes: list, failed: list[int], rank: int, words: str
-) -> None:
+def test_the_rank_to_blame_is_named(monkeypatch, outcomes, failed, rank, words):
     """None: the process left no message."""
 
-    def ranks(commands: Sequence[Sequence[str]], **_: Any) -> spawn.RankExits:
+    def ranks(commands, **_):
         for number, outcome in enumerate(outcomes):
             if outcome is not None:
                 path = launch.outcome_file(Path(commands[0][-2]), number)
@@ -407,7 +399,7 @@ SCRIPT = """
 """
 
 
-def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
+def test_a_script_without_a_guard_runs_once(tmp_path):
     for name in ("scripts", "elsewhere"):
         (tmp_path / name).mkdir()
     script, cwd = tmp_path / "scripts" / "script.py", tmp_path / "elsewhere"

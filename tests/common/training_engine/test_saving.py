@@ -6,7 +6,6 @@ The small trainings here have steps of microseconds.
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ import common.training_engine.checkpoint_manager as saving
 from common.checkpoint import checkpoints_by_age, load_checkpoint, newest_checkpoint
 from common.errors import GroupError, UserError
 from common.training_engine import AfterEachStep, Callback, TrainingEngine, Validator
-from common.training_engine.callbacks import EpochEnd
 from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
 from common.utils.hashing import digest
 from tests.helpers import run_ranks
@@ -32,23 +30,23 @@ class NaNInStep(nn.CrossEntropyLoss):
 
     step = math.inf
 
-    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, outputs, labels):
         if torch.is_grad_enabled():  # not in an evaluation
             self.step -= 1
         return super().forward(outputs, labels) * (math.nan if self.step <= 0 else 1.0)
 
 
-def batches(seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+def batches(seed=0):
     inputs = torch.randn(STEPS, 4, 3, generator=torch.Generator().manual_seed(seed))
     return [(one, (one[:, 0] > 0).long()) for one in inputs]
 
 
-def network() -> nn.Module:
+def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2))
 
 
-def engine_for(criterion: nn.Module | None = None) -> TrainingEngine:
+def engine_for(criterion=None):
     """Return a prepared engine whose state has momentum, averages and a schedule."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -59,26 +57,26 @@ def engine_for(criterion: nn.Module | None = None) -> TrainingEngine:
 
 
 def train(
-    manager: CheckpointManager,
-    *callbacks: Callback,
-    epochs: int = 2,
-    engine: TrainingEngine | None = None,
-    **options: Any,
-) -> None:
+    manager,
+    *callbacks,
+    epochs=2,
+    engine=None,
+    **options,
+):
     (engine or engine_for()).fit(
         batches(), 1, epochs, callbacks=[*callbacks, manager], seed=0, **options
     )
 
 
-def validator() -> Validator:
+def validator():
     return Validator(batches(), nn.CrossEntropyLoss())
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return [path.stem for path in checkpoints_by_age(folder)][::-1]
 
 
-def assert_finite(path: Path) -> None:
+def assert_finite(path):
     found = [one for one in tree_leaves(load_checkpoint(path)) if isinstance(one, Tensor)]
     assert len(found) > 20
     assert all(bool(torch.isfinite(one).all()) for one in found), path
@@ -88,7 +86,7 @@ def assert_finite(path: Path) -> None:
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_on_a_gpu_no_checkpoint_holds_what_is_not_finite(tmp_path: Path, stops: bool) -> None:
+def test_on_a_gpu_no_checkpoint_holds_what_is_not_finite(tmp_path, stops):
     """Step 13 is not finite, and steps are looked at in groups of ten, as on a GPU.
 
     The checkpoint of step 15 would come before that look, and so would that of a request to stop.
@@ -111,12 +109,10 @@ def test_on_a_gpu_no_checkpoint_holds_what_is_not_finite(tmp_path: Path, stops: 
 # --- what is written, and in which order ---
 
 
-def test_an_old_checkpoint_is_deleted_only_after_the_newest_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_checkpoint_is_deleted_only_after_the_newest_is_complete(tmp_path, monkeypatch):
     save, seen = saving.save_checkpoint, []
 
-    def look(path: Path, entries: Any) -> None:
+    def look(path, entries):
         seen.append((path.name, names(tmp_path)))
         save(path, entries)
 
@@ -129,11 +125,11 @@ def test_an_old_checkpoint_is_deleted_only_after_the_newest_is_complete(
     assert load_checkpoint(copy)["epoch"] == 3
 
 
-def fail(*_: object) -> None:
+def fail(*_):
     raise UserError("no space left")
 
 
-def failing_on_rank_1(rank: int, folder: str) -> str:
+def failing_on_rank_1(rank, folder):
     """Return what saving raises on this rank, if the records of rank 1 cannot be written."""
     model = nn.Linear(3, 2)
     engine = TrainingEngine(model, "cpu", distributed=True)
@@ -146,7 +142,7 @@ def failing_on_rank_1(rank: int, folder: str) -> str:
     return "no error"
 
 
-def test_a_write_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+def test_a_write_that_fails_on_one_rank_is_an_error_on_all(tmp_path):
     first, second = run_ranks(2, failing_on_rank_1, str(tmp_path))
     assert first == f"rank 1 stopped: no space left in step {STEPS}"
     assert second == f"no space left in step {STEPS}"
@@ -155,16 +151,16 @@ def test_a_write_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> No
 class StopAfter(Callback):
     """Ends the training after an epoch, as EarlyStop does."""
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch):
         self._epoch = epoch
 
-    def on_epoch_end(self, end: EpochEnd) -> None:
+    def on_epoch_end(self, end):
         if end.epoch == self._epoch:
             end.stop_reason = "enough"
 
 
-def test_every_few_epochs_and_always_the_last(tmp_path: Path) -> None:
-    def saved(*callbacks: Callback, engine: TrainingEngine | None = None, **options: Any) -> list:
+def test_every_few_epochs_and_always_the_last(tmp_path):
+    def saved(*callbacks, engine=None, **options):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         manager = CheckpointManager(folder, policy=SavePolicy(every_epochs=3))
         train(manager, *callbacks, engine=engine, **options)
@@ -179,7 +175,7 @@ def test_every_few_epochs_and_always_the_last(tmp_path: Path) -> None:
     assert saved(stop, engine=engine, epochs=7) == ["Epoch_1"], "a request in the epoch's last step"
 
 
-def test_the_best_epoch_is_saved_even_if_no_other_checkpoint_is_due(tmp_path: Path) -> None:
+def test_the_best_epoch_is_saved_even_if_no_other_checkpoint_is_due(tmp_path):
     manager = CheckpointManager(tmp_path, policy=SavePolicy(every_epochs=10))
     best: list[bool] = []
     look = AfterEachStep(lambda: best.append((tmp_path / "best.pt").exists()))
@@ -197,16 +193,14 @@ SCHEDULES = {
 }
 
 
-def shuffled(*, rank: int = 0, size: int = 1) -> DataLoader:
+def shuffled(*, rank=0, size=1):
     """Return a loader of this rank's share, in another order in each epoch."""
     data = TensorDataset(*(torch.cat(parts) for parts in zip(*batches(), strict=True)))
     sampler = DistributedSampler(data, num_replicas=size, rank=rank, seed=3)
     return DataLoader(data, batch_size=4 // size, sampler=sampler)
 
 
-def trained(
-    folder: Path, schedule: str, epochs: int, *, rank: int = 0, size: int = 1, **more: Any
-) -> dict[str, Any]:
+def trained(folder, schedule, epochs, *, rank=0, size=1, **more):
     """Train with dropout, momentum, averages and early stopping; return what decides all else."""
     engine = TrainingEngine(network(), "cpu", distributed=size > 1, use_ema=True, output_dir=folder)
     optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1, momentum=0.9)
@@ -225,7 +219,7 @@ def trained(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, schedule: str) -> None:
+def test_a_resumed_training_is_the_uninterrupted_one(tmp_path, schedule):
     """Weights, averages, momentum, schedule and step, bit for bit; from a path or from entries."""
     whole = trained(tmp_path / "whole", schedule, 5)
     trained(tmp_path / "parts", schedule, 2)
@@ -242,7 +236,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, schedule: s
     assert best[0]["epoch"] == best[1]["epoch"], "the best accuracy before the resume counts"
 
 
-def resumed_on_two(rank: int, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def resumed_on_two(rank, folder):
     """Train at once and in two parts; rank 1 has no file to resume from."""
     own = Path(folder, f"rank{rank}")
     whole = trained(own / "whole", "step", 4, rank=rank, size=2)
@@ -251,14 +245,14 @@ def resumed_on_two(rank: int, folder: str) -> tuple[dict[str, Any], dict[str, An
     return whole, trained(own / "parts", "step", 4, rank=rank, size=2, resume=last)
 
 
-def test_two_ranks_resume_from_rank_0s_file(tmp_path: Path) -> None:
+def test_two_ranks_resume_from_rank_0s_file(tmp_path):
     for whole, rest in run_ranks(2, resumed_on_two, str(tmp_path)):
         assert rest["state"] == whole["state"]
         assert rest["epochs"] == [3, 4]
     assert not (tmp_path / "rank1").exists()
 
 
-def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_resumed_is_refused(tmp_path):
     trained(tmp_path, "step", 1)
     last = tmp_path / "experiment" / "last.pt"
     model = nn.Linear(3, 2)

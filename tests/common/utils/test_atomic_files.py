@@ -3,7 +3,7 @@
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,11 +29,11 @@ ACTIONS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.fixture
-def special(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+def special(tmp_path):
     """Return a function that makes a node of a kind below the test's own folder."""
     sockets = []
 
-    def make(kind: str) -> Path:
+    def make(kind):
         path = tmp_path / "node"
         if kind == "FIFO":
             os.mkfifo(path)
@@ -58,9 +58,7 @@ def special(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 @pytest.mark.parametrize("linked", [False, True], ids=["itself", "link"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_regular_file_is_refused_and_stays(
-    special: Callable[[str], Path], tmp_path: Path, kind: str, linked: bool
-) -> None:
+def test_what_is_no_regular_file_is_refused_and_stays(special, tmp_path, kind, linked):
     """Nothing blocks, also not on a FIFO without a reader or writer."""
     node = path = special(kind)
     if linked:
@@ -80,7 +78,7 @@ def test_what_is_no_regular_file_is_refused_and_stays(
     assert not list(tmp_path.glob("*.unfinished"))
 
 
-def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
+def test_a_link_stays_and_its_target_is_written(tmp_path):
     """A chain of links, relative ones too; the unfinished file is on the target's disk."""
     (tmp_path / "store").mkdir()
     target, link, chain = tmp_path / "store" / "file", tmp_path / "link", tmp_path / "chain"
@@ -95,7 +93,7 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     assert regular_target(chain) == target
 
 
-def test_a_link_to_a_missing_file_makes_it(tmp_path: Path) -> None:
+def test_a_link_to_a_missing_file_makes_it(tmp_path):
     link = tmp_path / "link"
     link.symlink_to("missing")
     write_atomically(link, b"new")
@@ -103,7 +101,7 @@ def test_a_link_to_a_missing_file_makes_it(tmp_path: Path) -> None:
     assert (tmp_path / "missing").read_bytes() == b"new"
 
 
-def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+def test_a_loop_of_links_is_refused(tmp_path):
     loop = tmp_path / "loop"
     loop.symlink_to("loop")
     for name in ("write", "append", "read"):
@@ -111,14 +109,14 @@ def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
             ACTIONS[name](loop)
 
 
-def test_lines_without_one_that_is_not_whole(tmp_path: Path) -> None:
+def test_lines_without_one_that_is_not_whole(tmp_path):
     path = tmp_path / "lines"
     for content, lines in {b"": [], b"a": [], b"a\n": [b"a\n"], b"a\nb": [b"a\n"]}.items():
         path.write_bytes(content)
         assert whole_lines(path) == lines
 
 
-def test_a_folder_or_nothing(special: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_folder_or_nothing(special, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     for path in (tmp_path, tmp_path / "link", tmp_path / "missing"):
         check_folder(path)
@@ -126,9 +124,7 @@ def test_a_folder_or_nothing(special: Callable[[str], Path], tmp_path: Path) -> 
         check_folder(special("FIFO"))
 
 
-def test_what_is_appended_with_sync_is_synced_with_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_appended_with_sync_is_synced_with_its_folder(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(
         os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}"))

@@ -9,11 +9,11 @@ from common.utils.processes import DaemonThreads
 from tests.helpers import wait_until
 
 
-def test_daemon_threads_begin_in_order_and_end_with_their_object() -> None:
+def test_daemon_threads_begin_in_order_and_end_with_their_object():
     before, begun = set(threading.enumerate()), list[int]()
     both_wait = threading.Barrier(3)
 
-    def action(number: int) -> int:
+    def action(number):
         begun.append(number)
         if number < 2:
             both_wait.wait(60)

@@ -6,7 +6,6 @@ import resource
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -19,12 +18,12 @@ MISSING = "not killed with their parent", "returned to the system", "more ranks 
 class LibraryWithout:
     """A C library without Linux's functions."""
 
-    def __init__(self, name: str | None) -> None:
+    def __init__(self, name):
         pass
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def elsewhere(monkeypatch, tmp_path):
     """Imitate a system without prctl, mallopt, CPU affinity and /proc."""
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
@@ -34,13 +33,13 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not ON_LINUX, reason="what Linux has")
-def test_linux_lacks_nothing() -> None:
+def test_linux_lacks_nothing():
     assert system.missing_features() == []
     assert system.tune_malloc()
 
 
 @pytest.mark.skipif(not ON_LINUX, reason="the kernel's signal at the parent's end is Linux's")
-def test_a_child_asks_to_be_killed_with_its_parent() -> None:
+def test_a_child_asks_to_be_killed_with_its_parent():
     wanted = (
         "import ctypes; s = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(s)); "
         "print(s.value)"
@@ -57,7 +56,7 @@ def test_a_child_asks_to_be_killed_with_its_parent() -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_elsewhere_every_function_works() -> None:
+def test_elsewhere_every_function_works():
     assert system.usable_cores() == os.cpu_count()
     assert system.tune_malloc() is False
     assert processes.kill_on_parent_exit() is None
@@ -71,15 +70,15 @@ def test_elsewhere_every_function_works() -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_elsewhere_what_is_missing_is_named_with_what_happens_instead() -> None:
+def test_elsewhere_what_is_missing_is_named_with_what_happens_instead():
     for sentence, name in zip(system.missing_features(), MISSING, strict=True):
         assert name in sentence
         assert ": " in sentence
 
 
 @pytest.mark.skipif(not ON_LINUX, reason="what Linux has")
-def test_a_scheduling_that_the_user_has_chosen_stays() -> None:
-    def chosen() -> int:
+def test_a_scheduling_that_the_user_has_chosen_stays():
+    def chosen():
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
         with system.batch_scheduling(True):
             return os.sched_getscheduler(0)

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,11 @@ from lab.audit.recording import RecordReader
 
 
 @pytest.fixture(autouse=True)
-def _the_probe_had_no_trouble(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    troubles: list[str] = []
+def _the_probe_had_no_trouble(monkeypatch):
+    troubles = []
     read_records = RecordReader.read
 
-    def read(reader: RecordReader) -> bool:
+    def read(reader):
         further = read_records(reader)
         for one in reader.processes.values():
             troubles.extend(str(record["text"]) for record in one.by_kind["trouble"])
@@ -27,6 +26,6 @@ def _the_probe_had_no_trouble(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.fixture(autouse=True)
-def _python_has_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def _python_has_torch(monkeypatch):
     """``python`` in an audited command is the one on PATH: let it be that of the tests."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

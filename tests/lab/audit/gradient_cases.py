@@ -5,9 +5,8 @@ The own gradients come from a copy of the model, which no optimiser knows.
 """
 
 import copy
-from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ class Truth(NamedTuple):
 class Net(nn.Module):
     """A tied, a frozen and an unused parameter; some hold more numbers than the probe keeps."""
 
-    def __init__(self, *, checkpointed: bool = False) -> None:
+    def __init__(self, *, checkpointed=False):
         super().__init__()
         self.first, self.second = nn.Linear(FEATURES, 40), nn.Linear(40, FEATURES)
         self.second.weight = nn.Parameter(torch.randn(FEATURES, 40) * 0.1)
@@ -40,7 +39,7 @@ class Net(nn.Module):
         self.head = nn.Linear(FEATURES, CLASSES)
         self.again, self.checkpointed = self.head, checkpointed
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         """Return logits of shape (batch, CLASSES)."""
         if self.checkpointed:
             hidden = checkpoint(self.first, images.requires_grad_(), use_reentrant=True)
@@ -49,12 +48,12 @@ class Net(nn.Module):
         return self.head(self.frozen(self.second(torch.relu(hidden)))) + self.again(images)
 
 
-def average(model: nn.Module) -> None:
+def average(model):
     """Average the gradients by hand."""
     average_all(model.parameters())
 
 
-def average_all(parameters: Iterable[Tensor]) -> None:
+def average_all(parameters):
     """Average the gradients of parameters."""
     for parameter in parameters:
         if parameter.grad is not None:
@@ -65,7 +64,7 @@ def average_all(parameters: Iterable[Tensor]) -> None:
 class AveragingSGD(torch.optim.SGD):
     """Averages in its own step, as Horovod's optimiser does."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         """Average, then update."""
         average_all(self.param_groups[0]["params"])
         return super().step(closure)
@@ -74,10 +73,10 @@ class AveragingSGD(torch.optim.SGD):
 class OwnSGD(torch.optim.Optimizer):
     """A class of the script's own, as the AdamW of transformers: it calls no step of torch's."""
 
-    def __init__(self, parameters: Any, lr: float) -> None:
+    def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         """Average, then update."""
         average_all(self.param_groups[0]["params"])
         for one in self.param_groups[0]["params"]:
@@ -86,17 +85,17 @@ class OwnSGD(torch.optim.Optimizer):
 
 
 def train(
-    rank: int,
-    truths: list[Truth],
+    rank,
+    truths,
     *,
-    make: Callable[..., Any],
-    ddp: dict[str, Any] | None = None,
-    checkpointed: bool = False,
-    micro: int = 1,
-    scaler: Any = None,
-    finish: Callable[[nn.Module], object] = lambda model: None,
-    in_step: bool = False,
-) -> None:
+    make,
+    ddp=None,
+    checkpointed=False,
+    micro=1,
+    scaler=None,
+    finish=lambda model: None,
+    in_step=False,
+):
     """Train three steps, and note what each step computes and gets.
 
     finish : called before the step. in_step : the optimiser averages in its ``step``.
@@ -110,7 +109,7 @@ def train(
     for step in range(3):
         optimizer.zero_grad()
         weights = [one.detach().clone() for one in parameters]
-        own: list[Tensor | None] = [None] * len(parameters)
+        own = [None] * len(parameters)
         for part in range(micro):
             source = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
             images = torch.randn(BATCH, FEATURES, generator=source)
@@ -142,19 +141,19 @@ def train(
             optimizer.step()
 
 
-def clip_then_average(model: nn.Module) -> None:
+def clip_then_average(model):
     """Give clip_grad_norm_ an iterator, which can be read only once."""
     nn.utils.clip_grad_norm_((one for one in model.parameters()), 0.1)
     average(model)
 
 
-def zero(parameters: Any, lr: float) -> Any:
+def zero(parameters, lr):
     """Return an optimiser that calls one of its own."""
     return ZeroRedundancyOptimizer(list(parameters), torch.optim.Adam, lr=lr)
 
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "buckets": {"make": SGD, "ddp": {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}},
     "accumulation": {"make": SGD, "ddp": {}, "micro": 3},
     "checkpointed": {"make": AdamW, "checkpointed": True, "finish": average},

@@ -5,14 +5,12 @@
 """
 
 import json
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.audit.recording import Recording, read_recording
+from lab.audit.recording import read_recording
 
 Numbers = NDArray[np.float64]
 Exchange = Callable[[Numbers, int], Numbers]
@@ -24,18 +22,18 @@ COLUMNS = sum(int(np.prod(shape)) for shape in SHAPES.values())
 class Writer:
     """The records of one process; each takes a millisecond."""
 
-    def __init__(self, folder: Path, pid: int) -> None:
+    def __init__(self, folder, pid):
         self._lines, self._numbers = folder / f"{pid}.jsonl", folder / f"{pid}.f64"
         self._time = 0.0
         self.record("start", pid=pid, ppid=1, hint=None, variables={}, torch="2.15")
 
-    def record(self, kind: str, **fields: Any) -> None:
+    def record(self, kind, **fields):
         """Write one record."""
         self._time += 1e-3
         with self._lines.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"k": kind, "t": self._time, **fields}) + "\n")
 
-    def numbers(self, values: Iterable[float]) -> list[int]:
+    def numbers(self, values):
         """Write numbers and return the reference to them."""
         content = np.asarray(values, dtype=np.float64)
         with self._numbers.open("ab") as file:
@@ -43,34 +41,34 @@ class Writer:
             return [file.tell() // 8 - len(content), len(content)]
 
 
-def gradients(rank: int, step: int, columns: int = COLUMNS) -> Numbers:
+def gradients(rank, step, columns=COLUMNS):
     """Return a rank's own gradient of a step as float32 would hold it: correlated over ranks."""
     common = np.random.default_rng([7, step]).standard_normal(columns)
     own = np.random.default_rng([rank, step]).standard_normal(columns)
     return np.asarray((common + own).astype(np.float32), dtype=np.float64)
 
 
-def mean(own: Numbers, step: int) -> Numbers:
+def mean(own, step):
     """Return the right exchange's result, rounded to float32."""
     total = own.astype(np.float32).sum(axis=0) / np.float32(len(own))
     return np.repeat(total[None].astype(np.float64), len(own), axis=0)
 
 
 def train(
-    folder: Path,
-    exchange: Exchange = mean,
+    folder,
+    exchange=mean,
     *,
-    size: int = 3,
-    steps: int = 4,
-    own: Callable[[int, int], Numbers] = gradients,
-    after: Callable[[Numbers, int], Numbers] = lambda weights, step: weights,
-    start: Callable[[int], Numbers] = lambda rank: np.linspace(-1, 1, COLUMNS),
-    rates: Callable[[int], float] = lambda rank: 0.1,
-    edit: Callable[[str, int, dict[str, Any]], None] = lambda kind, rank, fields: None,
-    ddp: bool = False,
-    group: bool = True,
-    dtype: str = "float32",
-) -> Recording:
+    size=3,
+    steps=4,
+    own=gradients,
+    after=lambda weights, step: weights,
+    start=lambda rank: np.linspace(-1, 1, COLUMNS),
+    rates=lambda rank: 0.1,
+    edit=lambda kind, rank, fields: None,
+    ddp=False,
+    group=True,
+    dtype="float32",
+):
     """Write a training by SGD and return its recording.
 
     Parameters
@@ -81,7 +79,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     writers = [Writer(folder, 1000 + rank) for rank in range(size)]
 
-    def write(kind: str, rank: int, /, **fields: Any) -> None:
+    def write(kind, rank, /, **fields):
         edit(kind, rank, fields)
         writers[rank].record(kind, **fields)
 
@@ -115,7 +113,7 @@ def train(
             if group and not ddp:
                 write("call", rank, c=step, step=step, **called)
             numbers = {"own": mine[rank], "got": got[rank]}
-            fields: dict[str, Any] = {key: writers[rank].numbers(numbers[key]) for key in numbers}
+            fields = {key: writers[rank].numbers(numbers[key]) for key in numbers}
             fields |= {f"{key}_norm": float(np.linalg.norm(numbers[key])) for key in numbers}
             fields |= {"lr": [rates(rank)], "settings": {"lr": rates(rank), "momentum": 0}}
             fields |= {"optimizer": "SGD", "micro": 1, "sent": None, "scale": 1, "clips": []}

@@ -1,20 +1,13 @@
 """Clocks: a script's means, from real time.* calls under the probe, and what is said about them."""
 
-import json
-import os
-import sys
-from pathlib import Path
-
 import pytest
 
-import lab.audit
 from lab.audit.findings.clocks import check
 from lab.audit.findings.finding import Finding, Right
-from lab.audit.recording import RankRecords, Recording, RecordReader
-from lab.audit.runner import Start, start_process
-from tests.helpers.audited import start_forked
+from lab.audit.recording import RankRecords, Recording
+from lab.audit.runner import start_process
+from tests.helpers.audited import run_script, start_forked
 
-HOOK = Path(lab.audit.__file__).parent / "probe" / "hook"
 SCRIPT = """
 from datetime import datetime, timedelta
 from time import time as now
@@ -137,27 +130,17 @@ print(f"{value / 2:.3f}")
 """
 
 
-def record(folder: Path, body: str, start: Start, *, optimizer: bool = True) -> Recording:
+def record(folder, body, start=start_forked, *, optimizer=True):
     """Return the recording of a script of one process, which is cut after 33 steps."""
-    (folder / "records").mkdir(parents=True)
-    script = folder / "script.py"
     text = SCRIPT.replace("{body}", body).replace("{optimizer}", str(optimizer))
-    script.write_text(text, encoding="utf-8")
-    settings = {"folder": str(folder / "records"), "script": str(folder), "steps": 30}
-    settings |= {"rank": 0, "size": 1, "clocks": True}
-    variables = {"LAB_AUDIT": json.dumps(settings), "PYTHONPATH": str(HOOK)}
-    variables |= {"OMP_NUM_THREADS": "1", "PATH": os.path.dirname(sys.executable)}
-    environment = {**os.environ, **variables}
-    process = start(["python", str(script)], environment, folder, folder / "log")
-    assert process.wait(timeout=120) == 0, (folder / "log").read_text(encoding="utf-8")
-    reader = RecordReader(folder / "records")
-    reader.read()
-    one = reader.processes[process.pid]
+    end = run_script(folder, text, start=start, steps=30, clocks=True)
+    assert end.statuses == (0,), end.output(0)
+    (one,) = end.recording.processes
     ranks = [RankRecords(one.pid, one.records, one._numbers, rank) for rank in (0, 1)]
     return Recording(2, ranks, clocks=True)
 
 
-def said(recording: Recording) -> list[str]:
+def said(recording):
     """Return the names of the findings, and "right" or "unknown" for what is no finding."""
     return [
         one.name if isinstance(one, Finding) else "right" if isinstance(one, Right) else "unknown"
@@ -167,21 +150,21 @@ def said(recording: Recording) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("body", "expected"), CASES.values(), ids=CASES)
-def test_means(body: str, expected: str, tmp_path: Path) -> None:
-    recording = record(tmp_path, body, start_forked)
+def test_means(body, expected, tmp_path):
+    recording = record(tmp_path, body)
     assert said(recording) == [expected]
     recording.clocks = False
     assert not said(recording)
 
 
 @pytest.mark.slow
-def test_without_an_optimiser_nobody_knows_whether_the_update_is_timed(tmp_path: Path) -> None:
+def test_without_an_optimiser_nobody_knows_whether_the_update_is_timed(tmp_path):
     body = FIRST + TEN + "print(sum(times) / 10)"
-    assert said(record(tmp_path, body, start_forked, optimizer=False)) == ["right"]
+    assert said(record(tmp_path, body, optimizer=False)) == ["right"]
 
 
 @pytest.mark.slow
-def test_readings_are_floats_and_a_printed_loss_is_named(tmp_path: Path) -> None:
+def test_readings_are_floats_and_a_printed_loss_is_named(tmp_path):
     """In a new interpreter, where the script imports the clocks before torch."""
     _, observed = check(record(tmp_path, PLAIN, start_process))
     assert isinstance(observed, Finding)

@@ -1,14 +1,12 @@
 """collectives-differ, group-unused, failures of the probe: on records of ranks that never ran."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
 from lab.audit.findings import run_checks
 from lab.audit.findings.collectives import check
-from lab.audit.findings.finding import Finding, Outcome, Right, Unknown
+from lab.audit.findings.finding import Finding, Right, Unknown
 from lab.audit.recording import read_recording
 from lab.audit.result import verdict
 from tests.lab.audit.recordings import Writer, train
@@ -21,12 +19,12 @@ Script = Callable[["RankWriter"], None]
 class RankWriter(Writer):
     """The records of one rank's calls."""
 
-    def __init__(self, folder: Path, rank: int, size: int) -> None:
+    def __init__(self, folder, rank, size):
         super().__init__(folder, 100 + rank)
         self.rank, self.calls = rank, 0
         self.record("group", rank=rank, world=size, backend="gloo", at=AT)
 
-    def call(self, name: str = "all_reduce", *, done: bool = True, **fields: Any) -> None:
+    def call(self, name="all_reduce", *, done=True, **fields):
         """Record a call; ``done`` False: the rank waits in it for ever."""
         known = {"op": "SUM", "size": 2, "group": None, "bytes": 40, "dtype": "float32"}
         known |= {"shape": [10], "step": 1, "peer": None, "async": False, "content": "gradient"}
@@ -37,30 +35,30 @@ class RankWriter(Writer):
         self.calls += 1
 
 
-def calls(*several: dict[str, Any]) -> Script:
+def calls(*several):
     """Return a rank that makes these calls, then does nothing more."""
 
-    def script(rank: RankWriter) -> None:
+    def script(rank):
         for one in several:
             rank.call(**one)
 
     return script
 
 
-def then(kind: str, first: Script | None = None, **fields: Any) -> Script:
+def then(kind, first=None, **fields):
     """Return a rank that makes a call, or does what ``first`` says, then writes a record."""
 
-    def script(rank: RankWriter) -> None:
+    def script(rank):
         (first or calls({}))(rank)
         rank.record(kind, **fields)
 
     return script
 
 
-def in_order(*scripts: Script) -> Script:
+def in_order(*scripts):
     """Return a rank that does what each of the scripts says."""
 
-    def script(rank: RankWriter) -> None:
+    def script(rank):
         for one in scripts:
             one(rank)
 
@@ -80,7 +78,7 @@ KILLED = calls({})
 CUT = then("cut", step=6, why="6 steps")
 
 
-def examine(folder: Path, scripts: Sequence[Script], *, hung: bool = False) -> list[Outcome]:
+def examine(folder, scripts, *, hung=False):
     """Return the outcomes of ranks that do what one function each says."""
     folder.mkdir(exist_ok=True)
     for rank, script in enumerate(scripts):
@@ -88,11 +86,11 @@ def examine(folder: Path, scripts: Sequence[Script], *, hung: bool = False) -> l
     return list(check(read_recording(folder, hung=hung)))
 
 
-def faults(outcomes: Sequence[Outcome]) -> list[str]:
+def faults(outcomes):
     return [one.name for one in outcomes if isinstance(one, Finding)]
 
 
-def test_equal_calls_are_right_and_counted_by_step(tmp_path: Path) -> None:
+def test_equal_calls_are_right_and_counted_by_step(tmp_path):
     three_a_step = calls(*({"step": step} for step in range(4) for _ in range(3)))
     (observed,) = examine(tmp_path, [three_a_step, three_a_step])
     assert isinstance(observed, Right)
@@ -113,11 +111,9 @@ def test_equal_calls_are_right_and_counted_by_step(tmp_path: Path) -> None:
         ({"group": ["1", [0, 1]]}, {"group": None, "bytes": 8}, False),
     ],
 )
-def test_what_must_be_equal(
-    tmp_path: Path, mine: dict[str, Any], theirs: dict[str, Any], differ: bool
-) -> None:
-    def steps(call: dict[str, Any]) -> Script:
-        def script(rank: RankWriter) -> None:
+def test_what_must_be_equal(tmp_path, mine, theirs, differ):
+    def steps(call):
+        def script(rank):
             calls({}, call)(rank)
             rank.record("step", o=0, step=1, own=None, got=None)
 
@@ -144,9 +140,7 @@ def test_what_must_be_equal(
         (in_order(CUT, FAILS), in_order(CUT, IN_DDP), True, None),
     ],
 )
-def test_who_is_waited_for(
-    tmp_path: Path, first: Script, second: Script, hung: bool, expected: str | None
-) -> None:
+def test_who_is_waited_for(tmp_path, first, second, hung, expected):
     outcomes = examine(tmp_path, [first, second], hung=hung)
     assert bool(faults(outcomes)) == (expected is not None)
     for one in outcomes:
@@ -157,9 +151,7 @@ def test_who_is_waited_for(
 @pytest.mark.parametrize(
     ("first", "hung", "word"), [(FAILS, False, "good order"), (STANDS, True, "elsewhere")]
 )
-def test_a_rank_that_vanishes_or_works_leaves_it_open(
-    tmp_path: Path, first: Script, hung: bool, word: str
-) -> None:
+def test_a_rank_that_vanishes_or_works_leaves_it_open(tmp_path, first, hung, word):
     (observed,) = examine(tmp_path, [first, KILLED], hung=hung)
     assert isinstance(observed, Unknown)
     assert "rank 1" in observed.text
@@ -167,12 +159,12 @@ def test_a_rank_that_vanishes_or_works_leaves_it_open(
     assert observed.text.startswith("gradients: ")
 
 
-def test_messages_pair_by_pair(tmp_path: Path) -> None:
-    def exchange(rank: RankWriter) -> None:
+def test_messages_pair_by_pair(tmp_path):
+    def exchange(rank):
         for name in ("send", "recv") if rank.rank else ("recv", "send"):
             rank.call(name, peer=1 - rank.rank)
 
-    def both_receive(rank: RankWriter) -> None:
+    def both_receive(rank):
         rank.call("recv", peer=1 - rank.rank, done=False)
         rank.record("stands", c=0, name="recv", at=AT)
 
@@ -193,10 +185,8 @@ def test_messages_pair_by_pair(tmp_path: Path) -> None:
         ([], (2.0, 1.0), "mesh", False),
     ],
 )
-def test_group_unused(
-    tmp_path: Path, names: list[str], got: tuple[float, float], also: str, unused: bool
-) -> None:
-    def alone(rank: RankWriter) -> None:
+def test_group_unused(tmp_path, names, got, also, unused):
+    def alone(rank):
         rank.record(also or "torch", at=AT)
         for name in names:
             rank.call(name, bytes=4 * (name == "all_reduce"), content="other")
@@ -208,7 +198,7 @@ def test_group_unused(
 
 
 @pytest.mark.parametrize(("part", "answer"), [("losses", "cannot tell"), ("clocks", "yes")])
-def test_a_failure_of_the_probe_is_said(tmp_path: Path, part: str, answer: str) -> None:
+def test_a_failure_of_the_probe_is_said(tmp_path, part, answer):
     recording = train(tmp_path)
     text = "Traceback:\nKeyError: 'x'"
     recording.ranks[1].by_kind["trouble"].append({"k": "trouble", "part": part, "text": text})

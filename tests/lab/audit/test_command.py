@@ -8,7 +8,7 @@ from common.errors import UserError
 from lab.audit.command import parse_command
 
 
-def processes(text: str, size: int | None, rank0: str | None = None) -> list[str]:
+def processes(text, size, rank0=None):
     command = parse_command(text.split(), rank0)
     return [" ".join(words) for words in command.processes(size, master="10.0.0.1", port=77)]
 
@@ -18,29 +18,32 @@ def processes(text: str, size: int | None, rank0: str | None = None) -> list[str
     [
         (
             "torchrun --nproc-per-node 2 --standalone t.py --nproc-per-node 7",
-            "torchrun --nproc_per_node 3 --standalone t.py --nproc-per-node 7",
+            "torchrun --nproc-per-node 2 --standalone --nproc_per_node 3 --master_port 77 t.py "
+            "--nproc-per-node 7",
         ),
         (
             "/x/torchrun --nproc_per_node=8 t.py",
-            "/x/torchrun --nproc_per_node 3 --master_port 77 t.py",
+            "/x/torchrun --nproc_per_node=8 --nproc_per_node 3 --master_port 77 t.py",
         ),
         (
-            "python -m torch.distributed.run --master-port 5 t.py",
-            "python -m torch.distributed.run --nproc_per_node 3 --master-port 5 t.py",
+            "python -m torch.distributed.run --nnodes 1 -m t --nproc_per_node 7",
+            "python -m torch.distributed.run --nnodes 1 --nproc_per_node 3 --master_port 77 -m t "
+            "--nproc_per_node 7",
         ),
         (
             "accelerate launch --cpu --num_processes 2 t.py",
-            "accelerate launch --num_processes 3 --main_process_port 77 --cpu t.py",
+            "accelerate launch --cpu --num_processes 2 --num_processes 3 --main_process_port 77 "
+            "t.py",
         ),
         ("python t.py --ranks {nodes}", "python t.py --ranks 3"),
     ],
 )
-def test_one_process_that_starts_its_ranks_gets_their_number(typed: str, started: str) -> None:
+def test_one_process_that_starts_its_ranks_gets_their_number(typed, started):
     assert processes(typed, 3) == [started]
     assert parse_command(typed.split(), None).takes_size
 
 
-def test_a_command_with_rank_is_started_once_a_rank_and_no_launcher_is_changed() -> None:
+def test_a_command_with_rank_is_started_once_a_rank_and_no_launcher_is_changed():
     typed = "torchrun --nnodes {nodes} --node-rank {rank} --nproc-per-node 1 t.py {master}:{port}"
     assert processes(typed, 2) == [
         f"torchrun --nnodes 2 --node-rank {rank} --nproc-per-node 1 t.py 10.0.0.1:77"
@@ -48,14 +51,14 @@ def test_a_command_with_rank_is_started_once_a_rank_and_no_launcher_is_changed()
     ]
 
 
-def test_the_text_of_a_command_can_be_copied_into_a_shell() -> None:
+def test_the_text_of_a_command_can_be_copied_into_a_shell():
     typed = ["python", "my script.py", "tcp://{master}:{port}", "{rank}"]
     assert parse_command(typed, None).text == (
         "python 'my script.py' 'tcp://{master}:{port}' {rank}"
     )
 
 
-def test_rank_0_may_have_a_command_of_its_own() -> None:
+def test_rank_0_may_have_a_command_of_its_own():
     assert processes("python w.py {rank}", 3, "python 'm.py' {nodes}") == [
         "python m.py 3",
         "python w.py 1",
@@ -63,7 +66,7 @@ def test_rank_0_may_have_a_command_of_its_own() -> None:
     ]
 
 
-def test_a_script_that_starts_its_own_ranks_does_not_take_their_number() -> None:
+def test_a_script_that_starts_its_own_ranks_does_not_take_their_number():
     assert not parse_command(["python", "t.py"], None).takes_size
     assert processes("python t.py", None) == ["python t.py"]
 
@@ -79,12 +82,12 @@ def test_a_script_that_starts_its_own_ranks_does_not_take_their_number() -> None
         ("torchrun --nproc-per-node 2 t.py", "python m.py", "--rank0: the command after -- starts"),
     ],
 )
-def test_wrong_commands(typed: str, rank0: str | None, message: str) -> None:
+def test_wrong_commands(typed, rank0, message):
     with pytest.raises(UserError, match=message):
         parse_command(typed.split(), rank0)
 
 
-def test_the_users_code_is_the_current_folder_or_the_scripts(tmp_path: Path) -> None:
+def test_the_users_code_is_the_current_folder_or_the_scripts(tmp_path):
     script = tmp_path / "project" / "train.py"
     script.parent.mkdir()
     script.touch()

@@ -2,12 +2,11 @@
 
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from lab.audit import recording, runner
-from lab.audit.isolation import run_network
+from lab.audit.isolation import LOOPBACK, run_network
 from lab.cli import main
 from lab.cluster import tools
 from tests.helpers.processes import running_in
@@ -56,7 +55,7 @@ subprocess.Popen(["sleep", "1000"], env={}, start_new_session=True, stdout=-3, s
 """
 
 
-def audit(folder: Path, script: str, capsys: pytest.CaptureFixture[str]) -> str:
+def audit(folder, script, capsys):
     """Audit a script in this process, and return the one line that says why it cannot be."""
     (folder / "main.py").write_text(FOLDER + script)
     began = time.monotonic()
@@ -75,24 +74,20 @@ def audit(folder: Path, script: str, capsys: pytest.CaptureFixture[str]) -> str:
     ("script", "message"),
     [
         (FIFO, "is no regular file any more: does the script write to the audit's own folder?"),
-        (LINK, "jsonl cannot be read"),
+        (LINK, "Too many levels of symbolic links"),
         (LOG_FIFO, "log is no regular file any more"),
         (ENDLESS_LINE, "has more than 1,000,000 bytes"),
         (ENDLESS_OUTPUT, "printed more than 1,000,000 bytes"),
-        (BRACKETS, "the audit's records cannot be read (maximum recursion depth"),
+        (BRACKETS, "the records make no sense (RecursionError"),
         (NONSENSE, "the records make no sense (TypeError"),
-        (NO_FOLDER, "the audit's records cannot be read (No such file or directory)"),
+        (NO_FOLDER, "the records make no sense (FileNotFoundError"),
         (OLD_TORCH, "runs with torch 1.13.1+cpu, and lab audit works with torch 2.0 and newer"),
     ],
     ids=lambda text: "",
 )
 def test_what_a_script_does_to_the_records_is_told_on_one_line(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    script: str,
-    message: str,
-) -> None:
+    tmp_path, capsys, monkeypatch, script, message
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recording, "MOST_RECORDS", 1_000_000)
     monkeypatch.setattr(runner, "MOST_OUTPUT", 1_000_000)
@@ -102,17 +97,13 @@ def test_what_a_script_does_to_the_records_is_told_on_one_line(
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(tools.namespaces_refused()), reason=str(tools.namespaces_refused()))
-def test_a_daemon_with_an_empty_environment_ends_with_its_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_daemon_with_an_empty_environment_ends_with_its_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "before any torch.optim optimiser took a step" in audit(tmp_path, DAEMON, capsys)
 
 
-def test_without_namespaces_the_ranks_run_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_namespaces_the_ranks_run_as_they_are(tmp_path, monkeypatch):
     monkeypatch.setattr(tools, "unshare_command", lambda *_: None)
     with run_network(2, tmp_path, tmp_path, isolate=None, rate=None) as network:
-        assert network.prefix(0) == ()
+        assert network == LOOPBACK
     wait_until(lambda: running_in(tmp_path) == [], "the end of all", timeout_seconds=5)

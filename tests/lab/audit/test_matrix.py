@@ -1,7 +1,6 @@
 """Each faulty case gets its own finding, on each number of ranks; docs/audited_mistakes.md."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -19,21 +18,21 @@ IN_OTHER_TORCH = """
 """Cases for an environment with another torch: they reach each part of the probe."""
 
 
-def parameters(cases: list[Case]) -> pytest.MarkDecorator:
+def parameters(cases):
     """Run a test once for each case."""
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
 @pytest.mark.slow
 @parameters([one for one in CASES if one.finds])
-def test_finds_exactly_what_is_wrong(case: Case, tmp_path: Path) -> None:
+def test_finds_exactly_what_is_wrong(case, tmp_path):
     """On one number of ranks; the right scripts are in test_right_scripts.py."""
     assert not mistakes(case, [record_case(case, case.quick_size, tmp_path)])
 
 
 @pytest.mark.long
 @parameters(CASES)
-def test_finds_the_same_on_every_number_of_ranks(case: Case, tmp_path: Path) -> None:
+def test_finds_the_same_on_every_number_of_ranks(case, tmp_path):
     """On each number of ranks by itself, and in all runs together, as ``lab audit`` does."""
     recordings = [record_case(case, size, tmp_path / str(size)) for size in case.sizes]
     for recording in () if case.together else recordings:
@@ -47,7 +46,7 @@ def test_finds_the_same_on_every_number_of_ranks(case: Case, tmp_path: Path) -> 
     reason="set AUDIT_PYTHON to the path of an interpreter with another torch, 2.0 or newer",
 )
 @parameters([{one.name: one for one in CASES}[name] for name in IN_OTHER_TORCH.split()])
-def test_finds_the_same_with_another_torch(case: Case, tmp_path: Path) -> None:
+def test_finds_the_same_with_another_torch(case, tmp_path):
     """``lab`` runs here; the script runs in the other interpreter, on 2 ranks."""
     command = AuditCommand((str(OTHER_PYTHON), *case.command.words[1:]))
     assert not mistakes(case, [record_case(replace(case, command=command), 2, tmp_path)])
@@ -63,7 +62,7 @@ def test_finds_the_same_with_another_torch(case: Case, tmp_path: Path) -> None:
         (" a\n a", 0),
     ],
 )
-def test_the_old_lines_of_an_edit_stand_exactly_once_in_its_base(edit: str, times: int) -> None:
+def test_the_old_lines_of_an_edit_stand_exactly_once_in_its_base(edit, times):
     case = Case("edited", body="a\nb\na\n", edit=edit)
     with pytest.raises(ValueError, match=f"edited: {times} times, not once, in its base"):
         apply_edit(case)

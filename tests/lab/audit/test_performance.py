@@ -1,31 +1,22 @@
 """The times and bytes of a step that an audit measures."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from lab.audit.performance import measure
-from lab.audit.recording import RankRecords, Record, Recording
+from lab.audit.recording import RankRecords, Recording
 
 PARAMS = {"k": "params", "t": 0.0, "o": 0, "rows": [["0.0.0", "w", [1000], "torch.float32", 1000]]}
 DDP = {"k": "ddp", "t": 0.0, "bytes": 4000}
 CALL = {"name": "all_reduce", "bytes": 4000}
 
 
-def measured(
-    *calls: Record,
-    through: str = "module",
-    exposed: float = 0.0,
-    apart: float = 0.1,
-    hook: bool = False,
-    **done: Any,
-) -> dict[str, Any]:
+def measured(*calls, through="module", exposed=0.0, apart=0.1, hook=False, **done):
     """Return what is measured in six steps of one second each; the first two take ten seconds.
 
     Backward lasts from 0.2 to 0.6 s of each step, and the calls end from 0.7 s on.
     """
-    found: list[Record] = [PARAMS, DDP, *([{"k": "hook", "t": 0.0}] if hook else [])]
+    found = [PARAMS, DDP, *([{"k": "hook", "t": 0.0}] if hook else [])]
     end = 0.0
     for step in range(6):
         begin, end = end, end + (10.0 if step < 3 else 1.0)
@@ -53,7 +44,7 @@ def measured(
         (measured(through="ddp", exposed=0.15), 0.15, 0.25),
     ],
 )
-def test_seconds(facts: dict[str, Any], exposed: float, backward: float) -> None:
+def test_seconds(facts, exposed, backward):
     assert facts["seconds"] == pytest.approx(1.0)
     assert facts["exposed_seconds"] == pytest.approx(exposed)
     assert facts["exposed_share"] == pytest.approx(exposed)
@@ -80,12 +71,12 @@ def test_seconds(facts: dict[str, Any], exposed: float, backward: float) -> None
         ((), "bypass", False, 0),
     ],
 )
-def test_bytes(names: tuple[str, ...], through: str, hook: bool, sent: float) -> None:
+def test_bytes(names, through, hook, sent):
     calls = [{"name": name, "bytes": 4000, "peer": 0} for name in names]
     assert measured(*calls, through=through, hook=hook)["bytes_sent"] == sent
 
 
-def test_two_optimisers_make_one_step_together() -> None:
+def test_two_optimisers_make_one_step_together():
     """A GAN: one second for the discriminator, then half a second for the generator."""
     steps = [
         {"k": "step", "t": 1.5 * round + (1.0, 1.5)[optimizer], "o": optimizer}
@@ -98,5 +89,5 @@ def test_two_optimisers_make_one_step_together() -> None:
     assert found["predicted"] == []
 
 
-def test_without_steps_nothing_is_measured() -> None:
+def test_without_steps_nothing_is_measured():
     assert measure(Recording(2, [RankRecords(1, [], np.zeros(0), 0)])) is None

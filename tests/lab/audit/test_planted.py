@@ -5,7 +5,6 @@ few steps of a run, not what a run saves or what a right script could have meant
 """
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from lab.proofs.wrong import WRONG
 from tests.helpers.audited import OWN_FLAGS, Case, mistakes, record_case, start_forked
 from tests.helpers.paths import ROOT
 
-FOUND: dict[str, tuple[str, int, str]] = {
+FOUND = {
     "Sum": ("sum-not-mean", 2, "--sync all_reduce"),
     "LiteralDivisor": ("literal-divisor", 3, "--sync all_reduce"),
     "OwnGradient": ("own-gradient|group-unused", 2, "--sync all_reduce"),
@@ -57,7 +56,7 @@ QUICK = "SameSamples RingWithoutAChunk StaleByOneStep LastBucketNotSent ClipBefo
         for name in FOUND
     ],
 )
-def test_a_planted_mistake_is_found(name: str, tmp_path: Path) -> None:
+def test_a_planted_mistake_is_found(name, tmp_path):
     """Exactly the finding that ``FOUND`` says."""
     finding, size, flags = FOUND[name]
     words = f"python {ROOT}/PartTwo/main.py {OWN_FLAGS} {flags}".split()
@@ -66,6 +65,6 @@ def test_a_planted_mistake_is_found(name: str, tmp_path: Path) -> None:
     assert not mistakes(case, [recording])
 
 
-def test_the_lists_are_complete() -> None:
+def test_the_lists_are_complete():
     """Every mistake of lab/proofs is in one of the lists."""
     assert {one.name for one in WRONG} == {*FOUND, *" ".join(INVISIBLE).split()}

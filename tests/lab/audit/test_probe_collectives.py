@@ -11,7 +11,7 @@ import pytest
 import lab.audit
 from lab.audit.findings.collectives import check
 from lab.audit.findings.finding import Finding
-from lab.audit.recording import Recording, read_recording
+from lab.audit.recording import read_recording
 from tests.helpers.waiting import wait_until
 
 HOOK = Path(lab.audit.__file__).parent / "probe" / "hook"
@@ -59,7 +59,7 @@ all_reduce(torch.ones(3))
 """
 
 
-def record(folder: Path, body: str, *, until: str) -> Recording:
+def record(folder, body, *, until):
     """Return what two ranks of a script record until each has written a record of a kind."""
     (folder / "records").mkdir()
     (folder / "script.py").write_text(JOIN + body, encoding="utf-8")
@@ -85,7 +85,7 @@ def record(folder: Path, body: str, *, until: str) -> Recording:
     return read_recording(folder / "records", hung=until == "stands")
 
 
-def test_calls(tmp_path: Path) -> None:
+def test_calls(tmp_path):
     recording = record(tmp_path, CALLS, until="end")
     assert not [one for one in check(recording) if isinstance(one, Finding)]
     calls = recording.ranks[0].by_kind["call"]
@@ -113,7 +113,7 @@ def test_calls(tmp_path: Path) -> None:
     ("body", "until", "kind"),
     [(DDP_AND_BARRIER, "stands", "rank 0 waits elsewhere"), (LEAVES, "end", "rank 1 ends")],
 )
-def test_ranks_that_wait_in_vain(tmp_path: Path, body: str, until: str, kind: str) -> None:
+def test_ranks_that_wait_in_vain(tmp_path, body, until, kind):
     recording = record(tmp_path, body, until=until)
     (observed,) = (one for one in check(recording) if isinstance(one, Finding))
     assert observed.name == "collectives-differ"

@@ -3,9 +3,7 @@
 import importlib.util
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +11,14 @@ import torch
 import torch.distributed as dist
 
 from lab.audit.probe.coordinates import coordinates
-from lab.audit.recording import Recording, read_recording
+from lab.audit.recording import read_recording
 from lab.proofs.ranks import context
-from tests.lab.audit.gradient_cases import CASES, RANKS, Truth, train
+from tests.lab.audit.gradient_cases import CASES, RANKS, train
 
 HOOK = Path(__file__).parents[3] / "lab" / "audit" / "probe" / "hook" / "sitecustomize.py"
 
 
-def run_probed(
-    function: Callable[..., None], folder: Path, *arguments: Any, probed: bool = True
-) -> None:
+def run_probed(function, folder, *arguments, probed=True):
     """Run ``function(rank, *arguments)`` in a process for each rank, with the probe.
 
     Forked from a server that has never run autograd: after torch.compile, for example, this process
@@ -42,9 +38,7 @@ def run_probed(
     assert [worker.exitcode for worker in workers] == [0] * RANKS
 
 
-def _rank(
-    function: Callable[..., None], folder: Path, rank: int, probed: bool, arguments: tuple[Any, ...]
-) -> None:
+def _rank(function, folder, rank, probed, arguments):
     torch.set_num_threads(1)
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # as a library may, before it is watched
     if probed:
@@ -60,12 +54,12 @@ def _rank(
     dist.destroy_process_group()
 
 
-def _fail() -> float:
+def _fail():
     raise ZeroDivisionError
 
 
-def _all_cases(rank: int, folder: Path) -> None:
-    truths: dict[str, list[Truth]] = {}
+def _all_cases(rank, folder):
+    truths = {}
     with pytest.raises(ZeroDivisionError):  # a step that fails is none, and disturbs no other one
         torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step(_fail)
     for name, options in CASES.items():
@@ -75,14 +69,14 @@ def _all_cases(rank: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def proof(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recording, list[dict[str, Any]]]:
+def proof(tmp_path_factory):
     """Return the recording of all cases, and the truth of each: [rank][case][step]."""
     folder = tmp_path_factory.mktemp("probe")
     run_probed(_all_cases, folder, folder)
     return read_recording(folder), [torch.load(folder / f"truth{r}.pt")[0] for r in range(RANKS)]
 
 
-def sampled(tensors: list[torch.Tensor | None], like: list[torch.Tensor]) -> Any:
+def sampled(tensors, like):
     """Return the samples that the probe should have; zeros for None."""
     parts = []
     for tensor, other in zip(tensors, like, strict=True):
@@ -93,7 +87,7 @@ def sampled(tensors: list[torch.Tensor | None], like: list[torch.Tensor]) -> Any
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_own_got_and_weights_are_those_computed_by_hand(proof: Any, case: str, rank: int) -> None:
+def test_own_got_and_weights_are_those_computed_by_hand(proof, case, rank):
     recording, truths = proof
     process = recording.ranks[rank]
     numbers = list(dict.fromkeys(one["o"] for one in process.by_kind["step"]))
@@ -109,5 +103,5 @@ def test_own_got_and_weights_are_those_computed_by_hand(proof: Any, case: str, r
             np.testing.assert_allclose(process.numbers(reference), expected, near, near * 1e-3)
 
 
-def test_no_part_of_the_probe_had_trouble(proof: Any) -> None:
+def test_no_part_of_the_probe_had_trouble(proof):
     assert not [one for rank in proof[0].ranks for one in rank.by_kind["trouble"]]

@@ -1,7 +1,6 @@
 """What the probe records of loaders and samples, and how it ends scripts: real ones, forked."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +8,9 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lab.audit.command import AuditCommand
-from lab.audit.probe.data import contents_of, held_content, inner_indices
-from lab.audit.recording import RankRecords, read_recording
-from lab.audit.runner import AuditRun, RunSettings, run_audit_size
+from lab.audit.probe.data import contents_of, held_content, look_through
+from lab.audit.recording import read_recording
+from lab.audit.runner import RunSettings, run_audit_size
 from tests.helpers.audited import start_forked
 
 STEPS = 4
@@ -48,9 +47,7 @@ def evaluate(loader):
 """
 
 
-def audit(
-    script: str, folder: Path, *, ranks: int = 1, cold: bool = False
-) -> tuple[list[RankRecords], AuditRun]:
+def audit(script, folder, *, ranks=1, cold=False):
     """Run a script, after ``START``, on some ranks; return their records and how they ended.
 
     cold : in new interpreters; forks of the test server start workers, and fail, in another way.
@@ -65,7 +62,7 @@ def audit(
     return read_recording(records, asked_size=ranks).ranks, end
 
 
-def audit_one(script: str, folder: Path, *, cold: bool = False) -> RankRecords:
+def audit_one(script, folder, *, cold=False):
     """Run a script on one rank; return its records. It has to end with status 0."""
     ranks, end = audit(script, folder, cold=cold)
     assert end.statuses == (0,), end.output(0)
@@ -73,20 +70,20 @@ def audit_one(script: str, folder: Path, *, cold: bool = False) -> RankRecords:
     return ranks[0]
 
 
-def indices(rank: RankRecords, epoch: int, *, loader: int = 0) -> list[list[int]]:
+def indices(rank, epoch, *, loader=0):
     """Return the indices of the batches of an epoch."""
     found = [one for one in rank.by_kind["batch"] if (one["l"], one["epoch"]) == (loader, epoch)]
     return [one["indices"] for one in found]
 
 
-def rest(rank: RankRecords, epoch: int = 0) -> dict[str, Any]:
+def rest(rank, epoch=0):
     """Return the only record ``rest`` of an epoch."""
     (found,) = (one for one in rank.by_kind["rest"] if one["epoch"] == epoch)
     return found
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_two_ranks_cover_an_epoch(workers: int, tmp_path: Path) -> None:
+def test_two_ranks_cover_an_epoch(workers, tmp_path):
     """Batches and rest of both ranks are all samples once; two steps show the second epoch."""
     script = f"""
 sampler = DistributedSampler(data, num_replicas=RANKS, rank=RANK)
@@ -118,26 +115,26 @@ for epoch in range(3):
 class Held(Dataset[Any]):
     """A dataset of 48 samples with some attributes, all of which may hold its samples."""
 
-    def __init__(self, **held: Any) -> None:
+    def __init__(self, **held):
         vars(self).update(held)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 48
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         raise AssertionError("it may not be asked")
 
 
 class Partition:
     """A tutorial's partition, which may not be asked either."""
 
-    def __init__(self, data: Any, index: Any, length: int = 4) -> None:
+    def __init__(self, data, index, length=4):
         self.data, self.index, self.length = data, index, length
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         raise AssertionError("it may not be asked")
 
 
@@ -155,9 +152,9 @@ class Partition:
         (Partition([Held(), Held()], range(4)), None),
     ],
 )
-def test_the_innermost_index_counts(dataset: Any, inner: list[int] | None) -> None:
+def test_the_innermost_index_counts(dataset, inner):
     """However the dataset is wrapped."""
-    found = inner_indices(dataset)
+    _, found = look_through(dataset)
     assert (found and list(found)) == inner
 
 
@@ -174,12 +171,12 @@ def test_the_innermost_index_counts(dataset: Any, inner: list[int] | None) -> No
         ({"parts": [object()] * 48, "images": torch.rand(48, 9)}, False),
     ],
 )
-def test_what_a_dataset_holds(held: dict[str, Any], tells: bool) -> None:
+def test_what_a_dataset_holds(held, tells):
     """Whether it tells that equal indices are equal samples."""
     assert (held_content(Held(**held)) is not None) == tells
 
 
-def test_the_rows_of_a_batch_are_its_samples() -> None:
+def test_the_rows_of_a_batch_are_its_samples():
     """In dicts and tuples; what has no row for each sample does not count."""
     x, y = torch.rand(4, 3, 8), torch.arange(4)
     codes = contents_of({"x": x, "rest": [y, "text", torch.ones(3)]}, 4)
@@ -191,7 +188,7 @@ def test_the_rows_of_a_batch_are_its_samples() -> None:
     assert contents_of(["a"] * 4, 4) is None
 
 
-def test_evaluation_gives_two_batches_after_the_cut(tmp_path: Path) -> None:
+def test_evaluation_gives_two_batches_after_the_cut(tmp_path):
     """It is no training, neither on a loader of its own nor on the training loader."""
     script = """
 train, test = DataLoader(data, 4, shuffle=True), DataLoader(Subset(data, range(40)), 4)
@@ -233,7 +230,7 @@ for epoch in range(2):
     ],
     ids=["restarted", "one batch", "no loader", "peek", "generator", "zip", "by hand"],
 )
-def test_every_loop_ends_in_good_order(loop: str, tmp_path: Path) -> None:
+def test_every_loop_ends_in_good_order(loop, tmp_path):
     """Soon after the last step that is wanted, with status 0."""
     rank = audit_one(f"loader = DataLoader(data, 4, shuffle=True)\n{loop}", tmp_path)
     assert len(rank.by_kind["cut"]) == 1
@@ -242,14 +239,14 @@ def test_every_loop_ends_in_good_order(loop: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_error_after_the_cut_is_no_failure(tmp_path: Path) -> None:
+def test_an_error_after_the_cut_is_no_failure(tmp_path):
     """The script asks for more batches than it is given: the status is 0."""
     loop = "it = iter(DataLoader(data, 4))\nfor _ in range(12): step(*next(it))"
     (error,) = audit_one(loop, tmp_path, cold=True).by_kind["error"]
     assert (error["type"], error["after_cut"]) == ("StopIteration", True)
 
 
-def test_errors_are_recorded_with_their_line(tmp_path: Path) -> None:
+def test_errors_are_recorded_with_their_line(tmp_path):
     """Before the cut they are the script's: the status stays 1."""
     script = "for x, y in DataLoader(data, 4):\n    step(x, y)\n    1 / 0"
     ranks, end = audit(script, tmp_path, cold=True)
@@ -261,7 +258,7 @@ def test_errors_are_recorded_with_their_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_spawned_ranks_end_with_status_0(tmp_path: Path) -> None:
+def test_spawned_ranks_end_with_status_0(tmp_path):
     """Also where a spawned rank fails because of the cut."""
     script = """
 def main(rank):
@@ -283,7 +280,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_a_script_that_hangs_after_the_cut_is_ended(tmp_path: Path) -> None:
+def test_a_script_that_hangs_after_the_cut_is_ended(tmp_path):
     """A thread that never ends keeps it alive: the probe ends it after some seconds."""
     script = """
 import threading, time

@@ -7,22 +7,21 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from functools import partial
 
 import pytest
 
 from common.errors import UserError
 from lab.audit import runner
-from lab.audit.command import parse_command
-from lab.audit.isolation import RunNetwork, run_network, sort_names
-from lab.audit.recording import read_recording
-from lab.audit.runner import AuditRun, RunSettings, run_audit_size
+from lab.audit.isolation import run_network, sort_names
+from lab.audit.runner import start_process
 from lab.cluster import tools
+from tests.helpers.audited import run_script
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import running_in
 from tests.helpers.waiting import wait_until
 
-BY_FLAGS = "main.py {master} {port} {nodes} {rank}"
+BY_FLAGS = "{master} {port} {nodes} {rank}"
 TRAINING = """\
 import sys, torch, torch.distributed as dist
 master, port, world, rank, wanted = *sys.argv[1:3], *map(int, sys.argv[3:6])
@@ -69,29 +68,14 @@ NAMESPACES = pytest.mark.skipif(
 )
 
 
-def run(
-    folder: Path,
-    script: str,
-    *,
-    arguments: str = BY_FLAGS,
-    size: int = 2,
-    network: RunNetwork | None = None,
-    limit_seconds: float | None = 60,
-    idle_seconds: float = 20,
-) -> AuditRun:
-    (folder / "main.py").write_text(script)
-    records = folder / "records"
-    records.mkdir(exist_ok=True)
-    command = parse_command(f"{sys.executable} {arguments}".split(), None)
-    settings = RunSettings(limit_seconds=limit_seconds, idle_seconds=idle_seconds, cwd=folder)
-    return run_audit_size(command, size, records, settings, network=network)
+run = partial(run_script, flags=BY_FLAGS, size=2, start=start_process)
 
 
-def steps(run: AuditRun) -> int:
-    return read_recording(run.folder).steps
+def steps(run):
+    return run.recording.steps
 
 
-def test_each_rank_gets_its_words_no_input_and_the_probe(tmp_path: Path) -> None:
+def test_each_rank_gets_its_words_no_input_and_the_probe(tmp_path):
     script = """\
 import json, os, sys
 probe = json.loads(os.environ["LAB_AUDIT"])
@@ -112,9 +96,7 @@ print([os.environ[name] for name in names], sys.argv[1] + sys.argv[2] == "127.0.
 
 
 @pytest.mark.slow
-def test_a_rank_that_ignores_sigterm_and_its_daemon_are_ended_after_a_failure(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_ignores_sigterm_and_its_daemon_are_ended_after_a_failure(tmp_path):
     began = time.monotonic()
     end = run(tmp_path, f"import sys\nif sys.argv[4] == '1': raise ValueError('mine')\n{STUBBORN}")
     assert end.statuses == (None, 1)
@@ -127,9 +109,9 @@ def test_a_rank_that_ignores_sigterm_and_its_daemon_are_ended_after_a_failure(
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "literal"), [(2, 0), (2, 4), (3, 2)])
 def test_a_script_ends_after_the_steps_and_a_literal_number_of_ranks_is_noticed(
-    tmp_path: Path, size: int, literal: int
-) -> None:
-    end = run(tmp_path, TRAINING, arguments=f"{BY_FLAGS} {literal}", size=size)
+    tmp_path, size, literal
+):
+    end = run(tmp_path, TRAINING, flags=f"{BY_FLAGS} {literal}", size=size)
     assert end.wanted_size == (literal or None), (end, end.output(0))
     assert running_in(tmp_path) == []
     if not literal:
@@ -148,10 +130,8 @@ TWO_STEPS = TRAINING.replace("range(100)", "range(2)")
         (f"{TWO_STEPS}\ndist.all_reduce(torch.ones(3)) if rank else dist.barrier()\n", 20, 12),
     ],
 )
-def test_ranks_that_wait_for_each_other_have_hung(
-    tmp_path: Path, script: str, idle_seconds: float, most_seconds: int
-) -> None:
-    end = run(tmp_path, script, arguments=f"{BY_FLAGS} 0", idle_seconds=idle_seconds)
+def test_ranks_that_wait_for_each_other_have_hung(tmp_path, script, idle_seconds, most_seconds):
+    end = run(tmp_path, script, flags=f"{BY_FLAGS} 0", idle_seconds=idle_seconds)
     assert end.hung is not None
     waited = re.fullmatch(r"no rank made progress for (\d+) s", end.hung)
     assert waited is not None
@@ -162,9 +142,7 @@ def test_ranks_that_wait_for_each_other_have_hung(
 
 
 @pytest.mark.slow
-def test_without_a_limit_the_first_steps_say_how_long_to_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_limit_the_first_steps_say_how_long_to_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "_QUIET_SECONDS", 1.0)
     script = """\
 import json, os, time
@@ -180,9 +158,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_a_script_that_was_slow_before_the_cut_gets_as_long_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_that_was_slow_before_the_cut_gets_as_long_after_it(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "_CUT_SECONDS", 0.5)
     script = """\
 import json, os, time
@@ -210,8 +186,8 @@ time.sleep(1000)
     ],
 )
 def test_nothing_is_left_when_the_audit_is_stopped_or_killed(
-    tmp_path: Path, script: str, flags: tuple[str], number: signal.Signals, whole_group: bool
-) -> None:
+    tmp_path, script, flags, number, whole_group
+):
     (tmp_path / "main.py").write_text(script)
     words = [sys.executable, "-m", "lab", "audit", *flags, "--", sys.executable, "main.py"]
     audit = subprocess.Popen(
@@ -241,7 +217,7 @@ def test_nothing_is_left_when_the_audit_is_stopped_or_killed(
     wait_until(lambda: not list(tmp_path.glob("lab-*")), "an empty folder", timeout_seconds=5)
 
 
-def test_names_to_isolate_are_sorted() -> None:
+def test_names_to_isolate_are_sorted():
     sorted_names = sort_names(["enp3s0", "10.10.1.2", "node-7.cluster", "ib0"])
     assert sorted_names == (["enp3s0", "ib0"], ["10.10.1.2"], ["node-7.cluster"])
     assert sort_names([]) == (["eth1"], ["10.9.1.1"], [])
@@ -250,9 +226,7 @@ def test_names_to_isolate_are_sorted() -> None:
             sort_names([wrong])
 
 
-def test_a_machine_without_namespaces_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_without_namespaces_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(tools, "namespaces_refused", lambda: "start it as root")
     with (
         pytest.raises(UserError, match=r"--isolate: this machine allows no .*: start it as root"),
@@ -262,7 +236,7 @@ def test_a_machine_without_namespaces_is_told(
 
 
 @NAMESPACES
-def test_isolated_ranks_have_the_interface_address_and_names(tmp_path: Path) -> None:
+def test_isolated_ranks_have_the_interface_address_and_names(tmp_path):
     script = """\
 import os, socket
 names = [name for _, name in socket.if_nameindex()]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.emulation.compute_profile import Layer, SectionTime, load_profile
 from common.emulation.emulated_model import Emulation
@@ -15,7 +15,7 @@ from lab.calibrate.layer_profile import measure_profile
 from lab.calibrate.layer_timer import LayerTimer
 
 
-def _ready_order(model: nn.Module) -> list[str]:
+def _ready_order(model):
     order: list[str] = []
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(
@@ -28,13 +28,13 @@ def _ready_order(model: nn.Module) -> list[str]:
 class Shortcut(nn.Module):
     """A small model that is not a chain."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes):
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, 8, 3, stride=4, padding=1), nn.BatchNorm2d(8)
         self.act, self.branch = nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, padding=1)
         self.short, self.last = nn.Conv2d(8, 8, 1), nn.Linear(8, num_classes)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         x = self.act(self.norm(self.stem(images)))
         return self.last((self.branch(x) + self.short(x)).mean(dim=(2, 3)))
 
@@ -73,11 +73,11 @@ def test_a_gpus_profile_emulates_it_on_a_cpu(tmp_path):
 class Known(nn.Module):
     """A layer with a parameter that takes the given seconds forward, and twice as long backward."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds):
         super().__init__()
         self.weight, self.seconds = nn.Parameter(torch.zeros(4)), seconds
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         time.sleep(self.seconds)
         outputs = inputs + self.weight
         outputs.grad_fn.register_prehook(lambda _: time.sleep(2 * self.seconds))
@@ -90,12 +90,12 @@ class Residual(nn.Module):
     The third layer runs twice, with an in-place operation in between.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b, self.c = Known(0.03), Known(0.06), Known(0.02)
         self.act = nn.ReLU(inplace=True)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         first = self.a(inputs)
         return self.c(self.act(self.c(first + self.b(first))))
 

@@ -1,8 +1,6 @@
 """The ``lab`` fixture for the tests of the emulated cluster."""
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +9,7 @@ from tests.helpers.cluster import Lab
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
+def lab(tmp_path):
     """Start ``lab cluster`` commands, and kill those that a test leaves running."""
     one = Lab(tmp_path)
     one.temporary.mkdir()

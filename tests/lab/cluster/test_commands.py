@@ -13,16 +13,16 @@ import pytest
 from lab.cli import main
 from lab.explain.diagnosis import explain, read_lines
 from tests.helpers import LONG, ROOT, wait_until
-from tests.helpers.cluster import Lab, held_networks, needs_namespaces, networks, with_word
+from tests.helpers.cluster import held_networks, needs_namespaces, networks, with_word
 
 
-def word() -> str:
+def word():
     """Return a sleep duration in seconds that appears in no other process's command line."""
     return f"{os.getpid()}.{time.monotonic_ns()}"
 
 
 @needs_namespaces
-def test_output_is_prefixed_and_kept_by_node(lab: Lab) -> None:
+def test_output_is_prefixed_and_kept_by_node(lab):
     status, output = lab.run(
         "run",
         "--nodes",
@@ -52,7 +52,7 @@ def test_output_is_prefixed_and_kept_by_node(lab: Lab) -> None:
 
 @pytest.mark.slow
 @needs_namespaces
-def test_the_nodes_of_a_cluster_share_a_token_and_rank_0_listens_at_its_address(lab: Lab) -> None:
+def test_the_nodes_of_a_cluster_share_a_token_and_rank_0_listens_at_its_address(lab):
     """A rank without the token is refused; with it the same command works."""
     program = ROOT / "tests" / "helpers" / "tokens.py"
     flags = "--master-ip {master} --master-port {port} --num-nodes {nodes} --rank {rank}"
@@ -79,7 +79,7 @@ def test_the_nodes_of_a_cluster_share_a_token_and_rank_0_listens_at_its_address(
         pytest.param(True, id="loopback"),
     ],
 )
-def test_the_first_that_failed_gives_status_and_message(lab: Lab, loopback: bool) -> None:
+def test_the_first_that_failed_gives_status_and_message(lab, loopback):
     prefixed, cause = (
         "sleep 0.5; echo 'error: broke: another rank has ended'; exit 1",
         "echo 'ValueError: bad luck'; exit 7",
@@ -104,7 +104,7 @@ def test_the_first_that_failed_gives_status_and_message(lab: Lab, loopback: bool
     )
 
 
-def test_a_crash_is_told_by_its_signal(lab: Lab) -> None:
+def test_a_crash_is_told_by_its_signal(lab):
     status, output = lab.run(
         "run",
         "--nodes",
@@ -142,9 +142,7 @@ def test_a_crash_is_told_by_its_signal(lab: Lab) -> None:
         ),
     ],
 )
-def test_bad_input_is_one_message_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_bad_input_is_one_message_and_leaves_nothing(tmp_path, capsys, arguments, message):
     if arguments[0] == "run":
         arguments = ["run", "--output-dir", str(tmp_path / "reports"), *arguments[1:]]
     status, output = here(capsys, *arguments)
@@ -154,7 +152,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(
     assert not (tmp_path / "reports").exists()
 
 
-def here(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+def here(capsys, *arguments):
     """Run ``lab cluster`` in this process; return its exit status and output."""
     try:
         status = main(["cluster", *arguments])
@@ -190,7 +188,7 @@ FAST = [
         for place, end in ENDS
     ],
 )
-def test_nothing_is_left_behind(lab: Lab, place: str, end: str) -> None:
+def test_nothing_is_left_behind(lab, place, end):
     """No process, network namespace, link, Unix socket or temporary file is left.
 
     Processes in their own session count too.
@@ -243,7 +241,7 @@ def test_nothing_is_left_behind(lab: Lab, place: str, end: str) -> None:
         wait_until(lambda: with_word(mark) == [], "every process of every node is gone")
 
         # If lab is killed, nobody waits for the cluster, whose first process ends after its nodes.
-        def left() -> tuple:
+        def left():
             in_them = (made - networks([os.getpid()])) & networks(psutil.pids())
             return (
                 in_them,
@@ -260,20 +258,20 @@ def test_nothing_is_left_behind(lab: Lab, place: str, end: str) -> None:
         assert "interrupted: all processes on all nodes have ended" in output
 
 
-def sleeping(mark: str) -> list[int]:
+def sleeping(mark):
     return [pid for pid in with_word(mark) if psutil.Process(pid).name() == "sleep"]
 
 
-def stopped(mark: str) -> list[int]:
+def stopped(mark):
     return [pid for pid in sleeping(mark) if psutil.Process(pid).status() == psutil.STATUS_STOPPED]
 
 
-def sockets(pid: int) -> list[str]:
+def sockets(pid):
     return re.findall(rf"@data-parallel-lab\S*\.{pid}\b", Path("/proc/net/unix").read_text())
 
 
 @needs_namespaces
-def test_killing_what_holds_the_namespaces_ends_all_and_is_told(lab: Lab) -> None:
+def test_killing_what_holds_the_namespaces_ends_all_and_is_told(lab):
     mark = word()
     process = lab.start(
         "run",
@@ -299,9 +297,7 @@ def test_killing_what_holds_the_namespaces_ends_all_and_is_told(lab: Lab) -> Non
 
 
 @needs_namespaces
-def test_a_running_cluster_is_reached_from_another_terminal(
-    lab: Lab, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_running_cluster_is_reached_from_another_terminal(lab, capsys):
     """The process id selects the cluster, since others may run clusters on this machine."""
     mark = word()
     process = lab.start(
@@ -324,10 +320,10 @@ def test_a_running_cluster_is_reached_from_another_terminal(
     place = ("--cluster", str(process.pid))
 
     # A new process, since this one would stay in the node.
-    def shell(*command: str) -> tuple[int, str]:
+    def shell(*command):
         return lab.run("shell", "--node", command[0], *place, "--", *command[1:])
 
-    def fault(*what: str) -> tuple[int, str]:
+    def fault(*what):
         return here(capsys, "fault", "--node", "1", *place, *what)
 
     status, output = shell("1", "sh", "-c", "ip -brief address show eth0; pwd; exit 5")
@@ -361,7 +357,7 @@ def test_a_running_cluster_is_reached_from_another_terminal(
 
 
 @needs_namespaces
-def test_a_shell_on_a_terminal(lab: Lab) -> None:
+def test_a_shell_on_a_terminal(lab):
     """Commands typed at a terminal run in the node."""
     lab.start(
         "run", "--nodes", "2", "--logs", str(lab.folder), "--", "sh", "-c", "echo up; sleep 100"

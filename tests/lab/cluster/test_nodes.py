@@ -8,7 +8,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -88,14 +87,14 @@ sys.stderr.write("last words")
 """
 
 
-def script(folder: Path, text: str) -> str:
+def script(folder, text):
     path = folder / "script.py"
     path.write_text(text)
     return str(path)
 
 
 @needs_namespaces
-def test_every_node_has_an_address_and_reaches_every_other(tmp_path: Path) -> None:
+def test_every_node_has_an_address_and_reaches_every_other(tmp_path):
     with Cluster(3, rate="1gbit", logs=tmp_path, fresh=True) as cluster:
         meet = script(tmp_path, MEET)
         for node in range(3):
@@ -111,9 +110,7 @@ def test_every_node_has_an_address_and_reaches_every_other(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("senders", "nbytes"), [pytest.param(1, 4_000_000, marks=pytest.mark.slow), (2, 1_000_000)]
 )
-def test_links_are_limited_where_they_send_and_where_they_receive(
-    tmp_path: Path, senders: int, nbytes: int
-) -> None:
+def test_links_are_limited_where_they_send_and_where_they_receive(tmp_path, senders, nbytes):
     """Two senders at full rate share the receiver's link, so its receiving end must be limited."""
     with Cluster(3, rate="20mbit", logs=tmp_path, fresh=True) as cluster:
         cluster.start(
@@ -131,7 +128,7 @@ def test_links_are_limited_where_they_send_and_where_they_receive(
 
 
 @pytest.fixture(scope="module")
-def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def forking(tmp_path_factory):
     """Start this module's one cluster that forks programs; without namespaces, on loopback."""
     with Cluster(
         NODES, logs=tmp_path_factory.mktemp("forking"), loopback=REFUSED is not None
@@ -139,20 +136,20 @@ def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_a_forked_program_finds_what_a_fresh_one_finds(tmp_path: Path, forking: Cluster) -> None:
+def test_a_forked_program_finds_what_a_fresh_one_finds(tmp_path, forking):
     check_facts(forking, tmp_path)
 
 
 @pytest.mark.slow
-def test_on_loopback_too_a_forked_program_finds_what_a_fresh_one_finds(tmp_path: Path) -> None:
+def test_on_loopback_too_a_forked_program_finds_what_a_fresh_one_finds(tmp_path):
     with Cluster(NODES, logs=tmp_path, loopback=True) as forking_there:
         check_facts(forking_there, tmp_path)
 
 
-def check_facts(forking: Cluster, folder: Path) -> None:
+def check_facts(forking, folder):
     facts = script(folder, FACTS)
 
-    def facts_of(cluster: Cluster, nodes: list[int]) -> list[dict]:
+    def facts_of(cluster, nodes):
         logs = folder / f"logs{len(nodes)}"
         cluster.start(
             ["python", facts, "{rank} of {nodes}"],
@@ -203,9 +200,7 @@ def check_facts(forking: Cluster, folder: Path) -> None:
         ),
     ],
 )
-def test_a_forked_program_ends_as_a_fresh_one_does(
-    tmp_path: Path, text: str, status: int, told: str | None, forking: Cluster
-) -> None:
+def test_a_forked_program_ends_as_a_fresh_one_does(tmp_path, text, status, told, forking):
     path = script(tmp_path, text)
     forking.start(["python", path], nodes=[0], logs=tmp_path)
     assert [end.status for end in forking.wait(limit_seconds=LONG)] == [status]
@@ -213,14 +208,14 @@ def test_a_forked_program_ends_as_a_fresh_one_does(
         assert (tmp_path / "node0.log").read_text().strip() == told.replace("{script}", path)
 
 
-def test_modules_and_threads(tmp_path: Path, forking: Cluster) -> None:
+def test_modules_and_threads(tmp_path, forking):
     (tmp_path / "told.py").write_text("import sys\nprint(sys.argv[1:], __name__)\n")
     forking.start(["python", "-m", "told", "{rank}"], nodes=[0, 1], cwd=tmp_path, logs=tmp_path)
     assert [end.status for end in forking.wait(limit_seconds=LONG)] == [0, 0]
     assert (tmp_path / "node1.log").read_text() == "['1'] __main__\n"
 
 
-def test_a_program_elsewhere_has_its_own_modules(tmp_path: Path, forking: Cluster) -> None:
+def test_a_program_elsewhere_has_its_own_modules(tmp_path, forking):
     """The forked interpreter's imported modules of the same name are not used."""
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "config.py").write_text("WHOSE = 'mine'\n")
@@ -233,7 +228,7 @@ def test_a_program_elsewhere_has_its_own_modules(tmp_path: Path, forking: Cluste
     assert (tmp_path / "node0.log").read_text() == "mine\n"
 
 
-def test_who_joins_later_meets_at_the_same_port(tmp_path: Path, forking: Cluster) -> None:
+def test_who_joins_later_meets_at_the_same_port(tmp_path, forking):
     joined = tmp_path / "joined"
     forking.start(
         ["sh", "-c", f"echo {{port}}; until test -e {joined}; do sleep 0.1; done"],
@@ -246,7 +241,7 @@ def test_who_joins_later_meets_at_the_same_port(tmp_path: Path, forking: Cluster
     assert (tmp_path / "node0.log").read_text() == (tmp_path / "node1.log").read_text()
 
 
-def test_what_cannot_be_started_is_told(tmp_path: Path, forking: Cluster) -> None:
+def test_what_cannot_be_started_is_told(tmp_path, forking):
     forking.start(["no-such-program"], nodes=[0], logs=tmp_path)
     forking.start(["sleep", "30"], nodes=[1], cwd=Path("/no/such/folder"), logs=tmp_path)
     assert [end.status for end in forking.wait(limit_seconds=LONG)] == [127, 127]
@@ -272,7 +267,7 @@ def test_what_cannot_be_started_is_told(tmp_path: Path, forking: Cluster) -> Non
     assert {end.node: end.status for end in forking.wait(limit_seconds=LONG)} == {0: 0, 1: -9}
 
 
-def test_the_others_end_when_one_has_failed(tmp_path: Path, forking: Cluster) -> None:
+def test_the_others_end_when_one_has_failed(tmp_path, forking):
     forking.start(
         ["sh", "-c", "test {rank} = 0 && exit 7; setsid sleep 100 & exec sleep 100"],
         nodes=[0, 1],
@@ -287,9 +282,7 @@ def test_the_others_end_when_one_has_failed(tmp_path: Path, forking: Cluster) ->
 
 
 @needs_namespaces
-def test_a_user_namespace_does_where_root_is_not_at_hand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_user_namespace_does_where_root_is_not_at_hand(tmp_path, monkeypatch):
     command = (
         "unshare",
         "--user",
@@ -333,9 +326,7 @@ def test_a_user_namespace_does_where_root_is_not_at_hand(
         ),
     ],
 )
-def test_where_none_is_allowed_the_setting_to_change_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: dict, words: str
-) -> None:
+def test_where_none_is_allowed_the_setting_to_change_is_told(tmp_path, monkeypatch, lacking, words):
     for name, value in lacking.items():
         if name == "_MOST_NAMESPACES":
             (tmp_path / name).write_text(value)
@@ -352,7 +343,7 @@ def test_where_none_is_allowed_the_setting_to_change_is_told(
 
 
 @needs_namespaces
-def test_latency_is_added_or_said_to_be_left_out(tmp_path: Path) -> None:
+def test_latency_is_added_or_said_to_be_left_out(tmp_path):
     cluster = Cluster(2, latency="50ms", logs=tmp_path, fresh=True)
     if not tools.has_netem():
         assert "this kernel has no sch_netem" in cluster.warnings[0]
@@ -369,10 +360,10 @@ def test_latency_is_added_or_said_to_be_left_out(tmp_path: Path) -> None:
 
 
 @needs_namespaces
-def test_faults_of_links_and_of_processes(tmp_path: Path) -> None:
+def test_faults_of_links_and_of_processes(tmp_path):
     with Cluster(2, rate="100mbit", logs=tmp_path, fresh=True) as cluster:
 
-        def moved(nbytes: int) -> float:
+        def moved(nbytes):
             cluster.start([sys.executable, script(tmp_path, MOVE), "{rank}", "1", str(nbytes)])
             assert {end.status for end in cluster.wait(limit_seconds=LONG)} == {0}
             return float(cluster.output(0).splitlines()[-1])
@@ -408,13 +399,13 @@ def test_faults_of_links_and_of_processes(tmp_path: Path) -> None:
         wait_until(lambda: cluster.pids(1) == [], "what it had started is killed, too")
 
 
-def name(pid: int) -> str:
+def name(pid):
     with contextlib.suppress(OSError):  # it has just ended
         return Path(f"/proc/{pid}/comm").read_text().strip()
     return ""
 
 
-def states(pids: list[int]) -> str:
+def states(pids):
     return "".join(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] for pid in pids)
 
 
@@ -425,7 +416,7 @@ FEW, MANY = (
 )
 
 
-def sent_bytes(cluster: Cluster, sync: str, steps: int, folder: Path) -> list[int]:
+def sent_bytes(cluster, sync, steps, folder):
     """Train VGG-11 for ``steps`` steps; return the bytes that each node has sent in total."""
     before = cluster.traffic()
     cluster.start(
@@ -471,9 +462,7 @@ def sent_bytes(cluster: Cluster, sync: str, steps: int, folder: Path) -> list[in
         ),
     ],
 )
-def test_bytes_on_the_links_are_those_of_the_formula(
-    forking: Cluster, sync: str, tmp_path: Path
-) -> None:
+def test_bytes_on_the_links_are_those_of_the_formula(forking, sync, tmp_path):
     """A node sends what the formula says, plus at most 10 % for headers and control messages."""
     few, many = (sent_bytes(forking, sync, steps, tmp_path) for steps in (FEW, MANY))
     sizes = GradientSize.of([p for p in build_model("vgg11", 10).parameters() if p.requires_grad])

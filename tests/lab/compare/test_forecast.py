@@ -10,7 +10,7 @@ from common.sync.message_cost import GradientSize
 from lab.calibrate.link_measurements import LARGE, LARGEST, SMALL, measure_links
 from lab.cluster.tools import namespaces_refused
 from lab.compare.cells import plan_cells
-from lab.compare.forecast import emulated_compute, emulated_compute_at, forecast_on_links, kinds_of
+from lab.compare.prediction import compute_on_nodes, emulated_compute, forecast, kinds_of
 from lab.compare.results import read_results
 from lab.compare.settings import Settings
 from lab.predict.event_model import HEADERS, Network, Rate, loads
@@ -21,7 +21,7 @@ NOTHING = SectionTime(0.0, 0.0)
 FOUR = [GradientSize((size,)) for size in (100, 200, 300, 400)]
 
 
-def slow_profile() -> Profile:
+def slow_profile():
     """Return a profile of four layers whose backward takes 1, 2, 3 and 4 s.
 
     Backward runs the last layer first. The third layer has no parameters.
@@ -43,7 +43,7 @@ def test_gradients_are_ready_when_their_layers_backward_has_ended():
     assert ready == pytest.approx([4.0, 4.0, 4.0, 4.0, 9.0, 9.0, 10.0])
 
 
-def found(ranks: int, *, rate_bits: float, alpha0: float, alpha1: float) -> MeasuredLinks:
+def found(ranks, *, rate_bits, alpha0, alpha1):
     """Return what ``measure_links`` would return for links that follow the event model."""
     rows = {}
     for kind in ("all_reduce", "gather"):
@@ -76,14 +76,14 @@ def test_steps_of_emulated_cells_are_those_of_the_event_model():
     )
     cells = plan_cells(settings)
     network = Network(0.0, 1e-2, kinds={"all_reduce": Rate(0.0, 1e-2, 10.0)})
-    made = forecast_on_links(
-        {"cells": cells},
+    made = forecast(
+        cells,
         {(4, "200mbit"): network},
         lambda nodes: emulated_compute(slow_profile(), 10, ["a", "b", "c", "d"], FOUR),
         FOUR,
         {"bucket_mb": 1_500 / 2**20},
-        source="here",
-    )["cells"]
+        caveats={},
+    )
     alone = 0.8 + 10.0 + 0.5
     assert made["none-n1"]["step_seconds"] == pytest.approx(alone)
     each = [max(10.0, 1.5 * size * 1e-2) for size in FOUR]
@@ -107,13 +107,19 @@ def test_only_what_the_strategies_send_is_measured():
         "scatter",
         "exchange",
     }
-    at, gradients = emulated_compute_at(_vgg_profile(), batch_size=256, scaling="strong")
+
+
+def test_an_emulated_step_has_a_nodes_share_of_the_batch(tmp_path):
+    _vgg_profile().save(tmp_path / "profile.json")
+    settings = Settings(nodes=(4,), sync=("ring",), compute="even", batch_size=256)
+    at, gradients, source = compute_on_nodes(settings, tmp_path, None, own_machines=False)
     assert sum(gradients) == 36_924_456
     assert at(4).backward_seconds == pytest.approx(30 * 64e-4)
     assert at(8).backward_seconds == pytest.approx(30 * 32e-4)
+    assert source == "EMULATED by profile even of a machine, 2026-11-23T12:00:00"
 
 
-def _measured(rank: int) -> MeasuredLinks:
+def _measured(rank):
     kinds = ["all_reduce", "gather", "scatter", "reduce", "all_gather", "reduce_scatter"]
     return MeasuredLinks(**measure_links(rank, 2, kinds=kinds, shaped=False))
 
@@ -131,7 +137,7 @@ def test_messages_are_measured_alike_on_all_ranks():
     assert 0 < mine.copy < 1e-7
 
 
-def _vgg_profile() -> Profile:
+def _vgg_profile():
     model = build_model("vgg11", 10)
     layers = tuple(
         Layer(
@@ -160,30 +166,13 @@ def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(t
     A busy machine makes steps longer, never shorter.
     """
     _vgg_profile().save(tmp_path / "even.json")
-    done = start_lab(
-        "compare",
-        "--nodes",
-        1,
-        4,
-        "--sync",
-        "all_reduce_flat",
-        "ddp",
-        "ddp-auto",
-        "--rate",
-        "200mbit",
-        "--compute",
-        tmp_path / "even.json",
-        "--steps",
-        5,
-        "--warmup",
-        2,
-        "--repeats",
-        1,
-        "--dataset",
-        "digits",
-        "--output-dir",
-        tmp_path,
-    ).end(timeout_seconds=480)
+    flags = (
+        "--nodes 1 4 --sync all_reduce_flat ddp ddp-auto --rate 200mbit --steps 5 --warmup 2 "
+        "--repeats 1 --dataset digits"
+    ).split()
+    profile = ("--compute", tmp_path / "even.json")
+    started = start_lab("compare", *flags, *profile, "--output-dir", tmp_path)
+    done = started.end(timeout_seconds=480)
     assert done.status == 0, done
     [folder] = tmp_path.glob("compare-*")
     results = read_results(folder / "results.json")

@@ -12,10 +12,8 @@ import pytest
 from common.utils.paths import REPOSITORY
 from lab.cli import main
 from lab.compare import cells as cells_module
-from lab.compare import job_plan as plan_module
-from lab.compare import reporting
-from lab.compare.job_plan import code_of_runs, plan_comparison, planned_runs, spans
-from lab.compare.job_results import merge_results
+from lab.compare import jobs, prediction, reporting
+from lab.compare.jobs import code_of_runs, merge_results, plan_comparison, planned_runs, spans
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings
@@ -47,21 +45,8 @@ def plan(reports, **changes):
 
 def start(folder, number, *, nodes=2, rank=0, flags=""):
     """Start one node of a run as a launcher does, using the fake part with ``flags``."""
-    command = [
-        sys.executable,
-        str(FAKE),
-        "lab",
-        "run-cell",
-        str(folder),
-        "--run",
-        str(number),
-        "-M",
-        "127.0.0.1",
-        "-N",
-        str(nodes),
-        "-R",
-        str(rank),
-    ]
+    place = f"--run {number} -M 127.0.0.1 -N {nodes} -R {rank}".split()
+    command = [sys.executable, str(FAKE), "lab", "run-cell", str(folder), *place]
     return Started(command, cwd=folder, env=user_environment(FLAGS=flags), forked=True)
 
 
@@ -93,21 +78,8 @@ def tree(folder):
 
 
 def test_a_plan_has_the_runs_in_turns_and_goes_on(tmp_path, capsys):
-    command = [
-        "compare",
-        "--plan",
-        "--nodes",
-        "1",
-        "2",
-        "--sync",
-        "all_reduce",
-        "ring",
-        "--repeats",
-        "2",
-        "--no-predict",
-        "--output-dir",
-        str(tmp_path),
-    ]
+    asked = "--nodes 1 2 --sync all_reduce ring --repeats 2 --no-predict --output-dir"
+    command = ["compare", "--plan", *asked.split(), str(tmp_path)]
     assert main(command) == 0
     [folder] = tmp_path.glob("compare-*")
     results = read_results(folder / "results.json")
@@ -139,30 +111,22 @@ def test_plans_of_other_code_and_comparisons_of_this_machine_are_left_alone(tmp_
     assert alone != first, "lab compare runs no plan's runs"
     assert plan(tmp_path) == first, "nor does a plan go on with what lab compare began"
     monkeypatch.setattr(
-        plan_module, "code_of_runs", lambda: code_of_runs() | {"lab/compare/cells.py": "another"}
+        jobs, "code_of_runs", lambda: code_of_runs() | {"lab/compare/cells.py": "another"}
     )
     assert plan(tmp_path) not in (first, alone)
 
 
 def test_settings_come_back_as_they_were():
-    for settings in (
-        asks(),
-        asks(rates=("1gbit",), compute="measured"),
-        asks(flags=("--threads", "1"), until_accuracy=0.5),
-    ):
-        assert (
-            Settings.from_json(
-                json.loads(json.dumps(settings.as_json() | {"command": "lab"})), name="x"
-            )
-            == settings
-        )
+    trained = asks(flags=("--threads", "1"), until_accuracy=0.5)
+    for settings in (asks(), asks(rates=("1gbit",), compute="measured"), trained):
+        read = json.loads(json.dumps(settings.as_json() | {"command": "lab"}))
+        assert Settings.from_json(read, name="x") == settings
 
 
 def test_an_installed_copy_says_that_it_has_no_job_script(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("lab.compare.job_plan.IN_CHECKOUT", False)
-    monkeypatch.setattr("lab.compare.job_results.IN_CHECKOUT", False)
-    flags = ["--plan", "--nodes", "2", "--sync", "ring", "--no-predict", "--repeats", "2"]
-    assert main(["compare", *flags, "--output-dir", str(tmp_path)]) == 0
+    monkeypatch.setattr(jobs, "IN_CHECKOUT", False)
+    flags = "--plan --nodes 2 --sync ring --no-predict --repeats 2 --output-dir".split()
+    assert main(["compare", *flags, str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "an installed copy has no job script. Plan in a checkout" in out
     assert "sbatch --nodes" not in out
@@ -182,7 +146,8 @@ def test_the_prediction_is_fixed_before_the_first_run(over_loopback, tmp_path, m
     calibration = load_calibration(reference_path())
     content = calibration.as_json() | ({} if over_loopback else {"ranks_here": 1})
     path.write_text(json.dumps(content))
-    monkeypatch.setattr(plan_module, "calibration_path", lambda: path)
+    for module in (jobs, prediction):
+        monkeypatch.setattr(module, "calibration_path", lambda: path)
     _, results = plan_comparison(
         asks(repeats=1), reports=tmp_path, anew=False, command="", predicts=True
     )
@@ -209,12 +174,8 @@ def test_the_prediction_is_fixed_before_the_first_run(over_loopback, tmp_path, m
 
 
 def test_emulated_links_are_not_for_jobs(tmp_path, capsys):
-    assert (
-        main(
-            ["compare", "--plan", "--nodes", "2", "--rate", "1gbit", "--output-dir", str(tmp_path)]
-        )
-        == 2
-    )
+    flags = "--plan --nodes 2 --rate 1gbit --output-dir".split()
+    assert main(["compare", *flags, str(tmp_path)]) == 2
     assert "--plan runs on real nodes, whose links cannot be set" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -236,7 +197,7 @@ def test_each_mistake_has_one_message(tmp_path, capsys):
             [folder, "--run", 1, "-N", 2, "-R", 0],
             "give --master-ip, --num-nodes and --rank on each",
         ),
-        ([tmp_path / "nowhere", "--run", 0], "nowhere does not exist on .*: .* all nodes share"),
+        ([tmp_path / "nowhere", "--run", 0], "nowhere is no plan on .*: .* all nodes share"),
         ([empty, "--run", 0], "empty is no plan .*make one with lab compare --plan"),
         ([alone, "--run", 0], "is a comparison that lab compare runs itself, not a plan"),
     ):
@@ -368,23 +329,11 @@ def test_under_way_stopped_and_killed(tmp_path):
 
 def fill(folder, numbers, **environment):
     """Do these runs with the fake part, on a machine with this environment."""
-    for one in [
-        run
-        for run in planned_runs(folder, read_results(folder / "results.json"))
-        if run.number in numbers
-    ]:
-        fake_part.main(
-            [
-                "--sync",
-                one.cell["sync"],
-                "--num-nodes",
-                str(one.nodes),
-                "--output-dir",
-                str(folder / "runs"),
-                "--run-name",
-                one.path.name,
-            ]
-        )
+    for one in planned_runs(folder, read_results(folder / "results.json")):
+        if one.number not in numbers:
+            continue
+        flags = f"--sync {one.cell['sync']} --num-nodes {one.nodes} --run-name {one.path.name}"
+        fake_part.main([*flags.split(), "--output-dir", str(folder / "runs")])
         one.path.joinpath("environment.json").write_text(
             json.dumps({"cpu": "A", "gpus": [], "torch": "2", "usable_cores": 8} | environment)
         )

@@ -86,7 +86,7 @@ def test_bytes_that_no_timeline_counted_are_unknown_not_zero():
     [
         ('{"format": 1, "kind"', "is cut off or not JSON"),
         ("[1, 2]", r"Expected object"),
-        ("{}", "is no results.json"),
+        ("{}", "has format None, this version reads 1"),
         ('{"format": 2}', "has format 2, this version reads 1"),
         ('{"format": 1}', "Object missing required field kind"),
         ("[" * 100_000, "Expected object"),

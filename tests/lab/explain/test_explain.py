@@ -1,6 +1,5 @@
 """``lab explain`` on the output of real failures (tests/lab/explain/logs) and successful runs."""
 
-import io
 import re
 import subprocess
 import sys
@@ -91,19 +90,19 @@ EXPECTED = {
 }
 
 
-def errors_of(*logs: str) -> list[str]:
+def errors_of(*logs):
     """Return the names of the errors in these logs, read as one log; leave out notes."""
     lines = [line for log in logs for line in read_lines(str(LOGS / f"{log}.txt"))]
     return [one.error.name for one in explain(lines) if one.error.kind != "note"]
 
 
-def lines_of(text: str) -> list[LogLine]:
+def lines_of(text):
     return [
         LogLine("", number, line) for number, line in enumerate(text.splitlines(), start=1) if line
     ]
 
 
-def test_every_log_is_expected_and_every_error_has_one() -> None:
+def test_every_log_is_expected_and_every_error_has_one():
     assert {path.stem for path in LOGS.glob("*.txt")} == set(EXPECTED)
     shown = {
         one.error.name for path in LOGS.glob("*.txt") for one in explain(read_lines(str(path)))
@@ -112,20 +111,22 @@ def test_every_log_is_expected_and_every_error_has_one() -> None:
 
 
 @pytest.mark.parametrize("log", EXPECTED)
-def test_a_log_is_told_as_what_it_is(log: str) -> None:
+def test_a_log_is_told_as_what_it_is(log):
     assert errors_of(log) == EXPECTED[log]
 
 
 @pytest.mark.parametrize("log", [log for log, names in EXPECTED.items() if names])
-def test_the_line_that_is_named_shows_the_error(log: str) -> None:
+def test_the_line_that_is_named_shows_the_error(log):
     path = LOGS / f"{log}.txt"
     first = explain(read_lines(str(path)))[0]
     text = path.read_text().split("\n")[first.line.number - 1]
     assert text == first.line.text
-    assert first.error.name == OWN or any(pattern.search(text) for pattern in first.error.patterns)
+    assert first.error.name == OWN or any(
+        re.search(pattern, text) for pattern in first.error.patterns
+    )
 
 
-def test_the_order_of_ranks_does_not_matter() -> None:
+def test_the_order_of_ranks_does_not_matter():
     """The first failure comes first, wherever its output appears."""
     text = (LOGS / "exception_one_rank.txt").read_text()
     rank0, rank1 = text.split("--- rank 1\n")
@@ -135,7 +136,7 @@ def test_the_order_of_ranks_does_not_matter() -> None:
         assert found[0].line.text.endswith("ValueError: could not read the image cat/000.png")
 
 
-def test_several_files_are_read_as_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_several_files_are_read_as_one(capsys, tmp_path):
     """The survivor's log shows only a consequence; the other rank's log adds the cause."""
     rank0, rank1 = (LOGS / "exception_one_rank.txt").read_text().split("--- rank 1\n")
     for number, text in enumerate((rank0, rank1)):
@@ -156,7 +157,7 @@ def test_several_files_are_read_as_one(capsys: pytest.CaptureFixture[str], tmp_p
     assert "echoes" not in both
 
 
-def test_prefixes_and_colours_of_launchers_don_t_hide_an_error() -> None:
+def test_prefixes_and_colours_of_launchers_don_t_hide_an_error():
     line = "RuntimeError: [pair.cc:561] Connection closed by peer [10.0.0.2]:4493"
     for prefix in ("", "[rank1]: ", "node 2| ", "3: ", "\x1b[31m"):
         found = explain(lines_of(f"{prefix}{line}"))
@@ -165,7 +166,7 @@ def test_prefixes_and_colours_of_launchers_don_t_hide_an_error() -> None:
     assert [one.error.name for one in own] == [OWN, "peer_gone"]
 
 
-def test_words_about_errors_are_no_errors() -> None:
+def test_words_about_errors_are_no_errors():
     """A successful run may mention the same things."""
     good = (
         "timeout: 60 s, port 29500\nconnected to 127.0.1.1:29500\nall ranks joined: 4 of "
@@ -175,7 +176,7 @@ def test_words_about_errors_are_no_errors() -> None:
     assert explain(lines_of(good)) == []
 
 
-def test_what_the_shell_and_the_kernel_say_of_a_killed_process() -> None:
+def test_what_the_shell_and_the_kernel_say_of_a_killed_process():
     for line in (
         "train.sh: line 4:  8079 Killed        python train.py",
         "Killed",
@@ -186,9 +187,7 @@ def test_what_the_shell_and_the_kernel_say_of_a_killed_process() -> None:
         assert [one.error.name for one in explain(lines_of(line))] == ["killed"], line
 
 
-def test_nothing_known_says_so_and_where_to_look(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_known_says_so_and_where_to_look(tmp_path, capsys):
     (tmp_path / "log").write_text(
         'epoch 1\nTraceback (most recent call last):\n  File "x.py", line 1\nFrobError: seven\n'
     )
@@ -198,9 +197,7 @@ def test_nothing_known_says_so_and_where_to_look(
     assert "line 4: FrobError: seven" in told
 
 
-def test_a_message_of_the_project_is_quoted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_message_of_the_project_is_quoted(tmp_path, capsys):
     own = "error (rank 1): --batch-size: got 1 for 2 ranks; give 4 or more"
     (tmp_path / "log").write_text(f"epoch 1\n[rank1]: {own}\nmore\n")
     assert main(["explain", str(tmp_path / "log")]) == 0
@@ -210,9 +207,7 @@ def test_a_message_of_the_project_is_quoted(
     assert "No known error" not in told
 
 
-def test_standard_input_an_empty_log_and_a_missing_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_standard_input_an_empty_log_and_a_missing_one(tmp_path, capsys):
     told = subprocess.run(
         [sys.executable, "-m", "lab", "explain", "-"],
         cwd=ROOT,
@@ -225,8 +220,8 @@ def test_standard_input_an_empty_log_and_a_missing_one(
     assert told.returncode == 0
     assert re.match(r"1\. address already in use\n   line \d+: .*EADDRINUSE", told.stdout)
     assert "cure:  End that process" in told.stdout
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    assert main(["explain", "-"]) == 0
+    (tmp_path / "empty.txt").touch()
+    assert main(["explain", str(tmp_path / "empty.txt")]) == 0
     assert "The log is empty" in capsys.readouterr().out
     assert main(["explain", str(tmp_path / "none.txt")]) == 2
     assert re.match(
@@ -235,7 +230,7 @@ def test_standard_input_an_empty_log_and_a_missing_one(
     )
 
 
-def test_the_table_is_whole_and_stands_in_the_docs() -> None:
+def test_the_table_is_whole_and_stands_in_the_docs():
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     names = [error.name for error in known_errors()]
     for error in known_errors():
@@ -274,12 +269,10 @@ def test_the_table_is_whole_and_stands_in_the_docs() -> None:
         "is not an address and no known host name",
     ],
 )
-def test_the_parts_still_say_what_is_looked_for(words: str) -> None:
+def test_the_parts_still_say_what_is_looked_for(words):
     """If a message of this project changes, its pattern must change too."""
     source = "".join(path.read_text() for path in (ROOT / "common").rglob("*.py"))
     assert words in re.sub(r'"\s*\n\s*f?"', "", source)
     assert any(
-        words in pattern.pattern.replace("\\", "")
-        for error in known_errors()
-        for pattern in error.patterns
+        words in pattern.replace("\\", "") for error in known_errors() for pattern in error.patterns
     )

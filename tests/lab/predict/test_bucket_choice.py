@@ -1,7 +1,5 @@
 """``ddp-auto`` chooses what an exhaustive search by hand finds, and never a small gain."""
 
-from typing import Any
-
 import pytest
 
 from common.sync import STRATEGIES, build_message_plan_from
@@ -18,13 +16,13 @@ COMPUTE = StepCompute.of_layers(
 )
 
 
-def best_plan(sync: str, network: Network) -> Any:
+def best_plan(sync, network):
     plan = build_message_plan_from(sync, {"bucket_mb": AUTO})
     sizes = list(GRADIENTS.values())
     return with_best_buckets(plan, sizes, 2, network=network, compute=COMPUTE)
 
 
-def step_by_hand(buckets: list[int], latency: float, mib_seconds: float) -> float:
+def step_by_hand(buckets, latency, mib_seconds):
     """Return the step's seconds if buckets of these MiB leave in turn.
 
     A bucket of M MiB takes ``latency`` + M ``mib_seconds``.
@@ -56,9 +54,7 @@ BY_HAND = {
         (0.0, 0.0, None, 1.5 + 8.0),  # nothing to gain
     ],
 )
-def test_the_best_of_an_exhaustive_search(
-    latency: float, mib_seconds: float, bucket_mb: float | None, seconds: float
-) -> None:
+def test_the_best_of_an_exhaustive_search(latency, mib_seconds, bucket_mb, seconds):
     # Two ranks: an all_reduce of M bytes is two messages in a row, and M bytes pass each link.
     network = Network(latency / 2, mib_seconds / MIB)
     found = {size: step_by_hand(buckets, latency, mib_seconds) for size, buckets in BY_HAND.items()}
@@ -71,16 +67,14 @@ def test_the_best_of_an_exhaustive_search(
 
 
 @pytest.mark.parametrize(("gain", "bucket_mb"), [(0.9 * LEAST_GAIN, None), (1.1 * LEAST_GAIN, 1.0)])
-def test_the_default_stays_unless_the_gain_is_more_than_a_hundredth(
-    gain: float, bucket_mb: float | None
-) -> None:
+def test_the_default_stays_unless_the_gain_is_more_than_a_hundredth(gain, bucket_mb):
     # The default exposes 7 MiB, buckets of 1 MiB expose 1: gain = 6 t / (9.5 + 7 t).
     mib_seconds = 9.5 * gain / (6 - 7 * gain)
     network = Network(0.0, mib_seconds / MIB)
     assert best_plan("ddp", network).bucket_mb == bucket_mb
 
 
-def test_which_strategies_have_buckets() -> None:
+def test_which_strategies_have_buckets():
     found = {sync for sync in STRATEGIES if has_buckets(sync)}
     assert {"overlapped", "ddp", "ddp_fp16"} <= found
     assert not found & {"none", "all_reduce", "ring", "ddp_powersgd", "topk", "local_sgd"}

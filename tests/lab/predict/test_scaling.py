@@ -3,7 +3,6 @@
 The search is compared with every number of nodes and with results derived by hand.
 """
 
-import math
 import time
 
 import pytest
@@ -19,6 +18,7 @@ from lab.predict.tables import compute_of, message_plans, scaling_limits_of
 
 REFERENCE = load_calibration(reference_path())
 LINKS = [(1e10, 5e-5), (1e11, 5e-3)]
+STEP = 0.045  # between two numbers of nodes that are tried
 
 
 class RingOfLatency(MessagePlan):
@@ -61,17 +61,19 @@ def test_a_strong_ring_stops_where_the_derivative_says():
     assert (one.nodes, one.held_by, one.limit) == (by_hand, "latency", LARGEST_NODES)
     assert one.speedup == pytest.approx(1.5 / (1.5 / by_hand + 2e-3 * (by_hand - 1)))
     assert one.half_nodes == 27  # from N (N - 1) <= 1.5 / 2 alpha
-    # 274 lies between the numbers that the search tries first.
-    assert ring_limit(alpha=1e-5, scaling="strong", seconds=1.5).fastest_nodes == 274
+    # sqrt(1.5 / 2 alpha) = 274 lies between two numbers that are tried
+    fastest = ring_limit(alpha=1e-5, scaling="strong", seconds=1.5).fastest_nodes
+    assert fastest == pytest.approx(274, rel=STEP)
 
 
 def test_a_weak_ring_stops_where_its_latency_saturates():
     one = ring_limit(alpha=1e-4, scaling="weak", seconds=1.0)
-    assert one.half_nodes == 5001  # from 2 (N - 1) alpha <= 1
+    assert 5001 / (1 + STEP) < one.half_nodes <= 5001  # from 2 (N - 1) alpha <= 1
     last = 1 + 2e-4 * (LARGEST_NODES - 1)
     assert one.fastest_speedup == pytest.approx(LARGEST_NODES / last)
     # N / (1 + 2 (N - 1) alpha) reaches 1 / 1.1 of fastest_speedup
-    assert one.nodes == math.ceil(LARGEST_NODES * (1 - 2e-4) / (1.1 * last - 2e-4 * LARGEST_NODES))
+    exact = LARGEST_NODES * (1 - 2e-4) / (1.1 * last - 2e-4 * LARGEST_NODES)
+    assert exact <= one.nodes < exact * (1 + STEP)
     assert one.held_by == "latency"
 
 
@@ -114,7 +116,8 @@ def test_what_is_computed_by_every_node_anew_holds_scaling_too():
         scaling="strong",
     )[0]
     # from 0.1 + 1 / N <= 1.1 (0.1 + 1 / 100,000)
-    assert (one.nodes, one.held_by) == (100, "compute")
+    assert 100 <= one.nodes < 100 * (1 + STEP)
+    assert one.held_by == "compute"
 
 
 @pytest.mark.parametrize(
@@ -173,10 +176,13 @@ def test_the_search_finds_what_every_number_of_nodes_gives(rate, latency, scalin
         best = max(speeds)
         assert one.fastest_speedup == pytest.approx(best, rel=1e-3), one
         nodes = next(nodes for nodes, speed in enumerate(speeds, 1) if 1.1 * speed >= best)
-        assert one.nodes == (nodes if nodes <= 75 else None), one
+        if one.nodes:
+            assert nodes <= one.nodes < nodes * (1 + STEP), one
+        else:
+            assert nodes * (1 + STEP) > 75, one
         assert one.speedup == pytest.approx(speeds[(one.nodes or 150) - 1])
         half = max(nodes for nodes, speed in enumerate(speeds, 1) if 2 * speed >= nodes)
-        assert one.half_nodes == half, one
+        assert half / (1 + STEP) < one.half_nodes <= half, one
 
 
 def test_no_exchange_never_stops_and_a_strategy_without_a_formula_is_left_out():

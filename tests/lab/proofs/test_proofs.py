@@ -10,13 +10,10 @@ import re
 import signal
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from common.errors import UserError
 from lab.proofs import Case, RankError, check_equivalence, check_group, ranks, run_ranks
@@ -48,7 +45,7 @@ GROUPS = {
 # --- The harness ---
 
 
-def average(model: nn.Module) -> None:
+def average(model):
     """A user's own function, correct if every rank has every gradient."""
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -56,7 +53,7 @@ def average(model: nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
-def test_a_right_function_and_a_right_class_pass() -> None:
+def test_a_right_function_and_a_right_class_pass():
     for strategy, case in ((Mean(), Case()), (average, Case(unused=False))):
         for found in check_equivalence(strategy, sizes=(2, 3), case=case):
             assert found.first_wrong is None, str(found)
@@ -65,8 +62,8 @@ def test_a_right_function_and_a_right_class_pass() -> None:
             )
 
 
-def test_a_difference_is_told_with_its_step_rank_and_parameter() -> None:
-    def wrong_from_the_third_step(model: nn.Module, calls: list = []) -> None:  # noqa: B006
+def test_a_difference_is_told_with_its_step_rank_and_parameter():
+    def wrong_from_the_third_step(model, calls=[]):  # noqa: B006
         average(model)
         calls.append(1)
         if len(calls) == 3 and dist.get_rank() == 1:
@@ -85,8 +82,8 @@ def test_a_difference_is_told_with_its_step_rank_and_parameter() -> None:
     assert not found
 
 
-def test_a_difference_of_one_bit_between_the_ranks_is_wrong() -> None:
-    def off_by_a_bit(model: nn.Module) -> None:
+def test_a_difference_of_one_bit_between_the_ranks_is_wrong():
+    def off_by_a_bit(model):
         average(model)
         if dist.get_rank() == 1:
             model.head.bias.grad[0] *= 1 + 1e-15
@@ -97,13 +94,13 @@ def test_a_difference_of_one_bit_between_the_ranks_is_wrong() -> None:
     assert not found
 
 
-def test_where_the_number_of_ranks_matters_it_is_seen() -> None:
+def test_where_the_number_of_ranks_matters_it_is_seen():
     two, three = check_equivalence(LiteralDivisor(), sizes=(2, 3))
     assert two.first_wrong is None, "a literal 2 is right on two ranks"
     assert three.first_wrong is not None
 
 
-def test_several_strategies_share_a_group() -> None:
+def test_several_strategies_share_a_group():
     kinds = (Mean, OwnGradient, FirstParameterLeftOut, NoInitialBroadcast)
     found = check_group({kind.__name__: (kind(), Case()) for kind in kinds}, 3)
     assert {name for name, one in found.items() if one.first_wrong is None} == {"Mean"}
@@ -123,13 +120,13 @@ def test_several_strategies_share_a_group() -> None:
         ("all_reduce", [], "sizes: got none, give numbers of ranks"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(strategy: Any, sizes: list[int], words: str) -> None:
+def test_what_cannot_be_compared_is_refused(strategy, sizes, words):
     with pytest.raises(UserError, match=words):
         check_equivalence(strategy, sizes=sizes)
 
 
-def test_an_error_on_a_rank_is_told_with_its_traceback() -> None:
-    def fails(model: nn.Module) -> None:
+def test_an_error_on_a_rank_is_told_with_its_traceback():
+    def fails(model):
         raise KeyError("the very reason")
 
     with pytest.raises(RankError, match="KeyError: 'the very reason'"):
@@ -153,7 +150,7 @@ for result in check_equivalence(MyStrategy(), sizes=(2, 3)):
 
 
 @pytest.mark.slow
-def test_a_users_own_strategy_in_a_script_without_a_guard(tmp_path: Path) -> None:
+def test_a_users_own_strategy_in_a_script_without_a_guard(tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     ended = Started(
         [sys.executable, "mine.py"], cwd=tmp_path, env=user_environment(PYTHONPATH=str(ROOT))
@@ -163,8 +160,8 @@ def test_a_users_own_strategy_in_a_script_without_a_guard(tmp_path: Path) -> Non
     ], ended
 
 
-def test_a_rank_that_is_killed_is_told_at_once() -> None:
-    def dies(rank: int) -> None:
+def test_a_rank_that_is_killed_is_told_at_once():
+    def dies(rank):
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -172,8 +169,8 @@ def test_a_rank_that_is_killed_is_told_at_once() -> None:
         run_ranks(2, dies, timeout_seconds=60)
 
 
-def test_the_rank_that_failed_is_told_not_the_one_that_lost_it() -> None:
-    def fails_first(rank: int) -> None:
+def test_the_rank_that_failed_is_told_not_the_one_that_lost_it():
+    def fails_first(rank):
         if rank == 1:
             raise KeyError("the very reason")
         dist.barrier()
@@ -183,8 +180,8 @@ def test_the_rank_that_failed_is_told_not_the_one_that_lost_it() -> None:
             run_ranks(2, fails_first)
 
 
-def test_a_rank_that_hangs_is_told_after_the_limit() -> None:
-    def hangs(rank: int) -> None:
+def test_a_rank_that_hangs_is_told_after_the_limit():
+    def hangs(rank):
         if rank == 1:
             time.sleep(60)
 
@@ -192,7 +189,7 @@ def test_a_rank_that_hangs_is_told_after_the_limit() -> None:
         run_ranks(2, hangs, timeout_seconds=1)
 
 
-def test_float32_has_a_tolerance_of_its_own() -> None:
+def test_float32_has_a_tolerance_of_its_own():
     case = Case(dtype=torch.float32)
     [found] = check_equivalence("all_reduce", sizes=[2], case=case)
     assert 1e-9 < found.greatest.error < case.tolerance == 1e-5
@@ -201,7 +198,7 @@ def test_float32_has_a_tolerance_of_its_own() -> None:
 # --- The list of wrong implementations ---
 
 
-def test_the_list_is_complete_and_its_names_are_unique() -> None:
+def test_the_list_is_complete_and_its_names_are_unique():
     assert len(WRONG) >= 20
     assert len(BY_NAME) == len(WRONG)
     assert {one.group for one in WRONG} == GROUPS
@@ -214,11 +211,11 @@ def test_the_list_is_complete_and_its_names_are_unique() -> None:
 class _Failures:
     """A pytest plugin that keeps each failed test's message and phase."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.messages: list[str] = []
         self.passed = 0
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
+    def pytest_runtest_logreport(self, report):
         self.passed += report.when == "call" and report.passed
         if report.failed:
             message = getattr(
@@ -227,7 +224,7 @@ class _Failures:
             self.messages.append(f"[{report.when}] {message}")
 
 
-def _run_check(name: str, answers: Any) -> None:
+def _run_check(name, answers):
     """Plant a mistake, run its check, and send back (tests passed, failure messages).
 
     The caller runs this in a child process, so that the mistake stays there.
@@ -258,7 +255,7 @@ def _run_check(name: str, answers: Any) -> None:
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_wrong_implementation_is_caught(name: str) -> None:
+def test_a_wrong_implementation_is_caught(name):
     wrong, maker = BY_NAME[name], ranks.context()
     answers = maker.SimpleQueue()
     process = maker.Process(target=_run_check, args=(name, answers), daemon=True)

@@ -3,23 +3,21 @@
 import itertools
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lab.compare.reporting import report_on
 from lab.report.equality import check
-from lab.report.findings.equal_results import equal_results
-from lab.report.view import ComparisonGroup, blocks
+from lab.report.findings import EQUAL, findings
+from lab.report.view import blocks
 from tests.helpers import ROOT, TINY, Started, free_port, user_environment
-from tests.helpers.report_samples import cell
+from tests.helpers.report_samples import cell, results
 
 WRONG_PART = ROOT / "tests" / "helpers" / "wrong_part_two.py"
 RIGHT = (2.56, 2.63, 2.41, 2.94, 3.15)
 
 
-def losing(sync: str, *losses: float | None, seeds: tuple[int, ...] = (0,)) -> dict[str, Any]:
+def losing(sync, *losses, seeds=(0,)):
     """Return a cell on 2 nodes whose runs have these losses from step 1 on."""
     entry = cell(sync, 2, seeds=seeds, repeats=len(seeds))
     for repeat in entry["repeats"]:
@@ -27,25 +25,27 @@ def losing(sync: str, *losses: float | None, seeds: tuple[int, ...] = (0,)) -> d
     return entry
 
 
-def block(*cells: dict[str, Any], gpus: tuple[str, ...] = (), **settings: Any) -> ComparisonGroup:
-    (found,) = blocks(
-        {"cells": list(cells), "settings": settings, "environment": {"gpus": list(gpus)}}
-    )
+def block(*cells, gpus=(), **settings):
+    more = {"cells": list(cells), "settings": settings, "environment": {"gpus": list(gpus)}}
+    (found,) = blocks(results(predict=False) | more)
     return found
 
 
-def shifted(step: int, by: float) -> list[float]:
+def said(*cells, **settings):
+    found = findings(block(*cells, **settings))
+    return [finding for finding in found if finding.topic == EQUAL]
+
+
+def shifted(step, by):
     """Return ``RIGHT`` with another loss at one step, as a share of the loss."""
-    return [
-        loss * (1 + by) if number == step else loss for number, loss in enumerate(RIGHT, start=1)
-    ]
+    return [loss * (1 + by * (number == step)) for number, loss in enumerate(RIGHT, start=1)]
 
 
-def test_one_that_differs_after_the_first_update_is_wrong() -> None:
-    found = block(
-        losing("ring", *shifted(2, 0.017 / 2.63)), losing("tree", *RIGHT), losing("ddp", *RIGHT)
-    )
-    [wrong, equal, *_] = equal_results(found)
+TREE, DDP = losing("tree", *RIGHT), losing("ddp", *RIGHT)
+
+
+def test_one_that_differs_after_the_first_update_is_wrong():
+    [wrong, equal, *_] = said(losing("ring", *shifted(2, 0.017 / 2.63)), TREE, DDP)
     assert wrong.wrong
     assert wrong.text == (
         "On 2 nodes ring is not equal to the others from step 2 on: the loss differs by 0.017; "
@@ -69,88 +69,89 @@ def test_one_that_differs_after_the_first_update_is_wrong() -> None:
         (5, 0.9, False),  # rounding has grown beyond any limit
     ],
 )
-def test_rounding_may_grow_from_step_to_step(step: int, share: float, is_wrong: bool) -> None:
-    others = [losing(sync, *RIGHT) for sync in ("tree", "ddp")]
-    result = check(block(losing("ring", *shifted(step, share)), *others), 2)
+def test_rounding_may_grow_from_step_to_step(step, share, is_wrong):
+    result = check(block(losing("ring", *shifted(step, share)), TREE, DDP), 2)
     assert list(result.wrong) == (["ring"] if is_wrong else [])
     assert len(result.equal) == (2 if is_wrong else 3)
 
 
-def test_the_type_of_the_forward_pass_sets_the_limit() -> None:
-    cells = [losing(sync, *RIGHT) for sync in ("tree", "ring")]
-    cells.append(losing("overlapped", *shifted(2, 5e-5)))
-    assert list(check(block(*cells), 2).wrong) == ["overlapped"]
-    assert not check(block(*cells, gpus=("a GPU",)), 2).wrong, "TF32 on a GPU"
-    assert not check(block(*cells, flags=["--amp"]), 2).wrong
-    assert not check(block(*cells, amp=True, amp_dtype="bf16"), 2).wrong
+RING, FP16 = losing("ring", *RIGHT), losing("ddp", *shifted(2, 0.01))
+NEAR = losing("overlapped", *shifted(2, 5e-5))  # more than fp32 on a CPU allows
+TWICE = [losing(sync, *RIGHT, seeds=(0, 0)) for sync in ("ring", "tree", "ddp")]
+TWICE[0]["repeats"][1]["losses"][1][1] = 2.7
 
 
-def test_on_a_gpu_ddp_computes_in_fp16_and_is_not_compared_with_fp32() -> None:
-    cells = [losing("ring", *RIGHT), losing("tree", *RIGHT), losing("ddp", *shifted(2, 0.01))]
-    result = check(block(*cells, gpus=("a GPU",)), 2)
-    assert not result.wrong
-    assert result.untested == {"ddp": "the number types differ (fp16 and fp32 on a GPU)"}
-    assert list(check(block(*cells, gpus=("a GPU",), flags=["--no-amp"]), 2).wrong) == ["ddp"]
-    assert not check(block(*cells, gpus=("a GPU",), flags=["--use_amp"]), 2).untested
+@pytest.mark.parametrize(
+    ("cells", "settings", "wrong", "untested"),
+    [
+        # the type of the forward pass sets the limit; on a GPU TF32 does
+        ((TREE, RING, NEAR), {}, {"overlapped": 2}, []),
+        ((TREE, RING, NEAR), {"gpus": ("a GPU",)}, {}, []),
+        ((TREE, RING, NEAR), {"flags": ["--amp"]}, {}, []),
+        ((TREE, RING, NEAR), {"amp": True, "amp_dtype": "bf16"}, {}, []),
+        # on a GPU ddp computes in fp16 and is not compared with fp32
+        ((RING, TREE, FP16), {"gpus": ("a GPU",)}, {}, ["ddp"]),
+        ((RING, TREE, FP16), {"gpus": ("a GPU",), "flags": ["--no-amp"]}, {"ddp": 2}, []),
+        ((RING, TREE, FP16), {"gpus": ("a GPU",), "flags": ["--use_amp"]}, {"ddp": 2}, []),
+        # the majority is right even without ddp
+        ((RING, TREE, FP16), {}, {"ddp": 2}, []),
+        # two wrong ones that differ from each other are both named
+        (
+            (
+                *(losing("ring", *shifted(2, 0.01)), losing("tree", *shifted(3, 0.01))),
+                *(losing("all_reduce", *RIGHT), DDP),
+            ),
+            {},
+            {"ring": 2, "tree": 3},
+            [],
+        ),
+        (TWICE, {}, {"ring": 2}, []),  # one repeat that deviates is enough
+        # one with other batches does not stop the test of the others
+        (
+            (losing("ring", *shifted(2, 0.01)), TREE, DDP, losing("overlapped", *shifted(1, 0.1))),
+            {},
+            {"ring": 2},
+            ["overlapped"],
+        ),
+        ((losing("topk", *RIGHT),), {}, {}, []),  # claims nothing
+    ],
+)
+def test_who_is_wrong(cells, settings, wrong, untested):
+    result = check(block(*cells, **settings), 2)
+    assert {sync: deviation.step for sync, deviation in result.wrong.items()} == wrong
+    assert list(result.untested) == untested
 
 
-def test_of_two_that_differ_ddp_is_the_reference() -> None:
-    with_ddp = block(losing("ring", *shifted(2, 0.01)), losing("ddp", *RIGHT))
-    [finding] = equal_results(with_ddp)
+def test_of_two_that_differ_ddp_is_the_reference():
+    [finding] = said(losing("ring", *shifted(2, 0.01)), DDP)
     assert "ring is not equal to ddp, PyTorch's own, from step 2 on" in finding.text
-    without = block(losing("ring", *shifted(2, 0.01)), losing("tree", *RIGHT))
-    [finding] = equal_results(without)
+    [finding] = said(losing("ring", *shifted(2, 0.01)), TREE)
     assert finding.wrong
     assert "ring and tree do not compute the same from step 2 on" in finding.text
     assert "At least one of them is wrong; a comparison with ddp shows which." in finding.text
 
 
-def test_the_majority_is_right_even_without_ddp() -> None:
-    wrong = losing("ddp", *shifted(2, 0.01))
-    result = check(block(losing("ring", *RIGHT), losing("tree", *RIGHT), wrong), 2)
-    assert (list(result.wrong), result.equal) == (["ddp"], ["tree", "ring"])
-
-
-def test_two_wrong_ones_that_differ_from_each_other_are_both_named() -> None:
-    cells = [losing("ring", *shifted(2, 0.01)), losing("tree", *shifted(3, 0.01))]
-    cells += [losing("all_reduce", *RIGHT), losing("ddp", *RIGHT)]
-    wrong = check(block(*cells), 2).wrong
-    assert {sync: deviation.step for sync, deviation in wrong.items()} == {"ring": 2, "tree": 3}
-
-
-def test_a_loss_that_is_not_finite_is_wrong() -> None:
-    cells = [losing("ring", 2.56, None, None), losing("tree", *RIGHT), losing("ddp", *RIGHT)]
-    wrong = next(equal_results(block(*cells)))
+def test_a_loss_that_is_not_finite_is_wrong():
+    [wrong, *_] = said(losing("ring", 2.56, None, None), TREE, DDP)
     assert "the loss differs and is not finite" in wrong.text
 
 
-def test_one_repeat_that_deviates_is_enough() -> None:
-    cells = [losing(sync, *RIGHT, seeds=(0, 0)) for sync in ("ring", "tree", "ddp")]
-    cells[0]["repeats"][1]["losses"][1][1] = 2.7
-    assert list(check(block(*cells), 2).wrong) == ["ring"]
-
-
-def test_ranks_with_different_weights_are_wrong() -> None:
-    cells = [losing(sync, *RIGHT) for sync in ("ring", "ddp")]
-    cells[0]["repeats"][0]["equal_weights"] = False
-    wrong = next(finding for finding in equal_results(block(*cells)) if finding.wrong)
+def test_ranks_with_different_weights_are_wrong():
+    apart, lossy = losing("ring", *RIGHT), losing("topk", *RIGHT)
+    for entry in (apart, lossy):
+        entry["repeats"][0]["equal_weights"] = False
+    [wrong] = [finding for finding in said(apart, DDP) if finding.wrong]
     assert "the ranks of ring ended with different weights, although ring claims" in wrong.text
-    lossy = losing("topk", *RIGHT)
-    lossy["repeats"][0]["equal_weights"] = False
-    assert not check(block(lossy, cells[1]), 2).doubtful, "topk claims nothing"
+    assert not check(block(lossy, DDP), 2).doubtful, "topk claims nothing"
 
 
 @pytest.mark.parametrize(
     ("cells", "settings", "reason"),
     [
-        ([losing("ring", *RIGHT)], {}, "no other strategy that claims to be exact was measured"),
+        ([RING], {}, "no other strategy that claims to be exact was measured"),
+        ([RING, losing("ddp", *RIGHT, seeds=(1,))], {}, "the seeds differ (0 and 1)"),
         (
-            [losing("ring", *RIGHT), losing("ddp", *RIGHT, seeds=(1,))],
-            {},
-            "the seeds differ (0 and 1)",
-        ),
-        (
-            [losing("ring", *RIGHT), losing("ddp", *shifted(1, 0.01))],
+            [RING, losing("ddp", *shifted(1, 0.01))],
             {},
             "the losses differ at step 1, before any gradient is exchanged: initial weights or "
             "batches are not the same",
@@ -163,30 +164,16 @@ def test_ranks_with_different_weights_are_wrong() -> None:
         ([losing("ring"), losing("ddp")], {}, "the losses of the first steps were not recorded"),
     ],
 )
-def test_what_cannot_be_compared_says_why(
-    cells: list[dict[str, Any]], settings: dict[str, Any], reason: str
-) -> None:
-    found = list(equal_results(block(*cells, **settings)))
-    assert all(finding.caution and not finding.wrong for finding in found)
-    assert "not comparable: " + reason in " ".join(finding.text for finding in found)
-    assert len(found) == 1
-
-
-def test_one_with_other_batches_does_not_stop_the_test_of_the_others() -> None:
-    cells = [losing("ring", *shifted(2, 0.01)), losing("tree", *RIGHT), losing("ddp", *RIGHT)]
-    result = check(block(*cells, losing("overlapped", *shifted(1, 0.1))), 2)
-    assert list(result.wrong) == ["ring"]
-    assert list(result.untested) == ["overlapped"]
-
-
-def test_lossy_strategies_are_not_tested() -> None:
-    assert list(equal_results(block(losing("topk", *RIGHT)))) == []
+def test_what_cannot_be_compared_says_why(cells, settings, reason):
+    [finding] = said(*cells, **settings)
+    assert finding.caution
+    assert "not comparable: " + reason in finding.text
 
 
 # --- real runs ---
 
 
-def run_together(folder: Path, script: Path, *syncs: str) -> list[Path]:
+def run_together(folder, script, *syncs):
     """Run these strategies on two ranks at the same time, and return the runs' folders."""
     started = []
     for sync in syncs:
@@ -208,9 +195,7 @@ def run_together(folder: Path, script: Path, *syncs: str) -> list[Path]:
     return [next((folder / f"PartTwo-{sync}").iterdir()) for sync in syncs]
 
 
-def test_a_report_on_real_runs_names_the_wrong_strategies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_on_real_runs_names_the_wrong_strategies(tmp_path, capsys):
     """ring divides by a literal 4, tree does not divide, rank 1 of halving_doubling keeps its own.
 
     The other two are right.
@@ -238,7 +223,7 @@ def test_a_report_on_real_runs_names_the_wrong_strategies(
     assert last == f"report: {path.parent / 'report.html'}"
 
 
-def test_right_strategies_stay_silent_on_three_ranks_where_sums_round() -> None:
+def test_right_strategies_stay_silent_on_three_ranks_where_sums_round():
     """Rounding as measured between nine right strategies on digits, in all orders."""
     measured = {
         "all_reduce": (2.5101, 2.3717836, 4.7442608, 4.6916825),

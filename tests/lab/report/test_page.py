@@ -1,24 +1,17 @@
 """The page opens with the answer, marks what is wrong and best, and draws only what differs."""
 
-import base64
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lab.plot_style import NothingToShowError, plt
 from lab.report import html, tables
-from lab.report.drawings.cost_figures import draw_bytes, draw_memory
+from lab.report.drawings import figures
 from lab.report.drawings.curves import draw_loss
-from lab.report.drawings.figures import draw_prediction, draw_scaling, draw_step_time, section_spans
 from lab.report.drawings.svg import inline, share_styles
-from lab.report.findings import findings
-from lab.report.html import best_rows, render
-from lab.report.sentences import ReportFinding
-from lab.report.view import ComparisonGroup, blocks
-from tests.helpers.report_samples import cell, results
+from lab.report.findings import ReportFinding, findings
+from lab.report.view import blocks
+from tests.helpers.report_samples import BYTES, cell, results
 
 WRONG = ReportFinding(
     "Losses", "ring is not equal to the others from step 2 on.", "0.017", wrong=True
@@ -26,30 +19,31 @@ WRONG = ReportFinding(
 
 
 @pytest.fixture(autouse=True)
-def closed_figures() -> Iterator[None]:
+def closed_figures():
     yield
     plt.close("all")
 
 
-def page(data: dict[str, Any]) -> str:
+def page(data):
     """Return the page of ``data`` without figures, with normal spaces."""
-    text = render(data, [(block, []) for block in blocks(data)], [])
+    text = html.render(data, [(block, []) for block in blocks(data)], [])
     return re.sub(r"\s+", " ", text.replace("\u00a0", " "))
 
 
-def group(*cells: dict[str, Any], **settings: Any) -> ComparisonGroup:
-    (found,) = blocks({"cells": [cell("none", 1), *cells], "settings": settings})
+def group(*cells, **settings):
+    whole = results(predict=False) | {"cells": [cell("none", 1), *cells], "settings": settings}
+    (found,) = blocks(whole)
     return found
 
 
-def column(key: str) -> tables.Column:
-    return next(entry for entry in tables.COLUMNS if entry.key == key)
+def best(block, name):
+    return [line.row.sync for line in tables.lines(block) if name in line.best]
 
 
-def test_the_answer_comes_first_and_limits_are_folded() -> None:
+def test_the_answer_comes_first_and_limits_are_folded():
     data = results(("gather_scatter", "ddp"), (1, 4))
     text = page(data)
-    found = findings(blocks(data)[0], data["timelines"])
+    found = findings(blocks(data)[0])
     cautions = [finding for finding in found if finding.caution]
     assert cautions
     main = text.index("<main>")
@@ -64,7 +58,7 @@ def test_the_answer_comes_first_and_limits_are_folded() -> None:
     assert "✗" not in text
 
 
-def test_what_is_wrong_stands_in_red_before_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_stands_in_red_before_everything(monkeypatch):
     monkeypatch.setattr(html, "findings", lambda *args: [*findings(*args), WRONG])
     data = results(("ring", "ddp"), (1, 2))
     text = page(data)
@@ -73,11 +67,16 @@ def test_what_is_wrong_stands_in_red_before_everything(monkeypatch: pytest.Monke
     assert re.search(r'<div class="note bad">[^|]*' + WRONG.text, text[begin:])
     # with several groups, before all of them, and with the group's name
     data["cells"] += [cell("none", 1, group=1), cell("ring", 2, group=1)]
-    text = page(data | {"differences": ["learning_rate: 0.1 in A, 0.2 in B"]})
+    monkeypatch.undo()
+    text = page(data | {"warnings": ["Cores are shared."]})
+    assert text.index('href="#warnings"') < text.index('class="verdict"') < text.index("Warnings (")
+    monkeypatch.setattr(html, "findings", lambda *args: [*findings(*args), WRONG])
+    more = {"differences": ["learning_rate: 0.1 in A, 0.2 in B"]}
+    text = page(data | more)
     assert text.index("✗") < text.index(">group 0</a>: " + WRONG.text) < text.index("cannot be")
 
 
-def test_a_wrong_strategy_is_marked_in_tables_and_figures() -> None:
+def test_a_wrong_strategy_is_marked_in_tables_and_figures():
     right = [[step, 3 - 0.1 * step] for step in range(1, 6)]
     cells = [cell(sync, 2) for sync in ("tree", "ring", "ddp")]
     for entry in cells:
@@ -86,12 +85,12 @@ def test_a_wrong_strategy_is_marked_in_tables_and_figures() -> None:
                 [step, loss + (entry["sync"] == "ring") * (step > 1) * 0.2] for step, loss in right
             ]
     found = group(*cells)
-    text = page({"cells": [cell("none", 1), *cells], "settings": {}, "finished": True})
+    text = page(results(predict=False) | {"cells": [cell("none", 1), *cells]})
     rows = re.findall(r'<tr class="([^"]*)"><th scope="row">(\w+)</th>.*?</tr>', text)
     assert {name for status, name in rows if "wrong" in status} == {"ring"}
     assert text.count("yes: WRONG") == 1
     assert tables.markdown([found]).count("| ring | 2 | yes: WRONG |") == 1
-    times = draw_step_time(found, narrow=False).axes[0]
+    times = figures.draw_step_time(found, narrow=False).axes[0]
     labels = [label.get_text() for label in times.get_yticklabels()]
     assert labels == ["none (1 node)", "tree", "✗ ring", "ddp"]
     assert {"0.514 s", "0.555 s", "0.565 s"} & {note.get_text() for note in times.texts}
@@ -100,46 +99,31 @@ def test_a_wrong_strategy_is_marked_in_tables_and_figures() -> None:
     assert lines[-2:] == ["the 2 strategies that compute the same", "✗ ring"]
 
 
-def test_warnings_of_several_groups_stand_after_the_answers() -> None:
+def test_the_prediction_and_its_calibration():
     data = results(("ring",), (1, 2))
-    data["cells"] += [cell("none", 1, group=1), cell("ring", 2, group=1)]
-    text = page(data | {"warnings": ["2 ranks share one core."]})
-    assert text.index('href="#warnings"') < text.index('class="verdict"') < text.index("Warnings (")
-
-
-def test_the_calibration_is_written_in_plain_names() -> None:
-    data = results(("ring",), (1, 2))
-    data["prediction"]["calibration"] = {
+    data["prediction"]["calibration"] |= {
         "compute": "profile of a CPU, 2026-11-22T23:14:50",
         "least time of an all_reduce": {"4 nodes, 1gbit": "7.9 ms", "2 nodes": "3 ms"},
     }
-    text = page(data)
-    assert (
-        "<dt>shortest all-reduce</dt> <dd>7.9 ms on 4 nodes at 1 Gbit/s; 3 ms on 2 nodes</dd>"
-        in text
-    )
-    assert "a CPU, 2026-11-22 23:14:50" in text
-
-
-def test_a_prediction_says_when_the_first_run_started() -> None:
-    data = results(("ring",), (1, 2))
-    made = data["prediction"]["made"].replace("T", " ")
-    assert f"predicted at {made}" in page(data)
-    assert "When the first run started was not recorded." in page(data)
     repeats = [repeat for entry in data["cells"] for repeat in entry["repeats"]]
+    assert "When the first run started was not recorded." in page(data)
     for second, repeat in enumerate(reversed(repeats)):
         repeat["started"] = f"2026-11-21T15:00:{second + 3:02}"
-    later = page(data)
-    assert "The first run started at 2026-11-21 15:00:03." in later
+    text = page(data)
+    for part in (
+        "<dt>shortest all-reduce</dt> <dd>4 nodes, 1gbit 7.9 ms; 2 nodes 3 ms</dd>",
+        "a CPU, 2026-11-22 23:14:50",
+        "predicted at 2026-11-21 14:59:58",
+        "The first run started at 2026-11-21 15:00:03.",
+        "120 µs",  # alpha 1.2e-4 s
+        "1.11 GB/s",  # beta 9e-10 s a byte
+    ):
+        assert part in text
     repeats[2]["started"] = "2026-11-21T14:00:03"
     assert "<strong>before the prediction</strong>" in page(data)
-    repeats[0]["started"] = None
-    assert "When the first run started was not recorded." in page(data)
-    assert "120 µs" in later  # alpha 1.2e-4 s
-    assert "1.11 GB/s" in later  # beta 9e-10 s a byte
 
 
-def test_the_method_counts_steps_as_they_were() -> None:
+def test_the_method_counts_steps_as_they_were():
     data = results(("ring",), (1, 2))
     assert "The first 5 steps are a warm-up and not measured; then 30 steps are" in page(data)
     data["settings"] |= {"warmup": 1, "steps": 1}
@@ -148,109 +132,120 @@ def test_the_method_counts_steps_as_they_were() -> None:
     assert "The warm-up steps are not measured. A rank's number" in page(data)
 
 
-def test_cells_have_plain_names_and_the_page_no_links_to_files() -> None:
-    data = results(("ring", "ddp"), (1, 2))
-    data["cells"][-1] = cell("ddp", 2, status="failed", message="lost")
-    text = page(data)
-    assert "<h3>ddp, 2 nodes: failed</h3>" in text
-    assert '<th scope="row">ring, 2 nodes</th>' in text
-    targets = re.findall(r'(?:href|src)="([^"]+)"', text)
-    assert all(target.startswith(("#", "data:", "https:")) for target in targets)
-    (csv,) = [target for target in targets if target.startswith("data:text/csv")]
-    assert base64.b64decode(csv.partition(",")[2]).decode().startswith("strategy,nodes,")
-
-
-def test_the_best_value_of_each_number_of_nodes_is_marked() -> None:
+def test_the_best_value_of_each_number_of_nodes_is_marked():
     block = group(
-        cell("gather_scatter", 4),
-        cell("ddp", 4),
-        cell("ring", 2),
-        cell("ddp", 2, status="failed"),
-        cell("ring", 8, status="pending"),
+        *(cell("gather_scatter", 4), cell("ddp", 4), cell("ring", 2)),
+        *(cell("ddp", 2, status="failed"), cell("ring", 8, status="pending")),
     )
-    assert [row.id for row in best_rows(block, column("step"))] == ["ddp-n4"]
-    assert [row.id for row in best_rows(block, column("speedup"))] == ["ddp-n4"]
-    assert best_rows(block, column("nodes")) == []
+    assert best(block, "step_seconds") == best(block, "speedup_ratio") == ["ddp"]
+    assert best(block, "nodes") == []
     # 36.92 MB each on 2 nodes: none is best
-    same = group(cell("ring", 2), cell("ddp", 2), cell("gather_scatter", 2))
-    assert best_rows(same, column("root")) == []
+    equal = group(cell("ring", 2), cell("ddp", 2), cell("gather_scatter", 2))
+    assert best(equal, "root_sent_bytes") == []
     unequal = group(cell("ring", 4), cell("ddp", 4), cell("gather_scatter", 4))
-    assert [row.sync for row in best_rows(unequal, column("root"))] == ["ring", "ddp"]
-    # fast and wrong
+    assert best(unequal, "root_sent_bytes") == ["ring", "ddp"]
     wrong = group(cell("ring", 4), cell("all_reduce", 4), cell("ddp", 4, loss_shift=0.3))
-    assert [row.sync for row in best_rows(wrong, column("step"))] == ["all_reduce"]
+    assert best(wrong, "step_seconds") == ["all_reduce"]  # ddp is fast and wrong
     text = page(results(("gather_scatter", "ddp"), (1, 4)))
     assert '<strong>0.284 [0.278, 0.290]</strong><span class="unseen"> (best)</span>' in text
 
 
-def test_a_bar_adds_up_to_its_own_median() -> None:
+@pytest.mark.parametrize(
+    ("change", "kinds", "sums"),
+    [
+        # rank 1 has 8 MB more in buckets than was predicted
+        ({}, ["36.92", "36.92", "73.85", "8.00", "0.03"], ["155.73", "147.73"]),
+        # emulated compute has no measured tensors: the kinds are the predicted ones
+        ({"memory": None}, ["36.92", "36.92", "73.85", "0.00", "0.03"], ["–", "147.73"]),
+        ({"memory": None, "predicted_memory": None}, ["–"] * 5, ["–", "–"]),
+    ],
+)
+def test_tensors_are_those_of_the_rank_that_holds_most(change, kinds, sums):
+    data = results(("all_reduce",), (1, 2))
+    for rank in (
+        rank for each in data["cells"] for run in each["repeats"] for rank in run["ranks"]
+    ):
+        rank["memory"]["buckets"] += 8_000_000 * rank["rank"]
+        rank |= change
+    (block,) = blocks(data)
+    line = tables.lines(block)[1]
+    found = [line.texts[name] for name in tables.MEMORY[2:]]
+    assert found == kinds + sums
+    assert ("Tensors of the rank that holds most" in page(data)) == (kinds != ["–"] * 5)
+    if not change:
+        assert line.values["optimizer_state_bytes"] == 2 * BYTES
+
+
+def test_a_bar_adds_up_to_its_own_median():
     entry = cell("ring", 2)  # its sections sum up to the step
     block = group(entry)
-    names = [name for name, _, _ in section_spans(block.rows[1])]
+    names = [name for name, _, _ in figures.section_spans(block.rows[1])]
     assert names[:4] == ["data", "forward", "backward", "wait"]
-    assert "rest" not in names or section_spans(block.rows[1])[-1][2] == pytest.approx(0.559)
+    assert "rest" not in names or figures.section_spans(block.rows[1])[-1][2] == pytest.approx(
+        0.559
+    )
     entry["median"]["step"] = 0.7
-    name, begin, end = section_spans(group(entry).rows[1])[-1]
+    name, begin, end = figures.section_spans(group(entry).rows[1])[-1]
     assert (name, begin, end) == ("rest", pytest.approx(0.559), 0.7)
     # sections of 0.559 s in a step of 0.5 s: no rest; what exceeds the median is pale
     entry["median"]["step"] = 0.5
-    assert "rest" not in [name for name, _, _ in section_spans(group(entry).rows[1])]
-    bars = draw_step_time(group(entry), narrow=False).axes[0].patches
+    assert "rest" not in [name for name, _, _ in figures.section_spans(group(entry).rows[1])]
+    bars = figures.draw_step_time(group(entry), narrow=False).axes[0].patches
     pale = [bar for bar in bars if bar.get_alpha()]
     assert min(bar.get_x() for bar in pale) == pytest.approx(0.5)
     assert sum(bar.get_width() for bar in pale) == pytest.approx(0.059)
 
 
-def test_equal_values_become_a_sentence() -> None:
+def test_equal_values_become_a_sentence():
     equal = group(cell("ring", 2), cell("ddp", 2))
     with pytest.raises(NothingToShowError, match=r"sends the same: 36\.9 MB a step on 2 nodes"):
-        draw_bytes(equal, narrow=False)
+        figures.draw_bytes(equal, narrow=False)
     with pytest.raises(NothingToShowError, match=r"from 2\.350 to 1\.073 in 30 steps"):
         draw_loss(equal, narrow=False)
     with pytest.raises(NothingToShowError, match="533 MB on 2 nodes"):
-        draw_memory(group(cell("ring", 2)), narrow=True)
+        figures.draw_memory(group(cell("ring", 2)), narrow=True)
     # one number of nodes on which they differ is enough for a figure
     both = group(cell("ring", 2), cell("ddp", 2), cell("ring", 4), cell("gather_scatter", 4))
-    assert len(draw_bytes(both, narrow=False).axes) == 2
+    assert len(figures.draw_bytes(both, narrow=False).axes) == 2
     wrong = group(cell("ring", 2), cell("ddp", 2, loss_shift=0.3))
     assert len(draw_loss(wrong, narrow=False).axes[0].lines) == 3  # with one node's
 
 
-def test_numbers_stand_beside_the_panels_not_on_lines() -> None:
+def test_numbers_stand_beside_the_panels_not_on_lines():
     data = results(("ring", "ddp"), (1, 2, 4))
     (block,) = blocks(data)
-    for draw in (draw_step_time, draw_scaling, draw_prediction):
+    for draw in (figures.draw_step_time, figures.draw_scaling):
         for narrow in (False, True):
             for axis in draw(block, narrow=narrow).axes:
                 assert axis.texts
                 assert all(text.xy[0] > 1 for text in axis.texts)  # type: ignore[attr-defined]
-    scaling = draw_scaling(block, narrow=False).axes[0]
+    scaling = figures.draw_scaling(block, narrow=False).axes[0]
     assert [text.get_text() for text in scaling.texts] == ["1.79 times", "1.95 times"]
-    errors = draw_prediction(block, narrow=False).axes[0].texts
-    assert [text.get_text() for text in errors] == ["+5 %", "+9 %", "+13 %"]
 
 
-def test_a_figure_on_the_page_is_short_and_keeps_its_references(tmp_path: Path) -> None:
+def test_a_figure_on_the_page_takes_its_colours_and_keeps_its_references():
     text = """<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"
       viewBox="0 0 9 9"><defs><style type="text/css">*{stroke-linecap: butt}</style></defs>
-      <g id="figure_1"><g id="a"><path d="M 1.26 2.000001 \nL 4.5 2.000001 \nL 4.5 7 \nz\n"
-      clip-path="url(#clip)" style="fill: #1b1f23; stroke: url(#h1)"/></g><g id="empty"/>
+      <g id="figure_1"><path d="M 1.26 2.000001 \nL 4.5 7 \nz\n"
+      clip-path="url(#clip)" style="fill: #1b1f23; stroke: url(#h1)"/></g>
       <defs><path id="m1" d="M 0 0.257 \nL 1 1"/><pattern id="h1"><rect fill="#fffffe"/></pattern>
       </defs><use xlink:href="#m1" x="3.14159" y="2" style="fill: #1b1f23; stroke: url(#h1)"/>
-      <text style="font-size: 9px; font-family: 'DejaVu Sans'; fill: #1b1f23" x="1" y="1"
-      transform="rotate(-0 1 1)">a &lt; b</text></g></svg>"""
+      <text style="font-size: 9px; font-family: 'DejaVu Sans'; fill: #1b1f23" x="1" y="1">a &lt; b
+      </text></svg>"""
     short = inline(text, "bytes")
-    assert short == (
-        '<svg viewBox="0 0 9 9" aria-hidden="true" focusable="false">'
-        '<path d="M1.3 2H4.5V7z" style="fill: currentColor; stroke: url(#bytes-1)"/>'
-        '<defs><path d="M0 0.26L1 1" id="bytes-2"/>'
-        '<pattern id="bytes-1"><rect fill="var(--paper)"/></pattern></defs>'
-        '<use x="3.1" y="2" style="fill: currentColor; stroke: url(#bytes-1)" href="#bytes-2"/>'
-        '<text x="1" y="1" style="font-size: 9px">a &lt; b</text></svg>'
-    )
+    assert short.startswith('<svg viewBox="0 0 9 9" aria-hidden="true" focusable="false">')
+    assert not re.search(r"clip|font-family|<style|#1b1f23|#fffffe|\.000001|figure_1", short)
+    for part in (
+        'id="bytes-1"',
+        'id="bytes-2"',
+        'href="#bytes-2"',
+        'fill="var(--paper)"',
+        "a &lt; b",
+    ):
+        assert short.count(part) == 1
+    assert short.count("fill: currentColor; stroke: url(#bytes-1)") == 2
+    assert 'x="3.14" y="2"' in short
     shared = share_styles(f"<style>\np {{}}\n</style>{short}")
-    assert shared.startswith(
-        "<style>\np {}\n.f0 {fill: currentColor; stroke: url(#bytes-1)}\n.f1 {font-size: 9px}\n"
-    )
+    assert ".f0 {fill: currentColor; stroke: url(#bytes-1)}\n.f1 {font-size: 9px; fill" in shared
     assert shared.count('class="f0"') == 2
     assert "style=" not in shared

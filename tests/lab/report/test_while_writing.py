@@ -12,11 +12,11 @@ from lab.compare.outcomes import read_repeat
 from lab.compare.reporting import compare_and_report, report_on
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings
-from tests.helpers import TINY, Started, make_image_folder, run_part, start_part
+from tests.helpers import TINY, make_image_folder, run_part, start_part
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+def flags(tmp_path_factory):
     """Return the flags of a run of 60 epochs, two steps each."""
     folder = tmp_path_factory.mktemp("while-writing")
     images = make_image_folder(folder / "images")
@@ -26,11 +26,11 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     ]
 
 
-def run_folder(flags: list[object]) -> Path:
+def run_folder(flags):
     return Path(str(flags[flags.index("--output-dir") + 1])) / "PartOne-none" / "same"
 
 
-def report_until_end(writer: Started, run: Path, reports: Path) -> list[str]:
+def report_until_end(writer, run, reports):
     """Report again and again while ``writer`` runs; return each refusal, "" for a report."""
     words = []
     while writer.process.poll() is None:
@@ -44,7 +44,7 @@ def report_until_end(writer: Started, run: Path, reports: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_reports_of_a_run_that_is_writing(flags: list[object], tmp_path: Path) -> None:
+def test_reports_of_a_run_that_is_writing(flags, tmp_path):
     """Before the first part of a run has ended there is no report; then always the last whole one.
 
     The second part continues where --stop-after-epoch ended the first.
@@ -60,7 +60,7 @@ def test_reports_of_a_run_that_is_writing(flags: list[object], tmp_path: Path) -
     assert len(read_repeat(run, seed=0)["losses"]) == 120
 
 
-def test_a_line_that_is_not_whole_is_left_out(flags: list[object], tmp_path: Path) -> None:
+def test_a_line_that_is_not_whole_is_left_out(flags, tmp_path):
     """A writer may be between the two halves of a line."""
     if not (run_folder(flags) / "summary.json").exists():
         assert run_part("PartOne", *flags, cwd=tmp_path)[0].status == 0
@@ -72,7 +72,7 @@ def test_a_line_that_is_not_whole_is_left_out(flags: list[object], tmp_path: Pat
     assert report_on([run], reports=tmp_path, scaling="strong") == 0
 
 
-def test_a_comparison_is_resumed_by_one_process_at_a_time(tmp_path: Path) -> None:
+def test_a_comparison_is_resumed_by_one_process_at_a_time(tmp_path):
     settings = Settings(nodes=(1,), sync=("none",), steps=2, warmup=1, repeats=1)
     folder, _ = open_comparison(settings, reports=tmp_path, command="lab compare")
     with (

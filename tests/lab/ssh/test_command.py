@@ -3,7 +3,6 @@
 import ast
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -28,7 +27,7 @@ FACTS = {
 }
 
 
-def filled(command: str, *, rank: int = 1, nodes: int = 3, port: int | None = None) -> str:
+def filled(command, *, rank=1, nodes=3, port=None):
     return " ".join(
         NodeCommands.of(command.split(), nodes=nodes, port=port).fill(
             master="10.0.0.1", rank=rank, python="PY"
@@ -71,11 +70,11 @@ def filled(command: str, *, rank: int = 1, nodes: int = 3, port: int | None = No
         ("./train {master}:{port}", "./train 10.0.0.1:29500"),
     ],
 )
-def test_each_host_gets_its_place_as_the_command_takes_it(command: str, there: str) -> None:
+def test_each_host_gets_its_place_as_the_command_takes_it(command, there):
     assert filled(command) == there
 
 
-def test_a_port_that_is_given_goes_to_the_parts() -> None:
+def test_a_port_that_is_given_goes_to_the_parts():
     assert filled("python PartTwo/main.py", port=29600).endswith("--rank 1 --master-port 29600")
     assert filled("echo {port}", port=29600) == "echo 29600"
     assert "--master-port=29600" in filled("torchrun a.py", port=29600)
@@ -112,7 +111,7 @@ def test_a_port_that_is_given_goes_to_the_parts() -> None:
         ("echo {ranks}", r"\{ranks\} in the command: choose from"),
     ],
 )
-def test_a_command_that_contradicts_the_hosts_is_refused(command: str, message: str) -> None:
+def test_a_command_that_contradicts_the_hosts_is_refused(command, message):
     with pytest.raises(UserError, match=message):
         NodeCommands.of(command.split(), nodes=3, port=None)
 
@@ -128,12 +127,12 @@ def test_a_command_that_contradicts_the_hosts_is_refused(command: str, message: 
         ("a b", "'a b' is not a host name"),
     ],
 )
-def test_hosts_that_cannot_be(text: str, message: str) -> None:
+def test_hosts_that_cannot_be(text, message):
     with pytest.raises(UserError, match=message):
         parse_hosts(text, shares_a_port=False)
 
 
-def test_the_same_host_twice_where_the_port_is_given() -> None:
+def test_the_same_host_twice_where_the_port_is_given():
     assert [host.rank for host in parse_hosts("a,a", shares_a_port=True)] == [0, 1]
 
 
@@ -141,11 +140,11 @@ def test_the_same_host_twice_where_the_port_is_given() -> None:
     ("given", "name"),
     [("node0", "node0"), ("u@10.0.0.1", "10.0.0.1"), ("ssh://u@a.b:2222", "a.b"), ("ssh://a", "a")],
 )
-def test_a_hosts_name_is_without_user_and_port(given: str, name: str) -> None:
+def test_a_hosts_name_is_without_user_and_port(given, name):
     assert str(Host(2, given)) == f"node 2 ({name})"
 
 
-def test_the_command_of_ssh_never_asks_and_takes_what_the_user_says_first() -> None:
+def test_the_command_of_ssh_never_asks_and_takes_what_the_user_says_first():
     options = SSHOptions(
         "lab",
         user="u",
@@ -221,7 +220,7 @@ def test_the_command_of_ssh_never_asks_and_takes_what_the_user_says_first() -> N
         ),
     ],
 )
-def test_what_ssh_says_becomes_what_to_do(said: str, told: str) -> None:
+def test_what_ssh_says_becomes_what_to_do(said, told):
     assert explain(said.splitlines(), name="n", given="u@n").startswith(told)
 
 
@@ -253,7 +252,7 @@ def test_what_ssh_says_becomes_what_to_do(said: str, told: str) -> None:
         ({"torch": "2.15.0+cpu", "version": "3.11.2"}, None),
     ],
 )
-def test_what_differs_on_one_host_is_told_of_that_host(change: dict, told: str | None) -> None:
+def test_what_differs_on_one_host_is_told_of_that_host(change, told):
     hosts = [Host(0, "a"), Host(1, "b")]
     commands = NodeCommands.of(["python", "PartTwo/main.py"], nodes=2, port=None)
     facts = [FACTS, FACTS | {"addresses": ["10.0.0.2"]} | change]
@@ -262,7 +261,7 @@ def test_what_differs_on_one_host_is_told_of_that_host(change: dict, told: str |
     assert told is None or problems[hosts[1]].startswith(told)
 
 
-def test_any_other_command_asks_for_the_folder_alone() -> None:
+def test_any_other_command_asks_for_the_folder_alone():
     hosts = [Host(0, "a"), Host(1, "b")]
     other = {"torch": None, "version": "3.6.1", "code": None, "addresses": ["10.0.0.2"]}
     commands = NodeCommands.of(["nvidia-smi"], nodes=2, port=None)
@@ -270,7 +269,7 @@ def test_any_other_command_asks_for_the_folder_alone() -> None:
     assert not problems_of(hosts, [FACTS, FACTS], replace(commands, part=None), shares_a_port=True)
 
 
-def test_of_many_hosts_that_fail_some_are_named() -> None:
+def test_of_many_hosts_that_fail_some_are_named():
     with pytest.raises(UserError) as caught:
         refuse({Host(rank, f"h{rank}"): "no answer" for rank in range(400)}, of=1000)
     lines = str(caught.value).splitlines()
@@ -279,7 +278,7 @@ def test_of_many_hosts_that_fail_some_are_named() -> None:
 
 
 @pytest.mark.parametrize("module", [remote_agent, remote_handlers])
-def test_what_runs_on_a_host_is_python_3_6(module: ModuleType) -> None:
+def test_what_runs_on_a_host_is_python_3_6(module):
     """A host with an old Python must be able to report its version.
 
     Annotations count too: Python evaluates them unless they are quoted.
@@ -294,7 +293,7 @@ def test_what_runs_on_a_host_is_python_3_6(module: ModuleType) -> None:
         assert isinstance(annotation, plain), ast.unparse(annotation)
 
 
-def test_the_text_for_a_host_has_each_name_once() -> None:
+def test_the_text_for_a_host_has_each_name_once():
     """Both files share one namespace on the host."""
     body = ast.parse(program("token", 30.0).split(b"\n", 1)[1]).body
     names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]

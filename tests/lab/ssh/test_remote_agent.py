@@ -14,7 +14,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -28,13 +27,13 @@ from lab.ssh import remote_handlers
 from lab.ssh.collect import Listing, _copy_runs, _fetch, _is_safe
 from lab.ssh.hosts import Host, SSHOptions, program, ssh_command
 from lab.ssh.remote_handlers import read, runs
-from tests.helpers import LONG, ROOT, Started, start_lab, wait_until
+from tests.helpers import LONG, ROOT, start_lab, wait_until
 
 
 class RemoteAgent:
     """A remote agent with its input and output, as ssh would connect them."""
 
-    def __init__(self, silence_seconds: float = LONG) -> None:
+    def __init__(self, silence_seconds=LONG):
         there = ssh_command(Host(0, "here"), SSHOptions(str(ROOT), python=sys.executable))[-1]
         self.process = subprocess.Popen(
             ["sh", "-c", there],
@@ -46,24 +45,24 @@ class RemoteAgent:
         self.process.stdin.flush()
         assert self.answer() == {"answer": "ready"}
 
-    def send(self, **request: object) -> None:
+    def send(self, **request):
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         self.process.stdin.flush()
 
-    def answer(self) -> dict:
+    def answer(self):
         before, token, message = self.process.stdout.readline().partition(b"begin")
         assert (before, token) == (b"", b"begin")
         return json.loads(message)
 
-    def start(self, *command: str) -> None:
+    def start(self, *command):
         self.send(do="start", command=command, environment={}, folder="/")
 
-    def started(self) -> list[psutil.Process]:
+    def started(self):
         """Return the agent, a child of the guard process, and everything that it has started."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
 
-def lives(process: psutil.Process) -> bool:
+def lives(process):
     """Return whether a process still runs; a dead one may wait to be reaped."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -72,7 +71,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 @pytest.fixture
-def remote_agents() -> Iterator[list[RemoteAgent]]:
+def remote_agents():
     made: list[RemoteAgent] = []
     yield made
     for one in made:
@@ -86,9 +85,7 @@ def remote_agents() -> Iterator[list[RemoteAgent]]:
 
 
 @pytest.mark.parametrize("end", ["closed", "silence", "agent killed", "guard killed", "terminated"])
-def test_it_ends_all_that_it_has_started_however_it_ends(
-    remote_agents: list[RemoteAgent], end: str
-) -> None:
+def test_it_ends_all_that_it_has_started_however_it_ends(remote_agents, end):
     """Processes that left the agent's session, or whose parent has ended, count too."""
     remote_agents.append(one := RemoteAgent(silence_seconds=0.5 if end == "silence" else LONG))
     one.start("sh", "-c", "(setsid sh -c 'sleep 1000 & sleep 1000' &) ; echo up; sleep 1000")
@@ -113,8 +110,8 @@ def test_it_ends_all_that_it_has_started_however_it_ends(
 
 
 def test_a_beat_is_answered_and_keeps_it_alive_and_an_end_is_told_when_all_is_gone(
-    remote_agents: list[RemoteAgent],
-) -> None:
+    remote_agents,
+):
     remote_agents.append(one := RemoteAgent(silence_seconds=1.0))
     for _ in range(3):
         time.sleep(0.5)  # three beats take longer than the silence that the agent allows
@@ -145,7 +142,7 @@ def test_a_beat_is_answered_and_keeps_it_alive_and_an_end_is_told_when_all_is_go
 
 
 @pytest.fixture
-def ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def ssh_here(tmp_path, monkeypatch):
     """Put a fake ssh in PATH that prints a login shell's noise, then runs its command here."""
     fake = tmp_path / "bin" / "ssh"
     fake.parent.mkdir()
@@ -157,13 +154,11 @@ def ssh_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_two_ranks_here_and_their_runs_brought_back(
-    ssh_here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_ranks_here_and_their_runs_brought_back(ssh_here, capsys):
     """Collect merges what the hosts wrote after the launch, and replaces no other file."""
     there, here = ssh_here / "there", ssh_here / "here"
 
-    def lab(*arguments: object) -> tuple[int, str]:
+    def lab(*arguments):
         status = main(list(map(str, arguments)))
         return status, "".join(capsys.readouterr())
 
@@ -229,9 +224,7 @@ def test_two_ranks_here_and_their_runs_brought_back(
     )
 
 
-def test_a_slow_line_is_no_broken_connection(
-    ssh_here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slow_line_is_no_broken_connection(ssh_here, capsys):
     """A file takes several times --silence, and data counts as a message while it arrives."""
     slow = (
         "import os,time\n"
@@ -254,7 +247,7 @@ def test_a_slow_line_is_no_broken_connection(
     assert (ssh_here / "here" / "PartTwo-ring" / "2026" / "config.json").read_bytes() == content
 
 
-def start_launch(folder: Path, *flags: str, command: list[str]) -> tuple[Started, psutil.Process]:
+def start_launch(folder, *flags, command):
     """Start ``lab launch`` on one host; return it and its process."""
     # A fresh interpreter is fast here, since a launch does not import torch.
     process = start_lab(
@@ -275,7 +268,7 @@ def start_launch(folder: Path, *flags: str, command: list[str]) -> tuple[Started
     return process, psutil.Process(process.process.pid)
 
 
-def test_a_launch_that_is_killed_leaves_nothing(ssh_here: Path) -> None:
+def test_a_launch_that_is_killed_leaves_nothing(ssh_here):
     process, me = start_launch(ssh_here, command=["sh", "-c", "setsid sleep 1000 & sleep 1000"])
     wait_until(
         lambda: sum(one.name() == "sleep" for one in me.children(recursive=True)) == 2, "it runs"
@@ -286,7 +279,7 @@ def test_a_launch_that_is_killed_leaves_nothing(ssh_here: Path) -> None:
     wait_until(lambda: not any(map(lives, processes)), "all are gone")
 
 
-def test_a_host_that_is_silent_while_its_connection_stands_is_given_up(ssh_here: Path) -> None:
+def test_a_host_that_is_silent_while_its_connection_stands_is_given_up(ssh_here):
     """This happens behind a shared ssh master, whose end we cannot wait for."""
     process, me = start_launch(ssh_here, "--silence", "1", command=["sleep", "1000"])
     wait_until(lambda: any(one.name() == "sleep" for one in me.children(recursive=True)), "it runs")
@@ -305,10 +298,10 @@ class _SendingHost:
 
     hosts = (Host(0, "a"),)
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked: list[str] = []
 
-    def ask(self, what: str, *, path: str, **_values: object) -> dict[int, dict[str, list]]:
+    def ask(self, what, *, path, **_values):
         assert what == "read"
         self.asked.append(path)
         return {0: {"result": [1, 2, base64.b64encode(b"{}").decode()]}}
@@ -317,25 +310,25 @@ class _SendingHost:
 class _EndlessHost(_SendingHost):
     """Sends another inode, a growing size, or a size of a petabyte with every piece."""
 
-    def __init__(self, *, inode: int, bytes_more: int) -> None:
+    def __init__(self, *, inode, bytes_more):
         super().__init__()
         self.facts, self.more = [0, 2], (inode, bytes_more)
 
-    def ask(self, what: str, *, path: str, **values: int) -> dict[int, dict[str, list]]:
+    def ask(self, what, *, path, **values):
         self.facts = [fact + more for fact, more in zip(self.facts, self.more, strict=True)]
         return {0: {"result": [*self.facts, base64.b64encode(b"x" * 4).decode()]}}
 
 
 @pytest.mark.parametrize(("inode", "more"), [(1, 9), (0, 2**50)])
-def test_a_host_that_never_ends_a_file_is_given_up(inode: int, more: int) -> None:
+def test_a_host_that_never_ends_a_file_is_given_up(inode, more):
     with pytest.raises(UserError, match=r"node 0 \(a\): best.pt .*copy it by hand"):
         _fetch(_EndlessHost(inode=inode, bytes_more=more), 0, "/r", "best.pt", 6)
 
 
 @pytest.mark.parametrize("result", [[1, 2], "x", [1, 2, "not base64!"], [1, 2, None], {}])
-def test_another_answer_than_a_piece_is_one_message(result: object) -> None:
+def test_another_answer_than_a_piece_is_one_message(result):
     class Host(_SendingHost):
-        def ask(self, what: str, **_values: object) -> dict:
+        def ask(self, what, **_values):
             return {0: {"result": result}}
 
     with pytest.raises(UserError, match="sent another answer"):
@@ -345,18 +338,18 @@ def test_another_answer_than_a_piece_is_one_message(result: object) -> None:
 class _ReplacingHost(_SendingHost):
     """Replaces a file of 6 bytes by one of 8 after its first piece; a piece has at most 4 bytes."""
 
-    def ask(self, what: str, *, path: str, **values: int) -> dict[int, dict[str, list]]:
+    def ask(self, what, *, path, **values):
         inode, content = (1, b"oldold") if not self.asked else (2, b"newnewer")
         self.asked.append(path)
         piece = content[values["offset"] :][:4]
         return {0: {"result": [inode, len(content), base64.b64encode(piece).decode()]}}
 
 
-def test_a_file_that_is_replaced_while_it_is_fetched_arrives_whole() -> None:
+def test_a_file_that_is_replaced_while_it_is_fetched_arrives_whole():
     assert _fetch(_ReplacingHost(), 0, "/r", "best.pt", 6) == b"newnewer"
 
 
-def test_a_run_that_goes_on_meanwhile(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_meanwhile(tmp_path):
     """Its records grow, are cut and are replaced, and a checkpoint goes, while they are copied.
 
     What arrives is a whole state of each file, and a later collect completes it.
@@ -370,9 +363,7 @@ def test_a_run_that_goes_on_meanwhile(tmp_path: Path) -> None:
     class RunningHost(_SendingHost):
         changes = True
 
-        def ask(
-            self, what: str, *, nodes: list, limit_seconds: float, **values: str | int
-        ) -> dict[int, dict]:
+        def ask(self, what, *, nodes, limit_seconds, **values):
             if self.changes:
                 with (run / "metrics.jsonl").open("a") as file:
                     file.write("new\n")
@@ -395,20 +386,18 @@ def test_a_run_that_goes_on_meanwhile(tmp_path: Path) -> None:
     assert there["metrics.jsonl"] == "old\nnew\n"
 
 
-def test_files_that_go_while_they_are_listed_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_go_while_they_are_listed_are_left_out(tmp_path, monkeypatch):
     run = tmp_path / "PartTwo-ring" / "2026"
     run.mkdir(parents=True)
     for name in ("config.json", "a", "b"):
         (run / name).write_text("{}")
     digest, lstat = remote_handlers._digest_of_existing, Path.lstat
 
-    def digest_later(path: Path) -> str:
+    def digest_later(path):
         (run / "a").unlink(missing_ok=True)
         return digest(path)
 
-    def lstat_later(path: Path) -> os.stat_result:
+    def lstat_later(path):
         (run / "b").unlink(missing_ok=True)
         return lstat(path)
 
@@ -418,7 +407,7 @@ def test_files_that_go_while_they_are_listed_are_left_out(
     assert list(files) == ["config.json"]
 
 
-def test_files_come_only_under_safe_names_and_replace_no_different_one(tmp_path: Path) -> None:
+def test_files_come_only_under_safe_names_and_replace_no_different_one(tmp_path):
     """This holds whatever names a host lists."""
     here = tmp_path / "here"
     (here / "PartTwo-ring" / "2026").mkdir(parents=True)
@@ -458,13 +447,11 @@ def test_files_come_only_under_safe_names_and_replace_no_different_one(tmp_path:
         ("PartTwo-ring/2026", False),
     ],
 )
-def test_where_a_host_may_have_files_put(path: str, safe: bool) -> None:
+def test_where_a_host_may_have_files_put(path, safe):
     assert _is_safe(path) == safe
 
 
-def test_bad_input_of_collect_is_one_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_of_collect_is_one_message(tmp_path, capsys):
     for arguments, message in [
         (["--output-dir", tmp_path], f"{tmp_path} has no folder of lab launch"),
         ([tmp_path], f"{tmp_path} is not a folder of lab launch (no launch.json of format 1)"),

@@ -1,0 +1,617 @@
+"""The findings of a report: sentences with evidence and limits, computed from the numbers alone.
+
+``findings(block)`` lists them. They claim only what the data supports: no order if the intervals
+overlap, no equal accuracies near chance, nothing about unfinished cells. A finder gets the block
+and the measured rows on one number of nodes, and its sentences continue "On 4 nodes"; the finders
+of ``_LIMITS`` and ``_PREDICTION`` get all measured rows. ``speed`` is the one answer to "fastest,
+or tied?".
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from statistics import fmean, median
+from typing import NamedTuple
+
+from common.utils.grouping import grouped
+from lab.report.drawings.timeline import mean_overlap
+from lab.report.equality import DDP, STEPS, Deviation, check
+from lab.report.losses import curves, differences
+from lab.report.view import (
+    CellRow,
+    ComparisonGroup,
+    Rows,
+    interval_text,
+    listed,
+    nodes_text,
+    percent,
+    seconds_text,
+    small_text,
+)
+
+SPEED, EQUAL = "Which is fastest", "Do they compute the same"
+BOUND, REACH = "What takes the time", "Limits"
+_NOISY = 0.5  # of the step: a wider interval gets a warning
+_EQUAL_SHARE = 1.2  # report a rank 0 that sends more than this many times an equal share
+_ABOVE_IDEAL = 1.05  # an efficiency that no measuring error of a quiet machine reaches
+_NEAR_CHANCE = 1.5  # times the accuracy of guessing
+_CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
+_WITHIN = 0.20  # of the measured step: a prediction that far off is near
+_NETWORK = ". A faster network would save less than half of the exposed time."
+_PARTS = {
+    "compute": "compute (data, forward, backward, update)",
+    "wire": "communication on the wire",
+    "wait": "waiting for slower ranks",
+}
+
+
+class ReportFinding(NamedTuple):
+    """A sentence and the numbers it rests on.
+
+    caution : a limit of what the numbers show; the page folds these into "Limits".
+    wrong : the numbers contradict what a strategy claims; shown in red, before everything else.
+    """
+
+    topic: str  # the page groups findings by it
+    text: str
+    evidence: str = ""
+    caution: bool = False
+    wrong: bool = False
+
+
+Found = Iterator[ReportFinding]
+
+
+def findings(block: ComparisonGroup) -> list[ReportFinding]:
+    """Return what the cells of ``block`` show, in reading order.
+
+    What holds on several numbers of nodes is said once.
+    """
+    every = {nodes: block.at(nodes) for nodes in sorted({row.nodes for row in block.measured})}
+    several = {nodes: rows for nodes, rows in every.items() if nodes > 1}
+    whole = {0: block.measured}
+    plan = ((whole, _LIMITS), (several, _ON_NODES), (every, _LEARNED), (whole, _PREDICTION))
+    found: list[ReportFinding] = []
+    for parts, finders in plan:
+        for find in finders:
+            said = [(nodes, one) for nodes, rows in parts.items() for one in find(block, rows)]
+            found += map(_joined, grouped((one.text, (nodes, one)) for nodes, one in said).values())
+    return found
+
+
+def _joined(members: Sequence[tuple[int, ReportFinding]]) -> ReportFinding:
+    """Return findings with the same text on these numbers of nodes (0: all together) as one."""
+    numbers, first = [nodes for nodes, _ in members], members[0][1]
+    if numbers == [0]:
+        return first
+    each = "; ".join(f"on {nodes} nodes: {one.evidence}" for nodes, one in members if one.evidence)
+    evidence = each if len(members) > 1 else first.evidence
+    return first._replace(text=_on_nodes(numbers) + first.text, evidence=evidence)
+
+
+def _on_nodes(numbers: Sequence[int]) -> str:
+    return "On one node" if numbers == [1] else f"On {listed(list(map(str, numbers)))} nodes"
+
+
+def strategies(names: Sequence[str], *, of: int) -> str:
+    """Return the names as a list; ``all 5 strategies`` if these are all of more than two."""
+    return f"all {of} strategies" if len(names) == of > 2 else listed(names)
+
+
+def timed(row: CellRow) -> str:
+    """Return the step's median with its interval: ``0.421 s [0.415, 0.427]``."""
+    return f"{seconds_text(row.step, row.step)} s{interval_text(row)}"
+
+
+def named(row: CellRow) -> str:
+    return row.sync if row.exact else f"{row.sync} (not exact)"
+
+
+def times_text(value: float) -> str:
+    """Return ``3.2 times``; two decimals below 2, where the first one says little."""
+    return f"{value:.2f} times" if value < 2 else f"{value:.1f} times"
+
+
+def _each(values: dict[str, float], digits: int = 0) -> list[str]:
+    return [f"{name} {percent(value, digits)}" for name, value in values.items()]
+
+
+# --- do they compute the same ---
+
+
+def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
+    """Say which strategies compute the same, which one is wrong, and what was not comparable."""
+    result = check(block, rows[0].nodes)
+    others = "ddp, PyTorch's own," if set(result.equal) == {DDP} else "the others"
+    several = len(result.equal) > 1
+    wrong = [
+        f" {sync} is not equal to {others} {_how_far(deviation)}. It claims to be exact, but "
+        "does not compute the mean gradient."
+        for sync, deviation in result.wrong.items()
+    ]
+    if result.disputed:
+        wrong.append(
+            f" {listed(sorted(result.disputed))} do not compute the same "
+            f"{_how_far(min(result.disputed.values()))}. At least one of them is wrong; a "
+            "comparison with ddp shows which."
+        )
+    wrong += [
+        f" the ranks of {sync} ended with different weights, although {sync} claims to be exact."
+        for sync in result.unequal_ranks
+    ]
+    evidence = f"equal to each other: {listed(result.equal)}" if several else ""
+    yield from (ReportFinding(EQUAL, text, evidence, wrong=True) for text in wrong)
+    if several:
+        yield _equal([row for row in rows if row.exact], result.equal)
+    reasons = grouped((why, sync) for sync, why in result.untested.items())
+    limits = [
+        f" {listed(names)} {'is' if len(names) == 1 else 'are'} not comparable: {reason}."
+        for reason, names in reasons.items()
+    ]
+    if several and block.nodes_beyond_one == [2]:
+        limits.append(
+            " a strategy that divides by a literal 2 is right by chance. Compare on 3 nodes as "
+            "well."
+        )
+    yield from (ReportFinding(EQUAL, text, caution=True) for text in limits)
+
+
+def _how_far(deviation: Deviation) -> str:
+    value = deviation.value
+    far = f"by {small_text(value)}" if math.isfinite(value) else "and is not finite"
+    return (
+        f"from step {deviation.step} on: the loss differs {far}; rounding would give less than "
+        f"{small_text(deviation.limit, 1)}"
+    )
+
+
+def _equal(claiming: Rows, equal: Sequence[str]) -> ReportFinding:
+    rows = [row for row in claiming if row.sync in equal]
+    everyone = f"all {len(rows)} strategies that claim to be exact"
+    who = everyone if len(rows) == len(claiming) > 2 else listed(equal)
+    found = differences(curves(rows))
+    first = max((entry.value for entry in found if entry.step <= STEPS[-1]), default=0.0)
+    most = max(found, key=lambda entry: entry.value)
+    largest = f"{small_text(most.value)} at step {most.step}"
+    text = (
+        f"up to step {STEPS[-1]} their losses differ by {small_text(first)} at most, as rounding "
+        "does."
+        if most.value
+        else "their losses are equal at every step, to the last digit."
+    )
+    if most.value > first:
+        text += f" Rounding grows in later steps: the largest difference is {largest}."
+    return ReportFinding(
+        EQUAL,
+        f" {who} compute the same: {text}",
+        f"{largest}, {most.one} against {most.other}, loss {most.loss:.3f}; {listed(equal)}",
+    )
+
+
+# --- which is fastest ---
+
+
+def speed(rows: Rows) -> str:
+    """Say which of ``rows`` is fastest, as far as the intervals allow."""
+    rows = sorted(rows, key=lambda row: row.step)
+    best, last, exact = rows[0], rows[-1], [row for row in rows if row.exact]
+    shortest = seconds_text(best.step, best.step)
+    if len(rows) == 1:
+        alone = f", {times_text(best.speedup)} as fast as one node" if best.speedup else ""
+        return f"{named(best)} takes {shortest} s a step{alone}"
+    ratio = f", {times_text(last.step / best.step)} as fast as {last.sync}"
+    of_exact = f"; of the exact strategies {speed(exact)}" if exact and not best.exact else ""
+    sure = [(row, ends) for row in rows if (ends := row.interval("step"))]
+    if len(sure) < len(rows):
+        ran = "not every strategy ran more than once" if sure else "each strategy ran once"
+        return (
+            f"{named(best)} has the shortest step, {shortest} s{ratio}; {ran}, so the order is not "
+            f"certain{of_exact}"
+        )
+    tied = [row for row, (low, _) in sure if low <= sure[0][1][1]]
+    if len(tied) == 1:
+        return f"{named(best)} is fastest: {shortest} s a step{ratio}{of_exact}"
+    noisy = any(map(_is_noisy, tied))
+    why = "): their repeats differ too much" if noisy else "; their 95 % intervals overlap)"
+    more = "" if last in tied else "are fastest, and "
+    return (
+        f"{strategies([named(row) for row in tied], of=len(rows))} {more}cannot be told apart "
+        f"({shortest} to {seconds_text(tied[-1].step, best.step)} s{why}{ratio if more else ''}"
+        f"{of_exact}"
+    )
+
+
+def fastest(block: ComparisonGroup, rows: Rows) -> Found:
+    """Name the fastest strategy; strategies that compute something else take no part."""
+    wrong = check(block, rows[0].nodes).doubtful
+    right = sorted((row for row in rows if row.sync not in wrong), key=lambda row: row.step)
+    if right:
+        evidence = "; ".join(f"{row.sync} {timed(row)}" for row in right)
+        yield ReportFinding(SPEED, f" {speed(right)}.", evidence)
+
+
+def slower_than_one(block: ComparisonGroup, rows: Rows) -> Found:
+    """Name the cells with a speed-up below 1."""
+    what = "slower" if not block.weak else "processing fewer samples a second"
+    slower = grouped(
+        (_how_certain(row.speedup_interval), row) for row in rows if row.speedup and row.speedup < 1
+    )
+    for certain, members in slower.items():
+        names = strategies([row.sync for row in members], of=len(rows))
+        are = "is" if len(members) == 1 else "are"
+        yield ReportFinding(
+            SPEED,
+            f" {names} {are} {what} than one node{certain}",
+            "; ".join(f"{row.sync} {row.speedup:.2f} times" for row in members),
+            caution="even" not in certain,
+        )
+
+
+def _how_certain(speedup: tuple[float, float] | None) -> str:
+    if speedup is None:
+        return " by the medians; without intervals (one repeat) this is not certain."
+    if speedup[1] < 1:
+        return ", even at the favourable ends of both 95 % intervals."
+    return " by the medians, but the 95 % intervals overlap."
+
+
+def above_ideal(_: ComparisonGroup, rows: Rows) -> Found:
+    """Warn of speed-ups that are larger than the number of nodes."""
+    found = {row.sync: row.efficiency or 0.0 for row in rows}
+    if above := {sync: share for sync, share in found.items() if share > _ABOVE_IDEAL}:
+        yield ReportFinding(
+            SPEED,
+            f" the efficiency is above the ideal 100 % ({listed(_each(above))}). The run on one "
+            "node was disturbed, or it is slower for each sample (fewer threads, less cache). Do "
+            "not trust these speed-ups: run one node again on a quiet machine.",
+            "; ".join(_each(above, 1)),
+            caution=True,
+        )
+
+
+# --- what takes the time ---
+
+
+def bounds(_: ComparisonGroup, rows: Rows) -> Found:
+    """Say what takes the largest part of a step: compute, communication or waiting."""
+    parts = {
+        row.sync: {
+            "compute": sum(map(row.seconds, ("data", "forward", "backward", "update"))),
+            "wire": row.seconds("wire"),
+            "wait": row.seconds("wait"),
+        }
+        for row in rows
+        if row.median("wait") is not None
+    }
+    largest = {sync: max(found, key=found.__getitem__) for sync, found in parts.items()}
+    members = grouped((part, sync) for sync, part in largest.items())
+    texts = [
+        f"{label} with {strategies(members[part], of=len(rows))}"
+        for part, label in _PARTS.items()
+        if part in members
+    ]
+    shares = (
+        f"{sync} {percent(found[largest[sync]] / sum(found.values()))} {largest[sync]}"
+        for sync, found in parts.items()
+    )
+    if texts:
+        largest_part = f" the largest part of the median step is {'; '.join(texts)}."
+        yield ReportFinding(BOUND, largest_part, "; ".join(shares))
+
+
+def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
+    """Compare the time spent waiting for slower ranks with the time of the communication."""
+    rows = [row for row in rows if row.median("wait") is not None]
+    evidence = "; ".join(
+        f"{row.sync} waiting {seconds_text(row.seconds('wait'), row.step)} s, "
+        f"on the wire {seconds_text(row.seconds('wire'), row.step)} s"
+        for row in rows
+    )
+    late = grouped(
+        ((row.interval("wait") or (0, 0))[0] > (row.interval("wire") or (0, 0))[1], row.sync)
+        for row in rows
+        if row.seconds("wait") > row.seconds("wire")
+    )
+    for sure, names in late.items():
+        yield ReportFinding(
+            BOUND,
+            f" {listed(names)}: ranks wait longer for slower ranks than sending takes"
+            f"{_NETWORK if sure else ', but the 95 % intervals overlap.'}",
+            evidence,
+            caution=not sure,
+        )
+    if rows and not late:
+        text = " no strategy waits longer for slower ranks than sending takes."
+        yield ReportFinding(BOUND, text, evidence)
+
+
+def overlaps(block: ComparisonGroup, rows: Rows) -> Found:
+    """Say how much of the communication runs during backward in the one recorded step."""
+    recorded = {row.sync: block.timelines[row.id] for row in rows if row.id in block.timelines}
+    found = {sync: mean_overlap(timeline) for sync, timeline in recorded.items()}
+    shares = {sync: share for sync, share in found.items() if share is not None}
+    under = [
+        f"{sync} ({percent(share)} of its time)" for sync, share in shares.items() if share >= 0.01
+    ]
+    if shares:
+        send = "send" if len(shares) > 1 else "sends"
+        text = (
+            f"communication overlaps backward with {listed(under)}"
+            if under
+            else f"{listed(list(shares))} {send} nothing during backward"
+        )
+        yield ReportFinding(BOUND, f", in the one recorded step, {text}.", "; ".join(_each(shares)))
+
+
+def root_share(_: ComparisonGroup, rows: Rows) -> Found:
+    """Compare rank 0's share of all bytes sent with an equal share."""
+    known = {row.sync: row.root_share for row in rows}
+    shares = {sync: share for sync, share in known.items() if share is not None}
+    uncounted = [sync for sync in known if sync not in shares]
+    if uncounted:
+        yield ReportFinding(
+            "Bytes",
+            f" the bytes of {listed(uncounted)} were not counted: add --timeline to the runs.",
+            caution=True,
+        )
+    if shares:
+        equal, most = 1 / rows[0].nodes, max(shares, key=shares.__getitem__)
+        heavy = [sync for sync, share in shares.items() if share > _EQUAL_SHARE * equal]
+        who = listed(heavy or list(shares)) if heavy or uncounted else "any strategy"
+        yield ReportFinding(
+            "Bytes",
+            f" rank 0 {'sends more than its share' if heavy else 'sends about its share'} with "
+            f"{who}: up to {percent(shares[most], 1)} of all bytes"
+            f"{f' ({most})' if len(heavy) > 1 else ''}; an equal share would be "
+            f"{percent(equal, 1)}.",
+            "; ".join(_each(shares, 1)),
+        )
+
+
+# --- what was learned, also on one node ---
+
+
+def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
+    """Compare the accuracies on the test images; near chance they show nothing."""
+    reached = {row: values for row in rows if (values := _recorded(row, "test_accuracy"))}
+    evidence = "; ".join(f"{row.sync} {_spread(values)}" for row, values in reached.items())
+    dataset = block.settings.get("dataset", "")
+    classes = block.settings.get("num_classes") or _CLASSES.get(dataset)
+    limit = _NEAR_CHANCE / classes if classes else math.inf
+    near = [row for row, values in reached.items() if fmean(values) <= limit]
+    if near:
+        chance = (
+            f"is near chance (at most {percent(limit, 1)} with {classes} classes). Equal "
+            "accuracies there show nothing: train longer, or with a smaller learning rate."
+            if classes
+            else "cannot be compared with guessing: the number of classes is unknown."
+        )
+        yield ReportFinding(
+            "Accuracy",
+            f" the test accuracy{_of(near)} {chance}",
+            evidence,
+            caution=True,
+        )
+    above = [row for row in reached if row not in near]
+    right = [row for row in above if row.exact]
+    exact = [value for row in right for value in reached[row]]
+    if exact:
+        once = min(len(reached[row]) for row in above) < 2
+        yield ReportFinding(
+            "Accuracy",
+            f" the test accuracy{_of(right)} is {_between(exact)}."
+            f"{' Each ran once, so small differences show nothing.' if once else ''}",
+            evidence,
+        )
+        for row in above:
+            if not row.exact:
+                yield ReportFinding(
+                    "Accuracy",
+                    f" {row.sync}, which does not claim to be exact, reaches "
+                    f"{percent(fmean(reached[row]), 1)}; the exact strategies {_between(exact)}.",
+                    f"{row.sync} {_spread(reached[row])}; the exact mean "
+                    f"{percent(fmean(exact), 1)}",
+                )
+
+
+def _of(rows: Rows) -> str:
+    return f" of {listed([row.sync for row in rows])}" if rows[0].nodes > 1 else ""
+
+
+def _recorded(row: CellRow, name: str) -> list[float]:
+    """Return ``name`` of the repeats that have it."""
+    return [run[name] for run in row.runs if run.get(name) is not None]
+
+
+def _between(values: Sequence[float]) -> str:
+    low, high = percent(min(values), 1), percent(max(values), 1)
+    return low if low == high else f"{low} to {high}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    several = f" ({_between(values)}, {len(values)} repeats)" if len(values) > 1 else ""
+    return percent(fmean(values), 1) + several
+
+
+def time_to_accuracy(block: ComparisonGroup, rows: Rows) -> Found:
+    """Say how many seconds of training each strategy needed to reach the required accuracy."""
+    target = block.settings.get("until_accuracy") or 0.0
+    for row in rows if target else ():
+        times, tried = _recorded(row, "seconds_to_accuracy"), len(row.runs)
+        who, reached = row.sync if row.nodes > 1 else "a run", len(times)
+        if not times:
+            yield ReportFinding(
+                "Accuracy",
+                f" {who} did not reach {percent(target)} in any of {tried} runs.",
+                caution=True,
+            )
+            continue
+        spread = f"{min(times):.1f} to {max(times):.1f} s over {reached} runs"
+        missed = f"; {tried - reached} of {tried} runs did not reach it" if tried > reached else ""
+        steps = ", ".join(map(str, _recorded(row, "steps_to_accuracy"))) or "not recorded"
+        yield ReportFinding(
+            "Accuracy",
+            f" {who} reached {percent(target)} after {median(times):.1f} s of training "
+            f"({spread if reached > 1 else 'one run'}){missed}.",
+            f"seconds {', '.join(f'{time:.1f}' for time in times)}; steps {steps}",
+        )
+
+
+# --- limits ---
+
+
+def unfinished(block: ComparisonGroup, rows: Rows) -> Found:
+    """Name the cells that failed, are pending, or have fewer repeats than planned."""
+    if not rows:
+        text = "No run has ended yet, so there is nothing to report."
+        yield ReportFinding(REACH, text, caution=True)
+    for status, text in (
+        ("failed", "failed and left out of every comparison"),
+        ("pending", "not run yet"),
+        ("partial", "only partly done, with fewer good repeats than planned"),
+    ):
+        if names := [_on(row) for row in block.rows if row.status == status]:
+            yield ReportFinding(
+                REACH,
+                f"{text[0].upper()}{text[1:]}: {listed(names)}.",
+                f"{len(names)} of {len(block.rows)} cells",
+                caution=True,
+            )
+
+
+def emulation(block: ComparisonGroup, rows: Rows) -> Found:
+    """Say what emulated compute leaves out."""
+    if block.emulated and block.emulated_compute and rows:
+        yield ReportFinding(
+            REACH,
+            "Compute is EMULATED: step times, overlap, waiting and bytes are valid. There are no "
+            "losses and no accuracies, and memory does not include activations.",
+            f"times of profile {block.settings['compute']}",
+            caution=True,
+        )
+
+
+def noisy(_: ComparisonGroup, rows: Rows) -> Found:
+    """Name the cells whose repeats differ too much for a conclusion."""
+    if wide := list(filter(_is_noisy, rows)):
+        yield ReportFinding(
+            REACH,
+            f"The repeats of {listed(list(map(_on, wide)))} differ so much that the 95 % interval "
+            f"is wider than {percent(_NOISY)} of the step. Run more repeats, or use a machine that "
+            "does nothing else.",
+            "; ".join(f"{row.name}: {timed(row)}" for row in wide),
+            caution=True,
+        )
+
+
+def _is_noisy(row: CellRow) -> bool:
+    low, high = row.interval("step") or (0.0, 0.0)
+    return high - low > _NOISY * row.step
+
+
+def _on(row: CellRow) -> str:
+    """Return the cell for a list of names: ``ring on 2 nodes``."""
+    return f"{row.sync} on {nodes_text(row.nodes)}"
+
+
+def oversubscription(_: ComparisonGroup, rows: Rows) -> Found:
+    """Name the numbers of nodes on which ranks shared cores."""
+    if crowded := [row for row in rows if row.oversubscribed]:
+        yield ReportFinding(
+            BOUND,
+            f"{_on_nodes(sorted({row.nodes for row in crowded}))} the ranks share cores: compute "
+            "and waiting times, speed-ups and efficiencies are not those of separate machines. "
+            "Bytes sent and losses are not affected.",
+            listed([row.name for row in crowded]),
+            caution=True,
+        )
+
+
+# --- predictions ---
+
+
+def predictions(_: ComparisonGroup, rows: Rows) -> Found:
+    """Say how many predicted step times lie within 20 % of the measured ones."""
+    errors = {row: row.error for row in rows if row.error is not None}
+    texts = {row: f"{row.name}: {percent(error, 1, signed=True)}" for row, error in errors.items()}
+    inside = [row for row in errors if row.prediction.get("in_scope")]
+    outside = [row for row in errors if row not in inside]
+    if inside:
+        far = [texts[row] for row in inside if abs(errors[row]) > _WITHIN]
+        worst = max(inside, key=lambda row: abs(errors[row]))
+        yield ReportFinding(
+            "Prediction",
+            f"{len(inside) - len(far)} of {len(inside)} predictions in scope lie within "
+            f"{percent(_WITHIN)} of the measured step time; the largest error is that of "
+            f"{texts[worst]}.{f' Outside are {listed(far)}.' if far else ''}",
+            "; ".join(texts[row] for row in inside),
+            caution=bool(far),
+        )
+    if outside:
+        reasons = {row.prediction.get("why") or "no reason given" for row in outside}
+        yield ReportFinding(
+            "Prediction",
+            f"The errors of {len(outside)} of {len(errors)} predictions are outside the model's "
+            f"scope ({listed(sorted(reasons))}): they are shown but not counted.",
+            "; ".join(texts[row] for row in outside),
+            caution=True,
+        )
+
+
+def made_in_time(block: ComparisonGroup, rows: Rows) -> Found:
+    """Say whether the prediction was made before the first run started."""
+    made, first = block.predicted_at, block.first_start
+    if made and first and any(row.prediction for row in rows):
+        late = made > first
+        text = (
+            f"after the first run had started ({_clock(first)}, then {_clock(made)}), so it is no "
+            "forecast of that run."
+            if late
+            else f"before the first run started, at {_clock(first)}."
+        )
+        yield ReportFinding("Prediction", f"The prediction was made {text}", caution=late)
+
+
+def _clock(moment: str) -> str:
+    """Return an ISO time without its fraction, for a person."""
+    return moment.replace("T", " ").split(".")[0]
+
+
+def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
+    """Say whether the bytes that each rank counted equal the formulas."""
+    both = {
+        row.name: (formula, counted)
+        for row in rows
+        if row.nodes > 1
+        and (formula := row.prediction.get("bytes_sent"))
+        and (counted := row.per_rank("bytes_sent"))
+    }
+    wrong = [
+        name
+        for name, (formula, counted) in both.items()
+        if len(formula) != len(counted)
+        or any(abs(one - other) > 0.5 for one, other in zip(formula, counted, strict=True))
+    ]
+    if wrong:
+        formula, counted = (list(map(round, values)) for values in both[wrong[0]])
+        yield ReportFinding(
+            "Prediction",
+            f"The counted bytes differ from the formulas with {'; '.join(wrong)}.",
+            f"{wrong[0]}: formula {formula}, counted {counted}",
+            caution=True,
+        )
+    elif both:
+        cells = "the one cell that has both" if len(both) == 1 else f"all {len(both)} cells"
+        yield ReportFinding(
+            "Prediction",
+            f"Every rank sent as many bytes as the formulas say, in {cells}.",
+            "compared for each rank and step, to half a byte",
+        )
+
+
+_LIMITS = (unfinished, emulation, noisy, oversubscription)
+_ON_NODES = (
+    *(equal_results, fastest, slower_than_one, above_ideal),
+    *(bounds, stragglers, overlaps, root_share),
+)
+_LEARNED = (accuracies, time_to_accuracy)
+_PREDICTION = (predictions, made_in_time, bytes_as_predicted)
