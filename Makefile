@@ -34,7 +34,7 @@ test-engines: $(READY) ## run the tests of ssh, Slurm and Kubernetes
 	$(PYTEST) -m "engines and not long"
 
 test-long: $(READY) ## run the tests that take many minutes (not in CI)
-	$(BIN)/python -m pytest -m long --durations=10
+	$(BIN)/python -m pytest -m long -o faulthandler_timeout=0 --durations=10
 
 expectations: $(READY) ## record again what users see (after an intended change)
 	$(BIN)/python -m tests.helpers.expectations

@@ -30,14 +30,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Run a test marked ``alone`` while all other workers of pytest-xdist are between two tests.
 
     Every test takes ``next.lock`` before ``running.lock``. A test that waits to run alone holds
-    ``next.lock``, so no other test starts before it.
+    ``next.lock``, so no other test starts before it. Processes that a test forks hold no lock.
+    What runs is in files, for whoever has to end a hanging run.
     """
     if not hasattr(item.config, "workerinput"):  # without xdist, tests run one after the other
         return (yield)
     folder = item.config.rootpath / ".pytest_cache"
     folder.mkdir(exist_ok=True)
-    with (folder / "next.lock").open("w") as turn, (folder / "running.lock").open("w") as running:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        fcntl.flock(running, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
-        fcntl.flock(turn, fcntl.LOCK_UN)
+    now = folder / f"now-{item.config.workerinput['workerid']}"
+    with (folder / "next.lock").open("a+") as turn, (folder / "running.lock").open("a+") as running:
+        now.write_text(f"waits to run {item.nodeid}\n")
+        fcntl.lockf(turn, fcntl.LOCK_EX)
+        fcntl.lockf(running, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.lockf(turn, fcntl.LOCK_UN)
+        now.write_text(f"{item.nodeid}\n")
         return (yield)

@@ -24,7 +24,7 @@ from lab.cluster.cluster import Cluster
 from lab.cluster.program import NOT_FOUND
 
 _MOST_BYTES = 65536
-_ANSWER_SECONDS = 70.0
+_ANSWER_SECONDS, _CLOSE_SECONDS = 70.0, 5.0
 
 
 class ClusterFacts(TypedDict, total=False):
@@ -50,9 +50,12 @@ def served(cluster: Cluster) -> Iterator[None]:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0{_name(os.getpid())}")
         listener.listen()
-        threading.Thread(target=_serve, args=[listener, cluster], daemon=True).start()
+        answering = threading.Thread(target=_serve, args=[listener, cluster], daemon=True)
+        answering.start()
         yield
         listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        # Killing a node ends the run, and whoever asked for that still awaits the answer.
+        answering.join(_CLOSE_SECONDS)
 
 
 def _serve(listener: socket.socket, cluster: Cluster) -> None:
