@@ -12,7 +12,6 @@ import argparse
 import shlex
 import tarfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from common.errors import UserError, count
@@ -24,6 +23,8 @@ from lab.ssh.record import LaunchedHost, LaunchRecord, newest_launch, read_launc
 from lab.ssh.remote import Remote
 
 _MOST_BYTES = 2**32
+_MAY_RUN = ("ssh_config", "python", "workdir")
+"""Values of a launch, besides ssh's options, by which it could run programs."""
 _LEFT = {
     "kept": "different files with the same names are already here; to copy those of the hosts, "
     "give another --output-dir",
@@ -112,24 +113,21 @@ def wanted_runs(args: argparse.Namespace) -> tuple[LaunchRecord, SSHOptions, lis
             )
         folder, *things = args.things or [newest_launch(args.output_dir)]
         launch = read_launch(Path(folder))
-        options = replace(options, user=args.user or launch.user)
+        options.user = args.user or launch.user
         recorded = [
-            ("--ssh-option", one) for one in launch.ssh_options if one not in args.ssh_option
+            *(("ssh_option", one) for one in launch.ssh_options if one not in args.ssh_option),
+            *((name, getattr(launch, name)) for name in _MAY_RUN if getattr(args, name) is None),
         ]
-        recorded += [
-            (flag, there)
-            for flag, here, there in (
-                ("--ssh-config", args.ssh_config, launch.ssh_config),
-                ("--python", args.python, launch.python),
-                ("--workdir", args.workdir, launch.workdir),
-            )
-            if here is None and there not in (None, options.workdir)
+        missing = [
+            word
+            for name, value in recorded
+            if value not in (None, options.workdir)
+            for word in (f"--{name.replace('_', '-')}", value)
         ]
-        if recorded:
-            words = shlex.join([word for flag in recorded for word in flag])
+        if missing:
             say(
                 "warning: the launch was given flags that can run programs, and these are not "
-                f"taken from its launch.json. If it is your launch and its hosts need them, add: {words}"
+                f"taken from its launch.json. If it is your launch and its hosts need them, add: {shlex.join(missing)}"
             )
     # The last two parts of reports/PartTwo-ring/2026-…, as a shell completes it.
     parts = [[one for one in PurePosixPath(name).parts[-2:] if one != "reports"] for name in things]

@@ -13,7 +13,8 @@ from common.errors import UserError
 from common.utils.environment import DEFAULT_MASTER_PORT
 from lab.cluster.program import check_placeholders, fill_in
 
-_PART = re.compile(r"(?:^|/)(Part(?:One|Two|Three))/main\.py$")
+_PART = re.compile(r"(^|/)Part(One|Two|Three)/main\.py$")
+_TORCHRUN = re.compile(r"(\S*/)?(torchrun|python\S* -m torch\.distributed\.run)(?= |$)")
 _BEFORE = "give --master-ip and --master-port to lab launch, before --"
 _OF_PARTS = {
     "-M": _BEFORE,
@@ -41,21 +42,14 @@ _EXAMPLE = "lab launch --hosts node0,node1 -- python PartTwo/main.py --sync all_
 class NodeCommand:
     """One command for all hosts.
 
-    typed : as the user has given it. words : with placeholders for what differs from host to host.
-    part : name of the part that it runs. script : the part's file, as given. flags : the values.
+    words : with placeholders for what differs from host to host. script : the file of the part that
+    it runs, as given, if it runs one. flags : their values.
     """
 
-    typed: Sequence[str]
     words: Sequence[str]
-    part: str | None
     script: str | None
     port: int
     flags: Mapping[str, str | None]
-
-    @property
-    def needs_master(self) -> bool:
-        """Whether it contains rank 0's address."""
-        return any("{master}" in word for word in self.words)
 
     def fill(self, *, master: str, nodes: int, rank: int, python: str) -> list[str]:
         """Return the command of one host.
@@ -74,39 +68,27 @@ def read_command(typed: Sequence[str], *, nodes: int, port: int | None) -> NodeC
     if not typed:
         raise UserError(f"no command: add it after --, for example {_EXAMPLE}")
     check_placeholders(typed)
-    main = next(filter(None, map(_PART.search, typed)), None)
-    part, script = (main[1], main.string) if main is not None else (None, None)
-    if part == "PartOne" and nodes > 1:
+    words, flags = list(typed), _flags(typed)
+    script = next(filter(_PART.search, typed), None)
+    trains_alone = script is not None and "PartOne" in script
+    if trains_alone and nodes > 1:
         raise UserError(
             f"PartOne trains in one process, but --hosts names {nodes} hosts: give one host, "
             "or use PartTwo or PartThree"
         )
-    words, flags = list(typed), _flags(typed)
     if not re.search(r"\{(master|nodes|rank|port)\}", " ".join(typed)):
-        if start := _launcher_words(typed):
-            # As a module: no program torchrun need be in PATH.
-            own = (
-                ["python", "-m", "torch.distributed.run"]
-                if typed[0] == "torchrun"
-                else words[:start]
-            )
-            words = [*own, *_torchrun_flags(typed, nodes), *words[start:]]
-        elif part in ("PartTwo", "PartThree"):
+        if torchrun := _TORCHRUN.match(" ".join(typed)):
+            start = len(torchrun[0].split())
+            words[start:start] = _torchrun_flags(typed, nodes)
+            if typed[0] == "torchrun":  # as a module: no program torchrun need be in PATH
+                words[:1] = ["python", "-m", "torch.distributed.run"]
+        elif script is not None and not trains_alone:
             _refuse(flags, _OF_PARTS)
             words += ["--master-ip", "{master}", "--num-nodes", "{nodes}", "--rank", "{rank}"]
             words += ["--master-port", "{port}"] if port is not None else []
     own_port = flags.get("--master-port") or ""
     port = port or (int(own_port) if own_port.isdecimal() else DEFAULT_MASTER_PORT)
-    return NodeCommand(typed, words, part, script, port, flags)
-
-
-def _launcher_words(words: Sequence[str]) -> int:
-    """Return how many words at the beginning start torchrun; 0 if they start something else."""
-    program = words[0].rpartition("/")[2]
-    if program == "torchrun":
-        return 1
-    as_module = list(words[1:3]) == ["-m", "torch.distributed.run"]
-    return 3 if program.startswith("python") and as_module else 0
+    return NodeCommand(words, script, port, flags)
 
 
 def _flags(words: Sequence[str]) -> dict[str, str | None]:

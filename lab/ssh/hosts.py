@@ -8,7 +8,10 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from common.errors import UserError
 from common.utils.paths import BASE
@@ -19,6 +22,8 @@ CONNECT_SECONDS = 10
 # ProxyCommand and Match of ~/.ssh/config pass a name to a shell.
 USER = r"[\w.+][\w.+-]*"
 HOST = rf"^(?:ssh://)?(?:{USER}@)?[\w.:\[][\w.:%\[\]-]*/?\Z"
+# Without control characters, which a terminal would obey.
+Plain = Annotated[str, Meta(max_length=10_000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
 _START_NODE = (
     'cd -- "$0" || exit; test -x .venv/bin/python && set -- "${1:-.venv/bin/python}"; '
     'exec "${1:-python3}" -m lab.ssh'
@@ -143,21 +148,20 @@ def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
     return [Host(rank, name) for rank, name in enumerate(names)]
 
 
-@dataclass(frozen=True)
-class SSHOptions:
+class SSHOptions(msgspec.Struct, kw_only=True):
     """How hosts are reached, the same for all of them.
 
     workdir : the project's folder there, relative to the home folder unless absolute.
     user : on hosts that are given without one.
     python : the interpreter there; None: WORKDIR/.venv/bin/python if it exists, else python3.
-    config, options : of ssh (-F, -o).
+    ssh_config, ssh_options : of ssh (-F, -o).
     """
 
-    workdir: str = str(BASE)
-    user: str | None = None
-    python: str | None = None
-    config: Path | None = None
-    options: Sequence[str] = ()
+    user: Annotated[str, Meta(pattern=rf"^{USER}\Z")] | None = None
+    workdir: Plain = str(BASE)
+    python: Plain | None = None
+    ssh_options: Annotated[list[Plain], Meta(max_length=1000)] = []
+    ssh_config: Plain | None = None
     silence_seconds: float = 30.0
 
     @classmethod
@@ -167,7 +171,14 @@ class SSHOptions:
             raise UserError(f"--silence: got {args.silence:g}, give seconds, 1 or more")
         # "~" is the home folder, where the login shell starts.
         folder = str(BASE) if args.workdir is None else re.sub(r"^~/?", "", args.workdir) or "."
-        return cls(folder, args.user, args.python, args.ssh_config, args.ssh_option, args.silence)
+        return cls(
+            user=args.user,
+            workdir=folder,
+            python=args.python,
+            ssh_options=args.ssh_option,
+            ssh_config=str(args.ssh_config.absolute()) if args.ssh_config else None,
+            silence_seconds=args.silence,
+        )
 
 
 def ssh_command(host: Host, options: SSHOptions) -> list[str]:
@@ -188,10 +199,10 @@ def ssh_command(host: Host, options: SSHOptions) -> list[str]:
     ]
     given = () if options.python is None else (options.python,)
     remote = shlex.join(["exec", "sh", "-c", _START_NODE, options.workdir, *given])
-    config = ["-F", str(options.config)] if options.config is not None else []
+    config = ["-F", options.ssh_config] if options.ssh_config is not None else []
     user = ["-l", options.user] if options.user is not None and "@" not in host.given else []
     # The user's options come first: if an option is given twice, ssh takes the first.
-    words = [word for option in (*options.options, *defaults) for word in ("-o", option)]
+    words = [word for option in (*options.ssh_options, *defaults) for word in ("-o", option)]
     return ["ssh", "-T", *config, *words, *user, "--", host.given, remote]
 
 

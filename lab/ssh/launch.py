@@ -15,6 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from common.errors import INTERRUPTED, TO_BE_CONTINUED, UserError, count
 from common.utils.atomic_files import append_text
 from common.utils.environment import RUN_TOKEN, with_run_token
@@ -50,21 +52,17 @@ def launch(args: argparse.Namespace) -> int:
     facts = ask(hosts, {"do": "facts", "script": command.script}, dict[str, Any], options)
     refuse_differences(hosts, facts, command, shares_a_port=shares_a_port)
     master = args.master_ip
-    if master is None and (command.needs_master or args.check):
+    if master is None and (args.check or "{master}" in " ".join(command.words)):
         master = find_master(hosts, facts, options, port=command.port)
     folder = args.logs or new_folder(args.output_dir, "launch")
     record = LaunchRecord(
+        **msgspec.structs.asdict(options),
         command=args.flags,
         began=f"{datetime.now():%Y-%m-%dT%H:%M:%S}",
         hosts=[
             LaunchedHost(host.given, own["folder"], own["clock"], own["python"])
             for host, own in zip(hosts, facts, strict=True)
         ],
-        user=options.user,
-        workdir=options.workdir,
-        python=options.python,
-        ssh_options=list(options.options),
-        ssh_config=None if options.config is None else str(options.config.absolute()),
         master=master,
         port=command.port,
         reports=command.flags.get("--output-dir") or "reports",

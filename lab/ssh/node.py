@@ -15,7 +15,6 @@ import re
 import select
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tarfile
@@ -53,17 +52,18 @@ def facts(script: str | None) -> dict[str, Any]:
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], silence_seconds: float) -> int:
-    """Run a command until it ends or the terminal leaves; return its exit status, or -signal.
+    """Run a command until it ends or stdin does; return its exit status, or -signal.
+
+    Without a sign of life for ``silence_seconds`` SIGALRM ends this process, see ``main``.
 
     environment : variables for the command; the host's own values win.
     """
     adopt_orphans()
-    variables = {"PATH": os.defpath, **environment, **os.environ}
-    variables["PATH"] = os.path.dirname(sys.executable) + os.pathsep + variables["PATH"]
+    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     try:
         child = subprocess.Popen(
             command,
-            env=variables,
+            env={**environment, **os.environ, "PATH": path},
             stdin=subprocess.DEVNULL,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -72,13 +72,13 @@ def run(command: Sequence[str], environment: Mapping[str, str], silence_seconds:
     except OSError as error:
         print(f"error: {command[0]}: {error.strerror}", flush=True)
         return _NOT_FOUND
-    heard = time.monotonic()
-    while child.poll() is None and time.monotonic() - heard < silence_seconds:
+    signal.setitimer(signal.ITIMER_REAL, silence_seconds)
+    while child.poll() is None:
         if select.select([0], [], [], _POLL_SECONDS)[0]:
-            heard = time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, silence_seconds)
             for number in os.read(0, 256) or [signal.SIGKILL]:  # nothing: the terminal has left
                 os.killpg(child.pid, number)
-    return -signal.SIGKILL if child.returncode is None else child.returncode
+    return child.returncode
 
 
 def listen(port: int) -> None:
@@ -93,17 +93,15 @@ def listen(port: int) -> None:
             pass
 
 
-def connect(names: Sequence[str], addresses: Sequence[str], port: int) -> dict[str, str]:
-    """Return why a host cannot be reached at each of its addresses; "" if it can.
+def connect(names: Sequence[str], port: int) -> dict[str, str]:
+    """Return why a host cannot be reached at each address that its names have here; "" if it can.
 
-    The addresses that its names have here are the first.
+    names : may be addresses.
     """
-    tried: dict[str, None] = {}
+    addresses: list[str] = []
     for name in names:
         with contextlib.suppress(OSError, UnicodeError):  # the name is unknown here
-            found = socket.getaddrinfo(name, port, socket.AF_INET, socket.SOCK_STREAM)
-            tried.update((str(place[0]), None) for *_, place in found)
-    tried.update(dict.fromkeys(addresses))
+            addresses += socket.gethostbyname_ex(name)[2]
 
     def why_unreached(address: str) -> str:
         try:
@@ -112,9 +110,9 @@ def connect(names: Sequence[str], addresses: Sequence[str], port: int) -> dict[s
         except OSError as error:
             return (error.strerror or "no answer").lower()
 
+    others = [one for one in addresses if not one.startswith("127.")]
     with ThreadPoolExecutor() as pool:
-        reasons = dict(zip(tried, pool.map(why_unreached, tried), strict=True))
-    return {one: why for one, why in reasons.items() if not one.startswith("127.")}
+        return dict(zip(others, pool.map(why_unreached, others), strict=True))
 
 
 def send_runs(
@@ -122,41 +120,24 @@ def send_runs(
 ) -> None:
     """Write the files of runs to stdout, as a tar archive of <experiment>/<run>/<file>.
 
-    names : of runs or experiments; none: the runs that changed after ``since``, a time of this
-    host's own clock.
+    names : of runs or experiments; none: the runs that have logged anything after ``since``, a time
+    of this host's own clock.
     """
     root = Path.home() / folder / reports
-    with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as archive:
+    left_out = re.compile(r"/\." if checkpoints else r"/\.|^[^/]*/[^/]*/checkpoints/")
+    with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", dereference=True) as archive:
         for run_folder in sorted(root.glob("[!.]*/[!.]*")):
-            files = _files(run_folder, checkpoints)
             own_names = {run_folder.parent.name, f"{run_folder.parent.name}/{run_folder.name}"}
-            wanted = own_names & {*names} if names else max(files.values(), default=0.0) >= since
-            if wanted and any(one.name.startswith(("config.json", "logs_rank")) for one in files):
-                for path in files:
-                    _add(archive, path, path.relative_to(root).as_posix())
-
-
-def _files(run_folder: Path, checkpoints: bool) -> dict[Path, float]:
-    """Return when each file of a run has changed, without hidden files: they are unfinished."""
-    left_out = re.compile(r"(^|/)\." if checkpoints else r"(^|/)\.|^checkpoints/")
-    found = {}
-    for path in run_folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # the run has just deleted it
-            status = path.lstat()
-            if stat.S_ISREG(status.st_mode) and not left_out.search(
-                path.relative_to(run_folder).as_posix()
-            ):
-                found[path] = status.st_mtime
-    return found
-
-
-def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
-    """Add a whole state of a file, which may grow or be replaced at any time."""
-    with contextlib.suppress(FileNotFoundError):
-        content = path.read_bytes()
-        entry = tarfile.TarInfo(name)
-        entry.size = len(content)
-        archive.addfile(entry, io.BytesIO(content))
+            logs = [*run_folder.glob("config.json*"), *run_folder.glob("logs_rank*")]
+            recent = any(path.stat().st_mtime >= since for path in logs)
+            if logs and (own_names & {*names} if names else recent):
+                for path in sorted(run_folder.rglob("*")):
+                    name = path.relative_to(root).as_posix()
+                    # A hidden file is unfinished.
+                    if path.is_file() and not path.is_symlink() and not left_out.search(name):
+                        # The open file stays whole if the run replaces or deletes it meanwhile.
+                        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                            archive.addfile(archive.gettarinfo(arcname=name, fileobj=file), file)
 
 
 _FUNCTIONS = {one.__name__: one for one in (facts, run, listen, connect, send_runs)}
@@ -164,9 +145,8 @@ _FUNCTIONS = {one.__name__: one for one in (facts, run, listen, connect, send_ru
 
 def main() -> None:
     """Serve the request on stdin, and leave no process behind."""
-    with open(0, "rb", buffering=0, closefd=False) as stdin:
-        request = json.loads(stdin.readline())
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    request = json.loads(io.FileIO(0, closefd=False).readline())
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
         signal.signal(number, lambda *_: sys.exit(1))
     os.write(1, b"\n" + READY)  # after a line that the login shell may have begun
     try:

@@ -5,6 +5,7 @@ and ``doctor_passes`` runs ``lab doctor`` on all (``--check``).
 """
 
 import contextlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,7 +43,7 @@ def refuse_differences(
                 f"{mine['folder']} has no {command.script}: give --workdir, the project's folder "
                 "on the hosts"
             )
-        elif command.part is not None and named:
+        elif command.script is not None and named:
             problems[host] = (
                 f"its code differs from {hosts[0]}: {first_of(named, 3)}: check out the same "
                 "commit on all hosts (git pull), and run make setup there"
@@ -64,7 +65,7 @@ def find_master(
     may have several networks. UserError if the port is taken, or if no address is reached by all.
     """
     first, own = hosts[0], facts[0]["addresses"]
-    question = {"names": [first.name, facts[0]["name"]], "addresses": own, "port": port}
+    question = {"do": "connect", "names": [first.name, facts[0]["name"], *own], "port": port}
     with served(hosts[:1], [{"do": "listen", "port": port}], options) as listening:
         wait(listening, lambda: listening[0].lines or not running(listening), _LISTEN_SECONDS)
         if not listening[0].lines:
@@ -72,7 +73,7 @@ def find_master(
                 f"{first}: its port {port} cannot be used ({listening[0].errors[-1]}): end the "
                 "program that listens there, or give another --master-port"
             )
-        answers = ask(hosts[1:], {"do": "connect", **question}, dict[str, str], options)
+        answers = ask(hosts[1:], question, dict[str, str], options)
     candidates = {address: None for answer in answers for address in answer} or dict.fromkeys(own)
     if not candidates:
         raise UserError(
@@ -119,13 +120,8 @@ def doctor_passes(
         wait(doctors, lambda: not running(doctors), _DOCTOR_SECONDS)
     failed = [one for one in doctors if one.result != b"0"]
     for one in failed[:_MOST_HOSTS]:
-        lines = list(one.lines)
-        failures = [
-            line
-            for before, line in zip(["", *lines], lines, strict=False)
-            if line.startswith("failure ") or before.startswith("failure ")
-        ]
-        for line in failures or lines[-1:]:
+        failures = re.findall(r"^failure .*(?:\n +-> .*)?", "\n".join(one.lines), re.MULTILINE)
+        for line in "\n".join(failures).splitlines() or list(one.lines)[-1:]:
             if line not in doctors[0].lines:
                 prefixed.show(one.host.rank, line)
     if failed:

@@ -3,7 +3,7 @@
 Anybody may have written it, so ``read_launch`` accepts only plain values and possible hosts.
 """
 
-import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,10 +13,7 @@ from msgspec import Meta
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import Finite, encode, read_json
-from lab.ssh.hosts import HOST, USER
-
-# Without control characters, which a terminal would obey.
-Plain = Annotated[str, Meta(max_length=10_000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
+from lab.ssh.hosts import HOST, Plain, SSHOptions
 
 
 class LaunchedHost(msgspec.Struct):
@@ -28,19 +25,14 @@ class LaunchedHost(msgspec.Struct):
     python: Plain = ""
 
 
-class LaunchRecord(msgspec.Struct, kw_only=True):
+class LaunchRecord(SSHOptions, kw_only=True):
     """The content of launch.json."""
 
     format: Literal[1] = 1
     what: Literal["lab launch"] = "lab launch"
-    command: list[str] = []
+    command: Sequence[str] = ()
     began: Plain = ""
     hosts: Annotated[list[LaunchedHost], Meta(min_length=1, max_length=65_536)]
-    user: Annotated[str, Meta(pattern=rf"^{USER}\Z")] | None = None
-    workdir: Plain = "."
-    python: Plain | None = None
-    ssh_options: Annotated[list[Plain], Meta(max_length=1000)] = []
-    ssh_config: Plain | None = None
     master: str | None = None
     port: int | None = None
     reports: Plain = "reports"
@@ -65,16 +57,10 @@ def read_launch(folder: Path) -> LaunchRecord:
 
 
 def newest_launch(reports: Path) -> Path:
-    """Return the folder of the launch that began last, as each records it.
-
-    UserError if there is none; one that cannot be read does not count.
-    """
-    began = {}
-    for path in reports.glob("launch-*/launch.json"):
-        with contextlib.suppress(UserError):
-            began[path.parent] = read_launch(path.parent).began
-    if not began:
+    """Return the folder of the launch that began last, by its name. UserError if there is none."""
+    folders = sorted(path.parent for path in reports.glob("launch-*/launch.json"))
+    if not folders:
         raise UserError(
             f"{reports} has no folder of lab launch: give one, or --hosts and names of runs"
         )
-    return max(began, key=lambda folder: (began[folder], folder.name))
+    return folders[-1]
