@@ -23,8 +23,6 @@ from lab.ssh.record import LaunchedHost, LaunchRecord, newest_launch, read_launc
 from lab.ssh.remote import Remote
 
 _MOST_BYTES = 2**32
-_MAY_RUN = ("ssh_config", "python", "workdir")
-"""Values of a launch, besides ssh's options, by which it could run programs."""
 _LEFT = {
     "kept": "different files with the same names are already here; to copy those of the hosts, "
     "give another --output-dir",
@@ -49,15 +47,15 @@ def collect(args: argparse.Namespace) -> int:
         )
         for rank, one in enumerate(launch.hosts)
     ]
-    files: dict[str, list[str]] = {"copied": [], "same": [], "kept": [], "refused": []}
+    outcome: dict[str, str] = {}
     runs: dict[str, dict[str, None]] = {}
     try:
         for remote in remotes:
-            earlier = {name for names in files.values() for name in names}
             for name, content in _received(remote):
-                runs.setdefault("/".join(name.split("/")[:2]), {})[remote.host.name] = None
-                if name not in earlier:
-                    files[_store(args.output_dir, name, content)].append(name)
+                if name not in outcome:
+                    outcome[name] = _store(args.output_dir, name, content)
+                if outcome[name] != "refused":
+                    runs.setdefault("/".join(name.split("/")[:2]), {})[remote.host.name] = None
     finally:
         for remote in remotes:
             remote.kill()
@@ -73,17 +71,17 @@ def collect(args: argparse.Namespace) -> int:
     for run, hosts in sorted(runs.items()):
         say(f"{args.output_dir / run}: from {first_of([*hosts])}")
     folders = " ".join(str(args.output_dir / run) for run in sorted(runs))
+    kinds = [*outcome.values()]
     say(
-        f"copied {count(len(files['copied']), 'file')}, {len(files['same'])} were already here; next: lab report {folders}"
+        f"copied {count(kinds.count('copied'), 'file')}, {kinds.count('same')} were already here; "
+        f"next: lab report {folders}"
     )
     for kind, why in _LEFT.items():
-        if files[kind]:
-            say(
-                f"warning: {count(len(files[kind]), 'file')} not copied: {first_of(files[kind])}: {why}"
-            )
+        if left := [calm(name) for name in outcome if outcome[name] == kind]:
+            say(f"warning: {count(len(left), 'file')} not copied: {first_of(left)}: {why}")
     for host, why in unreached.items():
         say(f"warning: nothing was copied from {host}: {why}")
-    return 1 if files["kept"] or files["refused"] or unreached else 0
+    return 1 if unreached or _LEFT.keys() & kinds else 0
 
 
 def wanted_runs(args: argparse.Namespace) -> tuple[LaunchRecord, SSHOptions, list[str]]:
@@ -101,34 +99,26 @@ def wanted_runs(args: argparse.Namespace) -> tuple[LaunchRecord, SSHOptions, lis
                 "the folder of a launch instead of --hosts"
             )
         hosts = parse_hosts(args.hosts, shares_a_port=False)
-        launch = LaunchRecord(
-            hosts=[LaunchedHost(host.given, options.workdir) for host in hosts],
-            reports=args.remote_reports or "reports",
-        )
+        launch = LaunchRecord(hosts=[LaunchedHost(host.given, options.workdir) for host in hosts])
     else:
-        if args.remote_reports is not None:
-            raise UserError(
-                "--remote-reports works only with --hosts: for a launch, remove it; the launch has "
-                "recorded its own"
-            )
         folder, *things = args.things or [newest_launch(args.output_dir)]
         launch = read_launch(Path(folder))
         options.user = args.user or launch.user
         recorded = [
-            *(("ssh_option", one) for one in launch.ssh_options if one not in args.ssh_option),
-            *((name, getattr(launch, name)) for name in _MAY_RUN if getattr(args, name) is None),
+            *(("--ssh-option", one) for one in launch.ssh_options),
+            ("--ssh-config", launch.ssh_config),
+            ("--python", launch.python),
+            ("--workdir", launch.workdir),
         ]
-        missing = [
-            word
-            for name, value in recorded
-            if value not in (None, options.workdir)
-            for word in (f"--{name.replace('_', '-')}", value)
-        ]
+        given = {*options.ssh_options, options.ssh_config, options.python, options.workdir, None}
+        missing = [word for flag, value in recorded if value not in given for word in (flag, value)]
         if missing:
             say(
                 "warning: the launch was given flags that can run programs, and these are not "
-                f"taken from its launch.json. If it is your launch and its hosts need them, add: {shlex.join(missing)}"
+                "taken from its launch.json. If it is your launch and its hosts need them, add: "
+                f"{shlex.join(map(str, missing))}"
             )
+    launch.reports = args.remote_reports or launch.reports
     # The last two parts of reports/PartTwo-ring/2026-…, as a shell completes it.
     parts = [[one for one in PurePosixPath(name).parts[-2:] if one != "reports"] for name in things]
     return launch, options, ["/".join(one) for one in parts]
@@ -165,7 +155,7 @@ def _received(remote: Remote) -> Iterator[tuple[str, bytes | None]]:
 
 
 def _store(folder: Path, name: str, content: bytes | None) -> str:
-    """Write a host's file in the folder, or leave it; return which, a key of ``collect``'s files.
+    """Write a host's file in the folder; return "copied", "same", or why not, a key of ``_LEFT``.
 
     The name may be any text: it must stay in the folder, also if links on its way are followed.
     """

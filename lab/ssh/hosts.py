@@ -186,11 +186,10 @@ def ssh_command(host: Host, options: SSHOptions) -> list[str]:
 
     It never asks for a password, since nobody can type passwords for many hosts at once.
     """
-    alive = max(1, round(options.silence_seconds / 3))
     defaults = [
         "BatchMode=yes",
         f"ConnectTimeout={CONNECT_SECONDS}",
-        f"ServerAliveInterval={alive}",
+        f"ServerAliveInterval={max(1, round(options.silence_seconds / 3))}",
         "ServerAliveCountMax=2",
         "LogLevel=INFO",
         "ClearAllForwardings=yes",

@@ -6,20 +6,18 @@ doctor``, start the command on all, wait, and end with the status of what failed
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from common.errors import INTERRUPTED, TO_BE_CONTINUED, UserError, count
 from common.utils.atomic_files import append_text
-from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.paths import new_folder
 from common.utils.processes import shell_status
 from common.utils.system import allow_most_descriptors
@@ -49,7 +47,7 @@ def launch(args: argparse.Namespace) -> int:
     hosts, options = parse_hosts(args.hosts, shares_a_port=shares_a_port), SSHOptions.of(args)
     command = read_command(args.flags, nodes=len(hosts), port=args.master_port)
     allow_most_descriptors()
-    facts = ask(hosts, {"do": "facts", "script": command.script}, dict[str, Any], options)
+    facts = ask(hosts, {"do": "facts", "script": command.script}, options)
     refuse_differences(hosts, facts, command, shares_a_port=shares_a_port)
     master = args.master_ip
     if master is None and (args.check or "{master}" in " ".join(command.words)):
@@ -74,7 +72,7 @@ def launch(args: argparse.Namespace) -> int:
 
     def write_line(node: int, line: str) -> None:
         with contextlib.suppress(UserError):  # a full disk must not end the run
-            append_text(_log(folder, node), f"{line}\n", name="the log")
+            append_text(folder / f"node{node}.log", f"{line}\n", name="the log")
         prefixed(node, line)
 
     names = " to ".join(dict.fromkeys([hosts[0].name, hosts[-1].name]))
@@ -89,20 +87,16 @@ def launch(args: argparse.Namespace) -> int:
         if args.check and not doctor_passes(hosts, facts, options, command, master):
             record.status = 1
         else:
-            commands = [
-                command.fill(master=master or "", nodes=len(hosts), rank=rank, python=own["python"])
-                for rank, own in enumerate(facts)
-            ]
-            # The hosts get the token through ssh, where no process list and no file shows it.
-            # Without the other variable, workers that torchrun restarts under Gloo would read the
-            # addresses of their predecessors.
-            environment = {
-                RUN_TOKEN: with_run_token(os.environ)[RUN_TOKEN],
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            }
-            requests = run_requests(commands, environment, options)
+            requests = run_requests(command, facts, master, options)
             nodes, stopped_by = _run(hosts, requests, options, write_line)
-            record.status = _conclude(nodes, stopped_by, options, folder, time.monotonic() - began)
+            record.status = _conclude(
+                nodes,
+                stopped_by,
+                prefixed,
+                folder=folder,
+                seconds=time.monotonic() - began,
+                silence_seconds=options.silence_seconds,
+            )
     finally:
         record.seconds = round(time.monotonic() - began, 1)
         write_launch(folder, record)
@@ -119,34 +113,29 @@ def _run(
 
     After a failure the others get a short time to report why they end, after a signal time to save.
     """
-
-    def interrupt(number: int, _frame: object) -> NoReturn:
-        raise KeyboardInterrupt(number)
-
-    stopped_by = 0
-    before = signal.signal(signal.SIGTERM, interrupt)
+    got: list[signal.Signals] = []
+    before = {
+        number: signal.signal(number, lambda one, _frame: got.append(signal.Signals(one)))
+        for number in _AFTER_SIGNAL_SECONDS
+    }
     try:
         with served(hosts, requests, options, on_line) as nodes:
-            try:
-                wait(nodes, lambda: not running(nodes) or _failed(nodes, 0))
-                # The nodes were stopped and have saved: rank 0 may still write.
-                wait(
-                    nodes,
-                    lambda: not running(nodes) or _failed(nodes, 0, TO_BE_CONTINUED),
-                    _SAVE_SECONDS,
-                )
-                wait(nodes, lambda: not running(nodes), _GRACE_SECONDS)
-            except KeyboardInterrupt as interrupted:
-                stopped_by = next(iter(interrupted.args), signal.SIGINT)
-                say(
-                    f"{signal.Signals(stopped_by).name}: sent to every node; Ctrl-C ends all at once"
-                )
-                with contextlib.suppress(KeyboardInterrupt):
-                    signal_all(nodes, stopped_by)
-                    wait(nodes, lambda: not running(nodes), _AFTER_SIGNAL_SECONDS[stopped_by])
+            wait(nodes, lambda: got or not running(nodes) or _failed(nodes, 0))
+            # If those that ended were stopped and have saved, rank 0 may still write.
+            wait(
+                nodes,
+                lambda: got or not running(nodes) or _failed(nodes, 0, TO_BE_CONTINUED),
+                _SAVE_SECONDS,
+            )
+            wait(nodes, lambda: got or not running(nodes), _GRACE_SECONDS)
+            if got and running(nodes):
+                say(f"{got[0].name}: sent to every node; Ctrl-C ends all at once")
+                signal_all(nodes, got[0])
+                wait(nodes, lambda: got[1:] or not running(nodes), _AFTER_SIGNAL_SECONDS[got[0]])
     finally:
-        signal.signal(signal.SIGTERM, before)
-    return nodes, stopped_by
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return nodes, next(iter(got), 0)
 
 
 def _failed(nodes: Sequence[Remote], *good: int) -> list[Remote]:
@@ -156,29 +145,28 @@ def _failed(nodes: Sequence[Remote], *good: int) -> list[Remote]:
 
 
 def _conclude(
-    nodes: Sequence[Remote], stopped_by: int, options: SSHOptions, folder: Path, seconds: float
+    nodes: Sequence[Remote],
+    stopped_by: int,
+    prefixed: PrefixedOutput,
+    *,
+    folder: Path,
+    seconds: float,
+    silence_seconds: float,
 ) -> int:
     """Print how the launch ended, and return the exit status."""
-    failed, not_done = _failed(nodes, 0, TO_BE_CONTINUED), _failed(nodes, 0)
-    lost = [node for node in nodes if node.status is None]
+    failed, saved = _failed(nodes, 0, TO_BE_CONTINUED), _failed(nodes, 0)
+    lost = [node for node in failed if node.status is None]
     left = (
         f"processes on {first_of([node.host for node in lost])} end by themselves "
-        f"{options.silence_seconds:g} s after the connection broke"
+        f"{silence_seconds:g} s after the connection broke"
     )
-    if lost and not stopped_by:
-        why = (lost[0].errors or ["no answer"])[-1][:200]
-        log = _log(folder, lost[0].host.rank)
-        print(
-            f"error: the connection to {lost[0].host} broke after {seconds:.1f} s ({why}); the other hosts were stopped, and {left} (output: {log})",
-            file=sys.stderr,
-        )
-        return _LOST
-    if not lost and len(not_done) > len(failed) and (stopped_by or not failed):
+    if len(saved) > len(failed) and not lost and (stopped_by or not failed):
         say(
-            f"stopped after {seconds:.1f} s, after saving a checkpoint; resume with the same command and --resume auto; output: {folder}"
+            f"stopped after {seconds:.1f} s, after saving a checkpoint; resume with the same "
+            f"command and --resume auto; output: {folder}"
         )
         return TO_BE_CONTINUED
-    if stopped_by and not_done:
+    if failed and stopped_by:
         what = "interrupted" if stopped_by == signal.SIGINT else "ended by SIGTERM"
         rest = f"the other hosts have ended; {left}" if lost else "all hosts have ended"
         say(f"{what}: all processes on {rest}; output: {folder}")
@@ -189,12 +177,16 @@ def _conclude(
     outputs = {node.host.rank: "\n".join(node.lines) for node in failed}
     statuses = {node.host.rank: node.status or 0 for node in failed}
     culprit, message = find_root_failure(list(outputs), statuses, outputs, name="node")
-    print(
-        f"error: {message} (host {nodes[culprit].host.name}; output: {_log(folder, culprit)})",
-        file=sys.stderr,
-    )
-    return shell_status(statuses[culprit])
-
-
-def _log(folder: Path, node: int) -> Path:
-    return folder / f"node{node}.log"
+    status = shell_status(statuses[culprit])
+    if lost:
+        culprit, status = lost[0].host.rank, _LOST
+        message = (
+            f"the connection to {lost[0].host} broke after {seconds:.1f} s "
+            f"({first_of(lost[0].errors[-1:])[:200]}); the other hosts were stopped, and {left}"
+        )
+    if not prefixed.shows(culprit):
+        for line in [*nodes[culprit].lines][-_FAILURE_LINES:]:
+            prefixed.show(culprit, line)
+    log = folder / f"node{culprit}.log"
+    print(f"error: {message} (host {nodes[culprit].host.name}; output: {log})", file=sys.stderr)
+    return status

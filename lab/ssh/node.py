@@ -38,8 +38,8 @@ _LISTEN_SECONDS, _MOST_GUESTS = 60, 1024
 
 def facts(script: str | None) -> dict[str, Any]:
     """Return facts about this host and its checkout. script : the command's file in it."""
-    interfaces = psutil.net_if_addrs().values()
-    addresses = [one.address for some in interfaces for one in some if one.family == socket.AF_INET]
+    found = [one for some in psutil.net_if_addrs().values() for one in some]
+    addresses = [one.address for one in found if one.family == socket.AF_INET]
     return {
         "folder": os.getcwd(),
         "script_there": script is None or os.path.isfile(script),
@@ -152,7 +152,7 @@ def main() -> None:
     try:
         result = _FUNCTIONS[request.pop("do")](**request)
     except OSError as error:
-        sys.exit(f"error: {error.strerror}")
+        sys.exit(os.strerror(error.errno or 0).lower())
     finally:
         kill_descendants()
     sys.stdout.flush()

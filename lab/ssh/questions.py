@@ -5,19 +5,26 @@ and ``doctor_passes`` runs ``lab doctor`` on all (``--check``).
 """
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from common.config.recipes import find_recipe, read_recipe
 from common.errors import UserError
+from common.utils.environment import RUN_TOKEN, with_run_token
 from lab.processes.prefixed_output import PrefixedOutput
 from lab.ssh.command import NodeCommand
 from lab.ssh.hosts import Host, SSHOptions, first_of, refuse
 from lab.ssh.remote import ask, running, served, wait
 
 _LISTEN_SECONDS, _DOCTOR_SECONDS = 30.0, 600.0
+_DOCTOR = (
+    *("python", "-m", "lab", "doctor", "--master-ip", "{master}", "--master-port", "{port}"),
+    *("--num-nodes", "{nodes}", "--rank", "{rank}"),
+)
 _OF_DOCTOR = ("--dataset", "--data-dir", "--output-dir", "--timeout")
 _MOST_HOSTS = 8
 Facts = Mapping[str, Any]
@@ -73,17 +80,13 @@ def find_master(
                 f"{first}: its port {port} cannot be used ({listening[0].errors[-1]}): end the "
                 "program that listens there, or give another --master-port"
             )
-        answers = ask(hosts[1:], question, dict[str, str], options)
+        answers = ask(hosts[1:], question, options)
     candidates = {address: None for answer in answers for address in answer} or dict.fromkeys(own)
-    if not candidates:
-        raise UserError(
-            f"{first} has no IPv4 address but loopback: give --master-ip, the address at which the "
-            "others reach it"
-        )
     # A router may translate an address that is not the host's own.
     best = min(
         candidates,
         key=lambda one: (sum(answer.get(one) != "" for answer in answers), one not in own),
+        default="127.0.0.1",
     )
     problems = {
         host: f"cannot reach {first} at {best}:{port} ({answer.get(best, 'unknown')}): open the "
@@ -101,7 +104,7 @@ def doctor_passes(
     facts: Sequence[Facts],
     options: SSHOptions,
     command: NodeCommand,
-    master: str,
+    master: str | None,
 ) -> bool:
     """Run ``lab doctor`` on all hosts; return whether none of them finds a failure.
 
@@ -112,37 +115,43 @@ def doctor_passes(
         with contextlib.suppress(UserError):  # the doctor there reports what is wrong
             values = {"--dataset": read_recipe(find_recipe(recipe)).get("dataset")} | values
     passed = [word for name in _OF_DOCTOR if (value := values.get(name)) for word in (name, value)]
-    address = ["--master-ip", master, "--master-port", str(command.port)]
-    words = ["-m", "lab", "doctor", *address, "--num-nodes", str(len(hosts)), *passed, "--rank"]
-    commands = [[own["python"], *words, str(rank)] for rank, own in enumerate(facts)]
+    requests = run_requests(replace(command, words=[*_DOCTOR, *passed]), facts, master, options)
     prefixed = PrefixedOutput(len(hosts), shown=lambda node: node == 0)
-    with served(hosts, run_requests(commands, {}, options), options, prefixed) as doctors:
+    with served(hosts, requests, options, prefixed) as doctors:
         wait(doctors, lambda: not running(doctors), _DOCTOR_SECONDS)
-    failed = [one for one in doctors if one.result != b"0"]
+    failed = [one for one in doctors if one.status != 0]
     for one in failed[:_MOST_HOSTS]:
         failures = re.findall(r"^failure .*(?:\n +-> .*)?", "\n".join(one.lines), re.MULTILINE)
         for line in "\n".join(failures).splitlines() or list(one.lines)[-1:]:
             if line not in doctors[0].lines:
                 prefixed.show(one.host.rank, line)
     if failed:
-        print(
-            "error: lab doctor found failures on "
-            f"{first_of([one.host for one in failed])}: nothing was started",
-            file=sys.stderr,
-        )
+        names = first_of([one.host for one in failed])
+        print(f"error: lab doctor found failures on {names}: nothing was started", file=sys.stderr)
     return not failed
 
 
 def run_requests(
-    commands: Sequence[Sequence[str]], environment: Mapping[str, str], options: SSHOptions
+    command: NodeCommand, facts: Sequence[Facts], master: str | None, options: SSHOptions
 ) -> list[dict[str, Any]]:
-    """Return a request for each host to run its command."""
+    """Return a request for each host to run its command.
+
+    The hosts get the token through ssh, where no process list and no file shows it.
+    """
+    environment = {
+        "PYTHONUNBUFFERED": "1",
+        RUN_TOKEN: with_run_token(os.environ)[RUN_TOKEN],
+        # Else workers that torchrun restarts under Gloo read the addresses of their predecessors.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     return [
         {
             "do": "run",
-            "command": command,
-            "environment": {"PYTHONUNBUFFERED": "1", **environment},
+            "command": command.fill(
+                master=master or "", nodes=len(facts), rank=rank, python=own["python"]
+            ),
+            "environment": environment,
             "silence_seconds": options.silence_seconds,
         }
-        for command in commands
+        for rank, own in enumerate(facts)
     ]

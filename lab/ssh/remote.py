@@ -18,14 +18,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, cast
 
 from common.utils.processes import kill_on_parent_exit
 from common.utils.typed_json import calm, decode
 from lab.ssh.hosts import Host, SSHOptions, explain, refuse, ssh_command
 from lab.ssh.node import READY, RESULT
 
-T = TypeVar("T")
 OnLine = Callable[[int, str], object]
 _KEPT_LINES, _LONGEST_LINE, _MOST_ERRORS = 1000, 1 << 20, 1 << 24
 _AT_ONCE, _TURN_SECONDS = 64, 20.0
@@ -154,8 +153,8 @@ def wait(
 
 
 def ask(
-    hosts: Sequence[Host], request: Mapping[str, Any], schema: type[T], options: SSHOptions
-) -> list[T]:
+    hosts: Sequence[Host], request: Mapping[str, Any], options: SSHOptions
+) -> list[dict[str, Any]]:
     """Return each host's answer to a request.
 
     UserError, with a line for each host that does not answer.
@@ -164,4 +163,4 @@ def ask(
         wait(remotes, lambda: not running(remotes), _ANSWER_SECONDS)
     silent = {one.host: explain(one.errors, one.host) for one in remotes if one.result is None}
     refuse(silent, of=len(hosts))
-    return [decode(one.result or b"", schema, name=str(one.host)) for one in remotes]
+    return [decode(one.result or b"", dict[str, Any], name=str(one.host)) for one in remotes]

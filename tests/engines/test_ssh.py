@@ -121,8 +121,8 @@ def test_training_is_launched_collected_and_reported(machines: Machines, tmp_pat
     status, output = machines.run("collect", launch, "--output-dir", tmp_path)
     assert status == 1, output
     assert (
-        "different files with the same names are already here and were not replaced (1): "
-        f"{here / 'logs_rank1.txt'}; to copy" in output
+        f"warning: 1 file not copied: PartTwo-all_reduce/{here.name}/logs_rank1.txt: different "
+        in output
     )
     assert (here / "logs_rank1.txt").read_text() == "my own notes\n"
     assert (here / "metrics.jsonl").read_text() == full
@@ -167,7 +167,7 @@ def test_a_checked_launch_passes_sigterm_on_to_the_parts_which_save(
 
 
 @pytest.mark.parametrize(
-    "end", ["failure", "interrupt", "terminate", "kill", "cut", "keeper", "connection"]
+    "end", ["failure", "interrupt", "terminate", "kill", "cut", "node", "connection"]
 )
 def test_nothing_is_left_on_any_host(machines: Machines, tmp_path: Path, end: str) -> None:
     """Nothing survives a launch, however it ends; processes in their own session count too."""
@@ -203,13 +203,11 @@ def test_nothing_is_left_on_any_host(machines: Machines, tmp_path: Path, end: st
             )
         case "cut":
             machines.cluster.fault(hurt, "cut")
-        case "keeper":  # the remote agent; its parent waits for it
-            os.kill(
-                max(
-                    pid for pid, command in machines.running(hurt).items() if "python -c" in command
-                ),
-                signal.SIGKILL,
-            )
+        case "node":
+            [agent] = [
+                pid for pid, command in machines.running(hurt).items() if "-m lab.ssh" in command
+            ]
+            os.kill(agent, signal.SIGTERM)
         case "connection":
             next(child for child in lab.children() if child.name() == "ssh").kill()
     output, _ = process.communicate(timeout=LONG)
@@ -221,7 +219,7 @@ def test_nothing_is_left_on_any_host(machines: Machines, tmp_path: Path, end: st
             "terminate": 143,
             "kill": 137,
             "cut": 255,
-            "keeper": 255,
+            "node": 255,
             "connection": 255,
         }[end]
     ), output
@@ -231,7 +229,7 @@ def test_nothing_is_left_on_any_host(machines: Machines, tmp_path: Path, end: st
         "interrupt": "interrupted: all processes on all hosts have ended",
         "terminate": "ended by SIGTERM: all processes",
         "cut": "error: the connection to node 0 (node1) broke after ",
-        "keeper": "(lab's process on the host was killed by signal 9)",
+        "node": "error: the connection to node 0 (node1) broke after ",
         "connection": "error: the connection to node 0 (node1)",
     }
     assert told[end] in output
@@ -434,7 +432,7 @@ def test_other_code_or_folders_or_pythons_are_found_before_anything_starts(
         assert refused(machines, tmp_path) == [
             "error: 2 of 3 hosts cannot take part; nothing was started",
             "  node 1 (node2): its code differs from node 0 (node1): common/config/schema.py: "
-            "check out the same commit on all hosts (git pull)",
+            "check out the same commit on all hosts (git pull), and run make setup there",
             f"  node 2 (node3): {machines.checkout} has no PartTwo/main.py: give --workdir, the "
             "project's folder on the hosts",
         ]
