@@ -440,13 +440,8 @@ def test_other_code_or_folders_or_pythons_are_found_before_anything_starts(
         code.write_text(before)
         part.with_name("Gone").rename(part)
     lines = refused(machines, tmp_path, "--workdir", machines.checkout / "only-here")
-    assert lines[1].startswith(
-        f"  node 0 (node1): {machines.checkout}/only-here has no PartTwo/main.py"
-    )
-    assert lines[2].startswith(
-        f"  node 1 (node2): there is no folder {machines.checkout}/only-here: clone the "
-        "project there"
-    )
+    assert lines[1].startswith("  node 0 (node1): the folder has no checkout of this version")
+    assert lines[2].startswith("  node 1 (node2): there is no folder of the project")
     assert "no Python there" in refused(machines, tmp_path, "--python", "/no/such/python3")[3]
 
 
