@@ -9,6 +9,7 @@ nothing is written outside of the local folder.
 """
 
 import argparse
+import contextlib
 import shlex
 import tarfile
 from collections.abc import Iterator
@@ -129,25 +130,24 @@ def _received(remote: Remote) -> Iterator[tuple[str, bytes | None]]:
 
     UserError if they do not all arrive. Nothing if the host is not reached.
     """
+    whole = False
     if remote.skip_login():
-        try:
-            with tarfile.open(fileobj=remote.output, mode="r|") as archive:
-                for member in archive:
-                    if member.size > _MOST_BYTES:
-                        raise UserError(
-                            f"{remote.host}: {calm(member.name)} has {member.size:,} bytes: copy "
-                            "it by hand, e.g. with scp"
-                        )
-                    file = (
-                        archive.extractfile(member)
-                        if member.isreg() and not member.issparse()
-                        else None
+        with (
+            contextlib.suppress(tarfile.TarError),
+            tarfile.open(fileobj=remote.output, mode="r|") as archive,
+        ):
+            for member in archive:
+                if member.size > _MOST_BYTES:
+                    raise UserError(
+                        f"{remote.host}: {calm(member.name)} has {member.size:,} bytes: copy it by "
+                        "hand, e.g. with scp"
                     )
-                    yield member.name, file.read() if file else None
-        except tarfile.TarError:  # cut off; then there is no result either
-            pass
+                is_file = member.isreg() and not member.issparse()
+                file = archive.extractfile(member) if is_file else None
+                yield member.name, file.read() if file else None
+            whole = True
     remote.finish()
-    if remote.ready and remote.result is None:
+    if remote.ready and (remote.result is None or not whole):
         raise UserError(
             f"{remote.host}: its files were not copied completely "
             f"({first_of(remote.errors[-1:])}): run lab collect again"

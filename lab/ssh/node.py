@@ -59,7 +59,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], silence_seconds:
     environment : variables for the command; the host's own values win.
     """
     adopt_orphans()
-    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    path = os.pathsep.join([os.path.dirname(sys.executable), *os.get_exec_path()])
     try:
         child = subprocess.Popen(
             command,

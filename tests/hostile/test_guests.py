@@ -1,9 +1,7 @@
 """Guests from elsewhere: their words on the terminal, their reports to lab doctor, their number."""
 
-import contextlib
 import io
 import json
-import socket
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,8 +17,6 @@ from common.utils.environment import RUN_TOKEN
 from common.utils.typed_json import calm
 from lab.doctor.reception import NodeReport, node_report
 from lab.processes import prefixed_output
-from lab.ssh import remote_handlers
-from tests.helpers import free_port, wait_until
 from tests.helpers.hostile import CASES, altered, run_cases
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202e\r"
@@ -60,28 +56,6 @@ def test_the_token_of_the_flag_wins_and_is_shown_nowhere(monkeypatch: pytest.Mon
     assert "the-secret" not in repr(shown)
     with pytest.raises(UserError, match="--run-token"):  # an unset variable of the shell
         parse_arguments("PartTwo", "", BY_HAND, [*by_hand, "--run-token", ""])
-
-
-def test_one_address_cannot_take_all_of_a_host_s_listener() -> None:
-    port, most = free_port(), remote_handlers._MOST_GUESTS
-    remote_handlers.listen(["127.0.0.1"], port, "the answer")
-    try:
-        with contextlib.ExitStack() as held:
-
-            def answer(source: str) -> bytes:
-                guest = held.enter_context(
-                    socket.create_connection(("127.0.0.1", port), 5, source_address=(source, 0))
-                )
-                with contextlib.suppress(ConnectionResetError):
-                    return guest.recv(100)
-                return b""
-
-            answers = [answer("127.0.0.2") for _ in range(most + 50)]
-            assert answers == [b"the answer"] * most + [b""] * 50
-            assert answer("127.0.0.1") == b"the answer"
-        wait_until(lambda: not any(remote_handlers._guests.values()), "all have gone")
-    finally:
-        remote_handlers.stop_listening()
 
 
 def test_a_recipe_cannot_set_the_token(tmp_path: Path) -> None:
