@@ -3,6 +3,7 @@
 The fake ``ssh`` runs its command on this machine.
 """
 
+import contextlib
 import io
 import json
 import os
@@ -36,8 +37,11 @@ def lives(process):
 
 def below(pid, name="sleep"):
     """Return the processes of that name that descend from a process."""
-    found = psutil.Process(pid).children(recursive=True)
-    return [one for one in found if one.name() == name]
+    found = []
+    for one in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a shell that has just ended
+            found += [one] * (one.name() == name)
+    return found
 
 
 @pytest.fixture
