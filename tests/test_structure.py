@@ -115,8 +115,6 @@ def test_the_architecture_names_every_package():
 
 READS_SETTINGS = {"common/distributed/launch_env.py", "common/utils/environment.py"}
 WITHOUT_THE_PROJECT = {
-    "lab/ssh/remote_agent.py",
-    "lab/ssh/remote_handlers.py",
     *(f"lab/audit/probe/{name}.py" for name in ("state", "data/items", "collectives", "stopping")),
 }
 

@@ -20,7 +20,12 @@ from typing import NoReturn
 import psutil
 
 from common.errors import UserError
-from common.utils.processes import adopt_orphans, descendants, kill_on_parent_exit
+from common.utils.processes import (
+    adopt_orphans,
+    descendants,
+    kill_descendants,
+    kill_on_parent_exit,
+)
 from common.utils.system import batch_scheduling, usable_cores
 from lab.cluster import network
 from lab.cluster.network import Link
@@ -106,10 +111,8 @@ class NodeSupervisor:
 
     def end(self) -> None:
         """Kill what runs on the nodes. In namespaces the kernel does that."""
-        while self._link is None and (pids := descendants(os.getpid())):
-            for pid in pids:
-                _send_signal(pid, signal.SIGKILL)
-            self._reap()
+        if self._link is None:
+            kill_descendants()
 
     def send_signal(self, number: int) -> None:
         """Send a signal to each program's process group, as a terminal does for Ctrl-C."""

@@ -19,14 +19,14 @@ def say(text: str) -> None:
 class PrefixedOutput:
     """Print lines with their node's number, on a terminal in the node's colour.
 
-    shown : whether calls print the lines of a node; ``show`` prints lines of any node.
+    shown, shows : whether calls print the lines of a node; ``show`` prints lines of any node.
     """
 
     def __init__(self, nodes: int, *, shown: Callable[[int], bool] = lambda node: True) -> None:
-        self._width, self._shown = len(str(nodes - 1)), shown
+        self._width, self.shows = len(str(nodes - 1)), shown
 
     def __call__(self, node: int, line: str) -> None:
-        if self._shown(node):
+        if self.shows(node):
             self.show(node, line)
 
     def show(self, node: int, line: str) -> None:
@@ -37,4 +37,4 @@ class PrefixedOutput:
         except (OSError, SystemExit):
             # Nobody reads this process's output any more, and rich exits. This thread must go on:
             # it also reads what the nodes write.
-            self._shown = lambda node: False
+            self.shows = lambda node: False

@@ -1,38 +1,108 @@
-"""The hosts of a launch, and the command that reaches each.
+"""The hosts of a launch, the ssh command that reaches each, and what ssh's errors mean.
 
 ``ssh`` is the system's own, so that ~/.ssh/config, agents and jump hosts work as at the prompt.
-``parse_hosts`` reads ``--hosts``, ``ssh_command`` makes the command, ``program`` is the text that
-runs on the hosts (remote_agent.py).
 """
 
+import argparse
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from common.errors import UserError
+from common.utils.paths import BASE
 from common.utils.typed_json import shown
 
 CONNECT_SECONDS = 10
-_REMOTE = ("remote_handlers.py", "remote_agent.py")
-# Reads the length of the program in the first line, then the program and not a byte more: what
-# follows is its input. Has only double quotes and no newline, so that no login shell changes it.
-_BOOTSTRAP = (
-    "import os, sys; sys.path[:] = [p for p in sys.path if p]; "
-    'f = os.fdopen(0, "rb", 0, closefd=False); '
-    "n = int(f.readline()); t = bytearray(); "
-    '[t.extend(f.read(n - len(t)) or sys.exit("cut")) for _ in iter(lambda: len(t) < n, False)]; '
-    'exec(compile(bytes(t), "lab/ssh/remote_agent.py", "exec"), {"__name__": "lab_remote_agent"})'
-)
 # user@name, ssh://user@name:port, [address%interface]. A dash would begin an option of ssh, and
 # ProxyCommand and Match of ~/.ssh/config pass a name to a shell.
-_NAME = re.compile(r"(?:ssh://)?(?:[\w.+][\w.+-]*@)?[\w.:\[][\w.:%\[\]-]*/?")
-_OWN_PYTHON = (
-    'cd -- "$0" 2>/dev/null && test -x .venv/bin/python && exec .venv/bin/python -c "$1"; '
-    'exec python3 -c "$1"'
+USER = r"[\w.+][\w.+-]*"
+HOST = rf"^(?:ssh://)?(?:{USER}@)?[\w.:\[][\w.:%\[\]-]*/?\Z"
+# Without control characters, which a terminal would obey.
+Plain = Annotated[str, Meta(max_length=10_000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
+_START_NODE = (
+    'cd -- "$0" || exit; test -x .venv/bin/python && set -- "${1:-.venv/bin/python}"; '
+    'exec "${1:-python3}" -m lab.ssh'
 )
-_GIVEN_PYTHON = 'cd -- "$0" 2>/dev/null; exec "$2" -c "$1"'
+_MOST_NAMED = 16
+
+REFUSALS = (
+    (
+        "REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "its host key has changed",
+        "if the host was reinstalled: ssh-keygen -R {name}, then connect once by hand: ssh {given}",
+    ),
+    (
+        r"Host key verification failed|No \S+ host key is known",
+        "its host key is unknown here",
+        "connect once by hand and compare the fingerprint: ssh {given}",
+    ),
+    (
+        r"Permission denied \(",
+        "it refuses your ssh key",
+        "copy your key there: ssh-copy-id {given}; or give --user",
+    ),
+    (
+        "Too many authentication failures",
+        "your ssh agent offered too many keys",
+        "name the right key in ~/.ssh/config: IdentityFile and IdentitiesOnly yes",
+    ),
+    (
+        "Could not resolve hostname",
+        "unknown host",
+        "check the name, or give it an address in ~/.ssh/config or /etc/hosts",
+    ),
+    (
+        "Connection refused",
+        "it refuses connections on ssh's port",
+        "start sshd there, or give the port: --ssh-option Port=2222",
+    ),
+    (
+        r"timed out|No route to host|Network is unreachable|Host is down",
+        "no answer",
+        "check that it is switched on and can be reached from here: ssh {given}",
+    ),
+    (
+        r"Bad owner or permissions|Bad configuration option|unknown option|Can't open user config|"
+        "keyword .* extra arguments|command-line line",
+        "ssh rejects its configuration",
+        "correct the file or --ssh-option that it names",
+    ),
+    (
+        r"\bcd: ",
+        "there is no folder of the project",
+        "clone the project there, or give --workdir, the project's folder on the hosts",
+    ),
+    (
+        "No module named '?lab",
+        "the folder has no checkout of this version",
+        "check out the same commit there (git pull), or give --workdir, the project's folder on "
+        "the hosts",
+    ),
+    (
+        r"python3?: (command )?not found|python3: No such file|\.venv/bin/python: |"
+        "error: this Python",
+        "no Python there that runs the project",
+        "run make setup in the project's folder there, or give --python, an interpreter on the "
+        "hosts",
+    ),
+    (
+        r"not found|No such file or directory|Permission denied",
+        "the interpreter cannot be started there",
+        "give --python, an interpreter on the hosts",
+    ),
+    (
+        r"kex_exchange_identification|Connection (closed|reset)",
+        "it closed the connection before the login",
+        "read sshd's log there (the cause may be MaxStartups, MaxSessions or a firewall)",
+    ),
+)
+"""A pattern of OpenSSH's or the shell's text, what is wrong, and the remedy."""
+_NO_REASON = "Permanently added|Could not chdir to home directory"
 
 
 @dataclass(frozen=True)
@@ -58,25 +128,15 @@ class Host:
 def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
     """Return the hosts of ``--hosts``, rank 0 first.
 
-    UserError if there are none, if a name is empty or impossible, or if a host is named twice.
-    ``shares_a_port`` allows that: the user has given a port for the ranks that share a host.
+    UserError if a name is empty or impossible, or if a host is named twice. ``shares_a_port``
+    allows that: the user has given a port for the ranks that share a host.
     """
     names = [name.strip() for name in text.split(",")]
-    if names == [""]:
-        raise UserError(
-            "--hosts is empty: give host names as ssh knows them, separated by commas: "
-            "--hosts node0,node1"
-        )
     for name in names:
-        if not name:
+        if not re.search(HOST, name):
             raise UserError(
-                f"--hosts: got {text!r}, which has an empty name: remove the comma before or after "
-                "it"
-            )
-        if not _NAME.fullmatch(name):
-            raise UserError(
-                f"--hosts: {shown(name)} is not a host name: give names as ssh knows them, "
-                "separated by commas"
+                f"--hosts: got {shown(text)}, and {shown(name)} is not a host name: give names as "
+                "ssh knows them, separated by commas: --hosts node0,node1"
             )
         if names.count(name) > 1 and not shares_a_port:
             raise UserError(
@@ -88,54 +148,48 @@ def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
     return [Host(rank, name) for rank, name in enumerate(names)]
 
 
-def first_of(names: Sequence[str], most: int, *, noun: str = "") -> str:
-    """Return at most ``most`` names with commas between, and how many more there are.
-
-    noun : follows the number of further names, e.g. " files".
-    """
-    more = f" and {len(names) - most} more{noun}" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-def program(token: str, silence_seconds: float) -> bytes:
-    """Return the first input of each host: the length of the remote agent's text, then the text.
-
-    token : the prefix of each message from the agent. silence_seconds : after this long without a
-    request, the agent ends everything.
-    """
-    files = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _REMOTE)
-    text = f"{files}main(HANDLERS, {token!r}, {silence_seconds!r})\n".encode()
-    return b"%d\n" % len(text) + text
-
-
-@dataclass(frozen=True)
-class SSHOptions:
+class SSHOptions(msgspec.Struct, kw_only=True):
     """How hosts are reached, the same for all of them.
 
     workdir : the project's folder there, relative to the home folder unless absolute.
     user : on hosts that are given without one.
     python : the interpreter there; None: WORKDIR/.venv/bin/python if it exists, else python3.
-    config, options : of ssh (-F, -o).
+    ssh_config, ssh_options : of ssh (-F, -o).
     """
 
-    workdir: str
-    user: str | None = None
-    python: str | None = None
-    config: Path | None = None
-    options: Sequence[str] = ()
+    user: Annotated[str, Meta(pattern=rf"^{USER}\Z")] | None = None
+    workdir: Plain = str(BASE)
+    python: Plain | None = None
+    ssh_options: Annotated[list[Plain], Meta(max_length=1000)] = []
+    ssh_config: Plain | None = None
     silence_seconds: float = 30.0
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "SSHOptions":
+        """Return what the flags say. UserError on impossible values."""
+        if args.silence < 1:
+            raise UserError(f"--silence: got {args.silence:g}, give seconds, 1 or more")
+        # "~" is the home folder, where the login shell starts.
+        folder = str(BASE) if args.workdir is None else re.sub(r"^~/?", "", args.workdir) or "."
+        return cls(
+            user=args.user,
+            workdir=folder,
+            python=args.python,
+            ssh_options=args.ssh_option,
+            ssh_config=str(args.ssh_config.absolute()) if args.ssh_config else None,
+            silence_seconds=args.silence,
+        )
 
 
 def ssh_command(host: Host, options: SSHOptions) -> list[str]:
-    """Return the command that starts the remote agent on a host.
+    """Return the command that starts ``lab.ssh`` on a host, in the project's folder.
 
     It never asks for a password, since nobody can type passwords for many hosts at once.
     """
-    alive = max(1, round(options.silence_seconds / 3))
     defaults = [
         "BatchMode=yes",
         f"ConnectTimeout={CONNECT_SECONDS}",
-        f"ServerAliveInterval={alive}",
+        f"ServerAliveInterval={max(1, round(options.silence_seconds / 3))}",
         "ServerAliveCountMax=2",
         "LogLevel=INFO",
         "ClearAllForwardings=yes",
@@ -143,20 +197,40 @@ def ssh_command(host: Host, options: SSHOptions) -> list[str]:
         "EscapeChar=none",
     ]
     given = () if options.python is None else (options.python,)
-    script = _GIVEN_PYTHON if given else _OWN_PYTHON
-    remote = shlex.join(["exec", "sh", "-c", script, options.workdir, _BOOTSTRAP, *given])
-    config = ["-F", str(options.config)] if options.config is not None else []
+    remote = shlex.join(["exec", "sh", "-c", _START_NODE, options.workdir, *given])
+    config = ["-F", options.ssh_config] if options.ssh_config is not None else []
     user = ["-l", options.user] if options.user is not None and "@" not in host.given else []
     # The user's options come first: if an option is given twice, ssh takes the first.
-    words = [word for option in (*options.options, *defaults) for word in ("-o", option)]
+    words = [word for option in (*options.ssh_options, *defaults) for word in ("-o", option)]
     return ["ssh", "-T", *config, *words, *user, "--", host.given, remote]
 
 
-def remote_folder(text: str) -> str:
-    """Return ``--workdir`` without "~": it is relative to the home folder unless absolute.
+def explain(errors: Sequence[str], host: Host) -> str:
+    """Return why a host does not answer and what to do; the last line if the error is unknown."""
+    lines = [line.removeprefix("ssh: ") for line in errors if not re.search(_NO_REASON, line)]
+    for pattern, what, remedy in REFUSALS:
+        found = next((line for line in lines if re.search(pattern, line)), None)
+        if found is not None:
+            quoted = "" if found.startswith("@") else f" (ssh: {found[:200]})"
+            return f"{what}{quoted}: {remedy.format(name=host.name, given=host.given)}"
+    return (
+        f"ssh: {lines[-1][:300]}" if lines else f"ssh ended without a message: try ssh {host.given}"
+    )
 
-    UserError if it is empty.
-    """
-    if not text:
-        raise UserError("--workdir: got '', give the folder of the project on the hosts")
-    return re.sub(r"^~/?", "", text) or "."
+
+def refuse(
+    problems: Mapping[Host, str], *, of: int, what: str = "cannot take part; nothing was started"
+) -> None:
+    """Raise UserError with a line for each host that has a problem, if any has."""
+    if problems:
+        lines = [f"  {host}: {problem}" for host, problem in list(problems.items())[:_MOST_NAMED]]
+        more = [f"  and {len(problems) - _MOST_NAMED} more"] if len(problems) > _MOST_NAMED else []
+        raise UserError(
+            "\n".join([f"{len(problems)} of {of} host{'s' * (of > 1)} {what}", *lines, *more])
+        )
+
+
+def first_of(names: Sequence[object], most: int = 8) -> str:
+    """Return at most ``most`` names with commas between, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more

@@ -1,47 +1,41 @@
 """``lab launch``: run one command on several hosts, and leave no process behind.
 
-Order: read the flags, connect, ask the hosts for problems, find the master's address, perhaps run
-``lab doctor``, start the command on all, wait, and end with the status of what failed first.
+Order: read the flags, ask the hosts for problems, find the master's address, perhaps run ``lab
+doctor``, start the command on all, wait, and end with the status of what failed first.
 """
 
 import argparse
 import contextlib
-import os
-import resource
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
 
-from common.errors import INTERRUPTED, TO_BE_CONTINUED, UserError
-from common.utils.environment import RUN_TOKEN, with_run_token
-from common.utils.paths import BASE, new_folder
+import msgspec
+
+from common.errors import INTERRUPTED, TO_BE_CONTINUED, UserError, count
+from common.utils.atomic_files import append_text
+from common.utils.paths import new_folder
 from common.utils.processes import shell_status
+from common.utils.system import allow_most_descriptors
 from lab.processes.first_failure import find_root_failure
 from lab.processes.prefixed_output import PrefixedOutput, say
-from lab.ssh.check import doctor_passes
-from lab.ssh.command import NodeCommands
-from lab.ssh.connection import LOST
-from lab.ssh.connections import HostConnections
-from lab.ssh.hosts import Host, SSHOptions, parse_hosts, remote_folder
-from lab.ssh.master_address import find_master
-from lab.ssh.probe import Facts, ask_facts, problems_of, refuse
-from lab.ssh.record import SHOWN_HOSTS, Record, launch_content
+from lab.ssh.command import read_command
+from lab.ssh.hosts import Host, SSHOptions, first_of, parse_hosts
+from lab.ssh.questions import doctor_passes, find_master, refuse_differences, run_requests
+from lab.ssh.record import LaunchedHost, LaunchRecord, write_launch
+from lab.ssh.remote import OnLine, Remote, ask, running, served, signal_all, wait
 
-_GRACE_SECONDS = 8.0
-_FAREWELL_SECONDS = 5.0
-_SAVE_SECONDS = 120.0
-_KILL_SECONDS = 12.0
+_SHOWN_HOSTS = 8
+"""With more hosts the terminal shows only rank 0 and the first failure."""
+_GRACE_SECONDS, _SAVE_SECONDS = 8.0, 120.0
+_AFTER_SIGNAL_SECONDS = {signal.SIGINT: 5.0, signal.SIGTERM: _SAVE_SECONDS}
 _FAILURE_LINES = 20
-_FILES_A_HOST = 4  # input, output and errors of ssh, and a log
-
-
-class _Terminated(BaseException):
-    """SIGTERM arrived."""
-
-
-def _raise_terminated(*_: object) -> None:
-    raise _Terminated
+_LOST = 255
+"""As ssh itself reports that its connection broke."""
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -50,195 +44,149 @@ def launch(args: argparse.Namespace) -> int:
     UserError if nothing can be started.
     """
     shares_a_port = args.master_port is not None
-    hosts, options = parse_hosts(args.hosts, shares_a_port=shares_a_port), read_ssh_options(args)
-    commands = NodeCommands.of(args.flags, nodes=len(hosts), port=args.master_port)
-    _allow_open_files(64 + _FILES_A_HOST * len(hosts))
-    with HostConnections(hosts, options) as connections:
-        facts = ask_facts(connections, options, script=commands.script)
-        refuse(problems_of(hosts, facts, commands, shares_a_port=shares_a_port), of=len(hosts))
-        master = args.master_ip
-        if master is None and (commands.kind != "plain" or args.check):
-            master = find_master(connections, facts, port=commands.master_port)
-        prefixed = PrefixedOutput(
-            len(hosts), shown=lambda node: len(hosts) <= SHOWN_HOSTS or node == 0
-        )
-        folder = args.logs or new_folder(args.output_dir, "launch")
-        content = launch_content(hosts, facts, options, commands, master=master)
-        record = Record(folder, prefixed, content)
-        say(_introduction(hosts, commands, master, record))
-        status = 1
-        try:
-            if not args.check or doctor_passes(connections, facts, commands, master, prefixed):
-                connections.on_line = record.line
-                status = _run(connections, facts, commands, master or "", record)
-        except KeyboardInterrupt:
-            status = INTERRUPTED
-            raise
-        finally:
-            record.ended(status)
-        return status
-
-
-def read_ssh_options(args: argparse.Namespace) -> SSHOptions:
-    """Return what the flags say about reaching the hosts. UserError on impossible values."""
-    if args.silence < 1:
-        raise UserError(f"--silence: got {args.silence:g}, give seconds, 1 or more")
-    if args.ssh_config is not None and not args.ssh_config.is_file():
-        raise UserError(f"--ssh-config: there is no file {args.ssh_config}")
-    folder = str(BASE) if args.workdir is None else remote_folder(args.workdir)
-    return SSHOptions(
-        folder, args.user, args.python, args.ssh_config, tuple(args.ssh_option), args.silence
+    hosts, options = parse_hosts(args.hosts, shares_a_port=shares_a_port), SSHOptions.of(args)
+    command = read_command(args.flags, nodes=len(hosts), port=args.master_port)
+    allow_most_descriptors()
+    facts = ask(hosts, {"do": "facts", "script": command.script}, options)
+    refuse_differences(hosts, facts, command, shares_a_port=shares_a_port)
+    master = args.master_ip
+    if master is None and (args.check or "{master}" in " ".join(command.words)):
+        master = find_master(hosts, facts, options, port=command.port)
+    folder = args.logs or new_folder(args.output_dir, "launch")
+    record = LaunchRecord(
+        **msgspec.structs.asdict(options),
+        command=args.flags,
+        began=f"{datetime.now():%Y-%m-%dT%H:%M:%S}",
+        hosts=[
+            LaunchedHost(host.given, own["folder"], own["clock"], own["python"])
+            for host, own in zip(hosts, facts, strict=True)
+        ],
+        master=master,
+        port=command.port,
+        reports=command.flags.get("--output-dir") or "reports",
+    )
+    write_launch(folder, record)
+    prefixed = PrefixedOutput(
+        len(hosts), shown=lambda node: len(hosts) <= _SHOWN_HOSTS or node == 0
     )
 
+    def write_line(node: int, line: str) -> None:
+        with contextlib.suppress(UserError):  # a full disk must not end the run
+            append_text(folder / f"node{node}.log", f"{line}\n", name="the log")
+        prefixed(node, line)
 
-def _allow_open_files(wanted: int) -> None:
-    """Raise the limit of open files if it is too low; the usual 1,024 suffice for 240 hosts."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except ValueError:
-            raise UserError(
-                f"--hosts names too many hosts: they need {wanted} open files, and this machine "
-                f"allows {hard} per process (ulimit -Hn): raise that limit, or give fewer hosts"
-            ) from None
-
-
-def _introduction(
-    hosts: Sequence[Host], commands: NodeCommands, master: str | None, record: Record
-) -> str:
-    names = hosts[0].name if len(hosts) == 1 else f"{hosts[0].name} to {hosts[-1].name}"
-    address = f"; rank 0 at {master}:{commands.master_port}" if master is not None else ""
-    quiet = (
-        "; showing only rank 0's output and the first failure's" if len(hosts) > SHOWN_HOSTS else ""
+    names = " to ".join(dict.fromkeys([hosts[0].name, hosts[-1].name]))
+    address = f"; rank 0 at {master}:{command.port}" if master is not None else ""
+    quiet = "; showing only rank 0's output and the first failure's"
+    say(
+        f"{count(len(hosts), 'host')}, {names}{address}; logs: {folder}"
+        f"{quiet if len(hosts) > _SHOWN_HOSTS else ''}"
     )
-    plural = "s" * (len(hosts) > 1)
-    return f"{len(hosts)} host{plural}, {names}{address}; logs: {record.folder}{quiet}"
+    began, record.status = time.monotonic(), INTERRUPTED
+    try:
+        if args.check and not doctor_passes(hosts, facts, options, command, master):
+            record.status = 1
+        else:
+            requests = run_requests(command, facts, master, options)
+            nodes, stopped_by = _run(hosts, requests, options, write_line)
+            record.status = _conclude(
+                nodes,
+                stopped_by,
+                prefixed,
+                folder=folder,
+                seconds=time.monotonic() - began,
+                silence_seconds=options.silence_seconds,
+            )
+    finally:
+        record.seconds = round(time.monotonic() - began, 1)
+        write_launch(folder, record)
+    return record.status
 
 
 def _run(
-    connections: HostConnections,
-    facts: Sequence[Facts],
-    commands: NodeCommands,
-    master: str,
-    record: Record,
-) -> int:
-    # The agents get the token through ssh, where no process list and no file shows it.
-    token = with_run_token(os.environ)[RUN_TOKEN]
-    environment = {"PYTHONUNBUFFERED": "1", RUN_TOKEN: token}
-    if commands.kind == "torchrun":
-        # Otherwise restarted workers would read the addresses of their predecessors.
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    began, interrupted = time.monotonic(), 0
-    try:
-        with contextlib.ExitStack() as stack:
-            before = signal.signal(signal.SIGTERM, _raise_terminated)
-            stack.callback(signal.signal, signal.SIGTERM, before)
-            for host, one in zip(connections.hosts, facts, strict=True):
-                command = commands.fill(master=master, rank=host.rank, python=one["python"])
-                connections.start(host.rank, command, environment=environment, folder=one["folder"])
-            _wait(connections, record)
-    except KeyboardInterrupt:
-        interrupted = INTERRUPTED
-        _let_end(connections, signal.SIGINT, _FAREWELL_SECONDS)
-    except _Terminated:
-        interrupted = 128 + signal.SIGTERM
-        say("SIGTERM: sent to every node, which may save a checkpoint; Ctrl-C ends them at once")
-        _let_end(connections, signal.SIGTERM, _SAVE_SECONDS)
-    if connections.running:
-        connections.kill()
-        connections.wait(lambda: not connections.running, limit_seconds=_KILL_SECONDS)
-    return _conclude(connections, time.monotonic() - began, record, interrupted)
+    hosts: Sequence[Host],
+    requests: Sequence[Mapping[str, Any]],
+    options: SSHOptions,
+    on_line: OnLine,
+) -> tuple[Sequence[Remote], int]:
+    """Run the commands until all have ended; return their ends, and the signal that stopped them.
 
-
-def _wait(connections: HostConnections, record: Record) -> None:
-    """Wait until all nodes end; after a failure give the others a short time to report why."""
-    connections.wait(lambda: not connections.running or bool(_failed(connections, or_stopped=True)))
-    if not _failed(connections):  # the nodes were stopped and have saved; rank 0 may still write
-        connections.wait(
-            lambda: not connections.running or bool(_failed(connections)),
-            limit_seconds=_SAVE_SECONDS,
-        )
-    first = next(iter(_failed(connections)), 0)
-    if len(connections.hosts) > SHOWN_HOSTS and first != 0:
-        for line in list(connections.by_rank[first].lines)[-_FAILURE_LINES:]:
-            record.prefixed.show(first, line)
-    connections.wait(lambda: not connections.running, limit_seconds=_GRACE_SECONDS)
-
-
-def _let_end(connections: HostConnections, number: int, limit_seconds: float) -> None:
-    """Pass a signal on, and wait until the nodes end; a second Ctrl-C ends the wait."""
-    with contextlib.suppress(KeyboardInterrupt):
-        connections.signal(number)
-        connections.wait(lambda: not connections.running, limit_seconds=limit_seconds)
-
-
-def _failed(connections: HostConnections, *, or_stopped: bool = False) -> dict[int, int]:
-    """Return the status of each node that failed, in the order in which they ended.
-
-    or_stopped : include the nodes that stopped after saving a checkpoint.
+    After a failure the others get a short time to report why they end, after a signal time to save.
     """
-    good = (0,) if or_stopped else (0, TO_BE_CONTINUED)
-    return {node: status for node, status in connections.ended.copy().items() if status not in good}
+    got: list[signal.Signals] = []
+    before = {
+        number: signal.signal(number, lambda one, _frame: got.append(signal.Signals(one)))
+        for number in _AFTER_SIGNAL_SECONDS
+    }
+    try:
+        with served(hosts, requests, options, on_line) as nodes:
+            wait(nodes, lambda: got or not running(nodes) or _failed(nodes, 0))
+            # If those that ended were stopped and have saved, rank 0 may still write.
+            wait(
+                nodes,
+                lambda: got or not running(nodes) or _failed(nodes, 0, TO_BE_CONTINUED),
+                _SAVE_SECONDS,
+            )
+            wait(nodes, lambda: got or not running(nodes), _GRACE_SECONDS)
+            if got and running(nodes):
+                say(f"{got[0].name}: sent to every node; Ctrl-C ends all at once")
+                signal_all(nodes, got[0])
+                wait(nodes, lambda: got[1:] or not running(nodes), _AFTER_SIGNAL_SECONDS[got[0]])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return nodes, next(iter(got), 0)
+
+
+def _failed(nodes: Sequence[Remote], *good: int) -> list[Remote]:
+    """Return the nodes that ended with no ``good`` status, in the order in which they ended."""
+    ended = sorted(set(nodes) - set(running(nodes)), key=lambda node: node.ended)
+    return [node for node in ended if node.status not in good]
 
 
 def _conclude(
-    connections: HostConnections, seconds: float, record: Record, interrupted: int
+    nodes: Sequence[Remote],
+    stopped_by: int,
+    prefixed: PrefixedOutput,
+    *,
+    folder: Path,
+    seconds: float,
+    silence_seconds: float,
 ) -> int:
-    """Print how the launch ended, and return the exit status.
-
-    interrupted : the exit status if a signal ended the launch, else 0.
-    """
-    lost = [
-        one.host
-        for one in connections.by_rank
-        if one.host.rank in connections.running
-        or (connections.ended.get(one.host.rank) == LOST and one.closed)
-    ]
-    failed, ended_badly = _failed(connections), _failed(connections, or_stopped=True)
-    if lost and not interrupted:
-        return _report_lost(connections, lost[0], seconds, record)
-    if not lost and len(ended_badly) > len(failed) and (interrupted or not failed):
+    """Print how the launch ended, and return the exit status."""
+    failed, saved = _failed(nodes, 0, TO_BE_CONTINUED), _failed(nodes, 0)
+    lost = [node for node in failed if node.status is None]
+    left = (
+        f"processes on {first_of([node.host for node in lost])} end by themselves "
+        f"{silence_seconds:g} s after the connection broke"
+    )
+    if len(saved) > len(failed) and not lost and (stopped_by or not failed):
         say(
             f"stopped after {seconds:.1f} s, after saving a checkpoint; resume with the same "
-            f"command and --resume auto; output: {record.folder}"
+            f"command and --resume auto; output: {folder}"
         )
         return TO_BE_CONTINUED
-    if interrupted and (lost or ended_badly):
-        return _report_interrupted(connections, lost, record, interrupted)
+    if failed and stopped_by:
+        what = "interrupted" if stopped_by == signal.SIGINT else "ended by SIGTERM"
+        rest = f"the other hosts have ended; {left}" if lost else "all hosts have ended"
+        say(f"{what}: all processes on {rest}; output: {folder}")
+        return 128 + stopped_by
     if not failed:
-        say(f"all nodes finished without errors after {seconds:.1f} s; output: {record.folder}")
+        say(f"all nodes finished without errors after {seconds:.1f} s; output: {folder}")
         return 0
-    outputs = {node: "\n".join(connections.by_rank[node].lines) for node in failed}
-    culprit, message = find_root_failure(list(failed), failed, outputs, name="node")
-    host = connections.hosts[culprit].name
-    print(f"error: {message} (host {host}; output: {record.log(culprit)})", file=sys.stderr)
-    return shell_status(failed[culprit])
-
-
-def _report_interrupted(
-    connections: HostConnections, lost: Sequence[Host], record: Record, status: int
-) -> int:
-    left = (
-        f"; {', '.join(map(str, lost[:SHOWN_HOSTS]))} did not answer: processes there end by "
-        f"themselves {connections.silence_seconds:g} s after the connection broke"
-    )
-    what = "interrupted" if status == INTERRUPTED else "ended by SIGTERM"
-    say(
-        f"{what}: all processes on {'the other' if lost else 'all'} hosts have ended"
-        f"{left if lost else ''}; output: {record.folder}"
-    )
+    outputs = {node.host.rank: "\n".join(node.lines) for node in failed}
+    statuses = {node.host.rank: node.status or 0 for node in failed}
+    culprit, message = find_root_failure(list(outputs), statuses, outputs, name="node")
+    status = shell_status(statuses[culprit])
+    if lost:
+        culprit, status = lost[0].host.rank, _LOST
+        message = (
+            f"the connection to {lost[0].host} broke after {seconds:.1f} s "
+            f"({first_of(lost[0].errors[-1:])[:200]}); the other hosts were stopped, and {left}"
+        )
+    if not prefixed.shows(culprit):
+        for line in [*nodes[culprit].lines][-_FAILURE_LINES:]:
+            prefixed.show(culprit, line)
+    log = folder / f"node{culprit}.log"
+    print(f"error: {message} (host {nodes[culprit].host.name}; output: {log})", file=sys.stderr)
     return status
-
-
-def _report_lost(connections: HostConnections, host: Host, seconds: float, record: Record) -> int:
-    connection = connections.by_rank[host.rank]
-    errors = connection.error_lines if connection.closed else ["no answer"]
-    why = f" ({errors[-1][:200]})" if errors else ""
-    print(
-        f"error: the connection to {host} broke after {seconds:.1f} s{why}; the other hosts were "
-        f"stopped, and processes there end by themselves {connections.silence_seconds:g} s after "
-        f"the break (output: {record.log(host.rank)})",
-        file=sys.stderr,
-    )
-    return LOST

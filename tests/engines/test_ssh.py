@@ -119,8 +119,8 @@ def test_training_is_launched_collected_and_reported(machines, tmp_path):
     status, output = machines.run("collect", launch, "--output-dir", tmp_path)
     assert status == 1, output
     assert (
-        "different files with the same names are already here and were not replaced (1): "
-        f"{here / 'logs_rank1.txt'}; to copy" in output
+        f"warning: 1 file not copied: PartTwo-all_reduce/{here.name}/logs_rank1.txt: different "
+        in output
     )
     assert (here / "logs_rank1.txt").read_text() == "my own notes\n"
     assert (here / "metrics.jsonl").read_text() == full
@@ -163,7 +163,7 @@ def test_a_checked_launch_passes_sigterm_on_to_the_parts_which_save(machines, tm
 
 
 @pytest.mark.parametrize(
-    "end", ["failure", "interrupt", "terminate", "kill", "cut", "keeper", "connection"]
+    "end", ["failure", "interrupt", "terminate", "kill", "cut", "node", "connection"]
 )
 def test_nothing_is_left_on_any_host(machines, tmp_path, end):
     """Nothing survives a launch, however it ends; processes in their own session count too."""
@@ -199,13 +199,11 @@ def test_nothing_is_left_on_any_host(machines, tmp_path, end):
             )
         case "cut":
             machines.cluster.fault(hurt, "cut")
-        case "keeper":  # the remote agent; its parent waits for it
-            os.kill(
-                max(
-                    pid for pid, command in machines.running(hurt).items() if "python -c" in command
-                ),
-                signal.SIGKILL,
-            )
+        case "node":
+            [agent] = [
+                pid for pid, command in machines.running(hurt).items() if "-m lab.ssh" in command
+            ]
+            os.kill(agent, signal.SIGTERM)
         case "connection":
             next(child for child in lab.children() if child.name() == "ssh").kill()
     output, _ = process.communicate(timeout=LONG)
@@ -217,7 +215,7 @@ def test_nothing_is_left_on_any_host(machines, tmp_path, end):
             "terminate": 143,
             "kill": 137,
             "cut": 255,
-            "keeper": 255,
+            "node": 255,
             "connection": 255,
         }[end]
     ), output
@@ -227,7 +225,7 @@ def test_nothing_is_left_on_any_host(machines, tmp_path, end):
         "interrupt": "interrupted: all processes on all hosts have ended",
         "terminate": "ended by SIGTERM: all processes",
         "cut": "error: the connection to node 0 (node1) broke after ",
-        "keeper": "(lab's process on the host was killed by signal 9)",
+        "node": "error: the connection to node 0 (node1) broke after ",
         "connection": "error: the connection to node 0 (node1)",
     }
     assert told[end] in output
@@ -416,7 +414,7 @@ def test_other_code_or_folders_or_pythons_are_found_before_anything_starts(machi
         assert refused(machines, tmp_path) == [
             "error: 2 of 3 hosts cannot take part; nothing was started",
             "  node 1 (node2): its code differs from node 0 (node1): common/config/schema.py: "
-            "check out the same commit on all hosts (git pull)",
+            "check out the same commit on all hosts (git pull), and run make setup there",
             f"  node 2 (node3): {machines.checkout} has no PartTwo/main.py: give --workdir, the "
             "project's folder on the hosts",
         ]
@@ -424,13 +422,8 @@ def test_other_code_or_folders_or_pythons_are_found_before_anything_starts(machi
         code.write_text(before)
         part.with_name("Gone").rename(part)
     lines = refused(machines, tmp_path, "--workdir", machines.checkout / "only-here")
-    assert lines[1].startswith(
-        f"  node 0 (node1): {machines.checkout}/only-here has no PartTwo/main.py"
-    )
-    assert lines[2].startswith(
-        f"  node 1 (node2): there is no folder {machines.checkout}/only-here: clone the "
-        "project there"
-    )
+    assert lines[1].startswith("  node 0 (node1): the folder has no checkout of this version")
+    assert lines[2].startswith("  node 1 (node2): there is no folder of the project")
     assert "no Python there" in refused(machines, tmp_path, "--python", "/no/such/python3")[3]
 
 

@@ -1,25 +1,21 @@
 """Guests from elsewhere: their words on the terminal, their reports to lab doctor, their number."""
 
-import contextlib
 import io
 import json
-import socket
+from dataclasses import asdict
 
 import pytest
+from lab.doctor.reception import NodeReport, node_report
 from rich.console import Console
 
 from common.cli import _launch_of_part, _say
 from common.config.parser import parse_arguments
 from common.config.recipes import print_recipe
-from common.distributed.gpus import Peer
 from common.errors import UserError
 from common.sync import BY_HAND
 from common.utils.environment import RUN_TOKEN
-from common.utils.typed_json import calm, decode, encode
-from lab.doctor.nodes import NodeReport
+from common.utils.typed_json import calm
 from lab.processes import prefixed_output
-from lab.ssh import remote_handlers
-from tests.helpers import free_port, wait_until
 from tests.helpers.hostile import CASES, altered, run_cases
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202e\r"
@@ -38,17 +34,12 @@ def test_words_from_elsewhere_never_reach_the_terminal_raw(capsys, monkeypatch):
 
 @CASES
 def test_reports_of_nodes_are_read_or_refused(cases):
-    def read(content):
-        return decode(json.dumps(content).encode(), NodeReport, name="the report")
-
-    peer = Peer("a", 7, [])
-    own = NodeReport(peer, "10.0.0.2", 4000, 2, {"same code": "x"}, [(0, "no")], (0.1, 0.01))
-    good = json.loads(encode(own))
-    assert read(good) == own
-    for change in ({"cores": -1}, {"port": 0}, {"address": HOSTILE}, {"facts": {"x": HOSTILE}}):
+    good = asdict(NodeReport(1, "a", "10.0.0.2", 4000, {"cores": 2}, (0.1, 0.01), [(0, "no")]))
+    assert asdict(node_report(json.loads(json.dumps(good)))) == good
+    for change in ({"rank": -1}, {"port": 0}, {"host": HOSTILE}, {"facts": {"torch": HOSTILE}}):
         with pytest.raises(UserError, match="the report"):
-            read(good | change)
-    run_cases(cases, altered(good), read)
+            node_report(good | change)
+    run_cases(cases, altered(good), node_report)
 
 
 def test_the_token_of_the_flag_wins_and_is_shown_nowhere(monkeypatch):
@@ -62,28 +53,6 @@ def test_the_token_of_the_flag_wins_and_is_shown_nowhere(monkeypatch):
     assert "the-secret" not in repr(shown)
     with pytest.raises(UserError, match="--run-token"):  # an unset variable of the shell
         parse_arguments("PartTwo", "", BY_HAND, [*by_hand, "--run-token", ""])
-
-
-def test_one_address_cannot_take_all_of_a_host_s_listener():
-    port, most = free_port(), remote_handlers._MOST_GUESTS
-    remote_handlers.listen(["127.0.0.1"], port, "the answer")
-    try:
-        with contextlib.ExitStack() as held:
-
-            def answer(source):
-                guest = held.enter_context(
-                    socket.create_connection(("127.0.0.1", port), 5, source_address=(source, 0))
-                )
-                with contextlib.suppress(ConnectionResetError):
-                    return guest.recv(100)
-                return b""
-
-            answers = [answer("127.0.0.2") for _ in range(most + 50)]
-            assert answers == [b"the answer"] * most + [b""] * 50
-            assert answer("127.0.0.1") == b"the answer"
-        wait_until(lambda: not any(remote_handlers._guests.values()), "all have gone")
-    finally:
-        remote_handlers.stop_listening()
 
 
 def test_a_recipe_cannot_set_the_token(tmp_path):

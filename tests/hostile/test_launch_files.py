@@ -1,10 +1,13 @@
 """``lab collect`` with a launch.json, and with hosts, that somebody else has made."""
 
+import contextlib
+import io
 import json
+import shutil
 import stat
 import sys
+import tarfile
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -12,13 +15,12 @@ import pytest
 from common.errors import UserError
 from common.utils.typed_json import calm
 from lab.cli import main
-from lab.ssh.collect import Listing, _checked, _collect_request
-from lab.ssh.connections import HostConnections
+from lab.ssh.collect import _received, _store, wanted_runs
 from lab.ssh.hosts import Host, SSHOptions, parse_hosts, ssh_command
 from lab.ssh.record import LaunchRecord, newest_launch, read_launch
-from tests.helpers.hostile import CASES, VALUES, altered, damaged, run_cases, untouched
+from tests.helpers.hostile import CASES, altered, damaged, run_cases, untouched
 
-LAUNCH: dict[str, Any] = {
+LAUNCH = {
     "format": 1,
     "what": "lab launch",
     "command": ["python", "PartTwo/main.py"],
@@ -34,6 +36,7 @@ LAUNCH: dict[str, Any] = {
     "reports": "reports",
     "status": 0,
     "seconds": 1.5,
+    "silence_seconds": 30.0,
 }
 
 
@@ -43,7 +46,7 @@ def _write(folder, **changed):
     return folder
 
 
-def _flags(folder, **given):
+def _flags(folder):
     flags = {
         "things": [str(folder)],
         "hosts": None,
@@ -56,7 +59,7 @@ def _flags(folder, **given):
         "silence": 30.0,
         "output_dir": folder.parent,
     }
-    return SimpleNamespace(**flags | given)
+    return SimpleNamespace(**flags)
 
 
 @CASES
@@ -69,17 +72,17 @@ def test_damaged_launches(tmp_path, cases):
     def check(content):
         file.write_bytes(content)
         with untouched(tmp_path):
-            request = _collect_request(_flags(folder))
-        for host in request.hosts:
-            _check_harmless(ssh_command(host, request.options))
+            launch, options, _ = wanted_runs(_flags(folder))
+        for rank, host in enumerate(launch.hosts):
+            _check_harmless(ssh_command(Host(rank, host.given), options))
 
     run_cases(cases, damaged(good), check)
     run_cases(cases, altered(LAUNCH), lambda content: check(json.dumps(content).encode()))
 
 
 def _check_harmless(command):
-    """Check that ssh gets only this project's options, and the program python3."""
-    usual = ssh_command(Host(0, "x"), SSHOptions(".", None, "python3"))
+    """Check that ssh gets only this project's options, and the usual program."""
+    usual = ssh_command(Host(0, "x"), SSHOptions())
     host, remote = command[-2:]
     assert remote == usual[-1]
     assert not host.startswith("-")
@@ -128,9 +131,8 @@ def test_a_foreign_folder_runs_nothing(changed, ssh_that_obeys, capsys):
     told = "".join(capsys.readouterr())
     assert not mark.exists()
     assert "mark" not in (ssh_that_obeys / "words").read_text()
-    if "workdir" not in changed:
-        assert "warning: the launch was given flags that can run programs" in told
-        assert "add: --" in told
+    assert "warning: the launch was given flags that can run programs" in told
+    assert "add: --" in told
     for value in json.loads(text).values():  # given again, they are used, and not named any more
         for option in value if isinstance(value, list) else []:
             main(["collect", str(folder), "--ssh-option", option])
@@ -156,7 +158,7 @@ def test_a_foreign_folder_runs_nothing(changed, ssh_that_obeys, capsys):
 def test_impossible_entries_are_named(changed, tmp_path):
     folder = _write(tmp_path / "launch-1", **changed)
     with pytest.raises(UserError, match=r"launch\.json"):
-        _collect_request(_flags(folder))
+        wanted_runs(_flags(folder))
 
 
 @pytest.mark.parametrize(
@@ -175,11 +177,9 @@ def test_names_that_ssh_knows_are_accepted(name):
 
 
 def test_the_newest_launch_is_the_one_that_began_last(tmp_path):
-    """The folder's name does not count, and one that cannot be read is passed over."""
-    _write(tmp_path / "launch-z", began="2026-01-01T00:00:00")
-    _write(tmp_path / "launch-a", began="2026-02-01T00:00:00")
-    (_write(tmp_path / "launch-x") / "launch.json").write_text("{")
-    assert newest_launch(tmp_path) == tmp_path / "launch-a"
+    for time in ("01-01T00-00-00", "02-01T00-00-00", "01-02T00-00-00"):
+        _write(tmp_path / f"launch-2026-{time}")
+    assert newest_launch(tmp_path) == tmp_path / "launch-2026-02-01T00-00-00"
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -188,31 +188,76 @@ def test_what_is_written_is_read(tmp_path):
     assert read_launch(_write(tmp_path / "launch-1")) == content
 
 
-@CASES
-def test_any_listing(cases):
-    """Whatever a host answers in place of a listing is one error."""
-    good = {"reports": "/r", "runs": {"PartTwo-ring/2026": {"config.json": [2, "ab"]}}}
-    run_cases(cases, altered(good), lambda answer: _checked(answer, Listing, Host(0, "a")))
-    run_cases(cases, VALUES, lambda answer: _checked(answer, Listing, Host(0, "a")))
+class SendingHost:
+    """A host that sends these bytes in place of its files."""
+
+    host, ready, result, errors = Host(0, "a"), True, b"null", ()
+
+    def __init__(self, content):
+        self.output = io.BytesIO(content)
+
+    def skip_login(self):
+        return True
+
+    def finish(self):
+        pass
+
+
+def archive(*members):
+    """Return an archive with a member for each name and dict of its attributes."""
+    output = io.BytesIO()
+    with tarfile.open(fileobj=output, mode="w|") as made:
+        for name, attributes in members:
+            member = tarfile.TarInfo(name)
+            member.size = 2
+            for key, value in attributes.items():
+                setattr(member, key, value)
+            made.addfile(member, io.BytesIO(b"{}"))
+    return output.getvalue()
 
 
 @CASES
-def test_any_message(cases):
-    """Whatever a host sends in place of a message ends no thread."""
-    connections = HostConnections([], SSHOptions("."))
-    message = b"x" + connections._token.encode() + b'{"answer": "runs", "result": {"reports": "/"}}'
+def test_any_archive(tmp_path, cases):
+    """Whatever a host sends is stored in the folder, or one error."""
+    here = tmp_path / "here"
+    good = archive(*((f"PartTwo-ring/2026/{name}", {}) for name in ("config.json", "a/b")))
 
     def check(content):
-        connection: Any = SimpleNamespace(
-            host=Host(0, "a"), ready=True, lines=[], answers={}, errors=None
-        )
-        connections._handle(connection, content + b"\n")
+        shutil.rmtree(here, ignore_errors=True)
+        here.mkdir()
+        with untouched_outside(tmp_path):
+            for file in _received(SendingHost(content)):
+                _store(here, *file)
 
-    run_cases(cases, damaged(message), check)
-    token = connections._token.encode()
-    run_cases(cases, VALUES, lambda value: check(token + json.dumps(value).encode()))
-    deep = 100_000
-    check(token + b'{"result": ' + b"[" * deep + b"]" * deep + b"}")
+    run_cases(cases, damaged(good), check)
+
+
+@contextlib.contextmanager
+def untouched_outside(folder):
+    yield
+    assert [path.name for path in folder.iterdir()] == ["here"]
+
+
+def test_links_and_devices_are_no_files(tmp_path):
+    """Neither what they point to nor they themselves arrive."""
+    kinds = (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE)
+    members = [
+        (f"PartTwo-ring/2026/{n}", {"type": kind, "linkname": "/etc/passwd", "size": 0})
+        for n, kind in enumerate(kinds)
+    ]
+    received = [*_received(SendingHost(archive(*members)))]
+    assert [content for _, content in received] == [None] * 5
+    assert {_store(tmp_path, *one) for one in received} == {"refused"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_without_end_is_given_up():
+    member = tarfile.TarInfo("PartTwo-ring/2026/best.pt")
+    member.size = 2**50
+    with pytest.raises(
+        UserError, match=r"node 0 \(a\): PartTwo-ring/2026/best.pt .*copy it by hand"
+    ):
+        list(_received(SendingHost(member.tobuf() + b"x" * 512)))
 
 
 def test_text_of_a_host_moves_no_cursor():

@@ -10,7 +10,7 @@ STARTED_COLD_ELSEWHERE = {
     "cluster": "tests/lab/cluster/test_commands.py",
     "doctor": "tests/lab/doctor/test_doctor.py",
     "explain": "tests/lab/explain/test_explain.py",
-    "launch": "tests/lab/ssh/test_remote_agent.py",
+    "launch": "tests/lab/ssh/test_launch.py",
 }
 HERE = {
     "predict": (["--nodes", 4], 0, "gather_scatter"),

@@ -1,0 +1,157 @@
+"""What ``lab launch`` asks the hosts before it starts anything.
+
+``refuse_differences`` compares the hosts, ``find_master`` finds the address at which rank 0 waits,
+and ``doctor_passes`` runs ``lab doctor`` on all (``--check``).
+"""
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from common.config.recipes import find_recipe, read_recipe
+from common.errors import UserError
+from common.utils.environment import RUN_TOKEN, with_run_token
+from lab.processes.prefixed_output import PrefixedOutput
+from lab.ssh.command import NodeCommand
+from lab.ssh.hosts import Host, SSHOptions, first_of, refuse
+from lab.ssh.remote import ask, running, served, wait
+
+_LISTEN_SECONDS, _DOCTOR_SECONDS = 30.0, 600.0
+_DOCTOR = (
+    *("python", "-m", "lab", "doctor", "--master-ip", "{master}", "--master-port", "{port}"),
+    *("--num-nodes", "{nodes}", "--rank", "{rank}"),
+)
+_OF_DOCTOR = ("--dataset", "--data-dir", "--output-dir", "--timeout")
+_MOST_HOSTS = 8
+Facts = Mapping[str, Any]
+"""See ``lab.ssh.node.facts``."""
+
+
+def refuse_differences(
+    hosts: Sequence[Host], facts: Sequence[Facts], command: NodeCommand, *, shares_a_port: bool
+) -> None:
+    """Raise UserError with a problem of each host that cannot run the command with the others.
+
+    Only the parts need the same code, torch and Python. Two machines never have all their addresses
+    in common.
+    """
+    problems = {}
+    for host, mine in zip(hosts, facts, strict=True):
+        code, addresses = mine["code"], mine["addresses"]
+        differing = {name for name, _ in code.items() ^ facts[0]["code"].items()}
+        named = [name if "/" in name else f"{name} {code[name]}" for name in sorted(differing)]
+        twin = next(one for one in hosts if facts[one.rank]["addresses"] == addresses)
+        if not mine["script_there"]:
+            problems[host] = (
+                f"{mine['folder']} has no {command.script}: give --workdir, the project's folder "
+                "on the hosts"
+            )
+        elif command.script is not None and named:
+            problems[host] = (
+                f"its code differs from {hosts[0]}: {first_of(named, 3)}: check out the same "
+                "commit on all hosts (git pull), and run make setup there"
+            )
+        elif twin != host and not shares_a_port:
+            problems[host] = (
+                f"the same machine as {twin}, so two ranks would share it: name it once, or give "
+                "--master-port if you want that"
+            )
+    refuse(problems, of=len(hosts))
+
+
+def find_master(
+    hosts: Sequence[Host], facts: Sequence[Facts], options: SSHOptions, *, port: int
+) -> str:
+    """Return an address of the first host that all others reach, while it listens at the port.
+
+    A name may be known only on this machine, or resolve to 127.0.1.1 on the host itself, and a host
+    may have several networks. UserError if the port is taken, or if no address is reached by all.
+    """
+    first, own = hosts[0], facts[0]["addresses"]
+    question = {"do": "connect", "names": [first.name, facts[0]["name"], *own], "port": port}
+    with served(hosts[:1], [{"do": "listen", "port": port}], options) as listening:
+        wait(listening, lambda: listening[0].lines or not running(listening), _LISTEN_SECONDS)
+        if not listening[0].lines:
+            raise UserError(
+                f"{first}: its port {port} cannot be used ({listening[0].errors[-1]}): end the "
+                "program that listens there, or give another --master-port"
+            )
+        answers = ask(hosts[1:], question, options)
+    candidates = {address: None for answer in answers for address in answer} or dict.fromkeys(own)
+    # A router may translate an address that is not the host's own.
+    best = min(
+        candidates,
+        key=lambda one: (sum(answer.get(one) != "" for answer in answers), one not in own),
+        default="127.0.0.1",
+    )
+    problems = {
+        host: f"cannot reach {first} at {best}:{port} ({answer.get(best, 'unknown')}): open the "
+        "port there, or give another address of that host with --master-ip, or another "
+        "--master-port"
+        for host, answer in zip(hosts[1:], answers, strict=True)
+        if answer.get(best) != ""
+    }
+    refuse(problems, of=len(hosts))
+    return best
+
+
+def doctor_passes(
+    hosts: Sequence[Host],
+    facts: Sequence[Facts],
+    options: SSHOptions,
+    command: NodeCommand,
+    master: str | None,
+) -> bool:
+    """Run ``lab doctor`` on all hosts; return whether none of them finds a failure.
+
+    Shows the whole output of rank 0, and of the other hosts the failures that rank 0 does not have.
+    """
+    values = dict(command.flags)
+    if recipe := values.get("--recipe"):
+        with contextlib.suppress(UserError):  # the doctor there reports what is wrong
+            values = {"--dataset": read_recipe(find_recipe(recipe)).get("dataset")} | values
+    passed = [word for name in _OF_DOCTOR if (value := values.get(name)) for word in (name, value)]
+    requests = run_requests(replace(command, words=[*_DOCTOR, *passed]), facts, master, options)
+    prefixed = PrefixedOutput(len(hosts), shown=lambda node: node == 0)
+    with served(hosts, requests, options, prefixed) as doctors:
+        wait(doctors, lambda: not running(doctors), _DOCTOR_SECONDS)
+    failed = [one for one in doctors if one.status != 0]
+    for one in failed[:_MOST_HOSTS]:
+        failures = re.findall(r"^failure .*(?:\n +-> .*)?", "\n".join(one.lines), re.MULTILINE)
+        for line in "\n".join(failures).splitlines() or list(one.lines)[-1:]:
+            if line not in doctors[0].lines:
+                prefixed.show(one.host.rank, line)
+    if failed:
+        names = first_of([one.host for one in failed])
+        print(f"error: lab doctor found failures on {names}: nothing was started", file=sys.stderr)
+    return not failed
+
+
+def run_requests(
+    command: NodeCommand, facts: Sequence[Facts], master: str | None, options: SSHOptions
+) -> list[dict[str, Any]]:
+    """Return a request for each host to run its command.
+
+    The hosts get the token through ssh, where no process list and no file shows it.
+    """
+    environment = {
+        "PYTHONUNBUFFERED": "1",
+        RUN_TOKEN: with_run_token(os.environ)[RUN_TOKEN],
+        # Else workers that torchrun restarts under Gloo read the addresses of their predecessors.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    return [
+        {
+            "do": "run",
+            "command": command.fill(
+                master=master or "", nodes=len(facts), rank=rank, python=own["python"]
+            ),
+            "environment": environment,
+            "silence_seconds": options.silence_seconds,
+        }
+        for rank, own in enumerate(facts)
+    ]

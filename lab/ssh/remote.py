@@ -1,0 +1,166 @@
+"""``Remote``: a request that ``lab.ssh`` serves on a host, at the other end of an ssh process.
+
+``served`` opens one on each of several hosts and leaves nothing behind, ``wait`` waits for them,
+``ask`` returns their answers. A thread for each host reads what it writes, so that a slow terminal
+delays no sign of life.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import IO, Any, cast
+
+from common.utils.processes import kill_on_parent_exit
+from common.utils.typed_json import calm, decode
+from lab.ssh.hosts import Host, SSHOptions, explain, refuse, ssh_command
+from lab.ssh.node import READY, RESULT
+
+OnLine = Callable[[int, str], object]
+_KEPT_LINES, _LONGEST_LINE, _MOST_ERRORS = 1000, 1 << 20, 1 << 24
+_AT_ONCE, _TURN_SECONDS = 64, 20.0
+_BEAT_SECONDS, _ANSWER_SECONDS, _END_SECONDS, _SSH_SECONDS = 0.2, 60.0, 15.0, 2.0
+
+
+class Remote:
+    """A request on a host.
+
+    ready : whether the host serves it. lines : the last lines that it wrote. ended : when the
+    connection ended; then result is the JSON that the host returned, None if the connection broke,
+    and errors is what ssh and the login shell wrote.
+    """
+
+    def __init__(self, host: Host, request: Mapping[str, Any], options: SSHOptions) -> None:
+        self.host, self.ready, self.ended = host, False, math.inf
+        self.lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self.result: bytes | None = None
+        self.errors: list[str] = []
+        self._stderr = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - ``finish`` closes it
+        # In its own session: Ctrl-C at the terminal reaches only lab, which then ends the hosts.
+        self._ssh = subprocess.Popen(
+            ssh_command(host, options),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            start_new_session=True,
+            preexec_fn=kill_on_parent_exit(),
+        )
+        self._stdin = cast(IO[bytes], self._ssh.stdin)
+        self.output = cast(IO[bytes], self._ssh.stdout)
+        self.send(json.dumps(request).encode() + b"\n")
+
+    def send(self, content: bytes) -> None:
+        """Send bytes to the host, unless the connection has ended."""
+        with contextlib.suppress(OSError, ValueError):
+            os.write(self._stdin.fileno(), content)
+
+    def skip_login(self) -> bool:
+        """Read what the login shell prints; return whether the host then serves the request."""
+        self.ready = any(line == READY for line in self.output)
+        return self.ready
+
+    def read(self, on_line: OnLine) -> None:
+        """Read lines until the connection ends; in a thread."""
+        try:
+            self.skip_login()
+            for line in iter(partial(self.output.readline, _LONGEST_LINE), b""):
+                self.lines.append(line.decode(errors="replace").rstrip("\n"))
+                on_line(self.host.rank, self.lines[-1])
+        finally:  # else the launch would wait for this host for ever
+            self.finish()
+
+    def finish(self) -> None:
+        """Read the result and the errors, when the output has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._ssh.wait(_SSH_SECONDS)
+        with self._stderr, self.output, self._stdin:
+            # ssh writes at the file's one offset, so a seek would let it write over what is there.
+            text = os.pread(self._stderr.fileno(), _MOST_ERRORS, 0)
+        lines = calm(text.decode(errors="replace")).splitlines()
+        self.errors = [line.strip() for line in lines if line.strip()]
+        self.result = next(iter(re.findall(rb"^%b(.*)\n" % RESULT, text, re.MULTILINE)), None)
+        self.ended = time.monotonic()
+
+    @property
+    def status(self) -> int | None:
+        """The exit status of its command, or -signal; None if the connection broke."""
+        return None if self.result is None else int(self.result)
+
+    def kill(self) -> None:
+        """Kill ssh with its ProxyCommand; a shared master connection that ssh left lives on."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._ssh.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def served(
+    hosts: Sequence[Host],
+    requests: Sequence[Mapping[str, Any]],
+    options: SSHOptions,
+    on_line: OnLine = lambda node, line: None,
+) -> Iterator[list[Remote]]:
+    """Serve a request on each host; end the commands, then the connections, and return then.
+
+    on_line : called with a host's rank and each line that its command writes.
+    """
+    remotes: list[Remote] = []
+    try:
+        for host, request in zip(hosts, requests, strict=True):
+            wait(
+                remotes,
+                lambda: sum(not one.ready for one in running(remotes)) < _AT_ONCE,
+                _TURN_SECONDS,
+            )
+            remotes.append(Remote(host, request, options))
+            threading.Thread(target=remotes[-1].read, args=[on_line], daemon=True).start()
+        yield remotes
+    finally:
+        signal_all(remotes, signal.SIGKILL)
+        wait(remotes, lambda: not any(one.ready for one in running(remotes)), _END_SECONDS)
+        for one in running(remotes):
+            one.kill()
+        wait(remotes, lambda: not running(remotes), _END_SECONDS)
+
+
+def running(remotes: Sequence[Remote]) -> list[Remote]:
+    """Return those whose connection has not ended."""
+    return [one for one in remotes if one.ended == math.inf]
+
+
+def signal_all(remotes: Sequence[Remote], number: int) -> None:
+    """Send a signal to the commands that still run, as a terminal does; 0 is a sign of life."""
+    for one in running(remotes):
+        one.send(bytes([number]))
+
+
+def wait(
+    remotes: Sequence[Remote], condition: Callable[[], object], limit_seconds: float = math.inf
+) -> None:
+    """Wait until ``condition`` holds, for at most ``limit_seconds``."""
+    deadline = time.monotonic() + limit_seconds
+    while not condition() and time.monotonic() < deadline:
+        signal_all(remotes, 0)
+        time.sleep(_BEAT_SECONDS)
+
+
+def ask(
+    hosts: Sequence[Host], request: Mapping[str, Any], options: SSHOptions
+) -> list[dict[str, Any]]:
+    """Return each host's answer to a request.
+
+    UserError, with a line for each host that does not answer.
+    """
+    with served(hosts, [request] * len(hosts), options) as remotes:
+        wait(remotes, lambda: not running(remotes), _ANSWER_SECONDS)
+    silent = {one.host: explain(one.errors, one.host) for one in remotes if one.result is None}
+    refuse(silent, of=len(hosts))
+    return [decode(one.result or b"", dict[str, Any], name=str(one.host)) for one in remotes]
