@@ -1,7 +1,6 @@
 """Processes and threads: how a rank ends, and what happens to its children."""
 
 import atexit
-import contextlib
 import os
 import signal
 import sys
@@ -87,20 +86,6 @@ def descendants(pid: int) -> list[int]:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
-
-
-def kill_descendants() -> None:
-    """Kill and reap every process that descends from this one; with ``adopt_orphans`` all of them.
-
-    Give up after 10 s: the kernel cannot end what waits for a dead file system.
-    """
-    for _ in range(100):
-        if not (children := psutil.Process().children(recursive=True)):
-            return
-        for child in children:
-            with contextlib.suppress(psutil.Error):  # it has just ended, or is another user's
-                child.kill()
-        psutil.wait_procs(children, timeout=0.1)
 
 
 def shell_status(status: int) -> int:

@@ -23,13 +23,13 @@ from common.errors import UserError
 from common.utils.processes import (
     adopt_orphans,
     descendants,
-    kill_descendants,
     kill_on_parent_exit,
 )
 from common.utils.system import batch_scheduling, usable_cores
 from lab.cluster import network
 from lab.cluster.network import Link
 from lab.cluster.program import NOT_FOUND, parse_python, preload_modules, reset_forked_state
+from lab.processes.descendants import kill_descendants
 
 _READ_BYTES = 65536
 _ERRORS = (ValueError, RuntimeError, OSError, subprocess.TimeoutExpired)

@@ -2,19 +2,19 @@
 
 import io
 import json
-from dataclasses import asdict
 
 import pytest
-from lab.doctor.reception import NodeReport, node_report
 from rich.console import Console
 
 from common.cli import _launch_of_part, _say
 from common.config.parser import parse_arguments
 from common.config.recipes import print_recipe
+from common.distributed.gpus import Peer
 from common.errors import UserError
 from common.sync import BY_HAND
 from common.utils.environment import RUN_TOKEN
-from common.utils.typed_json import calm
+from common.utils.typed_json import calm, decode, encode
+from lab.doctor.nodes import NodeReport
 from lab.processes import prefixed_output
 from tests.helpers.hostile import CASES, altered, run_cases
 
@@ -34,12 +34,17 @@ def test_words_from_elsewhere_never_reach_the_terminal_raw(capsys, monkeypatch):
 
 @CASES
 def test_reports_of_nodes_are_read_or_refused(cases):
-    good = asdict(NodeReport(1, "a", "10.0.0.2", 4000, {"cores": 2}, (0.1, 0.01), [(0, "no")]))
-    assert asdict(node_report(json.loads(json.dumps(good)))) == good
-    for change in ({"rank": -1}, {"port": 0}, {"host": HOSTILE}, {"facts": {"torch": HOSTILE}}):
+    def read(content):
+        return decode(json.dumps(content).encode(), NodeReport, name="the report")
+
+    peer = Peer("a", 7, [])
+    own = NodeReport(peer, "10.0.0.2", 4000, 2, {"same code": "x"}, [(0, "no")], (0.1, 0.01))
+    good = json.loads(encode(own))
+    assert read(good) == own
+    for change in ({"cores": -1}, {"port": 0}, {"address": HOSTILE}, {"facts": {"x": HOSTILE}}):
         with pytest.raises(UserError, match="the report"):
-            node_report(good | change)
-    run_cases(cases, altered(good), node_report)
+            read(good | change)
+    run_cases(cases, altered(good), read)
 
 
 def test_the_token_of_the_flag_wins_and_is_shown_nowhere(monkeypatch):

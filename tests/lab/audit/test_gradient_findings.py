@@ -249,7 +249,15 @@ def test_noise_before_batchnorm_and_zeroed_gradients_are_left_out(tmp_path):
 def test_an_optimiser_whose_gradients_nobody_saw_is_named(tmp_path):
     train(tmp_path)
     row = ["1.0.0", "critic.weight", [4], "float32", 4, 99]
-    step = {"k": "step", "step": 0, "own": [0, 0], "got": [0, 0], "optimizer": "SGD", "scale": 1}
+    step = {
+        "k": "step",
+        "step": 0,
+        "own": [0, 0],
+        "got": [0, 0],
+        "optimizer": "SGD",
+        "scale": 1,
+        "clips": [],
+    }
     for rank in range(3):
         with (tmp_path / f"{1000 + rank}.jsonl").open("a", encoding="utf-8") as file:
             records = [{"k": "params", "built": 0, "rows": [row]}]
