@@ -83,7 +83,7 @@ class Settings:
                 raise UserError(problem)
         from lab.predict.tables import message_plans  # slow, and --help imports this file
 
-        for name, plan in message_plans(self.sync).items():
+        for name, plan in message_plans(self.sync, groups=("all", "exact")).items():
             strategy, bucket_mb = split_variant(name)
             if bucket_mb is not None and not hasattr(plan, "bucket_mb"):
                 raise UserError(

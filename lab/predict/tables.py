@@ -42,18 +42,21 @@ class PredictedStep:
 
 
 def message_plans(
-    names: Sequence[str], options: Mapping[str, Any] | None = None
+    names: Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    *,
+    groups: Sequence[str] = ("all",),
 ) -> dict[str, MessagePlan]:
     """Return the message plans of these strategies by name, each with the options that it takes.
 
-    A name may give the size of its buckets (``split_variant``). Raises UserError with the choices
-    if a name is unknown.
+    A name may give the size of its buckets (``split_variant``). Raises UserError if a name is
+    unknown, with the choices, among them the words that name several strategies (``groups``).
     """
     plans = {}
     for name in names:
         strategy, bucket_mb = split_variant(name)
         if strategy not in STRATEGIES:
-            choices = choices_text(name, [*STRATEGIES, "all"])
+            choices = choices_text(name, [*STRATEGIES, *groups])
             raise UserError(f"--sync: got {name}: {choices}")
         own = {} if bucket_mb is None else {"bucket_mb": bucket_mb}
         plans[name] = build_message_plan_from(strategy, {**(options or {}), **own})
