@@ -45,6 +45,7 @@ from common.utils.typed_json import Rank, Ranks, Text, decode, encode
 T = TypeVar("T")
 _SIZE, _PEER, _JOINED, _OUTCOME = "size", "peer/{}", "joined", "outcome"  # keys with the prefix
 _FINGERPRINT = "token"  # the key without it
+_STORE = "what is in the store where the ranks meet"
 
 _POLL_SECONDS = 0.05
 _TOKEN_SECONDS = 1.0  # for rank 0 to set the first keys, before its token is compared
@@ -252,7 +253,12 @@ def _join(store: dist.Store, launch: LaunchSpec, wait: _Wait) -> tuple[dist.Stor
         peer = this_peer(visible_gpus(), launch.local_rank)
         first = own.compare_set(_PEER.format(launch.rank), "", encode(peer).decode())
         if first != encode(peer):
-            raise _end_meeting(own, _started_twice(launch.rank, _read(first, Peer), peer))
+            other = decode(first, Peer, name=_STORE)
+            raise _end_meeting(
+                own,
+                f"rank {launch.rank} was started twice: on {other.host} (process {other.pid}) and "
+                f"on {peer.host} (process {peer.pid}); give each node a --rank of its own",
+            )
         own.add(_JOINED, 1)
         if launch.rank == 0:
             _wait_for_all(own, launch, wait)
@@ -260,7 +266,7 @@ def _join(store: dist.Store, launch: LaunchSpec, wait: _Wait) -> tuple[dist.Stor
             wait.whom = lambda: f"the other ranks; this one has joined {_address(launch)}"
             if not are_set(own, [_OUTCOME], wait.left):
                 _end_meeting(own, _missing_ranks(own, launch, wait))
-        outcome = _read(own.get(_OUTCOME), MeetingOutcome)
+        outcome = decode(own.get(_OUTCOME), MeetingOutcome, name=_STORE)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise _lost_rank0(launch, first_line(error)) from error
     if outcome.error:
@@ -279,7 +285,7 @@ def _check_rank0(store: dist.Store, own: dist.Store, launch: LaunchSpec, wait: _
             raise GroupError(f"rank 0 at {_address(launch)} refused rank {launch.rank}: {reason}")
         if wait.left <= 0:
             raise _lost_rank0(launch, "it has not begun to meet the others")
-    size = _read(own.get(_SIZE), Ranks)
+    size = decode(own.get(_SIZE), Ranks, name=_STORE)
     if size != launch.world_size:
         reason = (
             f"rank {launch.rank} was started with --num-nodes {launch.world_size}, but rank 0 with "
@@ -298,7 +304,7 @@ def _wait_for_all(own: dist.Store, launch: LaunchSpec, wait: _Wait) -> None:
         time.sleep(_POLL_SECONDS)
     if not own.check([_OUTCOME]):
         contents = own.multi_get([_PEER.format(rank) for rank in range(launch.world_size)])
-        outcome = place_ranks([_read(content, Peer) for content in contents])
+        outcome = place_ranks([decode(content, Peer, name=_STORE) for content in contents])
         own.compare_set(_OUTCOME, "", encode(outcome).decode())
 
 
@@ -331,10 +337,6 @@ def are_set(store: dist.Store, keys: list[str], seconds: float) -> bool:
     return True
 
 
-def _read(content: bytes, schema: type[T]) -> T:
-    return decode(content, schema, name="what is in the store where the ranks meet")
-
-
 def keyed(token: str, purpose: str) -> str:
     """Return a text that only those who have the token can compute."""
     return hmac.new(os.fsencode(token), purpose.encode(), hashlib.sha256).hexdigest()
@@ -352,13 +354,6 @@ def explain_mismatch(*, here: bool, there: bool) -> str:
     return (
         f"{with_one} has a run token and {without} has none: set {RUN_TOKEN} to the same value on "
         "every node, or on none"
-    )
-
-
-def _started_twice(rank: int, first: Peer, second: Peer) -> str:
-    return (
-        f"rank {rank} was started twice: on {first.host} (process {first.pid}) and on "
-        f"{second.host} (process {second.pid}); give each node a --rank of its own"
     )
 
 
