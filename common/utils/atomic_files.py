@@ -29,9 +29,9 @@ _KINDS = {
 
 
 def read_regular(
-    path: Path, *, most_bytes: int | None = None, last_bytes: int | None = None
+    path: Path, *, most_bytes: int | None = None, last_bytes: int | None = None, start: int = 0
 ) -> bytes:
-    """Return the content of a regular file, or its ``last_bytes``.
+    """Return the content of a regular file from ``start`` on, or its ``last_bytes``.
 
     Raises FileNotFoundError if it is missing, UserError if it is a FIFO, a device, a folder, larger
     than ``most_bytes``, or cannot be read.
@@ -45,7 +45,7 @@ def read_regular(
                 "it is not the file that belongs here"
             )
         with path.open("rb") as file:
-            file.seek(max(0, status.st_size - last_bytes) if last_bytes else 0)
+            file.seek(max(0, status.st_size - last_bytes) if last_bytes else start)
             return file.read(last_bytes)
 
 

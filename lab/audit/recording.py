@@ -5,8 +5,6 @@ with limits, and what no probe has written is one ``UserError``.
 """
 
 import json
-import os
-import stat
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import UserError
+from common.utils.atomic_files import read_regular
 
 Record = dict[str, Any]
 Numbers = NDArray[np.float64]
@@ -103,26 +101,8 @@ class Recording:
         return [*self.ranks, *self.others]
 
 
-ADVICE = ": does the script write to the audit's own folder?"
 MOST_RECORDS, MOST_NUMBERS = 256 * 2**20, 1024 * 2**20
 """Bytes of a process's files. The script of a stranger runs with the right to write there."""
-
-
-def read_stranger(path: Path, *, most: int, start: int = 0, last: bool = False) -> bytes:
-    """Return a file, from ``start`` on, in a folder in which the script may write as well.
-
-    most : a larger file is an error; with ``last``, its last bytes are returned instead.
-    Raises UserError for a FIFO and anything else but a regular file, OSError for a link.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path.name} is no regular file any more{ADVICE}")
-        if status.st_size > most and not last:
-            raise UserError(f"{path.name} has more than {most:,} bytes{ADVICE}")
-        file.seek(max(0, status.st_size - most) if last else start)
-        return file.read(most)
 
 
 class RecordReader:
@@ -142,7 +122,7 @@ class RecordReader:
         further = False
         for path in [one for one in self._folder.iterdir() if one.suffix == ".jsonl"]:
             pid = int(path.stem)
-            content = read_stranger(path, start=self._offsets[pid], most=MOST_RECORDS)
+            content = read_regular(path, most_bytes=MOST_RECORDS, start=self._offsets[pid])
             whole = content[: content.rfind(b"\n") + 1]
             self._offsets[pid] += len(whole)
             process = self.processes.setdefault(pid, RankRecords(pid, []))
@@ -162,7 +142,7 @@ class RecordReader:
         ranks: dict[int, RankRecords] = {}
         for one in sorted(self.processes.values(), key=lambda one: len(one.by_kind["step"])):
             path = self._folder / f"{one.pid}.f64"
-            content = read_stranger(path, most=MOST_NUMBERS) if os.path.lexists(path) else b""
+            content = read_regular(path, most_bytes=MOST_NUMBERS) if path.exists() else b""
             one._numbers = np.frombuffer(content[: len(content) // 8 * 8], dtype=np.float64)
             rank = _rank(one)
             if rank is not None and (one.by_kind["step"] or one.by_kind["group"]):

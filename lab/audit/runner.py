@@ -18,13 +18,14 @@ from typing import Any
 import psutil
 
 from common.errors import UserError
+from common.utils.atomic_files import read_regular
 from common.utils.processes import kill_on_parent_exit
 from common.utils.system import free_port, usable_cores
 from lab.audit.command import AuditCommand
 from lab.audit.findings import collectives
 from lab.audit.findings.finding import Finding
 from lab.audit.isolation import LOOPBACK, RunNetwork, end_processes, running
-from lab.audit.recording import RankRecords, Recording, RecordReader, read_stranger
+from lab.audit.recording import RankRecords, Recording, RecordReader
 
 HOOK = Path(__file__).with_name("probe") / "hook"
 """The folder that loads the probe when it is on PYTHONPATH."""
@@ -204,7 +205,7 @@ class AuditRun:
 
     def output(self, process: int) -> str:
         """Return the end of what a process has written."""
-        return read_stranger(self.log(process), most=2**20, last=True).decode(errors="replace")
+        return read_regular(self.log(process), last_bytes=2**20).decode(errors="replace")
 
     def wait(self) -> None:
         """Return when all processes have ended, or have to be ended."""
@@ -219,8 +220,8 @@ class AuditRun:
     def _is_over(self, now: float) -> bool:
         """Return whether all processes have ended, or have to be ended now."""
         self.statuses = tuple(one.poll() for one in self.started)
-        failed = {number: now for number, status in enumerate(self.statuses) if status}
-        self.failed = self.failed | failed | self.failed
+        ended = (number for number, status in enumerate(self.statuses) if status)
+        self.failed |= {number: now for number in ended if number not in self.failed}
         self._read(now)
         if None not in self.statuses:
             return True
