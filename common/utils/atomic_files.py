@@ -29,9 +29,9 @@ _KINDS = {
 
 
 def read_regular(
-    path: Path, *, most_bytes: int | None = None, last_bytes: int | None = None, start: int = 0
+    path: Path, *, most_bytes: int | None = None, last_bytes: int | None = None
 ) -> bytes:
-    """Return the content of a regular file from ``start`` on, or its ``last_bytes``.
+    """Return the content of a regular file, or its ``last_bytes``.
 
     Raises FileNotFoundError if it is missing, UserError if it is a FIFO, a device, a folder, larger
     than ``most_bytes``, or cannot be read.
@@ -45,7 +45,7 @@ def read_regular(
                 "it is not the file that belongs here"
             )
         with path.open("rb") as file:
-            file.seek(max(0, status.st_size - last_bytes) if last_bytes else start)
+            file.seek(max(0, status.st_size - last_bytes) if last_bytes else 0)
             return file.read(last_bytes)
 
 
@@ -67,12 +67,12 @@ def check_folder(path: Path) -> None:
         raise UserError(f"{path} is not a folder: give the path of a folder")
 
 
-def whole_lines(path: Path) -> list[bytes]:
+def whole_lines(path: Path, *, most_bytes: int | None = None) -> list[bytes]:
     """Return the lines of a file, each with its end, without a last one that is not whole.
 
     Its writer is still writing, was killed, or the disk was full. Raises as ``read_regular``.
     """
-    lines = read_regular(path).splitlines(keepends=True)
+    lines = read_regular(path, most_bytes=most_bytes).splitlines(keepends=True)
     return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
 
 

@@ -13,9 +13,6 @@ from pathlib import Path
 from common.errors import UserError
 from lab.cluster.program import check_placeholders, fill_in
 
-_EXAMPLE = "lab audit -- python main.py --master-ip {master} --num-nodes {nodes} --rank {rank}"
-
-
 _LAUNCHER = re.compile(
     r"(?:^|[/ ])(torchrun|-m torch\.distributed\.(?:run|launch)|accelerate launch)$"
 )
@@ -77,7 +74,10 @@ class AuditCommand:
 def parse_command(words: Sequence[str], rank0: str | None) -> AuditCommand:
     """Return what follows ``--``. Raises UserError if there is nothing, or a wrong placeholder."""
     if not words:
-        raise UserError(f"no command: add it after --, for example {_EXAMPLE}")
+        raise UserError(
+            "no command: add it after --, for example lab audit -- python main.py --master-ip "
+            "{master} --num-nodes {nodes} --rank {rank}"
+        )
     try:
         of_rank0 = None if rank0 is None else tuple(shlex.split(rank0))
     except ValueError as error:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.utils.atomic_files import read_regular
+from common.utils.atomic_files import read_regular, whole_lines
 
 Record = dict[str, Any]
 Numbers = NDArray[np.float64]
@@ -110,7 +110,6 @@ class RecordReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._offsets: dict[int, int] = defaultdict(int)
         self.processes: dict[int, RankRecords] = {}
 
     def read(self) -> bool:
@@ -122,11 +121,8 @@ class RecordReader:
         further = False
         for path in [one for one in self._folder.iterdir() if one.suffix == ".jsonl"]:
             pid = int(path.stem)
-            content = read_regular(path, most_bytes=MOST_RECORDS, start=self._offsets[pid])
-            whole = content[: content.rfind(b"\n") + 1]
-            self._offsets[pid] += len(whole)
             process = self.processes.setdefault(pid, RankRecords(pid, []))
-            for line in whole.splitlines():
+            for line in whole_lines(path, most_bytes=MOST_RECORDS)[len(process.records) :]:
                 record = json.loads(line)
                 process.by_kind[record["k"]].append(record)
                 process.records.append(record)

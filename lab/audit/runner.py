@@ -269,11 +269,8 @@ class AuditRun:
         if work - self._work > _IDLE_SHARE * (now - self._looked):
             self._active = now
         self._work, self._looked = work, now
-        for number in range(len(self.started)):
-            if self.log(number).lstat().st_size > MOST_OUTPUT:
-                raise UserError(
-                    f"a rank printed more than {MOST_OUTPUT:,} bytes: make it print less"
-                )
+        if any(self.log(n).stat().st_size > MOST_OUTPUT for n in range(len(self.started))):
+            raise UserError(f"a rank printed more than {MOST_OUTPUT:,} bytes: make it print less")
 
     def _hang(self, now: float, quiet: float) -> str | None:
         """Return why the run is not going to end, or takes too long; None if it may go on."""
