@@ -189,8 +189,12 @@ def _own_error(run: AuditRun, error: Record | None, gone: RankRecords | None) ->
     }
     statuses = {number: run.statuses[number] or 0 for number in run.failed}
     failed = [gone.rank] if gone is not None and gone.rank in statuses else list(run.failed)
-    name = "rank" if run.command.one_process_a_rank else "process"
-    culprit, message = find_root_failure(failed, statuses, outputs, name=name)
+    culprit, message = find_root_failure(
+        failed,
+        statuses,
+        outputs,
+        name="rank" if run.command.one_process_a_rank else "process",
+    )
     if error is not None:
         text = f"{error['type']}: {error['message']}".strip().splitlines()[0][:300]
         at = code_line(error.get("at"))

@@ -19,6 +19,7 @@ from lab.predict.calibration_file import find_calibration
 from lab.predict.compute_model import StepCompute
 from lab.predict.event_model import predict_step
 from lab.predict.tables import message_plans
+from lab.report.drawings.timeline import union
 
 WARM_UP = 2  # steps left out: the first ones allocate and connect
 _ITEM_BYTES = {"float64": 8, "float16": 2, "bfloat16": 2}
@@ -41,13 +42,14 @@ def measure(recording: Recording, *, rate_bits: float | None = None) -> dict[str
         for name in observed[0][0]
     }
     size, cores = recording.size, usable_cores()
-    crowded = f"{size} ranks share {cores} cores, so a step is slower than on nodes"
     return {
         "ranks": size,
         **mean,
         "exposed_share": mean["exposed_seconds"] / mean["seconds"] if mean["seconds"] else 0.0,
         "most_bytes_sent": max(step["bytes_sent"] for steps in observed for step in steps),
-        "note": crowded if rate_bits is None and size > cores else "",
+        "note": f"{size} ranks share {cores} cores, so a step is slower than on nodes"
+        if rate_bits is None and size > cores
+        else "",
         **_predict(recording.ranks[0], size, mean, rate_bits),
     }
 
@@ -99,7 +101,7 @@ def _observe(
 
 
 def _blocked(rank: RankRecords) -> list[tuple[float, float]]:
-    """Return when calls held the script up: begin and end of each, in order.
+    """Return when calls held the script up, as disjoint spans: several threads may wait at once.
 
     A call in a thread of the script's own holds up what follows backward, not backward.
     """
@@ -111,16 +113,12 @@ def _blocked(rank: RankRecords) -> list[tuple[float, float]]:
         if one.get("own_thread"):
             begin = max([begin, *(last for first, last in passes if first < end)])
         spans.append((begin, end))
-    return sorted(spans)
+    return union(spans)
 
 
 def _overlap(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    """Return the seconds between two times that sorted spans cover; several threads may wait."""
-    covered, at = 0.0, begin
-    for first, last in spans:
-        covered += max(0.0, min(last, end) - max(first, at))
-        at = max(at, min(last, end))
-    return covered
+    """Return the seconds between two times that disjoint spans cover."""
+    return sum(max(0.0, min(last, end) - max(first, begin)) for first, last in spans)
 
 
 def _sent(call: Record, rank: int) -> float:

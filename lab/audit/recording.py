@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import UserError
 from common.utils.atomic_files import read_regular, whole_lines
 
 Record = dict[str, Any]
@@ -115,7 +116,8 @@ class RecordReader:
     def read(self) -> bool:
         """Add the records written since the last call; return whether the script came further.
 
-        A line that a killed process left unfinished is left out. Raises UserError, or what
+        A line that a killed process left unfinished is left out. Raises UserError for a torch that
+        is too old: the hooks that the probe needs came with 2.0. Raises UserError as well, or what
         ``understood`` of audit.py turns into one, for what no probe has written.
         """
         further = False
@@ -127,6 +129,12 @@ class RecordReader:
                 process.by_kind[record["k"]].append(record)
                 process.records.append(record)
                 further |= record["k"] not in ("stack", "stands")
+                if record["k"] == "torch" and record["version"].startswith(("0.", "1.")):
+                    raise UserError(
+                        f"the script runs with torch {record['version']}, and lab audit works with "
+                        "torch 2.0 and newer: give the Python of an environment that has one, as "
+                        "in lab audit -- /path/to/python main.py"
+                    )
         return further
 
     def recording(self, **facts: Any) -> Recording:

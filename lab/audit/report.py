@@ -37,9 +37,12 @@ _MOST_LINES = 12  # of a text on the terminal; half as many of one that is wrapp
 
 def as_json(result: AuditResult) -> dict[str, Any]:
     """Return the content of the JSON file: plain values, texts without control characters."""
-    processes = [one for recording in result.recordings for one in recording.processes]
     records = [
-        one for process in processes for kind in ("start", "torch") for one in process.by_kind[kind]
+        one
+        for recording in result.recordings
+        for process in recording.processes
+        for kind in ("start", "torch")
+        for one in process.by_kind[kind]
     ]
     keys = {"python": "python", "executable": "executable", "torch": "version"}
     content = {
