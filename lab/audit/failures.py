@@ -165,7 +165,6 @@ def _gone(run: AuditRun) -> RankRecords | None:
     Where ranks wait too long or fail, all that still run are asked for their stacks, and a rank
     that has left by os._exit is what the others wait for.
     """
-    waited_for = bool(run.failed or run.hung)
     silent = [
         rank
         for rank in run.recording.ranks
@@ -173,7 +172,7 @@ def _gone(run: AuditRun) -> RankRecords | None:
         and not (rank.by_kind["error"] or rank.by_kind["stack"])
         and rank.records[-1]["k"] != "stands"
         and all(
-            waited_for and end["status"] is not None and not end.get("after_cut")
+            (run.failed or run.hung) and end["status"] is not None and not end.get("after_cut")
             for end in rank.by_kind["end"]
         )
     ]

@@ -164,7 +164,6 @@ def _predict(
         for name, plan in message_plans(("ddp", "overlapped")).items()
     )
     links = "loopback" if rate_bits is None else f"links of {rate_bits / 1e6:,.0f} Mbit/s"
-    made = f"{calibration.name}, {calibration.made[:10]}"
     elsewhere = "; `lab calibrate` measures this machine" if is_reference else ""
     return {
         "predicted": [
@@ -176,5 +175,5 @@ def _predict(
             }
             for name, step in predicted
         ],
-        "source": f"{links} as calibrated on {made}{elsewhere}",
+        "source": f"{links} as calibrated on {calibration.name}, {calibration.made[:10]}{elsewhere}",
     }

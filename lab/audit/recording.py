@@ -61,11 +61,8 @@ class RankRecords:
         return found
 
     def numbers(self, reference: list[int] | None) -> Numbers | None:
-        """Return the numbers that a record refers to; None for null."""
-        if reference is None:
-            return None
-        offset, count = reference
-        return self._numbers[offset : offset + count]
+        """Return the numbers that a record refers to by their place and count; None for null."""
+        return None if reference is None else self._numbers[reference[0] : sum(reference)]
 
 
 @dataclass

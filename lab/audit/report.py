@@ -44,7 +44,6 @@ def as_json(result: AuditResult) -> dict[str, Any]:
         for kind in ("start", "torch")
         for one in process.by_kind[kind]
     ]
-    keys = {"python": "python", "executable": "executable", "torch": "version"}
     content = {
         "command": result.command,
         "status": result.status,
@@ -79,7 +78,11 @@ def as_json(result: AuditResult) -> dict[str, Any]:
         ],
         "versions": {
             name: ", ".join(sorted({str(one[key]) for one in records if key in one}))
-            for name, key in keys.items()
+            for name, key in (
+                ("python", "python"),
+                ("executable", "executable"),
+                ("torch", "version"),
+            )
         },
         "performance": result.performance,
         "replay": None,  # kept for readers of older results

@@ -215,8 +215,8 @@ class AuditRun:
     def _is_over(self, now: float) -> bool:
         """Return whether all processes have ended, or have to be ended now."""
         self.statuses = tuple(one.poll() for one in self.started)
-        ended = (number for number, status in enumerate(self.statuses) if status)
-        self.failed |= {number: now for number in ended if number not in self.failed}
+        failed = {number: now for number, status in enumerate(self.statuses) if status}
+        self.failed |= failed | self.failed
         if self.reader.read():
             self._longest_quiet = max(self._longest_quiet, now - self._recorded)
             self._active = self._recorded = now
