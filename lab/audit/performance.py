@@ -175,5 +175,6 @@ def _predict(
             }
             for name, step in predicted
         ],
-        "source": f"{links} as calibrated on {calibration.name}, {calibration.made[:10]}{elsewhere}",
+        "source": f"{links} as calibrated on {calibration.name}, {calibration.made[:10]}"
+        f"{elsewhere}",
     }
