@@ -97,15 +97,13 @@ def running(pids: Iterable[int], folder: Path) -> list[psutil.Process]:
     """Return what still runs of a run: these processes, their descendants, and others with its
     settings in their environment, which name its folder."""
     wanted = {one for parent in pids for one in (parent, *descendants(parent))}
-    return [
-        process
-        for process in psutil.process_iter(["environ", "status"])  # None: it is somebody else's
-        if process.info["status"] != psutil.STATUS_ZOMBIE
-        and (
-            process.pid in wanted
-            or str(folder) in (process.info["environ"] or {}).get("LAB_AUDIT", "")
-        )
-    ]
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # somebody else's, or it has ended
+            ours = process.pid in wanted or str(folder) in process.environ().get("LAB_AUDIT", "")
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def end_processes(pids: Iterable[int], folder: Path, *, grace_seconds: float) -> None:
