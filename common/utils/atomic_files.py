@@ -67,12 +67,12 @@ def check_folder(path: Path) -> None:
         raise UserError(f"{path} is not a folder: give the path of a folder")
 
 
-def whole_lines(path: Path) -> list[bytes]:
+def whole_lines(path: Path, *, most_bytes: int | None = None) -> list[bytes]:
     """Return the lines of a file, each with its end, without a last one that is not whole.
 
     Its writer is still writing, was killed, or the disk was full. Raises as ``read_regular``.
     """
-    lines = read_regular(path).splitlines(keepends=True)
+    lines = read_regular(path, most_bytes=most_bytes).splitlines(keepends=True)
     return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
 
 

@@ -13,7 +13,6 @@ from lab.audit.failures import explain_failure
 from lab.audit.findings import run_checks
 from lab.audit.isolation import record_folder, run_network
 from lab.audit.performance import measure
-from lab.audit.recording import ADVICE
 from lab.audit.report import print_audit, write_json, write_page
 from lab.audit.result import AuditResult, verdict
 from lab.audit.runner import AuditRun, RunSettings, run_audit_size
@@ -39,8 +38,9 @@ def main_audit(args: argparse.Namespace) -> int:
     with record_folder(args.keep) as folder:
         try:
             with understood():
-                for one in run_sizes(command, args, folder, settings):
-                    runs.append(one)
+                runs.extend(
+                    run_sizes(command, args, folder, settings)
+                )  # keeps those before an error
         except UserError as error:
             stopped = f"could not be run: {error}"
         with understood():
@@ -68,8 +68,8 @@ def understood() -> Iterator[None]:
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
             f"the records make no sense ({type(error).__name__}: {error}, at "
-            f"{Path(place.filename).name}:{place.lineno}){ADVICE} If not, report this: lab audit "
-            "itself is wrong"
+            f"{Path(place.filename).name}:{place.lineno}): does the script write to the audit's "
+            "own folder? If not, report this: lab audit itself is wrong"
         ) from error
 
 

@@ -13,13 +13,11 @@ from pathlib import Path
 from common.errors import UserError
 from lab.cluster.program import check_placeholders, fill_in
 
-_EXAMPLE = "lab audit -- python main.py --master-ip {master} --num-nodes {nodes} --rank {rank}"
-
-
 _LAUNCHER = re.compile(
     r"(?:^|[/ ])(torchrun|-m torch\.distributed\.(?:run|launch)|accelerate launch)$"
 )
 """What the words end with that start a program which starts the ranks."""
+_FLAGS = {"accelerate launch": ("--num_processes", "--main_process_port")}
 
 
 @dataclass(frozen=True)
@@ -41,28 +39,28 @@ class AuditCommand:
     @property
     def one_process_a_rank(self) -> bool:
         """Whether each rank is started by itself; otherwise the command starts its ranks."""
-        return self.rank0 is not None or any("{rank}" in word for word in self.words)
+        return self.rank0 is not None or "{rank}" in self.text
+
+    @property
+    def started(self) -> tuple[str, ...]:
+        """The words that start a rank, or the launcher of all, which is told their number."""
+        return self.words if self.one_process_a_rank else _with_flags(self.words)
 
     @property
     def takes_size(self) -> bool:
         """Whether the number of ranks can be chosen."""
-        return (
-            self.one_process_a_rank or "{nodes}" in self.text or _launcher(self.words) is not None
-        )
+        return self.one_process_a_rank or "{nodes}" in " ".join(self.started)
 
     def processes(self, size: int | None, *, master: str, port: int) -> list[list[str]]:
         """Return the command of each process to start, by rank if there is one a rank.
 
         size : the number of ranks; None only if the command does not take it.
         """
-        nodes, commands = size or 1, [self.words]
-        if self.one_process_a_rank:
-            commands = [self.rank0 or self.words, *[self.words] * (nodes - 1)]
-        elif size is not None:
-            commands = [_with_ranks(self.words, size, port)]
+        nodes = size or 1
+        others = [self.words] * (nodes - 1) if self.one_process_a_rank else []
         return [
             fill_in(words, master=master, nodes=nodes, rank=rank, port=port)
-            for rank, words in enumerate(commands)
+            for rank, words in enumerate([self.rank0 or self.started, *others])
         ]
 
     def user_folder(self, cwd: Path) -> Path:
@@ -76,7 +74,10 @@ class AuditCommand:
 def parse_command(words: Sequence[str], rank0: str | None) -> AuditCommand:
     """Return what follows ``--``. Raises UserError if there is nothing, or a wrong placeholder."""
     if not words:
-        raise UserError(f"no command: add it after --, for example {_EXAMPLE}")
+        raise UserError(
+            "no command: add it after --, for example lab audit -- python main.py --master-ip "
+            "{master} --num-nodes {nodes} --rank {rank}"
+        )
     try:
         of_rank0 = None if rank0 is None else tuple(shlex.split(rank0))
     except ValueError as error:
@@ -84,7 +85,7 @@ def parse_command(words: Sequence[str], rank0: str | None) -> AuditCommand:
     if of_rank0 == ():
         raise UserError("--rank0: got an empty command; give rank 0's whole command in quotes")
     command = AuditCommand(tuple(words), of_rank0)
-    if of_rank0 and _launcher(words) and not any("{rank}" in word for word in words):
+    if of_rank0 and "{rank}" not in command.text and _with_flags(command.words) != command.words:
         raise UserError(
             "--rank0: the command after -- starts all ranks itself: give the one that starts a "
             "single rank, or leave --rank0 out"
@@ -93,27 +94,15 @@ def parse_command(words: Sequence[str], rank0: str | None) -> AuditCommand:
     return command
 
 
-def _launcher(words: Sequence[str]) -> tuple[int, str, str] | None:
-    """Return the place after a launcher's name, and its flags for the number of ranks and the port.
-
-    None without a launcher.
-    """
-    for end in range(1, len(words) + 1):
-        if named := _LAUNCHER.search(" ".join(words[:end])):
-            accelerate = ("--num_processes", "--main_process_port")
-            torchrun = ("--nproc_per_node", "--master_port")
-            return end, *(accelerate if named[1] == "accelerate launch" else torchrun)
-    return None
-
-
-def _with_ranks(words: tuple[str, ...], size: int, port: int) -> tuple[str, ...]:
-    """Return a launcher's command for this number of ranks, and a free port.
+def _with_flags(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a launcher's words with flags for the number of ranks and the port; others unchanged.
 
     The flags come right before the script: of several the last one counts.
     """
-    if (found := _launcher(words)) is None:
-        return words
-    at, ranks_flag, port_flag = found
-    is_script = (word.endswith(".py") or word in ("-m", "--module") for word in words[at:])
-    script = at + next((n for n, holds in enumerate(is_script) if holds), 0)
-    return *words[:script], ranks_flag, str(size), port_flag, str(port), *words[script:]
+    for at in range(1, len(words) + 1):
+        if named := _LAUNCHER.search(" ".join(words[:at])):
+            ranks, port = _FLAGS.get(named[1], ("--nproc_per_node", "--master_port"))
+            is_script = (word.endswith(".py") or word in ("-m", "--module") for word in words[at:])
+            at += next((n for n, holds in enumerate(is_script) if holds), 0)
+            return *words[:at], ranks, "{nodes}", port, "{port}", *words[at:]
+    return words

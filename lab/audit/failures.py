@@ -13,12 +13,11 @@ _CONSEQUENCE = re.compile(
     "Socket (Timeout|closed)"
 )
 _CONNECTS_TO = re.compile(r"(?:host |connect to |addresses of )[\[(]?([\w.-]+)\]?[:,]")
-_PREFIX = re.compile(r"^\[(rank|default)\d+\]:\s?", re.MULTILINE)
-_TORCHRUNS_REPORT = re.compile(
-    r"^[EW]\d{4} [^\n]*torch/distributed/elastic/.*", re.MULTILINE | re.DOTALL
+_TORCHRUNS_OWN = re.compile(
+    r"^(?:\[(?:rank|default)\d+\]:\s?)?(?:[EW]\d{4} [^\n]*torch/distributed/elastic/.*)?",
+    re.MULTILINE | re.DOTALL,
 )
-"""What torchrun prints once a rank has failed: about itself, not about the script."""
-_FEW_STEPS = 6
+"""The prefix of each line, and what torchrun prints about itself once a rank has failed."""
 _TORCHRUN = "lab audit -- torchrun --nproc-per-node 2 SCRIPT"
 _MODULE = re.compile(r"No module named '?([\w.]+)")
 _PACKAGES = (
@@ -152,7 +151,7 @@ def _reason(run: AuditRun) -> str | None:
             f"{{rank}} to it, or start it with torchrun: {_TORCHRUN}.",
         ),
         (
-            recording.steps <= min(steps, _FEW_STEPS) / 2,
+            recording.steps <= min(steps / 2, 3),
             f"the script ended after {recording.steps} of {steps} steps, although no error was "
             f"seen. Let it train longer, or pass --steps {recording.steps}.",
         ),
@@ -166,7 +165,6 @@ def _gone(run: AuditRun) -> RankRecords | None:
     Where ranks wait too long or fail, all that still run are asked for their stacks, and a rank
     that has left by os._exit is what the others wait for.
     """
-    waited_for = bool(run.failed or run.hung)
     silent = [
         rank
         for rank in run.recording.ranks
@@ -174,7 +172,7 @@ def _gone(run: AuditRun) -> RankRecords | None:
         and not (rank.by_kind["error"] or rank.by_kind["stack"])
         and rank.records[-1]["k"] != "stands"
         and all(
-            waited_for and end["status"] is not None and not end.get("after_cut")
+            (run.failed or run.hung) and end["status"] is not None and not end.get("after_cut")
             for end in rank.by_kind["end"]
         )
     ]
@@ -183,14 +181,15 @@ def _gone(run: AuditRun) -> RankRecords | None:
 
 def _own_error(run: AuditRun, error: Record | None, gone: RankRecords | None) -> str:
     """Return the script's own last error, and what to try."""
-    outputs = {
-        number: _TORCHRUNS_REPORT.sub("", _PREFIX.sub("", run.output(number)))
-        for number in run.failed
-    }
+    outputs = {number: _TORCHRUNS_OWN.sub("", run.output(number)) for number in run.failed}
     statuses = {number: run.statuses[number] or 0 for number in run.failed}
     failed = [gone.rank] if gone is not None and gone.rank in statuses else list(run.failed)
-    name = "rank" if run.command.one_process_a_rank else "process"
-    culprit, message = find_root_failure(failed, statuses, outputs, name=name)
+    culprit, message = find_root_failure(
+        failed,
+        statuses,
+        outputs,
+        name="rank" if run.command.one_process_a_rank else "process",
+    )
     if error is not None:
         text = f"{error['type']}: {error['message']}".strip().splitlines()[0][:300]
         at = code_line(error.get("at"))
@@ -212,9 +211,9 @@ def _advice(text: str, run: AuditRun) -> str:
 
 def _about_module(name: str, run: AuditRun) -> str:
     """Return what to do about a module that is missing: only a known package is to be installed."""
-    starts = [start for one in run.recording.processes for start in one.by_kind["start"]]
-    python = next((start.get("executable") for start in starts), None) or run.command.words[0]
     if name in _PACKAGES:
+        starts = [start for one in run.recording.processes for start in one.by_kind["start"]]
+        python = next((start.get("executable") for start in starts), None) or run.command.words[0]
         return (
             f"{python} has no {name}: install it there, or give the Python of the script's "
             "environment, as in lab audit -- /path/to/python main.py."
@@ -246,8 +245,7 @@ def _connects(run: AuditRun) -> str:
             "Check that every rank reaches the same call; if the run is only slow, use less data "
             "or raise --timeout."
         )
-    outputs = (run.output(number) for number in range(len(run.statuses)))
-    found = next(filter(None, map(_CONNECTS_TO.search, outputs)), None)
+    found = _CONNECTS_TO.search("\n".join(map(run.output, range(len(run.statuses)))))
     return (
         "Give the number of ranks, the address and the port that it uses: --ranks N, {master} and "
         f"{{port}} in the command, or --isolate {found[1] if found else 'ADDRESS'}."

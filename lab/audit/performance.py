@@ -19,16 +19,14 @@ from lab.predict.calibration_file import find_calibration
 from lab.predict.compute_model import StepCompute
 from lab.predict.event_model import predict_step
 from lab.predict.tables import message_plans
+from lab.report.drawings.timeline import union
 
 WARM_UP = 2  # steps left out: the first ones allocate and connect
-PREDICTED = ("ddp", "overlapped")
 _ITEM_BYTES = {"float64": 8, "float16": 2, "bfloat16": 2}
 _KIND = re.compile(
     "_?(all_reduce|all_gather|all_to_all|reduce_scatter|reduce|broadcast|gather|scatter|i?send)"
 )
 """What a name of torch.distributed begins with: it may end in _base, _into_tensor or _single."""
-
-_NAMES = ("seconds", "exposed_seconds", "backward_seconds", "update_seconds", "bytes_sent")
 
 
 def measure(recording: Recording, *, rate_bits: float | None = None) -> dict[str, Any] | None:
@@ -39,21 +37,24 @@ def measure(recording: Recording, *, rate_bits: float | None = None) -> dict[str
     observed = [*filter(None, (_steps(rank, recording.size) for rank in recording.ranks))]
     if not observed:
         return None
-    numbers = np.mean([np.median(steps, axis=0) for steps in observed], axis=0).tolist()
-    mean = dict(zip(_NAMES, numbers, strict=True))
+    mean = {
+        name: float(np.mean([np.median([step[name] for step in steps]) for steps in observed]))
+        for name in observed[0][0]
+    }
     size, cores = recording.size, usable_cores()
-    crowded = f"{size} ranks share {cores} cores, so a step is slower than on nodes"
     return {
         "ranks": size,
         **mean,
         "exposed_share": mean["exposed_seconds"] / mean["seconds"] if mean["seconds"] else 0.0,
-        "most_bytes_sent": max(bytes_sent for steps in observed for *_, bytes_sent in steps),
-        "note": crowded if rate_bits is None and size > cores else "",
+        "most_bytes_sent": max(step["bytes_sent"] for steps in observed for step in steps),
+        "note": f"{size} ranks share {cores} cores, so a step is slower than on nodes"
+        if rate_bits is None and size > cores
+        else "",
         **_predict(recording.ranks[0], size, mean, rate_bits),
     }
 
 
-def _steps(rank: RankRecords, size: int) -> list[list[float]]:
+def _steps(rank: RankRecords, size: int) -> list[dict[str, float]]:
     """Return what a rank did in each measured step, from just before an update to the next.
 
     With several optimisers these are the updates of the one that steps first.
@@ -66,8 +67,8 @@ def _steps(rank: RankRecords, size: int) -> list[list[float]]:
 
 def _observe(
     rank: RankRecords, size: int, blocked: list[tuple[float, float]], begin: float, end: float
-) -> list[float]:
-    """Return what a rank did between two times, in the order of ``_NAMES``.
+) -> dict[str, float]:
+    """Return what a rank did between two times.
 
     exposed_seconds : communication that backward does not hide: calls that block, waiting for
         others, and the end of DDP's backward after this rank's last gradient.
@@ -90,17 +91,17 @@ def _observe(
         times = sum(one.get("synced") is True for one in backwards) // max(1, len(models))
         nbytes = max(1, times) * sum(one["bytes"] for one in models)
         sent += float(sent_bytes("all_reduce", nbytes, rank=rank.rank, ranks=size))
-    return [
-        end - begin,
-        exposed + _overlap(blocked, begin, end),
-        max(0.0, computed - exposed),
-        sum(one["seconds"] for one in updates),
-        sent,
-    ]
+    return {
+        "seconds": end - begin,
+        "exposed_seconds": exposed + _overlap(blocked, begin, end),
+        "backward_seconds": max(0.0, computed - exposed),
+        "update_seconds": sum(one["seconds"] for one in updates),
+        "bytes_sent": sent,
+    }
 
 
 def _blocked(rank: RankRecords) -> list[tuple[float, float]]:
-    """Return when calls held the script up: begin and end of each, in order.
+    """Return when calls held the script up, as disjoint spans: several threads may wait at once.
 
     A call in a thread of the script's own holds up what follows backward, not backward.
     """
@@ -112,16 +113,12 @@ def _blocked(rank: RankRecords) -> list[tuple[float, float]]:
         if one.get("own_thread"):
             begin = max([begin, *(last for first, last in passes if first < end)])
         spans.append((begin, end))
-    return sorted(spans)
+    return union(spans)
 
 
 def _overlap(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    """Return the seconds between two times that sorted spans cover; several threads may wait."""
-    covered, at = 0.0, begin
-    for first, last in spans:
-        covered += max(0.0, min(last, end) - max(first, at))
-        at = max(at, min(last, end))
-    return covered
+    """Return the seconds between two times that disjoint spans cover."""
+    return sum(max(0.0, min(last, end) - max(first, begin)) for first, last in spans)
 
 
 def _sent(call: Record, rank: int) -> float:
@@ -164,10 +161,9 @@ def _predict(
     )
     predicted = (
         (name, predict_step(plan, sizes, size, network=network, compute=compute))
-        for name, plan in message_plans(PREDICTED).items()
+        for name, plan in message_plans(("ddp", "overlapped")).items()
     )
     links = "loopback" if rate_bits is None else f"links of {rate_bits / 1e6:,.0f} Mbit/s"
-    made = f"{calibration.name}, {calibration.made[:10]}"
     elsewhere = "; `lab calibrate` measures this machine" if is_reference else ""
     return {
         "predicted": [
@@ -179,5 +175,6 @@ def _predict(
             }
             for name, step in predicted
         ],
-        "source": f"{links} as calibrated on {made}{elsewhere}",
+        "source": f"{links} as calibrated on {calibration.name}, {calibration.made[:10]}"
+        f"{elsewhere}",
     }

@@ -5,8 +5,6 @@ with limits, and what no probe has written is one ``UserError``.
 """
 
 import json
-import os
-import stat
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import UserError
+from common.utils.atomic_files import read_regular, whole_lines
 
 Record = dict[str, Any]
 Numbers = NDArray[np.float64]
@@ -62,11 +61,8 @@ class RankRecords:
         return found
 
     def numbers(self, reference: list[int] | None) -> Numbers | None:
-        """Return the numbers that a record refers to; None for null."""
-        if reference is None:
-            return None
-        offset, count = reference
-        return self._numbers[offset : offset + count]
+        """Return the numbers that a record refers to by their place and count; None for null."""
+        return None if reference is None else self._numbers[reference[0] : sum(reference)]
 
 
 @dataclass
@@ -103,26 +99,8 @@ class Recording:
         return [*self.ranks, *self.others]
 
 
-ADVICE = ": does the script write to the audit's own folder?"
 MOST_RECORDS, MOST_NUMBERS = 256 * 2**20, 1024 * 2**20
 """Bytes of a process's files. The script of a stranger runs with the right to write there."""
-
-
-def read_stranger(path: Path, *, most: int, start: int = 0, last: bool = False) -> bytes:
-    """Return a file, from ``start`` on, in a folder in which the script may write as well.
-
-    most : a larger file is an error; with ``last``, its last bytes are returned instead.
-    Raises UserError for a FIFO and anything else but a regular file, OSError for a link.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path.name} is no regular file any more{ADVICE}")
-        if status.st_size > most and not last:
-            raise UserError(f"{path.name} has more than {most:,} bytes{ADVICE}")
-        file.seek(max(0, status.st_size - most) if last else start)
-        return file.read(most)
 
 
 class RecordReader:
@@ -130,27 +108,30 @@ class RecordReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._offsets: dict[int, int] = defaultdict(int)
         self.processes: dict[int, RankRecords] = {}
 
     def read(self) -> bool:
         """Add the records written since the last call; return whether the script came further.
 
-        A line that a killed process left unfinished is left out. Raises UserError, or what
+        A line that a killed process left unfinished is left out. Raises UserError for a torch that
+        is too old: the hooks that the probe needs came with 2.0. Raises UserError as well, or what
         ``understood`` of audit.py turns into one, for what no probe has written.
         """
         further = False
         for path in [one for one in self._folder.iterdir() if one.suffix == ".jsonl"]:
             pid = int(path.stem)
-            content = read_stranger(path, start=self._offsets[pid], most=MOST_RECORDS)
-            whole = content[: content.rfind(b"\n") + 1]
-            self._offsets[pid] += len(whole)
             process = self.processes.setdefault(pid, RankRecords(pid, []))
-            for line in whole.splitlines():
+            for line in whole_lines(path, most_bytes=MOST_RECORDS)[len(process.records) :]:
                 record = json.loads(line)
                 process.by_kind[record["k"]].append(record)
                 process.records.append(record)
                 further |= record["k"] not in ("stack", "stands")
+                if record["k"] == "torch" and record["version"].startswith(("0.", "1.")):
+                    raise UserError(
+                        f"the script runs with torch {record['version']}, and lab audit works with "
+                        "torch 2.0 and newer: give the Python of an environment that has one, as "
+                        "in lab audit -- /path/to/python main.py"
+                    )
         return further
 
     def recording(self, **facts: Any) -> Recording:
@@ -162,7 +143,7 @@ class RecordReader:
         ranks: dict[int, RankRecords] = {}
         for one in sorted(self.processes.values(), key=lambda one: len(one.by_kind["step"])):
             path = self._folder / f"{one.pid}.f64"
-            content = read_stranger(path, most=MOST_NUMBERS) if os.path.lexists(path) else b""
+            content = read_regular(path, most_bytes=MOST_NUMBERS) if path.exists() else b""
             one._numbers = np.frombuffer(content[: len(content) // 8 * 8], dtype=np.float64)
             rank = _rank(one)
             if rank is not None and (one.by_kind["step"] or one.by_kind["group"]):

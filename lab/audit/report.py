@@ -32,16 +32,18 @@ QUESTION = "Equals one process that computes each rank's share and averages"
 _STYLES = {0: "bold green", 1: "bold red", 2: "bold yellow"}
 _WIDTH = 100  # longer lines are hard to read; a file or a pipe has no width of its own
 _MOST_EVIDENCE = 3  # sentences of a finding on the terminal
-_MOST_TEXT, _MOST_LINES = 600, 12  # characters of a line, lines of a text, on the terminal
+_MOST_LINES = 12  # of a text on the terminal; half as many of one that is wrapped
 
 
 def as_json(result: AuditResult) -> dict[str, Any]:
     """Return the content of the JSON file: plain values, texts without control characters."""
-    processes = [one for recording in result.recordings for one in recording.processes]
     records = [
-        one for process in processes for kind in ("start", "torch") for one in process.by_kind[kind]
+        one
+        for recording in result.recordings
+        for process in recording.processes
+        for kind in ("start", "torch")
+        for one in process.by_kind[kind]
     ]
-    keys = {"python": "python", "executable": "executable", "torch": "version"}
     content = {
         "command": result.command,
         "status": result.status,
@@ -76,7 +78,11 @@ def as_json(result: AuditResult) -> dict[str, Any]:
         ],
         "versions": {
             name: ", ".join(sorted({str(one[key]) for one in records if key in one}))
-            for name, key in keys.items()
+            for name, key in (
+                ("python", "python"),
+                ("executable", "executable"),
+                ("torch", "version"),
+            )
         },
         "performance": result.performance,
         "replay": None,  # kept for readers of older results
@@ -192,13 +198,14 @@ def _print(console: Console, start: str, text: str, style: str) -> None:
     """Print a text after ``start``; its further lines are indented as far."""
     space = " " * len(start.lstrip("\n"))
     for index, line in enumerate(text.splitlines()[:_MOST_LINES]):
-        shown = line if len(line) <= _MOST_TEXT else line[: _MOST_TEXT - 2] + " …"
         wrapped = textwrap.wrap(
-            shown,
+            line,
             min(console.width, _WIDTH),
             initial_indent=space if index else start,
             subsequent_indent=space,
             break_on_hyphens=False,
+            max_lines=_MOST_LINES // 2,
+            placeholder=" …",
         )
         console.print(Text("\n".join(wrapped), style=style), soft_wrap=True)
 

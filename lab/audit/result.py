@@ -7,11 +7,6 @@ from typing import Any, Literal
 from lab.audit.findings.finding import FAULT, Finding
 from lab.audit.recording import Recording
 
-_BATCHNORM = (
-    "; each rank's BatchNorm uses the statistics of its own share, so the mean of the shares "
-    "rightly differs from one pass over the whole batch"
-)
-
 
 @dataclass(frozen=True)
 class EqualityVerdict:
@@ -106,7 +101,10 @@ def verdict(
         why += "; but the ranks train on the same samples"
     ranks = [rank for recording in recordings for rank in recording.ranks]
     if any(one.get("batchnorm") for rank in ranks for one in rank.by_kind["eval"]):
-        why += _BATCHNORM
+        why += (
+            "; each rank's BatchNorm uses the statistics of its own share, so the mean of the "
+            "shares rightly differs from one pass over the whole batch"
+        )
     return EqualityVerdict("yes", why)
 
 

@@ -18,19 +18,18 @@ from typing import Any
 import psutil
 
 from common.errors import UserError
+from common.utils.atomic_files import read_regular
 from common.utils.processes import kill_on_parent_exit
 from common.utils.system import free_port, usable_cores
 from lab.audit.command import AuditCommand
 from lab.audit.findings import collectives
 from lab.audit.findings.finding import Finding
 from lab.audit.isolation import LOOPBACK, RunNetwork, end_processes, running
-from lab.audit.recording import RankRecords, Recording, RecordReader, read_stranger
+from lab.audit.recording import RankRecords, Recording, RecordReader
 
 HOOK = Path(__file__).with_name("probe") / "hook"
 """The folder that loads the probe when it is on PYTHONPATH."""
 DEFAULT_LIMIT_SECONDS = 300.0
-TOO_OLD = ("0.", "1.")
-"""Beginnings of versions of torch: the hooks that the probe needs came with 2.0."""
 MOST_OUTPUT = 256 * 2**20
 """Bytes that a process may print before the run is ended."""
 _POLL_SECONDS = 0.1
@@ -44,9 +43,6 @@ _LOOK_SECONDS = 2.0
 _IDLE_SHARE = 0.05  # of one core: ranks that wait for each other use less
 _QUIET_SECONDS, _QUIET_STEPS = 60.0, 20.0
 """Without --timeout, a run ends if it records nothing for so long, or for the time of 20 steps."""
-
-Start = Callable[[Sequence[str], Mapping[str, str], Path, Path], Any]
-"""Starts a command, as ``start_process`` does; returns what has a Popen's ``pid`` and ``poll``."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ def run_audit_size(
     settings: RunSettings,
     *,
     network: RunNetwork = LOOPBACK,
-    start: Start = start_process,
+    start: Callable[..., Any] = start_process,
 ) -> "AuditRun":
     """Run a command on ``size`` ranks of this machine until its probe has seen enough.
 
@@ -109,7 +105,8 @@ def run_audit_size(
     size : None if the command does not take it.
     folder : an empty folder for the records and the output.
     network : default: loopback.
-    start : how to start a process. Tests pass a function that forks.
+    start : how to start a process; returns what has a Popen's ``pid`` and ``poll``. Tests pass a
+        function that forks.
 
     Returns when every process has ended. Raises OSError if a process cannot be started, UserError
     for a torch that is too old, and for a script that prints without end or spoils the records.
@@ -142,8 +139,7 @@ def run_audit_size(
             run.started.append(start(words, variables, settings.cwd, run.log(rank)))
         run.wait()
     finally:
-        pids = [one.pid for one in run.started]
-        end_processes(pids, folder, grace_seconds=_TERMINATE_SECONDS)
+        end_processes([one.pid for one in run.started], folder, grace_seconds=_TERMINATE_SECONDS)
     run.recording = run.reader.recording(
         asked_size=size,
         global_batch=settings.global_batch,
@@ -204,7 +200,7 @@ class AuditRun:
 
     def output(self, process: int) -> str:
         """Return the end of what a process has written."""
-        return read_stranger(self.log(process), most=2**20, last=True).decode(errors="replace")
+        return read_regular(self.log(process), last_bytes=2**20).decode(errors="replace")
 
     def wait(self) -> None:
         """Return when all processes have ended, or have to be ended."""
@@ -220,8 +216,10 @@ class AuditRun:
         """Return whether all processes have ended, or have to be ended now."""
         self.statuses = tuple(one.poll() for one in self.started)
         failed = {number: now for number, status in enumerate(self.statuses) if status}
-        self.failed = self.failed | failed | self.failed
-        self._read(now)
+        self.failed |= failed | self.failed
+        if self.reader.read():
+            self._longest_quiet = max(self._longest_quiet, now - self._recorded)
+            self._active = self._recorded = now
         if None not in self.statuses:
             return True
         if now > self._looked + _LOOK_SECONDS:
@@ -235,20 +233,6 @@ class AuditRun:
             return wanted < len(self.started) or quiet > _CERTAIN_SECONDS
         self.hung = self._hang(now, quiet)
         return self.hung is not None
-
-    def _read(self, now: float) -> None:
-        """Read what is new. Raises UserError for a torch that is too old."""
-        if self.reader.read():
-            self._longest_quiet = max(self._longest_quiet, now - self._recorded)
-            self._active = self._recorded = now
-        for one in self._with("torch"):
-            version = str(one.by_kind["torch"][0]["version"])
-            if version.startswith(TOO_OLD):
-                raise UserError(
-                    f"the script runs with torch {version}, and lab audit works with torch 2.0 and "
-                    "newer: give the Python of an environment that has one, as in lab audit -- "
-                    "/path/to/python main.py"
-                )
 
     def _with(self, kind: str) -> list[RankRecords]:
         """Return the processes that have written a record of this kind."""
@@ -268,11 +252,8 @@ class AuditRun:
         if work - self._work > _IDLE_SHARE * (now - self._looked):
             self._active = now
         self._work, self._looked = work, now
-        for number in range(len(self.started)):
-            if self.log(number).lstat().st_size > MOST_OUTPUT:
-                raise UserError(
-                    f"a rank printed more than {MOST_OUTPUT:,} bytes: make it print less"
-                )
+        if any(self.log(n).stat().st_size > MOST_OUTPUT for n in range(len(self.started))):
+            raise UserError(f"a rank printed more than {MOST_OUTPUT:,} bytes: make it print less")
 
     def _hang(self, now: float, quiet: float) -> str | None:
         """Return why the run is not going to end, or takes too long; None if it may go on."""

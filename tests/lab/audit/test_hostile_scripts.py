@@ -73,10 +73,10 @@ def audit(folder, script, capsys):
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (FIFO, "is no regular file any more: does the script write to the audit's own folder?"),
-        (LINK, "Too many levels of symbolic links"),
-        (LOG_FIFO, "log is no regular file any more"),
-        (ENDLESS_LINE, "has more than 1,000,000 bytes"),
+        (FIFO, "jsonl is a FIFO, not a regular file"),
+        (LINK, "jsonl is a device, not a regular file"),
+        (LOG_FIFO, "log is a FIFO, not a regular file"),
+        (ENDLESS_LINE, "and at most 1,000,000 are read"),
         (ENDLESS_OUTPUT, "printed more than 1,000,000 bytes"),
         (BRACKETS, "the records make no sense (RecursionError"),
         (NONSENSE, "the records make no sense (TypeError"),
