@@ -10,7 +10,6 @@ of the script's communicates in its ``step``. The outermost call counts the step
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
 import math
@@ -110,7 +109,7 @@ class WatchedOptimizer:
     built : the step at which it was first seen.
     number : None until its parameters are written.
     tensors : its parameters; FSDP2's, which are sharded, are left out.
-    new : [tensor, group, place in it] of those that are not written yet.
+    new : [tensor, "group.index"] of those that are not written yet.
     weighed : the step whose weights have been written.
     clips : see the record ``step``.
     """
@@ -119,7 +118,7 @@ class WatchedOptimizer:
         self.built, self.steps, self.weighed = built, 0, -1
         self.number: int | None = None
         self.tensors: list[Tensor] = []
-        self.new: list[tuple[Tensor, int, int]] = []
+        self.new: list[tuple[Tensor, str]] = []
         self.clips: list[list[Any]] = []
 
 
@@ -151,7 +150,7 @@ class OptimizerWatch:
             for place, tensor in enumerate(group["params"]):
                 if id(tensor) not in known and not is_sharded(tensor):
                     watched.tensors.append(tensor)
-                    watched.new.append((tensor, index, place))
+                    watched.new.append((tensor, f"{index}.{place}"))
                     self._own.watch(tensor)
         return watched
 
@@ -195,16 +194,11 @@ class OptimizerWatch:
             self._scale = float(scaler._scale)
         return original(scaler, *args, **kwargs)
 
-    def watch_step(self, step: Any, *, torchs: bool) -> Any:
-        """Return the ``step`` of a class as it is to be: of torch.optim, or of the script."""
-        if not hasattr(step, "lab_audit"):
-            step = wrapped(step, functools.partial(self._step, torchs))
-            step.lab_audit = True  # ours
-        return step
+    def watch_step(self, original: Any, _optimizer: Optimizer, step: Any) -> Any:
+        """See the ``step`` of a class of the script's, which torch gets for its hooks."""
+        return original(step if _is_torchs(step) else wrapped(step, self.step))
 
-    def _step(
-        self, torchs: bool, step: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
-    ) -> Any:
+    def step(self, step: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call the ``step`` of a class, which may call that of its parent or of an optimiser.
 
         The first of torch.optim's knows when the update begins. A class of the script's may still
@@ -213,14 +207,14 @@ class OptimizerWatch:
         closure = bool(args or kwargs.get("closure"))
         if self._outermost is not None:
             if not closure:
-                self._sample(optimizer, final=torchs)
+                self._sample(optimizer, final=_is_torchs(step))
             return step(optimizer, *args, **kwargs)
         self._outermost, self._final, calls = optimizer, False, self._calls
         try:
             self._probe.guard(self._write_parameters)(optimizer)
             self._probe.tell("step_begin", optimizer)
             begun = time.monotonic()
-            result = self._step(torchs, step, optimizer, *args, **kwargs)
+            result = self.step(step, optimizer, *args, **kwargs)
             seconds = time.monotonic() - begun
             if closure or calls != self._calls:
                 self._sample(optimizer, final=True)
@@ -235,11 +229,10 @@ class OptimizerWatch:
         if watched.number is None:
             watched.number = next(self._numbers)
         names, rows = self._probe.forwards.names() if watched.new else {}, []
-        for tensor, group, place in watched.new:
-            serial = self._serials.setdefault(tensor, next(self._counter))
-            key, (_, dtype) = f"{watched.number}.{group}.{place}", str(tensor.dtype).split(".")
-            shape, numel = list(tensor.shape), tensor.numel()
-            rows.append([key, names.get(id(tensor), key), shape, dtype, numel, serial])
+        for tensor, place in watched.new:
+            key, serial = f"{watched.number}.{place}", next(self._counter)
+            row = [key, names.get(id(tensor), key), list(tensor.shape), str(tensor.dtype)[6:]]
+            rows.append([*row, tensor.numel(), self._serials.setdefault(tensor, serial)])
         if rows:
             watched.new, kind = [], type(optimizer).__name__
             self._probe.record(
@@ -303,6 +296,11 @@ class OptimizerWatch:
         self._probe.tell("step_end", optimizer)
 
 
+def _is_torchs(step: Any) -> bool:
+    """Return whether this is the ``step`` of a class of torch.optim."""
+    return str(step.__module__).startswith("torch.optim.")
+
+
 def _state_of(optimizer: Optimizer) -> int | None:
     """Return the hash of an optimiser's state; None if it has none or shares it out."""
     tensors = [one for one in optimizer.state if isinstance(one, Tensor)][:_STATE_PARAMETERS]
@@ -343,14 +341,7 @@ def watch(probe: Probe) -> None:
         patch(torch.nn.utils, name, watched.clip)
     scaler = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
     patch(scaler, "step", watched.scale)
-    for one in vars(torch.optim).values():
-        if isinstance(one, type) and issubclass(one, Optimizer) and "step" in vars(one):
-            step: Any = one.step  # torch has hooked it if one was built before
-            step = step.__wrapped__ if getattr(step, "hooked", False) else step
-            one.step = watched.watch_step(step, torchs=True)  # type: ignore[method-assign]  # ours
-    base: Any = Optimizer
-    profile = base.profile_hook_step
-    base.profile_hook_step = staticmethod(
-        lambda step: profile(watched.watch_step(step, torchs=False))
-    )
+    for one in Optimizer.__subclasses__():  # torch's alone, so far
+        patch(one, "step", watched.step)
+    patch(Optimizer, "profile_hook_step", watched.watch_step)
     probe.listeners.append(watched)

@@ -86,13 +86,11 @@ class PassWatch:
 
     def end(self, module: Module, arguments: Any, *rest: Any) -> None:
         """Note the end of a call; ``rest`` is [the named arguments] and the output."""
-        *named, output = rest
         if self._running() is not module:
             return
         self._running = lambda: None
-        given = [*arguments, *(value for one in named for value in one.values())]
         if torch.is_grad_enabled():
-            self._await_gradient(module, given, output)
+            self._await_gradient(module, (arguments, *rest[:-1]), rest[-1])
         if not self.training:
             self._evaluates(module)
         elif self._random != _random_state():
@@ -202,16 +200,14 @@ class PassWatch:
         ended, latest = time.monotonic(), self._probe.gradients.last_seconds
         if loss is not None:
             loss["arriving"] = float(loss["arriving"])
-        reached: dict[int, Any] = {}  # the first forward of each model
-        for forward in self._pending:
-            if forward["reached"]:
-                reached.setdefault(forward["root"], forward["row"])
+        # The first forward of each model, last model first.
+        rows = {one["root"]: one["row"] for one in self._pending[::-1] if one["reached"]}
         self._pending = []  # the script may run forwards with gradients that it never uses
         self._probe.record(
             "backward",
             step=self._step,
             micro=self._micro,
-            forwards=list(reached.values()),
+            forwards=list(rows.values())[::-1],
             synced=self._synced,
             loss=loss,
             seconds=ended - begun,

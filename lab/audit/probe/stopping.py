@@ -47,9 +47,8 @@ class Stopping:
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
-        self.steps = int(probe.settings.get("steps") or 6)
-        if probe.settings.get("clocks"):
-            self.steps += STEPS_AFTER_REPORT
+        clocks = bool(probe.settings.get("clocks"))
+        self.steps = int(probe.settings.get("steps") or 6) + STEPS_AFTER_REPORT * clocks
         self.latest: WatchedEpoch | None = None
         self.evaluating, self.epoch_ended, self.by_hand = False, False, False
         self.last_step, self.patience = 0.0, IDLE_SECONDS
@@ -156,8 +155,7 @@ class Stopping:
 
     def exit_at_once(self, original: Callable[..., Any], status: int) -> None:
         """See os._exit, with which forked processes end."""
-        record = self.probe.guard(self.probe.record)
-        record("end", status=status, after_cut=self.probe.cutting)
+        self.probe.record("end", status=status, after_cut=self.probe.cutting)
         original(status)
 
     def fail_in_main(self, original: Callable[..., Any], kind: Any, error: Any, trace: Any) -> None:
