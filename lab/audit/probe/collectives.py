@@ -51,8 +51,6 @@ class CallRecorder:
         self._works: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._numbers = itertools.count()
         self._open: dict[int, tuple[Any, Any]] = {}  # number and name of the call of each thread
-        self._storages: dict[int | None, str] = {}  # of all gradients and weights
-        self._collected: tuple[int, int, bool] | None = None
         # The functions are replaced wherever torch.distributed holds them.
         calls = {
             function: wrapped(function, self.call)
@@ -139,21 +137,14 @@ class CallRecorder:
         }
 
     def _content(self, tensors: list[torch.Tensor]) -> str:
-        """Return "gradient", "weights" or "other": which share their memory with the tensors.
-
-        All are collected anew after each backward; within it, and before the first one, when models
-        are still being built and moved, at every call.
-        """
-        own, within = self._probe.gradients, self._probe.in_backward
-        now = (own.backward, self._probe.step, within)
-        if now != self._collected or within or not own.backward:
-            self._collected, known = now, list(own.known.keys())
-            self._storages = {
-                **{storage_of(one): "weights" for one in known},
-                **{storage_of(one.grad): "gradient" for one in known if one.grad is not None},
-                None: "other",
-            }
-        contents = {self._storages.get(storage_of(one)) for one in tensors}
+        """Return "gradient", "weights" or "other": which share their memory with the tensors."""
+        known = list(self._probe.gradients.known.keys())
+        storages = {
+            **{storage_of(one): "weights" for one in known},
+            **{storage_of(one.grad): "gradient" for one in known if one.grad is not None},
+            None: "other",
+        }
+        contents = {storages.get(storage_of(one)) for one in tensors}
         return next((one for one in ("gradient", "weights") if one in contents), "other")
 
     def _look(self) -> None:
@@ -187,8 +178,9 @@ def _peer(name: str, given: dict[str, Any], group: Any) -> int | None:
     """Return the rank, among all ranks, that the arguments name as source or destination."""
     for one in ("src", "dst", "group_src", "group_dst"):
         if given.get(one) is not None:
-            among_all = one in ("src", "dst")
-            return int(given[one] if among_all else dist.get_global_rank(group, given[one]))
+            return int(
+                dist.get_global_rank(group, given[one]) if one.startswith("group") else given[one]
+            )
     rooted = name.split("_")[0] in ("broadcast", "gather", "reduce", "scatter")
     return 0 if rooted and not name.startswith("reduce_scatter") else None
 
