@@ -120,7 +120,6 @@ def run_audit_size(
                 "script": str(command.user_folder(settings.cwd)),
                 "steps": settings.steps,
                 "rank": rank if command.one_process_a_rank else None,
-                "size": size,
                 "clocks": settings.clocks,
             }
             variables = {

@@ -39,7 +39,7 @@ _MESSAGES = (
 _PACKAGE = "torch.distributed"
 # The files whose Python frame is the innermost one while C++ communicates.
 _WAITING_IN = ("torch/distributed/", "torch/nn/parallel/", "torch/autograd/", __file__)
-_TICK_SECONDS, _STANDS_TICKS = 0.5, 6
+_LOOKING, _TICK_SECONDS, _STANDS_TICKS = "lab audit looks", 0.5, 6
 _IDLE_SHARE = 0.1  # of a core: a process that uses less waits for something
 
 
@@ -51,32 +51,31 @@ class CallRecorder:
         self._works: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._numbers = itertools.count()
         self._open: dict[int, tuple[Any, Any]] = {}  # number and name of the call of each thread
-        self._looking_in: int | None = None  # the process; a forked one has no such thread
-        self._storages: dict[int | None, str] = {}  # of all gradients and weights
-        self._collected: tuple[int, int, bool] | None = None
         # The functions are replaced wherever torch.distributed holds them.
-        modules = [one for name, one in sys.modules.items() if name.startswith(_PACKAGE)]
-        home = sys.modules[f"{_PACKAGE}.distributed_c10d"]
-        for name, original in list(vars(home).items()):
-            if name.startswith(_BEGINNINGS) and type(original) is FunctionType:
-                call = wrapped(original, self.call)
-                for one in modules:
-                    if vars(one).get(name) is original:
-                        setattr(one, name, call)
+        calls = {
+            function: wrapped(function, self.call)
+            for name, function in vars(sys.modules[f"{_PACKAGE}.distributed_c10d"]).items()
+            if name.startswith(_BEGINNINGS) and type(function) is FunctionType
+        }
+        for module in [one for name, one in sys.modules.items() if name.startswith(_PACKAGE)]:
+            for name, function in list(vars(module).items()):
+                if type(function) is FunctionType and function in calls:
+                    setattr(module, name, calls[function])
         patch(dist.Work, "wait", self.wait)
-        if f"{_PACKAGE}.device_mesh" in sys.modules:
+        if hasattr(dist, "DeviceMesh"):
             # What is built on it communicates through functions that are not seen here.
-            mesh = sys.modules[f"{_PACKAGE}.device_mesh"].DeviceMesh
-            patch(mesh, "__init__", functools.partial(probe.note, "mesh"))
+            patch(dist.DeviceMesh, "__init__", functools.partial(probe.note, "mesh"))
 
     def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function between a record ``call`` and a record ``done``."""
         if threading.get_ident() in self._open:
             return original(*args, **kwargs)
         name, number = original.__name__, next(self._numbers)
-        if name == "init_process_group" and self._looking_in != os.getpid():
-            self._looking_in = os.getpid()
-            threading.Thread(target=self._look, name="lab audit", daemon=True).start()
+        if name == "init_process_group" and all(
+            one.name != _LOOKING
+            for one in threading.enumerate()  # a forked process has no such
+        ):
+            threading.Thread(target=self._look, name=_LOOKING, daemon=True).start()
         fields = self._probe.guard(self._describe)(original, args, kwargs) or {}
         at = self._probe.place()
         self._probe.record("call", c=number, name=name, step=self._probe.step, **fields, at=at)
@@ -118,17 +117,15 @@ class CallRecorder:
         self._probe.tell("communicate", every)
         tensors = list(tensors_in(next((given[key] for key in _MESSAGES if key in given), None)))
         world = int(given.get("world_size") or -1)  # torch takes the variable's if it is -1
-        group, size, members = given.get("group"), None, None
-        if group is not None and group is not dist.group.WORLD:  # this rank may be no member of it
+        whole: Any = dist.group.WORLD  # None before init_process_group
+        group, members = given.get("group") or whole, None
+        if group is not whole:  # this rank may be no member of it
             members = list(dist.get_process_group_ranks(group)) if dist.get_rank(group) >= 0 else []
-            size = len(members)
-        elif dist.is_initialized():
-            size = dist.get_world_size()
         training = "forward" if self._probe.forwards.training else None
         return {
             "world": world if world > 0 else int(os.environ.get("WORLD_SIZE", 0)) or None,
             "op": getattr(given.get("op"), "name", None),
-            "size": size,
+            "size": group and max(dist.get_world_size(group), 0),
             "group": None if members is None else [getattr(group, "group_name", None), members],
             "bytes": sum(one.numel() * one.element_size() for one in tensors),
             "dtype": str(tensors[0].dtype).split(".")[-1] if tensors else None,
@@ -140,21 +137,14 @@ class CallRecorder:
         }
 
     def _content(self, tensors: list[torch.Tensor]) -> str:
-        """Return "gradient", "weights" or "other": which share their memory with the tensors.
-
-        All are collected anew after each backward; within it, and before the first one, when models
-        are still being built and moved, at every call.
-        """
-        own, within = self._probe.gradients, self._probe.in_backward
-        now = (own.backward, self._probe.step, within)
-        if now != self._collected or within or not own.backward:
-            self._collected, known = now, list(own.known.keys())
-            self._storages = {storage_of(one): "weights" for one in known}
-            self._storages.update(
-                {storage_of(one.grad): "gradient" for one in known if one.grad is not None}
-            )
-            self._storages.pop(None, None)
-        contents = {self._storages.get(storage_of(one)) for one in tensors}
+        """Return "gradient", "weights" or "other": which share their memory with the tensors."""
+        known = list(self._probe.gradients.known.keys())
+        storages = {
+            **{storage_of(one): "weights" for one in known},
+            **{storage_of(one.grad): "gradient" for one in known if one.grad is not None},
+            None: "other",
+        }
+        contents = {storages.get(storage_of(one)) for one in tensors}
         return next((one for one in ("gradient", "weights") if one in contents), "other")
 
     def _look(self) -> None:
@@ -186,12 +176,11 @@ class CallRecorder:
 
 def _peer(name: str, given: dict[str, Any], group: Any) -> int | None:
     """Return the rank, among all ranks, that the arguments name as source or destination."""
-    for one in ("src", "dst"):
+    for one in ("src", "dst", "group_src", "group_dst"):
         if given.get(one) is not None:
-            return int(given[one])
-        if given.get(f"group_{one}") is not None:
-            every: Any = dist.group.WORLD
-            return int(dist.get_global_rank(group or every, given[f"group_{one}"]))
+            return int(
+                dist.get_global_rank(group, given[one]) if one.startswith("group") else given[one]
+            )
     rooted = name.split("_")[0] in ("broadcast", "gather", "reduce", "scatter")
     return 0 if rooted and not name.startswith("reduce_scatter") else None
 

@@ -1,7 +1,7 @@
 """What each optimiser gets, and what this rank computed for it: params, weights, step, stepped.
 
 A hook on each parameter sees this rank's gradient before it is added to ``.grad``, so also before
-DDP averages it (``OwnGradients``). ``step`` is replaced in each class of torch.optim, and in each
+DDP averages it (``OwnSum``). ``step`` is replaced in each class of torch.optim, and in each
 class of the script's when torch first makes one. torch's own hooks (register_step_pre_hook) run
 before that, the global ones even before the script's, so they would see too little. The first call
 of torch.optim samples ``.grad`` right before the update: after a closure, and after what a class
@@ -10,7 +10,6 @@ of the script's communicates in its ``step``. The outermost call counts the step
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
 import math
@@ -65,18 +64,45 @@ class OwnSum:
         self.backwards += new
 
 
-class OwnGradients:
-    """The own gradients of all parameters of this process.
+class WatchedOptimizer:
+    """The parameters of one optimiser, and what is known of its current step.
 
-    ``known`` holds them by parameter, as far as its gradients can be seen. ``last_seconds`` is the
-    time of the latest gradient (time.monotonic()), ``backward`` the number of backward passes so
-    far; ``alone`` is True within torch.autograd.grad.
+    built : the step at which it was first seen.
+    number : None until its parameters are written.
+    tensors : "group.index" of its parameters; FSDP2's, which are sharded, are left out.
+    written : the number of those that are written.
+    weighed : the step whose weights have been written.
+    clips : see the record ``step``.
+    """
+
+    def __init__(self, built: int) -> None:
+        self.built, self.steps, self.written, self.weighed = built, 0, 0, -1
+        self.number: int | None = None
+        self.tensors: dict[Tensor, str] = {}
+        self.clips: list[list[Any]] = []
+
+
+class GradientWatch:
+    """All optimisers of this process, and the own gradients of all parameters.
+
+    An optimiser gets its number at the first backward, or at its first step if another one holds
+    its parameters too. ``known`` holds the own gradients by parameter, as far as they can be seen.
+    ``last_seconds`` is the time of the latest one (time.monotonic()), ``backward`` the number of
+    backward passes so far; ``alone`` is True within torch.autograd.grad.
     """
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
         self.known: Any = WeakTensorKeyDictionary()
         self.last_seconds, self.backward, self.alone = 0.0, 0, False
+        self._of: Any = weakref.WeakKeyDictionary()
+        self._serials: Any = WeakTensorKeyDictionary()
+        self._counter, self._numbers = itertools.count(), itertools.count()
+        self._outermost: Optimizer | None = None  # whose step is under way
+        # What its record ``step`` says of gradients, and whether this is final.
+        self._sampled: dict[str, Any] = {}
+        self._final = False
+        self._calls, self._scale = 0, 1.0
 
     def watch(self, tensor: Tensor | None) -> None:
         """See the gradients of a leaf from now on, before any hook that is added later."""
@@ -103,61 +129,21 @@ class OwnGradients:
             if tensor in self.known:
                 self.known[tensor].samples, self.known[tensor].backwards = None, 0
 
-
-class WatchedOptimizer:
-    """The parameters of one optimiser, and what is known of its current step.
-
-    built : the step at which it was first seen.
-    number : None until its parameters are written.
-    tensors : its parameters; FSDP2's, which are sharded, are left out.
-    new : [tensor, group, place in it] of those that are not written yet.
-    weighed : the step whose weights have been written.
-    clips : see the record ``step``.
-    """
-
-    def __init__(self, built: int) -> None:
-        self.built, self.steps, self.weighed = built, 0, -1
-        self.number: int | None = None
-        self.tensors: list[Tensor] = []
-        self.new: list[tuple[Tensor, int, int]] = []
-        self.clips: list[list[Any]] = []
-
-
-class OptimizerWatch:
-    """All optimisers of this process.
-
-    One gets its number at the first backward, or at its first step if another one holds its
-    parameters too.
-    """
-
-    def __init__(self, probe: Probe) -> None:
-        self._probe = probe
-        self._own: OwnGradients = probe.gradients
-        self._of: Any = weakref.WeakKeyDictionary()
-        self._serials: Any = WeakTensorKeyDictionary()
-        self._counter, self._numbers = itertools.count(), itertools.count()
-        self._outermost: Optimizer | None = None  # whose step is under way
-        # What its record ``step`` says of gradients, and whether this is final.
-        self._sampled: dict[str, Any] = {}
-        self._final = False
-        self._calls, self._scale = 0, 1.0
-
     def of(self, optimizer: Optimizer) -> WatchedOptimizer:
         """Return what is known of an optimiser, with the parameters that it has now."""
-        if (watched := self._of.get(optimizer)) is None:
-            watched = self._of[optimizer] = WatchedOptimizer(self._probe.step)
-        known = {id(one) for one in watched.tensors}
+        watched: WatchedOptimizer = self._of.setdefault(
+            optimizer, WatchedOptimizer(self._probe.step)
+        )
         for index, group in enumerate(optimizer.param_groups):
             for place, tensor in enumerate(group["params"]):
-                if id(tensor) not in known and not is_sharded(tensor):
-                    watched.tensors.append(tensor)
-                    watched.new.append((tensor, index, place))
-                    self._own.watch(tensor)
+                if tensor not in watched.tensors and not is_sharded(tensor):
+                    watched.tensors[tensor] = f"{index}.{place}"
+                    self.watch(tensor)
         return watched
 
     def backward_begin(self, *_: Any) -> None:
         """Count the backward pass, and write the weights before the first one of a step."""
-        self._own.backward += 1
+        self.backward += 1
         for optimizer, watched in list(self._of.items()):
             # another one's parameters: perhaps an optimiser within that one
             if watched.number is not None or not any(t in self._serials for t in watched.tensors):
@@ -181,30 +167,29 @@ class OptimizerWatch:
 
     def _clipped(self, tensors: list[Tensor], given: dict[str, Any], result: Any) -> None:
         kind = "value" if "clip_value" in given else "norm"
-        norm = given.get("total_norm", result)
         limit = given["clip_value" if kind == "value" else "max_norm"]
-        clip = [kind, _plain(limit), _plain(norm), self._calls, self._probe.place()]
-        clipped = {id(one) for one in tensors}
+        clip = [
+            kind,
+            _plain(limit),
+            _plain(given.get("total_norm", result)),
+            self._calls,
+            self._probe.place(),
+        ]
         for watched in list(self._of.values()):
-            if not clipped.isdisjoint(map(id, watched.tensors)):
+            if any(one in watched.tensors for one in tensors):
                 watched.clips.append(clip)
 
     def scale(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         """Note by what GradScaler has multiplied the loss of a step."""
-        if getattr(scaler, "_scale", None) is not None and getattr(scaler, "_enabled", True):
+        if getattr(scaler, "_scale", None) is not None:
             self._scale = float(scaler._scale)
         return original(scaler, *args, **kwargs)
 
-    def watch_step(self, step: Any, *, torchs: bool) -> Any:
-        """Return the ``step`` of a class as it is to be: of torch.optim, or of the script."""
-        if not hasattr(step, "lab_audit"):
-            step = wrapped(step, functools.partial(self._step, torchs))
-            step.lab_audit = True  # ours
-        return step
+    def watch_step(self, original: Any, _optimizer: Optimizer, step: Any) -> Any:
+        """See the ``step`` of a class of the script's, which torch gets for its hooks."""
+        return original(step if _is_torchs(step) else wrapped(step, self.step))
 
-    def _step(
-        self, torchs: bool, step: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
-    ) -> Any:
+    def step(self, step: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call the ``step`` of a class, which may call that of its parent or of an optimiser.
 
         The first of torch.optim's knows when the update begins. A class of the script's may still
@@ -212,18 +197,18 @@ class OptimizerWatch:
         """
         closure = bool(args or kwargs.get("closure"))
         if self._outermost is not None:
-            if not closure:
-                self._sample(optimizer, final=torchs)
+            if not closure and not self._final:
+                self._probe.guard(self._sample)(optimizer, final=_is_torchs(step))
             return step(optimizer, *args, **kwargs)
         self._outermost, self._final, calls = optimizer, False, self._calls
         try:
             self._probe.guard(self._write_parameters)(optimizer)
             self._probe.tell("step_begin", optimizer)
             begun = time.monotonic()
-            result = self._step(torchs, step, optimizer, *args, **kwargs)
+            result = self.step(step, optimizer, *args, **kwargs)
             seconds = time.monotonic() - begun
-            if closure or calls != self._calls:
-                self._sample(optimizer, final=True)
+            if (closure or calls != self._calls) and not self._final:
+                self._probe.guard(self._sample)(optimizer, final=True)
             self._probe.guard(self._end)(optimizer, seconds)
         finally:
             self._outermost = None
@@ -234,38 +219,40 @@ class OptimizerWatch:
         watched = self.of(optimizer)
         if watched.number is None:
             watched.number = next(self._numbers)
-        names, rows = self._probe.forwards.names() if watched.new else {}, []
-        for tensor, group, place in watched.new:
-            serial = self._serials.setdefault(tensor, next(self._counter))
-            key, (_, dtype) = f"{watched.number}.{group}.{place}", str(tensor.dtype).split(".")
-            shape, numel = list(tensor.shape), tensor.numel()
-            rows.append([key, names.get(id(tensor), key), shape, dtype, numel, serial])
+        new, rows = list(watched.tensors.items())[watched.written :], []
+        names = self._probe.forwards.names() if new else {}
+        for tensor, place in new:
+            key, serial = f"{watched.number}.{place}", next(self._counter)
+            rows.append(
+                [
+                    key,
+                    names.get(id(tensor), key),
+                    list(tensor.shape),
+                    str(tensor.dtype)[len("torch.") :],
+                    tensor.numel(),
+                    self._serials.setdefault(tensor, serial),
+                ]
+            )
         if rows:
-            watched.new, kind = [], type(optimizer).__name__
+            watched.written, kind = len(watched.tensors), type(optimizer).__name__
             self._probe.record(
                 "params", o=watched.number, optimizer=kind, built=watched.built, rows=rows
             )
         if watched.weighed < watched.steps:
             watched.weighed = watched.steps
-            values = self._probe.samples([take(one) for one in watched.tensors])
+            values = self._probe.samples(map(take, watched.tensors))
             self._probe.record("weights", o=watched.number, step=watched.steps, values=values)
 
     def _sample(self, optimizer: Optimizer, *, final: bool) -> None:
-        """Sample what the outermost optimiser gets now, unless this has been done finally."""
-        if not self._final:
-            self._final = final
-            self._sampled = self._probe.guard(self._gradients)(optimizer) or {}
-
-    def _gradients(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the fields of the record ``step`` that tell of gradients."""
+        """Sample what the outermost optimiser gets now: the fields of ``step`` on gradients."""
+        self._final, self._sampled = final, {}
         tensors = self._of[self._outermost].tensors
-        divisor = getattr(optimizer, "grad_scale", None)  # a fused optimiser divides by it itself
-        scale = 1.0 if divisor is None else float(divisor)
+        scale = float(getattr(optimizer, "grad_scale", None) or 1)  # a fused one divides by it
         zeros = [torch.zeros(min(one.numel(), COORDINATES)) for one in tensors]
-        held, owns = [one.grad for one in tensors], [self._own.known.get(one) for one in tensors]
+        held, owns = [one.grad for one in tensors], [self.known.get(one) for one in tensors]
         seen = [own for own in owns if own is not None and own.samples is not None]
         squares = [own.square for own in seen if own.square is not None]
-        return {
+        self._sampled = {
             "micro": max((own.backwards for own in seen), default=0),
             "own": self._probe.samples(
                 zero + math.nan if own is None else zero if own.samples is None else own.samples
@@ -295,7 +282,7 @@ class OptimizerWatch:
             at=self._probe.place(),
         )
         self._probe.record("stepped", **numbers, seconds=seconds, state=_state_of(optimizer))
-        for own in filter(None, map(self._own.known.get, watched.tensors)):
+        for own in filter(None, map(self.known.get, watched.tensors)):
             own.backwards = 0
         watched.steps, watched.clips = watched.steps + 1, []
         self._calls, self._scale = 0, 1.0
@@ -303,13 +290,22 @@ class OptimizerWatch:
         self._probe.tell("step_end", optimizer)
 
 
+def _is_torchs(step: Any) -> bool:
+    """Return whether this is the ``step`` of a class of torch.optim."""
+    return str(step.__module__).startswith("torch.optim.")
+
+
 def _state_of(optimizer: Optimizer) -> int | None:
     """Return the hash of an optimiser's state; None if it has none or shares it out."""
     tensors = [one for one in optimizer.state if isinstance(one, Tensor)][:_STATE_PARAMETERS]
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer" or any(map(is_sharded, tensors)):
         return None
-    states = [value for one in tensors for _, value in sorted(optimizer.state[one].items())]
-    parts = [take(value) for value in states if isinstance(value, Tensor) and value.numel()]
+    parts = [
+        take(value)
+        for one in tensors
+        for _, value in sorted(optimizer.state[one].items())
+        if isinstance(value, Tensor) and value.numel()
+    ]
     return checksum(parts) if parts else None
 
 
@@ -331,26 +327,17 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def watch(probe: Probe) -> None:
     """Watch every parameter, optimiser, clipping and gradient scaling."""
-    probe.gradients = own = OwnGradients(probe)
-    watched = OptimizerWatch(probe)
-    hook = probe.guard(own.watch)
+    probe.gradients = watched = GradientWatch(probe)
+    hook = probe.guard(watched.watch)
     register_module_parameter_registration_hook(lambda _module, _name, tensor: hook(tensor))
-    patch(torch.nn.Module, "zero_grad", own.zero_grad)
-    patch(Optimizer, "zero_grad", own.zero_grad)
+    patch(torch.nn.Module, "zero_grad", watched.zero_grad)
+    patch(Optimizer, "zero_grad", watched.zero_grad)
     patch(Optimizer, "add_param_group", watched.add_param_group)
     for name in ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
         patch(importlib.import_module("torch.nn.utils.clip_grad"), name, watched.clip)
         patch(torch.nn.utils, name, watched.clip)
-    scaler = getattr(torch.amp, "GradScaler", None) or torch.cuda.amp.GradScaler
-    patch(scaler, "step", watched.scale)
-    for one in vars(torch.optim).values():
-        if isinstance(one, type) and issubclass(one, Optimizer) and "step" in vars(one):
-            step: Any = one.step  # torch has hooked it if one was built before
-            step = step.__wrapped__ if getattr(step, "hooked", False) else step
-            one.step = watched.watch_step(step, torchs=True)  # type: ignore[method-assign]  # ours
-    base: Any = Optimizer
-    profile = base.profile_hook_step
-    base.profile_hook_step = staticmethod(
-        lambda step: profile(watched.watch_step(step, torchs=False))
-    )
+    patch(getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler), "step", watched.scale)
+    for one in Optimizer.__subclasses__():  # torch's alone, so far
+        patch(one, "step", watched.step)
+    patch(Optimizer, "profile_hook_step", watched.watch_step)
     probe.listeners.append(watched)

@@ -86,17 +86,15 @@ class PassWatch:
 
     def end(self, module: Module, arguments: Any, *rest: Any) -> None:
         """Note the end of a call; ``rest`` is [the named arguments] and the output."""
-        *named, output = rest
         if self._running() is not module:
             return
         self._running = lambda: None
-        given = [*arguments, *(value for one in named for value in one.values())]
         if torch.is_grad_enabled():
-            self._await_gradient(module, given, output)
-        if not self.training:
-            self._evaluates(module)
-        elif self._random != _random_state():
+            self._await_gradient(module, (arguments, *rest[:-1]), rest[-1])
+        if self.training and self._random != _random_state():
             self._probe.record("random", step=self._probe.step, hash=self._random)
+        if not self.training and self._evaluated != self._probe.step:
+            self._evaluates(module)
         self.training = self._through_ddp = False
         self._probe.tell("forward", module)
 
@@ -113,11 +111,8 @@ class PassWatch:
                 tensor.grad_fn.register_prehook(lambda _: forward.update(reached=True))
 
     def _evaluates(self, module: Module) -> None:
-        """Record the running statistics, once a step."""
-        step = self._probe.step
-        if step == self._evaluated:
-            return
-        self._evaluated = step
+        """Record the running statistics."""
+        self._evaluated = step = self._probe.step
         buffers = [
             [_plain_name(name), take(buffer)[:_BUFFER_COORDINATES].tolist()]
             for name, buffer in module.named_buffers()
@@ -127,8 +122,9 @@ class PassWatch:
             isinstance(one, _NormBase) and not isinstance(one, SyncBatchNorm)
             for one in module.modules()
         )
-        at = self._probe.place()
-        self._probe.record("eval", step=step, buffers=buffers, batchnorm=unsynced, at=at)
+        self._probe.record(
+            "eval", step=step, buffers=buffers, batchnorm=unsynced, at=self._probe.place()
+        )
 
     def names(self) -> dict[int, str]:
         """Return the names of all parameters of the models that were called, by id."""
@@ -157,8 +153,9 @@ class PassWatch:
     def build_ddp(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
         """Write the record ``ddp`` when one has been built."""
         original(ddp, *args, **kwargs)
-        trained = [one for one in ddp.module.parameters() if one.requires_grad]
-        nbytes = sum(one.numel() * one.element_size() for one in trained)
+        nbytes = sum(
+            one.numel() * one.element_size() for one in ddp.module.parameters() if one.requires_grad
+        )
         self._probe.record("ddp", bytes=nbytes, at=self._probe.place())
         self._wrapped.update(dict.fromkeys(ddp.module.modules()))
 
@@ -202,16 +199,14 @@ class PassWatch:
         ended, latest = time.monotonic(), self._probe.gradients.last_seconds
         if loss is not None:
             loss["arriving"] = float(loss["arriving"])
-        reached: dict[int, Any] = {}  # the first forward of each model
-        for forward in self._pending:
-            if forward["reached"]:
-                reached.setdefault(forward["root"], forward["row"])
+        # The first forward of each model, last model first.
+        rows = {one["root"]: one["row"] for one in self._pending[::-1] if one["reached"]}
         self._pending = []  # the script may run forwards with gradients that it never uses
         self._probe.record(
             "backward",
             step=self._step,
             micro=self._micro,
-            forwards=list(reached.values()),
+            forwards=list(rows.values())[::-1],
             synced=self._synced,
             loss=loss,
             seconds=ended - begun,
@@ -224,12 +219,11 @@ def find_loss(root: Tensor) -> Any:
     """Return the node of the loss nearest to the root of a backward, else of a mean or a sum."""
     nodes: list[Any] = [] if root.grad_fn is None else [root.grad_fn]
     for node in nodes:  # breadth first: the list grows on the way
-        if node.name().startswith(_LOSSES):
-            return node
         for following, _ in node.next_functions if len(nodes) < _MOST_NODES else ():
             if following is not None and following not in nodes:
                 nodes.append(following)
-    return next((node for node in nodes if node.name().startswith(_OTHERS)), None)
+    pairs = ((node, names) for names in (_LOSSES, _OTHERS) for node in nodes)
+    return next((node for node, names in pairs if node.name().startswith(names)), None)
 
 
 def _watch_loss(node: Any) -> dict[str, Any]:
@@ -246,11 +240,11 @@ def _watch_loss(node: Any) -> dict[str, Any]:
         "target_hash": target_hash,
     }
 
-    def arrives(gradients: Any) -> None:
-        if gradients[0] is not None:
-            loss["arriving"] = gradients[0].detach().sum()
-
-    node.register_prehook(arrives)
+    node.register_prehook(
+        lambda gradients: loss.update(
+            arriving=sum(one.detach().sum() for one in tensors_in(gradients[:1]))
+        )
+    )
     return loss
 
 
@@ -289,6 +283,5 @@ def watch(probe: Probe) -> None:
         sharded = functools.partial(probe.note, "fsdp")
         for name in ("fsdp", "_composable.fsdp"):  # the second one before torch 2.6
             with contextlib.suppress(ImportError):
-                owner = importlib.import_module(f"torch.distributed.{name}")
-                patch(owner, "fully_shard", sharded)
+                patch(importlib.import_module(f"torch.distributed.{name}"), "fully_shard", sharded)
         patch(torch.distributed.fsdp.FullyShardedDataParallel, "__init__", sharded)

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Any)
 # Holds the settings as JSON: folder, script (folder of the user's code), steps, rank (or null),
-# size (number of ranks, or null), clocks.
+# clocks.
 ENVIRONMENT = "LAB_AUDIT"
 _PARTS = ("optimizers", "passes", "collectives", "data", "stopping", "clocks")
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")

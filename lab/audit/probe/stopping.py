@@ -47,9 +47,8 @@ class Stopping:
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
-        self.steps = int(probe.settings.get("steps") or 6)
-        if probe.settings.get("clocks"):
-            self.steps += STEPS_AFTER_REPORT
+        clocks = bool(probe.settings.get("clocks"))
+        self.steps = int(probe.settings.get("steps") or 6) + STEPS_AFTER_REPORT * clocks
         self.latest: WatchedEpoch | None = None
         self.evaluating, self.epoch_ended, self.by_hand = False, False, False
         self.last_step, self.patience = 0.0, IDLE_SECONDS
@@ -133,11 +132,10 @@ class Stopping:
     def end(self) -> None:
         """Raise SystemExit as soon as every rank has come so far.
 
-        Files tell when: collectives are the script's.
+        Files tell when: collectives are the script's. Without a group no rank waits for another.
         """
-        folder, size = self.probe.folder, self.probe.settings.get("size") or 0
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            size = torch.distributed.get_world_size()
+        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+        folder, size = self.probe.folder, torch.distributed.get_world_size() if grouped else 0
         (folder / f"ready-{os.getpid()}").touch()
         limit = time.monotonic() + BARRIER_SECONDS
         while len(list(folder.glob("ready-*"))) < size and time.monotonic() < limit:
@@ -156,8 +154,7 @@ class Stopping:
 
     def exit_at_once(self, original: Callable[..., Any], status: int) -> None:
         """See os._exit, with which forked processes end."""
-        record = self.probe.guard(self.probe.record)
-        record("end", status=status, after_cut=self.probe.cutting)
+        self.probe.record("end", status=status, after_cut=self.probe.cutting)
         original(status)
 
     def fail_in_main(self, original: Callable[..., Any], kind: Any, error: Any, trace: Any) -> None:
@@ -187,12 +184,11 @@ class Stopping:
 
     def record(self, error: Any) -> None:
         """Write the record ``error``."""
-        frames = reversed(list(traceback.walk_tb(error.__traceback__)))
         self.probe.record(
             "error",
             type=type(error).__name__,
             message=str(error),
-            at=self.probe.place(frames),
+            at=self.probe.place(list(traceback.walk_tb(error.__traceback__))[::-1]),
             after_cut=self.probe.cutting,
         )
 

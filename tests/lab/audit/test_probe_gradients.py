@@ -43,7 +43,7 @@ def _rank(function, folder, rank, probed, arguments):
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # as a library may, before it is watched
     if probed:
         settings = {"folder": str(folder), "script": str(Path(__file__).parent), "rank": rank}
-        os.environ["LAB_AUDIT"] = json.dumps({**settings, "steps": 10**6, "size": RANKS})
+        os.environ["LAB_AUDIT"] = json.dumps({**settings, "steps": 10**6})
         spec = importlib.util.spec_from_file_location("lab_audit_hook", HOOK)
         assert spec is not None
         assert spec.loader is not None

@@ -80,7 +80,7 @@ def test_each_rank_gets_its_words_no_input_and_the_probe(tmp_path):
 import json, os, sys
 probe = json.loads(os.environ["LAB_AUDIT"])
 names = ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "OMP_NUM_THREADS")
-print(sys.argv[3:], repr(sys.stdin.read()), probe["rank"], probe["size"], probe["script"])
+print(sys.argv[3:], repr(sys.stdin.read()), probe["rank"], probe["script"])
 print([os.environ[name] for name in names], sys.argv[1] + sys.argv[2] == "127.0.0.1"
       + os.environ["MASTER_PORT"])
 """
@@ -88,7 +88,7 @@ print([os.environ[name] for name in names], sys.argv[1] + sys.argv[2] == "127.0.
     assert (end.statuses, end.failed, steps(end), end.hung) == ((0, 0), {}, 0, None)
     for rank in range(2):
         said, variables = end.output(rank).splitlines()
-        assert said == f"['2', '{rank}'] '' {rank} 2 {tmp_path}"
+        assert said == f"['2', '{rank}'] '' {rank} {tmp_path}"
         assert variables.startswith("['lo', '127.0.0.1', '")
         assert variables.endswith("True")
     starts = [json.loads(path.read_text().splitlines()[0]) for path in end.folder.glob("*.jsonl")]
