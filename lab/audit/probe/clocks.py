@@ -66,13 +66,13 @@ class _Traced:
     of: Mapping[Any, float] = MappingProxyType({})
 
     def __add__(self, other: Any) -> Any:
-        return _traced(super().__add__(other), (self.of, 1), (_sources(other), 1))  # type: ignore[misc]  # mixed in
+        return _traced(super().__add__(other), (self.of, 1), (getattr(other, "of", {}), 1))  # type: ignore[misc]  # mixed in
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        difference = _traced(super().__sub__(other), (self.of, 1), (_sources(other), -1))  # type: ignore[misc]  # mixed in
-        weights = _sources(difference)
+        difference = _traced(super().__sub__(other), (self.of, 1), (getattr(other, "of", {}), -1))  # type: ignore[misc]  # mixed in
+        weights = getattr(difference, "of", {})
         _watcher.update_timed |= _is_time(weights) and _advance(weights, "steps") > 0
         return difference
 
@@ -83,12 +83,11 @@ class _Traced:
 
     def __truediv__(self, divisor: Any) -> Any:
         quotient = super().__truediv__(divisor)  # type: ignore[misc]  # mixed in
-        if type(divisor) not in (int, float):
-            return quotient
-        if divisor not in _UNITS and _is_time(self.of):
+        if type(divisor) in (int, float):
+            if divisor in _UNITS or not _is_time(self.of):
+                return _traced(quotient, (self.of, 1 / divisor))
             _watcher.record_mean(self.of, divisor)
-            return quotient
-        return _traced(quotient, (self.of, 1 / divisor))
+        return quotient
 
     def __round__(self, digits: Any = None) -> Any:
         return _traced(super().__round__(digits), (self.of, 1))  # type: ignore[misc]  # mixed in
@@ -143,11 +142,6 @@ _KINDS: dict[type, Any] = {
 }
 
 
-def _sources(value: Any) -> Mapping[Any, float]:
-    """Return the weights of a value's sources: none of a plain one's."""
-    return value.of if isinstance(value, _Traced) else {}
-
-
 def _traced(value: Any, *terms: tuple[Mapping[Any, float], Any]) -> Any:
     """Return a value with the sources of the sum of its terms: weights, and a factor.
 
@@ -158,9 +152,8 @@ def _traced(value: Any, *terms: tuple[Mapping[Any, float], Any]) -> Any:
         return value
     made = _KINDS[type(value)](value)
     weights: dict[Any, float] = defaultdict(int)
-    for sources, factor in terms:
-        for source, weight in sources.items():
-            weights[source] += weight * factor
+    for source, weight, factor in ((*one, factor) for of, factor in terms for one in of.items()):
+        weights[source] += weight * factor
     made.of = {source: weight for source, weight in weights.items() if weight}
     return made if 0 < len(made.of) <= _MOST_SOURCES else value
 
@@ -190,13 +183,16 @@ class _ClockWatcher:
         probe.listeners.append(self)
         patch(torch.Tensor, "item", self._item)
         patch(DataLoader, "__init__", self._loader_is_built)
-        for name in ("time", "perf_counter", "monotonic"):
-            self._replace(time, name, self._read)
+        for owner, wrapper, names in (
+            (time, self._read, ("time", "perf_counter", "monotonic")),
+            (statistics, self._combine, ("mean", "fmean")),
+            (sys.modules.get("numpy"), self._combine, ("mean", "sum")),
+        ):
+            for name in names if owner is not None else ():
+                original = getattr(owner, name)
+                patch(owner, name, wrapper)
+                self._stand_ins[id(original)] = getattr(owner, name)
         timeit.default_timer = time.perf_counter
-        for name in ("mean", "fmean"):
-            self._replace(statistics, name, self._combine)
-        for name in ("mean", "sum") if "numpy" in sys.modules else ():
-            self._replace(sys.modules["numpy"], name, self._combine)
         self.forward_begin()
 
     def reading(self) -> _Reading:
@@ -209,7 +205,6 @@ class _ClockWatcher:
         """Record that the script divides a sum of intervals."""
         unit = max(weights.values())
         ends = [reading for reading, weight in weights.items() if weight > 0]
-        begun = {reading: weight for reading, weight in weights.items() if reading.backwards}
         self._probe.record(
             "clock",
             event="mean",
@@ -219,7 +214,7 @@ class _ClockWatcher:
             scale=round(sum(weights[one] for one in ends) / unit, 6),
             steps=round(_advance(weights, "steps") / unit, 6),
             backwards=round(_advance(weights, "backwards") / unit, 6),
-            first=sum(begun.values()) / unit > 0.5,
+            first=sum(weights[one] for one in weights if one.backwards) / unit > 0.5,
             before_update=sum(one.in_step for one in ends),
             update_timed=self.update_timed,
             device_pending=sum(one.device_pending for one in ends),
@@ -229,9 +224,8 @@ class _ClockWatcher:
 
     def note_printed(self, weights: Mapping[Any, float]) -> None:
         """Record that the script prints a loss."""
-        at = self._probe.place() if _LOSS in weights else None
-        if at is not None:
-            self._probe.record("clock", event="loss_printed", at=at)
+        if _LOSS in weights and self._probe.place():
+            self._probe.record("clock", event="loss_printed", at=self._probe.place())
 
     def _read(self, original: Any) -> Any:
         if not self._probe.is_users(sys._getframe(2).f_code.co_filename):
@@ -250,7 +244,7 @@ class _ClockWatcher:
         if not isinstance(values, (list, tuple)) or set(map(type, values)) != {_Number}:
             return result
         known = sum(values) if original.__name__ == "sum" else sum(values) / len(values)
-        return _traced(float(result), (_sources(known), 1))
+        return _traced(float(result), (getattr(known, "of", {}), 1))
 
     def backward_begin(self, roots: list[torch.Tensor]) -> None:
         self._in_step = True
@@ -268,12 +262,6 @@ class _ClockWatcher:
     def _loader_is_built(self, original: Any, *rest: Any, **named: Any) -> None:
         self.forward_begin()
         original(*rest, **named)
-
-    def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
-        """Replace a function, and remember by what, for those who have imported it by name."""
-        original = getattr(owner, name)
-        patch(owner, name, wrapper)
-        self._stand_ins[id(original)] = getattr(owner, name)
 
     def forward_begin(self, *_: Any) -> None:
         """Until training begins, replace what the script's own modules imported by name."""

@@ -25,7 +25,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Any)
@@ -182,17 +184,14 @@ def patch(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         setattr(owner, name, wrapped(getattr(owner, name), wrapper))
 
 
-@functools.lru_cache(maxsize=None)
-def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return what a function's parameters are unless they are given."""
-    parameters = inspect.signature(function).parameters.values()
-    return {one.name: None if one.default is one.empty else one.default for one in parameters}
+_signature = functools.lru_cache(maxsize=None)(inspect.signature)
 
 
 def named(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by their names."""
-    defaults = _defaults(function)
-    return {**defaults, **dict(zip(defaults, args)), **kwargs}
+    """Return the arguments of a call by their names, with those that have a default."""
+    given = _signature(function).bind_partial(*args, **kwargs)
+    given.apply_defaults()
+    return given.arguments
 
 
 def storage_of(tensor: Any) -> int | None:
@@ -211,36 +210,25 @@ def install() -> None:
     probe = Probe(settings)
     atexit.register(probe.end)
     if "torch" in sys.modules:
-        _watch(probe)
-    else:
-        sys.meta_path.insert(0, _WatchedTorch(probe))
+        _watch(probe, lambda _: None, None)
+    finder: Any = SimpleNamespace(find_spec=functools.partial(_find_torch, probe))
+    sys.meta_path.insert(0, finder)
 
 
-def _watch(probe: Probe) -> None:
-    """Start the parts. One that fails is recorded; the others go on."""
+def _find_torch(probe: Probe, name: str, *rest: Any) -> Any:
+    """Find torch for an import, see importlib.abc.MetaPathFinder, so that it will be watched."""
+    spec = PathFinder.find_spec(name, *rest) if name == "torch" else None
+    if spec is not None:
+        patch(spec.loader, "exec_module", functools.partial(_watch, probe))
+    return spec
+
+
+def _watch(probe: Probe, execute: Callable[[Any], None], module: Any) -> None:
+    """Execute torch, and start the parts. One that fails is recorded; the others go on."""
+    execute(module)
     probe.record("torch", version=str(sys.modules["torch"].__version__))
     for part in _PARTS:
         try:
             importlib.import_module(f".{part}", __package__).watch(probe)
         except Exception:
             probe.note_trouble(part)
-
-
-class _WatchedTorch:
-    """Finds torch for an import, and lets the parts watch it as soon as it has been executed."""
-
-    def __init__(self, probe: Probe) -> None:
-        self._probe = probe
-
-    def find_spec(self, name: str, *rest: Any) -> Any:
-        """See importlib.abc.MetaPathFinder."""
-        finders = sys.meta_path if name == "torch" else ()
-        others = [one for one in finders if one is not self and hasattr(one, "find_spec")]
-        spec = next(filter(None, (one.find_spec(name, *rest) for one in others)), None)
-        if spec is not None and spec.loader is not None:
-            patch(spec.loader, "exec_module", self._execute)
-        return spec
-
-    def _execute(self, original: Callable[..., None], module: Any) -> None:
-        original(module)
-        _watch(self._probe)

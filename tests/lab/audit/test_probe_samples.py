@@ -10,7 +10,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from lab.audit.command import AuditCommand
 from lab.audit.probe.data import contents_of, held_content, look_through
 from lab.audit.recording import read_recording
-from lab.audit.runner import RunSettings, run_audit_size
+from lab.audit.runner import RunSettings, run_audit_size, start_process
 from tests.helpers.audited import start_forked
 
 STEPS = 4
@@ -58,7 +58,9 @@ def audit(script, folder, *, ranks=1, cold=False):
     cwd.mkdir()
     command = AuditCommand(("python", str(path), "{rank}", "{nodes}"))
     settings = RunSettings(steps=STEPS, limit_seconds=60, cwd=cwd)
-    end = run_audit_size(command, ranks, records, settings, start=None if cold else start_forked)
+    end = run_audit_size(
+        command, ranks, records, settings, start=start_process if cold else start_forked
+    )
     return read_recording(records, asked_size=ranks).ranks, end
 
 
@@ -66,7 +68,7 @@ def audit_one(script, folder, *, cold=False):
     """Run a script on one rank; return its records. It has to end with status 0."""
     ranks, end = audit(script, folder, cold=cold)
     assert end.statuses == (0,), end.output(0)
-    assert not ranks[0].of("trouble")
+    assert not ranks[0].by_kind["trouble"]
     return ranks[0]
 
 
