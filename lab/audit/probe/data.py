@@ -12,7 +12,6 @@ Before each batch ``stopping`` is asked; it ends the epoch by StopIteration or S
 from __future__ import annotations
 
 import functools
-import importlib
 import operator
 import os
 import zlib
@@ -195,6 +194,7 @@ class WatchedLoader:
 class WatchedEpoch:
     """One iteration over a loader.
 
+    names : what its records call it.
     inner : the innermost index of each sample, if that is another and known.
     queue : the indices that the sampler has given ahead of the batches.
     given : its batches.
@@ -203,7 +203,7 @@ class WatchedEpoch:
     """
 
     loader: WatchedLoader
-    number: int
+    names: dict[str, int]
     inner: Sequence[int] | None
     queue: list[list[Any]] = field(default_factory=list)
     given: int = 0
@@ -255,7 +255,8 @@ class LoaderWatch:
             self.loaders[loader] = alike[0]
         watched, (_, inner) = self.loaders[loader], look_through(loader.dataset)
         others = None if isinstance(inner, range) else inner
-        self.epochs[iterator] = epoch = WatchedEpoch(watched, len(watched.epochs), others)
+        names = {"l": watched.number, "epoch": len(watched.epochs)}
+        self.epochs[iterator] = epoch = WatchedEpoch(watched, names, others)
         watched.epochs.append(epoch)
 
     def give(self, original: Callable[..., Any], iterator: Any) -> Any:
@@ -283,8 +284,7 @@ class LoaderWatch:
             contents = self.probe.guard(contents_of)(batch, len(indices))
         self.probe.record(
             "batch",
-            l=epoch.loader.number,
-            epoch=epoch.number,
+            **epoch.names,
             b=epoch.given,
             indices=indices,
             inner=epoch.find_inner(indices),
@@ -295,13 +295,12 @@ class LoaderWatch:
 
     def end(self, epoch: WatchedEpoch, iterator: Any, *, cut: bool) -> None:
         """Write the record ``epoch`` and, if it trains and was cut, ``rest`` unless endless."""
-        names = {"l": epoch.loader.number, "epoch": epoch.number}
-        self.probe.record("epoch", **names, batches=epoch.given, cut=cut)
+        self.probe.record("epoch", **epoch.names, batches=epoch.given, cut=cut)
         if cut and epoch.trains and not isinstance(iterator._dataset, IterableDataset):
             more = (index for batch in iterator._sampler_iter for index in plain_indices(batch))
             rest = [*chain(*epoch.queue), *islice(more, LONGEST_REST)]
             if len(rest) < LONGEST_REST:
-                self.probe.record("rest", **names, indices=rest, inner=epoch.find_inner(rest))
+                self.probe.record("rest", **epoch.names, indices=rest, inner=epoch.find_inner(rest))
 
     def take_indices(self, original: Callable[..., Any], iterator: Any) -> Any:
         """Remember the indices of a batch, in the order in which the sampler gives them."""
@@ -319,7 +318,7 @@ class LoaderWatch:
         """Note that the latest batches serve training: a backward or an update begins."""
         for epoch in (one for one in self.fresh if not (one.over or one.trains)):
             epoch.trains = True
-            self.probe.record("trained", l=epoch.loader.number, epoch=epoch.number)
+            self.probe.record("trained", **epoch.names)
         self.fresh = []
 
     step_begin = backward_begin
@@ -365,5 +364,6 @@ def watch(probe: Probe) -> None:
     """Watch all loaders of this process, what their batches are used for, and torch's Join."""
     LoaderWatch(probe)
     if torch.distributed.is_available():
-        owner = importlib.import_module("torch.distributed.algorithms.join")
-        patch(owner.Join, "__enter__", functools.partial(probe.note, "join"))
+        from torch.distributed.algorithms.join import Join
+
+        patch(Join, "__enter__", functools.partial(probe.note, "join"))

@@ -34,8 +34,6 @@ Function = TypeVar("Function", bound=Any)
 # Holds the settings as JSON: folder, script (folder of the user's code), steps, rank (or null),
 # size (number of ranks, or null), clocks.
 ENVIRONMENT = "LAB_AUDIT"
-_PARTS = ("optimizers", "passes", "collectives", "data", "stopping", "clocks")
-_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 class Probe:
@@ -63,7 +61,7 @@ class Probe:
 
     def _open(self) -> None:
         """Open this process's own files. What a forked one's parent had open stays the parent's."""
-        own = str(self.folder / str(os.getpid()))
+        own, variables = str(self.folder / str(os.getpid())), ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         self._lines = open(own + ".jsonl", "ab", buffering=0)  # noqa: SIM115
         self._numbers = open(own + ".f64", "ab", buffering=0)  # noqa: SIM115
         self.record(
@@ -72,7 +70,7 @@ class Probe:
             python=sys.version.split()[0],
             executable=sys.executable,
             hint=self.settings.get("rank"),
-            variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+            variables={name: os.environ[name] for name in variables if name in os.environ},
         )
 
     def end(self) -> None:
@@ -171,9 +169,7 @@ def wrapped(original: Function, wrapper: Callable[..., Any]) -> Function:
 
     @functools.wraps(original)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if compiling():
-            return original(*args, **kwargs)
-        return wrapper(original, *args, **kwargs)
+        return original(*args, **kwargs) if compiling() else wrapper(original, *args, **kwargs)
 
     return called  # type: ignore[return-value]  # it is called as the original
 
@@ -184,12 +180,9 @@ def patch(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         setattr(owner, name, wrapped(getattr(owner, name), wrapper))
 
 
-_signature = functools.lru_cache(maxsize=None)(inspect.signature)
-
-
 def named(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a call by their names, with those that have a default."""
-    given = _signature(function).bind_partial(*args, **kwargs)
+    given = inspect.signature(function).bind_partial(*args, **kwargs)
     given.apply_defaults()
     return given.arguments
 
@@ -227,7 +220,7 @@ def _watch(probe: Probe, execute: Callable[[Any], None], module: Any) -> None:
     """Execute torch, and start the parts. One that fails is recorded; the others go on."""
     execute(module)
     probe.record("torch", version=str(sys.modules["torch"].__version__))
-    for part in _PARTS:
+    for part in ("optimizers", "passes", "collectives", "data", "stopping", "clocks"):
         try:
             importlib.import_module(f".{part}", __package__).watch(probe)
         except Exception:
