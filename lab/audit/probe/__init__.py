@@ -55,8 +55,8 @@ batch    given to the script: l, epoch (iterations over l so far, from 0), b, in
          within, or its indices are not known; those of the n-th innermost dataset of a
          ConcatDataset begin at n * 2**40), contents (hash of each sample's row of the batch, or
          null)
-rest     l, epoch, indices: what the script would still have been given after the cut (null if
-         endless), inner
+rest     l, epoch, indices: what the script would still have been given after the cut, inner; there
+         is none if that is endless
 trained  a backward or an update followed a batch of this iteration over l: l, epoch (once for each)
 epoch    an iteration over l ended: l, epoch, batches, cut
 join     the script entered torch.distributed's Join: at

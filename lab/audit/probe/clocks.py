@@ -31,8 +31,7 @@ import sys
 import time
 import timeit
 import weakref
-from collections import defaultdict, deque
-from dataclasses import dataclass
+from collections import defaultdict
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -45,35 +44,40 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _UNITS = (1, 60, 1e3, 3600, 1e6, 1e9)  # dividing by one of these is no mean
-_MOST_SOURCES, _KEPT_LOSSES = 4000, 8
+_MOST_SOURCES = 4000
 _LOSS = "loss"
 """The source of every loss, beside the readings."""
 
 
-@dataclass(frozen=True, eq=False)  # no two readings are equal
 class _Reading:
     """How far training was when a clock was read: events counted since the start."""
 
-    backwards: int
-    steps: int
-    in_step: bool
-    device_pending: bool
+    def __init__(self, watcher: _ClockWatcher) -> None:
+        cuda, probe = torch.cuda, watcher.probe
+        self.backwards, self.steps = probe.gradients.backward, probe.step
+        self.in_step = watcher.in_step
+        self.device_pending = (  # this does not wait for the GPU
+            cuda.is_initialized()
+            and not cuda.is_current_stream_capturing()
+            and not cuda.current_stream().query()
+        )
 
 
 class _Traced:
     """A number or a time that knows its sources: ``of`` holds the weight of each."""
 
     of: Mapping[Any, float] = MappingProxyType({})
+    watcher: _ClockWatcher
 
     def __add__(self, other: Any) -> Any:
-        return _traced(super().__add__(other), (self.of, 1), (_sources(other), 1))  # type: ignore[misc]  # mixed in
+        return _traced(super().__add__(other), (self.of, 1), (getattr(other, "of", {}), 1))  # type: ignore[misc]  # mixed in
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        difference = _traced(super().__sub__(other), (self.of, 1), (_sources(other), -1))  # type: ignore[misc]  # mixed in
-        weights = _sources(difference)
-        _watcher.update_timed |= _is_time(weights) and _advance(weights, "steps") > 0
+        difference = _traced(super().__sub__(other), (self.of, 1), (getattr(other, "of", {}), -1))  # type: ignore[misc]  # mixed in
+        weights = getattr(difference, "of", {})
+        self.watcher.update_timed |= _is_time(weights) and _advance(weights, "steps") > 0
         return difference
 
     def __mul__(self, factor: Any) -> Any:
@@ -83,22 +87,21 @@ class _Traced:
 
     def __truediv__(self, divisor: Any) -> Any:
         quotient = super().__truediv__(divisor)  # type: ignore[misc]  # mixed in
-        if type(divisor) not in (int, float):
-            return quotient
-        if divisor not in _UNITS and _is_time(self.of):
-            _watcher.record_mean(self.of, divisor)
-            return quotient
-        return _traced(quotient, (self.of, 1 / divisor))
+        if type(divisor) in (int, float):
+            if divisor in _UNITS or not _is_time(self.of):
+                return _traced(quotient, (self.of, 1 / divisor))
+            self.watcher.record_mean(self.of, divisor)
+        return quotient
 
     def __round__(self, digits: Any = None) -> Any:
         return _traced(super().__round__(digits), (self.of, 1))  # type: ignore[misc]  # mixed in
 
     def __format__(self, specification: str) -> str:
-        _watcher.note_printed(self.of)
+        self.watcher.note_printed(self.of)
         return super().__format__(specification)
 
     def __repr__(self) -> str:
-        _watcher.note_printed(self.of)
+        self.watcher.note_printed(self.of)
         return super().__repr__()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -128,7 +131,7 @@ class _Instant(_Traced, datetime.datetime, metaclass=_AnyDatetime):
 
     @classmethod
     def now(cls, tz: Any = None) -> Any:
-        reading = _watcher.reading()
+        reading = _Reading(cls.watcher)
         made = super().now(tz)
         made.of = {reading: 1}
         return made
@@ -143,11 +146,6 @@ _KINDS: dict[type, Any] = {
 }
 
 
-def _sources(value: Any) -> Mapping[Any, float]:
-    """Return the weights of a value's sources: none of a plain one's."""
-    return value.of if isinstance(value, _Traced) else {}
-
-
 def _traced(value: Any, *terms: tuple[Mapping[Any, float], Any]) -> Any:
     """Return a value with the sources of the sum of its terms: weights, and a factor.
 
@@ -158,9 +156,8 @@ def _traced(value: Any, *terms: tuple[Mapping[Any, float], Any]) -> Any:
         return value
     made = _KINDS[type(value)](value)
     weights: dict[Any, float] = defaultdict(int)
-    for sources, factor in terms:
-        for source, weight in sources.items():
-            weights[source] += weight * factor
+    for source, weight, factor in ((*one, factor) for of, factor in terms for one in of.items()):
+        weights[source] += weight * factor
     made.of = {source: weight for source, weight in weights.items() if weight}
     return made if 0 < len(made.of) <= _MOST_SOURCES else value
 
@@ -180,9 +177,9 @@ class _ClockWatcher:
     """Counts the events of training, and makes readings of the clocks."""
 
     def __init__(self, probe: Probe) -> None:
-        self._probe = probe
-        self._in_step, self.update_timed = False, False
-        self._losses: Any = deque(maxlen=_KEPT_LOSSES)  # weak references
+        self.probe = probe
+        self.in_step, self.update_timed = False, False
+        self._losses: list[weakref.ref[torch.Tensor]] = []
         self._stand_ins: dict[int, Any] = {
             id(datetime.datetime): _Instant,
             id(datetime): SimpleNamespace(**{**vars(datetime), "datetime": _Instant}),
@@ -190,27 +187,23 @@ class _ClockWatcher:
         probe.listeners.append(self)
         patch(torch.Tensor, "item", self._item)
         patch(DataLoader, "__init__", self._loader_is_built)
-        for name in ("time", "perf_counter", "monotonic"):
-            self._replace(time, name, self._read)
+        for owner, wrapper, names in (
+            (time, self._read, ("time", "perf_counter", "monotonic")),
+            (statistics, self._combine, ("mean", "fmean")),
+            (sys.modules.get("numpy"), self._combine, ("mean", "sum")),
+        ):
+            for name in names if owner is not None else ():
+                original = getattr(owner, name)
+                patch(owner, name, wrapper)
+                self._stand_ins[id(original)] = getattr(owner, name)
         timeit.default_timer = time.perf_counter
-        for name in ("mean", "fmean"):
-            self._replace(statistics, name, self._combine)
-        for name in ("mean", "sum") if "numpy" in sys.modules else ():
-            self._replace(sys.modules["numpy"], name, self._combine)
         self.forward_begin()
-
-    def reading(self) -> _Reading:
-        """Return how far training is."""
-        return _Reading(
-            self._probe.gradients.backward, self._probe.step, self._in_step, _device_computes()
-        )
 
     def record_mean(self, weights: Mapping[Any, float], divisor: float) -> None:
         """Record that the script divides a sum of intervals."""
         unit = max(weights.values())
         ends = [reading for reading, weight in weights.items() if weight > 0]
-        begun = {reading: weight for reading, weight in weights.items() if reading.backwards}
-        self._probe.record(
+        self.probe.record(
             "clock",
             event="mean",
             divisor=divisor,
@@ -219,24 +212,23 @@ class _ClockWatcher:
             scale=round(sum(weights[one] for one in ends) / unit, 6),
             steps=round(_advance(weights, "steps") / unit, 6),
             backwards=round(_advance(weights, "backwards") / unit, 6),
-            first=sum(begun.values()) / unit > 0.5,
+            first=sum(weights[one] for one in weights if one.backwards) / unit > 0.5,
             before_update=sum(one.in_step for one in ends),
             update_timed=self.update_timed,
             device_pending=sum(one.device_pending for one in ends),
-            after_cut=self._probe.cutting,
-            at=self._probe.place(),
+            after_cut=self.probe.cutting,
+            at=self.probe.place(),
         )
 
     def note_printed(self, weights: Mapping[Any, float]) -> None:
         """Record that the script prints a loss."""
-        at = self._probe.place() if _LOSS in weights else None
-        if at is not None:
-            self._probe.record("clock", event="loss_printed", at=at)
+        if _LOSS in weights and self.probe.place():
+            self.probe.record("clock", event="loss_printed", at=self.probe.place())
 
     def _read(self, original: Any) -> Any:
-        if not self._probe.is_users(sys._getframe(2).f_code.co_filename):
+        if not self.probe.is_users(sys._getframe(2).f_code.co_filename):
             return original()
-        reading = self.reading()  # before the clock is read, so that it does not count
+        reading = _Reading(self)  # before the clock is read, so that it does not count
         return _traced(original(), ({reading: 1}, 1))
 
     def _item(self, original: Any, tensor: torch.Tensor) -> Any:
@@ -250,52 +242,34 @@ class _ClockWatcher:
         if not isinstance(values, (list, tuple)) or set(map(type, values)) != {_Number}:
             return result
         known = sum(values) if original.__name__ == "sum" else sum(values) / len(values)
-        return _traced(float(result), (_sources(known), 1))
+        return _traced(float(result), (getattr(known, "of", {}), 1))
 
     def backward_begin(self, roots: list[torch.Tensor]) -> None:
-        self._in_step = True
-        self._losses.extend(weakref.ref(one) for one in roots if one.numel() == 1)
+        self.in_step = True
+        self._losses += [weakref.ref(one) for one in roots if one.numel() == 1]
 
     def step_end(self, _optimizer: Any) -> None:
-        self._in_step = False
+        self.in_step = False
 
     def communicate(self, tensors: Iterable[torch.Tensor]) -> None:
         """The losses among the tensors of a message are no longer those of one rank."""
         exchanged = {storage_of(one) for one in tensors}
-        kept = (one for one in self._losses if storage_of(one()) not in exchanged)
-        self._losses = deque(kept, maxlen=_KEPT_LOSSES)
+        self._losses = [one for one in self._losses if storage_of(one()) not in exchanged]
 
     def _loader_is_built(self, original: Any, *rest: Any, **named: Any) -> None:
         self.forward_begin()
         original(*rest, **named)
 
-    def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
-        """Replace a function, and remember by what, for those who have imported it by name."""
-        original = getattr(owner, name)
-        patch(owner, name, wrapper)
-        self._stand_ins[id(original)] = getattr(owner, name)
-
     def forward_begin(self, *_: Any) -> None:
         """Until training begins, replace what the script's own modules imported by name."""
-        for module in list(sys.modules.values()) if not self._probe.gradients.backward else ():
-            if self._probe.is_users(getattr(module, "__file__", None) or os.sep):
+        for module in list(sys.modules.values()) if not self.probe.gradients.backward else ():
+            if self.probe.is_users(getattr(module, "__file__", None) or os.sep):
                 for name, value in list(vars(module).items()):
                     if id(value) in self._stand_ins:
                         setattr(module, name, self._stand_ins[id(value)])
 
 
-_watcher: _ClockWatcher
-
-
 def watch(probe: Probe) -> None:
     """Replace the clocks and the functions that average, if clocks are checked."""
-    global _watcher
     if probe.settings.get("clocks"):
-        _watcher = _ClockWatcher(probe)
-
-
-def _device_computes() -> bool:
-    """Return whether a GPU that this process uses has work left; this does not wait for it."""
-    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
-        return False
-    return not torch.cuda.current_stream().query()
+        _Traced.watcher = _ClockWatcher(probe)

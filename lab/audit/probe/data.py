@@ -12,14 +12,12 @@ Before each batch ``stopping`` is asked; it ends the epoch by StopIteration or S
 from __future__ import annotations
 
 import functools
-import importlib
 import operator
 import os
 import zlib
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,7 +40,6 @@ from .state import Probe, patch
 SEVERAL = 1 << 40
 LONGEST_REST = 5_000_000  # indices; a sampler that gives more may be endless
 HASHED = 64  # numbers of a tensor, and samples of a dataset
-_NO_DATASETS = (list, tuple, set, str, bytes, Mapping, torch.Tensor, torch.nn.Module, type)
 _NOBODYS = ("builtins", "collections", "multiprocessing", "numpy", "torch", "pandas", "h5py", "PIL")
 
 
@@ -53,7 +50,7 @@ def contents_of(batch: Any, count: int) -> list[int] | None:
     """Return a CRC-32 of each sample of a batch; None if its tensors have no row for each."""
     parts, _ = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
     tensors = [
-        one.detach().reshape(count, -1)
+        one
         for one in parts
         if isinstance(one, torch.Tensor)
         and one.layout == torch.strided
@@ -62,11 +59,8 @@ def contents_of(batch: Any, count: int) -> list[int] | None:
         and one.dim()
         and len(one) == count
     ]
-    codes = [0] * count
-    for tensor in tensors:
-        rows = _spread(tensor.T).T.tolist()
-        codes = [zlib.crc32(array("d", row).tobytes(), codes[i]) for i, row in enumerate(rows)]
-    return codes if tensors else None
+    texts = [repr([_plain(value) for value in row]) for row in zip(*tensors)]
+    return [zlib.crc32(text.encode()) for text in texts] or None
 
 
 def _spread(values: Any) -> Any:
@@ -94,9 +88,9 @@ def held_content(dataset: Any) -> int | None:
 
 
 def _is_sequence(value: Any, length: int) -> bool:
-    if isinstance(value, (list, tuple, range)):
-        return len(value) == length
-    return bool(getattr(value, "shape", ())[:1] == (length,))
+    listed = isinstance(value, (list, tuple, range))
+    shape = (len(value),) if listed else getattr(value, "shape", ())
+    return bool(shape[:1] == (length,))
 
 
 def _plain(value: Any) -> Any:
@@ -168,12 +162,10 @@ def _read_indices(dataset: Any, innermost: dict[int, Any]) -> Sequence[int] | No
 
 def _is_dataset(one: Any) -> bool:
     """Return whether an object is a Dataset, or of a Python class that acts as one."""
-    cls = type(one)
-    if isinstance(one, (Dataset, *_NO_DATASETS)) or cls.__module__.split(".")[0] in _NOBODYS:
-        return isinstance(one, Dataset)
-    return all(
-        isinstance(getattr(cls, name, None), FunctionType) for name in ("__getitem__", "__len__")
-    )
+    methods = [getattr(type(one), name, None) for name in ("__getitem__", "__len__")]
+    other = isinstance(one, Mapping) or type(one).__module__.split(".")[0] in _NOBODYS
+    acts = not other and all(isinstance(method, FunctionType) for method in methods)
+    return acts or isinstance(one, Dataset)
 
 
 def _is_index_list(value: Any, length: int) -> bool:
@@ -202,6 +194,7 @@ class WatchedLoader:
 class WatchedEpoch:
     """One iteration over a loader.
 
+    names : what its records call it.
     inner : the innermost index of each sample, if that is another and known.
     queue : the indices that the sampler has given ahead of the batches.
     given : its batches.
@@ -210,7 +203,7 @@ class WatchedEpoch:
     """
 
     loader: WatchedLoader
-    number: int
+    names: dict[str, int]
     inner: Sequence[int] | None
     queue: list[list[Any]] = field(default_factory=list)
     given: int = 0
@@ -262,7 +255,8 @@ class LoaderWatch:
             self.loaders[loader] = alike[0]
         watched, (_, inner) = self.loaders[loader], look_through(loader.dataset)
         others = None if isinstance(inner, range) else inner
-        self.epochs[iterator] = epoch = WatchedEpoch(watched, len(watched.epochs), others)
+        names = {"l": watched.number, "epoch": len(watched.epochs)}
+        self.epochs[iterator] = epoch = WatchedEpoch(watched, names, others)
         watched.epochs.append(epoch)
 
     def give(self, original: Callable[..., Any], iterator: Any) -> Any:
@@ -276,7 +270,8 @@ class LoaderWatch:
             batch = original(iterator)
         except (StopIteration, SystemExit):
             if not epoch.over:
-                self.end(epoch, iterator, cut=cut)
+                epoch.over = True
+                self.probe.guard(self.end)(epoch, iterator, cut=cut)
             raise
         self.probe.guard(self.record_batch)(epoch, iterator, batch)
         return batch
@@ -289,8 +284,7 @@ class LoaderWatch:
             contents = self.probe.guard(contents_of)(batch, len(indices))
         self.probe.record(
             "batch",
-            l=epoch.loader.number,
-            epoch=epoch.number,
+            **epoch.names,
             b=epoch.given,
             indices=indices,
             inner=epoch.find_inner(indices),
@@ -300,13 +294,13 @@ class LoaderWatch:
         self.fresh = [one for one in self.fresh if one.loader is not epoch.loader] + [epoch]
 
     def end(self, epoch: WatchedEpoch, iterator: Any, *, cut: bool) -> None:
-        """Write the records ``epoch`` and, if it trains and was cut, ``rest``."""
-        epoch.over = True
-        names = {"l": epoch.loader.number, "epoch": epoch.number}
-        self.probe.record("epoch", **names, batches=epoch.given, cut=cut)
+        """Write the record ``epoch`` and, if it trains and was cut, ``rest`` unless endless."""
+        self.probe.record("epoch", **epoch.names, batches=epoch.given, cut=cut)
         if cut and epoch.trains and not isinstance(iterator._dataset, IterableDataset):
-            rest = self.probe.guard(_take_rest)(epoch, iterator)
-            self.probe.record("rest", **names, indices=rest, inner=epoch.find_inner(rest))
+            more = (index for batch in iterator._sampler_iter for index in plain_indices(batch))
+            rest = [*chain(*epoch.queue), *islice(more, LONGEST_REST)]
+            if len(rest) < LONGEST_REST:
+                self.probe.record("rest", **epoch.names, indices=rest, inner=epoch.find_inner(rest))
 
     def take_indices(self, original: Callable[..., Any], iterator: Any) -> Any:
         """Remember the indices of a batch, in the order in which the sampler gives them."""
@@ -322,32 +316,20 @@ class LoaderWatch:
 
     def backward_begin(self, *_: Any) -> None:
         """Note that the latest batches serve training: a backward or an update begins."""
-        for epoch in self.fresh:
-            if not epoch.over and not epoch.trains:
-                epoch.trains = True
-                self.probe.record("trained", l=epoch.loader.number, epoch=epoch.number)
+        for epoch in (one for one in self.fresh if not (one.over or one.trains)):
+            epoch.trains = True
+            self.probe.record("trained", **epoch.names)
         self.fresh = []
 
     step_begin = backward_begin
-
-
-def _take_rest(epoch: WatchedEpoch, iterator: Any) -> list[Any] | None:
-    """Return the indices that the sampler would still have given; None if it is endless."""
-    more = (index for batch in iterator._sampler_iter for index in plain_indices(batch))
-    left = [*(index for batch in epoch.queue for index in batch), *islice(more, LONGEST_REST)]
-    return left if len(left) < LONGEST_REST else None
 
 
 def _describe(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the facts of the record ``loader``; the script's own batch sampler is asked first."""
     own, dataset = loader.batch_sampler, loader.dataset
     iterable = isinstance(dataset, IterableDataset)
-    samplers: list[Any] = [
-        None if type(own) is BatchSampler else own,
-        getattr(own, "sampler", loader.sampler),
-    ]
-    samplers = [one for one in samplers if one is not None and not iterable]
-    replicas = [one.num_replicas for one in samplers if hasattr(one, "num_replicas")]
+    samplers = [] if iterable else [own, getattr(own, "sampler", loader.sampler)]
+    samplers = [one for one in samplers if one is not None and type(one) is not BatchSampler]
     innermost, indices = look_through(dataset)
     known = [] if iterable or indices is None else innermost
     contents = [held_content(one) for one in known]
@@ -356,7 +338,7 @@ def _describe(loader: DataLoader[Any]) -> dict[str, Any]:
         "length": None if iterable else _length(dataset),
         "batches": None if iterable else _length(loader),
         "sampler": type(samplers[0]).__name__ if samplers else None,
-        "replicas": replicas[0] if replicas else None,
+        "replicas": next(filter(None, (getattr(x, "num_replicas", None) for x in samplers)), None),
         "inner_length": sum(map(len, known)) if known else None,
         "content": zlib.crc32(repr(contents).encode()) if contents and all(contents) else None,
     }
@@ -372,24 +354,16 @@ def _length(of: Any) -> int | None:
 
 def plain_indices(batch: Any) -> list[Any]:
     """Return the indices of a batch as a list; a loader without batches has a single one."""
-    if isinstance(batch, torch.Tensor):
-        batch = batch.tolist()
-    if isinstance(batch, (str, bytes, int)) or not hasattr(batch, "__iter__"):
-        batch = [batch]
-    return [_plain_index(index) for index in batch]
-
-
-def _plain_index(index: Any) -> Any:
-    """Return an index as an int if it is one, else as text."""
-    try:
-        return int(index)
-    except (TypeError, ValueError):
-        return str(index)[:100]
+    plain = batch.tolist() if isinstance(batch, torch.Tensor) else batch
+    several = hasattr(plain, "__iter__") and not isinstance(plain, (str, bytes))
+    indices = plain if several else [plain]
+    return [int(one) if hasattr(one, "__index__") else str(one)[:100] for one in indices]
 
 
 def watch(probe: Probe) -> None:
     """Watch all loaders of this process, what their batches are used for, and torch's Join."""
     LoaderWatch(probe)
     if torch.distributed.is_available():
-        owner = importlib.import_module("torch.distributed.algorithms.join")
-        patch(owner.Join, "__enter__", functools.partial(probe.note, "join"))
+        from torch.distributed.algorithms.join import Join
+
+        patch(Join, "__enter__", functools.partial(probe.note, "join"))

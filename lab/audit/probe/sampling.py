@@ -36,9 +36,8 @@ def take(tensor: Tensor) -> Tensor:
 
     ``torch.take`` follows any strides without copying the tensor.
     """
-    with torch.no_grad():
-        plain = dense(tensor)
-        return plain.take(_index(plain.numel(), plain.device))
+    plain = dense(tensor)
+    return plain.take(_index(plain.numel(), plain.device))
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -56,11 +55,10 @@ def dense(tensor: Tensor) -> Tensor:
 
 def square_norm(tensor: Tensor) -> Tensor:
     """Return the sum of the squares of a tensor, a scalar on its device."""
-    with torch.no_grad():
-        plain = dense(tensor)
-        small = plain.dtype in (torch.float16, torch.bfloat16) or not plain.is_floating_point()
-        norm = torch.linalg.vector_norm(plain, dtype=torch.float32 if small else None)
-        return norm * norm
+    plain = dense(tensor)
+    small = plain.dtype in (torch.float16, torch.bfloat16) or not plain.is_floating_point()
+    norm = torch.linalg.vector_norm(plain, dtype=torch.float32 if small else None)
+    return norm * norm
 
 
 def wide(tensor: Tensor) -> Tensor:

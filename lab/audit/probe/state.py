@@ -25,15 +25,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Any)
 # Holds the settings as JSON: folder, script (folder of the user's code), steps, rank (or null),
 # clocks.
 ENVIRONMENT = "LAB_AUDIT"
-_PARTS = ("optimizers", "passes", "collectives", "data", "stopping", "clocks")
-_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 class Probe:
@@ -61,7 +61,7 @@ class Probe:
 
     def _open(self) -> None:
         """Open this process's own files. What a forked one's parent had open stays the parent's."""
-        own = str(self.folder / str(os.getpid()))
+        own, variables = str(self.folder / str(os.getpid())), ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         self._lines = open(own + ".jsonl", "ab", buffering=0)  # noqa: SIM115
         self._numbers = open(own + ".f64", "ab", buffering=0)  # noqa: SIM115
         self.record(
@@ -70,7 +70,7 @@ class Probe:
             python=sys.version.split()[0],
             executable=sys.executable,
             hint=self.settings.get("rank"),
-            variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+            variables={name: os.environ[name] for name in variables if name in os.environ},
         )
 
     def end(self) -> None:
@@ -169,9 +169,7 @@ def wrapped(original: Function, wrapper: Callable[..., Any]) -> Function:
 
     @functools.wraps(original)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if compiling():
-            return original(*args, **kwargs)
-        return wrapper(original, *args, **kwargs)
+        return original(*args, **kwargs) if compiling() else wrapper(original, *args, **kwargs)
 
     return called  # type: ignore[return-value]  # it is called as the original
 
@@ -182,17 +180,11 @@ def patch(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         setattr(owner, name, wrapped(getattr(owner, name), wrapper))
 
 
-@functools.lru_cache(maxsize=None)
-def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return what a function's parameters are unless they are given."""
-    parameters = inspect.signature(function).parameters.values()
-    return {one.name: None if one.default is one.empty else one.default for one in parameters}
-
-
 def named(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by their names."""
-    defaults = _defaults(function)
-    return {**defaults, **dict(zip(defaults, args)), **kwargs}
+    """Return the arguments of a call by their names, with those that have a default."""
+    given = inspect.signature(function).bind_partial(*args, **kwargs)
+    given.apply_defaults()
+    return given.arguments
 
 
 def storage_of(tensor: Any) -> int | None:
@@ -211,36 +203,25 @@ def install() -> None:
     probe = Probe(settings)
     atexit.register(probe.end)
     if "torch" in sys.modules:
-        _watch(probe)
-    else:
-        sys.meta_path.insert(0, _WatchedTorch(probe))
+        _watch(probe, lambda _: None, None)
+    finder: Any = SimpleNamespace(find_spec=functools.partial(_find_torch, probe))
+    sys.meta_path.insert(0, finder)
 
 
-def _watch(probe: Probe) -> None:
-    """Start the parts. One that fails is recorded; the others go on."""
+def _find_torch(probe: Probe, name: str, *rest: Any) -> Any:
+    """Find torch for an import, see importlib.abc.MetaPathFinder, so that it will be watched."""
+    spec = PathFinder.find_spec(name, *rest) if name == "torch" else None
+    if spec is not None:
+        patch(spec.loader, "exec_module", functools.partial(_watch, probe))
+    return spec
+
+
+def _watch(probe: Probe, execute: Callable[[Any], None], module: Any) -> None:
+    """Execute torch, and start the parts. One that fails is recorded; the others go on."""
+    execute(module)
     probe.record("torch", version=str(sys.modules["torch"].__version__))
-    for part in _PARTS:
+    for part in ("optimizers", "passes", "collectives", "data", "stopping", "clocks"):
         try:
             importlib.import_module(f".{part}", __package__).watch(probe)
         except Exception:
             probe.note_trouble(part)
-
-
-class _WatchedTorch:
-    """Finds torch for an import, and lets the parts watch it as soon as it has been executed."""
-
-    def __init__(self, probe: Probe) -> None:
-        self._probe = probe
-
-    def find_spec(self, name: str, *rest: Any) -> Any:
-        """See importlib.abc.MetaPathFinder."""
-        finders = sys.meta_path if name == "torch" else ()
-        others = [one for one in finders if one is not self and hasattr(one, "find_spec")]
-        spec = next(filter(None, (one.find_spec(name, *rest) for one in others)), None)
-        if spec is not None and spec.loader is not None:
-            patch(spec.loader, "exec_module", self._execute)
-        return spec
-
-    def _execute(self, original: Callable[..., None], module: Any) -> None:
-        original(module)
-        _watch(self._probe)

@@ -58,8 +58,9 @@ def audit(script, folder, *, ranks=1, cold=False):
     cwd.mkdir()
     command = AuditCommand(("python", str(path), "{rank}", "{nodes}"))
     settings = RunSettings(steps=STEPS, limit_seconds=60, cwd=cwd)
-    start = start_process if cold else start_forked
-    end = run_audit_size(command, ranks, records, settings, start=start)
+    end = run_audit_size(
+        command, ranks, records, settings, start=start_process if cold else start_forked
+    )
     return read_recording(records, asked_size=ranks).ranks, end
 
 
