@@ -36,7 +36,7 @@ HERE = {
     "run-cell": (
         ["nowhere", "--run", 1],
         2,
-        "put the plan on a file system that all nodes share",
+        "make one with lab compare --plan",
     ),
 }
 

@@ -53,6 +53,9 @@ def see(*uuids):
     )
 
 
+KEPT = []
+
+
 def meet(rank, case, port):
     """Open the group; return what rank ``rank`` uses, and what it prints or why it ends.
 
@@ -75,6 +78,7 @@ def meet(rank, case, port):
         try:
             world, store = open_group(launch, backend=case.wanted, timeout_seconds=30)
         except UserError as error:
+            KEPT.append(error)  # and with it rank 0's store, from which rank 1 may still read
             return "none", str(error)
         dist.barrier()
         dist.destroy_process_group()

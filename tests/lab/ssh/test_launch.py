@@ -252,7 +252,8 @@ def test_a_second_interrupt_ends_all_at_once(ssh_here):
 
 
 def test_a_host_without_a_checkout_is_one_message(ssh_here, capsys):
-    (ssh_here / "empty").mkdir()
+    (ssh_here / "empty/lab").mkdir(parents=True)  # it hides an installed copy of the project
+    (ssh_here / "empty/lab/__init__.py").touch()
     for folder, told in (("empty", "the folder has no checkout"), ("none", "there is no folder")):
         words = ["launch", "--hosts", "a", "--workdir", str(ssh_here / folder), *THERE]
         assert main([*words, "--", "hostname"]) == 2
