@@ -252,10 +252,13 @@ def test_a_second_interrupt_ends_all_at_once(ssh_here):
 
 
 def test_a_host_without_a_checkout_is_one_message(ssh_here, capsys):
-    (ssh_here / "empty/lab").mkdir(parents=True)  # it hides an installed copy of the project
-    (ssh_here / "empty/lab/__init__.py").touch()
+    (ssh_here / "empty").mkdir()
+    python = ssh_here / "python"  # one in which the project isn't installed
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
     for folder, told in (("empty", "the folder has no checkout"), ("none", "there is no folder")):
-        words = ["launch", "--hosts", "a", "--workdir", str(ssh_here / folder), *THERE]
+        words = ["launch", "--hosts", "a", "--workdir", str(ssh_here / folder)]
+        words += ["--python", str(python)]
         assert main([*words, "--", "hostname"]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert lines[0] == "error: 1 of 1 host cannot take part; nothing was started"
