@@ -187,7 +187,7 @@ def test_messages_pair_by_pair(tmp_path):
 )
 def test_group_unused(tmp_path, names, got, also, unused):
     def alone(rank):
-        rank.record(also or "torch", at=AT)
+        rank.record(also or "cut", at=AT)
         for name in names:
             rank.call(name, bytes=4 * (name == "all_reduce"), content="other")
         for step in range(4):
