@@ -93,7 +93,7 @@ _HERE = {
     # docs/auditing.md
     "lab audit -- python docs/examples/wrong_divisor.py --master-ip {master} --port {port} "
     "--num-nodes {nodes} --rank {rank}": [
-        slow(prints=r"no — (.|\n)*divided by a constant(.|\n)*Speed", statuses=(1,))
+        slow(prints=r"Wrong: gradients are divided by a constant(.|\n)*Speed", statuses=(1,))
     ],
     f"lab audit -- torchrun --nproc-per-node 2 PartThree/main.py {TINY_RUN}": [
         slow(prints=r"averages: yes")
