@@ -457,11 +457,11 @@ def test_check_finds_a_dataset_that_one_host_lacks(machines, tmp_path):
         machines.checkout / "pictures",
     )
     assert status == 1, output
-    assert "node 0 | ok       dataset       2 classes in" in output
+    assert "node 0 | ok       dataset       2 classes" in output
     assert "node 0 | failure  same dataset  the nodes differ:" in output
     told = [line for line in output.splitlines() if line.startswith("node 1 |")]
     assert re.match(
-        r"node 1 \| failure  dataset +\S+/pictures has no train/<class>/ and no test/<class>/",
+        r"node 1 \| failure  dataset +--dataset folder: \S+/pictures/train is missing",
         told[0],
     ), output
     assert len(told) == 2, (
