@@ -29,6 +29,7 @@ def load_folder(data_dir: Path, mirror: str | None) -> Dataset:
 
 
 def classes_of(folder: Path) -> list[str]:
+    """Return the sorted names of the folders in ``folder``. Raises UserError if there are none."""
     classes = sorted(entry.name for entry in folder.glob("*/") if not entry.name.startswith("."))
     if not classes:
         reason = "holds no folders" if folder.is_dir() else "is missing"

@@ -1,4 +1,4 @@
-"""Loss curves by strategy, and how far they lie apart."""
+"""Loss curves by strategy, and the greatest difference between them."""
 
 import math
 from collections.abc import Mapping

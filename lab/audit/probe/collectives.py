@@ -138,14 +138,11 @@ class CallRecorder:
 
     def _content(self, tensors: list[torch.Tensor]) -> str:
         """Return "gradient", "weights" or "other": which share their memory with the tensors."""
-        known = list(self._probe.gradients.known.keys())
-        storages = {
-            **{storage_of(one): "weights" for one in known},
-            **{storage_of(one.grad): "gradient" for one in known if one.grad is not None},
-            None: "other",
-        }
-        contents = {storages.get(storage_of(one)) for one in tensors}
-        return next((one for one in ("gradient", "weights") if one in contents), "other")
+        sought = {storage_of(one) for one in tensors} - {None}
+        known = list(self._probe.gradients.known.keys()) if sought else []
+        if any(one.grad is not None and storage_of(one.grad) in sought for one in known):
+            return "gradient"
+        return "weights" if any(storage_of(one) in sought for one in known) else "other"
 
     def _look(self) -> None:
         """Write ``stands`` once for each time that this process waits for others, and ``stack``."""

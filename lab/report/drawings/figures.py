@@ -88,7 +88,7 @@ def section_spans(row: CellRow) -> list[tuple[str, float, float]]:
 
 
 def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw each cell's efficiency with its interval; the speed-up stands beside it."""
+    """Draw each cell's efficiency with its interval, and the speed-up at the right."""
     if block.baseline is None:
         raise NothingToShowError("Without a measured cell of one node there is no speed-up.")
     rows = [row for row in block.measured if row.nodes > 1 and row.efficiency]
