@@ -39,8 +39,8 @@ def print_to_stderr(line: str) -> None:
 
 
 def count(number: int, noun: str) -> str:
-    """Return "1 rank", "2 ranks"."""
-    return f"{number} {noun}{'s' if number > 1 else ''}"
+    """Return "1 rank", "2 ranks", "0 ranks"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

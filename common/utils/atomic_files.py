@@ -44,9 +44,12 @@ def read_regular(
                 f"{path} has {status.st_size:,} bytes, and at most {most_bytes:,} are read: "
                 "it is not the file that belongs here"
             )
-        with path.open("rb") as file:
+        # Without O_NONBLOCK a FIFO put here since the check would block.
+        with open(
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        ) as file:
             file.seek(max(0, status.st_size - last_bytes) if last_bytes else 0)
-            return file.read(last_bytes)
+            return file.read(last_bytes or most_bytes)
 
 
 def regular_target(path: Path) -> Path:
