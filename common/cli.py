@@ -173,7 +173,7 @@ def _newest_checkpoint(config: Config, begun: float) -> str:
 
     ``begun`` is in seconds since 1970.
     """
-    files = (config.reports_folder / config.experiment).glob("*/checkpoints/*.pt")
+    files = (config.reports_folder / config.experiment_name).glob("*/checkpoints/*.pt")
     with contextlib.suppress(OSError):  # another rank has just deleted an old one
         saved, newest = max(((path.stat().st_mtime, path) for path in files), default=(0.0, None))
         if newest is not None and saved >= begun:

@@ -19,6 +19,8 @@ from common.training_engine import Predictions, predict
 from common.training_engine.evaluation_loop import unwrap
 from common.utils.atomic_files import append_text
 
+MEAN_OVER_SAMPLES = "mean over samples"
+
 
 def prepare_model_for_evaluation(
     model: nn.Module, device: torch.device | str, checkpoint_path: str | Path
@@ -57,6 +59,7 @@ def evaluate_model(
             report_path,
             checkpoint_path,
             class_names=class_names,
+            loss_is=MEAN_OVER_SAMPLES,
         )
     return predictions
 
@@ -70,8 +73,9 @@ def generate_eval_report(
     *,
     class_names: Sequence[str] | None = None,
     notes: Sequence[str] = (),
+    loss_is: str = "",
 ) -> dict[str, Any]:
-    """Append the report to the file ``report_path`` and return its numbers.
+    """Write the report to the file ``report_path``, after those in it, and return its numbers.
 
     It names the checkpoint and holds test loss, accuracy, classification report and confusion
     matrix.
@@ -79,7 +83,7 @@ def generate_eval_report(
     Parameters
     ----------
     ground_truth, prediction : class numbers, of shape (n,).
-    test_loss : mean over samples.
+    test_loss, loss_is : the loss, and what it is, e.g. "mean over samples"; "" does not say.
     class_names : by class number; without them the report shows the class numbers that occur.
     notes : lines about how the model was trained and evaluated.
 
@@ -116,14 +120,14 @@ def generate_eval_report(
     }
     head = "\n".join([f"Checkpoint: {checkpoint_path}", *notes])
     text = (
-        f"{head}\nTest loss (mean over samples): {test_loss:.4f}\n"
+        f"{head}\nTest loss{f' ({loss_is})' if loss_is else ''}: {test_loss:.4f}\n"
         f"Test accuracy: {result['accuracy']:.4f} ({int((truth == predicted).sum())} of "
         f"{len(truth)})\n\n{classification_report(truth, predicted, digits=4, **arguments)}\n"
         "Confusion matrix (rows: true class, columns: predicted "
         f"class)\n{_matrix_text(matrix, names)}\n"
     )
     path = Path(report_path)
-    separator = "\n" if path.exists() and path.stat().st_size else ""
+    separator = "\nAppended to the report above:\n" if path.exists() and path.stat().st_size else ""
     append_text(path, separator + text, name=f"the report {path}")
     return result
 

@@ -36,8 +36,10 @@ _IN_PLACE_OF = {
 """A flag replaces the recipe's setting of the other name."""
 
 _BASIC = (
-    *("recipe", "sync", "master_ip", "world_size", "rank", "distributed", "dataset", "data_dir"),
-    *("epochs", "max_steps", "batch_size", "learning_rate", "seed", "resume"),
+    *("recipe", "sync", "master_ip", "world_size", "rank", "distributed", "meeting_timeout"),
+    *("dataset", "data_dir", "model", "epochs", "max_steps", "batch_size", "local_batch_size"),
+    *("accumulation_steps", "learning_rate", "opt", "momentum", "weight_decay", "seed", "amp"),
+    *("target_accuracy", "patience", "gpu_ids", "experiment", "resume", "log_wandb"),
 )
 """The settings that --help shows; --help-all shows every one."""
 
@@ -55,6 +57,10 @@ _PART_OF_SYNC = {
     **dict.fromkeys(BY_HAND, "PartTwo"),
     **dict.fromkeys(BUILT_IN, "PartThree"),
 }
+_NO_WORKERS = (
+    "there is no flag --num-workers, as no worker loads images: all are in memory as bytes, and "
+    "each batch is augmented as one tensor. Leave it out"
+)
 _ONE_PROCESS = (
     "{part} has no {flag}: it trains on one process. PartTwo and PartThree train on several"
 )
@@ -167,7 +173,7 @@ def build_parser(
         formatter_class=_PartFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    parser.notes = {
+    parser.notes = dict.fromkeys(("--num-workers", "--workers", "-j"), _NO_WORKERS) | {
         f"--sync {name}": f"--sync: {part} has no {name!r}. Use {owner}"
         + ("" if name == "none" else f" --sync {name}")
         for name, owner in _PART_OF_SYNC.items()

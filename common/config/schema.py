@@ -25,6 +25,7 @@ from common.utils.typed_json import shown
 DEFAULT_GLOBAL_BATCH_SIZE = 256
 SCHEDULES = ("onecycle", "constant", "cosine", "step")
 DEFAULT_LEARNING_RATE = {"sgd": 0.02, "adamw": 0.001}
+BY_HAND_SECONDS = 600.0  # for somebody to start the other ranks in other terminals
 
 RECIPE = "recipe"
 CLUSTER = "ranks and network (the same on every node, except --rank)"
@@ -200,6 +201,15 @@ class Config:
         60.0,
         CLUSTER,
         "seconds to wait for another rank before this one gives up",
+        type=float,
+        above=0,
+        maximum=86400,
+    )
+    meeting_timeout: float | None = option(
+        None,
+        CLUSTER,
+        "seconds to wait until all ranks have started (default: "
+        f"{BY_HAND_SECONDS:g} if each is started by itself with --master-ip, else --timeout)",
         type=float,
         above=0,
         maximum=86400,
@@ -530,11 +540,18 @@ class Config:
         form=RUN_NAME,
         in_recipe=False,
     )
+    experiment: str | None = option(
+        None,
+        RUN,
+        "name of the folder of these runs, and of Weights & Biases' project (default: the recipe, "
+        "or <part>-<sync>)",
+        form=RUN_NAME,
+        in_recipe=False,
+    )
     output_dir: Path | None = option(
         None,
         RUN,
-        "folder in which the run writes <part>-<sync>/<time>/ or <recipe>/<time>/ "
-        "(default: reports/)",
+        "folder in which the run writes <experiment>/<time>/ (default: reports/)",
         type=Path,
         per_rank=True,
     )
@@ -672,9 +689,14 @@ class Config:
         return self.measure_only or self.emulated
 
     @property
-    def experiment(self) -> str:
-        """The name of the folder of these runs: the recipe, or the part and the strategy."""
-        return Path(self.recipe).stem if self.recipe is not None else f"{self.part}-{self.sync}"
+    def experiment_name(self) -> str:
+        """The name of the folder of these runs."""
+        own = f"{self.part}-{self.sync}" if self.recipe is None else Path(self.recipe).stem
+        return self.experiment or own
+
+    def meeting_seconds(self, *, by_hand: bool) -> float:
+        """Return how long a rank waits for the others to start; ``by_hand``: without a launcher."""
+        return self.meeting_timeout or max(self.timeout, BY_HAND_SECONDS if by_hand else 0)
 
     def global_batch_size(self, shards: int) -> int:
         """Return the samples of one optimiser step over all ranks.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from common.errors import UserError, ranks_text
+from common.errors import UserError, count, ranks_text
 from common.utils.environment import setting
 from common.utils.grouping import grouped
 from common.utils.typed_json import Count, Rank, Text
@@ -91,7 +91,7 @@ def gpu_of(local_rank: int) -> "torch.device":
 
 def compare_gpus(peers: Sequence[Peer], local_ranks: Sequence[int]) -> JobGPUs:
     """Return what the ranks' reports say, by rank; a rank's own GPU is that of ``gpu_of``."""
-    count = len({gpu for peer in peers for gpu in peer.gpus})
+    gpus = len({gpu for peer in peers for gpu in peer.gpus})
     without = [rank for rank, peer in enumerate(peers) if not peer.gpus]
     if without:
         host = peers[without[0]].host
@@ -100,19 +100,19 @@ def compare_gpus(peers: Sequence[Peer], local_ranks: Sequence[int]) -> JobGPUs:
             if len(without) == 1
             else f"{ranks_text(without)} see"
         )
-        return JobGPUs(count, f"{who} no GPU")
+        return JobGPUs(gpus, f"{who} no GPU")
     owners = grouped(
         (peer.gpus[local_rank % len(peer.gpus)], rank)
         for rank, (peer, local_rank) in enumerate(zip(peers, local_ranks, strict=True))
     )
     shared = {gpu: ranks for gpu, ranks in owners.items() if len(ranks) > 1}
     if not shared:
-        return JobGPUs(count)
+        return JobGPUs(gpus)
     gpu, ranks = next(iter(shared.items()))
     more = len(shared) - 1
-    others = f"; {more} more GPU{'s are' if more > 1 else ' is'} shared" if more else ""
+    others = f"; {count(more, 'more GPU')} {'are' if more > 1 else 'is'} shared" if more else ""
     return JobGPUs(
-        count, f"{ranks_text(ranks)} share one GPU ({gpu}){others}", _apart(peers, shared)
+        gpus, f"{ranks_text(ranks)} share one GPU ({gpu}){others}", _apart(peers, shared)
     )
 
 
@@ -125,8 +125,8 @@ def _apart(peers: Sequence[Peer], shared: Mapping[str, Sequence[int]]) -> bool:
 def choose_backend(wanted: str | None, gpus: JobGPUs, size: int) -> tuple[str, str]:
     """Return "nccl" or "gloo", and a line for the user that says why; "" if no rank sees a GPU.
 
-    ``wanted`` None means NCCL if each rank has its own GPU. Raises UserError if NCCL was asked for
-    and cannot connect the ranks.
+    ``wanted`` None means NCCL if some rank sees a GPU. Raises UserError if NCCL cannot connect the
+    ranks.
     """
     if wanted == "nccl" and (not gpus.count or (gpus.obstacle and not gpus.told_apart)):
         raise UserError(
@@ -144,7 +144,10 @@ def choose_backend(wanted: str | None, gpus: JobGPUs, size: int) -> tuple[str, s
             "tests only: times mean nothing"
         )
     if gpus.obstacle:
-        return "gloo", f"Gloo on the CPU: {gpus.obstacle}; start one rank per GPU for NCCL"
+        raise UserError(
+            f"{count(size, 'rank')} for {count(gpus.count, 'GPU')}: {gpus.obstacle}. Start one "
+            "rank per GPU, or give --backend gloo to train on the CPU"
+        )
     from torch.distributed import is_nccl_available
 
     if not is_nccl_available():

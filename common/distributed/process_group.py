@@ -74,11 +74,16 @@ def current_world(device: torch.device | str | None = None) -> World:
 
 @contextmanager
 def process_group(
-    launch: LaunchSpec, *, backend: str | None = None, timeout_seconds: float = 60.0
+    launch: LaunchSpec,
+    *,
+    backend: str | None = None,
+    timeout_seconds: float = 60.0,
+    meeting_seconds: float | None = None,
 ) -> Iterator[World]:
     """Open the group, yield this process's World, and close the group whatever happens.
 
-    Without a master's address there is no group, and the World has one rank.
+    The ranks have ``meeting_seconds`` to start (default: ``timeout_seconds``). Without a master's
+    address there is no group, and the World has one rank.
     Raises GroupError with another rank's message if a collective breaks because that rank failed.
     Under NCCL no exception reaches a thread that waits for the GPU: the process then ends with that
     message and status 1.
@@ -90,7 +95,9 @@ def process_group(
     if launch.opens_store:  # so there is a guard, which names the lost rank, unlike the watchdog
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     before = open_connections()
-    world, store = open_group(launch, backend=backend, timeout_seconds=timeout_seconds)
+    world, store = open_group(
+        launch, backend=backend, timeout_seconds=timeout_seconds, meeting_seconds=meeting_seconds
+    )
     watch = FailureWatch(
         store, launch, activity=world.activity, timeout_seconds=timeout_seconds, others=before
     )
@@ -129,7 +136,11 @@ def _end(rank: int, watch: FailureWatch, timed_out: bool) -> NoReturn:
 
 
 def open_group(
-    launch: LaunchSpec, *, backend: str | None = None, timeout_seconds: float = 60.0
+    launch: LaunchSpec,
+    *,
+    backend: str | None = None,
+    timeout_seconds: float = 60.0,
+    meeting_seconds: float | None = None,
 ) -> tuple[World, dist.Store | None]:
     """Open the group; return this process's World and the ranks' own store (None under torchrun).
 
@@ -139,7 +150,7 @@ def open_group(
     assert launch.master_ip is not None  # a process without a group opens none
     _choose_interface(launch.master_ip)
     met_in, outcome = (meet if launch.opens_store else _meet_under_torchrun)(
-        launch, timeout_seconds
+        launch, meeting_seconds or timeout_seconds
     )
     local_rank, local_size = outcome.places[launch.rank]
     # Under torchrun one machine may have several agents, each with its own local ranks.

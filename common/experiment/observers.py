@@ -39,9 +39,10 @@ def open_logger(setup: Setup, job: Job, progress: Progress) -> Iterator[RunLogge
     def build() -> Trackers:
         return Trackers(
             wandb=config.log_wandb and world.is_rank0,
+            wandb_project=config.experiment,
             tensorboard=config.log_tensorboard and world.is_rank0,
             folder=folder.path,
-            name=f"{config.experiment}/{folder.path.name}",
+            name=f"{config.experiment_name}/{folder.path.name}",
             settings=config.as_json(),
             first_step=done_steps + 1,
         )

@@ -62,7 +62,7 @@ def open_job(config: Config, launch: LaunchSpec, world: World, locks: ExitStack)
     writes there, or if --run-name exists already and --resume is missing.
     """
     run_on_all_ranks(world, lambda: _check_paths(config, is_rank0=world.is_rank0))
-    parent = config.reports_folder / config.experiment
+    parent = config.reports_folder / config.experiment_name
     # Equal on all ranks, since collectives below depend on it.
     grows = launch.largest_size is not None and launch.largest_size > launch.world_size
     may_start_again = launch.agent is not None and (launch.restarts > 0 or grows)

@@ -49,7 +49,12 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
     backend = "gloo" if config.emulated else config.backend
     with ExitStack() as locks:  # on the run's folder, until the report is written
         with (
-            process_group(launch, backend=backend, timeout_seconds=config.timeout) as world,
+            process_group(
+                launch,
+                backend=backend,
+                timeout_seconds=config.timeout,
+                meeting_seconds=config.meeting_seconds(by_hand=launch.local_rank is None),
+            ) as world,
             warnings_on_rank0(world),
         ):
             check_same_on_all_ranks(world, code_facts(), what="their code")

@@ -3,12 +3,25 @@
 import torch
 from torch import nn
 
+from common.config.recipes import find_recipe, read_recipe
+from common.config.schema import flag, settings
 from common.errors import count
 from common.reporting.console import say
 from common.reporting.run_folder import RunFolder
 from common.training import get_model_parameters
 from common.training_engine.amp import precision_name
 from common.training_plan import Setup, TrainingPlan
+from common.utils.grouping import grouped
+
+_RECIPE_OF = {
+    "target_accuracy": "wide-resnet-cifar100",
+    "patience": "wide-resnet-cifar100",
+    "dataset": "wide-resnet-cifar100 or resnet50-cifar100",
+    "gpu_ids": "resnet50-cifar100",
+    "log_wandb": "resnet50-cifar100",
+    "accumulation_steps": "resnet18-transfer-cifar10",
+}
+"""The recipes of scripts whose users know these settings."""
 
 
 def log_header(setup: Setup, model: nn.Module, folder: RunFolder) -> None:
@@ -74,7 +87,15 @@ def run_warnings(setup: Setup) -> list[str]:
     config, launch, world, shards = setup.config, setup.launch, setup.world, setup.plan.shards
     _, amp_notice = setup.amp
     earlier = setup.entries.get("world_size", world.size)
+    recipe = {} if config.recipe is None else read_recipe(find_recipe(config.recipe))
+    per_pass = setup.plan.batch_size // (shards * config.accumulation_steps)
     sentences = (
+        (
+            "local_batch_size" in recipe and config.batch_size is not None,
+            f"--batch-size {config.batch_size} counts the samples of all ranks together, so each "
+            f"pass of a rank has {per_pass}; the recipe says how many a pass has. For that give "
+            f"-b {config.batch_size}",
+        ),
         (bool(amp_notice), amp_notice),
         (
             world.size > shards,
@@ -103,4 +124,21 @@ def run_warnings(setup: Setup) -> list[str]:
             "machine: --standalone)",
         ),
     )
-    return [sentence for applies, sentence in sentences if applies]
+    return [sentence for applies, sentence in sentences if applies] + _recipes_meant(setup)
+
+
+def _recipes_meant(setup: Setup) -> list[str]:
+    """Return a sentence for each recipe whose settings are given without it, for VGG-11."""
+    config, rules = setup.config, settings()
+    if config.recipe is not None or config.model != rules["model"]["default"]:
+        return []
+    given = grouped(
+        (recipe, flag(name))
+        for name, recipe in _RECIPE_OF.items()
+        if getattr(config, name) != rules[name]["default"] and config.dataset != "digits"
+    )
+    return [
+        f"this trains {config.model} for {count(config.epochs, 'epoch')}. If you know "
+        f"{' and '.join(flags)} from the script of another network, add --recipe {recipe}"
+        for recipe, flags in given.items()
+    ]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import count
-from common.evaluation import generate_eval_report
+from common.evaluation import MEAN_OVER_SAMPLES, generate_eval_report
 from common.profiling.records import KINDS, SECTIONS, Memory
 from common.reporting.console import card, say
 from common.reporting.header import unusual_methods
@@ -44,6 +44,7 @@ def report(
             f"{checkpoint}{name}",
             class_names=setup.dataset.class_names,
             notes=notes,
+            loss_is=MEAN_OVER_SAMPLES,
         )
         for one, (stem, name) in zip(predictions, _REPORTS, strict=False)
     ]

@@ -22,6 +22,8 @@ class Trackers:
 
     Parameters
     ----------
+    wandb_project : None: that of WANDB_PROJECT, else data-parallel-lab. Weights & Biases reads
+        WANDB_ENTITY by itself.
     folder : the run's folder, where both write. Weights & Biases also writes to its server if the
         user has an account.
     first_step : the step that the run begins or resumes with; TensorBoard hides what an earlier
@@ -34,6 +36,7 @@ class Trackers:
         self,
         *,
         wandb: bool,
+        wandb_project: str | None = None,
         tensorboard: bool,
         folder: Path,
         name: str,
@@ -45,7 +48,7 @@ class Trackers:
             library = _library("wandb", "wandb")
             try:
                 self._wandb = library.init(
-                    project="data-parallel-lab",
+                    project=wandb_project or setting("WANDB_PROJECT") or "data-parallel-lab",
                     name=name,
                     config=dict(settings),
                     dir=str(folder),

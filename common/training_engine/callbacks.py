@@ -17,6 +17,7 @@ from common.errors import UserError
 from common.profiling.records import EpochReport, StepRecord
 from common.training_engine.evaluation_loop import validate
 from common.training_engine.metrics import EpochResult, sum_over_ranks
+from common.utils.progress import SECONDS_BETWEEN_LINES
 
 if TYPE_CHECKING:
     from common.training_engine.engine import TrainingEngine
@@ -132,7 +133,9 @@ class Validator(Callback):
         self.progress["in_a_row"] = self.progress["in_a_row"] + 1 if reached else 0
         if self.progress["in_a_row"] >= self._patience:
             in_a_row = f" in {self._patience} epochs in a row" if self._patience > 1 else ""
-            end.stop_reason = f"Target accuracy reached: {self._target:g}{in_a_row}"
+            end.stop_reason = (
+                f"Target accuracy reached in epoch {end.epoch}: {self._target:g}{in_a_row}"
+            )
 
     def _report(self, end: EpochEnd) -> EpochReport:
         """Return the epoch's numbers over all ranks, of the weights and of their average."""
@@ -182,6 +185,14 @@ class History(Callback):
     def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
         """Start the clock."""
         self._prints, self._began = engine.world.is_rank0, time.perf_counter()
+        self._printed = self._began
+
+    def on_steps(self, records: list[StepRecord]) -> None:
+        """Print the last step, unless a line was printed in the last ten seconds."""
+        now, last = time.perf_counter(), records[-1]
+        if self._prints and now - self._printed >= SECONDS_BETWEEN_LINES:
+            self._printed, learned = now, f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
+            print(f"epoch {last.epoch}  step {last.step}  {learned}", flush=True)
 
     def on_epoch_end(self, end: EpochEnd) -> None:
         """Keep and print the report; Validator comes first, CheckpointManager later."""
@@ -192,6 +203,7 @@ class History(Callback):
             self._scheduler.step()
         self._reports.append(end.report)
         self._extra["val_accuracy"] = end.report.val_accuracy
+        self._printed = time.perf_counter()
         if self._prints:
             print(end.report.line() + (", best so far" if end.is_best else ""))
             print(end.stop_reason, end="\n" if end.stop_reason else "", flush=True)
