@@ -96,7 +96,7 @@ _HERE = {
         slow(prints=r"Wrong: gradients are divided by a constant(.|\n)*Speed", statuses=(1,))
     ],
     f"lab audit -- torchrun --nproc-per-node 2 PartThree/main.py {TINY_RUN}": [
-        slow(prints=r"averages: yes")
+        slow(prints=r"gradients: yes")
     ],
     # docs/comparing.md
     "lab compare --nodes 1 2 --sync gather_scatter all_reduce ddp --dataset digits --batch-size 32 "
