@@ -175,12 +175,7 @@ def test_the_hierarchy_of_the_advice_gives_its_numbers(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("task_flag", ["", "wrong"])
-def test_the_script_of_the_functions_runs(
-    task_flag,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+def test_the_script_of_the_functions_runs(task_flag, tmp_path, monkeypatch, capsys):
     """With a small model in place of VGG-11; `my_training.py` runs whole in the slow tests."""
     [script] = [text for kind, text in PAGES["docs/functions.md"].blocks() if kind == "python"]
     (tmp_path / "my_training.py").write_text(script)

@@ -115,7 +115,7 @@ def test_the_architecture_names_every_package():
 
 READS_SETTINGS = {"common/distributed/launch_env.py", "common/utils/environment.py"}
 WITHOUT_THE_PROJECT = {
-    *(f"lab/audit/probe/{name}.py" for name in ("state", "data/items", "collectives", "stopping")),
+    *(f"lab/audit/probe/{name}.py" for name in ("state", "data/items", "collectives", "stopping"))
 }
 
 
@@ -157,10 +157,7 @@ def test_nothing_from_another_machine_is_unpickled():
         names = [name for name in identifiers(parsed(path)) if re.search("_object(_list)?$", name)]
         collectives |= {(name, name_of(path)) for name in names}
     assert importing == MAY_IMPORT_PICKLE
-    assert loading == {
-        ("common/checkpoint.py", True),
-        ("common/models/transfer.py", True),
-    }
+    assert loading == {("common/checkpoint.py", True), ("common/models/transfer.py", True)}
     assert collectives == set()
 
 

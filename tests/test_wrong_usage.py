@@ -112,9 +112,7 @@ def test_a_python_without_the_packages_says_what_to_run(command):
 def test_lab_without_the_packages_and_from_another_folder(tmp_path):
     """lab starts without torch, since lab doctor says what to install in its place."""
     done = finished(
-        *(sys.executable, "-S", "-m", "lab", "report", "my run"),
-        cwd=tmp_path,
-        PYTHONPATH=str(ROOT),
+        *(sys.executable, "-S", "-m", "lab", "report", "my run"), cwd=tmp_path, PYTHONPATH=str(ROOT)
     )
     needed = PACKAGES.removeprefix("torch, torchvision, ")
     assert done.returncode == 2

@@ -201,9 +201,7 @@ _HERE = {
     "lab compare --plan --nodes 1 2 4 --sync all_reduce ddp --dataset digits --batch-size 64 "
     "--steps 5 --repeats 1": [slow(prints="sbatch --nodes=4 --array=0-4%1")],
     # docs/troubleshooting.md; doctor: 1 if something else holds the port
-    "lab doctor --dataset digits": [
-        quick(prints="scikit-learn(.|\n)*ready", statuses=(0, 1)),
-    ],
+    "lab doctor --dataset digits": [quick(prints="scikit-learn(.|\n)*ready", statuses=(0, 1))],
     "lab explain rank0.txt rank1.txt rank2.txt": [quick(prints=r"1\. (.|\n)*cause:")],
     # benchmarks/README.md
     ".venv/bin/python benchmarks/train_step.py": [long(cifar=True)],
@@ -220,7 +218,7 @@ _HERE = {
         long(
             "--models vgg11 --ranks 2 --sync ddp",
             prints=r"vgg11 \| adamw \| ddp \| 2 .* 147\.72 \| 147\.72",
-        ),
+        )
     ],
     "python3 benchmarks/gpu.py --out reports/gpu-dry --dry-run": [long(prints="vgg11 +ok")],
     ".venv/bin/python benchmarks/emulation.py": [long("--nodes 4 --rate 1gbit --steps 2")],
@@ -229,7 +227,7 @@ _HERE = {
 _ELSEWHERE = {
     "CI: .ci/run does it in a clean clone": ["make setup", "make test", "make lint"],
     "sets a variable; tests/hostile/test_store.py starts ranks with and without it": [
-        "export LAB_RUN_TOKEN=$(openssl rand -hex 16)",
+        "export LAB_RUN_TOKEN=$(openssl rand -hex 16)"
     ],
     "these tests are part of make test, test-slow and test-engines": [
         'python -m pytest -m "not slow" tests/faults',

@@ -44,15 +44,7 @@ class Pods:
     flags : appended to the manifest's own flags; if a flag occurs twice, the last one counts.
     """
 
-    def __init__(
-        self,
-        cluster,
-        job,
-        *,
-        image,
-        volume,
-        flags,
-    ):
+    def __init__(self, cluster, job, *, image, volume, flags):
         self._cluster, self._image, self._volume = cluster, image, volume
         self._name, self._trainer = job["metadata"]["name"], job["spec"]["trainer"]
         [self._mount] = (mount["mountPath"] for mount in mounts(job) if mount["name"] == "volume")

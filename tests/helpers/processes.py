@@ -219,13 +219,7 @@ def user_environment(**more):
     return outside | more
 
 
-def start_part(
-    part,
-    *arguments,
-    cwd,
-    env=None,
-    cold=False,
-):
+def start_part(part, *arguments, cwd, env=None, cold=False):
     """Start ``PartX/main.py`` with these arguments from the folder ``cwd``."""
     command = [sys.executable, str(ROOT / part / "main.py"), *map(str, arguments)]
     return Started(command, cwd=cwd, env=user_environment(**(env or {})), forked=not cold)
@@ -237,15 +231,7 @@ def start_lab(*arguments, cwd=ROOT, env=None, cold=False):
     return Started(command, cwd=cwd, env=user_environment(**(env or {})), forked=not cold)
 
 
-def start_ranks(
-    part,
-    size,
-    *arguments,
-    cwd,
-    port=None,
-    env=None,
-    cold=False,
-):
+def start_ranks(part, size, *arguments, cwd, port=None, env=None, cold=False):
     """Start ``size`` ranks of a part on loopback as the assignment does, with one thread each."""
     port = port or free_port()
     return [
@@ -270,15 +256,7 @@ def start_ranks(
     ]
 
 
-def run_part(
-    part,
-    *arguments,
-    cwd,
-    ranks=0,
-    timeout_seconds=120,
-    env=None,
-    cold=False,
-):
+def run_part(part, *arguments, cwd, ranks=0, timeout_seconds=120, env=None, cold=False):
     """Run a part to its end and return one result per process.
 
     ``ranks`` : number of ranks; 0 starts one process without flags for a process group.

@@ -134,15 +134,7 @@ class SlurmCluster:
     settings : additional lines of slurm.conf.
     """
 
-    def __init__(
-        self,
-        folder,
-        *,
-        nodes=4,
-        names_resolve=False,
-        cpus=4,
-        settings=(),
-    ):
+    def __init__(self, folder, *, nodes=4, names_resolve=False, cpus=4, settings=()):
         self.folder, self.nodes = folder, nodes
         self.own = folder / "own"
         self._booted: dict[int, int] = {}
@@ -196,14 +188,7 @@ class SlurmCluster:
         """Return a node's host name, which is also its name in Slurm."""
         return f"node{node}"
 
-    def run(
-        self,
-        *command,
-        node=None,
-        cwd=ROOT,
-        environment=None,
-        check=True,
-    ):
+    def run(self, *command, node=None, cwd=ROOT, environment=None, check=True):
         """Run a command on the login node, or on another node, and return its output.
 
         The environment is that of this process, without the variables that Slurm or torchrun would
@@ -387,14 +372,7 @@ class SlurmCluster:
             tell=lambda: self._cluster.output(node) + self.run("sinfo"),
         )
 
-    def _until(
-        self,
-        condition,
-        *,
-        what,
-        limit_seconds=_UP_SECONDS,
-        tell=lambda: "",
-    ):
+    def _until(self, condition, *, what, limit_seconds=_UP_SECONDS, tell=lambda: ""):
         wait_until(
             condition, what, timeout_seconds=limit_seconds, look_seconds=_POLL_SECONDS, tell=tell
         )

@@ -283,8 +283,7 @@ def test_a_run_that_cannot_be_reported_is_named(name, content, said, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("size", "said"),
-    [(0, "world_size: Expected int >= 1"), (3, "config.json has world_size 3")],
+    ("size", "said"), [(0, "world_size: Expected int >= 1"), (3, "config.json has world_size 3")]
 )
 def test_a_run_whose_files_contradict_each_other_is_refused(size, said, tmp_path):
     folder = write_run(tmp_path / "run", world_size=size)

@@ -322,11 +322,7 @@ LONG_NAME = "a" * 10_000
     ids=range(14),
 )
 def test_a_recipe_that_is_not_there_or_no_file_is_one_line(
-    name,
-    named,
-    tmp_path,
-    capsys,
-    monkeypatch,
+    name, named, tmp_path, capsys, monkeypatch
 ):
     """The line says what is there instead, or lists the recipes that there are."""
     monkeypatch.chdir(tmp_path)
@@ -413,15 +409,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def check(
-    ended,
-    output,
-    recipe,
-    *,
-    ranks,
-    model,
-    ema=False,
-):
+def check(ended, output, recipe, *, ranks, model, ema=False):
     """Check what each run of a recipe writes; return its folder and the summary.
 
     Status 0, results of each epoch over all ranks, the best weights, and one folder
@@ -510,13 +498,7 @@ def test_wide_resnet_as_one_process_profiled(tmp_path, images):
     ],
 )
 def test_a_recipe_runs_in_each_way_to_start_it(
-    recipe,
-    flags,
-    way,
-    global_batch_size,
-    said,
-    tmp_path,
-    images,
+    recipe, flags, way, global_batch_size, said, tmp_path, images
 ):
     """Alone; told its place by flags; under torchrun; or one command that starts its ranks."""
     words = [*quick(recipe, images, tmp_path), *flags.split()]

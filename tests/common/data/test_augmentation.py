@@ -9,14 +9,7 @@ from scipy import stats
 from torchvision.transforms import functional, transforms
 
 from common.config.schema import Config
-from common.data.augmentation import (
-    Draws,
-    Normaliser,
-    RandomCropFlip,
-    cut_out,
-    draw,
-    draw_centres,
-)
+from common.data.augmentation import Draws, Normaliser, RandomCropFlip, cut_out, draw, draw_centres
 from common.data.dataset import Dataset, ImageSet
 from common.data.loaders import EvaluationLoader, TrainLoader
 from common.data.sharding import GlobalBatchSampler

@@ -73,11 +73,7 @@ def hostile_cases(trace):
         ),
         "negative": ("strings", {"content": b"", "announced": -1}, "'s message has -1 bytes; 1 to"),
         "wrong schema": ("strings", {"content": b"[1]"}, "'s message: Expected str"),
-        "wrong place": (
-            "pairs",
-            {"content": b'["path", "7"]'},
-            "'s message: [1]: Expected int",
-        ),
+        "wrong place": ("pairs", {"content": b'["path", "7"]'}, "'s message: [1]: Expected int"),
         "pickled state": ("states", {"content": pickled}, "'s message: it may hold"),
     }
 

@@ -136,8 +136,7 @@ def peers(*gpus, host="node"):
 def test_many_ranks_are_named_in_a_short_line():
     crowd = compare_gpus(peers(*[(A, B)] * 12), [rank % 4 for rank in range(12)])
     assert crowd == JobGPUs(
-        2,
-        f"ranks 0, 2, 4, 6, 8 and 10 share one GPU ({A}); 1 more GPU is shared",
+        2, f"ranks 0, 2, 4, 6, 8 and 10 share one GPU ({A}); 1 more GPU is shared"
     )
     everyone = compare_gpus(peers(*[(A,)] * 12), [0] * 12)
     assert everyone.obstacle == f"ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more share one GPU ({A})"

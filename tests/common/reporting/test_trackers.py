@@ -13,12 +13,7 @@ import pytest
 
 from common.errors import UserError
 from common.reporting.trackers import Trackers
-from tests.helpers import (
-    TINY,
-    make_image_folder,
-    only_run_folder,
-    run_part,
-)
+from tests.helpers import TINY, make_image_folder, only_run_folder, run_part
 
 STEPS, EPOCH_ENDS = [1, 2, 3, 4, 5, 6], [3, 6]
 
@@ -145,11 +140,7 @@ def test_a_missing_package_is_named_with_its_extra_and_needed_by_its_flag_only(
     ],
 )
 def test_an_account_or_a_wish_decides_whether_wandb_goes_online(
-    environment,
-    netrc,
-    mode,
-    tmp_path,
-    monkeypatch,
+    environment, netrc, mode, tmp_path, monkeypatch
 ):
     """Without an account or WANDB_MODE the run is offline: wandb would prompt for a key.
 
