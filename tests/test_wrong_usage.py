@@ -23,15 +23,8 @@ TORCHRUN = "WORLD_SIZE=2 RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=4000"
 
 
 def finished(*command, cwd, **variables):
-    return subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env=user_environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    words, env = list(map(str, command)), user_environment(**variables)
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
 def test_an_interface_that_this_machine_lacks(tmp_path):
