@@ -32,12 +32,13 @@ def _parse(*arguments, part="PartTwo"):
 
 
 def _main(*arguments, part="PartTwo"):
+    """Run a part; what is accepted by mistake is only printed."""
     return main(
         part,
         path=f"{part}/main.py",
         description="a description",
         sync_choices=SYNCS[part],
-        arguments=[str(one) for one in arguments],
+        arguments=["--print-config", *map(str, arguments)],
     )
 
 
