@@ -20,6 +20,7 @@ from tests.helpers import ROOT, Started, needs_cifar10, user_environment
 from tests.helpers.cluster import needs_namespaces
 from tests.helpers.documentation import pages, with_copies
 from tests.helpers.documented_commands import CHECKS, Elsewhere, checks_of, pattern_of
+from tests.helpers.paths import copy_clone
 
 PAGES = {page.name: page for page in pages()}
 MOST_LINES, MOST_LINES_OF_README = 150, 130
@@ -77,15 +78,7 @@ def clone(tmp_path_factory):
     The files are those that git would commit now. The environment is this one, by links.
     """
     folder = tmp_path_factory.mktemp("clone")
-    listing = Started(
-        ["git", "-C", str(ROOT), "ls-files", "-z", "-co", "--exclude-standard"],
-        cwd=ROOT,
-        env=user_environment(),
-    ).end()
-    for name in filter(None, listing.out.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+    copy_clone(folder)
     environment = folder / ".venv"
     environment.mkdir()
     for entry in Path(sys.prefix).iterdir():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, Started, user_environment
+from tests.helpers.paths import copy_clone
 
 pytestmark = pytest.mark.slow
 SHORT = ("--dataset", "digits", "--batch-size", "64")
@@ -29,11 +30,7 @@ def run(*command):
 def wheel(tmp_path_factory):
     """Return a wheel, built from a copy to keep the checkout clean."""
     copy = tmp_path_factory.mktemp("source")
-    files = run("git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    for name in filter(None, files.split("\0")):
-        if name.partition("/")[0] in TOP_LEVEL and (ROOT / name).exists():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            (copy / name).write_bytes((ROOT / name).read_bytes())
+    copy_clone(copy, wanted=lambda name: name.partition("/")[0] in TOP_LEVEL)
     folder = tmp_path_factory.mktemp("wheel")
     build = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, copy)
     run(sys.executable, "-m", "pip", *build)

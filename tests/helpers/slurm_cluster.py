@@ -48,6 +48,7 @@ SlurmctldPidFile={state}/slurmctld.pid
 SlurmdPidFile={state}/%n.pid
 MailProg=/bin/true
 ProctrackType=proctrack/linuxproc
+SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=0,sched_interval=2
 SlurmdParameters=config_overrides
