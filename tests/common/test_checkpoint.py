@@ -16,12 +16,7 @@ from torch import nn
 
 import common.checkpoint
 import common.utils.atomic_files
-from common.checkpoint import (
-    load_checkpoint,
-    load_model_state,
-    newest_checkpoint,
-    save_checkpoint,
-)
+from common.checkpoint import load_checkpoint, load_model_state, newest_checkpoint, save_checkpoint
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
 from common.utils.hashing import digest

@@ -97,10 +97,7 @@ def test_augmentation_is_the_same_on_the_gpu(tmp_path, options):
     digits = replace(load_dataset("digits", tmp_path), flip=True)
     loaders = [
         TrainLoader(
-            digits,
-            GlobalBatchSampler(len(digits.train), batch_size=100),
-            device=device,
-            **options,
+            digits, GlobalBatchSampler(len(digits.train), batch_size=100), device=device, **options
         )
         for device in ("cpu", "cuda")
     ]

@@ -46,14 +46,7 @@ def dataset():
     return Dataset("random", some, some, tuple("0123456789"), mean, std)
 
 
-def train_epoch(
-    gpu,
-    monkeypatch,
-    network=tiny,
-    *,
-    amp_dtype=None,
-    accumulation_steps=1,
-):
+def train_epoch(gpu, monkeypatch, network=tiny, *, amp_dtype=None, accumulation_steps=1):
     """Train an epoch with the project's loader and engine; raise AssertionError if a step waits.
 
     The first step may copy the epoch's order to the GPU and compare the clocks. A flush of the
@@ -106,12 +99,7 @@ def train_epoch(
 @pytest.mark.parametrize(
     ("network", "amp_dtype"), [(tiny, None), (vgg11, torch.bfloat16), (tiny, torch.float16)]
 )
-def test_no_step_waits(
-    gpu,
-    monkeypatch,
-    network,
-    amp_dtype,
-):
+def test_no_step_waits(gpu, monkeypatch, network, amp_dtype):
     train_epoch(gpu, monkeypatch, network, amp_dtype=amp_dtype)
 
 

@@ -227,12 +227,7 @@ def test_a_report_counts_every_class_also_those_never_predicted(tmp_path):
     ],
 )
 def test_amp_on_a_gpu_chooses_a_type_that_the_strategy_allows(
-    monkeypatch,
-    dtype,
-    exact,
-    fast_bf16,
-    chosen,
-    notice,
+    monkeypatch, dtype, exact, fast_bf16, chosen, notice
 ):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: fast_bf16)
     gpu = torch.device("cuda")
@@ -243,9 +238,7 @@ def test_amp_on_a_gpu_chooses_a_type_that_the_strategy_allows(
     assert choose_amp(None, dtype, default=True, device=torch.device("cpu")) == (None, "")
 
 
-def test_a_part_on_gpus_trains_with_every_strategy_by_default(
-    monkeypatch,
-):
+def test_a_part_on_gpus_trains_with_every_strategy_by_default(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     chosen, gpu = {}, torch.device("cuda")
     for sync in BUILT_IN:

@@ -64,16 +64,7 @@ class Stage:
         self.temporary.mkdir()
         self._seen: dict[int, int] = {}
 
-    def command(
-        self,
-        way,
-        *flags,
-        size=NODES,
-        hurt=None,
-        timeout=PATIENT,
-        name="run",
-        root=ROOT,
-    ):
+    def command(self, way, *flags, size=NODES, hurt=None, timeout=PATIENT, name="run", root=ROOT):
         """Return the command of each rank without the interpreter; later ``flags`` win."""
         part, *sync = WAYS[way]
         words = [
@@ -111,13 +102,7 @@ class Stage:
         return [str(word) for word in words]
 
     def start(
-        self,
-        way="all_reduce",
-        *flags,
-        nodes=tuple(range(NODES)),
-        port=None,
-        shell="",
-        **more,
+        self, way="all_reduce", *flags, nodes=tuple(range(NODES)), port=None, shell="", **more
     ):
         """Start ranks of a group; ``more`` goes to ``command``.
 

@@ -119,13 +119,7 @@ def resume(train, output, *, ranks, step):
     ],
 )
 def test_after_kill_9_and_resume_the_records_are_the_undisturbed_runs(
-    train,
-    undisturbed,
-    tmp_path,
-    ranks,
-    victim,
-    moment,
-    step,
+    train, undisturbed, tmp_path, ranks, victim, moment, step
 ):
     """Also what rank 0 prints of the resumed epoch, and the number of steps in the summary."""
     reference, printed = undisturbed(ranks)
@@ -152,15 +146,7 @@ def test_after_kill_9_and_resume_the_records_are_the_undisturbed_runs(
     ],
 )
 def test_after_every_other_end_and_resume_too(
-    start,
-    train,
-    undisturbed,
-    tmp_path,
-    moment,
-    deed,
-    sent,
-    status,
-    step,
+    start, train, undisturbed, tmp_path, moment, deed, sent, status, step
 ):
     """A signal in step 3, Ctrl-C there, or an error at the first batch of the second epoch."""
     [rank] = start(tmp_path, hurt=(0, moment, deed))

@@ -329,9 +329,7 @@ def test_pretrained_weights_are_downloaded_once_also_from_two_urls_that_end_alik
     assert list(torch_home.rglob("*.pth")), "which lies in TORCH_HOME"
 
 
-def test_torchvisions_own_weights_are_asked_for_without_a_source(
-    monkeypatch,
-):
+def test_torchvisions_own_weights_are_asked_for_without_a_source(monkeypatch):
     """ResNet-18 comes from torchvision's URL; its content must match the hash in its name."""
     state = _source()
     load = Mock(return_value=state)

@@ -54,14 +54,7 @@ def difference(model, other):
     return np.abs(flat(list(model.parameters())) - flat(list(other.parameters()))).max()
 
 
-def steps_of(
-    rank,
-    sync,
-    count,
-    *,
-    errors=None,
-    dtype=torch.float64,
-):
+def steps_of(rank, sync, count, *, errors=None, dtype=torch.float64):
     """Train; return the gradients and errors of each step.
 
     These are this rank's own gradient, the gradient after the exchange, and the strategy's errors

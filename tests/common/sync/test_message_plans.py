@@ -5,13 +5,7 @@ from itertools import accumulate
 import pytest
 
 from common.models import build_model
-from common.sync import (
-    STRATEGIES,
-    build_message_plan_from,
-    build_sync,
-    plan_class,
-    strategy_class,
-)
+from common.sync import STRATEGIES, build_message_plan_from, build_sync, plan_class, strategy_class
 from common.sync.base import GradientSync
 from common.sync.message_cost import GradientSize, Operation
 from common.sync.message_plans import MessagePlan

@@ -28,12 +28,7 @@ from common.distributed.process_group import current_world
 from common.errors import UserError
 from common.profiling.comm_trace import MessageRecorder
 from common.sync import STRATEGIES, is_exact
-from common.training_engine import (
-    Callback,
-    TrainingEngine,
-    batchnorm,
-    validate,
-)
+from common.training_engine import Callback, TrainingEngine, batchnorm, validate
 from common.utils.hashing import digest
 from tests.helpers import free_port, run_ranks
 
@@ -362,15 +357,7 @@ def steady_batches(rank=0):
     ]
 
 
-def train_steady(
-    folder,
-    right,
-    *,
-    epochs,
-    rank=0,
-    engine_kwargs=None,
-    **train_kwargs,
-):
+def train_steady(folder, right, *, epochs, rank=0, engine_kwargs=None, **train_kwargs):
     model = Steady()
     engine = TrainingEngine(
         model, "cpu", output_dir=folder, experiment_name="steady", **engine_kwargs or {}

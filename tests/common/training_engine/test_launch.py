@@ -242,9 +242,7 @@ def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path):
 # --- Failures ---
 
 
-def test_only_this_user_can_write_what_the_workers_unpickle(
-    monkeypatch,
-):
+def test_only_this_user_can_write_what_the_workers_unpickle(monkeypatch):
     """Also if the caller lets everybody write to new files."""
     modes = []
 
@@ -264,9 +262,7 @@ def test_only_this_user_can_write_what_the_workers_unpickle(
 
 
 @pytest.mark.usefixtures("workers")
-def test_a_group_that_cannot_be_set_up_is_told_and_one_device_trains(
-    monkeypatch,
-):
+def test_a_group_that_cannot_be_set_up_is_told_and_one_device_trains(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     with pytest.warns(
         UserWarning, match=r"could not be set up \(.*nosuch0.*\): training on one device"

@@ -56,13 +56,7 @@ def engine_for(criterion=None):
     return engine
 
 
-def train(
-    manager,
-    *callbacks,
-    epochs=2,
-    engine=None,
-    **options,
-):
+def train(manager, *callbacks, epochs=2, engine=None, **options):
     (engine or engine_for()).fit(
         batches(), 1, epochs, callbacks=[*callbacks, manager], seed=0, **options
     )
