@@ -6,24 +6,20 @@ four steps.
 """
 
 import functools
-import json
 import re
 import shutil
 import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from common.checkpoint import load_checkpoint
-from tests.helpers import ROOT, TINY, Ended, Started, free_port, make_image_folder, user_environment
+from tests.helpers import TINY, make_image_folder
+from tests.helpers.records import json_lines, json_of
+from tests.helpers.stage import NOBODY, start_hurt_ranks
 
 STEPS, SAVED = 12, 8
 EPOCH_2 = re.compile(r"Epoch 2: train loss \S+ accuracy \S+")
-Start = Callable[..., list[Started]]
-Run = Callable[..., list[Ended]]
 
 
 @pytest.fixture(scope="module")
@@ -31,29 +27,14 @@ def start(tmp_path_factory):
     """Return a function that starts a training in the folder ``output`` and returns its ranks."""
     images = make_image_folder(tmp_path_factory.mktemp("images"))
 
-    def run(output, *flags, ranks=1, hurt=(-1, "", "")):
-        command = [
-            sys.executable,
-            ROOT / "tests" / "helpers" / "hurt.py",
-            *hurt,
-            ROOT / "PartTwo" / "main.py",
-            *TINY,
-            *("--sync", "all_reduce", "--dataset", "folder", "--data-dir", images),
+    def run(output, *flags, ranks=1, hurt=(NOBODY, "", "")):
+        output.mkdir(exist_ok=True)
+        settings = [
+            *(*TINY, "--sync", "all_reduce", "--dataset", "folder", "--data-dir", images),
             *("--batch-size", 4, "--epochs", 2, "--checkpoint-every", 4, "--log-every", 5),
             *("--threads", 1, "--timeout", 20, "--output-dir", output, "--run-name", "same"),
-            *("--master-ip", "127.0.0.1", "--master-port", free_port(), "--num-nodes", ranks),
-            *flags,
         ]
-        output.mkdir(exist_ok=True)
-        return [
-            Started(
-                [str(word) for word in (*command, "--rank", rank)],
-                cwd=output,
-                env=user_environment(),
-                forked=True,
-            )
-            for rank in range(ranks)
-        ]
+        return start_hurt_ranks(ranks, hurt, *settings, *flags, cwd=output)
 
     return run
 
@@ -66,10 +47,7 @@ def train(start):
 
 @pytest.fixture(scope="module")
 def undisturbed(train, tmp_path_factory):
-    """Return a function that trains undisturbed, once for each number of ranks.
-
-    It returns the run's folder and what rank 0 printed.
-    """
+    """Return a function of the number of ranks: the undisturbed run's folder and output."""
 
     @functools.cache
     def trained(ranks):
@@ -87,13 +65,9 @@ def run_folder(output):
 
 def records(run):
     """Return the lines of every record by file, without times."""
-    found: dict[str, list[Any]] = {}
+    found = {}
     for path in (run / "metrics.jsonl", run / "epochs.jsonl"):
-        lines = path.read_text().splitlines() if path.exists() else []
-        found[path.name] = [
-            {key: value for key, value in json.loads(line).items() if "second" not in key}
-            for line in lines
-        ]
+        found[path.name] = json_lines(path, times=False) if path.exists() else []
     for path in sorted(run.glob("logs_rank*.txt")):
         lines = path.read_text().splitlines()
         found[path.name] = [line.partition(", Avg Batch")[0] for line in lines]
@@ -132,7 +106,7 @@ def test_after_kill_9_and_resume_the_records_are_the_undisturbed_runs(
     assert records(run) == records(reference)
     assert len(records(run)["metrics.jsonl"]) == STEPS
     assert EPOCH_2.search(resumed.out)[0] == EPOCH_2.search(printed)[0]
-    assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
+    assert json_of(run, "summary")["steps"] == STEPS
     assert not (run / ".lock").exists()
 
 

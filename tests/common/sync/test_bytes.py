@@ -66,10 +66,7 @@ CASES = [(name, {}) for name in STRATEGIES if name not in ("none", "fsdp")] + [
 
 
 def recorded(rank, sync, model):
-    """Train until the messages repeat.
-
-    Returns (kind, bytes, bytes sent) of each message of one period.
-    """
+    """Return kind, bytes and sent bytes of each message of one period, once they repeat."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     training = sync.prepare(model, optimizer)
     generator = torch.Generator().manual_seed(rank)
@@ -99,9 +96,6 @@ def every_case(rank):
             torch.manual_seed(0)
             found[kind, index] = recorded(rank, build_sync(name, **options), model())
     return found
-
-
-Messages = list[tuple[str, int]]
 
 
 def split_rings(messages, size):
@@ -188,10 +182,7 @@ BUCKETS = {None: [9.5, 27.2, 0.3], 25: [28.3, 8.6], 4.5: None}
 
 
 def torchs_buckets(rank):
-    """Return the sizes of torch's own buckets and the indices of their parameters.
-
-    torch reports them from the third step.
-    """
+    """Return the sizes of torch's own buckets, reported from step 3, and their parameters."""
     found = {}
     for bucket_mb in BUCKETS:
         sync, model = build_sync("ddp", bucket_mb=bucket_mb), build_model("vgg11", 10)

@@ -14,10 +14,10 @@ from torch import nn
 from common.errors import UserError
 from common.profiling.comm_trace import MessageRecorder
 from common.sync import build_sync
-from common.training_engine import TrainingEngine
 from common.utils.hashing import digest
 from lab.proofs.equivalence import parameter_errors
 from tests.helpers import RankError, run_ranks
+from tests.helpers.engines import prepared, sgd
 from tests.helpers.strategies import EXACT, Deep, Mixed
 
 # --- All-reduce algorithms ---
@@ -102,8 +102,7 @@ def order_of_events(rank):
             return result
 
     def step(parts=1):
-        for p in model.parameters():
-            p.grad = None
+        model.zero_grad(set_to_none=True)
         for _ in range(parts - 1):
             with sync.no_sync():
                 model(torch.ones(2, 512)).sum().backward()
@@ -143,10 +142,7 @@ def test_overlapped_sends_a_bucket_before_the_next_gradient_is_there():
 
 
 def engines_in_turn(rank):
-    """Train one model with several engines in turn; return its error and a digest.
-
-    Each engine prepares twice. The reference uses all_reduce throughout.
-    """
+    """Train one model with engines that prepare twice; compare with all_reduce throughout."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(288, 4)).double()
     other = copy.deepcopy(model)
@@ -157,9 +153,8 @@ def engines_in_turn(rank):
     several = ("overlapped", "sharded", "ring", "overlapped", "ddp_zero1")
     for trained, ways in ((model, several), (other, ("all_reduce",) * len(several))):
         for way in ways:
-            engine = TrainingEngine(trained, "cpu", distributed=True, sync=way)
-            for _ in range(2):
-                engine.prepare(torch.optim.SGD(trained.parameters(), lr=0.1), nn.CrossEntropyLoss())
+            engine = prepared(trained, way)
+            engine.prepare(sgd(trained), nn.CrossEntropyLoss())
             engine.train_epoch(batches, epoch=1)
             engine.close()
     return max(parameter_errors(model, other).values()), digest(model.state_dict())
@@ -175,12 +170,11 @@ def two_backward_passes(rank):
     model = Deep()
     sync = build_sync("overlapped")
     sync.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    model(torch.ones(2, 512)).sum().backward()
-    sync.synchronize(model)
-    for p in model.parameters():
-        p.grad = None
-    model(torch.ones(2, 512)).sum().backward()
-    model(torch.ones(2, 512)).sum().backward()
+    for passes in (1, 2):
+        model.zero_grad(set_to_none=True)
+        for _ in range(passes):
+            model(torch.ones(2, 512)).sum().backward()
+        sync.synchronize(model)
 
 
 def test_a_second_backward_pass_in_a_step_is_an_error_in_place_of_a_wrong_sum():
@@ -190,11 +184,7 @@ def test_a_second_backward_pass_in_a_step_is_an_error_in_place_of_a_wrong_sum():
 
 
 def flat_gradients(rank, name):
-    """Return five checks of the gradients; True if each holds.
-
-    They keep their addresses from step to step, share one storage, have the parameters' strides,
-    leave no gap, and are finite.
-    """
+    """Return whether each of five facts about the gradients holds."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 2)).to(
         memory_format=torch.channels_last
     )
@@ -208,13 +198,13 @@ def flat_gradients(rank, name):
         gradients = [p.grad for p in model.parameters()]
         places.append([(g.untyped_storage().data_ptr(), g.storage_offset()) for g in gradients])
     offsets = sorted((g.storage_offset(), g.numel()) for g in gradients)
-    return [
-        places[0] == places[1],
-        len({storage for storage, _ in places[0]}) == 1,
-        all(p.grad.stride() == p.stride() for p in model.parameters()),
-        all(begin + n == after for (begin, n), (after, _) in pairwise(offsets)),
-        all(bool(g.isfinite().all()) for g in gradients),
-    ]
+    return {
+        "they keep their addresses from step to step": places[0] == places[1],
+        "they share one storage": len({storage for storage, _ in places[0]}) == 1,
+        "no gap": all(begin + n == after for (begin, n), (after, _) in pairwise(offsets)),
+        "strides": all(p.grad.stride() == p.stride() for p in model.parameters()),
+        "finite": all(bool(g.isfinite().all()) for g in gradients),
+    }
 
 
 @pytest.mark.parametrize(
@@ -222,4 +212,5 @@ def flat_gradients(rank, name):
     ["all_reduce_flat", "gather_scatter_flat", "tree", "ring", "halving_doubling", "overlapped"],
 )
 def test_gradients_become_views_of_a_buffer_that_is_kept(name):
-    assert run_ranks(1, flat_gradients, name)[0] == [True] * 5
+    [found] = run_ranks(1, flat_gradients, name)
+    assert all(found.values()), found

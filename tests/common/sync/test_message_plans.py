@@ -68,10 +68,9 @@ class Own(GradientSync):
 
 
 class Silent(GradientSync):
-    """A strategy that does not."""
+    """One that does not, and does not call the base class, as users write it."""
 
-    def __init__(self):
-        """Without a call of the base class, as users write it."""
+    def __init__(self): ...
 
 
 def test_an_own_strategy_has_a_plan_if_it_gives_one(monkeypatch):

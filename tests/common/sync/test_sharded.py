@@ -7,20 +7,20 @@ that weights and state stay spread over the ranks.
 
 import copy
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from common.errors import UserError
 from common.profiling.comm_trace import MessageRecorder
 from common.sync.message_plans import ShardedPlan
 from common.sync.optimizer_shards import ELEMENTWISE, OptimizerShards
 from common.sync.sharded import Sharded
-from common.training_engine import TrainingEngine
 from lab.proofs.equivalence import parameter_errors
 from tests.helpers import run_ranks, wait_until
+from tests.helpers.engines import prepared, sgd
 from tests.helpers.strategies import Deep
 
 STEPS, SAMPLES = 4, 3
@@ -101,11 +101,8 @@ def train(engine, rank, steps):
         engine.train_step([batch(step, rank)], global_samples=SAMPLES * engine.world.size)
 
 
-def prepared(model, optimizer, sync=None, **options):
-    sync = sync or Poisoned(ShardedPlan(bucket_mb=BUCKET_MB))
-    engine = TrainingEngine(model, "cpu", distributed=True, sync=sync, **options)
-    engine.prepare(optimizer, nn.CrossEntropyLoss())
-    return engine
+def poisoned():
+    return Poisoned(ShardedPlan(bucket_mb=BUCKET_MB))
 
 
 def greatest_error(model, reference):
@@ -113,13 +110,13 @@ def greatest_error(model, reference):
 
 
 def state_tensors(optimizer):
-    values = [value for entry in optimizer.state.values() for value in entry.values()]
+    values = tree_leaves(list(optimizer.state.values()))
     return [value for value in values if isinstance(value, Tensor) and value.dim()]
 
 
 # --- Equal to one process, with every elementwise optimiser ---
 
-OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "ASGD": {"t0": 1}}
+OPTIONS = {"SGD": {"momentum": 0.9}, "ASGD": {"t0": 1}}
 
 
 def made(kind, model):
@@ -134,7 +131,7 @@ def every_optimizer(rank, ranks):
     for kind in ELEMENTWISE:
         model, reference = new_model(), new_model()
         optimizer, whole = (made(kind, one) for one in (model, reference))
-        engine = prepared(model, optimizer)
+        engine = prepared(model, poisoned(), optimizer=optimizer)
         train(engine, rank, range(STEPS))
         one_process(reference, whole, ranks, range(STEPS))
         entries, own = (sum(s.numel() for s in state_tensors(one)) for one in (whole, optimizer))
@@ -181,11 +178,11 @@ def test_other_optimisers_are_refused_by_name():
 
 def averages(rank):
     found = []
-    for sync in (Poisoned(ShardedPlan(bucket_mb=BUCKET_MB)), "all_reduce"):
+    for sync in (poisoned(), "all_reduce"):
         model = new_model()
-        engine = prepared(model, two_groups(torch.optim.SGD, model), sync, use_ema=True)
+        optimizer = two_groups(torch.optim.SGD, model)
+        engine = prepared(model, sync, optimizer=optimizer, use_ema=True)
         train(engine, rank, range(STEPS))
-        assert engine.ema is not None
         found.append(torch.cat([p.detach().reshape(-1) for p in engine.ema.module.parameters()]))
         copy.deepcopy(model)(batch(0, 0)[0])  # a copy has hooks that wait for nothing
         engine.close()
@@ -200,13 +197,16 @@ def overflow(rank, ranks, name):
     """Let one entry of rank 0's gradient overflow in the second step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = None if name == "sharded" else name
-    engine = prepared(model, optimizer, sync, amp_dtype=torch.float16)
+    sync = poisoned() if name == "sharded" else name
+    engine = prepared(model, sync, amp_dtype=torch.float16)
     torch.manual_seed(rank)
     data = [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))]
-    engine.train_step(data, global_samples=4 * ranks)
-    engine.agree_on_buffers()
+
+    def step():
+        engine.train_step(data, global_samples=4 * ranks)
+        engine.agree_on_buffers()
+
+    step()
     before, scale = copy.deepcopy(model), engine.scaler.get_scale()
 
     def break_one_entry(gradient):
@@ -215,14 +215,12 @@ def overflow(rank, ranks, name):
         return broken
 
     hook = model[0].weight.register_hook(break_one_entry) if rank == 0 else None
-    engine.train_step(data, global_samples=4 * ranks)
-    engine.agree_on_buffers()
+    step()
     unchanged = greatest_error(model, before)
     scales = engine.scaler.get_scale() / scale
     if hook is not None:
         hook.remove()
-    engine.train_step(data, global_samples=4 * ranks)
-    engine.agree_on_buffers()
+    step()
     engine.close()
     return unchanged, scales, greatest_error(model, before)
 
@@ -241,7 +239,7 @@ def order_of_events(rank):
     """Return the events of the third step, which has two micro-batches, and of a step after."""
     model, events = Deep(), []
     sync = Sharded(ShardedPlan(bucket_mb=1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     sync.prepare(model, optimizer)
 
     @contextmanager

@@ -4,16 +4,15 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.models import build_model
-from common.training_engine import TrainingEngine
 from common.utils.hashing import digest
 from lab.proofs.equivalence import parameter_errors
 from tests.helpers import run_ranks
+from tests.helpers.engines import prepared
 from tests.helpers.strategies import EXACT, SGD
 
-Batch = tuple[Tensor, Tensor, tuple[int, ...]]
 SHARES = {2: [(3, 2), (2, 4), (3, 0)], 3: [(3, 2, 2), (2, 4, 3)]}  # once a rank has no samples
 
 
@@ -35,13 +34,6 @@ def vgg11(classes):
     return build_model("vgg11", classes)
 
 
-def shard_of(batch, rank):
-    """Return this rank's part of a global batch."""
-    images, labels, split = batch
-    begin = sum(split[:rank])
-    return images[begin : begin + split[rank]], labels[begin : begin + split[rank]]
-
-
 def errors_in_turn(rank, size, build, ways):
     """Compare float64 training with one process that computes the shards in turn.
 
@@ -49,27 +41,23 @@ def errors_in_turn(rank, size, build, ways):
     statistics before the ranks agree on them, and a digest.
     """
     generator = torch.Generator().manual_seed(3)
-    batches = [
-        (
-            torch.randn(sum(split), 3, 32, 32, generator=generator, dtype=torch.float64),
-            torch.randint(0, 10, (sum(split),), generator=generator),
-            split,
-        )
-        for split in SHARES[size]
-    ]
+    batches = []  # of each step the shards, rank 0's first
+    for split in SHARES[size]:
+        images = torch.randn(sum(split), 3, 32, 32, generator=generator, dtype=torch.float64)
+        labels = torch.randint(0, 10, (sum(split),), generator=generator)
+        batches.append(list(zip(images.split(split), labels.split(split), strict=True)))
     torch.manual_seed(100)
     start = build(10).double()
-    shards = [
-        copy.deepcopy(start) for _ in range(size)
-    ]  # equal weights, separate running statistics
+    # equal weights, separate running statistics
+    shards = [copy.deepcopy(start) for _ in range(size)]
     optimizers = [torch.optim.SGD(shard.parameters(), **SGD) for shard in shards]
     for batch in batches:
-        for index, (shard, optimizer) in enumerate(zip(shards, optimizers, strict=True)):
-            images, labels = shard_of(batch, index)
+        samples = sum(len(labels) for _, labels in batch)
+        for shard, optimizer, (images, labels) in zip(shards, optimizers, batch, strict=True):
             optimizer.zero_grad()
             if len(labels):
                 loss = nn.functional.cross_entropy(shard(images), labels)
-                (loss * len(labels) / len(batch[1])).backward()
+                (loss * len(labels) / samples).backward()
         for parameters in zip(*(shard.parameters() for shard in shards), strict=True):
             total = sum(p.grad for p in parameters if p.grad is not None)
             for parameter in parameters:
@@ -90,9 +78,8 @@ def errors_in_turn(rank, size, build, ways):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter *= 1 + rank  # initial weights differ from rank 0's
-        engine = TrainingEngine(model, "cpu", distributed=True, sync=name)
-        engine.prepare(torch.optim.SGD(model.parameters(), **SGD), nn.CrossEntropyLoss())
-        engine.train_epoch([shard_of(batch, rank) for batch in batches], epoch=1)
+        engine = prepared(model, name, optimizer=torch.optim.SGD(model.parameters(), **SGD))
+        engine.train_epoch([batch[rank] for batch in batches], epoch=1)
         own = model.state_dict()[next(iter(expected))].clone()
         engine.agree_on_buffers()
         engine.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -21,6 +21,7 @@ from common.training_engine import AfterEachStep, Callback, TrainingEngine, Vali
 from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
 from common.utils.hashing import digest
 from tests.helpers import run_ranks
+from tests.helpers.engines import prepared, sgd
 
 STEPS = 8  # an epoch
 
@@ -47,13 +48,13 @@ def network():
 
 
 def engine_for(criterion=None):
-    """Return a prepared engine whose state has momentum, averages and a schedule."""
+    """Return an engine whose state has momentum, averages and a schedule."""
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    engine = TrainingEngine(model, "cpu", use_ema=True)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 9])
-    engine.prepare(optimizer, criterion or nn.CrossEntropyLoss(), schedule)
-    return engine
+    optimizer = sgd(model, momentum=0.9)
+    schedule = MultiStepLR(optimizer, [5, 9])
+    return prepared(
+        model, optimizer=optimizer, criterion=criterion, scheduler=schedule, use_ema=True
+    )
 
 
 def train(manager, *callbacks, epochs=2, engine=None, **options):
@@ -125,9 +126,7 @@ def fail(*_):
 
 def failing_on_rank_1(rank, folder):
     """Return what saving raises on this rank, if the records of rank 1 cannot be written."""
-    model = nn.Linear(3, 2)
-    engine = TrainingEngine(model, "cpu", distributed=True)
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    engine = prepared(nn.Linear(3, 2), "ddp")
     before = fail if rank == 1 else lambda: None
     try:
         train(CheckpointManager(Path(folder), before=before), engine=engine)
@@ -197,7 +196,7 @@ def shuffled(*, rank=0, size=1):
 def trained(folder, schedule, epochs, *, rank=0, size=1, **more):
     """Train with dropout, momentum, averages and early stopping; return what decides all else."""
     engine = TrainingEngine(network(), "cpu", distributed=size > 1, use_ema=True, output_dir=folder)
-    optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(engine.model, momentum=0.9)
     history = engine.train(
         shuffled(rank=rank, size=size),
         batches(seed=1),
@@ -232,11 +231,11 @@ def test_a_resumed_training_is_the_uninterrupted_one(tmp_path, schedule):
 
 def resumed_on_two(rank, folder):
     """Train at once and in two parts; rank 1 has no file to resume from."""
-    own = Path(folder, f"rank{rank}")
-    whole = trained(own / "whole", "step", 4, rank=rank, size=2)
-    trained(own / "parts", "step", 2, rank=rank, size=2)
+    own, place = Path(folder, f"rank{rank}"), {"rank": rank, "size": 2}
+    whole = trained(own / "whole", "step", 4, **place)
+    trained(own / "parts", "step", 2, **place)
     last = own / "parts" / "experiment" / "last.pt"
-    return whole, trained(own / "parts", "step", 4, rank=rank, size=2, resume=last)
+    return whole, trained(own / "parts", "step", 4, resume=last, **place)
 
 
 def test_two_ranks_resume_from_rank_0s_file(tmp_path):
@@ -250,11 +249,10 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
     trained(tmp_path, "step", 1)
     last = tmp_path / "experiment" / "last.pt"
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for resume, words in ((last, "another model's weights"), (tmp_path / "no.pt", "no.pt")):
         engine = TrainingEngine(model, "cpu", output_dir=tmp_path)
         with pytest.raises(UserError, match=words):
             engine.train(
-                batches(), None, optimizer, nn.CrossEntropyLoss(), num_epochs=2, resume=resume
+                batches(), None, sgd(model), nn.CrossEntropyLoss(), num_epochs=2, resume=resume
             )
     assert load_checkpoint(last)["epoch"] == 1
