@@ -3,7 +3,6 @@
 `python3 -m pytest -m gpu` runs only these.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from common.training_engine import (
     predict,
 )
 from tests.helpers import free_port, only_run_folder, run_part
+from tests.helpers.records import json_lines, json_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,14 +46,13 @@ def test_ddp_with_nccl_and_amp_learns(tmp_path, dtype):
     assert ended.status == 0, ended.err
     assert ("float16" if dtype == "fp16" else "bfloat16") in ended.out
     folder = only_run_folder(tmp_path, "PartThree-ddp")
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json_of(folder, "summary")
     assert (summary["backend"], summary["device"]) == ("nccl", "cuda")
     assert summary["test_accuracy"] > 0.9
     assert summary["peak_gpu_memory_bytes"] > 100e6  # weights, gradients, momentum and activations
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert all(
-        0 < step["forward_seconds"] < 60 and 0 < step["backward_seconds"] < 60 for step in steps
-    )
+    steps = json_lines(folder / "metrics.jsonl")
+    for name in ("forward_seconds", "backward_seconds"):
+        assert all(0 < step[name] < 60 for step in steps)
 
 
 @pytest.mark.parametrize("sync", ["gather_scatter", "all_reduce"])
@@ -61,7 +60,7 @@ def test_by_hand_with_nccl_learns(tmp_path, sync):
     ended = train(tmp_path, "PartTwo", f"--sync {sync} {QUICK}")
     assert ended.status == 0, ended.err
     folder = only_run_folder(tmp_path, f"PartTwo-{sync}")
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json_of(folder, "summary")
     assert summary["backend"] == "nccl"
     assert summary["test_accuracy"] > 0.9
 
@@ -140,13 +139,8 @@ def test_the_engine_trains_on_the_gpu_with_amp_ema_and_accumulation(tmp_path):
         batch_size=16,
         optimizer_fn=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
         criterion_fn=nn.CrossEntropyLoss,
-        engine_kwargs={
-            "use_amp": True,
-            "use_ema": True,
-            "accumulation_steps": 2,
-            "clip_norm": 5.0,
-            "output_dir": tmp_path,
-        },
+        engine_kwargs={"use_amp": True, "use_ema": True, "clip_norm": 5.0, "output_dir": tmp_path}
+        | {"accumulation_steps": 2},
         train_kwargs={"num_epochs": 5},
     )
     assert history["val_accuracy"][-1] > 0.95
@@ -192,10 +186,7 @@ def test_checkpoints_hold_what_the_gpu_held_and_the_timeline_has_its_times(tmp_p
     assert ended.status == 0, ended.err
     assert "GPU memory" in ended.out
     folder = only_run_folder(tmp_path, "PartTwo-all_reduce")
-    summary, ranks, timeline = (
-        json.loads((folder / f"{name}.json").read_text())
-        for name in ("summary", "ranks", "timeline")
-    )
+    summary, ranks, timeline = (json_of(folder, one) for one in ("summary", "ranks", "timeline"))
     assert summary["peak_gpu_memory_bytes"] > 2 * 4 * 9_231_114  # weights and gradients
     assert ranks["ranks"][0]["peak_gpu_memory_bytes"] == pytest.approx(
         summary["peak_gpu_memory_bytes"], rel=0.5

@@ -46,9 +46,6 @@ def _same_algorithms():
         yield
 
 
-# --- one rank ---
-
-
 class Batches:
     """Eleven batches of 16 and one of 9; each epoch has others."""
 
@@ -89,25 +86,16 @@ class Network(nn.Module):
         return self.layers(images)
 
 
-def train(device, *, first_epoch=1, entries=None, **options):
-    """Return the engine and the records of epochs ``first_epoch`` to ``EPOCHS``.
-
-    options : of TrainingEngine; ``last_epoch`` ends the training sooner, ``dropout`` is the
-    network's.
-    """
-    last_epoch = options.pop("last_epoch", EPOCHS)
+def train(device, *, dropout=0.3, **options):
+    """Return the engine and the records of all steps; ``options`` are of TrainingEngine."""
     model, criterion, optimizer = prepare_model_for_training(
-        Network(options.pop("dropout", 0.3)), device, 0.1, 0.9, 1e-3, False
+        Network(dropout), device, 0.1, 0.9, 1e-3, False
     )
     schedule = build_schedule(optimizer, "onecycle", total_steps=STEPS * EPOCHS, warmup_steps=5)
     engine = TrainingEngine(model, device, use_ema=True, **options)
     engine.prepare(optimizer, criterion, schedule)
-    if entries is not None:
-        model.load_state_dict(entries["model_state_dict"])
-        optimizer.load_state_dict(entries["optimizer_state_dict"])
-        engine.load_state(entries)
     batches, records = Batches(device), []
-    for epoch in range(first_epoch, last_epoch + 1):
+    for epoch in range(1, EPOCHS + 1):
         batches.set_epoch(epoch)
         engine.train_epoch(batches, epoch=epoch, seed=5, on_steps=records.extend)
     engine.close()
@@ -134,11 +122,7 @@ def test_a_compiled_training_equals_a_readable_one():
 
 
 def waiting_operation(device, steps, **options):
-    """Return the error of the first operation of a step that waits for the GPU; "" if none does.
-
-    A step is a batch of ``TrainLoader``, ``train_step``, and what ``train_epoch`` keeps of it.
-    options : of TrainingEngine.
-    """
+    """Return the error of the first operation of a step that waits for the GPU; "" if none does."""
     digits = load_dataset("digits", Path())
     loader = TrainLoader(
         digits, GlobalBatchSampler(len(digits.train), batch_size=16), device=device
@@ -188,9 +172,6 @@ def test_the_steps_times_add_up_to_the_wall_time():
     _, records = train(GPU)
     for record in records:
         assert 0 < sum(record.seconds.values()) <= record.step_seconds * 1.001 + 1e-5
-
-
-# --- two ranks on one GPU ---
 
 
 @functools.cache

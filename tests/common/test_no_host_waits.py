@@ -14,7 +14,7 @@ from common.data.loaders import EvaluationLoader, TrainLoader
 from common.data.sharding import GlobalBatchSampler
 from common.models.vgg import vgg11
 from common.training import prepare_model_for_training
-from common.training_engine import StepRecord, TrainingEngine, predict
+from common.training_engine import TrainingEngine, predict
 from common.training_engine.ema import WeightAverage
 from common.training_engine.lr_schedules import build_schedule
 from common.training_engine.metrics import MetricsBuffer
@@ -47,11 +47,7 @@ def dataset():
 
 
 def train_epoch(gpu, monkeypatch, network=tiny, *, amp_dtype=None, accumulation_steps=1):
-    """Train an epoch with the project's loader and engine; raise AssertionError if a step waits.
-
-    The first step may copy the epoch's order to the GPU and compare the clocks. A flush of the
-    metrics may read.
-    """
+    """Train an epoch; raise AssertionError if a step waits. A flush of the metrics may read."""
     flush = MetricsBuffer.flush
 
     def flush_that_may_wait(metrics, **options):
@@ -81,14 +77,14 @@ def train_epoch(gpu, monkeypatch, network=tiny, *, amp_dtype=None, accumulation_
     gpu.faults.clear()
 
     def after_step(done):
-        if done == 1:
+        if done == 1:  # it may copy the epoch's order to the GPU and compare the clocks
             gpu.faults = [
                 fault
                 for fault in gpu.faults
                 if fault.reason != COPY_TO_GPU and fault.operation != "synchronize"
             ]
 
-    records: list[StepRecord] = []
+    records = []
     engine.train_epoch(loader, epoch=1, seed=0, on_steps=records.extend, after_step=after_step)
     engine.close()
     gpu.check()
@@ -97,14 +93,13 @@ def train_epoch(gpu, monkeypatch, network=tiny, *, amp_dtype=None, accumulation_
 
 
 @pytest.mark.parametrize(
-    ("network", "amp_dtype"), [(tiny, None), (vgg11, torch.bfloat16), (tiny, torch.float16)]
+    ("network", "amp_dtype", "accumulation_steps"),
+    [(tiny, None, 1), (vgg11, torch.bfloat16, 1), (tiny, torch.float16, 1), (tiny, None, 2)],
 )
-def test_no_step_waits(gpu, monkeypatch, network, amp_dtype):
-    train_epoch(gpu, monkeypatch, network, amp_dtype=amp_dtype)
-
-
-def test_no_step_of_several_micro_batches_waits(gpu, monkeypatch):
-    train_epoch(gpu, monkeypatch, accumulation_steps=2)
+def test_no_step_waits(gpu, monkeypatch, network, amp_dtype, accumulation_steps):
+    train_epoch(
+        gpu, monkeypatch, network, amp_dtype=amp_dtype, accumulation_steps=accumulation_steps
+    )
 
 
 def wait(function):
@@ -205,12 +200,8 @@ def test_operations_that_do_not_wait_are_no_faults(gpu):
     x, rows = torch.zeros(4, device="cuda"), torch.arange(3, device="cuda")
     x[1:] = 2.0
     x.masked_fill_(x > 0, 0.5)
-    results = [
-        x[rows],
-        2 * x,
-        torch.where(x > 0, x, 0.0),
-        torch.zeros(4).new_zeros(4, device="cuda"),
-    ]
+    zeros = torch.zeros(4).new_zeros(4, device="cuda")
+    results = [x[rows], 2 * x, torch.where(x > 0, x, 0.0), zeros]
     assert all(result.is_cuda for result in results)
     assert float(torch.ones(3).sum()) == 3.0  # CPU tensors are real
     gpu.check()

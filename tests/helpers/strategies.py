@@ -1,4 +1,4 @@
-"""Lists of strategies and a model of two types, for tests that go through all strategies."""
+"""Lists of strategies, and models for tests that go through all strategies."""
 
 import torch
 from torch import nn
@@ -28,6 +28,24 @@ class Mixed(nn.Module):
         for layer in self.layers:
             hidden = torch.tanh(layer(hidden.to(layer.weight.dtype)))
         return hidden
+
+
+class Odd(nn.Module):
+    """Sizes that no world size divides, a buffer, and a frozen layer of 6 entries.
+
+    channels_last; PowerSGD compresses some of its matrices, but not all.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 37, 3, padding=1), nn.BatchNorm2d(37)
+        self.hidden, self.head = nn.Linear(37, 61), nn.Linear(61, 2)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, images):
+        features = torch.relu(self.norm(self.conv(images))).mean(dim=(2, 3))
+        return self.frozen(self.head(torch.relu(self.hidden(features))))
 
 
 class Deep(nn.Module):

@@ -1,7 +1,6 @@
 """Jobs that lose workers and nodes, gain nodes, or get a stop signal: real torchrun agents.
 
-They train ``tiny`` on generated images with one thread per rank. Each test sets the pace, so that
-it can disturb the run before it ends, and compares the result with an undisturbed run.
+Each test sets the pace, disturbs the run, and compares the result with an undisturbed run.
 """
 
 import functools
@@ -25,11 +24,12 @@ from tests.helpers import (
     Started,
     free_port,
     make_image_folder,
+    only_run_folder,
     start_part,
     start_ranks,
     wait_until,
 )
-from tests.helpers.records import json_lines
+from tests.helpers.records import json_lines, json_of
 from tests.helpers.stage import PACED, set_pace, start_hurt_ranks
 
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
@@ -46,10 +46,7 @@ C10D = ("--rdzv-backend", "c10d", "--local-addr", "127.0.0.1", "--monitor-interv
 
 
 def start_agent(folder, *flags, env, arguments, program=PACED):
-    """Start one node: a torchrun agent with its own output folder.
-
-    It cannot be forked, because its workers read its command line.
-    """
+    """Start one node: a torchrun agent, not forked, since its workers read its command line."""
     folder.mkdir(parents=True, exist_ok=True)
     command = (TORCHRUN, *flags, *program, *arguments, "--output-dir", folder)
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
@@ -101,10 +98,7 @@ def going_on(text):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """Return flags for a set of noisy images.
-
-    With the black borders of the digits, BatchNorm would divide by variances of zero.
-    """
+    """Return flags for noisy images: those of the digits would have variances of zero."""
     folder = make_image_folder(tmp_path_factory.mktemp("images"), train_per_class=200)
     return ["--dataset", "folder", "--data-dir", folder]
 
@@ -261,12 +255,11 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_later(
 
 
 @pytest.mark.slow
-def test_a_setting_under_which_restarts_would_fail_is_named(tmp_path):
-    """Started as users do: only torchrun and a part."""
+def test_as_users_start_torchrun_and_a_setting_under_which_restarts_would_fail_is_named(tmp_path):
     agent = start_agent(
         tmp_path,
         *("--rdzv-backend", "c10d", "--local-addr", "127.0.0.1"),
-        *("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--nproc-per-node", 1),
+        *("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--nproc-per-node", 2),
         *("--max-restarts", 1),
         program=[ROOT / "PartTwo" / "main.py"],
         arguments=[
@@ -277,6 +270,8 @@ def test_a_setting_under_which_restarts_would_fail_is_named(tmp_path):
     )
     [ended] = all_ended([agent])
     assert "start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in ended.out
+    summary = json_of(only_run_folder(tmp_path, WAY), "summary")
+    assert (summary["nodes"], summary["ranks_hold_equal_weights"]) == (2, True)
 
 
 def test_a_named_job_neither_goes_on_with_another_one_nor_replaces_it(tmp_path):

@@ -1,7 +1,4 @@
-"""Two epochs in one run and one epoch plus a resumed one give the same bits.
-
-The tests compare weights, metrics and predictions.
-"""
+"""Two epochs in one run, and one epoch plus a resumed one, give the same bits."""
 
 import re
 import shutil
@@ -51,11 +48,7 @@ def assert_same(straight, resumed):
 
 
 def test_one_rank_resumes_bit_for_bit(tmp_path, images):
-    """The second epoch of alternating flips depends on the first, which a resumed run has not seen.
-
-    The report, the card and the header name what is not the default; the validation of the last
-    epoch evaluates like the report.
-    """
+    """The second epoch of alternating flips depends on the first, which a resumed run never saw."""
 
     def train(name, *more, status=0):
         [ended] = run_part("PartOne", *settings(images, tmp_path / name, *more), cwd=tmp_path)

@@ -1,7 +1,4 @@
-"""A job's shards on other numbers of ranks: the same result up to rounding.
-
-The result covers samples, weights and BatchNorm statistics.
-"""
+"""A job's shards on other numbers of ranks: the same result up to rounding."""
 
 from pathlib import Path
 

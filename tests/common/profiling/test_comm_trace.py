@@ -1,7 +1,4 @@
-"""Communication in a step: waiting time, transfer time, and each message's time and size.
-
-The clocks of the ranks may differ.
-"""
+"""Communication in a step: waiting time, transfer time, and each message's time and size."""
 
 import time
 from types import SimpleNamespace
@@ -19,10 +16,10 @@ from common.profiling.comm_trace import MessageRecorder, Timeline
 from common.profiling.records import SECTIONS, StepRecord
 from common.reporting.rank_stats import median_seconds, timed
 from common.sync.message_cost import KINDS
-from common.training_engine import TrainingEngine
 from common.training_engine.metrics import MetricsBuffer, StepOutcome
 from lab.calibrate.link_measurements import message_call
 from tests.helpers import run_ranks
+from tests.helpers.engines import prepared
 
 
 class FixedTimes:
@@ -40,11 +37,9 @@ class FixedTimes:
 
 
 def ledger_waits(rank):
-    """Return the wait and sync seconds of three steps.
-
-    Rank 1 is slower in the first step, rank 0 in the second. In the third, a second part of sync
-    follows the update.
-    """
+    """Return the wait and sync seconds of three steps."""
+    # Rank 1 is slower in the first step, rank 0 in the second. In the third, a second part of sync
+    # follows the update.
     spans = (
         [[(10.0, 13.0)], [(20.5, 21.0)], [(30.0, 30.1), (31.0, 32.0)]],
         [[(12.0, 13.0)], [(20.0, 21.0)], [(30.0, 30.1), (31.75, 32.0)]],
@@ -86,9 +81,7 @@ def test_clocks_of_other_machines_are_compared():
 def recorded(rank, size):
     """Record steps 2 and 3 of 4 with all_reduce, then a send and a broadcast without a strategy."""
     torch.manual_seed(0)
-    model = nn.Linear(10, 3)
-    engine = TrainingEngine(model, "cpu", distributed=True, sync="all_reduce")
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    engine = prepared(nn.Linear(10, 3), "all_reduce")
     engine.timeline = Timeline(2, 3)
     batches = [(torch.randn(2, 10), torch.tensor([0, 1])) for _ in range(4)]
     engine.train_epoch(batches, epoch=1)
@@ -125,20 +118,15 @@ def test_messages_are_taken_down_with_bytes_and_times():
     for rank, found in enumerate(run_ranks(2, recorded, 2)):
         lane = found["lane"]
         assert found["step"] == 3
-        assert [(m["kind"], m["bytes"]) for m in lane["messages"]] == [
-            ("all_reduce", 120),
-            ("all_reduce", 12),
-        ]
+        in_step = [(m["kind"], m["bytes"]) for m in lane["messages"]]
+        assert in_step == [("all_reduce", 120), ("all_reduce", 12)]
         assert found["sent"] == (132.0, 2.0)  # in a ring of two, each rank sends the data once
         begin, end = lane["sections"]["sync"][0]
         for message in lane["messages"]:
             assert begin <= message["begin"] <= message["end"] <= end
         single, broadcast, *others = found["by hand"]
-        assert (single["kind"], single["bytes"], single["sent_bytes"]) == (
-            ("send", "recv")[rank],
-            4000,
-            (4000.0, 0.0)[rank],
-        )
+        facts = (single["kind"], single["bytes"], single["sent_bytes"])
+        assert facts == [("send", 4000, 4000.0), ("recv", 4000, 0.0)][rank]
         assert single["end"] <= found["after"]
         assert (broadcast["kind"], broadcast["sent_bytes"]) == ("broadcast", (0.0, 4000.0)[rank])
         if rank == 0:
@@ -154,9 +142,7 @@ def test_messages_are_taken_down_with_bytes_and_times():
 def recorded_in_threads(rank):
     """Return the timeline of the third of four steps of ``sharded``, and the bytes sent in it."""
     torch.manual_seed(0)
-    model = nn.Linear(10, 3)
-    engine = TrainingEngine(model, "cpu", distributed=True, sync="sharded")
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    engine = prepared(nn.Linear(10, 3), "sharded")
     engine.timeline = Timeline(3, 3)
     engine.train_epoch([(torch.randn(2, 10), torch.tensor([0, 1]))] * 4, epoch=1)
     engine.close()
@@ -178,11 +164,7 @@ def test_messages_of_a_strategys_threads_are_taken_down_too():
 
 
 class GPU:
-    """Stands for a GPU under NCCL: its clock is queued on the stream that is current.
-
-    Calls return at once. A future is done when its call is queued, and runs its callback on a
-    stream of its own.
-    """
+    """A GPU under NCCL: calls only queue, and a future's callback runs on a stream of its own."""
 
     def __init__(self):
         self.stream, self.moments = "current", []

@@ -50,10 +50,7 @@ def batches(count, seed):
 
 
 def trained(rank, name, checkpoint):
-    """Resume if there is a checkpoint, train, evaluate, train; return losses and a checkpoint.
-
-    Every rank evaluates another number of batches, as it may with shards of unequal size.
-    """
+    """Resume if there is a checkpoint, train, evaluate, train; return a loss and a checkpoint."""
     torch.manual_seed(rank)
     model, criterion = Small(), nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
@@ -70,7 +67,7 @@ def trained(rank, name, checkpoint):
     engine.train_epoch(batches(3, rank), epoch=1)
     engine.agree_on_buffers()
     found = {"loss": predict(engine.model, "cpu", criterion, batches(1, 9)).mean_loss}
-    predict(engine.model, "cpu", criterion, batches(rank, 8))
+    predict(engine.model, "cpu", criterion, batches(rank, 8))  # each rank another number
     engine.train_epoch(batches(2, 50 + rank), epoch=2)
     engine.agree_on_buffers()
     buffer = io.BytesIO()
@@ -127,9 +124,6 @@ def test_checkpoints_are_those_of_all_reduce_also_with_another_number_of_ranks(n
         assert_equal_results(resumed(), key, "all_reduce from all_reduce")
 
 
-# --- Messages and layers ---
-
-
 def conv_net():
     return nn.Sequential(nn.Conv2d(3, 37, 3), nn.BatchNorm2d(37), nn.Flatten(), nn.Linear(148, 3))
 
@@ -171,9 +165,6 @@ def test_a_layer_is_what_can_be_gathered_by_itself():
     model.tied.weight = head.weight
     assert layers(model) == [[convolution, norm], [attention]]
     assert layers(model[0]) == []  # the whole model is gathered as one
-
-
-# --- What they refuse ---
 
 
 def refused(rank, kind):

@@ -16,27 +16,11 @@ from common.sync import STRATEGIES, build_message_plan_from, build_sync
 from common.sync.bucketing import MIB, assign_buckets, bucket_sizes
 from common.sync.message_cost import GradientSize, tree_children
 from tests.helpers import run_ranks
-from tests.helpers.strategies import Mixed
+from tests.helpers.strategies import Mixed, Odd
 
 RANKS = [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))]
 BY_MESSAGES = ("tree", "ring", "halving_doubling")
 """Their operations describe the longest path; the messages of a rank differ."""
-
-
-class Odd(nn.Module):
-    """A channels_last model whose sizes no world size divides.
-
-    PowerSGD compresses some of its matrices, but not all.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 37, 3, padding=1)
-        self.hidden, self.head = nn.Linear(37, 61), nn.Linear(61, 3)
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, images):
-        return self.head(torch.relu(self.hidden(torch.relu(self.conv(images)).mean(dim=(2, 3)))))
 
 
 class Tiny(nn.Module):

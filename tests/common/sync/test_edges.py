@@ -1,7 +1,4 @@
-"""Edge cases of the exact strategies: accumulation, types, lengths, and hooks.
-
-The lengths include those that no world size divides. Hooks must disappear when an engine closes.
-"""
+"""Edge cases of the exact strategies: lengths, types, hooks that must go, and buffers."""
 
 import copy
 from itertools import pairwise
@@ -20,14 +17,9 @@ from tests.helpers import RankError, run_ranks
 from tests.helpers.engines import prepared, sgd
 from tests.helpers.strategies import EXACT, Deep, Mixed
 
-# --- All-reduce algorithms ---
-
 
 def sums(rank, lengths):
-    """Return the algorithms and lengths with a wrong sum.
-
-    The values are whole numbers, so the sum must be right to the bit.
-    """
+    """Return the algorithms and lengths with a wrong sum; whole numbers are right to the bit."""
     wrong = []
     for length in lengths:
         for name in ("gather_scatter_flat", "tree", "ring", "halving_doubling"):
@@ -45,9 +37,6 @@ def sums(rank, lengths):
 )
 def test_any_length_is_summed_over_any_number_of_ranks(size):
     assert run_ranks(size, sums, [0, 1, 2, 3, 5, 7, 8, 13, 64, 101]) == [[]] * size
-
-
-# --- Whole steps ---
 
 
 def drawn(*shape, seed, dtype=torch.float32):
@@ -82,14 +71,8 @@ def test_parameters_of_two_types():
                 assert abs(ours - theirs).max() <= 1e-6, name
 
 
-# --- overlapped ---
-
-
 def order_of_events(rank):
-    """Return the order of gradients (by layer) and messages (by bucket) in several steps.
-
-    These are the first step, the second, one with accumulation, and one after close().
-    """
+    """Return the order of gradients (by layer) and messages (by bucket) in several steps."""
     model, events = Deep(), []
     sync = build_sync("overlapped", bucket_mb=1)
     sync.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

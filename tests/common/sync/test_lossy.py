@@ -69,9 +69,6 @@ def steps_of(rank, sync, count, *, errors=None, dtype=torch.float64):
     return found
 
 
-# --- topk ---
-
-
 def topk_steps(rank):
     """Return the steps with a tenth of the entries, and with all."""
 
@@ -122,9 +119,6 @@ def test_the_largest_of_a_long_vector_are_found(kind):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
 
 
-# --- DDP's hooks ---
-
-
 def fp16_steps(rank):
     return steps_of(rank, build_sync("ddp_fp16"), 4, dtype=torch.float32)
 
@@ -162,9 +156,6 @@ def test_powersgd_loses_no_gradient(size):
         assert len({one["mean"].tobytes() for one in now}) == 1
         difference = np.abs(now[0]["mean"] - exact).max()
         assert difference < 1e-15 if step < 2 else difference > 1e-3, "compresses from step 3 on"
-
-
-# --- local_sgd ---
 
 
 def local_sgd_beside_a_simulation(rank, size, period):
@@ -240,9 +231,6 @@ def one_rank_overflows(rank):
 def test_local_sgd_agrees_on_an_overflow_that_one_rank_sees():
     told = run_ranks(2, one_rank_overflows, timeout_seconds=30)
     assert all("not finite in epoch 1, step 3: loss nan on rank 1" in one for one in told), told
-
-
-# --- All strategies ---
 
 
 def train_epoch(engine, rank, first):

@@ -1,8 +1,6 @@
 """``sharded``: weights under way, optimisers and their state, overflow, and the order of events.
 
-test_sync.py compares it with one process after every step, test_bytes.py counts its messages, and
-test_built_in.py resumes from its checkpoints. Here no step is followed by ``sync_replicas``, so
-that weights and state stay spread over the ranks.
+No step is followed by ``sync_replicas``, so that weights and state stay spread over the ranks.
 """
 
 import copy
@@ -114,8 +112,6 @@ def state_tensors(optimizer):
     return [value for value in values if isinstance(value, Tensor) and value.dim()]
 
 
-# --- Equal to one process, with every elementwise optimiser ---
-
 OPTIONS = {"SGD": {"momentum": 0.9}, "ASGD": {"t0": 1}}
 
 
@@ -173,9 +169,6 @@ def test_other_optimisers_are_refused_by_name():
             OptimizerShards(kind(model.parameters(), lr=0.1))
 
 
-# --- Averages, overflow ---
-
-
 def averages(rank):
     found = []
     for sync in (poisoned(), "all_reduce"):
@@ -230,9 +223,6 @@ def test_all_ranks_skip_a_step_that_overflows_in_one_ranks_part(name):
     for unchanged, scales, later in run_ranks(3, overflow, 3, name):
         assert (unchanged, scales) == (0.0, 0.5)
         assert 0 < later < 1
-
-
-# --- When messages begin and who waits for them ---
 
 
 def order_of_events(rank):

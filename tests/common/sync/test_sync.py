@@ -1,8 +1,6 @@
 """Every exact strategy equals one process on the whole batch, after every step.
 
 The harness is lab/proofs/equivalence.py; tests/lab/proofs/test_proofs.py shows that it can fail.
-Other tests here break the contract and expect an error. tests/common/sync/test_lossy.py covers the
-other strategies.
 """
 
 import functools
@@ -63,9 +61,6 @@ def test_other_cases_equal_one_process(kind):
 def test_none_equals_one_process():
     [found] = check_equivalence("none", sizes=[1])
     assert found.first_wrong is None, str(found)
-
-
-# --- Limits of the contract ---
 
 
 def switches_in_second_step(rank, name):

@@ -35,11 +35,7 @@ def vgg11(classes):
 
 
 def errors_in_turn(rank, size, build, ways):
-    """Compare float64 training with one process that computes the shards in turn.
-
-    Each shard has its own BatchNorm. Return, by strategy, the errors of weights and statistics, the
-    statistics before the ranks agree on them, and a digest.
-    """
+    """Compare float64 training, by strategy, with one process that computes the shards in turn."""
     generator = torch.Generator().manual_seed(3)
     batches = []  # of each step the shards, rank 0's first
     for split in SHARES[size]:

@@ -1,8 +1,4 @@
-"""TrainingEngine as a library: accumulation, EMA, validation, clipping, early stop, train().
-
-References are plain loops in one process, never the engine. Ranks are real Gloo processes on the
-CPU.
-"""
+"""TrainingEngine as a library; references are plain loops in one process, never the engine."""
 
 import copy
 import functools
@@ -60,6 +56,13 @@ def random_batches(counts, seed):
 def joined(batches):
     inputs, labels = zip(*batches, strict=True)
     return torch.cat(inputs), torch.cat(labels)
+
+
+def loss_and_accuracy(model, inputs, labels):
+    with torch.no_grad():
+        outputs = model(inputs)
+    right = int((outputs.argmax(dim=1) == labels).sum())
+    return float(nn.functional.cross_entropy(outputs, labels)), right / len(labels)
 
 
 def relative_error(parameters, references):
@@ -213,31 +216,6 @@ def test_the_average_is_the_formula_for_weights_and_buffers():
     assert digest(plain.state_dict()) == digest(model.state_dict()), "it takes no part in training"
 
 
-def averages_in_a_group(rank):
-    model = model_with_batchnorm(100 + rank)
-    engine = prepared(model, "ddp", use_ema=True, sync_batchnorm=False)
-    engine.train_epoch(random_batches((4, 6, 5), seed=rank), epoch=1)
-    own = batchnorm.read(engine.ema.module)
-    engine.agree_on_buffers()
-    entries = engine.state(epoch=1, loss=0.0)
-    engine.close()
-    return {
-        "own": own.numpy(),
-        "agreed": batchnorm.read(engine.ema.module).numpy(),
-        "state": digest(engine.ema.module.state_dict()),
-        "keys": sorted(entries["ema_state_dict"]),
-    }
-
-
-def test_the_average_is_equal_on_all_ranks():
-    first, second = run_ranks(2, averages_in_a_group)
-    assert (first["own"] != second["own"]).any(), "each rank's BatchNorm has seen its own samples"
-    assert first["agreed"] == pytest.approx((first["own"] + second["own"]) / 2, rel=1e-12)
-    assert first["state"] == second["state"]
-    names = sorted(model_with_batchnorm().state_dict())
-    assert first["keys"] == names, "those of the bare model, without module."
-
-
 # --- Validation ---
 
 VALIDATIONS = [(10, 3, False), (11, 4, False), (11, 2, True), (1, 4, False)]
@@ -262,21 +240,13 @@ def validate_all(rank, size):
 @pytest.mark.parametrize("size", [2, 3])
 def test_validation_over_ranks_is_that_of_one_process_on_each_sample_once(size):
     model = small_model()
-
-    def alone(inputs, labels):
-        with torch.no_grad():
-            outputs = model(inputs)
-        right = int((outputs.argmax(dim=1) == labels).sum())
-        return float(nn.functional.cross_entropy(outputs, labels)), right / len(labels)
-
     expected = {
-        f"{kind} {samples}": alone(*random_batches([samples], seed=5)[0])
+        f"{kind} {samples}": loss_and_accuracy(model, *random_batches([samples], seed=5)[0])
         for samples, *_ in VALIDATIONS
         for kind in ("shared", "whole")
     }
-    expected["uneven"] = alone(
-        *joined([random_batches([2 + 5 * rank], seed=rank)[0] for rank in range(size)])
-    )
+    uneven = [random_batches([2 + 5 * rank], seed=rank)[0] for rank in range(size)]
+    expected["uneven"] = loss_and_accuracy(model, *joined(uneven))
     assert 0 < expected["shared 11"][1] < 1, "an accuracy that a wrong count would change"
     for one in run_ranks(size, validate_all, size):
         for case, (loss, accuracy) in expected.items():
@@ -534,22 +504,14 @@ def test_synchronise_batchnorm_replaces_what_trains_and_keeps_parameters():
 
 
 def own_numbers(rank):
-    """Return this rank's results; a learning rate of 0 keeps the first weights.
-
-    The ranks have different data.
-    """
+    """Return this rank's results; the ranks have different data, and keep the first weights."""
     batches, model = random_batches((4, 7), seed=rank), small_model()
-    inputs, labels = joined(batches)
-    with torch.no_grad():
-        outputs = model(inputs)
-    loss = float(nn.functional.cross_entropy(outputs, labels))
-    accuracy = float((outputs.argmax(1) == labels).double().mean())
-
-    engine, records = prepared(model, "all_reduce", optimizer=sgd(model, lr=0.0)), []
+    own, records = loss_and_accuracy(model, *joined(batches)), []
+    engine = prepared(model, "all_reduce", optimizer=sgd(model, lr=0.0))
     result = engine.train_epoch(batches, epoch=1, on_steps=records.extend)
     engine.close()
     return {
-        "own": (loss, accuracy),
+        "own": own,
         "result": (result.loss, result.accuracy),
         "samples": result.samples,
         "global": [(record.loss, record.accuracy) for record in records],
@@ -558,17 +520,15 @@ def own_numbers(rank):
 
 
 def test_an_epochs_result_is_of_this_ranks_samples_and_a_record_of_all():
-    results = run_ranks(2, own_numbers)
-    assert abs(results[0]["own"][0] - results[1]["own"][0]) > 0.01, "the ranks' data must differ"
-    assert results[0]["own"][1] != results[1]["own"][1]
-    for one in results:
-        assert one["result"] == pytest.approx(one["own"], rel=1e-12)
-        assert one["samples"] == 11
-    assert results[0]["global"] == results[1]["global"], "records are of the global batch"
-    for step, (loss, _) in enumerate(results[0]["global"]):
-        assert loss == pytest.approx(
-            (results[0]["local"][step] + results[1]["local"][step]) / 2, rel=1e-12
-        )
+    one, other = run_ranks(2, own_numbers)
+    assert abs(one["own"][0] - other["own"][0]) > 0.01, "the ranks' data must differ"
+    assert one["own"][1] != other["own"][1]
+    for rank in (one, other):
+        assert rank["result"] == pytest.approx(rank["own"], rel=1e-12)
+        assert rank["samples"] == 11
+    assert one["global"] == other["global"], "records are of the global batch"
+    means = [sum(losses) / 2 for losses in zip(one["local"], other["local"], strict=True)]
+    assert [loss for loss, _ in one["global"]] == pytest.approx(means, rel=1e-12)
 
 
 # --- Errors ---

@@ -19,10 +19,7 @@ def batches(*sizes):
 
 
 def test_a_flipped_prediction_is_that_of_the_mean_logits():
-    """Loss and class come from the mean of the logits of the image and its mirror image.
-
-    The mean of the two probabilities or losses, or an image upside down, would give other numbers.
-    """
+    """Not the mean of the two probabilities or losses, nor of an image upside down."""
     torch.manual_seed(0)
     # without symmetry: mirroring an image changes every logit
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)).double()

@@ -1,8 +1,4 @@
-"""``launch_distributed_training`` with real processes: start, results, failures and end.
-
-Some worker functions are local to a test, to show that this works. Workers find the functions of
-this module by name.
-"""
+"""``launch_distributed_training`` with real processes: start, results, failures and end."""
 
 import contextlib
 import os
@@ -17,7 +13,6 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import cloudpickle
 import psutil
@@ -35,13 +30,12 @@ from common.training_engine import (
     launch,
     launch_distributed_training,
 )
-from lab.cluster.program import PythonProgram
-from lab.proofs import ranks
-from tests.helpers import ROOT
+from tests.helpers import ROOT, wait_until
+from tests.helpers.processes import ForkedProgram
 
 
 def gather(mine, size):
-    everyones: list[Any] = [None] * size
+    everyones = [None] * size
     dist.all_gather_object(everyones, mine)
     return everyones
 
@@ -69,42 +63,19 @@ def assert_all_ended(numbers, *, count):
     assert not left, "a worker is left behind"
 
 
-# --- Forked workers ---
-
-
-class Forked:
-    """A worker with the parts of subprocess.Popen that spawn.py uses.
-
-    It is forked from a server process that has torch imported already.
-    """
+class Forked(ForkedProgram):
+    """A worker with the parts of subprocess.Popen that spawn.py uses."""
 
     def __init__(self, command, *, env, **_streams):
-        ready, child = ranks.context().Pipe(duplex=False)
         assert command[:3] == [sys.executable, "-P", "-m"]
-        self._process = ranks.context().Process(
-            target=_work, args=(child, command[3:], env), daemon=True
-        )
-        self._process.start()
-        ready.recv()  # the child now leads a process group, as with Popen's start_new_session
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-        self.terminate, self.wait = self._process.terminate, self._process.join
+        super().__init__([sys.executable, *command[2:]], os.getcwd(), env, os.devnull, os.devnull)
+        # as with Popen's start_new_session
+        wait_until(lambda: self.poll() is not None or os.getpgid(self.pid) == self.pid, "a session")
 
-    @property
-    def returncode(self):
-        return self._process.exitcode
+    returncode = property(ForkedProgram.poll)
 
-    def poll(self):
-        return self.returncode
-
-
-def _work(ready, command, environment):
-    """Run the worker's command in this process."""
-    os.setsid()
-    ready.send(None)
-    os.environ.clear()
-    os.environ.update(environment)
-    PythonProgram(command[0], tuple(command[1:]), module=True).run()
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
 
 
 @pytest.fixture
@@ -112,9 +83,6 @@ def workers(monkeypatch):
     """Fork the workers, to save time; the tests of scripts below start new interpreters."""
     fake = SimpleNamespace(Popen=Forked, DEVNULL=None, STDOUT=None)
     monkeypatch.setattr(spawn, "subprocess", fake)
-
-
-# --- Results ---
 
 
 @pytest.mark.usefixtures("workers")
@@ -166,8 +134,6 @@ def test_values_that_cannot_be(arguments, words):
     with pytest.raises(UserError, match=words):
         launch_distributed_training(lambda *_: pytest.fail("must not be called"), *arguments)
 
-
-# --- distributed_train_worker ---
 
 SAMPLES, EPOCHS = 20, 2
 
@@ -228,9 +194,6 @@ def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path):
     assert Counter(chain(*seen("val"))) == {0: 2 * EPOCHS} | dict.fromkeys(range(1, 7), EPOCHS)
 
 
-# --- Failures ---
-
-
 def test_only_this_user_can_write_what_the_workers_unpickle(monkeypatch):
     """Also if the caller lets everybody write to new files."""
     modes = []
@@ -263,10 +226,7 @@ def test_a_group_that_cannot_be_set_up_is_told_and_one_device_trains(monkeypatch
 
 
 def failing(rank, world_size, *, folder, how):
-    """Fail on rank 1 while rank 0 waits in a collective and rank 2 is stopped.
-
-    SIGSTOP stops rank 2, hence only SIGKILL can end it.
-    """
+    """Fail on rank 1; rank 0 waits in a collective, and only SIGKILL can end the stopped rank 2."""
     with Path(folder, "calls").open("a") as file:
         file.write(f"{rank}\n")
     note(folder, f"pid{rank}", os.getpid())
@@ -365,8 +325,6 @@ def test_the_rank_to_blame_is_named(monkeypatch, outcomes, failed, rank, words):
         launch_distributed_training(lambda *_: None, 2, "gloo")
     assert caught.value.rank == rank
 
-
-# --- Scripts, and how they end ---
 
 SCRIPT = """
     import sys

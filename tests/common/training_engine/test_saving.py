@@ -1,7 +1,4 @@
-"""When checkpoints are written, what they hold, what happens if a write fails, and ``resume=``.
-
-The small trainings here have steps of microseconds.
-"""
+"""When checkpoints are written, what they hold, what happens if a write fails, and ``resume=``."""
 
 import math
 import shutil
@@ -77,15 +74,9 @@ def assert_finite(path):
     assert all(bool(torch.isfinite(one).all()) for one in found), path
 
 
-# --- what is not finite is not saved ---
-
-
 @pytest.mark.parametrize("stops", [False, True])
 def test_on_a_gpu_no_checkpoint_holds_what_is_not_finite(tmp_path, stops):
-    """Step 13 is not finite, and steps are looked at in groups of ten, as on a GPU.
-
-    The checkpoint of step 15 would come before that look, and so would that of a request to stop.
-    """
+    """A checkpoint of step 15, or of a request to stop, would come before a look at step 13."""
     criterion = NaNInStep()
     criterion.step = 13
     engine = engine_for(criterion)
@@ -99,9 +90,6 @@ def test_on_a_gpu_no_checkpoint_holds_what_is_not_finite(tmp_path, stops):
     for path in tmp_path.glob("*.pt"):
         assert_finite(path)
     assert newest_checkpoint([tmp_path])[0] == tmp_path / "Epoch_2_Step_10.pt"
-
-
-# --- what is written, and in which order ---
 
 
 def test_an_old_checkpoint_is_deleted_only_after_the_newest_is_complete(tmp_path, monkeypatch):
@@ -176,8 +164,6 @@ def test_the_best_epoch_is_saved_even_if_no_other_checkpoint_is_due(tmp_path):
     assert best == [False] * STEPS + [True] * STEPS
     assert names(tmp_path) == ["Epoch_2"]
 
-
-# --- train(resume=...) ---
 
 SCHEDULES = {
     "step": lambda optimizer: StepLR(optimizer, 1, gamma=0.5),
