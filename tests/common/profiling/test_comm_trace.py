@@ -104,39 +104,32 @@ def recorded(rank, size):
         for kind in KINDS:  # as `lab calibrate` measures them, here with an odd number of entries
             message_call(kind, rank, size)(torch.ones(1001))
     recorder.finish()
-    return {
-        "lane": engine.timeline.steps[engine.timeline.busiest_step],
-        "step": engine.timeline.busiest_step,
-        "sent": engine.timeline.sent_a_step(),
-        "by hand": recorder.messages,
-        "after": after,
-        "reduced": reduced,
-    }
+
+    assert engine.timeline.busiest_step == 3
+    assert engine.timeline.sent_a_step() == (132.0, 2.0)  # in a ring of two, a rank sends all once
+    lane = engine.timeline.steps[3]
+    in_step = [(m["kind"], m["bytes"]) for m in lane["messages"]]
+    assert in_step == [("all_reduce", 120), ("all_reduce", 12)]
+    begin, end = lane["sections"]["sync"][0]
+    for message in lane["messages"]:
+        assert begin <= message["begin"] <= message["end"] <= end
+    single, broadcast, *others = recorder.messages
+    facts = (single["kind"], single["bytes"], single["sent_bytes"])
+    assert facts == [("send", 4000, 4000.0), ("recv", 4000, 0.0)][rank]
+    assert single["end"] <= after
+    assert (broadcast["kind"], broadcast["sent_bytes"]) == ("broadcast", (0.0, 4000.0)[rank])
+    if rank == 0:
+        assert single["end"] - single["begin"] >= 0.05
+    # Half of the tensor goes to the other rank; Gloo reduces by a whole all_reduce.
+    parts = [(m["kind"], m["bytes"], m["sent_bytes"]) for m in others if m["bytes"] == 4000]
+    assert parts == [("all_to_all", 4000, 2000.0), ("reduce_scatter", 4000, 4000.0)]
+    assert next(m["end"] for m in others if m["kind"] == "reduce_scatter") <= reduced
+    measured = [m["kind"] for m in others[2:] if m["bytes"] in (4000, 4004)]
+    assert [kind for kind in measured if kind not in ("send", "recv")] == list(KINDS[:-2])
 
 
 def test_messages_are_taken_down_with_bytes_and_times():
-    for rank, found in enumerate(run_ranks(2, recorded, 2)):
-        lane = found["lane"]
-        assert found["step"] == 3
-        in_step = [(m["kind"], m["bytes"]) for m in lane["messages"]]
-        assert in_step == [("all_reduce", 120), ("all_reduce", 12)]
-        assert found["sent"] == (132.0, 2.0)  # in a ring of two, each rank sends the data once
-        begin, end = lane["sections"]["sync"][0]
-        for message in lane["messages"]:
-            assert begin <= message["begin"] <= message["end"] <= end
-        single, broadcast, *others = found["by hand"]
-        facts = (single["kind"], single["bytes"], single["sent_bytes"])
-        assert facts == [("send", 4000, 4000.0), ("recv", 4000, 0.0)][rank]
-        assert single["end"] <= found["after"]
-        assert (broadcast["kind"], broadcast["sent_bytes"]) == ("broadcast", (0.0, 4000.0)[rank])
-        if rank == 0:
-            assert single["end"] - single["begin"] >= 0.05
-        # Half of the tensor goes to the other rank; Gloo reduces by a whole all_reduce.
-        parts = [(m["kind"], m["bytes"], m["sent_bytes"]) for m in others if m["bytes"] == 4000]
-        assert parts == [("all_to_all", 4000, 2000.0), ("reduce_scatter", 4000, 4000.0)]
-        assert next(m["end"] for m in others if m["kind"] == "reduce_scatter") <= found["reduced"]
-        measured = [m["kind"] for m in others[2:] if m["bytes"] in (4000, 4004)]
-        assert [kind for kind in measured if kind not in ("send", "recv")] == list(KINDS[:-2])
+    run_ranks(2, recorded, 2)
 
 
 def recorded_in_threads(rank):

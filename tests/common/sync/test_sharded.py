@@ -122,7 +122,7 @@ def made(kind, model):
 
 
 def every_optimizer(rank, ranks):
-    """Return the error after four steps, the share of the state, and whether it is ordinary."""
+    """Compare with one process after four steps; return by optimiser this rank's share of state."""
     found = {}
     for kind in ELEMENTWISE:
         model, reference = new_model(), new_model()
@@ -136,13 +136,10 @@ def every_optimizer(rank, ranks):
         share = own / entries if entries else 0.0
         engine.agree_on_buffers()
         state, expected = optimizer.state_dict(), whole.state_dict()
-        same = state["state"].keys() == expected["state"].keys() and all(
-            torch.allclose(torch.as_tensor(value), torch.as_tensor(expected["state"][i][name]))
-            for i, entry in state["state"].items()
-            for name, value in entry.items()
-        )
-        same = same and state["param_groups"] == expected["param_groups"]
-        found[kind.__name__] = (greatest_error(model, reference), share, same)
+        torch.testing.assert_close(state["state"], expected["state"])
+        assert state["param_groups"] == expected["param_groups"]
+        assert greatest_error(model, reference) < 1e-9, kind
+        found[kind.__name__] = share
         engine.close()
     return found
 
@@ -151,9 +148,7 @@ def every_optimizer(rank, ranks):
 def test_every_optimiser_equals_one_process_with_its_nth_part_of_the_state(ranks):
     by_rank = run_ranks(ranks, every_optimizer, ranks)
     for name in by_rank[0]:
-        assert [found[name][0] < 1e-9 for found in by_rank] == [True] * ranks, (name, by_rank)
-        assert [found[name][2] for found in by_rank] == [True] * ranks, name
-        shares = [found[name][1] for found in by_rank]
+        shares = [found[name] for found in by_rank]
         # Adagrad also keeps a state for the unused parameters, on every rank.
         assert sum(shares) == pytest.approx(1.0, abs=0.05), name
         assert max(shares) < 1 / ranks + 0.05, name

@@ -24,6 +24,7 @@ from common.errors import UserError
 from common.profiling.comm_trace import Timeline
 from common.training_engine import Callback, TrainingEngine, batchnorm, validate
 from common.utils.hashing import digest
+from lab.proofs.equivalence import parameter_errors
 from tests.helpers import free_port, run_ranks
 from tests.helpers.engines import prepared, sgd
 from tests.helpers.strategies import EXACT
@@ -65,13 +66,6 @@ def loss_and_accuracy(model, inputs, labels):
     return float(nn.functional.cross_entropy(outputs, labels)), right / len(labels)
 
 
-def relative_error(parameters, references):
-    """Return the largest error of a tensor relative to its reference, by norm."""
-    return max(
-        float((p - q).norm() / q.norm()) for p, q in zip(parameters, references, strict=True)
-    )
-
-
 def one_process(model, batches):
     """Train on whole batches in a plain loop; yield the model after each step."""
     optimizer = torch.optim.SGD(model.parameters(), **MOMENTUM)
@@ -81,12 +75,6 @@ def one_process(model, batches):
         optimizer.step()
         yield model
 
-
-def parameters_of(model):
-    return [p.detach().clone() for p in model.parameters()]
-
-
-# --- Accumulation ---
 
 # Samples of each micro-batch, by world size and rank. Five is no multiple of two or three; rank 2
 # has an empty micro-batch.
@@ -104,7 +92,7 @@ def accumulate(rank, size, strategy, accumulation_steps):
         joined([batch for own in micro_batches for batch in own[begin:][:accumulation_steps]])
         for begin in range(0, 5, accumulation_steps)
     ]
-    references = [parameters_of(model) for model in one_process(small_model(), windows)]
+    references = [copy.deepcopy(model) for model in one_process(small_model(), windows)]
 
     model = small_model(100 + rank)
     engine = prepared(
@@ -115,7 +103,7 @@ def accumulate(rank, size, strategy, accumulation_steps):
 
     def compare(step):
         engine.sync.sync_replicas(model)
-        found["errors"].append(relative_error(parameters_of(model), references[step - 1]))
+        found["errors"].append(max(parameter_errors(model, references[step - 1]).values()))
         found["digests"].append(digest(model.state_dict()))
 
     result = engine.train_epoch(
@@ -177,9 +165,6 @@ def test_ranks_communicate_once_an_optimiser_step_however_many_micro_batches(nam
             )
 
 
-# --- Averaged weights (EMA) ---
-
-
 def averages_by_hand(states, decay):
     """Return the average of the states after each step, by the formula in a plain loop."""
     average = {name: tensor.clone() for name, tensor in states[0].items()}
@@ -216,8 +201,6 @@ def test_the_average_is_the_formula_for_weights_and_buffers():
     assert digest(plain.state_dict()) == digest(model.state_dict()), "it takes no part in training"
 
 
-# --- Validation ---
-
 VALIDATIONS = [(10, 3, False), (11, 4, False), (11, 2, True), (1, 4, False)]
 """Samples, batch size, shuffled."""
 
@@ -252,9 +235,6 @@ def test_validation_over_ranks_is_that_of_one_process_on_each_sample_once(size):
         for case, (loss, accuracy) in expected.items():
             assert one[case][1] == accuracy, case
             assert one[case][0] == pytest.approx(loss, rel=1e-12), case
-
-
-# --- train(): history, files, schedulers, early stopping ---
 
 
 class Steady(nn.Module):
@@ -442,9 +422,6 @@ def test_early_stop_needs_the_target_in_a_row_and_is_one_decision(tmp_path):
     assert other_says == "", "rank 0 alone prints"
 
 
-# --- BatchNorm ---
-
-
 def half_frozen():
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -455,7 +432,7 @@ def half_frozen():
 
 
 def train_half_frozen(rank):
-    """Train two epochs with an evaluation in between; return changes and warnings."""
+    """Train two epochs with an evaluation in between; return how many warnings came."""
     model = half_frozen()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -467,23 +444,16 @@ def train_half_frozen(rank):
             validate(engine.model, engine.world, nn.CrossEntropyLoss(), random_batches([4], seed=9))
     engine.close()
     ended = model.state_dict()
-    return {
-        "moved": [name for name in ended if not torch.equal(ended[name], begun[name])],
-        "learned from": int(ended["3.num_batches_tracked"]),
-        "kinds": {type(layer).__name__ for layer in model.modules()},
-        "warnings": [str(one.message) for one in caught if "SyncBatchNorm" in str(one.message)],
-    }
+    moved = [name for name in ended if not torch.equal(ended[name], begun[name])]
+    assert not [name for name in moved if name.startswith("1.")], "frozen: nothing moves"
+    assert {"3.running_mean", "3.running_var", "3.weight"} <= set(moved)
+    assert int(ended["3.num_batches_tracked"]) == 4, "batches of the training"
+    assert type(model[3]) is nn.BatchNorm1d
+    return sum("SyncBatchNorm" in str(one.message) for one in caught)
 
 
 def test_syncbn_on_a_cpu_is_told_once_and_frozen_batchnorm_stays_still():
-    results = run_ranks(2, train_half_frozen)
-    for one in results:
-        assert not [name for name in one["moved"] if name.startswith("1.")], "frozen: nothing moves"
-        assert {"3.running_mean", "3.running_var", "3.weight"} <= set(one["moved"])
-        assert one["learned from"] == 4, "batches"
-        assert "SyncBatchNorm" not in one["kinds"]
-        assert "BatchNorm1d" in one["kinds"]
-    assert [len(one["warnings"]) for one in results] == [1, 0]
+    assert run_ranks(2, train_half_frozen) == [1, 0]
 
 
 def test_synchronise_batchnorm_replaces_what_trains_and_keeps_parameters():
@@ -500,9 +470,6 @@ def test_synchronise_batchnorm_replaces_what_trains_and_keeps_parameters():
     assert type(batchnorm.synchronise_batchnorm(nn.BatchNorm1d(3))) is nn.SyncBatchNorm
 
 
-# --- Per-rank numbers ---
-
-
 def own_numbers(rank):
     """Return this rank's results; the ranks have different data, and keep the first weights."""
     batches, model = random_batches((4, 7), seed=rank), small_model()
@@ -510,28 +477,18 @@ def own_numbers(rank):
     engine = prepared(model, "all_reduce", optimizer=sgd(model, lr=0.0))
     result = engine.train_epoch(batches, epoch=1, on_steps=records.extend)
     engine.close()
-    return {
-        "own": own,
-        "result": (result.loss, result.accuracy),
-        "samples": result.samples,
-        "global": [(record.loss, record.accuracy) for record in records],
-        "local": [record.local_loss for record in records],
-    }
+    assert (result.loss, result.accuracy) == pytest.approx(own, rel=1e-12)
+    assert result.samples == 11
+    return own, [(one.local_loss, one.loss, one.accuracy) for one in records]
 
 
 def test_an_epochs_result_is_of_this_ranks_samples_and_a_record_of_all():
-    one, other = run_ranks(2, own_numbers)
-    assert abs(one["own"][0] - other["own"][0]) > 0.01, "the ranks' data must differ"
-    assert one["own"][1] != other["own"][1]
-    for rank in (one, other):
-        assert rank["result"] == pytest.approx(rank["own"], rel=1e-12)
-        assert rank["samples"] == 11
-    assert one["global"] == other["global"], "records are of the global batch"
-    means = [sum(losses) / 2 for losses in zip(one["local"], other["local"], strict=True)]
-    assert [loss for loss, _ in one["global"]] == pytest.approx(means, rel=1e-12)
-
-
-# --- Errors ---
+    (own, records), (others, theirs) = run_ranks(2, own_numbers)
+    assert abs(own[0] - others[0]) > 0.01, "the ranks' data must differ"
+    assert own[1] != others[1]
+    for (here, loss, accuracy), (there, *same) in zip(records, theirs, strict=True):
+        assert [loss, accuracy] == same, "records are of the global batch"
+        assert loss == pytest.approx((here + there) / 2, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -557,9 +514,6 @@ def test_settings_and_arguments_that_cannot_be_are_told(tmp_path, settings, argu
     assert not list(tmp_path.iterdir())
 
 
-# --- Open group: conflicts, the mean of a metric, a stop request, opening and closing ---
-
-
 class Asking:
     """Sixty batches; rank 1 asks the engine to stop while it fetches the fifth."""
 
@@ -576,63 +530,46 @@ class Asking:
             yield batch
 
 
-def refusal(action):
-    try:
-        action()
-    except UserError as error:
-        return str(error)
-    return "no error"
-
-
-def build(**settings):
-    return TrainingEngine(Steady(), "cpu", **settings)
-
-
 def in_an_open_group(rank, port):
-    found = {
-        "world_size": refusal(lambda: build(distributed=True, world_size=4)),
-        "backend": refusal(lambda: build(distributed=True, backend="nccl")),
-        "fits": refusal(lambda: build(distributed=True, world_size=2, backend="gloo")),
-    }
+    def build(**settings):
+        return TrainingEngine(Steady(), "cpu", distributed=True, **settings)
+
+    for settings, words in (
+        ({"world_size": 4}, "world_size: got 4.*2 ranks"),
+        ({"backend": "nccl"}, "backend: got 'nccl'.*'gloo'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            build(**settings)
+    build(world_size=2, backend="gloo")
 
     loader, model = Asking(rank), small_model()
     loader.engine = engine = prepared(model, "ddp")
     ended, epochs = Callback(), []
     ended.on_epoch_end = lambda end: epochs.append((end.epoch, end.result.complete))
     engine.fit(loader, 1, 3, callbacks=[ended])
-    found["stop"] = (engine.step, engine.stopping, epochs, digest(model.state_dict()))
+    stop = (engine.step, engine.stopping, epochs, digest(model.state_dict()))
 
     engine.cleanup_distributed()
     engine.cleanup_distributed()
-    found["closed"] = dist.is_initialized()
+    assert not dist.is_initialized()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    first, again = (TrainingEngine.setup_distributed(rank, 2) for _ in range(2))
-    found["worlds"] = [(world.rank, world.size, world.backend) for world in (first, again)]
-    found["other rank"] = refusal(lambda: TrainingEngine.setup_distributed(1 - rank, 2))
-    found["other size"] = refusal(lambda: TrainingEngine.setup_distributed(rank, 3))
-    found["works"] = build(distributed=True).sum_over_ranks(rank + 1)
-    return found
+    for _ in range(2):
+        world = TrainingEngine.setup_distributed(rank, 2)
+        assert (world.rank, world.size, world.backend) == (rank, 2, "gloo")
+    for other, size in ((1 - rank, 2), (rank, 3)):
+        with pytest.raises(UserError, match=f"rank {rank} of 2 already, not {other} of {size}"):
+            TrainingEngine.setup_distributed(other, size)
+    assert build().sum_over_ranks(rank + 1) == 3
+    return stop
 
 
 def test_an_open_group_is_kept_and_one_ranks_request_stops_all_ranks():
-    results = run_ranks(2, in_an_open_group, free_port())
-    for rank, one in enumerate(results):
-        assert re.search("world_size: got 4.*2 ranks", one["world_size"]), one
-        assert re.search("backend: got 'nccl'.*'gloo'", one["backend"]), one
-        assert one["fits"] == "no error"
-        assert not one["closed"]
-        assert one["worlds"] == [(rank, 2, "gloo")] * 2
-        assert re.search(f"rank {rank} of 2 already, not {1 - rank} of 2", one["other rank"]), one
-        assert re.search(f"rank {rank} of 2 already, not {rank} of 3", one["other size"]), one
-        assert one["works"] == 3
-    assert results[0]["stop"] == results[1]["stop"], "step, verdict, epochs and weights"
-    step, stopping, epochs, _ = results[0]["stop"]
+    first, second = run_ranks(2, in_an_open_group, free_port())
+    assert first == second, "step, verdict, epochs and weights"
+    step, stopping, epochs, _ = first
     assert stopping
     assert 5 <= step <= 25, "within two intervals of ten steps, long before the sixtieth"
     assert epochs == [(1, False)]
-
-
-# --- Mixed precision on a CPU ---
 
 
 @pytest.mark.parametrize(
