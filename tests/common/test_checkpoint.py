@@ -20,32 +20,23 @@ from common.utils.atomic_files import write_atomically
 from common.utils.hashing import digest
 
 
-def _small_model(*, seed=0, channels=4):
-    torch.manual_seed(seed)
-    model = nn.Sequential(
-        nn.Conv2d(3, channels, 3),
-        nn.BatchNorm2d(channels),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(channels * 4, 5),
-    )
+def _small_model(*, channels=4):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, channels, 3), nn.BatchNorm2d(channels), nn.ReLU(), nn.Flatten()
+    model = nn.Sequential(*layers, nn.Linear(channels * 4, 5))
     return model.to(memory_format=torch.channels_last)
 
 
-def _trained(*, steps=3):
-    """Return a channels_last model and an optimizer with momentum after some steps."""
+def _entries():
+    """Return a checkpoint's entries after three steps of a channels_last model with momentum."""
     model = _small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-    for _ in range(steps):
+    for _ in range(3):
         optimizer.zero_grad()
         model(torch.randn(6, 3, 4, 4)).square().mean().backward()
         optimizer.step()
-    return model, optimizer
-
-
-def _entries(model, optimizer, *, epoch=3):
     return {
-        "epoch": epoch,
+        "epoch": 3,
         "model_state_dict": model.state_dict(),
         "optimizer_state_dict": optimizer.state_dict(),
         "loss": 1.2345678901234567,
@@ -56,11 +47,15 @@ def _entries(model, optimizer, *, epoch=3):
     }
 
 
+def _plain(**entries):
+    return {"epoch": 1, "loss": 0.0, "model_state_dict": {}, "optimizer_state_dict": {}} | entries
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Return the bytes of a saved checkpoint and the entries that it must give back."""
     path = tmp_path_factory.mktemp("saved") / "Epoch_3.pt"
-    entries = _entries(*_trained())
+    entries = _entries()
     save_checkpoint(path, entries)
     return path.read_bytes(), entries
 
@@ -86,13 +81,10 @@ def test_roundtrip_is_bit_exact(saved, tmp_path):
 
 
 def test_of_a_ddp_model_only_the_leading_prefix_is_removed(tmp_path):
-    model, optimizer = _trained(steps=1)
-    state = {f"module.{key}": value for key, value in model.state_dict().items()}
-    state["module.inner.module.weight"] = torch.ones(1)
-    save_checkpoint(tmp_path / "x.pt", _entries(model, optimizer) | {"model_state_dict": state})
-    loaded = load_checkpoint(tmp_path / "x.pt")["model_state_dict"]
-    assert loaded.pop("inner.module.weight") == 1
-    assert digest(loaded) == digest(model.state_dict())
+    state = {"weight": torch.ones(1), "inner.module.weight": torch.ones(2)}
+    wrapped = {f"module.{name}": value for name, value in state.items()}
+    save_checkpoint(tmp_path / "x.pt", _plain(model_state_dict=wrapped))
+    assert digest(load_checkpoint(tmp_path / "x.pt")["model_state_dict"]) == digest(state)
 
 
 def test_digest_sees_every_kind_of_change():
@@ -266,7 +258,7 @@ def test_full_disk_leaves_the_old_file(saved, tmp_path):
     """The error names the path; no new file and no temporary one remains."""
     old, new = tmp_path / "Epoch_3.pt", tmp_path / "Epoch_4.pt"
     old.write_bytes(saved[0])
-    entries = _entries(*_trained(), epoch=4)
+    entries = saved[1] | {"epoch": 4}
     for path, room in ((old, 2000), (old, 0), (new, 5000)):
         with _room_for(room), pytest.raises(UserError) as full:
             save_checkpoint(path, entries)
@@ -306,10 +298,6 @@ def test_the_file_is_synced_then_renamed_then_its_folder_is_synced(fails, tmp_pa
         assert events == ["fsync", "replace", "sync folder"]
     assert path.read_bytes() == (b"new" if fails == "nothing" else b"old")
     assert [entry.name for entry in tmp_path.iterdir()] == ["Epoch_1.pt"]
-
-
-def _plain(**entries):
-    return {"epoch": 1, "loss": 0.0, "model_state_dict": {}, "optimizer_state_dict": {}} | entries
 
 
 def test_newest_passes_over_damaged_ones(saved, tmp_path):

@@ -133,27 +133,27 @@ def test_messages_are_taken_down_with_bytes_and_times():
 
 
 def recorded_in_threads(rank):
-    """Return the timeline of the third of four steps of ``sharded``, and the bytes sent in it."""
+    """Record the third of four steps of ``sharded``."""
     torch.manual_seed(0)
     engine = prepared(nn.Linear(10, 3), "sharded")
     engine.timeline = Timeline(3, 3)
     engine.train_epoch([(torch.randn(2, 10), torch.tensor([0, 1]))] * 4, epoch=1)
     engine.close()
-    return engine.timeline.steps[3], engine.timeline.sent_a_step()[0]
+    assert engine.timeline.sent_a_step()[0] == 2 * 68
+    lane = engine.timeline.steps[3]
+    *exchanged, gathered = lane["messages"]
+    assert sorted((m["kind"], m["bytes"]) for m in exchanged) == [("recv", 68), ("send", 68)]
+    assert (gathered["kind"], gathered["bytes"]) == ("all_gather", 68)
+    [(begin, end_of_backward)] = lane["sections"]["backward"]
+    # The first waits, in forward, are for the weights of the step before.
+    end = next(end for start, end in lane["sections"]["sync"] if start >= end_of_backward)
+    for message in exchanged:
+        assert begin <= message["begin"] <= message["end"] <= end
 
 
 def test_messages_of_a_strategys_threads_are_taken_down_too():
     """33 entries become two parts of 17: one to the other rank, one of new weights to gather."""
-    for lane, sent in run_ranks(2, recorded_in_threads):
-        *exchanged, gathered = lane["messages"]
-        assert sorted((m["kind"], m["bytes"]) for m in exchanged) == [("recv", 68), ("send", 68)]
-        assert (gathered["kind"], gathered["bytes"]) == ("all_gather", 68)
-        assert sent == 2 * 68
-        [(begin, end_of_backward)] = lane["sections"]["backward"]
-        # The first waits, in forward, are for the weights of the step before.
-        end = next(end for start, end in lane["sections"]["sync"] if start >= end_of_backward)
-        for message in exchanged:
-            assert begin <= message["begin"] <= message["end"] <= end
+    run_ranks(2, recorded_in_threads)
 
 
 class GPU:

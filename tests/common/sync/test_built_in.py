@@ -25,7 +25,6 @@ from tests.helpers.engines import prepared
 from tests.helpers.strategies import Switching
 
 SHARDING = ["fsdp", "ddp_zero1", "sharded"]
-# --- Evaluation, checkpoints, other strategies and numbers of ranks ---
 
 
 class Small(nn.Module):

@@ -174,11 +174,11 @@ def averages(rank):
         found.append(torch.cat([p.detach().reshape(-1) for p in engine.ema.module.parameters()]))
         copy.deepcopy(model)(batch(0, 0)[0])  # a copy has hooks that wait for nothing
         engine.close()
-    return float((found[0] - found[1]).abs().max())
+    torch.testing.assert_close(*found, rtol=0, atol=1e-9)
 
 
 def test_the_moving_average_reads_whole_weights():
-    assert all(difference < 1e-9 for difference in run_ranks(2, averages))
+    run_ranks(2, averages)
 
 
 def overflow(rank, ranks, name):
@@ -204,24 +204,22 @@ def overflow(rank, ranks, name):
 
     hook = model[0].weight.register_hook(break_one_entry) if rank == 0 else None
     step()
-    unchanged = greatest_error(model, before)
-    scales = engine.scaler.get_scale() / scale
+    assert greatest_error(model, before) == 0
+    assert engine.scaler.get_scale() == scale / 2
     if hook is not None:
         hook.remove()
     step()
     engine.close()
-    return unchanged, scales, greatest_error(model, before)
+    assert 0 < greatest_error(model, before) < 1
 
 
 @pytest.mark.parametrize("name", ["sharded", "ddp_zero1"])
 def test_all_ranks_skip_a_step_that_overflows_in_one_ranks_part(name):
-    for unchanged, scales, later in run_ranks(3, overflow, 3, name):
-        assert (unchanged, scales) == (0.0, 0.5)
-        assert 0 < later < 1
+    run_ranks(3, overflow, 3, name)
 
 
 def order_of_events(rank):
-    """Return the events of the third step, which has two micro-batches, and of a step after."""
+    """Compare the events of the third step, which has two micro-batches, and of a step after."""
     model, events = Deep(), []
     sync = Sharded(ShardedPlan(bucket_mb=1))
     optimizer = sgd(model)
@@ -259,13 +257,11 @@ def order_of_events(rank):
     sync.close()
     count = len(events)
     model(torch.ones(2, 512)).sum().backward()
-    return [*events[:count], "closed", *events[count:]]
+    layers, gradients = [f"layer {i}" for i in range(4)], [f"gradient {i}" for i in (3, 2, 1, 0)]
+    waits = [event for layer in layers for event in ("waits", layer)]
+    assert events[:count] == [*waits, *gradients, "accumulated", *layers, *gradients]
+    assert events[count:] == [*layers, *gradients], "after close"
 
 
 def test_each_layer_waits_for_its_own_bucket_and_each_bucket_leaves_when_it_is_full():
-    layers, gradients = [f"layer {i}" for i in range(4)], [f"gradient {i}" for i in (3, 2, 1, 0)]
-    waits = [event for layer in layers for event in ("waits", layer)]
-    for events in run_ranks(2, order_of_events):
-        assert events == [
-            *waits, *gradients, "accumulated", *layers, *gradients, "closed", *layers, *gradients
-        ]  # fmt: skip
+    run_ranks(2, order_of_events)
