@@ -125,10 +125,7 @@ def _flipped(content, place, bit):
 
 
 def test_single_flipped_bits(saved):
-    """A flipped bit is refused or harmless (in padding); in a tensor it is always refused.
-
-    No bit in the digest or its name may make the file pass as one without a digest.
-    """
+    """Refused or harmless (in padding); nor may a file pass as one without a digest."""
     content, entries = saved
     chance = random.Random(0)
     places = [chance.randrange(len(content)) for _ in range(200)]

@@ -16,12 +16,12 @@ from common.data import load_dataset
 from common.data.loaders import EvaluationLoader, TrainLoader
 from common.data.sharding import GlobalBatchSampler
 from common.training_engine import (
-    TrainingEngine,
     distributed_train_worker,
     launch_distributed_training,
     predict,
 )
 from tests.helpers import free_port, only_run_folder, run_part
+from tests.helpers.engines import prepared
 from tests.helpers.records import json_lines, json_of
 
 pytestmark = [
@@ -150,8 +150,7 @@ def test_the_engine_trains_on_the_gpu_with_amp_ema_and_accumulation(tmp_path):
 
 def test_an_overflow_of_fp16_skips_the_step_and_is_no_error():
     model = nn.Linear(8, 2)
-    engine = TrainingEngine(model, "cuda", use_amp=True)
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    engine = prepared(model, device="cuda", use_amp=True)
     engine.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40)
     before = model.weight.detach().clone()
     engine.train_epoch([(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))], epoch=1)

@@ -20,13 +20,13 @@ from common.data.sharding import GlobalBatchSampler
 from common.profiling.comm_trace import Timeline
 from common.sync import STRATEGIES, is_exact
 from common.training import prepare_model_for_training
-from common.training_engine import TrainingEngine
 from common.training_engine.evaluation_loop import unwrap
 from common.training_engine.lr_schedules import build_schedule
 from common.training_engine.metrics import MetricsBuffer, StepOutcome
 from lab.proofs.equivalence import errors_on_this_rank, parameter_errors, proof_sync
 from lab.proofs.proof_model import Case, ProofModel
 from tests.helpers import RankError, run_ranks
+from tests.helpers.engines import prepared
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,17 +72,10 @@ class Network(nn.Module):
     def __init__(self, dropout):
         super().__init__()
         torch.manual_seed(3)
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 8, 3),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.Dropout(dropout),
-            nn.Flatten(),
-            nn.Linear(288, 2),
-        )
+        layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(dropout)
+        self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(288, 2))
 
     def forward(self, images):
-        """Return the logits."""
         return self.layers(images)
 
 
@@ -92,8 +85,8 @@ def train(device, *, dropout=0.3, **options):
         Network(dropout), device, 0.1, 0.9, 1e-3, False
     )
     schedule = build_schedule(optimizer, "onecycle", total_steps=STEPS * EPOCHS, warmup_steps=5)
-    engine = TrainingEngine(model, device, use_ema=True, **options)
-    engine.prepare(optimizer, criterion, schedule)
+    options |= {"optimizer": optimizer, "criterion": criterion, "scheduler": schedule}
+    engine = prepared(model, device=device, use_ema=True, **options)
     batches, records = Batches(device), []
     for epoch in range(1, EPOCHS + 1):
         batches.set_epoch(epoch)
@@ -131,8 +124,9 @@ def waiting_operation(device, steps, **options):
     model, criterion, optimizer = prepare_model_for_training(
         model, device, 0.01, 0.9, 5e-4, False, label_smoothing=0.1
     )
-    engine = TrainingEngine(model, device, use_ema=True, clip_norm=1.0, **options)
-    engine.prepare(optimizer, criterion, build_schedule(optimizer, "onecycle", total_steps=99))
+    schedule = build_schedule(optimizer, "onecycle", total_steps=99)
+    options |= {"optimizer": optimizer, "criterion": criterion, "scheduler": schedule}
+    engine = prepared(model, device=device, use_ema=True, clip_norm=1.0, **options)
     engine.train_epoch(loader, epoch=1, seed=0, max_steps=6)  # choose algorithms
     metrics = MetricsBuffer(
         engine.world,
@@ -224,10 +218,9 @@ def synchronised_batchnorm(rank, device):
     images = torch.randn(3, 8, 3, 8, 8, generator=generator, dtype=torch.float64).to(device)
     labels = torch.randint(0, 2, (3, 8), generator=generator).to(device)
     trained = []
-    for distributed, own in ((False, slice(0, 8)), (True, slice(4 * rank, 4 * rank + 4))):
+    for sync, own in ((None, slice(0, 8)), ("ddp", slice(4 * rank, 4 * rank + 4))):
         torch.manual_seed(0)
-        engine = TrainingEngine(copy.deepcopy(model), device, distributed=distributed, sync="ddp")
-        engine.prepare(torch.optim.SGD(engine.model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+        engine = prepared(copy.deepcopy(model), sync, device=device)
         engine.train_epoch([(x[own], y[own]) for x, y in zip(images, labels, strict=True)], epoch=1)
         engine.close()
         trained.append(unwrap(engine.model))
@@ -244,14 +237,12 @@ def message_seconds(rank, device, name):
     case = Case(device=device, uneven=False)
     torch.manual_seed(0)
     model = ProofModel(case)
-    engine = TrainingEngine(model, device, distributed=True, sync=proof_sync(name))
+    engine = prepared(model, proof_sync(name), device=device, optimizer=case.sgd(model))
     engine.timeline = Timeline(3, 3)
-    engine.prepare(case.sgd(model), nn.CrossEntropyLoss())
     engine.train_epoch([batches[rank] for batches in case.global_batches(2)], epoch=1)
     engine.close()
-    step = engine.timeline.steps[engine.timeline.busiest_step]
-    assert step is not None
-    return [message["end"] - message["begin"] for message in step["messages"]]
+    messages = engine.timeline.steps[3]["messages"]
+    return [message["end"] - message["begin"] for message in messages]
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "ring", "ddp"])

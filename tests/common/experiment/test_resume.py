@@ -136,25 +136,23 @@ def test_two_ranks_resume_bit_for_bit_though_only_rank_0_has_the_file(tmp_path, 
 @pytest.mark.parametrize("warmup", [None, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_goes_on_where_it_stopped(name, warmup):
-    def made():
+    def rates(count, begun=None):
+        """Return the rates of some steps, after those that led to the states ``begun``."""
         optimizer = sgd(nn.Linear(2, 2), lr=0.5, momentum=0.9)
-        return optimizer, build_schedule(optimizer, name, total_steps=12, warmup_steps=warmup)
-
-    def steps(made, count):
-        optimizer, schedule = made
-        rates = []
+        schedule = build_schedule(optimizer, name, total_steps=12, warmup_steps=warmup)
+        if begun is not None:
+            for one, state in zip((schedule, optimizer), begun, strict=True):  # optimiser last
+                one.load_state_dict(state)
+        found = []
         for _ in range(count):
-            rates.append(optimizer.param_groups[0]["lr"])
+            found.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             schedule.step()
-        return rates
+        return found, (schedule.state_dict(), optimizer.state_dict())
 
-    straight = steps(made(), 12)
-    first, second = made(), made()
-    begun = steps(first, 5)
-    for one, other in zip(first[::-1], second[::-1], strict=True):  # the optimiser last
-        other.load_state_dict(one.state_dict())
-    assert begun + steps(second, 7) == straight
+    straight, _ = rates(12)
+    first, states = rates(5)
+    assert first + rates(7, states)[0] == straight
     assert max(straight) == pytest.approx(0.5)
     if warmup:
         assert straight[0] < straight[1] < straight[3]

@@ -83,10 +83,7 @@ def every_case(rank):
 
 
 def split_rings(messages, size):
-    """Return the reduce_scatters that threads send as rings of messages, and the other messages.
-
-    Each ring is N-1 sends and as many receives of an N-th; the threads' order is not defined.
-    """
+    """Return the reduce_scatters that threads send as rings, in any order, and other messages."""
     sent, received = (
         sorted(("reduce_scatter", size * nbytes) for kind, nbytes in messages if kind == end)
         for end in ("send", "recv")
@@ -94,7 +91,7 @@ def split_rings(messages, size):
     others = [one for one in messages if one[0] not in ("send", "recv")]
     assert sent == received
     counted = Counter(sent)
-    assert all(count % (size - 1) == 0 for count in counted.values())
+    assert all(count % (size - 1) == 0 for count in counted.values()), "a ring has N-1 sends"
     return sorted(one for one in counted for _ in range(counted[one] // (size - 1))), others
 
 

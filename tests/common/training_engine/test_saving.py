@@ -232,10 +232,9 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
     trained(tmp_path, "step", 1)
     last = tmp_path / "experiment" / "last.pt"
     model = nn.Linear(3, 2)
+    arguments = (batches(), None, sgd(model), nn.CrossEntropyLoss())
     for resume, words in ((last, "another model's weights"), (tmp_path / "no.pt", "no.pt")):
         engine = TrainingEngine(model, "cpu", output_dir=tmp_path)
         with pytest.raises(UserError, match=words):
-            engine.train(
-                batches(), None, sgd(model), nn.CrossEntropyLoss(), num_epochs=2, resume=resume
-            )
+            engine.train(*arguments, num_epochs=2, resume=resume)
     assert load_checkpoint(last)["epoch"] == 1
