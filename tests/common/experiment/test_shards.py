@@ -32,17 +32,9 @@ class Double:
 def network():
     """Return a model with BatchNorm and dropout; dropout must draw by shard, not by rank."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2),
-        nn.BatchNorm2d(8),
-        nn.Tanh(),
-        nn.Dropout(0.3),
-        nn.Conv2d(8, 8, 3, stride=2),
-        nn.BatchNorm2d(8),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(392, 10),
-    ).double()
+    first = nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.Tanh(), nn.Dropout(0.3)
+    second = nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8), nn.Tanh()
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(392, 10)).double()
 
 
 def train(rank, size, sync, accumulation_steps, stop_after=None):

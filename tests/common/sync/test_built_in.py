@@ -113,11 +113,7 @@ def assert_equal_results(ranks, key, other):
 
 @pytest.mark.parametrize("name", SHARDING)
 def test_checkpoints_are_those_of_all_reduce_also_with_another_number_of_ranks(name):
-    """AdamW's state, weights, averages; with clipping, and an evaluation within the training.
-
-    Three ranks resume from two ranks' checkpoint of all_reduce, and with all_reduce from this
-    strategy's.
-    """
+    """AdamW's state, weights, averages; with clipping, and an evaluation within the training."""
     assert_equal_results(fresh(), name, "all_reduce")
     for key in (f"{name} from all_reduce", f"all_reduce from {name}"):
         assert_equal_results(resumed(), key, "all_reduce from all_reduce")

@@ -18,16 +18,9 @@ SHARES = {2: [(3, 2), (2, 4), (3, 0)], 3: [(3, 2, 2), (2, 4, 3)]}  # once a rank
 
 def small(classes):
     """Return a model with two BatchNorm layers; VGG-11 has eight."""
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 3, stride=2),
-        nn.BatchNorm2d(6),
-        nn.Tanh(),
-        nn.Conv2d(6, 8, 3, stride=2),
-        nn.BatchNorm2d(8),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(392, classes),
-    )
+    first = nn.Conv2d(3, 6, 3, stride=2), nn.BatchNorm2d(6), nn.Tanh()
+    second = nn.Conv2d(6, 8, 3, stride=2), nn.BatchNorm2d(8), nn.Tanh()
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(392, classes))
 
 
 def vgg11(classes):

@@ -251,7 +251,7 @@ class Steady(nn.Module):
 class ScriptedLoader:
     """Ten samples; in iteration n, ``Steady`` predicts ``right[n]`` of the labels correctly."""
 
-    def __init__(self, right, model=None):
+    def __init__(self, right, model):
         self.right, self.rounds, self.model, self.drifts = right, 0, model, []
 
     def __iter__(self):
@@ -259,8 +259,7 @@ class ScriptedLoader:
         labels = inputs.argmax(dim=1)
         labels[self.right[self.rounds] :] ^= 1
         self.rounds += 1
-        if self.model is not None:
-            self.drifts.append(float(self.model.drift))
+        self.drifts.append(float(self.model.drift))
         yield inputs, labels
 
 
@@ -333,9 +332,8 @@ def test_history_and_files_are_those_of_all_ranks_together(tmp_path):
 def test_the_average_decides_which_epoch_is_best_where_it_is_kept(tmp_path):
     # Correct predictions of the weights and of the average, in turns: the weights are best in epoch
     # 1, the average in epoch 2.
-    history, _ = train_steady(
-        tmp_path, [9, 2, 5, 8, 7, 3], epochs=3, engine_kwargs={"use_ema": True}
-    )
+    averages = {"use_ema": True}
+    history, _ = train_steady(tmp_path, [9, 2, 5, 8, 7, 3], epochs=3, engine_kwargs=averages)
     assert history["val_accuracy"] == [0.9, 0.5, 0.7]
     assert history["ema_val_accuracy"] == [0.2, 0.8, 0.3]
     best = load_checkpoint(tmp_path / "steady" / "best.pt")
@@ -387,12 +385,8 @@ def test_a_scheduler_steps_by_epoch_or_by_step(tmp_path, make, arguments, steps,
 def test_reduce_on_plateau_gets_the_validation_loss(tmp_path):
     # The validation loss rises in epochs 2 and 3 with the wrong labels and falls in epoch 4; the
     # training loss falls in every epoch.
-    history, _ = train_steady(
-        tmp_path,
-        [8, 6, 4, 10, 2],
-        epochs=5,
-        schedule=lambda o: ReduceLROnPlateau(o, factor=0.1, patience=0, threshold=0.0),
-    )
+    schedule = functools.partial(ReduceLROnPlateau, factor=0.1, patience=0, threshold=0.0)
+    history, _ = train_steady(tmp_path, [8, 6, 4, 10, 2], epochs=5, schedule=schedule)
     assert history["val_loss"][1] > history["val_loss"][0] > history["val_loss"][3]
     assert history["learning_rate"] == pytest.approx([0.5, 0.5, 0.05, 0.005, 0.005])
 
@@ -406,11 +400,9 @@ SCRIPT = [(10, 10, 0, 10, 10, 0, 0), (5, 0, 10, 5, 5, 0, 0)]
 def train_to_a_target(rank, folder):
     printed = io.StringIO()
     options = {"target_accuracy": 0.75, "patience": 2, "rank": rank}
-    engine = {"distributed": True, "sync": "all_reduce"}
+    options |= {"engine_kwargs": {"distributed": True, "sync": "all_reduce"}}
     with redirect_stdout(printed):
-        history, _ = train_steady(
-            Path(folder), SCRIPT[rank], epochs=7, engine_kwargs=engine, **options
-        )
+        history, _ = train_steady(Path(folder), SCRIPT[rank], epochs=7, **options)
     return history["val_accuracy"], printed.getvalue()
 
 
@@ -514,22 +506,6 @@ def test_settings_and_arguments_that_cannot_be_are_told(tmp_path, settings, argu
     assert not list(tmp_path.iterdir())
 
 
-class Asking:
-    """Sixty batches; rank 1 asks the engine to stop while it fetches the fifth."""
-
-    def __init__(self, rank):
-        self.rank, self.engine = rank, None
-
-    def __len__(self):
-        return 60
-
-    def __iter__(self):
-        for index, batch in enumerate(random_batches([2] * 60, seed=self.rank)):
-            if index == 4 and self.rank == 1:
-                self.engine.request_stop()
-            yield batch
-
-
 def in_an_open_group(rank, port):
     def build(**settings):
         return TrainingEngine(Steady(), "cpu", distributed=True, **settings)
@@ -542,12 +518,17 @@ def in_an_open_group(rank, port):
             build(**settings)
     build(world_size=2, backend="gloo")
 
-    loader, model = Asking(rank), small_model()
-    loader.engine = engine = prepared(model, "ddp")
-    ended, epochs = Callback(), []
+    def asking():
+        """Yield sixty batches; rank 1 asks the engine to stop while it fetches the fifth."""
+        for index, batch in enumerate(random_batches([2] * 60, seed=rank)):
+            if index == 4 and rank == 1:
+                engine.request_stop()
+            yield batch
+
+    engine, ended, epochs = prepared(small_model(), "ddp"), Callback(), []
     ended.on_epoch_end = lambda end: epochs.append((end.epoch, end.result.complete))
-    engine.fit(loader, 1, 3, callbacks=[ended])
-    stop = (engine.step, engine.stopping, epochs, digest(model.state_dict()))
+    engine.fit(asking(), 1, 3, callbacks=[ended])
+    stop = (engine.step, engine.stopping, epochs, digest(engine.model.state_dict()))
 
     engine.cleanup_distributed()
     engine.cleanup_distributed()
