@@ -5,6 +5,7 @@ import os
 import pickle
 import random
 import resource
+import time
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
@@ -18,6 +19,8 @@ from common.checkpoint import load_checkpoint, load_model_state, newest_checkpoi
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
 from common.utils.hashing import digest
+from lab.proofs import ranks
+from tests.helpers import wait_until
 
 
 def _small_model(*, channels=4):
@@ -295,6 +298,33 @@ def test_the_file_is_synced_then_renamed_then_its_folder_is_synced(fails, tmp_pa
         assert events == ["fsync", "replace", "sync folder"]
     assert path.read_bytes() == (b"new" if fails == "nothing" else b"old")
     assert [entry.name for entry in tmp_path.iterdir()] == ["Epoch_1.pt"]
+
+
+def _save_for_ever(path):
+    while True:
+        for epoch in (1, 2):
+            weights = {"w": torch.full((500_000,), float(epoch))}
+            save_checkpoint(path, _plain(epoch=epoch, model_state_dict=weights))
+
+
+def test_killed_while_saving(tmp_path):
+    """Ten processes that save repeatedly are killed; a read meanwhile finds a whole file, too."""
+    delays = random.Random(1)
+    for turn in range(10):
+        path = tmp_path / f"Epoch_{turn}.pt"
+        child = ranks.context().Process(target=_save_for_ever, args=(path,), daemon=True)
+        child.start()
+        try:
+            wait_until(path.exists, "the first checkpoint")
+            load_checkpoint(path)
+            assert child.is_alive()
+            time.sleep(delays.uniform(0, 0.05))  # the kill comes at a random moment
+        finally:
+            child.kill()
+            child.join(10)
+        loaded = load_checkpoint(path)
+        weights = torch.full((500_000,), float(loaded["epoch"]))
+        assert torch.equal(loaded["model_state_dict"]["w"], weights)
 
 
 def test_newest_passes_over_damaged_ones(saved, tmp_path):
