@@ -357,10 +357,7 @@ def test_newest_passes_over_damaged_ones(saved, tmp_path):
 
 
 def test_newest_is_the_one_saved_last(tmp_path, monkeypatch):
-    """Not by name or time of change; of equal times the higher step, and no time is the oldest.
-
-    Nothing but the chosen one is verified.
-    """
+    """Not by name or time of change; of equal times the higher step, and no time is the oldest."""
     folders = [tmp_path / name for name in ("z-old", "a-new", "m-same-time")]
     saved_at = (1_000.0, 3_000.0, 3_000.0)
     for folder, moment, step in zip(folders, saved_at, (90, 5, 6), strict=True):
@@ -371,7 +368,7 @@ def test_newest_is_the_one_saved_last(tmp_path, monkeypatch):
     monkeypatch.setattr(common.checkpoint, "load_checkpoint", load)
     newest = folders[2] / "Epoch_94.pt"
     assert newest_checkpoint(folders) == newest_checkpoint(folders[::-1]) == (newest, [])
-    assert load.call_args_list == [mock.call(newest)] * 2
+    assert load.call_args_list == [mock.call(newest)] * 2, "verified: nothing but the chosen one"
     newest.write_bytes(newest.read_bytes()[:-40])
     found, [why] = newest_checkpoint(folders)
     assert found == folders[1] / "Epoch_95.pt"

@@ -232,28 +232,16 @@ def test_a_part_on_gpus_trains_with_every_strategy_by_default(monkeypatch):
     assert {dtype for one, dtype in chosen.items() if one not in lossy} == {torch.float16}
 
 
-class SlowGradient(torch.autograd.Function):
-    """Identity whose backward pass takes 0.3 s."""
-
-    @staticmethod
-    def forward(ctx, inputs):
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(0.3)  # must count as backward
-        return gradient
-
-
-class SlowLayer(nn.Module):
-    def forward(self, inputs):
-        return SlowGradient.apply(inputs)
-
-
 def timed_step(rank):
     """Return the section times of a DDP step that rank 1 starts 2 s late."""
-    layers = nn.Linear(4, 8), SlowLayer(), nn.Linear(8, 2)
-    model, batch = nn.Sequential(*layers), (torch.randn(4, 4), torch.zeros(4, dtype=torch.int64))
+    first = nn.Linear(4, 8)
+
+    def slow_down(_layer, _inputs, output):
+        output.register_hook(lambda _gradient: time.sleep(0.3))  # must count as backward
+
+    first.register_forward_hook(slow_down)
+    model = nn.Sequential(first, nn.Linear(8, 2))
+    batch = (torch.randn(4, 4), torch.zeros(4, dtype=torch.int64))
     engine = prepared_engine(model, "ddp")
     for _ in range(2):  # DDP rearranges its buckets, with a message, in the second step
         engine.train_step([batch], global_samples=8)

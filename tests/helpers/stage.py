@@ -44,14 +44,9 @@ class Ended:
 
 
 class Stage:
-    """Runs of one training on a cluster, each in a folder with its name.
+    """Runs of one training on a cluster, each in a folder with its name below ``folder``.
 
-    Every run trains ``wide`` on generated images, for two epochs of two steps.
-
-    Parameters
-    ----------
-    images : flags that select the dataset.
-    folder : receives the files of the runs.
+    Every run trains ``wide`` on ``images`` (flags that select a dataset), two epochs of two steps.
     """
 
     def __init__(self, cluster, images, folder):

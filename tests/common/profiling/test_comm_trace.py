@@ -22,22 +22,14 @@ from tests.helpers import run_ranks
 from tests.helpers.engines import prepared
 
 
-class FixedTimes:
-    """A timer that returns given start and end times of each step's sync."""
+def ledger_waits(rank):
+    """Return the wait and sync seconds of three steps with given begins and ends of sync."""
 
-    def seconds(self, taken):
+    def seconds(taken):
         sync = sum(end - begin for begin, end in taken["sync"])
         return {"sync": sync, "step": 1.0 + sync}
 
-    def spans(self, taken):
-        return taken
-
-    def anchor(self):
-        pass
-
-
-def ledger_waits(rank):
-    """Return the wait and sync seconds of three steps."""
+    timer = SimpleNamespace(seconds=seconds, spans=lambda taken: taken, anchor=lambda: None)
     # Rank 1 is slower in the first step, rank 0 in the second. In the third, a second part of sync
     # follows the update.
     spans = (
@@ -46,7 +38,7 @@ def ledger_waits(rank):
     )
     found = []
     flags = {"epoch": 1, "log_every": 3, "overflow_is_normal": False, "equal_gradients": True}
-    metrics = MetricsBuffer(World(rank, 2), FixedTimes(), on_steps=found.extend, **flags)
+    metrics = MetricsBuffer(World(rank, 2), timer, on_steps=found.extend, **flags)
     for step, sync in enumerate(spans[rank], start=1):
         numbers = torch.ones(3, dtype=torch.float64)
         metrics.add(StepOutcome(step, numbers, 1, 0.1, {"sync": sync}))

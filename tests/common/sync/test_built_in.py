@@ -1,7 +1,4 @@
-"""PyTorch's own ways to shard a training: ``fsdp`` and ``ddp_zero1``.
-
-test_sync.py compares them with one process.
-"""
+"""PyTorch's own ways to shard a training; test_sync.py compares them with one process."""
 
 import functools
 import io
