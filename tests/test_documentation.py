@@ -88,7 +88,7 @@ def clone(tmp_path_factory):
     if (ROOT / "data").exists():
         (folder / "data").symlink_to(ROOT / "data")
     for rank in range(3):
-        log = "rank_killed_gloo.txt" if rank == 0 else "store_gone.txt"
+        log = "peer_gone-killed.txt" if rank == 0 else "store_gone.txt"
         shutil.copy(ROOT / "tests/lab/explain/logs" / log, folder / f"rank{rank}.txt")
     [script] = [text for kind, text in PAGES["docs/functions.md"].blocks() if kind == "python"]
     (folder / "my_training.py").write_text(script)
