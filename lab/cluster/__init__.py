@@ -1,5 +1,6 @@
 """Emulate a cluster on one machine: ``Cluster`` (cluster.py) is all that other packages need."""
 
-from lab.cluster.cluster import FAULTS, Cluster, End, Traffic
+from lab.cluster.cluster import Cluster, End, Traffic
+from lab.cluster.nodes import FAULTS
 
 __all__ = ["FAULTS", "Cluster", "End", "Traffic"]

@@ -28,7 +28,7 @@ import psutil
 
 from common.utils.processes import adopt_orphans, kill_on_parent_exit
 from common.utils.source_hash import code_facts
-from lab.processes.descendants import kill_descendants
+from lab.processes.supervision import kill_descendants
 
 READY = b"lab.ssh is ready\n"
 RESULT = b"lab.ssh returns "

@@ -42,9 +42,9 @@ Host *
   UpdateHostKeys no
 """
 _ENTER = (
-    "import json, os, sys; from lab.cluster.control import enter; "
-    "sys.exit(enter(*json.loads(sys.argv[1])[:2], json.loads(sys.argv[1])[2], "
-    "environment=os.environ))"
+    "import json, subprocess, sys; from lab.cluster.network import Network; "
+    "host, command = json.loads(sys.argv[1]); Network(host).enter(0); "
+    "sys.exit(subprocess.call(command))"
 )
 
 
@@ -159,7 +159,7 @@ class Machines:
     def enter(self, command):
         """Start a command at the terminal."""
         process = subprocess.Popen(
-            [sys.executable, "-c", _ENTER, json.dumps([self.cluster.host_pid, 0, list(command)])],
+            [sys.executable, "-c", _ENTER, json.dumps([self.cluster.host_pid, list(command)])],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
