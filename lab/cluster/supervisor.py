@@ -17,7 +17,7 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import NoReturn
 
-from common.utils.processes import kill_on_parent_exit
+from common.utils.processes import adopt_orphans, kill_on_parent_exit
 from common.utils.system import batch_scheduling, libc_function, usable_cores
 from lab.cluster.network import enter_namespace, namespace, namespace_file
 from lab.cluster.program import NOT_FOUND, parse_python, preload_modules, reset_forked_state
@@ -58,9 +58,9 @@ def main() -> None:
 
 def _run(program: NodeProgram, control: int, output: int) -> NoReturn:
     """Run a program in this fork's child, and write its exit status to ``control``."""
-
-    def start() -> int:
+    try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        adopt_orphans()
         with batch_scheduling(program.nodes > usable_cores()):
             pid = os.fork()
             if pid == 0:
@@ -68,10 +68,7 @@ def _run(program: NodeProgram, control: int, output: int) -> NoReturn:
         os.close(output)
         if set_name := libc_function("prctl"):  # by which ``Nodes.pids`` finds it
             set_name(_PR_SET_NAME, namespace(program.node).encode())
-        return pid
-
-    try:
-        os.write(control, b"%d" % supervise(start, control))
+        os.write(control, b"%d" % supervise(pid, control))
     finally:  # a fork must never return to ``main``
         os._exit(0)
 

@@ -12,23 +12,19 @@ from collections.abc import Callable
 
 import psutil
 
-from common.utils.processes import adopt_orphans
 
+def supervise(pid: int, control: int, *, heard: Callable[[], object] = lambda: None) -> int:
+    """Return a command's exit status, or -signal, when nothing that it started is left.
 
-def supervise(
-    start: Callable[[], int], control: int, *, heard: Callable[[], object] = lambda: None
-) -> int:
-    """Return the exit status of a command, or -signal, when nothing that it started is left.
+    Call ``adopt_orphans`` before the command starts, else what its own children start may escape.
 
     Parameters
     ----------
-    start : starts the command as the leader of a process group; returns its process id.
+    pid : a child of this process, which leads a process group or is about to.
     control : a file descriptor. Each byte from it is a signal for the command's process group, as
         Ctrl-C is at a terminal, or 0, which does nothing. When it is closed, the group is killed.
     heard : called at each byte, in a thread.
     """
-    adopt_orphans()
-    pid = start()
     threading.Thread(target=_pass_signals_on, args=[pid, control, heard], daemon=True).start()
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
