@@ -10,8 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.errors import INTERRUPTED, UserError
-from common.utils.atomic_files import append_text
+from common.errors import INTERRUPTED, UserError, count
 from common.utils.environment import RUN_TOKEN, setting
 from common.utils.paths import REPORTS, new_folder
 from common.utils.processes import shell_status
@@ -20,7 +19,7 @@ from lab.cluster.nodes import FAULTS, Nodes, find_nodes
 from lab.cluster.program import NOT_FOUND, check_placeholders, node_environment, parse_python
 from lab.flags import add_command
 from lab.processes.first_failure import find_root_failure
-from lab.processes.prefixed_output import PrefixedOutput, say
+from lab.processes.prefixed_output import PrefixedOutput, say, write_log
 from lab.units import parse_rate
 
 _INTERRUPT_SECONDS = 5.0
@@ -154,8 +153,7 @@ def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) ->
         delayed = cluster.latency_seconds is not None
         latency = f", {args.latency} from node to node" if delayed else ""
         links = f"{first} to {last}, {rate}{latency}"
-    plural = "s" * (cluster.nodes > 1)
-    return f"{cluster.nodes} node{plural}, {links}; started in {seconds:.1f} s"
+    return f"{count(cluster.nodes, 'node')}, {links}; started in {seconds:.1f} s"
 
 
 def _interrupted(cluster: Cluster, logs: Path) -> int:
@@ -213,8 +211,7 @@ def fault(args: argparse.Namespace) -> int:
     nodes = _find(args)
     nodes.fault(args.node, what, parse_rate(args.slow))
     text = f"node {args.node}: {_DONE[what]}{args.slow or ''}"
-    log = Path(nodes.logs, f"node{args.node}.log")
-    append_text(log, f"lab cluster fault: {text}\n", name="the log")
+    write_log(Path(nodes.logs, f"node{args.node}.log"), f"lab cluster fault: {text}")
     say(text)
     return 0
 

@@ -18,21 +18,23 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import IO
 
 from common.errors import GroupError, UserError
+from common.utils.atomic_files import append_text
 from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.paths import REPOSITORY
 from common.utils.processes import descendants, kill_on_parent_exit
 from common.utils.system import free_port
 from lab.cluster import network, tools
-from lab.cluster.network import Link
+from lab.cluster.network import Link, Traffic
 from lab.cluster.nodes import FAULTS, Nodes
 from lab.cluster.program import fill_in, node_environment
 from lab.cluster.supervisor import NodeProgram
+from lab.processes.prefixed_output import write_log
 from lab.units import parse_latency, parse_rate
 
 SUPERVISOR_CODE = (
@@ -52,16 +54,6 @@ class End:
     node: int
     status: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What a node has sent and received, see ``network.traffic``."""
-
-    sent_bytes: int
-    sent_packets: int
-    received_bytes: int
-    received_packets: int
 
 
 class Cluster:
@@ -170,13 +162,12 @@ class Cluster:
                 link = Link(self._rate_bits, self.latency_seconds)
                 self._nodes.network.build(self.nodes, link)
             self._await_supervisor()  # it has imported torch meanwhile
-        except (EOFError, OSError, UserError, subprocess.SubprocessError) as error:
-            why = error if isinstance(error, UserError) else self._why_ended()
-            self.close()
-            raise GroupError(f"the cluster did not start: {why}") from error
-        except BaseException:
-            self.close()
-            raise
+        except BaseException as error:
+            with contextlib.closing(self):
+                if isinstance(error, Exception):
+                    why = error if isinstance(error, UserError) else self._why_ended()
+                    raise GroupError(f"the cluster did not start: {why}") from error
+                raise
         return self
 
     def _await_supervisor(self) -> None:
@@ -253,10 +244,11 @@ class Cluster:
             folder = str(cwd or Path.cwd())
             self._start(
                 NodeProgram(node, self.nodes, self.loopback, filled, node_variables, folder),
-                _open_log(self.log(node, logs)),
+                self.log(node, logs),
             )
 
-    def _start(self, program: NodeProgram, log: IO[bytes]) -> None:
+    def _start(self, program: NodeProgram, log: Path) -> None:
+        append_text(log, "", name=str(log), advice=": give another folder")
         control, far = socket.socketpair()
         reader, writer = os.pipe()
         try:
@@ -269,35 +261,30 @@ class Cluster:
             far.close()
             os.close(writer)
         self._running[program.node] = control
-        output = open(reader, encoding="utf-8", errors="replace", newline="\n")  # noqa: SIM115
-        thread = threading.Thread(
-            target=self._follow, args=[program.node, control, output, log], daemon=True
-        )
-        thread.start()
-        self._threads.append(thread)
+        follow = partial(self._follow, program.node, control, reader, log)
+        self._threads.append(threading.Thread(target=follow, daemon=True))
+        self._threads[-1].start()
 
-    def _follow(self, node: int, control: socket.socket, output: IO[str], log: IO[bytes]) -> None:
+    def _follow(self, node: int, control: socket.socket, output: int, log: Path) -> None:
         """Record what a node writes and how its program ends; in a thread."""
         began = time.monotonic()
-        with control, output, log:
-            for line in output:
-                self._output[node].append(line.rstrip("\n"))
-                with contextlib.suppress(OSError):  # a full disk: the run itself reports it
-                    log.write(self._output[node][-1].encode() + b"\n")
-                self._on_line(node, self._output[node][-1])
-            answer = b""
-            with contextlib.suppress(OSError):
-                answer = control.recv(16)
-            if not answer:  # the program's parent was killed, most likely with the whole cluster
+        with control, open(output, encoding="utf-8", errors="replace", newline="\n") as lines:
+            for text in lines:
+                line = text.rstrip("\n")
+                self._output[node].append(line)
+                write_log(log, line)
+                self._on_line(node, line)
+            try:
+                status = int(control.recv(16))
+            except (OSError, ValueError):  # its parent was killed, most likely with the cluster
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(1)
-            status = int(answer or -signal.SIGKILL)
-            reason = self._stopped.pop(node, None)
-            if status < 0:  # a killed program cannot report its own end
-                reason = reason or f"was killed by {signal.Signals(-status).name}"
-                with contextlib.suppress(OSError):
-                    log.write(f"lab cluster: {self._names[node]} {reason}\n".encode())
-            self._ends.append(End(node, status, time.monotonic() - began))
+                status = -signal.SIGKILL
+        reason = self._stopped.pop(node, None)
+        if status < 0:  # a killed program cannot report its own end
+            reason = reason or f"was killed by {signal.Signals(-status).name}"
+            write_log(log, f"lab cluster: {self._names[node]} {reason}")
+        self._ends.append(End(node, status, time.monotonic() - began))
         del self._running[node]  # after the end is recorded: ``wait`` reads both
         self._program_ended.set()
 
@@ -333,8 +320,7 @@ class Cluster:
         """Return what each node has sent and received. Raises UserError on loopback."""
         if self.loopback:
             raise UserError("a cluster on loopback has no links, so no traffic is counted")
-        rows = self._nodes.network.traffic(self.nodes)
-        return {node: Traffic(*row) for node, row in enumerate(rows)}
+        return self._nodes.network.traffic(self.nodes)
 
     def pids(self, node: int) -> list[int]:
         """Return the process ids of what runs on a node, as seen from outside."""
@@ -387,13 +373,3 @@ class Cluster:
     def _check_node(self, node: int) -> None:
         if not 0 <= node < self.nodes:
             raise UserError(f"node {node}: the cluster has nodes 0 to {self.nodes - 1}")
-
-
-def _open_log(path: Path) -> IO[bytes]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("ab", buffering=0)
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}): give another folder"
-        ) from error

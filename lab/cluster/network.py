@@ -31,6 +31,20 @@ class Link:
     latency_seconds: float | None = None
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What a node has sent and received.
+
+    Bytes include Ethernet headers. The kernel's packets have up to 64 KB; a network card would cut
+    them into frames.
+    """
+
+    sent_bytes: int
+    sent_packets: int
+    received_bytes: int
+    received_packets: int
+
+
 def address(node: int) -> str:
     """Return a node's IP address."""
     return f"10.9.0.{node + 1}"
@@ -120,33 +134,30 @@ class Network:
         """Turn a node's link "up" or "down" at the bridge; when down, it drops packets silently."""
         self._ip(f"link set {_bridge_end(node)} {state}")
 
-    def traffic(self, nodes: int) -> list[list[int]]:
-        """Return for each node [bytes sent, packets sent, bytes received, packets received].
-
-        Bytes include Ethernet headers. The kernel's packets have up to 64 KB; a network card would
-        cut them into frames.
-        """
+    def traffic(self, nodes: int) -> dict[int, Traffic]:
+        """Return what each node has sent and received."""
         links = {
             link["ifname"]: link["stats64"]
             for link in json.loads(self._run("ip", "-json", "-statistics", "link", "show"))
         }
         # The bridge's end receives (rx) what the node sends.
-        return [
-            [
-                links[_bridge_end(node)][direction][unit]
-                for direction in ("rx", "tx")
-                for unit in ("bytes", "packets")
-            ]
+        return {
+            node: Traffic(
+                *(
+                    links[_bridge_end(node)][direction][unit]
+                    for direction in ("rx", "tx")
+                    for unit in ("bytes", "packets")
+                )
+            )
             for node in range(nodes)
-        ]
+        }
 
     def pids(self, node: int) -> list[int]:
         """Return the processes on a node, as seen from outside."""
         found = []
         for pid in psutil.pids():
             with contextlib.suppress(OSError):  # it has just ended, or is another user's
-                file = self._inside(namespace_file(node))
-                if file.samefile(f"/proc/{pid}/ns/net"):
+                if self._inside(namespace_file(node)).samefile(f"/proc/{pid}/ns/net"):
                     found.append(pid)
         return found
 

@@ -91,12 +91,13 @@ def _become(program: NodeProgram, output: int) -> NoReturn:
         python = parse_python(program.command) if "torch" in sys.modules else None
         if python is None:
             os.execvpe(program.command[0], list(program.command), program.environment)
-        target = program.folder if python.module else python.target
-        reset_forked_state(program.environment, Path(target))
+        reset_forked_state(
+            program.environment, Path(program.folder if python.module else python.target)
+        )
         python.run()
     except Exception as error:
-        named = getattr(error, "filename", None) == program.folder
-        what = program.folder if named else program.command[0]
+        file = getattr(error, "filename", None)
+        what = file if file == program.folder else program.command[0]
         os.write(2, f"error: {what}: {getattr(error, 'strerror', error)}\n".encode())
     finally:
         os._exit(NOT_FOUND)
