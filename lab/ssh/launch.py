@@ -167,11 +167,10 @@ def _conclude(
         say(f"all nodes finished without errors after {seconds:.1f} s; output: {folder}")
         return 0
     outputs = {node.host.rank: "\n".join(node.lines) for node in failed}
-    statuses = {node.host.rank: node.status or 0 for node in failed}
+    statuses = {node.host.rank: _LOST if node in lost else node.status or 0 for node in failed}
     culprit, message = find_root_failure(list(outputs), statuses, outputs, name="node")
-    status = shell_status(statuses[culprit])
     if lost:
-        culprit, status = lost[0].host.rank, _LOST
+        culprit = lost[0].host.rank
         message = (
             f"the connection to {lost[0].host} broke after {seconds:.1f} s "
             f"({first_of(lost[0].errors[-1:])[:200]}); the other hosts were stopped, and {left}"
@@ -181,4 +180,4 @@ def _conclude(
             prefixed.show(culprit, line)
     log = folder / f"node{culprit}.log"
     print(f"error: {message} (host {nodes[culprit].host.name}; output: {log})", file=sys.stderr)
-    return status
+    return shell_status(statuses[culprit])

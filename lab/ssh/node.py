@@ -98,7 +98,8 @@ def connect(names: Sequence[str], port: int) -> dict[str, str]:
     addresses: list[str] = []
     for name in names:
         with contextlib.suppress(OSError, UnicodeError):  # the name is unknown here
-            addresses += socket.gethostbyname_ex(name)[2]
+            found = socket.gethostbyname_ex(name)[2]
+            addresses += [one for one in found if not one.startswith("127.")]
 
     def why_unreached(address: str) -> str:
         try:
@@ -107,9 +108,8 @@ def connect(names: Sequence[str], port: int) -> dict[str, str]:
         except OSError as error:
             return (error.strerror or "no answer").lower()
 
-    others = [one for one in addresses if not one.startswith("127.")]
     with ThreadPoolExecutor() as pool:
-        return dict(zip(others, pool.map(why_unreached, others), strict=True))
+        return dict(zip(addresses, pool.map(why_unreached, addresses), strict=True))
 
 
 def send_runs(
