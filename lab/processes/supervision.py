@@ -27,7 +27,9 @@ def supervise(pid: int, control: int, *, heard: Callable[[], object] = lambda: N
     """
     threading.Thread(target=_pass_signals_on, args=[pid, control, heard], daemon=True).start()
     try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        while (ended := os.waitpid(-1, 0))[0] != pid:
+            pass  # an adopted orphan
+        return os.waitstatus_to_exitcode(ended[1])
     finally:
         kill_descendants()
 

@@ -130,6 +130,7 @@ def _received(remote: Remote) -> Iterator[tuple[str, bytes | None]]:
 
     UserError if they do not all arrive. Nothing if the host is not reached.
     """
+    whole = False
     if remote.skip_login():
         with (
             contextlib.suppress(tarfile.TarError),
@@ -144,8 +145,9 @@ def _received(remote: Remote) -> Iterator[tuple[str, bytes | None]]:
                 is_file = member.isreg() and not member.issparse()
                 file = archive.extractfile(member) if is_file else None
                 yield member.name, file.read() if file else None
+            whole = True
     remote.finish()
-    if remote.ready and remote.result is None:
+    if remote.ready and (remote.result is None or not whole):
         raise UserError(
             f"{remote.host}: its files were not copied completely "
             f"({first_of(remote.errors[-1:])}): run lab collect again"
