@@ -309,12 +309,9 @@ class Cluster:
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the program of every node, as Ctrl-C does to those of a terminal."""
-        for node in list(self._running):
-            self._send(node, number)
-
-    def _send(self, node: int, number: int) -> None:
-        with contextlib.suppress(OSError):  # the program has just ended
-            self._running[node].send(bytes([number]))
+        for control in list(self._running.values()):
+            with contextlib.suppress(OSError):  # the program has just ended
+                control.send(bytes([number]))
 
     def traffic(self) -> dict[int, Traffic]:
         """Return what each node has sent and received. Raises UserError on loopback."""
@@ -361,9 +358,9 @@ class Cluster:
                 kill_at = min(kill_at, now + grace_seconds)
             if now > kill_at:
                 first = self._names[next(end.node for end in self._ends if end.status)]
-                for node in list(self._running):
-                    self._stopped[node] = f"was stopped, since {first} had failed"
-                    self._send(node, signal.SIGKILL)
+                reason = f"was stopped, since {first} had failed"
+                self._stopped |= dict.fromkeys(list(self._running), reason)
+                self.send_signal(signal.SIGKILL)
                 kill_at = math.inf  # set anew above: kills what still runs after the same time
             self._program_ended.wait(_POLL_SECONDS)
             self._program_ended.clear()
