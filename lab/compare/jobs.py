@@ -34,7 +34,7 @@ from common.errors import GroupError, UserError, count, file_errors
 from common.utils.atomic_files import regular_target, write_atomically
 from common.utils.grouping import grouped
 from common.utils.paths import IN_CHECKOUT, REPOSITORY
-from common.utils.processes import shell_status
+from common.utils.processes import on_signals, shell_status
 from common.utils.source_hash import code_facts
 from common.utils.typed_json import encode, shown
 from lab.compare.cells import Run, choose_buckets, in_turns, node_command, plan_cells
@@ -348,12 +348,8 @@ def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> int:
     with file_errors(f"{run.path} of an earlier attempt cannot be removed", ": remove it"):
         if launch.rank == 0 and run.path.exists():  # the others wait for rank 0
             shutil.rmtree(run.path)
-    before = {number: signal.signal(number, _stop) for number in _SIGNALS}
-    try:
+    with on_signals(_SIGNALS, _stop):
         exits = run_local_ranks([[sys.executable, *node_command(run), *flags]], outputs=[log])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return shell_status(exits.statuses[0])
 
 
