@@ -16,7 +16,6 @@ import jinja2
 from common.utils.grouping import grouped
 from lab.report import tables
 from lab.report.drawings.figure_pages import Drawing
-from lab.report.drawings.svg import share_styles
 from lab.report.findings import REACH, ReportFinding, findings
 from lab.report.settings_text import block_settings, pairs, summary
 from lab.report.verdict import verdict
@@ -53,7 +52,7 @@ def render(
         limits = [ReportFinding(REACH, warning) for warning in warnings]
         sections[0]["limits"] = limits + sections[0]["limits"]
         warnings = []
-    page = _template().render(
+    return _template().render(
         compare=results["kind"] != "report",
         created=results["created"],
         emulated=what_is_emulated(settings) if results.get("emulated") else "",
@@ -85,7 +84,6 @@ def render(
             "table.md": _data_address("text/markdown", tables.markdown(blocks)),
         },
     )
-    return share_styles(page)
 
 
 def tidy(text: str) -> str:
@@ -101,7 +99,10 @@ def _data_address(kind: str, text: str) -> str:
 def _section(block: ComparisonGroup, figures: Sequence[Drawing], results: Json) -> dict[str, Any]:
     found = findings(block)
     answers = [one for one in found if not one.caution and not one.wrong]
-    names = {"Times": tables.TIMES, "Scaling, bytes, memory": tables.COSTS}
+    names: dict[str, Sequence[str]] = {
+        "Times": tables.TIMES,
+        "Scaling, bytes, memory": tables.COSTS,
+    }
     if any(row.memory() or row.memory("predicted_memory") for row in block.rows):
         names["Tensors of the rank that holds most"] = tables.MEMORY
     lines = tables.lines(block)

@@ -7,10 +7,10 @@ together. ``CellRow`` alone computes speed-ups, efficiencies and prediction erro
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from common.sync import STRATEGIES
 from common.utils.grouping import grouped
 from lab.units import parse_rate
 
+T = TypeVar("T")
 NOTHING = "–"
 Json = Mapping[str, Any]
 """An object of results.json; lab/compare/results.py says and checks what it holds."""
@@ -237,20 +238,27 @@ def blocks(results: Json) -> list[ComparisonGroup]:
 def _rows(cells: Sequence[Json], rate: Any, predictions: Json) -> list[CellRow]:
     """Return the rows of a block: a group's cells of this rate, and its one-node cell."""
     # one node of this rate, or else of any
-    ones = sorted(
+    one = sorted(
         (cell for cell in cells if cell["nodes"] == 1), key=lambda cell: cell["rate"] != rate
-    )
-    mine = ones[:1] + [cell for cell in cells if cell["nodes"] > 1 and cell["rate"] == rate]
-    baseline = msgspec.convert(ones[0], CellRow) if ones else None
+    )[:1]
+    several = [cell for cell in cells if cell["nodes"] > 1 and cell["rate"] == rate]
+    more = {"baseline": msgspec.convert(one[0], CellRow) if one else None}
     rows = [
-        msgspec.structs.replace(
-            msgspec.convert(cell, CellRow),
-            baseline=baseline,
-            prediction=predictions.get(cell["id"], {}),
-        )
-        for cell in mine
+        msgspec.convert({**cell, **more, "prediction": predictions.get(cell["id"], {})}, CellRow)
+        for cell in [*one, *several]
     ]
     return sorted(rows, key=lambda row: (row.nodes, order(row.sync)))
+
+
+def first_fit(items: Iterable[T], fits: Callable[[list[T], T], bool]) -> list[list[T]]:
+    """Put each item into the first group that it fits, else into a new one."""
+    groups: list[list[T]] = []
+    for item in items:
+        group = next((one for one in groups if fits(one, item)), [])
+        if not group:
+            groups.append(group)
+        group.append(item)
+    return groups
 
 
 def what_is_emulated(settings: Json) -> str:

@@ -91,15 +91,15 @@ def _lines(block: ComparisonGroup, nodes: int) -> Iterator[Line]:
         look = {"color": color("none"), "linewidth": 1.2, "linestyle": (0, (1, 1.5))}
         yield "none (1 node)", found["none"], look
     apart = [row for row in rows if row.exact and row.sync in found]
-    right = {row.sync: found[row.sync] for row in apart if row.id not in wrong}
+    right = {row.sync: found[row.sync] for row in apart if row not in wrong}
     if _coincide(right):
-        apart = [row for row in apart if row.id in wrong]
+        apart = [row for row in apart if row in wrong]
         what = "compute the same" if apart else "claim to be exact"
         label = f"the {len(right)} strategies that {what}"
         yield label, max(right.values(), key=len), {"color": INK, "linewidth": 1.8}
     for index, row in enumerate(apart):
         width = max(1.0, 3.2 - 0.5 * index) if len(apart) > 1 else 1.8
-        label = f"✗ {row.sync}" if row.id in wrong else row.sync
+        label = f"✗ {row.sync}" if row in wrong else row.sync
         yield label, found[row.sync], {"color": color(row.sync), "linewidth": width}
     lossy = [row.sync for row in rows if not row.exact and row.sync in found]
     for sync, dashes in zip(lossy, cycle(DASHES), strict=False):

@@ -63,12 +63,6 @@ FIGURES = {
         "have the same loss; they are drawn as one line where no difference is visible. The others "
         "are dashed.",
     ),
-    "memory": (
-        "Peak memory",
-        figures.draw_memory,
-        "Largest resident memory of a process: interpreter, libraries, data and model together. "
-        "The bar is the mean over the ranks, the tick the rank that needed most.",
-    ),
 }
 
 
@@ -100,6 +94,7 @@ def draw_timelines(folder: Path, results: Json) -> Iterator[Drawing]:
         if timeline := timelines.get(cell["id"]):
             at = f" at {rate_text(cell['rate'])}" if cell["rate"] is not None else ""
             label = f"{cell['sync']}, {nodes_text(len(timeline['ranks']))}{at}"
+            title = f"{label}: {share_text(mean_overlap(timeline))}"
             shares = [
                 f"rank {rank['rank']}: {percent(share)} ({len(rank['messages'])} messages)"
                 for rank in timeline["ranks"]
@@ -110,11 +105,11 @@ def draw_timelines(folder: Path, results: Json) -> Iterator[Drawing]:
                 "medians. Share of the message time before the rank's last gradient: "
                 f"{listed(shares, limit=8) if shares else 'no messages'}."
             )
-            described = Drawing(
-                f"timeline-{cell['id']}",
-                f"{label}: {share_text(mean_overlap(timeline))}",
-                caption,
-                f"One step of {label}, a row for each rank. {caption}",
-            )
-            draw = partial(draw_timeline, timeline, label=label, emulated=emulated)
+            alt = f"One step of {label}, a row for each rank. {caption}"
+            described = Drawing(f"timeline-{cell['id']}", title, caption, alt)
+            entries = [
+                (f"rank {rank['rank']}", timeline, index)
+                for index, rank in enumerate(timeline["ranks"])
+            ]
+            draw = partial(draw_timeline, entries, heading=title, emulated=emulated)
             yield _drawn(folder, described, draw)
