@@ -105,7 +105,11 @@ def draw(path: Path, results: Mapping[str, Any]) -> None:
     first = next(iter(cells.values()))
     with style():
         figure = draw_timeline(
-            [(cell["sync"], results["timelines"][name], 1) for name, cell in cells.items()],
+            [
+                (cell["sync"], step, step["ranks"][1])
+                for name, cell in cells.items()
+                if (step := results["timelines"][name])
+            ],
             narrow=False,
             emulated=True,
             heading=f"rank 1 of {first['nodes']} nodes at {rate_text(first['rate'])}",

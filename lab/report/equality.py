@@ -96,17 +96,25 @@ def check(block: ComparisonGroup, nodes: int) -> Equality:
         for row in rows
         for run in row.runs
     ]
-    apart = [row.sync for row in rows if False in [run.get("equal_weights") for run in row.runs]]
-    result = Equality(unequal_ranks=apart)
-    groups = _starting_alike([curve for curve in curves if math.isfinite(curve.losses[1])])
+    result = Equality(
+        unequal_ranks=[
+            row.sync for row in rows if any(run.get("equal_weights") is False for run in row.runs)
+        ]
+    )
+    kinds = grouped(
+        ((curve.seed, curve.precision), curve) for curve in curves if math.isfinite(curve.losses[1])
+    )
+    groups = [some for kind in kinds.values() for some in _agreeing(kind, (1,))]  # start alike
     for group in groups:
         if len({curve.sync for curve in group}) > 1:
             _compare(group, result)
     tested = {*result.equal, *result.doubtful}
     result.equal = [sync for sync in dict.fromkeys(result.equal) if sync not in result.doubtful]
-    for row in rows:
-        if row.sync not in tested:
-            result.untested[row.sync] = _why_untested(block, row.sync, len(rows), groups)
+    result.untested = {
+        row.sync: _why_untested(block, row.sync, len(rows), groups)
+        for row in rows
+        if row.sync not in tested
+    }
     return result
 
 
@@ -128,12 +136,6 @@ def _precision(row: CellRow, settings: Json) -> str:
         given = flags[flags.index("--amp-dtype") + 1] if "--amp-dtype" in flags[:-1] else None
         return (given or settings.get("amp_dtype") or "fp16") if gpu else "bf16"
     return "fp32 on a GPU" if gpu else "fp32"
-
-
-def _starting_alike(curves: Sequence[Curve]) -> list[list[Curve]]:
-    """Return the curves in groups of equal seed, number type and loss at step 1."""
-    kinds = grouped(((curve.seed, curve.precision), curve) for curve in curves)
-    return [some for kind in kinds.values() for some in _agreeing(kind, (1,))]
 
 
 def _agreeing(curves: Sequence[Curve], steps: Sequence[int]) -> list[list[Curve]]:

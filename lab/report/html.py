@@ -49,8 +49,7 @@ def render(
         for index, (block, figures) in enumerate(drawings, start=1)
     ]
     if len(sections) == 1:  # else they belong to no single section
-        limits = [ReportFinding(REACH, warning) for warning in warnings]
-        sections[0]["limits"] = limits + sections[0]["limits"]
+        sections[0]["limits"][:0] = [ReportFinding(REACH, warning) for warning in warnings]
         warnings = []
     return _template().render(
         compare=results["kind"] != "report",
@@ -98,7 +97,6 @@ def _data_address(kind: str, text: str) -> str:
 
 def _section(block: ComparisonGroup, figures: Sequence[Drawing], results: Json) -> dict[str, Any]:
     found = findings(block)
-    answers = [one for one in found if not one.caution and not one.wrong]
     names: dict[str, Sequence[str]] = {
         "Times": tables.TIMES,
         "Scaling, bytes, memory": tables.COSTS,
@@ -110,7 +108,9 @@ def _section(block: ComparisonGroup, figures: Sequence[Drawing], results: Json) 
         "label": block.label,
         "verdict": verdict(block, found),
         "wrong": [one for one in found if one.wrong],
-        "topics": grouped((one.topic, one) for one in answers).items(),
+        "topics": grouped(
+            (one.topic, one) for one in found if not one.caution and not one.wrong
+        ).items(),
         "limits": [one for one in found if one.caution],
         "tables": names,
         "lines": lines,

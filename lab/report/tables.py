@@ -203,10 +203,9 @@ def markdown(blocks: Sequence[ComparisonGroup]) -> str:
     """Return the tables of all blocks as Markdown, with headings if there are several."""
     parts = []
     for block in blocks:
-        columns = [COLUMNS[name] for name in MARKDOWN]
         rows = [
-            [column.heading for column in columns],
-            ["---:" if column.form else "---" for column in columns],
+            [COLUMNS[name].heading for name in MARKDOWN],
+            ["---:" if COLUMNS[name].form else "---" for name in MARKDOWN],
             *([line.texts[name] for name in MARKDOWN] for line in lines(block)),
         ]
         heading = f"**{escape(block.label)}**\n\n" if len(blocks) > 1 else ""

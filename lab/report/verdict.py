@@ -74,8 +74,8 @@ def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
         exposed = f"{seconds_text(sync, best.step)} s ({percent(sync / best.step)})"
         numbers.append(("exposed communication", exposed, f"in a step of {best.name}"))
     if len(rows) > 1:
-        ratio = times_text(last.step / best.step)
-        numbers.append(("slowest over fastest", ratio, f"{last.sync} over {best.sync}"))
+        pair = f"{last.sync} over {best.sync}"
+        numbers.append(("slowest over fastest", times_text(last.step / best.step), pair))
     elif best.nodes > 1 and best.speedup:
         numbers.append(("speed-up", times_text(best.speedup), f"{best.name} over one node"))
     return numbers

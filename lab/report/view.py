@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -50,8 +51,8 @@ class CellRow(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def name(self) -> str:
-        """The cell as a person writes it: ``overlapped, 2 nodes``."""
-        return f"{self.sync}, {nodes_text(self.nodes)}"
+        """The cell as a person writes it: ``overlapped on 2 nodes``."""
+        return f"{self.sync} on {nodes_text(self.nodes)}"
 
     @property
     def runs(self) -> list[Json]:
@@ -204,29 +205,26 @@ def blocks(results: Json) -> list[ComparisonGroup]:
         for rate in dict.fromkeys(cell["rate"] for cell in cells if cell["nodes"] > 1)
         or [cells[0]["rate"]]
     ]
-    many_rates = len({rate for _, rate in keys}) > 1
+    several = (len(groups) > 1, len({rate for _, rate in keys}) > 1)  # what tells blocks apart
     prediction, shared = results.get("prediction") or {}, results["settings"]
     differing = {difference.split(":")[0] for difference in results.get("differences", [])}
     found = []
     for group, rate in keys:
-        names = [(f"group {group}", f"-group{group}")] if len(groups) > 1 else []
-        if many_rates:
-            name = rate if isinstance(rate, str) else rate_text(rate)
-            names.append((rate_text(rate), "-" + re.sub(r"[^\w.]+", "_", name)))
+        ending = re.sub(r"[^\w.]+", "_", rate if isinstance(rate, str) else rate_text(rate))
         settings = {  # those that all groups share, and the group's own
             "gpus": results["environment"].get("gpus"),
             **{name: value for name, value in shared.items() if name not in differing},
             **results.get("groups", {}).get(str(group), {}),
         }
-        real = settings.get("compute") == "real" and rate is None
+        imitated = rate is not None or settings.get("compute") != "real"
         found.append(
             ComparisonGroup(
                 group=group,
                 rate=rate,
-                label=", ".join(label for label, _ in names),
-                suffix="".join(suffix for _, suffix in names),
+                label=", ".join(compress((f"group {group}", rate_text(rate)), several)),
+                suffix="".join(compress((f"-group{group}", f"-{ending}"), several)),
                 rows=_rows(groups[group], rate, prediction.get("cells", {})),
-                emulated=bool(results.get("emulated")) and not real,
+                emulated=bool(results.get("emulated")) and imitated,
                 settings=settings,
                 timelines=results["timelines"],
                 predicted_at=prediction.get("made", ""),

@@ -54,14 +54,9 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
 
     def draw(axis: Axes, y: float, row: CellRow) -> None:
         for name, begin, end in section_spans(row):
-            # what lies beyond the step's own median is drawn pale: the sections sum up to more
-            for low, high, look in (
-                (begin, min(end, row.step), {}),
-                (max(begin, row.step), end, {"alpha": 0.35}),
-            ):
-                if high > low:
-                    style = section_style(name) | look
-                    axis.barh(y, high - low, left=low, height=0.7, **style)
+            # what lies beyond the step's own median is pale: the sections sum up to more
+            style = section_style(name) | ({"alpha": 0.35} if begin >= row.step else {})
+            axis.barh(y, end - begin, left=begin, height=0.7, **style)
         ends = row.interval("step") or (row.step, row.step)
         axis.plot([row.step] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
         axis.plot([ends[0], min(ends[1], right)], [y, y], color=INK, linewidth=1.2)
@@ -89,20 +84,28 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
 def section_spans(row: CellRow) -> list[tuple[str, float, float]]:
     """Return name, begin and end in seconds of each section, one after the other.
 
-    The last one, ``rest``, ends at the step's median, and is missing if the sections reach it.
+    The last one, ``rest``, ends at the step's median, and is missing if the sections reach it. A
+    section that goes beyond is cut in two there.
     """
     *ends, last = accumulate(map(row.seconds, SECTIONS), initial=0.0)
     spans = [*zip(SECTIONS, ends, [*ends[1:], last], strict=True), ("rest", last, row.step)]
-    return [(name, begin, end) for name, begin, end in spans if end > begin]
+    return [
+        (name, low, high)
+        for name, begin, end in spans
+        for low, high in ((begin, min(end, row.step)), (max(begin, row.step), end))
+        if high > low
+    ]
 
 
 def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw each cell's efficiency with its interval, and the speed-up at the right."""
-    if block.baseline is None:
-        raise NothingToShowError("Without a measured cell of one node there is no speed-up.")
     rows = [row for row in block.measured if row.nodes > 1 and row.efficiency]
     if not rows:
-        raise NothingToShowError("No cell on more than one node is measured yet.")
+        raise NothingToShowError(
+            "No cell on more than one node is measured yet."
+            if block.baseline
+            else "Without a measured cell of one node there is no speed-up."
+        )
     ends = [row.speedup_interval[1] / row.nodes for row in rows if row.speedup_interval]
     right = max(1.0, min(2.0, max([*(row.efficiency or 0.0 for row in rows), *ends])))
 
@@ -209,10 +212,12 @@ def _row_panels(
     a wrong result has a cross before its name. With ``baseline``, the one-node cell stands first
     in every panel. ``limits`` are those of x.
     """
-    one = block.find("none", 1) if baseline and block.nodes != [1] else None
+    ones = [row for row in block.rows if row.nodes == 1 and baseline and block.nodes != [1]]
     wrong = {row.sync for row in wrong_rows(block)}
-    labels = ["none (1 node)"] if one else []
-    labels += [f"✗ {sync}" if sync in wrong else sync for sync in block.syncs]
+    labels = [
+        *(f"{row.sync} (1 node)" for row in ones),
+        *(f"✗ {sync}" if sync in wrong else sync for sync in block.syncs),
+    ]
     columns = 1 if narrow else 2 if len(block.nodes) in (2, 4) else 3
     figure, axes = grid(
         len(block.nodes),
@@ -223,7 +228,7 @@ def _row_panels(
     )
     for index, (axis, nodes) in enumerate(zip(axes, block.nodes, strict=True)):
         rows = [block.find(sync, nodes) for sync in block.syncs]
-        for y, row in enumerate([one, *rows] if one else rows):
+        for y, row in enumerate([*ones, *rows]):
             if row is not None and row.step:
                 draw(axis, y, row)
             else:
@@ -233,7 +238,7 @@ def _row_panels(
         axis.xaxis.set_major_locator(MaxNLocator(5))
         axis.set_yticks(range(len(labels)), labels)
         axis.tick_params(axis="y", length=0, labelleft=index % columns == 0)
-        if one:
+        if ones:
             axis.axhline(0.5, color=INK, linewidth=0.6, alpha=0.35)
         axis.grid(axis="x")
     title(figure, heading, emulated=block.emulated)
@@ -243,7 +248,12 @@ def _row_panels(
 
 def _write(axis: Axes, y: float, text: str, x: float = 1.02, **look: Any) -> None:
     """Write into a row: right of the panel a value, within it why there is none."""
-    place: Any = ("axes fraction", "data")
     axis.annotate(
-        text, (x, y), xycoords=place, va="center", fontsize=8, annotation_clip=False, **look
+        text,
+        (x, y),
+        xycoords=("axes fraction", "data"),
+        va="center",
+        fontsize=8,
+        annotation_clip=False,
+        **look,
     )

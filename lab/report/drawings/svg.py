@@ -25,8 +25,8 @@ def save(figure: Figure, path: Path) -> str:
 def svg(figure: Figure) -> str:
     """Return the figure as SVG, without metadata, and close it."""
     buffer = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    figure.savefig(buffer, format="svg", metadata=nothing)
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(buffer, format="svg", metadata=metadata)
     plt.close(figure)
     return buffer.getvalue().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
 
@@ -36,7 +36,7 @@ def inline(text: str, name: str) -> str:
 
     Screen readers skip the SVG: the element around it carries the description.
     """
-    _, tag, body = text.partition("<svg ")  # without the prolog of a file
-    body = re.sub(r'( id="|href="#|url\(#)', rf"\1{name}-", body)
-    body = body.replace(INK, "currentColor").replace(PAPER, "var(--paper)")
-    return f'{tag}aria-hidden="true" {body}'
+    drawing = text[text.index("<svg ") :]  # without the prolog of a file
+    drawing = drawing.replace(INK, "currentColor").replace(PAPER, "var(--paper)")
+    drawing = drawing.replace("<svg ", '<svg aria-hidden="true" ', 1)
+    return re.sub(r'( id="|href="#|url\(#)', rf"\1{name}-", drawing)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from lab.report.view import Json, first_fit, percent
+from lab.report.view import Json, first_fit
 
 Span = tuple[float, float]
 
@@ -59,13 +59,6 @@ def mean_overlap(timeline: Json) -> float | None:
     """Return the mean of ``overlap`` over the ranks that sent messages."""
     shares = [share for rank in timeline["ranks"] if (share := overlap(rank)) is not None]
     return fmean(shares) if shares else None
-
-
-def share_text(share: float | None) -> str:
-    """Return ``mean_overlap`` in words."""
-    if share is None:
-        return "no messages"
-    return f"{percent(share)} of the message time is hidden behind backward"
 
 
 def sync_parts(timeline: Json, rank: Json) -> dict[str, list[Span]]:

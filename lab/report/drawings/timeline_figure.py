@@ -33,17 +33,14 @@ _KINDS: tuple[dict[str, Any], ...] = tuple(
 
 
 def draw_timeline(
-    entries: Sequence[tuple[str, Json, int]], *, heading: str, narrow: bool, emulated: bool
+    entries: Sequence[tuple[str, Json, Json]], *, heading: str, narrow: bool, emulated: bool
 ) -> Figure:
     """Draw steps of ranks from top to bottom; overlapping messages stand below each other.
 
-    entries : label, timeline and rank of each, of one timeline or of several strategies'.
+    entries : a label, a timeline and one of its ranks.
     """
-    ranks = [timeline["ranks"][rank] for _, timeline, rank in entries]
-    rows = [
-        rank["sections"] | sync_parts(timeline, rank)
-        for rank, (_, timeline, _) in zip(ranks, entries, strict=True)
-    ]
+    ranks = [rank for _, _, rank in entries]
+    rows = [rank["sections"] | sync_parts(timeline, rank) for _, timeline, rank in entries]
     drawn = [name for name in SECTIONS if any(row.get(name) for row in rows)]
     if not drawn:
         raise NothingToShowError("The recorded step has no sections.")

@@ -151,7 +151,7 @@ CASES = (
         {"errors": {"ring": 0.21, "ddp": -0.19}},
     ),
     (
-        "Outside are ring, 2 nodes: +21.0 %",
+        "Outside are ring on 2 nodes: +21.0 %",
         {"errors": {"ring": 0.21}},
         {"errors": {"ring": 0.19}},
     ),
@@ -169,7 +169,7 @@ CASES = (
         {"errors": {"ring": 0.1}, "rank_1_sends_more": 4},
     ),
     (
-        "The counted bytes differ from the formulas with ring, 2 nodes",
+        "The counted bytes differ from the formulas with ring on 2 nodes",
         {"errors": {"ring": 0.1}, "rank_1_sends_more": 4},
         {"errors": {"ring": 0.1}},
     ),

@@ -262,7 +262,7 @@ def test_emulated_compute_is_told_everywhere_and_shows_no_loss(tmp_path):
     assert what in (tmp_path / "table.md").read_text(encoding="utf-8")
     assert "There are no losses and no accuracies" in " ".join(page.text.split())
     assert "No figure, because compute was emulated: nothing was learned." in page.text
-    assert "ddp, 2 nodes at 200 Mbit/s" in (tmp_path / "timeline-ddp-n2.svg").read_text(
+    assert "ddp on 2 nodes at 200 Mbit/s" in (tmp_path / "timeline-ddp-n2.svg").read_text(
         encoding="utf-8"
     )
     drawn = list(tmp_path.glob("*.svg"))
@@ -281,7 +281,7 @@ def test_real_groups_of_a_mixed_report_are_not_called_emulated():
 def test_one_rank_of_several_strategies_is_drawn_on_one_axis():
     steps = {sync: timeline(sync, 4, overlapped=sync == "ddp") for sync in ("all_reduce", "ddp")}
     figure = draw_timeline(
-        [(sync, step, 2) for sync, step in steps.items()],
+        [(sync, step, step["ranks"][2]) for sync, step in steps.items()],
         heading="rank 2 of 4 nodes",
         narrow=False,
         emulated=True,

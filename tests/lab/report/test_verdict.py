@@ -115,7 +115,7 @@ def test_a_wrong_strategy_is_the_answer():
     assert found.wrong
     assert found.text.startswith("On 2 nodes ring is not equal to the others from step 2 on: ")
     assert "On 2 nodes ddp is fastest: 0.514 s a step" in found.text
-    assert found.numbers[0][2] == "ddp, 2 nodes"
+    assert found.numbers[0][2] == "ddp on 2 nodes"
     two = answer(ONE, wrong("ring", 2), wrong("overlapped", 2), *(cell("ddp", 4), cell("ddp", 2)))
     assert two.wrong, "also where it has fewer nodes than the largest number"
 
@@ -129,8 +129,8 @@ def test_links_and_emulation_are_part_of_the_answer():
 def test_the_numbers_have_units():
     numbers = answer(ONE, cell("ring", 4), cell("ddp", 4)).numbers
     assert numbers == [
-        ("shortest step", "0.284 s [0.278, 0.290]", "ddp, 4 nodes"),
-        ("exposed communication", "0.034 s (12 %)", "in a step of ddp, 4 nodes"),
+        ("shortest step", "0.284 s [0.278, 0.290]", "ddp on 4 nodes"),
+        ("exposed communication", "0.034 s (12 %)", "in a step of ddp on 4 nodes"),
         ("slowest over fastest", "1.48 times", "ring over ddp"),
     ]
     alone = answer(ONE, cell("ring", 2)).numbers
