@@ -9,13 +9,9 @@ from lab.report import html, tables
 from lab.report.drawings import figures
 from lab.report.drawings.curves import draw_loss
 from lab.report.drawings.svg import inline
-from lab.report.findings import ReportFinding, findings
+from lab.report.findings import findings
 from lab.report.view import blocks
 from tests.helpers.report_samples import BYTES, cell, results
-
-WRONG = ReportFinding(
-    "Losses", "ring is not equal to the others from step 2 on.", "0.017", wrong=True
-)
 
 
 @pytest.fixture(autouse=True)
@@ -40,50 +36,42 @@ def best(block, name):
     return [line.row.sync for line in tables.lines(block) if name in line.best]
 
 
+def positions(text, *marks):
+    """Return where each mark stands first within the page's main part."""
+    main = text[text.index("<main>") :]
+    return [main.index(mark) for mark in marks]
+
+
 def test_the_answer_comes_first_and_limits_are_folded():
     data = results(("gather_scatter", "ddp"), (1, 4))
     text = page(data)
-    found = findings(blocks(data)[0])
-    cautions = [finding for finding in found if finding.caution]
-    assert cautions
-    main = text.index("<main>")
-    positions = [text.index(mark) for mark in ('class="verdict"', 'class="cards"', 'id="findings"')]
-    assert sorted(positions) == positions
-    assert main < positions[0]
-    count = len(cautions) + len(data["warnings"])
+    places = positions(text, 'class="verdict"', 'class="cards"', 'id="findings"')
+    assert places == sorted(places)
+    cautions = [finding for finding in findings(blocks(data)[0]) if finding.caution]
     folded = re.search(r'<details class="limits" id="limits">(.*?)</ul> </details>', text)
-    assert folded
-    assert f"<summary>Limits ({count})</summary>" in folded[1]
+    assert f"<summary>Limits ({len(cautions) + len(data['warnings'])})</summary>" in folded[1]
     assert all(warning in folded[1] for warning in data["warnings"])
+    assert cautions
     assert "✗" not in text
 
 
-def test_what_is_wrong_stands_in_red_before_everything(monkeypatch):
-    monkeypatch.setattr(html, "findings", lambda *args: [*findings(*args), WRONG])
-    data = results(("ring", "ddp"), (1, 2))
-    text = page(data)
-    begin = text.index("<main>")
-    assert begin < text.index("✗") < text.index(WRONG.text) < text.index('class="cards"')
-    assert re.search(r'<div class="note bad">[^|]*' + WRONG.text, text[begin:])
+def test_what_is_wrong_stands_in_red_before_everything():
+    data = results(("ring", "ddp"), (1, 2), predict=False)
+    data["cells"][1] = cell("ring", 2, loss_shift=0.1)
+    wrong = "ring is not equal to ddp"
+    places = positions(page(data), '<div class="note bad">', "✗", wrong, 'class="cards"')
+    assert places == sorted(places)
     # with several groups, before all of them, and with the group's name
     data["cells"] += [cell("none", 1, group=1), cell("ring", 2, group=1)]
-    monkeypatch.undo()
-    text = page(data | {"warnings": ["Cores are shared."]})
-    assert text.index('href="#warnings"') < text.index('class="verdict"') < text.index("Warnings (")
-    monkeypatch.setattr(html, "findings", lambda *args: [*findings(*args), WRONG])
-    more = {"differences": ["learning_rate: 0.1 in A, 0.2 in B"]}
-    text = page(data | more)
-    assert text.index("✗") < text.index(">group 0</a>: " + WRONG.text) < text.index("cannot be")
+    data |= {"warnings": ["Cores are shared."], "differences": ["seed: 1 in A, 2 in B"]}
+    text = page(data)
+    marks = ("✗", f">group 0</a>: On 2 nodes {wrong}", "cannot be compared", "Warnings (")
+    assert positions(text, *marks) == sorted(positions(text, *marks))
+    assert text.index('href="#warnings"') < text.index("<main>")
 
 
 def test_a_wrong_strategy_is_marked_in_tables_and_figures():
-    right = [[step, 3 - 0.1 * step] for step in range(1, 6)]
-    cells = [cell(sync, 2) for sync in ("tree", "ring", "ddp")]
-    for entry in cells:
-        for repeat in entry["repeats"]:
-            repeat["losses"] = [
-                [step, loss + (entry["sync"] == "ring") * (step > 1) * 0.2] for step, loss in right
-            ]
+    cells = [cell("tree", 2), cell("ring", 2, loss_shift=0.2), cell("ddp", 2)]
     found = group(*cells)
     text = page(results(predict=False) | {"cells": [cell("none", 1), *cells]})
     rows = re.findall(r'<tr class="([^"]*)"><th scope="row">(\w+)</th>.*?</tr>', text)
@@ -93,7 +81,7 @@ def test_a_wrong_strategy_is_marked_in_tables_and_figures():
     times = figures.draw_step_time(found, narrow=False).axes[0]
     labels = [label.get_text() for label in times.get_yticklabels()]
     assert labels == ["none (1 node)", "tree", "✗ ring", "ddp"]
-    assert {"0.514 s", "0.555 s", "0.565 s"} & {note.get_text() for note in times.texts}
+    assert [note.get_text() for note in times.texts][1:] == ["0.569 s", "0.559 s", "0.514 s"]
     legend = draw_loss(found, narrow=False).legends[0]
     lines = [text.get_text() for text in legend.get_texts()]
     assert lines[-2:] == ["the 2 strategies that compute the same", "✗ ring"]
@@ -125,11 +113,13 @@ def test_the_prediction_and_its_calibration():
 
 def test_the_method_counts_steps_as_they_were():
     data = results(("ring",), (1, 2))
-    assert "The first 5 steps are a warm-up and not measured; then 30 steps are" in page(data)
-    data["settings"] |= {"warmup": 1, "steps": 1}
-    assert "The first 1 step is a warm-up and not measured; then 1 step is" in page(data)
-    data["settings"] |= {"warmup": None, "steps": None}
-    assert "The warm-up steps are not measured. A rank's number" in page(data)
+    for warmup, steps, words in (
+        (5, 30, "The first 5 steps are a warm-up and not measured; then 30 steps are"),
+        (1, 1, "The first 1 step is a warm-up and not measured; then 1 step is"),
+        (None, None, "The warm-up steps are not measured. A rank's number"),
+    ):
+        data["settings"] |= {"warmup": warmup, "steps": steps}
+        assert words in page(data)
 
 
 def test_the_best_value_of_each_number_of_nodes_is_marked():
@@ -177,19 +167,17 @@ def test_tensors_are_those_of_the_rank_that_holds_most(change, kinds, sums):
 
 
 def test_a_bar_adds_up_to_its_own_median():
-    entry = cell("ring", 2)  # its sections sum up to the step
-    block = group(entry)
-    names = [name for name, _, _ in figures.section_spans(block.rows[1])]
-    assert names[:4] == ["data", "forward", "backward", "wait"]
-    assert "rest" not in names or figures.section_spans(block.rows[1])[-1][2] == pytest.approx(
-        0.559
-    )
-    entry["median"]["step"] = 0.7
-    name, begin, end = figures.section_spans(group(entry).rows[1])[-1]
-    assert (name, begin, end) == ("rest", pytest.approx(0.559), 0.7)
+    entry = cell("ring", 2)
+
+    def spans(step):
+        entry["median"]["step"] = step
+        return figures.section_spans(group(entry).rows[1])
+
+    names = ["data", "forward", "backward", "wait", "wire", "update"]
+    assert [name for name, _, _ in spans(0.7)] == [*names, "rest"]
+    assert spans(0.7)[-1] == ("rest", pytest.approx(0.559), 0.7)
     # sections of 0.559 s in a step of 0.5 s: no rest; what exceeds the median is pale
-    entry["median"]["step"] = 0.5
-    assert "rest" not in [name for name, _, _ in figures.section_spans(group(entry).rows[1])]
+    assert [name for name, _, _ in spans(0.5)] == [*names[:4], "wire", "wire", "update"]
     bars = figures.draw_step_time(group(entry), narrow=False).axes[0].patches
     pale = [bar for bar in bars if bar.get_alpha()]
     assert min(bar.get_x() for bar in pale) == pytest.approx(0.5)
