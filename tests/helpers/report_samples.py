@@ -107,6 +107,11 @@ def cell(
     return result
 
 
+def on(nodes, *syncs, **options):
+    """Return a cell of each strategy."""
+    return [cell(sync, nodes, **options) for sync in syncs]
+
+
 def loss(sync, step, seed, nodes):
     """Return a step's loss: exact strategies differ in the seventh digit, lossy ones visibly."""
     base = 0.9 + 1.5 * math.exp(-step / 12) + 0.06 * math.sin(1.7 * step + seed)
@@ -168,11 +173,8 @@ def results(
     """Return a whole comparison; ``options`` go to every ``cell``."""
     cells = [cell("none", 1, **options)] if 1 in nodes else []
     several = [count for count in nodes if count > 1]
-    cells += [
-        cell(sync, count, oversubscribed=count > 2, **options)
-        for count in several
-        for sync in syncs
-    ]
+    for count in several:
+        cells += on(count, *syncs, oversubscribed=count > 2, **options)
     prediction = {
         "made": "2026-11-21T14:59:58",
         "calibration": {"made": "2026-11-21T14:50:00", "alpha": 1.2e-4, "beta": 9e-10},

@@ -11,7 +11,7 @@ from lab.report.drawings.curves import draw_loss
 from lab.report.drawings.svg import inline
 from lab.report.findings import findings
 from lab.report.view import blocks
-from tests.helpers.report_samples import BYTES, cell, results
+from tests.helpers.report_samples import BYTES, cell, on, results
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_what_is_wrong_stands_in_red_before_everything():
 
 
 def test_a_wrong_strategy_is_marked_in_tables_and_figures():
-    cells = [cell("tree", 2), cell("ring", 2, loss_shift=0.2), cell("ddp", 2)]
+    cells = [*on(2, "tree"), *on(2, "ring", loss_shift=0.2), *on(2, "ddp")]
     found = group(*cells)
     text = page(results(predict=False) | {"cells": [cell("none", 1), *cells]})
     rows = re.findall(r'<tr class="([^"]*)"><th scope="row">(\w+)</th>.*?</tr>', text)
@@ -95,16 +95,15 @@ def test_the_prediction_and_its_calibration():
     }
     repeats = [repeat for entry in data["cells"] for repeat in entry["repeats"]]
     assert "When the first run started was not recorded." in page(data)
-    for second, repeat in enumerate(reversed(repeats)):
-        repeat["started"] = f"2026-11-21T15:00:{second + 3:02}"
+    for second, repeat in enumerate(reversed(repeats), start=3):
+        repeat["started"] = f"2026-11-21T15:00:{second:02}"
     text = page(data)
     for part in (
         "<dt>shortest all-reduce</dt> <dd>4 nodes, 1gbit 7.9 ms; 2 nodes 3 ms</dd>",
         "a CPU, 2026-11-22 23:14:50",
         "predicted at 2026-11-21 14:59:58",
         "The first run started at 2026-11-21 15:00:03.",
-        "120 µs",  # alpha 1.2e-4 s
-        "1.11 GB/s",  # beta 9e-10 s a byte
+        *("120 µs", "1.11 GB/s"),  # alpha 1.2e-4 s, beta 9e-10 s a byte
     ):
         assert part in text
     repeats[2]["started"] = "2026-11-21T14:00:03"
@@ -123,47 +122,38 @@ def test_the_method_counts_steps_as_they_were():
 
 
 def test_the_best_value_of_each_number_of_nodes_is_marked():
-    block = group(
-        *(cell("gather_scatter", 4), cell("ddp", 4), cell("ring", 2)),
-        *(cell("ddp", 2, status="failed"), cell("ring", 8, status="pending")),
-    )
+    unfinished = [*on(2, "ddp", status="failed"), *on(8, "ring", status="pending")]
+    block = group(*on(4, "gather_scatter", "ddp"), *on(2, "ring"), *unfinished)
     assert best(block, "step_seconds") == best(block, "speedup_ratio") == ["ddp"]
     assert best(block, "nodes") == []
     # 36.92 MB each on 2 nodes: none is best
-    equal = group(cell("ring", 2), cell("ddp", 2), cell("gather_scatter", 2))
-    assert best(equal, "root_sent_bytes") == []
-    unequal = group(cell("ring", 4), cell("ddp", 4), cell("gather_scatter", 4))
+    assert best(group(*on(2, "ring", "ddp", "gather_scatter")), "root_sent_bytes") == []
+    unequal = group(*on(4, "ring", "ddp", "gather_scatter"))
     assert best(unequal, "root_sent_bytes") == ["ring", "ddp"]
-    wrong = group(cell("ring", 4), cell("all_reduce", 4), cell("ddp", 4, loss_shift=0.3))
+    wrong = group(*on(4, "ring", "all_reduce"), *on(4, "ddp", loss_shift=0.3))
     assert best(wrong, "step_seconds") == ["all_reduce"]  # ddp is fast and wrong
     text = page(results(("gather_scatter", "ddp"), (1, 4)))
     assert '<strong>0.284 [0.278, 0.290]</strong><span class="unseen"> (best)</span>' in text
 
 
-@pytest.mark.parametrize(
-    ("change", "kinds", "sums"),
-    [
+def test_tensors_are_those_of_the_rank_that_holds_most():
+    kinds = ["36.92", "36.92", "73.85"]
+    for change, texts in (
         # rank 1 has 8 MB more in buckets than was predicted
-        ({}, ["36.92", "36.92", "73.85", "8.00", "0.03"], ["155.73", "147.73"]),
+        ({}, [*kinds, "8.00", "0.03", "155.73", "147.73"]),
         # emulated compute has no measured tensors: the kinds are the predicted ones
-        ({"memory": None}, ["36.92", "36.92", "73.85", "0.00", "0.03"], ["–", "147.73"]),
-        ({"memory": None, "predicted_memory": None}, ["–"] * 5, ["–", "–"]),
-    ],
-)
-def test_tensors_are_those_of_the_rank_that_holds_most(change, kinds, sums):
-    data = results(("all_reduce",), (1, 2))
-    for rank in (
-        rank for each in data["cells"] for run in each["repeats"] for rank in run["ranks"]
+        ({"memory": None}, [*kinds, "0.00", "0.03", "–", "147.73"]),
+        ({"memory": None, "predicted_memory": None}, ["–"] * 7),
     ):
-        rank["memory"]["buckets"] += 8_000_000 * rank["rank"]
-        rank |= change
-    (block,) = blocks(data)
-    line = tables.lines(block)[1]
-    found = [line.texts[name] for name in tables.MEMORY[2:]]
-    assert found == kinds + sums
-    assert ("Tensors of the rank that holds most" in page(data)) == (kinds != ["–"] * 5)
-    if not change:
-        assert line.values["optimizer_state_bytes"] == 2 * BYTES
+        data = results(("all_reduce",), (1, 2))
+        repeats = [repeat for entry in data["cells"] for repeat in entry["repeats"]]
+        for rank in (rank for repeat in repeats for rank in repeat["ranks"]):
+            rank["memory"]["buckets"] += 8_000_000 * rank["rank"]
+            rank |= change
+        line = tables.lines(*blocks(data))[1]
+        assert [line.texts[name] for name in tables.MEMORY[2:]] == texts
+        assert line.values["optimizer_state_bytes"] == (None if change else 2 * BYTES)
+        assert ("Tensors of the rank that holds most" in page(data)) == (texts[0] != "–")
 
 
 def test_a_bar_adds_up_to_its_own_median():
@@ -185,28 +175,28 @@ def test_a_bar_adds_up_to_its_own_median():
 
 
 def test_equal_values_become_a_sentence():
-    equal = group(cell("ring", 2), cell("ddp", 2))
+    equal = group(*on(2, "ring", "ddp"))
     with pytest.raises(NothingToShowError, match=r"sends the same: 36\.9 MB a step on 2 nodes"):
         figures.draw_bytes(equal, narrow=False)
     with pytest.raises(NothingToShowError, match=r"from 2\.350 to 1\.073 in 30 steps"):
         draw_loss(equal, narrow=False)
     # one number of nodes on which they differ is enough for a figure
-    both = group(cell("ring", 2), cell("ddp", 2), cell("ring", 4), cell("gather_scatter", 4))
+    both = group(*on(2, "ring", "ddp"), *on(4, "ring", "gather_scatter"))
     assert len(figures.draw_bytes(both, narrow=False).axes) == 2
-    wrong = group(cell("ring", 2), cell("ddp", 2, loss_shift=0.3))
+    wrong = group(*on(2, "ring"), *on(2, "ddp", loss_shift=0.3))
     assert len(draw_loss(wrong, narrow=False).axes[0].lines) == 3  # with one node's
 
 
-def test_numbers_stand_beside_the_panels_not_on_lines():
-    data = results(("ring", "ddp"), (1, 2, 4))
-    (block,) = blocks(data)
-    for draw in (figures.draw_step_time, figures.draw_scaling):
-        for narrow in (False, True):
-            for axis in draw(block, narrow=narrow).axes:
-                assert axis.texts
-                assert all(text.xy[0] > 1 for text in axis.texts)  # type: ignore[attr-defined]
-    scaling = figures.draw_scaling(block, narrow=False).axes[0]
-    assert [text.get_text() for text in scaling.texts] == ["1.79 times", "1.95 times"]
+@pytest.mark.parametrize("narrow", [False, True])
+def test_numbers_stand_beside_the_panels_not_on_lines(narrow):
+    block = group(*on(2, "ring", "ddp"), *on(4, "ring", "ddp"))
+    for draw, first in (
+        (figures.draw_step_time, ["1.000 s", "0.559 s", "0.514 s"]),
+        (figures.draw_scaling, ["1.79 times", "1.95 times"]),
+    ):
+        axes = draw(block, narrow=narrow).axes
+        assert [text.get_text() for text in axes[0].texts] == first
+        assert all(text.xy[0] > 1 for axis in axes for text in axis.texts)
 
 
 def test_a_figure_on_the_page_takes_its_colours_and_has_its_own_ids():

@@ -9,7 +9,7 @@ from lab.report.findings import findings
 from lab.report.terminal import print_answer
 from lab.report.verdict import verdict
 from lab.report.view import blocks
-from tests.helpers.report_samples import cell
+from tests.helpers.report_samples import cell, on
 from tests.helpers.report_samples import results as whole
 
 
@@ -20,10 +20,6 @@ def results(*cells, **more):
 def answer(*cells, **more):
     (block,) = blocks(results(*cells, **more))
     return verdict(block, findings(block))
-
-
-def on(nodes, *syncs, **options):
-    return [cell(sync, nodes, **options) for sync in syncs]
 
 
 def without_losses(*cells):
@@ -92,12 +88,9 @@ def test_a_wrong_strategy_is_the_answer():
     assert two.wrong, "also where it has fewer nodes than the largest number"
 
 
-def test_links_and_emulation_are_part_of_the_answer():
+def test_the_answer_has_units_and_says_on_what():
     found = answer(*on(4, "ring", "ddp", rate="1gbit"), emulated=True)
     assert found.text.startswith("On 4 emulated nodes at 1 Gbit/s ddp is fastest: 0.284 s a step")
-
-
-def test_the_numbers_have_units():
     assert answer(*on(4, "ring", "ddp")).numbers == [
         ("shortest step", "0.284 s [0.278, 0.290]", "ddp on 4 nodes"),
         ("exposed communication", "0.034 s (12 %)", "in a step of ddp on 4 nodes"),
