@@ -23,7 +23,7 @@ from common.utils.environment import environment
 from common.utils.progress import console, duration
 from common.utils.typed_json import read_json
 from lab.calibrate.calibration import calibrate, default_ranks
-from lab.compare.cells import cell_suffix, profile_file
+from lab.compare.cells import PROFILE, cell_suffix
 from lab.compare.executors import Executors
 from lab.compare.outcomes import MACHINE_FACTS
 from lab.compare.settings import Settings
@@ -181,7 +181,7 @@ def compute_on_nodes(
         compute_at = partial(compute_of, calibration, own_machines=own_machines, **asked)
         source = f"calibrated on {calibration.name}, {calibration.made}"
         return compute_at, calibration.gradient_sizes, source
-    profile = load_profile(str(profile_file(folder)), model=settings.model)
+    profile = load_profile(str(folder / PROFILE), model=settings.model)
     parameters = build_model(profile.model, _CLASSES).named_parameters()
     trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
     check_parameters(profile, trained)

@@ -28,7 +28,7 @@ from lab.compare.executors import Executors
 from lab.compare.outcomes import time_to_accuracy
 from lab.compare.prediction import reason_to_calibrate
 from lab.compare.results import read_results
-from lab.compare.runner import open_comparison, run_comparison
+from lab.compare.runner import open_comparison, run_comparison, time_left
 from lab.compare.settings import Settings
 from lab.predict.calibration_file import load_calibration, reference_path
 from tests.helpers import Started, start_lab, user_environment, wait_until
@@ -64,11 +64,10 @@ def test_the_time_left_is_predicted_and_then_corrected_by_the_finished_runs():
         run.cell["id"]: {"step_seconds": seconds}
         for run, seconds in zip(runs, (3.0, 1.0), strict=True)
     }
-    expected = runner_module.expected_seconds(runs, {"cells": cells})
-    assert expected == [40.0, 20.0]
-    assert runner_module.time_left(expected) == "about 1 min 00 s"
-    assert runner_module.time_left(expected, 1, 80.0) == "about 40 s"
-    assert runner_module.expected_seconds(runs, None) == []
+    assert time_left(runs, {"cells": cells}) == "about 1 min 00 s", "of 40 s and of 20 s"
+    assert time_left(runs, {"cells": cells}, 1, 80.0) == "about 40 s"
+    assert time_left(runs, None) == "time unknown until the first run has ended"
+    assert time_left(runs, None, 1, 30.0) == "about 30 s"
 
 
 @pytest.mark.parametrize(
@@ -291,7 +290,7 @@ def test_cells_with_a_rate_run_on_one_cluster_each(fake_parts, tmp_path, monkeyp
     monkeypatch.setattr("lab.compare.executors.Cluster", partial(Cluster, fresh=True))
     settings = asks(nodes=(1, 2, 3), rates=("1gbit",), repeats=1, flags=("--fail", "all_reduce"))
     folder, results = compare(settings, reports=tmp_path)
-    assert entered == [3], "made once, with the largest number of nodes"
+    assert entered == [1, 3], "over loopback, and once with the largest number of nodes"
     status = {cell["id"]: cell["status"] for cell in results["cells"]}
     assert status == {
         "none-n1": "done",
