@@ -34,6 +34,11 @@ class Run:
     number: int = 0
 
     @property
+    def key(self) -> tuple[str, int]:
+        """What identifies the run in its comparison."""
+        return self.cell["id"], self.repeat
+
+    @property
     def nodes(self) -> int:
         """The number of nodes."""
         return int(self.cell["nodes"])

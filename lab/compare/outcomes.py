@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Meta, Struct
 
-from common.errors import UserError, reason_of
+from common.errors import UserError, file_errors
 from common.profiling.records import EpochReport, Section, StepRecord
 from common.reporting.run_files import RanksFile, StepTime
 from common.utils.atomic_files import read_regular
@@ -81,24 +81,21 @@ TRAINING_FACTS = (
 
 
 class MachineFacts(TypedDict, total=False):
-    """The entries of ``environment.json`` that are read again; any others may be there."""
+    """The entries of ``environment.json`` with which a reader computes; it has many more."""
 
-    cpu: Text | None
-    gpus: list[Text] | None
-    torch: Text | None
     usable_cores: Ranks | None
     git_commit: Text | None
 
 
 def read_run_file(path: Path, schema: Any, *, read: Callable[[Path, Any], Any] = read_json) -> Any:
     """Return a JSON file of a run. UserError if it is missing or does not fit its schema."""
-    advice = "the run has not finished, or its folder was not copied completely"
     try:
-        return read(path, schema)
-    except FileNotFoundError as error:
-        raise UserError(f"{path} cannot be read ({reason_of(error)}): {advice}") from error
+        with file_errors(f"{path} cannot be read"):
+            return read(path, schema)
     except UserError as error:
-        raise UserError(f"{error}: {advice}") from error
+        raise UserError(
+            f"{error}: the run has not finished, or its folder was not copied completely"
+        ) from error
 
 
 def read_facts(path: Path, schema: Any) -> dict[str, Any]:

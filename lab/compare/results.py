@@ -81,10 +81,8 @@ class RepeatEntry(TypedDict, total=False):
     test_accuracy: Share | None
     seconds_to_accuracy: Seconds | None
     steps_to_accuracy: Count | None
-    equal_weights: bool
     repeat: Count
     started: LocalTime | None
-    message: Text
 
 
 class MedianEntry(StepSeconds):
@@ -111,7 +109,6 @@ class CellEntry(TypedDict):
     repeats: Annotated[list[RepeatEntry], Meta(max_length=100_000)]
     median: MedianEntry | None
     interval: dict[Name, tuple[Finite | None, Finite | None]] | None
-    bucket_mb: NotRequired[BucketSize | None]  # of "ddp-auto" and its like, once chosen
 
 
 class PredictedCell(TypedDict, total=False):
@@ -135,10 +132,9 @@ class PredictionEntry(TypedDict):
 
 
 class PlanEntry(TypedDict):
-    """The runs that other programs start: cell and repeat of each."""
+    """What nodes must agree on; jobs.py compares the runs with those of the settings."""
 
     code: dict[Text, Text]
-    runs: Annotated[list[tuple[CellId, Count]], Meta(max_length=1_000_000)]
 
 
 class KnownSettings(MachineFacts, total=False):
@@ -149,17 +145,14 @@ class KnownSettings(MachineFacts, total=False):
     batch_size: _BatchSize | None
     num_classes: Annotated[int, Meta(ge=1, le=10**6)] | None
     until_accuracy: Share | None
-    compute: Text | None
     rates: list[LinkRate | None] | None
     flags: list[Text] | None
-    amp: bool | None
     amp_dtype: Annotated[str, Meta(pattern=r"^(fp16|bf16)\Z")] | None
 
 
 class Results(TypedDict):
     """The whole file. Settings and environment may hold other facts, which are only shown."""
 
-    format: int
     kind: Annotated[str, Meta(pattern=r"^(compare|report)\Z")]
     created: LocalTime
     finished: bool

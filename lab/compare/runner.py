@@ -88,7 +88,7 @@ def open_comparison(
     }
     if planned:
         runs = in_turns(folder, settings, cells)
-        results["plan"] = {"code": code, "runs": [[run.cell["id"], run.repeat] for run in runs]}
+        results["plan"] = {"code": code, "runs": [[*run.key] for run in runs]}
     if profile is not None:  # the comparison's own copy, which stays the same
         profile.save(folder / PROFILE)
     write_results(folder / "results.json", results)
@@ -142,14 +142,13 @@ def run_comparison(
     with executors:
         prepare(settings, folder, results, executors, predicts=predicts)
         runs = in_turns(folder, settings, results["cells"])
-        done = {  # what has failed runs again
+        outcomes = {
             (cell["id"], repeat["repeat"]): repeat
             for cell in results["cells"]
             for repeat in cell["repeats"]
-            if repeat["status"] == "done"
+            if repeat["status"] == "done"  # what has failed runs again
         }
-        outcomes = [done.get((run.cell["id"], run.repeat), {}) for run in runs]
-        to_do = [run for run in runs if not outcomes[run.number]]
+        to_do = [run for run in runs if run.key not in outcomes]
         console.print(
             f"{len(to_do)} of {count(len(runs), 'run')} to do, one after the other, "
             f"{time_left(to_do, results['prediction'])}, in {folder}",
@@ -166,10 +165,10 @@ def run_comparison(
                 if not console.is_terminal:
                     console.print(f"{title}: running", markup=False)
                 outcome = _run(run, executors) | {"started": started.isoformat(timespec="seconds")}
-                outcomes[run.number] = outcome
+                outcomes[run.key] = outcome
                 results["cells"], timelines = gather(
                     folder,
-                    [(one.cell, outcomes[one.number], None) for one in runs],
+                    [(one.cell, outcomes.get(one.key, {}), None) for one in runs],
                     repeats=len(settings.seeds_to_run),
                 )
                 results["timelines"] |= timelines

@@ -64,7 +64,7 @@ class Settings:
         problems = {
             **{
                 f"{flag}: got {' '.join(map(str, values)) or 'nothing'}, give whole numbers from "
-                f"1 to {_MOST:,}": not values or min(values) < 1 or max(values) > _MOST
+                f"1 to {_MOST:,}": not all(1 <= value <= _MOST for value in values or [0])
                 for flag, values in counts.items()
             },
             f"--nodes: got {max(self.nodes, default=0)}, more than the {self.batch_size} samples "
@@ -116,12 +116,13 @@ class Settings:
     @property
     def strategy_options(self) -> dict[str, Any]:
         """The strategies' options among the flags, by the names of the strategies' arguments."""
-        options: dict[str, Any] = {}
-        for flag, value in pairwise(self.flags):
-            if flag in _STRATEGY_FLAGS:
-                with contextlib.suppress(ValueError):  # the part itself reports a wrong value
-                    options[flag[2:].replace("-", "_")] = _STRATEGY_FLAGS[flag](value)
-        return options
+        with contextlib.suppress(ValueError):
+            return {
+                flag[2:].replace("-", "_"): _STRATEGY_FLAGS[flag](value)
+                for flag, value in pairwise(self.flags)
+                if flag in _STRATEGY_FLAGS
+            }
+        return {}  # the part itself reports a wrong value
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as plain values, as a JSON file gives them back."""
