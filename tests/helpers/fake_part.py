@@ -51,6 +51,11 @@ def main(arguments):
     return 0
 
 
+def waiting(marker):
+    """Return the process ids of the fake parts that have waited for this file."""
+    return {int(path.name.rsplit("-", 1)[1]) for path in marker.parent.glob(f"{marker.name}-*")}
+
+
 def lab(arguments):
     """Run ``lab`` with this file in place of the parts and return the exit status."""
     sys.path.insert(0, str(Path(__file__).parents[2]))

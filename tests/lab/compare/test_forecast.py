@@ -144,9 +144,7 @@ def test_an_emulated_step_has_a_nodes_share_of_the_batch(even):
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(500)
-@pytest.mark.skipif(
-    namespaces_refused() is not None, reason=f"no cluster here: {namespaces_refused()}"
-)
+@pytest.mark.skipif(namespaces_refused() is not None, reason=str(namespaces_refused()))
 def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(even, tmp_path):
     """Measured steps of four nodes match the prediction, on however many cores there are.
 
@@ -156,8 +154,7 @@ def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(e
         "--nodes 1 4 --sync all_reduce_flat ddp ddp-auto --rate 200mbit --steps 5 --warmup 2 "
         "--repeats 1 --dataset digits --output-dir"
     ).split()
-    started = start_lab("compare", "--compute", even, *flags, tmp_path)
-    done = started.end(timeout_seconds=480)
+    done = start_lab("compare", "--compute", even, *flags, tmp_path).end(timeout_seconds=480)
     assert done.status == 0, done
     [folder] = tmp_path.glob("compare-*")
     results = read_results(folder / "results.json")
