@@ -13,14 +13,13 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 from msgspec import Meta, Struct
 
 from common.errors import UserError, file_errors
-from common.profiling.records import EpochReport, Section, StepRecord
-from common.reporting.run_files import RanksFile, StepTime
+from common.profiling.records import EpochReport, StepRecord
+from common.reporting.run_files import RanksFile
 from common.utils.atomic_files import read_regular
 from common.utils.typed_json import (
     Count,
     Name,
     Ranks,
-    Seconds,
     Seed,
     Share,
     Step,
@@ -43,14 +42,8 @@ _NOT_REACHED = {"seconds_to_accuracy": None, "steps_to_accuracy": None}
 class Summary(Struct, kw_only=True):
     """The entries of ``summary.json`` that are read again; a run writes more (summary.py)."""
 
-    part: Text = ""
-    sync: Name = "none"
-    nodes: Ranks = 1
-    step_seconds: StepTime | None = None
-    section_seconds: dict[Section, Seconds] | None = None
     test_accuracy: Share | None = None
     ranks_hold_equal_weights: bool = True
-    folder: Text = ""
 
 
 class RunConfig(TypedDict):
