@@ -60,7 +60,6 @@ class RunConfig(TypedDict):
     dataset: NotRequired[Text | None]
     steps_per_epoch: NotRequired[Count]
     untimed_steps: NotRequired[Count | None]
-    compute: NotRequired[Text]
 
 
 TRAINING_FACTS = (

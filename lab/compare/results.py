@@ -66,7 +66,6 @@ TIMES = ("step", "data", "forward", "backward", "sync", "update", "wait", "wire"
 CellId = Annotated[str, Meta(pattern=r"^\w[\w.-]{0,199}\Z")]
 LinkRate = Annotated[str, Meta(pattern=r"^[\w. /]{1,40}\Z")] | Annotated[float, Meta(gt=0, le=1e18)]
 _BatchSize = Annotated[int, Meta(ge=1, le=2**40)] | Annotated[float, Meta(gt=0, le=2**40)]
-BucketSize = Annotated[float, Meta(gt=0, le=1e9)]
 _Many = Annotated[list[Text], Meta(max_length=100_000)]
 
 
@@ -119,7 +118,7 @@ class PredictedCell(TypedDict, total=False):
     sync_seconds: Seconds
     in_scope: bool
     why: Text
-    bucket_mb: BucketSize | None
+    bucket_mb: Annotated[float, Meta(gt=0, le=1e9)] | None
     bytes_sent: Annotated[list[Bytes], Meta(max_length=65_536)]
 
 
@@ -156,7 +155,6 @@ class Results(TypedDict):
     kind: Annotated[str, Meta(pattern=r"^(compare|report)\Z")]
     created: LocalTime
     finished: bool
-    emulated: NotRequired[bool]
     settings: KnownSettings
     environment: MachineFacts
     warnings: _Many
