@@ -14,30 +14,46 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-SECTIONS = {"data": 0.01, "forward": 0.2, "backward": 0.5, "sync": 0.1, "update": 0.02}
-SECTIONS |= {"step": 0.83, "wait": 0.04, "wire": 0.06}
+SECTIONS = {
+    "data": 0.01,
+    "forward": 0.2,
+    "backward": 0.5,
+    "sync": 0.1,
+    "update": 0.02,
+    "step": 0.83,
+    "wait": 0.04,
+    "wire": 0.06,
+}
 
 
 def main(arguments):
     """Do what the flags ask for and return the exit status."""
     given = dict(pairwise(arguments))
-    sync, fails = given.get("--sync", "none"), given.get("--fail")
-    rank, size = int(given.get("--rank", 0)), int(given.get("--num-nodes", 1))
+    sync, rank, size = (
+        given.get("--sync", "none"),
+        int(given.get("--rank", 0)),
+        int(given.get("--num-nodes", 1)),
+    )
     folder = Path(given["--output-dir"]) / f"Part-{sync}" / given["--run-name"]
     if marker := given.get("--wait-for"):
         Path(f"{marker}-{os.getpid()}").touch()
         while not Path(marker).exists():
             time.sleep(0.02)  # between two checks
-    if fails == sync and rank == size - 1:
+    if given.get("--fail") == sync and rank == size - 1:
         print("ValueError: the test wants it", file=sys.stderr)
         return 1
-    if fails == sync:  # the other ranks notice that a rank has failed
+    if given.get("--fail") == sync:  # the other ranks notice that a rank has failed
         time.sleep(0.3)  # so that they end after the rank that failed
         print("error (rank 0): all_reduce broke: another rank has ended", file=sys.stderr)
         return 1
     if rank == 0:
-        _write(folder, sync, size)
+        _write(folder, given, size)
     return 0
+
+
+def waiting(marker):
+    """Return the process ids of the fake parts that have waited for this file."""
+    return {int(path.name.rsplit("-", 1)[1]) for path in marker.parent.glob(f"{marker.name}-*")}
 
 
 def lab(arguments):
@@ -63,17 +79,33 @@ def lab(arguments):
     return cli.main(arguments)
 
 
-def _write(folder, sync, size):
+def rank_row(rank, **changes):
+    """Return what a rank measured, with these changes."""
+    row = {
+        "rank": rank,
+        "host": "here",
+        "threads": 1,
+        "seconds": SECTIONS,
+        "peak_memory_bytes": 1_000_000_000,
+        "bytes_sent": 10.0 + rank,
+        "messages": 3.0,
+    }
+    return row | changes
+
+
+def _write(folder, given, size):
     folder.mkdir(parents=True)
-    same = {"host": "here", "threads": 1, "seconds": SECTIONS, "peak_memory_bytes": 10**9}
-    same |= {"messages": 3.0}
-    ranks = [same | {"rank": rank, "bytes_sent": 10.0 + rank} for rank in range(size)]
-    head = {"format": 1, "sync": sync}
-    timed = {"world_size": size, "first_step": 2, "steps": 4, "ranks": ranks}
     files = {
-        "ranks.json": head | timed,
+        "ranks.json": {
+            "format": 1,
+            "sync": given.get("--sync", "none"),
+            "world_size": size,
+            "first_step": 2,
+            "steps": 4,
+            "ranks": [rank_row(rank) for rank in range(size)],
+        },
         "summary.json": {"test_accuracy": None, "ranks_hold_equal_weights": True},
-        "timeline.json": head | {"step": 6, "ranks": []},
+        "timeline.json": {"format": 1, "step": 6, "sync": given.get("--sync", "none"), "ranks": []},
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
