@@ -147,7 +147,7 @@ def train(
             with torch.random.fork_rng():
                 (cross_entropy(twin(images), labels) * scale).backward()
             last = part == micro - 1
-            with nullcontext() if last or net is model else net.no_sync():  # type: ignore[operator]  # it is DDP
+            with nullcontext() if last or net is model else net.no_sync():
                 loss = cross_entropy(net(images), labels)
                 (scaler.scale(loss) if scaler else loss).backward()
         finish(parameters)
