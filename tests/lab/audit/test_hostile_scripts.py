@@ -17,8 +17,7 @@ import json, os, sys, time
 folder = json.loads(os.environ["LAB_AUDIT"])["folder"]
 records = f"{folder}/{os.getpid()}.jsonl"
 """
-FIFO = "os.unlink(records); os.mkfifo(records); time.sleep(1000)\n"
-LINK = "os.unlink(records); os.symlink('/dev/zero', records); time.sleep(1000)\n"
+SLEEPS = "time.sleep(1000)\n"
 LOG_FIFO = """\
 for rank in (0, 1):
     try:
@@ -31,24 +30,32 @@ ENDLESS_LINE = """\
 with open(records, "a") as file:
     while file.tell() < 3_000_000:
         file.write("x" * 100_000)
-time.sleep(1000)
 """
 ENDLESS_OUTPUT = """\
 for _ in range(30):
     print("x" * 100_000, end="", flush=True)
-time.sleep(1000)
 """
-BRACKETS = "open(records, 'a').write('[' * 100_000 + '\\n'); time.sleep(1000)\n"
-NONSENSE = 'open(records, \'a\').write(\'{"k": "group", "rank": []}\\n\')\n'
 NO_FOLDER = """\
 import shutil
 time.sleep(1)
 shutil.rmtree(folder, ignore_errors=True)
-time.sleep(1000)
 """
-OLD_TORCH = """\
-open(records, "a").write('{"k": "torch", "version": "1.13.1+cpu"}\\n'); time.sleep(1000)
-"""
+NONSENSE = 'open(records, "a").write(\'{"k": "group", "rank": []}\\n\'); sys.exit()\n'
+OLD_TORCH = 'open(records, "a").write(\'{"k": "torch", "version": "1.13.1+cpu"}\\n\')\n'
+CASES = {
+    "fifo": ("os.unlink(records); os.mkfifo(records)\n", "jsonl is a FIFO, not a regular file"),
+    "link": (
+        "os.unlink(records); os.symlink('/dev/zero', records)\n",
+        "jsonl is a device, not a regular file",
+    ),
+    "log": (LOG_FIFO, "log is a FIFO, not a regular file"),
+    "line": (ENDLESS_LINE, "and at most 1,000,000 are read"),
+    "output": (ENDLESS_OUTPUT, "printed more than 1,000,000 bytes"),
+    "brackets": ("open(records, 'a').write('[' * 100_000 + '\\n')\n", "no sense (RecursionError"),
+    "nonsense": (NONSENSE, "the records make no sense (TypeError"),
+    "no folder": (NO_FOLDER, "the records make no sense (FileNotFoundError"),
+    "old torch": (OLD_TORCH, "torch 1.13.1+cpu, and lab audit works with torch 2.0 and newer"),
+}
 DAEMON = """\
 import subprocess
 subprocess.Popen(["sleep", "1000"], env={}, start_new_session=True, stdout=-3, stderr=-3)
@@ -70,21 +77,7 @@ def audit(folder, script, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        (FIFO, "jsonl is a FIFO, not a regular file"),
-        (LINK, "jsonl is a device, not a regular file"),
-        (LOG_FIFO, "log is a FIFO, not a regular file"),
-        (ENDLESS_LINE, "and at most 1,000,000 are read"),
-        (ENDLESS_OUTPUT, "printed more than 1,000,000 bytes"),
-        (BRACKETS, "the records make no sense (RecursionError"),
-        (NONSENSE, "the records make no sense (TypeError"),
-        (NO_FOLDER, "the records make no sense (FileNotFoundError"),
-        (OLD_TORCH, "runs with torch 1.13.1+cpu, and lab audit works with torch 2.0 and newer"),
-    ],
-    ids=lambda text: "",
-)
+@pytest.mark.parametrize(("script", "message"), CASES.values(), ids=CASES)
 def test_what_a_script_does_to_the_records_is_told_on_one_line(
     tmp_path, capsys, monkeypatch, script, message
 ):
@@ -92,7 +85,7 @@ def test_what_a_script_does_to_the_records_is_told_on_one_line(
     monkeypatch.setattr(recording, "MOST_RECORDS", 1_000_000)
     monkeypatch.setattr(runner, "MOST_OUTPUT", 1_000_000)
     monkeypatch.setattr(runner, "_TERMINATE_SECONDS", 0.0)
-    assert message in audit(tmp_path, script, capsys)
+    assert message in audit(tmp_path, script + SLEEPS, capsys)
 
 
 @pytest.mark.slow
