@@ -79,7 +79,7 @@ def train(exchange=mean, *, size=3, steps=4, own=gradients, rate=0.1, changes=()
         for one in ranks if step < steps else ():
             loss = {"node": "NllLossBackward0", "reduction": "mean", "arriving": 1.0}
             loss |= {"samples": 8, "target_hash": 0}
-            forwards, at = [[8, 0, "module", "Net"]], ["main.py", 8, "loss.backward()"]
+            forwards, at = [[8, one.rank, "module", "Net"]], ["main.py", 8, "loss.backward()"]
             one.record("backward", step=step, micro=0, forwards=forwards, loss=loss, at=at)
             one.call(step=step, size=size, bytes=4 * COLUMNS)
             numbers = {"own": mine[one.rank], "got": got[one.rank]}

@@ -4,12 +4,10 @@ Each finding has numbers that make it true, and numbers that nearly do.
 """
 
 import random
-from types import SimpleNamespace
 
 import pytest
 
-from lab.audit import findings
-from lab.audit.findings import gradients, notices, run_checks, samples
+from lab.audit.findings import samples
 from lab.audit.findings.finding import Finding, Right, Unknown
 from lab.audit.recording import Recording
 from tests.lab.audit.recordings import Rank, load
@@ -20,26 +18,19 @@ PART = OWN | {"dataset": "Partition", "wraps": True, "inner_length": 960}
 KEPT = random.Random(0).sample(range(960), 768)
 
 
-def distributed(length, rank, size, *, seed=0):
-    """Return what DistributedSampler gives a rank: padded from its own beginning."""
-    order = random.Random(seed).sample(range(length), length)
-    order += order[: -length % size]
-    return order[rank::size]
+def distributed(length, size, *, part=lambda rank: rank, set_epoch=True):
+    """Return what DistributedSampler gives a rank in an epoch: padded from its own beginning."""
+
+    def draws(rank, epoch):
+        order = random.Random(epoch if set_epoch else 0).sample(range(length), length)
+        return (order + order[: -length % size])[part(rank) :: size]
+
+    return draws
 
 
-def shared_out(rank, epoch):
-    """Return a right script's draws on 2 ranks."""
-    return distributed(960, rank, 2, seed=epoch)
-
-
-def whole(rank, epoch):
-    """Return the same draws of the whole dataset on every rank."""
-    return distributed(960, 0, 1, seed=epoch)
-
-
-def half(rank, epoch):
-    """Return draws of a dataset that each rank has cut in half for itself."""
-    return distributed(480, 0, 1, seed=epoch)
+right = distributed(960, 2)
+whole, half = (distributed(length, 1, part=lambda rank: 0) for length in (960, 480))
+same_order = distributed(960, 2, set_epoch=False)
 
 
 def reordered(rank, epoch):
@@ -77,8 +68,7 @@ def texts(recording, kind):
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_distributed_sampler_is_right(size):
     """Each sample once, with another order in the second epoch; padding is a notice."""
-    draws = lambda rank, epoch: distributed(961, rank, size, seed=epoch)  # noqa: E731
-    recording = load(draws, {"length": 961}, size=size)
+    recording = load(distributed(961, size), {"length": 961}, size=size)
     assert names(recording) == ["padding-sampler"]
     said = texts(recording, Right)
     assert "every rank trains on different samples" in said
@@ -90,7 +80,7 @@ def test_a_distributed_sampler_is_right(size):
     ("recording", "expected"),
     [
         (load(reordered, OWN), ["same-samples"]),
-        (load(lambda r, e: distributed(960, min(r, 1), 3, seed=e), size=3), ["same-samples"]),
+        (load(distributed(960, 3, part=lambda rank: min(rank, 1)), size=3), ["same-samples"]),
         # Augmentation changes what is given: what the datasets hold decides.
         (load(whole, OWN | {"content": 5}, content=augmented), ["same-samples"]),
         (load(whole, OWN, content=augmented), []),
@@ -104,8 +94,8 @@ def test_a_distributed_sampler_is_right(size):
         (ranges((100, 500), (500, 900)), []),  # a limit may be meant
         (load(lambda r, e: KEPT[r::2], SUBSET), []),  # the others may be for validation
         # set_epoch() is never called; but one batch, or another sampler, cannot tell.
-        (load(lambda r, e: distributed(960, r, 2), second=1), []),
-        (load(lambda r, e: distributed(960, r, 2), {"sampler": "LengthGroupedSampler"}), []),
+        (load(same_order, second=1), []),
+        (load(same_order, {"sampler": "LengthGroupedSampler"}), []),
     ],
 )
 def test_samples(recording, expected):
@@ -118,7 +108,7 @@ def test_what_cannot_be_told_is_said():
     assert "same data" in texts(load(whole, OWN, content=augmented), Unknown)
     drawn = load(lambda r, e: random.Random(r + 10 * e).choices(range(960), k=480), OWN)
     assert "repeatedly" in texts(drawn, Unknown)
-    endless = load(shared_out)
+    endless = load(right)
     for rank in endless.ranks:
         for record in rank.by_kind["rest"]:
             record["indices"] = None
@@ -144,11 +134,11 @@ def with_losses(recording, forward, loss):
         # Indices and contents are equal, but the losses were computed of other targets.
         (with_losses(load(whole, OWN), [16, 5], lambda rank: {"target_hash": rank}), None, []),
         # 16 samples on each of 2 ranks are 32; rounding a local batch is no fault.
-        (load(shared_out), 32, []),
-        (load(shared_out), 33, []),
-        (load(shared_out), 31, []),
-        (load(shared_out), 34, ["wrong-global-batch"]),
-        (load(shared_out), 16, ["wrong-global-batch"]),
+        (load(right), 32, []),
+        (load(right), 33, []),
+        (load(right), 31, []),
+        (load(right), 34, ["wrong-global-batch"]),
+        (load(right), 16, ["wrong-global-batch"]),
     ],
 )
 def test_losses_and_the_global_batch(recording, asked, expected):
@@ -185,29 +175,3 @@ def test_without_a_loader_the_inputs_tell(inputs, targets, expected):
             loss, forwards = {"target_hash": target}, [[8, given, "ddp", "Net"]]
             one.record("backward", step=step, micro=0, forwards=forwards, loss=loss)
     assert names(Recording(2, ranks)) == expected
-
-
-def test_run_checks_merges_and_leaves_out_what_follows(monkeypatch):
-    """Sizes are joined, consequences left out, and a check that fails is not checked."""
-
-    def good(recording):
-        yield Finding("own-gradient", (f"at {recording.size}",))
-        yield Finding("weights-diverge", ("they do",))
-        yield Right("one")
-        yield Right("one")
-        yield Right(f"three: {recording.size}")
-
-    def bad(recording):
-        yield Unknown("two")
-        raise KeyError("o")
-
-    parts = [SimpleNamespace(__name__=f"a.{check.__name__}", check=check) for check in (good, bad)]
-    monkeypatch.setattr(findings, "CHECKS", parts)
-    monkeypatch.setattr(notices, "compare", lambda recordings: [])
-    monkeypatch.setattr(gradients, "resolve", lambda found, recordings: found)
-    found, right, unknown = run_checks([Recording(2, []), Recording(3, [])])
-    assert [(one.name, one.sizes) for one in found] == [("own-gradient", (2, 3))]
-    assert found[0].evidence == ("at 2", "at 3")
-    assert right == ["one", "three: 2 (on 2 ranks)", "three: 3 (on 3 ranks)"]
-    assert unknown[0] == "two"
-    assert "KeyError" in unknown[1]

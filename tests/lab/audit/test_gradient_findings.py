@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lab.audit.findings import without_explained
+from lab.audit.findings import run_checks, without_explained
 from lab.audit.findings.finding import Finding, Right, Unknown
 from lab.audit.findings.gradients import check as check_gradients
 from lab.audit.findings.gradients import resolve
@@ -218,3 +218,18 @@ def test_a_missing_rank_breaks_nothing():
     recording.ranks.pop()
     assert told(recording) == ([], "cannot tell")
     assert verdict([], []).answer == "cannot tell"
+
+
+def test_run_checks_merges_and_leaves_out_what_follows():
+    """Sizes are joined, consequences left out, and a check that fails is not checked."""
+    wrong, right = [train(nothing_sent, size=size, steps=size) for size in (2, 3)], train(size=4)
+    del right.ranks[0].by_kind["backward"][0]["micro"]
+    found, said, unknown = run_checks([*wrong, right])
+    assert [(one.name, one.sizes) for one in found] == [
+        ("own-gradient", (2, 3)),
+        ("batch-grows", (2, 3, 4)),
+    ]
+    assert [one[-17:] for one in found[0].evidence] == ["(in 2 of 2 steps)", "(in 3 of 3 steps)"]
+    assert said[1] == "all ranks start from the same weights"
+    assert said[-1].endswith("(on 4 ranks)")
+    assert "not checked, because the records could not be read (KeyError: 'micro')" in unknown[-1]

@@ -7,7 +7,6 @@ import pytest
 
 from lab.audit import recording, runner
 from lab.audit.isolation import LOOPBACK, run_network
-from lab.cli import main
 from lab.cluster import tools
 from tests.helpers.processes import running_in
 from tests.helpers.waiting import wait_until
@@ -62,37 +61,35 @@ subprocess.Popen(["sleep", "1000"], env={}, start_new_session=True, stdout=-3, s
 """
 
 
-def audit(folder, script, capsys):
-    """Audit a script in this process, and return the one line that says why it cannot be."""
-    (folder / "main.py").write_text(FOLDER + script)
-    began = time.monotonic()
-    status = main(["audit", "--timeout", "30", "--", sys.executable, "main.py", "{rank}"])
-    out, err = capsys.readouterr()
-    assert (status, out) == (2, "")
-    assert err.startswith("error: could not be run")
-    assert err.count("\n") == 1
-    assert time.monotonic() - began < 25
-    assert running_in(folder) == []
-    return err
+@pytest.fixture
+def ended(tmp_path, refusal):
+    """Audit a script; return the one line that says why it cannot be. Nothing may be left."""
+
+    def run(script):
+        (tmp_path / "main.py").write_text(FOLDER + script)
+        began = time.monotonic()
+        said = refusal("--timeout", "30", "--", sys.executable, "main.py", "{rank}")
+        assert said.startswith("error: could not be run")
+        assert time.monotonic() - began < 25
+        assert running_in(tmp_path) == []
+        return said
+
+    return run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "message"), CASES.values(), ids=CASES)
-def test_what_a_script_does_to_the_records_is_told_on_one_line(
-    tmp_path, capsys, monkeypatch, script, message
-):
-    monkeypatch.chdir(tmp_path)
+def test_what_a_script_does_to_the_records_is_told_on_one_line(ended, monkeypatch, script, message):
     monkeypatch.setattr(recording, "MOST_RECORDS", 1_000_000)
     monkeypatch.setattr(runner, "MOST_OUTPUT", 1_000_000)
     monkeypatch.setattr(runner, "_TERMINATE_SECONDS", 0.0)
-    assert message in audit(tmp_path, script + SLEEPS, capsys)
+    assert message in ended(script + SLEEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(tools.namespaces_refused()), reason=str(tools.namespaces_refused()))
-def test_a_daemon_with_an_empty_environment_ends_with_its_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert "before any torch.optim optimiser took a step" in audit(tmp_path, DAEMON, capsys)
+def test_a_daemon_with_an_empty_environment_ends_with_its_run(ended):
+    assert "before any torch.optim optimiser took a step" in ended(DAEMON)
 
 
 def test_without_namespaces_the_ranks_run_as_they_are(tmp_path, monkeypatch):

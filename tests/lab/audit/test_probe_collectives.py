@@ -53,7 +53,9 @@ all_reduce(torch.ones(3))
 
 def record(folder, body):
     """Return what two ranks of a script record."""
-    return run_script(folder, JOIN + body, flags="{rank} {master}:{port}", size=2).recording
+    return run_script(
+        folder, JOIN + body, command="python {script} {rank} {master}:{port}", size=2
+    ).recording
 
 
 def test_calls(tmp_path):

@@ -267,5 +267,5 @@ def main(rank):
 if __name__ == "__main__":
     torch.multiprocessing.spawn(main, nprocs=2)  # it spawns, so mp.spawn is no fork
 """
-    end = audit(script, tmp_path, size=None, flags="0 2", cold=True)
+    end = audit(script, tmp_path, size=None, command="python {script} 0 2", cold=True)
     assert sum(bool(one.by_kind["cut"]) for one in end.recording.processes) == 2
