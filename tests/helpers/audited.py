@@ -6,7 +6,6 @@ is also the program of these ranks: it installs the probe, as the start-up hook 
 interpreter, and runs the script.
 """
 
-import os
 import re
 import runpy
 import shutil
@@ -29,8 +28,6 @@ OWN_FLAGS = (
     "--dataset digits --model tiny --max-steps 8 --threads 1 --batch-size 24 "
     "--master-ip {master} --master-port {port} --num-nodes {nodes} --rank {rank}"
 )
-OTHER_PYTHON = os.environ.get("AUDIT_PYTHON")
-"""An interpreter of another environment, whose torch the audit shall work with."""
 _KEYS = {"base", "finds", "notices", "ranks", "command", "flags", "verdict", "together"}
 
 

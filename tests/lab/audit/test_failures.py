@@ -63,22 +63,6 @@ def test_the_scripts_own_error_and_what_to_try(tmp_path, error, advice):
     assert advice in said
 
 
-@pytest.mark.parametrize(
-    ("warning", "address"),
-    [
-        ("TCP client failed to connect/validate to host 10.10.1.1:6585 - retrying", "10.10.1.1"),
-        ("The IPv6 network addresses of (node0, 6585) cannot be retrieved", "node0"),
-        ("The client socket has failed to connect to [head.lan]:29500 (errno: 111)", "head.lan"),
-        ("timed out after 9ms while trying to connect to (10.0.0.7, 29500).", "10.0.0.7"),
-        ("rank 0 starts", "ADDRESS"),
-    ],
-)
-def test_the_address_that_a_script_insists_on_is_named(tmp_path, warning, address):
-    call = {"k": "call", "c": 0, "name": "init_process_group", "at": None}
-    said = explain(tmp_path, [START, call], output=warning, hung="its ranks waited")
-    assert said.endswith(f"or --isolate {address}.")
-
-
 GROUP, STEP = {"k": "group", "rank": 0, "world": 2}, {"k": "step", "o": 0}
 END, CUT = {"k": "end", "status": None}, {"k": "cut"}
 LEFT, STANDS = {"k": "end", "status": 0}, {"k": "stands", "c": None, "name": None, "at": None}
@@ -104,6 +88,14 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
   error_file: <N/A>
 """
 ONE = {"words": "python t.py"}
+JOINS = {"k": "call", "c": 0, "name": "init_process_group", "at": None}
+INSISTS = {  # what a script warns of that waits at an address, and the address
+    "TCP client failed to connect/validate to host 10.10.1.1:6585 - retrying": "10.10.1.1",
+    "The IPv6 network addresses of (node0, 6585) cannot be retrieved": "node0",
+    "The client socket has failed to connect to [head.lan]:29500 (errno: 111)": "head.lan",
+    "timed out after 9ms while trying to connect to (10.0.0.7, 29500).": "10.0.0.7",
+    "rank 0 starts": "ADDRESS",
+}
 
 
 @pytest.mark.parametrize(
@@ -136,6 +128,10 @@ ONE = {"words": "python t.py"}
             [[START, CHILD_FAILED]],
             {"status": 1, "output": TORCHRUNS_REPORT},
             "status 1: error: give --thing.",
+        ),
+        *(
+            ([[START, JOINS]], {"output": text, "hung": "x"}, f"or --isolate {address}.")
+            for text, address in INSISTS.items()
         ),
     ],
 )

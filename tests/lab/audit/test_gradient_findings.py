@@ -79,10 +79,6 @@ def decayed(own, step):
     return got
 
 
-def noisy(own, step):
-    return mean(own, step) + np.random.default_rng(step).normal(size=COLUMNS)
-
-
 # Gradients that ranks compute.
 
 
@@ -150,7 +146,6 @@ CASES = {
     "unscaled sum": (times(3 / 65536), {"changes": SCALED}, ["sum-not-mean"], "no"),
     "sign": (lambda own, step: np.sign(mean(own, step)), {}, [], "cannot tell"),
     "top-k": (lambda own, step: mean(np.where(abs(own) > 1, own, 0), step), {}, [], "cannot tell"),
-    "noise": (noisy, {}, [], "cannot tell"),
     "other states": (mean, {"changes": [("stepped", "state", lambda r, _: r)]}, [], "yes"),
     "alike": (mean, {"own": alike}, [], "cannot tell"),
     "alike, clipped": (clipped_after, {"own": alike, "changes": [clips(20)]}, [], "cannot tell"),

@@ -1,12 +1,13 @@
 """Each faulty case gets its own finding, on each number of ranks; docs/audited_mistakes.md."""
 
+import os
 from dataclasses import replace
 
 import pytest
 
-from tests.helpers.audited import OTHER_PYTHON, Case, apply_edit, mistakes, read_cases, record_case
+from tests.helpers.audited import Case, apply_edit, mistakes, read_cases, record_case
 
-CASES = read_cases()
+CASES, OTHER_PYTHON = read_cases(), os.environ.get("AUDIT_PYTHON")
 IN_OTHER_TORCH = """
     bypassed_spawn clip_norm_torch clock_wrong_divisor collectives_missing_on_rank_1
     ddp_bypassed_module literal_4_own_optimizer notice_batchnorm right_accumulation right_ddp_bf16

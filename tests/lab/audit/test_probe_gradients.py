@@ -109,25 +109,15 @@ CASES = {
     "scaled": {"make": SGD, "scaler": torch.amp.GradScaler("cpu"), "finish": average},
     "clipped": {"make": SGD, "finish": clip_then_average},
     "zero": {"make": zero, "ddp": {}},
-    "averaging": {"make": AveragingSGD, "in_step": True},
-    "own class": {"make": OwnSGD, "in_step": True},
+    "averaging": {"make": AveragingSGD},
+    "own class": {"make": OwnSGD},
 }
 
 
-def train(
-    rank,
-    *,
-    make,
-    ddp=None,
-    checkpointed=False,
-    micro=1,
-    scaler=None,
-    finish=lambda parameters: None,
-    in_step=False,
-):
+def train(rank, *, make, ddp=None, checkpointed=False, micro=1, scaler=None, finish=list):
     """Train; return what each step had (weights, own, got), and all that a probe could change.
 
-    finish : called before the step. in_step : the optimiser averages in its ``step``.
+    finish : called with the parameters before the step.
     """
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(rank)
@@ -153,18 +143,12 @@ def train(
         finish(parameters)
         if scaler:
             scaler.unscale_(optimizer)
-        got = [None if one.grad is None else one.grad.clone() for one in parameters]
-        for one in got if in_step else ():
-            if one is not None:
-                dist.all_reduce(one)
-                one /= RANKS
-        own = [one.grad for one in twin.parameters()]
-        truths.append([sampled(tensors, weights) for tensors in (weights, own, got)])
-        if scaler:
             scaler.step(optimizer)
             scaler.update()
         else:
             optimizer.step()
+        own, got = ([one.grad for one in several] for several in (twin.parameters(), parameters))
+        truths.append([sampled(tensors, weights) for tensors in (weights, own, got)])
     states = [value for one in optimizer.state.values() for value in one.values()]
     tensors = [*model.state_dict().values(), *filter(torch.is_tensor, states)]
     streams = [torch.get_rng_state().numpy().tobytes(), random.getstate()]

@@ -1,11 +1,10 @@
 """What the probe records of loaders and samples, and how it ends scripts: real ones, forked."""
 
 import json
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Subset
 
 from lab.audit.probe.data import contents_of, held_content, look_through
 from lab.audit.runner import start_process
@@ -92,24 +91,11 @@ for epoch in range(3):
     assert content
 
 
-class Held(Dataset[Any]):
-    """A dataset of 48 samples with some attributes, all of which may hold its samples."""
+class Held:
+    """A dataset with some attributes, all of which may hold its samples."""
 
-    def __init__(self, **held):
-        vars(self).update(held)
-
-    def __len__(self):
-        return 48
-
-    def __getitem__(self, index):
-        raise AssertionError("it may not be asked")
-
-
-class Partition:
-    """A tutorial's partition, which may not be asked either."""
-
-    def __init__(self, data, index, length=4):
-        self.data, self.index, self.length = data, index, length
+    def __init__(self, length=48, **held):
+        vars(self).update(length=length, **held)
 
     def __len__(self):
         return self.length
@@ -118,18 +104,23 @@ class Partition:
         raise AssertionError("it may not be asked")
 
 
+def partition(data, index):
+    """Return four samples as a tutorial's class holds them."""
+    return Held(4, data=data, index=index)
+
+
 @pytest.mark.parametrize(
     ("dataset", "inner"),
     [
-        (Partition(Held(), range(24, 28)), [24, 25, 26, 27]),
+        (partition(Held(), range(24, 28)), [24, 25, 26, 27]),
         (Subset(Subset(Held(), range(8, 48)), range(16, 20)), [24, 25, 26, 27]),
         (ConcatDataset([Subset(Held(), [3]), Subset(Held(), [3])]), [3, (1 << 40) + 3]),
-        (ConcatDataset([Held(), Partition(Held(), None)]), None),
-        (Partition(Subset(Held(), range(4, 8)), None), [4, 5, 6, 7]),  # as one that transforms
-        (Partition(Held(), torch.arange(4, 8)), [4, 5, 6, 7]),
-        (Partition(Held(), [4.0, 5.0, 6.0, 7.0]), None),  # a part of 48, and nobody knows which
-        (Partition(Held(), [0, 1, 1, 0]), None),  # labels, or samples drawn repeatedly
-        (Partition([Held(), Held()], range(4)), None),
+        (ConcatDataset([Held(), partition(Held(), None)]), None),
+        (partition(Subset(Held(), range(4, 8)), None), [4, 5, 6, 7]),  # as one that transforms
+        (partition(Held(), torch.arange(4, 8)), [4, 5, 6, 7]),
+        (partition(Held(), [4.0, 5.0, 6.0, 7.0]), None),  # a part of 48, and nobody knows which
+        (partition(Held(), [0, 1, 1, 0]), None),  # labels, or samples drawn repeatedly
+        (partition([Held(), Held()], range(4)), None),
     ],
 )
 def test_the_innermost_index_counts(dataset, inner):

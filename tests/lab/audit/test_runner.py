@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
@@ -17,7 +16,7 @@ from lab.audit.runner import start_process
 from lab.cluster import tools
 from tests.helpers.audited import run_script
 from tests.helpers.paths import ROOT
-from tests.helpers.processes import running_in
+from tests.helpers.processes import running_in, start_lab
 from tests.helpers.waiting import wait_until
 
 TRAINING = """\
@@ -177,30 +176,21 @@ def test_nothing_is_left_when_the_audit_is_stopped_or_killed(
     tmp_path, script, flags, number, whole_group
 ):
     (tmp_path / "main.py").write_text(script)
-    words = [sys.executable, "-m", "lab", "audit", *flags, "--", sys.executable, "main.py"]
-    audit = subprocess.Popen(
-        [*words, "{rank}"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+    words = ["audit", *flags, "--", sys.executable, "main.py", "{rank}"]
+    where = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    audit = start_lab(*words, cwd=tmp_path, env=where, cold=True)
+    logs = "lab-audit-*/2-ranks/rank?.log"
+    wait_until(
+        lambda: [log.read_text() for log in tmp_path.glob(logs)] == ["started\n" * 2] * 2,
+        "both ranks",
+        timeout_seconds=60,
     )
-    try:
-        logs = "lab-audit-*/2-ranks/rank?.log"
-        wait_until(
-            lambda: [log.read_text() for log in tmp_path.glob(logs)] == ["started\n" * 2] * 2,
-            "both ranks",
-            timeout_seconds=60,
-        )
-        assert len(running_in(tmp_path)) >= 5  # two ranks, a child of each, the audit
-        (os.killpg if whole_group else os.kill)(audit.pid, number)
-        _, errors = audit.communicate(timeout=30)
-    finally:
-        audit.kill()
-    assert audit.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130)
-    assert number == signal.SIGKILL or errors == "interrupted\n"
+    assert len(running_in(tmp_path)) >= 5  # two ranks, a child of each, the audit
+    (os.killpg if whole_group else os.kill)(audit.process.pid, number)
+    end = audit.end(timeout_seconds=30)
+    killed = number == signal.SIGKILL
+    assert end.status == (-number if killed else 130)
+    assert killed or end.err == "interrupted\n"
     wait_until(lambda: running_in(tmp_path) == [], "the end of all", timeout_seconds=15)
     wait_until(lambda: not list(tmp_path.glob("lab-*")), "an empty folder", timeout_seconds=5)
 
