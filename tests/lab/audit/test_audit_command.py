@@ -17,7 +17,7 @@ def test_a_right_script_and_its_json(tmp_path, audit):
     assert out.startswith("Right: no fault was found.\n")
     flat, version = " ".join(out.split()), platform.python_version()
     assert f"Watched 12 steps on 2 and 3 ranks, with Python {version} (" in flat
-    assert "averages: yes — the ranks start equal" in flat
+    assert "gradients: yes — the ranks start equal" in flat
     assert "each epoch covers the dataset once (240 samples)" in flat
     assert len(out.splitlines()) < 50
     content = json.loads((tmp_path / "a.json").read_text())
@@ -39,7 +39,7 @@ def test_torchrun_gets_the_number_of_ranks_and_a_literal_divisor_is_a_fault(tmp_
     status, out, _ = audit("--ranks", 3, "--", "torchrun", "--nproc-per-node", 2, "train.py")
     assert status == 1, out
     assert out.startswith("Wrong: gradients are divided by a constant, not by")
-    assert "averages: no.\n" in out
+    assert "gradients: no.\n" in out
     assert "FAULT: Gradients are divided by a constant" in out
 
 

@@ -70,7 +70,7 @@ def shown(result, folder):
 
 EXPECTED = """\
 Wrong: gradients are added up, but not divided by the number of ranks (2 and 3 ranks).
-Equals one process that computes each rank's share and averages: no.
+Same updates as one process that computes each rank's share and averages the gradients: no.
 Watched 1 step on 2 and 3 ranks, with Python 3.11.7 (/env/bin/python) and torch 2.9: python main.py
 --rank {rank}
 What the script printed is cut after 6 steps
@@ -86,7 +86,8 @@ FAULT: Gradients are added up, but not divided by the number of ranks (2 and 3 r
   sure  certain
 
 Checked and right:
-  every rank trains on different samples; the ranks start from equal weights.
+- every rank trains on different samples
+- the ranks start from equal weights
 
 Notices (details: --json or --html):
 - BatchNorm's running statistics differ between ranks (3 ranks)
@@ -97,7 +98,7 @@ Could not be checked:
 Speed:
 - 20 ms a step on 3 ranks; exposed communication 5 ms (25 % of a step); a rank sends 1 MB a step, at
   most 2 MB
-- predicted for this model and batch: ddp 15.5 ms
+- predicted step with this project's strategies: ddp 15.5 ms
 - loopback as calibrated on a laptop, 2026-11-21
 - 3 ranks share 2 cores, so a step is slower than on separate machines
 """
@@ -116,7 +117,7 @@ def test_a_right_script_has_no_heading_without_content():
         findings=(), verdict=EqualityVerdict("yes", "x"), unknown=(), performance=None, remarks=()
     )
     text = printed(result)
-    assert text.startswith("Right: no fault was found.\nEquals one process")
+    assert text.startswith("Right: no fault was found.\nSame updates as")
     assert ": yes — x.\n" in text
     assert not re.search("FAULT|Notices|Could not|Speed|Replay", text)
 
@@ -210,11 +211,11 @@ def test_the_json_has_stable_names_and_the_page_all_evidence(tmp_path):
     assert content["performance"]["seconds"] == 0.5
     assert content["performance"]["exposed_seconds"] is None
     assert page.count("weights 1.00 and 1.00") == 5
-    assert "predicted for this model and batch: ddp" in page
+    assert "this project&#39;s strategies: ddp" in page
     assert not re.search(r"(src|href)=\"(?!#|data:)", page)
 
 
 def test_the_page_of_the_documentation_names_every_finding_as_the_catalogue_does():
-    text = (ROOT / "docs/auditing.md").read_text()
+    text = (ROOT / "docs/audited_mistakes.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| (.+) \|$", text, re.MULTILINE)
     assert rows == [(name, one.severity, one.title) for name, one in catalogue().items()]
