@@ -94,7 +94,7 @@ def report(results: Mapping[str, Any]) -> list[str]:
 def draw(path: Path, results: Mapping[str, Any]) -> None:
     """Draw the step of one rank, with the strategies below each other."""
     from lab.plot_style import style
-    from lab.report.drawings.timeline_figure import draw_beside
+    from lab.report.drawings.timeline_figure import draw_timeline
     from lab.report.view import rate_text
 
     cells = {
@@ -104,9 +104,13 @@ def draw(path: Path, results: Mapping[str, Any]) -> None:
     }
     first = next(iter(cells.values()))
     with style():
-        figure = draw_beside(
-            {cell["sync"]: results["timelines"][name] for name, cell in cells.items()},
-            rank=1,
+        figure = draw_timeline(
+            [
+                (cell["sync"], step, step["ranks"][1])
+                for name, cell in cells.items()
+                if (step := results["timelines"][name])
+            ],
+            narrow=False,
             emulated=True,
             heading=f"rank 1 of {first['nodes']} nodes at {rate_text(first['rate'])}",
         )

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -20,7 +21,6 @@ from common.utils.paths import IN_CHECKOUT, REPORTS, part_command
 from common.utils.progress import duration
 from common.utils.system import free_port
 from common.utils.typed_json import read_json
-from lab.compare.outcomes import Summary
 
 WAYS = (
     ("PartOne", "none", 1),
@@ -63,7 +63,7 @@ def main() -> int:
     return 0
 
 
-def run_way(command: list[str], ranks: int) -> Summary | None:
+def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
     """Run one way on ``ranks`` local processes and return its summary; None if a process failed."""
     with tempfile.TemporaryFile() as errors:
         exits = run_local_ranks(
@@ -79,10 +79,10 @@ def run_way(command: list[str], ranks: int) -> Summary | None:
     if any(exits.statuses):
         return None
     newest = max(REPORTS.glob("*/*/summary.json"), key=lambda path: path.stat().st_mtime)
-    return read_json(newest, Summary)
+    return read_json(newest, dict[str, Any])
 
 
-def show(results: Sequence[Summary]) -> None:
+def show(results: Sequence[dict[str, Any]]) -> None:
     """Print a table of the ways, and the paths of their reports."""
     table = Table(title="VGG-11 in four ways, on scikit-learn's digits", box=SIMPLE_HEAD, padding=0)
     for heading in _HEADINGS:
@@ -91,22 +91,22 @@ def show(results: Sequence[Summary]) -> None:
         )
     for result in results:
         equal = "only one"
-        if result.nodes > 1:
-            equal = "yes" if result.ranks_hold_equal_weights else "NO"
+        if result["nodes"] > 1:
+            equal = "yes" if result["ranks_hold_equal_weights"] else "NO"
         table.add_row(
-            f"{result.part}: {result.sync}",
-            str(result.nodes),
-            f"{result.step_seconds or 0.0:.3f}",
-            f"{result.section_seconds['sync']:.3f}"
-            if result.nodes > 1 and result.section_seconds
+            f"{result['part']}: {result['sync']}",
+            str(result["nodes"]),
+            f"{result['step_seconds'] or 0.0:.3f}",
+            f"{result['section_seconds']['sync']:.3f}"
+            if result["nodes"] > 1 and result["section_seconds"]
             else "none",
-            f"{100 * (result.test_accuracy or 0.0):.1f} %",
+            f"{100 * (result['test_accuracy'] or 0.0):.1f} %",
             equal,
         )
     console.print()
     console.print(table)
     for result in results:
-        console.print(str(Path(result.folder) / "report.txt"), soft_wrap=True)
+        console.print(str(Path(result["folder"]) / "report.txt"), soft_wrap=True)
 
 
 if __name__ == "__main__":

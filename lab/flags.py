@@ -1,11 +1,13 @@
-"""Create the subcommands of ``lab``, each with its help and the function that it runs."""
+"""Create the subcommands of ``lab``, each with its help and its function; refuse wrong flags."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pkgutil import resolve_name
+from typing import Any
 
 from common.config.parser import FlagFormatter
+from common.errors import UserError
 
 
 class _Help(FlagFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -23,12 +25,14 @@ def add_command(
     *,
     run: Callable[[argparse.Namespace], int] | str,
     help: str,
+    flags: Mapping[str, Mapping[str, Any]] | None = None,
     passes_flags: bool = False,
 ) -> argparse.ArgumentParser:
     """Add a subcommand that calls ``run`` with its flags, and return its parser.
 
     run : a function, or "module:function", which is imported when the command is called.
     help : a clause without a full stop; the list of commands shows it up to the first semicolon.
+    flags : names, e.g. "-R --rank", with their arguments of ``add_argument``.
     passes_flags : whether the command takes what follows ``--``.
     """
     parser = commands.add_parser(
@@ -40,7 +44,16 @@ def add_command(
     )
     function = partial(_run_imported, run) if isinstance(run, str) else run
     parser.set_defaults(run=function, passes_flags=passes_flags)
+    for names, options in (flags or {}).items():
+        parser.add_argument(*names.split(), **options)
     return parser
+
+
+def refuse(problems: Mapping[str, bool]) -> None:
+    """Raise UserError with the first of these messages whose problem is there."""
+    for problem, is_there in problems.items():
+        if is_there:
+            raise UserError(problem)
 
 
 def _run_imported(target: str, args: argparse.Namespace) -> int:

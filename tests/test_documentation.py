@@ -1,6 +1,6 @@
 """The pages: their commands run in an empty clone, links lead somewhere, and no page is too long.
 
-``COMMANDS`` says for each command of a page how it is checked. A command without an entry fails.
+``CHECKS`` says for each command of a page how it is checked. A command without an entry fails.
 """
 
 import os
@@ -19,20 +19,27 @@ from common.models import MODELS
 from tests.helpers import ROOT, Started, needs_cifar10, user_environment
 from tests.helpers.cluster import needs_namespaces
 from tests.helpers.documentation import pages, with_copies
-from tests.helpers.documented_commands import COMMANDS, Elsewhere
+from tests.helpers.documented_commands import CHECKS, Elsewhere, checks_of, pattern_of
+from tests.helpers.paths import copy_clone
 
 PAGES = {page.name: page for page in pages()}
 MOST_LINES, MOST_LINES_OF_README = 150, 130
-OWN_WORDS = re.compile(
-    r"\bof it\b|\bas \w+ has it\b|\bso many\b|\bgo(es|ing)? on (from|with|in)\b|\bgone on\b|"
-    r"\bbeside\b|\btaken down\b|\btakes down\b|\bsaid so\b|\bbear it out\b|how far this carries|"
-    r"gradients stay here|\bstays? away\b|\bone's own\b|\bis warned of\b|\blie apart\b",
-    re.IGNORECASE,
-)
 PLACES = {"{master}": "10.0.0.1", "{nodes}": "4", "{rank}": "0", "{port}": "29500"}
 PLACES |= {"IP": "10.0.0.1", "N": "4", "R": "0"}
 INSTALLED = {"part-one": "PartOne", "part-two": "PartTwo", "part-three": "PartThree"}
 LIMIT_SECONDS = {"quick": 120, "slow": 280, "long": 3600}
+
+# What code outside this project may import, in addition to what the pages show.
+CONTRACT = """
+from common.training import get_model_parameters, prepare_model_for_training, train_model
+from common.evaluation import prepare_model_for_evaluation, evaluate_model, generate_eval_report
+from common.training_engine import TrainingEngine
+from common.training_engine import distributed_train_worker, launch_distributed_training
+from common.sync.base import GradientSync
+from common.sync import STRATEGIES, build_sync
+from common.models import MODELS, build_model
+from common.data import DATASETS, load_dataset
+"""
 
 # --- commands ---
 
@@ -46,7 +53,7 @@ def checks():
     """Return a parameter set (command, check) for each time that a command runs."""
     found = []
     for command in documented():
-        for check in COMMANDS.get(command, ()):
+        for check in checks_of(command):
             if isinstance(check, Elsewhere):
                 continue
             marks = [] if check.tier == "quick" else [getattr(pytest.mark, check.tier)]
@@ -59,8 +66,9 @@ def checks():
 
 
 def test_every_command_of_the_pages_has_an_entry_and_every_entry_a_command():
-    assert set(documented()) - set(COMMANDS) == set(), "add them to documented_commands.py"
-    assert set(COMMANDS) - set(documented()) == set(), "no page has these"
+    used = {command: pattern_of(command) for command in documented()}
+    assert [command for command, pattern in used.items() if pattern is None] == []
+    assert set(CHECKS) - set(used.values()) == set(), "no page has these"
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +78,7 @@ def clone(tmp_path_factory):
     The files are those that git would commit now. The environment is this one, by links.
     """
     folder = tmp_path_factory.mktemp("clone")
-    listing = Started(
-        ["git", "-C", str(ROOT), "ls-files", "-z", "-co", "--exclude-standard"],
-        cwd=ROOT,
-        env=user_environment(),
-    ).end()
-    for name in filter(None, listing.out.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+    copy_clone(folder)
     environment = folder / ".venv"
     environment.mkdir()
     for entry in Path(sys.prefix).iterdir():
@@ -88,7 +88,7 @@ def clone(tmp_path_factory):
     if (ROOT / "data").exists():
         (folder / "data").symlink_to(ROOT / "data")
     for rank in range(3):
-        log = "rank_killed_gloo.txt" if rank == 0 else "store_gone.txt"
+        log = "peer_gone-killed.txt" if rank == 0 else "store_gone.txt"
         shutil.copy(ROOT / "tests/lab/explain/logs" / log, folder / f"rank{rank}.txt")
     [script] = [text for kind, text in PAGES["docs/functions.md"].blocks() if kind == "python"]
     (folder / "my_training.py").write_text(script)
@@ -175,12 +175,7 @@ def test_the_hierarchy_of_the_advice_gives_its_numbers(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("task_flag", ["", "wrong"])
-def test_the_script_of_the_functions_runs(
-    task_flag,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+def test_the_script_of_the_functions_runs(task_flag, tmp_path, monkeypatch, capsys):
     """With a small model in place of VGG-11; `my_training.py` runs whole in the slow tests."""
     [script] = [text for kind, text in PAGES["docs/functions.md"].blocks() if kind == "python"]
     (tmp_path / "my_training.py").write_text(script)
@@ -232,34 +227,22 @@ def anchors(text):
 
 
 def test_every_link_leads_to_a_file_and_a_heading():
-    everywhere = {path.resolve() for path in ROOT.glob("*.md")}
-    everywhere |= {page.path for page in PAGES.values()}
-    links = [
-        (path, target)
-        for path in sorted(everywhere)
-        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"<!--.*?-->", "", path.read_text()))
-        if "://" not in target
-    ]
-    assert len(links) > 150
-    broken = []
-    for path, target in links:
-        file, _, heading = target.partition("#")
-        found = (path.parent / file).resolve() if file else path
-        if not found.exists() or (heading and heading not in anchors(found.read_text())):
-            broken.append(f"{path.relative_to(ROOT)}: {target}")
-    assert broken == []
+    seen = 0
+    for path in {*ROOT.glob("*.md"), *(page.path for page in PAGES.values())}:
+        text = re.sub(r"<!--.*?-->", "", path.read_text())
+        for file, heading in re.findall(r"\]\((?!\w+:)([^)#\s]*)#?([^)\s]*)\)", text):
+            found = path.parent / file if file else path
+            assert found.exists(), f"{path}: {file}"
+            assert not heading or heading in anchors(found.read_text()), f"{path}: {heading}"
+            seen += 1
+    assert seen > 150
 
 
-def test_no_page_has_words_of_our_own():
-    known = re.compile(r"^\| .* \| .* \| .* \|$", re.MULTILINE)  # the known errors, copied
-    found = [
-        (name, match[0])
-        for name, page in PAGES.items()
-        for match in OWN_WORDS.finditer(
-            known.sub("", page.prose()) if "troubleshooting" in name else page.prose()
-        )
-    ]
-    assert found == []
+def test_every_import_that_a_page_or_the_contract_shows_works():
+    texts = [CONTRACT, *(page.text for page in PAGES.values())]
+    shown = re.findall(r"^ *(from (?:common|lab)\S* import .+)", "\n".join(texts), re.MULTILINE)
+    for line in set(shown):
+        exec(line, {})
 
 
 def test_the_files_for_github_are_whole():

@@ -24,14 +24,8 @@ def test_what_users_see_is_as_recorded(name):
             "words help otherwise"
         )
     now = KINDS[name]()
-    difference = "\n".join(
-        difflib.unified_diff(
-            expected.splitlines(), now.splitlines(), "recorded", "now", lineterm="", n=1
-        )
-    )
-    assert now == expected, (
-        f"tests/expectations/{name} differs. If it is meant: make expectations\n{difference}"
-    )
+    difference = difflib.unified_diff(expected.split("\n"), now.split("\n"), "recorded", "now", n=1)
+    assert now == expected, "If it is meant: make expectations\n" + "\n".join(difference)
 
 
 def test_every_file_of_expectations_is_compared():
@@ -55,9 +49,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path, monkeypatch):
         "PartOne", *RESUMABLE, "--resume", CHECKPOINT, "--output-dir", tmp_path, cwd=tmp_path
     )
     assert ended.status == 0, ended.err
-    summary = json.loads((tmp_path / "PartOne-none" / "run" / "summary.json").read_text())
+    run = tmp_path / "PartOne-none" / "run"
+    summary = json.loads((run / "summary.json").read_text())
     assert summary["resumed_from"] == str(CHECKPOINT)
-    assert (
-        load_checkpoint(tmp_path / "PartOne-none" / "run" / "checkpoints" / "Epoch_2.pt")["step"]
-        == 6
-    )
+    assert load_checkpoint(run / "checkpoints" / "Epoch_2.pt")["step"] == 6

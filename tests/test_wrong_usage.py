@@ -23,15 +23,8 @@ TORCHRUN = "WORLD_SIZE=2 RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=4000"
 
 
 def finished(*command, cwd, **variables):
-    return subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env=user_environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    words, env = list(map(str, command)), user_environment(**variables)
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
 def test_an_interface_that_this_machine_lacks(tmp_path):
@@ -112,9 +105,7 @@ def test_a_python_without_the_packages_says_what_to_run(command):
 def test_lab_without_the_packages_and_from_another_folder(tmp_path):
     """lab starts without torch, since lab doctor says what to install in its place."""
     done = finished(
-        *(sys.executable, "-S", "-m", "lab", "report", "my run"),
-        cwd=tmp_path,
-        PYTHONPATH=str(ROOT),
+        *(sys.executable, "-S", "-m", "lab", "report", "my run"), cwd=tmp_path, PYTHONPATH=str(ROOT)
     )
     needed = PACKAGES.removeprefix("torch, torchvision, ")
     assert done.returncode == 2

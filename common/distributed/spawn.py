@@ -18,7 +18,7 @@ from typing import IO
 
 from common.errors import INTERRUPTED, TO_BE_CONTINUED, print_to_stderr
 from common.utils.environment import RUN_TOKEN, with_run_token
-from common.utils.processes import kill_on_parent_exit, shell_status
+from common.utils.processes import kill_on_parent_exit, on_signals, shell_status
 from common.utils.system import batch_scheduling, usable_cores
 
 _POLL_SECONDS = 0.05
@@ -141,20 +141,17 @@ def launch_local_ranks(
             raise KeyboardInterrupt
         received.append(signal.Signals(number))
 
-    before = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
-        exits = run_local_ranks(
-            [[sys.executable, "-u", *command]] * len(variables),
-            environments=[{**environment, **one} for one in variables],
-            stop_signal=lambda: received[0] if received else None,
-            stop_seconds=_SAVE_SECONDS,
-        )
+        with on_signals(_SIGNALS, handle):
+            exits = run_local_ranks(
+                [[sys.executable, "-u", *command]] * len(variables),
+                environments=[{**environment, **one} for one in variables],
+                stop_signal=lambda: received[0] if received else None,
+                stop_seconds=_SAVE_SECONDS,
+            )
     except KeyboardInterrupt:
         print_to_stderr("interrupted: a second signal killed the ranks")
         return INTERRUPTED
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return _status(exits, received[0] if received else None)
 
 

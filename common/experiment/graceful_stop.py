@@ -14,7 +14,7 @@ from typing import Any
 from common.errors import Stopped
 from common.training_engine import TrainingEngine
 from common.training_engine.checkpoint_manager import CheckpointManager
-from common.utils.processes import in_thread
+from common.utils.processes import in_thread, on_signals
 
 
 @contextmanager
@@ -28,12 +28,8 @@ def stop_on_signals(
         received.append(signal.Signals(number).name)
         engine.request_stop()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
+    with on_signals((signal.SIGTERM, signal.SIGUSR1), handle):
         yield checkpoints
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if engine.stopping:
         why = received[0] if received else "a signal to another rank"
         saved = f"saved as {checkpoints.newest}; resume with --resume auto"

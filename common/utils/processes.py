@@ -1,11 +1,12 @@
-"""Processes and threads: how a rank ends, and what happens to its children."""
+"""Processes and threads: how a rank ends, its signals, and what happens to its children."""
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
@@ -66,6 +67,17 @@ def _run_jobs(jobs: "SimpleQueue[tuple[Future, Callable[[], Any]] | None]") -> N
 def in_thread(action: Callable[[], T]) -> "Future[T]":
     """Start ``action`` in a daemon thread and return its future."""
     return DaemonThreads(1).submit(action)
+
+
+@contextlib.contextmanager
+def on_signals(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Call ``handler`` with the number and frame of these signals, while the context lasts."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def kill_on_parent_exit() -> Callable[[], object] | None:

@@ -14,7 +14,7 @@ from lab.audit.findings import run_checks
 from lab.audit.isolation import record_folder, run_network
 from lab.audit.performance import measure
 from lab.audit.report import print_audit, write_json, write_page
-from lab.audit.result import AuditResult, verdict
+from lab.audit.result import AuditResult, ranks_text, verdict
 from lab.audit.runner import AuditRun, RunSettings, run_audit_size
 from lab.processes.prefixed_output import console, say
 from lab.units import parse_rate
@@ -44,7 +44,7 @@ def main_audit(args: argparse.Namespace) -> int:
         except UserError as error:
             stopped = f"could not be run: {error}"
         with understood():
-            result = examine(command, runs, stopped, rate=args.rate)
+            result = examine(command, runs, stopped, asked=args.ranks, rate=args.rate)
     for path, write in ((args.json, write_json), (args.html, write_page)):
         if path:
             write(path, result)
@@ -96,19 +96,36 @@ def run_sizes(
 
 
 def examine(
-    command: AuditCommand, runs: Sequence[AuditRun], stopped: str | None, *, rate: str | None
+    command: AuditCommand,
+    runs: Sequence[AuditRun],
+    stopped: str | None,
+    *,
+    asked: Sequence[int],
+    rate: str | None,
 ) -> AuditResult:
-    """Return what is wrong and right in all runs. stopped: why there were no further runs."""
+    """Return what is wrong and right in all runs.
+
+    stopped : why there were no further runs. asked : the numbers of ranks to run.
+    """
     remarks = {
         f"The script fixes its number of ranks at {one.fixed_size}: "
         f"a literal divisor of {one.fixed_size} cannot be told from the number of ranks."
         for one in runs
         if one.fixed_size
     }
+    skipped = set(asked) - {one.size for one in runs}
+    if command.takes_size and skipped and not remarks:
+        remarks.add(f"Not run on {ranks_text(skipped)}, because it did not run to the end before.")
     runs = [one for one in runs if not one.wanted_size] or runs[-1:]
     recordings = [one.recording for one in runs if not one.failure or one.recording.ranks]
     findings, right, unknown = run_checks(recordings)
     failure = next((one.failure for one in runs if one.failure), stopped)
+    if failure is not None:
+        what, _, advice = failure.partition("\n")
+        explained = any(one.entry.fails for one in findings)
+        failure = " ".join(
+            [what.strip(), "The fault explains it." if explained else advice]
+        ).strip()
     measured = [one for one in recordings if one.ranks]
     return AuditResult(
         command=command.text,

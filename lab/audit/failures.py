@@ -4,6 +4,7 @@ import difflib
 import re
 from pathlib import Path
 
+from common.errors import count
 from lab.audit.recording import RankRecords, Record, code_line
 from lab.audit.runner import AuditRun
 from lab.processes.first_failure import find_root_failure, last_error_line
@@ -19,6 +20,7 @@ _TORCHRUNS_OWN = re.compile(
 )
 """The prefix of each line, and what torchrun prints about itself once a rank has failed."""
 _TORCHRUN = "lab audit -- torchrun --nproc-per-node 2 SCRIPT"
+_GLOOS_PLACE = re.compile(r"\[enforce fail at [^\]]*\]\s*")
 _MODULE = re.compile(r"No module named '?([\w.]+)")
 _PACKAGES = (
     *("accelerate", "albumentations", "cv2", "datasets", "einops", "evaluate", "h5py", "hydra"),
@@ -90,10 +92,14 @@ _HINTS = (
 
 
 def explain_failure(run: AuditRun) -> str | None:
-    """Return why a run could not be audited, or not to its end; None if nothing went wrong."""
+    """Return why a run could not be audited, or not to its end; None if nothing went wrong.
+
+    What to try may follow in a line of its own.
+    """
     ranks = "" if run.size is None else f" on {run.size} ranks"
-    reason = _reason(run)
-    return None if reason is None else f"could not be run{ranks}: {reason}"
+    steps, reason = run.recording.steps, _reason(run)
+    how = f"stopped after {count(steps, 'step')}" if steps else "could not be run"
+    return None if reason is None else f"{how}{ranks}: {reason}"
 
 
 def _reason(run: AuditRun) -> str | None:
@@ -122,7 +128,7 @@ def _reason(run: AuditRun) -> str | None:
     if run.failed:
         return _own_error(run, error, gone)
     if run.hung:
-        return f"{run.hung}. {_waits(run)}{_connects(run)}"
+        return f"{run.hung}. {_waits(run)}\n{_connects(run)}"
     training = [one for one in processes if one.by_kind["backward"]]
     cases = (
         (
@@ -195,7 +201,9 @@ def _own_error(run: AuditRun, error: Record | None, gone: RankRecords | None) ->
         at = code_line(error.get("at"))
         message = f"{text} (at {at})" if at else text
     printed = last_error_line(outputs[culprit]) + outputs[culprit][-4000:]
-    return f"{message.rstrip('.')}. {_advice(message + printed, run)}"
+    message = _GLOOS_PLACE.sub("", message).rstrip(".")
+    end = "" if message.endswith("?") else "."
+    return f"{message}{end}\n{_advice(message + printed, run)}"
 
 
 def _advice(text: str, run: AuditRun) -> str:
@@ -206,7 +214,7 @@ def _advice(text: str, run: AuditRun) -> str:
         if match := re.search(pattern, text):
             name = next(filter(None, match.groups()), "NAME")
             return advice.format(name, more=(run.size or 2) + 1)
-    return "First run the command without lab audit."
+    return "" if " (at " in text else "First run the command without lab audit."
 
 
 def _about_module(name: str, run: AuditRun) -> str:

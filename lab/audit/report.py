@@ -28,7 +28,7 @@ from lab.predict.readable import bytes_text, duration_text
 FORMAT = 1
 OWN_FAULT = "a part of lab audit itself"
 """Is in what the findings say where the probe has failed."""
-QUESTION = "Equals one process that computes each rank's share and averages"
+QUESTION = "Same updates as one process that computes each rank's share and averages the gradients"
 _STYLES = {0: "bold green", 1: "bold red", 2: "bold yellow"}
 _WIDTH = 100  # longer lines are hard to read; a file or a pipe has no width of its own
 _MOST_EVIDENCE = 3  # sentences of a finding on the terminal
@@ -149,7 +149,7 @@ def _speed_lines(performance: Mapping[str, Any] | None) -> list[str]:
         f"exposed communication {duration_text(performance['exposed_seconds'])} "
         f"({100 * performance['exposed_share']:.0f} % of a step); a rank sends "
         f"{bytes_text(sent)} a step{busiest}",
-        f"predicted for this model and batch: {predicted}" if predicted else None,
+        f"predicted step with this project's strategies: {predicted}" if predicted else None,
         performance["source"],
         performance["note"],
     ]
@@ -181,9 +181,8 @@ def print_audit(console: Console, result: AuditResult) -> None:
             ("  at    ", f"{at['file']}:{at['line']}: {at['text']}" if at else "", ""),
             *((f"  {name:<6}", finding[name], "") for name in ("cause", "cure", "sure")),
         ]
-    right = [f"{'; '.join(view['right'])}."] if view["right"] else []
     for heading, start, texts in (
-        ("Checked and right", "  ", right),
+        ("Checked and right", "- ", view["right"]),
         ("Notices (details: --json or --html)", "- ", [one["shown"] for one in view["notices"]]),
         ("Could not be checked", "- ", view["unknown"]),
         ("Speed", "- ", view["speed"]),

@@ -63,12 +63,14 @@ class AuditResult:
 
     @property
     def headline(self) -> str:
-        """The answer: the gravest fault, else why it could not be run, "right" or "cannot tell"."""
+        """The gravest fault, else why it did not run to the end, "right" or "cannot tell"."""
         if self.status == 1:
             probably, fault = _gravest(self.faults)
             return f"{probably}wrong: {fault}"
         unsure = f"cannot tell: {self.verdict.why}"
-        return self.failure or (unsure if self.status else "right: no fault was found")
+        sizes = {one.size for one in self.recordings}
+        on = "" if len(sizes) > 1 else f" on {ranks_text(sizes)}"  # a literal divisor hides there
+        return self.failure or (unsure if self.status else f"right{on}: no fault was found")
 
 
 def verdict(

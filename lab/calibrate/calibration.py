@@ -5,21 +5,18 @@ user started. Neither runs the training that is predicted later: messages are ti
 steps train on noise without messages.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import process_group
-from common.errors import UserError
-from common.models import MODELS
 from common.training_engine import launch_distributed_training
 from common.utils.progress import console
-from common.utils.registry import choices_text
 from common.utils.system import usable_cores
 from lab.calibrate.fits import fit_calibration
 from lab.calibrate.rank_measurements import Measures, measure_rank
-from lab.predict.calibration_file import Calibration, calibration_path
+from lab.predict.calibration_file import Calibration
 
+_IMAGE = (32, 32)  # height and width
 _MOST_RANKS = 8
 _SIZES = (
     (1_024, 20),
@@ -34,15 +31,16 @@ _SIZES = (
 )
 
 
-def measures_for(model: str, image: tuple[int, int], *, quick: bool) -> Measures:
+def measures_for(model: str, *, quick: bool) -> Measures:
     """Return what a calibration measures.
 
     No number of samples is a common batch size, so no predicted cell is measured.
     """
-    full = Measures(model, image, _SIZES, rounds=6, step_rounds=3, samples=(28, 100, 220), steps=2)
-    if not quick:
-        return full
-    return replace(full, sizes=_SIZES[::2], rounds=3, step_rounds=2, samples=(24, 72, 140), steps=1)
+    if quick:
+        return Measures(
+            model, _IMAGE, _SIZES[::2], rounds=3, step_rounds=2, samples=(24, 72, 140), steps=1
+        )
+    return Measures(model, _IMAGE, _SIZES, rounds=6, step_rounds=3, samples=(28, 100, 220), steps=2)
 
 
 def default_ranks() -> int:
@@ -54,22 +52,17 @@ def calibrate(
     *,
     ranks: int | None = None,
     model: str = "vgg11",
-    image: tuple[int, int] = (32, 32),
     quick: bool = False,
-    path: Path | None = None,
+    path: Path,
     measures: Measures | None = None,
 ) -> Calibration:
     """Measure with ``ranks`` processes on this machine, and write the file.
 
-    ranks : by default one per core, 2 to 8. path : instead of ``calibration_path()``. Raises
-    UserError on wrong values, WorkerError if a rank fails. Leaves no process behind.
+    ranks : at least 2; by default one per core, 2 to 8. Raises WorkerError if a rank fails. Leaves
+    no process behind.
     """
-    ranks = default_ranks() if ranks is None else ranks
-    if ranks < 2:
-        raise UserError(f"--ranks: got {ranks}, give 2 or more: one rank sends no messages")
-    if model not in MODELS:
-        raise UserError(f"--model: got {model!r}: {choices_text(model, MODELS)}")
-    measures = measures or measures_for(model, image, quick=quick)
+    ranks = ranks or default_ranks()
+    measures = measures or measures_for(model, quick=quick)
     console.print(
         f"calibrating with {ranks} ranks on this machine: {measures.number} measurements, usually "
         f"{'half a minute' if quick else 'one to two minutes'} if the machine is otherwise idle"
@@ -77,16 +70,17 @@ def calibrate(
     found = launch_distributed_training(
         measure_rank, ranks, "gloo", measures=measures, ranks_here=ranks
     )
-    return save_calibration(fit_calibration(found, model=model, quick=quick), path)
+    calibration = fit_calibration(found, model=model, quick=quick)
+    calibration.save(path)
+    return calibration
 
 
 def calibrate_nodes(
     launch: LaunchSpec,
     *,
     model: str = "vgg11",
-    image: tuple[int, int] = (32, 32),
     quick: bool = False,
-    path: Path | None = None,
+    path: Path,
     timeout_seconds: float = 60.0,
     measures: Measures | None = None,
 ) -> Calibration | None:
@@ -94,19 +88,11 @@ def calibrate_nodes(
 
     Raises GroupError and UserError as ``common.distributed.process_group.process_group`` does.
     """
-    if launch.world_size < 2:
-        raise UserError(
-            f"--num-nodes: got {launch.world_size}, give 2 or more: one node sends no messages"
-        )
-    measures = measures or measures_for(model, image, quick=quick)
+    measures = measures or measures_for(model, quick=quick)
     with process_group(launch, backend="gloo", timeout_seconds=timeout_seconds) as world:
         found = measure_rank(world.rank, world.size, measures=measures, ranks_here=world.local_size)
     if not world.is_rank0:
         return None
-    return save_calibration(fit_calibration(found, model=model, quick=quick), path)
-
-
-def save_calibration(calibration: Calibration, path: Path | None = None) -> Calibration:
-    """Write the file atomically (default: ``calibration_path()``), and return the calibration."""
-    calibration.save(path or calibration_path())
+    calibration = fit_calibration(found, model=model, quick=quick)
+    calibration.save(path)
     return calibration

@@ -4,8 +4,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from itertools import accumulate
-from operator import itemgetter
+from itertools import accumulate, chain
 from typing import Any, cast
 
 from common.errors import count
@@ -24,8 +23,8 @@ Turn = Sequence[Mapping[str, Any]]  # what every rank measured in one round, by 
 def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Calibration:
     """Return the calibration that fits what ``measure_rank`` returned."""
     ranks, cores = found["ranks"], found["cores"]
-    noise: list[tuple[float, float]] = []
-    turns = quiet(_by_turn(ranks, "turns"), found, noise)
+    every_turn = {name: _by_turn(ranks, name) for name in ("turns", "overlap", "alone", "together")}
+    turns = quiet(every_turn["turns"], found)
     fits = {"gamma": _fit_memory("sum", turns), "copy": _fit_memory("copy", turns)}
     gamma = fits["gamma"].values[0]
     fits |= {kind: _fit_kind(kind, len(ranks), gamma, turns) for kind in KINDS}
@@ -36,13 +35,13 @@ def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Cal
         gamma,
         fits["copy"].values[0],
         kinds,
-        _overlap_cost(quiet(_by_turn(ranks, "overlap"), found, noise)),
+        _overlap_cost(quiet(every_turn["overlap"], found)),
     )
     profiles = []
     cases = ((1, cores, "alone"), (found["ranks_here"], ranks[0]["threads"], "together"))
     for sharing, threads, steps in cases:
-        if ranks[0][steps]:
-            profile, lines = _profile(sharing, threads, _by_turn(ranks, steps), found, noise)
+        if every_turn[steps]:
+            profile, lines = _profile(sharing, threads, every_turn[steps], found)
             profiles.append(profile)
             fits |= lines
     shares = [
@@ -56,7 +55,7 @@ def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Cal
         ranks_here=found["ranks_here"],
         cores=cores,
         model=model,
-        others_share=mean_share(noise),
+        others_share=others_share([*chain(*every_turn.values())], found),
         gradients=tuple(GradientShape(size.shape, size.itemsize) for size in found["gradients"]),
         network=network,
         compute=ComputeModel(
@@ -70,26 +69,26 @@ def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Cal
     )
 
 
-def quiet(
-    turns: Iterable[Turn], found: Mapping[str, Any], noise: list[tuple[float, float]]
-) -> list[Turn]:
+def quiet(turns: Sequence[Turn], found: Mapping[str, Any]) -> list[Turn]:
     """Return the turns that other processes hardly disturbed, at least the two quietest.
 
-    found : "cores" and "ranks_here" of what ``measure_rank`` returned. noise : receives for every
-    turn its length in seconds and the share of the cores that other processes took.
+    found : "cores" and "ranks_here" of what ``measure_rank`` returned.
     """
-    by_noise = sorted(((_others_share(turn, found), turn) for turn in turns), key=itemgetter(0))
-    noise += [(turn[0]["cpu"]["clock"], share) for share, turn in by_noise]
-    return [
-        turn
-        for position, (share, turn) in enumerate(by_noise)
-        if share <= _QUIET_SHARE or position < _LEAST_TURNS
-    ]
+    shares = [others_share([turn], found) for turn in turns]
+    limit = max(_QUIET_SHARE, *sorted(shares)[:_LEAST_TURNS])
+    return [turn for turn, share in zip(turns, shares, strict=True) if share <= limit]
 
 
-def mean_share(noise: Sequence[tuple[float, float]]) -> float:
-    """Return the mean of the shares that ``quiet`` noted, weighted by the turns' lengths."""
-    return statistics.fmean([share for _, share in noise], [clock for clock, _ in noise])
+def others_share(turns: Sequence[Turn], found: Mapping[str, Any]) -> float:
+    """Return the share of rank 0's cores that other processes took in all these turns."""
+    others = seconds = 0.0
+    for turn in turns:
+        cpu, here = [rank["cpu"] for rank in turn], found["ranks_here"]
+        # If the ranks are on several machines, rank 0 stands for every rank of its machine.
+        own = [rank["own"] for rank in cpu] if len(cpu) <= here else [cpu[0]["own"]] * here
+        others += max(0.0, cpu[0]["all"] - sum(own))
+        seconds += cpu[0]["clock"]
+    return others / (seconds * found["cores"])
 
 
 def fit_line(samples: Sequence[float], seconds: Sequence[float]) -> Fit:
@@ -103,14 +102,6 @@ def _by_turn(ranks: Sequence[Mapping[str, Any]], key: str) -> list[Turn]:
     A rank that measured nothing is left out.
     """
     return list(zip(*(rank[key] for rank in ranks if rank[key]), strict=True))
-
-
-def _others_share(turn: Turn, found: Mapping[str, Any]) -> float:
-    """Return the share of rank 0's cores that other processes took, from the ranks' CPU times."""
-    cpu, here = [rank["cpu"] for rank in turn], found["ranks_here"]
-    # If the ranks are on several machines, rank 0 stands for every rank of its machine.
-    own = [rank["own"] for rank in cpu] if len(cpu) <= here else [cpu[0]["own"]] * here
-    return max(0.0, cpu[0]["all"] - sum(own)) / (cpu[0]["clock"] * found["cores"])
 
 
 def _fit_memory(action: str, turns: Sequence[Turn]) -> Fit:
@@ -161,7 +152,6 @@ def _profile(
     threads: int,
     steps: Sequence[Turn],
     found: Mapping[str, Any],
-    noise: list[tuple[float, float]],
 ) -> tuple[ComputeProfile, dict[str, Fit]]:
     """Fit the line of each section over the samples.
 
@@ -170,7 +160,7 @@ def _profile(
     calm = [
         step
         for samples in dict.fromkeys(step[0]["samples"] for step in steps)
-        for step in quiet((s for s in steps if s[0]["samples"] == samples), found, noise)
+        for step in quiet([step for step in steps if step[0]["samples"] == samples], found)
     ]
     slowest = [max(step, key=lambda rank: rank["before"] + rank["backward"]) for step in calm]
     before, backward = (

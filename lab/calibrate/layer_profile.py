@@ -18,7 +18,7 @@ from common.errors import UserError, count
 from common.utils.environment import environment
 from common.utils.progress import console, show_progress
 from common.utils.system import tune_malloc, usable_cores
-from lab.calibrate.fits import fit_line, mean_share, quiet
+from lab.calibrate.fits import fit_line, others_share, quiet
 from lab.calibrate.layer_timer import Call, LayerTimer
 from lab.calibrate.trainer import Trainer
 from lab.predict.calibration_file import noise_warning
@@ -102,15 +102,9 @@ def _fit_profile(
 ) -> Profile:
     """Return the profile whose lines fit each layer's median seconds in the quiet ``steps``."""
     counts = sorted({step["samples"] for step in steps})
-    noise: list[tuple[float, float]] = []
-    one_rank = {"ranks_here": 1, "cores": usable_cores()}
+    turns, here = [(step,) for step in steps], {"ranks_here": 1, "cores": usable_cores()}
     by_count = [
-        [
-            step
-            for (step,) in quiet(
-                ((step,) for step in steps if step["samples"] == count), one_rank, noise
-            )
-        ]
+        [step for (step,) in quiet([turn for turn in turns if turn[0]["samples"] == count], here)]
         for count in counts
     ]
 
@@ -135,7 +129,7 @@ def _fit_profile(
         image=image,
         layers=layers,
         update_seconds=statistics.median(step["update"] for same in by_count for step in same),
-        others_share=mean_share(noise),
+        others_share=others_share(turns, here),
         steps=tuple(
             (
                 count,

@@ -4,10 +4,8 @@ Everything is measured in turns, for several rounds, so that a machine whose spe
 all numbers alike. Sizes are in bytes, times in seconds.
 """
 
-import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -34,7 +32,7 @@ from lab.calibrate.link_measurements import (
 )
 from lab.calibrate.trainer import WARM_UP_STEPS, Trainer, cpu_seconds, spent
 
-_LIMIT_SECONDS = 600.0
+_LIMIT_SECONDS = 600
 _WARM_UP_ROUNDS = 1
 _OVERLAP_BYTES = 8_000_000
 _PROBE_SAMPLES, _LONGEST_BACKWARD_SECONDS = 4, 6.0
@@ -98,25 +96,13 @@ class RankMeasurements(TypedDict):
     environment: dict[str, Any]
 
 
-@contextmanager
-def end_process_after(seconds: float) -> Iterator[None]:
-    """End this process with status 1 if the block takes longer than ``seconds``."""
-    watchdog = threading.Timer(seconds, os._exit, args=[1])
-    watchdog.daemon = True
-    watchdog.start()
-    try:
-        yield
-    finally:
-        watchdog.cancel()
-
-
-@end_process_after(_LIMIT_SECONDS)
 def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -> dict[str, Any]:
     """Measure in the open process group; return all ranks' numbers on every rank. Collective.
 
     ranks_here : ranks that share this machine; if there are several, rank 0 also computes alone,
-        with all threads. Ends the process if it takes longer than ten minutes.
+        with all threads. The process is killed (SIGALRM) if it takes longer than ten minutes.
     """
+    signal.alarm(_LIMIT_SECONDS)
     tune_malloc()
     cores = usable_cores()
     threads = max(1, cores // ranks_here)
@@ -145,8 +131,10 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
             if ranks_here > 1:
                 found["alone"] += _alone(trainer, rank, cores, samples, steps=measures.steps)
                 torch.set_num_threads(threads)
+    of_all = gather_objects(current_world(), found, schema=RankMeasurements)
+    signal.alarm(0)
     return {
-        "ranks": gather_objects(current_world(), found, schema=RankMeasurements),
+        "ranks": of_all,
         "gradients": trainer.gradients,
         "cores": cores,
         "ranks_here": ranks_here,

@@ -4,21 +4,23 @@ import argparse
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.errors import INTERRUPTED, UserError
+from common.errors import INTERRUPTED, UserError, count
 from common.utils.environment import RUN_TOKEN, setting
 from common.utils.paths import REPORTS, new_folder
 from common.utils.processes import shell_status
-from lab.cluster import control
-from lab.cluster.cluster import FAULTS, Cluster, End
-from lab.cluster.program import check_placeholders, node_environment, parse_python
+from lab.cluster.cluster import Cluster, End
+from lab.cluster.nodes import FAULTS, Nodes, find_nodes
+from lab.cluster.program import NOT_FOUND, check_placeholders, node_environment, parse_python
 from lab.flags import add_command
 from lab.processes.first_failure import find_root_failure
-from lab.processes.prefixed_output import PrefixedOutput, say
+from lab.processes.prefixed_output import PrefixedOutput, say, write_log
+from lab.units import parse_rate
 
 _INTERRUPT_SECONDS = 5.0
 _DONE = {
@@ -131,11 +133,12 @@ def run(args: argparse.Namespace) -> int:
     )
     for warning in cluster.warnings:
         say(f"warning: {warning}")
-    logs, began = args.logs or new_folder(args.output_dir, "cluster"), time.monotonic()
-    with cluster, control.served(cluster):
+    logs = cluster.logs = args.logs or new_folder(args.output_dir, "cluster")
+    began = time.monotonic()
+    with cluster:
         say(_introduction(cluster, args, time.monotonic() - began))
         try:
-            cluster.start(command, logs=logs)
+            cluster.start(command)
             ends = cluster.wait(stop_at_failure=True)
         except KeyboardInterrupt:
             return _interrupted(cluster, logs)
@@ -150,8 +153,7 @@ def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) ->
         delayed = cluster.latency_seconds is not None
         latency = f", {args.latency} from node to node" if delayed else ""
         links = f"{first} to {last}, {rate}{latency}"
-    plural = "s" * (cluster.nodes > 1)
-    return f"{cluster.nodes} node{plural}, {links}; started in {seconds:.1f} s"
+    return f"{count(cluster.nodes, 'node')}, {links}; started in {seconds:.1f} s"
 
 
 def _interrupted(cluster: Cluster, logs: Path) -> int:
@@ -171,41 +173,52 @@ def _conclusion(cluster: Cluster, ends: Sequence[End], seconds: float, logs: Pat
         return 0
     outputs = {node: cluster.output(node) for node in failed}
     culprit, message = find_root_failure(list(failed), failed, outputs, name="node")
-    print(f"error: {message} (output: {cluster.log(culprit, logs)})", file=sys.stderr)
+    print(f"error: {message} (output: {cluster.log(culprit)})", file=sys.stderr)
     return shell_status(failed[culprit])
 
 
 def shell(args: argparse.Namespace) -> int:
     """Open a shell in a node of a running cluster, or run a command; return its exit status."""
-    pid, cluster = _find_node(args)
-    if cluster["loopback"]:
+    nodes = _find(args)
+    if nodes.loopback:
         raise UserError(
             "this cluster runs with --loopback: its nodes are plain processes of this machine, so "
             "use a shell of this machine"
         )
     if not args.flags:
-        say(f"a shell on node {args.node} of cluster {pid}; leave it with exit")
+        say(f"a shell on node {args.node} of cluster {nodes.maker}; leave it with exit")
     command = args.flags or [setting("SHELL") or "/bin/sh"]
-    variables = {**os.environ, RUN_TOKEN: cluster["token"]}  # to start ranks of the same run
-    environment = node_environment(variables, nodes=cluster["nodes"], interface="eth0")
-    return control.enter(cluster["host"], args.node, command, environment=environment)
+    variables = {**os.environ, RUN_TOKEN: nodes.token}  # to start ranks of the same run
+    environment = node_environment(variables, nodes=nodes.number, interface="eth0")
+    folder = os.getcwd()
+    try:
+        nodes.network.enter(args.node)
+    except OSError as error:
+        raise UserError(
+            f"node {args.node} cannot be entered ({error.strerror}): "
+            "use the account that started the cluster"
+        ) from error
+    try:
+        return shell_status(subprocess.call(command, cwd=folder, env=environment))
+    except OSError as error:
+        print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
+        return NOT_FOUND
 
 
 def fault(args: argparse.Namespace) -> int:
-    """Disturb a node of a running cluster, or undo that."""
+    """Disturb a node of a running cluster, or undo that; the node's log mentions it."""
     what = next(name for name in FAULTS if getattr(args, name))
-    pid, _ = _find_node(args)
-    control.ask(pid, node=args.node, what=what, rate=args.slow)
-    say(f"node {args.node}: {_DONE[what]}{args.slow or ''}")
+    nodes = _find(args)
+    nodes.fault(args.node, what, parse_rate(args.slow))
+    text = f"node {args.node}: {_DONE[what]}{args.slow or ''}"
+    write_log(Path(nodes.logs, f"node{args.node}.log"), f"lab cluster fault: {text}")
+    say(text)
     return 0
 
 
-def _find_node(args: argparse.Namespace) -> tuple[int, control.ClusterFacts]:
-    """Return the process id of the chosen cluster, and its facts, see ``control.ask``."""
-    pid = control.find(args.cluster)
-    cluster = control.ask(pid)
-    if not 0 <= args.node < cluster["nodes"]:
-        raise UserError(
-            f"--node: got {args.node}, the cluster has nodes 0 to {cluster['nodes'] - 1}"
-        )
-    return pid, cluster
+def _find(args: argparse.Namespace) -> Nodes:
+    """Return the nodes of the chosen cluster; UserError unless it has the chosen node."""
+    nodes = find_nodes(args.cluster)
+    if not 0 <= args.node < nodes.number:
+        raise UserError(f"--node: got {args.node}, the cluster has nodes 0 to {nodes.number - 1}")
+    return nodes

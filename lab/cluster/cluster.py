@@ -1,32 +1,48 @@
 """``Cluster``: nodes with their own addresses on this machine, for a ``with`` statement.
 
 Order: enter the ``with``, ``start`` a command on nodes, perhaps ``fault``, ``wait``, and read
-``output`` and ``traffic``. All processes and links end with the ``with``. channel.py starts the
-process that does the work.
+``output`` and ``traffic``. All processes and links end with the ``with``. supervisor.py starts the
+programs; nodes.py is what other terminals know about a cluster.
 """
 
 import contextlib
 import math
 import os
+import re
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import IO
 
 from common.errors import GroupError, UserError
+from common.utils.atomic_files import append_text
 from common.utils.environment import RUN_TOKEN, with_run_token
+from common.utils.paths import REPOSITORY
+from common.utils.processes import descendants, kill_on_parent_exit
 from common.utils.system import free_port
 from lab.cluster import network, tools
-from lab.cluster.channel import Channel
-from lab.cluster.network import Link
+from lab.cluster.network import Link, Traffic
+from lab.cluster.nodes import FAULTS, Nodes
 from lab.cluster.program import fill_in, node_environment
+from lab.cluster.supervisor import NodeProgram
+from lab.processes.prefixed_output import write_log
 from lab.units import parse_latency, parse_rate
 
-FAULTS = ("cut", "slow", "pause", "kill", "restore")
+SUPERVISOR_CODE = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from lab.cluster.supervisor import main; main()"
+)
+"""For ``python -P -c``, with the repository as argument, so that it need not be installed."""
+
+_READY_SECONDS, _CLOSE_SECONDS = 180.0, 10.0
 _POLL_SECONDS = 0.2
 _PORT = 29500
 
@@ -38,16 +54,6 @@ class End:
     node: int
     status: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What a node has sent and received, see ``network.traffic``."""
-
-    sent_bytes: int
-    sent_packets: int
-    received_bytes: int
-    received_packets: int
 
 
 class Cluster:
@@ -84,13 +90,14 @@ class Cluster:
         self.nodes, self.loopback = nodes, loopback
         self.warnings: list[str] = []
         self._rate_bits, self.latency_seconds = parse_rate(rate), parse_latency(latency)
-        self._logs, self._on_line = logs, on_line
+        self.logs, self._on_line = logs, on_line
         self._preload = not fresh and sys.platform == "linux"  # elsewhere forks of torch may hang
         self._check(rate, latency)
         self._program_ended = threading.Event()
-        self._running: dict[int, tuple[float, IO[str]]] = {}  # start, and file for the output
+        self._running: dict[int, socket.socket] = {}  # takes signals for the node's program
+        self._threads: list[threading.Thread] = []
         self._names: dict[int, str] = {}  # "node 2", or "node 2, rank 2," if it knows its rank
-        self._kill_reasons: dict[int, str] = {}
+        self._stopped: dict[int, str] = {}  # why ``wait`` has stopped a node
         self._ends: list[End] = []
         self._output: dict[int, list[str]] = {node: [] for node in range(nodes)}
         self._port = _PORT
@@ -122,24 +129,78 @@ class Cluster:
             self.latency_seconds = None
 
     def __enter__(self) -> "Cluster":
-        self._channel = Channel(loopback=self.loopback, on_event=self._take_event)
-        link = None if self.loopback else Link(self._rate_bits, self.latency_seconds)
+        own = Nodes(
+            os.getpid(),
+            self.nodes,
+            self.token,
+            self.loopback,
+            self._rate_bits,
+            self.latency_seconds,
+            str(self.logs.absolute()),
+        )
+        self._errors = tempfile.TemporaryFile()
+        self._requests, requests = Pipe()
+        with requests:
+            self._process = subprocess.Popen(
+                [
+                    *(() if self.loopback else tools.unshare_command() or ()),
+                    *(sys.executable, "-P", "-c", SUPERVISOR_CODE, str(REPOSITORY)),
+                    *(["preload"] if self._preload else []),
+                ],
+                stdin=requests.fileno(),
+                stdout=self._errors,
+                stderr=self._errors,
+                start_new_session=True,
+                preexec_fn=kill_on_parent_exit(),
+                env={**os.environ, "OMP_NUM_THREADS": "1", **own.variables()},
+            )
+        self._nodes = replace(own, process=self._process.pid)
         try:
-            self._channel.build(self.nodes, link, preload=self._preload)
-            self.host_pid = self._channel.host_pid
-        except BaseException:
-            self.close()
-            raise
+            self._await_supervisor()  # it runs
+            self.host_pid = self._nodes.host_pid
+            if not self.loopback:
+                link = Link(self._rate_bits, self.latency_seconds)
+                self._nodes.network.build(self.nodes, link)
+            self._await_supervisor()  # it has imported torch meanwhile
+        except BaseException as error:
+            with contextlib.closing(self):
+                if isinstance(error, Exception):
+                    why = error if isinstance(error, UserError) else self._why_ended()
+                    raise GroupError(f"the cluster did not start: {why}") from error
+                raise
         return self
+
+    def _await_supervisor(self) -> None:
+        if not self._requests.poll(_READY_SECONDS):
+            raise UserError(f"not ready within {_READY_SECONDS:g} s")
+        self._requests.recv()
+
+    def _why_ended(self) -> str:
+        """Return why the supervisor has ended: the last line that it or unshare has written."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_CLOSE_SECONDS)
+        self._errors.seek(0)
+        errors = self._errors.read().decode(errors="replace").strip().splitlines()
+        last = ["its first process has ended", *errors][-1]
+        return re.sub(r"^unshare: ", "unshare says: ", last)
 
     def __exit__(self, *_error: object) -> None:
         self.close()
 
     def close(self) -> None:
         """End every process, namespace and link of the cluster."""
-        self._channel.close()
-        for _, log in self._running.values():
-            log.close()
+        self.send_signal(signal.SIGKILL)
+        self._requests.close()
+        try:
+            self._process.wait(_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            for pid in [*descendants(self._process.pid), self._process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.wait(_CLOSE_SECONDS)
+        for thread in self._threads:
+            thread.join(_CLOSE_SECONDS)
+        self._errors.close()
 
     def address(self, node: int) -> str:
         """Return a node's address."""
@@ -180,12 +241,56 @@ class Cluster:
                 )
             has_rank = any("{rank}" in word for word in command)
             self._names[node] = f"node {node}{f', rank {node},' if has_rank else ''}"
-            self._running[node] = time.monotonic(), _open_log(self.log(node, logs))
-            self._channel.ask("start", node, filled, node_variables, str(cwd or Path.cwd()))
+            folder = str(cwd or Path.cwd())
+            self._start(
+                NodeProgram(node, self.nodes, self.loopback, filled, node_variables, folder),
+                self.log(node, logs),
+            )
+
+    def _start(self, program: NodeProgram, log: Path) -> None:
+        append_text(log, "", name=str(log), advice=": give another folder")
+        control, far = socket.socketpair()
+        reader, writer = os.pipe()
+        try:
+            self._requests.send(program)
+            for descriptor in (far.fileno(), writer):
+                send_handle(self._requests, descriptor, self._process.pid)
+        except OSError as error:
+            raise GroupError(f"the cluster has ended: {self._why_ended()}") from error
+        finally:
+            far.close()
+            os.close(writer)
+        self._running[program.node] = control
+        follow = partial(self._follow, program.node, control, reader, log)
+        self._threads.append(threading.Thread(target=follow, daemon=True))
+        self._threads[-1].start()
+
+    def _follow(self, node: int, control: socket.socket, output: int, log: Path) -> None:
+        """Record what a node writes and how its program ends; in a thread."""
+        began = time.monotonic()
+        with control, open(output, encoding="utf-8", errors="replace", newline="\n") as lines:
+            for text in lines:
+                line = text.rstrip("\n")
+                self._output[node].append(line)
+                write_log(log, line)
+                self._on_line(node, line)
+            try:
+                status = int(control.recv(16))
+            except (OSError, ValueError):  # its parent was killed, most likely with the cluster
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(1)
+                status = -signal.SIGKILL
+        reason = self._stopped.pop(node, None)
+        if status < 0:  # a killed program cannot report its own end
+            reason = reason or f"was killed by {signal.Signals(-status).name}"
+            write_log(log, f"lab cluster: {self._names[node]} {reason}")
+        self._ends.append(End(node, status, time.monotonic() - began))
+        del self._running[node]  # after the end is recorded: ``wait`` reads both
+        self._program_ended.set()
 
     def log(self, node: int, folder: Path | None = None) -> Path:
         """Return the file for a node's output; it ends with the reason if a signal killed it."""
-        return (folder or self._logs) / f"node{node}.log"
+        return (folder or self.logs) / f"node{node}.log"
 
     def fault(self, node: int, what: str, *, rate: str | None = None) -> None:
         """Disturb a node while it runs.
@@ -200,30 +305,24 @@ class Cluster:
                 f"fault: got {what!r} with rate {rate!r}; choose from {', '.join(FAULTS)}, and "
                 "give a rate with slow only"
             )
-        if what == "kill":
-            self._kill_reasons.setdefault(node, "was killed by SIGKILL: lab cluster fault --kill")
-        self._channel.ask("fault", node, what, parse_rate(rate))
+        self._nodes.fault(node, what, parse_rate(rate))
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the program of every node, as Ctrl-C does to those of a terminal."""
-        self._channel.ask("send_signal", number)
+        for control in list(self._running.values()):
+            with contextlib.suppress(OSError):  # the program has just ended
+                control.send(bytes([number]))
 
     def traffic(self) -> dict[int, Traffic]:
         """Return what each node has sent and received. Raises UserError on loopback."""
         if self.loopback:
             raise UserError("a cluster on loopback has no links, so no traffic is counted")
-        rows = self._channel.ask("traffic", self.nodes)
-        return {node: Traffic(*row) for node, row in enumerate(rows)}
+        return self._nodes.network.traffic(self.nodes)
 
     def pids(self, node: int) -> list[int]:
-        """Return the process ids of what runs on a node, as seen from outside.
-
-        Raises UserError on loopback.
-        """
+        """Return the process ids of what runs on a node, as seen from outside."""
         self._check_node(node)
-        if self.loopback:
-            raise UserError("a cluster on loopback does not know which node a process belongs to")
-        return self._channel.pids(node)
+        return self._nodes.pids(node)
 
     def output(self, node: int) -> str:
         """Return what a node's programs have written so far, stdout and stderr."""
@@ -244,10 +343,12 @@ class Cluster:
         cluster has ended.
         """
         began, kill_at = time.monotonic(), math.inf
-        while self._running:
+        while True:
             now = time.monotonic()
-            if self._channel.failure is not None:
-                raise GroupError(f"the cluster has ended: {self._channel.failure}")
+            if self._process.poll() is not None:
+                raise GroupError(f"the cluster has ended: {self._why_ended()}")
+            if not self._running:
+                break
             if now > began + limit_seconds:
                 raise TimeoutError(
                     f"after {limit_seconds:g} s these nodes still run: "
@@ -257,9 +358,9 @@ class Cluster:
                 kill_at = min(kill_at, now + grace_seconds)
             if now > kill_at:
                 first = self._names[next(end.node for end in self._ends if end.status)]
-                for node in list(self._running):
-                    self._kill_reasons[node] = f"was stopped, since {first} had failed"
-                    self.fault(node, "kill")
+                reason = f"was stopped, since {first} had failed"
+                self._stopped |= dict.fromkeys(list(self._running), reason)
+                self.send_signal(signal.SIGKILL)
                 kill_at = math.inf  # set anew above: kills what still runs after the same time
             self._program_ended.wait(_POLL_SECONDS)
             self._program_ended.clear()
@@ -269,32 +370,3 @@ class Cluster:
     def _check_node(self, node: int) -> None:
         if not 0 <= node < self.nodes:
             raise UserError(f"node {node}: the cluster has nodes 0 to {self.nodes - 1}")
-
-    def _take_event(self, node: int, event: str | int) -> None:
-        """Record a line that a node has written, or the exit status of its program."""
-        began, log = self._running[node]
-        if isinstance(event, str):
-            self._output[node].append(event)
-            with contextlib.suppress(OSError):  # a full disk: the run itself reports it
-                log.write(event + "\n")
-            self._on_line(node, event)
-        else:
-            reason = self._kill_reasons.pop(node, None)
-            with contextlib.suppress(OSError):
-                if event < 0:  # a killed program cannot report its own end
-                    reason = reason or f"was killed by {signal.Signals(-event).name}"
-                    log.write(f"lab cluster: {self._names[node]} {reason}\n")
-                log.close()
-            self._ends.append(End(node, event, time.monotonic() - began))
-            del self._running[node]  # after the end is recorded: ``wait`` reads both
-            self._program_ended.set()
-
-
-def _open_log(path: Path) -> IO[str]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a", encoding="utf-8", buffering=1)
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}): give another folder"
-        ) from error

@@ -1,7 +1,6 @@
 """The network of an emulated cluster: a bridge, and a namespace with one link to it for each node.
 
-The supervisor (node_supervisor.py) calls ``build`` once, then ``shape``, ``set_link`` and
-``traffic``. All of them run the system's ``ip`` and ``tc``.
+``Network`` works from outside: it runs the system's ``ip`` and ``tc`` in the cluster's namespaces.
 """
 
 import contextlib
@@ -9,9 +8,13 @@ import ctypes
 import json
 import os
 import subprocess
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
+
+from common.errors import UserError
+from lab.cluster import tools
 
 MOST_NODES = 250
 _BRIDGE = "lab0"
@@ -26,6 +29,20 @@ class Link:
 
     rate_bits: float | None = None
     latency_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a node has sent and received.
+
+    Bytes include Ethernet headers. The kernel's packets have up to 64 KB; a network card would cut
+    them into frames.
+    """
+
+    sent_bytes: int
+    sent_packets: int
+    received_bytes: int
+    received_packets: int
 
 
 def address(node: int) -> str:
@@ -43,21 +60,6 @@ def namespace_file(node: int) -> Path:
     return Path("/run/netns", namespace(node))
 
 
-def namespace_id(node: int) -> str:
-    """Return the target of ``/proc/PID/ns/net`` of processes on this node, inside and outside."""
-    return f"net:[{namespace_file(node).stat().st_ino}]"
-
-
-def pids_in(network_id: str, pids: Iterable[int]) -> list[int]:
-    """Return the processes that are in the network namespace with this id."""
-    found = []
-    for pid in pids:
-        with contextlib.suppress(OSError):  # the process has just ended
-            if os.readlink(f"/proc/{pid}/ns/net") == network_id:
-                found.append(pid)
-    return found
-
-
 def enter_namespace(path: Path) -> None:
     """Move this process into a namespace: a file of ``/proc/PID/ns`` or of ``ip netns``.
 
@@ -68,102 +70,135 @@ def enter_namespace(path: Path) -> None:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def build(nodes: int, link: Link) -> None:
-    """Make the bridge, the namespaces and the links, and add the nodes' names to ``/etc/hosts``.
+@dataclass(frozen=True)
+class Network:
+    """The network of the cluster whose first process has this id, as seen from outside.
 
-    The caller must be in its own network and mount namespaces. The kernel removes everything when
-    the last process in them ends.
+    Methods raise UserError with the error output of ``ip`` or ``tc``.
     """
-    _run("mount", "-t", "tmpfs", "tmpfs", "/run")
-    _ip(
-        f"link add {_BRIDGE} type bridge",
-        f"link set {_BRIDGE} addrgenmode none",
-        f"link set {_BRIDGE} up",
-        "link set lo up",
-    )
-    for node in range(nodes):
-        _run("ip", "netns", "add", namespace(node))
-        _ip(
-            f"link add {_bridge_end(node)} type veth peer name eth0 netns {namespace(node)}",
-            f"link set {_bridge_end(node)} addrgenmode none",
-            f"link set {_bridge_end(node)} master {_BRIDGE} up",
-        )
-        _ip(
+
+    host_pid: int
+
+    def build(self, nodes: int, link: Link) -> None:
+        """Make the bridge, the namespaces and the links, and add the nodes to ``/etc/hosts``.
+
+        The kernel removes everything when the last process in the namespaces ends.
+        """
+        self._run("mount", "-t", "tmpfs", "tmpfs", "/run")
+        self._ip(
+            f"link add {_BRIDGE} type bridge",
+            f"link set {_BRIDGE} addrgenmode none",
+            f"link set {_BRIDGE} up",
             "link set lo up",
-            "link set eth0 addrgenmode none",
-            f"address add {address(node)}/24 dev eth0",
-            "link set eth0 up",
-            node=node,
         )
-        shape(node, link)
-    names = "".join(f"{address(node)} {namespace(node)}\n" for node in range(nodes))
-    _OWN_HOSTS.write_text(_HOSTS.read_text() + names)
-    _run("mount", "--bind", str(_OWN_HOSTS), str(_HOSTS))
+        for node in range(nodes):
+            self._run("ip", "netns", "add", namespace(node))
+            self._ip(
+                f"link add {_bridge_end(node)} type veth peer name eth0 netns {namespace(node)}",
+                f"link set {_bridge_end(node)} addrgenmode none",
+                f"link set {_bridge_end(node)} master {_BRIDGE} up",
+            )
+            self._ip(
+                "link set lo up",
+                "link set eth0 addrgenmode none",
+                f"address add {address(node)}/24 dev eth0",
+                "link set eth0 up",
+                node=node,
+            )
+            self.shape(node, link)
+        names = "".join(f"{address(node)} {namespace(node)}\n" for node in range(nodes))
+        self._inside(_OWN_HOSTS).write_text(_HOSTS.read_text() + names)
+        self._run("mount", "--bind", str(_OWN_HOSTS), str(_HOSTS))
 
+    def shape(self, node: int, link: Link) -> None:
+        """Give a node's link this rate both ways, and this latency where the node sends.
 
-def shape(node: int, link: Link) -> None:
-    """Give a node's link this rate both ways, and this latency where the node sends.
+        The kernel shapes only what a device sends: the node's end limits what the node sends, and
+        the bridge's end what it receives. Every packet has one sender, so the latency counts once.
+        """
+        # tbf passes packets of up to 64 KB; a smaller burst would cost a third of the rate.
+        rate, burst = link.rate_bits, "256kb" if (link.rate_bits or 0) >= 500e6 else "128kb"
+        limit = [] if rate is None else [f"tbf rate {rate:.0f}bit burst {burst} limit 2mb"]
+        latency = link.latency_seconds
+        delay = [] if latency is None else [f"netem delay {latency * 1e6:.0f}us limit 100000"]
+        for tc, device, disciplines in (
+            (f"tc -netns {namespace(node)} qdisc", "eth0", limit + delay),
+            ("tc qdisc", _bridge_end(node), limit),
+        ):
+            self._run(*f"{tc} delete dev {device} root".split(), may_fail=True)
+            positions = ("root handle 1:", "parent 1: handle 2:")
+            for discipline, position in zip(disciplines, positions, strict=False):
+                self._run(*f"{tc} add dev {device} {position} {discipline}".split())
 
-    The kernel shapes only what a device sends: the node's end limits what the node sends, and the
-    bridge's end what it receives. Every packet has one sender, so the latency counts once.
-    """
-    # tbf passes packets of up to 64 KB; a smaller burst would cost a third of the rate.
-    rate, burst = link.rate_bits, "256kb" if (link.rate_bits or 0) >= 500e6 else "128kb"
-    limit = [] if rate is None else [f"tbf rate {rate:.0f}bit burst {burst} limit 2mb"]
-    latency = link.latency_seconds
-    delay = [] if latency is None else [f"netem delay {latency * 1e6:.0f}us limit 100000"]
-    for tc, device, disciplines in (
-        (f"tc -netns {namespace(node)} qdisc", "eth0", limit + delay),
-        ("tc qdisc", _bridge_end(node), limit),
-    ):
-        _run(*f"{tc} delete dev {device} root".split(), may_fail=True)
-        positions = ("root handle 1:", "parent 1: handle 2:")
-        for discipline, position in zip(disciplines, positions, strict=False):
-            _run(*f"{tc} add dev {device} {position} {discipline}".split())
+    def set_link(self, node: int, state: str) -> None:
+        """Turn a node's link "up" or "down" at the bridge; when down, it drops packets silently."""
+        self._ip(f"link set {_bridge_end(node)} {state}")
 
+    def traffic(self, nodes: int) -> dict[int, Traffic]:
+        """Return what each node has sent and received."""
+        links = {
+            link["ifname"]: link["stats64"]
+            for link in json.loads(self._run("ip", "-json", "-statistics", "link", "show"))
+        }
+        # The bridge's end receives (rx) what the node sends.
+        return {
+            node: Traffic(
+                *(
+                    links[_bridge_end(node)][direction][unit]
+                    for direction in ("rx", "tx")
+                    for unit in ("bytes", "packets")
+                )
+            )
+            for node in range(nodes)
+        }
 
-def set_link(node: int, state: str) -> None:
-    """Turn a node's link "up" or "down" at the bridge; when down, it drops packets silently."""
-    _ip(f"link set {_bridge_end(node)} {state}")
+    def pids(self, node: int) -> list[int]:
+        """Return the processes on a node, as seen from outside."""
+        found = []
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError):  # it has just ended, or is another user's
+                if self._inside(namespace_file(node)).samefile(f"/proc/{pid}/ns/net"):
+                    found.append(pid)
+        return found
 
+    def enter(self, node: int) -> None:
+        """Move this process into a node, and its children to the cluster's process ids.
 
-def traffic(nodes: int) -> list[list[int]]:
-    """Return for each node [bytes sent, packets sent, bytes received, packets received].
+        Raises OSError if the kernel refuses.
+        """
+        for kind in ("user", "pid", "mnt"):  # mnt hides this /proc, and shows the nodes' networks
+            path = Path(f"/proc/{self.host_pid}/ns/{kind}")
+            if not path.samefile(f"/proc/self/ns/{kind}"):
+                enter_namespace(path)
+        enter_namespace(namespace_file(node))
 
-    Bytes include Ethernet headers. The kernel's packets have up to 64 KB; a network card would
-    cut them into frames.
-    """
-    links = {
-        link["ifname"]: link["stats64"]
-        for link in json.loads(_run("ip", "-json", "-statistics", "link", "show"))
-    }
-    # The bridge's end receives (rx) what the node sends.
-    return [
-        [
-            links[_bridge_end(node)][direction][unit]
-            for direction in ("rx", "tx")
-            for unit in ("bytes", "packets")
-        ]
-        for node in range(nodes)
-    ]
+    def _inside(self, path: Path) -> Path:
+        """Return where a file of the cluster's own is as seen from outside."""
+        return Path(f"/proc/{self.host_pid}/root{path}")
+
+    def _ip(self, *lines: str, node: int | None = None) -> None:
+        """Run lines of ``ip`` commands, in a node's namespace if ``node`` is given."""
+        inside = [] if node is None else ["-netns", namespace(node)]
+        self._run("ip", *inside, "-batch", "-", stdin="\n".join(lines))
+
+    def _run(self, *command: str, stdin: str = "", may_fail: bool = False) -> str:
+        """Run a command in the cluster's namespaces, on the bridge, and return its output."""
+        enter = ["nsenter", f"--target={self.host_pid}", "--mount", "--pid", "--net"]
+        if not Path(f"/proc/{self.host_pid}/ns/user").samefile("/proc/self/ns/user"):
+            enter += ["--user", "--preserve-credentials"]
+        done = subprocess.run(
+            [*enter, "--", *command],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_SECONDS,
+            env=os.environ | {"PATH": tools.search_path()},
+        )
+        if done.returncode and not may_fail:
+            why = done.stderr.strip() or f"status {done.returncode}"
+            raise UserError(f"`{' '.join(command)}` failed: {why}")
+        return done.stdout
 
 
 def _bridge_end(node: int) -> str:
     return f"veth{node}"
-
-
-def _ip(*lines: str, node: int | None = None) -> None:
-    """Run lines of ``ip`` commands, in a node's namespace if ``node`` is given."""
-    inside = [] if node is None else ["-netns", namespace(node)]
-    _run("ip", *inside, "-batch", "-", stdin="\n".join(lines))
-
-
-def _run(*command: str, stdin: str = "", may_fail: bool = False) -> str:
-    """Run a command and return its output. Raises RuntimeError with its error output."""
-    done = subprocess.run(
-        command, input=stdin, capture_output=True, text=True, timeout=_COMMAND_SECONDS
-    )
-    if done.returncode and not may_fail:
-        why = done.stderr.strip() or f"status {done.returncode}"
-        raise RuntimeError(f"`{' '.join(command)}` failed: {why}")
-    return done.stdout

@@ -13,7 +13,7 @@ from pathlib import Path
 from common.utils.environment import setting
 
 _PROBE_SECONDS = 10.0
-_PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}
+_PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _NAMESPACES = ("--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 _MOST_NAMESPACES = Path("/proc/sys/user/max_user_namespaces")
 _SWITCHES = {

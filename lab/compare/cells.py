@@ -16,6 +16,9 @@ from common.utils.paths import part_command
 from lab.compare.settings import Settings
 from lab.units import AUTO, split_variant
 
+PROFILE = "profile.json"
+"""The file in which a comparison keeps its profile of emulated compute."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -29,6 +32,11 @@ class Run:
     cell: dict[str, Any]
     repeat: int
     number: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What identifies the run in its comparison."""
+        return self.cell["id"], self.repeat
 
     @property
     def nodes(self) -> int:
@@ -55,7 +63,7 @@ class Run:
 
     @property
     def logs(self) -> Path:
-        """Folder of the ranks' output, or the first part of its files' names."""
+        """The folder of the ranks' output."""
         return self.folder / "logs" / f"{self.cell['id']}-{self.repeat + 1}"
 
 
@@ -101,18 +109,20 @@ def choose_buckets(results: dict[str, Any]) -> list[str]:
 
     Returns a line for each such cell. Raises UserError if one has no prediction.
     """
-    predicted, lines = (results["prediction"] or {"cells": {}})["cells"], []
-    for cell in results["cells"]:
-        if split_variant(cell["sync"])[1] == AUTO:
-            if cell["id"] not in predicted:
-                raise UserError(
-                    f"--sync {cell['sync']}: the prediction chooses its buckets, and there is "
-                    "none: leave out --no-predict, and for a plan run `lab calibrate` first"
-                )
-            size = cell["bucket_mb"] = predicted[cell["id"]]["bucket_mb"]
-            chosen = "the default sizes" if size is None else f"{size:g} MiB"
-            lines.append(f"{cell['id']}: the event model chooses buckets of {chosen}")
-    return lines
+    predicted = (results["prediction"] or {"cells": {}})["cells"]
+    automatic = [cell for cell in results["cells"] if split_variant(cell["sync"])[1] == AUTO]
+    for cell in automatic:
+        if cell["id"] not in predicted:
+            raise UserError(
+                f"--sync {cell['sync']}: the prediction chooses its buckets, and there is none: "
+                "leave out --no-predict, and for a plan run `lab calibrate` first"
+            )
+        cell["bucket_mb"] = predicted[cell["id"]]["bucket_mb"]
+    return [
+        f"{cell['id']}: the event model chooses buckets of "
+        + ("the default sizes" if cell["bucket_mb"] is None else f"{cell['bucket_mb']:g} MiB")
+        for cell in automatic
+    ]
 
 
 def in_turns(folder: Path, settings: Settings, cells: Sequence[dict[str, Any]]) -> list[Run]:
@@ -144,10 +154,12 @@ def node_command(run: Run) -> list[str]:
     """Return what follows ``python`` on each node, without address, number of nodes and rank."""
     settings, (sync, bucket_mb) = run.settings, split_variant(run.cell["sync"])
     size = run.cell["bucket_mb"] if bucket_mb == AUTO else bucket_mb
-    length: list[object] = ["--max-steps", settings.total_steps, "--measure-only"]
+    length: tuple[object, ...] = ("--max-steps", settings.total_steps, "--measure-only")
     if settings.until_accuracy is not None:
-        length = ["--epochs", settings.epochs, "--target-accuracy", settings.until_accuracy]
-        length += ["--patience", 1, "--keep-checkpoints", 1]
+        length = (
+            *("--epochs", settings.epochs, "--target-accuracy", settings.until_accuracy),
+            *("--patience", 1, "--keep-checkpoints", 1),
+        )
     command = [
         *part_command(part_of(sync)),
         *([] if sync in ("none", "ddp") else ["--sync", sync]),
@@ -155,13 +167,8 @@ def node_command(run: Run) -> list[str]:
         *("--batch-size", run.cell["batch_size"], "--seed", run.seed),
         *("--output-dir", run.path.parent.parent, "--run-name", run.path.name),
         *("--untimed-steps", settings.warmup, "--timeline", *length),
-        *(["--compute", profile_file(run.folder)] if settings.emulated else []),
+        *(["--compute", run.folder / PROFILE] if settings.emulated else []),
         *settings.flags,
         *([] if size is None else ["--bucket-mb", size]),  # the last one counts
     ]
     return list(map(str, command))
-
-
-def profile_file(folder: Path) -> Path:
-    """Return where a comparison keeps its profile of emulated compute."""
-    return folder / "profile.json"

@@ -16,6 +16,7 @@ from common.utils.paths import REPORTS
 from lab.compare.settings import Settings
 from lab.flags import add_command
 
+# The flags of each command, with their arguments of ``add_argument``.
 COMPARE_FLAGS: dict[str, dict[str, Any]] = {
     "--nodes": {
         "type": int,
@@ -106,85 +107,101 @@ COMPARE_FLAGS: dict[str, dict[str, Any]] = {
         "how to start them",
     },
 }
-"""The flags of ``lab compare``, with their arguments of ``add_argument``."""
+REPORT_FLAGS: dict[str, dict[str, Any]] = {
+    "runs": {
+        "type": Path,
+        "nargs": "+",
+        "metavar": "RUN",
+        "help": "folders of runs (reports/<part>-<sync>/<time>), or the folder of one comparison",
+    },
+    "--scaling": {
+        "choices": ["strong", "weak"],
+        "default": "strong",
+        "help": "strong: compare runs of equal global batches; weak: of equal batches of a node",
+    },
+    "--output-dir": {
+        "type": Path,
+        "default": REPORTS,
+        "help": "write report-<time>/ to this folder",
+    },
+}
+RUN_CELL_FLAGS: dict[str, dict[str, Any]] = {
+    "folder": {
+        "type": Path,
+        "metavar": "FOLDER",
+        "help": "folder of the plan, on a file system that all nodes share",
+    },
+    "--run": {
+        "dest": "number",
+        "type": int,
+        "required": True,
+        "help": "number of the run, from 0",
+    },
+    "-M --master-ip": {"help": "address of rank 0's node"},
+    "--master-port": {
+        "type": int,
+        "default": DEFAULT_MASTER_PORT,
+        "help": "port on rank 0's node",
+    },
+    "-N --num-nodes": {
+        "type": int,
+        "default": 1,
+        "help": "number of nodes; if the run has fewer, the last ones do nothing",
+    },
+    "-R --rank": {"type": int, "default": 0, "help": "rank of this node"},
+    "--print-nodes": {
+        "action": "store_true",
+        "help": "run nothing; print how many nodes the run needs",
+    },
+}
 
 
 def add_compare(commands: argparse._SubParsersAction) -> None:
     """Add ``lab compare``."""
-    parser = add_command(
+    _add(
         commands,
         "compare",
+        COMPARE_FLAGS,
         run=_compare,
         passes_flags=True,
         help="compare strategies: train with each one on each number of nodes, and report which is "
         "fastest and why, and whether all compute the same; flags after -- go to every run",
     )
-    for flag, options in COMPARE_FLAGS.items():
-        parser.add_argument(flag, **options)
 
 
 def add_report(commands: argparse._SubParsersAction) -> None:
     """Add ``lab report``."""
-    parser = add_command(
+    _add(
         commands,
         "report",
+        REPORT_FLAGS,
         run=_report,
         help="write the report of lab compare for runs that were started by hand, or again for an "
         "earlier comparison",
-    )
-    parser.add_argument(
-        "runs",
-        type=Path,
-        nargs="+",
-        metavar="RUN",
-        help="folders of runs (reports/<part>-<sync>/<time>), or the folder of one comparison",
-    )
-    parser.add_argument(
-        "--scaling",
-        choices=["strong", "weak"],
-        default="strong",
-        help="strong: compare runs of equal global batches; weak: of equal batches of a node",
-    )
-    parser.add_argument(
-        "--output-dir", type=Path, default=REPORTS, help="write report-<time>/ to this folder"
     )
 
 
 def add_run_cell(commands: argparse._SubParsersAction) -> None:
     """Add ``lab run-cell``."""
-    parser = add_command(
+    _add(
         commands,
         "run-cell",
+        RUN_CELL_FLAGS,
         run=_run_cell,
         help="run this node's part of one run of lab compare --plan; start it on each node, by a "
         "scheduler or by hand; lab report collects the runs",
     )
-    parser.add_argument(
-        "folder",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of the plan, on a file system that all nodes share",
-    )
-    parser.add_argument(
-        "--run", dest="number", type=int, required=True, help="number of the run, from 0"
-    )
-    parser.add_argument("-M", "--master-ip", help="address of rank 0's node")
-    parser.add_argument(
-        "--master-port", type=int, default=DEFAULT_MASTER_PORT, help="port on rank 0's node"
-    )
-    parser.add_argument(
-        "-N",
-        "--num-nodes",
-        type=int,
-        default=1,
-        help="number of nodes; if the run has fewer, the last ones do nothing",
-    )
-    parser.add_argument("-R", "--rank", type=int, default=0, help="rank of this node")
-    parser.add_argument(
-        "--print-nodes",
-        action="store_true",
-        help="run nothing; print how many nodes the run needs",
-    )
+
+
+def _add(
+    commands: argparse._SubParsersAction,
+    name: str,
+    flags: dict[str, dict[str, Any]],
+    **command: Any,
+) -> None:
+    parser = add_command(commands, name, **command)
+    for names, options in flags.items():
+        parser.add_argument(*names.split(), **options)
 
 
 def strategies(names: Sequence[str]) -> tuple[str, ...]:

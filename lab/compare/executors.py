@@ -1,18 +1,16 @@
-"""Start a comparison's runs, over loopback or on emulated nodes whose links have a rate.
+"""Start a comparison's runs on emulated nodes: over loopback, or over links that have a rate.
 
-``Executors`` is a context manager; its ``run`` starts a command on some nodes and waits. The first
-run at a rate makes a cluster, which is kept so that the nodes import torch only once.
+``Executors`` is a context manager; its ``run`` starts a command on some nodes and waits. Clusters
+are kept for later runs: at a rate, the nodes import torch only once.
 """
 
 import contextlib
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.distributed.spawn import rank_commands, run_local_ranks
 from common.errors import GroupError
-from common.utils.atomic_files import regular_target
-from common.utils.system import free_port
 from lab.cluster import Cluster
 from lab.compare.outcomes import describe_failure
 
@@ -20,12 +18,12 @@ _NODE_FLAGS = ("--master-ip", "{master}", "--master-port", "{port}", "--rank", "
 
 
 class Executors(contextlib.ExitStack):
-    """Keeps a cluster for each rate. All processes end with the ``with`` block.
+    """Keeps the clusters of a comparison. All processes end with the ``with`` block.
 
     Parameters
     ----------
-    most_nodes : the largest number of nodes of any run; each cluster has that many.
-    rates : of the links; each has its own cluster. None: loopback.
+    most_nodes : the largest number of nodes of any run; the cluster of a rate has that many.
+    rates : of the links. None: loopback.
 
     Raises UserError, before anything runs, if this machine allows no such cluster.
     """
@@ -33,7 +31,7 @@ class Executors(contextlib.ExitStack):
     def __init__(self, most_nodes: int, rates: Sequence[str | None] = ()) -> None:
         super().__init__()
         self._most_nodes = most_nodes
-        self._clusters: dict[str, Cluster] = {}
+        self._clusters: dict[tuple[int, str | None], Cluster] = {}
         for rate in filter(None, rates):
             Cluster(most_nodes, rate=rate)
 
@@ -48,23 +46,21 @@ class Executors(contextlib.ExitStack):
     ) -> str | None:
         """Run ``python command`` on ``nodes`` nodes and wait for its end.
 
-        rate : of their links; None: over loopback. logs : start of the names of the output files.
+        rate : of their links; None: over loopback. logs : the folder of the nodes' output.
         Returns None if all nodes succeed, else the error message of the node that failed first.
         Raises GroupError if the cluster cannot be made.
         """
-        if rate is None or nodes == 1:
-            return _run_over_loopback(command, nodes, logs=logs, limit_seconds=limit_seconds)
         shutil.rmtree(logs, ignore_errors=True)  # of a run that was interrupted
-        if rate not in self._clusters:
-            new = Cluster(self._most_nodes, rate=rate, logs=logs)
-            self._clusters[rate] = self.enter_context(new)
-        cluster = self._clusters[rate]
+        alone = rate is None or nodes == 1
+        size, link = (nodes, None) if alone else (self._most_nodes, rate)
+        if (size, link) not in self._clusters:
+            # Over loopback each rank is a new interpreter, as if a user had started it by hand.
+            new = Cluster(size, rate=link, loopback=alone, fresh=alone)
+            self._clusters[size, link] = self.enter_context(new)
+        cluster = self._clusters[size, link]
+        group = (*_NODE_FLAGS, "--num-nodes", str(nodes)) if nodes > 1 else ()
         try:
-            cluster.start(
-                ["python", *command, *_NODE_FLAGS, "--num-nodes", str(nodes)],
-                nodes=range(nodes),
-                logs=logs,
-            )
+            cluster.start([sys.executable, *command, *group], nodes=range(nodes), logs=logs)
             ends = cluster.wait(limit_seconds=limit_seconds, stop_at_failure=True)
         except (GroupError, TimeoutError) as error:
             self._clusters.clear()  # the next run gets a new cluster
@@ -74,22 +70,3 @@ class Executors(contextlib.ExitStack):
             return f"stopped after {limit_seconds:g} s, the limit: {error}" if late else str(error)
         failed = {end.node: end.status for end in ends if end.status != 0}
         return describe_failure(failed, {node: cluster.log(node, logs) for node in failed})
-
-
-def _run_over_loopback(
-    command: Sequence[str], nodes: int, *, logs: Path, limit_seconds: float
-) -> str | None:
-    """As ``Executors.run``; the output of rank r goes to ``logs``-rank<r>.txt."""
-    logs.parent.mkdir(parents=True, exist_ok=True)
-    paths = {rank: logs.with_name(f"{logs.name}-rank{rank}.txt") for rank in range(nodes)}
-    with contextlib.ExitStack() as files:
-        exits = run_local_ranks(
-            rank_commands(command, nodes, port=free_port(address="127.0.0.1")),
-            outputs=[
-                files.enter_context(regular_target(path).open("wb")) for path in paths.values()
-            ],
-            limit_seconds=limit_seconds,
-        )
-    if exits.timed_out:
-        return f"stopped after {limit_seconds:g} s, the limit of a run"
-    return describe_failure({rank: exits.statuses[rank] for rank in exits.failed}, paths)

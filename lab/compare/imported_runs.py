@@ -115,8 +115,7 @@ def _read(folder: Path, scaling: str) -> tuple[dict[str, Any], dict[str, Any], d
     sync, size = config["sync"] if nodes > 1 else "none", config.get("bucket_mb")
     if size is not None and sync in STRATEGIES and has_buckets(sync):
         sync += f"-{size if isinstance(size, str) else f'{size:g}'}"  # other buckets, another cell
-    cell = new_cell(sync, nodes, batch_size=config["batch_size"])
-    return cell, repeat, facts
+    return new_cell(sync, nodes, batch_size=config["batch_size"]), repeat, facts
 
 
 def _one_or_range(numbers: Sequence[int | None]) -> int | str | None:

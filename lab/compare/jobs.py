@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import IO, Annotated, Any
@@ -34,7 +33,7 @@ from common.errors import GroupError, UserError, count, file_errors
 from common.utils.atomic_files import regular_target, write_atomically
 from common.utils.grouping import grouped
 from common.utils.paths import IN_CHECKOUT, REPOSITORY
-from common.utils.processes import shell_status
+from common.utils.processes import on_signals, shell_status
 from common.utils.source_hash import code_facts
 from common.utils.typed_json import encode, shown
 from lab.compare.cells import Run, choose_buckets, in_turns, node_command, plan_cells
@@ -49,7 +48,7 @@ from lab.compare.outcomes import (
 )
 from lab.compare.results import differences, distinct, gather, read_results, write_results
 from lab.compare.runner import open_comparison, prepare
-from lab.compare.settings import Settings
+from lab.compare.settings import Settings, first_that_holds
 from lab.predict.calibration_file import calibration_path
 
 _RUN_BY = (
@@ -63,6 +62,10 @@ _ELSEWHERE = ("compute", "log_wandb")  # a file of this machine, a service with 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LOCK_SECONDS = 1.0  # a report takes the lock for a moment
 _OTHERS_SECONDS = 2.0
+_NO_SCRIPT = (
+    "an installed copy has no job script. Plan in a checkout of the project, which has "
+    "launch/slurm-compare.sbatch, or start the runs by hand"
+)
 _Status = Annotated[int, Meta(ge=-255, le=255)]
 
 # --- the plan ---
@@ -88,8 +91,8 @@ def plan_comparison(
         settings, reports=reports, anew=anew, command=command, code=code_of_runs()
     )
     begun = any((folder / name).exists() for name in ("logs", "runs"))
-    predicts = predicts and not begun and calibration_path().exists()
-    prepare(settings, folder, results, None, predicts=predicts)
+    can_predict = not begun and calibration_path().exists()
+    prepare(settings, folder, results, None, predicts=predicts and can_predict)
     return folder, results
 
 
@@ -146,7 +149,7 @@ def planned_runs(folder: Path, results: dict[str, Any]) -> list[Run]:
     cells = plan_cells(settings)
     choose_buckets({"cells": cells, "prediction": results["prediction"]})
     runs = in_turns(folder, settings, cells)
-    if results["plan"]["runs"] != [[run.cell["id"], run.repeat] for run in runs]:
+    if results["plan"].get("runs") != [[*run.key] for run in runs]:
         raise UserError(
             f"{file}: the plan in it is damaged; make a new one by lab compare --plan --new"
         )
@@ -181,12 +184,8 @@ def describe_plan(folder: Path, results: dict[str, Any]) -> list[str]:
         else "no prediction: run lab calibrate on such nodes before the first run to have one",
     ]
     if to_do:
-        no_script = (
-            "an installed copy has no job script. Plan in a checkout of the project, which has "
-            "launch/slurm-compare.sbatch, or start the runs by hand"
-        )
         lines += [
-            f"with Slurm:   {how_to_run(to_do) if IN_CHECKOUT else no_script}",
+            f"with Slurm:   {how_to_run(to_do) if IN_CHECKOUT else _NO_SCRIPT}",
             f"by hand:      {_by_hand(folder)}   # on each node of run K",
         ]
     return [*lines, f"at any time:  lab report {folder}"]
@@ -212,11 +211,11 @@ def _by_hand(folder: Path) -> str:
 
 def spans(numbers: Sequence[int]) -> str:
     """Return ascending numbers as ranges, e.g. "0-3,5"."""
-    found = []
-    for _, members in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        run = [str(number) for _, number in members]
-        found.append("-".join(dict.fromkeys([run[0], run[-1]])))
-    return ",".join(found)
+    known = set(numbers)
+    firsts = [number for number in numbers if number - 1 not in known]
+    lasts = [number for number in numbers if number + 1 not in known]
+    ends = zip(firsts, lasts, strict=True)
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ends)
 
 
 # --- one run, on each of its nodes ---
@@ -232,16 +231,15 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
     run, code = planned_run(folder, number)
     if launch.rank >= run.nodes:
         return 0
-    path = output_file(run, launch.rank)
-    note = _failure_file(path)
-    _refuse_links(run, path, note)
-    with file_errors(f"{path} cannot be written", ": allow writing there on each node"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        log = regular_target(path).open("ab")
+    output, note = rank_files(run, launch.rank)
+    _refuse_links(run, output, note)
+    with file_errors(f"{output} cannot be written", ": allow writing there on each node"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        log = regular_target(output).open("ab")
     with log:
         if not _within(_LOCK_SECONDS, lambda: _lock(log, fcntl.LOCK_EX)):
             raise UserError(
-                f"this run is already running: another job holds {path}; wait until it ends"
+                f"this run is already running: another job holds {output}; wait until it ends"
             )
         regular_target(note).unlink(missing_ok=True)
         failure, status, done = None, 0, _outcome(run) is not None
@@ -255,17 +253,18 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
                 log.write(f"error: {error}\n".encode())
         if status:
             write_atomically(note, encode(status))
-    if launch.rank == 0:
-        if failure:
-            raise failure
-        if status:
-            # Another rank may have failed first and be about to note it.
-            notes = [_failure_file(output_file(run, rank)) for rank in range(run.nodes)]
-            _within(_OTHERS_SECONDS, lambda: all(note.exists() for note in notes))
-            raise GroupError(f"{name_of(run)}: {_why_failed(run)}")
-        words = " is already done; nothing to do" if done else f": {describe_times(read_run(run))}"
-        print(f"{name_of(run)}{words}", flush=True)
-    return min(status, 2)
+    if launch.rank > 0:
+        return min(status, 2)
+    if status and not failure:
+        # Another rank may have failed first and be about to note it.
+        notes = [rank_files(run, rank)[1] for rank in range(run.nodes)]
+        _within(_OTHERS_SECONDS, lambda: all(note.exists() for note in notes))
+        failure = GroupError(f"{name_of(run)}: {_why_failed(run)}")
+    if failure:
+        raise failure
+    words = " is already done; nothing to do" if done else f": {describe_times(read_run(run))}"
+    print(f"{name_of(run)}{words}", flush=True)
+    return 0
 
 
 def name_of(run: Run) -> str:
@@ -273,14 +272,9 @@ def name_of(run: Run) -> str:
     return f"run {run.number} ({run.title})"
 
 
-def output_file(run: Run, rank: int) -> Path:
-    """Return the file of a rank's output."""
-    return run.logs / f"rank{rank}.txt"
-
-
-def _failure_file(output: Path) -> Path:
-    """Return the file to which the rank with this output writes its exit status if it fails."""
-    return output.with_suffix(".failed.json")
+def rank_files(run: Run, rank: int) -> tuple[Path, Path]:
+    """Return the file of a rank's output, and that of its exit status, written if it fails."""
+    return run.logs / f"rank{rank}.txt", run.logs / f"rank{rank}.failed.json"
 
 
 def _refuse_links(run: Run, *files: Path) -> None:
@@ -318,23 +312,22 @@ def _lock(file: IO[bytes], kind: int) -> bool:
 
 def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
     """Raise UserError if there are too few nodes, or this node's code differs from the plan's."""
-    name, nodes = name_of(run), run.nodes
-    if launch.world_size < nodes:
-        raise UserError(
-            f"{name} needs {nodes} nodes, and there {'is' if launch.world_size == 1 else 'are'} "
-            f"{launch.world_size}: start it on at least {nodes}, e.g. with sbatch --nodes={nodes}"
-        )
-    if nodes > 1 and launch.master_ip is None:
-        raise UserError(
-            f"{name} has {nodes} nodes: give --master-ip, --num-nodes and --rank on each"
-        )
-    here = code_of_runs()
-    if other := sorted(name for name in here | dict(code) if here.get(name) != code.get(name)):
-        shown = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
-        raise UserError(
-            f"{os.uname().nodename} has other code than the plan ({shown}), so its times would not "
-            "be comparable: restore that code, or make a new plan with lab compare --plan"
-        )
+    name, nodes, here = name_of(run), run.nodes, code_of_runs()
+    other = sorted(file for file in here | dict(code) if here.get(file) != code.get(file))
+    some = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
+    problems = {
+        f"{name} needs {nodes} nodes, and there {'is' if launch.world_size == 1 else 'are'} "
+        f"{launch.world_size}: start it on at least {nodes}, e.g. with sbatch --nodes={nodes}": (
+            launch.world_size < nodes
+        ),
+        f"{name} has {nodes} nodes: give --master-ip, --num-nodes and --rank on each": (
+            nodes > 1 and launch.master_ip is None
+        ),
+        f"{os.uname().nodename} has other code than the plan ({some}), so its times would not be "
+        "comparable: restore that code, or make a new plan with lab compare --plan": bool(other),
+    }
+    if problem := first_that_holds(problems):
+        raise UserError(problem)
 
 
 def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> int:
@@ -342,18 +335,16 @@ def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> int:
 
     Raises GroupError if a signal stopped it: what it did until then is no measurement.
     """
-    group = ("--master-ip", launch.master_ip, "--master-port", launch.master_port)
-    place = ("--num-nodes", run.nodes, "--rank", launch.rank)
-    flags = map(str, group + place) if run.nodes > 1 else ()
+    group = (
+        *("--master-ip", launch.master_ip, "--master-port", launch.master_port),
+        *("--num-nodes", run.nodes, "--rank", launch.rank),
+    )
+    flags = map(str, group) if run.nodes > 1 else ()
     with file_errors(f"{run.path} of an earlier attempt cannot be removed", ": remove it"):
         if launch.rank == 0 and run.path.exists():  # the others wait for rank 0
             shutil.rmtree(run.path)
-    before = {number: signal.signal(number, _stop) for number in _SIGNALS}
-    try:
+    with on_signals(_SIGNALS, _stop):
         exits = run_local_ranks([[sys.executable, *node_command(run), *flags]], outputs=[log])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return shell_status(exits.statuses[0])
 
 
@@ -366,11 +357,11 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 def _why_failed(run: Run) -> str | None:
     """Return which rank failed first and its error message; None if no rank noted a failure."""
-    outputs = {rank: output_file(run, rank) for rank in range(run.nodes)}
-    notes = {rank: note for rank in outputs if (note := _failure_file(outputs[rank])).is_file()}
+    files = {rank: rank_files(run, rank) for rank in range(run.nodes)}
+    notes = {rank: note for rank, (_, note) in files.items() if note.is_file()}
     in_order = sorted(notes, key=lambda rank: notes[rank].stat().st_mtime_ns)
     statuses = {rank: read_run_file(notes[rank], _Status) for rank in in_order}
-    return describe_failure(statuses, outputs)
+    return describe_failure(statuses, {rank: output for rank, (output, _) in files.items()})
 
 
 def _outcome(run: Run) -> dict[str, Any] | None:
@@ -409,7 +400,7 @@ def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
     unequal = [run.number for run, _, outcome in states if not outcome.get("equal_weights", True)]
     calibrated = ((results["prediction"] or {}).get("calibration") or {}).get("cpu")
     cpu = results["environment"].get("cpu")
-    rest = [f"; {word}: {_by_cell(runs)}" for word, runs in by_word.items() if word != "done"]
+    rest = [f"; {word}: {_by_cell(some)}" for word, some in by_word.items() if word != "done"]
     warnings = {
         "the runs were on different kinds of machines. To compare all runs, remove from runs/ the "
         "folders of those on other kinds and start them again on one kind (with Slurm: sbatch "
@@ -424,6 +415,7 @@ def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
             for run, word, outcome in states
             if word == "failed"
         },
+        "to run them, unless they are already queued: " + how_to_run(to_do or runs): bool(to_do),
     }
     results |= {
         "cells": cells,
@@ -434,12 +426,8 @@ def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
         ),
         "groups": {str(group): kind for group, kind in enumerate(machines) if len(machines) > 1},
         "warnings": [sentence for sentence, applies in warnings.items() if applies],
+        "plan": results["plan"] | {"to_do": [run.number for run in to_do]},
     }
-    if to_do:
-        results["warnings"].append(
-            f"to run them, unless they are already queued: {how_to_run(to_do)}"
-        )
-    results["plan"]["to_do"] = [run.number for run in to_do]
     write_results(folder / "results.json", results)
     return results
 
@@ -448,7 +436,7 @@ def _state(run: Run) -> tuple[str, dict[str, Any]]:
     """Return "done", "failed", "running" or "missing", and the repeat of an ended run."""
     if outcome := _outcome(run):
         return "done", outcome
-    log = output_file(run, 0)
+    log, _ = rank_files(run, 0)
     if log.exists():
         with regular_target(log).open("rb") as file:
             if not _lock(file, fcntl.LOCK_SH):
@@ -456,11 +444,12 @@ def _state(run: Run) -> tuple[str, dict[str, Any]]:
     why = _why_failed(run)
     if why is None and next(run.logs.glob("rank*.txt"), None) is None:
         return "missing", {}
-    killed = (
-        "the run did not report its end: it was killed, its node was lost, or it still runs and "
-        f"the file system has no locks (its output: {log})"
+    return "failed", failed_run(
+        run,
+        why
+        or "the run did not report its end: it was killed, its node was lost, or it still runs and "
+        f"the file system has no locks (its output: {log})",
     )
-    return "failed", failed_run(run, why or killed)
 
 
 def _by_cell(runs: Sequence[Run]) -> str:

@@ -12,15 +12,14 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Meta, Struct
 
-from common.errors import UserError, reason_of
-from common.profiling.records import EpochReport, Section, StepRecord
-from common.reporting.run_files import RanksFile, StepTime
+from common.errors import UserError, file_errors
+from common.profiling.records import EpochReport, StepRecord
+from common.reporting.run_files import RanksFile
 from common.utils.atomic_files import read_regular
 from common.utils.typed_json import (
     Count,
     Name,
     Ranks,
-    Seconds,
     Seed,
     Share,
     Step,
@@ -43,14 +42,8 @@ _NOT_REACHED = {"seconds_to_accuracy": None, "steps_to_accuracy": None}
 class Summary(Struct, kw_only=True):
     """The entries of ``summary.json`` that are read again; a run writes more (summary.py)."""
 
-    part: Text = ""
-    sync: Name = "none"
-    nodes: Ranks = 1
-    step_seconds: StepTime | None = None
-    section_seconds: dict[Section, Seconds] | None = None
     test_accuracy: Share | None = None
     ranks_hold_equal_weights: bool = True
-    folder: Text = ""
 
 
 class RunConfig(TypedDict):
@@ -67,7 +60,6 @@ class RunConfig(TypedDict):
     dataset: NotRequired[Text | None]
     steps_per_epoch: NotRequired[Count]
     untimed_steps: NotRequired[Count | None]
-    compute: NotRequired[Text]
 
 
 TRAINING_FACTS = (
@@ -81,24 +73,21 @@ TRAINING_FACTS = (
 
 
 class MachineFacts(TypedDict, total=False):
-    """The entries of ``environment.json`` that are read again; any others may be there."""
+    """The entries of ``environment.json`` with which a reader computes; it has many more."""
 
-    cpu: Text | None
-    gpus: list[Text] | None
-    torch: Text | None
     usable_cores: Ranks | None
     git_commit: Text | None
 
 
 def read_run_file(path: Path, schema: Any, *, read: Callable[[Path, Any], Any] = read_json) -> Any:
     """Return a JSON file of a run. UserError if it is missing or does not fit its schema."""
-    advice = "the run has not finished, or its folder was not copied completely"
     try:
-        return read(path, schema)
-    except FileNotFoundError as error:
-        raise UserError(f"{path} cannot be read ({reason_of(error)}): {advice}") from error
+        with file_errors(f"{path} cannot be read"):
+            return read(path, schema)
     except UserError as error:
-        raise UserError(f"{error}: {advice}") from error
+        raise UserError(
+            f"{error}: the run has not finished, or its folder was not copied completely"
+        ) from error
 
 
 def read_facts(path: Path, schema: Any) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from common.utils.environment import environment
 from common.utils.progress import console, duration
 from common.utils.typed_json import read_json
 from lab.calibrate.calibration import calibrate, default_ranks
-from lab.compare.cells import cell_suffix, profile_file
+from lab.compare.cells import PROFILE, cell_suffix
 from lab.compare.executors import Executors
 from lab.compare.outcomes import MACHINE_FACTS
-from lab.compare.settings import Settings
+from lab.compare.settings import Settings, first_that_holds
 from lab.predict.bucket_choice import with_best_buckets
 from lab.predict.calibration_file import (
     QUIET_SHARE,
@@ -58,16 +58,15 @@ def predict(
     speed varies from day to day. Messages of emulated nodes are always measured. None: the runs
     will be on other machines, so an earlier calibration serves, whose ranks were there.
     """
-    calibration = None
-    if executors is None:
+    if executors is not None:
+        calibration = None if settings.emulated else _calibrate(results, settings, folder)
+    else:
         calibration = load_calibration(calibration_path())
-    elif not settings.emulated:
-        calibration = _calibrate(results, settings, folder)
     compute_at, gradients, source = compute_on_nodes(
         settings, folder, calibration, own_machines=executors is None
     )
-    links = [(cell["nodes"], cell["rate"]) for cell in results["cells"] if cell["nodes"] > 1]
-    caveats, facts = {}, {}
+    cells = results["cells"]
+    links = dict.fromkeys((cell["nodes"], cell["rate"]) for cell in cells if cell["nodes"] > 1)
     if executors is None or not (settings.emulated or any(settings.rates)):
         assert calibration is not None
         networks = dict.fromkeys(links, calibration.network)
@@ -82,38 +81,40 @@ def predict(
             "beta": ring.beta_seconds_per_byte,
             "gamma": calibration.network.gamma_seconds_per_byte,
         }
-        if not settings.emulated and calibration.model != settings.model:
-            caveats = dict.fromkeys(settings.nodes, f"calibrated with {calibration.model}")
-        if executors is None and calibration.over_loopback:
-            caveats |= {nodes: "calibrated over loopback, no network" for nodes, _ in links}
     else:
         console.print(
             f"measuring messages between the nodes for the predictions: "
-            f"{count(len(set(links)), 'measurement')}, up to a minute each (--no-predict leaves "
-            "them out)"
+            f"{count(len(links), 'measurement')}, up to a minute each (--no-predict leaves them "
+            "out)"
         )
-        networks = {}
-        for nodes, rate in dict.fromkeys(links):
-            kinds = kinds_of(settings.sync, settings.strategy_options, gradients, nodes)
-            network = _measure_network(nodes, rate, kinds, folder, executors)
-            if calibration is not None:  # messages slow down a backward pass that computes
-                network = replace(network, overlap_cost=calibration.network.overlap_cost)
-            networks[nodes, rate] = network
-        facts["least time of an all_reduce"] = {
-            f"{nodes} nodes{'' if rate is None else f', {rate}'}": (
-                f"{network.rate('all_reduce').floor_seconds * 1e3:.2g} ms"
+        # Messages slow down a backward pass that computes, not one that sleeps.
+        overlap_cost = 0.0 if calibration is None else calibration.network.overlap_cost
+        networks = {
+            (nodes, rate): replace(
+                _measure_network(nodes, rate, settings, gradients, folder, executors),
+                overlap_cost=overlap_cost,
             )
-            for (nodes, rate), network in networks.items()
+            for nodes, rate in links
         }
+        facts = {
+            "least time of an all_reduce": {
+                f"{nodes} nodes{'' if rate is None else f', {rate}'}": (
+                    f"{network.rate('all_reduce').floor_seconds * 1e3:.2g} ms"
+                )
+                for (nodes, rate), network in networks.items()
+            }
+        }
+    measured = None if settings.emulated or calibration is None else calibration.model
     results["prediction"] = {
         "made": datetime.now().isoformat(timespec="seconds"),
         "cells": forecast(
-            results["cells"],
+            cells,
             networks,
             compute_at,
             gradients,
             settings.strategy_options,
-            caveats=caveats,
+            other_model=measured if measured != settings.model else None,
+            no_network=executors is None and calibration is not None and calibration.over_loopback,
         ),
         "calibration": {"compute": source, **facts},
     }
@@ -126,27 +127,32 @@ def forecast(
     gradients: Sequence[GradientSize],
     options: Mapping[str, Any],
     *,
-    caveats: Mapping[int, str],
+    other_model: str | None = None,
+    no_network: bool = False,
 ) -> dict[str, Any]:
     """Return what the event model predicts for each cell, by its id.
 
     In scope are the cells that the model predicts to within 20 %: exact strategies with no more
-    ranks than cores.
+    ranks than cores, on a network and with a model that were measured.
 
     Parameters
     ----------
     networks : by nodes and rate of the cells.
     compute_at : returns a rank's step among that number of nodes.
     options : of the strategies.
-    caveats : by number of nodes, why a prediction is out of scope.
+    other_model : the model whose compute was measured, unless it is the right one.
+    no_network : messages were measured over loopback, but the nodes are machines.
     """
     plans, found = message_plans([cell["sync"] for cell in cells], options), {}
     for cell in cells:
-        nodes, why = cell["nodes"], caveats.get(cell["nodes"], "")
-        if not cell["exact"]:
-            why = "lossy or periodic"
-        elif cell["oversubscribed"]:
-            why = "more ranks than cores"
+        nodes = cell["nodes"]
+        reasons = {
+            "lossy or periodic": not cell["exact"],
+            "more ranks than cores": cell["oversubscribed"],
+            "calibrated over loopback, no network": no_network and nodes > 1,
+            f"calibrated with {other_model}": other_model is not None,
+        }
+        why = first_that_holds(reasons)
         network = networks.get((nodes, cell["rate"]), Network(0.0, 0.0))  # one node sends nothing
         on_links: dict[str, Any] = {"network": network, "compute": compute_at(nodes)}
         with contextlib.suppress(NotImplementedError):  # the plan does not say what it sends
@@ -178,29 +184,29 @@ def compute_on_nodes(
     """
     asked: dict[str, Any] = {"batch_size": settings.batch_size, "scaling": settings.scaling}
     if calibration is not None and not settings.emulated:
-        compute_at = partial(compute_of, calibration, own_machines=own_machines, **asked)
-        source = f"calibrated on {calibration.name}, {calibration.made}"
-        return compute_at, calibration.gradient_sizes, source
-    profile = load_profile(str(profile_file(folder)), model=settings.model)
-    parameters = build_model(profile.model, _CLASSES).named_parameters()
-    trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        return (
+            partial(compute_of, calibration, own_machines=own_machines, **asked),
+            calibration.gradient_sizes,
+            f"calibrated on {calibration.name}, {calibration.made}",
+        )
+    profile = load_profile(str(folder / PROFILE), model=settings.model)
+    named = build_model(profile.model, _CLASSES).named_parameters()
+    trained = {name: parameter for name, parameter in named if parameter.requires_grad}
     check_parameters(profile, trained)
-    sizes = GradientSize.of(trained.values())
+    sizes = dict(zip(trained, GradientSize.of(trained.values()), strict=True))
     return (
-        lambda nodes: emulated_compute(
-            profile, local_samples(nodes=nodes, **asked), list(trained), sizes
-        ),
-        sizes,
+        lambda nodes: emulated_compute(profile, local_samples(nodes=nodes, **asked), sizes),
+        list(sizes.values()),
         f"EMULATED by profile {profile.name} of {profile.machine}, {profile.made}",
     )
 
 
 def emulated_compute(
-    profile: Profile, samples: float, names: Sequence[str], gradients: Sequence[GradientSize]
+    profile: Profile, samples: float, gradients: Mapping[str, GradientSize]
 ) -> StepCompute:
     """Return the step of a rank whose compute is emulated.
 
-    names, gradients : of the parameters that train, in their order.
+    gradients : of the parameters that train, by their names and in their order.
     """
     layers, backwards = profile.layers, profile.layers[::-1]
     forward = [layer.forward.at(samples) for layer in layers]
@@ -213,7 +219,7 @@ def emulated_compute(
             for name in layer.parameters
         },
         profile.update_seconds,
-        dict(zip(names, gradients, strict=True)),
+        gradients,
         needed={
             name: begin
             for layer, begin in zip(layers, accumulate(forward, initial=0.0), strict=False)
@@ -238,14 +244,23 @@ def kinds_of(
 
 
 def _measure_network(
-    nodes: int, rate: str | None, kinds: Sequence[str], folder: Path, executors: Executors
+    nodes: int,
+    rate: str | None,
+    settings: Settings,
+    gradients: Sequence[GradientSize],
+    folder: Path,
+    executors: Executors,
 ) -> Network:
     """Measure the network of ``nodes`` nodes now (lab/calibrate/link_probe.py)."""
     name = f"links-{cell_suffix(nodes, rate)}"
     output = folder / f"{name}.json"
-    shaped = () if rate is None else ("--shaped",)
+    kinds = kinds_of(settings.sync, settings.strategy_options, gradients, nodes)
     message = executors.run(
-        ["-m", "lab.calibrate.link_probe", "--output", str(output), *shaped, "--kinds", *kinds],
+        [
+            *("-m", "lab.calibrate.link_probe", "--output", str(output)),
+            *([] if rate is None else ["--shaped"]),
+            *("--kinds", *kinds),
+        ],
         nodes,
         rate=rate,
         logs=folder / "logs" / name,
@@ -258,18 +273,14 @@ def _measure_network(
 
 def _calibrate(results: dict[str, Any], settings: Settings, folder: Path) -> Calibration:
     """Return today's calibration of this machine or a new one, print it, and keep a copy."""
-    path, copy = calibration_path(), folder / "calibration.json"
-    calibration, reason, now = None, "`lab calibrate` has not measured it yet", datetime.now()
-    if path.exists():
-        try:
-            calibration = load_calibration(path)
-            reason = reason_to_calibrate(
-                calibration, model=settings.model, here=environment(), now=now
-            )
-        except UserError:
-            reason = "cannot be used"
-        reason = reason and f"{path} {reason}"
-    if calibration is None or reason:
+    path, copy, now = calibration_path(), folder / "calibration.json", datetime.now()
+    try:
+        calibration = load_calibration(path)
+        why = reason_to_calibrate(calibration, model=settings.model, here=environment(), now=now)
+    except UserError:
+        why = "cannot be used"
+    if why:
+        reason = f"{path} {why}" if path.exists() else "`lab calibrate` has not measured it yet"
         console.print(
             f"calibrating this machine first, for the predictions ({reason}; --no-predict leaves "
             "them out)"
@@ -298,8 +309,7 @@ def reason_to_calibrate(
     here : what ``common.utils.environment.environment`` returns.
     """
     age = now - datetime.fromisoformat(calibration.made)
-    there = calibration.machine
-    other = [name for name in MACHINE_FACTS if there.get(name) != here.get(name)]
+    other = [name for name in MACHINE_FACTS if calibration.machine.get(name) != here.get(name)]
     reasons = {
         "is quick, so its intervals are wide": calibration.quick,
         "was measured on several nodes": not calibration.over_loopback,
@@ -311,4 +321,4 @@ def reason_to_calibrate(
         "is older than a day": not timedelta(0) <= age <= _NEW_ENOUGH,
         "was disturbed by other processes": calibration.others_share > QUIET_SHARE,
     }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    return first_that_holds(reasons)

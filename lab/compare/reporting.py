@@ -32,7 +32,7 @@ def compare_and_report(
         with lock_folder(folder, advice="start another comparison with --new"):
             run_comparison(settings, folder, results, executors, predicts=predicts)
     except KeyboardInterrupt:
-        status, results = INTERRUPTED, read_results(folder / "results.json")
+        status = INTERRUPTED
         console.print(
             "interrupted: all processes have ended, and finished runs are kept. The same command "
             f"continues {folder}",
@@ -70,12 +70,10 @@ def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
             )
         _refuse_links(folder)
         results = read_results(folder / "results.json")
-    if "plan" in results:
-        results = merge_results(folder, results)
-        for warning in results["warnings"]:
-            console.print(warning, markup=False)
-    for difference in results["differences"]:
-        console.print(f"not comparable: {difference}", markup=False)
+    lines = merge_results(folder, results)["warnings"] if "plan" in results else []
+    different = [f"not comparable: {one}" for one in results.get("differences", [])]
+    for line in [*lines, *different]:
+        console.print(line, markup=False)
     _write_and_print(folder, results)
     return 0
 

@@ -34,10 +34,9 @@ from msgspec import Meta
 
 from common.errors import UserError
 from common.reporting.run_files import RankRow, StepSeconds, StepTime, TimelineFile
-from common.utils.atomic_files import read_regular, write_atomically
+from common.utils.atomic_files import write_atomically
 from common.utils.grouping import grouped
 from common.utils.typed_json import (
-    MOST_BYTES,
     Bytes,
     Count,
     Finite,
@@ -51,11 +50,12 @@ from common.utils.typed_json import (
     Text,
     check_version,
     convert,
-    decode,
     encode,
+    read_json,
     shown,
 )
 from lab.compare.outcomes import MachineFacts, read_run_file
+from lab.compare.settings import first_that_holds
 from lab.facts import Facts, check_facts
 
 T = TypeVar("T")
@@ -66,7 +66,6 @@ TIMES = ("step", "data", "forward", "backward", "sync", "update", "wait", "wire"
 CellId = Annotated[str, Meta(pattern=r"^\w[\w.-]{0,199}\Z")]
 LinkRate = Annotated[str, Meta(pattern=r"^[\w. /]{1,40}\Z")] | Annotated[float, Meta(gt=0, le=1e18)]
 _BatchSize = Annotated[int, Meta(ge=1, le=2**40)] | Annotated[float, Meta(gt=0, le=2**40)]
-BucketSize = Annotated[float, Meta(gt=0, le=1e9)]
 _Many = Annotated[list[Text], Meta(max_length=100_000)]
 
 
@@ -81,10 +80,8 @@ class RepeatEntry(TypedDict, total=False):
     test_accuracy: Share | None
     seconds_to_accuracy: Seconds | None
     steps_to_accuracy: Count | None
-    equal_weights: bool
     repeat: Count
     started: LocalTime | None
-    message: Text
 
 
 class MedianEntry(StepSeconds):
@@ -111,7 +108,6 @@ class CellEntry(TypedDict):
     repeats: Annotated[list[RepeatEntry], Meta(max_length=100_000)]
     median: MedianEntry | None
     interval: dict[Name, tuple[Finite | None, Finite | None]] | None
-    bucket_mb: NotRequired[BucketSize | None]  # of "ddp-auto" and its like, once chosen
 
 
 class PredictedCell(TypedDict, total=False):
@@ -122,7 +118,7 @@ class PredictedCell(TypedDict, total=False):
     sync_seconds: Seconds
     in_scope: bool
     why: Text
-    bucket_mb: BucketSize | None
+    bucket_mb: Annotated[float, Meta(gt=0, le=1e9)] | None
     bytes_sent: Annotated[list[Bytes], Meta(max_length=65_536)]
 
 
@@ -135,10 +131,9 @@ class PredictionEntry(TypedDict):
 
 
 class PlanEntry(TypedDict):
-    """The runs that other programs start: cell and repeat of each."""
+    """What nodes must agree on; jobs.py compares the runs with those of the settings."""
 
     code: dict[Text, Text]
-    runs: Annotated[list[tuple[CellId, Count]], Meta(max_length=1_000_000)]
 
 
 class KnownSettings(MachineFacts, total=False):
@@ -149,21 +144,17 @@ class KnownSettings(MachineFacts, total=False):
     batch_size: _BatchSize | None
     num_classes: Annotated[int, Meta(ge=1, le=10**6)] | None
     until_accuracy: Share | None
-    compute: Text | None
     rates: list[LinkRate | None] | None
     flags: list[Text] | None
-    amp: bool | None
     amp_dtype: Annotated[str, Meta(pattern=r"^(fp16|bf16)\Z")] | None
 
 
 class Results(TypedDict):
     """The whole file. Settings and environment may hold other facts, which are only shown."""
 
-    format: int
     kind: Annotated[str, Meta(pattern=r"^(compare|report)\Z")]
     created: LocalTime
     finished: bool
-    emulated: NotRequired[bool]
     settings: KnownSettings
     environment: MachineFacts
     warnings: _Many
@@ -182,8 +173,7 @@ def read_results(path: Path) -> dict[str, Any]:
     if a value in it is impossible.
     """
     try:
-        content = read_regular(path, most_bytes=MOST_BYTES)
-        found = decode(content, dict[str, Any], name=str(path))
+        found = read_json(path, dict[str, Any])
         check_version(found.get("format"), FORMAT, name=str(path))
         _check(found, str(path))
     except UserError as error:
@@ -212,67 +202,53 @@ def _check(results: Mapping[str, Any], name: str) -> None:
     for place, entries in facts.items():
         check_facts(entries, name=f"{name}: {place}")
     ids = [cell["id"] for cell in results["cells"]]
-    problems = [f"two cells have the id {one}" for one in ids if ids.count(one) > 1]
+    problems = {f"two cells have the id {one}": ids.count(one) > 1 for one in ids}
     for cell in results["cells"]:
         for repeat in cell["repeats"]:
             path, ranks = PurePath(repeat["folder"]), len(repeat["ranks"])
-            if results["kind"] == "compare" and (path.is_absolute() or ".." in path.parts):
-                problems.append(
-                    f"cell {cell['id']} has a repeat in {shown(repeat['folder'])}, expected a "
-                    "folder in the comparison's own"
-                )
-            if repeat["status"] == "done" and ranks != cell["nodes"]:
-                problems.append(
-                    f"a repeat of cell {cell['id']} has {ranks} ranks, expected {cell['nodes']}"
-                )
-    if problems:
-        raise UserError(f"{name}: {problems[0]}")
+            problems |= {
+                f"cell {cell['id']} has a repeat in {shown(repeat['folder'])}, expected a folder "
+                "in the comparison's own": (
+                    results["kind"] == "compare" and (path.is_absolute() or ".." in path.parts)
+                ),
+                f"a repeat of cell {cell['id']} has {ranks} ranks, expected {cell['nodes']}": (
+                    repeat["status"] == "done" and ranks != cell["nodes"]
+                ),
+            }
+    if problem := first_that_holds(problems):
+        raise UserError(f"{name}: {problem}")
 
 
 def gather(
     folder: Path,
     runs: Sequence[tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]],
-    groups: Sequence[dict[str, Any] | None],
+    groups: Sequence[dict[str, Any] | None] = (),
     *,
     repeats: int = 0,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the cells that these runs make, and the timelines by the cells' ids.
+    """Return the cells that these runs make, and a timeline of each by the cells' ids.
 
-    runs : the cell as ``new_cell`` made it, the repeat ({}: none yet) and what it must have in
-    common with others, of which ``groups`` lists what there is; what is not in it belongs to the
-    first group. repeats : those of a whole cell of the first group.
+    runs : the cell as ``new_cell`` made it, the repeat ({}: none yet; its folder is relative to
+    ``folder``) and what it must have in common with others, of which ``groups`` lists what there
+    is; what is not in it belongs to the first group. repeats : those of a whole cell of the first
+    group.
     """
     cells: dict[str, dict[str, Any]] = {}
     timelines: dict[str, Any] = {}
     for planned, outcome, facts in runs:
         group = groups.index(facts) if facts in groups else 0
         name = planned["id"] + (f"-g{group}" if group else "")
-        empty = {"id": name, "group": group, "repeats": []}
-        cell = cells.setdefault(name, planned | empty)
+        cell = cells.setdefault(name, planned | {"id": name, "group": group, "repeats": []})
         if outcome:
             cell["oversubscribed"] |= outcome.get("crowded", False)
-            outcome = {"repeat": len(cell["repeats"])} | outcome
-            add_repeat(cell, outcome, timelines, folder, repeats=0 if group else repeats)
+            cell["repeats"].append({"repeat": len(cell["repeats"])} | outcome)
+            path = folder / outcome["folder"] / "timeline.json"
+            if outcome["status"] == "done" and name not in timelines and path.exists():
+                timelines[name] = read_run_file(path, TimelineFile)
+    for cell in cells.values():
+        cell["repeats"].sort(key=itemgetter("repeat"))
+        summarise(cell, repeats=0 if cell["group"] else repeats)
     return sorted(cells.values(), key=itemgetter("group", "nodes")), timelines
-
-
-def add_repeat(
-    cell: dict[str, Any],
-    outcome: dict[str, Any],
-    timelines: dict[str, Any],
-    folder: Path,
-    *,
-    repeats: int,
-) -> None:
-    """Add a repeat to its cell, and its timeline to ``timelines`` unless the cell has one.
-
-    repeats : those of a whole cell. The outcome's folder is relative to ``folder``.
-    """
-    cell["repeats"] = sorted([*cell["repeats"], outcome], key=itemgetter("repeat"))
-    summarise(cell, repeats=repeats)
-    path = folder / outcome["folder"] / "timeline.json"
-    if outcome["status"] == "done" and cell["id"] not in timelines and path.exists():
-        timelines[cell["id"]] = read_run_file(path, TimelineFile)
 
 
 def differences(

@@ -17,10 +17,10 @@ from common.emulation.compute_profile import load_profile
 from common.errors import UserError, count
 from common.utils.paths import new_folder
 from common.utils.progress import console, duration, progress_bar
-from lab.compare.cells import Run, choose_buckets, in_turns, node_command, plan_cells, profile_file
+from lab.compare.cells import PROFILE, Run, choose_buckets, in_turns, node_command, plan_cells
 from lab.compare.executors import Executors
 from lab.compare.outcomes import describe_times, failed_run, read_run
-from lab.compare.results import FORMAT, add_repeat, read_results, write_results
+from lab.compare.results import FORMAT, gather, read_results, write_results
 from lab.compare.settings import Settings
 
 _LIMIT_SECONDS = 3600
@@ -56,9 +56,11 @@ def open_comparison(
     now = code if code is not None else {name: here.get(name) for name in _SAME_MACHINE}
     if not anew and (found := _find_unfinished(settings, reports, now, planned=planned)):
         return found
-    profile = None
-    if settings.emulated:
-        profile = load_profile(settings.compute, model=settings.model, machine=here["cpu"])
+    profile = (
+        load_profile(settings.compute, model=settings.model, machine=here["cpu"])
+        if settings.emulated
+        else None
+    )
     cells, cores = plan_cells(settings), here["usable_cores"]
     folder = new_folder(reports, "compare")
     computes_here = not (here["gpus"] or settings.emulated or planned)
@@ -85,10 +87,10 @@ def open_comparison(
         "timelines": {},
     }
     if planned:
-        runs = [[run.cell["id"], run.repeat] for run in in_turns(folder, settings, cells)]
-        results["plan"] = {"code": code, "runs": runs}
+        runs = in_turns(folder, settings, cells)
+        results["plan"] = {"code": code, "runs": [[*run.key] for run in runs]}
     if profile is not None:  # the comparison's own copy, which stays the same
-        profile.save(profile_file(folder))
+        profile.save(folder / PROFILE)
     write_results(folder / "results.json", results)
     return folder, results
 
@@ -97,8 +99,6 @@ def _find_unfinished(
     settings: Settings, reports: Path, now: Mapping[str, Any], *, planned: bool
 ) -> tuple[Path, dict[str, Any]] | None:
     """Return folder and results of the newest unfinished comparison with these settings.
-
-    Leaves out its failed runs, so they run again.
 
     now : facts of the machine that must be the same; of the code if ``planned``.
     """
@@ -117,8 +117,6 @@ def _find_unfinished(
         differing = [name for name in now if before.get(name) != now[name]]
         if not differing:
             console.print(f"resuming {folder}", markup=False)
-            for cell in results["cells"]:
-                cell["repeats"] = [one for one in cell["repeats"] if one["status"] == "done"]
             return folder, results
         console.print(
             f"notice: {folder} has the same settings, but was started with another "
@@ -143,15 +141,17 @@ def run_comparison(
     """
     with executors:
         prepare(settings, folder, results, executors, predicts=predicts)
-        runs, repeats = in_turns(folder, settings, results["cells"]), len(settings.seeds_to_run)
-        to_do = [
-            run for run in runs if run.repeat not in [one["repeat"] for one in run.cell["repeats"]]
-        ]
-        expected = expected_seconds(to_do, results["prediction"])
-        left = time_left(expected) if expected else "time unknown until the first run has ended"
+        runs = in_turns(folder, settings, results["cells"])
+        outcomes = {
+            (cell["id"], repeat["repeat"]): repeat
+            for cell in results["cells"]
+            for repeat in cell["repeats"]
+            if repeat["status"] == "done"  # what has failed runs again
+        }
+        to_do = [run for run in runs if run.key not in outcomes]
         console.print(
-            f"{len(to_do)} of {count(len(runs), 'run')} to do, one after the other, {left}, in "
-            f"{folder}",
+            f"{len(to_do)} of {count(len(runs), 'run')} to do, one after the other, "
+            f"{time_left(to_do, results['prediction'])}, in {folder}",
             markup=False,
         )
         for warning in results["warnings"]:
@@ -165,17 +165,22 @@ def run_comparison(
                 if not console.is_terminal:
                     console.print(f"{title}: running", markup=False)
                 outcome = _run(run, executors) | {"started": started.isoformat(timespec="seconds")}
-                add_repeat(run.cell, outcome, results["timelines"], folder, repeats=repeats)
+                outcomes[run.key] = outcome
+                results["cells"], timelines = gather(
+                    folder,
+                    [(one.cell, outcomes.get(one.key, {}), None) for one in runs],
+                    repeats=len(settings.seeds_to_run),
+                )
+                results["timelines"] |= timelines
+                results["finished"] = all(cell["status"] == "done" for cell in results["cells"])
                 write_results(folder / "results.json", results)
                 failed = outcome["status"] == "failed"
                 words = f"FAILED: {outcome['message']}" if failed else describe_times(outcome)
                 words += f" (took {duration((datetime.now() - started).total_seconds())}"
                 if number < len(to_do):
-                    weights = expected or [1.0] * len(to_do)
-                    words += f"; {time_left(weights, number, time.monotonic() - began)} left"
+                    elapsed = time.monotonic() - began
+                    words += f"; {time_left(to_do, results['prediction'], number, elapsed)} left"
                 console.print(f"{title}: {words})", markup=False)
-    results["finished"] = all(cell["status"] == "done" for cell in results["cells"])
-    write_results(folder / "results.json", results)
 
 
 def prepare(
@@ -199,21 +204,26 @@ def prepare(
     write_results(folder / "results.json", results)
 
 
-def expected_seconds(to_do: Sequence[Run], prediction: Mapping[str, Any] | None) -> list[float]:
-    """Return the seconds of each run: its start-up, and its steps as predicted; [] if unknown."""
-    cells = prediction["cells"] if prediction else {}
+def time_left(
+    to_do: Sequence[Run],
+    prediction: Mapping[str, Any] | None,
+    done: int = 0,
+    elapsed: float = 0.0,
+) -> str:
+    """Return the time that the runs after the first ``done`` take, which took ``elapsed`` seconds.
+
+    A run takes its start-up, and its steps as predicted. Without a prediction all take the same.
+    """
+    steps_known = all(run.settings.until_accuracy is None for run in to_do)
+    cells = prediction["cells"] if prediction and steps_known else {}
+    if not (cells or done):
+        return "time unknown until the first run has ended"
     known = {name: one["step_seconds"] for name, one in cells.items()}
-    if not (known and to_do) or to_do[0].settings.until_accuracy is not None:
-        return []
-    usual = statistics.median(known.values())  # for a strategy that cannot be predicted
-    return [
+    usual = statistics.median(known.values() or [0.0])  # for a strategy that cannot be predicted
+    expected = [
         _START_UP_SECONDS + run.settings.total_steps * known.get(run.cell["id"], usual)
         for run in to_do
     ]
-
-
-def time_left(expected: Sequence[float], done: int = 0, elapsed: float = 0.0) -> str:
-    """Return the time left when the first ``done`` runs took ``elapsed`` seconds."""
     pace = elapsed / sum(expected[:done]) if done else 1.0
     return f"about {duration(pace * sum(expected[done:]))}"
 

@@ -19,6 +19,11 @@ _MOST = 10**6
 _AVERAGING_PERIOD = 4  # the default of local_sgd
 
 
+def first_that_holds(sentences: Mapping[str, bool]) -> str:
+    """Return the first sentence that holds; "" if none does."""
+    return next((sentence for sentence, holds in sentences.items() if holds), "")
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a comparison measures. An interrupted comparison resumes if its settings are equal.
@@ -57,11 +62,11 @@ class Settings:
             "--epochs": (self.epochs,),
         }
         problems = {
-            f"{flag}: got {' '.join(map(str, values)) or 'nothing'}, give whole numbers from 1 to "
-            f"{_MOST:,}": not values or min(values) < 1 or max(values) > _MOST
-            for flag, values in counts.items()
-        }
-        problems |= {
+            **{
+                f"{flag}: got {' '.join(map(str, values)) or 'nothing'}, give whole numbers from "
+                f"1 to {_MOST:,}": not all(1 <= value <= _MOST for value in values or [0])
+                for flag, values in counts.items()
+            },
             f"--nodes: got {max(self.nodes, default=0)}, more than the {self.batch_size} samples "
             "of a global batch: give fewer nodes or a larger --batch-size": (
                 self.scaling != "weak" and max(self.nodes, default=0) > self.batch_size
@@ -78,9 +83,8 @@ class Settings:
                 self.emulated and self.until_accuracy is not None
             ),
         }
-        for problem, is_there in problems.items():
-            if is_there:
-                raise UserError(problem)
+        if problem := first_that_holds(problems):
+            raise UserError(problem)
         from lab.predict.tables import message_plans  # slow, and --help imports this file
 
         for name, plan in message_plans(self.sync, groups=("all", "exact")).items():
@@ -112,12 +116,13 @@ class Settings:
     @property
     def strategy_options(self) -> dict[str, Any]:
         """The strategies' options among the flags, by the names of the strategies' arguments."""
-        options: dict[str, Any] = {}
-        for flag, value in pairwise(self.flags):
-            if flag in _STRATEGY_FLAGS:
-                with contextlib.suppress(ValueError):  # the part itself reports a wrong value
-                    options[flag[2:].replace("-", "_")] = _STRATEGY_FLAGS[flag](value)
-        return options
+        with contextlib.suppress(ValueError):
+            return {
+                flag[2:].replace("-", "_"): _STRATEGY_FLAGS[flag](value)
+                for flag, value in pairwise(self.flags)
+                if flag in _STRATEGY_FLAGS
+            }
+        return {}  # the part itself reports a wrong value
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as plain values, as a JSON file gives them back."""

@@ -16,10 +16,10 @@ from pkgutil import resolve_name
 from rich.console import Console
 from rich.text import Text
 
-from common.errors import UserError
 from common.utils.processes import in_thread
 from common.utils.typed_json import calm
 from lab.doctor.check_result import FAILURE, WARNING, CheckResult, failure
+from lab.flags import refuse
 
 # By the names of their results. A check may return no result, or several by name.
 CHECKS = {
@@ -47,22 +47,21 @@ _STYLES = {"ok": "green", WARNING: "yellow", FAILURE: "bold red"}
 def check_flags(flags: argparse.Namespace) -> None:
     """Raise UserError if the flags don't go together."""
     size, rank = flags.num_nodes, flags.rank
-    problems = {
-        "lab doctor: give --master-ip, --num-nodes and --rank together to test the network between "
-        "the nodes, or --master-ip alone, or none of the three": (
-            (size is None) != (rank is None) or (rank is not None and flags.master_ip is None)
-        ),
-        f"--rank: got {rank} of --num-nodes {size}; ranks count from 0": (
-            None not in (size, rank) and not 0 <= rank < size
-        ),
-        f"--master-port: got {flags.master_port}, give 1 to 65535": (
-            not 1 <= flags.master_port <= 65535
-        ),
-        f"--timeout: got {flags.timeout:g}, give seconds above 0": flags.timeout <= 0,
-    }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise UserError(problem)
+    refuse(
+        {
+            "lab doctor: give --master-ip, --num-nodes and --rank together to test the network "
+            "between the nodes, or --master-ip alone, or none of the three": (
+                (size is None) != (rank is None) or (rank is not None and flags.master_ip is None)
+            ),
+            f"--rank: got {rank} of --num-nodes {size}; ranks count from 0": (
+                None not in (size, rank) and not 0 <= rank < size
+            ),
+            f"--master-port: got {flags.master_port}, give 1 to 65535": (
+                not 1 <= flags.master_port <= 65535
+            ),
+            f"--timeout: got {flags.timeout:g}, give seconds above 0": flags.timeout <= 0,
+        }
+    )
 
 
 def examine(flags: argparse.Namespace) -> Iterator[tuple[str, CheckResult]]:

@@ -30,13 +30,13 @@ from common.utils.typed_json import (
 from lab.facts import Facts, check_facts
 from lab.predict.compute_model import ComputeModel
 from lab.predict.event_model import Network, Rate
+from lab.predict.readable import bandwidth_text
 
 FORMAT = 1
 LARGE_STEP = 256  # samples of the step whose time ``describe`` shows
 QUIET_SHARE = 0.1  # of the cores, that other processes may take without a warning
 _KIND = "calibration"
 _MOST_ENTRIES = 2**40
-_LEAST_SECONDS_PER_BYTE = 1e-15  # a million GB/s
 
 
 _Interval = tuple[Finite, Finite]
@@ -177,9 +177,9 @@ def describe(calibration: Calibration) -> list[str]:
             _describe_rate(kind, rate, calibration.fits[kind])
             for kind, rate in network.kinds.items()
         ),
-        f"  in memory: adding {_gigabytes(network.gamma_seconds_per_byte)}, copying "
-        f"{_gigabytes(network.copy_seconds_per_byte)}; a message delays a concurrent backward by "
-        f"{100 * network.overlap_cost:.0f} % of its time",
+        f"  in memory: adding {bandwidth_text(network.gamma_seconds_per_byte)}, copying "
+        f"{bandwidth_text(network.copy_seconds_per_byte)}; a message delays a concurrent backward "
+        f"by {100 * network.overlap_cost:.0f} % of its time",
         *(
             f"  {calibration.model}, {LARGE_STEP} samples on {count(profile.ranks, 'rank')} with "
             f"{count(profile.threads, 'thread')}{' each' * (profile.ranks > 1)}: "
@@ -206,12 +206,6 @@ def _describe_rate(kind: str, rate: Rate, fit: Mapping[str, Any]) -> str:
     low, high = fit["intervals"][0]
     return (
         f"  {kind:<10}  {rate.alpha_seconds * 1e3:.3f} ms per message ({low * 1e3:.3f} to "
-        f"{high * 1e3:.3f}), {_gigabytes(rate.beta_seconds_per_byte)}; largest error of the fit "
-        f"{100 * fit['worst_relative_error']:.0f} %"
+        f"{high * 1e3:.3f}), {bandwidth_text(rate.beta_seconds_per_byte)}; largest error of the "
+        f"fit {100 * fit['worst_relative_error']:.0f} %"
     )
-
-
-def _gigabytes(seconds_per_byte: float) -> str:
-    if seconds_per_byte < _LEAST_SECONDS_PER_BYTE:
-        return "no time per byte"
-    return f"{1e-9 / seconds_per_byte:.2f} GB/s"

@@ -4,70 +4,68 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from common.config.schema import DEFAULT_GLOBAL_BATCH_SIZE
 from common.sync import STRATEGIES
 from lab.flags import add_command
 
-_OPTIONS = ("bucket_mb", "topk_ratio", "powersgd_rank", "averaging_period")
+PREDICT_FLAGS: dict[str, dict[str, Any]] = {
+    "--nodes": {
+        "type": int,
+        "nargs": "+",
+        "default": [1, 2, 4, 8],
+        "help": "numbers of nodes, up to 100,000",
+    },
+    "--rate": {"help": "bandwidth of each link, e.g. 1gbit (default: as calibrated)"},
+    "--latency": {"help": "latency of a message, e.g. 0.2ms (default: as calibrated)"},
+    "--sync": {
+        "nargs": "+",
+        "default": ["all"],
+        "help": f"strategies: {', '.join(STRATEGIES)}; or 'all'",
+    },
+    "--batch-size": {
+        "type": int,
+        "default": DEFAULT_GLOBAL_BATCH_SIZE,
+        "help": "global batch; with --scaling weak that of one node",
+    },
+    "--scaling": {
+        "choices": ["strong", "weak"],
+        "default": "strong",
+        "help": "strong: all nodes share one batch; weak: each node has its own batch",
+    },
+    "--bucket-mb": {
+        "metavar": "SIZE",
+        "help": "size of a bucket in MiB, as for PartTwo and PartThree, or 'auto': the best one",
+    },
+    "--topk-ratio": {"type": float, "help": "share of the gradients that topk sends"},
+    "--powersgd-rank": {"type": int, "help": "rank of ddp_powersgd"},
+    "--averaging-period": {"type": int, "help": "steps between two exchanges of local_sgd"},
+    "--calibration": {
+        "type": Path,
+        "help": "a file written by lab calibrate (default: this machine's, or else the one that "
+        "comes with the project)",
+    },
+    "--figure": {
+        "type": Path,
+        "metavar": "FILE.png",
+        "help": "also draw step time and efficiency for 1 to 100,000 nodes; .svg and .pdf work, "
+        "too",
+    },
+    "--json": {"action": "store_true", "help": "print JSON"},
+}
 
 
 def add_flags(commands: argparse._SubParsersAction) -> None:
     """Add ``lab predict``."""
-    parser = add_command(
+    add_command(
         commands,
         "predict",
         run=main_predict,
+        flags=PREDICT_FLAGS,
         help="predict the step time of each strategy for any number of nodes, and where each "
         "strategy stops scaling",
     )
-    parser.add_argument(
-        "--nodes", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of nodes, up to 100,000"
-    )
-    parser.add_argument(
-        "--rate", help="bandwidth of each link, e.g. 1gbit (default: as calibrated)"
-    )
-    parser.add_argument(
-        "--latency", help="latency of a message, e.g. 0.2ms (default: as calibrated)"
-    )
-    parser.add_argument(
-        "--sync", nargs="+", default=["all"], help=f"strategies: {', '.join(STRATEGIES)}; or 'all'"
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=int,
-        default=DEFAULT_GLOBAL_BATCH_SIZE,
-        help="global batch; with --scaling weak that of one node",
-    )
-    parser.add_argument(
-        "--scaling",
-        choices=["strong", "weak"],
-        default="strong",
-        help="strong: all nodes share one batch; weak: each node has its own batch",
-    )
-    parser.add_argument(
-        "--bucket-mb",
-        metavar="SIZE",
-        help="size of a bucket in MiB, as for PartTwo and PartThree, or 'auto': the best one",
-    )
-    parser.add_argument("--topk-ratio", type=float, help="share of the gradients that topk sends")
-    parser.add_argument("--powersgd-rank", type=int, help="rank of ddp_powersgd")
-    parser.add_argument(
-        "--averaging-period", type=int, help="steps between two exchanges of local_sgd"
-    )
-    parser.add_argument(
-        "--calibration",
-        type=Path,
-        help="a file written by lab calibrate (default: this machine's, or else the one that "
-        "comes with the project)",
-    )
-    parser.add_argument(
-        "--figure",
-        type=Path,
-        metavar="FILE.png",
-        help="also draw step time and efficiency for 1 to 100,000 nodes; .svg and .pdf work, too",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main_predict(args: argparse.Namespace) -> int:
@@ -75,9 +73,7 @@ def main_predict(args: argparse.Namespace) -> int:
 
     Raises UserError on wrong values.
 
-    args : nodes (list of int), sync (list of names, or ["all"]), rate, latency (text or None),
-    batch_size, scaling, calibration (Path or None), json, figure (Path or None), and the
-    strategies' options ``_OPTIONS`` that are given.
+    args : the flags, ``rate``, ``latency`` and ``bucket_mb`` as text.
     """
     from lab.predict.calibration_file import find_calibration
     from lab.predict.printing import print_tables, summarize
@@ -87,11 +83,14 @@ def main_predict(args: argparse.Namespace) -> int:
 
     calibration, is_reference = find_calibration(args.calibration)
     names = list(STRATEGIES) if "all" in args.sync else list(dict.fromkeys(args.sync))
-    options = {name: value for name in _OPTIONS if (value := getattr(args, name, None)) is not None}
-    if "bucket_mb" in options:
-        options["bucket_mb"] = parse_bucket_mb(options["bucket_mb"])
+    options = {
+        "bucket_mb": parse_bucket_mb(args.bucket_mb),
+        "topk_ratio": args.topk_ratio,
+        "powersgd_rank": args.powersgd_rank,
+        "averaging_period": args.averaging_period,
+    }
     links = parse_rate(args.rate), parse_latency(args.latency)
-    plans = message_plans(names, options)
+    plans = message_plans(names, {name: one for name, one in options.items() if one is not None})
     setting = {"batch_size": args.batch_size, "scaling": args.scaling}
 
     steps = predict_table(args.nodes, *links, plans, calibration=calibration, **setting)

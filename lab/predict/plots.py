@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from common.errors import UserError
+from common.errors import UserError, file_errors
 from common.utils.atomic_files import regular_target
 from lab.plot_style import color, grid, label_beside, marker, plt, style
 from lab.predict.tables import PredictedStep
@@ -58,22 +58,18 @@ def draw_scaling(
         )
         notes = "\n".join(line for each in summary for line in textwrap.wrap(each, 130))
         figure.supxlabel(notes, x=0.005, ha="left", fontsize=7)
-        try:
+        with file_errors(
+            f"--figure: {path} cannot be written", ": give a file in a folder that exists"
+        ):
             regular_target(path)
             figure.savefig(path, dpi=150)
-        except OSError as error:
-            raise UserError(
-                f"--figure: {path} cannot be written ({error.strerror}): give a file in a folder "
-                "that exists"
-            ) from error
-        finally:
-            plt.close(figure)
+        plt.close(figure)
 
 
 def _panel(axis: Axes, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
     """Draw each strategy's curve (number of nodes: value); curves that coincide become one."""
-    most = max(nodes for curve in curves.values() for nodes in curve)
-    axis.set(xscale="log", yscale="log", ylabel=label, xlim=(0.8, 1.1 * max(2, most)))
+    counts = sorted({nodes for curve in curves.values() for nodes in curve})
+    axis.set(xscale="log", yscale="log", ylabel=label, xlim=(0.8, 1.1 * max(2, counts[-1])))
     ends = []
     for names in _coinciding(curves):
         first = names[0]
@@ -86,8 +82,7 @@ def _panel(axis: Axes, curves: Mapping[str, Mapping[int, float]], label: str) ->
             markersize=3.5,
             linewidth=1.4,
         )
-        ends.append((", ".join(names), most, values[-1], color(first)))
-    counts = sorted({nodes for curve in curves.values() for nodes in curve})
+        ends.append((", ".join(names), counts[-1], values[-1], color(first)))
     axis.xaxis.set(
         major_locator=FixedLocator(counts[:: -(-len(counts) // _TICKS)]),
         minor_locator=NullLocator(),

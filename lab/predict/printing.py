@@ -188,10 +188,9 @@ def _frame(headings: Sequence[str], *, narrow: bool) -> Table:
 
 def _scaling_limits_text(batch_size: int) -> list[str]:
     """Return lines that explain the headings of ``_scaling_limits_table``."""
-    limit = most_nodes(batch_size, scaling="strong")
     return [
         f"strong: {batch_size:,} samples for all nodes together, at least {LEAST_SAMPLES} a node, "
-        f"so up to {limit:,} nodes.",
+        f"so up to {most_nodes(batch_size, scaling='strong'):,} nodes.",
         f"weak: {batch_size:,} samples for each node, up to {LARGEST_NODES:,} nodes.",
         "stops at: the smallest number of nodes within 10 % of the best speed; never: the last "
         "doubling still",

@@ -14,6 +14,7 @@ from common.errors import UserError
 from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.message_plans import MessagePlan
 from common.utils.registry import choices_text
+from lab.flags import refuse
 from lab.predict.bucket_choice import with_best_buckets
 from lab.predict.calibration_file import Calibration
 from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples
@@ -92,13 +93,12 @@ def predict_table(
     placed as in the calibration: if it measured over loopback, they share one machine. Raises
     UserError on values out of range.
     """
-    for count in nodes:
-        if not 1 <= count <= LARGEST_NODES:
-            raise UserError(f"--nodes: got {count}, give 1 to {LARGEST_NODES:,}")
-    if scaling not in SCALINGS:
-        raise UserError(f"--scaling: got {scaling!r}, choose {' or '.join(SCALINGS)}")
-    if batch_size < LEAST_SAMPLES:
-        raise UserError(f"--batch-size: got {batch_size}, give {LEAST_SAMPLES} or more")
+    problems = {
+        f"--nodes: got {count}, give 1 to {LARGEST_NODES:,}": not 1 <= count <= LARGEST_NODES
+        for count in nodes
+    }
+    few = f"--batch-size: got {batch_size}, give {LEAST_SAMPLES} or more"
+    refuse(problems | {few: batch_size < LEAST_SAMPLES})
     network = calibration.network.over(rate_bits=rate_bits, latency_seconds=latency_seconds)
     settings: dict[str, Any] = {
         "batch_size": batch_size,

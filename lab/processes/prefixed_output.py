@@ -1,10 +1,14 @@
-"""Print on the terminal: messages, and each line of a node's output with the node's number."""
+"""A node's output: on the terminal each line with the node's number, and a log; and messages."""
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from common.errors import UserError
+from common.utils.atomic_files import append_text
 from common.utils.typed_json import calm
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -14,6 +18,12 @@ console = Console(highlight=False)
 def say(text: str) -> None:
     """Print a message unchanged: no markup, no wrapping, so that paths can be copied."""
     console.print(text, markup=False, soft_wrap=True)
+
+
+def write_log(log: Path, line: str) -> None:
+    """Append a line to a node's log, unless the disk is full: that must not end the run."""
+    with contextlib.suppress(UserError):
+        append_text(log, f"{line}\n", name="the log")
 
 
 class PrefixedOutput:

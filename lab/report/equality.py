@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.sync import BUILT_IN
-from lab.report.view import CellRow, ComparisonGroup, Json, listed
+from common.utils.grouping import grouped
+from lab.report.view import CellRow, ComparisonGroup, Json, first_fit, listed
 
 STEPS = (2, 3, 4)
 GROWTH = 100.0  # of rounding, a step; from step 5 on the test would accept anything
@@ -95,24 +96,32 @@ def check(block: ComparisonGroup, nodes: int) -> Equality:
         for row in rows
         for run in row.runs
     ]
-    apart = [row.sync for row in rows if False in [run.get("equal_weights") for run in row.runs]]
-    result = Equality(unequal_ranks=apart)
-    groups = _starting_alike([curve for curve in curves if math.isfinite(curve.losses[1])])
+    result = Equality(
+        unequal_ranks=[
+            row.sync for row in rows if any(run.get("equal_weights") is False for run in row.runs)
+        ]
+    )
+    kinds = grouped(
+        ((curve.seed, curve.precision), curve) for curve in curves if math.isfinite(curve.losses[1])
+    )
+    groups = [some for kind in kinds.values() for some in _agreeing(kind, (1,))]  # start alike
     for group in groups:
         if len({curve.sync for curve in group}) > 1:
             _compare(group, result)
     tested = {*result.equal, *result.doubtful}
     result.equal = [sync for sync in dict.fromkeys(result.equal) if sync not in result.doubtful]
-    for row in rows:
-        if row.sync not in tested:
-            result.untested[row.sync] = _why_untested(block, row.sync, len(rows), groups)
+    result.untested = {
+        row.sync: _why_untested(block, row.sync, len(rows), groups)
+        for row in rows
+        if row.sync not in tested
+    }
     return result
 
 
-def wrong_rows(block: ComparisonGroup) -> set[str]:
-    """Return the ids of the rows whose strategy is doubtful on that number of nodes."""
+def wrong_rows(block: ComparisonGroup) -> set[CellRow]:
+    """Return the rows whose strategy is doubtful on that number of nodes."""
     doubtful = {nodes: check(block, nodes).doubtful for nodes in block.nodes_beyond_one}
-    return {row.id for row in block.measured if row.sync in doubtful.get(row.nodes, ())}
+    return {row for row in block.measured if row.sync in doubtful.get(row.nodes, ())}
 
 
 def _precision(row: CellRow, settings: Json) -> str:
@@ -129,18 +138,12 @@ def _precision(row: CellRow, settings: Json) -> str:
     return "fp32 on a GPU" if gpu else "fp32"
 
 
-def _starting_alike(curves: Sequence[Curve]) -> list[list[Curve]]:
-    """Return the curves in groups of equal seed, number type and loss at step 1."""
-    groups: list[list[Curve]] = []
-    for curve in sorted(curves, key=lambda curve: (curve.seed, curve.precision, curve.losses[1])):
-        last = groups[-1][-1] if groups else None
-        if not last or last[1:3] != curve[1:3] or _deviation(last, curve, steps=(1,)):
-            groups.append([])
-        groups[-1].append(curve)
-    return groups
+def _agreeing(curves: Sequence[Curve], steps: Sequence[int]) -> list[list[Curve]]:
+    """Return the curves in groups that agree at these steps."""
+    return first_fit(curves, lambda some, curve: _deviation(some[0], curve, steps) is None)
 
 
-def _deviation(one: Curve, other: Curve, *, steps: Sequence[int] = STEPS) -> Deviation | None:
+def _deviation(one: Curve, other: Curve, steps: Sequence[int] = STEPS) -> Deviation | None:
     """Return the first step at which two runs differ by more than rounding, or None."""
     for step in steps:
         losses = [curve.losses[step] for curve in (one, other) if step in curve.losses]
@@ -156,12 +159,7 @@ def _deviation(one: Curve, other: Curve, *, steps: Sequence[int] = STEPS) -> Dev
 
 def _compare(group: Sequence[Curve], result: Equality) -> None:
     """Sort runs that start alike into sets that agree, and add what follows to ``result``."""
-    sets: list[list[Curve]] = []
-    for curve in group:
-        home = next((some for some in sets if _deviation(some[0], curve) is None), None)
-        if home is None:
-            sets.append(home := [])
-        home.append(curve)
+    sets = _agreeing(group, STEPS)
     right, *others = sorted(sets, key=_weight, reverse=True)
     tied = [some for some in others if _weight(some) == _weight(right)]
     result.equal += [curve.sync for curve in right] if not tied else []
@@ -185,19 +183,20 @@ def _why_untested(
 ) -> str:
     own = next((group[0] for group in groups if sync in {curve.sync for curve in group}), None)
     others = [group[0] for group in groups if group[0] != own]
-    if block.emulated_compute:
-        return "emulated compute has no losses"
-    if strategies == 1:
-        return "no other strategy that claims to be exact was measured with these settings"
-    if own is None:
-        return "the losses of the first steps were not recorded"
-    if not others:
-        return "the other strategies recorded no losses"
+    reasons = {
+        "emulated compute has no losses": block.emulated_compute,
+        "no other strategy that claims to be exact was measured with these settings": (
+            strategies == 1
+        ),
+        "the losses of the first steps were not recorded": own is None,
+        "the other strategies recorded no losses": not others,
+    }
     for what, index in (("seeds", 1), ("number types", 2)):
-        if own[index] not in {curve[index] for curve in others}:
-            values = sorted({str(curve[index]) for curve in (own, *others)})
-            return f"the {what} differ ({listed(values)})"
-    return (
+        values = sorted({str(curve[index]) for curve in (own, *others) if curve})
+        differs = own is not None and own[index] not in {curve[index] for curve in others}
+        reasons[f"the {what} differ ({listed(values)})"] = differs
+    start = (
         "the losses differ at step 1, before any gradient is exchanged: initial weights or "
         "batches are not the same"
     )
+    return next((reason for reason, holds in reasons.items() if holds), start)

@@ -22,7 +22,6 @@ from lab.report.view import (
     Rows,
     interval_text,
     listed,
-    nodes_text,
     percent,
     seconds_text,
     small_text,
@@ -156,11 +155,11 @@ def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
 
 
 def _how_far(deviation: Deviation) -> str:
-    value = deviation.value
+    step, value, limit = deviation
     far = f"by {small_text(value)}" if math.isfinite(value) else "and is not finite"
     return (
-        f"from step {deviation.step} on: the loss differs {far}; rounding would give less than "
-        f"{small_text(deviation.limit, 1)}"
+        f"from step {step} on: the loss differs {far}; rounding would give less than "
+        f"{small_text(limit, 1)}"
     )
 
 
@@ -178,11 +177,10 @@ def _equal(claiming: Rows, equal: Sequence[str]) -> ReportFinding:
         if most.value
         else "their losses are equal at every step, to the last digit."
     )
-    if most.value > first:
-        text += f" Rounding grows in later steps: the largest difference is {largest}."
+    grown = f" Rounding grows in later steps: the largest difference is {largest}."
     return ReportFinding(
         EQUAL,
-        f" {who} compute the same: {text}",
+        f" {who} compute the same: {text}{grown if most.value > first else ''}",
         f"{largest}, {most.one} against {most.other}, loss {most.loss:.3f}; {listed(equal)}",
     )
 
@@ -256,8 +254,9 @@ def _how_certain(speedup: tuple[float, float] | None) -> str:
 
 def above_ideal(_: ComparisonGroup, rows: Rows) -> Found:
     """Warn of speed-ups that are larger than the number of nodes."""
-    found = {row.sync: row.efficiency or 0.0 for row in rows}
-    if above := {sync: share for sync, share in found.items() if share > _ABOVE_IDEAL}:
+    if above := {
+        row.sync: row.efficiency for row in rows if row.efficiency and row.efficiency > _ABOVE_IDEAL
+    }:
         yield ReportFinding(
             SPEED,
             f" the efficiency is above the ideal 100 % ({listed(_each(above))}). The run on one "
@@ -294,8 +293,11 @@ def bounds(_: ComparisonGroup, rows: Rows) -> Found:
         for sync, found in parts.items()
     )
     if texts:
-        largest_part = f" the largest part of the median step is {'; '.join(texts)}."
-        yield ReportFinding(BOUND, largest_part, "; ".join(shares))
+        yield ReportFinding(
+            BOUND,
+            f" the largest part of the median step is {'; '.join(texts)}.",
+            "; ".join(shares),
+        )
 
 
 def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
@@ -326,9 +328,12 @@ def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
 
 def overlaps(block: ComparisonGroup, rows: Rows) -> Found:
     """Say how much of the communication runs during backward in the one recorded step."""
-    recorded = {row.sync: block.timelines[row.id] for row in rows if row.id in block.timelines}
-    found = {sync: mean_overlap(timeline) for sync, timeline in recorded.items()}
-    shares = {sync: share for sync, share in found.items() if share is not None}
+    shares = {
+        row.sync: share
+        for row in rows
+        if row.id in block.timelines
+        and (share := mean_overlap(block.timelines[row.id])) is not None
+    }
     under = [
         f"{sync} ({percent(share)} of its time)" for sync, share in shares.items() if share >= 0.01
     ]
@@ -344,9 +349,8 @@ def overlaps(block: ComparisonGroup, rows: Rows) -> Found:
 
 def root_share(_: ComparisonGroup, rows: Rows) -> Found:
     """Compare rank 0's share of all bytes sent with an equal share."""
-    known = {row.sync: row.root_share for row in rows}
-    shares = {sync: share for sync, share in known.items() if share is not None}
-    uncounted = [sync for sync in known if sync not in shares]
+    shares = {row.sync: share for row in rows if (share := row.root_share) is not None}
+    uncounted = [row.sync for row in rows if row.sync not in shares]
     if uncounted:
         yield ReportFinding(
             "Bytes",
@@ -374,8 +378,7 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
     """Compare the accuracies on the test images; near chance they show nothing."""
     reached = {row: values for row in rows if (values := _recorded(row, "test_accuracy"))}
     evidence = "; ".join(f"{row.sync} {_spread(values)}" for row, values in reached.items())
-    dataset = block.settings.get("dataset", "")
-    classes = block.settings.get("num_classes") or _CLASSES.get(dataset)
+    classes = block.settings.get("num_classes") or _CLASSES.get(block.settings.get("dataset", ""))
     limit = _NEAR_CHANCE / classes if classes else math.inf
     near = [row for row, values in reached.items() if fmean(values) <= limit]
     if near:
@@ -393,8 +396,8 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
         )
     above = [row for row in reached if row not in near]
     right = [row for row in above if row.exact]
-    exact = [value for row in right for value in reached[row]]
-    if exact:
+    lossy = [row for row in above if not row.exact]
+    if exact := [value for row in right for value in reached[row]]:
         once = min(len(reached[row]) for row in above) < 2
         yield ReportFinding(
             "Accuracy",
@@ -402,15 +405,13 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
             f"{' Each ran once, so small differences show nothing.' if once else ''}",
             evidence,
         )
-        for row in above:
-            if not row.exact:
-                yield ReportFinding(
-                    "Accuracy",
-                    f" {row.sync}, which does not claim to be exact, reaches "
-                    f"{percent(fmean(reached[row]), 1)}; the exact strategies {_between(exact)}.",
-                    f"{row.sync} {_spread(reached[row])}; the exact mean "
-                    f"{percent(fmean(exact), 1)}",
-                )
+        for row in lossy:
+            yield ReportFinding(
+                "Accuracy",
+                f" {row.sync}, which does not claim to be exact, reaches "
+                f"{percent(fmean(reached[row]), 1)}; the exact strategies {_between(exact)}.",
+                f"{row.sync} {_spread(reached[row])}; the exact mean {percent(fmean(exact), 1)}",
+            )
 
 
 def _of(rows: Rows) -> str:
@@ -469,7 +470,7 @@ def unfinished(block: ComparisonGroup, rows: Rows) -> Found:
         ("pending", "not run yet"),
         ("partial", "only partly done, with fewer good repeats than planned"),
     ):
-        if names := [_on(row) for row in block.rows if row.status == status]:
+        if names := [row.name for row in block.rows if row.status == status]:
             yield ReportFinding(
                 REACH,
                 f"{text[0].upper()}{text[1:]}: {listed(names)}.",
@@ -495,9 +496,9 @@ def noisy(_: ComparisonGroup, rows: Rows) -> Found:
     if wide := list(filter(_is_noisy, rows)):
         yield ReportFinding(
             REACH,
-            f"The repeats of {listed(list(map(_on, wide)))} differ so much that the 95 % interval "
-            f"is wider than {percent(_NOISY)} of the step. Run more repeats, or use a machine that "
-            "does nothing else.",
+            f"The repeats of {listed([row.name for row in wide])} differ so much that the 95 % "
+            f"interval is wider than {percent(_NOISY)} of the step. Run more repeats, or use a "
+            "machine that does nothing else.",
             "; ".join(f"{row.name}: {timed(row)}" for row in wide),
             caution=True,
         )
@@ -506,11 +507,6 @@ def noisy(_: ComparisonGroup, rows: Rows) -> Found:
 def _is_noisy(row: CellRow) -> bool:
     low, high = row.interval("step") or (0.0, 0.0)
     return high - low > _NOISY * row.step
-
-
-def _on(row: CellRow) -> str:
-    """Return the cell for a list of names: ``ring on 2 nodes``."""
-    return f"{row.sync} on {nodes_text(row.nodes)}"
 
 
 def oversubscription(_: ComparisonGroup, rows: Rows) -> Found:

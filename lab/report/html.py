@@ -16,7 +16,6 @@ import jinja2
 from common.utils.grouping import grouped
 from lab.report import tables
 from lab.report.drawings.figure_pages import Drawing
-from lab.report.drawings.svg import share_styles
 from lab.report.findings import REACH, ReportFinding, findings
 from lab.report.settings_text import block_settings, pairs, summary
 from lab.report.verdict import verdict
@@ -50,10 +49,9 @@ def render(
         for index, (block, figures) in enumerate(drawings, start=1)
     ]
     if len(sections) == 1:  # else they belong to no single section
-        limits = [ReportFinding(REACH, warning) for warning in warnings]
-        sections[0]["limits"] = limits + sections[0]["limits"]
+        sections[0]["limits"][:0] = [ReportFinding(REACH, warning) for warning in warnings]
         warnings = []
-    page = _template().render(
+    return _template().render(
         compare=results["kind"] != "report",
         created=results["created"],
         emulated=what_is_emulated(settings) if results.get("emulated") else "",
@@ -85,7 +83,6 @@ def render(
             "table.md": _data_address("text/markdown", tables.markdown(blocks)),
         },
     )
-    return share_styles(page)
 
 
 def tidy(text: str) -> str:
@@ -100,8 +97,10 @@ def _data_address(kind: str, text: str) -> str:
 
 def _section(block: ComparisonGroup, figures: Sequence[Drawing], results: Json) -> dict[str, Any]:
     found = findings(block)
-    answers = [one for one in found if not one.caution and not one.wrong]
-    names = {"Times": tables.TIMES, "Scaling, bytes, memory": tables.COSTS}
+    names: dict[str, Sequence[str]] = {
+        "Times": tables.TIMES,
+        "Scaling, bytes, memory": tables.COSTS,
+    }
     if any(row.memory() or row.memory("predicted_memory") for row in block.rows):
         names["Tensors of the rank that holds most"] = tables.MEMORY
     lines = tables.lines(block)
@@ -109,7 +108,9 @@ def _section(block: ComparisonGroup, figures: Sequence[Drawing], results: Json) 
         "label": block.label,
         "verdict": verdict(block, found),
         "wrong": [one for one in found if one.wrong],
-        "topics": grouped((one.topic, one) for one in answers).items(),
+        "topics": grouped(
+            (one.topic, one) for one in found if not one.caution and not one.wrong
+        ).items(),
         "limits": [one for one in found if one.caution],
         "tables": names,
         "lines": lines,

@@ -16,6 +16,7 @@ from lab.report.view import (
     CellRow,
     ComparisonGroup,
     interval_text,
+    percent,
     rate_text,
     seconds_text,
     what_is_emulated,
@@ -52,6 +53,8 @@ COLUMNS = {
     "strategy": Column("strategy"),
     "nodes": Column("nodes", "d"),
     "claim": Column("claims exact"),
+    "step_or_status": Column("step, s [95 %]"),
+    "exposed_share": Column("exposed comm., s"),
     "step_seconds": Column("step, s [95 %]", "s", min),
     "data_seconds": Column("data, s", "s"),
     "forward_seconds": Column("forward, s", "s"),
@@ -65,6 +68,7 @@ COLUMNS = {
     "root_sent_bytes": Column("rank 0 sent, MB", ".2f", min),
     "others_sent_bytes": Column("other ranks sent, MB", ".2f", min),
     "peak_memory_bytes": Column("peak memory, MB", ".0f", min),
+    "largest_peak_memory_bytes": Column("largest rank's, MB", ".0f"),
     **{f"{kind}_bytes": Column(f"{name}, MB", ".2f") for kind, name in KINDS.items()},
     "tensor_bytes": Column("all tensors, MB", ".2f"),
     "predicted_tensor_bytes": Column("predicted, MB", ".2f"),
@@ -82,9 +86,12 @@ _COSTS = (
     *("root_sent_bytes", "others_sent_bytes", "peak_memory_bytes"),
 )
 _FORETOLD = ("predicted_step_seconds", "prediction_error_ratio")
-_TIMES = [*COLUMNS][1:11]
+_TIMES = (
+    *("strategy", "nodes", "claim", "step_seconds", "data_seconds", "forward_seconds"),
+    *("backward_seconds", "sync_seconds", "wait_seconds", "update_seconds"),
+)
 TIMES = (*_TIMES, "state")
-COSTS = ("strategy", "nodes", *_COSTS, *_FORETOLD)
+COSTS = ("strategy", "nodes", *_COSTS, "largest_peak_memory_bytes", *_FORETOLD)
 MEMORY = (
     *("strategy", "nodes", *(f"{kind}_bytes" for kind in KINDS)),
     *("tensor_bytes", "predicted_tensor_bytes"),
@@ -100,7 +107,7 @@ def lines(block: ComparisonGroup) -> list[Line]:
     """Return the rows of a block's tables."""
     wrong, found = wrong_rows(block), []
     for row in block.rows:
-        values, is_wrong = _values(block, row), row.id in wrong
+        values, is_wrong = _values(block, row), row in wrong
         shown = values | _readable(row, is_wrong)
         texts = {name: _text(row, name, shown[name]) for name in COLUMNS}
         found.append(Line(row, values, texts, is_wrong, set()))
@@ -142,6 +149,7 @@ def _values(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
         "root_sent_bytes": row.median("root_bytes_sent"),
         "others_sent_bytes": row.median("others_bytes_sent"),
         "peak_memory_bytes": row.median("peak_memory_bytes"),
+        "largest_peak_memory_bytes": max(row.per_rank("peak_memory_bytes"), default=None),
         **{f"{kind}_bytes": row.memory().get(kind) for kind in KINDS},
         "predicted_tensor_bytes": sum(row.memory("predicted_memory").values()) or None,
         "predicted_step_seconds": row.prediction.get("step_seconds"),
@@ -157,9 +165,15 @@ def _readable(row: CellRow, wrong: bool) -> dict[str, Any]:
     shown = message if len(message) <= 80 else f"{message[:79]}…"
     # Emulated compute updates nothing, so it has no optimiser state to measure.
     memory = row.memory() or row.memory("predicted_memory")
+    sync = row.median("sync") if row.step and row.nodes > 1 else None
+    share = "" if sync is None else f" ({percent(sync / row.step)})"
     return {
         "cell": row.name,
         "claim": claim if row.nodes > 1 else NOTHING,
+        "step_or_status": (
+            seconds_text(row.step, row.step) + interval_text(row) if row.step else row.status
+        ),
+        "exposed_share": seconds_text(sync, row.step) + share,
         "others_sent_bytes": row.median("others_bytes_sent") if row.nodes > 1 else None,
         **{f"{kind}_bytes": memory.get(kind) for kind in KINDS},
         "tensor_bytes": sum(row.memory().values()) or None,
@@ -189,10 +203,9 @@ def markdown(blocks: Sequence[ComparisonGroup]) -> str:
     """Return the tables of all blocks as Markdown, with headings if there are several."""
     parts = []
     for block in blocks:
-        columns = [COLUMNS[name] for name in MARKDOWN]
         rows = [
-            [column.heading for column in columns],
-            ["---:" if column.form else "---" for column in columns],
+            [COLUMNS[name].heading for name in MARKDOWN],
+            ["---:" if COLUMNS[name].form else "---" for name in MARKDOWN],
             *([line.texts[name] for name in MARKDOWN] for line in lines(block)),
         ]
         heading = f"**{escape(block.label)}**\n\n" if len(blocks) > 1 else ""

@@ -10,7 +10,7 @@ from rich.text import Text
 from lab.report.findings import EQUAL, SPEED, ReportFinding, findings
 from lab.report.tables import lines
 from lab.report.verdict import Verdict, verdict
-from lab.report.view import NOTHING, ComparisonGroup, Json, blocks, percent, what_is_emulated
+from lab.report.view import ComparisonGroup, Json, blocks, what_is_emulated
 
 _FINDINGS = 3
 _WIDTH = 100  # of a file or a pipe, which has no width of its own
@@ -18,8 +18,8 @@ _RED = "bold red"
 _COLUMNS = {
     "strategy": "strategy",
     "nodes": "nodes",
-    "step_seconds": "step, s\n[95 %]",
-    "sync_seconds": "exposed\ncomm., s",
+    "step_or_status": "step, s\n[95 %]",
+    "exposed_share": "exposed\ncomm., s",
     "speedup_ratio": "speed\nup",
     "claim": "claims\nexact",
 }
@@ -64,17 +64,10 @@ def _table(block: ComparisonGroup) -> Table:
         left = name in ("strategy", "claim")
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for line in lines(block):
-        row, texts = line.row, line.texts
-        sync = row.median("sync")
-        if not row.step:
-            texts["step_seconds"] = row.status
-        elif sync is not None and row.nodes > 1:
-            texts["sync_seconds"] += f" ({percent(sync / row.step)})"
-        else:
-            texts["sync_seconds"] = NOTHING
-        cells = [
-            Text(texts[name], style=_RED if line.wrong and name == "claim" else "")
-            for name in _COLUMNS
-        ]
-        table.add_row(*cells)
+        table.add_row(
+            *(
+                Text(line.texts[name], style=_RED if line.wrong and name == "claim" else "")
+                for name in _COLUMNS
+            )
+        )
     return table

@@ -7,10 +7,11 @@ together. ``CellRow`` alone computes speed-ups, efficiencies and prediction erro
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +20,7 @@ from common.sync import STRATEGIES
 from common.utils.grouping import grouped
 from lab.units import parse_rate
 
+T = TypeVar("T")
 NOTHING = "–"
 Json = Mapping[str, Any]
 """An object of results.json; lab/compare/results.py says and checks what it holds."""
@@ -49,8 +51,8 @@ class CellRow(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def name(self) -> str:
-        """The cell as a person writes it: ``overlapped, 2 nodes``."""
-        return f"{self.sync}, {nodes_text(self.nodes)}"
+        """The cell as a person writes it: ``overlapped on 2 nodes``."""
+        return f"{self.sync} on {nodes_text(self.nodes)}"
 
     @property
     def runs(self) -> list[Json]:
@@ -203,29 +205,26 @@ def blocks(results: Json) -> list[ComparisonGroup]:
         for rate in dict.fromkeys(cell["rate"] for cell in cells if cell["nodes"] > 1)
         or [cells[0]["rate"]]
     ]
-    many_rates = len({rate for _, rate in keys}) > 1
+    several = (len(groups) > 1, len({rate for _, rate in keys}) > 1)  # what tells blocks apart
     prediction, shared = results.get("prediction") or {}, results["settings"]
     differing = {difference.split(":")[0] for difference in results.get("differences", [])}
     found = []
     for group, rate in keys:
-        names = [(f"group {group}", f"-group{group}")] if len(groups) > 1 else []
-        if many_rates:
-            name = rate if isinstance(rate, str) else rate_text(rate)
-            names.append((rate_text(rate), "-" + re.sub(r"[^\w.]+", "_", name)))
+        ending = re.sub(r"[^\w.]+", "_", rate if isinstance(rate, str) else rate_text(rate))
         settings = {  # those that all groups share, and the group's own
             "gpus": results["environment"].get("gpus"),
             **{name: value for name, value in shared.items() if name not in differing},
             **results.get("groups", {}).get(str(group), {}),
         }
-        real = settings.get("compute") == "real" and rate is None
+        imitated = rate is not None or settings.get("compute") != "real"
         found.append(
             ComparisonGroup(
                 group=group,
                 rate=rate,
-                label=", ".join(label for label, _ in names),
-                suffix="".join(suffix for _, suffix in names),
+                label=", ".join(compress((f"group {group}", rate_text(rate)), several)),
+                suffix="".join(compress((f"-group{group}", f"-{ending}"), several)),
                 rows=_rows(groups[group], rate, prediction.get("cells", {})),
-                emulated=bool(results.get("emulated")) and not real,
+                emulated=bool(results.get("emulated")) and imitated,
                 settings=settings,
                 timelines=results["timelines"],
                 predicted_at=prediction.get("made", ""),
@@ -237,20 +236,27 @@ def blocks(results: Json) -> list[ComparisonGroup]:
 def _rows(cells: Sequence[Json], rate: Any, predictions: Json) -> list[CellRow]:
     """Return the rows of a block: a group's cells of this rate, and its one-node cell."""
     # one node of this rate, or else of any
-    ones = sorted(
+    one = sorted(
         (cell for cell in cells if cell["nodes"] == 1), key=lambda cell: cell["rate"] != rate
-    )
-    mine = ones[:1] + [cell for cell in cells if cell["nodes"] > 1 and cell["rate"] == rate]
-    baseline = msgspec.convert(ones[0], CellRow) if ones else None
+    )[:1]
+    several = [cell for cell in cells if cell["nodes"] > 1 and cell["rate"] == rate]
+    more = {"baseline": msgspec.convert(one[0], CellRow) if one else None}
     rows = [
-        msgspec.structs.replace(
-            msgspec.convert(cell, CellRow),
-            baseline=baseline,
-            prediction=predictions.get(cell["id"], {}),
-        )
-        for cell in mine
+        msgspec.convert({**cell, **more, "prediction": predictions.get(cell["id"], {})}, CellRow)
+        for cell in [*one, *several]
     ]
     return sorted(rows, key=lambda row: (row.nodes, order(row.sync)))
+
+
+def first_fit(items: Iterable[T], fits: Callable[[list[T], T], bool]) -> list[list[T]]:
+    """Put each item into the first group that it fits, else into a new one."""
+    groups: list[list[T]] = []
+    for item in items:
+        group = next((one for one in groups if fits(one, item)), [])
+        if not group:
+            groups.append(group)
+        group.append(item)
+    return groups
 
 
 def what_is_emulated(settings: Json) -> str:

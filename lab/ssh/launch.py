@@ -5,7 +5,6 @@ doctor``, start the command on all, wait, and end with the status of what failed
 """
 
 import argparse
-import contextlib
 import signal
 import sys
 import time
@@ -16,13 +15,12 @@ from typing import Any
 
 import msgspec
 
-from common.errors import INTERRUPTED, TO_BE_CONTINUED, UserError, count
-from common.utils.atomic_files import append_text
+from common.errors import INTERRUPTED, TO_BE_CONTINUED, count
 from common.utils.paths import new_folder
-from common.utils.processes import shell_status
+from common.utils.processes import on_signals, shell_status
 from common.utils.system import allow_most_descriptors
 from lab.processes.first_failure import find_root_failure
-from lab.processes.prefixed_output import PrefixedOutput, say
+from lab.processes.prefixed_output import PrefixedOutput, say, write_log
 from lab.ssh.command import read_command
 from lab.ssh.hosts import Host, SSHOptions, first_of, parse_hosts
 from lab.ssh.questions import doctor_passes, find_master, refuse_differences, run_requests
@@ -71,8 +69,7 @@ def launch(args: argparse.Namespace) -> int:
     )
 
     def write_line(node: int, line: str) -> None:
-        with contextlib.suppress(UserError):  # a full disk must not end the run
-            append_text(folder / f"node{node}.log", f"{line}\n", name="the log")
+        write_log(folder / f"node{node}.log", line)
         prefixed(node, line)
 
     names = " to ".join(dict.fromkeys([hosts[0].name, hosts[-1].name]))
@@ -114,27 +111,22 @@ def _run(
     After a failure the others get a short time to report why they end, after a signal time to save.
     """
     got: list[signal.Signals] = []
-    before = {
-        number: signal.signal(number, lambda one, _frame: got.append(signal.Signals(one)))
-        for number in _AFTER_SIGNAL_SECONDS
-    }
-    try:
-        with served(hosts, requests, options, on_line) as nodes:
-            wait(nodes, lambda: got or not running(nodes) or _failed(nodes, 0))
-            # If those that ended were stopped and have saved, rank 0 may still write.
-            wait(
-                nodes,
-                lambda: got or not running(nodes) or _failed(nodes, 0, TO_BE_CONTINUED),
-                _SAVE_SECONDS,
-            )
-            wait(nodes, lambda: got or not running(nodes), _GRACE_SECONDS)
-            if got and running(nodes):
-                say(f"{got[0].name}: sent to every node; Ctrl-C ends all at once")
-                signal_all(nodes, got[0])
-                wait(nodes, lambda: got[1:] or not running(nodes), _AFTER_SIGNAL_SECONDS[got[0]])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with (
+        on_signals(_AFTER_SIGNAL_SECONDS, lambda one, _frame: got.append(signal.Signals(one))),
+        served(hosts, requests, options, on_line) as nodes,
+    ):
+        wait(nodes, lambda: got or not running(nodes) or _failed(nodes, 0))
+        # If those that ended were stopped and have saved, rank 0 may still write.
+        wait(
+            nodes,
+            lambda: got or not running(nodes) or _failed(nodes, 0, TO_BE_CONTINUED),
+            _SAVE_SECONDS,
+        )
+        wait(nodes, lambda: got or not running(nodes), _GRACE_SECONDS)
+        if got and running(nodes):
+            say(f"{got[0].name}: sent to every node; Ctrl-C ends all at once")
+            signal_all(nodes, got[0])
+            wait(nodes, lambda: got[1:] or not running(nodes), _AFTER_SIGNAL_SECONDS[got[0]])
     return nodes, next(iter(got), 0)
 
 
@@ -175,11 +167,10 @@ def _conclude(
         say(f"all nodes finished without errors after {seconds:.1f} s; output: {folder}")
         return 0
     outputs = {node.host.rank: "\n".join(node.lines) for node in failed}
-    statuses = {node.host.rank: node.status or 0 for node in failed}
+    statuses = {node.host.rank: _LOST if node in lost else node.status or 0 for node in failed}
     culprit, message = find_root_failure(list(outputs), statuses, outputs, name="node")
-    status = shell_status(statuses[culprit])
     if lost:
-        culprit, status = lost[0].host.rank, _LOST
+        culprit = lost[0].host.rank
         message = (
             f"the connection to {lost[0].host} broke after {seconds:.1f} s "
             f"({first_of(lost[0].errors[-1:])[:200]}); the other hosts were stopped, and {left}"
@@ -189,4 +180,4 @@ def _conclude(
             prefixed.show(culprit, line)
     log = folder / f"node{culprit}.log"
     print(f"error: {message} (host {nodes[culprit].host.name}; output: {log})", file=sys.stderr)
-    return status
+    return shell_status(statuses[culprit])

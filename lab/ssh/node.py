@@ -12,7 +12,6 @@ import io
 import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,12 @@ import psutil
 
 from common.utils.processes import adopt_orphans, kill_on_parent_exit
 from common.utils.source_hash import code_facts
-from lab.processes.descendants import kill_descendants
+from lab.processes.supervision import kill_descendants, supervise
 
 READY = b"lab.ssh is ready\n"
 RESULT = b"lab.ssh returns "
 _NOT_FOUND = 127
-_POLL_SECONDS, _CONNECT_SECONDS = 0.1, 4.0
+_CONNECT_SECONDS = 4.0
 _LISTEN_SECONDS, _MOST_GUESTS = 60, 1024
 
 
@@ -73,13 +73,9 @@ def run(command: Sequence[str], environment: Mapping[str, str], silence_seconds:
     except OSError as error:
         print(f"error: {command[0]}: {error.strerror}", flush=True)
         return _NOT_FOUND
-    signal.setitimer(signal.ITIMER_REAL, silence_seconds)
-    while child.poll() is None:
-        if select.select([0], [], [], _POLL_SECONDS)[0]:
-            signal.setitimer(signal.ITIMER_REAL, silence_seconds)
-            for number in os.read(0, 256) or [signal.SIGKILL]:  # nothing: the terminal has left
-                os.killpg(child.pid, number)
-    return child.returncode
+    count_silence = partial(signal.setitimer, signal.ITIMER_REAL, silence_seconds)
+    count_silence()
+    return supervise(child.pid, control=0, heard=count_silence)
 
 
 def listen(port: int) -> None:
@@ -102,7 +98,8 @@ def connect(names: Sequence[str], port: int) -> dict[str, str]:
     addresses: list[str] = []
     for name in names:
         with contextlib.suppress(OSError, UnicodeError):  # the name is unknown here
-            addresses += socket.gethostbyname_ex(name)[2]
+            found = socket.gethostbyname_ex(name)[2]
+            addresses += [one for one in found if not one.startswith("127.")]
 
     def why_unreached(address: str) -> str:
         try:
@@ -111,9 +108,8 @@ def connect(names: Sequence[str], port: int) -> dict[str, str]:
         except OSError as error:
             return (error.strerror or "no answer").lower()
 
-    others = [one for one in addresses if not one.startswith("127.")]
     with ThreadPoolExecutor() as pool:
-        return dict(zip(others, pool.map(why_unreached, others), strict=True))
+        return dict(zip(addresses, pool.map(why_unreached, addresses), strict=True))
 
 
 def send_runs(

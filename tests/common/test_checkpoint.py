@@ -1,14 +1,13 @@
 """Checkpoints: exact, atomic, verified when read, and unable to run code."""
 
 import io
-import multiprocessing
 import os
 import pickle
 import random
 import resource
 import time
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,48 +15,31 @@ from torch import nn
 
 import common.checkpoint
 import common.utils.atomic_files
-from common.checkpoint import (
-    load_checkpoint,
-    load_model_state,
-    newest_checkpoint,
-    save_checkpoint,
-)
+from common.checkpoint import load_checkpoint, load_model_state, newest_checkpoint, save_checkpoint
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
 from common.utils.hashing import digest
-from tests import helpers
+from lab.proofs import ranks
 from tests.helpers import wait_until
 
-assert helpers.ROOT  # importing helpers tells the fork server which modules to preload
-_context = multiprocessing.get_context("forkserver")
 
-
-def _small_model(*, seed=0, channels=4):
-    torch.manual_seed(seed)
-    model = nn.Sequential(
-        nn.Conv2d(3, channels, 3),
-        nn.BatchNorm2d(channels),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(channels * 4, 5),
-    )
+def _small_model(*, channels=4):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, channels, 3), nn.BatchNorm2d(channels), nn.ReLU(), nn.Flatten()
+    model = nn.Sequential(*layers, nn.Linear(channels * 4, 5))
     return model.to(memory_format=torch.channels_last)
 
 
-def _trained(*, steps=3):
-    """Return a channels_last model and an optimizer with momentum after some steps."""
+def _entries():
+    """Return a checkpoint's entries after three steps of a channels_last model with momentum."""
     model = _small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-    for _ in range(steps):
+    for _ in range(3):
         optimizer.zero_grad()
         model(torch.randn(6, 3, 4, 4)).square().mean().backward()
         optimizer.step()
-    return model, optimizer
-
-
-def _entries(model, optimizer, *, epoch=3):
     return {
-        "epoch": epoch,
+        "epoch": 3,
         "model_state_dict": model.state_dict(),
         "optimizer_state_dict": optimizer.state_dict(),
         "loss": 1.2345678901234567,
@@ -68,11 +50,15 @@ def _entries(model, optimizer, *, epoch=3):
     }
 
 
+def _plain(**entries):
+    return {"epoch": 1, "loss": 0.0, "model_state_dict": {}, "optimizer_state_dict": {}} | entries
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Return the bytes of a saved checkpoint and the entries that it must give back."""
     path = tmp_path_factory.mktemp("saved") / "Epoch_3.pt"
-    entries = _entries(*_trained())
+    entries = _entries()
     save_checkpoint(path, entries)
     return path.read_bytes(), entries
 
@@ -85,34 +71,23 @@ def _refused(source, **name):
     return str(error.value)
 
 
-# --- exact ---
-
-
 def test_roundtrip_is_bit_exact(saved, tmp_path):
-    """Weights, buffers, momentum and plain values keep every bit; the weights keep their strides.
-
-    They come from a file or from its bytes.
-    """
+    """Also of plain values and strides; from a file, and from its bytes."""
     content, entries = saved
     path = tmp_path / "Epoch_3.pt"
     path.write_bytes(content)
     for loaded in (load_checkpoint(path), load_checkpoint(content, name="from rank 0")):
         assert list(loaded) == list(entries)
         assert digest(loaded) == digest(entries)
-        name = "0.weight"
-        assert (
-            loaded["model_state_dict"][name].stride() == entries["model_state_dict"][name].stride()
-        )
+        weights = [one["model_state_dict"]["0.weight"] for one in (loaded, entries)]
+        assert weights[0].stride() == weights[1].stride()
 
 
 def test_of_a_ddp_model_only_the_leading_prefix_is_removed(tmp_path):
-    model, optimizer = _trained(steps=1)
-    state = {f"module.{key}": value for key, value in model.state_dict().items()}
-    state["module.inner.module.weight"] = torch.ones(1)
-    save_checkpoint(tmp_path / "x.pt", _entries(model, optimizer) | {"model_state_dict": state})
-    loaded = load_checkpoint(tmp_path / "x.pt")["model_state_dict"]
-    assert loaded.pop("inner.module.weight") == 1
-    assert digest(loaded) == digest(model.state_dict())
+    state = {"weight": torch.ones(1), "inner.module.weight": torch.ones(2)}
+    wrapped = {f"module.{name}": value for name, value in state.items()}
+    save_checkpoint(tmp_path / "x.pt", _plain(model_state_dict=wrapped))
+    assert digest(load_checkpoint(tmp_path / "x.pt")["model_state_dict"]) == digest(state)
 
 
 def test_digest_sees_every_kind_of_change():
@@ -138,9 +113,6 @@ def test_digest_sees_every_kind_of_change():
     assert digest(image) == digest(image.to(memory_format=torch.channels_last))
 
 
-# --- damaged ---
-
-
 def _is_refused(content, entries):
     """Return whether the damaged file is refused; fail unless its entries are exact otherwise."""
     try:
@@ -156,10 +128,7 @@ def _flipped(content, place, bit):
 
 
 def test_single_flipped_bits(saved):
-    """A flipped bit is refused or harmless (in padding); in a tensor it is always refused.
-
-    No bit in the digest or its name may make the file pass as one without a digest.
-    """
+    """Refused or harmless (in padding); nor may a file pass as one without a digest."""
     content, entries = saved
     chance = random.Random(0)
     places = [chance.randrange(len(content)) for _ in range(200)]
@@ -191,23 +160,14 @@ def test_single_flipped_bits(saved):
 def test_altered_with_the_digest_left_as_it_was(saved, tmp_path):
     """A valid file with a changed entry and the old digest fails its SHA-256."""
 
-    def weight(entries):
-        entries["model_state_dict"]["0.bias"][0] += 1e-6
-
-    def momentum(entries):
-        entries["optimizer_state_dict"]["state"][0]["momentum_buffer"][0] += 1e-6
-
-    def epoch(entries):
-        entries["epoch"] += 1
-
-    for alter in (weight, momentum, epoch):
+    for altered in ("weight", "momentum", "epoch"):
         entries = torch.load(io.BytesIO(saved[0]), weights_only=True)
-        alter(entries)
+        momentum = entries["optimizer_state_dict"]["state"][0]["momentum_buffer"]
+        entries["model_state_dict"]["0.bias"][0] += 1e-6 * (altered == "weight")
+        momentum[0] += 1e-6 * (altered == "momentum")
+        entries["epoch"] += altered == "epoch"
         torch.save(entries, tmp_path / "Epoch_3.pt")
-        assert "SHA-256" in _refused(tmp_path / "Epoch_3.pt"), alter.__name__
-
-
-# --- hostile and foreign ---
+        assert "SHA-256" in _refused(tmp_path / "Epoch_3.pt"), altered
 
 
 class _Touch:
@@ -227,11 +187,7 @@ def _saved_by_torch(value, **options):
 
 
 def test_hostile_pickle_runs_no_code(saved, tmp_path):
-    """Code hidden in a checkpoint is refused and does not run, nor when checkpoints are ordered.
-
-    torch.save or a bare pickle hides it, in an entry or in place of all entries. At the end
-    pickle.loads shows that the code works.
-    """
+    """Also not when checkpoints are ordered by age. At the end pickle.loads runs the code."""
     mark, path = tmp_path / "mark", tmp_path / "Epoch_1.pt"
     hostile = _Touch(mark)
     for entries in (hostile, {**saved[1], "loss": hostile}, {**saved[1], "extra": [hostile]}):
@@ -261,19 +217,17 @@ FOREIGN = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_foreign_files(kind, saved, tmp_path):
-    """A file that is not a training checkpoint is refused in one line with its name."""
+@pytest.mark.parametrize("kind", [*FOREIGN, "missing", "folder", "below a file"])
+def test_what_is_no_checkpoint_is_refused_in_one_line_with_its_name(kind, saved, tmp_path):
     path = tmp_path / "Epoch_1.pt"
-    path.write_bytes(FOREIGN[kind](saved[1]))
+    if kind in FOREIGN:
+        path.write_bytes(FOREIGN[kind](saved[1]))
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "below a file":
+        path.write_text("x")
+        path /= "Epoch_1.pt"
     assert str(path) in _refused(path)
-
-
-def test_missing_file_and_folder(tmp_path):
-    """A missing path, a folder or a path below a file is refused in one line with its name."""
-    (tmp_path / "file").write_text("x")
-    for path in (tmp_path / "Epoch_1.pt", tmp_path, tmp_path / "file" / "Epoch_1.pt"):
-        assert str(path) in _refused(path)
 
 
 def test_other_architectures_weights(saved):
@@ -289,9 +243,6 @@ def test_other_architectures_weights(saved):
             load_model_state(_small_model(), loaded, name="Epoch_3.pt")
 
 
-# --- atomic ---
-
-
 @contextmanager
 def _room_for(nbytes):
     """Let this process write files of at most so many bytes, as if the disk were full."""
@@ -304,14 +255,10 @@ def _room_for(nbytes):
 
 
 def test_full_disk_leaves_the_old_file(saved, tmp_path):
-    """If the disk is full, the error names the path and the old file is unchanged.
-
-    There is room for 0, 2,000 or 5,000 bytes. Without an old file there is no new one, and no
-    temporary file remains.
-    """
+    """The error names the path; no new file and no temporary one remains."""
     old, new = tmp_path / "Epoch_3.pt", tmp_path / "Epoch_4.pt"
     old.write_bytes(saved[0])
-    entries = _entries(*_trained(), epoch=4)
+    entries = saved[1] | {"epoch": 4}
     for path, room in ((old, 2000), (old, 0), (new, 5000)):
         with _room_for(room), pytest.raises(UserError) as full:
             save_checkpoint(path, entries)
@@ -326,10 +273,7 @@ def test_full_disk_leaves_the_old_file(saved, tmp_path):
 
 @pytest.mark.parametrize("fails", ["nothing", "fsync", "replace"])
 def test_the_file_is_synced_then_renamed_then_its_folder_is_synced(fails, tmp_path, monkeypatch):
-    """Hence a power cut leaves either the old file or the new one.
-
-    If fsync or rename fails, as network disks report that they are full, only the old file remains.
-    """
+    """If one fails, as network disks report that they are full, only the old file remains."""
     path, events = tmp_path / "Epoch_1.pt", []
     path.write_bytes(b"old")
 
@@ -356,61 +300,39 @@ def test_the_file_is_synced_then_renamed_then_its_folder_is_synced(fails, tmp_pa
     assert [entry.name for entry in tmp_path.iterdir()] == ["Epoch_1.pt"]
 
 
-def _save_for_ever(path, floats):
-    torch.set_num_threads(1)
+def _save_for_ever(path):
     while True:
         for epoch in (1, 2):
-            weights = {"w": torch.full((floats,), float(epoch))}
-            save_checkpoint(Path(path), _plain(epoch=epoch, model_state_dict=weights))
-
-
-def _plain(**entries):
-    return {"epoch": 1, "loss": 0.0, "model_state_dict": {}, "optimizer_state_dict": {}} | entries
+            weights = {"w": torch.full((500_000,), float(epoch))}
+            save_checkpoint(path, _plain(epoch=epoch, model_state_dict=weights))
 
 
 def test_killed_while_saving(tmp_path):
-    """Ten processes that save repeatedly are killed with SIGKILL; each file is complete.
-
-    A read while the process saves also finds a complete file.
-    """
-
-    def assert_whole(path):
-        loaded = load_checkpoint(path)
-        assert loaded["model_state_dict"]["w"].equal(torch.full((500_000,), float(loaded["epoch"])))
-
+    """Ten processes that save repeatedly are killed; a read meanwhile finds a whole file, too."""
     delays = random.Random(1)
     for turn in range(10):
         path = tmp_path / f"Epoch_{turn}.pt"
-        child = _context.Process(target=_save_for_ever, args=(str(path), 500_000), daemon=True)
+        child = ranks.context().Process(target=_save_for_ever, args=(path,), daemon=True)
         child.start()
         try:
-            wait_until(
-                lambda path=path, child=child: path.exists() or not child.is_alive(),
-                "the first checkpoint",
-            )
+            wait_until(path.exists, "the first checkpoint")
+            load_checkpoint(path)
             assert child.is_alive()
-            for _ in range(2):
-                assert_whole(path)
             time.sleep(delays.uniform(0, 0.05))  # the kill comes at a random moment
         finally:
             child.kill()
             child.join(10)
-        assert_whole(path)
-
-
-# --- the newest good checkpoint ---
+        loaded = load_checkpoint(path)
+        weights = torch.full((500_000,), float(loaded["epoch"]))
+        assert torch.equal(loaded["model_state_dict"]["w"], weights)
 
 
 def test_newest_passes_over_damaged_ones(saved, tmp_path):
-    """Of checkpoints saved at the same time, the newest is the highest epoch, as a number.
-
-    Then the first folder counts. A damaged, cut or foreign file is skipped and named with its
-    reason. Temporary and other files do not count.
-    """
+    """Of those saved at one time the highest epoch, as a number, then the first folder counts."""
     content = saved[0]
     old, new = tmp_path / "old", tmp_path / "new"
-    for folder in (old, new):
-        folder.mkdir()
+    old.mkdir()
+    new.mkdir()
     for epoch in (2, 9, 10):
         (old / f"Epoch_{epoch}.pt").write_bytes(content)
     assert newest_checkpoint([]) == newest_checkpoint([new]) == (None, [])
@@ -435,25 +357,18 @@ def test_newest_passes_over_damaged_ones(saved, tmp_path):
 
 
 def test_newest_is_the_one_saved_last(tmp_path, monkeypatch):
-    """The time of saving decides, not the folder's name, the file's name or its time of change.
-
-    Of equal times the higher step counts. One without a record of its time, as a student's own
-    torch.save writes it, is the oldest. Nothing but the chosen one is verified.
-    """
+    """Not by name or time of change; of equal times the higher step, and no time is the oldest."""
     folders = [tmp_path / name for name in ("z-old", "a-new", "m-same-time")]
     saved_at = (1_000.0, 3_000.0, 3_000.0)
     for folder, moment, step in zip(folders, saved_at, (90, 5, 6), strict=True):
         monkeypatch.setattr(common.checkpoint.time, "time", lambda moment=moment: moment)
         save_checkpoint(folder / f"Epoch_{100 - step}.pt", _plain(step=step))
     os.utime(folders[0] / "Epoch_10.pt", (9e8, 9e8))
-    loaded = []
-    load = common.checkpoint.load_checkpoint
-    monkeypatch.setattr(
-        common.checkpoint, "load_checkpoint", lambda path: loaded.append(path) or load(path)
-    )
+    load = mock.Mock(side_effect=load_checkpoint)
+    monkeypatch.setattr(common.checkpoint, "load_checkpoint", load)
     newest = folders[2] / "Epoch_94.pt"
     assert newest_checkpoint(folders) == newest_checkpoint(folders[::-1]) == (newest, [])
-    assert loaded == [newest, newest]
+    assert load.call_args_list == [mock.call(newest)] * 2, "verified: nothing but the chosen one"
     newest.write_bytes(newest.read_bytes()[:-40])
     found, [why] = newest_checkpoint(folders)
     assert found == folders[1] / "Epoch_95.pt"

@@ -3,7 +3,6 @@
 `python3 -m pytest -m gpu` runs only these.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +16,13 @@ from common.data import load_dataset
 from common.data.loaders import EvaluationLoader, TrainLoader
 from common.data.sharding import GlobalBatchSampler
 from common.training_engine import (
-    TrainingEngine,
     distributed_train_worker,
     launch_distributed_training,
     predict,
 )
 from tests.helpers import free_port, only_run_folder, run_part
+from tests.helpers.engines import prepared
+from tests.helpers.records import json_lines, json_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,14 +46,13 @@ def test_ddp_with_nccl_and_amp_learns(tmp_path, dtype):
     assert ended.status == 0, ended.err
     assert ("float16" if dtype == "fp16" else "bfloat16") in ended.out
     folder = only_run_folder(tmp_path, "PartThree-ddp")
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json_of(folder, "summary")
     assert (summary["backend"], summary["device"]) == ("nccl", "cuda")
     assert summary["test_accuracy"] > 0.9
     assert summary["peak_gpu_memory_bytes"] > 100e6  # weights, gradients, momentum and activations
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert all(
-        0 < step["forward_seconds"] < 60 and 0 < step["backward_seconds"] < 60 for step in steps
-    )
+    for step in json_lines(folder / "metrics.jsonl"):
+        assert 0 < step["forward_seconds"] < 60
+        assert 0 < step["backward_seconds"] < 60
 
 
 @pytest.mark.parametrize("sync", ["gather_scatter", "all_reduce"])
@@ -61,7 +60,7 @@ def test_by_hand_with_nccl_learns(tmp_path, sync):
     ended = train(tmp_path, "PartTwo", f"--sync {sync} {QUICK}")
     assert ended.status == 0, ended.err
     folder = only_run_folder(tmp_path, f"PartTwo-{sync}")
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json_of(folder, "summary")
     assert summary["backend"] == "nccl"
     assert summary["test_accuracy"] > 0.9
 
@@ -97,10 +96,7 @@ def test_augmentation_is_the_same_on_the_gpu(tmp_path, options):
     digits = replace(load_dataset("digits", tmp_path), flip=True)
     loaders = [
         TrainLoader(
-            digits,
-            GlobalBatchSampler(len(digits.train), batch_size=100),
-            device=device,
-            **options,
+            digits, GlobalBatchSampler(len(digits.train), batch_size=100), device=device, **options
         )
         for device in ("cpu", "cuda")
     ]
@@ -143,13 +139,8 @@ def test_the_engine_trains_on_the_gpu_with_amp_ema_and_accumulation(tmp_path):
         batch_size=16,
         optimizer_fn=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
         criterion_fn=nn.CrossEntropyLoss,
-        engine_kwargs={
-            "use_amp": True,
-            "use_ema": True,
-            "accumulation_steps": 2,
-            "clip_norm": 5.0,
-            "output_dir": tmp_path,
-        },
+        engine_kwargs={"use_amp": True, "use_ema": True, "clip_norm": 5.0, "output_dir": tmp_path}
+        | {"accumulation_steps": 2},
         train_kwargs={"num_epochs": 5},
     )
     assert history["val_accuracy"][-1] > 0.95
@@ -159,8 +150,7 @@ def test_the_engine_trains_on_the_gpu_with_amp_ema_and_accumulation(tmp_path):
 
 def test_an_overflow_of_fp16_skips_the_step_and_is_no_error():
     model = nn.Linear(8, 2)
-    engine = TrainingEngine(model, "cuda", use_amp=True)
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    engine = prepared(model, device="cuda", use_amp=True)
     engine.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40)
     before = model.weight.detach().clone()
     engine.train_epoch([(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))], epoch=1)
@@ -195,10 +185,7 @@ def test_checkpoints_hold_what_the_gpu_held_and_the_timeline_has_its_times(tmp_p
     assert ended.status == 0, ended.err
     assert "GPU memory" in ended.out
     folder = only_run_folder(tmp_path, "PartTwo-all_reduce")
-    summary, ranks, timeline = (
-        json.loads((folder / f"{name}.json").read_text())
-        for name in ("summary", "ranks", "timeline")
-    )
+    summary, ranks, timeline = (json_of(folder, one) for one in ("summary", "ranks", "timeline"))
     assert summary["peak_gpu_memory_bytes"] > 2 * 4 * 9_231_114  # weights and gradients
     assert ranks["ranks"][0]["peak_gpu_memory_bytes"] == pytest.approx(
         summary["peak_gpu_memory_bytes"], rel=0.5

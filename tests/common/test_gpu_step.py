@@ -20,13 +20,13 @@ from common.data.sharding import GlobalBatchSampler
 from common.profiling.comm_trace import Timeline
 from common.sync import STRATEGIES, is_exact
 from common.training import prepare_model_for_training
-from common.training_engine import TrainingEngine
 from common.training_engine.evaluation_loop import unwrap
 from common.training_engine.lr_schedules import build_schedule
 from common.training_engine.metrics import MetricsBuffer, StepOutcome
 from lab.proofs.equivalence import errors_on_this_rank, parameter_errors, proof_sync
 from lab.proofs.proof_model import Case, ProofModel
 from tests.helpers import RankError, run_ranks
+from tests.helpers.engines import prepared
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,9 +44,6 @@ def _same_algorithms():
         enabled=True, benchmark=False, deterministic=True, allow_tf32=False
     ):
         yield
-
-
-# --- one rank ---
 
 
 class Batches:
@@ -75,39 +72,23 @@ class Network(nn.Module):
     def __init__(self, dropout):
         super().__init__()
         torch.manual_seed(3)
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 8, 3),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.Dropout(dropout),
-            nn.Flatten(),
-            nn.Linear(288, 2),
-        )
+        layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(dropout)
+        self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(288, 2))
 
     def forward(self, images):
-        """Return the logits."""
         return self.layers(images)
 
 
-def train(device, *, first_epoch=1, entries=None, **options):
-    """Return the engine and the records of epochs ``first_epoch`` to ``EPOCHS``.
-
-    options : of TrainingEngine; ``last_epoch`` ends the training sooner, ``dropout`` is the
-    network's.
-    """
-    last_epoch = options.pop("last_epoch", EPOCHS)
+def train(device, *, dropout=0.3, **options):
+    """Return the engine and the records of all steps; ``options`` are of TrainingEngine."""
     model, criterion, optimizer = prepare_model_for_training(
-        Network(options.pop("dropout", 0.3)), device, 0.1, 0.9, 1e-3, False
+        Network(dropout), device, 0.1, 0.9, 1e-3, False
     )
     schedule = build_schedule(optimizer, "onecycle", total_steps=STEPS * EPOCHS, warmup_steps=5)
-    engine = TrainingEngine(model, device, use_ema=True, **options)
-    engine.prepare(optimizer, criterion, schedule)
-    if entries is not None:
-        model.load_state_dict(entries["model_state_dict"])
-        optimizer.load_state_dict(entries["optimizer_state_dict"])
-        engine.load_state(entries)
+    options |= {"optimizer": optimizer, "criterion": criterion, "scheduler": schedule}
+    engine = prepared(model, device=device, use_ema=True, **options)
     batches, records = Batches(device), []
-    for epoch in range(first_epoch, last_epoch + 1):
+    for epoch in range(1, EPOCHS + 1):
         batches.set_epoch(epoch)
         engine.train_epoch(batches, epoch=epoch, seed=5, on_steps=records.extend)
     engine.close()
@@ -134,11 +115,7 @@ def test_a_compiled_training_equals_a_readable_one():
 
 
 def waiting_operation(device, steps, **options):
-    """Return the error of the first operation of a step that waits for the GPU; "" if none does.
-
-    A step is a batch of ``TrainLoader``, ``train_step``, and what ``train_epoch`` keeps of it.
-    options : of TrainingEngine.
-    """
+    """Return the error of the first operation of a step that waits for the GPU; "" if none does."""
     digits = load_dataset("digits", Path())
     loader = TrainLoader(
         digits, GlobalBatchSampler(len(digits.train), batch_size=16), device=device
@@ -147,8 +124,9 @@ def waiting_operation(device, steps, **options):
     model, criterion, optimizer = prepare_model_for_training(
         model, device, 0.01, 0.9, 5e-4, False, label_smoothing=0.1
     )
-    engine = TrainingEngine(model, device, use_ema=True, clip_norm=1.0, **options)
-    engine.prepare(optimizer, criterion, build_schedule(optimizer, "onecycle", total_steps=99))
+    schedule = build_schedule(optimizer, "onecycle", total_steps=99)
+    options |= {"optimizer": optimizer, "criterion": criterion, "scheduler": schedule}
+    engine = prepared(model, device=device, use_ema=True, clip_norm=1.0, **options)
     engine.train_epoch(loader, epoch=1, seed=0, max_steps=6)  # choose algorithms
     metrics = MetricsBuffer(
         engine.world,
@@ -188,9 +166,6 @@ def test_the_steps_times_add_up_to_the_wall_time():
     _, records = train(GPU)
     for record in records:
         assert 0 < sum(record.seconds.values()) <= record.step_seconds * 1.001 + 1e-5
-
-
-# --- two ranks on one GPU ---
 
 
 @functools.cache
@@ -243,10 +218,9 @@ def synchronised_batchnorm(rank, device):
     images = torch.randn(3, 8, 3, 8, 8, generator=generator, dtype=torch.float64).to(device)
     labels = torch.randint(0, 2, (3, 8), generator=generator).to(device)
     trained = []
-    for distributed, own in ((False, slice(0, 8)), (True, slice(4 * rank, 4 * rank + 4))):
+    for sync, own in ((None, slice(0, 8)), ("ddp", slice(4 * rank, 4 * rank + 4))):
         torch.manual_seed(0)
-        engine = TrainingEngine(copy.deepcopy(model), device, distributed=distributed, sync="ddp")
-        engine.prepare(torch.optim.SGD(engine.model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+        engine = prepared(copy.deepcopy(model), sync, device=device)
         engine.train_epoch([(x[own], y[own]) for x, y in zip(images, labels, strict=True)], epoch=1)
         engine.close()
         trained.append(unwrap(engine.model))
@@ -263,14 +237,12 @@ def message_seconds(rank, device, name):
     case = Case(device=device, uneven=False)
     torch.manual_seed(0)
     model = ProofModel(case)
-    engine = TrainingEngine(model, device, distributed=True, sync=proof_sync(name))
+    engine = prepared(model, proof_sync(name), device=device, optimizer=case.sgd(model))
     engine.timeline = Timeline(3, 3)
-    engine.prepare(case.sgd(model), nn.CrossEntropyLoss())
     engine.train_epoch([batches[rank] for batches in case.global_batches(2)], epoch=1)
     engine.close()
-    step = engine.timeline.steps[engine.timeline.busiest_step]
-    assert step is not None
-    return [message["end"] - message["begin"] for message in step["messages"]]
+    messages = engine.timeline.steps[3]["messages"]
+    return [message["end"] - message["begin"] for message in messages]
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "ring", "ddp"])

@@ -9,7 +9,8 @@ import functools
 
 import pytest
 
-from lab.cluster import Cluster, channel, tools
+from lab.cluster import Cluster, tools
+from lab.cluster import cluster as supervisor
 from tests.helpers import make_image_folder
 from tests.helpers.stage import NODES, Stage
 
@@ -22,7 +23,7 @@ def cluster(request, tmp_path_factory):
     request.config.get_terminal_writer().line(f"\ntests/faults: {where}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            channel, "SUPERVISOR_CODE", f"import matplotlib.pyplot; {channel.SUPERVISOR_CODE}"
+            supervisor, "SUPERVISOR_CODE", f"import matplotlib.pyplot; {supervisor.SUPERVISOR_CODE}"
         )
         nodes = Cluster(NODES, logs=tmp_path_factory.mktemp("nodes"), loopback=refused is not None)
         nodes.__enter__()

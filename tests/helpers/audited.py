@@ -6,7 +6,6 @@ is also the program of these ranks: it installs the probe, as the start-up hook 
 interpreter, and runs the script.
 """
 
-import os
 import re
 import runpy
 import shutil
@@ -29,9 +28,7 @@ OWN_FLAGS = (
     "--dataset digits --model tiny --max-steps 8 --threads 1 --batch-size 24 "
     "--master-ip {master} --master-port {port} --num-nodes {nodes} --rank {rank}"
 )
-OTHER_PYTHON = os.environ.get("AUDIT_PYTHON")
-"""An interpreter of another environment, whose torch the audit shall work with."""
-_KEYS = {"finds", "notices", "ranks", "command", "flags", "verdict", "together"}
+_KEYS = {"base", "finds", "notices", "ranks", "command", "flags", "verdict", "together"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,7 @@ class Case:
     ----------
     body : the script without its docstring.
     edit : how it differs from the case ``base``; empty for a whole script.
+    flags : of ``lab audit``.
     """
 
     name: str
@@ -52,9 +50,9 @@ class Case:
     finds: frozenset[str] = frozenset()
     notices: frozenset[str] = frozenset()
     sizes: tuple[int, ...] = (2, 3)
-    command: AuditCommand = AuditCommand(tuple(BY_FLAGS.split()))
-    flags: tuple[str, ...] = ()
-    verdict: str | None = None
+    command: str = BY_FLAGS
+    flags: str = ""
+    verdict: str = "any"
     together: bool = False
 
     @property
@@ -65,7 +63,7 @@ class Case:
     @property
     def forked(self):
         """Whether its ranks can be forks: it starts no interpreters itself."""
-        return self.command.words[0] == "python" and "mp.spawn" not in self.body
+        return self.command.startswith("python ") and "mp.spawn" not in self.body
 
     @property
     def quick_size(self):
@@ -83,17 +81,16 @@ def read_cases():
     for path in sorted(FOLDER.glob("right_*.py")):
         _, docstring, body = path.read_text(encoding="utf-8").split('"""', 2)
         what, _, keys = docstring.partition("\n\n")
-        cases[path.stem] = _with_keys(Case(path.stem, what, body.lstrip("\n")), _read_keys(keys))
+        cases[path.stem] = _declare(Case(path.stem, what, body.lstrip("\n")), keys)
     for path in sorted(FOLDER.glob("*.txt")):
         for entry in path.read_text(encoding="utf-8").split("\n[")[1:]:
             header, what, *edit = entry.rstrip().split("\n")
             name, _, keys = header.partition("]")
             assert name not in cases, f"{path}: there are two cases {name}: rename one"
-            declared = _read_keys(keys)
-            base = declared.pop("base", "")
-            case = replace(cases[base] if base else Case(name), name=name, what=what, base=base)
-            case = replace(case, edit="\n".join(edit))
-            cases[name] = _with_keys(replace(case, body=apply_edit(case)), declared)
+            base = (re.findall(r"base: (\w+)", keys) or [""])[0]
+            case = cases[base] if base else Case(name)
+            case = replace(case, name=name, what=what, base=base, edit="\n".join(edit))
+            cases[name] = _declare(replace(case, body=apply_edit(case)), keys)
     return [cases[name] for name in sorted(cases)]
 
 
@@ -102,40 +99,36 @@ def apply_edit(case):
 
     Raises ValueError if the old lines of one of its places do not stand in it exactly once.
     """
-    body, places = case.body, []
+    body, places = f"\n{case.body}", []
     for place in case.edit.split("\n...\n") if case.edit else ():
-        lines = [(line[:1], line[1:] + "\n") for line in place.split("\n")]
-        old = "".join(line for sign, line in lines if sign != "+")
-        found = [one.start() for one in re.finditer(f"^(?={re.escape(old)})", body, re.MULTILINE)]
-        if len(found) != 1:
-            raise ValueError(f"{case.name}: {len(found)} times, not once, in its base:\n{old}")
-        new = "".join(line for sign, line in lines if sign != "-")
-        places.append((found[0], found[0] + len(old), new))
-    for begin, end, new in sorted(places, reverse=True):
-        body = body[:begin] + new + body[end:]
-    return body
+        lines = place.split("\n")
+        old, new = ("".join(f"{one[1:]}\n" for one in lines if one[:1] != sign) for sign in "+-")
+        if (times := body.count(f"\n{old}")) != 1:
+            raise ValueError(f"{case.name}: {times} times, not once, in its base:\n{old}")
+        places.append((body.index(f"\n{old}") + 1, old, new))
+    for begin, old, new in sorted(places, reverse=True):
+        body = body[:begin] + new + body[begin + len(old) :]
+    return body[1:]
 
 
-def _read_keys(text):
-    """Return what is declared in ``key: value``, each on a line or before a semicolon."""
-    return dict(re.findall(r"(\w+): *([^;\n]+)", text))
+def _declare(case, text):
+    """Return a case with the keys in ``key: value``, each on a line or before a semicolon.
 
-
-def _with_keys(case, declared):
-    """Return a case with what is declared about it. It keeps its base's command and flags."""
+    It keeps its base's command and flags.
+    """
+    declared = dict(re.findall(r"(\w+): *([^;\n]+)", text))
     if unknown := declared.keys() - _KEYS:
         raise ValueError(f"{case.name}: {', '.join(unknown)}: choose from {', '.join(_KEYS)}")
     finds = declared.get("finds", "")
-    answer = declared.get("verdict", "no" if finds else "yes")
-    words = declared.get("command", case.command.text).replace("{own_flags}", OWN_FLAGS).split()
+    command = declared.get("command", case.command)
     return replace(
         case,
         finds=frozenset(finds.split("|")) - {""},
         notices=frozenset(declared.get("notices", "").split()),
         sizes=tuple(map(int, declared.get("ranks", "2 3").split())),
-        command=AuditCommand(tuple(word.replace("{repo}", str(ROOT)) for word in words)),
-        flags=tuple(declared.get("flags", " ".join(case.flags)).split()),
-        verdict=None if answer == "any" else answer,
+        command=command.replace("{own_flags}", OWN_FLAGS).replace("{repo}", str(ROOT)),
+        flags=declared.get("flags", case.flags),
+        verdict=declared.get("verdict", "no" if finds else "yes"),
         together="together" in declared,
     )
 
@@ -150,17 +143,19 @@ def record_case(case, size, folder, *, start=None):
 
     Raises AssertionError with the ranks' output if a rank recorded nothing.
     """
-    records, cwd, script = folder / "records", folder / "cwd", folder / f"script/{case.name}.py"
-    for one in (records, cwd, script.parent):
-        one.mkdir(parents=True)
-    script.write_text(case.script, encoding="utf-8")
-    shutil.copy(FOLDER / "student.py", script.parent)
-    words = tuple(str(script) if word == "{script}" else word for word in case.command.words)
-    clocks, flags = "--clocks" in case.flags, case.flags
-    batch = int(flags[1]) if flags[:1] == ("--global-batch",) else None
-    settings = RunSettings(40 if clocks else 6, clocks, 60, cwd=cwd, global_batch=batch)
-    start = start or (start_forked if case.forked else start_process)
-    end = run_audit_size(AuditCommand(words), size, records, settings, start=start)
+    folder.mkdir(exist_ok=True)
+    shutil.copy(FOLDER / "student.py", folder)
+    clocks, batch = "--clocks" in case.flags, case.flags.removeprefix("--global-batch ")
+    end = run_script(
+        folder,
+        case.script,
+        command=case.command,
+        size=size,
+        start=start or (start_forked if case.forked else start_process),
+        steps=40 if clocks else 6,
+        clocks=clocks,
+        global_batch=int(batch) if batch.isdigit() else None,
+    )
     output = "\n".join(end.output(process) for process in range(len(end.statuses)))
     assert len(end.recording.ranks) == size, f"{case.script}\nnot all ranks ran: {end}\n{output}"
     return end.recording
@@ -179,7 +174,7 @@ def run_script(
     folder,
     text,
     *,
-    flags="{rank} {nodes}",
+    command="python {script} {rank} {nodes}",
     size=1,
     start=start_forked,
     network=LOOPBACK,
@@ -191,9 +186,11 @@ def run_script(
     """
     (folder / "records").mkdir(parents=True, exist_ok=True)
     (folder / "main.py").write_text(text, encoding="utf-8")
-    command = AuditCommand(("python", str(folder / "main.py"), *flags.split()))
+    words = [str(folder / "main.py") if word == "{script}" else word for word in command.split()]
     given = RunSettings(**{"limit_seconds": 60, "cwd": folder} | settings)
-    return run_audit_size(command, size, folder / "records", given, start=start, network=network)
+    return run_audit_size(
+        AuditCommand(tuple(words)), size, folder / "records", given, start=start, network=network
+    )
 
 
 def mistakes(case, recordings):
@@ -201,18 +198,15 @@ def mistakes(case, recordings):
     findings, _, unknown = run_checks(recordings)
     faults = {one.name for one in findings if one.entry.severity == FAULT}
     notices = {one.name for one in findings} - faults
-    ranks = [rank for recording in recordings for rank in recording.ranks]
-    troubles = [record for rank in ranks for record in rank.by_kind["trouble"]]
-    wrong = [f"trouble in {one.get('part', 'the probe')}: {one['text']}" for one in troubles]
+    wrong = [one for one in unknown if "could not be read" in one]
     if (len(faults) != 1 or not faults <= case.finds) if case.finds else faults:
         wrong.append(f"finds {sorted(faults)} in place of {sorted(case.finds)}")
     expected = case.notices - {"none"}
     if not expected <= notices or ("none" in case.notices and notices != expected):
         wrong.append(f"notices {sorted(notices)} in place of {sorted(case.notices)}")
     answer = verdict(recordings, findings, unknown)
-    if case.verdict not in (None, answer.answer):
+    if case.verdict not in ("any", answer.answer):
         wrong.append(f"verdict {answer.answer!r} in place of {case.verdict!r}: {answer.why}")
-    wrong += [one for one in unknown if "could not be read" in one]
     if not wrong:
         return []
     print(case.script)

@@ -34,7 +34,7 @@ class Lab:
     def start(self, *arguments):
         """Start ``lab cluster`` with these arguments and return at once."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "lab", "cluster", *arguments],
+            [sys.executable, "-m", "lab", "cluster", *map(str, arguments)],
             cwd=ROOT,
             text=True,
             stdin=subprocess.DEVNULL,
@@ -45,11 +45,24 @@ class Lab:
         self.started.append(process)
         return process
 
+    def start_nodes(self, nodes, script, *flags):
+        """Start ``lab cluster run`` with a shell script as each node's command."""
+        flags = ("--nodes", nodes, *flags)
+        return self.start("run", "--logs", self.folder, *flags, "--", "sh", "-c", script)
+
     def run(self, *arguments):
         """Run ``lab cluster`` with these arguments; return its exit status and output."""
-        process = self.start(*arguments)
+        return self.end(self.start(*arguments))
+
+    def end(self, process):
+        """Wait for a process; return its exit status and output."""
         output, _ = process.communicate(timeout=LONG)
         return process.returncode, output
+
+    def log(self, node):
+        """Return the lines of a node's log; none if it has none yet."""
+        path = self.folder / f"node{node}.log"
+        return path.read_text().splitlines() if path.exists() else []
 
     @property
     def temporary(self):

@@ -112,9 +112,13 @@ def mistakes_table():
 
 def _edit_cell(edit):
     """Return an edit for a cell of a table, without empty lines and common indentation."""
-    lines = [line for line in edit.splitlines() if line[1:] and line != "..."]
-    code = textwrap.dedent("\n".join(line[1:] for line in lines)).splitlines()
-    signed = [f"`{line[0]} {text}`" for line, text in zip(lines, code, strict=True)]
+    lines = [line for line in edit.splitlines() if line[1:]]
+    code = textwrap.dedent(
+        "\n".join("" if line == "..." else line[1:] for line in lines)
+    ).splitlines()
+    signed = [
+        f"`{line[0]} {text}`" if text else "…" for line, text in zip(lines, code, strict=True)
+    ]
     return "<br>".join(signed).replace("|", "\\|")
 
 

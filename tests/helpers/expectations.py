@@ -6,12 +6,13 @@ Then read the diff in git. ``KINDS`` maps each file name to the function that cr
 the current code.
 """
 
-import importlib
+import argparse
 import json
 import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,38 +29,11 @@ from tests.helpers.processes import (
 
 FOLDER = ROOT / "tests" / "expectations"
 CHECKPOINT = FOLDER / "Epoch_1.pt"
-"""Written once, with the first expectations, and never again: it must stay readable."""
+"""Written once, by a run of ``RESUMABLE`` with --stop-after-epoch 1: it must stay readable."""
 
-PARTS = ("PartOne", "PartTwo", "PartThree")
-SHORT = (
-    *TINY,
-    "--dataset",
-    "digits",
-    "--batch-size",
-    32,
-    "--epochs",
-    1,
-    "--max-steps",
-    3,
-    "--log-every",
-    1,
-    "--run-name",
-    "run",
-)
-RESUMABLE = (
-    *TINY,
-    "--dataset",
-    "digits",
-    "--batch-size",
-    512,
-    "--epochs",
-    2,
-    "--threads",
-    1,
-    "--run-name",
-    "run",
-)
-"""Two epochs of three steps; ``CHECKPOINT`` was saved after the first epoch."""
+ON_DIGITS = (*TINY, "--dataset", "digits", "--run-name", "run")
+SHORT = (*ON_DIGITS, "--batch-size", 32, "--epochs", 1, "--max-steps", 3, "--log-every", 1)
+RESUMABLE = (*ON_DIGITS, "--batch-size", 512, "--epochs", 2, "--threads", 1)
 
 VERSION = f"Python {sys.version_info.major}.{sys.version_info.minor}\n\n"
 """The first line of texts by argparse, which words them differently in each Python version."""
@@ -69,19 +43,35 @@ USAGES = FOLDER / "wrong_usage.txt"
 PROGRAMS = "# each runs, so it has a process of its own"
 
 
-def help_texts():
-    """Return ``--help`` of the parts and of every command of lab."""
-    commands = [(part,) for part in PARTS] + [("lab", *words) for words in _lab_commands()]
-    started = [(command, _start(*command, "--help", cwd=ROOT)) for command in commands]
-    return VERSION + _sections(
-        (" ".join(command), _printed(process)) for command, process in started
+def flags():
+    """Return each program's flags and commands, as its help shows them, with choices and defaults.
+
+    A help's sentences are in the code only.
+    """
+    started = {part: _start(part, "--help-all", cwd=ROOT) for part in PARTS}
+    of_lab = {" ".join(words): _start(*words, "--help", cwd=ROOT) for words in _lab_commands()}
+    return VERSION + "\n".join(
+        _sections({name: _entries(_printed(process)) for name, process in group.items()})
+        for group in (started, of_lab)
     )
+
+
+PARTS = ("PartOne", "PartTwo", "PartThree")
+
+
+def _entries(text):
+    """Return a line for each entry of a help text: "-N, --num-nodes N (default: 4)"."""
+    lines = []
+    for group in re.findall(r"^\S.*:\n((?: .+\n)+)", text, re.MULTILINE):
+        for entry in re.split(r"^ {2,4}(?=\S)", group, flags=re.MULTILINE)[1:]:
+            [name, *_] = re.split(r" {2,}|\n", entry)
+            values = re.findall(r"\((?:one of|default).*?\)", " ".join(entry.split()))
+            lines.append(" ".join([name, *values]))
+    return lines
 
 
 def _lab_commands():
     """Yield the words of every command and subcommand of lab."""
-    import argparse
-
     from lab.cli import build_parser
 
     def below(parser, words):
@@ -91,17 +81,18 @@ def _lab_commands():
                 for name, child in action.choices.items():
                     yield from below(child, (*words, name))
 
-    return below(build_parser(), ())
+    return below(build_parser(), ("lab",))
 
 
 def recipe_settings():
-    """Return ``--print-config`` of every recipe."""
+    """Return ``--print-config`` without and with each recipe."""
     names = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
-    started = [
-        (name, start_part("PartThree", "--recipe", name, "--print-config", cwd=ROOT))
-        for name in names
-    ]
-    return _sections((name, _printed(process)) for name, process in started)
+    recipes = {"no recipe": ()} | {name: ("--recipe", name) for name in names}
+    started = {
+        name: start_part("PartThree", *words, "--print-config", cwd=ROOT)
+        for name, words in recipes.items()
+    }
+    return _sections({name: _printed(process).splitlines() for name, process in started.items()})
 
 
 def _printed(process):
@@ -140,20 +131,11 @@ def wrong_usage():
 
 def run_folder():
     """Return the files of a run on two ranks, with the keys of each JSON file and checkpoint."""
+    way = ("PartTwo", "--sync", "all_reduce")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for ended in run_part(
-            "PartTwo",
-            "--sync",
-            "all_reduce",
-            *SHORT,
-            "--timeline",
-            "--ema",
-            "--output-dir",
-            folder,
-            cwd=folder,
-            ranks=2,
-        ):
+        words = (*way, *SHORT, "--timeline", "--ema", "--output-dir", folder)
+        for ended in run_part(*words, cwd=folder, ranks=2):
             assert ended.status == 0, ended.err
         run = only_run_folder(folder, "PartTwo-all_reduce")
         paths = sorted(path for path in run.rglob("*") if path.is_file())
@@ -161,139 +143,72 @@ def run_folder():
 
 
 def _keys_of(path):
-    if path.suffix == ".json":
-        found = _keys(json.loads(path.read_text()))
-    elif path.suffix == ".jsonl":
-        found = _keys(json.loads(path.read_text().splitlines()[0]))
-    elif path.suffix == ".pt":
+    if path.suffix == ".pt":
         from common.checkpoint import load_checkpoint
 
-        found = sorted(load_checkpoint(path))
+        lines = [" ".join(sorted(load_checkpoint(path)))]
+    elif path.suffix in (".json", ".jsonl"):
+        text = path.read_text()
+        lines = _keys(json.loads(text.splitlines()[0] if path.suffix == ".jsonl" else text))
     else:
-        return ""
-    return "".join(f"    {key}\n" for key in found)
+        lines = []
+    wrapped = (textwrap.wrap(line, 92, subsequent_indent="  ") for line in lines)
+    return "".join(f"    {line}\n" for lines in wrapped for line in lines)
 
 
-def _keys(value, above=""):
-    """Return the dotted keys of nested dicts; for a list, those of its first entry under ``[]``."""
-    if isinstance(value, list):
-        return (
-            _keys(value[0], f"{above}[]")
-            if value and isinstance(value[0], dict | list)
-            else [above]
-        )
-    if (
-        not isinstance(value, dict)
-        or not value
-        or any(re.search(r"[^a-z_0-9-]", key) for key in value)
-    ):
-        return [above]  # a leaf, or a dict whose keys are data
-    return sorted(
-        key
-        for name, entry in value.items()
-        for key in _keys(entry, f"{above}.{name}" if above else name)
-    )
+def _keys(value, place=""):
+    """Return the keys of a JSON object in a line, then those of the objects in it with their place.
 
-
-def hashed_sources():
-    """Return the files whose contents the ranks compare before they train."""
-    from common.utils.source_hash import source_digests
-
-    return "".join(f"{name}\n" for name in sorted(source_digests()))
-
-
-def public_names():
-    """Return every import that the docs or ``CONTRACT`` show; raise if one does not work."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    lines = {
-        " ".join(match.split())
-        for page in pages
-        for match in re.findall(
-            r"^\s*(from (?:common|lab)[\w.]* import [^\n#]+)", page.read_text(), re.MULTILINE
-        )
-    }
-    lines |= {
-        f"from {module} import {name}" for module, names in CONTRACT.items() for name in names
-    }
-    for line in sorted(lines):
-        module, names = re.fullmatch(r"from (\S+) import (.+)", line).groups()
-        for name in names.split(","):
-            getattr(importlib.import_module(module), name.split(" as ")[0].strip())
-    return "".join(f"{line}\n" for line in sorted(lines))
-
-
-CONTRACT = {
-    "common.training": ("get_model_parameters", "prepare_model_for_training", "train_model"),
-    "common.evaluation": ("prepare_model_for_evaluation", "evaluate_model", "generate_eval_report"),
-    "common.training_engine": (
-        "TrainingEngine",
-        "distributed_train_worker",
-        "launch_distributed_training",
-    ),
-    "common.sync.base": ("GradientSync",),
-    "common.sync": ("STRATEGIES", "build_sync"),
-    "common.models": ("MODELS", "build_model"),
-    "common.data": ("DATASETS", "load_dataset"),
-}
-"""What code outside this project may import, in addition to what the docs show."""
+    A list has the place ``[]``, and the keys of its first entry stand for all.
+    """
+    if isinstance(value, list) and value:
+        return _keys(value[0], f"{place}[]")
+    if not isinstance(value, dict) or any(re.search(r"[^a-z_0-9-]", key) for key in value):
+        return []  # a leaf, or a dict whose keys are data
+    lines = [f"{place}: {' '.join(sorted(value))}".removeprefix(": ")]
+    for key, inner in sorted(value.items()):
+        lines += _keys(inner, f"{place}.{key}".removeprefix("."))
+    return lines
 
 
 def _start(part, *arguments, cwd):
     env = {"COLUMNS": "100", "NO_COLOR": "1"}
-    return (
-        start_lab(*arguments, cwd=cwd, env=env)
-        if part == "lab"
-        else start_part(part, *arguments, cwd=cwd, env=env)
-    )
+    if part == "lab":
+        return start_lab(*arguments, cwd=cwd, env=env)
+    return start_part(part, *arguments, cwd=cwd, env=env)
 
 
 def _as_users_see(text):
-    return (
-        text.replace(str(ROOT), "ROOT")
-        .replace(", tiny, wide", "")
-        .replace(",tiny,wide", "")
-        .rstrip()
-    )
+    """Return a text without this machine's folders and the models of tests."""
+    return re.sub(", ?tiny, ?wide", "", text.replace(str(ROOT), "ROOT")).rstrip()
 
 
 def _sections(texts):
-    return "\n".join(f"===== {title} =====\n{_as_users_see(text)}\n" for title, text in texts)
+    """Return titled lists of lines; lines that the first has are not repeated in the others."""
+    first = next(iter(texts.values()))
+    sections = []
+    for title, lines in texts.items():
+        own = first if lines is first else [line for line in lines if line not in first]
+        sections.append("\n".join([f"===== {title} =====", *map(_as_users_see, own)]))
+    return "\n".join(sections) + "\n"
 
 
 KINDS: dict[str, Callable[[], str]] = {
-    "help.txt": help_texts,
+    "flags.txt": flags,
     "recipes.txt": recipe_settings,
     "wrong_usage.txt": wrong_usage,
     "run_folder.txt": run_folder,
-    "hashed_sources.txt": hashed_sources,
-    "public_names.txt": public_names,
 }
-
-
-def write_checkpoint(path):
-    """Write the checkpoint after the first of two epochs; needed only for the first recording."""
-    with tempfile.TemporaryDirectory() as name:
-        [ended] = run_part(
-            "PartOne", *RESUMABLE, "--stop-after-epoch", 1, "--output-dir", name, cwd=Path(name)
-        )
-        assert ended.status == 0, ended.err
-        path.write_bytes(
-            (Path(name) / "PartOne-none" / "run" / "checkpoints" / "Epoch_1.pt").read_bytes()
-        )
 
 
 def main(kinds):
     """Rewrite the files of these kinds, or of all kinds if the list is empty."""
     if unknown := set(kinds) - set(KINDS):
         sys.exit(f"error: {', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")
-    FOLDER.mkdir(exist_ok=True)
     try:
         for name in kinds or KINDS:
             (FOLDER / name).write_text(KINDS[name]())
             print(f"wrote {(FOLDER / name).relative_to(ROOT)}")
-        if not CHECKPOINT.exists():
-            write_checkpoint(CHECKPOINT)
-            print(f"wrote {CHECKPOINT.relative_to(ROOT)}")
     finally:
         kill_started()
 

@@ -11,9 +11,7 @@ waits, since autograd does not run on these tensors.
 
 import contextlib
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -35,8 +33,7 @@ _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defau
 _LINES_SHOWN = 4
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """An operation that waits for the GPU or mixes devices; place : the project's lines."""
 
     operation: str
@@ -57,26 +54,14 @@ class FakeGPU(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.faults: list[Fault] = []
-        self._records = True
-
-    @contextlib.contextmanager
-    def may_wait(self):
-        """Record no fault of the block."""
-        before, self._records = self._records, False
-        try:
-            yield
-        finally:
-            self._records = before
 
     def record(self, operation, reason):
         """Add a fault of the code that is running."""
-        if self._records:
-            self.faults.append(Fault(operation, reason, _lines_of_the_project()))
+        self.faults.append(Fault(operation, reason, _lines_of_the_project()))
 
     def check(self):
         """Raise AssertionError that lists the faults, each once, if there are any."""
-        if self.faults:
-            raise AssertionError("\n".join(dict.fromkeys(map(str, self.faults))))
+        assert not self.faults, "\n".join(dict.fromkeys(map(str, self.faults)))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -107,8 +92,7 @@ class FakeGPU(TorchDispatchMode):
         except Exception as error:
             if not reason:
                 raise
-            lines = _lines_of_the_project()
-            raise AssertionError(f"{func} {reason}\n{lines}") from error
+            raise AssertionError(str(self.faults[-1])) from error
 
 
 def _fault(func, args, *, devices, targets):
@@ -143,37 +127,12 @@ def _zeros_read(func, args, kwargs):
 def _lines_of_the_project():
     """Return the lines that lead to the current operation, the innermost first."""
     folders = tuple(f"{ROOT / name}/" for name in ("common", "lab", "tests"))
-    frames = [
-        frame
+    lines = [
+        f"  {frame.filename.removeprefix(f'{ROOT}/')}:{frame.lineno} {frame.name}: {frame.line}"
         for frame in traceback.extract_stack()
         if frame.filename.startswith(folders) and frame.filename != __file__
     ]
-    return "\n".join(
-        f"  {frame.filename.removeprefix(f'{ROOT}/')}:{frame.lineno} {frame.name}: {frame.line}"
-        for frame in frames[: -_LINES_SHOWN - 1 : -1]
-    )
-
-
-class _OfTheDriver:
-    """Stands in for a CUDA event, stream or graph, which need a driver. Every moment is the same.
-
-    A graph is recorded by running its operations, and its replay does nothing.
-    """
-
-    def __init__(self, gpu):
-        self._gpu = gpu
-
-    def synchronize(self):
-        self._gpu.record("synchronize", READ_FROM_GPU)
-
-    def elapsed_time(self, _end):
-        return 0.0
-
-    def record(self, _stream=None): ...
-
-    def wait_stream(self, _stream): ...
-
-    def replay(self): ...
+    return "\n".join(lines[: -_LINES_SHOWN - 1 : -1])
 
 
 def _fill_gradients(loss):
@@ -196,26 +155,23 @@ def _fill_gradients(loss):
 def fake_gpu():
     """Let ``device="cuda"`` mean a fake GPU in the block, even where there is a real one."""
     gpu = FakeGPU()
-
-    def of_the_driver(*_arguments, **_options):
-        return _OfTheDriver(gpu)
-
-    def no_context(*_arguments, **_options):
-        return contextlib.nullcontext()
-
-    stubs: dict[str, Callable[..., Any]] = {
+    # A CUDA event, stream or graph needs a driver. Every moment is the same; a graph is recorded by
+    # running its operations, and its replay does nothing.
+    of_the_driver = mock.Mock(elapsed_time=lambda _end: 0.0)
+    of_the_driver.synchronize = lambda *_: gpu.record("synchronize", READ_FROM_GPU)
+    stubs = {
         "torch.cuda.is_available": lambda: False,
         "torch.cuda.is_bf16_supported": lambda **_: True,
         "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
-        "torch.cuda.synchronize": lambda *_: of_the_driver().synchronize(),
-        "torch.cuda.stream": no_context,
-        "torch.cuda.graph": no_context,
+        "torch.cuda.synchronize": of_the_driver.synchronize,
+        "torch.cuda.stream": lambda *_, **_options: contextlib.nullcontext(),
+        "torch.cuda.graph": lambda *_, **_options: contextlib.nullcontext(),
         "torch.Tensor.backward": _fill_gradients,
         # FakeTensorMode keeps weak references to tensors, and Module.to() refuses such tensors.
         "torch.utils.weakref.getweakrefs": lambda _: [],
     }
     for name in ("Event", "Stream", "CUDAGraph", "current_stream"):
-        stubs[f"torch.cuda.{name}"] = of_the_driver
+        stubs[f"torch.cuda.{name}"] = lambda *_, **_options: of_the_driver
     with contextlib.ExitStack() as stack:
         for name, stub in stubs.items():
             stack.enter_context(mock.patch(name, stub))

@@ -51,6 +51,11 @@ def main(arguments):
     return 0
 
 
+def waiting(marker):
+    """Return the process ids of the fake parts that have waited for this file."""
+    return {int(path.name.rsplit("-", 1)[1]) for path in marker.parent.glob(f"{marker.name}-*")}
+
+
 def lab(arguments):
     """Run ``lab`` with this file in place of the parts and return the exit status."""
     sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -74,20 +79,22 @@ def lab(arguments):
     return cli.main(arguments)
 
 
+def rank_row(rank, **changes):
+    """Return what a rank measured, with these changes."""
+    row = {
+        "rank": rank,
+        "host": "here",
+        "threads": 1,
+        "seconds": SECTIONS,
+        "peak_memory_bytes": 1_000_000_000,
+        "bytes_sent": 10.0 + rank,
+        "messages": 3.0,
+    }
+    return row | changes
+
+
 def _write(folder, given, size):
     folder.mkdir(parents=True)
-    ranks = [
-        {
-            "rank": rank,
-            "host": "here",
-            "threads": 1,
-            "seconds": SECTIONS,
-            "peak_memory_bytes": 1_000_000_000,
-            "bytes_sent": 10.0 + rank,
-            "messages": 3.0,
-        }
-        for rank in range(size)
-    ]
     files = {
         "ranks.json": {
             "format": 1,
@@ -95,7 +102,7 @@ def _write(folder, given, size):
             "world_size": size,
             "first_step": 2,
             "steps": 4,
-            "ranks": ranks,
+            "ranks": [rank_row(rank) for rank in range(size)],
         },
         "summary.json": {"test_accuracy": None, "ranks_hold_equal_weights": True},
         "timeline.json": {"format": 1, "step": 6, "sync": given.get("--sync", "none"), "ranks": []},

@@ -4,6 +4,9 @@
 """
 
 import contextlib
+import copy
+import functools
+import operator
 import resource
 import time
 from typing import Any
@@ -40,36 +43,37 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 
 def places(content, prefix=()):
     """Return the path of every entry in nested dicts and lists."""
-    inner = (
-        content.items()
-        if isinstance(content, dict)
-        else enumerate(content)
-        if isinstance(content, list)
-        else ()
-    )
     found = [prefix] if prefix else []
-    for key, value in inner:
+    if isinstance(content, list):
+        content = dict(enumerate(content))
+    for key, value in content.items() if isinstance(content, dict) else ():
         found += places(value, (*prefix, key))
     return found
+
+
+def changed(content, place, value):
+    """Return a copy of JSON content with another value at a place, such as "cells/0/id"."""
+    content = copy.deepcopy(content)
+    *above, last = [int(name) if name.isdigit() else name for name in place.split("/")]
+    functools.reduce(operator.getitem, above, content)[last] = value
+    return content
 
 
 @st.composite
 def altered(draw, content):
     """Return a good JSON value with one to three entries replaced or removed."""
-    changed = _copy(content)
+    content = copy.deepcopy(content)
     for _ in range(draw(st.integers(1, 3))):
-        found = places(changed)
+        found = places(content)
         if not found:
             return draw(VALUES)
-        *path, last = draw(st.sampled_from(found))
-        target = changed
-        for key in path:
-            target = target[key]
+        *above, last = draw(st.sampled_from(found))
+        target = functools.reduce(operator.getitem, above, content)
         if draw(st.booleans()) and isinstance(target, dict):
             del target[last]
         else:
             target[last] = draw(VALUES)
-    return changed
+    return content
 
 
 @st.composite
@@ -140,9 +144,3 @@ def _state(folder):
         str(path.relative_to(folder)): (path.lstat().st_size, path.lstat().st_mtime_ns)
         for path in folder.rglob("*")
     }
-
-
-def _copy(content):
-    if isinstance(content, dict):
-        return {key: _copy(value) for key, value in content.items()}
-    return [_copy(value) for value in content] if isinstance(content, list) else content

@@ -20,18 +20,19 @@ knows ``--model tiny`` and ``--model wide``. The deeds:
   smaller number takes effect at once.
 """
 
+import functools
+import itertools
 import os
 import runpy
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 STEPS_AN_EPOCH = 2
 _FIRST_BIG = 1_000_000
-Act = Callable[..., None]
 
 
 def _stop(*_):
@@ -54,9 +55,9 @@ def _detour(*_):
     dist.all_gather_object([None] * dist.get_world_size(), "not called by the others")
 
 
-def _hold(*_):
-    print("held now", flush=True)
-    while not Path("go").exists():
+def _hold(*_, said="held now", until="go"):
+    print(said, flush=True)
+    while not Path(until).exists():
         time.sleep(0.02)  # between two checks
 
 
@@ -68,25 +69,36 @@ def _swallow(*_):
     Collected()
 
 
-def _hold_after_interrupt():
-    from common import cli
-
-    newest_checkpoint = cli._newest_checkpoint
-
-    def hold(*arguments):
-        if sys.exc_info()[0] is KeyboardInterrupt:
-            print("held again", flush=True)
-            while not Path("go again").exists():
-                time.sleep(0.02)  # between two checks
-        return newest_checkpoint(*arguments)
-
-    cli._newest_checkpoint = hold
-
-
 def _pace(*_):
     began = time.monotonic()
     while time.monotonic() < began + float(Path(os.environ["PACE"]).read_text()):
         time.sleep(0.02)  # between two checks
+
+
+def before(place, when=lambda *_: True):
+    """Return a moment: the function at ``place`` is called, and its arguments fit ``when``."""
+
+    def install(act):
+        module, path = place.split(":")
+        *outer, name = path.split(".")
+        owner = functools.reduce(getattr, outer, import_module(module))
+        function = getattr(owner, name)
+
+        def hurt(*arguments, **more):
+            if when(*arguments):
+                act(*arguments)
+            return function(*arguments, **more)
+
+        setattr(owner, name, hurt)
+
+    return install
+
+
+at_each_step = before("common.training_engine:TrainingEngine.train_step")
+at_second_epoch = before(
+    "common.training_engine:TrainingEngine.train_step",
+    lambda engine, *_: engine.step == STEPS_AN_EPOCH,
+)
 
 
 def while_importing(act):
@@ -101,74 +113,26 @@ def while_importing(act):
     sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
 
 
-def while_meeting(act):
-    """Act before the rank joins; its main thread waits for the others meanwhile."""
-    from common.distributed import meeting
-
-    join = meeting._join
-
-    def hurt(*arguments):
-        act()
-        return join(*arguments)
-
-    meeting._join = hurt
-
-
-def at_each_step(act):
-    """Act at the start of every training step."""
-    from common.training_engine import TrainingEngine
-
-    train_step = TrainingEngine.train_step
-
-    def hurt(engine, *arguments, **more):
-        act()
-        return train_step(engine, *arguments, **more)
-
-    TrainingEngine.train_step = hurt
-
-
-def while_loading(act):
-    """Act when the dataset is read, before the first epoch."""
-    from common.experiment import setup
-
-    load = setup.load_dataset
-
-    def hurt(*arguments, **more):
-        act()
-        return load(*arguments, **more)
-
-    setup.load_dataset = hurt
-
-
 def in_forward(act):
     """Act when half of the layers have computed."""
-    from common.training_engine import TrainingEngine
 
-    train_step = TrainingEngine.train_step
+    def watch(engine, *_):
+        leaves = [module for module in engine.model.modules() if not list(module.children())]
+        leaves[len(leaves) // 2].register_forward_hook(act)
 
-    def hurt(engine, *arguments, **more):
-        if engine.step == STEPS_AN_EPOCH:
-            leaves = [module for module in engine.model.modules() if not list(module.children())]
-            leaves[len(leaves) // 2].register_forward_hook(act)
-        return train_step(engine, *arguments, **more)
-
-    TrainingEngine.train_step = hurt
+    at_second_epoch(watch)
 
 
 def in_a_collective(act):
     """Act while the first large gradient is exchanged; with DDP, all buckets but the last."""
     import torch.distributed as dist
 
-    from common.training_engine import TrainingEngine
+    armed = []
 
-    train_step, armed = TrainingEngine.train_step, []
-
-    def hurt(engine, *arguments, **more):
-        if engine.step == STEPS_AN_EPOCH:
-            armed.append(True)
-            if type(engine.sync).__name__ == "DDP":
-                next(engine.model.parameters()).register_post_accumulate_grad_hook(act)
-        return train_step(engine, *arguments, **more)
+    def arm(engine, *_):
+        armed.append(True)
+        if type(engine.sync).__name__ == "DDP":
+            next(engine.model.parameters()).register_post_accumulate_grad_hook(act)
 
     def begin(collective):
         def begun(tensor, *arguments, **more):
@@ -181,38 +145,15 @@ def in_a_collective(act):
 
         return begun
 
-    TrainingEngine.train_step = hurt
+    at_second_epoch(arm)
     dist.gather, dist.all_reduce = begin(dist.gather), begin(dist.all_reduce)
-
-
-def at_the_end_of_the_epoch(act):
-    """Act after the second epoch's last step, before the ranks average their buffers.
-
-    Nothing is written about the epoch yet.
-    """
-    from common.training_engine import TrainingEngine
-
-    agree_on_buffers = TrainingEngine.agree_on_buffers
-
-    def hurt(engine):
-        if engine.step == 2 * STEPS_AN_EPOCH:
-            act()
-        agree_on_buffers(engine)
-
-    TrainingEngine.agree_on_buffers = hurt
 
 
 def in_evaluation(act):
     """Act when the model computes its first batch of the test set."""
-    from common.experiment import validation
-
-    predict = validation.predict
-
-    def hurt(model, *arguments, **more):
-        list(model.modules())[-1].register_forward_hook(act)
-        return predict(model, *arguments, **more)
-
-    validation.predict = hurt
+    before("common.experiment.validation:predict")(
+        lambda model, *_: list(model.modules())[-1].register_forward_hook(act)
+    )
 
 
 def while_writing(act):
@@ -241,16 +182,8 @@ def while_writing(act):
 
 def at_the_end(act):
     """Act when the group is closed: rank 0 writes the report next, the others end."""
-    from common.experiment import run
-
-    def acting(then):
-        def hurt(*arguments, **more):
-            act()
-            then(*arguments, **more)
-
-        return hurt
-
-    run.report, run.report_end_of_rank = acting(run.report), acting(run.report_end_of_rank)
+    for name in ("report", "report_end_of_rank"):
+        before(f"common.experiment.run:{name}")(act)
 
 
 def at_a_rename(name, *, done):
@@ -275,49 +208,31 @@ def at_a_rename(name, *, done):
     return install
 
 
-def while_another_writes(act):
-    """Act while this rank waits for the rank that writes the second epoch's checkpoint."""
-    from common.training_engine import checkpoint_manager as saving
-
-    run_on_all_ranks, calls = saving.run_on_all_ranks, []
-
-    def hurt(*arguments):
-        calls.append(True)
-        if len(calls) == 2:
-            act()
-        return run_on_all_ranks(*arguments)
-
-    saving.run_on_all_ranks = hurt
-
-
-def in_its_data(act):
-    """Act when the loader is asked for the second epoch's first batch."""
-    from common.data.loaders import TrainLoader
-
-    iterate = TrainLoader.__iter__
-
-    def hurt(loader):
-        if loader.sampler.epoch == 2:
-            act()
-        return iterate(loader)
-
-    TrainLoader.__iter__ = hurt
-
-
+_saves = itertools.count(1)
 MOMENTS = {
     "importing": while_importing,
-    "meeting": while_meeting,
-    "loading": while_loading,
-    "data": in_its_data,
+    # its main thread waits for the other ranks meanwhile
+    "meeting": before("common.distributed.meeting:_join"),
+    "loading": before("common.experiment.setup:load_dataset"),
+    "data": before(
+        "common.data.loaders:TrainLoader.__iter__", lambda loader: loader.sampler.epoch == 2
+    ),
     "steps": at_each_step,
     "forward": in_forward,
     "collective": in_a_collective,
-    "epoch": at_the_end_of_the_epoch,
+    # before the ranks average their buffers; nothing is written about the epoch yet
+    "epoch": before(
+        "common.training_engine:TrainingEngine.agree_on_buffers",
+        lambda engine: engine.step == 2 * STEPS_AN_EPOCH,
+    ),
     "writing": while_writing,
     "renaming": at_a_rename("Epoch_2.pt", done=False),
     "renamed": at_a_rename("Epoch_2.pt", done=True),
     "within": at_a_rename("Epoch_2_Step_", done=True),
-    "waiting": while_another_writes,
+    # this rank waits for the rank that writes the second epoch's checkpoint
+    "waiting": before(
+        "common.training_engine.checkpoint_manager:run_on_all_ranks", lambda *_: next(_saves) == 2
+    ),
     "evaluation": in_evaluation,
     "end": at_the_end,
 }
@@ -341,15 +256,17 @@ def main(rank, moment, deed, part, *arguments):
     sys.path.insert(0, str(Path(part).resolve().parents[1]))
     from common import models
 
-    models.MODELS |= {
-        name: f"tiny_model:{name}" for name in ("tiny", "wide")
-    }  # before flags are read; tiny_model.py is in this file's folder
+    # before flags are read; tiny_model.py is in this file's folder
+    models.MODELS |= {name: f"tiny_model:{name}" for name in ("tiny", "wide")}
     alone = os.environ.get("RANK", "0")
     mine = arguments[arguments.index("--rank") + 1] if "--rank" in arguments else alone
     if mine == rank:
         MOMENTS[moment](DEEDS[deed])
         if deed == "hold":
-            _hold_after_interrupt()
+            before(
+                "common.cli:_newest_checkpoint",
+                lambda *_: sys.exc_info()[0] is KeyboardInterrupt,
+            )(lambda *_: _hold(said="held again", until="go again"))
     sys.argv = [part, *arguments]
     runpy.run_path(part, run_name="__main__")
 

@@ -7,7 +7,7 @@ output with their input.
 """
 
 import fnmatch
-from collections.abc import Mapping
+import re
 
 import pytest
 
@@ -48,32 +48,21 @@ def unread(document):
 
 
 def _differences(written, read, path):
-    if isinstance(written, Mapping) and isinstance(read, Mapping):
-        return [
-            line
-            for key, value in written.items()
-            for line in _differences(value, read.get(key), f"{path}.{key}")
-        ]
-    if isinstance(written, list) and isinstance(read, list) and len(written) == len(read):
-        return [
-            line
-            for index, pair in enumerate(zip(written, read, strict=True))
-            for line in _differences(*pair, f"{path}[{index}]")
-        ]
-    return [] if written == read else [path]
+    if isinstance(written, dict) and isinstance(read, dict):
+        pairs = [(f".{key}", value, read.get(key)) for key, value in written.items()]
+    elif isinstance(written, list) and isinstance(read, list) and len(written) == len(read):
+        pairs = [(f"[{n}]", *both) for n, both in enumerate(zip(written, read, strict=True))]
+    else:
+        return [] if written == read else [path]
+    return [line for name, *both in pairs for line in _differences(*both, path + name)]
 
 
 def instructions():
     """Return the Dockerfile's instructions as name and arguments, with continued lines joined."""
-    text = "\n".join(
-        line
-        for line in (LAUNCH / "Dockerfile").read_text(encoding="utf-8").splitlines()
-        if not line.lstrip().startswith("#")
-    )
-    lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
-    return [
-        (name, " ".join(rest.split())) for name, rest in (line.split(maxsplit=1) for line in lines)
-    ]
+    text = (LAUNCH / "Dockerfile").read_text(encoding="utf-8")
+    text = re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    words = [line.split() for line in text.splitlines() if line.strip()]
+    return [(name, " ".join(rest)) for name, *rest in words]
 
 
 def build_context(root):
@@ -87,16 +76,12 @@ def build_context(root):
         for line in (root / ".dockerignore").read_text(encoding="utf-8").splitlines()
         if line and line[0] != "#"
     ]
-    let_in = [place for place in root.iterdir() if not _ignored(place.relative_to(root), patterns)]
-    files = [
-        path
-        for place in let_in
-        for path in ([place] if place.is_file() else place.rglob("*"))
-        if path.is_file()
-    ]
-    return sorted(
-        path for path in (file.relative_to(root) for file in files) if not _ignored(path, patterns)
-    )
+    found = []
+    for place in root.iterdir():
+        if not _ignored(place.relative_to(root), patterns):
+            files = [path for path in (place, *place.rglob("*")) if path.is_file()]
+            found += [path.relative_to(root) for path in files]
+    return sorted(path for path in found if not _ignored(path, patterns))
 
 
 def _ignored(path, patterns):

@@ -20,15 +20,7 @@ from tests.helpers import free_port, wait_until
 _NAMED = re.compile(r"\$\((\w+)\)")
 # As in a container, torchrun replaces the shell and becomes process 1.
 _AS_A_POD = [
-    "unshare",
-    "--uts",
-    "--pid",
-    "--mount",
-    "--fork",
-    "--kill-child",
-    "--mount-proc",
-    "sh",
-    "-c",
+    *"unshare --uts --pid --mount --fork --kill-child --mount-proc sh -c".split(),
     'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"',
     "pod",
 ]
@@ -44,15 +36,7 @@ class Pods:
     flags : appended to the manifest's own flags; if a flag occurs twice, the last one counts.
     """
 
-    def __init__(
-        self,
-        cluster,
-        job,
-        *,
-        image,
-        volume,
-        flags,
-    ):
+    def __init__(self, cluster, job, *, image, volume, flags):
         self._cluster, self._image, self._volume = cluster, image, volume
         self._name, self._trainer = job["metadata"]["name"], job["spec"]["trainer"]
         [self._mount] = (mount["mountPath"] for mount in mounts(job) if mount["name"] == "volume")
@@ -127,12 +111,8 @@ class Pods:
             candidates = psutil.Process(self._cluster.host_pid).children(recursive=True)
             return next((one for one in candidates if _is_torchrun(one, pod)), None)
         for pid in self._cluster.pids(pod):
-            numbers = re.search(r"NSpid:\s+(.*)", _read(f"/proc/{pid}/status"))
-            if (
-                numbers
-                and numbers[1].split()[-1] == "1"
-                and "torchrun" in _command(psutil.Process(pid))
-            ):
+            is_first = re.search(r"NSpid:.*\s1\n", _read(f"/proc/{pid}/status"))
+            if is_first and "torchrun" in _command(psutil.Process(pid)):
                 return psutil.Process(pid)
         return None
 
@@ -174,26 +154,20 @@ class Pods:
         headless service.
         """
         domain = f"{self._name}.default.svc.cluster.local"
-        lines = [
-            "127.0.0.1 localhost",
-            f"{self._cluster.address(pod)} {self._host(pod)}.{domain} {self._host(pod)}",
-        ]
-        if self._published:
-            lines += [
-                f"{self._cluster.address(node)} {self._host(node)}.{self._name} "
-                f"{self._host(node)}.{domain}"
-                for node in range(self._trainer["numNodes"])
-            ]
+        own = self._host(pod)
+        lines = [f"127.0.0.1 localhost\n{self._cluster.address(pod)} {own}.{domain} {own}\n"]
+        for node in range(self._trainer["numNodes"] if self._published else 0):
+            host = self._host(node)
+            lines.append(f"{self._cluster.address(node)} {host}.{self._name} {host}.{domain}\n")
         path = self._volume.parent / f"hosts{pod}"
-        path.write_text("\n".join(lines) + "\n")
+        path.write_text("".join(lines))
         return path
 
 
 def mounts(job):
     """Return the volume mounts of the job's containers."""
-    return [
-        mount for container in pod_patch(job)["containers"] for mount in container["volumeMounts"]
-    ]
+    containers = pod_patch(job)["containers"]
+    return [mount for container in containers for mount in container["volumeMounts"]]
 
 
 def pod_patch(job):

@@ -84,24 +84,18 @@ class Started:
             self.process: Any = ForkedProgram(command, cwd, env, self._out, self._err)
         else:
             with self._out.open("w") as out, self._err.open("w") as err:
+                streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
                 self.process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    cwd=cwd,
-                    env=env,
-                    start_new_session=True,
+                    command, cwd=cwd, env=env, start_new_session=True, **streams
                 )
         _started.append(self)
 
     def kill(self):
         """Kill the program, if it still runs, and its process group."""
         if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):  # a fork may not lead its group yet
+                with contextlib.suppress(ProcessLookupError):
+                    kill(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
     def read_out(self):
@@ -152,16 +146,9 @@ class ForkedProgram:
         words = list(command[1:])
         module = words[0] == "-m"
         target, *arguments = words[module:]
+        program = PythonProgram(target, tuple(arguments), module=module)
         self._process = ranks.context().Process(
-            target=_become,
-            daemon=True,
-            args=(
-                PythonProgram(target, tuple(arguments), module=module),
-                str(cwd),
-                dict(env),
-                str(out),
-                str(err),
-            ),
+            target=_become, daemon=True, args=(program, str(cwd), dict(env), str(out), str(err))
         )
         self._process.start()
         self.pid = self._process.pid
@@ -194,11 +181,8 @@ def _become(program, cwd, env, out, err):
     multiprocessing.current_process()._config["daemon"] = False  # it may start processes itself
     for path, number in ((os.devnull, 0), (out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
-    sys.stdin, sys.stdout, sys.stderr = (
-        os.fdopen(0, closefd=False),
-        os.fdopen(1, "w"),
-        os.fdopen(2, "w"),
-    )
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update({"OMP_NUM_THREADS": str(os.cpu_count())} | env)
@@ -211,21 +195,11 @@ def _become(program, cwd, env, out, err):
 
 def user_environment(**more):
     """Return this process's environment without torchrun's variables, plus ``more``."""
-    outside = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    return outside | more
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    return {key: value for key, value in os.environ.items() if key not in launchers} | more
 
 
-def start_part(
-    part,
-    *arguments,
-    cwd,
-    env=None,
-    cold=False,
-):
+def start_part(part, *arguments, cwd, env=None, cold=False):
     """Start ``PartX/main.py`` with these arguments from the folder ``cwd``."""
     command = [sys.executable, str(ROOT / part / "main.py"), *map(str, arguments)]
     return Started(command, cwd=cwd, env=user_environment(**(env or {})), forked=not cold)
@@ -237,62 +211,30 @@ def start_lab(*arguments, cwd=ROOT, env=None, cold=False):
     return Started(command, cwd=cwd, env=user_environment(**(env or {})), forked=not cold)
 
 
-def start_ranks(
-    part,
-    size,
-    *arguments,
-    cwd,
-    port=None,
-    env=None,
-    cold=False,
-):
+def start_ranks(part, size, *arguments, cwd, port=None, env=None, cold=False):
     """Start ``size`` ranks of a part on loopback as the assignment does, with one thread each."""
     port = port or free_port()
+    place = ("--master-ip", "127.0.0.1", "--master-port", port, "--num-nodes", size, "--threads", 1)
     return [
-        start_part(
-            part,
-            *arguments,
-            "--master-ip",
-            "127.0.0.1",
-            "--master-port",
-            port,
-            "--num-nodes",
-            size,
-            "--rank",
-            rank,
-            "--threads",
-            1,
-            cwd=cwd,
-            env=env,
-            cold=cold,
-        )
+        start_part(part, *arguments, *place, "--rank", rank, cwd=cwd, env=env, cold=cold)
         for rank in range(size)
     ]
 
 
-def run_part(
-    part,
-    *arguments,
-    cwd,
-    ranks=0,
-    timeout_seconds=120,
-    env=None,
-    cold=False,
-):
+def run_part(part, *arguments, cwd, ranks=0, timeout_seconds=120, env=None, cold=False):
     """Run a part to its end and return one result per process.
 
     ``ranks`` : number of ranks; 0 starts one process without flags for a process group.
     """
-    started = (
-        start_ranks(part, ranks, *arguments, cwd=cwd, env=env, cold=cold)
-        if ranks
-        else [start_part(part, *arguments, cwd=cwd, env=env, cold=cold)]
-    )
+    way = {"cwd": cwd, "env": env, "cold": cold}
+    if ranks:
+        started = start_ranks(part, ranks, *arguments, **way)
+    else:
+        started = [start_part(part, *arguments, **way)]
     return [one.end(timeout_seconds=timeout_seconds) for one in started]
 
 
 def only_run_folder(output_dir, way):
     """Return the folder of the only run under ``output_dir/way``."""
-    folders = sorted((output_dir / way).iterdir())
-    assert len(folders) == 1, folders
-    return folders[0]
+    [folder] = (output_dir / way).iterdir()
+    return folder

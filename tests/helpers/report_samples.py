@@ -8,62 +8,36 @@ and +1 %.
 import math
 
 BYTES = 36_924_456
-ALL = (
-    "gather_scatter",
-    "gather_scatter_flat",
-    "reduce_broadcast",
-    "all_reduce",
-    "all_reduce_flat",
-    "tree",
-    "ring",
-    "halving_doubling",
-    "overlapped",
-    "ddp",
-    "ddp_fp16",
-    "ddp_powersgd",
-    "topk",
-    "local_sgd",
-)
 WIRE = {
     "gather_scatter": 0.08,
     "gather_scatter_flat": 0.07,
-    "reduce_broadcast": 0.06,
-    "all_reduce": 0.05,
-    "all_reduce_flat": 0.04,
     "tree": 0.065,
     "ring": 0.055,
+    "all_reduce": 0.05,
     "halving_doubling": 0.045,
     "overlapped": 0.02,
     "ddp": 0.01,
+    "topk": 0.03,
     "ddp_fp16": 0.006,
     "ddp_powersgd": 0.004,
-    "topk": 0.03,
-    "local_sgd": 0.005,
 }
-LOSSY = ("ddp_fp16", "ddp_powersgd", "topk", "local_sgd")
+SHRINK = {"topk": 0.04, "ddp_fp16": 0.5, "ddp_powersgd": 0.012}  # of the bytes, if not exact
 SHARES = {"data": 0.01, "forward": 0.33, "backward": 0.64, "update": 0.02}
 WAIT = 0.004
+MEMORY = {
+    "parameters": BYTES,
+    "gradients": BYTES,
+    "optimizer_state": 2 * BYTES,
+    "buckets": 0,
+    "untrained": 30_000,
+}
 
 
 def sent(sync, nodes, rank):
     """Return the bytes that a rank sends in a step, roughly as the strategies do."""
-    if sync.startswith("gather_scatter") or sync == "reduce_broadcast":
+    if sync.startswith("gather_scatter"):
         return BYTES * (nodes - 1 if rank == 0 else 1)
-    shrink = {"ddp_fp16": 0.5, "ddp_powersgd": 0.012, "topk": 0.02 * nodes, "local_sgd": 0.125}.get(
-        sync, 1.0
-    )
-    return 2 * (nodes - 1) / nodes * BYTES * shrink
-
-
-def memory(sync, nodes):
-    """Return the bytes of a rank's tensors with AdamW; ``topk`` keeps a residual."""
-    return {
-        "parameters": BYTES,
-        "gradients": BYTES,
-        "optimizer_state": 2 * BYTES // (nodes if sync == "sharded" else 1),
-        "buckets": BYTES if sync == "topk" else 0,
-        "untrained": 30_000,
-    }
+    return 2 * (nodes - 1) / nodes * BYTES * SHRINK.get(sync, 1.0)
 
 
 def cell(
@@ -71,148 +45,107 @@ def cell(
     nodes,
     *,
     repeats=3,
-    status="done",
-    message=None,
     batch=256,
     scaling="strong",
-    group=0,
-    rate=None,
     scale=1.0,
     seeds=(0,),
-    steps=30,
-    oversubscribed=False,
     accuracy=None,
-    wait=WAIT,
     loss_shift=0.0,
+    **entries,
 ):
-    """Return one cell; failed and pending cells have no numbers."""
-    name = f"{sync}-n{nodes}" + (f"-{rate}" if rate else "")
+    """Return a cell with these ``entries``; failed and pending cells have no numbers."""
+    weak, rate, group = scaling == "weak", entries.get("rate"), entries.get("group")
     result = {
-        "id": name + (f"-g{group}" if group else ""),
+        "id": f"{sync}-n{nodes}" + (f"-{rate}" if rate else "") + (f"-g{group}" if group else ""),
         "sync": sync,
         "nodes": nodes,
-        "rate": rate,
-        "batch_size": batch * nodes if scaling == "weak" else batch,
-        "exact": sync not in LOSSY,
-        "group": group,
-        "oversubscribed": oversubscribed,
-        "status": status,
-        "message": message,
-        "repeats": [],
-        "median": None,
-        "interval": None,
-    }
-    if status in ("failed", "pending"):
+        "batch_size": batch * nodes if weak else batch,
+        "exact": sync not in SHRINK,
+        **{"rate": None, "group": 0, "oversubscribed": False, "status": "done", "message": None},
+        **{"repeats": [], "median": None, "interval": None},
+    } | entries
+    if result["status"] in ("failed", "pending"):
         return result
-    compute = scale / (1 if scaling == "weak" else nodes)
-    wire = 0.0 if nodes == 1 else WIRE[sync] * (nodes - 1) * scale
-    wait = 0.0 if nodes == 1 else wait
-    middle = {
-        **{part: share * compute for part, share in SHARES.items()},
-        "wait": wait,
-        "wire": wire,
-        "sync": wait + wire,
-        "step": compute + wait + wire,
+    compute = scale / (1 if weak else nodes)
+    wait, wire = (WAIT, WIRE[sync] * (nodes - 1) * scale) if nodes > 1 else (0.0, 0.0)
+    seconds = {part: share * compute for part, share in SHARES.items()}
+    seconds |= {"wait": wait, "wire": wire, "sync": wait + wire, "step": compute + wait + wire}
+    counted = {
         "peak_memory_bytes": (520 + 4 * nodes + len(sync)) * 1e6,
-        "root_bytes_sent": 0.0 if nodes == 1 else sent(sync, nodes, 0),
-        "others_bytes_sent": None if nodes == 1 else sent(sync, nodes, 1),
+        "root_bytes_sent": sent(sync, nodes, 0) if nodes > 1 else 0.0,
+        "others_bytes_sent": sent(sync, nodes, 1) if nodes > 1 else None,
     }
-    counted = ("peak_memory_bytes", "root_bytes_sent", "others_bytes_sent")
     for repeat in range(repeats):
-        factor = 1 + 0.01 * (repeat - (repeats - 1) // 2)
-        seed = seeds[repeat % len(seeds)]
+        seed, away = seeds[repeat % len(seeds)], repeat - (repeats - 1) // 2
         ranks = [
             {
-                "rank": rank,
-                "host": f"node{rank}",
-                "threads": 1,
-                "messages": 34.0,
-                "seconds": {
-                    key: value * factor for key, value in middle.items() if key not in counted
-                },
-                "peak_memory_bytes": int(
-                    middle["peak_memory_bytes"] + (rank - (nodes - 1) / 2) * 4e6
-                ),
-                "bytes_sent": 0.0 if nodes == 1 else sent(sync, nodes, rank),
-                "memory": memory(sync, nodes),
-                "predicted_memory": memory(sync, nodes),
+                **{"rank": rank, "host": f"node{rank}", "threads": 1, "messages": 34.0},
+                "seconds": {key: value * (1 + 0.01 * away) for key, value in seconds.items()},
+                "peak_memory_bytes": int(counted["peak_memory_bytes"] + (rank - 0.5) * 4e6),
+                "bytes_sent": sent(sync, nodes, rank) if nodes > 1 else 0.0,
+                "memory": dict(MEMORY),
+                "predicted_memory": MEMORY,
             }
             for rank in range(nodes)
         ]
-        result["repeats"].append(
-            {
-                "folder": f"PartTwo-{sync}/{repeat}",
-                "seed": seed,
-                "status": "done",
-                "ranks": ranks,
-                "losses": [
-                    [step, loss(sync, step, seed, nodes) + (loss_shift if step > 1 else 0.0)]
-                    for step in range(1, steps + 1)
-                ],
-                "test_accuracy": None
-                if accuracy is None
-                else accuracy + 0.002 * (repeat - (repeats - 1) / 2),
-                "seconds_to_accuracy": None,
-                "steps_to_accuracy": None,
-            }
-        )
-    result["median"] = middle
+        outcome = {
+            **{"folder": f"PartTwo-{sync}/{repeat}", "seed": seed, "status": "done"},
+            "ranks": ranks,
+            "losses": [
+                [step, loss(sync, step, seed, nodes) + loss_shift * (step > 1)]
+                for step in range(1, 31)
+            ],
+            "test_accuracy": accuracy and accuracy + 0.002 * away,
+            **{"seconds_to_accuracy": None, "steps_to_accuracy": None},
+        }
+        result["repeats"].append(outcome)
+    result["median"] = seconds | counted
     result["interval"] = {
-        key: [None, None]
-        if repeats == 1 or value is None
-        else [value, value]
-        if key in counted
-        else [value * 0.98, value * 1.02]
-        for key, value in middle.items()
+        key: [None, None] if repeats == 1 else [value * 0.98, value * 1.02]
+        for key, value in seconds.items()
     }
     return result
 
 
+def on(nodes, *syncs, **options):
+    """Return a cell of each strategy."""
+    return [cell(sync, nodes, **options) for sync in syncs]
+
+
 def loss(sync, step, seed, nodes):
     """Return a step's loss: exact strategies differ in the seventh digit, lossy ones visibly."""
-    base = (
-        0.9
-        + 1.5 * math.exp(-step / 12)
-        + 0.06 * math.sin(1.7 * step + seed)
-        + 0.01 * math.log2(nodes)
-    )
-    if sync in LOSSY:
-        return base + 0.02 * (1 + LOSSY.index(sync)) * (1 - math.exp(-step / 10)) * (
-            1 + 0.5 * math.sin(step)
-        )
-    return base + 1e-7 * (step - 1) * (ALL.index(sync) if sync in ALL else 0)
+    base = 0.9 + 1.5 * math.exp(-step / 12) + 0.06 * math.sin(1.7 * step + seed)
+    base += 0.01 * math.log2(nodes)
+    place = list(WIRE).index(sync) if sync in WIRE else 0
+    if sync not in SHRINK:
+        return base + 1e-7 * (step - 1) * place
+    return base + 0.006 * place * (1 - math.exp(-step / 10)) * (1 + 0.5 * math.sin(step))
 
 
-def timeline(sync, nodes, *, messages=6, overlapped=False):
+def timeline(sync, nodes, *, overlapped=False):
     """Return a step in which each rank's backward pass ends 4 ms after the previous rank's."""
     ranks = []
     for rank in range(nodes):
         end = 0.40 + 0.004 * rank
-        begin, size = (0.22, 0.035) if overlapped else (0.40 + 0.004 * (nodes - 1), 0.012)
+        first, apart, length = 0.40 + 0.004 * (nodes - 1), 0.0108, 0.012
+        if overlapped:
+            first, apart, length = 0.22, 0.0315, 0.049
         sends = [
             {
-                "kind": "all_reduce",
-                "bytes": BYTES // messages,
-                "sent_bytes": BYTES / messages,
-                "begin": begin + index * size * 0.9,
-                "end": begin + index * size * 0.9 + size * (1 if not overlapped else 1.4),
+                **{"kind": "all_reduce", "bytes": BYTES // 6, "sent_bytes": BYTES / 6},
+                **{"begin": first + index * apart, "end": first + index * apart + length},
             }
-            for index in range(messages)
+            for index in range(6)
         ]
-        last = max(send["end"] for send in sends)
-        ranks.append(
-            {
-                "rank": rank,
-                "messages": sends,
-                "sections": {
-                    "data": [[0.0, 0.006]],
-                    "forward": [[0.006, 0.14]],
-                    "backward": [[0.14, end]],
-                    "sync": [[end, max(last, end)]],
-                    "update": [[max(last, end), max(last, end) + 0.01]],
-                },
-            }
-        )
+        last = max(end, sends[-1]["end"])
+        sections = {
+            "data": [[0.0, 0.006]],
+            "forward": [[0.006, 0.14]],
+            "backward": [[0.14, end]],
+            "sync": [[end, last]],
+            "update": [[last, last + 0.01]],
+        }
+        ranks.append({"rank": rank, "messages": sends, "sections": sections})
     return {"format": 1, "step": 36, "sync": sync, "ranks": ranks}
 
 
@@ -225,96 +158,57 @@ def predicted(entry, error):
         "sync_seconds": 0.1,
         "in_scope": nodes <= 2,
         "why": "" if nodes <= 2 else "more ranks than cores",
-        "bytes_sent": [
-            0.0 if nodes == 1 else sent(entry["sync"], nodes, rank) for rank in range(nodes)
-        ],
+        "bytes_sent": [sent(entry["sync"], nodes, r) if nodes > 1 else 0.0 for r in range(nodes)],
     }
 
 
 def results(
-    syncs=(
-        "gather_scatter",
-        "all_reduce",
-        "ring",
-        "overlapped",
-        "ddp",
-        "ddp_fp16",
-    ),
+    syncs=("gather_scatter", "all_reduce", "ring", "overlapped", "ddp", "ddp_fp16"),
     nodes=(1, 2, 4),
     *,
     predict=True,
     emulated=False,
-    accuracy=None,
     **options,
 ):
     """Return a whole comparison; ``options`` go to every ``cell``."""
-    cells = [cell("none", 1, accuracy=accuracy, **options)] if 1 in nodes else []
-    cells += [
-        cell(sync, count, accuracy=accuracy, oversubscribed=count > 2, **options)
-        for count in nodes
-        if count > 1
-        for sync in syncs
-    ]
-    calibration = {"made": "2026-11-21T14:50:00", "alpha": 1.2e-4, "beta": 9e-10, "gamma": 3e-10}
+    cells = [cell("none", 1, **options)] if 1 in nodes else []
+    several = [count for count in nodes if count > 1]
+    for count in several:
+        cells += on(count, *syncs, oversubscribed=count > 2, **options)
     prediction = {
         "made": "2026-11-21T14:59:58",
-        "calibration": calibration,
+        "calibration": {"made": "2026-11-21T14:50:00", "alpha": 1.2e-4, "beta": 9e-10},
         "cells": {
             entry["id"]: predicted(entry, 0.05 + 0.04 * (index % 6))
             for index, entry in enumerate(cells)
             if entry["median"]
         },
     }
+    command = ["lab compare --nodes", *map(str, nodes), "--sync", *syncs]
     return {
-        "format": 1,
-        "kind": "compare",
-        "created": "2026-11-21T15:00:00",
-        "finished": True,
+        **{"format": 1, "kind": "compare", "created": "2026-11-21T15:00:00", "finished": True},
         "emulated": emulated,
         "settings": {
-            "dataset": "cifar10",
-            "model": "vgg11",
+            **{"dataset": "cifar10", "model": "vgg11", "batch_size": 256, "steps": 30, "warmup": 5},
             "scaling": options.get("scaling", "strong"),
-            "batch_size": 256,
-            "steps": 30,
-            "warmup": 5,
             "repeats": options.get("repeats", 3),
-            "seeds": list(options.get("seeds", (0,))),
             "nodes": list(nodes),
             "sync": list(syncs),
             "rates": [None],
             "until_accuracy": None,
-            "command": "lab compare --nodes "
-            + " ".join(map(str, nodes))
-            + " --sync "
-            + " ".join(syncs),
+            "command": " ".join(command),
         },
         "environment": {
-            "python": "3.11.7",
-            "system": "Linux-6.1-x86_64",
-            "cpu": "a processor",
-            "cores": 2,
-            "usable_cores": 2,
-            "threads": 1,
-            "gpus": [],
-            "cuda": None,
-            "torch": "2.15.0",
-            "git_commit": "0" * 40,
-            "git_changes": False,
+            **{"system": "Linux-6.1-x86_64", "cpu": "a processor", "usable_cores": 2, "gpus": []},
+            **{"torch": "2.15.0", "git_commit": "0" * 40, "git_changes": False},
         },
-        "warnings": [
-            "4 ranks share 2 cores: compute and waiting times on 4 nodes are not those of four "
-            "machines."
-        ]
-        if max(nodes) > 2
-        else [],
+        "warnings": ["4 ranks share 2 cores: times are not those of machines."] * (max(nodes) > 2),
         "differences": [],
         "prediction": prediction if predict else None,
         "cells": cells,
         "timelines": {
             f"{sync}-n{count}": timeline(sync, count, overlapped=sync in ("overlapped", "ddp"))
             for sync in syncs[:4]
-            for count in nodes
-            if count > 1
+            for count in several
         },
     }

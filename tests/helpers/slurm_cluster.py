@@ -9,7 +9,7 @@ files are shared. Nothing is written outside ``folder``. Nothing remains when th
 ends, since the kernel removes everything with the namespaces.
 """
 
-import contextlib
+import functools
 import itertools
 import os
 import re
@@ -30,29 +30,16 @@ _PROGRAMS = {
     "nsenter": "util-linux",
 }
 _UP_SECONDS = 90.0
-_POLL_SECONDS = 0.5
 _COMMAND_SECONDS = 60.0
 # On the emulated cluster's own tmpfs, so that it disappears with the cluster. A socket's name must
 # be short.
 _STATE = "/run/slurm"
-_ENDED = {
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "DEADLINE",
-    "BOOT_FAIL",
-    "PREEMPTED",
-}
+_ENDED = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL".split()
 
 _SLURM_CONF = """\
 ClusterName=lab
 SlurmctldHost={login}({login_address})
-AuthType=auth/munge
 AuthInfo=socket={state}/munge,cred_expire=15
-CredType=cred/munge
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={state}/state
@@ -61,9 +48,6 @@ SlurmctldPidFile={state}/slurmctld.pid
 SlurmdPidFile={state}/%n.pid
 MailProg=/bin/true
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=0,sched_interval=2
@@ -78,11 +62,13 @@ GresTypes=gpu
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=60:00 State=UP
 """
-_CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"
-# Any two devices will do: Slurm counts them, and nothing opens them.
-_GRES_CONF = "Name=gpu File=/dev/zero\nName=gpu File=/dev/full\n"
-# Without it, looking up a name that is in no file waits seconds for an unreachable DNS server.
-_NSSWITCH = "passwd: files\ngroup: files\nhosts: files\n"
+_OTHER_FILES = {
+    "cgroup.conf": "CgroupPlugin=cgroup/v1\n",
+    # Any two devices will do: Slurm counts them, and nothing opens them.
+    "gres.conf": "Name=gpu File=/dev/zero\nName=gpu File=/dev/full\n",
+    # Without it, looking up a name that is in no file waits seconds for an unreachable DNS server.
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
 
 _LOGIN = """\
 hostname {name} && mkdir -p {state}/state && echo {key} > {state}/key && chmod 400 {state}/key
@@ -96,15 +82,7 @@ mount --bind {folder}/nsswitch.conf /etc/nsswitch.conf || exit 1
 mount --bind {folder}/disk-{name} {folder}/own && mkdir -p {state}/{name} || exit 1
 exec slurmd -D -N {name}
 """
-_OWN_NAMESPACES = (
-    "unshare",
-    "--uts",
-    "--mount",
-    "--pid",
-    "--fork",
-    "--kill-child=KILL",
-    "--mount-proc",
-)
+_OWN_NAMESPACES = "unshare --uts --mount --pid --fork --kill-child=KILL --mount-proc".split()
 
 
 def refused():
@@ -114,11 +92,8 @@ def refused():
     for program, package in _PROGRAMS.items():
         if shutil.which(program, path=tools.search_path()) is None:
             return f"{program} is not installed: install the package {package}"
-    return (
-        None
-        if os.geteuid() == 0
-        else "slurmd must run as root, since it starts jobs in their users' names"
-    )
+    as_root = os.geteuid() == 0
+    return None if as_root else "slurmd must run as root: it starts jobs in their users' names"
 
 
 class SlurmCluster:
@@ -134,15 +109,7 @@ class SlurmCluster:
     settings : additional lines of slurm.conf.
     """
 
-    def __init__(
-        self,
-        folder,
-        *,
-        nodes=4,
-        names_resolve=False,
-        cpus=4,
-        settings=(),
-    ):
+    def __init__(self, folder, *, nodes=4, names_resolve=False, cpus=4, settings=()):
         self.folder, self.nodes = folder, nodes
         self.own = folder / "own"
         self._booted: dict[int, int] = {}
@@ -154,18 +121,9 @@ class SlurmCluster:
         self._write_files()
         self._cluster.__enter__()
         try:
-            self._boot(
-                self.nodes,
-                _LOGIN.format(
-                    name=self.name(self.nodes),
-                    state=_STATE,
-                    key=secrets.token_hex(64),
-                    folder=self.folder,
-                ),
-            )
+            self._boot(self.nodes, _LOGIN, key=secrets.token_hex(64))
             self._until(
-                lambda: "is UP" in self.run("scontrol", "ping", check=False),
-                what="slurmctld answers",
+                lambda: "is UP" in self.run("scontrol", "ping", check=False), "slurmctld answers"
             )
             for node in range(self.nodes):
                 self.power_on(node, wait=False)
@@ -196,14 +154,7 @@ class SlurmCluster:
         """Return a node's host name, which is also its name in Slurm."""
         return f"node{node}"
 
-    def run(
-        self,
-        *command,
-        node=None,
-        cwd=ROOT,
-        environment=None,
-        check=True,
-    ):
+    def run(self, *command, node=None, cwd=ROOT, environment=None, check=True):
         """Run a command on the login node, or on another node, and return its output.
 
         The environment is that of this process, without the variables that Slurm or torchrun would
@@ -215,18 +166,9 @@ class SlurmCluster:
             for key, value in os.environ.items()
             if not key.startswith(("SLURM_", "SBATCH_", "RANK", "WORLD_"))
         }
-        way = [
-            "nsenter",
-            f"--target={target}",
-            "--mount",
-            "--uts",
-            "--net",
-            "--pid",
-            f"--wd={cwd}",
-            "--",
-        ]
+        way = f"nsenter --target={target} --mount --uts --net --pid".split()
         done = subprocess.run(
-            [*way, *command],
+            [*way, f"--wd={cwd}", "--", *command],
             env=clean | self._environment | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             text=True,
@@ -244,9 +186,8 @@ class SlurmCluster:
 
         Raises AssertionError with sbatch's message if Slurm refuses it.
         """
-        return self.run(
-            "sbatch", "--parsable", *map(str, arguments), cwd=cwd, environment=environment
-        ).splitlines()[-1]
+        words = ("sbatch", "--parsable", *map(str, arguments))
+        return self.run(*words, cwd=cwd, environment=environment).splitlines()[-1]
 
     def job(self, job):
         """Return what Slurm knows about a job (``12``) or one job of an array (``12_3``).
@@ -270,12 +211,7 @@ class SlurmCluster:
 
         A requeued job has not ended, so this waits for it, too (see ``start_now``).
         """
-        self._until(
-            lambda: self.state(job) in _ENDED,
-            what=f"job {job} ends",
-            limit_seconds=limit_seconds,
-            tell=lambda: f"it is {self.state(job)}:\n{self.output(job)}",
-        )
+        self._until_job(job, lambda: self.state(job) in _ENDED, "ends", limit_seconds)
         return self.state(job)
 
     def wait_for(self, job, words, *, limit_seconds=120.0):
@@ -291,21 +227,12 @@ class SlurmCluster:
             assert not ended, f"job {job} ended without {words!r}:\n{self.output(job)}"
             return False
 
-        wait_until(
-            written,
-            f"{words!r}",
-            timeout_seconds=limit_seconds,
-            look_seconds=0.05,
-            tell=lambda: f"{self.job(job)}\n{self.output(job)}",
-        )
+        self._until_job(job, written, f"writes {words!r}", limit_seconds, look_seconds=0.05)
 
     def wait_until_requeued(self, job, *, restarts=1, limit_seconds=120.0):
         """Return once Slurm has requeued a job ``restarts`` times."""
-        self._until(
-            lambda: int(self.job(job)["Restarts"]) >= restarts,
-            what=f"job {job} is requeued",
-            limit_seconds=limit_seconds,
-            tell=lambda: f"it is {self.state(job)}:\n{self.output(job)}",
+        self._until_job(
+            job, lambda: int(self.job(job)["Restarts"]) >= restarts, "is requeued", limit_seconds
         )
 
     def start_now(self, job):
@@ -317,7 +244,7 @@ class SlurmCluster:
         # Otherwise Slurm takes the previous start's exit status for the next one's. The nodes have
         # also revoked that start's credential, and all that are not at least a second younger.
         self.wait_until_gone(number)
-        self._until(lambda: self.state(job) != "COMPLETING", what=f"job {job} is in the queue")
+        self._until_job(job, lambda: self.state(job) != "COMPLETING", "is in the queue")
         time.sleep(1.1)  # until that second is over
         # Slurm refuses this if the job has just started.
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
@@ -327,77 +254,61 @@ class SlurmCluster:
 
         Slurm reports the end earlier, when the job's shell may still write.
         """
-        self._until(
-            lambda: not self._is_running(number), what=f"the last start of job {number} has ended"
-        )
+        self._until(lambda: not self._is_running(number), f"the last start of {number} has ended")
 
     def _is_running(self, number):
         """Return whether a step of a job still has its daemon on a node."""
-        for pid in (pid for node in range(self.nodes) for pid in self.pids(node)):
-            with contextlib.suppress(OSError):  # the process has just ended
-                if (
-                    Path(f"/proc/{pid}/cmdline")
-                    .read_bytes()
-                    .startswith(f"slurmstepd: [{number}.".encode())
-                ):
-                    return True
-        return False
+        pids = [pid for node in range(self.nodes) for pid in self.pids(node)]
+        return any(_read(pid, "cmdline").startswith(f"slurmstepd: [{number}.") for pid in pids)
 
     def power_off(self, node):
         """End everything on a node without notice; Slurm finds out after 10 s or more."""
         # Cut the link first, or slurmd reports the processes that are killed before it.
         self._cluster.fault(node, "cut")
         self._cluster.fault(node, "kill")
-        self._until(lambda: not self._cluster.pids(node), what=f"node {node} is off")
+        self._until(lambda: not self._cluster.pids(node), f"node {node} is off")
 
     def power_on(self, node, *, wait=True):
         """Boot a node unless it is on, and wait until jobs can start there."""
         if self.pids(node):
             return
         self._cluster.fault(node, "restore")
-        self._boot(node, _NODE.format(name=self.name(node), state=_STATE, folder=self.folder))
+        self._boot(node, _NODE)
         if wait:
             self._until_idle(node)
 
-    def _boot(self, node, script):
-        self._cluster.start(
-            [*_OWN_NAMESPACES, "sh", "-c", script],
-            nodes=[node],
-            environment=self._environment,
-            cwd=Path("/"),
-        )
-        self._until(lambda: self._first_process(node) is not None, what=f"node {node} boots")
+    def _boot(self, node, script, **values):
+        script = script.format(name=self.name(node), state=_STATE, folder=self.folder, **values)
+        command = [*_OWN_NAMESPACES, "sh", "-c", script]
+        self._cluster.start(command, nodes=[node], environment=self._environment, cwd=Path("/"))
+        self._until(lambda: self._first_process(node) is not None, f"node {node} boots")
         self._booted[node] = self._first_process(node)
 
     def _first_process(self, node):
         """Return the process that is number 1 on a node, or None if the node is off."""
-        for pid in self._cluster.pids(node):
-            with contextlib.suppress(OSError):  # the process has just ended
-                if re.search(
-                    r"^NSpid:.*\s1$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
-                ):
-                    return pid
-        return None
+        numbered_1 = re.compile(r"^NSpid:.*\s1$", re.MULTILINE)
+        pids = self._cluster.pids(node)
+        return next((pid for pid in pids if numbered_1.search(_read(pid, "status"))), None)
 
     def _until_idle(self, node):
         command = ("sinfo", "--noheader", "--nodes", self.name(node), "--format", "%t")
         self._until(
             lambda: self.run(*command).strip() in ("idle", "mix", "alloc"),
-            what=f"{self.name(node)} is idle",
+            f"{self.name(node)} is idle",
             tell=lambda: self._cluster.output(node) + self.run("sinfo"),
         )
 
-    def _until(
-        self,
-        condition,
-        *,
-        what,
-        limit_seconds=_UP_SECONDS,
-        tell=lambda: "",
-    ):
+    def _until(self, condition, what, limit_seconds=_UP_SECONDS, **more):
         wait_until(
-            condition, what, timeout_seconds=limit_seconds, look_seconds=_POLL_SECONDS, tell=tell
+            condition, what, **{"timeout_seconds": limit_seconds, "look_seconds": 0.5} | more
         )
+
+    def _until_job(self, job, condition, what, limit_seconds=_UP_SECONDS, **more):
+        tell = functools.partial(self._tell, job)
+        self._until(condition, f"job {job} {what}", limit_seconds, tell=tell, **more)
+
+    def _tell(self, job):
+        return f"it is {self.state(job)}:\n{self.output(job)}"
 
     def _write_files(self):
         names = [self.name(node) for node in range(self.nodes + 1)]
@@ -410,16 +321,10 @@ class SlurmCluster:
             login=names[-1],
             login_address=self._cluster.address(self.nodes),
             state=_STATE,
-            folder=self.folder,
             nodes=nodes,
             more="\n".join(self._settings),
         )
-        for name, text in (
-            ("slurm.conf", conf),
-            ("cgroup.conf", _CGROUP_CONF),
-            ("gres.conf", _GRES_CONF),
-            ("nsswitch.conf", _NSSWITCH),
-        ):
+        for name, text in {"slurm.conf": conf, **_OTHER_FILES}.items():
             (self.folder / name).write_text(text)
         everyones = "".join(
             f"{self._cluster.address(node)} {name}\n" for node, name in enumerate(names)
@@ -430,3 +335,11 @@ class SlurmCluster:
                 "127.0.0.1 localhost\n"
                 + (everyones if self._names_resolve else f"127.0.1.1 {name}\n")
             )
+
+
+def _read(pid, name):
+    """Return a file of /proc about a process; "" if it has just ended."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    except OSError:
+        return ""

@@ -42,9 +42,9 @@ Host *
   UpdateHostKeys no
 """
 _ENTER = (
-    "import json, os, sys; from lab.cluster.control import enter; "
-    "sys.exit(enter(*json.loads(sys.argv[1])[:2], json.loads(sys.argv[1])[2], "
-    "environment=os.environ))"
+    "import json, subprocess, sys; from common.utils.processes import shell_status; "
+    "from lab.cluster.network import Network; host, command = json.loads(sys.argv[1]); "
+    "Network(host).enter(0); sys.exit(shell_status(subprocess.call(command)))"
 )
 
 
@@ -62,11 +62,8 @@ class Machines:
 
     def __init__(self, folder):
         self.folder = folder
-        self.keys, self.checkout, self.config = (
-            folder / "keys",
-            folder / "checkout",
-            folder / "ssh_config",
-        )
+        self.keys, self.checkout = folder / "keys", folder / "checkout"
+        self.config = folder / "ssh_config"
         self.cluster = Cluster(1 + len(HOSTS), logs=folder / "nodes", fresh=True)
         self.started: list[subprocess.Popen] = []
 
@@ -74,17 +71,17 @@ class Machines:
         self.keys.mkdir(parents=True)
         self.checkout.mkdir()
         self._make_keys()
-        for node, _ in enumerate(HOSTS, start=1):
+        nodes = range(1, len(HOSTS) + 1)
+        for node in nodes:
             self._make_checkout(self.own_checkout(node))
             (self.folder / f"sshd{node}").write_text(_SERVER.format(keys=self.keys, node=node))
-        self.cluster.__enter__()
-        try:
-            for node, _ in enumerate(HOSTS, start=1):
-                self.start_sshd(node)
-            self._wait_until_open()
-        except BaseException:
-            self.cluster.close()
-            raise
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.cluster)
+            for node in nodes:
+                self._start_sshd(node)
+            listen = "Server listening"
+            wait_until(lambda: all(listen in self.cluster.output(one) for one in nodes), listen)
+            stack.pop_all()
         return self
 
     def __exit__(self, *_error):
@@ -93,23 +90,9 @@ class Machines:
 
     def _make_keys(self):
         for name in ("user", "stranger", *(f"host{node}" for node in range(1, len(HOSTS) + 1))):
-            subprocess.run(
-                [
-                    "ssh-keygen",
-                    "-q",
-                    "-t",
-                    "ed25519",
-                    "-N",
-                    "",
-                    "-C",
-                    name,
-                    "-f",
-                    str(self.keys / name),
-                ],
-                check=True,
-                timeout=LONG,
-                stdin=subprocess.DEVNULL,
-            )
+            words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name]
+            words += ["-f", str(self.keys / name)]
+            subprocess.run(words, check=True, timeout=LONG, stdin=subprocess.DEVNULL)
         known = [
             f"{name},{self.cluster.address(node)} {(self.keys / f'host{node}.pub').read_text()}"
             for node, name in enumerate(HOSTS, start=1)
@@ -127,26 +110,13 @@ class Machines:
             shutil.copytree(ROOT / name, disk / name, ignore=shutil.ignore_patterns("__pycache__"))
         (disk / ".venv").symlink_to(Path(sys.prefix))
 
-    def start_sshd(self, node):
+    def _start_sshd(self, node):
         """Start a host's sshd, with its own disk mounted at the path that all hosts share."""
-        self.cluster.start(
-            [
-                "unshare",
-                "--mount",
-                "sh",
-                "-c",
-                f"mkdir -p /run/sshd && mount --bind {self.own_checkout(node)} "
-                f"{self.checkout} && exec {SSHD} -D -e -f {self.folder}/sshd{node}",
-            ],
-            nodes=[node],
+        script = (
+            f"mkdir -p /run/sshd && mount --bind {self.own_checkout(node)} {self.checkout} && "
+            f"exec {SSHD} -D -e -f {self.folder}/sshd{node}"
         )
-
-    def _wait_until_open(self):
-        for node, _ in enumerate(HOSTS, start=1):
-            wait_until(
-                lambda node=node: "Server listening" in self.cluster.output(node),
-                f"sshd of node {node} listens",
-            )
+        self.cluster.start(["unshare", "--mount", "sh", "-c", script], nodes=[node])
 
     def start(self, *arguments, config=None):
         """Start a ``lab`` subcommand at the terminal, with the flags that locate the hosts."""
@@ -159,7 +129,7 @@ class Machines:
     def enter(self, command):
         """Start a command at the terminal."""
         process = subprocess.Popen(
-            [sys.executable, "-c", _ENTER, json.dumps([self.cluster.host_pid, 0, list(command)])],
+            [sys.executable, "-c", _ENTER, json.dumps([self.cluster.host_pid, list(command)])],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,20 +1,17 @@
-"""Run a training on the nodes of a cluster so that tests can disturb it.
+"""Run a training that tests can disturb; the ``assert_`` functions check what holds after it."""
 
-``Stage`` starts a run and returns how each rank ended; the ``assert_`` functions check what holds
-after every fault. Each wait has a limit.
-"""
-
-import json
 import math
 import re
+import sys
 from dataclasses import dataclass
 
 import torch
 
 from common.checkpoint import checkpoints_by_age, load_checkpoint
 from common.utils.hashing import digest
-from tests.helpers import ROOT, TINY, free_port, wait_until
+from tests.helpers import ROOT, TINY, Started, free_port, user_environment, wait_until
 from tests.helpers.hurt import STEPS_AN_EPOCH
+from tests.helpers.records import json_lines, json_of
 
 NODES = 3
 EPOCHS = 2
@@ -47,14 +44,9 @@ class Ended:
 
 
 class Stage:
-    """Runs of one training on a cluster, each in a folder with its name.
+    """Runs of one training on a cluster, each in a folder with its name below ``folder``.
 
-    Every run trains ``wide`` on generated images, for two epochs of two steps.
-
-    Parameters
-    ----------
-    images : flags that select the dataset.
-    folder : receives the files of the runs.
+    Every run trains ``wide`` on ``images`` (flags that select a dataset), two epochs of two steps.
     """
 
     def __init__(self, cluster, images, folder):
@@ -64,16 +56,7 @@ class Stage:
         self.temporary.mkdir()
         self._seen: dict[int, int] = {}
 
-    def command(
-        self,
-        way,
-        *flags,
-        size=NODES,
-        hurt=None,
-        timeout=PATIENT,
-        name="run",
-        root=ROOT,
-    ):
+    def command(self, way, *flags, size=NODES, hurt=None, timeout=PATIENT, name="run", root=ROOT):
         """Return the command of each rank without the interpreter; later ``flags`` win."""
         part, *sync = WAYS[way]
         words = [
@@ -81,43 +64,17 @@ class Stage:
             *(hurt or (NOBODY, "", "")),
             root / part / "main.py",
             *sync,
-            "--master-ip",
-            "{master}",
-            "--master-port",
-            self.port,
-            "--num-nodes",
-            size,
-            "--rank",
-            "{rank}",
-            "--threads",
-            1,
-            "--model",
-            "wide",
-            "--batch-size",
-            24 // STEPS_AN_EPOCH,
-            "--epochs",
-            EPOCHS,
-            "--log-every",
-            1,
-            "--timeout",
-            timeout,
-            "--output-dir",
-            self.folder / "out",
-            "--run-name",
-            name,
+            *("--master-ip", "{master}", "--master-port", self.port, "--num-nodes", size),
+            *("--rank", "{rank}", "--threads", 1, "--model", "wide", "--epochs", EPOCHS),
+            *("--batch-size", 24 // STEPS_AN_EPOCH, "--log-every", 1, "--timeout", timeout),
+            *("--output-dir", self.folder / "out", "--run-name", name),
             *self._images,
             *flags,
         ]
         return [str(word) for word in words]
 
     def start(
-        self,
-        way="all_reduce",
-        *flags,
-        nodes=tuple(range(NODES)),
-        port=None,
-        shell="",
-        **more,
+        self, way="all_reduce", *flags, nodes=tuple(range(NODES)), port=None, shell="", **more
     ):
         """Start ranks of a group; ``more`` goes to ``command``.
 
@@ -177,6 +134,21 @@ class Stage:
         return self.run(way, name)
 
 
+def start_hurt_ranks(size, hurt, *arguments, cwd, **environment):
+    """Start ranks of PartTwo, one of which ``hurt`` (rank, moment, deed) disturbs."""
+    group = ("--master-ip", "127.0.0.1", "--master-port", free_port(), "--num-nodes", size)
+    command = (HURT, *hurt, ROOT / "PartTwo" / "main.py", *arguments, *group)
+    return [
+        Started(
+            [sys.executable, *map(str, command), "--rank", str(rank)],
+            cwd=cwd,
+            env=user_environment(**environment),
+            forked=True,
+        )
+        for rank in range(size)
+    ]
+
+
 def set_pace(folder, seconds):
     """Set the seconds of each step from now on, for runs with the returned environment."""
     new, pace = folder / "new_pace", folder / "pace"
@@ -194,11 +166,7 @@ def assert_told(ended, pattern, *, status=1):
 
 
 def assert_no_result(run):
-    """Assert that a run that had begun left no result and no damaged file.
-
-    No file says that the run finished, no file with a final name is half-written, and no checkpoint
-    is damaged.
-    """
+    """Assert that a run that had begun left no result and no damaged checkpoint."""
     assert (run / "metrics.jsonl").exists()
     for name in ("summary.json", "report.json", "report.txt"):
         assert not (run / name).exists(), name
@@ -207,21 +175,16 @@ def assert_no_result(run):
 
 
 def assert_equal_runs(run, reference, *, averaged_within_epoch=False):
-    """Assert that a run equals the undisturbed one, except for times.
-
-    Weights, the optimiser's state, every line of metrics.jsonl and epochs.jsonl, and the report are
-    the same; no hidden file is left.
+    """Assert that a run equals the undisturbed one, except for times, and left no hidden file.
 
     averaged_within_epoch : the ranks' BatchNorm statistics were averaged for a checkpoint that the
         undisturbed run does not write. They and the test loss then differ in their last bits.
     """
-    (one, one_report), (other, other_report) = (
-        (
-            load_checkpoint(checkpoints_by_age(folder / "checkpoints")[0]),
-            json.loads((folder / "report.json").read_text()),
-        )
+    one, other = (
+        load_checkpoint(checkpoints_by_age(folder / "checkpoints")[0])
         for folder in (run, reference)
     )
+    one_report, other_report = json_of(run, "report"), json_of(reference, "report")
     if averaged_within_epoch:
         for name in [name for name in other["model_state_dict"] if "running" in name]:
             statistics = other["model_state_dict"].pop(name)
@@ -231,21 +194,13 @@ def assert_equal_runs(run, reference, *, averaged_within_epoch=False):
     for name in ("epoch", "step", "model_state_dict", "optimizer_state_dict"):
         assert digest({name: one[name]}) == digest({name: other[name]}), name
     for name in ("metrics.jsonl", "epochs.jsonl"):
-        assert _records(run / name) == _records(reference / name), name
+        one, other = (json_lines(folder / name, times=False) for folder in (run, reference))
+        assert one == other, name
     assert one_report | {"checkpoint": ""} == other_report | {"checkpoint": ""}
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["ranks_hold_equal_weights"] is True
+    assert json_of(run, "summary")["ranks_hold_equal_weights"] is True
     assert hidden_files(run) == []
 
 
 def hidden_files(run):
     """Return the hidden files in a run's folder, such as unfinished ones."""
     return [str(path.relative_to(run)) for path in run.rglob(".*")]
-
-
-def _records(path):
-    """Return the lines of metrics.jsonl or epochs.jsonl without times."""
-    return [
-        {name: value for name, value in json.loads(line).items() if "second" not in name}
-        for line in path.read_text(encoding="utf-8").splitlines()
-    ]

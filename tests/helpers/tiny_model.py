@@ -8,10 +8,7 @@ from torch import nn
 
 
 def tiny(num_classes):
-    """Return a model with BatchNorm and 1,530 parameters for ten classes.
-
-    It maps (batch, 3, 32, 32) to (batch, num_classes).
-    """
+    """Return a model with BatchNorm and 1,530 parameters for ten classes."""
     return nn.Sequential(*_stem(), nn.Linear(128, num_classes))
 
 

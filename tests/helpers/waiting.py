@@ -6,14 +6,7 @@ LONG = 120.0
 """Seconds after which a wait fails: more than a busy machine needs."""
 
 
-def wait_until(
-    condition,
-    what,
-    *,
-    timeout_seconds=LONG,
-    look_seconds=0.02,
-    tell=str,
-):
+def wait_until(condition, what, *, timeout_seconds=LONG, look_seconds=0.02, tell=str):
     """Return once ``condition()`` holds.
 
     Raises AssertionError after ``timeout_seconds``, with ``what`` and the text that ``tell``

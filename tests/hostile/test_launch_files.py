@@ -1,20 +1,17 @@
 """``lab collect`` with a launch.json, and with hosts, that somebody else has made."""
 
-import contextlib
 import io
 import json
 import shutil
 import stat
 import sys
 import tarfile
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from common.errors import UserError
-from common.utils.typed_json import calm
-from lab.cli import main
+from lab.cli import build_parser, main
 from lab.ssh.collect import _received, _store, wanted_runs
 from lab.ssh.hosts import Host, SSHOptions, parse_hosts, ssh_command
 from lab.ssh.record import LaunchRecord, newest_launch, read_launch
@@ -46,20 +43,9 @@ def _write(folder, **changed):
     return folder
 
 
-def _flags(folder):
-    flags = {
-        "things": [str(folder)],
-        "hosts": None,
-        "user": None,
-        "workdir": None,
-        "python": None,
-        "remote_reports": None,
-        "ssh_config": None,
-        "ssh_option": [],
-        "silence": 30.0,
-        "output_dir": folder.parent,
-    }
-    return SimpleNamespace(**flags)
+def _wanted(folder):
+    arguments = ["collect", str(folder), "--output-dir", str(folder.parent)]
+    return wanted_runs(build_parser().parse_args(arguments))
 
 
 @CASES
@@ -72,7 +58,7 @@ def test_damaged_launches(tmp_path, cases):
     def check(content):
         file.write_bytes(content)
         with untouched(tmp_path):
-            launch, options, _ = wanted_runs(_flags(folder))
+            launch, options, _ = _wanted(folder)
         for rank, host in enumerate(launch.hosts):
             _check_harmless(ssh_command(Host(rank, host.given), options))
 
@@ -143,11 +129,10 @@ def test_a_foreign_folder_runs_nothing(changed, ssh_that_obeys, capsys):
     "changed",
     [
         {"hosts": []},
-        {"hosts": [LAUNCH["hosts"][0] | {"given": "-oProxyCommand=x"}]},
-        {"hosts": [LAUNCH["hosts"][0] | {"given": "user@-oProxyCommand=x"}]},
-        {"hosts": [LAUNCH["hosts"][0] | {"given": "a,b"}]},
-        {"hosts": [LAUNCH["hosts"][0] | {"given": "a$(touch x)"}]},
-        {"hosts": [LAUNCH["hosts"][0] | {"given": "ssh://-x"}]},
+        *(
+            {"hosts": [LAUNCH["hosts"][0] | {"given": name}]}
+            for name in ("-oProxyCommand=x", "user@-oProxyCommand=x", "a,b", "a$(touch x)")
+        ),
         {"hosts": [LAUNCH["hosts"][0] | {"clock": 1e400}]},
         {"user": "-oProxyCommand=x"},
         {"user": "a'b"},
@@ -158,22 +143,13 @@ def test_a_foreign_folder_runs_nothing(changed, ssh_that_obeys, capsys):
 def test_impossible_entries_are_named(changed, tmp_path):
     folder = _write(tmp_path / "launch-1", **changed)
     with pytest.raises(UserError, match=r"launch\.json"):
-        wanted_runs(_flags(folder))
+        _wanted(folder)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "node1",
-        "a_b.example.org",
-        "u.x@10.0.0.1",
-        "ssh://u@node:22",
-        "ssh://[::1]:22/",
-        "fe80::1%en0",
-    ],
-)
-def test_names_that_ssh_knows_are_accepted(name):
-    assert [host.given for host in parse_hosts(name, shares_a_port=False)] == [name]
+def test_names_that_ssh_knows_are_accepted():
+    names = "node1 a_b.example.org u.x@10.0.0.1 ssh://u@node:22 ssh://[::1]:22/ fe80::1%en0"
+    for name in names.split():
+        assert [host.given for host in parse_hosts(name, shares_a_port=False)] == [name]
 
 
 def test_the_newest_launch_is_the_one_that_began_last(tmp_path):
@@ -225,17 +201,11 @@ def test_any_archive(tmp_path, cases):
     def check(content):
         shutil.rmtree(here, ignore_errors=True)
         here.mkdir()
-        with untouched_outside(tmp_path):
-            for file in _received(SendingHost(content)):
-                _store(here, *file)
+        for file in _received(SendingHost(content)):
+            _store(here, *file)
+        assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
     run_cases(cases, damaged(good), check)
-
-
-@contextlib.contextmanager
-def untouched_outside(folder):
-    yield
-    assert [path.name for path in folder.iterdir()] == ["here"]
 
 
 def test_links_and_devices_are_no_files(tmp_path):
@@ -258,7 +228,3 @@ def test_a_file_without_end_is_given_up():
         UserError, match=r"node 0 \(a\): PartTwo-ring/2026/best.pt .*copy it by hand"
     ):
         list(_received(SendingHost(member.tobuf() + b"x" * 512)))
-
-
-def test_text_of_a_host_moves_no_cursor():
-    assert calm("a\x1b[2J\x07é") == "a [2J é"

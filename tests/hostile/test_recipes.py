@@ -12,34 +12,9 @@ from common.errors import UserError
 from common.utils.paths import RECIPES
 from tests.helpers.hostile import CASES, damaged, run_cases, untouched
 
-VALUES = st.sampled_from(
-    [
-        "0",
-        "-1",
-        "1e308",
-        "-1e308",
-        "nan",
-        "inf",
-        "true",
-        '""',
-        '"x"',
-        '"../x"',
-        '"\\u001b[2J"',
-        '"\\u0000"',
-        "[]",
-        "{}",
-        "9" * 4000,
-        "0x" + "f" * 6000,
-        "1979-05-27",
-        '"' + "x" * 5000 + '"',
-        "[" * 300 + "]" * 300,
-    ]
-)
-
-
-def _parse(path):
-    arguments = ["--recipe", str(path)]
-    return parse_arguments("PartThree", "", ("ddp",), arguments)
+PLAIN = '0 -1 1e308 -1e308 nan inf true "" "x" "../x" "\\u001b[2J" "\\u0000" [] {} 1979-05-27'
+LONG = ["9" * 4000, "0x" + "f" * 6000, '"' + "x" * 5000 + '"', "[" * 300 + "]" * 300]
+VALUES = st.sampled_from([*PLAIN.split(), *LONG])
 
 
 @CASES
@@ -53,17 +28,15 @@ def test_damaged_recipes(tmp_path, cases):
         path.write_bytes(content)
         with untouched(tmp_path):
             read_recipe(find_recipe(str(path)))
-            _parse(path)
+            parse_arguments("PartThree", "", ("ddp",), ["--recipe", str(path)])
 
     run_cases(cases, damaged(good), check)
     lines = st.lists(st.tuples(st.sampled_from(keys), VALUES), min_size=1, max_size=4)
-    run_cases(
-        cases,
-        lines.map(
-            lambda pairs: "\n".join(f"{key} = {value}" for key, value in dict(pairs).items())
-        ),
-        lambda text: check(text.encode()),
-    )
+
+    def check_lines(pairs):
+        check("".join(f"{key} = {value}\n" for key, value in dict(pairs).items()).encode())
+
+    run_cases(cases, lines, check_lines)
 
 
 def test_a_recipe_that_is_no_small_regular_file(tmp_path):

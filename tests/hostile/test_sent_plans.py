@@ -42,8 +42,6 @@ def reported(folder):
     ("name", "target"),
     [
         ("runs", "."),
-        ("logs", "."),
-        ("runs/PartOne-none", "."),
         ("runs/PartOne-none/n1-1", "n1-1"),
         ("logs/none-n1-1", "."),
         ("logs/none-n1-1/rank0.txt", "rank0.txt"),
@@ -68,12 +66,6 @@ def test_a_run_follows_no_link(name, target, folder, tmp_path, capsys):
     assert "leads elsewhere through a link: remove the link" in capsys.readouterr().err
 
 
-def test_a_folder_in_the_place_of_a_note_is_refused(folder, capsys):
-    (folder / "logs" / "none-n1-1" / "rank0.failed.json").mkdir(parents=True)
-    assert main(["run-cell", str(folder), "--run", "0"]) == 2
-    assert "rank0.failed.json is a folder" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("status", [-200, -35, -9])
 def test_a_status_that_no_signal_has(status, folder):
     """Real-time signals, such as 35, have no name either."""
@@ -89,9 +81,11 @@ def test_only_notes_of_ranks_are_read(folder):
     assert "rank 1 ended with status 3" in reported(folder)
 
 
-def test_a_fifo_as_a_log_is_refused(folder, capsys):
-    logs = failed(folder, {"rank1.failed.json": 1})
-    os.mkfifo(logs / "rank1.txt")
+def test_what_is_no_file_in_its_place_is_refused(folder, capsys):
+    (folder / "logs" / "none-n1-1" / "rank0.failed.json").mkdir(parents=True)
+    assert main(["run-cell", str(folder), "--run", "0"]) == 2
+    assert "rank0.failed.json is a folder" in capsys.readouterr().err
+    os.mkfifo(failed(folder, {"rank1.failed.json": 1}) / "rank1.txt")
     assert main(["report", str(folder)]) == 2
     assert "rank1.txt is a FIFO, not a regular file" in capsys.readouterr().err
 

@@ -136,7 +136,7 @@ def _differences(ranks: list[_Rank]) -> Iterator[Finding]:
                 if not same and left["name"] not in POINT_TO_POINT:
                     yield found(
                         "collectives-differ",
-                        code_line(right["at"]),
+                        code_line(left["at"]),
                         kind="calls",
                         number=number,
                         where=f" of the group of ranks {list(members)}" if group else "",

@@ -234,9 +234,10 @@ def _mean(
     extras = {text for one in updates for text in one.texts}
     extras |= {"then clipped"} if cuts.min() < 0.999 else set()
     worst = max(one.residue for one in updates)
+    limit = f"{10 ** np.ceil(np.log10(max(worst, 1e-16))):.0e}"  # the same for most runs
     return Right(
-        f"{whose} gets the mean of the ranks' gradients in all {len(updates)} steps"
-        f" (greatest deviation {worst:.0e}{''.join(', ' + one for one in sorted(extras))})"
+        f"{whose} gets the mean of the ranks' gradients in every watched step"
+        f" (relative error at most {limit}{''.join(', ' + one for one in sorted(extras))})"
     )
 
 

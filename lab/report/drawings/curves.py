@@ -31,17 +31,9 @@ def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
             else "No cell has recorded its losses yet."
         )
     if all(map(_coincide, panels.values())):
-        texts = []
-        for nodes, found in panels.items():
-            curve = next(iter(found.values()))
-            most = small_text(max(differences(found)).value)
-            texts.append(
-                f"on {nodes_text(nodes)} the loss goes from {curve[min(curve)]:.3f} to "
-                f"{curve[max(curve)]:.3f} in {len(curve)} steps, and the {len(found)} strategies "
-                f"differ by at most {most}"
-            )
+        texts = "; ".join(_in_words(nodes, found) for nodes, found in panels.items())
         raise NothingToShowError(
-            f"No figure, because the lines would lie on top of each other: {'; '.join(texts)}."
+            f"No figure, because the lines would lie on top of each other: {texts}."
         )
     figure, axes = grid(
         len(panels),
@@ -54,16 +46,14 @@ def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
     handles: dict[str, Line2D] = {}
     for index, (axis, nodes) in enumerate(zip(axes, panels, strict=True)):
         for label, curve, look in _lines(block, nodes):
-            steps = sorted(curve)
+            steps, losses = zip(*sorted(curve.items()), strict=True)
             dot = "." if len(steps) == 1 else None  # a line of one point is invisible
-            losses = [curve[step] for step in steps]
             handles.setdefault(label, *axis.plot(steps, losses, marker=dot, label=label, **look))
         axis.set(
             xlabel="step",
             ylabel="training loss (global batch)" if narrow or index % 2 == 0 else "",
             title=nodes_text(nodes),
         )
-        axis.tick_params(labelleft=True)
         axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axis.grid()
     figure.legend(
@@ -83,6 +73,16 @@ def _coincide(found: Curves) -> bool:
     return most is not None and most.value <= _ONE_LINE * (max(values) - min(values))
 
 
+def _in_words(nodes: int, found: Curves) -> str:
+    curve = next(iter(found.values()))
+    most = small_text(max(differences(found)).value)
+    return (
+        f"on {nodes_text(nodes)} the loss goes from {curve[min(curve)]:.3f} to "
+        f"{curve[max(curve)]:.3f} in {len(curve)} steps, and the {len(found)} strategies differ "
+        f"by at most {most}"
+    )
+
+
 def _lines(block: ComparisonGroup, nodes: int) -> Iterator[Line]:
     rows, wrong = block.at(nodes), wrong_rows(block)
     one = [block.baseline] if block.baseline and nodes > 1 and not block.weak else []
@@ -91,15 +91,15 @@ def _lines(block: ComparisonGroup, nodes: int) -> Iterator[Line]:
         look = {"color": color("none"), "linewidth": 1.2, "linestyle": (0, (1, 1.5))}
         yield "none (1 node)", found["none"], look
     apart = [row for row in rows if row.exact and row.sync in found]
-    right = {row.sync: found[row.sync] for row in apart if row.id not in wrong}
+    right = {row.sync: found[row.sync] for row in apart if row not in wrong}
     if _coincide(right):
-        apart = [row for row in apart if row.id in wrong]
+        apart = [row for row in apart if row in wrong]
         what = "compute the same" if apart else "claim to be exact"
-        label = f"the {len(right)} strategies that {what}"
-        yield label, max(right.values(), key=len), {"color": INK, "linewidth": 1.8}
+        look = {"color": INK, "linewidth": 1.8}
+        yield f"the {len(right)} strategies that {what}", max(right.values(), key=len), look
     for index, row in enumerate(apart):
         width = max(1.0, 3.2 - 0.5 * index) if len(apart) > 1 else 1.8
-        label = f"✗ {row.sync}" if row.id in wrong else row.sync
+        label = f"✗ {row.sync}" if row in wrong else row.sync
         yield label, found[row.sync], {"color": color(row.sync), "linewidth": width}
     lossy = [row.sync for row in rows if not row.exact and row.sync in found]
     for sync, dashes in zip(lossy, cycle(DASHES), strict=False):

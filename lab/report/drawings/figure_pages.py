@@ -11,7 +11,7 @@ from lab.plot_style import NothingToShowError, style
 from lab.report.drawings import figures
 from lab.report.drawings.curves import draw_loss
 from lab.report.drawings.svg import inline, save, svg
-from lab.report.drawings.timeline import mean_overlap, overlap, share_text
+from lab.report.drawings.timeline import mean_overlap, overlap
 from lab.report.drawings.timeline_figure import draw_timeline
 from lab.report.view import ComparisonGroup, Json, listed, nodes_text, percent, rate_text
 
@@ -21,8 +21,7 @@ class Drawing(NamedTuple):
 
     name: str  # of its files, without suffix
     title: str
-    caption: str = ""
-    alt: str = ""  # the description for a screen reader
+    caption: str
     wide: str = ""
     narrow: str = ""
     missing: str = ""
@@ -63,12 +62,6 @@ FIGURES = {
         "have the same loss; they are drawn as one line where no difference is visible. The others "
         "are dashed.",
     ),
-    "memory": (
-        "Peak memory",
-        figures.draw_memory,
-        "Largest resident memory of a process: interpreter, libraries, data and model together. "
-        "The bar is the mean over the ranks, the tick the rank that needed most.",
-    ),
 }
 
 
@@ -76,8 +69,7 @@ def draw_block(folder: Path, block: ComparisonGroup) -> Iterator[Drawing]:
     """Draw every figure of ``block`` into ``folder``, and yield them for the page."""
     label = f", {block.label}" if block.label else ""
     for name, (title, draw, caption) in FIGURES.items():
-        alt = f"{title}{label}: {caption} The table has the numbers."
-        described = Drawing(name + block.suffix, title, caption, alt)
+        described = Drawing(name + block.suffix, title + label, caption)
         yield _drawn(folder, described, partial(draw, block))
 
 
@@ -99,7 +91,13 @@ def draw_timelines(folder: Path, results: Json) -> Iterator[Drawing]:
     for cell in sorted(results["cells"], key=lambda cell: cell["nodes"] == 1):
         if timeline := timelines.get(cell["id"]):
             at = f" at {rate_text(cell['rate'])}" if cell["rate"] is not None else ""
-            label = f"{cell['sync']}, {nodes_text(len(timeline['ranks']))}{at}"
+            label = f"{cell['sync']} on {nodes_text(len(timeline['ranks']))}{at}"
+            hidden = mean_overlap(timeline)
+            title = f"{label}: " + (
+                "no messages"
+                if hidden is None
+                else f"{percent(hidden)} of the message time is hidden behind backward"
+            )
             shares = [
                 f"rank {rank['rank']}: {percent(share)} ({len(rank['messages'])} messages)"
                 for rank in timeline["ranks"]
@@ -110,11 +108,7 @@ def draw_timelines(folder: Path, results: Json) -> Iterator[Drawing]:
                 "medians. Share of the message time before the rank's last gradient: "
                 f"{listed(shares, limit=8) if shares else 'no messages'}."
             )
-            described = Drawing(
-                f"timeline-{cell['id']}",
-                f"{label}: {share_text(mean_overlap(timeline))}",
-                caption,
-                f"One step of {label}, a row for each rank. {caption}",
-            )
-            draw = partial(draw_timeline, timeline, label=label, emulated=emulated)
+            described = Drawing(f"timeline-{cell['id']}", title, caption)
+            ranks = [(f"rank {rank['rank']}", timeline, rank) for rank in timeline["ranks"]]
+            draw = partial(draw_timeline, ranks, heading=title, emulated=emulated)
             yield _drawn(folder, described, draw)

@@ -1,4 +1,4 @@
-"""The figures of rows: step time by section, efficiency, bytes sent, peak memory.
+"""The figures of rows: step time by section, efficiency, bytes sent.
 
 They have a panel for each number of nodes and a row for each strategy. Each ``draw_*`` returns the
 figure of a block for a wide or a narrow page. It raises NothingToShowError with a sentence for the
@@ -33,6 +33,15 @@ from lab.report.view import CellRow, ComparisonGroup, nodes_text, seconds_text
 _ROW = 0.235  # inches per bar with its gap
 _EQUAL = 0.01  # values that differ by no more than this share are called equal
 _IDEAL, _ONE_NODE = (0, (4, 3)), (0, (1, 1.5))
+# the square lies within the circle where both send the same
+_ROOT: dict[str, Any] = {"marker": "s", "markersize": 5, "zorder": 4}
+_OTHERS: dict[str, Any] = {
+    "marker": "o",
+    "markersize": 9.5,
+    "markerfacecolor": PAPER,
+    "markeredgewidth": 1.4,
+    "zorder": 3,
+}
 
 
 def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
@@ -45,14 +54,9 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
 
     def draw(axis: Axes, y: float, row: CellRow) -> None:
         for name, begin, end in section_spans(row):
-            # what lies beyond the step's own median is drawn pale: the sections sum up to more
-            for low, high, look in (
-                (begin, min(end, row.step), {}),
-                (max(begin, row.step), end, {"alpha": 0.35}),
-            ):
-                if high > low:
-                    style = section_style(name) | look
-                    axis.barh(y, high - low, left=low, height=0.7, **style)
+            # what lies beyond the step's own median is pale: the sections sum up to more
+            style = section_style(name) | ({"alpha": 0.35} if begin >= row.step else {})
+            axis.barh(y, end - begin, left=begin, height=0.7, **style)
         ends = row.interval("step") or (row.step, row.step)
         axis.plot([row.step] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
         axis.plot([ends[0], min(ends[1], right)], [y, y], color=INK, linewidth=1.2)
@@ -64,7 +68,7 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
         narrow=narrow,
         heading="Time of a step, by section",
         xlabel="seconds a step",
-        right=right,
+        limits=(0, right * 1.03),
         extra=0.75 if narrow else 0.55,
         handles=[
             *map(section_patch, (*SECTIONS, "rest")),
@@ -80,20 +84,28 @@ def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
 def section_spans(row: CellRow) -> list[tuple[str, float, float]]:
     """Return name, begin and end in seconds of each section, one after the other.
 
-    The last one, ``rest``, ends at the step's median, and is missing if the sections reach it.
+    The last one, ``rest``, ends at the step's median, and is missing if the sections reach it. A
+    section that goes beyond is cut in two there.
     """
     *ends, last = accumulate(map(row.seconds, SECTIONS), initial=0.0)
     spans = [*zip(SECTIONS, ends, [*ends[1:], last], strict=True), ("rest", last, row.step)]
-    return [(name, begin, end) for name, begin, end in spans if end > begin]
+    return [
+        (name, low, high)
+        for name, begin, end in spans
+        for low, high in ((begin, min(end, row.step)), (max(begin, row.step), end))
+        if high > low
+    ]
 
 
 def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw each cell's efficiency with its interval, and the speed-up at the right."""
-    if block.baseline is None:
-        raise NothingToShowError("Without a measured cell of one node there is no speed-up.")
     rows = [row for row in block.measured if row.nodes > 1 and row.efficiency]
     if not rows:
-        raise NothingToShowError("No cell on more than one node is measured yet.")
+        raise NothingToShowError(
+            "No cell on more than one node is measured yet."
+            if block.baseline
+            else "Without a measured cell of one node there is no speed-up."
+        )
     ends = [row.speedup_interval[1] / row.nodes for row in rows if row.speedup_interval]
     right = max(1.0, min(2.0, max([*(row.efficiency or 0.0 for row in rows), *ends])))
 
@@ -111,7 +123,7 @@ def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
         narrow=narrow,
         heading=f"Speed-up and efficiency{' (weak scaling)' if block.weak else ''}",
         xlabel="efficiency",
-        right=right,
+        limits=(0, right * 1.03),
         baseline=False,
         extra=0.5 if narrow else 0.35,
         handles=[
@@ -136,14 +148,19 @@ def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
         for row in block.measured
         if row.nodes > 1
     }
-    values = _values_that_differ(
-        sent,
-        missing="No cell on more than one node has counted its bytes yet.",
-        alike="every rank of every strategy sends the same",
-        form="{:,.1f} MB a step",
-    )
-    positive = [value for value in values if value > 0]
-    log = bool(positive) and max(positive) / min(positive) > 15
+    panels = grouped((row.nodes, value) for row, values in sent.items() for value in values)
+    if not panels:
+        raise NothingToShowError("No cell on more than one node has counted its bytes yet.")
+    if all(max(values) - min(values) <= _EQUAL * max(values) for values in panels.values()):
+        each = (
+            f"{fmean(values):,.1f} MB a step on {nodes_text(nodes)}"
+            for nodes, values in panels.items()
+        )
+        raise NothingToShowError(
+            f"No figure, because every rank of every strategy sends the same: {'; '.join(each)}."
+        )
+    positive = [value for values in panels.values() for value in values if value > 0]
+    most, log = max(positive), max(positive) / min(positive) > 15
     floor = min(positive) / 2 if log else 0.0
 
     def draw(axis: Axes, y: float, row: CellRow) -> None:
@@ -151,18 +168,9 @@ def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
         if not shown:
             _write(axis, y, "bytes not counted", 0.02, style="italic")
             return
-        axis.plot(shown, [y] * len(shown), color=color(row.sync), linewidth=2, alpha=0.6, zorder=2)
-        axis.plot(
-            *(shown[1:], [y] * len(shown[1:])),
-            marker="o",
-            markersize=9.5,
-            markerfacecolor=PAPER,
-            markeredgecolor=color(row.sync),
-            markeredgewidth=1.4,
-            zorder=3,
-        )
-        # equal values: the square lies within the circle
-        axis.plot(shown[0], y, marker="s", markersize=5, color=color(row.sync), zorder=4)
+        axis.plot(shown, [y] * len(shown), color=color(row.sync), linewidth=2, alpha=0.6)
+        for value, look in zip(shown, (_ROOT, _OTHERS), strict=False):
+            axis.plot(value, y, color=color(row.sync), **look)
 
     figure, axes = _row_panels(
         block,
@@ -170,82 +178,20 @@ def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
         narrow=narrow,
         heading="Bytes sent in a step",
         xlabel="MB sent a step" + (" (log scale)" if log else ""),
+        limits=(floor * 0.8, most * 1.7) if log else (-0.04 * most, most * 1.1),
         baseline=False,
         extra=0.5 if narrow else 0.35,
         handles=[
-            line_key("root (rank 0)", linestyle="", marker="s", markersize=5),
-            line_key(
-                "each of the others (mean)",
-                linestyle="",
-                marker="o",
-                markersize=9,
-                markerfacecolor=PAPER,
-            ),
+            line_key("root (rank 0)", linestyle="", **_ROOT),
+            line_key("each of the others (mean)", linestyle="", **_OTHERS),
         ],
         ncols=2,
         handlelength=1,
     )
-    for axis in axes:
-        if log:
-            axis.set(xscale="log", xlim=(floor * 0.8, max(positive) * 1.7))
-            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        else:
-            axis.set_xlim(-0.04 * max(values), max(values) * 1.1 or 1)
+    for axis in axes if log else ():
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     return figure
-
-
-def draw_memory(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw peak memory in MB: a bar to the mean over the ranks, a tick at the largest."""
-    peaks: dict[CellRow, list[float]] = {}
-    for row in block.measured:
-        mean = row.median("peak_memory_bytes")
-        most = [mean, max([mean, *row.per_rank("peak_memory_bytes")])] if mean else []
-        peaks[row] = [value / 1e6 for value in most]
-    values = _values_that_differ(
-        peaks,
-        missing="No cell has recorded its memory yet.",
-        alike="all ranks of all strategies need the same (within 1 %)",
-        form="{:,.0f} MB",
-    )
-
-    def draw(axis: Axes, y: float, row: CellRow) -> None:
-        if not peaks[row]:
-            _write(axis, y, "not recorded", 0.02, style="italic")
-            return
-        mean, most = peaks[row]
-        axis.barh(y, mean, height=0.7, color=color(row.sync))
-        axis.plot([most] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
-        _write(axis, y, f"{mean:,.0f} MB")
-
-    figure, _ = _row_panels(
-        block,
-        draw,
-        narrow=narrow,
-        heading="Peak memory of a rank",
-        xlabel="peak memory of a rank, MB",
-        right=max(values),
-        extra=0.25,
-    )
-    return figure
-
-
-def _values_that_differ(
-    rows: dict[CellRow, list[float]], *, missing: str, alike: str, form: str
-) -> list[float]:
-    """Return all values of all rows. Raises NothingToShowError if there are none, or all are equal.
-
-    missing, alike : what to say then. form : of a value.
-    """
-    panels = grouped((row.nodes, value) for row, values in rows.items() for value in values)
-    if not panels:
-        raise NothingToShowError(missing)
-    if all(max(values) - min(values) <= _EQUAL * max(values) for values in panels.values()):
-        each = (
-            f"{form.format(fmean(values))} on {nodes_text(nodes)}"
-            for nodes, values in panels.items()
-        )
-        raise NothingToShowError(f"No figure, because {alike}: {'; '.join(each)}.")
-    return [value for values in panels.values() for value in values]
 
 
 def _row_panels(
@@ -255,7 +201,7 @@ def _row_panels(
     narrow: bool,
     heading: str,
     xlabel: str,
-    right: float | None = None,
+    limits: tuple[float, float],
     baseline: bool = True,
     extra: float,
     **legend: Any,
@@ -264,13 +210,14 @@ def _row_panels(
 
     ``draw(axes, y, row)`` draws a row. A cell without numbers says why in its row; a strategy with
     a wrong result has a cross before its name. With ``baseline``, the one-node cell stands first
-    in every panel. ``right`` is the largest x value.
+    in every panel. ``limits`` are those of x.
     """
-    one = block.find("none", 1) if baseline and block.nodes != [1] else None
-    wrong_ids = wrong_rows(block)
-    wrong = {row.sync for row in block.rows if row.id in wrong_ids}
-    names = [f"✗ {sync}" if sync in wrong else sync for sync in block.syncs]
-    labels = (["none (1 node)"] if one else []) + names
+    ones = [row for row in block.rows if row.nodes == 1 and baseline and block.nodes != [1]]
+    wrong = {row.sync for row in wrong_rows(block)}
+    labels = [
+        *(f"{row.sync} (1 node)" for row in ones),
+        *(f"✗ {sync}" if sync in wrong else sync for sync in block.syncs),
+    ]
     columns = 1 if narrow else 2 if len(block.nodes) in (2, 4) else 3
     figure, axes = grid(
         len(block.nodes),
@@ -278,35 +225,35 @@ def _row_panels(
         columns=columns,
         height=len(labels) * _ROW + 0.75,
         extra=extra,
-        sharex=not narrow,
-        sharey=not narrow,
     )
     for index, (axis, nodes) in enumerate(zip(axes, block.nodes, strict=True)):
         rows = [block.find(sync, nodes) for sync in block.syncs]
-        for y, row in enumerate([one, *rows] if one else rows):
+        for y, row in enumerate([*ones, *rows]):
             if row is not None and row.step:
                 draw(axis, y, row)
             else:
                 _write(axis, y, "not run" if row is None else row.status, 0.02, style="italic")
-        axis.set(title=nodes_text(nodes), xlabel=xlabel, ylim=(len(labels) - 0.4, -0.6))
-        if right is not None:
-            axis.set_xlim(0, right * 1.03)
-            axis.xaxis.set_major_locator(MaxNLocator(5))
+        axis.set(title=nodes_text(nodes), xlabel=xlabel, xlim=limits)
+        axis.set_ylim(len(labels) - 0.4, -0.6)
+        axis.xaxis.set_major_locator(MaxNLocator(5))
         axis.set_yticks(range(len(labels)), labels)
         axis.tick_params(axis="y", length=0, labelleft=index % columns == 0)
-        axis.tick_params(labelbottom=True)
-        if one:
+        if ones:
             axis.axhline(0.5, color=INK, linewidth=0.6, alpha=0.35)
         axis.grid(axis="x")
     title(figure, heading, emulated=block.emulated)
-    if legend:
-        figure.legend(loc="outside lower center", **legend)
+    figure.legend(loc="outside lower center", **legend)
     return figure, axes
 
 
 def _write(axis: Axes, y: float, text: str, x: float = 1.02, **look: Any) -> None:
     """Write into a row: right of the panel a value, within it why there is none."""
-    place: Any = ("axes fraction", "data")
     axis.annotate(
-        text, (x, y), xycoords=place, va="center", fontsize=8, annotation_clip=False, **look
+        text,
+        (x, y),
+        xycoords=("axes fraction", "data"),
+        va="center",
+        fontsize=8,
+        annotation_clip=False,
+        **look,
     )

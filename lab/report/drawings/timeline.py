@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from lab.report.view import Json, percent
+from lab.report.view import Json, first_fit
 
 Span = tuple[float, float]
 
@@ -61,13 +61,6 @@ def mean_overlap(timeline: Json) -> float | None:
     return fmean(shares) if shares else None
 
 
-def share_text(share: float | None) -> str:
-    """Return ``mean_overlap`` in words."""
-    if share is None:
-        return "no messages"
-    return f"{percent(share)} of the message time is hidden behind backward"
-
-
 def sync_parts(timeline: Json, rank: Json) -> dict[str, list[Span]]:
     """Split a rank's sync at the slowest rank's last gradient into "wait" and "wire".
 
@@ -85,13 +78,8 @@ def sync_parts(timeline: Json, rank: Json) -> dict[str, list[Span]]:
 
 def lanes(messages: Sequence[Json]) -> list[list[Json]]:
     """Distribute the messages over the fewest lanes in which no two overlap."""
-    found: list[list[Json]] = []
-    for message in sorted(messages, key=lambda message: (message["begin"], message["end"])):
-        free = next((lane for lane in found if lane[-1]["end"] <= message["begin"]), None)
-        if free is None:
-            found.append(free := [])
-        free.append(message)
-    return found
+    in_order = sorted(messages, key=lambda message: (message["begin"], message["end"]))
+    return first_fit(in_order, lambda lane, message: lane[-1]["end"] <= message["begin"])
 
 
 def trace(timeline: Json, name: str) -> dict[str, Any]:

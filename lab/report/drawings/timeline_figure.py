@@ -1,18 +1,14 @@
-"""The figure of one recorded step: a row per rank with its sections, its messages below them.
+"""The figure of one recorded step: a row per rank with its sections, its messages below them."""
 
-``draw_timeline`` draws all ranks of a strategy, ``draw_beside`` one rank of several strategies.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, cycle
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, PathPatch
-from matplotlib.path import Path
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from common.utils.grouping import grouped
 from lab.plot_style import (
     INK,
     PAPER,
@@ -24,7 +20,7 @@ from lab.plot_style import (
     section_style,
     title,
 )
-from lab.report.drawings.timeline import backward_end, lanes, mean_overlap, share_text, sync_parts
+from lab.report.drawings.timeline import Span, backward_end, lanes, sync_parts
 from lab.report.view import Json
 
 _DRAWN_LANES = 6  # rows of messages per rank; further rows are drawn in the last one
@@ -36,25 +32,13 @@ _KINDS: tuple[dict[str, Any], ...] = tuple(
 )
 
 
-def draw_timeline(timeline: Json, *, label: str, narrow: bool, emulated: bool) -> Figure:
-    """Draw the sections and messages of each rank; overlapping messages stand below each other."""
-    heading = f"{label}: {share_text(mean_overlap(timeline))}"
-    entries = [(f"rank {rank['rank']}", timeline, rank) for rank in timeline["ranks"]]
-    return _draw_lanes(entries, heading, narrow=narrow, emulated=emulated)
-
-
-def draw_beside(
-    timelines: Mapping[str, Json], *, rank: int, heading: str, emulated: bool
+def draw_timeline(
+    entries: Sequence[tuple[str, Json, Json]], *, heading: str, narrow: bool, emulated: bool
 ) -> Figure:
-    """Draw one rank's step with several strategies, given by label, on one time axis."""
-    entries = [(label, timeline, timeline["ranks"][rank]) for label, timeline in timelines.items()]
-    return _draw_lanes(entries, heading, narrow=False, emulated=emulated)
+    """Draw steps of ranks from top to bottom; overlapping messages stand below each other.
 
-
-def _draw_lanes(
-    entries: Sequence[tuple[str, Json, Json]], heading: str, *, narrow: bool, emulated: bool
-) -> Figure:
-    """Draw ``entries``, each a label, a timeline and one of its ranks, from top to bottom."""
+    entries : a label, a timeline and one of its ranks.
+    """
     ranks = [rank for _, _, rank in entries]
     rows = [rank["sections"] | sync_parts(timeline, rank) for _, timeline, rank in entries]
     drawn = [name for name in SECTIONS if any(row.get(name) for row in rows)]
@@ -73,22 +57,12 @@ def _draw_lanes(
     *tops, bottom = accumulate((depth + 0.5 for depth in depths), initial=0.0)
     for rank, row, top, depth in zip(ranks, rows, tops, depths, strict=True):
         for name in drawn:
-            _draw_boxes(
-                axis, [(*span, top, 1.0) for span in row.get(name, [])], section_style(name)
-            )
-        for kind, look in looks.items():
-            boxes = [
-                (
-                    message["begin"],
-                    message["end"],
-                    top + 1.08 + 0.55 * min(index, _DRAWN_LANES - 1),
-                    0.45,
-                )
-                for index, lane in enumerate(lanes(rank["messages"]))
-                for message in lane
-                if message["kind"] == kind
-            ]
-            _draw_boxes(axis, boxes, look)
+            axis.broken_barh(_milliseconds(row.get(name, [])), (top, 1.0), **section_style(name))
+        for index, lane in enumerate(lanes(rank["messages"])):
+            below = top + 1.08 + 0.55 * min(index, _DRAWN_LANES - 1)
+            spans = grouped((one["kind"], (one["begin"], one["end"])) for one in lane)
+            for kind, some in spans.items():
+                axis.broken_barh(_milliseconds(some), (below, 0.45), **looks[kind])
         if (end := backward_end(rank)) is not None:
             axis.plot([end * 1e3] * 2, [top - 0.08, top + depth + 0.1], color=INK, **_LAST)
     axis.set_yticks([top + 0.5 for top in tops], [label for label, _, _ in entries])
@@ -116,17 +90,6 @@ def _draw_lanes(
     return figure
 
 
-def _draw_boxes(axis: Axes, boxes: Sequence[tuple[float, ...]], look: dict[str, Any]) -> None:
-    """Draw boxes (begin and end in seconds, y, height) as one path: it makes a small SVG."""
-    paths = [
-        Path(
-            [
-                *((1e3 * begin, y), (1e3 * end, y), (1e3 * end, y + height)),
-                *((1e3 * begin, y + height), (1e3 * begin, y)),
-            ],
-            closed=True,
-        )
-        for begin, end, y, height in boxes
-    ]
-    if paths:
-        axis.add_patch(PathPatch(Path.make_compound_path(*paths), **look))
+def _milliseconds(spans: Sequence[Span]) -> list[Span]:
+    """Return begin and length in milliseconds of spans in seconds."""
+    return [(1e3 * begin, 1e3 * (end - begin)) for begin, end in spans]

@@ -32,12 +32,13 @@ def _parse(*arguments, part="PartTwo"):
 
 
 def _main(*arguments, part="PartTwo"):
+    """Run a part; what is accepted by mistake is only printed."""
     return main(
         part,
         path=f"{part}/main.py",
         description="a description",
         sync_choices=SYNCS[part],
-        arguments=[str(one) for one in arguments],
+        arguments=["--print-config", *map(str, arguments)],
     )
 
 
@@ -46,24 +47,25 @@ def _main(*arguments, part="PartTwo"):
 _POSITIVE_WHOLE = ("0", "-1", "1.5", "nan", "inf", "many", "", "1e3", "0x10", "9" * 400)
 _NOT_NEGATIVE = ("-1", "-0.001", "nan", "inf", "some", "", "1,5")
 _ABOVE_ZERO = ("0", "-1", "nan", "inf", "fast", "", "0,1")
+_WHOLE = ("-1", "1.5", "nan", "inf", "some", "", "9" * 400)
 _POSITIVE_NUMBERS = (
     "world-size batch-size local-batch-size epochs max-steps stop-after-epoch averaging-period "
     "shards accumulation-steps patience checkpoint-every save-every-epochs keep-checkpoints "
     "reference-batch-size log-every"
 )
 NONSENSE = {f"--{name}": _POSITIVE_WHOLE for name in _POSITIVE_NUMBERS.split()} | {
-    "--rank": ("-1", "1.5", "nan", "first", "", "9" * 400),
+    "--rank": _WHOLE,
     "--master-port": ("0", "-1", "65536", "70000", "100000000000", "1.5", "http", "", "9" * 400),
     "--timeout": (*_ABOVE_ZERO, "86401", "1e300"),
     "--bucket-mb": (*_ABOVE_ZERO, "Auto", "auto,25"),
     "--topk-ratio": (*_ABOVE_ZERO, "1.1"),
     "--powersgd-rank": (*_POSITIVE_WHOLE, "1025"),
-    "--untimed-steps": ("-1", "1.5", "nan", "inf", "some", "", "9" * 400),
-    "--warmup-steps": ("-1", "1.5", "nan", "inf", "some", "", "9" * 400),
+    "--untimed-steps": _WHOLE,
+    "--warmup-steps": _WHOLE,
     "--warmup-epochs": _NOT_NEGATIVE,
-    "--seed": ("-1", "1.5", "nan", "inf", "luck", "", str(2**31), "9" * 400),
+    "--seed": (*_WHOLE, str(2**31)),
     "--threads": (*_POSITIVE_WHOLE, "4097"),
-    "--local-rank": ("-1", "1.5", "nan", "first", "", "9" * 400),
+    "--local-rank": _WHOLE,
     "--input-size": (*_POSITIVE_WHOLE, "31", "1025"),
     "--ema-decay": (*_ABOVE_ZERO, "1", "1.5"),
     "--label-smoothing": (*_NOT_NEGATIVE, "1"),
@@ -72,7 +74,7 @@ NONSENSE = {f"--{name}": _POSITIVE_WHOLE for name in _POSITIVE_NUMBERS.split()} 
     "--step-factor": (*_ABOVE_ZERO, "1.5"),
     "--normalise": ("ImageNet", "none", ""),
     "--flip": ("always", "Random", ""),
-    "--cutout": ("-1", "1.5", "nan", "half", "", "33", "9" * 400),
+    "--cutout": (*_WHOLE, "33"),
     "--tta": ("crop", "Flip", ""),
     "--learning-rate": _ABOVE_ZERO,
     "--momentum": (*_NOT_NEGATIVE, "1", "2"),
@@ -96,25 +98,17 @@ def _as_shown(text):
     return {way[:50] for way in ways}
 
 
-_CASES = [
-    pytest.param(flag, value, id=f"{flag}={value[:12]}")
-    for flag, values in NONSENSE.items()
-    for value in values
-]
-
-
-@pytest.mark.parametrize(("flag", "value"), _CASES)
-def test_nonsense_value_is_one_line_and_status_2(flag, value, capsys):
+@pytest.mark.parametrize("flag", NONSENSE)
+def test_nonsense_value_is_one_line_and_status_2(flag, capsys):
     """One line on stderr names the flag and the value; status 2, no traceback, no run."""
     cluster = () if flag in ("--world-size", "--rank") else CLUSTER
-    status = _main(*cluster, f"{flag}={value}")
-    out, err = capsys.readouterr()
-    assert status == 2
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.startswith("error: ")
-    assert flag in err
-    assert any(got in err for got in _as_shown(value)), err
+    for value in NONSENSE[flag]:
+        status = _main(*cluster, f"{flag}={value}")
+        out, err = capsys.readouterr()
+        assert (status, out, err.count("\n")) == (2, "", 1), (value, err)
+        assert err.startswith("error: ")
+        assert flag in err
+        assert any(got in err for got in _as_shown(value)), err
 
 
 def test_every_number_and_every_choice_has_nonsense_above():
@@ -162,19 +156,13 @@ def test_limits_themselves_are_allowed():
         (["--lr", "0.5"], "learning_rate", 0.5),
         (["--base-lr", "0.5"], "learning_rate", 0.5),
         (["-b", "16"], "local_batch_size", 16),
-        (["--batch_size=64"], "batch_size", 64),
         (["--global-batch-size", "64"], "batch_size", 64),
-        (["--world_size", "4"], "world_size", 4),
         (["--num_nodes=4"], "world_size", 4),
         (["-N", "4"], "world_size", 4),
-        (["-R", "3"], "rank", 3),
-        (["-M", "10.0.0.9"], "master_ip", "10.0.0.9"),
         (["--use-amp"], "amp", True),
         (["--no_amp"], "amp", False),
         (["--no-use-amp"], "amp", False),
-        (["--debug"], "debug", True),
         (["--output_dir=/tmp/a_b"], "output_dir", Path("/tmp/a_b")),
-        (["--resume", "my_runs/Epoch_1.pt"], "resume", "my_runs/Epoch_1.pt"),
         (["--sync=all_reduce"], "sync", "all_reduce"),
         ([], "sync", "gather_scatter"),
         ([], "amp", None),
@@ -312,26 +300,12 @@ def test_help_lists_the_flags_without_torch(part, tmp_path):
 
     tests/expectations has the whole text.
     """
-    ended = subprocess.run(
-        [sys.executable, "-X", "importtime", str(ROOT / part / "main.py"), "--help-all"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-X", "importtime", str(ROOT / part / "main.py"), "--help-all"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0
-    imported = {
-        line.rpartition("|")[2].strip()
-        for line in ended.stderr.splitlines()
-        if line.startswith("import time:")
-    }
+    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", ended.stderr, re.MULTILINE))
     assert "common.config.schema" in imported
-    assert not {
-        name
-        for name in imported
-        if name.partition(".")[0] in ("torch", "torchvision", "numpy", "sklearn")
-    }
+    assert not imported & {"torch", "torchvision", "numpy", "sklearn"}
     parser = build_parser(part, "", SYNCS[part])
     flags = {name for action in parser._actions for name in action.option_strings}
     hidden = {name for name in flags if name.startswith("--no-")} | {"--nesterov"}

@@ -55,67 +55,31 @@ def parse(command, part="PartThree"):
 
 # --- documented commands ---
 
-WIDE_RESNET = (
-    "torchrun --nproc_per_node=2 PartThree/main.py --recipe wide-resnet-cifar100 "
-    "--batch-size 512 --epochs 5 --base-lr 0.01 --target-accuracy 0.85 --patience 2"
-)
-RESNET50 = (
-    "torchrun --nproc_per_node=2 PartThree/main.py --recipe resnet50-cifar100 -b 128 "
-    "--cuda 6,7 --log-wandb"
-)
-TRANSFER = (
+SHOWN = {  # command: what it sets in addition to its recipe, in the names of Config
+    "torchrun --nproc_per_node=2 PartThree/main.py --recipe wide-resnet-cifar100 --batch-size 512 "
+    "--epochs 5 --base-lr 0.01 --target-accuracy 0.85 --patience 2": {},
+    "torchrun --nproc_per_node=2 PartThree/main.py --recipe resnet50-cifar100 -b 128 --cuda 6,7 "
+    "--log-wandb": {"gpu_ids": "6,7", "log_wandb": True},
     "python PartThree/main.py --recipe resnet18-transfer-cifar10 --epochs 50 --local-batch-size 32 "
     "--learning_rate 0.001 --accumulation_steps 4 --gpu_ids 0,1 --dist_url tcp://127.0.0.1:23456 "
-    "--checkpoint model_checkpoint.pth"
-)
-EMA = (
+    "--checkpoint model_checkpoint.pth": {
+        "gpu_ids": "0,1",
+        "dist_url": "tcp://127.0.0.1:23456",
+        "checkpoint": Path("model_checkpoint.pth"),
+    },
     "python PartThree/main.py --recipe resnet-cifar10-ema --distributed --world-size 4 "
-    "--epochs 200 --local-batch-size 128 --lr 0.1 --use-amp --use-ema"
-)
-ALONE = "PartThree/main.py --recipe "
-SHOWN = {  # command: what it says, in the names of Config
-    WIDE_RESNET: "model=wide_resnet28_10 dataset=cifar100 batch_size=512 local_batch_size=None "
-    "epochs=5 learning_rate=0.01 target_accuracy=0.85 patience=2 momentum=0.9 weight_decay=0.0005 "
-    "amp=True validates=True",
-    RESNET50: "model=resnet50 dataset=cifar100 local_batch_size=128 batch_size=None gpu_ids=6,7 "
-    "log_wandb=True epochs=200",
-    TRANSFER: "model=resnet18_transfer dataset=cifar10 epochs=50 local_batch_size=32 "
-    "learning_rate=0.001 accumulation_steps=4 gpu_ids=0,1 unfreeze=False normalise=imagenet "
-    "dist_url=tcp://127.0.0.1:23456 checkpoint=model_checkpoint.pth input_size=224",
-    EMA: "model=resnet18 dataset=cifar10 distributed=True world_size=4 epochs=200 "
-    "local_batch_size=128 learning_rate=0.1 amp=True ema=True",
-    ALONE + "resnet-cifar10-ema": "distributed=False world_size=None ema=True",
-    ALONE + "wide-resnet-cifar100 --model wide_resnet16_4": "model=wide_resnet16_4",
-    ALONE + "wide-resnet-cifar100-full": "model=wide_resnet28_10 epochs=200 learning_rate=0.1 "
-    "batch_size=128 target_accuracy=None",
-    ALONE + "resnet50-cifar100 --log-tensorboard": "log_tensorboard=True log_wandb=False",
-    ALONE + "resnet50-cifar100-fast": "model=resnet50 dataset=cifar100 epochs=100",
-    ALONE + "resnet18-transfer-cifar10 --unfreeze": "unfreeze=True",
-    ALONE + "resnet18-transfer-cifar10 --pretrained-weights w.pth --resume auto": (
-        "pretrained_weights=w.pth resume=auto"
-    ),
-    ALONE + "vgg11-cifar10-fast --print-config": (
-        "model=vgg11 dataset=cifar10 epochs=30 print_config=True"
-    ),
+    "--epochs 200 --local-batch-size 128 --lr 0.1 --use-amp --use-ema": {
+        "distributed": True,
+        "world_size": 4,
+    },
 }
 
 
 @pytest.mark.parametrize("command", SHOWN)
-def test_every_command_shown_gives_what_it_says(command):
+def test_the_command_shown_for_a_recipe_gives_its_defaults(command):
     config = parse(command)
-    for fact in SHOWN[command].split():
-        name, _, value = fact.partition("=")
-        assert str(getattr(config, name)) == value, name
-
-
-def test_the_command_shown_for_a_recipe_gives_its_defaults():
-    """Except for the flags that belong to one start, such as the GPU numbers."""
-    one_start = ["gpu_ids", "log_wandb", "dist_url", "checkpoint", "distributed", "world_size"]
-    for command in (WIDE_RESNET, RESNET50, TRANSFER, EMA):
-        config = parse(command)
-        defaults = parse(["--recipe", config.recipe])
-        own = {name: getattr(defaults, name) for name in one_start}
-        assert dataclasses.replace(config, **own) == defaults
+    defaults = parse(["--recipe", config.recipe])
+    assert config == dataclasses.replace(defaults, **SHOWN[command])
 
 
 # --- settings: recipe, flags, and printed recipe ---
@@ -206,8 +170,6 @@ def test_every_flag_overrides_its_recipes_key(name, tmp_path):
         ("warmup_steps = 3", "--warmup-epochs 2", {"warmup_epochs": 2.0, "warmup_steps": None}),
         ("max_steps = 7", "--epochs 2", {"max_steps": None, "epochs": 2}),
         ("epochs = 2", "--max-steps 7", {"max_steps": 7}),
-        ("amp = true", "--no-amp", {"amp": False}),
-        ("ema = true", "--no-ema", {"ema": False}),
         ("learning_rate = 1", "", {"learning_rate": 1.0}),
         ("batch-size = 64", "", {"batch_size": 64}),
     ],
@@ -230,56 +192,46 @@ def test_a_flag_overrides_but_the_rest_of_the_recipe_stays():
 
 WRONG = {
     "epochz = 5": ("epochz", "did you mean epochs?"),
-    "lr = 0.1": ("unknown key 'lr'",),
     "zzzz = 5": ("zzzz", "--print-config"),
     "rank = 1": ("unknown key 'rank'",),
-    'resume = "auto"': ("resume",),
     'recipe = "vgg11-cifar10-fast"': ("recipe",),
-    'part = "PartOne"': ("part",),
     "[training]\nepochs = 5": ("training",),
     "amp = 1": ("amp", "true or false"),
-    'amp = "true"': ("amp", "true or false"),
     'epochs = "5"': ("epochs", "'5'", "a whole number"),
     "epochs = 5.0": ("epochs", "5.0", "a whole number"),
     "epochs = true": ("epochs", "True", "a whole number"),
     'learning_rate = "0.1"': ("learning_rate", "a number"),
-    "model = 11": ("model", "11", "vgg11"),
     'model = ["vgg11"]': ("model", "['vgg11']", "vgg11"),
     "data_dir = 3": ("data_dir", "3", "a text"),
     "milestones = [0.5]": ("milestones", "[0.5]", "0.3,0.6,0.8"),
     "epochs = 0": ("epochs", "0", "at least 1"),
-    "epochs = 99999999999": ("epochs", "99999999999", "at most"),
     "learning_rate = nan": ("learning_rate", "nan", "above 0"),
     "learning_rate = " + "9" * 400: ("learning_rate", "999"),
     "epochs = " + "9" * 6000: ("6000 digits",),
-    "model = 0x" + "f" * 6000: ("model", "thousands of digits"),
-    "epochs = 0x" + "f" * 6000: ("epochs", "thousands of digits"),
     "learning_rate = [0x" + "f" * 6000 + "]": ("learning_rate", "thousands of digits"),
     f'data_dir = "{"a" * 10_000}"': ("data_dir", "'aaaa", "1 to 4,095 characters"),
-    'data_dir = "a\\u0000b"': ("data_dir", r"'a\x00b'", "without control characters"),
-    'checkpoint_every = 1\noutput_dir = "a\\nb"': ("output_dir", r"'a\nb'"),
     'pretrained_weights = "\\u001b[2J"': ("pretrained_weights", r"'\x1b[2J'"),
     '"a\\nb" = 1': (r"'a\nb'",),
     "max_steps = 1\nmax-steps = 2": ("max_steps", "max-steps"),
     'milestones = "30,60"': ("milestones", "30,60"),
     "batch_size = 4\nlocal_batch_size = 4": ("batch-size", "local-batch-size"),
-    "warmup_steps = 4\nwarmup_epochs = 4": ("warmup-steps", "warmup-epochs"),
     'sync = "none"': ("sync", "ddp"),
-    "epochs 5": ("cannot be read",),
     "epochs = 5\nepochs = 6": ("cannot be read",),
-    "epochs = ": ("cannot be read",),
     "a = " + "[" * 5000: (),
 }
 
 
 def refused(capsys, *words, part="PartThree"):
-    """Return the one line with which ``main`` refuses a command line; check status and stdout."""
+    """Return the one line with which ``main`` refuses a command line; check status and stdout.
+
+    What is accepted by mistake is only printed.
+    """
     status = main(
         part,
         path=f"{part}/main.py",
         description="",
         sync_choices=SYNCS[part],
-        arguments=list(map(str, words)),
+        arguments=["--print-config", *map(str, words)],
     )
     out, err = capsys.readouterr()
     assert (status, out) == (2, "")
@@ -305,35 +257,24 @@ LONG_NAME = "a" * 10_000
     ("name", "named"),
     [
         ("wide-resnet", ("'wide-resnet'", *NAMES)),
-        ("", ("''", *NAMES)),
-        ("wide-resnet-cifar100.tom", NAMES),
         ("/nowhere/mine.toml", ("no file /nowhere/mine.toml", *NAMES)),
-        (".toml", ("no file .toml", *NAMES)),
-        (LONG_NAME, ("aaa…aaa", *NAMES)),
         (f"{LONG_NAME}.toml", ("aaa…aaa", "aaa.toml", *NAMES)),
         ("new\nline.toml", ("new line.toml", *NAMES)),
         ("new\nline", (r"'new\nline'", *NAMES)),
         ("folder.toml", ("folder.toml is a folder, not a regular file",)),
-        ("fifo.toml", ("fifo.toml is a FIFO, not a regular file",)),
-        ("./folder", ("folder is a folder, not a regular file",)),
         ("./fifo", ("fifo is a FIFO, not a regular file",)),
         ("binary.toml", ("binary.toml cannot be read",)),
     ],
-    ids=range(14),
+    ids=range(8),
 )
 def test_a_recipe_that_is_not_there_or_no_file_is_one_line(
-    name,
-    named,
-    tmp_path,
-    capsys,
-    monkeypatch,
+    name, named, tmp_path, capsys, monkeypatch
 ):
     """The line says what is there instead, or lists the recipes that there are."""
     monkeypatch.chdir(tmp_path)
-    for ending in ("", ".toml"):
-        (tmp_path / f"folder{ending}").mkdir()
-        os.mkfifo(tmp_path / f"fifo{ending}")
-    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00epochs")
+    Path("folder.toml").mkdir()
+    os.mkfifo("fifo")
+    Path("binary.toml").write_bytes(b"\xff\xfe\x00epochs")
     error = refused(capsys, "--recipe", name)
     assert all(words in error for words in named), error
     assert len(error) < 1000
@@ -358,9 +299,7 @@ def test_a_wrong_flag_is_not_blamed_on_the_recipe(capsys):
 def test_gpus_that_are_not_there_are_one_line(capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    error = refused(
-        capsys, "--recipe", "resnet50-cifar100", "-b", 128, "--cuda", "6,7", "--log-wandb"
-    )
+    error = refused(capsys, "--cuda", "6,7", "--no-print-config")
     assert "--gpu-ids: got 6,7" in error
 
 
@@ -388,14 +327,13 @@ def weights(tmp_path_factory):
     return path
 
 
-def quick(recipe, images, output, *more):
+def quick(recipe, images, output, *more, steps=("--max-steps", 2)):
     """Return flags for two steps of a recipe on a few images.
 
     An error that the first step causes shows in the second.
     """
     words = ["--recipe", recipe, "--dataset", "folder", "--data-dir", images]
-    words += ["--output-dir", output, "--max-steps", 2, "--log-every", 1, "--no-amp"]
-    return [*words, *more]
+    return [*words, "--output-dir", output, *steps, "--log-every", 1, "--no-amp", *more]
 
 
 def under(launcher, *words, cwd):
@@ -413,15 +351,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def check(
-    ended,
-    output,
-    recipe,
-    *,
-    ranks,
-    model,
-    ema=False,
-):
+def check(ended, output, recipe, *, ranks, model, ema=False):
     """Check what each run of a recipe writes; return its folder and the summary.
 
     Status 0, results of each epoch over all ranks, the best weights, and one folder
@@ -437,22 +367,15 @@ def check(
     assert summary["train_loss_last_step"] > 0
     epochs = lines(folder / "epochs.jsonl")
     assert [epoch["epoch"] for epoch in epochs] == list(range(1, len(epochs) + 1))
-    last = epochs[-1]
-    assert last["samples_per_second"] > 0
     assert summary["total_seconds"] >= sum(epoch["seconds"] for epoch in epochs)
-    # Each image counts once on any number of ranks, as in the final report, which gathers all #
-    # predictions.
+    # Each image counts once on any number of ranks, as in the report, which has all predictions.
+    last = epochs[-1]
     assert last["val_accuracy"] == pytest.approx(summary["test_accuracy"])
     assert last["val_loss"] == pytest.approx(summary["test_loss"], rel=1e-3)
+    assert last["ema_val_accuracy"] == pytest.approx(summary["ema_test_accuracy"])
+    assert (summary["ema_test_accuracy"] is not None) == (folder / "report_ema.txt").exists() == ema
+    assert ("ema_state_dict" in load_checkpoint(folder / "checkpoints" / "best.pt")) == ema
     assert len(re.findall(r"Epoch \d+: .*validation loss .*samples/s", ended.out)) == len(epochs)
-    best = load_checkpoint(folder / "checkpoints" / "best.pt")
-    if ema:
-        assert last["ema_val_accuracy"] == pytest.approx(summary["ema_test_accuracy"])
-        assert (folder / "report_ema.txt").exists()
-        assert "ema_state_dict" in best
-    else:
-        assert summary["ema_test_accuracy"] is None
-        assert last["ema_val_accuracy"] is None
     return folder, summary
 
 
@@ -462,16 +385,11 @@ def test_wide_resnet_as_one_process_profiled(tmp_path, images):
 
     A notice says that a CPU run is repeatable without --deterministic.
     """
-    [ended] = run_part(
-        "PartThree",
-        *quick("wide-resnet-cifar100", images, tmp_path),
-        *("--model", "wide_resnet16_4", "--amp", "--batch-size", 4, "--max-steps", 4),
-        *("--profile", "--deterministic"),
-        cwd=tmp_path,
-    )
-    folder, summary = check(
-        ended, tmp_path, "wide-resnet-cifar100", ranks=1, model="wide_resnet16_4"
-    )
+    recipe, model = "wide-resnet-cifar100", "wide_resnet16_4"
+    more = ("--model", model, "--amp", "--batch-size", 4, "--max-steps", 4)
+    words = quick(recipe, images, tmp_path, *more, "--profile", "--deterministic")
+    [ended] = run_part("PartThree", *words, cwd=tmp_path)
+    folder, summary = check(ended, tmp_path, recipe, ranks=1, model=model)
     assert "rate 0.01" in ended.out
     assert "notice: --deterministic changes nothing on a CPU: a run re" in ended.out
     assert "Target accuracy reached" not in ended.out
@@ -483,42 +401,34 @@ def test_wide_resnet_as_one_process_profiled(tmp_path, images):
     assert "ProfilerStep#1" not in names, "the first steps warm up"
 
 
+RUNS = {  # recipe: how it is started, its flags, and what it says
+    # the rate scales with the global batch, not the ranks
+    "wide-resnet-cifar100-full": (
+        "told",
+        "--model wide_resnet16_4 --batch-size 4 --scale-lr --reference-batch-size 8 "
+        "--schedule constant --lr 0.01",
+        "rate 0.005",
+    ),
+    "resnet50-cifar100": ("torchrun", "-b 2", "batch: 2 per rank x 2 ranks = 4 global"),
+    "resnet50-cifar100-fast": ("alone", "-b 4", "batch: 4"),  # in place of its global batch
+    "resnet-cifar10-ema": (
+        "itself",
+        "--distributed --world-size 2 --epochs 200 --local-batch-size 2 --lr 0.01 --use-ema",
+        "gloo",
+    ),
+}
+WITH_A_TEST_OF_ITS_OWN = {"wide-resnet-cifar100", "resnet18-transfer-cifar10", "vgg11-cifar10-fast"}
+
+
+def test_every_recipe_is_trained_here():
+    assert set(NAMES) == WITH_A_TEST_OF_ITS_OWN | RUNS.keys()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "flags", "way", "global_batch_size", "said"),
-    [
-        ("wide-resnet-cifar100", "--batch-size 4", "alone", 4, "wide_resnet28_10 ("),
-        ("wide-resnet-cifar100-full", "--batch-size 4", "alone", 4, "wide_resnet28_10 ("),
-        (  # the rate scales with the global batch, not the ranks
-            "wide-resnet-cifar100-full",
-            "--model wide_resnet16_4 --batch-size 8 --scale-lr --reference-batch-size 16 "
-            "--schedule constant --lr 0.01",
-            "told",
-            8,
-            "rate 0.005",
-        ),
-        # -b is per rank, and replaces the global batch size of the fast recipe
-        ("resnet50-cifar100", "-b 2", "torchrun", 4, "batch: 2 per rank x 2 ranks = 4 global"),
-        ("resnet50-cifar100-fast", "-b 2", "torchrun", 4, "2 per rank x 2 ranks = 4 global"),
-        (
-            "resnet-cifar10-ema",
-            "--distributed --world-size 2 --epochs 200 --local-batch-size 2 --lr 0.01 --use-ema",
-            "itself",
-            4,
-            "gloo",
-        ),
-    ],
-)
-def test_a_recipe_runs_in_each_way_to_start_it(
-    recipe,
-    flags,
-    way,
-    global_batch_size,
-    said,
-    tmp_path,
-    images,
-):
+@pytest.mark.parametrize("recipe", RUNS)
+def test_a_recipe_runs_in_each_way_to_start_it(recipe, tmp_path, images):
     """Alone; told its place by flags; under torchrun; or one command that starts its ranks."""
+    way, flags, said = RUNS[recipe]
     words = [*quick(recipe, images, tmp_path), *flags.split()]
     if way == "torchrun":
         ended = [under("torch.distributed.run", *words, cwd=tmp_path)]
@@ -529,7 +439,7 @@ def test_a_recipe_runs_in_each_way_to_start_it(
     config = parse(list(map(str, words)))
     ranks = 1 if way == "alone" else 2
     _, summary = check(ended[0], tmp_path, recipe, ranks=ranks, model=config.model, ema=config.ema)
-    assert summary["global_batch_size"] == global_batch_size
+    assert summary["global_batch_size"] == 4
     assert said in ended[0].out
 
 
@@ -541,7 +451,8 @@ def test_transfer_learning_with_a_dist_url(tmp_path, images, weights, unfreeze):
     Without --unfreeze, only the last layer trains; the others keep the file's weights and
     statistics. The global batch is 4 per rank x 2 micro-batches x 2 ranks = 16.
     """
-    words = quick("resnet18-transfer-cifar10", images, tmp_path, "--input-size", 32, "-b", 4)
+    recipe = "resnet18-transfer-cifar10"
+    words = quick(recipe, images, tmp_path, "--input-size", 32, "-b", 4)
     words += ["--accumulation_steps", 2, "--dist_url", f"tcp://127.0.0.1:{free_port()}"]
     words += ["--world-size", 2, "--threads", 1, "--checkpoint", "latest.pth"]
     words += ["--unfreeze"] if unfreeze else []
@@ -551,24 +462,28 @@ def test_transfer_learning_with_a_dist_url(tmp_path, images, weights, unfreeze):
     ]
     ended = [rank.end() for rank in started]
     assert [one.status for one in ended] == [0, 0], ended
-    folder, _ = check(
-        ended[0], tmp_path, "resnet18-transfer-cifar10", ranks=2, model="resnet18_transfer"
-    )
+    folder, _ = check(ended[0], tmp_path, recipe, ranks=2, model="resnet18_transfer")
     assert f"pretrained weights from {weights}" in ended[0].out
     assert "4 per rank x 2 micro-batches x 2 ranks = 16 global" in ended[0].out
     local = [step["local_samples"] for step in lines(folder / "metrics.jsonl")]
     assert sum(local) == 12, "half of the 24 are rank 0's"
 
-    source = torch.load(weights, weights_only=True)
     latest = load_checkpoint(tmp_path / "latest.pth")
     assert latest["step"] == 2
-    own = {name.removeprefix("network."): v for name, v in latest["model_state_dict"].items()}
-    kept = [name for name in own if not name.startswith("fc.")]
-    others = {name for name in kept if not torch.equal(own[name], source[name])}
+    others = changed_weights(latest, weights)
     assert bool(others) == unfreeze
     if unfreeze:
         assert {"conv1.weight", "bn1.running_mean", "layer4.1.conv2.weight"} <= others
     assert len(latest["optimizer_state_dict"]["state"]) == (62 if unfreeze else 2)
+
+
+def changed_weights(checkpoint, weights):
+    """Return which weights of all but the last layer differ from those of the file."""
+    source = torch.load(weights, weights_only=True)
+    state = checkpoint["model_state_dict"]
+    own = {name.removeprefix("network."): value for name, value in state.items()}
+    kept = [name for name in own if not name.startswith("fc.")]
+    return {name for name in kept if not torch.equal(own[name], source[name])}
 
 
 @pytest.mark.slow
@@ -577,19 +492,18 @@ def test_a_target_that_is_reached_ends_all_ranks(tmp_path, images):
 
     Patience 2 therefore ends training after 2 of 5 epochs.
     """
-    words = quick("vgg11-cifar10-fast", images, tmp_path)
-    del words[words.index("--max-steps") : words.index("--max-steps") + 2]
-    words += ["--epochs", 5, "--batch-size", 8, "--target-accuracy", 0.001, "--patience", 2]
-    ended = under("torch.distributed.launch", *words, "--warmup-epochs", 1, cwd=tmp_path)
-    folder, summary = check(ended, tmp_path, "vgg11-cifar10-fast", ranks=2, model="vgg11", ema=True)
+    recipe = "vgg11-cifar10-fast"
+    words = quick(recipe, images, tmp_path, "--epochs", 5, "--batch-size", 8, steps=())
+    words += ["--target-accuracy", 0.001, "--patience", 2, "--warmup-epochs", 1]
+    ended = under("torch.distributed.launch", *words, cwd=tmp_path)
+    folder, summary = check(ended, tmp_path, recipe, ranks=2, model="vgg11", ema=True)
     assert ended.out.count("Target accuracy reached: 0.001 in 2 epochs in a row") == 1
     assert "Target accuracy" not in ended.err
     assert [epoch["epoch"] for epoch in lines(folder / "epochs.jsonl")] == [1, 2]
     assert summary["last_step"] == 6
     assert "15 steps, 3 per epoch" in ended.out, "the schedule was made for all five"
-    assert [
-        len(lines_of.read_text().splitlines()) for lines_of in sorted(folder.glob("logs_rank*.txt"))
-    ] == [2, 2]
+    logs = sorted(folder.glob("logs_rank*.txt"))
+    assert [len(path.read_text().splitlines()) for path in logs] == [2, 2]
 
 
 def test_without_pretrained_weights_nothing_is_trained(tmp_path, images):
@@ -614,44 +528,24 @@ def test_without_pretrained_weights_nothing_is_trained(tmp_path, images):
 
 
 @pytest.mark.slow
-def test_checkpoint_holds_the_latest_state_and_resume_auto_goes_on_from_it(
-    tmp_path, images, weights
-):
-    """Resume works without the first run's folder and without the pretrained file.
-
-    The result equals an uninterrupted run bit for bit.
-    """
-    words = quick("resnet18-transfer-cifar10", images, tmp_path / "parts")
-    words[words.index("--max-steps") : words.index("--max-steps") + 2] = ["--epochs", 2]
-    words += ["--input-size", 32, "-b", 4, "--accumulation-steps", 2, "--threads", 1]
-    words += ["--warmup-epochs", 1]
-    from_file = [*words, "--pretrained-weights", weights]
-    kept = ["--checkpoint", "model_checkpoint.pth"]
-    both = [
-        start_part("PartThree", *from_file, "--output-dir", tmp_path / "straight", cwd=tmp_path),
-        start_part("PartThree", *from_file, *kept, "--stop-after-epoch", 1, cwd=tmp_path),
-    ]
-    straight, first = (one.end() for one in both)
-    assert (straight.status, first.status) == (0, 0), straight.err + first.err
-    shutil.rmtree(tmp_path / "parts")
-    assert load_checkpoint(tmp_path / "model_checkpoint.pth")["epoch"] == 1
-
-    [second] = run_part("PartThree", *words, *kept, "--resume", "auto", cwd=tmp_path)
-    assert second.status == 0, second.err
-    assert "resuming from model_checkpoint.pth, step 3" in second.out
-    assert "pretrained weights from" not in second.out
-    undisturbed = only_run_folder(tmp_path / "straight", "resnet18-transfer-cifar10")
-    whole = load_checkpoint(undisturbed / "checkpoints" / "Epoch_2.pt")
-    after = only_run_folder(tmp_path / "parts", "resnet18-transfer-cifar10")
-    for other in (
-        load_checkpoint(after / "checkpoints" / "Epoch_2.pt"),
-        load_checkpoint(tmp_path / "model_checkpoint.pth"),
-    ):
-        assert (other["epoch"], other["step"]) == (whole["epoch"], whole["step"]) == (2, 6)
-        assert other["model_state_dict"].keys() == whole["model_state_dict"].keys()
-        for name, tensor in whole["model_state_dict"].items():
-            assert torch.equal(tensor, other["model_state_dict"][name]), name
-    assert [step["step"] for step in lines(after / "metrics.jsonl")] == [4, 5, 6]
+def test_resume_auto_goes_on_from_the_file_of_checkpoint(tmp_path, images, weights):
+    """It works without the first run's folder and without the pretrained file."""
+    recipe, kept = "resnet18-transfer-cifar10", tmp_path / "kept.pth"
+    words = quick(recipe, images, tmp_path, "--epochs", 2, "--warmup-epochs", 1, steps=())
+    words += ["--input-size", 32, "-b", 4, "--accumulation-steps", 2, "--checkpoint", kept.name]
+    first = (*words, "--pretrained-weights", weights, "--stop-after-epoch", 1)
+    second = (*words, "--resume", "auto")
+    for flags, epoch, steps in ((first, 1, [1, 2, 3]), (second, 2, [4, 5, 6])):
+        [ended] = run_part("PartThree", *flags, cwd=tmp_path)
+        assert ended.status == 0, ended.err
+        assert ("pretrained weights from" in ended.out) == (epoch == 1)
+        assert ("resuming from kept.pth, step 3" in ended.out) == (epoch == 2)
+        latest = load_checkpoint(kept)
+        assert (latest["epoch"], latest["step"]) == (epoch, steps[-1])
+        assert changed_weights(latest, weights) == set()
+        metrics = only_run_folder(tmp_path, recipe) / "metrics.jsonl"
+        assert [step["step"] for step in lines(metrics)] == steps
+        shutil.rmtree(tmp_path / recipe)
 
 
 @pytest.mark.slow
@@ -668,7 +562,3 @@ def test_a_recipe_on_the_real_cifar100(tmp_path):
     assert (report["samples"], len(report["class_names"])) == (10_000, 100)
     assert "tiny (13,140 parameters) on cifar100 (50,000 training images)" in ended.out
     assert not (folder / "checkpoints" / "best.pt").exists()
-
-
-def test_every_recipe_is_shown():
-    assert {command.split("--recipe ")[1].split()[0] for command in SHOWN} == set(NAMES)

@@ -9,14 +9,7 @@ from scipy import stats
 from torchvision.transforms import functional, transforms
 
 from common.config.schema import Config
-from common.data.augmentation import (
-    Draws,
-    Normaliser,
-    RandomCropFlip,
-    cut_out,
-    draw,
-    draw_centres,
-)
+from common.data.augmentation import Draws, Normaliser, RandomCropFlip, cut_out, draw, draw_centres
 from common.data.dataset import Dataset, ImageSet
 from common.data.loaders import EvaluationLoader, TrainLoader
 from common.data.sharding import GlobalBatchSampler
@@ -36,12 +29,10 @@ def _pictures(n, *, seed=0, size=32):
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(n, 3, 6, 6, generator=generator)
     smooth = torch.nn.functional.interpolate(coarse, size=(size, size), mode="bilinear")
-    images = (smooth * 1.4 - 0.2 + 0.03 * torch.randn(n, 3, size, size, generator=generator)).clamp(
-        0, 1
-    )
-    images[:, :, size // 3 : size // 2, size // 4 : size // 2] = torch.rand(
-        n, 3, 1, 1, generator=generator
-    )
+    noise = 0.03 * torch.randn(n, 3, size, size, generator=generator)
+    images = (smooth * 1.4 - 0.2 + noise).clamp(0, 1)
+    colours = torch.rand(n, 3, 1, 1, generator=generator)
+    images[:, :, size // 3 : size // 2, size // 4 : size // 2] = colours
     return (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 

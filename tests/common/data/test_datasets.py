@@ -6,6 +6,7 @@ Several processes download from a server on loopback.
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import http.server
 import io
@@ -198,16 +199,17 @@ WRONG_FOLDERS = {
     "empty class": ("train/green", {"train/green/a.txt": b""}, ("train/green", "no image", ".png")),
     "empty test": ("test", {"test/red/notes.txt": b"x"}, ("test", "no image")),
     "unknown class": (None, {"test/violet/x.png": b"x"}, ("test", "violet")),
-    "text": (None, {"train/green/broken.png": b"no image"}, ("train/green/broken.png",)),
-    **{
-        name: (None, {"train/green/broken.png": content}, ("train/green/broken.png",))
-        for name, content in (
-            ("bomb", _png(40_000)),
-            ("cut", _png(32)[:60]),
-            ("too few pixels", _png(32, pixels=b"x")),
-            ("damaged EXIF", _png(32, exif=b"not a TIFF file")),
-        )
-    },
+}
+BROKEN_IMAGES = {
+    "text": b"no image",
+    "bomb": _png(40_000),
+    "cut": _png(32)[:60],
+    "too few pixels": _png(32, pixels=b"x"),
+    "damaged EXIF": _png(32, exif=b"not a TIFF file"),
+}
+WRONG_FOLDERS |= {
+    name: (None, {"train/green/broken.png": content}, ("train/green/broken.png",))
+    for name, content in BROKEN_IMAGES.items()
 }
 
 
@@ -231,18 +233,13 @@ def test_folder_errors(how, pictures):
 
 @pytest.mark.cifar
 @pytest.mark.parametrize(
-    ("name", "kind", "classes", "some"),
+    ("name", "kind", "classes"),
     [
-        pytest.param(
-            "cifar10", CIFAR10, 10, ("airplane", "automobile", "truck"), marks=needs_cifar10
-        ),
-        pytest.param(
-            *("cifar100", CIFAR100, 100, ("apple", "aquarium_fish", "worm")),  # the fine classes
-            marks=[pytest.mark.slow, needs_cifar100],
-        ),
+        pytest.param("cifar10", CIFAR10, 10, marks=needs_cifar10),
+        pytest.param("cifar100", CIFAR100, 100, marks=[pytest.mark.slow, needs_cifar100]),
     ],
 )
-def test_cifar_is_torchvisions(name, kind, classes, some):
+def test_cifar_is_torchvisions(name, kind, classes):
     """All labels and class names, some images, and the statistics of the training pixels."""
     dataset = _checked(load_dataset(name, CIFAR), 50_000, 10_000, classes)
     for images, is_train in ((dataset.train, True), (dataset.test, False)):
@@ -253,7 +250,6 @@ def test_cifar_is_torchvisions(name, kind, classes, some):
             assert np.array_equal(images.images[i].numpy(), np.asarray(picture))
             assert int(images.labels[i]) == label
         assert dataset.class_names == tuple(theirs.classes)
-    assert (*dataset.class_names[:2], dataset.class_names[-1]) == some
     assert torch.bincount(dataset.train.labels).tolist() == [50_000 // classes] * classes
     mean, std = pixel_statistics(dataset.train.images)
     assert dataset.mean == pytest.approx(mean, abs=0.003)
@@ -336,16 +332,15 @@ class _Server:
     """A mirror on loopback: it counts requests and can delay, cut or spoil its answers."""
 
     def __init__(self, content, *, status=200, cut=None, linger=0.0, garbage=None, length=True):
-        self.downloads, self.paths = 0, []
+        self.paths = []
         self.began, self.go_on = threading.Event(), threading.Event()
-        lock, outer, half = threading.Lock(), self, len(content) // 2
+        outer, half = self, len(content) // 2
 
         class Handler(http.server.BaseHTTPRequestHandler):
             timeout = 30
 
             def do_GET(self):
-                with lock:
-                    outer.paths.append(self.path)
+                outer.paths.append(self.path)
                 if garbage is not None:
                     self.wfile.write(garbage)
                     return
@@ -353,8 +348,6 @@ class _Server:
                 if length:
                     self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                with lock:
-                    outer.downloads += 1
                 with contextlib.suppress(OSError):
                     self.wfile.write(content[: half if cut is None else cut])
                     self.wfile.flush()
@@ -382,18 +375,16 @@ class _Server:
         self._thread.join(10)
 
 
-@pytest.fixture(scope="module")
-def _archive():
-    return _Fake()
+_fake_once = functools.cache(_Fake)
 
 
 @pytest.fixture
-def fake(_archive, monkeypatch):
+def fake(monkeypatch):
     """Return the small archive, and make torchvision's class accept it in this process, too."""
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setenv("NO_PROXY", "*")
-    _use_small_archive(_archive.md5, monkeypatch.setattr)
-    return _archive
+    _use_small_archive(_fake_once().md5, monkeypatch.setattr)
+    return _fake_once()
 
 
 @pytest.mark.parametrize("length", [True, False])
@@ -433,10 +424,8 @@ def test_several_processes_download_once(fake, tmp_path):
     with _Server(fake.archive, linger=0.7) as server:
         found = run_ranks(3, _load_as_rank, folder, server.url, fake.md5)
         assert found == [fake.digest] * 3
-        assert server.downloads == 1
-        asked = len(server.paths)
         assert _load(folder, server.url) == fake.digest
-        assert len(server.paths) == asked
+        assert server.paths == [f"/pub/{ARCHIVE}"]
 
 
 @pytest.mark.parametrize("mirror", ["{url}", "{url}/", "{url}/" + ARCHIVE])
@@ -444,7 +433,7 @@ def test_mirror_is_a_folder_or_the_archive(mirror, fake, tmp_path):
     """--mirror takes the URL of the folder, with or without a slash, or of the archive."""
     with _Server(fake.archive) as server:
         assert _load(tmp_path, mirror.format(url=server.url)) == fake.digest
-        assert set(server.paths) == {f"/pub/{ARCHIVE}"}
+        assert server.paths == [f"/pub/{ARCHIVE}"]
 
 
 def test_what_is_there_needs_no_network(fake, tmp_path):
@@ -471,12 +460,12 @@ def test_killed_in_the_middle_of_a_download(fake, tmp_path):
         wait_until((tmp_path / ARCHIVE).exists, "the beginning of the download")
         second = pool.submit(_load, tmp_path, server.url)
         time.sleep(0.3)  # time for it to find the first process at work
-        assert server.downloads == 1
+        assert len(server.paths) == 1
         first.kill()
         first.join(10)
         server.go_on.set()
         assert second.result(LONG) == fake.digest
-        assert server.downloads == 2
+        assert len(server.paths) == 2
 
 
 @pytest.mark.parametrize(
@@ -497,28 +486,23 @@ def test_what_a_crash_left_is_replaced(fake, archive, without, damaged, tmp_path
         (tmp_path / ARCHIVE).write_bytes(fake.archive[: int(archive * len(fake.archive))])
     with _Server(fake.archive) as server:
         assert _load(tmp_path, server.url) == fake.digest
-        assert server.downloads == 1
+        assert len(server.paths) == 1
 
 
 def _says_the_ways_out(message, *words):
     assert message.startswith("UserError: cifar10 "), message
-    assert all(
-        word in message for word in ("--data-dir", "--mirror", "--dataset digits", *words)
-    ), message
+    ways = ("--data-dir", "--mirror", "--dataset digits")
+    assert all(word in message for word in (*ways, *words)), message
     assert "\n" not in message
 
 
 def test_wrong_bytes_from_a_mirror_are_refused(fake, tmp_path):
-    """A bad mirror is refused in one line with its URL and what to do instead.
+    """A bad mirror is refused in one line with its URL; its bytes never count as data.
 
-    It has another archive, an error page or no file, stops half-way, or does not speak HTTP. Its
-    bytes never count as data.
+    It has another archive, or no file, stops half-way, or does not speak HTTP.
     """
-    other = bytearray(fake.archive)
-    other[len(other) // 2] ^= 1
     answers = {
-        "other": {"content": bytes(other)},
-        "page": {"content": b"<html>Not here</html>"},
+        "other": {"content": fake.archive[:-1] + b"?"},
         "cut": {"content": fake.archive, "cut": 1000},
         "missing": {"content": b"", "status": 404},
         "garbage": {"content": b"", "garbage": b"SSH-2.0-OpenSSH_9.6\r\n"},

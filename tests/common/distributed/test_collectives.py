@@ -73,11 +73,6 @@ def hostile_cases(trace):
         ),
         "negative": ("strings", {"content": b"", "announced": -1}, "'s message has -1 bytes; 1 to"),
         "wrong schema": ("strings", {"content": b"[1]"}, "'s message: Expected str"),
-        "wrong place": (
-            "pairs",
-            {"content": b'["path", "7"]'},
-            "'s message: [1]: Expected int",
-        ),
         "pickled state": ("states", {"content": pickled}, "'s message: it may hold"),
     }
 
@@ -85,8 +80,6 @@ def hostile_cases(trace):
 def gather(world, how):
     if how == "strings":
         return collectives.gather_objects(world, "mine", schema=str)
-    if how == "pairs":
-        return collectives.gather_objects(world, ("path", 7), schema=tuple[str, int])
     return collectives.gather_states(world, {"residual": torch.zeros(2)})
 
 
@@ -142,16 +135,9 @@ def ordinary_ranks(rank, folder):
     world = current_world()
     own = folder / f"rank{rank}"
     own.mkdir()
+    weights = {"model_state_dict": {"weight": torch.arange(6.0)}, "optimizer_state_dict": {}}
     if rank == 1:
-        save_checkpoint(
-            own / "Epoch_3.pt",
-            {
-                "epoch": 3,
-                "loss": 0.5,
-                "model_state_dict": {"weight": torch.arange(6.0)},
-                "optimizer_state_dict": {},
-            },
-        )
+        save_checkpoint(own / "Epoch_3.pt", {"epoch": 3, "loss": 0.5} | weights)
     state = {
         "steps": 7 + rank,
         "gauss": math.inf,
@@ -165,45 +151,47 @@ def ordinary_ranks(rank, folder):
         },
         "list": [torch.full((rank,), 2.0)],  # sizes may differ
     }
-    found = {
-        "objects": collectives.gather_objects(world, {"rank": rank}, schema=dict[str, int]),
-        "not a number": collectives.gather_objects(
-            world, [0.1 + rank, math.nan], schema=list[float | None]
-        ),
-        "states": collectives.gather_states(world, state),
-        "empty states": collectives.gather_states(world, {}),
-        "tensors": collectives.gather_tensors(
-            world, {"loss": torch.tensor(math.nan if rank else 0.25, dtype=torch.float64)}
-        ),
-        "rank 0": collectives.run_on_rank0(world, lambda: f"said by {rank}"),
-        "checkpoint": collectives.broadcast_checkpoint(world, own / "Epoch_3.pt", source=1),
-        "own error": outcome(lambda: collectives.run_on_rank0(world, lambda: fail(rank))),
-        "no file": outcome(
-            lambda: collectives.broadcast_checkpoint(world, own / "missing.pt", source=1)
-        ),
-        "same": outcome(
-            lambda: collectives.check_same_on_all_ranks(
-                world, {"lr": 0.1, "nan": math.nan}, what="settings"
-            )
-        ),
-        "different": outcome(
-            lambda: collectives.check_same_on_all_ranks(
-                world, {"lr": "1" if rank else 1, "path": Path("x"), f"{rank}": 2}, what="settings"
-            )
-        ),
-    }
+
+    def fail():
+        raise UserError(f"rank {rank} has no disk")
+
+    def gathered(value, schema):
+        return collectives.gather_objects(world, value, schema=schema)
+
+    def refusal(settings):
+        return outcome(
+            lambda: collectives.check_same_on_all_ranks(world, settings, what="settings")
+        )
+
+    assert gathered({"rank": rank}, dict[str, int]) == [{"rank": 0}, {"rank": 1}]
+    assert gathered([0.1 + rank, math.nan], list[float | None]) == [[0.1, None], [1.1, None]]
     assert collectives.gather_objects(World(), rank, schema=int) == [rank]
-    check_arrivals(rank, found)
+    check_states(collectives.gather_states(world, state))
+    assert collectives.gather_states(world, {}) == [{}, {}]
+    loss = torch.tensor(math.nan if rank else 0.25, dtype=torch.float64)
+    losses = [one["loss"].item() for one in collectives.gather_tensors(world, {"loss": loss})]
+    assert losses == [0.25, pytest.approx(math.nan, nan_ok=True)]
+    assert collectives.run_on_rank0(world, lambda: f"said by {rank}") == "said by 0"
+    first = "" if rank == 0 else "rank 0 stopped: "
+    no_disk = outcome(lambda: collectives.run_on_rank0(world, fail))
+    assert no_disk == f"UserError: {first}rank 0 has no disk"
+
+    def sent(name):
+        return outcome(lambda: collectives.broadcast_checkpoint(world, own / name, source=1))
+
+    checkpoint = sent("Epoch_3.pt")
+    assert checkpoint["epoch"] == 3
+    assert checkpoint["model_state_dict"]["weight"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert "missing.pt cannot be read (No such file or directory)" in sent("missing.pt")
+    assert refusal({"lr": 0.1, "nan": math.nan}) is None
+    assert refusal({"lr": "1" if rank else 1, "path": Path("x"), f"{rank}": 2}).startswith(
+        "UserError: the ranks differ in settings. lr: 1 on ranks 0 and 1; 0: 2 on rank 0, absent "
+        "on rank 1; 1: absent on rank 0, 2 on rank 1. Start every rank"
+    )
 
 
-def fail(rank):
-    raise UserError(f"rank {rank} has no disk")
-
-
-def check_arrivals(rank, found):
-    assert found["objects"] == [{"rank": 0}, {"rank": 1}]
-    assert found["not a number"] == [[0.1, None], [1.1, None]]
-    for sender, state in enumerate(found["states"]):
+def check_states(states):
+    for sender, state in enumerate(states):
         assert state["steps"] == 7 + sender
         assert state["gauss"] == math.inf
         assert state["random"] == [[1, 2**32 - 1], 3, 0, 0.1]
@@ -215,22 +203,6 @@ def check_arrivals(rank, found):
         assert (errors["scalar"].shape, int(errors["scalar"])) == ((), sender)
         assert errors["none"].shape == (0, 4)
         assert state["list"][0].tolist() == [2.0] * sender
-    assert found["empty states"] == [{}, {}]
-    assert found["tensors"][0]["loss"].item() == 0.25
-    assert math.isnan(found["tensors"][1]["loss"].item())
-    assert found["rank 0"] == "said by 0"
-    assert found["checkpoint"]["epoch"] == 3
-    weight = found["checkpoint"]["model_state_dict"]["weight"]
-    assert weight.tolist() == [0, 1, 2, 3, 4, 5]
-    first = "" if rank == 0 else "rank 0 stopped: "
-    assert found["own error"] == f"UserError: {first}rank 0 has no disk"
-    assert "missing.pt" in found["no file"]
-    assert "cannot be read (No such file or directory)" in found["no file"]
-    assert found["same"] is None
-    assert found["different"].startswith(
-        "UserError: the ranks differ in settings. lr: 1 on ranks 0 and 1; 0: 2 on rank 0, absent "
-        "on rank 1; 1: absent on rank 0, 2 on rank 1. Start every rank"
-    )
 
 
 def test_what_ranks_send_each_other_arrives(tmp_path):

@@ -23,7 +23,7 @@ from common.distributed.failures import (
 from common.distributed.launch_env import LaunchSpec
 from common.errors import UserError
 from tests.helpers import free_port, user_environment
-from tests.helpers.processes import Ended, Started
+from tests.helpers.processes import Started
 
 # --- from signs of life ---
 
@@ -222,22 +222,16 @@ SCRIPT = Path(__file__).with_name("guarded_rank.py")
 def start(what, folder):
     """Start both ranks; return them once they are in the group."""
     port = free_port()
-    ranks = [
-        Started(
-            ["python", str(SCRIPT), str(rank), str(port), what],
-            cwd=folder,
-            env=user_environment(),
-            forked=True,
-        )
-        for rank in (0, 1)
-    ]
+    commands = [["python", str(SCRIPT), str(rank), str(port), what] for rank in (0, 1)]
+    env = user_environment()
+    ranks = [Started(command, cwd=folder, env=env, forked=True) for command in commands]
     for one in ranks:
         one.wait_for("ready")
     return ranks
 
 
 def end_of(waiting):
-    ended: Ended = waiting.end(timeout_seconds=40)
+    ended = waiting.end(timeout_seconds=40)
     assert ended.status == 1, ended
     assert ended.err.count("error (rank") == 1, ended.err
     return ended.err

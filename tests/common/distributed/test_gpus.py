@@ -97,7 +97,7 @@ def test_two_ranks_choose_alike_and_rank_0_says_why():
     apart, host = ("one", "two"), os.uname().nodename
     refused = f"--backend nccl needs a GPU for each rank, but ranks 0 and 1 share one GPU (GPU-{A})"
     # By case: what both ranks use (of NCCL, each rank's GPU), and what rank 0 prints.
-    expected: dict[Case, tuple[str, str]] = {
+    expected = {
         Case(((A, B), (A, B))): ("01", "NCCL: each of the 2 ranks has its own GPU"),
         # Each sees one GPU only, as under Slurm's --gpus-per-task=1.
         Case(((A,), (B,))): ("00", "NCCL: each of the 2 ranks has its own GPU"),
@@ -136,8 +136,7 @@ def peers(*gpus, host="node"):
 def test_many_ranks_are_named_in_a_short_line():
     crowd = compare_gpus(peers(*[(A, B)] * 12), [rank % 4 for rank in range(12)])
     assert crowd == JobGPUs(
-        2,
-        f"ranks 0, 2, 4, 6, 8 and 10 share one GPU ({A}); 1 more GPU is shared",
+        2, f"ranks 0, 2, 4, 6, 8 and 10 share one GPU ({A}); 1 more GPU is shared"
     )
     everyone = compare_gpus(peers(*[(A,)] * 12), [0] * 12)
     assert everyone.obstacle == f"ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more share one GPU ({A})"
@@ -196,7 +195,7 @@ def test_cuda_means_the_ranks_own_gpu_in_a_group():
 
 def test_a_worker_trains_on_the_gpu_of_its_group(monkeypatch):
     """Not on the one that its rank in the whole job points to."""
-    built: list[torch.device] = []
+    built = []
 
     class EngineSeenError(Exception):
         pass
@@ -206,7 +205,7 @@ def test_a_worker_trains_on_the_gpu_of_its_group(monkeypatch):
         raise EngineSeenError
 
     monkeypatch.setattr("common.training_engine.launch.TrainingEngine", engine)
-    engine.setup_distributed = lambda rank, size: None  # type: ignore[attr-defined]
+    engine.setup_distributed = lambda rank, size: None
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
@@ -214,14 +213,7 @@ def test_a_worker_trains_on_the_gpu_of_its_group(monkeypatch):
         monkeypatch.setattr(dist, "get_backend", lambda name=backend: name)
         with see(A, B, C), mock.patch("torch.cuda.current_device", lambda gpu=current: gpu):
             assert current_world().device == torch.device(expected)
+            functions = dict.fromkeys(("train_dataset", "optimizer_fn", "criterion_fn"))
             with pytest.raises(EngineSeenError):
-                distributed_train_worker(
-                    5,
-                    8,
-                    model_fn=lambda: None,  # type: ignore[arg-type,return-value]
-                    train_dataset=None,  # type: ignore[arg-type]
-                    batch_size=1,
-                    optimizer_fn=None,  # type: ignore[arg-type]
-                    criterion_fn=None,  # type: ignore[arg-type]
-                )
+                distributed_train_worker(5, 8, model_fn=lambda: None, batch_size=1, **functions)
     assert built == [torch.device("cuda:1"), torch.device("cpu")]

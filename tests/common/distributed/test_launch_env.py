@@ -36,51 +36,28 @@ def to_start(words, environment=None):
 
 def torchrun(rank, size, port=4000):
     """Return what torchrun and ``torch.distributed.launch`` set, with all ranks on one machine."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    values = ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in values.items()}
+
+
+RANK_1_OF_3 = LaunchSpec(1, 3, "127.0.0.1", 4000, 1, 3, largest_size=3)
 
 
 @pytest.mark.parametrize(
     ("words", "environment", "expected"),
     [
-        ("", {}, None),
         ("--master-port 4000", {}, None),
         ("", {"WORLD_SIZE": "3"}, None),  # left by a scheduler
         (THREE, {"WORLD_SIZE": "7"}, LaunchSpec(0, 2, "10.0.0.1", 29500)),
-        (
-            "--num-nodes 4 --rank 3 --master-ip h --master-port 1234",
-            {},
-            LaunchSpec(3, 4, "h", 1234),
-        ),
+        ("-N 4 -R 3 -M h --master-port 1234", {}, LaunchSpec(3, 4, "h", 1234)),
         (f"-N 4 -R 2 {URL}", {}, LaunchSpec(2, 4, "10.0.0.1", 23456)),
-        (
-            f"--world_size=4 --rank 2 {URL} --master-ip 10.0.0.1 --master-port 23456",
-            {},
-            LaunchSpec(2, 4, "10.0.0.1", 23456),
-        ),
-        (
-            "--dist-url env://",
-            torchrun(1, 3),
-            LaunchSpec(1, 3, "127.0.0.1", 4000, 1, 3, largest_size=3),
-        ),
+        (f"{THREE} {URL} --master-port 23456", {}, LaunchSpec(0, 2, "10.0.0.1", 23456)),
+        ("--dist-url env://", torchrun(1, 3), RANK_1_OF_3),
         # flags that repeat what torchrun says, also by another name of the host
-        (
-            "-N 3 -R 1 -M localhost --master-port 4000 --distributed",
-            torchrun(1, 3),
-            LaunchSpec(1, 3, "127.0.0.1", 4000, 1, 3, largest_size=3),
-        ),
+        ("-N 3 -R 1 -M localhost --master-port 4000 --distributed", torchrun(1, 3), RANK_1_OF_3),
         # torch.distributed.launch adds it to its processes
-        (
-            "--local_rank=1",
-            torchrun(1, 2),
-            LaunchSpec(1, 2, "127.0.0.1", 4000, 1, 2, largest_size=2),
-        ),
+        ("--local_rank=1", torchrun(1, 3), RANK_1_OF_3),
     ],
 )
 def test_the_place_of_a_rank(words, environment, expected):
@@ -119,17 +96,8 @@ def test_contradictions_and_missing_flags_are_named(words, environment, named):
 
 @pytest.mark.parametrize(
     "url",
-    [
-        "127.0.0.1:23456",
-        "tcp://127.0.0.1",
-        "tcp://:23456",
-        "tcp://h:99999",
-        "tcp://h:0",
-        "tcp://h:port",
-        "http://h:23456",
-        "tcp://h:23456/x",
-        "tcp://[h:1",
-    ],
+    "127.0.0.1:23456 tcp://127.0.0.1 tcp://:23456 tcp://h:99999 tcp://h:0 tcp://h:port "
+    "http://h:23456 tcp://h:23456/x tcp://[h:1".split(),
 )
 def test_a_dist_url_that_is_none_is_an_error(url):
     with pytest.raises(UserError, match="give tcp://ADDRESS:PORT") as error:

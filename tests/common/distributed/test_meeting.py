@@ -25,6 +25,12 @@ from tests.helpers.cluster import needs_namespaces
 _ASKS = ("set", "get", "add", "check", "wait", "compare_set", "multi_get", "multi_set")
 
 
+def meet_all(launches, timeout_seconds, **more):
+    """Let these ranks meet, each in a thread; return their outcomes as futures that have ended."""
+    with ThreadPoolExecutor(len(launches)) as threads:
+        return [threads.submit(meet, one, timeout_seconds, **more) for one in launches]
+
+
 def test_ranks_of_a_machine_sit_there_in_their_order():
     outcome = place_ranks([Peer(host, 1, []) for host in "abacb"])
     assert outcome.places == [(0, 2), (0, 2), (1, 2), (0, 1), (1, 2)]
@@ -39,7 +45,7 @@ def test_what_a_rank_asks_does_not_grow_with_the_number_of_ranks(size, monkeypat
 
     That is a million requests for 1,000 ranks. Counted once for each key that a request names.
     """
-    asked: dict[int, Counter] = {}
+    asked = {}
     store_of_torch = dist.PrefixStore
 
     class CountingStore(store_of_torch):
@@ -58,14 +64,9 @@ def test_what_a_rank_asks_does_not_grow_with_the_number_of_ranks(size, monkeypat
         setattr(CountingStore, name, counting(name))
     monkeypatch.setattr(dist, "PrefixStore", CountingStore)
     port = free_port()
-    with ThreadPoolExecutor(size) as threads:
-        met = list(
-            threads.map(
-                lambda rank: meet(LaunchSpec(rank, size, "127.0.0.1", port), 100.0),
-                reversed(range(size)),
-            )
-        )
-    assert all(outcome.places == [(rank, size) for rank in range(size)] for _, outcome in met)
+    launches = [LaunchSpec(rank, size, "127.0.0.1", port) for rank in reversed(range(size))]
+    for joined in meet_all(launches, 100.0):
+        assert joined.result()[1].places == [(rank, size) for rank in range(size)]
     others = [one for one in asked.values() if not one["set"]]  # rank 0 alone sets a key
     assert len(others) == size - 1
     assert all(0 < one.total() <= 7 for one in others), others
@@ -76,15 +77,13 @@ def test_restarted_ranks_do_not_read_what_earlier_ones_left():
     store = dist.HashStore()
 
     def places(generation, local_ranks):
-        with ThreadPoolExecutor(2) as threads:
-            launches = [
-                LaunchSpec(rank, 2, "127.0.0.1", local_rank=local, generation=generation)
-                for rank, local in enumerate(local_ranks)
-            ]
-            joining = [threads.submit(meet, one, 20.0, store=store) for one in launches]
-            first, second = (one.result()[1] for one in joining)
-            assert first == second
-            return first.places
+        launches = [
+            LaunchSpec(rank, 2, "127.0.0.1", local_rank=local, generation=generation)
+            for rank, local in enumerate(local_ranks)
+        ]
+        first, second = (one.result()[1] for one in meet_all(launches, 20.0, store=store))
+        assert first == second
+        return first.places
 
     assert places("job 0 2", (0, 1)) == [(0, 2), (1, 2)]
     assert places("job 1 2", (1, 0)) == [(1, 2), (0, 2)]
@@ -96,12 +95,11 @@ def test_under_a_launcher_too_a_rank_without_the_token_is_refused():
         LaunchSpec(rank, 2, "127.0.0.1", local_rank=rank, token=token)
         for rank, token in ((0, "mine"), (1, ""))
     ]
-    with ThreadPoolExecutor(2) as threads:
-        first, second = (threads.submit(meet, one, 4.0, store=store) for one in ranks)
-        with pytest.raises(GroupError, match="refused rank 1: rank 0 has a run token and this"):
-            second.result()
-        with pytest.raises(GroupError, match="missing: rank 1"):
-            first.result()
+    first, second = meet_all(ranks, 4.0, store=store)
+    with pytest.raises(GroupError, match="refused rank 1: rank 0 has a run token and this"):
+        second.result()
+    with pytest.raises(GroupError, match="missing: rank 1"):
+        first.result()
 
 
 # --- rank 0 at an address that is not its own ---
@@ -181,10 +179,8 @@ def test_waiting_ranks_say_for_whom(monkeypatch, capsys):
     port, lone = free_port(), free_port()
     launches = [LaunchSpec(rank, 4, "127.0.0.1", port) for rank in (0, 2)]
     launches.append(LaunchSpec(3, 4, "127.0.0.1", lone))
-    with ThreadPoolExecutor(3) as threads:
-        joining = [threads.submit(meet, launch, 3.0) for launch in launches]
-        for rank in joining:
-            assert isinstance(rank.exception(), GroupError)
+    for rank in meet_all(launches, 3.0):
+        assert isinstance(rank.exception(), GroupError)
     said = capsys.readouterr().err
     assert re.search(r"^rank 0: waiting for ranks 1 and 3 of 4 \(\d s left\)$", said, re.M)
     joined = rf"^rank 2: waiting for the other ranks; this one has joined 127\.0\.0\.1:{port} "

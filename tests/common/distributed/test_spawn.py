@@ -13,7 +13,7 @@ from common.distributed import spawn
 from common.distributed.spawn import RankExits, run_local_ranks
 from tests.helpers.waiting import wait_until
 
-LONG = 60.0
+LONG = 600.0  # more than a test waits: what should be killed must not end by itself
 SLEEP = f"import time; time.sleep({LONG})"
 
 
@@ -121,11 +121,11 @@ def test_a_rank_that_ignores_the_stop_is_killed_after_the_grace_period(tmp_path)
 
 PARENT = """
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-S", "-E", "-c", "import time; time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-S", "-E", "-c", "import time; time.sleep(600)"])
 with open(sys.argv[1] + ".new", "w") as file:
     file.write(f"{os.getpid()} {child.pid}")
 os.rename(sys.argv[1] + ".new", sys.argv[1])
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -1,17 +1,13 @@
-"""Emulated compute: times, order and gradients of a model that sleeps.
-
-Other tests cover what stays real and what is refused.
-"""
+"""Emulated compute: times, order and gradients of a model that sleeps."""
 
 import json
-import math
 import re
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,10 +16,12 @@ from common.emulation.compute_profile import Layer, Profile, SectionTime, load_p
 from common.emulation.emulated_model import Emulation
 from common.errors import UserError
 from common.models import build_model
-from common.sync import STRATEGIES, build_sync
-from common.training_engine import TrainingEngine
+from common.sync import STRATEGIES
+from common.utils.hashing import digest
 from lab.compare.imported_runs import collect
 from tests.helpers import TINY, free_port, only_run_folder, run_part, run_ranks, start_part
+from tests.helpers.engines import prepared, sgd
+from tests.helpers.records import json_lines, json_of
 
 NOTHING = SectionTime(0.0, 0.0)
 
@@ -56,7 +54,7 @@ def emulated(model, rank=0, **times):
 
 def backward_pass(model, samples=2):
     """Return the gradients of one pass, each as it is when it becomes ready."""
-    found: dict[str, Tensor] = {}
+    found = {}
     hooks = [
         p.register_hook(lambda gradient, name=name: found.__setitem__(name, gradient.clone()))
         for name, p in model.named_parameters()
@@ -67,14 +65,8 @@ def backward_pass(model, samples=2):
     return found
 
 
-# --- times ---
-
-
 def test_late_layers_are_made_up_for_and_times_follow_the_samples():
-    """A hook takes 8 ms after each of 20 layers, and the emulation makes up for it.
-
-    A chain that slept for each layer's full time would be 160 ms late. A busy machine sometimes is.
-    """
+    """Hooks take 8 ms after each of 20 layers; a busy machine needs several tries."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(20)))
     emulation = emulated(model, forward=SectionTime(0.0, 0.005), backward=SectionTime(0.01, 0.005))
     for p in list(model.parameters())[::2]:
@@ -97,9 +89,8 @@ def test_late_layers_are_made_up_for_and_times_follow_the_samples():
 
 def test_a_wait_in_a_forward_pre_hook_is_not_made_up_for():
     """A strategy waits there for weights. The hook of a layer inside another one runs, too."""
-    model = nn.Sequential(
-        nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 3)
-    )
+    inner = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    model = nn.Sequential(nn.Linear(3, 3), inner, nn.Linear(3, 3))
     emulated(model, forward=SectionTime(0.02, 0.0), backward=SectionTime(0.02, 0.0))
     waits, called = {"0": 0.05, "1.0": 0.1, "2": 0.0}, []
     for name, seconds in waits.items():
@@ -126,9 +117,6 @@ def test_the_update_begins_when_the_exchange_has_ended_and_takes_its_share_of_th
     began = time.perf_counter()
     model(torch.zeros(1, 3, 8, 8))
     assert time.perf_counter() - began >= 0.06
-
-
-# --- gradients ---
 
 
 class Written(TorchDispatchMode):
@@ -179,79 +167,42 @@ def test_accumulated_gradients_are_sums_and_stay_finite():
     assert max(float(p.grad.abs().max()) for p in model.parameters()) < 10
 
 
-# --- what stays real ---
-
-
-def _one_step(rank, names):
-    """Return, by strategy, this rank's gradients before and after the exchange.
-
-    The result also says whether the weights are unchanged, and holds the outcome of the step.
-    """
-    found = {}
+def one_step(rank, names):
+    """Compare each strategy's gradients with the mean of those that the ranks made."""
     for name in names:
         torch.manual_seed(0)
-        model = Small().to(memory_format=torch.channels_last)
-        before = [p.detach().clone() for p in model.parameters()]
-        engine = TrainingEngine(model, "cpu", distributed=True, sync=build_sync(name))
-        engine.emulation = emulated(model, rank)
-        engine.prepare(torch.optim.SGD(model.parameters(), lr=1.0), nn.CrossEntropyLoss())
-        images, labels, made = torch.randn(2, 3, 8, 8), torch.tensor([0, 1]), {}
-        for key, p in model.named_parameters():
-            p.register_hook(
-                lambda gradient, key=key, made=made: made.update({key: gradient.clone().numpy()})
-            )
+        model, made = Small().to(memory_format=torch.channels_last), {}
+        before, emulation = digest(model.state_dict()), emulated(model, rank)
+        engine = prepared(model, name, optimizer=sgd(model, lr=1.0))
+        engine.emulation = emulation
+        for p in model.parameters():
+            p.register_hook(lambda gradient, p=p, made=made: made.update({p: gradient.clone()}))
+        batch = (torch.randn(2, 3, 8, 8), torch.tensor([0, 1]))
         for _ in range(2):  # DDP and overlapped send from hooks in the second step
-            outcome = engine.train_step([(images, labels)], global_samples=4)
-        after = {key: mean_gradient(engine.sync, p).numpy() for key, p in model.named_parameters()}
-        same = all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-        found[name] = (same, made, after, float(outcome[0]), float(outcome[1]))
+            loss, correct, _ = engine.train_step([batch], global_samples=4)
+        assert loss.isnan()
+        assert correct.isnan()
+        assert digest(model.state_dict()) == before, f"{name}: nothing is learned"
+        for p, own in made.items():
+            mean = own.contiguous() / 2
+            dist.all_reduce(mean)
+            assert not torch.equal(mean, own), "each rank makes its own"
+            if engine.sync.exact:
+                torch.testing.assert_close(p.grad, mean, rtol=1e-5, atol=1e-9)
         engine.close()
-    return found
-
-
-def mean_gradient(sync, parameter):
-    """Return the mean gradient that this rank has; NaN in the parts that only other ranks have."""
-    if parameter.grad is not None:
-        return parameter.grad.clone()
-    gradient = torch.full_like(parameter, torch.nan).detach()
-    for bucket in sync._buckets:
-        segment = bucket.weights.segments.get(parameter)
-        if segment is not None and segment.parameter.grad is not None:
-            flat = gradient.as_strided((parameter.numel(),), (1,))
-            flat[segment.part] = segment.parameter.grad
-    return gradient
 
 
 def test_every_strategy_exchanges_the_gradients_that_the_ranks_made():
-    # test_built_in.py has those of torch that keep no gradient after a step.
-    left_out = ("none", "ddp_powersgd", "ddp_zero1", "fsdp")
-    names = tuple(name for name in STRATEGIES if name not in left_out)
-    ranks = run_ranks(2, _one_step, names)
-    for name in names:
-        exact, (one, other) = build_sync(name).exact, (rank[name][1] for rank in ranks)
-        assert any((one[key] != other[key]).any() for key in one)
-        here = dict.fromkeys(one, 0)
-        for same, _, after, loss, correct in (rank[name] for rank in ranks):
-            assert same, f"{name}: nothing is learned"
-            assert math.isnan(loss)
-            assert math.isnan(correct)
-            for key, gradient in after.items():
-                has = ~np.isnan(gradient)
-                here[key] += has
-                mean = (one[key] + other[key])[has] / 2
-                assert not exact or gradient[has] == pytest.approx(mean, rel=1e-5, abs=1e-9), key
-        assert all((copies == (1 if name == "sharded" else 2)).all() for copies in here.values())
+    # The others keep no gradient after a step: test_built_in.py and test_sharded.py have them.
+    left_out = ("none", "ddp_powersgd", "ddp_zero1", "fsdp", "sharded")
+    run_ranks(2, one_step, [name for name in STRATEGIES if name not in left_out])
 
 
 @pytest.fixture(scope="module")
 def profile_file(tmp_path_factory):
     """Return the path of a profile of the tiny model."""
-    tiny = profile_of(
-        build_model("tiny", 10),
-        forward=SectionTime(1e-4, 1e-5),
-        backward=SectionTime(5e-3, 1e-5),
-        update=1e-3,
-    )
+    times = {"forward": SectionTime(1e-4, 1e-5), "backward": SectionTime(5e-3, 1e-5)}
+    tiny = profile_of(build_model("tiny", 10), **times, update=1e-3)
     path = tmp_path_factory.mktemp("profiles") / "fast.json"
     replace(tiny, model="tiny", image=(32, 32)).save(path)
     return path
@@ -271,29 +222,23 @@ def test_a_run_shows_no_loss_and_says_that_it_is_emulated(profile_file, tmp_path
         for line in text.splitlines():
             assert "nan" not in line.lower()
             assert not re.search(r"(loss|accuracy)\b[^,]* \d", line.lower()), line
-    metrics, epochs = (
-        [json.loads(line) for line in (folder / name).read_text().splitlines()]
-        for name in ("metrics.jsonl", "epochs.jsonl")
-    )
+    metrics, epochs = (json_lines(folder / f"{name}.jsonl") for name in ("metrics", "epochs"))
     learned = [(row["loss"], row["accuracy"], row["local_loss"]) for row in metrics]
     assert learned == [(None, None, None)] * 4
     assert {row[name] for row in epochs for name in ("train_loss", "val_accuracy")} == {None}
     # A backward pass makes up for a late forward pass, so their sum counts.
     longest = max(row["forward_seconds"] + row["backward_seconds"] for row in metrics)
     assert longest > 0.055, "6 layers of 5 ms in each of two micro-batches"
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json_of(folder, "summary")
     assert summary["emulated"]
     assert summary["ranks_hold_equal_weights"]
     assert summary["train_loss_last_step"] is summary["test_accuracy"] is None
-    assert json.loads((folder / "profile.json").read_text()) == json.loads(profile_file.read_text())
+    assert json_of(folder, "profile") == json.loads(profile_file.read_text())
     reported = collect([folder], scaling="strong")
     assert reported["emulated"]
     assert reported["settings"]["compute"] == "test of 2026-11-23T12:00:00"
     assert not (folder / "checkpoints").exists()
     assert not (folder / "report.txt").exists()
-
-
-# --- what is refused ---
 
 
 def test_ranks_with_other_profiles_are_refused(profile_file, tmp_path):
@@ -340,12 +285,10 @@ def _changed(path, **entries):
 )
 def test_profiles_that_cannot_be_used(content, said, profile_file, tmp_path):
     path = tmp_path / "x.json"
+    if isinstance(content, dict):
+        content = _changed(profile_file, **{"model": "vgg16"} | content)
     if content is not None:
-        path.write_text(
-            content
-            if isinstance(content, str)
-            else _changed(profile_file, **{"model": "vgg16"} | content)
-        )
+        path.write_text(content)
     with pytest.raises(UserError, match=said):
         load_profile(str(path), model="vgg16", image=(32, 32))
 
@@ -357,16 +300,13 @@ def test_a_measured_profile_is_this_machines_own_and_each_model_has_one(
     path = profile_path("measured", model="vgg11")
     assert path == tmp_path / "reports" / "profiles" / "measured-vgg11.json"
     assert profile_path("measured", model="vgg16") != path
-    with pytest.raises(
-        UserError, match=r"the profile .*No such file.*: `lab calibrate` measures one"
-    ):
+    missing = r"the profile .*No such file.*: `lab calibrate` measures one"
+    with pytest.raises(UserError, match=missing):
         load_profile("measured", model="vgg11")
     path.parent.mkdir(parents=True)
     path.write_text(_changed(profile_file, model="vgg11", machine="a large one"))
-    with pytest.raises(
-        UserError,
-        match=r"was measured on 'a large one', but this machine is 'a small one'.*give the file",
-    ):
+    other = r"was measured on 'a large one', but this machine is 'a small one'.*give the file"
+    with pytest.raises(UserError, match=other):
         load_profile("measured", model="vgg11", machine="a small one")
     assert load_profile(str(path), model="vgg11", machine="a small one").machine == "a large one"
 
@@ -374,10 +314,7 @@ def test_a_measured_profile_is_this_machines_own_and_each_model_has_one(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda model: model.second.register_parameter("bias", None),
-            r"1, the first is second\.bias",
-        ),
+        (lambda model: setattr(model.second, "bias", None), r"1, the first is second\.bias"),
         (lambda model: model.first.requires_grad_(False), r"2, the first is first\.bias"),
     ],
 )

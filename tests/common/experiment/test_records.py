@@ -1,75 +1,46 @@
-"""The records of a run that was killed and resumed are those of the undisturbed run.
+"""After a kill and a resume, metrics.jsonl, epochs.jsonl and the logs are those of one run.
 
-Each step and each epoch has one line in ``metrics.jsonl``, ``epochs.jsonl`` and the logs, and each
-line has the undisturbed run's numbers. Real processes train two epochs of six steps and save every
-four steps.
+Real processes train two epochs of six steps and save every four steps.
 """
 
 import functools
-import json
 import re
 import shutil
 import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from common.checkpoint import load_checkpoint
-from tests.helpers import ROOT, TINY, Ended, Started, free_port, make_image_folder, user_environment
+from tests.helpers import TINY, make_image_folder
+from tests.helpers.records import json_lines, json_of
+from tests.helpers.stage import NOBODY, start_hurt_ranks
 
 STEPS, SAVED = 12, 8
 EPOCH_2 = re.compile(r"Epoch 2: train loss \S+ accuracy \S+")
-Start = Callable[..., list[Started]]
-Run = Callable[..., list[Ended]]
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """Return a function that starts a training in the folder ``output`` and returns its ranks."""
+def train(tmp_path_factory):
+    """Return a function that trains in the folder ``output`` and returns how each rank ended."""
     images = make_image_folder(tmp_path_factory.mktemp("images"))
 
-    def run(output, *flags, ranks=1, hurt=(-1, "", "")):
-        command = [
-            sys.executable,
-            ROOT / "tests" / "helpers" / "hurt.py",
-            *hurt,
-            ROOT / "PartTwo" / "main.py",
-            *TINY,
-            *("--sync", "all_reduce", "--dataset", "folder", "--data-dir", images),
+    def run(output, *flags, ranks=1, hurt=(NOBODY, "", "")):
+        output.mkdir(exist_ok=True)
+        settings = [
+            *(*TINY, "--sync", "all_reduce", "--dataset", "folder", "--data-dir", images),
             *("--batch-size", 4, "--epochs", 2, "--checkpoint-every", 4, "--log-every", 5),
             *("--threads", 1, "--timeout", 20, "--output-dir", output, "--run-name", "same"),
-            *("--master-ip", "127.0.0.1", "--master-port", free_port(), "--num-nodes", ranks),
-            *flags,
         ]
-        output.mkdir(exist_ok=True)
-        return [
-            Started(
-                [str(word) for word in (*command, "--rank", rank)],
-                cwd=output,
-                env=user_environment(),
-                forked=True,
-            )
-            for rank in range(ranks)
-        ]
+        started = start_hurt_ranks(ranks, hurt, *settings, *flags, cwd=output)
+        return [one.end() for one in started]
 
     return run
 
 
 @pytest.fixture(scope="module")
-def train(start):
-    """Return a function that trains as ``start`` does and returns how each rank ended."""
-    return lambda *arguments, **more: [one.end() for one in start(*arguments, **more)]
-
-
-@pytest.fixture(scope="module")
 def undisturbed(train, tmp_path_factory):
-    """Return a function that trains undisturbed, once for each number of ranks.
-
-    It returns the run's folder and what rank 0 printed.
-    """
+    """Return a function of the number of ranks: the undisturbed run's folder and output."""
 
     @functools.cache
     def trained(ranks):
@@ -87,13 +58,9 @@ def run_folder(output):
 
 def records(run):
     """Return the lines of every record by file, without times."""
-    found: dict[str, list[Any]] = {}
+    found = {}
     for path in (run / "metrics.jsonl", run / "epochs.jsonl"):
-        lines = path.read_text().splitlines() if path.exists() else []
-        found[path.name] = [
-            {key: value for key, value in json.loads(line).items() if "second" not in key}
-            for line in lines
-        ]
+        found[path.name] = json_lines(path, times=False) if path.exists() else []
     for path in sorted(run.glob("logs_rank*.txt")):
         lines = path.read_text().splitlines()
         found[path.name] = [line.partition(", Avg Batch")[0] for line in lines]
@@ -101,10 +68,10 @@ def records(run):
 
 
 def resume(train, output, *, ranks, step):
-    """Resume at ``step``; 0: from the beginning, None: from any checkpoint."""
+    """Resume at ``step``; 0: from the beginning."""
     ends = train(output, "--resume", "auto", ranks=ranks)
     assert [end.status for end in ends] == [0] * ranks, ends
-    words = "starting from step 0" if step == 0 else f", step {step or ''}"
+    words = f", step {step}" if step else "starting from step 0"
     assert words in ends[0].out
     return ends[0]
 
@@ -119,13 +86,7 @@ def resume(train, output, *, ranks, step):
     ],
 )
 def test_after_kill_9_and_resume_the_records_are_the_undisturbed_runs(
-    train,
-    undisturbed,
-    tmp_path,
-    ranks,
-    victim,
-    moment,
-    step,
+    train, undisturbed, tmp_path, ranks, victim, moment, step
 ):
     """Also what rank 0 prints of the resumed epoch, and the number of steps in the summary."""
     reference, printed = undisturbed(ranks)
@@ -138,40 +99,8 @@ def test_after_kill_9_and_resume_the_records_are_the_undisturbed_runs(
     assert records(run) == records(reference)
     assert len(records(run)["metrics.jsonl"]) == STEPS
     assert EPOCH_2.search(resumed.out)[0] == EPOCH_2.search(printed)[0]
-    assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
+    assert json_of(run, "summary")["steps"] == STEPS
     assert not (run / ".lock").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("moment", "deed", "sent", "status", "step"),
-    [
-        ("forward", "hold", signal.SIGTERM, 75, None),  # saves the step where the ranks agree
-        ("forward", "hold", signal.SIGINT, 130, 0),
-        ("data", "raise", None, 1, 6),
-    ],
-)
-def test_after_every_other_end_and_resume_too(
-    start,
-    train,
-    undisturbed,
-    tmp_path,
-    moment,
-    deed,
-    sent,
-    status,
-    step,
-):
-    """A signal in step 3, Ctrl-C there, or an error at the first batch of the second epoch."""
-    [rank] = start(tmp_path, hurt=(0, moment, deed))
-    if sent is not None:
-        rank.wait_for("held now")
-        rank.send(sent)
-        (tmp_path / "go").touch()
-    ended = rank.end()
-    assert ended.status == status, ended
-    resume(train, tmp_path, ranks=1, step=step)
-    assert records(run_folder(tmp_path)) == records(undisturbed(1)[0])
 
 
 @pytest.mark.parametrize(
@@ -205,10 +134,7 @@ def test_a_resume_from_an_older_checkpoint_removes_the_lines_after_it(
 
 @pytest.mark.slow
 def test_on_another_number_of_ranks_the_epoch_keeps_its_sums(train, tmp_path):
-    """Two ranks resume what one has begun, and one what two have begun.
-
-    The epoch's loss is the mean over all its steps, also over those before the resume.
-    """
+    """The epoch's loss is the mean over all its steps, also over those before the resume."""
     for before, after in ((1, 2), (2, 1)):
         output = tmp_path / f"{before}-{after}"
         train(output, "--shards", 2, ranks=before, hurt=(0, "within", "kill"))

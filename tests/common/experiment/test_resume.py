@@ -1,20 +1,18 @@
-"""Two epochs in one run and one epoch plus a resumed one give the same bits.
+"""Two epochs in one run, and one epoch plus a resumed one, give the same bits."""
 
-The tests compare weights, metrics and predictions.
-"""
-
-import json
 import re
 import shutil
 
 import pytest
-import torch
 from torch import nn
 
 from common.checkpoint import load_checkpoint
 from common.config.schema import SCHEDULES
 from common.training_engine.lr_schedules import build_schedule
+from common.utils.hashing import digest
 from tests.helpers import TINY, free_port, make_image_folder, only_run_folder, run_part, start_part
+from tests.helpers.engines import sgd
+from tests.helpers.records import json_lines, json_of
 
 
 @pytest.fixture(scope="module")
@@ -33,52 +31,39 @@ def settings(images, output, *more):
 
 def second_epoch(folder):
     """Return the checkpoint, the metrics without times, and the report of epoch 2."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metrics = [
-        {key: value for key, value in line.items() if "seconds" not in key}
-        for line in lines
-        if line["epoch"] == 2
-    ]
-    report = json.loads((folder / "report.json").read_text())
-    del report["checkpoint"]
-    return load_checkpoint(folder / "checkpoints" / "Epoch_2.pt"), metrics, report
+    metrics = json_lines(folder / "metrics.jsonl", times=False)
+    report = json_of(folder, "report") | {"checkpoint": ""}
+    checkpoint = load_checkpoint(folder / "checkpoints" / "Epoch_2.pt")
+    return checkpoint, [line for line in metrics if line["epoch"] == 2], report
 
 
 def assert_same(straight, resumed):
-    one, other = second_epoch(straight), second_epoch(resumed)
-    assert one[1] == other[1], "metrics of the second epoch differ after a resume"
-    assert len(one[1]) == 3
-    assert one[2] == other[2]
-    for name, tensor in one[0]["model_state_dict"].items():
-        assert torch.equal(tensor, other[0]["model_state_dict"][name]), name
-    for index, state in one[0]["optimizer_state_dict"]["state"].items():
-        assert torch.equal(
-            state["momentum_buffer"],
-            other[0]["optimizer_state_dict"]["state"][index]["momentum_buffer"],
-        )
-    assert one[0]["step"] == other[0]["step"] == 6
+    (one, metrics, report), other = second_epoch(straight), second_epoch(resumed)
+    assert metrics == other[1], "metrics of the second epoch differ after a resume"
+    assert len(metrics) == 3
+    assert report == other[2]
+    for name in ("model_state_dict", "optimizer_state_dict"):
+        assert digest(one[name]) == digest(other[0][name]), name
+    assert one["step"] == other[0]["step"] == 6
 
 
 def test_one_rank_resumes_bit_for_bit(tmp_path, images):
-    """The second epoch of alternating flips depends on the first, which a resumed run has not seen.
+    """The second epoch of alternating flips depends on the first, which a resumed run never saw."""
 
-    The report, the card and the header name what is not the default; the validation of the last
-    epoch evaluates like the report.
-    """
+    def train(name, *more, status=0):
+        [ended] = run_part("PartOne", *settings(images, tmp_path / name, *more), cwd=tmp_path)
+        assert ended.status == status, ended.err
+        return ended
+
+    def checkpoint(name, epoch):
+        run = only_run_folder(tmp_path / name, "PartOne-none")
+        return run / "checkpoints" / f"Epoch_{epoch}.pt"
+
     more = ("--flip", "alternating", "--cutout", 8, "--tta", "flip", "--validate")
-    [straight] = run_part("PartOne", *settings(images, tmp_path / "straight", *more), cwd=tmp_path)
-    [first] = run_part(
-        "PartOne",
-        *settings(images, tmp_path / "parts", "--stop-after-epoch", 1, *more),
-        cwd=tmp_path,
-    )
-    checkpoint = only_run_folder(tmp_path / "parts", "PartOne-none") / "checkpoints" / "Epoch_1.pt"
-    [second] = run_part(
-        "PartOne",
-        *settings(images, tmp_path / "resumed", "--resume", checkpoint, *more),
-        cwd=tmp_path,
-    )
-    assert [straight.status, first.status, second.status] == [0, 0, 0], second.err
+    straight = train("straight", *more)
+    train("parts", "--stop-after-epoch", 1, *more)
+    first = checkpoint("parts", 1)
+    train("resumed", "--resume", first, *more)
     assert_same(
         *(only_run_folder(tmp_path / name, "PartOne-none") for name in ("straight", "resumed"))
     )
@@ -93,28 +78,16 @@ def test_one_rank_resumes_bit_for_bit(tmp_path, images):
         assert line in header
         assert re.search(line.replace(": ", " +").replace("(", r"\(").replace(")", r"\)"), card)
     assert written[1:3] == [line.capitalize() for line in methods]
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json_of(folder, "summary")
     assert (summary["flip"], summary["cutout"], summary["tta"]) == ("alternating", 8, "flip")
-    last = json.loads((folder / "epochs.jsonl").read_text().splitlines()[-1])
+    last = json_lines(folder / "epochs.jsonl")[-1]
     assert last["val_accuracy"] == summary["test_accuracy"]
     assert last["val_loss"] == pytest.approx(summary["test_loss"], rel=1e-12)
 
-    [other_length] = run_part(
-        "PartOne",
-        *settings(images, tmp_path / "no", "--resume", checkpoint, "--max-steps", 5),
-        cwd=tmp_path,
-    )
-    assert other_length.status == 1
-    assert (
-        "belongs to another training: total_steps is 6 in the checkpoint, 5 now" in other_length.err
-    )
-    assert "Traceback" not in other_length.err
-
-    finished = only_run_folder(tmp_path / "resumed", "PartOne-none") / "checkpoints" / "Epoch_2.pt"
-    [nothing_left] = run_part(
-        "PartOne", *settings(images, tmp_path / "again", "--resume", finished), cwd=tmp_path
-    )
-    assert nothing_left.status == 0, nothing_left.err
+    other_length = train("no", "--resume", first, "--max-steps", 5, status=1).err
+    assert "belongs to another training: total_steps is 6 in the checkpoint, 5 now" in other_length
+    assert "Traceback" not in other_length
+    nothing_left = train("again", "--resume", checkpoint("resumed", 2))
     assert "nothing was left to train" in nothing_left.out
 
 
@@ -124,16 +97,11 @@ def test_two_ranks_resume_bit_for_bit_though_only_rank_0_has_the_file(tmp_path, 
     """Each rank has its own disk; --resume auto finds the newest good checkpoint on rank 0's."""
 
     def run(name, *more):
-        port = free_port()
+        group = ("-M", "127.0.0.1", "-N", 2, "--master-port", free_port(), "-R")
         ranks = [
             start_part(
                 part,
-                *settings(
-                    images,
-                    tmp_path / f"{name}-rank{rank}",
-                    *("-M", "127.0.0.1", "-N", 2, "-R", rank, "--master-port", port),
-                    *more,
-                ),
+                *settings(images, tmp_path / f"{name}-rank{rank}", *group, rank, *more),
                 cwd=tmp_path,
             )
             for rank in (0, 1)
@@ -154,14 +122,13 @@ def test_two_ranks_resume_bit_for_bit_though_only_rank_0_has_the_file(tmp_path, 
     assert not list((tmp_path / "parts-rank1").glob("**/*.pt")), "rank 1 has no checkpoint"
 
     run("parts", "--resume", "auto")
-    resumed = [
+    [resumed] = [
         path
         for path in first.parent.iterdir()
         if path != first and (path / "summary.json").exists()
     ]
-    assert len(resumed) == 1
-    assert_same(only_run_folder(tmp_path / "straight-rank0", way), resumed[0])
-    summary = json.loads((resumed[0] / "summary.json").read_text())
+    assert_same(only_run_folder(tmp_path / "straight-rank0", way), resumed)
+    summary = json_of(resumed, "summary")
     assert summary["resumed_from"] == str(first / "checkpoints" / "Epoch_1.pt")
     assert summary["ranks_hold_equal_weights"] is True
 
@@ -169,25 +136,23 @@ def test_two_ranks_resume_bit_for_bit_though_only_rank_0_has_the_file(tmp_path, 
 @pytest.mark.parametrize("warmup", [None, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_goes_on_where_it_stopped(name, warmup):
-    def made():
-        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5, momentum=0.9)
-        return optimizer, build_schedule(optimizer, name, total_steps=12, warmup_steps=warmup)
-
-    def steps(made, count):
-        optimizer, schedule = made
-        rates = []
+    def rates(count, begun=None):
+        """Return the rates of some steps, after those that led to the states ``begun``."""
+        optimizer = sgd(nn.Linear(2, 2), lr=0.5, momentum=0.9)
+        schedule = build_schedule(optimizer, name, total_steps=12, warmup_steps=warmup)
+        if begun is not None:
+            for one, state in zip((schedule, optimizer), begun, strict=True):  # optimiser last
+                one.load_state_dict(state)
+        found = []
         for _ in range(count):
-            rates.append(optimizer.param_groups[0]["lr"])
+            found.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             schedule.step()
-        return rates
+        return found, (schedule.state_dict(), optimizer.state_dict())
 
-    straight = steps(made(), 12)
-    first, second = made(), made()
-    begun = steps(first, 5)
-    for one, other in zip(first[::-1], second[::-1], strict=True):  # the optimiser last
-        other.load_state_dict(one.state_dict())
-    assert begun + steps(second, 7) == straight
+    straight, _ = rates(12)
+    first, states = rates(5)
+    assert first + rates(7, states)[0] == straight
     assert max(straight) == pytest.approx(0.5)
     if warmup:
         assert straight[0] < straight[1] < straight[3]

@@ -1,7 +1,5 @@
 """Each entry point as a user starts it: from another folder, to the report; also with torchrun."""
 
-import json
-import os
 import re
 import statistics
 import sys
@@ -29,6 +27,7 @@ from tests.helpers import (
     start_part,
     user_environment,
 )
+from tests.helpers.records import json_lines, json_of
 
 QUICK = ("--dataset", "digits", "--batch-size", 32, "--log-every", 1, "--max-steps", 3)
 FILES = {
@@ -44,20 +43,20 @@ def test_part_one_without_a_flag_for_the_group(tmp_path):
     assert "batch: 32 per rank x 1 rank = 32 global" in ended.out
     folder = only_run_folder(tmp_path / "out", "PartOne-none")
     assert {path.name for path in folder.iterdir()} == FILES
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = json_lines(folder / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2, 3]
     for step in steps:
         assert {"loss", "accuracy", *(f"{name}_seconds" for name in SECTIONS)} <= set(step)
         assert step["forward_seconds"] > 0
         assert step["backward_seconds"] > 0
         assert step["step_seconds"] > sum(step[f"{name}_seconds"] for name in SECTIONS)
-    report = json.loads((folder / "report.json").read_text())
+    report = json_of(folder, "report")
     assert np.asarray(report["confusion_matrix"]).sum() == report["samples"] == 360
     assert "Confusion matrix" in (folder / "report.txt").read_text()
-    environment = json.loads((folder / "environment.json").read_text())
+    environment = json_of(folder, "environment")
     assert torch.__version__.startswith(environment["torch"])
     assert environment["git_commit"]
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json_of(folder, "summary")
     assert summary["test_accuracy"] == report["accuracy"]
     whole = statistics.median(step["step_seconds"] for step in steps[1:])
     assert (summary["step_seconds"], summary["samples_per_second"]) == (whole, 32 / whole)
@@ -96,13 +95,13 @@ def test_three_ranks_share_batch_and_test_set(tmp_path, part, flags, way):
     assert [one.status for one in ended] == [0, 0, 0], ended
     folder = only_run_folder(tmp_path, way)
     assert {path.name for path in folder.iterdir()} == FILES | {"logs_rank1.txt", "logs_rank2.txt"}
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json_of(folder, "summary")
     assert summary["ranks_hold_equal_weights"] is True
     assert summary["nodes"] == 3
     assert "batch: 10 or 11 per rank x 3 ranks = 31 global; 3 steps, " in ended[0].out
     assert "evaluating 360 test images on 3 ranks" in ended[0].out
     assert summary["wall_seconds"] > summary["total_seconds"] > 0
-    for row in json.loads((folder / "ranks.json").read_text())["ranks"]:
+    for row in json_of(folder, "ranks")["ranks"]:
         memory = row["memory"]
         assert memory == row["predicted_memory"]
         assert memory["parameters"] == memory["gradients"] == memory["optimizer_state"] > 0
@@ -111,7 +110,7 @@ def test_three_ranks_share_batch_and_test_set(tmp_path, part, flags, way):
         log = folder / f"logs_rank{rank}.txt"
         end = rf"rank {rank} of 3: finished after 3 steps in [\d.]+ s\. Rank 0 writes the report; "
         assert re.fullmatch(rf"{end}this rank's log: {re.escape(str(log))}\n", ended[rank].out)
-    report = json.loads((folder / "report.json").read_text())
+    report = json_of(folder, "report")
     assert report["samples"] == 360
 
     # The reported accuracy is that of the checkpoint on the whole test set, in one process.
@@ -125,12 +124,7 @@ def test_three_ranks_share_batch_and_test_set(tmp_path, part, flags, way):
 
 
 def test_each_part_starts_cold_and_the_ways_agree(tmp_path):
-    """VGG-11 starts in a new interpreter, as for users; of two ranks only rank 0, to save time.
-
-    With the same seed, the losses over the global batch of PartTwo and PartThree agree within 0.1 %
-    in each step. PartOne's first loss is within 50 % of them, since its BatchNorm sees 8 samples,
-    not 4.
-    """
+    """VGG-11 starts in a new interpreter, as for users; of two ranks only rank 0, to save time."""
     make_image_folder(tmp_path / "data")
     words = [
         *("--dataset", "folder", "--data-dir", "data", "--batch-size", 8, "--epochs", 1),
@@ -149,35 +143,14 @@ def test_each_part_starts_cold_and_the_ways_agree(tmp_path):
     for way in ("PartOne-none", "PartTwo-gather_scatter", "PartThree-ddp"):
         folder = only_run_folder(tmp_path, way)
         assert "vgg11" in (folder / "config.json").read_text()
-        report = json.loads((folder / "report.json").read_text())
+        report = json_of(folder, "report")
         assert report["class_names"] == ["cat", "dog"]
-        losses[way] = [
-            json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
-        ]
+        losses[way] = [line["loss"] for line in json_lines(folder / "metrics.jsonl")]
     assert len(losses["PartThree-ddp"]) == 3
     assert losses["PartTwo-gather_scatter"] == pytest.approx(losses["PartThree-ddp"], rel=1e-3)
     assert losses["PartOne-none"][0] == pytest.approx(losses["PartThree-ddp"][0], rel=0.5), (
         "BatchNorm of 8 or of 4 samples"
     )
-
-
-@pytest.mark.slow
-def test_under_torchrun(tmp_path):
-    command = [
-        str(Path(sys.executable).parent / "torchrun"),
-        *("--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())),
-        *(str(ROOT / "PartTwo" / "main.py"), "--sync=all_reduce"),
-        *map(str, QUICK),
-        "--output_dir",
-        str(tmp_path),
-    ]
-    ended = Started(command, cwd=tmp_path, env=dict(os.environ)).end(timeout_seconds=120)
-    assert ended.status == 0, ended.err
-    summary = json.loads(
-        (only_run_folder(tmp_path, "PartTwo-all_reduce") / "summary.json").read_text()
-    )
-    assert summary["nodes"] == 2
-    assert summary["ranks_hold_equal_weights"] is True
 
 
 @pytest.mark.slow
@@ -196,13 +169,9 @@ def test_the_assignments_own_setting_runs_on_real_data(tmp_path):
     )
     assert [one.status for one in ended] == [0, 0], ended
     folder = only_run_folder(tmp_path, "PartTwo-all_reduce")
-    rates = [
-        json.loads(line)["learning_rate"]
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert rates == [0.1, 0.1]
-    summary = json.loads((folder / "summary.json").read_text())
-    assert json.loads((folder / "report.json").read_text())["samples"] == 10_000
+    assert [line["learning_rate"] for line in json_lines(folder / "metrics.jsonl")] == [0.1, 0.1]
+    summary = json_of(folder, "summary")
+    assert json_of(folder, "report")["samples"] == 10_000
     assert summary["peak_memory_bytes"] < 2.5e9
     assert summary["peak_gpu_memory_bytes"] is None
 
@@ -216,7 +185,7 @@ def test_41_steps_of_cifar10_with_the_defaults_learn(tmp_path):
         "PartOne", "--max-steps", 41, "--output-dir", tmp_path, cwd=tmp_path, timeout_seconds=800
     )
     assert ended.status == 0, ended.err
-    summary = json.loads((only_run_folder(tmp_path, "PartOne-none") / "summary.json").read_text())
+    summary = json_of(only_run_folder(tmp_path, "PartOne-none"), "summary")
     assert summary["test_accuracy"] >= 0.33
 
 
@@ -229,21 +198,14 @@ def test_41_steps_of_cifar10_with_the_defaults_learn(tmp_path):
     ],
 )
 def test_the_demo_compares_all_four_ways(change, least):
-    command = [
-        sys.executable,
-        "-c",
-        f"import sys; from lab import demo; {change}; sys.exit(demo.main())",
-    ]
-    done = Started(command, cwd=ROOT, env=user_environment()).end(timeout_seconds=800)
+    program = f"import sys; from lab import demo; {change}; sys.exit(demo.main())"
+    done = Started([sys.executable, "-c", program], cwd=ROOT, env=user_environment()).end(
+        timeout_seconds=800
+    )
     assert done.status == 0, done
-    for way in (
-        "PartOne: none",
-        "PartTwo: gather_scatter",
-        "PartTwo: all_reduce",
-        "PartThree: ddp",
-    ):
-        assert way in done.out
+    for way in ("One: none", "Two: gather_scatter", "Two: all_reduce", "Three: ddp"):
+        assert f"Part{way}" in done.out
     reports = re.findall(r"^(/.*report\.txt)$", done.out, re.MULTILINE)
-    summaries = [json.loads((Path(path).parent / "summary.json").read_text()) for path in reports]
+    summaries = [json_of(Path(path).parent, "summary") for path in reports]
     assert len(summaries) == 4
     assert min(summary["test_accuracy"] for summary in summaries) > least

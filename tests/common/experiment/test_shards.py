@@ -1,7 +1,4 @@
-"""A job's shards on other numbers of ranks: the same result up to rounding.
-
-The result covers samples, weights and BatchNorm statistics.
-"""
+"""A job's shards on other numbers of ranks: the same result up to rounding."""
 
 from pathlib import Path
 
@@ -13,8 +10,8 @@ from torch import nn
 from common.data import load_dataset
 from common.data.loaders import TrainLoader
 from common.data.sharding import GlobalBatchSampler
-from common.training_engine import TrainingEngine
 from tests.helpers import run_ranks
+from tests.helpers.engines import prepared, sgd
 from tests.helpers.strategies import ANY_LAYERS
 
 SHARDS, BATCH, STEPS = 3, 50, 4
@@ -25,14 +22,8 @@ class Double:
 
     def __init__(self, loader):
         self.sampler, self._loader = loader.sampler, loader
-        self.global_batch_sizes, self.micro_batches, self.shards_here = (
-            loader.global_batch_sizes,
-            loader.micro_batches,
-            loader.shards_here,
-        )
-
-    def start_at(self, step):
-        self._loader.start_at(step)
+        for name in ("global_batch_sizes", "micro_batches", "shards_here", "start_at"):
+            setattr(self, name, getattr(loader, name))
 
     def __iter__(self):
         return ((images.double(), labels) for images, labels in self._loader)
@@ -41,43 +32,27 @@ class Double:
 def network():
     """Return a model with BatchNorm and dropout; dropout must draw by shard, not by rank."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2),
-        nn.BatchNorm2d(8),
-        nn.Tanh(),
-        nn.Dropout(0.3),
-        nn.Conv2d(8, 8, 3, stride=2),
-        nn.BatchNorm2d(8),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(392, 10),
-    ).double()
+    first = nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.Tanh(), nn.Dropout(0.3)
+    second = nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8), nn.Tanh()
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(392, 10)).double()
 
 
 def train(rank, size, sync, accumulation_steps, stop_after=None):
     """Train some steps on digits; return weights, averaged weights and running statistics."""
     digits = load_dataset("digits", Path("unused"))
+    places = {"rank": rank, "world_size": size, "shards": SHARDS}
     sampler = GlobalBatchSampler(
-        len(digits.train),
-        batch_size=BATCH,
-        rank=rank,
-        world_size=size,
-        shards=SHARDS,
-        accumulation_steps=accumulation_steps,
+        len(digits.train), batch_size=BATCH, accumulation_steps=accumulation_steps, **places
     )
     loader = Double(TrainLoader(digits, sampler))
     model = network()
-    engine = TrainingEngine(
+    engine = prepared(
         model,
-        "cpu",
-        distributed=size > 1,
-        sync=sync,
+        sync if size > 1 else None,
+        optimizer=sgd(model, lr=0.05, momentum=0.9),
         sync_batchnorm=False,
         use_ema=True,
         ema_decay=0.5,
-    )
-    engine.prepare(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), nn.CrossEntropyLoss()
     )
     if stop_after is not None:  # in two parts, as after a restart
         engine.train_epoch(loader, epoch=1, seed=0, max_steps=stop_after)
@@ -129,22 +104,14 @@ def test_shards_on_any_number_of_ranks_are_those_of_one_process(size):
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_every_sample_comes_once_in_the_same_piece(size, accumulation_steps):
     def micro_batches(rank, ranks):
+        places = {"rank": rank, "world_size": ranks, "shards": SHARDS}
         sampler = GlobalBatchSampler(
-            103,
-            batch_size=40,
-            rank=rank,
-            world_size=ranks,
-            shards=SHARDS,
-            accumulation_steps=accumulation_steps,
+            103, batch_size=40, accumulation_steps=accumulation_steps, **places
         )
         sampler.set_epoch(2)
         parts = [tuple(ids.tolist()) for ids in sampler]
-        assert (
-            len(parts)
-            == len(sampler)
-            == len(sampler.global_batch_sizes) * len(sampler.micro_batches)
-        )
         numbers = list(sampler.micro_batches) * len(sampler.global_batch_sizes)
+        assert len(parts) == len(sampler) == len(numbers)
         return [(number, ids) for number, ids in zip(numbers, parts, strict=True) if ids]
 
     alone = sorted(micro_batches(0, 1))

@@ -1,19 +1,12 @@
-"""Models: published sizes, inner shapes, and pretrained weights.
+"""Models: published sizes, inner shapes, and pretrained weights, loaded whole or refused."""
 
-Pretrained weights are loaded completely or refused with a clear error.
-"""
-
-import http.server
 import pickle
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torchvision.models import resnet18 as torchvision_resnet18
 from torchvision.models import resnet50 as torchvision_resnet50
@@ -57,7 +50,7 @@ INSIDE = {
 
 def output_shapes(model, names, images):
     """Return channels and height of each module's output; all outputs are square."""
-    found: dict[str, tuple[int, ...]] = {}
+    found = {}
     for name in names:
         model.get_submodule(name).register_forward_hook(
             lambda _module, _inputs, output, name=name: found.update({name: output.shape[1:3]})
@@ -65,9 +58,6 @@ def output_shapes(model, names, images):
     with torch.no_grad():
         model.eval()(images)
     return found
-
-
-# --- sizes and shapes ---
 
 
 @pytest.mark.parametrize(("name", "classes"), PUBLISHED)
@@ -120,14 +110,8 @@ def test_wide_resnet_normalises_and_activates_before_each_convolution(channels_o
     assert torch.equal(block(inputs), residual + shortcut)
 
 
-# --- the pretrained model ---
-
-
 def _source(classes=1000, seed=5):
-    """Return a state dict of torchvision's ResNet-18 with its own values in every tensor.
-
-    BatchNorm's statistics differ from the defaults, too.
-    """
+    """Return a state dict of torchvision's ResNet-18 with no tensor at its default."""
     torch.manual_seed(seed)
     state = torchvision_resnet18(num_classes=classes).state_dict()
     for name, value in state.items():
@@ -164,7 +148,7 @@ def test_only_the_last_layer_of_a_pretrained_model_trains_unless_asked(unfreeze,
 def test_images_reach_a_pretrained_model_in_the_size_it_asks_for(input_size, stem_hands_on):
     """Images are enlarged, not padded; the stem is ImageNet's, with stride and pooling."""
     model = build_model("resnet18_transfer", 10, input_size=input_size)
-    seen: list[Tensor] = []
+    seen = []
     model.network.conv1.register_forward_pre_hook(lambda _module, given: seen.append(given[0]))
     ramp, fits = torch.arange(32.0).expand(1, 3, 32, 32), torch.randn(1, 3, input_size, input_size)
     for images in (torch.full((2, 3, 32, 32), 0.25), ramp, fits):
@@ -179,7 +163,7 @@ def test_images_reach_a_pretrained_model_in_the_size_it_asks_for(input_size, ste
     assert torch.equal(unchanged, fits), "an image that fits stays as it is"
 
 
-SOURCES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+SOURCES = {
     "torchvision's": lambda state: state,
     "of a wrapped model": lambda state: {f"module.{name}": state[name] for name in state},
     # torchvision's older files lack this later addition to torch; torchvision accepts them.
@@ -217,7 +201,7 @@ def _without(state, name):
     return {key: value for key, value in state.items() if key != name}
 
 
-WRONG: dict[str, Callable[[], Any]] = {
+WRONG = {
     "another architecture": lambda: torchvision_resnet50().state_dict(),
     "a layer missing": lambda: _without(_source(), "layer4.1.conv2.weight"),
     "a layer of another shape": lambda: _source() | {"conv1.weight": torch.zeros(64, 3, 3, 3)},
@@ -253,14 +237,6 @@ def test_a_hostile_file_is_refused_and_runs_nothing(tmp_path):
     assert trace.exists(), "the file is hostile indeed"
 
 
-def test_a_file_that_is_not_there_is_named_with_what_to_do(tmp_path):
-    for path in (tmp_path, tmp_path / "missing.pth"):
-        _refused(str(path), "give --pretrained-weights FILE")
-
-
-# --- pretrained weights from a URL, here on this machine ---
-
-
 @pytest.fixture
 def torch_home(tmp_path, monkeypatch):
     """Return torch's cache folder, empty; use no proxy for servers on this machine."""
@@ -269,69 +245,43 @@ def torch_home(tmp_path, monkeypatch):
     return tmp_path / "torch"
 
 
-@pytest.fixture
-def served(tmp_path):
-    """Yield a folder, the URL that serves it, and the paths requested so far."""
-    folder = tmp_path / "served"
-    folder.mkdir()
-    asked: list[str] = []
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *arguments):
-            super().__init__(*arguments, directory=str(folder))
-
-        def log_message(self, *_):
-            asked.append(self.path)
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield folder, f"http://127.0.0.1:{server.server_port}", asked
-        finally:
-            server.shutdown()
-            thread.join(timeout=5)
-
-
-def test_a_server_without_the_file_or_out_of_reach_is_named_with_what_to_do(torch_home, served):
+def test_a_file_that_is_not_there_or_out_of_reach_is_named_with_what_to_do(torch_home, tmp_path):
     nobody = f"http://127.0.0.1:{free_port()}/weights.pth"
-    for url in (f"{served[1]}/missing.pth", nobody, "nonsense://weights.pth"):
-        _refused(url, "give --pretrained-weights FILE", "random weights")
+    missing = tmp_path / "missing.pth"
+    for source in (str(tmp_path), str(missing), missing.as_uri(), nobody, "nonsense://weights.pth"):
+        _refused(source, "give --pretrained-weights FILE", "random weights")
 
 
-def test_a_damaged_download_is_refused_and_does_not_stay(torch_home, served):
+def test_a_damaged_download_is_refused_and_does_not_stay(torch_home, tmp_path):
     """Once the server has the correct file, the next start downloads it."""
-    folder, url, _ = served
-    state = _source()
-    torch.save(state, folder / "good")
-    (folder / "weights.pth").write_bytes((folder / "good").read_bytes()[:100_000])
-    _refused(f"{url}/weights.pth", "cannot be read")
-    (folder / "good").replace(folder / "weights.pth")
+    path, state = tmp_path / "weights.pth", _source()
+    torch.save(state, path)
+    good = path.read_bytes()
+    path.write_bytes(good[:100_000])
+    _refused(path.as_uri(), "cannot be read")
+    path.write_bytes(good)
     model = build_model("resnet18_transfer", 10)
-    load_pretrained(model, f"{url}/weights.pth")
+    load_pretrained(model, path.as_uri())
     _assert_has(model, state)
 
 
 def test_pretrained_weights_are_downloaded_once_also_from_two_urls_that_end_alike(
-    torch_home, served
+    torch_home, tmp_path
 ):
     """Torch's cache uses only the last part of a URL, which must not mix up two files."""
-    folder, url, asked = served
-    for seed, name in enumerate(("one", "other")):
-        state, source = _source(seed=seed), f"{url}/{name}/weights.pth"
-        (folder / name).mkdir()
-        torch.save(state, folder / name / "weights.pth")
+    states = {tmp_path / str(seed) / "weights.pth": _source(seed=seed) for seed in (0, 1)}
+    for path, state in states.items():
+        path.parent.mkdir()
+        torch.save(state, path)
         for _ in range(2):
             model = build_model("resnet18_transfer", 10)
-            assert load_pretrained(model, source) == source
+            assert load_pretrained(model, path.as_uri()) == path.as_uri()
             _assert_has(model, state)
-    assert asked == ["/one/weights.pth", "/other/weights.pth"], "then from torch's cache"
-    assert list(torch_home.rglob("*.pth")), "which lies in TORCH_HOME"
+            path.unlink(missing_ok=True)  # the second time it comes from the cache
+    assert len(list(torch_home.rglob("*.pth"))) == 2, "which lies in TORCH_HOME"
 
 
-def test_torchvisions_own_weights_are_asked_for_without_a_source(
-    monkeypatch,
-):
+def test_torchvisions_own_weights_are_asked_for_without_a_source(monkeypatch):
     """ResNet-18 comes from torchvision's URL; its content must match the hash in its name."""
     state = _source()
     load = Mock(return_value=state)

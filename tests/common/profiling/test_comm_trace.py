@@ -1,7 +1,4 @@
-"""Communication in a step: waiting time, transfer time, and each message's time and size.
-
-The clocks of the ranks may differ.
-"""
+"""Communication in a step: waiting time, transfer time, and each message's time and size."""
 
 import time
 from types import SimpleNamespace
@@ -19,39 +16,29 @@ from common.profiling.comm_trace import MessageRecorder, Timeline
 from common.profiling.records import SECTIONS, StepRecord
 from common.reporting.rank_stats import median_seconds, timed
 from common.sync.message_cost import KINDS
-from common.training_engine import TrainingEngine
 from common.training_engine.metrics import MetricsBuffer, StepOutcome
 from lab.calibrate.link_measurements import message_call
 from tests.helpers import run_ranks
-
-
-class FixedTimes:
-    """A timer that returns given start and end times of each step's sync."""
-
-    def seconds(self, taken):
-        sync = sum(end - begin for begin, end in taken["sync"])
-        return {"sync": sync, "step": 1.0 + sync}
-
-    def spans(self, taken):
-        return taken
-
-    def anchor(self):
-        pass
+from tests.helpers.engines import prepared
 
 
 def ledger_waits(rank):
-    """Return the wait and sync seconds of three steps.
+    """Return the wait and sync seconds of three steps with given begins and ends of sync."""
 
-    Rank 1 is slower in the first step, rank 0 in the second. In the third, a second part of sync
-    follows the update.
-    """
+    def seconds(taken):
+        sync = sum(end - begin for begin, end in taken["sync"])
+        return {"sync": sync, "step": 1.0 + sync}
+
+    timer = SimpleNamespace(seconds=seconds, spans=lambda taken: taken, anchor=lambda: None)
+    # Rank 1 is slower in the first step, rank 0 in the second. In the third, a second part of sync
+    # follows the update.
     spans = (
         [[(10.0, 13.0)], [(20.5, 21.0)], [(30.0, 30.1), (31.0, 32.0)]],
         [[(12.0, 13.0)], [(20.0, 21.0)], [(30.0, 30.1), (31.75, 32.0)]],
     )
     found = []
     flags = {"epoch": 1, "log_every": 3, "overflow_is_normal": False, "equal_gradients": True}
-    metrics = MetricsBuffer(World(rank, 2), FixedTimes(), on_steps=found.extend, **flags)
+    metrics = MetricsBuffer(World(rank, 2), timer, on_steps=found.extend, **flags)
     for step, sync in enumerate(spans[rank], start=1):
         numbers = torch.ones(3, dtype=torch.float64)
         metrics.add(StepOutcome(step, numbers, 1, 0.1, {"sync": sync}))
@@ -86,9 +73,7 @@ def test_clocks_of_other_machines_are_compared():
 def recorded(rank, size):
     """Record steps 2 and 3 of 4 with all_reduce, then a send and a broadcast without a strategy."""
     torch.manual_seed(0)
-    model = nn.Linear(10, 3)
-    engine = TrainingEngine(model, "cpu", distributed=True, sync="all_reduce")
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    engine = prepared(nn.Linear(10, 3), "all_reduce")
     engine.timeline = Timeline(2, 3)
     batches = [(torch.randn(2, 10), torch.tensor([0, 1])) for _ in range(4)]
     engine.train_epoch(batches, epoch=1)
@@ -111,78 +96,60 @@ def recorded(rank, size):
         for kind in KINDS:  # as `lab calibrate` measures them, here with an odd number of entries
             message_call(kind, rank, size)(torch.ones(1001))
     recorder.finish()
-    return {
-        "lane": engine.timeline.steps[engine.timeline.busiest_step],
-        "step": engine.timeline.busiest_step,
-        "sent": engine.timeline.sent_a_step(),
-        "by hand": recorder.messages,
-        "after": after,
-        "reduced": reduced,
-    }
+
+    assert engine.timeline.busiest_step == 3
+    assert engine.timeline.sent_a_step() == (132.0, 2.0)  # in a ring of two, a rank sends all once
+    lane = engine.timeline.steps[3]
+    in_step = [(m["kind"], m["bytes"]) for m in lane["messages"]]
+    assert in_step == [("all_reduce", 120), ("all_reduce", 12)]
+    begin, end = lane["sections"]["sync"][0]
+    for message in lane["messages"]:
+        assert begin <= message["begin"] <= message["end"] <= end
+    single, broadcast, *others = recorder.messages
+    facts = (single["kind"], single["bytes"], single["sent_bytes"])
+    assert facts == [("send", 4000, 4000.0), ("recv", 4000, 0.0)][rank]
+    assert single["end"] <= after
+    assert (broadcast["kind"], broadcast["sent_bytes"]) == ("broadcast", (0.0, 4000.0)[rank])
+    if rank == 0:
+        assert single["end"] - single["begin"] >= 0.05
+    # Half of the tensor goes to the other rank; Gloo reduces by a whole all_reduce.
+    parts = [(m["kind"], m["bytes"], m["sent_bytes"]) for m in others if m["bytes"] == 4000]
+    assert parts == [("all_to_all", 4000, 2000.0), ("reduce_scatter", 4000, 4000.0)]
+    assert next(m["end"] for m in others if m["kind"] == "reduce_scatter") <= reduced
+    measured = [m["kind"] for m in others[2:] if m["bytes"] in (4000, 4004)]
+    assert [kind for kind in measured if kind not in ("send", "recv")] == list(KINDS[:-2])
 
 
 def test_messages_are_taken_down_with_bytes_and_times():
-    for rank, found in enumerate(run_ranks(2, recorded, 2)):
-        lane = found["lane"]
-        assert found["step"] == 3
-        assert [(m["kind"], m["bytes"]) for m in lane["messages"]] == [
-            ("all_reduce", 120),
-            ("all_reduce", 12),
-        ]
-        assert found["sent"] == (132.0, 2.0)  # in a ring of two, each rank sends the data once
-        begin, end = lane["sections"]["sync"][0]
-        for message in lane["messages"]:
-            assert begin <= message["begin"] <= message["end"] <= end
-        single, broadcast, *others = found["by hand"]
-        assert (single["kind"], single["bytes"], single["sent_bytes"]) == (
-            ("send", "recv")[rank],
-            4000,
-            (4000.0, 0.0)[rank],
-        )
-        assert single["end"] <= found["after"]
-        assert (broadcast["kind"], broadcast["sent_bytes"]) == ("broadcast", (0.0, 4000.0)[rank])
-        if rank == 0:
-            assert single["end"] - single["begin"] >= 0.05
-        # Half of the tensor goes to the other rank; Gloo reduces by a whole all_reduce.
-        parts = [(m["kind"], m["bytes"], m["sent_bytes"]) for m in others if m["bytes"] == 4000]
-        assert parts == [("all_to_all", 4000, 2000.0), ("reduce_scatter", 4000, 4000.0)]
-        assert next(m["end"] for m in others if m["kind"] == "reduce_scatter") <= found["reduced"]
-        measured = [m["kind"] for m in others[2:] if m["bytes"] in (4000, 4004)]
-        assert [kind for kind in measured if kind not in ("send", "recv")] == list(KINDS[:-2])
+    run_ranks(2, recorded, 2)
 
 
 def recorded_in_threads(rank):
-    """Return the timeline of the third of four steps of ``sharded``, and the bytes sent in it."""
+    """Record the third of four steps of ``sharded``."""
     torch.manual_seed(0)
-    model = nn.Linear(10, 3)
-    engine = TrainingEngine(model, "cpu", distributed=True, sync="sharded")
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    engine = prepared(nn.Linear(10, 3), "sharded")
     engine.timeline = Timeline(3, 3)
     engine.train_epoch([(torch.randn(2, 10), torch.tensor([0, 1]))] * 4, epoch=1)
     engine.close()
-    return engine.timeline.steps[3], engine.timeline.sent_a_step()[0]
+    assert engine.timeline.sent_a_step()[0] == 2 * 68
+    lane = engine.timeline.steps[3]
+    *exchanged, gathered = lane["messages"]
+    assert sorted((m["kind"], m["bytes"]) for m in exchanged) == [("recv", 68), ("send", 68)]
+    assert (gathered["kind"], gathered["bytes"]) == ("all_gather", 68)
+    [(begin, end_of_backward)] = lane["sections"]["backward"]
+    # The first waits, in forward, are for the weights of the step before.
+    end = next(end for start, end in lane["sections"]["sync"] if start >= end_of_backward)
+    for message in exchanged:
+        assert begin <= message["begin"] <= message["end"] <= end
 
 
 def test_messages_of_a_strategys_threads_are_taken_down_too():
     """33 entries become two parts of 17: one to the other rank, one of new weights to gather."""
-    for lane, sent in run_ranks(2, recorded_in_threads):
-        *exchanged, gathered = lane["messages"]
-        assert sorted((m["kind"], m["bytes"]) for m in exchanged) == [("recv", 68), ("send", 68)]
-        assert (gathered["kind"], gathered["bytes"]) == ("all_gather", 68)
-        assert sent == 2 * 68
-        [(begin, end_of_backward)] = lane["sections"]["backward"]
-        # The first waits, in forward, are for the weights of the step before.
-        end = next(end for start, end in lane["sections"]["sync"] if start >= end_of_backward)
-        for message in exchanged:
-            assert begin <= message["begin"] <= message["end"] <= end
+    run_ranks(2, recorded_in_threads)
 
 
 class GPU:
-    """Stands for a GPU under NCCL: its clock is queued on the stream that is current.
-
-    Calls return at once. A future is done when its call is queued, and runs its callback on a
-    stream of its own.
-    """
+    """A GPU under NCCL: calls only queue, and a future's callback runs on a stream of its own."""
 
     def __init__(self):
         self.stream, self.moments = "current", []

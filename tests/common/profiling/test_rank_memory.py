@@ -1,8 +1,9 @@
 """A rank holds what the closed forms predict: tensors of real ranks, counted to the byte."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch import nn
 
 from common.profiling.memory_model import MemoryCase, predict_memory
 from common.profiling.rank_memory import rank_memory
@@ -10,11 +11,13 @@ from common.profiling.records import KINDS
 from common.sync import STRATEGIES, build_sync
 from common.sync.message_cost import GradientSize
 from tests.helpers import run_ranks
+from tests.helpers.strategies import Odd
 
+SGD = torch.optim.SGD
 OPTIMIZERS = {
-    ("sgd", 0.0): lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-    ("sgd", 0.9): lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, fused=True),
-    ("adamw", 0.9): lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    ("sgd", 0.0): SGD,
+    ("sgd", 0.9): partial(SGD, momentum=0.9, fused=True),
+    ("adamw", 0.9): torch.optim.AdamW,
 }
 ADAMW = ("adamw", 0.9)
 CASES = [("all_reduce", {}, ADAMW), ("ddp", {}, ADAMW)]
@@ -27,21 +30,6 @@ OTHER_CASES = [
 STEPS = 4  # DDP rebuilds its buckets after the first step, PowerSGD compresses from the third on
 
 
-class Odd(nn.Module):
-    """Sizes that no world size divides, a buffer, and a frozen layer of 6 entries."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 37, 3, padding=1), nn.BatchNorm2d(37)
-        self.hidden, self.head = nn.Linear(37, 61), nn.Linear(61, 2)
-        self.frozen = nn.Linear(2, 2).requires_grad_(False)
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, images):
-        features = torch.relu(self.norm(self.conv(images))).mean(dim=(2, 3))
-        return self.frozen(self.head(torch.relu(self.hidden(features))))
-
-
 TRAINED = GradientSize.of(Odd().parameters())
 UNTRAINED = 4 * 6 + 4 * 37 * 2 + 8  # frozen, BatchNorm's mean and variance, its int64 counter
 
@@ -49,7 +37,8 @@ UNTRAINED = 4 * 6 + 4 * 37 * 2 + 8  # frozen, BatchNorm's mean and variance, its
 def measured(name, options, optimizer_name):
     torch.manual_seed(0)
     sync, model = build_sync(name, **options), Odd()
-    optimizer = OPTIMIZERS[optimizer_name]([p for p in model.parameters() if p.requires_grad])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = OPTIMIZERS[optimizer_name](trained, lr=0.01)
     training = sync.prepare(model, optimizer)
     for _ in range(STEPS):
         optimizer.zero_grad(set_to_none=True)
@@ -100,6 +89,5 @@ def test_stages_of_zero_by_hand():
     }
     for name, kinds in expected.items():
         case = memory_case(name, [GradientSize((4, 10))] * 4, 3, 4, ("sgd", 0.9))
-        assert predict_memory(name, case) == dict(zip(KINDS, (*kinds, UNTRAINED), strict=True)), (
-            name
-        )
+        whole = dict(zip(KINDS, (*kinds, UNTRAINED), strict=True))
+        assert predict_memory(name, case) == whole, name

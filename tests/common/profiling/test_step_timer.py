@@ -1,7 +1,4 @@
-"""Whole steps and sections, also on a GPU's clock.
-
-A stand-in gives times as CUDA does, and drifts from the host's clock.
-"""
+"""Whole steps and sections, also on the clock of a stand-in for a GPU, which drifts."""
 
 import time
 
@@ -12,7 +9,7 @@ from torch import nn
 
 from common.profiling import step_timer
 from common.profiling.step_timer import StepTimer
-from common.training_engine import StepRecord, TrainingEngine
+from tests.helpers.engines import prepared
 
 PAUSE = 0.02
 DRIFT = 20e-6  # a GPU's clock and a host's differ by some parts in a million
@@ -72,11 +69,8 @@ def test_times_stay_exact_for_hours(clocks):
 
 def test_a_step_lasts_until_the_next_begins():
     """A callback after each step takes time: the next step and the epoch's mean contain it."""
-    model = nn.Linear(10, 3)
-    engine = TrainingEngine(model, "cpu")
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    engine, records = prepared(nn.Linear(10, 3)), []
     time.sleep(10 * PAUSE)  # before the epoch: in no step
-    records: list[StepRecord] = []
     began = time.perf_counter()
     result = engine.train_epoch(
         [(torch.randn(2, 10), torch.tensor([0, 1]))] * 3,

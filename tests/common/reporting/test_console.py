@@ -90,9 +90,7 @@ class FullDisk(io.StringIO):
         raise OSError(28, "No space left on device")
 
 
-def test_output_that_cannot_be_written_is_an_error_for_the_user(
-    monkeypatch,
-):
+def test_output_that_cannot_be_written_is_an_error_for_the_user(monkeypatch):
     monkeypatch.setattr(sys, "stdout", FullDisk())  # the console looks it up for each line
     with pytest.raises(UserError, match=r"output could not be written \(No space left on device\)"):
         say("text")

@@ -10,11 +10,11 @@ from common.reporting.plots import draw_confusion_matrix, draw_loss
 @pytest.fixture
 def drawn(monkeypatch):
     """Return the list of the figures that are saved during the test."""
-    figures: list[Figure] = []
+    figures = []
     savefig = Figure.savefig
 
     def save(figure, *args, **options):
-        savefig(figure, *args, **options)  # type: ignore[arg-type]
+        savefig(figure, *args, **options)
         figures.append(figure)
 
     monkeypatch.setattr(Figure, "savefig", save)

@@ -62,9 +62,7 @@ def test_a_resume_removes_damaged_lines_with_a_warning(damaged, why, tmp_path, c
     assert read_lines(tmp_path / "epochs.jsonl", EpochReport) == []
 
 
-def test_the_peak_of_gpu_memory_is_that_of_the_ranks_own_gpu(
-    monkeypatch,
-):
+def test_the_peak_of_gpu_memory_is_that_of_the_ranks_own_gpu(monkeypatch):
     taken = {torch.device("cuda", 0): 10, torch.device("cuda", 1): 20}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", taken.__getitem__)
     assert peak_gpu_memory_bytes(torch.device("cuda", 1)) == 20

@@ -152,8 +152,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"a", b"\xff\n", b"a\nprocess 1 on \x1b[2J since 2026-01-01 00:00:00\n"],
+    "content", [b"", b"a", b"\xff\n", b"a\nprocess 1 on \x1b[2J since 2026-01-01 00:00:00\n"]
 )
 def test_a_lock_file_of_somebody_else_is_only_shown_if_it_is_plain(content, tmp_path):
     """What it says reaches the terminal."""

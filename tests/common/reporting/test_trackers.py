@@ -13,12 +13,7 @@ import pytest
 
 from common.errors import UserError
 from common.reporting.trackers import Trackers
-from tests.helpers import (
-    TINY,
-    make_image_folder,
-    only_run_folder,
-    run_part,
-)
+from tests.helpers import TINY, make_image_folder, only_run_folder, run_part
 
 STEPS, EPOCH_ENDS = [1, 2, 3, 4, 5, 6], [3, 6]
 
@@ -75,20 +70,15 @@ def test_a_run_on_two_ranks_fills_both_dashboards_from_rank_0(tmp_path):
     assert event_file.parent == folder / "tensorboard"
     board = EventAccumulator(str(folder / "tensorboard"))
     board.Reload()
-    steps = {
-        **{f"train/{name}": name for name in ("loss", "accuracy", "learning_rate")},
-        **{f"seconds/{name}": f"{name}_seconds" for name in ("step", "backward")},
-    }
-    ends = {
-        **{f"val/{name}": f"val_{name}" for name in ("loss", "accuracy")},
-        "epoch/samples_per_second": "samples_per_second",
-    }
-    wanted = {name: (STEPS, [line[key] for line in metrics]) for name, key in steps.items()}
-    wanted |= {name: (EPOCH_ENDS, [line[key] for line in epochs]) for name, key in ends.items()}
-    for name, (steps, values) in wanted.items():
+    wanted = [(f"train/{name}", name, metrics) for name in ("loss", "accuracy", "learning_rate")]
+    wanted += [(f"seconds/{name}", f"{name}_seconds", metrics) for name in ("step", "backward")]
+    wanted += [(f"val/{name}", f"val_{name}", epochs) for name in ("loss", "accuracy")]
+    wanted += [("epoch/samples_per_second", "samples_per_second", epochs)]
+    for name, key, lines in wanted:
         scalars = board.Scalars(name)
-        assert [scalar.step for scalar in scalars] == steps, name
-        assert [scalar.value for scalar in scalars] == pytest.approx(values, rel=1e-5), name
+        assert [scalar.step for scalar in scalars] == (STEPS if lines is metrics else EPOCH_ENDS)
+        values = [scalar.value for scalar in scalars]
+        assert values == pytest.approx([line[key] for line in lines], rel=1e-5), name
     assert "val/ema_accuracy" not in board.Tags()["scalars"], "there is no average of the weights"
 
     [offline] = tmp_path.rglob("offline-run-*")
@@ -145,11 +135,7 @@ def test_a_missing_package_is_named_with_its_extra_and_needed_by_its_flag_only(
     ],
 )
 def test_an_account_or_a_wish_decides_whether_wandb_goes_online(
-    environment,
-    netrc,
-    mode,
-    tmp_path,
-    monkeypatch,
+    environment, netrc, mode, tmp_path, monkeypatch
 ):
     """Without an account or WANDB_MODE the run is offline: wandb would prompt for a key.
 
@@ -171,10 +157,8 @@ def test_an_account_or_a_wish_decides_whether_wandb_goes_online(
         call.log({"train/loss": 1.5}, step=7),
         call.finish(),
     ]
-    assert (options["project"], options["name"]) == ("data-parallel-lab", "run")
-    assert options["mode"] == mode
-    assert options["dir"] == str(tmp_path)
-    assert options["config"] == {"epochs": 3}
+    wanted = {"project": "data-parallel-lab", "name": "run", "mode": mode, "dir": str(tmp_path)}
+    assert (wanted | {"config": {"epochs": 3}}).items() <= options.items()
 
 
 def test_a_key_that_wandb_refuses_is_one_line_that_says_what_to_do(tmp_path, monkeypatch):

@@ -1,8 +1,4 @@
-"""PyTorch's own ways to shard a training: ``fsdp`` and ``ddp_zero1``.
-
-test_sync.py compares ``ddp_zero1`` with one process. ``fsdp`` is compared here, since every rank
-must use the same layers.
-"""
+"""PyTorch's own ways to shard a training; test_sync.py compares them with one process."""
 
 import functools
 import io
@@ -11,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path
 
 from common.checkpoint import load_model_state, load_optimizer_state
 from common.errors import UserError
@@ -18,38 +15,13 @@ from common.profiling.comm_trace import MessageRecorder
 from common.sync import build_message_plan_from
 from common.sync.fsdp import layers
 from common.sync.message_cost import GradientSize
-from common.training_engine import TrainingEngine
 from common.training_engine.evaluation_loop import predict
-from lab.proofs import Case, check_group
 from lab.proofs.equivalence import proof_sync
-from tests.common.sync.test_sync import Switching
 from tests.helpers import RankError, run_ranks
+from tests.helpers.engines import prepared
+from tests.helpers.strategies import Switching
 
 SHARDING = ["fsdp", "ddp_zero1", "sharded"]
-CASES = {
-    "float64": Case(unused=False),
-    "float32": Case(unused=False, dtype=torch.float32, channels_last=True),
-    "clipping": Case(unused=False, clip_norm=0.05),
-    "accumulation": Case(unused=False, accumulation_steps=3),
-}
-SIZES = [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4, 5, 6))]
-
-
-@functools.cache
-def compared(size):
-    """Return the result of each case, computed once for all tests."""
-    return check_group({kind: ("fsdp", case) for kind, case in CASES.items()}, size)
-
-
-@pytest.mark.parametrize("kind", CASES)
-@pytest.mark.parametrize("size", SIZES)
-def test_fsdp_equals_one_process_after_every_step(size, kind):
-    found = compared(size)[kind]
-    assert len(found.steps) == 4
-    assert found.first_wrong is None, str(found)
-
-
-# --- Evaluation, checkpoints, other strategies and numbers of ranks ---
 
 
 class Small(nn.Module):
@@ -74,10 +46,7 @@ def batches(count, seed):
 
 
 def trained(rank, name, checkpoint):
-    """Resume if there is a checkpoint, train, evaluate, train; return losses and a checkpoint.
-
-    Every rank evaluates another number of batches, as it may with shards of unequal size.
-    """
+    """Resume if there is a checkpoint, train, evaluate, train; return a loss and a checkpoint."""
     torch.manual_seed(rank)
     model, criterion = Small(), nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
@@ -86,15 +55,15 @@ def trained(rank, name, checkpoint):
         load_model_state(model, entries, name="a test's")
         load_optimizer_state(optimizer, entries, name="a test's")
     sync = proof_sync(name)  # with the search for unused parameters, where there is one
-    engine = TrainingEngine(model, "cpu", distributed=True, sync=sync, clip_norm=0.5, use_ema=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
-    engine.prepare(optimizer, criterion, scheduler)
+    settings = {"optimizer": optimizer, "scheduler": scheduler, "clip_norm": 0.5, "use_ema": True}
+    engine = prepared(model, sync, **settings)
     if entries:
         engine.load_state(entries)
     engine.train_epoch(batches(3, rank), epoch=1)
     engine.agree_on_buffers()
     found = {"loss": predict(engine.model, "cpu", criterion, batches(1, 9)).mean_loss}
-    predict(engine.model, "cpu", criterion, batches(rank, 8))
+    predict(engine.model, "cpu", criterion, batches(rank, 8))  # each rank another number
     engine.train_epoch(batches(2, 50 + rank), epoch=2)
     engine.agree_on_buffers()
     buffer = io.BytesIO()
@@ -110,16 +79,13 @@ def each_trained(rank, jobs):
 
 @functools.cache
 def fresh():
-    """Return what each strategy has found on two ranks from a fresh start, by rank."""
+    """Return by rank what each strategy has found on two ranks from a fresh start."""
     return run_ranks(2, each_trained, {name: (name, b"") for name in ["all_reduce", *SHARDING]})
 
 
 @functools.cache
 def resumed():
-    """Return what three ranks have found from the checkpoints of two, by rank.
-
-    The keys are the strategies that resume, and those that have saved.
-    """
+    """Return by rank what three ranks found from checkpoints of two, as "this from that"."""
     pairs = [("all_reduce", "all_reduce")]
     pairs += [pair for name in SHARDING for pair in ((name, "all_reduce"), ("all_reduce", name))]
     saved = {name: found["checkpoint"] for name, found in fresh()[0].items()}
@@ -127,42 +93,27 @@ def resumed():
     return run_ranks(3, each_trained, jobs)
 
 
-def assert_equal(one, other):
-    """Compare nested values; tensors may differ by rounding."""
-    if isinstance(one, dict):
-        one, other = (
-            sorted(value.items(), key=lambda item: str(item[0])) for value in (one, other)
-        )
-    if isinstance(one, list | tuple):
-        for left, right in zip(one, other, strict=True):
-            assert_equal(left, right)
-    elif isinstance(one, Tensor):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-    else:
-        assert one == other
-
-
 def assert_equal_results(ranks, key, other):
     for found in ranks:
         assert math.isclose(found[key]["loss"], found[other]["loss"], rel_tol=1e-9)
-        ours, theirs = (torch.load(io.BytesIO(found[one]["checkpoint"])) for one in (key, other))
-        assert_equal(ours, theirs)
+        ours, theirs = (
+            dict(tree_flatten_with_path(torch.load(io.BytesIO(found[one]["checkpoint"])))[0])
+            for one in (key, other)
+        )
+        assert ours.keys() == theirs.keys()
+        for path, value in ours.items():
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(value, theirs[path], rtol=1e-9, atol=1e-12)
+            else:
+                assert value == theirs[path], path
 
 
 @pytest.mark.parametrize("name", SHARDING)
-def test_checkpoints_are_those_of_all_reduce(name):
+def test_checkpoints_are_those_of_all_reduce_also_with_another_number_of_ranks(name):
     """AdamW's state, weights, averages; with clipping, and an evaluation within the training."""
     assert_equal_results(fresh(), name, "all_reduce")
-
-
-@pytest.mark.parametrize("name", SHARDING)
-def test_three_ranks_resume_from_a_checkpoint_of_two(name):
-    """Those of all_reduce with the strategy, and the strategy's with all_reduce."""
     for key in (f"{name} from all_reduce", f"all_reduce from {name}"):
         assert_equal_results(resumed(), key, "all_reduce from all_reduce")
-
-
-# --- Messages and layers ---
 
 
 def conv_net():
@@ -172,8 +123,7 @@ def conv_net():
 def messages(rank):
     """Return kind, bytes and sent bytes of the messages of a step, after another one."""
     model, batch = conv_net(), (torch.randn(4, 3, 4, 4), torch.tensor([0, 1, 2, 0]))
-    engine = TrainingEngine(model, "cpu", distributed=True, sync="fsdp")
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    engine = prepared(model, "fsdp")
     for recorder in (MessageRecorder(), MessageRecorder()):
         with recorder:
             engine.train_step([batch], global_samples=4 * engine.world.size)
@@ -209,17 +159,13 @@ def test_a_layer_is_what_can_be_gathered_by_itself():
     assert layers(model[0]) == []  # the whole model is gathered as one
 
 
-# --- What they refuse ---
-
-
 def refused(rank, kind):
     model = Switching()
     model.use_extra = kind == "branches" and rank == 0
     if kind == "compiled":
         model.compile()
-    engine = TrainingEngine(model, "cpu", distributed=True, sync="fsdp")
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
-    engine.train_step([(torch.randn(2, 4), torch.tensor([0, 1]))], global_samples=4)
+    batch = (torch.randn(2, 4), torch.tensor([0, 1]))
+    prepared(model, "fsdp").train_step([batch], global_samples=4)
 
 
 @pytest.mark.parametrize(

@@ -16,27 +16,11 @@ from common.sync import STRATEGIES, build_message_plan_from, build_sync
 from common.sync.bucketing import MIB, assign_buckets, bucket_sizes
 from common.sync.message_cost import GradientSize, tree_children
 from tests.helpers import run_ranks
-from tests.helpers.strategies import Mixed
+from tests.helpers.strategies import Mixed, Odd
 
 RANKS = [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))]
 BY_MESSAGES = ("tree", "ring", "halving_doubling")
 """Their operations describe the longest path; the messages of a rank differ."""
-
-
-class Odd(nn.Module):
-    """A channels_last model whose sizes no world size divides.
-
-    PowerSGD compresses some of its matrices, but not all.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 37, 3, padding=1)
-        self.hidden, self.head = nn.Linear(37, 61), nn.Linear(61, 3)
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, images):
-        return self.head(torch.relu(self.hidden(torch.relu(self.conv(images)).mean(dim=(2, 3)))))
 
 
 class Tiny(nn.Module):
@@ -66,10 +50,7 @@ CASES = [(name, {}) for name in STRATEGIES if name not in ("none", "fsdp")] + [
 
 
 def recorded(rank, sync, model):
-    """Train until the messages repeat.
-
-    Returns (kind, bytes, bytes sent) of each message of one period.
-    """
+    """Return kind, bytes and sent bytes of each message of one period, once they repeat."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     training = sync.prepare(model, optimizer)
     generator = torch.Generator().manual_seed(rank)
@@ -101,14 +82,8 @@ def every_case(rank):
     return found
 
 
-Messages = list[tuple[str, int]]
-
-
 def split_rings(messages, size):
-    """Return the reduce_scatters that threads send as rings of messages, and the other messages.
-
-    Each ring is N-1 sends and as many receives of an N-th; the threads' order is not defined.
-    """
+    """Return the reduce_scatters that threads send as rings, in any order, and other messages."""
     sent, received = (
         sorted(("reduce_scatter", size * nbytes) for kind, nbytes in messages if kind == end)
         for end in ("send", "recv")
@@ -116,7 +91,7 @@ def split_rings(messages, size):
     others = [one for one in messages if one[0] not in ("send", "recv")]
     assert sent == received
     counted = Counter(sent)
-    assert all(count % (size - 1) == 0 for count in counted.values())
+    assert all(count % (size - 1) == 0 for count in counted.values()), "a ring has N-1 sends"
     return sorted(one for one in counted for _ in range(counted[one] // (size - 1))), others
 
 
@@ -188,10 +163,7 @@ BUCKETS = {None: [9.5, 27.2, 0.3], 25: [28.3, 8.6], 4.5: None}
 
 
 def torchs_buckets(rank):
-    """Return the sizes of torch's own buckets and the indices of their parameters.
-
-    torch reports them from the third step.
-    """
+    """Return the sizes of torch's own buckets, reported from step 3, and their parameters."""
     found = {}
     for bucket_mb in BUCKETS:
         sync, model = build_sync("ddp", bucket_mb=bucket_mb), build_model("vgg11", 10)

@@ -1,7 +1,4 @@
-"""Edge cases of the exact strategies: accumulation, types, lengths, and hooks.
-
-The lengths include those that no world size divides. Hooks must disappear when an engine closes.
-"""
+"""Edge cases of the exact strategies: lengths, types, hooks that must go, and buffers."""
 
 import copy
 from itertools import pairwise
@@ -14,40 +11,29 @@ from torch import nn
 from common.errors import UserError
 from common.profiling.comm_trace import MessageRecorder
 from common.sync import build_sync
-from common.training_engine import TrainingEngine
 from common.utils.hashing import digest
 from lab.proofs.equivalence import parameter_errors
 from tests.helpers import RankError, run_ranks
+from tests.helpers.engines import prepared, sgd
 from tests.helpers.strategies import EXACT, Deep, Mixed
-
-# --- All-reduce algorithms ---
 
 
 def sums(rank, lengths):
-    """Return the algorithms and lengths with a wrong sum.
-
-    The values are whole numbers, so the sum must be right to the bit.
-    """
-    wrong = []
+    """Compare sums of whole numbers, which must be right to the bit."""
     for length in lengths:
         for name in ("gather_scatter_flat", "tree", "ring", "halving_doubling"):
             total = torch.arange(length, dtype=torch.float64) * (rank + 1) + rank
             expected = total.clone()
             dist.all_reduce(expected)
             build_sync(name).sum_over_ranks(total)
-            if not torch.equal(total, expected):
-                wrong.append(f"{name} of {length}")
-    return wrong
+            assert torch.equal(total, expected), f"{name} of {length}"
 
 
 @pytest.mark.parametrize(
     "size", [1, 2, 3, 4, 7, *(pytest.param(size, marks=pytest.mark.slow) for size in (5, 6, 8, 9))]
 )
 def test_any_length_is_summed_over_any_number_of_ranks(size):
-    assert run_ranks(size, sums, [0, 1, 2, 3, 5, 7, 8, 13, 64, 101]) == [[]] * size
-
-
-# --- Whole steps ---
+    run_ranks(size, sums, [0, 1, 2, 3, 5, 7, 8, 13, 64, 101])
 
 
 def drawn(*shape, seed, dtype=torch.float32):
@@ -71,25 +57,17 @@ def mixed_types(rank):
             sync.after_step(model)
         sync.sync_replicas(model)
         sync.close()
-        found[name] = [p.detach().double().numpy() for p in model.parameters()]
-    return found
+        found[name] = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    for name in EXACT:
+        torch.testing.assert_close(found[name], found["all_reduce"], rtol=0, atol=1e-6, msg=name)
 
 
 def test_parameters_of_two_types():
-    for found in run_ranks(2, mixed_types):
-        for name in EXACT:
-            for ours, theirs in zip(found[name], found["all_reduce"], strict=True):
-                assert abs(ours - theirs).max() <= 1e-6, name
-
-
-# --- overlapped ---
+    run_ranks(2, mixed_types)
 
 
 def order_of_events(rank):
-    """Return the order of gradients (by layer) and messages (by bucket) in several steps.
-
-    These are the first step, the second, one with accumulation, and one after close().
-    """
+    """Compare the order of gradients (by layer) and messages (by bucket) in several steps."""
     model, events = Deep(), []
     sync = build_sync("overlapped", bucket_mb=1)
     sync.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -102,8 +80,7 @@ def order_of_events(rank):
             return result
 
     def step(parts=1):
-        for p in model.parameters():
-            p.grad = None
+        model.zero_grad(set_to_none=True)
         for _ in range(parts - 1):
             with sync.no_sync():
                 model(torch.ones(2, 512)).sum().backward()
@@ -120,33 +97,28 @@ def order_of_events(rank):
 
     for index, p in enumerate(model.parameters()):
         p.register_hook(lambda _gradient, index=index: events.append(f"gradient {index}"))
-    first, second, accumulated = told(), told(), told(parts=2)
+    gradients = [f"gradient {i}" for i in (3, 2, 1, 0)]
+    messages = [f"all_reduce {i}" for i in range(5)]
+    pairs = zip(gradients, messages[:4], strict=True)
+    overlapped = [event for pair in pairs for event in pair] + ["backward ends"]
+    # The first message agrees on the gradients.
+    assert told() == [*gradients, "backward ends", *messages]
+    assert told() == overlapped
+    assert told(parts=2) == [*gradients, "part", *overlapped]
     sync.close()
     step()
     with Teller():
         events.clear()
         model(torch.ones(2, 512)).sum().backward()
-    return {"first": first, "second": second, "accumulated": accumulated, "closed": list(events)}
+    assert events == gradients
 
 
 def test_overlapped_sends_a_bucket_before_the_next_gradient_is_there():
-    gradients = [f"gradient {i}" for i in (3, 2, 1, 0)]
-    messages = [f"all_reduce {i}" for i in range(5)]
-    pairs = zip(gradients, messages[:4], strict=True)
-    overlapped = [event for pair in pairs for event in pair] + ["backward ends"]
-    for found in run_ranks(2, order_of_events):
-        # The first message agrees on the gradients.
-        assert found["first"] == [*gradients, "backward ends", *messages]
-        assert found["second"] == overlapped
-        assert found["accumulated"] == [*gradients, "part", *overlapped]
-        assert found["closed"] == gradients
+    run_ranks(2, order_of_events)
 
 
 def engines_in_turn(rank):
-    """Train one model with several engines in turn; return its error and a digest.
-
-    Each engine prepares twice. The reference uses all_reduce throughout.
-    """
+    """Train one model with engines that prepare twice; compare with all_reduce throughout."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(288, 4)).double()
     other = copy.deepcopy(model)
@@ -157,9 +129,8 @@ def engines_in_turn(rank):
     several = ("overlapped", "sharded", "ring", "overlapped", "ddp_zero1")
     for trained, ways in ((model, several), (other, ("all_reduce",) * len(several))):
         for way in ways:
-            engine = TrainingEngine(trained, "cpu", distributed=True, sync=way)
-            for _ in range(2):
-                engine.prepare(torch.optim.SGD(trained.parameters(), lr=0.1), nn.CrossEntropyLoss())
+            engine = prepared(trained, way)
+            engine.prepare(sgd(trained), nn.CrossEntropyLoss())
             engine.train_epoch(batches, epoch=1)
             engine.close()
     return max(parameter_errors(model, other).values()), digest(model.state_dict())
@@ -175,12 +146,11 @@ def two_backward_passes(rank):
     model = Deep()
     sync = build_sync("overlapped")
     sync.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    model(torch.ones(2, 512)).sum().backward()
-    sync.synchronize(model)
-    for p in model.parameters():
-        p.grad = None
-    model(torch.ones(2, 512)).sum().backward()
-    model(torch.ones(2, 512)).sum().backward()
+    for passes in (1, 2):
+        model.zero_grad(set_to_none=True)
+        for _ in range(passes):
+            model(torch.ones(2, 512)).sum().backward()
+        sync.synchronize(model)
 
 
 def test_a_second_backward_pass_in_a_step_is_an_error_in_place_of_a_wrong_sum():
@@ -190,11 +160,6 @@ def test_a_second_backward_pass_in_a_step_is_an_error_in_place_of_a_wrong_sum():
 
 
 def flat_gradients(rank, name):
-    """Return five checks of the gradients; True if each holds.
-
-    They keep their addresses from step to step, share one storage, have the parameters' strides,
-    leave no gap, and are finite.
-    """
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(72, 2)).to(
         memory_format=torch.channels_last
     )
@@ -208,13 +173,11 @@ def flat_gradients(rank, name):
         gradients = [p.grad for p in model.parameters()]
         places.append([(g.untyped_storage().data_ptr(), g.storage_offset()) for g in gradients])
     offsets = sorted((g.storage_offset(), g.numel()) for g in gradients)
-    return [
-        places[0] == places[1],
-        len({storage for storage, _ in places[0]}) == 1,
-        all(p.grad.stride() == p.stride() for p in model.parameters()),
-        all(begin + n == after for (begin, n), (after, _) in pairwise(offsets)),
-        all(bool(g.isfinite().all()) for g in gradients),
-    ]
+    assert places[0] == places[1], "they keep their addresses from step to step"
+    assert len({storage for storage, _ in places[0]}) == 1, "they share one storage"
+    assert all(p.grad.stride() == p.stride() for p in model.parameters())
+    assert all(begin + n == after for (begin, n), (after, _) in pairwise(offsets)), "a gap"
+    assert all(bool(g.isfinite().all()) for g in gradients)
 
 
 @pytest.mark.parametrize(
@@ -222,4 +185,4 @@ def flat_gradients(rank, name):
     ["all_reduce_flat", "gather_scatter_flat", "tree", "ring", "halving_doubling", "overlapped"],
 )
 def test_gradients_become_views_of_a_buffer_that_is_kept(name):
-    assert run_ranks(1, flat_gradients, name)[0] == [True] * 5
+    run_ranks(1, flat_gradients, name)

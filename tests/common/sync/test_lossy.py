@@ -14,20 +14,8 @@ from common.sync.topk import largest
 from common.training_engine import TrainingEngine
 from common.utils.hashing import digest
 from tests.helpers import run_ranks
+from tests.helpers.engines import prepared, sgd
 from tests.helpers.strategies import DISTRIBUTED
-
-
-class Net(nn.Module):
-    """(batch, 24) to (batch, 3), with matrices that PowerSGD compresses at rank 1 or 2."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 3)
-        )
-
-    def forward(self, inputs):
-        return self.body(inputs)
 
 
 def batch(rank, step, *, dtype=torch.float64):
@@ -38,8 +26,10 @@ def batch(rank, step, *, dtype=torch.float64):
 
 
 def new_net(dtype=torch.float64):
+    """Return a model with matrices that PowerSGD compresses at rank 1 or 2."""
     torch.manual_seed(5)
-    return Net().to(dtype)
+    layers = (nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 3))
+    return nn.Sequential(*layers).to(dtype)
 
 
 def loss_of(model, data):
@@ -54,21 +44,10 @@ def difference(model, other):
     return np.abs(flat(list(model.parameters())) - flat(list(other.parameters()))).max()
 
 
-def steps_of(
-    rank,
-    sync,
-    count,
-    *,
-    errors=None,
-    dtype=torch.float64,
-):
-    """Train; return the gradients and errors of each step.
-
-    These are this rank's own gradient, the gradient after the exchange, and the strategy's errors
-    before and after.
-    """
+def steps_of(rank, sync, count, *, errors=None, dtype=torch.float64):
+    """Train; return each step's own and exchanged gradient, and the errors before and after it."""
     model, found = new_net(dtype), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    optimizer = sgd(model, lr=0.2, momentum=0.9)
     training = sync.prepare(model, optimizer)
     for step in range(count):
         data = batch(rank, step, dtype=dtype)
@@ -90,23 +69,25 @@ def steps_of(
     return found
 
 
-# --- topk ---
+def topk_steps(rank):
+    """Return the steps with a tenth of the entries, and with all."""
 
+    def steps(ratio):
+        def residual():
+            kept = sync.state_dict()["residuals"]
+            return kept[0].numpy() if kept else np.zeros(1)
 
-def topk_steps(rank, ratio):
-    sync = build_sync("topk", topk_ratio=ratio)
+        sync = build_sync("topk", topk_ratio=ratio)
+        return steps_of(rank, sync, 5, errors=residual)
 
-    def residual():
-        kept = sync.state_dict()["residuals"]
-        return kept[0].numpy() if kept else np.zeros(1)
-
-    return steps_of(rank, sync, 5, errors=residual)
+    return steps(0.1), steps(1.0)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_topk_loses_no_gradient_and_sends_the_largest(size):
-    results = run_ranks(size, topk_steps, 0.1)
-    entries = sum(p.numel() for p in Net().parameters())
+    """With all entries it is all_reduce."""
+    results, whole = zip(*run_ranks(size, topk_steps), strict=True)
+    entries = sum(p.numel() for p in new_net().parameters())
     for step in range(5):
         now = [one[step] for one in results]
         before = sum(one["before"] + one["own"] for one in now)
@@ -117,6 +98,8 @@ def test_topk_loses_no_gradient_and_sends_the_largest(size):
             total, sent = one["before"] + one["own"], one["after"] == 0
             assert sent.sum() == -(-entries // 10)
             assert np.abs(total[sent]).min() >= np.abs(total[~sent]).max()
+            exact = sum(other[step]["own"] for other in whole) / size
+            np.testing.assert_allclose(whole[0][step]["mean"], exact, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "zeros", "sorted", "not finite"])
@@ -136,16 +119,6 @@ def test_the_largest_of_a_long_vector_are_found(kind):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_topk_of_all_entries_is_all_reduce():
-    for step in zip(*run_ranks(3, topk_steps, 1.0), strict=True):
-        for one in step:
-            mean = sum(other["own"] for other in step) / 3
-            np.testing.assert_allclose(one["mean"], mean, rtol=0, atol=1e-15)
-
-
-# --- DDP's hooks ---
-
-
 def fp16_steps(rank):
     return steps_of(rank, build_sync("ddp_fp16"), 4, dtype=torch.float32)
 
@@ -163,7 +136,7 @@ def test_fp16_is_within_its_rounding_of_the_exact_mean():
 
 def powersgd_steps(rank, powersgd_rank, count):
     sync = build_sync("ddp_powersgd", powersgd_rank=powersgd_rank)
-    names = [name for name, _ in Net().named_parameters()]
+    names = [name for name, _ in new_net().named_parameters()]
 
     def errors():
         kept = sync.state_dict()["errors"]
@@ -185,20 +158,14 @@ def test_powersgd_loses_no_gradient(size):
         assert difference < 1e-15 if step < 2 else difference > 1e-3, "compresses from step 3 on"
 
 
-# --- local_sgd ---
-
-
 def local_sgd_beside_a_simulation(rank, size, period):
-    """Train eight steps with the strategy, and simulate all ranks in this process.
-
-    Return the differences, the weights after each step, and digests.
-    """
+    """Train eight steps with the strategy, and simulate all ranks in this process."""
     sync = build_sync("local_sgd", averaging_period=period)
     model = new_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    optimizer = sgd(model, lr=0.2, momentum=0.9)
     sync.prepare(model, optimizer)
     models = [new_net() for _ in range(size)]
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.2, momentum=0.9) for one in models]
+    optimizers = [sgd(one, lr=0.2, momentum=0.9) for one in models]
     error, differ = 0.0, []
     for step in range(8):
         simulated = zip(models, optimizers, range(size), strict=True)
@@ -213,6 +180,7 @@ def local_sgd_beside_a_simulation(rank, size, period):
             spread_mean(models)
         error = max(error, difference(model, models[rank]))
         differ.append(flat(list(model.parameters())).tobytes())
+    assert error < 1e-12
     momenta = [
         flat([its.state[p]["momentum_buffer"] for p in one.parameters()])
         for one, its in zip(models, optimizers, strict=True)
@@ -221,15 +189,11 @@ def local_sgd_beside_a_simulation(rank, size, period):
     sync.sync_replicas(model)
     synced = digest([model.state_dict(), optimizer.state_dict()])
     sync.sync_replicas(model)
+    assert digest([model.state_dict(), optimizer.state_dict()]) == synced, "a second call"
+    assert difference(model, models[0]) < 1e-12
     mine = flat([optimizer.state[p]["momentum_buffer"] for p in model.parameters()])
-    return {
-        "error": error,
-        "bits": differ,
-        "synced": synced,
-        "again": digest([model.state_dict(), optimizer.state_dict()]),
-        "weights": difference(model, models[0]),
-        "momentum": np.abs(mine - sum(momenta) / size).max(),
-    }
+    assert np.abs(mine - sum(momenta) / size).max() < 1e-12
+    return synced, differ
 
 
 @torch.no_grad()
@@ -242,32 +206,23 @@ def spread_mean(models):
 
 @pytest.mark.parametrize("period", [1, 3, 4])
 def test_local_sgd_is_plain_training_between_two_averages(period):
-    results = run_ranks(3, local_sgd_beside_a_simulation, 3, period)
-    assert max(max(one["error"], one["weights"], one["momentum"]) for one in results) < 1e-12
-    assert len({one["synced"] for one in results}) == 1, "weights or momentum differ"
-    assert all(one["again"] == one["synced"] for one in results), "a second call changes something"
-    alike = [len({one["bits"][step] for one in results}) == 1 for step in range(8)]
+    synced, bits = zip(*run_ranks(3, local_sgd_beside_a_simulation, 3, period), strict=True)
+    assert len(set(synced)) == 1, "weights or momentum differ"
+    alike = [len(set(step)) == 1 for step in zip(*bits, strict=True)]
     assert alike == [(step + 1) % period == 0 for step in range(8)]
 
 
 def one_rank_overflows(rank):
-    engine = TrainingEngine(model := new_net(), "cpu", distributed=True, sync="local_sgd")
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    engine = prepared(new_net(), "local_sgd")
     batches = [batch(rank, step) for step in range(8)]
     batches[2][0].mul_(float("nan") if rank == 1 else 1)
-    try:
+    told = "not finite in epoch 1, step 3: loss nan on rank 1"
+    with pytest.raises(GroupError, match=told):
         engine.train_epoch(batches, epoch=1, log_every=100)
-    except GroupError as error:
-        return str(error)
-    return "went on"
 
 
 def test_local_sgd_agrees_on_an_overflow_that_one_rank_sees():
-    told = run_ranks(2, one_rank_overflows, timeout_seconds=30)
-    assert all("not finite in epoch 1, step 3: loss nan on rank 1" in one for one in told), told
-
-
-# --- All strategies ---
+    run_ranks(2, one_rank_overflows, timeout_seconds=30)
 
 
 def train_epoch(engine, rank, first):
@@ -277,18 +232,13 @@ def train_epoch(engine, rank, first):
 
 def new_engine(name):
     options = {"topk": {"topk_ratio": 0.05}, "local_sgd": {"averaging_period": 2}}.get(name, {})
-    sync, model = build_sync(name, **options), new_net()
-    engine = TrainingEngine(model, "cpu", distributed=True, sync=sync)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    engine.prepare(optimizer, nn.CrossEntropyLoss())
-    return engine, model, optimizer
+    model = new_net()
+    optimizer = sgd(model, lr=0.2, momentum=0.9)
+    return prepared(model, build_sync(name, **options), optimizer=optimizer), model, optimizer
 
 
 def resumed_and_not(rank):
-    """Return digests after nine steps: without a break, and resumed after steps 3 and 6.
-
-    A new engine resumes each time.
-    """
+    """Return digests after nine steps: whole, and resumed by a new engine after steps 3 and 6."""
     found = {}
     for name in DISTRIBUTED:
         engine, model, optimizer = new_engine(name)
@@ -298,8 +248,7 @@ def resumed_and_not(rank):
             content = io.BytesIO()
             torch.save(engine.state(epoch=1, loss=0.0), content)
             saved.append(content.getvalue())
-        whole = digest([model.state_dict(), optimizer.state_dict()])
-        ends = []
+        found[name] = digest([model.state_dict(), optimizer.state_dict()])
         for begin in (1, 2):
             again, model, optimizer = new_engine(name)
             entries = torch.load(io.BytesIO(saved[begin - 1]), weights_only=True)
@@ -309,47 +258,42 @@ def resumed_and_not(rank):
             for first in range(3 * begin, 9, 3):
                 train_epoch(again, rank, first)
             again.close()
-            ends.append(digest([model.state_dict(), optimizer.state_dict()]))
+            resumed = digest([model.state_dict(), optimizer.state_dict()])
+            assert resumed == found[name], f"{name}: resumed otherwise"
         engine.close()
-        found[name] = (whole, *ends)
     return found
 
 
 def test_a_resume_through_the_checkpoint_equals_the_undisturbed_training():
-    results = run_ranks(2, resumed_and_not)
-    for name in DISTRIBUTED:
-        assert len(set(results[0][name])) == 1, f"{name}: resumed otherwise"
-        assert results[0][name] == results[1][name], f"{name}: the ranks differ"
+    first, second = run_ranks(2, resumed_and_not)
+    assert first == second, "the ranks differ"
 
 
 def refusals(rank):
-    told = []
-    for name, settings in [
-        ("topk", {"amp_dtype": torch.float16}),
-        ("ddp_fp16", {"amp_dtype": torch.float16}),
-        ("local_sgd", {"use_ema": True}),
+    def engine(name, **settings):
+        return TrainingEngine(new_net(), "cpu", distributed=True, sync=name, **settings)
+
+    for name, settings, words in [
+        ("topk", {"amp_dtype": torch.float16}, "--amp-dtype bf16"),
+        ("ddp_fp16", {"amp_dtype": torch.float16}, "--amp-dtype bf16"),
+        ("local_sgd", {"use_ema": True}, "leave out --ema"),
     ]:
-        with pytest.raises(UserError) as error:
-            TrainingEngine(new_net(), "cpu", distributed=True, sync=name, **settings)
-        told.append(str(error.value))
-    bf16 = {"amp_dtype": torch.bfloat16, "use_ema": True}
-    TrainingEngine(new_net(), "cpu", distributed=True, sync="topk", **bf16)
+        with pytest.raises(UserError, match=words):
+            engine(name, **settings)
+    engine("topk", amp_dtype=torch.bfloat16, use_ema=True)
     with mock.patch("common.training_engine.engine.choose_amp", return_value=(None, "")) as chosen:
         for name in ("ddp", "ddp_fp16", "topk"):
-            TrainingEngine(new_net(), "cpu", distributed=True, sync=name, use_amp=True)
-    return told + [call.kwargs["exact"] for call in chosen.call_args_list]
+            engine(name, use_amp=True)
+    return [call.kwargs["exact"] for call in chosen.call_args_list]
 
 
 def test_loss_scaling_and_moving_averages_are_refused_where_they_would_go_wrong():
-    *told, ddp, fp16, topk = run_ranks(1, refusals)[0]
-    assert all("--amp-dtype bf16" in one for one in told[:2])
-    assert "leave out --ema" in told[2]
-    assert (ddp, fp16, topk) == (True, False, False)  # what the choice of a type for AMP is told
+    # what the choice of a type for AMP is told of ddp, ddp_fp16 and topk
+    assert run_ranks(1, refusals) == [[True, False, False]]
 
 
 def altered_states(rank):
-    """Return what resuming from states of other shapes says, before any step."""
-    told = []
+    """Resume from states of other shapes, before any step."""
     for name, alter in [
         ("topk", lambda state: state["residuals"].append(torch.ones(1))),
         ("topk", lambda state: state.update(residuals=[torch.ones(2, 2)])),
@@ -363,18 +307,15 @@ def altered_states(rank):
         entries = engine.state(epoch=1, loss=0.0)
         engine.load_state(entries)
         alter(entries["sync_state_dicts"][rank])
-        with pytest.raises(UserError) as error:
+        told = "to resume from holds the state of another.*give the flags that it was trained with"
+        with pytest.raises(UserError, match=told):
             engine.load_state(entries)
-        told.append(str(error.value))
         engine.close()
-    return told
 
 
 @pytest.mark.slow
 def test_a_state_of_other_shapes_is_refused_before_the_first_step():
-    for told in run_ranks(1, altered_states)[0]:
-        assert "to resume from holds the state of another" in told
-        assert "give the flags that it was trained with" in told
+    run_ranks(1, altered_states)
 
 
 @pytest.mark.parametrize(

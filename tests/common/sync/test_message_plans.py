@@ -5,13 +5,7 @@ from itertools import accumulate
 import pytest
 
 from common.models import build_model
-from common.sync import (
-    STRATEGIES,
-    build_message_plan_from,
-    build_sync,
-    plan_class,
-    strategy_class,
-)
+from common.sync import STRATEGIES, build_message_plan_from, build_sync, plan_class, strategy_class
 from common.sync.base import GradientSync
 from common.sync.message_cost import GradientSize, Operation
 from common.sync.message_plans import MessagePlan
@@ -74,10 +68,9 @@ class Own(GradientSync):
 
 
 class Silent(GradientSync):
-    """A strategy that does not."""
+    """One that does not, and does not call the base class, as users write it."""
 
-    def __init__(self):
-        """Without a call of the base class, as users write it."""
+    def __init__(self): ...
 
 
 def test_an_own_strategy_has_a_plan_if_it_gives_one(monkeypatch):

@@ -1,21 +1,20 @@
 """Every exact strategy equals one process on the whole batch, after every step.
 
 The harness is lab/proofs/equivalence.py; tests/lab/proofs/test_proofs.py shows that it can fail.
-Other tests here break the contract and expect an error. tests/common/sync/test_lossy.py covers the
-other strategies.
 """
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from common.errors import UserError
-from common.training_engine import TrainingEngine
 from lab.proofs import Case, check_equivalence, check_group
 from tests.helpers import RankError, run_ranks
-from tests.helpers.strategies import ANY_LAYERS
+from tests.helpers.engines import prepared
+from tests.helpers.strategies import EXACT, Switching
 
 TYPES = {"float64": Case(), "float32": Case(dtype=torch.float32, channels_last=True)}
 SIZES = [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4, 5, 6))]
@@ -28,17 +27,23 @@ OTHER_CASES = {
 }
 
 
+def jobs(cases):
+    """Return what to compare, by strategy and case; fsdp wants the same layers on all ranks."""
+    return {
+        f"{name}-{kind}": (name, replace(case, unused=case.unused and name != "fsdp"))
+        for name in EXACT
+        for kind, case in cases.items()
+    }
+
+
 @functools.cache
 def compared(size):
     """Return the result of each strategy and type, computed once for all tests."""
-    return check_group(
-        {f"{name}-{kind}": (name, case) for name in ANY_LAYERS for kind, case in TYPES.items()},
-        size,
-    )
+    return check_group(jobs(TYPES), size)
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("name", ANY_LAYERS)
+@pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("size", SIZES)
 def test_equals_one_process_after_every_step(size, name, kind):
     found = compared(size)[f"{name}-{kind}"]
@@ -49,8 +54,7 @@ def test_equals_one_process_after_every_step(size, name, kind):
 @pytest.mark.parametrize("kind", OTHER_CASES)
 def test_other_cases_equal_one_process(kind):
     """On two ranks: some micro-batches are empty, and clipping cuts the norm to a tenth."""
-    jobs = {name: (name, OTHER_CASES[kind]) for name in ANY_LAYERS}
-    for name, found in check_group(jobs, 2).items():
+    for name, found in check_group(jobs({kind: OTHER_CASES[kind]}), 2).items():
         assert found.first_wrong is None, f"{name}: {found}"
 
 
@@ -59,28 +63,11 @@ def test_none_equals_one_process():
     assert found.first_wrong is None, str(found)
 
 
-# --- Limits of the contract ---
-
-
-class Switching(nn.Module):
-    """A model that uses ``extra`` in some steps only."""
-
-    def __init__(self):
-        super().__init__()
-        self.base, self.extra, self.use_extra = nn.Linear(4, 2), nn.Linear(4, 2), False
-
-    def forward(self, inputs):
-        return self.base(inputs) + (self.extra(inputs) if self.use_extra else 0)
-
-
 def switches_in_second_step(rank, name):
     model = Switching()
-    engine = TrainingEngine(model, "cpu", distributed=True, sync=name)
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
-    inputs, labels = torch.randn(4, 4), torch.tensor([0, 1, 0, 1])
-    engine.train_step([(inputs, labels)], global_samples=8)
-    model.use_extra = True
-    engine.train_step([(inputs, labels)], global_samples=8)
+    engine, batch = prepared(model, name), (torch.randn(4, 4), torch.tensor([0, 1, 0, 1]))
+    for model.use_extra in (False, True):
+        engine.train_step([batch], global_samples=8)
 
 
 @pytest.mark.parametrize("name", ["gather_scatter", "all_reduce", "all_reduce_flat", "overlapped"])
@@ -91,10 +78,7 @@ def test_other_gradients_than_in_the_first_step_are_an_error_naming_them(name):
 
 
 def different_models(rank):
-    model = nn.Linear(4, 2 + rank)
-    TrainingEngine(model, "cpu", distributed=True, sync="all_reduce").prepare(
-        torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
-    )
+    prepared(nn.Linear(4, 2 + rank), "all_reduce")
 
 
 def test_different_models_are_refused_before_the_first_step():
@@ -104,8 +88,5 @@ def test_different_models_are_refused_before_the_first_step():
 
 
 def test_a_criterion_that_is_no_mean_is_refused():
-    model = nn.Linear(2, 2)
     with pytest.raises(UserError, match="reduction='sum'"):
-        TrainingEngine(model, "cpu").prepare(
-            torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(reduction="sum")
-        )
+        prepared(nn.Linear(2, 2), criterion=nn.CrossEntropyLoss(reduction="sum"))

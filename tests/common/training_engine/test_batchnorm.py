@@ -4,72 +4,49 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.models import build_model
-from common.training_engine import TrainingEngine
 from common.utils.hashing import digest
 from lab.proofs.equivalence import parameter_errors
 from tests.helpers import run_ranks
+from tests.helpers.engines import prepared
 from tests.helpers.strategies import EXACT, SGD
 
-Batch = tuple[Tensor, Tensor, tuple[int, ...]]
 SHARES = {2: [(3, 2), (2, 4), (3, 0)], 3: [(3, 2, 2), (2, 4, 3)]}  # once a rank has no samples
 
 
 def small(classes):
     """Return a model with two BatchNorm layers; VGG-11 has eight."""
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 3, stride=2),
-        nn.BatchNorm2d(6),
-        nn.Tanh(),
-        nn.Conv2d(6, 8, 3, stride=2),
-        nn.BatchNorm2d(8),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(392, classes),
-    )
+    first = nn.Conv2d(3, 6, 3, stride=2), nn.BatchNorm2d(6), nn.Tanh()
+    second = nn.Conv2d(6, 8, 3, stride=2), nn.BatchNorm2d(8), nn.Tanh()
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(392, classes))
 
 
 def vgg11(classes):
     return build_model("vgg11", classes)
 
 
-def shard_of(batch, rank):
-    """Return this rank's part of a global batch."""
-    images, labels, split = batch
-    begin = sum(split[:rank])
-    return images[begin : begin + split[rank]], labels[begin : begin + split[rank]]
-
-
 def errors_in_turn(rank, size, build, ways):
-    """Compare float64 training with one process that computes the shards in turn.
-
-    Each shard has its own BatchNorm. Return, by strategy, the errors of weights and statistics, the
-    statistics before the ranks agree on them, and a digest.
-    """
+    """Compare float64 training, by strategy, with one process that computes the shards in turn."""
     generator = torch.Generator().manual_seed(3)
-    batches = [
-        (
-            torch.randn(sum(split), 3, 32, 32, generator=generator, dtype=torch.float64),
-            torch.randint(0, 10, (sum(split),), generator=generator),
-            split,
-        )
-        for split in SHARES[size]
-    ]
+    batches = []  # of each step the shards, rank 0's first
+    for split in SHARES[size]:
+        images = torch.randn(sum(split), 3, 32, 32, generator=generator, dtype=torch.float64)
+        labels = torch.randint(0, 10, (sum(split),), generator=generator)
+        batches.append(list(zip(images.split(split), labels.split(split), strict=True)))
     torch.manual_seed(100)
     start = build(10).double()
-    shards = [
-        copy.deepcopy(start) for _ in range(size)
-    ]  # equal weights, separate running statistics
+    # equal weights, separate running statistics
+    shards = [copy.deepcopy(start) for _ in range(size)]
     optimizers = [torch.optim.SGD(shard.parameters(), **SGD) for shard in shards]
     for batch in batches:
-        for index, (shard, optimizer) in enumerate(zip(shards, optimizers, strict=True)):
-            images, labels = shard_of(batch, index)
+        samples = sum(len(labels) for _, labels in batch)
+        for shard, optimizer, (images, labels) in zip(shards, optimizers, batch, strict=True):
             optimizer.zero_grad()
             if len(labels):
                 loss = nn.functional.cross_entropy(shard(images), labels)
-                (loss * len(labels) / len(batch[1])).backward()
+                (loss * len(labels) / samples).backward()
         for parameters in zip(*(shard.parameters() for shard in shards), strict=True):
             total = sum(p.grad for p in parameters if p.grad is not None)
             for parameter in parameters:
@@ -90,38 +67,29 @@ def errors_in_turn(rank, size, build, ways):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter *= 1 + rank  # initial weights differ from rank 0's
-        engine = TrainingEngine(model, "cpu", distributed=True, sync=name)
-        engine.prepare(torch.optim.SGD(model.parameters(), **SGD), nn.CrossEntropyLoss())
-        engine.train_epoch([shard_of(batch, rank) for batch in batches], epoch=1)
+        engine = prepared(model, name, optimizer=torch.optim.SGD(model.parameters(), **SGD))
+        engine.train_epoch([batch[rank] for batch in batches], epoch=1)
         own = model.state_dict()[next(iter(expected))].clone()
         engine.agree_on_buffers()
         engine.close()
         state = model.state_dict()
-        results[name] = {
-            "weights": max(parameter_errors(model, shards[0], floor=1e-3).values()),
-            "statistics": max(
-                float((state[key] - value).norm() / value.norm()) for key, value in expected.items()
-            ),
-            "before": own.numpy(),
-            "digest": digest(state),
-        }
+        assert max(parameter_errors(model, shards[0], floor=1e-3).values()) <= 1e-9, name
+        off = max(
+            float((state[key] - value).norm() / value.norm()) for key, value in expected.items()
+        )
+        assert off <= 1e-9, (
+            f"{name}: running statistics differ from those of the shards in turn by {off:.1e}"
+        )
+        results[name] = digest(own), digest(state)
     return results
 
 
 def assert_equal_to_shards_in_turn(size, build, ways):
     results = run_ranks(size, errors_in_turn, size, build, ways)
     for name in ways:
-        assert max(one[name]["weights"] for one in results) <= 1e-9, name
-        off = max(one[name]["statistics"] for one in results)
-        assert off <= 1e-9, (
-            f"{name}: running statistics differ from those of the shards in turn by {off:.1e}"
-        )
-        assert len({one[name]["digest"] for one in results}) == 1, (
-            f"{name}: weights or buffers differ between ranks"
-        )
-        assert len({one[name]["before"].tobytes() for one in results}) == size, (
-            "each rank has statistics of its own before"
-        )
+        before, after = (len({one[name][index] for one in results}) for index in (0, 1))
+        assert before == size, "each rank has statistics of its own before"
+        assert after == 1, f"{name}: weights or buffers differ between ranks"
 
 
 def test_running_statistics_are_the_mean_over_all_samples():

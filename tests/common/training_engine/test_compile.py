@@ -5,20 +5,15 @@ import torch
 from torch import nn
 
 from common.errors import UserError
-from common.training_engine import TrainingEngine, predict
+from common.training_engine import predict
+from tests.helpers.engines import prepared
 
 
-class Data:
-    """Six batches of 8, and a last one of 5."""
-
-    def __len__(self):
-        return 7
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(1)
-        for size in [8] * 6 + [5]:
-            inputs = torch.randn(size, 3, 8, 8, generator=generator)
-            yield inputs, inputs.mean(dim=(1, 2, 3)).gt(0).long()
+def data():
+    """Return six batches of 8, and a last one of 5."""
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(size, 3, 8, 8, generator=generator) for size in [8] * 6 + [5]]
+    return [(inputs, inputs.mean(dim=(1, 2, 3)).gt(0).long()) for inputs in batches]
 
 
 def network():
@@ -31,10 +26,9 @@ def test_a_model_of_which_nothing_was_compiled_is_named(monkeypatch):
     """torch 2.11 compiles nothing of a bare nn.Sequential, and says nothing."""
     model = network()
     monkeypatch.setattr(model, "compile", lambda dynamic: None)
-    engine = TrainingEngine(model, "cpu", compile_model=True)
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    engine = prepared(model, compile_model=True)
     with pytest.warns(UserWarning, match="compiled nothing of this model"):
-        engine.train_epoch(Data(), epoch=1)
+        engine.train_epoch(data(), epoch=1)
     engine.close()
 
 
@@ -48,10 +42,9 @@ def test_a_model_that_cannot_be_compiled_ends_with_advice(monkeypatch):
         model._compiled_call_impl = forward
 
     monkeypatch.setattr(model, "compile", compile)
-    engine = TrainingEngine(model, "cpu", compile_model=True)
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    engine = prepared(model, compile_model=True)
     with pytest.raises(UserError, match=r"No working C\+\+ compiler found\): leave out --compile"):
-        engine.train_epoch(Data(), epoch=1)
+        engine.train_epoch(data(), epoch=1)
 
 
 class Network(nn.Module):
@@ -75,19 +68,16 @@ def test_a_compiled_training_equals_the_plain_one_and_its_time_is_apart():
         torch.manual_seed(0)
         graphs = counters["stats"]["unique_graphs"]
         model = Network().eval()  # training compiles, and trains, in training mode
-        engine = TrainingEngine(model, "cpu", compile_model=compiled)
-        engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
-        records = []
+        engine, records = prepared(model, compile_model=compiled), []
         try:
-            engine.train_epoch(Data(), epoch=1, seed=5, on_steps=records.extend)
+            engine.train_epoch(data(), epoch=1, seed=5, on_steps=records.extend)
         finally:
             engine.close()
         assert (engine.compile_seconds > 0) == compiled
         assert engine.compile_seconds == 0 or records[0].step_seconds < engine.compile_seconds / 2
-        predict(model, "cpu", nn.CrossEntropyLoss(), Data())
-        assert counters["stats"]["unique_graphs"] == graphs + compiled, (
-            "evaluation compiles nothing"
-        )
+        predict(model, "cpu", nn.CrossEntropyLoss(), data())
+        now = counters["stats"]["unique_graphs"]
+        assert now == graphs + compiled, "evaluation compiles nothing"
         weights.append(model.state_dict())
     assert list(weights[0]) == list(weights[1])
     for name, value in weights[0].items():

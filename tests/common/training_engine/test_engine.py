@@ -1,8 +1,4 @@
-"""TrainingEngine as a library: accumulation, EMA, validation, clipping, early stop, train().
-
-References are plain loops in one process, never the engine. Ranks are real Gloo processes on the
-CPU.
-"""
+"""TrainingEngine as a library; references are plain loops in one process, never the engine."""
 
 import copy
 import functools
@@ -11,14 +7,13 @@ import math
 import os
 import re
 import warnings
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -26,20 +21,15 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from common.checkpoint import load_checkpoint
 from common.distributed.process_group import current_world
 from common.errors import UserError
-from common.profiling.comm_trace import MessageRecorder
-from common.sync import STRATEGIES, is_exact
-from common.training_engine import (
-    Callback,
-    TrainingEngine,
-    batchnorm,
-    validate,
-)
+from common.profiling.comm_trace import Timeline
+from common.training_engine import Callback, TrainingEngine, batchnorm, validate
 from common.utils.hashing import digest
+from lab.proofs.equivalence import parameter_errors
 from tests.helpers import free_port, run_ranks
+from tests.helpers.engines import prepared, sgd
+from tests.helpers.strategies import EXACT
 
-DISTRIBUTED = [name for name in STRATEGIES if name != "none" and is_exact(name)]
 MOMENTUM = {"lr": 0.1, "momentum": 0.9}
-Batch = tuple[Tensor, Tensor]
 
 
 def small_model(seed=100):
@@ -53,16 +43,15 @@ def model_with_batchnorm(seed=100):
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
 
 
-def random_batch(count, generator):
-    return (
-        torch.randn(count, 4, generator=generator, dtype=torch.float64),
-        torch.randint(0, 3, (count,), generator=generator),
-    )
-
-
 def random_batches(counts, seed):
     generator = torch.Generator().manual_seed(seed)
-    return [random_batch(count, generator) for count in counts]
+    return [
+        (
+            torch.randn(count, 4, generator=generator, dtype=torch.float64),
+            torch.randint(0, 3, (count,), generator=generator),
+        )
+        for count in counts
+    ]
 
 
 def joined(batches):
@@ -70,28 +59,22 @@ def joined(batches):
     return torch.cat(inputs), torch.cat(labels)
 
 
-def relative_error(parameters, references):
-    """Return the largest error of a tensor relative to its reference, by norm."""
-    return max(
-        float((p - q).norm() / q.norm()) for p, q in zip(parameters, references, strict=True)
-    )
+def loss_and_accuracy(model, inputs, labels):
+    with torch.no_grad():
+        outputs = model(inputs)
+    right = int((outputs.argmax(dim=1) == labels).sum())
+    return float(nn.functional.cross_entropy(outputs, labels)), right / len(labels)
 
 
-def one_process(model, batches, **sgd):
-    """Run plain SGD on whole batches; yield the model after each step."""
-    optimizer = torch.optim.SGD(model.parameters(), **sgd)
+def one_process(model, batches):
+    """Train on whole batches in a plain loop; yield the model after each step."""
+    optimizer = torch.optim.SGD(model.parameters(), **MOMENTUM)
     for inputs, labels in batches:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
         yield model
 
-
-def parameters_of(model):
-    return [p.detach().clone() for p in model.parameters()]
-
-
-# --- Accumulation ---
 
 # Samples of each micro-batch, by world size and rank. Five is no multiple of two or three; rank 2
 # has an empty micro-batch.
@@ -101,77 +84,49 @@ MICRO_BATCHES = {
 }
 
 
-@contextmanager
-def counted_messages(engine):
-    """Count the gradient messages of all steps.
-
-    A strategy's first step starts with a message in which the ranks agree on what they exchange. It
-    does not count.
-    """
-    count, train_step = {"messages": 0}, engine.train_step
-
-    def counting(*arguments, **named):
-        with MessageRecorder() as recorder:
-            outcome = train_step(*arguments, **named)
-        kinds = [message["kind"] for message in recorder.messages]
-        if isinstance(engine.model, DistributedDataParallel):
-            # DDP broadcasts the new bucket order in its second step.
-            kinds = [kind for kind in kinds if kind != "broadcast"]
-        elif not count["messages"]:
-            kinds = kinds[1:]
-        count["messages"] += len(kinds)
-        return outcome
-
-    engine.train_step = counting
-    yield count
-
-
 def accumulate(rank, size, strategy, accumulation_steps):
-    """Return the error against one process, a digest and the message count of each step.
-
-    The result also has the samples of each optimiser step.
-    """
+    """Return each step's error against one process, digest, messages and samples."""
     counts = enumerate(MICRO_BATCHES[size])
     micro_batches = [random_batches(own, seed=index) for index, own in counts]
     windows = [
         joined([batch for own in micro_batches for batch in own[begin:][:accumulation_steps]])
         for begin in range(0, 5, accumulation_steps)
     ]
-    steps = one_process(small_model(), windows, **MOMENTUM)
-    references = [parameters_of(model) for model in steps]
+    references = [copy.deepcopy(model) for model in one_process(small_model(), windows)]
 
     model = small_model(100 + rank)
-    engine = TrainingEngine(
-        model, "cpu", distributed=True, sync=strategy, accumulation_steps=accumulation_steps
+    engine = prepared(
+        model, strategy, optimizer=sgd(model, **MOMENTUM), accumulation_steps=accumulation_steps
     )
-    engine.prepare(torch.optim.SGD(model.parameters(), **MOMENTUM), nn.CrossEntropyLoss())
-    found: dict[str, list] = {"errors": [], "digests": [], "messages": [], "samples": []}
-    with counted_messages(engine) as count:
+    engine.timeline = Timeline(1, len(windows))
+    found: dict[str, list] = {"errors": [], "digests": [], "samples": []}
 
-        def record(records):
-            found["samples"] += [record.local_samples for record in records]
+    def compare(step):
+        engine.sync.sync_replicas(model)
+        found["errors"].append(max(parameter_errors(model, references[step - 1]).values()))
+        found["digests"].append(digest(model.state_dict()))
 
-        def compare(_step):
-            engine.sync.sync_replicas(model)
-            found["errors"].append(
-                relative_error(parameters_of(model), references[len(found["errors"])])
-            )
-            found["digests"].append(digest(model.state_dict()))
-            found["messages"].append(count["messages"] - sum(found["messages"]))
-
-        result = engine.train_epoch(
-            micro_batches[rank], epoch=1, log_every=1, on_steps=record, after_step=compare
-        )
+    result = engine.train_epoch(
+        micro_batches[rank],
+        epoch=1,
+        log_every=1,
+        on_steps=lambda records: found["samples"].extend(one.local_samples for one in records),
+        after_step=compare,
+    )
     engine.close()
     assert result.samples == sum(MICRO_BATCHES[size][rank])
-    return found
+    kinds = [[one["kind"] for one in step["messages"]] for step in engine.timeline.steps.values()]
+    if isinstance(engine.model, DistributedDataParallel):
+        # DDP broadcasts the new bucket order in its second step.
+        kinds = [[kind for kind in step if kind != "broadcast"] for step in kinds]
+    else:  # the first step starts with a message in which the ranks agree on what they exchange
+        del kinds[0][0]
+    return found | {"messages": [len(step) for step in kinds]}
 
 
 def accumulate_all(rank, size):
     return {
-        (name, steps): accumulate(rank, size, name, steps)
-        for name in DISTRIBUTED
-        for steps in (1, 2, 3)
+        (name, steps): accumulate(rank, size, name, steps) for name in EXACT for steps in (1, 2, 3)
     }
 
 
@@ -182,7 +137,7 @@ def accumulated(size):
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2, 3])
-@pytest.mark.parametrize("name", DISTRIBUTED)
+@pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_accumulation_equals_one_process_on_the_whole_window(size, name, accumulation_steps):
     results = [one[name, accumulation_steps] for one in accumulated(size)]
@@ -197,7 +152,7 @@ def test_accumulation_equals_one_process_on_the_whole_window(size, name, accumul
 
 
 # fsdp reduces once, but gathers weights for every micro-batch.
-@pytest.mark.parametrize("name", [name for name in DISTRIBUTED if name != "fsdp"])
+@pytest.mark.parametrize("name", [name for name in EXACT if name != "fsdp"])
 def test_ranks_communicate_once_an_optimiser_step_however_many_micro_batches(name):
     one_step = accumulated(2)[0][name, 1]["messages"][0]
     assert one_step > 0
@@ -208,9 +163,6 @@ def test_ranks_communicate_once_an_optimiser_step_however_many_micro_batches(nam
             assert rank[name, steps]["messages"] == [one_step] * math.ceil(5 / steps), (
                 f"messages of a step with several micro-batches: {steps}"
             )
-
-
-# --- Averaged weights (EMA) ---
 
 
 def averages_by_hand(states, decay):
@@ -226,10 +178,8 @@ def averages_by_hand(states, decay):
 
 def test_the_average_is_the_formula_for_weights_and_buffers():
     model = model_with_batchnorm()
-    engine = TrainingEngine(model, "cpu", use_ema=True, ema_decay=0.4)
-    engine.prepare(torch.optim.SGD(model.parameters(), **MOMENTUM), nn.CrossEntropyLoss())
-    states: list[dict[str, Tensor]] = []
-    averages: list[dict[str, Tensor]] = []
+    engine = prepared(model, optimizer=sgd(model, **MOMENTUM), use_ema=True, ema_decay=0.4)
+    states, averages = [], []
 
     def note(_step):
         states.append(copy.deepcopy(model.state_dict()))
@@ -247,37 +197,9 @@ def test_the_average_is_the_formula_for_weights_and_buffers():
     assert int(averages[-1]["1.num_batches_tracked"]) == 12, "a count is copied, not averaged"
     assert not any(p.requires_grad for p in engine.ema.module.parameters())
     assert not engine.ema.module.training
-    *_, plain = one_process(model_with_batchnorm(), random_batches([5] * 12, seed=1), **MOMENTUM)
+    *_, plain = one_process(model_with_batchnorm(), random_batches([5] * 12, seed=1))
     assert digest(plain.state_dict()) == digest(model.state_dict()), "it takes no part in training"
 
-
-def averages_in_a_group(rank):
-    model = model_with_batchnorm(100 + rank)
-    engine = TrainingEngine(model, "cpu", distributed=True, use_ema=True, sync_batchnorm=False)
-    engine.prepare(torch.optim.SGD(model.parameters(), **MOMENTUM), nn.CrossEntropyLoss())
-    engine.train_epoch(random_batches((4, 6, 5), seed=rank), epoch=1)
-    own = batchnorm.read(engine.ema.module)
-    engine.agree_on_buffers()
-    entries = engine.state(epoch=1, loss=0.0)
-    engine.close()
-    return {
-        "own": own.numpy(),
-        "agreed": batchnorm.read(engine.ema.module).numpy(),
-        "state": digest(engine.ema.module.state_dict()),
-        "keys": sorted(entries["ema_state_dict"]),
-    }
-
-
-def test_the_average_is_equal_on_all_ranks():
-    first, second = run_ranks(2, averages_in_a_group)
-    assert (first["own"] != second["own"]).any(), "each rank's BatchNorm has seen its own samples"
-    assert first["agreed"] == pytest.approx((first["own"] + second["own"]) / 2, rel=1e-12)
-    assert first["state"] == second["state"]
-    names = sorted(model_with_batchnorm().state_dict())
-    assert first["keys"] == names, "those of the bare model, without module."
-
-
-# --- Validation ---
 
 VALIDATIONS = [(10, 3, False), (11, 4, False), (11, 2, True), (1, 4, False)]
 """Samples, batch size, shuffled."""
@@ -301,29 +223,18 @@ def validate_all(rank, size):
 @pytest.mark.parametrize("size", [2, 3])
 def test_validation_over_ranks_is_that_of_one_process_on_each_sample_once(size):
     model = small_model()
-
-    def alone(inputs, labels):
-        with torch.no_grad():
-            outputs = model(inputs)
-        right = int((outputs.argmax(dim=1) == labels).sum())
-        return float(nn.functional.cross_entropy(outputs, labels)), right / len(labels)
-
     expected = {
-        f"{kind} {samples}": alone(*random_batches([samples], seed=5)[0])
+        f"{kind} {samples}": loss_and_accuracy(model, *random_batches([samples], seed=5)[0])
         for samples, *_ in VALIDATIONS
         for kind in ("shared", "whole")
     }
-    expected["uneven"] = alone(
-        *joined([random_batches([2 + 5 * rank], seed=rank)[0] for rank in range(size)])
-    )
+    uneven = [random_batches([2 + 5 * rank], seed=rank)[0] for rank in range(size)]
+    expected["uneven"] = loss_and_accuracy(model, *joined(uneven))
     assert 0 < expected["shared 11"][1] < 1, "an accuracy that a wrong count would change"
     for one in run_ranks(size, validate_all, size):
         for case, (loss, accuracy) in expected.items():
             assert one[case][1] == accuracy, case
             assert one[case][0] == pytest.approx(loss, rel=1e-12), case
-
-
-# --- train(): history, files, schedulers, early stopping ---
 
 
 class Steady(nn.Module):
@@ -340,7 +251,7 @@ class Steady(nn.Module):
 class ScriptedLoader:
     """Ten samples; in iteration n, ``Steady`` predicts ``right[n]`` of the labels correctly."""
 
-    def __init__(self, right, model=None):
+    def __init__(self, right, model):
         self.right, self.rounds, self.model, self.drifts = right, 0, model, []
 
     def __iter__(self):
@@ -348,8 +259,7 @@ class ScriptedLoader:
         labels = inputs.argmax(dim=1)
         labels[self.right[self.rounds] :] ^= 1
         self.rounds += 1
-        if self.model is not None:
-            self.drifts.append(float(self.model.drift))
+        self.drifts.append(float(self.model.drift))
         yield inputs, labels
 
 
@@ -362,26 +272,18 @@ def steady_batches(rank=0):
     ]
 
 
-def train_steady(
-    folder,
-    right,
-    *,
-    epochs,
-    rank=0,
-    engine_kwargs=None,
-    **train_kwargs,
-):
+def train_steady(folder, right, *, epochs, rank=0, engine_kwargs=None, **train_kwargs):
     model = Steady()
     engine = TrainingEngine(
         model, "cpu", output_dir=folder, experiment_name="steady", **engine_kwargs or {}
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = sgd(model, lr=0.5)
     if (schedule := train_kwargs.pop("schedule", None)) is not None:
         train_kwargs["scheduler"] = schedule(optimizer)
-    loader = ScriptedLoader(right, model)
-    arguments = {"num_epochs": epochs, **train_kwargs}
+    loader = ScriptedLoader(right, model) if right else None
     batches, criterion = steady_batches(rank), nn.CrossEntropyLoss()
-    return engine.train(batches, loader, optimizer, criterion, **arguments), loader
+    history = engine.train(batches, loader, optimizer, criterion, num_epochs=epochs, **train_kwargs)
+    return history, loader
 
 
 # Correct predictions of ten samples, by rank and epoch. Over both ranks: 0.5, 0.75, 0.6, 0.75, so
@@ -430,9 +332,8 @@ def test_history_and_files_are_those_of_all_ranks_together(tmp_path):
 def test_the_average_decides_which_epoch_is_best_where_it_is_kept(tmp_path):
     # Correct predictions of the weights and of the average, in turns: the weights are best in epoch
     # 1, the average in epoch 2.
-    history, _ = train_steady(
-        tmp_path, [9, 2, 5, 8, 7, 3], epochs=3, engine_kwargs={"use_ema": True}
-    )
+    averages = {"use_ema": True}
+    history, _ = train_steady(tmp_path, [9, 2, 5, 8, 7, 3], epochs=3, engine_kwargs=averages)
     assert history["val_accuracy"] == [0.9, 0.5, 0.7]
     assert history["ema_val_accuracy"] == [0.2, 0.8, 0.3]
     best = load_checkpoint(tmp_path / "steady" / "best.pt")
@@ -442,12 +343,9 @@ def test_the_average_decides_which_epoch_is_best_where_it_is_kept(tmp_path):
 
 
 def test_without_a_val_loader_there_is_no_best_epoch(tmp_path):
-    model = Steady()
-    engine = TrainingEngine(model, "cpu", output_dir=tmp_path, experiment_name="x")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    history = engine.train(steady_batches(), None, optimizer, nn.CrossEntropyLoss(), num_epochs=2)
+    history, _ = train_steady(tmp_path, None, epochs=2)
     assert all(math.isnan(value) for value in history["val_accuracy"])
-    assert [path.name for path in (tmp_path / "x").iterdir()] == ["last.pt"]
+    assert [path.name for path in (tmp_path / "steady").iterdir()] == ["last.pt"]
 
 
 # An epoch has two optimiser steps. Its history entry holds the learning rate after these steps,
@@ -461,17 +359,16 @@ def one_cycle(optimizer):
     return OneCycleLR(optimizer, max_lr=1.0, total_steps=7, final_div_factor=10, **shape)
 
 
-SCHEDULES: dict[str, tuple] = {
-    "StepLR by epoch": (lambda o: StepLR(o, 1, gamma=0.1), {}, 3, [0.5, 0.05, 0.005]),
-    "LambdaLR by epoch": (halving, {}, 3, [0.5, 0.25, 0.5 / 3]),
-    "LambdaLR by step": (halving, {"scheduler_by_epoch": False}, 6, [0.5 / 3, 0.1, 0.5 / 7]),
-    "OneCycleLR by step": (one_cycle, {}, 6, [0.82, 1 - 0.99 * 3 / 7, 0.01]),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_scheduler_steps_by_epoch_or_by_step(tmp_path, name):
-    make, arguments, steps, rates = SCHEDULES[name]
+@pytest.mark.parametrize(
+    ("make", "arguments", "steps", "rates"),
+    [
+        (lambda o: StepLR(o, 1, gamma=0.1), {}, 3, [0.5, 0.05, 0.005]),
+        (halving, {}, 3, [0.5, 0.25, 0.5 / 3]),
+        (halving, {"scheduler_by_epoch": False}, 6, [0.5 / 3, 0.1, 0.5 / 7]),
+        (one_cycle, {}, 6, [0.82, 1 - 0.99 * 3 / 7, 0.01]),
+    ],
+)
+def test_a_scheduler_steps_by_epoch_or_by_step(tmp_path, make, arguments, steps, rates):
     made = []
 
     def schedule(optimizer):
@@ -488,12 +385,8 @@ def test_a_scheduler_steps_by_epoch_or_by_step(tmp_path, name):
 def test_reduce_on_plateau_gets_the_validation_loss(tmp_path):
     # The validation loss rises in epochs 2 and 3 with the wrong labels and falls in epoch 4; the
     # training loss falls in every epoch.
-    history, _ = train_steady(
-        tmp_path,
-        [8, 6, 4, 10, 2],
-        epochs=5,
-        schedule=lambda o: ReduceLROnPlateau(o, factor=0.1, patience=0, threshold=0.0),
-    )
+    schedule = functools.partial(ReduceLROnPlateau, factor=0.1, patience=0, threshold=0.0)
+    history, _ = train_steady(tmp_path, [8, 6, 4, 10, 2], epochs=5, schedule=schedule)
     assert history["val_loss"][1] > history["val_loss"][0] > history["val_loss"][3]
     assert history["learning_rate"] == pytest.approx([0.5, 0.5, 0.05, 0.005, 0.005])
 
@@ -507,11 +400,9 @@ SCRIPT = [(10, 10, 0, 10, 10, 0, 0), (5, 0, 10, 5, 5, 0, 0)]
 def train_to_a_target(rank, folder):
     printed = io.StringIO()
     options = {"target_accuracy": 0.75, "patience": 2, "rank": rank}
-    engine = {"distributed": True, "sync": "all_reduce"}
+    options |= {"engine_kwargs": {"distributed": True, "sync": "all_reduce"}}
     with redirect_stdout(printed):
-        history, _ = train_steady(
-            Path(folder), SCRIPT[rank], epochs=7, engine_kwargs=engine, **options
-        )
+        history, _ = train_steady(Path(folder), SCRIPT[rank], epochs=7, **options)
     return history["val_accuracy"], printed.getvalue()
 
 
@@ -521,9 +412,6 @@ def test_early_stop_needs_the_target_in_a_row_and_is_one_decision(tmp_path):
     assert root_says.count("Target accuracy reached") == 1
     assert len(re.findall(r"^Epoch \d+: ", root_says, re.MULTILINE)) == 5
     assert other_says == "", "rank 0 alone prints"
-
-
-# --- BatchNorm ---
 
 
 def half_frozen():
@@ -536,15 +424,11 @@ def half_frozen():
 
 
 def train_half_frozen(rank):
-    """Train two epochs with an evaluation in between; return changes and warnings."""
+    """Train two epochs with an evaluation in between; return how many warnings came."""
     model = half_frozen()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine = TrainingEngine(model, "cpu", distributed=True)
-        engine.prepare(
-            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-            nn.CrossEntropyLoss(),
-        )
+        engine = prepared(model, "ddp")
         begun = copy.deepcopy(model.state_dict())
         for epoch in (1, 2):
             engine.train_epoch(random_batches((5, 4), seed=rank), epoch=epoch)
@@ -552,23 +436,16 @@ def train_half_frozen(rank):
             validate(engine.model, engine.world, nn.CrossEntropyLoss(), random_batches([4], seed=9))
     engine.close()
     ended = model.state_dict()
-    return {
-        "moved": [name for name in ended if not torch.equal(ended[name], begun[name])],
-        "learned from": int(ended["3.num_batches_tracked"]),
-        "kinds": {type(layer).__name__ for layer in model.modules()},
-        "warnings": [str(one.message) for one in caught if "SyncBatchNorm" in str(one.message)],
-    }
+    moved = [name for name in ended if not torch.equal(ended[name], begun[name])]
+    assert not [name for name in moved if name.startswith("1.")], "frozen: nothing moves"
+    assert {"3.running_mean", "3.running_var", "3.weight"} <= set(moved)
+    assert int(ended["3.num_batches_tracked"]) == 4, "batches of the training"
+    assert type(model[3]) is nn.BatchNorm1d
+    return sum("SyncBatchNorm" in str(one.message) for one in caught)
 
 
 def test_syncbn_on_a_cpu_is_told_once_and_frozen_batchnorm_stays_still():
-    results = run_ranks(2, train_half_frozen)
-    for one in results:
-        assert not [name for name in one["moved"] if name.startswith("1.")], "frozen: nothing moves"
-        assert {"3.running_mean", "3.running_var", "3.weight"} <= set(one["moved"])
-        assert one["learned from"] == 4, "batches"
-        assert "SyncBatchNorm" not in one["kinds"]
-        assert "BatchNorm1d" in one["kinds"]
-    assert [len(one["warnings"]) for one in results] == [1, 0]
+    assert run_ranks(2, train_half_frozen) == [1, 0]
 
 
 def test_synchronise_batchnorm_replaces_what_trains_and_keeps_parameters():
@@ -585,192 +462,95 @@ def test_synchronise_batchnorm_replaces_what_trains_and_keeps_parameters():
     assert type(batchnorm.synchronise_batchnorm(nn.BatchNorm1d(3))) is nn.SyncBatchNorm
 
 
-# --- Per-rank numbers ---
-
-
 def own_numbers(rank):
-    """Return this rank's results; a learning rate of 0 keeps the first weights.
-
-    The ranks have different data.
-    """
+    """Return this rank's results; the ranks have different data, and keep the first weights."""
     batches, model = random_batches((4, 7), seed=rank), small_model()
-    inputs, labels = joined(batches)
-    with torch.no_grad():
-        outputs = model(inputs)
-    loss = float(nn.functional.cross_entropy(outputs, labels))
-    accuracy = float((outputs.argmax(1) == labels).double().mean())
-
-    engine = TrainingEngine(model, "cpu", distributed=True, sync="all_reduce")
-    optimizer, criterion = torch.optim.SGD(model.parameters(), lr=0.0), nn.CrossEntropyLoss()
-    engine.prepare(optimizer, criterion)
-    records: list = []
+    own, records = loss_and_accuracy(model, *joined(batches)), []
+    engine = prepared(model, "all_reduce", optimizer=sgd(model, lr=0.0))
     result = engine.train_epoch(batches, epoch=1, on_steps=records.extend)
     engine.close()
-    return {
-        "own": (loss, accuracy),
-        "result": (result.loss, result.accuracy),
-        "samples": result.samples,
-        "global": [(record.loss, record.accuracy) for record in records],
-        "local": [record.local_loss for record in records],
-    }
+    assert (result.loss, result.accuracy) == pytest.approx(own, rel=1e-12)
+    assert result.samples == 11
+    return own, [(one.local_loss, one.loss, one.accuracy) for one in records]
 
 
 def test_an_epochs_result_is_of_this_ranks_samples_and_a_record_of_all():
-    results = run_ranks(2, own_numbers)
-    assert abs(results[0]["own"][0] - results[1]["own"][0]) > 0.01, "the ranks' data must differ"
-    assert results[0]["own"][1] != results[1]["own"][1]
-    for one in results:
-        assert one["result"] == pytest.approx(one["own"], rel=1e-12)
-        assert one["samples"] == 11
-    assert results[0]["global"] == results[1]["global"], "records are of the global batch"
-    for step, (loss, _) in enumerate(results[0]["global"]):
-        assert loss == pytest.approx(
-            (results[0]["local"][step] + results[1]["local"][step]) / 2, rel=1e-12
-        )
-
-
-# --- Errors ---
-
-
-def build(**settings):
-    return TrainingEngine(Steady(), "cpu", **settings)
+    (own, records), (others, theirs) = run_ranks(2, own_numbers)
+    assert abs(own[0] - others[0]) > 0.01, "the ranks' data must differ"
+    assert own[1] != others[1]
+    for (here, loss, accuracy), (there, *same) in zip(records, theirs, strict=True):
+        assert [loss, accuracy] == same, "records are of the global batch"
+        assert loss == pytest.approx((here + there) / 2, rel=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "arguments", "words"),
     [
-        ({"distributed": True}, "no process group is open"),
-        ({"clip_norm": 0}, "clip_norm: got 0"),
-        ({"clip_norm": -1.5}, r"clip_norm: got -1\.5"),
-        ({"accumulation_steps": 0}, "accumulation_steps: got 0"),
-        ({"use_ema": True, "ema_decay": 1.5}, r"ema_decay: got 1\.5"),
-        ({"use_ema": True, "ema_decay": 0.0}, r"ema_decay: got 0\.0"),
-        ({"distributed": True, "sync": "carrier_pigeon"}, "carrier_pigeon.*all_reduce"),
+        ({"distributed": True}, {}, "no process group is open"),
+        ({"clip_norm": 0}, {}, "clip_norm: got 0"),
+        ({"clip_norm": -1.5}, {}, r"clip_norm: got -1\.5"),
+        ({"accumulation_steps": 0}, {}, "accumulation_steps: got 0"),
+        ({"use_ema": True, "ema_decay": 1.5}, {}, r"ema_decay: got 1\.5"),
+        ({"use_ema": True, "ema_decay": 0.0}, {}, r"ema_decay: got 0\.0"),
+        ({"distributed": True, "sync": "carrier_pigeon"}, {}, "carrier_pigeon.*all_reduce"),
+        ({}, {"target_accuracy": 85}, "target_accuracy: got 85, give a fraction"),
+        ({}, {"target_accuracy": 0.5, "patience": 0}, "patience: got 0"),
+        ({}, {"epochs": 0}, "num_epochs: got 0"),
+        ({}, {"target_accuracy": 0.5, "right": None}, "target_accuracy needs a val_loader"),
     ],
 )
-def test_settings_that_cannot_be_are_told_with_their_value(settings, words):
+def test_settings_and_arguments_that_cannot_be_are_told(tmp_path, settings, arguments, words):
+    arguments = {"right": [5], "epochs": 1} | arguments
     with pytest.raises(UserError, match=words):
-        build(**settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"target_accuracy": 85}, "target_accuracy: got 85, give a fraction"),
-        ({"target_accuracy": 0.5, "patience": 0}, "patience: got 0"),
-        ({"num_epochs": 0}, "num_epochs: got 0"),
-        ({"target_accuracy": 0.5, "val_loader": None}, "target_accuracy needs a val_loader"),
-    ],
-)
-def test_arguments_of_train_that_cannot_be(tmp_path, settings, words):
-    engine = build(output_dir=tmp_path)
-    arguments = {"num_epochs": 1, "val_loader": ScriptedLoader([5])} | settings
-    with pytest.raises(UserError, match=words):
-        engine.train(
-            steady_batches(),
-            optimizer=torch.optim.SGD(engine.model.parameters(), lr=0.1),
-            criterion=nn.CrossEntropyLoss(),
-            **arguments,
-        )
-    assert engine.step == 0
+        train_steady(tmp_path, engine_kwargs=settings, **arguments)
     assert not list(tmp_path.iterdir())
 
 
-# --- Open group: conflicts, the mean of a metric, a stop request, opening and closing ---
+def in_an_open_group(rank, port):
+    def build(**settings):
+        return TrainingEngine(Steady(), "cpu", distributed=True, **settings)
 
+    for settings, words in (
+        ({"world_size": 4}, "world_size: got 4.*2 ranks"),
+        ({"backend": "nccl"}, "backend: got 'nccl'.*'gloo'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            build(**settings)
+    build(world_size=2, backend="gloo")
 
-class Asking:
-    """Sixty batches; rank 1 asks the engine to stop while it fetches the fifth."""
-
-    def __init__(self, rank):
-        self.rank, self.engine = rank, None
-
-    def __len__(self):
-        return 60
-
-    def __iter__(self):
-        for index, batch in enumerate(random_batches([2] * 60, seed=self.rank)):
-            if index == 4 and self.rank == 1:
-                self.engine.request_stop()
+    def asking():
+        """Yield sixty batches; rank 1 asks the engine to stop while it fetches the fifth."""
+        for index, batch in enumerate(random_batches([2] * 60, seed=rank)):
+            if index == 4 and rank == 1:
+                engine.request_stop()
             yield batch
 
-
-def refusal(action):
-    try:
-        action()
-    except UserError as error:
-        return str(error)
-    return "no error"
-
-
-class EpochsThatEnded(Callback):
-    """Record each epoch's number and whether it was complete."""
-
-    def __init__(self):
-        self.epochs: list[tuple[int, bool]] = []
-
-    def on_epoch_end(self, end):
-        self.epochs.append((end.epoch, end.result.complete))
-
-
-def in_an_open_group(rank, port):
-    found: dict[str, Any] = {
-        "world_size": refusal(lambda: build(distributed=True, world_size=4)),
-        "backend": refusal(lambda: build(distributed=True, backend="nccl")),
-        "fits": refusal(lambda: build(distributed=True, world_size=2, backend="gloo")),
-    }
-
-    loader, model = Asking(rank), small_model()
-    loader.engine = engine = TrainingEngine(model, "cpu", distributed=True)
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
-    ended = EpochsThatEnded()
-    engine.fit(loader, 1, 3, callbacks=[ended])
-    found["stop"] = (engine.step, engine.stopping, ended.epochs, digest(model.state_dict()))
+    engine, ended, epochs = prepared(small_model(), "ddp"), Callback(), []
+    ended.on_epoch_end = lambda end: epochs.append((end.epoch, end.result.complete))
+    engine.fit(asking(), 1, 3, callbacks=[ended])
+    stop = (engine.step, engine.stopping, epochs, digest(engine.model.state_dict()))
 
     engine.cleanup_distributed()
     engine.cleanup_distributed()
-    found["closed"] = dist.is_initialized()
+    assert not dist.is_initialized()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    first, again = (TrainingEngine.setup_distributed(rank, 2) for _ in range(2))
-    found["worlds"] = [(world.rank, world.size, world.backend) for world in (first, again)]
-    found["other rank"] = refusal(lambda: TrainingEngine.setup_distributed(1 - rank, 2))
-    found["other size"] = refusal(lambda: TrainingEngine.setup_distributed(rank, 3))
-    found["works"] = build(distributed=True).sum_over_ranks(rank + 1)
-    return found
+    for _ in range(2):
+        world = TrainingEngine.setup_distributed(rank, 2)
+        assert (world.rank, world.size, world.backend) == (rank, 2, "gloo")
+    for other, size in ((1 - rank, 2), (rank, 3)):
+        with pytest.raises(UserError, match=f"rank {rank} of 2 already, not {other} of {size}"):
+            TrainingEngine.setup_distributed(other, size)
+    assert build().sum_over_ranks(rank + 1) == 3
+    return stop
 
 
-@functools.cache
-def open_group_results():
-    """Return the results by rank, computed once for all tests."""
-    return run_ranks(2, in_an_open_group, free_port())
-
-
-def test_a_contradiction_with_the_open_group_is_told():
-    for one in open_group_results():
-        assert re.search("world_size: got 4.*2 ranks", one["world_size"]), one
-        assert re.search("backend: got 'nccl'.*'gloo'", one["backend"]), one
-        assert one["fits"] == "no error"
-
-
-def test_one_ranks_request_stops_all_ranks_at_the_same_step():
-    first, second = (one["stop"] for one in open_group_results())
+def test_an_open_group_is_kept_and_one_ranks_request_stops_all_ranks():
+    first, second = run_ranks(2, in_an_open_group, free_port())
     assert first == second, "step, verdict, epochs and weights"
     step, stopping, epochs, _ = first
     assert stopping
     assert 5 <= step <= 25, "within two intervals of ten steps, long before the sixtieth"
     assert epochs == [(1, False)]
-
-
-def test_the_group_opens_once_and_closes_harmlessly():
-    for rank, one in enumerate(open_group_results()):
-        assert not one["closed"]
-        assert one["worlds"] == [(rank, 2, "gloo")] * 2
-        assert re.search(f"rank {rank} of 2 already, not {1 - rank} of 2", one["other rank"]), one
-        assert re.search(f"rank {rank} of 2 already, not {rank} of 3", one["other size"]), one
-        assert one["works"] == 3
-
-
-# --- Mixed precision on a CPU ---
 
 
 @pytest.mark.parametrize(
@@ -783,8 +563,7 @@ def test_amp_on_a_cpu_is_bf16_where_that_is_fast(monkeypatch, fast, dtype, words
     model[0].register_forward_hook(lambda _layer, _inputs, output: seen.append(output.dtype))
     before = digest(model.state_dict())
     with pytest.warns(UserWarning, match=words) if words else nullcontext():
-        engine = TrainingEngine(model, "cpu", use_amp=True)
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+        engine = prepared(model, use_amp=True)
     batches = [(inputs.float(), labels) for inputs, labels in random_batches((4, 4), seed=0)]
     result = engine.train_epoch(batches, epoch=1)
     validate(model, engine.world, nn.CrossEntropyLoss(), batches, amp_dtype=engine.amp_dtype)
@@ -796,9 +575,7 @@ def test_amp_on_a_cpu_is_bf16_where_that_is_fast(monkeypatch, fast, dtype, words
 
 
 def test_resuming_within_an_epoch_needs_a_loader_that_can():
-    model = nn.Linear(2, 2)
-    engine = TrainingEngine(model, "cpu")
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    engine = prepared(nn.Linear(2, 2))
     batches = [(torch.randn(4, 2), torch.zeros(4, dtype=torch.int64))] * 2
     with pytest.raises(UserError, match=r"after step 1, needs a loader .*start_at.* list has none"):
         engine.train_epoch(batches, epoch=1, start_step=1)

@@ -1,9 +1,6 @@
-"""``launch_distributed_training`` with real processes: start, results, failures and end.
+"""``launch_distributed_training`` with real processes: start, results, failures and end."""
 
-Some worker functions are local to a test, to show that this works. Workers find the functions of
-this module by name.
-"""
-
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,7 +13,6 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import cloudpickle
 import psutil
@@ -34,81 +30,45 @@ from common.training_engine import (
     launch,
     launch_distributed_training,
 )
-from lab.cluster.program import PythonProgram
-from lab.proofs import ranks
-from tests.helpers import ROOT
+from tests.helpers import ROOT, wait_until
+from tests.helpers.processes import ForkedProgram
 
 
 def gather(mine, size):
-    everyones: list[Any] = [None] * size
+    everyones = [None] * size
     dist.all_gather_object(everyones, mine)
     return everyones
 
 
-def note(folder, name, text):
-    """Write a file atomically: a reader sees all of the text or no file."""
-    temporary = Path(folder, f".{name}")
-    temporary.write_text(str(text))
-    temporary.rename(Path(folder, name))
+def note_pid(folder, rank):
+    Path(folder, f"pid{rank}").write_text(str(os.getpid()))
 
 
-def pids(folder):
-    return [int(path.read_text()) for path in sorted(folder.glob("pid*"))]
-
-
-def runs(pid):
-    """Return whether the process is running; a zombie is not."""
-    try:
-        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def assert_all_ended(numbers, *, count):
-    numbers = list(numbers)
-    left = [pid for pid in numbers if runs(pid)]
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)  # the test fails, but leaves no process running
-    assert len(numbers) == count
+def assert_all_ended(folder, *, count):
+    numbers, left = [int(path.read_text()) for path in folder.glob("pid*")], []
+    for pid in numbers:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                process.kill()  # the test fails, but leaves no process running
+                left.append(pid)
+    assert len(set(numbers) - {os.getpid()}) == count
     assert not left, "a worker is left behind"
 
 
-# --- Forked workers ---
-
-
-class Forked:
-    """A worker with the parts of subprocess.Popen that spawn.py uses.
-
-    It is forked from a server process that has torch imported already.
-    """
+class Forked(ForkedProgram):
+    """A worker with the parts of subprocess.Popen that spawn.py uses."""
 
     def __init__(self, command, *, env, **_streams):
-        ready, child = ranks.context().Pipe(duplex=False)
         assert command[:3] == [sys.executable, "-P", "-m"]
-        self._process = ranks.context().Process(
-            target=_work, args=(child, command[3:], env), daemon=True
-        )
-        self._process.start()
-        ready.recv()  # the child now leads a process group, as with Popen's start_new_session
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-        self.terminate, self.wait = self._process.terminate, self._process.join
+        super().__init__([sys.executable, *command[2:]], os.getcwd(), env, os.devnull, os.devnull)
+        # as with Popen's start_new_session
+        wait_until(lambda: self.poll() is not None or os.getpgid(self.pid) == self.pid, "a session")
 
-    @property
-    def returncode(self):
-        return self._process.exitcode
+    returncode = property(ForkedProgram.poll)
 
-    def poll(self):
-        return self.returncode
-
-
-def _work(ready, command, environment):
-    """Run the worker's command in this process."""
-    os.setsid()
-    ready.send(None)
-    os.environ.clear()
-    os.environ.update(environment)
-    PythonProgram(command[0], tuple(command[1:]), module=True).run()
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
 
 
 @pytest.fixture
@@ -116,9 +76,6 @@ def workers(monkeypatch):
     """Fork the workers, to save time; the tests of scripts below start new interpreters."""
     fake = SimpleNamespace(Popen=Forked, DEVNULL=None, STDOUT=None)
     monkeypatch.setattr(spawn, "subprocess", fake)
-
-
-# --- Results ---
 
 
 @pytest.mark.usefixtures("workers")
@@ -133,7 +90,7 @@ def test_lambdas_and_local_classes_reach_every_rank(tmp_path, monkeypatch):
             return 2 * self.x
 
     def train(rank, world_size, *, scale, point):
-        note(tmp_path, f"pid{rank}", os.getpid())
+        note_pid(tmp_path, rank)
         return dist.get_backend(), rank, gather((rank, scale(rank), point.doubled()), world_size)
 
     with pytest.warns(
@@ -141,27 +98,22 @@ def test_lambdas_and_local_classes_reach_every_rank(tmp_path, monkeypatch):
     ):
         result = launch_distributed_training(train, 2, scale=lambda rank: 10**rank, point=Point())
     assert result == ("gloo", 0, [(0, 1, 42), (1, 10, 42)])
-    assert os.getpid() not in pids(tmp_path)
-    assert_all_ended(pids(tmp_path), count=2)
+    assert_all_ended(tmp_path, count=2)
 
 
-@pytest.mark.parametrize("world_size", [0, 1])
-def test_one_rank_is_this_process(world_size):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        result = launch_distributed_training(
-            lambda rank, size, word: (os.getpid(), rank, size, word), world_size, word="x"
-        )
-    assert result == (os.getpid(), 0, 1, "x")
+def test_one_rank_is_this_process():
+    def train(rank, world_size, *, word):
+        if word == "fail":
+            raise ZeroDivisionError("here")
+        return os.getpid(), rank, world_size, word
+
+    with warnings.catch_warnings(action="error"):
+        for world_size in (0, 1):
+            result = launch_distributed_training(train, world_size, word="x")
+            assert result == (os.getpid(), 0, 1, "x")
     assert not dist.is_initialized()
-
-
-def test_an_error_in_this_process_has_its_traceback():
-    def train(rank, world_size):
-        raise ZeroDivisionError("here")
-
     with pytest.raises(WorkerError, match="ZeroDivisionError: here") as caught:
-        launch_distributed_training(train, 1)
+        launch_distributed_training(train, 1, word="fail")
     assert caught.value.rank == 0
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -174,8 +126,6 @@ def test_values_that_cannot_be(arguments, words):
     with pytest.raises(UserError, match=words):
         launch_distributed_training(lambda *_: pytest.fail("must not be called"), *arguments)
 
-
-# --- distributed_train_worker ---
 
 SAMPLES, EPOCHS = 20, 2
 
@@ -197,19 +147,13 @@ def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path):
             return torch.randn(4, generator=torch.Generator().manual_seed(index)), index % 2
 
     def seen(name):
-        return [
-            [int(line) for line in path.read_text().split()]
-            for path in sorted(tmp_path.glob(f"{name}-*"))
-        ]
-
-    def model():
-        return nn.Linear(4, 2)
+        return [list(map(int, path.read_text().split())) for path in tmp_path.glob(f"{name}-*")]
 
     history = launch_distributed_training(
         distributed_train_worker,
         2,
         "gloo",
-        model_fn=model,
+        model_fn=lambda: nn.Linear(4, 2),
         train_dataset=Recorded("train", SAMPLES),
         val_dataset=Recorded("val", 7),
         batch_size=3,
@@ -222,15 +166,12 @@ def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path):
     assert history["epoch"] == [1, 2]
     assert history["learning_rate"] == [0.1, 0.05]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["best.pt", "last.pt"]
-    # 10 samples per rank in batches of 3 make 4 micro-batches, hence 2 optimiser steps, in each of
-    # 2 epochs.
+    # 10 samples per rank in batches of 3: 4 micro-batches, hence 2 steps, in each of 2 epochs
     assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 4
 
     ranks = seen("train")
     assert [len(one) for one in ranks] == [SAMPLES // 2 * EPOCHS] * 2
-    epochs = [
-        [one[k * SAMPLES // 2 : (k + 1) * SAMPLES // 2] for one in ranks] for k in range(EPOCHS)
-    ]
+    epochs = [[one[begin : begin + SAMPLES // 2] for one in ranks] for begin in (0, SAMPLES // 2)]
     for shares in epochs:
         assert sorted(chain(*shares)) == list(range(SAMPLES)), "each sample once, on one rank"
     assert epochs[0] != epochs[1], "set_epoch gives each epoch an order of its own"
@@ -239,12 +180,7 @@ def test_the_worker_shares_out_every_sample_once_an_epoch(tmp_path):
     assert Counter(chain(*seen("val"))) == {0: 2 * EPOCHS} | dict.fromkeys(range(1, 7), EPOCHS)
 
 
-# --- Failures ---
-
-
-def test_only_this_user_can_write_what_the_workers_unpickle(
-    monkeypatch,
-):
+def test_only_this_user_can_write_what_the_workers_unpickle(monkeypatch):
     """Also if the caller lets everybody write to new files."""
     modes = []
 
@@ -264,9 +200,7 @@ def test_only_this_user_can_write_what_the_workers_unpickle(
 
 
 @pytest.mark.usefixtures("workers")
-def test_a_group_that_cannot_be_set_up_is_told_and_one_device_trains(
-    monkeypatch,
-):
+def test_a_group_that_cannot_be_set_up_is_told_and_one_device_trains(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     with pytest.warns(
         UserWarning, match=r"could not be set up \(.*nosuch0.*\): training on one device"
@@ -278,13 +212,10 @@ def test_a_group_that_cannot_be_set_up_is_told_and_one_device_trains(
 
 
 def failing(rank, world_size, *, folder, how):
-    """Fail on rank 1 while rank 0 waits in a collective and rank 2 is stopped.
-
-    SIGSTOP stops rank 2, hence only SIGKILL can end it.
-    """
+    """Fail on rank 1; rank 0 waits in a collective, and only SIGKILL can end the stopped rank 2."""
     with Path(folder, "calls").open("a") as file:
         file.write(f"{rank}\n")
-    note(folder, f"pid{rank}", os.getpid())
+    note_pid(folder, rank)
     dist.barrier()
     if rank == 1 and how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -314,20 +245,14 @@ def test_a_rank_that_fails_is_named_and_nothing_is_tried_again(
     if how == "raise":
         assert 'raise KeyError("the very reason")' in caught.value.worker_traceback
     assert sorted((tmp_path / "calls").read_text().split()) == [str(rank) for rank in range(size)]
-    assert_all_ended(pids(tmp_path), count=size)
+    assert_all_ended(tmp_path, count=size)
 
 
-class OnlyHere:
-    """An object that can be pickled, but not unpickled in another process."""
+class Unreadable:
+    """An object that can be pickled, but not unpickled."""
 
     def __reduce__(self):
-        return _read_back, (os.getpid(),)
-
-
-def _read_back(pid):
-    if pid != os.getpid():
-        raise RuntimeError("made for another process")
-    return OnlyHere()
+        return int, ("no number",)
 
 
 @pytest.mark.usefixtures("workers")
@@ -336,7 +261,7 @@ def _read_back(pid):
     ("thing", "words", "blamed"),
     [
         # An argument that no worker can read: whichever ends first is named.
-        (OnlyHere, "made for another process", (0, 1)),
+        (Unreadable(), "no number", (0, 1)),
         (None, "cannot pickle 'generator' object", (0,)),  # a result that cannot be sent back
     ],
 )
@@ -345,7 +270,7 @@ def test_what_cannot_be_sent_is_an_error_not_a_fallback(thing, words, blamed):
         return (number for number in range(3))
 
     with pytest.raises(WorkerError, match=words) as caught:
-        launch_distributed_training(train, 2, "gloo", thing=thing and thing())
+        launch_distributed_training(train, 2, "gloo", thing=thing)
     assert caught.value.rank in blamed
 
 
@@ -380,8 +305,6 @@ def test_the_rank_to_blame_is_named(monkeypatch, outcomes, failed, rank, words):
         launch_distributed_training(lambda *_: None, 2, "gloo")
     assert caught.value.rank == rank
 
-
-# --- Scripts, and how they end ---
 
 SCRIPT = """
     import sys

@@ -1,7 +1,4 @@
-"""When checkpoints are written, what they hold, what happens if a write fails, and ``resume=``.
-
-The small trainings here have steps of microseconds.
-"""
+"""When checkpoints are written, what they hold, what happens if a write fails, and ``resume=``."""
 
 import math
 import shutil
@@ -10,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -21,6 +18,7 @@ from common.training_engine import AfterEachStep, Callback, TrainingEngine, Vali
 from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
 from common.utils.hashing import digest
 from tests.helpers import run_ranks
+from tests.helpers.engines import prepared, sgd
 
 STEPS = 8  # an epoch
 
@@ -47,22 +45,16 @@ def network():
 
 
 def engine_for(criterion=None):
-    """Return a prepared engine whose state has momentum, averages and a schedule."""
+    """Return an engine whose state has momentum, averages and a schedule."""
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    engine = TrainingEngine(model, "cpu", use_ema=True)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 9])
-    engine.prepare(optimizer, criterion or nn.CrossEntropyLoss(), schedule)
-    return engine
+    optimizer = sgd(model, momentum=0.9)
+    schedule = MultiStepLR(optimizer, [5, 9])
+    return prepared(
+        model, optimizer=optimizer, criterion=criterion, scheduler=schedule, use_ema=True
+    )
 
 
-def train(
-    manager,
-    *callbacks,
-    epochs=2,
-    engine=None,
-    **options,
-):
+def train(manager, *callbacks, epochs=2, engine=None, **options):
     (engine or engine_for()).fit(
         batches(), 1, epochs, callbacks=[*callbacks, manager], seed=0, **options
     )
@@ -82,15 +74,9 @@ def assert_finite(path):
     assert all(bool(torch.isfinite(one).all()) for one in found), path
 
 
-# --- what is not finite is not saved ---
-
-
 @pytest.mark.parametrize("stops", [False, True])
 def test_on_a_gpu_no_checkpoint_holds_what_is_not_finite(tmp_path, stops):
-    """Step 13 is not finite, and steps are looked at in groups of ten, as on a GPU.
-
-    The checkpoint of step 15 would come before that look, and so would that of a request to stop.
-    """
+    """A checkpoint of step 15, or of a request to stop, would come before a look at step 13."""
     criterion = NaNInStep()
     criterion.step = 13
     engine = engine_for(criterion)
@@ -104,9 +90,6 @@ def test_on_a_gpu_no_checkpoint_holds_what_is_not_finite(tmp_path, stops):
     for path in tmp_path.glob("*.pt"):
         assert_finite(path)
     assert newest_checkpoint([tmp_path])[0] == tmp_path / "Epoch_2_Step_10.pt"
-
-
-# --- what is written, and in which order ---
 
 
 def test_an_old_checkpoint_is_deleted_only_after_the_newest_is_complete(tmp_path, monkeypatch):
@@ -130,22 +113,17 @@ def fail(*_):
 
 
 def failing_on_rank_1(rank, folder):
-    """Return what saving raises on this rank, if the records of rank 1 cannot be written."""
-    model = nn.Linear(3, 2)
-    engine = TrainingEngine(model, "cpu", distributed=True)
-    engine.prepare(torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    """Save if the records of rank 1 cannot be written."""
+    engine = prepared(nn.Linear(3, 2), "ddp")
     before = fail if rank == 1 else lambda: None
-    try:
+    said = "no space left" if rank == 1 else "rank 1 stopped: no space left"
+    with pytest.raises(UserError, match=f"^{said}$"):
         train(CheckpointManager(Path(folder), before=before), engine=engine)
-    except UserError as error:
-        return f"{error} in step {engine.step}"
-    return "no error"
+    assert engine.step == STEPS
 
 
 def test_a_write_that_fails_on_one_rank_is_an_error_on_all(tmp_path):
-    first, second = run_ranks(2, failing_on_rank_1, str(tmp_path))
-    assert first == f"rank 1 stopped: no space left in step {STEPS}"
-    assert second == f"no space left in step {STEPS}"
+    run_ranks(2, failing_on_rank_1, str(tmp_path))
 
 
 class StopAfter(Callback):
@@ -184,8 +162,6 @@ def test_the_best_epoch_is_saved_even_if_no_other_checkpoint_is_due(tmp_path):
     assert names(tmp_path) == ["Epoch_2"]
 
 
-# --- train(resume=...) ---
-
 SCHEDULES = {
     "step": lambda optimizer: StepLR(optimizer, 1, gamma=0.5),
     "onecycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.2, total_steps=5 * STEPS),
@@ -203,7 +179,7 @@ def shuffled(*, rank=0, size=1):
 def trained(folder, schedule, epochs, *, rank=0, size=1, **more):
     """Train with dropout, momentum, averages and early stopping; return what decides all else."""
     engine = TrainingEngine(network(), "cpu", distributed=size > 1, use_ema=True, output_dir=folder)
-    optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(engine.model, momentum=0.9)
     history = engine.train(
         shuffled(rank=rank, size=size),
         batches(seed=1),
@@ -238,17 +214,17 @@ def test_a_resumed_training_is_the_uninterrupted_one(tmp_path, schedule):
 
 def resumed_on_two(rank, folder):
     """Train at once and in two parts; rank 1 has no file to resume from."""
-    own = Path(folder, f"rank{rank}")
-    whole = trained(own / "whole", "step", 4, rank=rank, size=2)
-    trained(own / "parts", "step", 2, rank=rank, size=2)
+    own, place = Path(folder, f"rank{rank}"), {"rank": rank, "size": 2}
+    whole = trained(own / "whole", "step", 4, **place)
+    trained(own / "parts", "step", 2, **place)
     last = own / "parts" / "experiment" / "last.pt"
-    return whole, trained(own / "parts", "step", 4, rank=rank, size=2, resume=last)
+    rest = trained(own / "parts", "step", 4, resume=last, **place)
+    assert rest["state"] == whole["state"]
+    assert rest["epochs"] == [3, 4]
 
 
 def test_two_ranks_resume_from_rank_0s_file(tmp_path):
-    for whole, rest in run_ranks(2, resumed_on_two, str(tmp_path)):
-        assert rest["state"] == whole["state"]
-        assert rest["epochs"] == [3, 4]
+    run_ranks(2, resumed_on_two, str(tmp_path))
     assert not (tmp_path / "rank1").exists()
 
 
@@ -256,11 +232,9 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
     trained(tmp_path, "step", 1)
     last = tmp_path / "experiment" / "last.pt"
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    arguments = (batches(), None, sgd(model), nn.CrossEntropyLoss())
     for resume, words in ((last, "another model's weights"), (tmp_path / "no.pt", "no.pt")):
         engine = TrainingEngine(model, "cpu", output_dir=tmp_path)
         with pytest.raises(UserError, match=words):
-            engine.train(
-                batches(), None, optimizer, nn.CrossEntropyLoss(), num_epochs=2, resume=resume
-            )
+            engine.train(*arguments, num_epochs=2, resume=resume)
     assert load_checkpoint(last)["epoch"] == 1

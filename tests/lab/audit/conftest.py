@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.audit import runner
 from lab.audit.recording import RecordReader
+from lab.cli import main
 
 
 @pytest.fixture(autouse=True)
@@ -29,3 +31,30 @@ def _the_probe_had_no_trouble(monkeypatch):
 def _python_has_torch(monkeypatch):
     """``python`` in an audited command is the one on PATH: let it be that of the tests."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+@pytest.fixture
+def audit(tmp_path, capsys, monkeypatch):
+    """Run ``lab audit`` in this process; return the exit status, the output and the errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "_CERTAIN_SECONDS", 0.5)
+
+    def run(*arguments):
+        status = main(["audit", *map(str, arguments)])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def refusal(audit):
+    """Run ``lab audit`` and return the one line that says why it cannot be done."""
+
+    def run(*arguments):
+        status, out, err = audit(*arguments)
+        assert (status, out) == (2, "")
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        return err
+
+    return run

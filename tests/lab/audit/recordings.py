@@ -1,51 +1,52 @@
-"""Writes records of ranks that never ran: what a probe would have written, with real numbers.
+"""Recordings of ranks that never ran: what a probe would have written, with real numbers.
 
-``Writer`` holds one process's records; ``train`` writes those of a small training, in which
-``exchange`` says what each rank's optimiser gets from the gradients of all ranks.
+``Rank`` holds the records of one of them. ``train`` makes those of a small training, in which
+``exchange`` says what each rank's optimiser gets from the gradients of all ranks; ``load`` makes
+those of a script that draws samples.
 """
 
-import json
-from collections.abc import Callable
-
 import numpy as np
-from numpy.typing import NDArray
 
-from lab.audit.recording import read_recording
+from lab.audit.recording import RankRecords, Recording
 
-Numbers = NDArray[np.float64]
-Exchange = Callable[[Numbers, int], Numbers]
-"""From the ranks' own gradients (ranks, columns) and the step to what each optimiser gets."""
 SHAPES = {"conv.weight": (8, 3, 3, 3), "conv.bias": (8,), "fc.weight": (10, 40), "fc.bias": (10,)}
 COLUMNS = sum(int(np.prod(shape)) for shape in SHAPES.values())
 
 
-class Writer:
-    """The records of one process; each takes a millisecond."""
+class Rank(RankRecords):
+    """The records of one rank; each takes a millisecond."""
 
-    def __init__(self, folder, pid):
-        self._lines, self._numbers = folder / f"{pid}.jsonl", folder / f"{pid}.f64"
-        self._time = 0.0
-        self.record("start", pid=pid, ppid=1, hint=None, variables={}, torch="2.15")
+    def __init__(self, rank):
+        super().__init__(100 + rank, [], rank=rank)
 
     def record(self, kind, **fields):
-        """Write one record."""
-        self._time += 1e-3
-        with self._lines.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"k": kind, "t": self._time, **fields}) + "\n")
+        """Add one record."""
+        record = {"k": kind, "t": len(self.records) / 1000, **fields}
+        self.by_kind[kind].append(record)
+        self.records.append(record)
 
-    def numbers(self, values):
-        """Write numbers and return the reference to them."""
-        content = np.asarray(values, dtype=np.float64)
-        with self._numbers.open("ab") as file:
-            content.tofile(file)
-            return [file.tell() // 8 - len(content), len(content)]
+    def keep(self, values):
+        """Add numbers and return the reference to them."""
+        begin = len(self._numbers)
+        self._numbers = np.append(self._numbers, values)
+        return [begin, len(self._numbers) - begin]
+
+    def call(self, name="all_reduce", *, done=True, **fields):
+        """Add the records of a call; ``done`` False: the rank waits in it for ever."""
+        number = len(self.by_kind["call"])
+        known = {"op": "SUM", "size": 2, "group": None, "bytes": 40, "dtype": "float32"}
+        known |= {"shape": [10], "step": 1, "peer": None, "async": False, "content": "gradient"}
+        known |= {"within": None, "at": ["main.py", 9, "all_reduce"]}
+        self.record("call", c=number, name=name, **(known | fields))
+        if done:
+            self.record("done", c=number, seconds=0.1, error=fields.get("error"))
 
 
-def gradients(rank, step, columns=COLUMNS):
+def gradients(rank, step):
     """Return a rank's own gradient of a step as float32 would hold it: correlated over ranks."""
-    common = np.random.default_rng([7, step]).standard_normal(columns)
-    own = np.random.default_rng([rank, step]).standard_normal(columns)
-    return np.asarray((common + own).astype(np.float32), dtype=np.float64)
+    common = np.random.default_rng([7, step]).standard_normal(COLUMNS)
+    own = np.random.default_rng([rank, step]).standard_normal(COLUMNS)
+    return (common + own).astype(np.float32).astype(np.float64)
 
 
 def mean(own, step):
@@ -54,70 +55,83 @@ def mean(own, step):
     return np.repeat(total[None].astype(np.float64), len(own), axis=0)
 
 
-def train(
-    folder,
-    exchange=mean,
-    *,
-    size=3,
-    steps=4,
-    own=gradients,
-    after=lambda weights, step: weights,
-    start=lambda rank: np.linspace(-1, 1, COLUMNS),
-    rates=lambda rank: 0.1,
-    edit=lambda kind, rank, fields: None,
-    ddp=False,
-    group=True,
-    dtype="float32",
-):
-    """Write a training by SGD and return its recording.
+def train(exchange=mean, *, size=3, steps=4, own=gradients, rate=0.1, changes=()):
+    """Return the recording of a training by SGD.
 
     Parameters
     ----------
-    after : changes the weights (ranks, columns) after the update of a step.
-    edit : changes the fields of a record before it is written.
+    exchange : from the ranks' own gradients (ranks, columns) and the step to what each rank gets.
+    changes : (kind, field, value): other values of records, and of their losses; a function gets
+        the rank and the record.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    writers = [Writer(folder, 1000 + rank) for rank in range(size)]
-
-    def write(kind, rank, /, **fields):
-        edit(kind, rank, fields)
-        writers[rank].record(kind, **fields)
-
-    rows = [
-        [f"0.0.{index}", name, list(shape), dtype, int(np.prod(shape)), index]
-        for index, (name, shape) in enumerate(SHAPES.items())
-    ]
-    for rank in range(size):
-        if group:
-            write("group", rank, rank=rank, world=size, backend="gloo", at=None)
-        if ddp:
-            write("ddp", rank, parameters=4, bytes=4 * COLUMNS, at=None)
-        write("params", rank, o=0, optimizer="SGD", built=0, rows=rows)
-    weights = np.array([start(rank) for rank in range(size)])
-    by_rank = np.array([[rates(rank)] for rank in range(size)])
-    loss = {"value": 2.3, "node": "NllLossBackward0", "reduction": "mean", "arriving": 1.0}
-    passed = {"micro": 0, "forwards": [[8, 0, "ddp" if ddp else "module", "Net"]], "seconds": 0.1}
-    passed |= {"loss": loss | {"samples": 8, "target_hash": 0}, "exposed_seconds": 0.0}
-    called = {"name": "all_reduce", "content": "gradient", "op": "sum", "size": size, "shape": [10]}
-    called |= {"bytes": 4 * COLUMNS, "within": None, "at": ["main.py", 9, "ar"]}
+    ranks, rows = [Rank(rank) for rank in range(size)], []
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        rows.append([f"0.0.{index}", name, list(shape), "float32", int(np.prod(shape)), index])
+    for one in ranks:
+        one.record("group", rank=one.rank, world=size, at=None)
+        one.record("params", o=0, built=0, rows=rows)
+    weights = np.repeat(np.linspace(-1, 1, COLUMNS)[None], size, axis=0)
     for step in range(steps + 1):
-        for rank in range(size):
-            values = writers[rank].numbers(weights[rank])
-            write("weights", rank, o=0, step=step, values=values)
-        if step == steps:
-            break
+        for one in ranks:
+            one.record("weights", o=0, step=step, values=one.keep(weights[one.rank]))
         mine = np.array([own(rank, step) for rank in range(size)])
         got = exchange(mine, step)
-        for rank in range(size):
-            write("backward", rank, step=step, **passed, at=["main.py", 8, "loss.backward()"])
-            if group and not ddp:
-                write("call", rank, c=step, step=step, **called)
-            numbers = {"own": mine[rank], "got": got[rank]}
-            fields = {key: writers[rank].numbers(numbers[key]) for key in numbers}
+        for one in ranks if step < steps else ():
+            loss = {"node": "NllLossBackward0", "reduction": "mean", "arriving": 1.0}
+            loss |= {"samples": 8, "target_hash": 0}
+            forwards, at = [[8, one.rank, "module", "Net"]], ["main.py", 8, "loss.backward()"]
+            one.record("backward", step=step, micro=0, forwards=forwards, loss=loss, at=at)
+            one.call(step=step, size=size, bytes=4 * COLUMNS)
+            numbers = {"own": mine[one.rank], "got": got[one.rank]}
+            fields = {key: one.keep(values) for key, values in numbers.items()}
             fields |= {f"{key}_norm": float(np.linalg.norm(numbers[key])) for key in numbers}
-            fields |= {"lr": [rates(rank)], "settings": {"lr": rates(rank), "momentum": 0}}
-            fields |= {"optimizer": "SGD", "micro": 1, "sent": None, "scale": 1, "clips": []}
-            write("step", rank, o=0, step=step, **fields)
-            write("stepped", rank, o=0, step=step, seconds=0.1, state=None)
-        weights = after(weights - by_rank * got, step)
-    return read_recording(folder)
+            fields |= {"lr": [rate], "settings": {"lr": rate, "momentum": 0}, "optimizer": "SGD"}
+            one.record("step", o=0, step=step, micro=1, scale=1, clips=[], **fields)
+            one.record("stepped", o=0, step=step, state=None)
+        weights = weights - rate * got
+    for kind, field, value in changes:
+        for rank in ranks:
+            for record in rank.by_kind[kind]:
+                target = record["loss"] if kind == "backward" else record
+                target[field] = value(rank.rank, record) if callable(value) else value
+    return Recording(size, ranks)
+
+
+def load(draws, facts=None, *, inner=None, content=None, size=2, second=2):
+    """Return the recording of a script that is cut after six steps and ``second`` of epoch 2.
+
+    Parameters
+    ----------
+    draws : from a rank and an epoch to the outer indices; a batch has 16 of them.
+    facts : of the records ``loader``, in place of those of a DistributedSampler; a function gets
+        the rank.
+    inner : from a rank and an outer index to the one in the innermost dataset, if there is one.
+    content : from a rank and an inner index to the hash of the sample that the script was given.
+    """
+    ranks = [Rank(rank) for rank in range(size)]
+    for one in ranks:
+        given = facts(one.rank) if callable(facts) else facts or {}
+        loader = {"dataset": "CIFAR10", "length": 960, "wraps": False, "replicas": size}
+        loader |= {"sampler": "DistributedSampler", "batches": -(-len(draws(one.rank, 0)) // 16)}
+        one.record("loader", l=0, **(loader | given))
+        for epoch, steps in enumerate((6, second)):
+            _load_epoch(one, draws(one.rank, epoch), epoch, steps, inner, content)
+    return Recording(size, ranks)
+
+
+def _load_epoch(one, draws, epoch, steps, inner, content):
+    names, batches = {"l": 0, "epoch": epoch}, -(-len(draws) // 16)
+    for b in range(min(steps, batches)):
+        indices, step = draws[16 * b : 16 * b + 16], len(one.by_kind["step"])
+        within = inner and [inner(one.rank, index) for index in indices]
+        contents = [content(one.rank, i) if content else i * 7919 for i in within or indices]
+        one.record("batch", **names, b=b, indices=indices, inner=within, contents=contents)
+        loss = {"reduction": "mean", "arriving": 1.0, "samples": None}
+        forwards = [[len(indices), None, "module", "Net"]]
+        one.record("backward", step=step, micro=0, loss=loss, forwards=forwards)
+        one.record("step", o=0, step=step, scale=1)
+    one.record("epoch", **names, batches=min(steps, batches), cut=steps < batches)
+    if rest := draws[16 * steps :]:
+        within = inner and [inner(one.rank, index) for index in rest]
+        one.record("rest", **names, indices=rest, inner=within)
+        one.record("cut", step=steps)

@@ -13,34 +13,32 @@ def processes(text, size, rank0=None):
     return [" ".join(words) for words in command.processes(size, master="10.0.0.1", port=77)]
 
 
+TORCHRUNS, ACCELERATES = (
+    ("--nproc_per_node 3", "--master_port 77"),
+    ("--num_processes 3", "--main_process_port 77"),
+)
+
+
 @pytest.mark.parametrize(
-    ("typed", "started"),
+    ("launcher", "script", "flags"),
     [
-        (
-            "torchrun --nproc-per-node 2 --standalone t.py --nproc-per-node 7",
-            "torchrun --nproc-per-node 2 --standalone --nproc_per_node 3 --master_port 77 t.py "
-            "--nproc-per-node 7",
-        ),
-        (
-            "/x/torchrun --nproc_per_node=8 t.py",
-            "/x/torchrun --nproc_per_node=8 --nproc_per_node 3 --master_port 77 t.py",
-        ),
-        (
-            "python -m torch.distributed.run --nnodes 1 -m t --nproc_per_node 7",
-            "python -m torch.distributed.run --nnodes 1 --nproc_per_node 3 --master_port 77 -m t "
-            "--nproc_per_node 7",
-        ),
-        (
-            "accelerate launch --cpu --num_processes 2 t.py",
-            "accelerate launch --cpu --num_processes 2 --num_processes 3 --main_process_port 77 "
-            "t.py",
-        ),
-        ("python t.py --ranks {nodes}", "python t.py --ranks 3"),
+        ("torchrun --nproc-per-node 2 --standalone", "t.py --nproc-per-node 7", TORCHRUNS),
+        ("/x/torchrun --nproc_per_node=8", "t.py", TORCHRUNS),
+        ("python -m torch.distributed.run --nnodes 1", "-m t --nproc_per_node 7", TORCHRUNS),
+        ("accelerate launch --cpu --num_processes 2", "t.py", ACCELERATES),
     ],
 )
-def test_one_process_that_starts_its_ranks_gets_their_number(typed, started):
-    assert processes(typed, 3) == [started]
+def test_a_launcher_gets_the_number_of_ranks_right_before_the_script(launcher, script, flags):
+    typed = f"{launcher} {script}"
+    assert processes(typed, 3) == [" ".join([launcher, *flags, script])]
     assert parse_command(typed.split(), None).takes_size
+
+
+def test_the_number_of_ranks_goes_where_the_command_takes_it():
+    assert processes("python t.py --ranks {nodes}", 3) == ["python t.py --ranks 3"]
+    assert parse_command(["python", "t.py", "{nodes}"], None).takes_size
+    assert not parse_command(["python", "t.py"], None).takes_size  # it starts its own ranks
+    assert processes("python t.py", None) == ["python t.py"]
 
 
 def test_a_command_with_rank_is_started_once_a_rank_and_no_launcher_is_changed():
@@ -49,26 +47,14 @@ def test_a_command_with_rank_is_started_once_a_rank_and_no_launcher_is_changed()
         f"torchrun --nnodes 2 --node-rank {rank} --nproc-per-node 1 t.py 10.0.0.1:77"
         for rank in range(2)
     ]
+    of_rank0 = ["python m.py 3", "python w.py 1", "python w.py 2"]
+    assert processes("python w.py {rank}", 3, "python 'm.py' {nodes}") == of_rank0
 
 
 def test_the_text_of_a_command_can_be_copied_into_a_shell():
     typed = ["python", "my script.py", "tcp://{master}:{port}", "{rank}"]
-    assert parse_command(typed, None).text == (
-        "python 'my script.py' 'tcp://{master}:{port}' {rank}"
-    )
-
-
-def test_rank_0_may_have_a_command_of_its_own():
-    assert processes("python w.py {rank}", 3, "python 'm.py' {nodes}") == [
-        "python m.py 3",
-        "python w.py 1",
-        "python w.py 2",
-    ]
-
-
-def test_a_script_that_starts_its_own_ranks_does_not_take_their_number():
-    assert not parse_command(["python", "t.py"], None).takes_size
-    assert processes("python t.py", None) == ["python t.py"]
+    shown = "python 'my script.py' 'tcp://{master}:{port}' {rank}"
+    assert parse_command(typed, None).text == shown
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 
 from lab.audit import recording, runner
 from lab.audit.isolation import LOOPBACK, run_network
-from lab.cli import main
 from lab.cluster import tools
 from tests.helpers.processes import running_in
 from tests.helpers.waiting import wait_until
@@ -17,8 +16,7 @@ import json, os, sys, time
 folder = json.loads(os.environ["LAB_AUDIT"])["folder"]
 records = f"{folder}/{os.getpid()}.jsonl"
 """
-FIFO = "os.unlink(records); os.mkfifo(records); time.sleep(1000)\n"
-LINK = "os.unlink(records); os.symlink('/dev/zero', records); time.sleep(1000)\n"
+SLEEPS = "time.sleep(1000)\n"
 LOG_FIFO = """\
 for rank in (0, 1):
     try:
@@ -31,75 +29,67 @@ ENDLESS_LINE = """\
 with open(records, "a") as file:
     while file.tell() < 3_000_000:
         file.write("x" * 100_000)
-time.sleep(1000)
 """
 ENDLESS_OUTPUT = """\
 for _ in range(30):
     print("x" * 100_000, end="", flush=True)
-time.sleep(1000)
 """
-BRACKETS = "open(records, 'a').write('[' * 100_000 + '\\n'); time.sleep(1000)\n"
-NONSENSE = 'open(records, \'a\').write(\'{"k": "group", "rank": []}\\n\')\n'
 NO_FOLDER = """\
 import shutil
 time.sleep(1)
 shutil.rmtree(folder, ignore_errors=True)
-time.sleep(1000)
 """
-OLD_TORCH = """\
-open(records, "a").write('{"k": "torch", "version": "1.13.1+cpu"}\\n'); time.sleep(1000)
-"""
+NONSENSE = 'open(records, "a").write(\'{"k": "group", "rank": []}\\n\'); sys.exit()\n'
+OLD_TORCH = 'open(records, "a").write(\'{"k": "torch", "version": "1.13.1+cpu"}\\n\')\n'
+CASES = {
+    "fifo": ("os.unlink(records); os.mkfifo(records)\n", "jsonl is a FIFO, not a regular file"),
+    "link": (
+        "os.unlink(records); os.symlink('/dev/zero', records)\n",
+        "jsonl is a device, not a regular file",
+    ),
+    "log": (LOG_FIFO, "log is a FIFO, not a regular file"),
+    "line": (ENDLESS_LINE, "and at most 1,000,000 are read"),
+    "output": (ENDLESS_OUTPUT, "printed more than 1,000,000 bytes"),
+    "brackets": ("open(records, 'a').write('[' * 100_000 + '\\n')\n", "no sense (RecursionError"),
+    "nonsense": (NONSENSE, "the records make no sense (TypeError"),
+    "no folder": (NO_FOLDER, "the records make no sense (FileNotFoundError"),
+    "old torch": (OLD_TORCH, "torch 1.13.1+cpu, and lab audit works with torch 2.0 and newer"),
+}
 DAEMON = """\
 import subprocess
 subprocess.Popen(["sleep", "1000"], env={}, start_new_session=True, stdout=-3, stderr=-3)
 """
 
 
-def audit(folder, script, capsys):
-    """Audit a script in this process, and return the one line that says why it cannot be."""
-    (folder / "main.py").write_text(FOLDER + script)
-    began = time.monotonic()
-    status = main(["audit", "--timeout", "30", "--", sys.executable, "main.py", "{rank}"])
-    out, err = capsys.readouterr()
-    assert (status, out) == (2, "")
-    assert err.startswith("error: could not be run")
-    assert err.count("\n") == 1
-    assert time.monotonic() - began < 25
-    assert running_in(folder) == []
-    return err
+@pytest.fixture
+def ended(tmp_path, refusal):
+    """Audit a script; return the one line that says why it cannot be. Nothing may be left."""
+
+    def run(script):
+        (tmp_path / "main.py").write_text(FOLDER + script)
+        began = time.monotonic()
+        said = refusal("--timeout", "30", "--", sys.executable, "main.py", "{rank}")
+        assert said.startswith("error: could not be run")
+        assert time.monotonic() - began < 25
+        assert running_in(tmp_path) == []
+        return said
+
+    return run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        (FIFO, "jsonl is a FIFO, not a regular file"),
-        (LINK, "jsonl is a device, not a regular file"),
-        (LOG_FIFO, "log is a FIFO, not a regular file"),
-        (ENDLESS_LINE, "and at most 1,000,000 are read"),
-        (ENDLESS_OUTPUT, "printed more than 1,000,000 bytes"),
-        (BRACKETS, "the records make no sense (RecursionError"),
-        (NONSENSE, "the records make no sense (TypeError"),
-        (NO_FOLDER, "the records make no sense (FileNotFoundError"),
-        (OLD_TORCH, "runs with torch 1.13.1+cpu, and lab audit works with torch 2.0 and newer"),
-    ],
-    ids=lambda text: "",
-)
-def test_what_a_script_does_to_the_records_is_told_on_one_line(
-    tmp_path, capsys, monkeypatch, script, message
-):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize(("script", "message"), CASES.values(), ids=CASES)
+def test_what_a_script_does_to_the_records_is_told_on_one_line(ended, monkeypatch, script, message):
     monkeypatch.setattr(recording, "MOST_RECORDS", 1_000_000)
     monkeypatch.setattr(runner, "MOST_OUTPUT", 1_000_000)
     monkeypatch.setattr(runner, "_TERMINATE_SECONDS", 0.0)
-    assert message in audit(tmp_path, script, capsys)
+    assert message in ended(script + SLEEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(tools.namespaces_refused()), reason=str(tools.namespaces_refused()))
-def test_a_daemon_with_an_empty_environment_ends_with_its_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert "before any torch.optim optimiser took a step" in audit(tmp_path, DAEMON, capsys)
+def test_a_daemon_with_an_empty_environment_ends_with_its_run(ended):
+    assert "before any torch.optim optimiser took a step" in ended(DAEMON)
 
 
 def test_without_namespaces_the_ranks_run_as_they_are(tmp_path, monkeypatch):

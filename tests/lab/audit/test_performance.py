@@ -1,13 +1,11 @@
 """The times and bytes of a step that an audit measures."""
 
-import numpy as np
 import pytest
 
 from lab.audit.performance import measure
-from lab.audit.recording import RankRecords, Recording
+from lab.audit.recording import Recording
+from tests.lab.audit.recordings import Rank
 
-PARAMS = {"k": "params", "t": 0.0, "o": 0, "rows": [["0.0.0", "w", [1000], "torch.float32", 1000]]}
-DDP = {"k": "ddp", "t": 0.0, "bytes": 4000}
 CALL = {"name": "all_reduce", "bytes": 4000}
 
 
@@ -16,22 +14,24 @@ def measured(*calls, through="module", exposed=0.0, apart=0.1, hook=False, **don
 
     Backward lasts from 0.2 to 0.6 s of each step, and the calls end from 0.7 s on.
     """
-    found = [PARAMS, DDP, *([{"k": "hook", "t": 0.0}] if hook else [])]
-    end = 0.0
-    for step in range(6):
-        begin, end = end, end + (10.0 if step < 3 else 1.0)
-        forwards = [[4, 0, through, "Net"]]
-        backward = {"seconds": 0.4, "exposed_seconds": exposed, "forwards": forwards}
-        found.append({"k": "backward", "t": begin + 0.6, "step": step, **backward})
-        for number, call in enumerate(calls):
-            at = begin + 0.7 + apart * number
-            found.append({"k": "call", "t": at, "size": 2, **call})
-            found.append({"k": "done", "t": at, "seconds": 0.05, "wait_seconds": 0.0, **done})
-        found.append({"k": "step", "t": end, "o": 0, "step": step})
-        found.append({"k": "stepped", "t": end + 0.1, "o": 0, "step": step, "seconds": 0.1})
-    result = measure(Recording(2, [RankRecords(r, found, np.zeros(0), r) for r in range(2)]))
-    assert result is not None
-    return result
+    ranks = [Rank(0), Rank(1)]
+    for one in ranks:
+        one.record("params", o=0, rows=[["0.0.0", "w", [1000], "torch.float32", 1000]])
+        one.record("ddp", bytes=4000)
+        if hook:
+            one.record("hook")
+        for step, end in enumerate((10.0, 20.0, 30.0, 31.0, 32.0, 33.0)):
+            begin = end - (10.0 if step < 3 else 1.0)
+            backward = {"seconds": 0.4, "exposed_seconds": exposed, "step": step}
+            forwards = [[4, 0, through, "Net"]]
+            one.record("backward", t=begin + 0.6, forwards=forwards, **backward)
+            for number, call in enumerate(calls):
+                at = begin + 0.7 + apart * number
+                one.record("call", t=at, size=2, **call)
+                one.record("done", t=at, **{"seconds": 0.05, "wait_seconds": 0.0} | done)
+            one.record("step", t=end, o=0, step=step)
+            one.record("stepped", t=end + 0.1, o=0, step=step, seconds=0.1)
+    return measure(Recording(2, ranks))
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,7 @@ def measured(*calls, through="module", exposed=0.0, apart=0.1, hook=False, **don
 )
 def test_seconds(facts, exposed, backward):
     assert facts["seconds"] == pytest.approx(1.0)
-    assert facts["exposed_seconds"] == pytest.approx(exposed)
-    assert facts["exposed_share"] == pytest.approx(exposed)
+    assert facts["exposed_seconds"] == facts["exposed_share"] == pytest.approx(exposed)
     assert facts["backward_seconds"] == pytest.approx(backward)
     assert [one["strategy"] for one in facts["predicted"]] == ["ddp", "overlapped"]
     ideal = 1.0 - exposed
@@ -55,39 +54,37 @@ def test_seconds(facts, exposed, backward):
 
 
 @pytest.mark.parametrize(
-    ("names", "through", "hook", "sent"),
+    ("names", "options", "sent"),
     [
-        (("gather", "scatter"), "module", False, 4000),  # rank 1 to rank 0, then back
-        (("all_gather_into_tensor",), "module", False, 4000),
-        (("all_gather_single",), "module", False, 4000),
-        (("_reduce_scatter_base",), "module", False, 2000),
-        (("reduce_scatter_single",), "module", False, 2000),
-        (("all_to_all",), "module", False, 2000),
-        (("isend",), "module", False, 4000),
-        (("irecv", "barrier"), "module", False, 0),
-        ((), "ddp", False, 4000),  # 2 (N-1)/N of its parameters' bytes, in C++
-        (("broadcast",), "ddp", False, 6000),  # of the buffers
-        (("all_reduce",), "ddp", True, 4000),  # by a hook of the script's
-        ((), "bypass", False, 0),
+        (("gather", "scatter"), {}, 4000),  # rank 1 to rank 0, then back
+        (("all_gather_into_tensor",), {}, 4000),
+        (("all_gather_single",), {}, 4000),
+        (("_reduce_scatter_base",), {}, 2000),
+        (("reduce_scatter_single",), {}, 2000),
+        (("all_to_all",), {}, 2000),
+        (("isend",), {}, 4000),
+        (("irecv", "barrier"), {}, 0),
+        ((), {"through": "ddp"}, 4000),  # 2 (N-1)/N of its parameters' bytes, in C++
+        (("broadcast",), {"through": "ddp"}, 6000),  # of the buffers
+        (("all_reduce",), {"through": "ddp", "hook": True}, 4000),  # by a hook of the script's
+        ((), {"through": "bypass"}, 0),
     ],
 )
-def test_bytes(names, through, hook, sent):
+def test_bytes(names, options, sent):
     calls = [{"name": name, "bytes": 4000, "peer": 0} for name in names]
-    assert measured(*calls, through=through, hook=hook)["bytes_sent"] == sent
+    assert measured(*calls, **options)["bytes_sent"] == sent
 
 
 def test_two_optimisers_make_one_step_together():
     """A GAN: one second for the discriminator, then half a second for the generator."""
-    steps = [
-        {"k": "step", "t": 1.5 * round + (1.0, 1.5)[optimizer], "o": optimizer}
-        for round in range(6)
-        for optimizer in (0, 1)
-    ]
-    found = measure(Recording(1, [RankRecords(1, steps, np.zeros(0), 0)]))
-    assert found is not None
+    one = Rank(0)
+    for begin in (0.0, 1.5, 3.0, 4.5, 6.0, 7.5):
+        one.record("step", t=begin + 1.0, o=0)
+        one.record("step", t=begin + 1.5, o=1)
+    found = measure(Recording(1, [one]))
     assert found["seconds"] == pytest.approx(1.5)
     assert found["predicted"] == []
 
 
 def test_without_steps_nothing_is_measured():
-    assert measure(Recording(2, [RankRecords(1, [], np.zeros(0), 0)])) is None
+    assert measure(Recording(2, [Rank(0)])) is None

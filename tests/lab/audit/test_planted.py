@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 
-from lab.audit.command import AuditCommand
 from lab.proofs.wrong import WRONG
 from tests.helpers.audited import OWN_FLAGS, Case, mistakes, record_case, start_forked
 from tests.helpers.paths import ROOT
@@ -59,8 +58,8 @@ QUICK = "SameSamples RingWithoutAChunk StaleByOneStep LastBucketNotSent ClipBefo
 def test_a_planted_mistake_is_found(name, tmp_path):
     """Exactly the finding that ``FOUND`` says."""
     finding, size, flags = FOUND[name]
-    words = f"python {ROOT}/PartTwo/main.py {OWN_FLAGS} {flags}".split()
-    case = Case(name, finds=frozenset(finding.split("|")), command=AuditCommand(tuple(words)))
+    command = f"python {ROOT}/PartTwo/main.py {OWN_FLAGS} {flags}"
+    case = Case(name, finds=frozenset(finding.split("|")), command=command)
     recording = record_case(case, size, tmp_path, start=partial(start_forked, plant=name))
     assert not mistakes(case, [recording])
 

@@ -1,27 +1,19 @@
 """What the probe records of real Gloo ranks: calls, contents, waits, and who left."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-import lab.audit
+from lab.audit import runner
 from lab.audit.findings.collectives import check
 from lab.audit.findings.finding import Finding
-from lab.audit.recording import read_recording
-from tests.helpers.waiting import wait_until
+from tests.helpers.audited import run_script
 
-HOOK = Path(lab.audit.__file__).parent / "probe" / "hook"
 JOIN = """
 import inspect, os, sys, time
 import torch, torch.distributed as dist
 from torch.distributed import all_reduce
 
 rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+dist.init_process_group("gloo", init_method=f"tcp://{sys.argv[2]}", rank=rank, world_size=2)
 """
 CALLS = """
 model = torch.nn.Linear(4, 3)
@@ -59,34 +51,15 @@ all_reduce(torch.ones(3))
 """
 
 
-def record(folder, body, *, until):
-    """Return what two ranks of a script record until each has written a record of a kind."""
-    (folder / "records").mkdir()
-    (folder / "script.py").write_text(JOIN + body, encoding="utf-8")
-    settings = {"folder": str(folder / "records"), "script": str(folder), "steps": 6}
-    variables = {"LAB_AUDIT": json.dumps(settings), "PYTHONPATH": str(HOOK)}
-    words = [sys.executable, str(folder / "script.py")]
-    ranks = [
-        subprocess.Popen(
-            [*words, str(rank), str(folder / "store")],
-            env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.DEVNULL,
-        )
-        for rank in range(2)
-    ]
-    paths = [folder / "records" / f"{one.pid}.jsonl" for one in ranks]
-    kind = f'"k": "{until}"'
-    try:
-        wait_until(lambda: all(one.exists() and kind in one.read_text() for one in paths), kind)
-    finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
-    return read_recording(folder / "records", hung=until == "stands")
+def record(folder, body):
+    """Return what two ranks of a script record."""
+    return run_script(
+        folder, JOIN + body, command="python {script} {rank} {master}:{port}", size=2
+    ).recording
 
 
 def test_calls(tmp_path):
-    recording = record(tmp_path, CALLS, until="end")
+    recording = record(tmp_path, CALLS)
     assert not [one for one in check(recording) if isinstance(one, Finding)]
     calls = recording.ranks[0].by_kind["call"]
     assert [(one["name"], one["bytes"], one["content"]) for one in calls] == [
@@ -104,20 +77,20 @@ def test_calls(tmp_path):
     assert calls[0]["world"] == 2
     assert [calls[number]["peer"] for number in (1, 2, 6, 8)] == [0, None, 1, 1]
     assert (calls[8]["op"], calls[8]["size"], calls[8]["group"][1]) == ("MAX", 2, [0, 1])
-    assert calls[2]["at"] == ["script.py", 12, "all_reduce(model.weight.grad)"]
+    assert calls[2]["at"] == ["main.py", 12, "all_reduce(model.weight.grad)"]
     waited = [one["c"] for one in recording.ranks[0].by_kind["done"] if "wait_seconds" in one]
     assert waited == [4, 6]
 
 
 @pytest.mark.parametrize(
-    ("body", "until", "kind"),
-    [(DDP_AND_BARRIER, "stands", "rank 0 waits elsewhere"), (LEAVES, "end", "rank 1 ends")],
+    ("body", "kind"),
+    [(DDP_AND_BARRIER, "rank 0 waits elsewhere"), (LEAVES, "rank 1 ends")],
 )
-def test_ranks_that_wait_in_vain(tmp_path, body, until, kind):
-    recording = record(tmp_path, body, until=until)
+def test_ranks_that_wait_in_vain(tmp_path, monkeypatch, body, kind):
+    monkeypatch.setattr(runner, "_CERTAIN_SECONDS", 4.0)
+    recording = record(tmp_path, body)
     (observed,) = (one for one in check(recording) if isinstance(one, Finding))
     assert observed.name == "collectives-differ"
     assert kind in observed.evidence[0]
-    if until == "stands":
-        assert [rank.by_kind["stands"][0]["at"][1] for rank in recording.ranks] == [12, 14]
-        assert [len(rank.by_kind["stands"]) for rank in recording.ranks] == [1, 1]
+    if body is DDP_AND_BARRIER:
+        assert [one["at"][1] for r in recording.ranks for one in r.by_kind["stands"]] == [12, 14]

@@ -1,17 +1,14 @@
 """What the probe records of loaders and samples, and how it ends scripts: real ones, forked."""
 
 import json
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Subset
 
-from lab.audit.command import AuditCommand
 from lab.audit.probe.data import contents_of, held_content, look_through
-from lab.audit.recording import read_recording
-from lab.audit.runner import RunSettings, run_audit_size, start_process
-from tests.helpers.audited import start_forked
+from lab.audit.runner import start_process
+from tests.helpers.audited import run_script, start_forked
 
 STEPS = 4
 START = """
@@ -47,41 +44,21 @@ def evaluate(loader):
 """
 
 
-def audit(script, folder, *, ranks=1, cold=False):
-    """Run a script, after ``START``, on some ranks; return their records and how they ended.
+def audit(script, folder, *, status=0, cold=False, **options):
+    """Run a script, after ``START``, and return how it ended, each process with this status.
 
     cold : in new interpreters; forks of the test server start workers, and fail, in another way.
     """
-    path, records, cwd = folder / "script.py", folder / "records", folder / "cwd"
-    path.write_text(START + script)
-    records.mkdir()
-    cwd.mkdir()
-    command = AuditCommand(("python", str(path), "{rank}", "{nodes}"))
-    settings = RunSettings(steps=STEPS, limit_seconds=60, cwd=cwd)
-    end = run_audit_size(
-        command, ranks, records, settings, start=start_process if cold else start_forked
-    )
-    return read_recording(records, asked_size=ranks).ranks, end
-
-
-def audit_one(script, folder, *, cold=False):
-    """Run a script on one rank; return its records. It has to end with status 0."""
-    ranks, end = audit(script, folder, cold=cold)
-    assert end.statuses == (0,), end.output(0)
-    assert not ranks[0].by_kind["trouble"]
-    return ranks[0]
+    start = start_process if cold else start_forked
+    end = run_script(folder, START + script, start=start, steps=STEPS, **options)
+    assert {*end.statuses} == {status}, end.output(0)
+    return end
 
 
 def indices(rank, epoch, *, loader=0):
     """Return the indices of the batches of an epoch."""
     found = [one for one in rank.by_kind["batch"] if (one["l"], one["epoch"]) == (loader, epoch)]
     return [one["indices"] for one in found]
-
-
-def rest(rank, epoch=0):
-    """Return the only record ``rest`` of an epoch."""
-    (found,) = (one for one in rank.by_kind["rest"] if one["epoch"] == epoch)
-    return found
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
@@ -95,16 +72,16 @@ for epoch in range(3):
     for x, y in loader:
         step(x, y)
 """
-    ranks, end = audit(script, tmp_path, ranks=2, cold=workers > 0)
-    assert end.statuses == (0, 0), end.output(0)
-    every, hashes = [], set()
+    end = audit(script, tmp_path, size=2, cold=workers > 0)
+    ranks, every, hashes = end.recording.ranks, [], set()
     for rank in ranks:
         batches = indices(rank, 0)
         given = json.loads(end.output(rank.rank).splitlines()[-1])
         assert given == [*batches, *indices(rank, 1)]
         assert (len(batches), len(indices(rank, 1))) == (STEPS, 2)
         assert [one["epoch"] for one in rank.by_kind["trained"]] == [0, 1]
-        every += [index for batch in batches for index in batch] + rest(rank)["indices"]
+        rests = [one["indices"] for one in rank.by_kind["rest"] if one["epoch"] == 0]
+        every += [index for several in (*batches, *rests) for index in several]
         rows = [(one["indices"], one["contents"]) for one in rank.by_kind["batch"]]
         hashes |= {pair for row in rows for pair in zip(*row, strict=True)}
     assert sorted(every) == list(range(48))
@@ -114,24 +91,11 @@ for epoch in range(3):
     assert content
 
 
-class Held(Dataset[Any]):
-    """A dataset of 48 samples with some attributes, all of which may hold its samples."""
+class Held:
+    """A dataset with some attributes, all of which may hold its samples."""
 
-    def __init__(self, **held):
-        vars(self).update(held)
-
-    def __len__(self):
-        return 48
-
-    def __getitem__(self, index):
-        raise AssertionError("it may not be asked")
-
-
-class Partition:
-    """A tutorial's partition, which may not be asked either."""
-
-    def __init__(self, data, index, length=4):
-        self.data, self.index, self.length = data, index, length
+    def __init__(self, length=48, **held):
+        vars(self).update(length=length, **held)
 
     def __len__(self):
         return self.length
@@ -140,18 +104,23 @@ class Partition:
         raise AssertionError("it may not be asked")
 
 
+def partition(data, index):
+    """Return four samples as a tutorial's class holds them."""
+    return Held(4, data=data, index=index)
+
+
 @pytest.mark.parametrize(
     ("dataset", "inner"),
     [
-        (Partition(Held(), range(24, 28)), [24, 25, 26, 27]),
+        (partition(Held(), range(24, 28)), [24, 25, 26, 27]),
         (Subset(Subset(Held(), range(8, 48)), range(16, 20)), [24, 25, 26, 27]),
         (ConcatDataset([Subset(Held(), [3]), Subset(Held(), [3])]), [3, (1 << 40) + 3]),
-        (ConcatDataset([Held(), Partition(Held(), None)]), None),
-        (Partition(Subset(Held(), range(4, 8)), None), [4, 5, 6, 7]),  # as one that transforms
-        (Partition(Held(), torch.arange(4, 8)), [4, 5, 6, 7]),
-        (Partition(Held(), [4.0, 5.0, 6.0, 7.0]), None),  # a part of 48, and nobody knows which
-        (Partition(Held(), [0, 1, 1, 0]), None),  # labels, or samples drawn repeatedly
-        (Partition([Held(), Held()], range(4)), None),
+        (ConcatDataset([Held(), partition(Held(), None)]), None),
+        (partition(Subset(Held(), range(4, 8)), None), [4, 5, 6, 7]),  # as one that transforms
+        (partition(Held(), torch.arange(4, 8)), [4, 5, 6, 7]),
+        (partition(Held(), [4.0, 5.0, 6.0, 7.0]), None),  # a part of 48, and nobody knows which
+        (partition(Held(), [0, 1, 1, 0]), None),  # labels, or samples drawn repeatedly
+        (partition([Held(), Held()], range(4)), None),
     ],
 )
 def test_the_innermost_index_counts(dataset, inner):
@@ -199,7 +168,7 @@ for epoch in range(2):
     for x, y in train: step(x, y)
     print("after", evaluate(test), evaluate(train))
 """
-    rank = audit_one(script, tmp_path)
+    (rank,) = audit(script, tmp_path).recording.ranks
     by_loader = {one["length"]: one["l"] for one in rank.by_kind["loader"]}
     assert len(indices(rank, 0, loader=by_loader[40])) == 10
     assert len(indices(rank, 1, loader=by_loader[40])) == 2
@@ -211,52 +180,71 @@ for epoch in range(2):
     assert len(rank.by_kind["random"]) == STEPS + 2
 
 
+LOOPS = {
+    "restarted": """
+it = iter(loader)
+while True:
+    try:
+        batch = next(it)
+    except StopIteration:
+        it = iter(loader)
+        batch = next(it)
+    step(*batch)
+""",
+    "one batch": "x, y = next(iter(loader))\nwhile True: step(x, y)",
+    "no loader": "while True: step(*data[:8])",
+    "peek": """
+for _ in range(9):
+    peek = next(iter(loader))
+    for x, y in loader: step(x, y)
+""",
+    "generator": "def batches():\n    yield from loader\nfor x, y in batches(): step(x, y)",
+    "zip": "for (x, y), _ in zip(loader, DataLoader(data, 1)): step(x, y)",
+    "by hand": """
+from torch import distributed as d
+d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)
+w = torch.zeros(1, 5, requires_grad=True)
+del optimizer
+for _ in range(9):
+    for x, y in loader:
+        nn.functional.cross_entropy(x @ w, y).backward()
+        w.data -= 0.1 * w.grad; w.grad = None; given.append(0)
+        print(given, flush=True)
+""",
+}
+ERROR_AFTER_THE_CUT = "it = iter(loader)\nfor _ in range(12): step(*next(it))"
+HANGS_AFTER_THE_CUT = """
+import threading, time
+threading.Thread(target=time.sleep, args=(1000,)).start()
+while True:
+    for x, y in loader: step(x, y)
+"""
+
+
 @pytest.mark.parametrize(
-    "loop",
+    ("loop", "cold"),
     [
-        "it = iter(loader)\nwhile True:\n"
-        "    try: batch = next(it)\n"
-        "    except StopIteration:\n        it = iter(loader); batch = next(it)\n"
-        "    step(*batch)",
-        "x, y = next(iter(loader))\nwhile True: step(x, y)",
-        "while True: step(*data[:8])",
-        "for _ in range(9):\n    peek = next(iter(loader))\n    for x, y in loader: step(x, y)",
-        "def batches():\n    yield from loader\nfor x, y in batches(): step(x, y)",
-        "for (x, y), _ in zip(loader, DataLoader(data, 1)): step(x, y)",
-        "from torch import distributed as d\n"
-        "d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)\n"
-        "w = torch.zeros(1, 5, requires_grad=True)\ndel optimizer\nfor _ in range(9):\n"
-        "    for x, y in loader:\n        nn.functional.cross_entropy(x @ w, y).backward()\n"
-        "        w.data -= 0.1 * w.grad; w.grad = None; given.append(0)\n"
-        "        print(given, flush=True)",
+        *(pytest.param(loop, False, id=name) for name, loop in LOOPS.items()),
+        pytest.param(ERROR_AFTER_THE_CUT, True, marks=pytest.mark.long),
+        pytest.param(HANGS_AFTER_THE_CUT, False, marks=pytest.mark.long),
     ],
-    ids=["restarted", "one batch", "no loader", "peek", "generator", "zip", "by hand"],
 )
-def test_every_loop_ends_in_good_order(loop, tmp_path):
+def test_every_loop_ends_in_good_order(loop, cold, tmp_path):
     """Soon after the last step that is wanted, with status 0."""
-    rank = audit_one(f"loader = DataLoader(data, 4, shuffle=True)\n{loop}", tmp_path)
+    script = f"loader = DataLoader(data, 4, shuffle=True)\n{loop}"
+    (rank,) = audit(script, tmp_path, cold=cold).recording.ranks
     assert len(rank.by_kind["cut"]) == 1
     assert STEPS <= len(rank.by_kind["backward"]) <= STEPS + 4
-    assert all(one["after_cut"] for one in rank.by_kind["error"])
-
-
-@pytest.mark.long
-def test_an_error_after_the_cut_is_no_failure(tmp_path):
-    """The script asks for more batches than it is given: the status is 0."""
-    loop = "it = iter(DataLoader(data, 4))\nfor _ in range(12): step(*next(it))"
-    (error,) = audit_one(loop, tmp_path, cold=True).by_kind["error"]
-    assert (error["type"], error["after_cut"]) == ("StopIteration", True)
+    assert all(one["after_cut"] for one in (*rank.by_kind["error"], rank.by_kind["end"][-1]))
 
 
 def test_errors_are_recorded_with_their_line(tmp_path):
     """Before the cut they are the script's: the status stays 1."""
     script = "for x, y in DataLoader(data, 4):\n    step(x, y)\n    1 / 0"
-    ranks, end = audit(script, tmp_path, cold=True)
-    (error,) = ranks[0].by_kind["error"]
-    assert end.statuses == (1,)
+    (rank,) = audit(script, tmp_path, status=1, cold=True).recording.ranks
+    (error,) = rank.by_kind["error"]
     assert (error["type"], error["after_cut"]) == ("ZeroDivisionError", False)
-    assert error["at"][0] == "script.py"
-    assert error["at"][2] == "1 / 0"
+    assert (error["at"][0], error["at"][2]) == ("main.py", "1 / 0")
 
 
 @pytest.mark.long
@@ -270,25 +258,5 @@ def main(rank):
 if __name__ == "__main__":
     torch.multiprocessing.spawn(main, nprocs=2)  # it spawns, so mp.spawn is no fork
 """
-    path = tmp_path / "script.py"
-    path.write_text(START + script)
-    (tmp_path / "records").mkdir()
-    command = AuditCommand(("python", str(path), "0", "2"))
-    settings = RunSettings(steps=STEPS, limit_seconds=60, cwd=tmp_path)
-    end = run_audit_size(command, None, tmp_path / "records", settings)
-    assert end.statuses == (0,), end.output(0)
-    lines = [path.read_text() for path in (tmp_path / "records").glob("*.jsonl")]
-    assert sum('"k": "cut"' in text for text in lines) == 2
-
-
-@pytest.mark.long
-def test_a_script_that_hangs_after_the_cut_is_ended(tmp_path):
-    """A thread that never ends keeps it alive: the probe ends it after some seconds."""
-    script = """
-import threading, time
-threading.Thread(target=time.sleep, args=(1000,)).start()
-while True:
-    for x, y in DataLoader(data, 4): step(x, y)
-"""
-    rank = audit_one(script, tmp_path)
-    assert rank.by_kind["end"][-1]["after_cut"]
+    end = audit(script, tmp_path, size=None, command="python {script} 0 2", cold=True)
+    assert sum(bool(one.by_kind["cut"]) for one in end.recording.processes) == 2

@@ -15,35 +15,23 @@ from lab.audit.result import AuditResult, EqualityVerdict, verdict
 from tests.helpers import ROOT
 
 HOSTILE = "[bold]x[/nope] \x1b[2J\u202e<script>alert(1)</script> {{ 7*7 }}"
-PERFORMANCE = {
-    "ranks": 3,
-    "seconds": 0.020,
-    "exposed_seconds": 0.005,
-    "backward_seconds": 0.008,
-    "update_seconds": 0.001,
-    "bytes_sent": 1_000_000.0,
-    "exposed_share": 0.25,
-    "most_bytes_sent": 2_000_000.0,
+PREDICTED = {"strategy": "ddp", "step_seconds": 0.0155, "exposed_seconds": 5e-4, "bytes_sent": 1e6}
+PERFORMANCE = {"ranks": 3, "seconds": 0.020, "exposed_seconds": 0.005, "exposed_share": 0.25}
+PERFORMANCE |= {"backward_seconds": 0.008, "update_seconds": 0.001, "predicted": [PREDICTED]}
+PERFORMANCE |= {"bytes_sent": 1_000_000.0, "most_bytes_sent": 2_000_000.0}
+PERFORMANCE |= {
     "note": "3 ranks share 2 cores, so a step is slower than on separate machines",
-    "predicted": [
-        {
-            "strategy": "ddp",
-            "step_seconds": 0.0155,
-            "exposed_seconds": 0.0005,
-            "bytes_sent": 1_000_000.0,
-        }
-    ],
     "source": "loopback as calibrated on a laptop, 2026-11-21",
 }
-
-STARTED = RankRecords(
-    1,
-    [
-        {"k": "start", "python": "3.11.7", "executable": "/env/bin/python"},
-        {"k": "torch", "version": "2.9"},
-        {"k": "step"},
-    ],
+STARTED = RankRecords(1, [{"k": "torch", "version": "2.9"}, {"k": "step"}])
+STARTED.records += [{"k": "start", "python": "3.11.7", "executable": "/env/bin/python"}]
+SUM = Finding(
+    "sum-not-mean",
+    tuple(f"step {step}: weights 1.00 and 1.00" for step in range(5)),
+    CodeLine("main.py", 52, "optimizer.step()"),
+    sizes=(2, 3),
 )
+ORDER = "the order of epochs: only one epoch was seen"
 
 
 def wrong_script(**changes):
@@ -52,19 +40,14 @@ def wrong_script(**changes):
         command="python main.py --rank {rank}",
         recordings=(Recording(2, [STARTED]), Recording(3, [])),
         findings=(
-            Finding(
-                "sum-not-mean",
-                tuple(f"step {step}: weights 1.00 and 1.00" for step in range(5)),
-                CodeLine("main.py", 52, "optimizer.step()"),
-                sizes=(2, 3),
-            ),
+            SUM,
             Finding("batchnorm-statistics", ("layer1.running_mean differs by 3 %",), sizes=(3,)),
         ),
         verdict=EqualityVerdict(
             "no", "gradients are added up, but not divided by the number of ranks (2 and 3 ranks)"
         ),
         right=("every rank trains on different samples", "the ranks start from equal weights"),
-        unknown=("the order of epochs: only one epoch was seen",),
+        unknown=(ORDER,),
         remarks=("What the script printed is cut after 6 steps",),
         performance=PERFORMANCE,
     )
@@ -77,9 +60,17 @@ def printed(result, *, width=100, terminal=False):
     return console.file.getvalue()
 
 
+def shown(result, folder):
+    """Return what the terminal, the page and the JSON file say."""
+    write_page(folder / "audit.html", result)
+    write_json(folder / "audit.json", result)
+    content = json.loads((folder / "audit.json").read_text())
+    return printed(result), (folder / "audit.html").read_text(), content
+
+
 EXPECTED = """\
 Wrong: gradients are added up, but not divided by the number of ranks (2 and 3 ranks).
-Equals one process that computes each rank's share and averages: no.
+Same updates as one process that computes each rank's share and averages the gradients: no.
 Watched 1 step on 2 and 3 ranks, with Python 3.11.7 (/env/bin/python) and torch 2.9: python main.py
 --rank {rank}
 What the script printed is cut after 6 steps
@@ -95,7 +86,8 @@ FAULT: Gradients are added up, but not divided by the number of ranks (2 and 3 r
   sure  certain
 
 Checked and right:
-  every rank trains on different samples; the ranks start from equal weights.
+- every rank trains on different samples
+- the ranks start from equal weights
 
 Notices (details: --json or --html):
 - BatchNorm's running statistics differ between ranks (3 ranks)
@@ -106,7 +98,7 @@ Could not be checked:
 Speed:
 - 20 ms a step on 3 ranks; exposed communication 5 ms (25 % of a step); a rank sends 1 MB a step, at
   most 2 MB
-- predicted for this model and batch: ddp 15.5 ms
+- predicted step with this project's strategies: ddp 15.5 ms
 - loopback as calibrated on a laptop, 2026-11-21
 - 3 ranks share 2 cores, so a step is slower than on separate machines
 """
@@ -125,7 +117,7 @@ def test_a_right_script_has_no_heading_without_content():
         findings=(), verdict=EqualityVerdict("yes", "x"), unknown=(), performance=None, remarks=()
     )
     text = printed(result)
-    assert text.startswith("Right: no fault was found.\nEquals one process")
+    assert text.startswith("Right: no fault was found.\nSame updates as")
     assert ": yes — x.\n" in text
     assert not re.search("FAULT|Notices|Could not|Speed|Replay", text)
 
@@ -158,15 +150,12 @@ def test_the_first_line_is_the_gravest_thing_known(
     result = wrong_script(findings=findings, verdict=verdict, failure=failure)
     if failure and failure.endswith("before"):
         result = replace(result, recordings=(Recording(2, []),))
-    write_json(tmp_path / "audit.json", result)
-    content = json.loads((tmp_path / "audit.json").read_text())
+    text, page, content = shown(result, tmp_path)
     assert content["headline"].startswith(headline)
     assert content["status"] == status
-    assert printed(result).lower().startswith(headline.lower())
-    write_page(tmp_path / "audit.html", result)
-    colours = {0: '<p class="verdict">', 1: '<div class="note bad">', 2: '<div class="note">'}
-    page = (tmp_path / "audit.html").read_text()
-    assert [text in page for text in colours.values()] == [one == status for one in colours]
+    assert text.lower().startswith(headline.lower())
+    colours = ['<p class="verdict">', '<div class="note bad">', '<div class="note">']
+    assert [number for number, colour in enumerate(colours) if colour in page] == [status]
 
 
 def test_a_script_that_failed_has_no_verdict_unless_a_fault_is_known():
@@ -176,29 +165,18 @@ def test_a_script_that_failed_has_no_verdict_unless_a_fault_is_known():
     assert verdict((Recording(2, []),), (BYPASSED,), unknown, failure="x").answer == "no"
 
 
-def test_a_run_that_failed_is_named_everywhere(tmp_path):
-    result = wrong_script(failure="3 ranks: <out> of memory")
-    write_page(tmp_path / "audit.html", result)
-    write_json(tmp_path / "audit.json", result)
-    assert "Incomplete: 3 ranks: <out> of memory" in printed(result)
-    assert "3 ranks: &lt;out&gt; of memory" in (tmp_path / "audit.html").read_text()
-    assert json.loads((tmp_path / "audit.json").read_text())["failure"] == result.failure
-
-
-def test_a_fault_of_the_probe_is_shown_above_the_findings(tmp_path):
+def test_a_failed_run_a_fault_of_the_probe_and_a_stack(tmp_path):
     own = f"gradients: {OWN_FAULT}, losses, failed (KeyError: 1)"
-    result = wrong_script(unknown=(own, "the order of epochs: only one epoch was seen"))
-    text = printed(result)
-    assert text.index(f"Report this: {own}") < text.index("FAULT: ")
-    write_page(tmp_path / "audit.html", result)
-    assert f"Report this: {own}" in (tmp_path / "audit.html").read_text()
-
-
-def test_a_stack_keeps_its_lines():
     stack = Finding("collectives-differ", ("rank 0 waits here:\n  main.py:7: dist.barrier()",))
-    lines = printed(wrong_script(findings=(stack,))).splitlines()
-    assert "  found rank 0 waits here:" in lines
-    assert "          main.py:7: dist.barrier()" in lines
+    failure = "3 ranks: <out> of memory"
+    result = wrong_script(failure=failure, unknown=(own, ORDER), findings=(stack,))
+    text, page, content = shown(result, tmp_path)
+    assert f"Incomplete: {failure}" in text
+    assert "3 ranks: &lt;out&gt; of memory" in page
+    assert content["failure"] == failure
+    assert text.index(f"Report this: {own}") < text.index("FAULT: ")
+    assert f"Report this: {own}" in page
+    assert "  found rank 0 waits here:\n          main.py:7: dist.barrier()\n" in text
 
 
 def test_the_scripts_text_is_shown_and_never_obeyed(tmp_path):
@@ -209,52 +187,35 @@ def test_the_scripts_text_is_shown_and_never_obeyed(tmp_path):
         unknown=(HOSTILE + "\udc80",),
         verdict=EqualityVerdict("no", HOSTILE),
     )
-    text = printed(result)
-    assert "\x1b" not in text
-    assert "\u202e" not in text
+    text, page, content = shown(result, tmp_path)
+    assert not re.search("[\x1b\u202e]", text)
     assert "[bold]x[/nope]" in text
     assert "\x1b[2J" not in printed(result, terminal=True)
-    write_page(tmp_path / "audit.html", result)
-    page = (tmp_path / "audit.html").read_text()
-    assert "<script" not in page
+    assert not re.search("<script|\x1b", page)
     assert "&lt;script&gt;" in page
     assert "{{ 7*7 }}" in page
-    assert "\x1b" not in page
-    write_json(tmp_path / "audit.json", result)
-    assert json.loads((tmp_path / "audit.json").read_text())["unknown"] == [
-        HOSTILE.replace("\x1b", " ").replace("\u202e", " ") + " "
-    ]
+    assert content["unknown"] == [re.sub("[\x1b\u202e]", " ", HOSTILE) + " "]
 
 
-def test_the_json_has_stable_names_and_plain_values(tmp_path):
-    path = tmp_path / "audit.json"
+def test_the_json_has_stable_names_and_the_page_all_evidence(tmp_path):
     performance = PERFORMANCE | {"seconds": 0.5, "exposed_seconds": float("nan")}
-    write_json(path, wrong_script(performance=performance))
-    content = json.loads(path.read_text())
+    _, page, content = shown(wrong_script(performance=performance), tmp_path)
     assert (content["format"], content["what"]) == (1, "audit of data-parallel-lab")
-    assert content["verdict"]["answer"] == "no"
-    assert content["status"] == 1
-    assert [(one["name"], one["severity"]) for one in content["findings"]] == [
-        ("sum-not-mean", "fault"),
-        ("batchnorm-statistics", "notice"),
-    ]
-    first = content["findings"][0]
+    assert (content["verdict"]["answer"], content["status"]) == ("no", 1)
+    first, second = content["findings"]
+    assert (first["name"], first["severity"]) == ("sum-not-mean", "fault")
+    assert (second["name"], second["severity"]) == ("batchnorm-statistics", "notice")
     assert len(first["evidence"]) == 5
     assert first["at"] == {"file": "main.py", "line": 52, "text": "optimizer.step()"}
     assert first["ranks"] == [2, 3]
     assert content["performance"]["seconds"] == 0.5
     assert content["performance"]["exposed_seconds"] is None
-
-
-def test_the_page_is_one_file_with_all_evidence(tmp_path):
-    write_page(tmp_path / "audit.html", wrong_script())
-    page = (tmp_path / "audit.html").read_text()
     assert page.count("weights 1.00 and 1.00") == 5
-    assert "predicted for this model and batch: ddp" in page
+    assert "this project&#39;s strategies: ddp" in page
     assert not re.search(r"(src|href)=\"(?!#|data:)", page)
 
 
 def test_the_page_of_the_documentation_names_every_finding_as_the_catalogue_does():
-    text = (ROOT / "docs/auditing.md").read_text()
+    text = (ROOT / "docs/audited_mistakes.md").read_text()
     rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| (.+) \|$", text, re.MULTILINE)
     assert rows == [(name, one.severity, one.title) for name, one in catalogue().items()]

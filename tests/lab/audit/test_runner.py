@@ -4,10 +4,8 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from functools import partial
 
 import pytest
 
@@ -18,10 +16,9 @@ from lab.audit.runner import start_process
 from lab.cluster import tools
 from tests.helpers.audited import run_script
 from tests.helpers.paths import ROOT
-from tests.helpers.processes import running_in
+from tests.helpers.processes import running_in, start_lab
 from tests.helpers.waiting import wait_until
 
-BY_FLAGS = "{master} {port} {nodes} {rank}"
 TRAINING = """\
 import sys, torch, torch.distributed as dist
 master, port, world, rank, wanted = *sys.argv[1:3], *map(int, sys.argv[3:6])
@@ -68,11 +65,12 @@ NAMESPACES = pytest.mark.skipif(
 )
 
 
-run = partial(run_script, flags=BY_FLAGS, size=2, start=start_process)
-
-
-def steps(run):
-    return run.recording.steps
+def run(folder, script, *, literal=0, size=2, **options):
+    """Run a script, see that nothing is left of it, and return how it ended."""
+    command = f"python {{script}} {{master}} {{port}} {{nodes}} {{rank}} {literal}"
+    end = run_script(folder, script, command=command, size=size, start=start_process, **options)
+    assert running_in(folder) == []
+    return end
 
 
 def test_each_rank_gets_its_words_no_input_and_the_probe(tmp_path):
@@ -80,12 +78,12 @@ def test_each_rank_gets_its_words_no_input_and_the_probe(tmp_path):
 import json, os, sys
 probe = json.loads(os.environ["LAB_AUDIT"])
 names = ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "OMP_NUM_THREADS")
-print(sys.argv[3:], repr(sys.stdin.read()), probe["rank"], probe["script"])
+print(sys.argv[3:5], repr(sys.stdin.read()), probe["rank"], probe["script"])
 print([os.environ[name] for name in names], sys.argv[1] + sys.argv[2] == "127.0.0.1"
       + os.environ["MASTER_PORT"])
 """
     end = run(tmp_path, script)
-    assert (end.statuses, end.failed, steps(end), end.hung) == ((0, 0), {}, 0, None)
+    assert (end.statuses, end.failed, end.recording.steps, end.hung) == ((0, 0), {}, 0, None)
     for rank in range(2):
         said, variables = end.output(rank).splitlines()
         assert said == f"['2', '{rank}'] '' {rank} {tmp_path}"
@@ -102,21 +100,14 @@ def test_a_rank_that_ignores_sigterm_and_its_daemon_are_ended_after_a_failure(tm
     assert end.statuses == (None, 1)
     assert list(end.failed) == [1]
     assert "ValueError: mine" in end.output(1)
-    assert running_in(tmp_path) == []
     assert time.monotonic() - began < 25
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "literal"), [(2, 0), (2, 4), (3, 2)])
-def test_a_script_ends_after_the_steps_and_a_literal_number_of_ranks_is_noticed(
-    tmp_path, size, literal
-):
-    end = run(tmp_path, TRAINING, flags=f"{BY_FLAGS} {literal}", size=size)
-    assert end.wanted_size == (literal or None), (end, end.output(0))
-    assert running_in(tmp_path) == []
-    if not literal:
-        assert not end.failed
-        assert steps(end) == 6
+@pytest.mark.parametrize(("size", "literal"), [(2, 4), (3, 2)])
+def test_a_literal_number_of_ranks_is_noticed(tmp_path, size, literal):
+    end = run(tmp_path, TRAINING, literal=literal, size=size)
+    assert end.wanted_size == literal, (end, end.output(0))
 
 
 TWO_STEPS = TRAINING.replace("range(100)", "range(2)")
@@ -131,14 +122,11 @@ TWO_STEPS = TRAINING.replace("range(100)", "range(2)")
     ],
 )
 def test_ranks_that_wait_for_each_other_have_hung(tmp_path, script, idle_seconds, most_seconds):
-    end = run(tmp_path, script, flags=f"{BY_FLAGS} 0", idle_seconds=idle_seconds)
-    assert end.hung is not None
+    end = run(tmp_path, script, idle_seconds=idle_seconds)
     waited = re.fullmatch(r"no rank made progress for (\d+) s", end.hung)
-    assert waited is not None
     assert int(waited[1]) <= most_seconds
-    assert steps(end) == 2
+    assert end.recording.steps == 2
     assert (end.folder / "dump").exists()
-    assert running_in(tmp_path) == []
 
 
 @pytest.mark.slow
@@ -153,7 +141,6 @@ while True:
     pass
 """
     end = run(tmp_path, script, limit_seconds=None)
-    assert end.hung is not None
     assert re.match(r"nothing happened for [45] s, after steps of 0.2 s", end.hung)
 
 
@@ -170,7 +157,7 @@ for kinds in (["step", "cut"], ["step"]):
 time.sleep(1000)
 """
     end = run(tmp_path, script)
-    assert (steps(end), end.statuses) == (2, (None, None))
+    assert (end.recording.steps, end.statuses) == (2, (None, None))
 
 
 @pytest.mark.slow
@@ -189,30 +176,21 @@ def test_nothing_is_left_when_the_audit_is_stopped_or_killed(
     tmp_path, script, flags, number, whole_group
 ):
     (tmp_path / "main.py").write_text(script)
-    words = [sys.executable, "-m", "lab", "audit", *flags, "--", sys.executable, "main.py"]
-    audit = subprocess.Popen(
-        [*words, "{rank}"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+    words = ["audit", *flags, "--", sys.executable, "main.py", "{rank}"]
+    where = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    audit = start_lab(*words, cwd=tmp_path, env=where, cold=True)
+    logs = "lab-audit-*/2-ranks/rank?.log"
+    wait_until(
+        lambda: [log.read_text() for log in tmp_path.glob(logs)] == ["started\n" * 2] * 2,
+        "both ranks",
+        timeout_seconds=60,
     )
-    try:
-        logs = "lab-audit-*/2-ranks/rank?.log"
-        wait_until(
-            lambda: [log.read_text() for log in tmp_path.glob(logs)] == ["started\n" * 2] * 2,
-            "both ranks",
-            timeout_seconds=60,
-        )
-        assert len(running_in(tmp_path)) >= 5  # two ranks, a child of each, the audit
-        (os.killpg if whole_group else os.kill)(audit.pid, number)
-        _, errors = audit.communicate(timeout=30)
-    finally:
-        audit.kill()
-    assert audit.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 130)
-    assert number == signal.SIGKILL or errors == "interrupted\n"
+    assert len(running_in(tmp_path)) >= 5  # two ranks, a child of each, the audit
+    (os.killpg if whole_group else os.kill)(audit.process.pid, number)
+    end = audit.end(timeout_seconds=30)
+    killed = number == signal.SIGKILL
+    assert end.status == (-number if killed else 130)
+    assert killed or end.err == "interrupted\n"
     wait_until(lambda: running_in(tmp_path) == [], "the end of all", timeout_seconds=15)
     wait_until(lambda: not list(tmp_path.glob("lab-*")), "an empty folder", timeout_seconds=5)
 
@@ -253,4 +231,3 @@ print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["MASTER_ADDR"])
         said = end.output(rank).splitlines()
         assert said == [f"True head 10.10.1.2 {tmp_path}", "ens3 10.10.1.2"], end
     assert "ens3" not in os.listdir("/sys/class/net")
-    assert running_in(tmp_path) == []

@@ -1,11 +1,11 @@
 """``lab cluster`` as a user runs it: output, exit status, a second terminal, and leftovers."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -21,33 +21,26 @@ def word():
     return f"{os.getpid()}.{time.monotonic_ns()}"
 
 
+def run_nodes(lab, nodes, script, *flags):
+    """Run a script on each node to its end; return the exit status and the output."""
+    return lab.end(lab.start_nodes(nodes, script, *flags))
+
+
 @needs_namespaces
 def test_output_is_prefixed_and_kept_by_node(lab):
-    status, output = lab.run(
-        "run",
-        "--nodes",
-        "2",
-        "--rate",
-        "1gbit",
-        "--logs",
-        str(lab.folder / "logs"),
-        "--",
-        "sh",
-        "-c",
-        "echo from {rank} of {nodes}; ip -brief address show eth0; echo to {master}:{port} >&2",
-    )
+    script = "echo from {rank} of {nodes}; ip -brief address show eth0; echo to {master}:{port} >&2"
+    status, output = run_nodes(lab, 2, script, "--rate", "1gbit")
     lines = output.splitlines()
     assert status == 0, output
     assert re.fullmatch(
         r"2 nodes, 10\.9\.0\.1 to 10\.9\.0\.2, 1gbit in each direction; started in [\d.]+ s",
         lines[0],
     )
-    assert {"node 0 | from 0 of 2", "node 1 | from 1 of 2", "node 1 | to 10.9.0.1:29500"} <= set(
-        lines
-    )
+    expected = {"node 0 | from 0 of 2", "node 1 | from 1 of 2", "node 1 | to 10.9.0.1:29500"}
+    assert expected <= set(lines)
     assert any(line.startswith("node 1 | eth0") and "10.9.0.2/24" in line for line in lines)
     assert lines[-1].startswith("all nodes finished without errors after ")
-    assert (lab.folder / "logs" / "node1.log").read_text().splitlines()[0] == "from 1 of 2"
+    assert lab.log(1)[0] == "from 1 of 2"
 
 
 @pytest.mark.slow
@@ -60,7 +53,7 @@ def test_the_nodes_of_a_cluster_share_a_token_and_rank_0_listens_at_its_address(
     listening = "until ss -ltnH | grep .; do sleep 0.05; done"  # in vain on node 1
     for drop in (-1, 1):
         command = f"timeout 60 sh -c '{listening}' & python {program} {flags} --drop {drop}"
-        _, told[drop] = lab.run("run", "--nodes", "2", "--", "sh", "-c", command)
+        _, told[drop] = run_nodes(lab, 2, command)
     tokens = re.findall(r"token (\w{64})", told[-1] + told[1])
     assert len(tokens) == 4, told
     assert tokens[0] == tokens[1] != "none"
@@ -73,52 +66,32 @@ def test_the_nodes_of_a_cluster_share_a_token_and_rank_0_listens_at_its_address(
 
 
 @pytest.mark.parametrize(
-    "loopback",
+    ("cause", "flags", "status", "message"),
     [
-        pytest.param(False, marks=[needs_namespaces, pytest.mark.slow], id="namespaces"),
-        pytest.param(True, id="loopback"),
+        pytest.param(
+            "echo 'ValueError: bad luck'; exit 7",
+            [],
+            7,
+            "ended with status 7: ValueError: bad luck",
+            marks=[needs_namespaces, pytest.mark.slow],
+        ),
+        ("kill -SEGV $$", ["--loopback"], 139, "was killed by SIGSEGV: it printed nothing"),
+        (
+            "echo 'ValueError: bad luck'; exit 7",
+            ["--loopback"],
+            7,
+            "ended with status 7: ValueError: bad luck",
+        ),
     ],
 )
-def test_the_first_that_failed_gives_status_and_message(lab, loopback):
-    prefixed, cause = (
-        "sleep 0.5; echo 'error: broke: another rank has ended'; exit 1",
-        "echo 'ValueError: bad luck'; exit 7",
-    )
-    status, output = lab.run(
-        "run",
-        "--nodes",
-        "3",
-        *(["--loopback"] if loopback else []),
-        "--output-dir",
-        str(lab.folder),
-        "--",
-        "sh",
-        "-c",
-        f"test {{rank}} = 1 || {{ {prefixed}; }}; {cause}",
-    )
-    assert status == 7, output
-    log = next(lab.folder.glob("cluster-*/node1.log"))
-    assert (
-        output.splitlines()[-1]
-        == f"error: node 1 ended with status 7: ValueError: bad luck (output: {log})"
-    )
-
-
-def test_a_crash_is_told_by_its_signal(lab):
-    status, output = lab.run(
-        "run",
-        "--nodes",
-        "2",
-        "--loopback",
-        "--logs",
-        str(lab.folder),
-        "--",
-        "sh",
-        "-c",
-        "kill -SEGV $$",
-    )
-    assert status == 128 + signal.SIGSEGV
-    assert "was killed by SIGSEGV: it printed nothing" in output
+def test_the_first_that_failed_gives_status_and_message(lab, cause, flags, status, message):
+    """The other nodes fail before it, but name another rank as the cause."""
+    prefixed = "echo 'error: broke: another rank has ended'; exit 1"
+    script = f"test {{rank}} = 1 || {{ sleep 0.5; {prefixed}; }}; {cause}"
+    ended, output = run_nodes(lab, 3, script, *flags)
+    assert ended == status, output
+    log = lab.folder / "node1.log"
+    assert output.splitlines()[-1] == f"error: node 1 {message} (output: {log})"
 
 
 @pytest.mark.parametrize(
@@ -161,18 +134,14 @@ def here(capsys, *arguments):
     return status, "".join(capsys.readouterr())
 
 
-ENDS = [
-    (place, end)
-    for place in ("namespaces", "loopback")
-    for end in ("well", "failure", "interrupt", "kill", "terminate")
-]
-FAST = [
-    ("namespaces", "failure"),
-    ("namespaces", "interrupt"),
-    ("namespaces", "kill"),
-    ("loopback", "kill"),
-    ("loopback", "terminate"),
-]
+ENDS = {  # the command's last words, the signal to lab, and lab's exit status
+    "well": ("true", None, 0),
+    "failure": ("exit 3", None, 3),
+    "interrupt": ("sleep {mark}", signal.SIGINT, 130),
+    "kill": ("sleep {mark}", signal.SIGKILL, -9),
+    "terminate": ("sleep {mark}", signal.SIGTERM, -15),
+}
+SLOW = {"namespaces": ("well", "terminate"), "loopback": ("well", "failure", "interrupt")}
 
 
 @pytest.mark.parametrize(
@@ -181,63 +150,34 @@ FAST = [
         pytest.param(
             place,
             end,
-            id=f"{place}-{end}",
             marks=[needs_namespaces] * (place == "namespaces")
-            + [pytest.mark.slow] * ((place, end) not in FAST),
+            + [pytest.mark.slow] * (end in SLOW[place]),
         )
-        for place, end in ENDS
+        for place in SLOW
+        for end in ENDS
     ],
 )
 def test_nothing_is_left_behind(lab, place, end):
-    """No process, network namespace, link, Unix socket or temporary file is left.
+    """No process, network namespace, link or temporary file is left.
 
     Processes in their own session count too.
     """
-    mark, links, last = (
-        word(),
-        sorted(os.listdir("/sys/class/net")),
-        {"well": "true", "failure": "exit 3"},
-    )
+    mark, links = word(), sorted(os.listdir("/sys/class/net"))
+    last, number, status = ENDS[end]
     seen, loopback = lab.folder / "seen", place == "loopback"
-    stays = (
-        f"until test -e {seen}; do sleep 0.1; done; {last[end]}" if end in last else f"sleep {mark}"
-    )
-    process = lab.start(
-        "run",
-        "--nodes",
-        "3",
-        *(["--loopback"] if loopback else ["--rate", "1gbit"]),
-        "--logs",
-        str(lab.folder / "logs"),
-        "--",
-        "sh",
-        "-c",
-        f"setsid sleep {mark} & {stays}",
-    )
-    wait_until(lambda: len(sleeping(mark)) == (3 if end in last else 6), "all nodes are up")
-    with held_networks(
-        [
-            process.pid,
-            *(child.pid for child in psutil.Process(process.pid).children(recursive=True)),
-        ]
-    ) as made:
-        assert len(made) == (1 if loopback else 5), (
-            "one a node, the bridge's, and that of lab itself"
-        )
-        assert len(sockets(process.pid)) == 1
-        if end in last:
-            seen.touch()
-        else:
-            process.send_signal(
-                {"interrupt": signal.SIGINT, "kill": signal.SIGKILL, "terminate": signal.SIGTERM}[
-                    end
-                ]
-            )
-        output, _ = process.communicate(timeout=LONG)
-        assert (
-            process.returncode
-            == {"well": 0, "failure": 3, "interrupt": 130, "kill": -9, "terminate": -15}[end]
-        ), output
+    stays = f"until test -e {seen}; do sleep 0.1; done; " * (number is None)
+    script = f"setsid sleep {mark} & {stays}{last.format(mark=mark)}"
+    flags = ["--loopback"] if loopback else ["--rate", "1gbit"]
+    process = lab.start_nodes(3, script, *flags)
+    wait_until(lambda: len(sleeping(mark)) == (6 if number else 3), "all nodes are up")
+    children = psutil.Process(process.pid).children(recursive=True)
+    with held_networks([process.pid, *(child.pid for child in children)]) as made:
+        assert len(made) == (1 if loopback else 5), "one a node, the bridge's, and lab's own"
+        seen.touch()
+        if number is not None:
+            process.send_signal(number)
+        ended, output = lab.end(process)
+        assert ended == status, output
         wait_until(lambda: with_word(mark) == [], "every process of every node is gone")
 
         # If lab is killed, nobody waits for the cluster, whose first process ends after its nodes.
@@ -246,12 +186,11 @@ def test_nothing_is_left_behind(lab, place, end):
             return (
                 in_them,
                 with_word(str(lab.temporary)),
-                sockets(process.pid),
                 sorted(set(os.listdir("/sys/class/net")) - set(links)),
                 list(lab.temporary.iterdir()),
             )
 
-        if process.returncode < 0:
+        if ended < 0:
             wait_until(lambda: not any(left()), "nothing is left")
         assert not any(left()), left()
     if end == "interrupt":
@@ -266,33 +205,16 @@ def stopped(mark):
     return [pid for pid in sleeping(mark) if psutil.Process(pid).status() == psutil.STATUS_STOPPED]
 
 
-def sockets(pid):
-    return re.findall(rf"@data-parallel-lab\S*\.{pid}\b", Path("/proc/net/unix").read_text())
-
-
 @needs_namespaces
 def test_killing_what_holds_the_namespaces_ends_all_and_is_told(lab):
     mark = word()
-    process = lab.start(
-        "run",
-        "--nodes",
-        "2",
-        "--logs",
-        str(lab.folder),
-        "--",
-        "sh",
-        "-c",
-        f"setsid sleep {mark} & sleep {mark}",
-    )
+    process = lab.start_nodes(2, f"setsid sleep {mark} & sleep {mark}")
     wait_until(lambda: len(sleeping(mark)) == 4, "the nodes are up")
-    next(
-        child for child in psutil.Process(process.pid).children() if child.name() == "unshare"
-    ).kill()
-    output, _ = process.communicate(timeout=LONG)
-    assert (process.returncode, output.splitlines()[-1]) == (
-        1,
-        "error: the cluster has ended: its first process has ended",
-    )
+    children = psutil.Process(process.pid).children()
+    next(child for child in children if child.name() == "unshare").kill()
+    status, output = lab.end(process)
+    told = "error: the cluster has ended: its first process has ended"
+    assert (status, output.splitlines()[-1]) == (1, told)
     wait_until(lambda: with_word(mark) == [], "every process is gone")
 
 
@@ -300,23 +222,8 @@ def test_killing_what_holds_the_namespaces_ends_all_and_is_told(lab):
 def test_a_running_cluster_is_reached_from_another_terminal(lab, capsys):
     """The process id selects the cluster, since others may run clusters on this machine."""
     mark = word()
-    process = lab.start(
-        "run",
-        "--nodes",
-        "2",
-        "--rate",
-        "100mbit",
-        "--logs",
-        str(lab.folder),
-        "--",
-        "sh",
-        "-c",
-        f"echo up; sleep {mark}; echo on",
-    )
-    wait_until(
-        lambda: (lab.folder / "node1.log").exists() and (lab.folder / "node1.log").read_text(),
-        "node 1 is up",
-    )
+    process = lab.start_nodes(2, f"echo up; sleep {mark}; echo on", "--rate", "100mbit")
+    wait_until(lambda: lab.log(1), "node 1 is up")
     place = ("--cluster", str(process.pid))
 
     # A new process, since this one would stay in the node.
@@ -347,40 +254,42 @@ def test_a_running_cluster_is_reached_from_another_terminal(lab, capsys):
     for other in {*sleeping(mark)} - {*stopped(mark)}:
         psutil.Process(other).terminate()
     assert fault("--kill") == (0, "node 1: processes killed\n")
-    output, _ = process.communicate(timeout=LONG)
-    assert process.returncode == 128 + signal.SIGKILL, output
+    ended, output = lab.end(process)
+    assert ended == 128 + signal.SIGKILL, output
     assert "error: node 1 was killed by SIGKILL" in output
-    last_line = (lab.folder / "node1.log").read_text().splitlines()[-1]
-    assert last_line == "lab cluster: node 1 was killed by SIGKILL: lab cluster fault --kill"
+    killed = "lab cluster: node 1 was killed by SIGKILL"
+    assert {*lab.log(1)[-2:]} == {"lab cluster fault: node 1: processes killed", killed}
     (first, *_) = explain(read_lines(str(lab.folder / "node1.log")))
-    assert (first.error.name, first.line.text) == ("killed", last_line)
+    assert (first.error.name, first.line.text) == ("killed", killed)
+
+
+def test_a_node_on_loopback_is_reached_from_another_terminal(lab, capsys):
+    """Its processes are known, also one that has left its session and its parent."""
+    mark = word()
+    process = lab.start_nodes(2, f"(setsid sleep {mark} &); exec sleep {mark}", "--loopback")
+    wait_until(lambda: len(sleeping(mark)) == 4, "the nodes are up")
+    place = ("--node", "1", "--cluster", str(process.pid))
+    assert here(capsys, "fault", *place, "--pause") == (0, "node 1: processes stopped\n")
+    wait_until(lambda: len(stopped(mark)) == 2, "node 1 is stopped, and node 0 is not")
+    victims = {*stopped(mark)}
+    status, output = here(capsys, "fault", *place, "--cut")
+    assert (status, "a node on loopback has no link of its own to cut" in output) == (2, True)
+    assert here(capsys, "fault", *place, "--kill")[0] == 0
+    wait_until(lambda: not victims & {*sleeping(mark)}, "both processes of node 1 have ended")
+    here(capsys, "fault", "--node", "0", *place[2:], "--kill")
+    assert lab.end(process)[0] == 128 + signal.SIGKILL
 
 
 @needs_namespaces
 def test_a_shell_on_a_terminal(lab):
     """Commands typed at a terminal run in the node."""
-    lab.start(
-        "run", "--nodes", "2", "--logs", str(lab.folder), "--", "sh", "-c", "echo up; sleep 100"
-    )
-    wait_until(
-        lambda: (lab.folder / "node1.log").exists() and (lab.folder / "node1.log").read_text(),
-        "node 1 is up",
-    )
+    cluster = lab.start_nodes(2, "echo up; sleep 100")
+    wait_until(lambda: lab.log(1), "node 1 is up")
     inner, outer = os.openpty()
+    place = ["--node", "1", "--cluster", str(cluster.pid)]
     shell = subprocess.Popen(
-        [
-            "env",
-            "SHELL=/bin/sh",
-            *lab.started[0].args[:4],
-            "shell",
-            "--node",
-            "1",
-            "--cluster",
-            str(lab.started[0].pid),
-        ],
-        stdin=outer,
-        stdout=outer,
-        stderr=outer,
+        ["env", "SHELL=/bin/sh", *cluster.args[:4], "shell", *place],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), outer),
         start_new_session=True,
         cwd=ROOT,
     )
@@ -388,11 +297,9 @@ def test_a_shell_on_a_terminal(lab):
     os.close(outer)
     os.write(inner, b"ip -brief address show eth0\nexit 4\n")
     seen = b""
-    try:
+    with contextlib.suppress(OSError):  # the other end is closed
         while text := os.read(inner, 4096):
             seen += text
-    except OSError:  # the other end is closed
-        pass
     os.close(inner)
     assert shell.wait(LONG) == 4
     assert b"a shell on node 1 of cluster" in seen

@@ -93,6 +93,12 @@ def script(folder, text):
     return str(path)
 
 
+def run(cluster, *command, **how):
+    """Run a command on nodes; return the exit statuses in the order of the ends."""
+    cluster.start([*map(str, command)], **how)
+    return [end.status for end in cluster.wait(limit_seconds=LONG)]
+
+
 @needs_namespaces
 def test_every_node_has_an_address_and_reaches_every_other(tmp_path):
     with Cluster(3, rate="1gbit", logs=tmp_path, fresh=True) as cluster:
@@ -113,11 +119,8 @@ def test_every_node_has_an_address_and_reaches_every_other(tmp_path):
 def test_links_are_limited_where_they_send_and_where_they_receive(tmp_path, senders, nbytes):
     """Two senders at full rate share the receiver's link, so its receiving end must be limited."""
     with Cluster(3, rate="20mbit", logs=tmp_path, fresh=True) as cluster:
-        cluster.start(
-            [sys.executable, script(tmp_path, MOVE), "{rank}", str(senders), str(nbytes)],
-            nodes=range(senders + 1),
-        )
-        assert {end.status for end in cluster.wait(limit_seconds=LONG)} == {0}
+        move = (sys.executable, script(tmp_path, MOVE), "{rank}", senders, nbytes)
+        assert {*run(cluster, *move, nodes=range(senders + 1))} == {0}
         seconds = float(cluster.output(0))
         bursts = 2 * 128 * 1024 * 8 / 20e6
         assert seconds > senders * nbytes * 8 / 20e6 - bursts
@@ -151,14 +154,8 @@ def check_facts(forking, folder):
 
     def facts_of(cluster, nodes):
         logs = folder / f"logs{len(nodes)}"
-        cluster.start(
-            ["python", facts, "{rank} of {nodes}"],
-            environment={"WORD": "given"},
-            cwd=folder,
-            nodes=nodes,
-            logs=logs,
-        )
-        assert {end.status for end in cluster.wait(limit_seconds=LONG)} == {0}
+        how = {"environment": {"WORD": "given"}, "cwd": folder, "nodes": nodes, "logs": logs}
+        assert {*run(cluster, "python", facts, "{rank} of {nodes}", **how)} == {0}
         answers = [(logs / f"node{node}.log").read_text().splitlines() for node in nodes]
         assert [last for _, last in answers] == ["last words"] * len(nodes), (
             "what ends without a line's end is kept"
@@ -202,16 +199,15 @@ def check_facts(forking, folder):
 )
 def test_a_forked_program_ends_as_a_fresh_one_does(tmp_path, text, status, told, forking):
     path = script(tmp_path, text)
-    forking.start(["python", path], nodes=[0], logs=tmp_path)
-    assert [end.status for end in forking.wait(limit_seconds=LONG)] == [status]
+    assert run(forking, "python", path, nodes=[0], logs=tmp_path) == [status]
     if told is not None:
         assert (tmp_path / "node0.log").read_text().strip() == told.replace("{script}", path)
 
 
 def test_modules_and_threads(tmp_path, forking):
     (tmp_path / "told.py").write_text("import sys\nprint(sys.argv[1:], __name__)\n")
-    forking.start(["python", "-m", "told", "{rank}"], nodes=[0, 1], cwd=tmp_path, logs=tmp_path)
-    assert [end.status for end in forking.wait(limit_seconds=LONG)] == [0, 0]
+    how = {"nodes": [0, 1], "cwd": tmp_path, "logs": tmp_path}
+    assert run(forking, "python", "-m", "told", "{rank}", **how) == [0, 0]
     assert (tmp_path / "node1.log").read_text() == "['1'] __main__\n"
 
 
@@ -219,22 +215,15 @@ def test_a_program_elsewhere_has_its_own_modules(tmp_path, forking):
     """The forked interpreter's imported modules of the same name are not used."""
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "config.py").write_text("WHOSE = 'mine'\n")
-    forking.start(
-        ["python", script(tmp_path, "from common.config import WHOSE\nprint(WHOSE)")],
-        nodes=[0],
-        logs=tmp_path,
-    )
-    assert [end.status for end in forking.wait(limit_seconds=LONG)] == [0]
+    path = script(tmp_path, "from common.config import WHOSE\nprint(WHOSE)")
+    assert run(forking, "python", path, nodes=[0], logs=tmp_path) == [0]
     assert (tmp_path / "node0.log").read_text() == "mine\n"
 
 
 def test_who_joins_later_meets_at_the_same_port(tmp_path, forking):
     joined = tmp_path / "joined"
-    forking.start(
-        ["sh", "-c", f"echo {{port}}; until test -e {joined}; do sleep 0.1; done"],
-        nodes=[0],
-        logs=tmp_path,
-    )
+    stays = f"echo {{port}}; until test -e {joined}; do sleep 0.1; done"
+    forking.start(["sh", "-c", stays], nodes=[0], logs=tmp_path)
     forking.start(["echo", "{port}"], nodes=[1], logs=tmp_path)
     joined.touch()
     forking.wait(limit_seconds=LONG)
@@ -245,16 +234,10 @@ def test_what_cannot_be_started_is_told(tmp_path, forking):
     forking.start(["no-such-program"], nodes=[0], logs=tmp_path)
     forking.start(["sleep", "30"], nodes=[1], cwd=Path("/no/such/folder"), logs=tmp_path)
     assert [end.status for end in forking.wait(limit_seconds=LONG)] == [127, 127]
-    assert (
-        tmp_path / "node0.log"
-    ).read_text() == "error: no-such-program: No such file or directory\n"
-    assert (
-        tmp_path / "node1.log"
-    ).read_text() == "error: /no/such/folder: No such file or directory\n"
-    with pytest.raises(
-        UserError,
-        match=re.escape("placeholder {ranks} in the command: choose from {master}, {nodes}, {r"),
-    ):
+    reason = "No such file or directory"
+    for node, what in enumerate(("no-such-program", "/no/such/folder")):
+        assert (tmp_path / f"node{node}.log").read_text() == f"error: {what}: {reason}\n"
+    with pytest.raises(UserError, match=r"placeholder \{ranks\} in the command: choose from \{mas"):
         forking.start(["echo", "{ranks}"])
     with pytest.raises(UserError, match=f"node {NODES}: the cluster has nodes 0 to {NODES - 1}"):
         forking.start(["true"], nodes=[NODES])
@@ -276,67 +259,41 @@ def test_the_others_end_when_one_has_failed(tmp_path, forking):
     ends = forking.wait(limit_seconds=LONG, stop_at_failure=True, grace_seconds=0.5)
     assert [(end.node, end.status) for end in ends] == [(0, 7), (1, -9)]
     assert (tmp_path / "node0.log").read_text() == ""
-    assert (
-        tmp_path / "node1.log"
-    ).read_text() == "lab cluster: node 1, rank 1, was stopped, since node 0, rank 0, had failed\n"
+    told = "lab cluster: node 1, rank 1, was stopped, since node 0, rank 0, had failed\n"
+    assert (tmp_path / "node1.log").read_text() == told
 
 
 @needs_namespaces
 def test_a_user_namespace_does_where_root_is_not_at_hand(tmp_path, monkeypatch):
-    command = (
-        "unshare",
-        "--user",
-        "--map-root-user",
-        "--net",
-        "--mount",
-        "--pid",
-        "--fork",
-        "--kill-child",
-        "--mount-proc",
-    )
+    command = ("unshare", "--user", "--map-root-user", *tools._NAMESPACES)
     monkeypatch.setattr(tools, "unshare_command", lambda: command)
     with Cluster(2, rate="100mbit", logs=tmp_path, fresh=True) as cluster:
-        cluster.start(["sh", "-c", "ip -brief address show eth0; readlink /proc/self/ns/net"])
-        assert [end.status for end in cluster.wait(limit_seconds=LONG)] == [0, 0]
+        look = "ip -brief address show eth0; readlink /proc/self/ns/net"
+        assert run(cluster, "sh", "-c", look) == [0, 0]
         assert "10.9.0.2/24" in cluster.output(1)
         assert cluster.output(0).splitlines()[1] != cluster.output(1).splitlines()[1]
 
 
 @pytest.mark.parametrize(
-    ("lacking", "words"),
+    ("lacking", "most", "switch", "words"),
     [
-        (
-            {"missing": lambda: {"tc": "iproute2"}},
-            "tc is not installed: install the package iproute2",
-        ),
-        (
-            {"unshare_command": lambda: None, "_MOST_NAMESPACES": "0"},
-            "sysctl -w user.max_user_namespaces=10000",
-        ),
-        (
-            {
-                "unshare_command": lambda: None,
-                "_SWITCHES": ("0", "kernel.unprivileged_userns_clone=1"),
-            },
-            "sudo sysctl -w kernel.unprivileged_userns_clone=1",
-        ),
-        (
-            {"unshare_command": lambda: None, "_MOST_NAMESPACES": "7", "_SWITCHES": ("1", "x")},
-            "--cap-add SYS_ADMIN",
-        ),
+        ({"tc": "iproute2"}, "7", "1", "tc is not installed: install the package iproute2"),
+        ({}, "0", "1", "sysctl -w user.max_user_namespaces=10000"),
+        ({}, "7", "0", "sudo sysctl -w kernel.unprivileged_userns_clone=1"),
+        ({}, "7", "1", "--cap-add SYS_ADMIN"),
     ],
 )
-def test_where_none_is_allowed_the_setting_to_change_is_told(tmp_path, monkeypatch, lacking, words):
-    for name, value in lacking.items():
-        if name == "_MOST_NAMESPACES":
-            (tmp_path / name).write_text(value)
-            value = tmp_path / name
-        elif name == "_SWITCHES":
-            (tmp_path / name).write_text("0\n")
-            value = {str(tmp_path / name): value}
-        monkeypatch.setattr(tools, name, value)
-    if "_SWITCHES" not in lacking:
-        monkeypatch.setattr(tools, "_SWITCHES", {})
+def test_where_none_is_allowed_the_setting_to_change_is_told(
+    tmp_path, monkeypatch, lacking, most, switch, words
+):
+    files = tmp_path / "most", tmp_path / "switch"
+    for file, content in zip(files, (most, switch), strict=True):
+        file.write_text(f"{content}\n")
+    monkeypatch.setattr(tools, "missing", lambda: lacking)
+    monkeypatch.setattr(tools, "unshare_command", lambda: None)
+    monkeypatch.setattr(tools, "_MOST_NAMESPACES", files[0])
+    setting = ("0", "kernel.unprivileged_userns_clone=1")
+    monkeypatch.setattr(tools, "_SWITCHES", {str(files[1]): setting})
     with pytest.raises(UserError, match=re.escape(words)) as told:
         Cluster(2, logs=tmp_path)
     assert "--loopback runs the same command" in str(told.value)
@@ -354,8 +311,7 @@ def test_latency_is_added_or_said_to_be_left_out(tmp_path):
             "import socket, time; time.sleep(1); b = time.monotonic(); s = socket.socket(); "
             "s.connect_ex(('node1', 9)); print(time.monotonic() - b)"
         )
-        cluster.start([sys.executable, "-c", until_connected], nodes=[0])
-        cluster.wait(limit_seconds=LONG)
+        assert run(cluster, sys.executable, "-c", until_connected, nodes=[0]) == [0]
         assert float(cluster.output(0)) > 0.099, "there and back"
 
 
@@ -364,8 +320,8 @@ def test_faults_of_links_and_of_processes(tmp_path):
     with Cluster(2, rate="100mbit", logs=tmp_path, fresh=True) as cluster:
 
         def moved(nbytes):
-            cluster.start([sys.executable, script(tmp_path, MOVE), "{rank}", "1", str(nbytes)])
-            assert {end.status for end in cluster.wait(limit_seconds=LONG)} == {0}
+            move = (sys.executable, script(tmp_path, MOVE), "{rank}", 1, nbytes)
+            assert {*run(cluster, *move)} == {0}
             return float(cluster.output(0).splitlines()[-1])
 
         cluster.fault(1, "slow", rate="5mbit")
@@ -409,44 +365,21 @@ def states(pids):
     return "".join(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] for pid in pids)
 
 
-# The difference leaves out a run's start and end, apart from a few acknowledgements.
-FEW, MANY = (
-    1,
-    3,
-)
+FEW, MANY = 1, 3
+"""Steps of two runs, whose difference leaves out their start and end, apart from a few messages."""
 
 
 def sent_bytes(cluster, sync, steps, folder):
     """Train VGG-11 for ``steps`` steps; return the bytes that each node has sent in total."""
+    flags = (
+        f"--master-ip {{master}} --num-nodes {{nodes}} --rank {{rank}} --dataset digits "
+        f"--batch-size 6 --max-steps {steps} --measure-only --timeout {LONG}"
+    ).split()
+    flags += ["--sync", sync] * (sync != "ddp")
     before = cluster.traffic()
-    cluster.start(
-        [
-            "python",
-            str(ROOT / part_of(sync) / "main.py"),
-            *(["--sync", sync] if sync != "ddp" else []),
-            "--master-ip",
-            "{master}",
-            "--num-nodes",
-            "{nodes}",
-            "--rank",
-            "{rank}",
-            "--dataset",
-            "digits",
-            "--batch-size",
-            "6",
-            "--max-steps",
-            str(steps),
-            "--measure-only",
-            "--timeout",
-            str(LONG),
-            "--output-dir",
-            str(folder),
-        ],
-        nodes=range(NODES),
-    )
-    assert [end.status for end in cluster.wait(limit_seconds=LONG)] == [0] * NODES, cluster.output(
-        0
-    )
+    program = ROOT / part_of(sync) / "main.py"
+    ended = run(cluster, "python", program, *flags, "--output-dir", folder, nodes=range(NODES))
+    assert ended == [0] * NODES, cluster.output(0)
     after = cluster.traffic()
     return [after[node].sent_bytes - before[node].sent_bytes for node in range(NODES)]
 

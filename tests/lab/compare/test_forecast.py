@@ -17,47 +17,42 @@ from lab.predict.event_model import HEADERS, Network, Rate, loads
 from lab.predict.measured_links import MeasuredLinks, network_from
 from tests.helpers import run_ranks, start_lab
 
-NOTHING = SectionTime(0.0, 0.0)
+MADE = "2026-11-23T12:00:00"
 FOUR = [GradientSize((size,)) for size in (100, 200, 300, 400)]
 
 
-def slow_profile():
-    """Return a profile of four layers whose backward takes 1, 2, 3 and 4 s.
+def slow_step(nodes=4):
+    """Return the step of four layers whose backward takes 1, 2, 3 and 4 s.
 
     Backward runs the last layer first. The third layer has no parameters.
     """
-    names = (("a",), ("b",), (), ("c", "d"))
     layers = tuple(
         Layer(str(place), SectionTime(0.1, 0.01), SectionTime(place + 1.0, 0.0), own)
-        for place, own in enumerate(names)
+        for place, own in enumerate((("a",), ("b",), (), ("c", "d")))
     )
-    return Profile("slow", "m", "cpu", 1, "2026-11-23T12:00:00", "vgg11", (32, 32), layers, 0.5)
+    profile = Profile("slow", "m", "cpu", 1, MADE, "vgg11", (32, 32), layers, 0.5)
+    return emulated_compute(profile, 10, dict(zip("abcd", FOUR, strict=True)))
 
 
 def test_gradients_are_ready_when_their_layers_backward_has_ended():
-    step = emulated_compute(slow_profile(), 10, ["a", "b", "c", "d"], FOUR)
-    assert (step.before_seconds, step.backward_seconds, step.update_seconds) == pytest.approx(
-        (4 * 0.2, 10.0, 0.5)
-    )
+    step = slow_step()
+    assert step.before_seconds == pytest.approx(4 * 0.2)
+    assert (step.backward_seconds, step.update_seconds) == (10.0, 0.5)
     ready = [step.ready_seconds(nbytes) for nbytes in (1, 1_600, 1_601, 2_800, 2_801, 3_600, 4_000)]
     assert ready == pytest.approx([4.0, 4.0, 4.0, 4.0, 9.0, 9.0, 10.0])
 
 
-def found(ranks, *, rate_bits, alpha0, alpha1):
-    """Return what ``measure_links`` would return for links that follow the event model."""
-    rows = {}
-    for kind in ("all_reduce", "gather"):
-        rows[kind] = [
-            [nbytes, max(alpha1, loads(kind, nbytes, ranks)[1] * 8 * HEADERS / rate_bits + alpha0)]
-            for nbytes in (SMALL, LARGE, LARGEST)
-        ]
-    return MeasuredLinks(ranks, rows, sum=1e-10, copy=2e-10)
-
-
 @pytest.mark.parametrize("known", [2e8, None])
 def test_the_network_is_that_of_the_links(known):
-    network = network_from(found(4, rate_bits=2e8, alpha0=0.003, alpha1=0.007), rate_bits=known)
-    for kind in ("all_reduce", "gather"):
+    """The measured messages follow the event model on links of 200 Mbit/s."""
+
+    def seconds(kind, nbytes):
+        return max(0.007, loads(kind, nbytes, 4)[1] * 8 * HEADERS / 2e8 + 0.003)
+
+    kinds, sizes = ("all_reduce", "gather"), (SMALL, LARGE, LARGEST)
+    rows = {kind: [[nbytes, seconds(kind, nbytes)] for nbytes in sizes] for kind in kinds}
+    network = network_from(MeasuredLinks(4, rows, sum=1e-10, copy=2e-10), rate_bits=known)
+    for kind in kinds:
         rate = network.rate(kind)
         assert rate.beta_seconds_per_byte == pytest.approx(8 * HEADERS / 2e8)
         assert rate.alpha_seconds * loads(kind, 1, 4)[0] == pytest.approx(0.003)
@@ -71,52 +66,33 @@ def test_steps_of_emulated_cells_are_those_of_the_event_model():
     all_reduce sends its messages one after another, after backward. overlapped sends a bucket once
     it is ready and the bucket before it has been sent.
     """
-    settings = Settings(
-        nodes=(1, 4), sync=("all_reduce", "overlapped", "topk"), rates=("200mbit",), compute="slow"
-    )
-    cells = plan_cells(settings)
-    network = Network(0.0, 1e-2, kinds={"all_reduce": Rate(0.0, 1e-2, 10.0)})
-    made = forecast(
-        cells,
-        {(4, "200mbit"): network},
-        lambda nodes: emulated_compute(slow_profile(), 10, ["a", "b", "c", "d"], FOUR),
-        FOUR,
-        {"bucket_mb": 1_500 / 2**20},
-        caveats={},
-    )
-    alone = 0.8 + 10.0 + 0.5
-    assert made["none-n1"]["step_seconds"] == pytest.approx(alone)
+    syncs = ("all_reduce", "overlapped", "topk")
+    cells = plan_cells(Settings(nodes=(1, 4), sync=syncs, rates=("200mbit",), compute="slow"))
+    networks = {(4, "200mbit"): Network(0.0, 1e-2, kinds={"all_reduce": Rate(0.0, 1e-2, 10.0)})}
+    made = forecast(cells, networks, slow_step, FOUR, {"bucket_mb": 1_500 / 2**20})
+    seconds = {name: cell["step_seconds"] for name, cell in made.items()}
+    assert seconds["none-n1"] == pytest.approx(0.8 + 10.0 + 0.5)
     each = [max(10.0, 1.5 * size * 1e-2) for size in FOUR]
-    assert made["all_reduce-n4-200mbit"]["step_seconds"] == pytest.approx(alone + sum(each))
+    assert seconds["all_reduce-n4-200mbit"] == pytest.approx(0.8 + 10.0 + sum(each) + 0.5)
     # parameters d; c and b; a
     buckets = [max(10.0, 1.5 * size * 1e-2) for size in (1_600, 2_000, 400)]
     ends = 4.0 + buckets[0]
-    for ready, seconds in zip((9.0, 10.0), buckets[1:], strict=True):
-        ends = max(ready, ends) + seconds
-    assert made["overlapped-n4-200mbit"]["step_seconds"] == pytest.approx(0.8 + ends + 0.5)
-    assert made["overlapped-n4-200mbit"]["in_scope"]
-    assert not made["topk-n4-200mbit"]["in_scope"]
+    for ready, bucket in zip((9.0, 10.0), buckets[1:], strict=True):
+        ends = max(ready, ends) + bucket
+    assert seconds["overlapped-n4-200mbit"] == pytest.approx(0.8 + ends + 0.5)
     assert len(made["all_reduce-n4-200mbit"]["bytes_sent"]) == 4
+    out_of_scope = {name: cell["why"] for name, cell in made.items() if not cell["in_scope"]}
+    assert out_of_scope == {"topk-n4-200mbit": "lossy or periodic"}
+    other = forecast(cells, networks, slow_step, FOUR, {}, other_model="vgg13", no_network=True)
+    assert other["none-n1"]["why"] == "calibrated with vgg13"
+    assert other["overlapped-n4-200mbit"]["why"] == "calibrated over loopback, no network"
 
 
 def test_only_what_the_strategies_send_is_measured():
     assert kinds_of(["all_reduce", "ddp"], {}, FOUR, 4) == ["all_reduce"]
     assert kinds_of(["ddp-9", "ddp-auto"], {"bucket_mb": "auto"}, FOUR, 4) == ["all_reduce"]
-    assert set(kinds_of(["gather_scatter", "ring", "none"], {}, FOUR, 4)) == {
-        "gather",
-        "scatter",
-        "exchange",
-    }
-
-
-def test_an_emulated_step_has_a_nodes_share_of_the_batch(tmp_path):
-    _vgg_profile().save(tmp_path / "profile.json")
-    settings = Settings(nodes=(4,), sync=("ring",), compute="even", batch_size=256)
-    at, gradients, source = compute_on_nodes(settings, tmp_path, None, own_machines=False)
-    assert sum(gradients) == 36_924_456
-    assert at(4).backward_seconds == pytest.approx(30 * 64e-4)
-    assert at(8).backward_seconds == pytest.approx(30 * 32e-4)
-    assert source == "EMULATED by profile even of a machine, 2026-11-23T12:00:00"
+    kinds = kinds_of(["gather_scatter", "ring", "none"], {}, FOUR, 4)
+    assert kinds == ["exchange", "gather", "scatter"]
 
 
 def _measured(rank):
@@ -127,18 +103,20 @@ def _measured(rank):
 def test_messages_are_measured_alike_on_all_ranks():
     mine, other = run_ranks(2, _measured)
     assert mine.kinds == other.kinds
-    whole = ("all_reduce", "gather", "scatter", "reduce")
-    sizes = {kind: [SMALL, LARGE, LARGEST] for kind in whole}
-    sizes["all_gather"] = [SMALL // 2, LARGE // 2, LARGEST // 2]  # each of two ranks has a part
-    sizes["reduce_scatter"] = [SMALL // 2, LARGE // 2, LARGEST // 2]  # two at a time
-    assert {kind: [row[0] for row in rows] for kind, rows in mine.kinds.items()} == sizes
+    whole = [SMALL, LARGE, LARGEST]
+    half = [size // 2 for size in whole]  # all_gather: a part of each rank; reduce_scatter: two
+    assert {kind: [row[0] for row in rows] for kind, rows in mine.kinds.items()} == {
+        **dict.fromkeys(("all_reduce", "gather", "scatter", "reduce"), whole),
+        **dict.fromkeys(("all_gather", "reduce_scatter"), half),
+    }
     for rows in mine.kinds.values():
         assert 0 < rows[0][1] < rows[2][1]
     assert 0 < mine.copy < 1e-7
 
 
-def _vgg_profile():
-    model = build_model("vgg11", 10)
+@pytest.fixture
+def even(tmp_path):
+    """Return a new profile of VGG-11, whose backward takes the same time in each layer."""
     layers = tuple(
         Layer(
             name,
@@ -146,67 +124,62 @@ def _vgg_profile():
             SectionTime(0.0, 1e-4),
             tuple(f"{name}.{own}" for own, _ in layer.named_parameters()),
         )
-        for name, layer in model.named_modules()
+        for name, layer in build_model("vgg11", 10).named_modules()
         if not list(layer.children())
     )
-    return Profile(
-        "even", "a machine", "cpu", 1, "2026-11-23T12:00:00", "vgg11", (32, 32), layers, 5e-3
-    )
+    path = tmp_path / "profile.json"
+    Profile("even", "a machine", "cpu", 1, MADE, "vgg11", (32, 32), layers, 5e-3).save(path)
+    return path
+
+
+def test_an_emulated_step_has_a_nodes_share_of_the_batch(even):
+    settings = Settings(nodes=(4,), sync=("ring",), compute="even", batch_size=256)
+    at, gradients, source = compute_on_nodes(settings, even.parent, None, own_machines=False)
+    assert sum(gradients) == 36_924_456
+    assert at(4).backward_seconds == pytest.approx(30 * 64e-4)
+    assert at(8).backward_seconds == pytest.approx(30 * 32e-4)
+    assert source == f"EMULATED by profile even of a machine, {MADE}"
 
 
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(500)
-@pytest.mark.skipif(
-    namespaces_refused() is not None, reason=f"no cluster here: {namespaces_refused()}"
-)
-def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(tmp_path):
+@pytest.mark.skipif(namespaces_refused() is not None, reason=str(namespaces_refused()))
+def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(even, tmp_path):
     """Measured steps of four nodes match the prediction, on however many cores there are.
 
     A busy machine makes steps longer, never shorter.
     """
-    _vgg_profile().save(tmp_path / "even.json")
     flags = (
         "--nodes 1 4 --sync all_reduce_flat ddp ddp-auto --rate 200mbit --steps 5 --warmup 2 "
-        "--repeats 1 --dataset digits"
+        "--repeats 1 --dataset digits --output-dir"
     ).split()
-    profile = ("--compute", tmp_path / "even.json")
-    started = start_lab("compare", *flags, *profile, "--output-dir", tmp_path)
-    done = started.end(timeout_seconds=480)
+    done = start_lab("compare", "--compute", even, *flags, tmp_path).end(timeout_seconds=480)
     assert done.status == 0, done
     [folder] = tmp_path.glob("compare-*")
     results = read_results(folder / "results.json")
-    cells = {cell["id"]: cell for cell in results["cells"]}
-    assert {name: cell["status"] for name, cell in cells.items()} == dict.fromkeys(
-        ("none-n1", "all_reduce_flat-n4-200mbit", "ddp-n4-200mbit", "ddp-auto-n4-200mbit"), "done"
-    )
+    cells, predictions = results["cells"], results["prediction"]["cells"]
+    names = ("none-n1", *(f"{sync}-n4-200mbit" for sync in ("all_reduce_flat", "ddp", "ddp-auto")))
+    assert [(cell["id"], cell["status"]) for cell in cells] == [(name, "done") for name in names]
     [config] = (folder / "runs" / "PartThree-ddp").glob("auto-*/config.json")
-    of_auto = results["prediction"]["cells"]["ddp-auto-n4-200mbit"]
+    of_auto = predictions["ddp-auto-n4-200mbit"]
     assert json.loads(config.read_text())["bucket_mb"] == of_auto["bucket_mb"]
-    default = results["prediction"]["cells"]["ddp-n4-200mbit"]["step_seconds"]
-    assert of_auto["step_seconds"] <= default
-    for name, cell in cells.items():
-        predicted = results["prediction"]["cells"][name]
-        assert (
-            0.9 * predicted["step_seconds"]
-            < cell["median"]["step"]
-            < 1.5 * predicted["step_seconds"]
-        ), name
-        assert predicted["in_scope"]
-        assert not cell["oversubscribed"]
-        assert cell["repeats"][0]["test_accuracy"] is None
-        assert {loss for _, loss in cell["repeats"][0]["losses"]} == {None}
-        sent = [rank["bytes_sent"] for rank in cell["repeats"][0]["ranks"]]
+    assert of_auto["step_seconds"] <= predictions["ddp-n4-200mbit"]["step_seconds"]
+    for cell in cells:
+        predicted, [repeat] = predictions[cell["id"]], cell["repeats"]
+        ratio = cell["median"]["step"] / predicted["step_seconds"]
+        assert 0.9 < ratio < 1.5, (cell["id"], ratio)
+        assert (predicted["in_scope"], cell["oversubscribed"]) == (True, False)
+        assert repeat["test_accuracy"] is None
+        assert {loss for _, loss in repeat["losses"]} == {None}
+        sent = [rank["bytes_sent"] for rank in repeat["ranks"]]
         assert sent == pytest.approx(predicted["bytes_sent"])
-    assert cells["all_reduce_flat-n4-200mbit"]["median"]["sync"] > 1.5 * 36_924_456 * 8 / 2e8, (
-        "no link is faster than its rate"
-    )
+    sync = cells[1]["median"]["sync"]
+    assert sync > 1.5 * 36_924_456 * 8 / 2e8, "no link is faster than its rate"
     page, table = (folder / "report.html").read_text(), (folder / "table.md").read_text()
     assert "EMULATED" in page
     assert "200 Mbit/s" in page
     assert "EMULATED: layers and updates sleep" in table
-    for path in [*folder.glob("*.svg")]:
+    for path in folder.glob("*.svg"):
         assert "EMULATED" in path.read_text(), path
-    assert json.loads((folder / "profile.json").read_text()) == json.loads(
-        (tmp_path / "even.json").read_text()
-    )
+    assert json.loads((folder / "profile.json").read_text()) == json.loads(even.read_text())

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -13,14 +14,15 @@ from common.utils.paths import REPOSITORY
 from lab.cli import main
 from lab.compare import cells as cells_module
 from lab.compare import jobs, prediction, reporting
-from lab.compare.jobs import code_of_runs, merge_results, plan_comparison, planned_runs, spans
+from lab.compare.jobs import code_of_runs, merge_results, plan_comparison, planned_runs
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings
 from lab.predict.calibration_file import load_calibration, reference_path
 from tests.helpers import Started, fake_part, user_environment, wait_until
+from tests.helpers.hostile import untouched
 
-FAKE = REPOSITORY / "tests" / "helpers" / "fake_part.py"
+SMALL = Settings(nodes=(1, 2), sync=("all_reduce", "ring"), steps=4, warmup=1, repeats=2)
 
 
 @pytest.fixture(autouse=True)
@@ -29,24 +31,20 @@ def _fake_parts(monkeypatch):
 
 
 def asks(**changes):
-    """Return the settings of a small comparison with runs 0 to 5."""
-    return Settings(
-        **{"nodes": (1, 2), "sync": ("all_reduce", "ring"), "steps": 4, "warmup": 1, "repeats": 2}
-        | changes
-    )
+    """Return the settings of a small comparison; without changes it has runs 0 to 5."""
+    return Settings(**vars(SMALL) | changes)
 
 
-def plan(reports, **changes):
+def plan(reports, *, predicts=False, **changes):
     """Make a plan; return its folder."""
-    return plan_comparison(
-        asks(**changes), reports=reports, anew=False, command="lab compare --plan", predicts=False
-    )[0]
+    how = {"anew": False, "command": "lab compare --plan", "predicts": predicts}
+    return plan_comparison(asks(**changes), reports=reports, **how)[0]
 
 
 def start(folder, number, *, nodes=2, rank=0, flags=""):
     """Start one node of a run as a launcher does, using the fake part with ``flags``."""
     place = f"--run {number} -M 127.0.0.1 -N {nodes} -R {rank}".split()
-    command = [sys.executable, str(FAKE), "lab", "run-cell", str(folder), *place]
+    command = [sys.executable, fake_part.__file__, "lab", "run-cell", str(folder), *place]
     return Started(command, cwd=folder, env=user_environment(FLAGS=flags), forked=True)
 
 
@@ -57,87 +55,56 @@ def run(folder, number, *, nodes=2, flags=""):
     return [one.status for one in ended], [one.out + one.err for one in ended]
 
 
-def report(folder):
-    """Merge the runs as ``lab report`` does; return the cells by id."""
-    return {
-        cell["id"]: cell
-        for cell in merge_results(folder, read_results(folder / "results.json"))["cells"]
-    }
+def results_of(folder):
+    return read_results(folder / "results.json")
 
 
-def tree(folder):
-    """Return all files below a folder, with contents and modification times."""
-    return {
-        str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+def merged(folder):
+    """Merge the runs as ``lab report`` does; return the results."""
+    return merge_results(folder, results_of(folder))
+
+
+def states(results):
+    return {cell["id"]: cell["status"] for cell in results["cells"]}
 
 
 # --- the plan ---
 
 
-def test_a_plan_has_the_runs_in_turns_and_goes_on(tmp_path, capsys):
+def test_a_plan_has_the_runs_in_turns_and_goes_on(tmp_path, monkeypatch, capsys):
     asked = "--nodes 1 2 --sync all_reduce ring --repeats 2 --no-predict --output-dir"
     command = ["compare", "--plan", *asked.split(), str(tmp_path)]
     assert main(command) == 0
     [folder] = tmp_path.glob("compare-*")
-    results = read_results(folder / "results.json")
-    assert results["plan"]["runs"] == [
-        ["none-n1", 0],
-        ["all_reduce-n2", 0],
-        ["ring-n2", 0],
-        ["ring-n2", 1],
-        ["all_reduce-n2", 1],
-        ["none-n1", 1],
-    ], "as lab compare takes turns"
-    assert {cell["status"] for cell in results["cells"]} == {"pending"}
+    results = results_of(folder)
+    first = [["none-n1", 0], ["all_reduce-n2", 0], ["ring-n2", 0]]
+    second = [["ring-n2", 1], ["all_reduce-n2", 1], ["none-n1", 1]]
+    assert results["plan"]["runs"] == first + second, "as lab compare takes turns"
+    assert set(states(results).values()) == {"pending"}
     assert [path.name for path in folder.iterdir()] == ["results.json"], "nothing was run"
     out = capsys.readouterr().out
     assert "6 of 6 runs to do" in out
     assert "on 1 node: 0,5; on 2 nodes: 1-4" in out
-    assert (
-        f"sbatch --nodes=2 --array=0-5%1 launch/slurm-compare.sbatch {folder}" in out
-        or Path.cwd() != REPOSITORY
-    )
-    assert f"lab run-cell {folder} --run K" in out
+    sbatch = f"sbatch --nodes=2 --array=0-5%1 launch/slurm-compare.sbatch {folder}"
+    assert sbatch in out or Path.cwd() != REPOSITORY
+    monkeypatch.setattr(jobs, "IN_CHECKOUT", False)
     assert main(command) == 0
     assert list(tmp_path.glob("compare-*")) == [folder], "the same command finds the same plan"
+    out = capsys.readouterr().out
+    assert "an installed copy has no job script. Plan in a checkout" in out
+    assert "sbatch --nodes" not in out
+    assert f"lab run-cell {folder} --run K --master-ip IP --num-nodes N --rank R" in out
+    assert merged(folder)["warnings"][-1].endswith("--rank R with K = 0-5")
 
 
 def test_plans_of_other_code_and_comparisons_of_this_machine_are_left_alone(tmp_path, monkeypatch):
     first = plan(tmp_path)
-    alone, _ = open_comparison(asks(), reports=tmp_path, anew=False, command="lab compare")
+    alone, _ = open_comparison(asks(), reports=tmp_path)
     assert alone != first, "lab compare runs no plan's runs"
     assert plan(tmp_path) == first, "nor does a plan go on with what lab compare began"
-    monkeypatch.setattr(
-        jobs, "code_of_runs", lambda: code_of_runs() | {"lab/compare/cells.py": "another"}
-    )
+    other = code_of_runs() | {"lab/compare/cells.py": "another"}
+    monkeypatch.setattr(jobs, "code_of_runs", lambda: other)
     assert plan(tmp_path) not in (first, alone)
-
-
-def test_settings_come_back_as_they_were():
-    trained = asks(flags=("--threads", "1"), until_accuracy=0.5)
-    for settings in (asks(), asks(rates=("1gbit",), compute="measured"), trained):
-        read = json.loads(json.dumps(settings.as_json() | {"command": "lab"}))
-        assert Settings.from_json(read, name="x") == settings
-
-
-def test_an_installed_copy_says_that_it_has_no_job_script(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(jobs, "IN_CHECKOUT", False)
-    flags = "--plan --nodes 2 --sync ring --no-predict --repeats 2 --output-dir".split()
-    assert main(["compare", *flags, str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert "an installed copy has no job script. Plan in a checkout" in out
-    assert "sbatch --nodes" not in out
-    [folder] = tmp_path.glob("compare-*")
-    assert f"lab run-cell {folder} --run K --master-ip IP --num-nodes N --rank R" in out
-    results = merge_results(folder, read_results(folder / "results.json"))
-    assert results["warnings"][-1].endswith("--rank R with K = 0-1")
-
-
-def test_numbers_in_short():
-    assert (spans([0]), spans([0, 1, 2, 5, 7, 8]), spans([])) == ("0", "0-2,5,7-8", "")
 
 
 @pytest.mark.parametrize("over_loopback", [True, False])
@@ -148,80 +115,60 @@ def test_the_prediction_is_fixed_before_the_first_run(over_loopback, tmp_path, m
     path.write_text(json.dumps(content))
     for module in (jobs, prediction):
         monkeypatch.setattr(module, "calibration_path", lambda: path)
-    _, results = plan_comparison(
-        asks(repeats=1), reports=tmp_path, anew=False, command="", predicts=True
-    )
-    cells = results["prediction"]["cells"]
-    alone = calibration.compute.at(256, ranks_here=1).seconds
+    cells = results_of(plan(tmp_path, predicts=True, repeats=1))["prediction"]["cells"]
+    alone, half = (calibration.compute.at(samples, ranks_here=1).seconds for samples in (256, 128))
     assert cells["none-n1"]["step_seconds"] == pytest.approx(alone)
-    halves = calibration.compute.at(128, ranks_here=1).seconds
-    assert cells["ring-n2"]["compute_seconds"] == pytest.approx(halves), (
-        "each node is a machine of its own"
-    )
+    assert cells["ring-n2"]["compute_seconds"] == pytest.approx(half), "each is its own machine"
     assert cells["none-n1"]["in_scope"]
     assert cells["ring-n2"]["in_scope"] != over_loopback, "memory is no network"
-    later, _ = plan_comparison(
-        asks(repeats=2), reports=tmp_path, anew=False, command="", predicts=False
-    )
-    (later / "logs").mkdir()
-    _, results = plan_comparison(
-        asks(repeats=2), reports=tmp_path, anew=False, command="", predicts=True
-    )
-    assert results["prediction"] is None, "a run has begun: too late"
+    (plan(tmp_path) / "logs").mkdir()
+    later = results_of(plan(tmp_path, predicts=True))
+    assert later["prediction"] is None, "a run has begun: too late"
 
 
 # --- what cannot run ---
 
 
-def test_emulated_links_are_not_for_jobs(tmp_path, capsys):
-    flags = "--plan --nodes 2 --rate 1gbit --output-dir".split()
-    assert main(["compare", *flags, str(tmp_path)]) == 2
-    assert "--plan runs on real nodes, whose links cannot be set" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_each_mistake_has_one_message(tmp_path, capsys):
     folder = plan(tmp_path)
-    alone, _ = open_comparison(asks(), reports=tmp_path, anew=False, command="lab compare")
+    alone, _ = open_comparison(asks(), reports=tmp_path)
     (empty := tmp_path / "empty").mkdir()
-    place = ["-M", "127.0.0.1", "-N", "2", "-R", "0"]
-    for arguments, message in (
-        ([folder, "--run", 6, *place], "--run: got 6, the plan in .* has runs 0 to 5"),
-        ([folder, "--run", -1, *place], "--run: got -1"),
-        ([folder, "--run", 1, "-N", 2, "-R", 2], "--rank: got 2 of --num-nodes 2"),
-        (
-            [folder, "--run", 1, "-M", "127.0.0.1", "-N", 1, "-R", 0],
-            "needs 2 nodes, and there is 1: .*sbatch --nodes=2",
-        ),
-        (
-            [folder, "--run", 1, "-N", 2, "-R", 0],
-            "give --master-ip, --num-nodes and --rank on each",
-        ),
-        ([tmp_path / "nowhere", "--run", 0], "nowhere is no plan on .*: .* all nodes share"),
-        ([empty, "--run", 0], "empty is no plan .*make one with lab compare --plan"),
-        ([alone, "--run", 0], "is a comparison that lab compare runs itself, not a plan"),
+    for command, message in (
+        (f"{folder} --run 6", "--run: got 6, the plan in .* has runs 0 to 5"),
+        (f"{folder} --run -1", "--run: got -1"),
+        (f"{folder} --run 1 -N 2 -R 2", "--rank: got 2 of --num-nodes 2"),
+        (f"{empty}/nowhere --run 0", "nowhere is no plan on .*: .* all nodes share"),
+        (f"{empty} --run 0", "empty is no plan .*make one with lab compare --plan"),
+        (f"{alone} --run 0", "is a comparison that lab compare runs itself, not a plan"),
     ):
-        assert main(["run-cell", *map(str, arguments)]) == 2
+        with untouched(tmp_path):
+            assert main(["run-cell", *command.split()]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert re.search(message, error), error
-    results = read_results(folder / "results.json")
-    results["plan"]["runs"].append(["unknown-n7", 0])
-    write_results(folder / "results.json", results)
-    assert main(["run-cell", str(folder), "--run", "0"]) == 2
-    assert "the plan in it is damaged" in capsys.readouterr().err
+    emulated = f"--plan --nodes 2 --rate 1gbit --output-dir {tmp_path}"
+    with untouched(tmp_path):
+        assert main(["compare", *emulated.split()]) == 2
+    assert "--plan runs on real nodes, whose links cannot be set" in capsys.readouterr().err
 
 
-def test_other_code_is_refused_and_named_in_the_report(tmp_path, capsys):
+def test_a_run_that_its_job_cannot_do_is_named_in_the_report(tmp_path, capsys):
     folder = plan(tmp_path)
-    results = read_results(folder / "results.json")
-    results["plan"]["code"]["common/sync/ring.py"] = "another"
-    write_results(folder / "results.json", results)
-    assert main(["run-cell", str(folder), "--run", "0"]) == 2
-    assert "has other code than the plan (common/sync/ring.py)" in capsys.readouterr().err
-    cell = report(folder)["none-n1"]
-    assert cell["status"] == "failed"
-    assert "has other code than the plan (common/sync/ring.py)" in cell["message"]
+    results = results_of(folder)
+    code = results["plan"]["code"] | {"common/sync/ring.py": "another"}
+    for place, message in (
+        ("--run 1 -M 127.0.0.1", "needs 2 nodes, and there is 1: .*sbatch --nodes=2"),
+        ("--run 1 -N 2", "give --master-ip, --num-nodes and --rank on each"),
+        ("--run 0", r"has other code than the plan \(common/sync/ring.py\)"),
+    ):
+        assert main(["run-cell", str(folder), *place.split()]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert re.search(message, error), error
+        [failed] = [cell for cell in merged(folder)["cells"] if cell["status"] == "failed"]
+        assert re.search(message, failed["message"])
+        (folder / "logs").rename(tmp_path / f"logs of {place}")
+        write_results(folder / "results.json", results | {"plan": results["plan"] | {"code": code}})
 
 
 # --- runs ---
@@ -229,99 +176,72 @@ def test_other_code_is_refused_and_named_in_the_report(tmp_path, capsys):
 
 def test_a_run_writes_its_own_folders_alone_and_is_not_done_twice(tmp_path):
     folder = plan(tmp_path)
-    before = tree(folder)
+    before = (folder / "results.json").stat().st_mtime_ns
     statuses, outputs = run(folder, 2, nodes=3)
     assert statuses == [0, 0, 0]
-    assert outputs == [
-        "run 2 (ring on 2 nodes, repeat 1): 0.830 s per step, exposed communication 0.100 s\n",
-        "",
-        "",
-    ]
-    after = tree(folder)
-    assert {name: after[name] for name in before} == before, (
-        "results.json is for lab report to write"
-    )
-    assert {str(Path(name).parent) for name in after.keys() - before.keys()} == {
-        "runs/Part-ring/n2-1",
-        "logs/ring-n2-1",
-    }
-    assert not (folder / "logs" / "ring-n2-1" / "rank2.txt").exists(), (
-        "a node too many has nothing to do"
-    )
-    cells = report(folder)
-    assert {name: cell["status"] for name, cell in cells.items()} == {
-        "none-n1": "pending",
-        "all_reduce-n2": "pending",
-        "ring-n2": "partial",
-    }
-    assert cells["ring-n2"]["median"]["step"] == 0.83
-    measured = {name: content for name, content in tree(folder).items() if name.startswith("runs")}
-    statuses, outputs = run(folder, 2)
-    assert statuses == [0, 0]
-    assert outputs == ["run 2 (ring on 2 nodes, repeat 1) is already done; nothing to do\n", ""]
-    assert measured == {
-        name: content for name, content in tree(folder).items() if name.startswith("runs")
-    }
-    warnings = merge_results(folder, read_results(folder / "results.json"))["warnings"]
-    assert (
-        warnings[0]
-        == "1 of 6 runs are done; missing: none-n1 (runs 0,5), all_reduce-n2 (runs 1,4), ring-n2 "
+    times = "0.830 s per step, exposed communication 0.100 s"
+    assert outputs == [f"run 2 (ring on 2 nodes, repeat 1): {times}\n", "", ""]
+    assert (folder / "results.json").stat().st_mtime_ns == before, "lab report writes it"
+    files = [path.relative_to(folder) for path in folder.glob("*/**/*") if path.is_file()]
+    assert {str(path.parent) for path in files} == {"runs/Part-ring/n2-1", "logs/ring-n2-1"}
+    assert Path("logs/ring-n2-1/rank2.txt") not in files, "a node too many has nothing to do"
+    results = merged(folder)
+    pending = {"none-n1": "pending", "all_reduce-n2": "pending"}
+    assert states(results) == pending | {"ring-n2": "partial"}
+    assert results["cells"][2]["median"]["step"] == 0.83
+    assert results["warnings"][0] == (
+        "1 of 6 runs are done; missing: none-n1 (runs 0,5), all_reduce-n2 (runs 1,4), ring-n2 "
         "(run 3)"
     )
-    assert "--array=0-1,3-5%1" in warnings[1]
+    assert "--array=0-1,3-5%1" in results["warnings"][1]
+    done = "run 2 (ring on 2 nodes, repeat 1) is already done; nothing to do\n"
+    with untouched(folder / "runs"):
+        assert run(folder, 2) == ([0, 0], [done, ""])
 
 
 def test_a_failed_run_says_why_and_is_tried_again(tmp_path):
     folder = plan(tmp_path, nodes=(2,), sync=("ring",), repeats=1)
     statuses, outputs = run(folder, 0, flags="--fail ring")
     assert statuses == [1, 1]
-    cause = (
-        "run 0 (ring on 2 nodes, repeat 1): rank 1 ended with status 1: ValueError: the test "
-        "wants it"
-    )
+    error = "ValueError: the test wants it"
+    cause = f"run 0 (ring on 2 nodes, repeat 1): rank 1 ended with status 1: {error}"
     assert cause in outputs[0], "rank 0 tells the cause, not its echo"
     assert outputs[1] == "", "what many ranks say goes to their files"
-    assert "the test wants it" in (folder / "logs" / "ring-n2-1" / "rank1.txt").read_text()
-    results = merge_results(folder, read_results(folder / "results.json"))
+    assert error in (folder / "logs" / "ring-n2-1" / "rank1.txt").read_text()
+    results = merged(folder)
     assert [warning for warning in results["warnings"] if cause in warning]
     assert "--array=0%1" in results["warnings"][-1]
-    assert results["cells"][0]["status"] == "failed"
-    assert not results["finished"]
+    assert (states(results), results["finished"]) == ({"ring-n2": "failed"}, False)
     assert run(folder, 0)[0] == [0, 0]
-    results = merge_results(folder, read_results(folder / "results.json"))
-    assert results["finished"]
+    results = merged(folder)
+    assert (states(results), results["finished"]) == ({"ring-n2": "done"}, True)
     assert results["warnings"] == []
-    assert results["cells"][0]["status"] == "done"
 
 
 def test_under_way_stopped_and_killed(tmp_path):
     """A run refuses a second job, passes SIGTERM to its part, and leaves no process when killed."""
     folder, marker = plan(tmp_path, nodes=(1,), sync=("none",), repeats=1), tmp_path / "go"
-
-    def workers():
-        return {int(path.name.rsplit("-", 1)[1]) for path in tmp_path.glob("go-*")}
-
+    workers = partial(fake_part.waiting, marker)
     first = start(folder, 0, nodes=1, flags=f"--wait-for {marker}")
     wait_until(lambda: len(workers()) == 1, "the part")
-    results = merge_results(folder, read_results(folder / "results.json"))
-    assert results["warnings"] == ["0 of 1 runs are done; running: none-n1 (run 0)"]
-    again = start(folder, 0, nodes=1)
-    ended = again.end()
+    assert merged(folder)["warnings"] == ["0 of 1 runs are done; running: none-n1 (run 0)"]
+    ended = start(folder, 0, nodes=1).end()
     assert "this run is already running: another job holds" in ended.out + ended.err
     assert ended.status == 2
     first.send(signal.SIGTERM)
     ended = first.end()
     assert "stopped by SIGTERM, as at a time limit" in ended.out + ended.err
     assert ended.status == 1
-    assert "stopped by SIGTERM" in report(folder)["none-n1"]["message"]
+    assert "stopped by SIGTERM" in merged(folder)["cells"][0]["message"]
     second = start(folder, 0, nodes=1, flags=f"--wait-for {marker}")
     wait_until(lambda: len(workers()) == 2, "the part")
     second.send(signal.SIGKILL)
     second.end()
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in workers()), "the end of the part")
-    assert "the run did not report its end: it was killed" in report(folder)["none-n1"]["message"]
+    killed = "the run did not report its end: it was killed"
+    assert killed in merged(folder)["cells"][0]["message"]
     assert run(folder, 0, nodes=1)[0] == [0]
-    assert report(folder)["none-n1"]["status"] == "done"
+    assert states(merged(folder)) == {"none-n1": "done"}
 
 
 # --- merged results ---
@@ -329,65 +249,40 @@ def test_under_way_stopped_and_killed(tmp_path):
 
 def fill(folder, numbers, **environment):
     """Do these runs with the fake part, on a machine with this environment."""
-    for one in planned_runs(folder, read_results(folder / "results.json")):
-        if one.number not in numbers:
-            continue
+    machine = {"cpu": "A", "gpus": [], "torch": "2", "usable_cores": 8} | environment
+    for number in numbers:
+        one = planned_runs(folder, results_of(folder))[number]
         flags = f"--sync {one.cell['sync']} --num-nodes {one.nodes} --run-name {one.path.name}"
         fake_part.main([*flags.split(), "--output-dir", str(folder / "runs")])
-        one.path.joinpath("environment.json").write_text(
-            json.dumps({"cpu": "A", "gpus": [], "torch": "2", "usable_cores": 8} | environment)
-        )
+        (one.path / "environment.json").write_text(json.dumps(machine))
 
 
 def test_other_machines_are_groups_of_their_own(tmp_path, capsys, monkeypatch):
     """The report also lists the missing runs, and shows what there is."""
     drawn = []
-    monkeypatch.setattr(
-        reporting,
-        "write_report",
-        lambda folder, results: drawn.append(results) or (folder / "table.md").touch(),
-    )
+    monkeypatch.setattr(reporting, "write_report", lambda folder, results: drawn.append(results))
     folder = plan(tmp_path, sync=("ring",))
-    fill(folder, [0, 1, 2])
-    fill(folder, [3], cpu="B", usable_cores=1)
-    results = merge_results(folder, read_results(folder / "results.json"))
-    cells = {
-        cell["id"]: (cell["group"], cell["status"], len(cell["repeats"]))
-        for cell in results["cells"]
-    }
-    assert cells == {
-        "none-n1": (0, "partial", 1),
-        "ring-n2": (0, "done", 2),
-        "none-n1-g1": (1, "done", 1),
-    }
-    assert results["differences"] == [
-        "cpu: A in runs 0-2; B in runs 3",
-        "usable_cores: 8 in runs 0-2; 1 in runs 3",
+    fill(folder, [0, 1, 3])
+    fill(folder, [2], cpu="B", usable_cores=1)
+    results = merged(folder)
+    columns = ("id", "group", "status", "oversubscribed")
+    assert [tuple(cell[name] for name in columns) for cell in results["cells"]] == [
+        ("none-n1", 0, "done", False),
+        ("ring-n2", 0, "partial", False),
+        ("ring-n2-g1", 1, "done", True),  # two ranks of one host, which has one core
     ]
-    assert results["groups"]["1"]["cpu"] == "B"
-    assert results["environment"]["cpu"] == "A"
+    cpus, cores = "cpu: A in runs 0-1,3; B in runs 2", "usable_cores: 8 in runs 0-1,3; 1 in runs 2"
+    assert results["differences"] == [cpus, cores]
+    assert (results["groups"]["1"]["cpu"], results["environment"]["cpu"]) == ("B", "A")
     assert "different kinds of machines" in results["warnings"][0]
-    (folder / "runs" / "Part-none" / "n1-2").rename(tmp_path / "removed")
+    (folder / "runs" / "Part-ring" / "n2-2").rename(tmp_path / "removed")
     assert reporting.report_on([folder], reports=tmp_path, scaling="strong") == 0
     out = capsys.readouterr().out
-    assert "3 of 4 runs are done; missing: none-n1 (run 3)" in out
-    assert "--array=3%1" in out
-    assert drawn == [read_results(folder / "results.json")]
-    assert {(cell["id"], cell["status"]) for cell in drawn[0]["cells"]} == {
-        ("none-n1", "partial"),
-        ("ring-n2", "done"),
-    }
-
-
-def test_what_was_put_together_stays_where_the_runs_are_cleaned_up(tmp_path):
-    folder = plan(tmp_path, nodes=(2,), sync=("ring",), repeats=1)
-    fill(folder, [0], usable_cores=1)
-    before = merge_results(folder, read_results(folder / "results.json"))
-    assert before["cells"][0]["oversubscribed"], "two ranks of one host, which has one core"
+    assert "3 of 4 runs are done; missing: ring-n2 (run 2)" in out
+    assert "--array=2%1" in out
+    assert drawn == [results_of(folder)]
+    assert states(drawn[0]) == {"none-n1": "done", "ring-n2": "partial"}
     (folder / "runs").rename(tmp_path / "elsewhere")
-    after = merge_results(folder, read_results(folder / "results.json"))
-    assert after == before
+    assert merged(folder) == drawn[0], "the runs were cleaned up after the report"
     (folder / "runs").mkdir()
-    assert report(folder)["ring-n2"]["status"] == "pending", (
-        "one that was removed alone is to be measured again"
-    )
+    assert set(states(merged(folder)).values()) == {"pending"}, "removed alone: measured again"

@@ -10,43 +10,44 @@ import pytest
 
 from common.errors import UserError
 from lab.compare.imported_runs import collect
-from lab.compare.results import interval, read_results, summarise
-from tests.helpers.fake_part import SECTIONS
+from lab.compare.results import interval, summarise
+from tests.helpers.fake_part import SECTIONS, rank_row
+
+FAILED = {"status": "failed", "message": "why", "ranks": []}
 
 
-def repeat(step, *, seed=0, ranks=2, sent=(5.0, 1.0, 3.0)):
-    """Return a repeat in which a step of rank r takes ``step`` + r seconds."""
-    rows = [
-        {
-            "rank": rank,
-            "host": "h",
-            "threads": 1,
-            "seconds": SECTIONS | {"step": step + rank},
-            "peak_memory_bytes": 100 + rank,
-            "bytes_sent": sent[rank],
-            "messages": 1.0,
-        }
+def rows(step=1.0, *, ranks=2, sent=(5.0, 1.0, 3.0)):
+    """Return the rows of ranks; a step of rank r takes ``step`` + r seconds."""
+    return [
+        rank_row(
+            rank,
+            seconds=SECTIONS | {"step": step + rank},
+            peak_memory_bytes=100 + rank,
+            bytes_sent=sent[rank],
+        )
         for rank in range(ranks)
     ]
-    return {
-        "folder": "f",
-        "seed": seed,
-        "status": "done",
-        "ranks": rows,
-        "losses": [],
-        "test_accuracy": None,
-        "repeat": 0,
-    }
+
+
+def done(step=1.0, **rank_rows):
+    return {"status": "done", "ranks": rows(step, **rank_rows)}
+
+
+def summary(*repeats):
+    """Return the cell of these repeats, of which two are enough."""
+    cell = {"repeats": list(repeats)}
+    summarise(cell, repeats=2)
+    return cell
 
 
 def test_median_over_repeats_of_the_mean_over_ranks():
-    cell = {"repeats": [repeat(step, ranks=3) for step in (1.0, 2.0, 9.0)]}
-    summarise(cell, repeats=3)
-    assert cell["status"] == "done"
-    assert cell["median"]["step"] == 3.0  # the middle repeat's mean over 2, 3 and 4
-    assert cell["median"]["root_bytes_sent"] == 5.0
-    assert cell["median"]["others_bytes_sent"] == 2.0
-    assert cell["median"]["peak_memory_bytes"] == 101.0
+    """Bytes that no timeline counted are unknown, not zero."""
+    median = summary(*(done(step, ranks=3) for step in (1.0, 2.0, 9.0)))["median"]
+    assert median["step"] == 3.0  # the middle repeat's mean over 2, 3 and 4
+    assert (median["root_bytes_sent"], median["others_bytes_sent"]) == (5.0, 2.0)
+    assert median["peak_memory_bytes"] == 101.0
+    median = summary(done(sent=(None, None)))["median"]
+    assert (median["root_bytes_sent"], median["others_bytes_sent"]) == (None, None)
 
 
 def test_interval_is_students_t():
@@ -59,65 +60,15 @@ def test_interval_is_students_t():
 
 
 def test_status_tells_how_much_is_there():
-    failed = {"status": "failed", "message": "why", "ranks": [], "repeat": 1}
-    for repeats, expected in (
-        ([], "pending"),
-        ([failed], "failed"),
-        ([repeat(1.0), failed], "partial"),
-        ([repeat(1.0)], "partial"),
-        ([repeat(1.0), repeat(2.0)], "done"),
-    ):
-        cell = {"repeats": repeats}
-        summarise(cell, repeats=2)
-        assert cell["status"] == expected
-        assert (cell["median"] is None) == (expected in ("pending", "failed"))
-    assert cell["message"] is None
-
-
-def test_bytes_that_no_timeline_counted_are_unknown_not_zero():
-    cell = {"repeats": [repeat(1.0, sent=(None, None))]}
-    summarise(cell, repeats=1)
-    assert cell["median"]["root_bytes_sent"] is None
-    assert cell["median"]["others_bytes_sent"] is None
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"format": 1, "kind"', "is cut off or not JSON"),
-        ("[1, 2]", r"Expected object"),
-        ("{}", "has format None, this version reads 1"),
-        ('{"format": 2}', "has format 2, this version reads 1"),
-        ('{"format": 1}', "Object missing required field kind"),
-        ("[" * 100_000, "Expected object"),
-    ],
-)
-def test_foreign_results_are_named(content, message, tmp_path):
-    path = tmp_path / "results.json"
-    path.write_text(content)
-    with pytest.raises(UserError, match=message) as caught:
-        read_results(path)
-    assert str(path) in str(caught.value)
-    assert "the file is unchanged" in str(caught.value)
-
-
-def test_every_cell_is_checked(tmp_path):
-    cell = {"id": "a", "sync": "ring", "nodes": "2", "status": "done", "repeats": [], "group": 0}
-    whole = {
-        "format": 1,
-        "kind": "compare",
-        "created": "2026-01-01T00:00:00",
-        "finished": True,
-        "settings": {},
-        "environment": {},
-        "warnings": [],
-        "timelines": {},
-        "cells": [cell],
-    }
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps(whole))
-    with pytest.raises(UserError, match=r"cells\[0\]\.nodes: Expected int"):
-        read_results(path)
+    cells = [summary(), summary(FAILED), summary(done(), FAILED), summary(done())]
+    cells.append(summary(done(), done()))
+    assert [(cell["status"], cell["message"], cell["median"] is None) for cell in cells] == [
+        ("pending", None, True),
+        ("failed", "why", True),
+        ("partial", "why", False),
+        ("partial", None, False),
+        ("done", None, False),
+    ]
 
 
 # --- lab report ---
@@ -132,66 +83,51 @@ def write_run(
         "sync": sync,
         "world_size": nodes,
         "dataset": "digits",
-        "training_images": 1437,
         "model": "vgg11",
         "batch_size": 64,
         "seed": 0,
         "learning_rate": 0.02,
-        "schedule": "onecycle",
         "total_steps": 6,
-        "opt": "sgd",
-        "momentum": 0.9,
         "nesterov": True,
-        "weight_decay": 5e-4,
-        "label_smoothing": 0.0,
-        "clip_norm": None,
-        "accumulation_steps": 1,
         "amp": None,
         "amp_dtype": None,
         "untimed_steps": 1,
-    } | settings
-    machine = {"cpu": "c", "gpus": [], "torch": "2", "usable_cores": 2, "git_commit": "a"} | dict(
-        environment
-    )
+    }
+    machine = {"cpu": "c", "gpus": [], "torch": "2", "usable_cores": 2, "git_commit": "a"}
+    equal = settings.get("equal", True)
     files = {
-        "config.json": config,
-        "environment.json": machine,
-        "ranks.json": {"steps": steps, "ranks": repeat(step, ranks=nodes)["ranks"]},
-        "summary.json": {
-            "test_accuracy": 0.5,
-            "ranks_hold_equal_weights": settings.get("equal", True),
-        },
+        "config.json": config | settings,
+        "environment.json": machine | dict(environment),
+        "ranks.json": {"steps": steps, "ranks": rows(step, ranks=nodes)},
+        "summary.json": {"test_accuracy": 0.5, "ranks_hold_equal_weights": equal},
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps({"step": n, "loss": 1 / n}) + "\n" for n in range(1, losses + 1))
-    )
+    lines = [json.dumps({"step": n, "loss": 1 / n}) + "\n" for n in range(1, losses + 1)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
     return folder
 
 
+def collected(folder, *runs, scaling="strong"):
+    """Return the results of runs with these arguments of ``write_run``."""
+    folders = [write_run(folder / str(number), **run) for number, run in enumerate(runs)]
+    return collect(folders, scaling=scaling)
+
+
 def test_equal_runs_become_repeats_of_a_cell(tmp_path):
-    folders = [write_run(tmp_path / str(step), step=step) for step in (1.0, 3.0)]
-    folders.append(write_run(tmp_path / "one", sync="none", nodes=1))
-    results = collect(folders, scaling="strong")
+    """Those with other buckets do not; a strategy without buckets ignores the size."""
+    alone = {"sync": "none", "nodes": 1}
+    buckets = [{"sync": "ddp", "bucket_mb": size} for size in (None, "auto", 9.0, 0.5)]
+    rings = {"step": 1.0}, {"step": 3.0, "bucket_mb": "auto"}
+    results = collected(tmp_path, *rings, alone, *buckets)
     assert results["differences"] == []
-    cells = [(cell["id"], len(cell["repeats"]), cell["group"]) for cell in results["cells"]]
-    assert cells == [("none-n1", 1, 0), ("ring-n2", 2, 0)]
+    assert {cell["group"] for cell in results["cells"]} == {0}
+    assert {cell["id"]: len(cell["repeats"]) for cell in results["cells"]} == {
+        **{"none-n1": 1, "ring-n2": 2},
+        **{"ddp-n2": 1, "ddp-auto-n2": 1, "ddp-9-n2": 1, "ddp-0.5-n2": 1},
+    }
     assert results["cells"][1]["median"]["step"] == 2.5
     assert results["settings"]["nodes"] == [1, 2]
-
-
-def test_runs_with_other_buckets_are_no_repeats_of_each_other(tmp_path):
-    """A strategy without buckets ignores the size."""
-    cases = [("ddp", None), ("ddp", "auto"), ("ddp", 9.0), ("ddp", 0.5), ("ring", "auto")]
-    folders = [
-        write_run(tmp_path / f"{sync}-{size}", sync=sync, bucket_mb=size) for sync, size in cases
-    ]
-    results = collect(folders, scaling="strong")
-    assert [cell["id"] for cell in results["cells"]] == [
-        *("ddp-n2", "ddp-auto-n2", "ddp-9-n2", "ddp-0.5-n2", "ring-n2")
-    ]
-    assert all(len(cell["repeats"]) == 1 for cell in results["cells"])
 
 
 @pytest.mark.parametrize(
@@ -204,62 +140,44 @@ def test_runs_with_other_buckets_are_no_repeats_of_each_other(tmp_path):
         {"model": "vgg13"},
         {"environment": {"cpu": "another"}},
         {"environment": {"torch": "3"}},
+        {"warmup_steps": 2},  # of the schedule: the losses agree at step 1 only
     ],
 )
 def test_runs_that_differ_are_told_and_kept_apart(changed, tmp_path):
-    folders = [
-        write_run(tmp_path / "PartTwo-ring" / "a"),
-        write_run(tmp_path / "PartTwo-ring" / "b", **changed),
-    ]
-    results = collect(folders, scaling="strong")
+    results = collected(tmp_path / "PartTwo-ring", {}, changed)
     [difference] = results["differences"]
     name, value = next(iter(changed.get("environment", changed).items()))
     assert difference.startswith(f"{name}: ")
-    assert f"{value} in PartTwo-ring/b" in difference
-    assert [(cell["id"], cell["group"]) for cell in results["cells"]] == [
-        ("ring-n2", 0),
-        ("ring-n2-g1", 1),
-    ]
+    assert f"{value} in PartTwo-ring/1" in difference
+    groups = [(cell["id"], cell["group"]) for cell in results["cells"]]
+    assert groups == [("ring-n2", 0), ("ring-n2-g1", 1)]
 
 
 def test_weak_scaling_compares_batches_a_node(tmp_path):
-    folders = [
-        write_run(tmp_path / "a", sync="none", nodes=1, batch_size=32, total_steps=12),
-        write_run(tmp_path / "b", nodes=2, batch_size=64, total_steps=6),
-    ]
-    assert collect(folders, scaling="weak")["differences"] == []
-    assert len(collect(folders, scaling="strong")["differences"]) == 2
+    runs = {"sync": "none", "nodes": 1, "batch_size": 32, "total_steps": 12}, {"nodes": 2}
+    assert collected(tmp_path / "weak", *runs, scaling="weak")["differences"] == []
+    assert len(collected(tmp_path / "strong", *runs)["differences"]) == 2
 
 
 def test_the_steps_that_a_report_names_are_those_that_were_timed(tmp_path):
     """Six steps have losses; the first is the warm-up, the last one recorded the timeline."""
     one = write_run(tmp_path / "a", steps=4)
-    assert collect([one], scaling="strong")["settings"]["steps"] == 4
-    other = write_run(tmp_path / "b", sync="tree", steps=3)
-    settings = collect([one, other, write_run(tmp_path / "c", steps=4)], scaling="strong")[
-        "settings"
-    ]
+    os.utime(one / "config.json", (0, 86400))
+    found = collect([one], scaling="strong")
+    assert found["settings"]["steps"] == 4
+    [outcome] = found["cells"][0]["repeats"]
+    assert datetime.fromisoformat(outcome["started"]).timestamp() == 86400
+    runs = [one, write_run(tmp_path / "b", sync="tree", steps=3), write_run(tmp_path / "c")]
+    settings = collect(runs, scaling="strong")["settings"]
     assert (settings["steps"], settings["repeats"], settings["warmup"]) == ("3 to 4", "1 to 2", 1)
 
 
-def test_each_run_has_the_time_at_which_it_started(tmp_path):
-    run = write_run(tmp_path / "a")
-    os.utime(run / "config.json", (0, 86400))
-    [outcome] = collect([run], scaling="strong")["cells"][0]["repeats"]
-    assert datetime.fromisoformat(outcome["started"]).timestamp() == 86400
-
-
-def test_schedules_that_differ_are_not_compared(tmp_path):
-    """Their losses agree at step 1 only, so the report would take one of them to be wrong."""
-    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", sync="tree", warmup_steps=2)]
-    assert collect(runs, scaling="strong")["differences"][0].startswith("warmup_steps: ")
-
-
 def test_crowded_and_unequal_runs_are_warned_of(tmp_path):
-    results = collect([write_run(tmp_path / "a", nodes=3, equal=False)], scaling="strong")
+    results = collected(tmp_path, {"nodes": 3, "equal": False})
     assert results["cells"][0]["oversubscribed"]
-    assert any("more ranks shared a machine" in text for text in results["warnings"])
-    assert any("different weights" in text for text in results["warnings"])
+    crowded, unequal = results["warnings"]
+    assert "more ranks shared a machine" in crowded
+    assert "different weights" in unequal
 
 
 def test_a_folder_that_holds_no_ended_run_is_named(tmp_path):

@@ -3,97 +3,29 @@
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from lab.cli import main
 from lab.explain.diagnosis import KINDS, OWN, LogLine, explain, known_errors, read_lines
-from lab.explain.output import main_explain
 from tests.helpers import ROOT
 
-LOGS = Path(__file__).with_name("logs")
-
-# The errors in each log, most likely cause first; notes are left out, since they are no errors.
-EXPECTED = {
-    "connect_full_mesh": ["connect_full_mesh"],
-    "cuda_out_of_memory": ["cuda_out_of_memory"],
-    "ddp_other_model": ["mismatched_parameters", "peer_gone"],
-    "disk_full": ["disk_full"],
-    "disk_full_torch_save": ["disk_full"],
-    "duplicate_gpu": ["duplicate_gpu"],
-    "duplicate_gpu_nccl_2_30": ["duplicate_gpu"],
-    "exception_one_rank": [OWN, "peer_gone"],
-    "gloo_interface": ["gloo_interface"],
-    "good_loopback_fallback": [],
-    "good_partone": [],
-    "good_parttwo": [],
-    "good_torchrun": [],
-    "host_name_is_loopback": ["host_name_is_loopback"],
-    "lab_dataset_missing": ["dataset_missing"],
-    "lab_different_collectives": ["mismatched_collectives"],
-    "lab_gpu_shared": ["duplicate_gpu"],
-    "lab_missing": ["missing_clients"],
-    "lab_no_environment": ["missing_package"],
-    "lab_message_refused": ["message_refused"],
-    "lab_nccl_lost_rank": ["stalled_rank", "nccl_timeout"],
-    "lab_no_gpu": ["nccl_no_gpu"],
-    "lab_not_finite": ["not_finite"],
-    "lab_port": ["port_in_use"],
-    "lab_rank0_elsewhere": ["rank0_elsewhere"],
-    "lab_rank_ended": ["peer_gone"],
-    "lab_rank_killed": ["peer_gone"],
-    "lab_rank_stands_still": ["stalled_rank"],
-    "lab_settings_differ": ["settings_differ"],
-    "lab_started_twice": ["started_twice"],
-    "lab_token_refused": ["token_refused"],
-    "lab_unreachable": ["store_no_master"],
-    "loader_killed": ["killed", "loader_worker"],
-    "mismatched_collectives": ["mismatched_collectives"],
-    "mismatched_shapes": ["mismatched_shapes", "peer_gone"],
-    "mismatched_shapes_broadcast": ["mismatched_shapes"],
-    "missing_clients": ["missing_clients"],
-    "missing_package": ["missing_package"],
-    "monitored_barrier": ["monitored_barrier"],
-    "nccl_no_gpu": ["nccl_no_gpu"],
-    "nccl_system_error": ["nccl_system"],
-    "nccl_timeout": ["nccl_timeout"],
-    "no_environment": ["no_environment"],
-    "no_group": ["not_initialized"],
-    "no_route": ["no_route"],
-    "out_of_memory_one_rank": ["out_of_memory", "peer_gone"],
-    "port_forbidden": ["port_forbidden"],
-    "port_in_use": ["port_in_use"],
-    "rank_killed_gloo": ["peer_gone"],
-    "shared_memory": ["shared_memory"],
-    "slurm_cancelled": ["slurm_cancelled"],
-    "slurm_node_failure": ["slurm_node_failure"],
-    "slurm_out_of_memory": ["slurm_out_of_memory"],
-    "slurm_preempted": ["slurm_preempted"],
-    "slurm_time_limit": ["slurm_time_limit"],
-    "store_gone": ["store_gone"],
-    "store_gone_while_joining": ["store_gone"],
-    "store_no_master": ["store_no_master"],
-    "timeout_all_reduce": ["collective_timeout", "peer_gone"],
-    "timeout_gather": ["collective_timeout"],
-    "too_many_files": ["too_many_files"],
-    "torchrun_exception": [OWN, "peer_gone"],
-    "torchrun_killed": ["killed", "peer_gone"],
-    "torchrun_missing_node": ["missing_clients"],
-    "torchrun_stale_addresses": ["killed", "stale_addresses"],
-    "torchrun_wrong_service": ["wrong_service"],
-    "torchvision_pair": ["torchvision_pair"],
-    "unknown_host": ["unknown_host"],
-    "unused_parameters": ["unused_parameters"],
-    "wrong_interface": ["wrong_interface"],
+LOGS = sorted(Path(__file__).with_name("logs").glob("*.txt"))
+ONE_RANK = next(path for path in LOGS if path.stem == "own_exception-one_rank").read_text()
+# A log's name begins with its first error ("good": none). These show others after it.
+FOLLOWED_BY = {
+    "collective_timeout": ["peer_gone"],
+    "killed-loader": ["loader_worker"],
+    "killed-torchrun": ["peer_gone"],
+    "killed-torchrun_restart": ["stale_addresses"],
+    "mismatched_parameters-ddp": ["peer_gone"],
+    "mismatched_shapes": ["peer_gone"],
+    "out_of_memory": ["peer_gone"],
+    "own_exception-one_rank": ["peer_gone"],
+    "own_exception-torchrun": ["peer_gone"],
+    "stalled_rank-lab_nccl": ["nccl_timeout"],
 }
-
-
-def errors_of(*logs):
-    """Return the names of the errors in these logs, read as one log; leave out notes."""
-    lines = [line for log in logs for line in read_lines(str(LOGS / f"{log}.txt"))]
-    return [one.error.name for one in explain(lines) if one.error.kind != "note"]
 
 
 def lines_of(text):
@@ -102,132 +34,110 @@ def lines_of(text):
     ]
 
 
-def test_every_log_is_expected_and_every_error_has_one():
-    assert {path.stem for path in LOGS.glob("*.txt")} == set(EXPECTED)
-    shown = {
-        one.error.name for path in LOGS.glob("*.txt") for one in explain(read_lines(str(path)))
-    }
+def names_of(text):
+    return [one.error.name for one in explain(lines_of(text))]
+
+
+def told(*logs, capsys):
+    assert main(["explain", *map(str, logs)]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
+def test_a_log_is_told_as_what_its_name_says_with_the_line_that_shows_it(path):
+    first = path.stem.partition("-")[0]
+    expected = [] if first == "good" else [first, *FOLLOWED_BY.get(path.stem, [])]
+    found = [one for one in explain(read_lines(str(path))) if one.error.kind != "note"]
+    assert [one.error.name for one in found] == expected
+    for one in found:
+        text = path.read_text().split("\n")[one.line.number - 1]
+        assert text == one.line.text
+        patterns = one.error.patterns or (r"\w+Error: ",)
+        assert any(re.search(pattern, text) for pattern in patterns)
+
+
+def test_every_error_has_a_log():
+    shown = {one.error.name for path in LOGS for one in explain(read_lines(str(path)))}
     assert {error.name for error in known_errors()} <= shown
 
 
-@pytest.mark.parametrize("log", EXPECTED)
-def test_a_log_is_told_as_what_it_is(log):
-    assert errors_of(log) == EXPECTED[log]
-
-
-@pytest.mark.parametrize("log", [log for log, names in EXPECTED.items() if names])
-def test_the_line_that_is_named_shows_the_error(log):
-    path = LOGS / f"{log}.txt"
-    first = explain(read_lines(str(path)))[0]
-    text = path.read_text().split("\n")[first.line.number - 1]
-    assert text == first.line.text
-    assert first.error.name == OWN or any(
-        re.search(pattern, text) for pattern in first.error.patterns
-    )
-
-
-def test_the_order_of_ranks_does_not_matter():
-    """The first failure comes first, wherever its output appears."""
-    text = (LOGS / "exception_one_rank.txt").read_text()
-    rank0, rank1 = text.split("--- rank 1\n")
-    for one, other in ((rank0, rank1), (rank1, rank0)):
-        found = explain(lines_of(one + other))
-        assert [entry.error.name for entry in found] == [OWN, "peer_gone"]
-        assert found[0].line.text.endswith("ValueError: could not read the image cat/000.png")
-
-
-def test_several_files_are_read_as_one(capsys, tmp_path):
+def test_the_first_failure_comes_first_in_any_order_of_ranks_and_from_several_files(
+    capsys, tmp_path
+):
     """The survivor's log shows only a consequence; the other rank's log adds the cause."""
-    rank0, rank1 = (LOGS / "exception_one_rank.txt").read_text().split("--- rank 1\n")
-    for number, text in enumerate((rank0, rank1)):
-        (tmp_path / f"rank{number}.txt").write_text(text)
-
-    logs = [str(tmp_path / f"rank{number}.txt") for number in (0, 1)]
-    assert main_explain(Namespace(logs=logs[:1])) == 0
-    alone = capsys.readouterr().out
+    ranks = ONE_RANK.split("--- rank 1\n")
+    assert names_of("".join(ranks[::-1])) == [OWN, "peer_gone"]
+    logs = [tmp_path / "rank0.txt", tmp_path / "rank1.txt"]
+    for log, text in zip(logs, ranks, strict=True):
+        log.write_text(text)
+    alone = told(logs[0], capsys=capsys)
     assert alone.startswith("1. another rank has ended")
     assert "These are echoes" in alone
-    assert main_explain(Namespace(logs=logs)) == 0
-    both = capsys.readouterr().out
-    assert re.match(
-        rf"1\. an exception of the program itself\n   {tmp_path}/rank1\.txt:\d+: .*ValueError: "
-        r"could not read",
-        both,
+    both = told(*logs, capsys=capsys)
+    first = (
+        rf"1\. an exception of the program itself\n   {logs[1]}:\d+: .*ValueError: could not read"
     )
+    assert re.match(first, both)
     assert "echoes" not in both
 
 
 def test_prefixes_and_colours_of_launchers_don_t_hide_an_error():
     line = "RuntimeError: [pair.cc:561] Connection closed by peer [10.0.0.2]:4493"
     for prefix in ("", "[rank1]: ", "node 2| ", "3: ", "\x1b[31m"):
-        found = explain(lines_of(f"{prefix}{line}"))
-        assert [one.error.name for one in found] == ["peer_gone"]
-    own = explain(lines_of(f"[rank0]: {line}\nnode 1| KeyError: 'lr'"))
-    assert [one.error.name for one in own] == [OWN, "peer_gone"]
+        assert names_of(f"{prefix}{line}") == ["peer_gone"]
+    assert names_of(f"[rank0]: {line}\nnode 1| KeyError: 'lr'") == [OWN, "peer_gone"]
+    chain = "ValueError: a\n\nDuring handling of the above exception, another exception occurred:"
+    last = explain(lines_of(f"{chain}\n\nKeyError: 'b'\n{line}"))[0]
+    assert (last.line.text, last.count) == ("KeyError: 'b'", 1), "a chain is one failure"
 
 
-def test_words_about_errors_are_no_errors():
-    """A successful run may mention the same things."""
-    good = (
-        "timeout: 60 s, port 29500\nconnected to 127.0.1.1:29500\nall ranks joined: 4 of "
-        "4\nchecking for duplicate images\nProcess group has been initialized\nmemory: 3 of 40 "
-        "GB used\nKilled 3 of 12 mutants\nNo errors in 1234 files"
-    )
-    assert explain(lines_of(good)) == []
+@pytest.mark.parametrize(
+    ("lines", "names"),
+    [
+        ("train.sh: line 4:  8079 Killed        python train.py", ["killed"]),
+        ("Killed", ["killed"]),
+        ("[  17.3] Out of memory: Killed process 1234 (python) total-vm:9 kB", ["killed"]),
+        ("srun: error: node3: task 0: Killed", ["killed"]),
+        ("rank 1 was killed by SIGKILL: it said", ["killed"]),
+        # A successful run may mention the same things.
+        ("timeout: 60 s, port 29500\nconnected to 127.0.1.1:29500", []),
+        ("all ranks joined: 4 of 4\nchecking for duplicate images", []),
+        ("Process group has been initialized\nmemory: 3 of 40 GB used", []),
+        ("Killed 3 of 12 mutants\nNo errors in 1234 files", []),
+    ],
+)
+def test_words_of_the_shell_and_the_kernel_and_words_about_errors(lines, names):
+    assert names_of(lines) == names
 
 
-def test_what_the_shell_and_the_kernel_say_of_a_killed_process():
-    for line in (
-        "train.sh: line 4:  8079 Killed        python train.py",
-        "Killed",
-        "[  17.3] Out of memory: Killed process 1234 (python) total-vm:9 kB",
-        "srun: error: node3: task 0: Killed",
-        "rank 1 was killed by SIGKILL: it said",
-    ):
-        assert [one.error.name for one in explain(lines_of(line))] == ["killed"], line
-
-
-def test_nothing_known_says_so_and_where_to_look(tmp_path, capsys):
-    (tmp_path / "log").write_text(
+def test_what_is_not_known_is_quoted_with_where_to_look(tmp_path, capsys):
+    log = tmp_path / "log"
+    log.write_text(
         'epoch 1\nTraceback (most recent call last):\n  File "x.py", line 1\nFrobError: seven\n'
     )
-    assert main(["explain", str(tmp_path / "log")]) == 0
-    told = capsys.readouterr().out
-    assert re.match(r"No known error in 4 lines\.", told)
-    assert "line 4: FrobError: seven" in told
-
-
-def test_a_message_of_the_project_is_quoted(tmp_path, capsys):
+    unknown = told(log, capsys=capsys)
+    assert re.match(r"No known error in 4 lines\.", unknown)
+    assert "line 4: FrobError: seven" in unknown
     own = "error (rank 1): --batch-size: got 1 for 2 ranks; give 4 or more"
-    (tmp_path / "log").write_text(f"epoch 1\n[rank1]: {own}\nmore\n")
-    assert main(["explain", str(tmp_path / "log")]) == 0
-    told = capsys.readouterr().out
-    assert own in told
-    assert "log:2" in told
-    assert "No known error" not in told
+    log.write_text(f"epoch 1\n[rank1]: {own}\nmore\n")
+    quoted = told(log, capsys=capsys)
+    assert f"log:2):\n   [rank1]: {own}" in quoted
+    assert "No known error" not in quoted
 
 
 def test_standard_input_an_empty_log_and_a_missing_one(tmp_path, capsys):
-    told = subprocess.run(
-        [sys.executable, "-m", "lab", "explain", "-"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        input=(LOGS / "port_in_use.txt").read_text(),
-        timeout=90,
-        check=False,
-    )
-    assert told.returncode == 0
-    assert re.match(r"1\. address already in use\n   line \d+: .*EADDRINUSE", told.stdout)
-    assert "cure:  End that process" in told.stdout
+    log = next(path for path in LOGS if path.stem == "port_in_use").read_text()
+    command = [sys.executable, "-m", "lab", "explain", "-"]
+    out = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, input=log, timeout=90, check=True
+    ).stdout
+    assert re.match(r"1\. address already in use\n   line \d+: .*EADDRINUSE", out)
+    assert "cure:  End that process" in out
     (tmp_path / "empty.txt").touch()
-    assert main(["explain", str(tmp_path / "empty.txt")]) == 0
-    assert "The log is empty" in capsys.readouterr().out
+    assert "The log is empty" in told(tmp_path / "empty.txt", capsys=capsys)
     assert main(["explain", str(tmp_path / "none.txt")]) == 2
-    assert re.match(
-        r"error: lab explain: .*none\.txt cannot be read \(No such file or directory\)",
-        capsys.readouterr().err,
-    )
+    error = r"error: lab explain: .*none\.txt cannot be read \(No such file or directory\)"
+    assert re.match(error, capsys.readouterr().err)
 
 
 def test_the_table_is_whole_and_stands_in_the_docs():
@@ -236,43 +146,40 @@ def test_the_table_is_whole_and_stands_in_the_docs():
     for error in known_errors():
         assert error.kind in KINDS
         assert set(error.hides) <= set(names), error.name
-        assert f"| {error.title} | {error.cause} | {error.cure} |" in text, (
-            f"{error.name} is not in docs/troubleshooting.md"
-        )
+        assert f"| {error.title} | {error.cause} | {error.cure} |" in text, error.name
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "is taken on this machine",
-        "could not reach rank 0 at",
-        "ranks came to",
-        "was started twice",
-        "is not an address of this machine (it has ",
-        "the ranks differ in",
-        "was started with --num-nodes",
-        "broke: another rank has ended",
-        "ended or was killed at",
-        "has not moved since",
-        ", this one, stood still for",
-        "the ranks did not call the same collective",
-        "not finite in epoch",
-        "Start every rank with the same version of this project",
-        "has a run token and",
-        "is not rank 0's: set the same value on every node",
-        "as torchrun sets them, but no",
-        "this machine has no interface",
-        "and could not be downloaded",
-        "could not be written (",
-        "something other than rank 0 answers",
-        "lost rank 0 at",
-        "is not an address and no known host name",
-    ],
-)
-def test_the_parts_still_say_what_is_looked_for(words):
+# What messages of this project say, and patterns look for.
+WORDS = """is taken on this machine
+could not reach rank 0 at
+ranks came to
+was started twice
+is not an address of this machine (it has
+the ranks differ in
+was started with --num-nodes
+broke: another rank has ended
+ended or was killed at
+has not moved since
+, this one, stood still for
+the ranks did not call the same collective
+not finite in epoch
+Start every rank with the same version of this project
+has a run token and
+is not rank 0's: set the same value on every node
+as torchrun sets them, but no
+this machine has no interface
+and could not be downloaded
+could not be written (
+something other than rank 0 answers
+lost rank 0 at
+is not an address and no known host name"""
+
+
+def test_the_parts_still_say_what_is_looked_for():
     """If a message of this project changes, its pattern must change too."""
     source = "".join(path.read_text() for path in (ROOT / "common").rglob("*.py"))
-    assert words in re.sub(r'"\s*\n\s*f?"', "", source)
-    assert any(
-        words in pattern.replace("\\", "") for error in known_errors() for pattern in error.patterns
-    )
+    source = re.sub(r'"\s*\n\s*f?"', "", source)
+    patterns = [pattern.replace("\\", "") for error in known_errors() for pattern in error.patterns]
+    for words in WORDS.splitlines():
+        assert words in source
+        assert any(words in pattern for pattern in patterns), words

@@ -12,18 +12,13 @@ from PIL import Image
 from lab.report import write_report
 from tests.helpers.report_samples import cell, results
 
-BROWSER = next(
-    (
-        found
-        for name in ("chromium", "chromium-browser", "google-chrome")
-        if (found := shutil.which(name))
-    ),
-    None,
-)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="no chromium and no google-chrome on the path"
 )
 
+DARK_MODE = "--blink-settings=preferredColorScheme=0"
 DARK = ("rgb(20, 23, 28)", "rgb(230, 233, 237)")
 # Sends its measurements to the enclosing page, which stores them in its <html> for --dump-dom. A
 # frame can be as narrow as a phone; a window cannot.
@@ -96,7 +91,7 @@ def measured(page, width, *flags):
     ("width", "flags", "smallest", "background", "ink"),
     [
         (390, (), 8, "rgb(255, 255, 255)", "rgb(27, 31, 35)"),
-        (1280, ("--blink-settings=preferredColorScheme=0",), 9, *DARK),
+        (1280, (DARK_MODE,), 9, *DARK),
     ],
 )
 def test_phone_and_dark_wide_screen(page, width, flags, smallest, background, ink):
@@ -115,12 +110,7 @@ def test_screenshot_and_print(page):
     colors = Image.open(shot).convert("RGB").getcolors(maxcolors=1 << 24)
     assert len(colors or ()) > 100  # an empty page has fewer colours
     paper = page.parent / "page.pdf"
-    browse(
-        page,
-        f"--print-to-pdf={paper}",
-        "--no-pdf-header-footer",
-        "--blink-settings=preferredColorScheme=0",
-    )
+    browse(page, f"--print-to-pdf={paper}", "--no-pdf-header-footer", DARK_MODE)
     content = paper.read_bytes()
     assert content.startswith(b"%PDF")
     pages = [int(count) for count in re.findall(rb"/Count (\d+)", content)]

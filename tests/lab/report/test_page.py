@@ -8,14 +8,10 @@ from lab.plot_style import NothingToShowError, plt
 from lab.report import html, tables
 from lab.report.drawings import figures
 from lab.report.drawings.curves import draw_loss
-from lab.report.drawings.svg import inline, share_styles
-from lab.report.findings import ReportFinding, findings
+from lab.report.drawings.svg import inline
+from lab.report.findings import findings
 from lab.report.view import blocks
-from tests.helpers.report_samples import BYTES, cell, results
-
-WRONG = ReportFinding(
-    "Losses", "ring is not equal to the others from step 2 on.", "0.017", wrong=True
-)
+from tests.helpers.report_samples import BYTES, cell, on, results
 
 
 @pytest.fixture(autouse=True)
@@ -40,50 +36,42 @@ def best(block, name):
     return [line.row.sync for line in tables.lines(block) if name in line.best]
 
 
+def positions(text, *marks):
+    """Return where each mark stands first within the page's main part."""
+    main = text[text.index("<main>") :]
+    return [main.index(mark) for mark in marks]
+
+
 def test_the_answer_comes_first_and_limits_are_folded():
     data = results(("gather_scatter", "ddp"), (1, 4))
     text = page(data)
-    found = findings(blocks(data)[0])
-    cautions = [finding for finding in found if finding.caution]
-    assert cautions
-    main = text.index("<main>")
-    positions = [text.index(mark) for mark in ('class="verdict"', 'class="cards"', 'id="findings"')]
-    assert sorted(positions) == positions
-    assert main < positions[0]
-    count = len(cautions) + len(data["warnings"])
+    places = positions(text, 'class="verdict"', 'class="cards"', 'id="findings"')
+    assert places == sorted(places)
+    cautions = [finding for finding in findings(blocks(data)[0]) if finding.caution]
     folded = re.search(r'<details class="limits" id="limits">(.*?)</ul> </details>', text)
-    assert folded
-    assert f"<summary>Limits ({count})</summary>" in folded[1]
+    assert f"<summary>Limits ({len(cautions) + len(data['warnings'])})</summary>" in folded[1]
     assert all(warning in folded[1] for warning in data["warnings"])
+    assert cautions
     assert "✗" not in text
 
 
-def test_what_is_wrong_stands_in_red_before_everything(monkeypatch):
-    monkeypatch.setattr(html, "findings", lambda *args: [*findings(*args), WRONG])
-    data = results(("ring", "ddp"), (1, 2))
-    text = page(data)
-    begin = text.index("<main>")
-    assert begin < text.index("✗") < text.index(WRONG.text) < text.index('class="cards"')
-    assert re.search(r'<div class="note bad">[^|]*' + WRONG.text, text[begin:])
+def test_what_is_wrong_stands_in_red_before_everything():
+    data = results(("ring", "ddp"), (1, 2), predict=False)
+    data["cells"][1] = cell("ring", 2, loss_shift=0.1)
+    wrong = "ring is not equal to ddp"
+    places = positions(page(data), '<div class="note bad">', "✗", wrong, 'class="cards"')
+    assert places == sorted(places)
     # with several groups, before all of them, and with the group's name
     data["cells"] += [cell("none", 1, group=1), cell("ring", 2, group=1)]
-    monkeypatch.undo()
-    text = page(data | {"warnings": ["Cores are shared."]})
-    assert text.index('href="#warnings"') < text.index('class="verdict"') < text.index("Warnings (")
-    monkeypatch.setattr(html, "findings", lambda *args: [*findings(*args), WRONG])
-    more = {"differences": ["learning_rate: 0.1 in A, 0.2 in B"]}
-    text = page(data | more)
-    assert text.index("✗") < text.index(">group 0</a>: " + WRONG.text) < text.index("cannot be")
+    data |= {"warnings": ["Cores are shared."], "differences": ["seed: 1 in A, 2 in B"]}
+    text = page(data)
+    marks = ("✗", f">group 0</a>: On 2 nodes {wrong}", "cannot be compared", "Warnings (")
+    assert positions(text, *marks) == sorted(positions(text, *marks))
+    assert text.index('href="#warnings"') < text.index("<main>")
 
 
 def test_a_wrong_strategy_is_marked_in_tables_and_figures():
-    right = [[step, 3 - 0.1 * step] for step in range(1, 6)]
-    cells = [cell(sync, 2) for sync in ("tree", "ring", "ddp")]
-    for entry in cells:
-        for repeat in entry["repeats"]:
-            repeat["losses"] = [
-                [step, loss + (entry["sync"] == "ring") * (step > 1) * 0.2] for step, loss in right
-            ]
+    cells = [*on(2, "tree"), *on(2, "ring", loss_shift=0.2), *on(2, "ddp")]
     found = group(*cells)
     text = page(results(predict=False) | {"cells": [cell("none", 1), *cells]})
     rows = re.findall(r'<tr class="([^"]*)"><th scope="row">(\w+)</th>.*?</tr>', text)
@@ -93,7 +81,7 @@ def test_a_wrong_strategy_is_marked_in_tables_and_figures():
     times = figures.draw_step_time(found, narrow=False).axes[0]
     labels = [label.get_text() for label in times.get_yticklabels()]
     assert labels == ["none (1 node)", "tree", "✗ ring", "ddp"]
-    assert {"0.514 s", "0.555 s", "0.565 s"} & {note.get_text() for note in times.texts}
+    assert [note.get_text() for note in times.texts][1:] == ["0.569 s", "0.559 s", "0.514 s"]
     legend = draw_loss(found, narrow=False).legends[0]
     lines = [text.get_text() for text in legend.get_texts()]
     assert lines[-2:] == ["the 2 strategies that compute the same", "✗ ring"]
@@ -107,16 +95,15 @@ def test_the_prediction_and_its_calibration():
     }
     repeats = [repeat for entry in data["cells"] for repeat in entry["repeats"]]
     assert "When the first run started was not recorded." in page(data)
-    for second, repeat in enumerate(reversed(repeats)):
-        repeat["started"] = f"2026-11-21T15:00:{second + 3:02}"
+    for second, repeat in enumerate(reversed(repeats), start=3):
+        repeat["started"] = f"2026-11-21T15:00:{second:02}"
     text = page(data)
     for part in (
         "<dt>shortest all-reduce</dt> <dd>4 nodes, 1gbit 7.9 ms; 2 nodes 3 ms</dd>",
         "a CPU, 2026-11-22 23:14:50",
         "predicted at 2026-11-21 14:59:58",
         "The first run started at 2026-11-21 15:00:03.",
-        "120 µs",  # alpha 1.2e-4 s
-        "1.11 GB/s",  # beta 9e-10 s a byte
+        *("120 µs", "1.11 GB/s"),  # alpha 1.2e-4 s, beta 9e-10 s a byte
     ):
         assert part in text
     repeats[2]["started"] = "2026-11-21T14:00:03"
@@ -125,71 +112,62 @@ def test_the_prediction_and_its_calibration():
 
 def test_the_method_counts_steps_as_they_were():
     data = results(("ring",), (1, 2))
-    assert "The first 5 steps are a warm-up and not measured; then 30 steps are" in page(data)
-    data["settings"] |= {"warmup": 1, "steps": 1}
-    assert "The first 1 step is a warm-up and not measured; then 1 step is" in page(data)
-    data["settings"] |= {"warmup": None, "steps": None}
-    assert "The warm-up steps are not measured. A rank's number" in page(data)
+    for warmup, steps, words in (
+        (5, 30, "The first 5 steps are a warm-up and not measured; then 30 steps are"),
+        (1, 1, "The first 1 step is a warm-up and not measured; then 1 step is"),
+        (None, None, "The warm-up steps are not measured. A rank's number"),
+    ):
+        data["settings"] |= {"warmup": warmup, "steps": steps}
+        assert words in page(data)
 
 
 def test_the_best_value_of_each_number_of_nodes_is_marked():
-    block = group(
-        *(cell("gather_scatter", 4), cell("ddp", 4), cell("ring", 2)),
-        *(cell("ddp", 2, status="failed"), cell("ring", 8, status="pending")),
-    )
+    unfinished = [*on(2, "ddp", status="failed"), *on(8, "ring", status="pending")]
+    block = group(*on(4, "gather_scatter", "ddp"), *on(2, "ring"), *unfinished)
     assert best(block, "step_seconds") == best(block, "speedup_ratio") == ["ddp"]
     assert best(block, "nodes") == []
     # 36.92 MB each on 2 nodes: none is best
-    equal = group(cell("ring", 2), cell("ddp", 2), cell("gather_scatter", 2))
-    assert best(equal, "root_sent_bytes") == []
-    unequal = group(cell("ring", 4), cell("ddp", 4), cell("gather_scatter", 4))
+    assert best(group(*on(2, "ring", "ddp", "gather_scatter")), "root_sent_bytes") == []
+    unequal = group(*on(4, "ring", "ddp", "gather_scatter"))
     assert best(unequal, "root_sent_bytes") == ["ring", "ddp"]
-    wrong = group(cell("ring", 4), cell("all_reduce", 4), cell("ddp", 4, loss_shift=0.3))
+    wrong = group(*on(4, "ring", "all_reduce"), *on(4, "ddp", loss_shift=0.3))
     assert best(wrong, "step_seconds") == ["all_reduce"]  # ddp is fast and wrong
     text = page(results(("gather_scatter", "ddp"), (1, 4)))
     assert '<strong>0.284 [0.278, 0.290]</strong><span class="unseen"> (best)</span>' in text
 
 
-@pytest.mark.parametrize(
-    ("change", "kinds", "sums"),
-    [
+def test_tensors_are_those_of_the_rank_that_holds_most():
+    kinds = ["36.92", "36.92", "73.85"]
+    for change, texts in (
         # rank 1 has 8 MB more in buckets than was predicted
-        ({}, ["36.92", "36.92", "73.85", "8.00", "0.03"], ["155.73", "147.73"]),
+        ({}, [*kinds, "8.00", "0.03", "155.73", "147.73"]),
         # emulated compute has no measured tensors: the kinds are the predicted ones
-        ({"memory": None}, ["36.92", "36.92", "73.85", "0.00", "0.03"], ["–", "147.73"]),
-        ({"memory": None, "predicted_memory": None}, ["–"] * 5, ["–", "–"]),
-    ],
-)
-def test_tensors_are_those_of_the_rank_that_holds_most(change, kinds, sums):
-    data = results(("all_reduce",), (1, 2))
-    for rank in (
-        rank for each in data["cells"] for run in each["repeats"] for rank in run["ranks"]
+        ({"memory": None}, [*kinds, "0.00", "0.03", "–", "147.73"]),
+        ({"memory": None, "predicted_memory": None}, ["–"] * 7),
     ):
-        rank["memory"]["buckets"] += 8_000_000 * rank["rank"]
-        rank |= change
-    (block,) = blocks(data)
-    line = tables.lines(block)[1]
-    found = [line.texts[name] for name in tables.MEMORY[2:]]
-    assert found == kinds + sums
-    assert ("Tensors of the rank that holds most" in page(data)) == (kinds != ["–"] * 5)
-    if not change:
-        assert line.values["optimizer_state_bytes"] == 2 * BYTES
+        data = results(("all_reduce",), (1, 2))
+        repeats = [repeat for entry in data["cells"] for repeat in entry["repeats"]]
+        for rank in (rank for repeat in repeats for rank in repeat["ranks"]):
+            rank["memory"]["buckets"] += 8_000_000 * rank["rank"]
+            rank |= change
+        line = tables.lines(*blocks(data))[1]
+        assert [line.texts[name] for name in tables.MEMORY[2:]] == texts
+        assert line.values["optimizer_state_bytes"] == (None if change else 2 * BYTES)
+        assert ("Tensors of the rank that holds most" in page(data)) == (texts[0] != "–")
 
 
 def test_a_bar_adds_up_to_its_own_median():
-    entry = cell("ring", 2)  # its sections sum up to the step
-    block = group(entry)
-    names = [name for name, _, _ in figures.section_spans(block.rows[1])]
-    assert names[:4] == ["data", "forward", "backward", "wait"]
-    assert "rest" not in names or figures.section_spans(block.rows[1])[-1][2] == pytest.approx(
-        0.559
-    )
-    entry["median"]["step"] = 0.7
-    name, begin, end = figures.section_spans(group(entry).rows[1])[-1]
-    assert (name, begin, end) == ("rest", pytest.approx(0.559), 0.7)
+    entry = cell("ring", 2)
+
+    def spans(step):
+        entry["median"]["step"] = step
+        return figures.section_spans(group(entry).rows[1])
+
+    names = ["data", "forward", "backward", "wait", "wire", "update"]
+    assert [name for name, _, _ in spans(0.7)] == [*names, "rest"]
+    assert spans(0.7)[-1] == ("rest", pytest.approx(0.559), 0.7)
     # sections of 0.559 s in a step of 0.5 s: no rest; what exceeds the median is pale
-    entry["median"]["step"] = 0.5
-    assert "rest" not in [name for name, _, _ in figures.section_spans(group(entry).rows[1])]
+    assert [name for name, _, _ in spans(0.5)] == [*names[:4], "wire", "wire", "update"]
     bars = figures.draw_step_time(group(entry), narrow=False).axes[0].patches
     pale = [bar for bar in bars if bar.get_alpha()]
     assert min(bar.get_x() for bar in pale) == pytest.approx(0.5)
@@ -197,55 +175,38 @@ def test_a_bar_adds_up_to_its_own_median():
 
 
 def test_equal_values_become_a_sentence():
-    equal = group(cell("ring", 2), cell("ddp", 2))
+    equal = group(*on(2, "ring", "ddp"))
     with pytest.raises(NothingToShowError, match=r"sends the same: 36\.9 MB a step on 2 nodes"):
         figures.draw_bytes(equal, narrow=False)
     with pytest.raises(NothingToShowError, match=r"from 2\.350 to 1\.073 in 30 steps"):
         draw_loss(equal, narrow=False)
-    with pytest.raises(NothingToShowError, match="533 MB on 2 nodes"):
-        figures.draw_memory(group(cell("ring", 2)), narrow=True)
     # one number of nodes on which they differ is enough for a figure
-    both = group(cell("ring", 2), cell("ddp", 2), cell("ring", 4), cell("gather_scatter", 4))
+    both = group(*on(2, "ring", "ddp"), *on(4, "ring", "gather_scatter"))
     assert len(figures.draw_bytes(both, narrow=False).axes) == 2
-    wrong = group(cell("ring", 2), cell("ddp", 2, loss_shift=0.3))
+    wrong = group(*on(2, "ring"), *on(2, "ddp", loss_shift=0.3))
     assert len(draw_loss(wrong, narrow=False).axes[0].lines) == 3  # with one node's
 
 
-def test_numbers_stand_beside_the_panels_not_on_lines():
-    data = results(("ring", "ddp"), (1, 2, 4))
-    (block,) = blocks(data)
-    for draw in (figures.draw_step_time, figures.draw_scaling):
-        for narrow in (False, True):
-            for axis in draw(block, narrow=narrow).axes:
-                assert axis.texts
-                assert all(text.xy[0] > 1 for text in axis.texts)  # type: ignore[attr-defined]
-    scaling = figures.draw_scaling(block, narrow=False).axes[0]
-    assert [text.get_text() for text in scaling.texts] == ["1.79 times", "1.95 times"]
-
-
-def test_a_figure_on_the_page_takes_its_colours_and_keeps_its_references():
-    text = """<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"
-      viewBox="0 0 9 9"><defs><style type="text/css">*{stroke-linecap: butt}</style></defs>
-      <g id="figure_1"><path d="M 1.26 2.000001 \nL 4.5 7 \nz\n"
-      clip-path="url(#clip)" style="fill: #1b1f23; stroke: url(#h1)"/></g>
-      <defs><path id="m1" d="M 0 0.257 \nL 1 1"/><pattern id="h1"><rect fill="#fffffe"/></pattern>
-      </defs><use xlink:href="#m1" x="3.14159" y="2" style="fill: #1b1f23; stroke: url(#h1)"/>
-      <text style="font-size: 9px; font-family: 'DejaVu Sans'; fill: #1b1f23" x="1" y="1">a &lt; b
-      </text></svg>"""
-    short = inline(text, "bytes")
-    assert short.startswith('<svg viewBox="0 0 9 9" aria-hidden="true" focusable="false">')
-    assert not re.search(r"clip|font-family|<style|#1b1f23|#fffffe|\.000001|figure_1", short)
-    for part in (
-        'id="bytes-1"',
-        'id="bytes-2"',
-        'href="#bytes-2"',
-        'fill="var(--paper)"',
-        "a &lt; b",
+@pytest.mark.parametrize("narrow", [False, True])
+def test_numbers_stand_beside_the_panels_not_on_lines(narrow):
+    block = group(*on(2, "ring", "ddp"), *on(4, "ring", "ddp"))
+    for draw, first in (
+        (figures.draw_step_time, ["1.000 s", "0.559 s", "0.514 s"]),
+        (figures.draw_scaling, ["1.79 times", "1.95 times"]),
     ):
-        assert short.count(part) == 1
-    assert short.count("fill: currentColor; stroke: url(#bytes-1)") == 2
-    assert 'x="3.14" y="2"' in short
-    shared = share_styles(f"<style>\np {{}}\n</style>{short}")
-    assert ".f0 {fill: currentColor; stroke: url(#bytes-1)}\n.f1 {font-size: 9px; fill" in shared
-    assert shared.count('class="f0"') == 2
-    assert "style=" not in shared
+        axes = draw(block, narrow=narrow).axes
+        assert [text.get_text() for text in axes[0].texts] == first
+        assert all(text.xy[0] > 1 for axis in axes for text in axis.texts)
+
+
+def test_a_figure_on_the_page_takes_its_colours_and_has_its_own_ids():
+    text = (
+        '<?xml version="1.0"?><svg viewBox="0 0 9 9"><pattern id="h1"><rect fill="#fffffe"/>'
+        '</pattern><path id="m1" style="fill: #1b1f23; stroke: url(#h1)"/>'
+        '<use xlink:href="#m1"/></svg>'
+    )
+    assert inline(text, "bytes") == (
+        '<svg aria-hidden="true" viewBox="0 0 9 9"><pattern id="bytes-h1"><rect '
+        'fill="var(--paper)"/></pattern><path id="bytes-m1" style="fill: currentColor; stroke: '
+        'url(#bytes-h1)"/><use xlink:href="#bytes-m1"/></svg>'
+    )

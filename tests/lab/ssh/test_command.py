@@ -21,39 +21,32 @@ def filled(command, *, rank=1, nodes=3, port=None):
     return " ".join(read.fill(master="10.0.0.1", nodes=nodes, rank=rank, python="PY"))
 
 
+PLACE = "--master-ip 10.0.0.1 --num-nodes 3 --rank 1"
+TORCHRUN = "-m torch.distributed.run"
+
+
 @pytest.mark.parametrize(
     ("command", "there"),
     [
-        (
-            "python PartTwo/main.py --sync ring",
-            "PY PartTwo/main.py --sync ring --master-ip 10.0.0.1 --num-nodes 3 --rank 1",
-        ),
-        (
-            "python3 -u ./PartThree/main.py",
-            "PY -u ./PartThree/main.py --master-ip 10.0.0.1 --num-nodes 3 --rank 1",
-        ),
+        ("python PartTwo/main.py --sync ring", f"PY PartTwo/main.py --sync ring {PLACE}"),
+        ("python3 -u ./PartThree/main.py", f"PY -u ./PartThree/main.py {PLACE}"),
         (
             "torchrun --nproc-per-node 2 PartThree/main.py --rank-like 1",
-            "PY -m torch.distributed.run --nnodes=3 --node-rank=1 --master-addr=10.0.0.1 "
-            "--master-port=29500 --nproc-per-node 2 PartThree/main.py --rank-like 1",
+            f"PY {TORCHRUN} --nnodes=3 --node-rank=1 --master-addr=10.0.0.1 --master-port=29500 "
+            "--nproc-per-node 2 PartThree/main.py --rank-like 1",
         ),
         (
-            "python -m torch.distributed.run --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint a:1 "
-            "train.py --nnodes 9",
-            "PY -m torch.distributed.run --node-rank=1 --nnodes 2:4 --rdzv-backend c10d "
-            "--rdzv-endpoint a:1 train.py --nnodes 9",
+            f"python {TORCHRUN} --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint a:1 a.py -R 9",
+            f"PY {TORCHRUN} --node-rank=1 --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint a:1 "
+            "a.py -R 9",
         ),
         (
-            "/opt/torchrun --master_port=7 train.py",
-            "/opt/torchrun --nnodes=3 --node-rank=1 --master-addr=10.0.0.1 --master_port=7 "
-            "train.py",
+            "/opt/torchrun --master_port=7 a.py",
+            "/opt/torchrun --nnodes=3 --node-rank=1 --master-addr=10.0.0.1 --master_port=7 a.py",
         ),
-        (
-            "python PartTwo/main.py -M {master} -N {nodes} --rank {rank}",
-            "PY PartTwo/main.py -M 10.0.0.1 -N 3 --rank 1",
-        ),
+        ("python PartTwo/main.py -M {master} -R {rank}", "PY PartTwo/main.py -M 10.0.0.1 -R 1"),
         ("hostname -I", "hostname -I"),
-        ("./train {master}:{port}", "./train 10.0.0.1:29500"),
+        ("./train {master}:{port} {nodes}", "./train 10.0.0.1:29500 3"),
     ],
 )
 def test_each_host_gets_its_place_as_the_command_takes_it(command, there):
@@ -74,25 +67,16 @@ def test_a_port_that_is_given_goes_to_the_parts():
     ("command", "message"),
     [
         ("", "no command: add it after --, for example lab launch"),
-        (
-            "python PartTwo/main.py --num-nodes 4",
-            "--num-nodes in the command: lab launch gives each host its",
-        ),
+        ("python PartTwo/main.py --num-nodes 4", "--num-nodes in .* gives each host its own place"),
         ("python PartTwo/main.py -R 1", "-R in the command: lab launch gives each host its"),
         (
             "python PartTwo/main.py --master_ip=1.2.3.4",
             "--master-ip in the command: .*give --master-ip and .* to lab launch, before",
         ),
-        (
-            "python PartTwo/main.py --distributed",
-            "--distributed in the command: .*-- torchrun --nproc-per-node 2",
-        ),
+        ("python PartTwo/main.py --distributed", "--distributed in .*-- torchrun --nproc-per-node"),
         ("torchrun --nnodes 2 PartTwo/main.py", "--nnodes 2 in the command, but --hosts names 3"),
         ("torchrun --node-rank 0 PartTwo/main.py", "--node-rank in the command: .*remove it"),
-        (
-            "torchrun --standalone PartTwo/main.py",
-            "--standalone in the command: .*it is for one machine",
-        ),
+        ("torchrun --standalone PartTwo/main.py", "--standalone in .*it is for one machine"),
         ("python PartOne/main.py", "PartOne trains in one process, but --hosts names 3"),
         ("echo {ranks}", r"\{ranks\} in the command: choose from"),
     ],
@@ -118,16 +102,10 @@ def test_hosts_that_cannot_be(text, message):
         parse_hosts(text, shares_a_port=False)
 
 
-def test_the_same_host_twice_where_the_port_is_given():
-    assert [host.rank for host in parse_hosts("a,a", shares_a_port=True)] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [("node0", "node0"), ("u@10.0.0.1", "10.0.0.1"), ("ssh://u@a.b:2222", "a.b"), ("ssh://a", "a")],
-)
-def test_a_hosts_name_is_without_user_and_port(given, name):
-    assert str(Host(2, given)) == f"node 2 ({name})"
+def test_hosts_are_named_without_user_and_port_and_may_share_a_port():
+    hosts = parse_hosts("n, u@10.0.0.1, ssh://u@a.b:2222, ssh://n, n", shares_a_port=True)
+    assert [host.name for host in hosts] == ["n", "10.0.0.1", "a.b", "n", "n"]
+    assert str(hosts[2]) == "node 2 (a.b)"
 
 
 def test_the_command_of_ssh_never_asks_and_takes_what_the_user_says_first():
@@ -157,26 +135,16 @@ def test_a_folder_on_the_hosts_is_relative_to_the_home_folder(given, folder):
     [
         (
             "ssh: Could not resolve hostname n: Name or service not known",
-            "unknown host (ssh: Could not resolve hostname n: Name or "
-            "service not known): check the name, or give it an address in ~/.ssh/config or "
-            "/etc/hosts",
+            "unknown host (ssh: Could not resolve hostname n: Name or service not known): check "
+            "the name, or give it an address in ~/.ssh/config or /etc/hosts",
         ),
-        (
-            "ssh: connect to host n port 22: Connection refused",
-            "it refuses connections on ssh's port",
-        ),
-        (
-            "ssh: connect to host n port 22: No route to host",
-            "no answer (ssh: connect to host n port 22: No route to host)",
-        ),
-        (
-            "Connection timed out during banner exchange",
-            "no answer (ssh: Connection timed out during banner exchange)",
-        ),
+        ("ssh: connect to host n port 22: Connection refused", "it refuses connections on ssh's"),
+        ("ssh: connect to host n port 22: No route to host", "no answer (ssh: connect to host n "),
+        ("Connection timed out during banner exchange", "no answer (ssh: Connection timed out "),
         (
             "u@n: Permission denied (publickey,password).",
-            "it refuses your ssh key (ssh: u@n: Permission denied (publickey,password).): "
-            "copy your key there: ssh-copy-id u@n",
+            "it refuses your ssh key (ssh: u@n: Permission denied (publickey,password).): copy "
+            "your key there: ssh-copy-id u@n",
         ),
         (
             "@@@@@\n@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key "
@@ -193,15 +161,12 @@ def test_a_folder_on_the_hosts_is_relative_to_the_home_folder(given, folder):
         ("sh: 1: cd: can't cd to /lab", "there is no folder of the project"),
         (
             "kex_exchange_identification: Connection closed by remote host",
-            "it closed the connection before the login",
+            "it closed the connectio",
         ),
+        ("Welcome to n\nThis account is not available.", "ssh: This account is not available."),
         (
-            "Welcome to n\nThis account is currently not available.",
-            "ssh: This account is currently not available.",
-        ),
-        (
-            "Warning: Permanently added 'n' (ED25519) to the list of known hosts.",
-            "ssh ended without a message: try ssh u@n",
+            "Warning: Permanently added 'n' to known hosts.",
+            "ssh ended without a message: try ",
         ),
     ],
 )

@@ -128,9 +128,8 @@ def test_an_address_is_found_where_a_host_listens(serve):
     assert listening.stdout.readline() == b"listening\n"
     own = result(serve(do="facts", script=None))[1]["addresses"]
     for _ in range(3):
-        _, reached = result(
-            serve(do="connect", names=["no.such.host", "127.0.0.1", *own], port=port)
-        )
+        names = ["no.such.host", "127.0.0.1", *own]
+        _, reached = result(serve(do="connect", names=names, port=port))
         assert reached == dict.fromkeys(own, ""), "loopback is no address for others"
     assert set(result(serve(do="connect", names=own, port=free_port()))[1].values()) == (
         {"connection refused"} if own else set()
@@ -223,32 +222,24 @@ def test_a_slow_line_is_no_broken_connection(ssh_here, capsys):
     assert (ssh_here / "here" / "PartTwo-ring/2026/config.json").read_text() == content
 
 
-def start_launch(folder, *flags, command):
-    """Start ``lab launch`` on one host, and wait until its two sleeps run."""
+@pytest.mark.parametrize("end", ["killed", "a second interrupt"])
+def test_a_launch_that_ends_at_once_leaves_nothing(ssh_here, end):
+    """The command ignores signals, and has two minutes to save after the first one."""
     # A fresh interpreter is fast here, since a launch does not import torch.
-    place = ["--hosts", "a", *THERE, *flags, "--logs", folder / "logs"]
+    place = ["--hosts", "a", *THERE, "--logs", ssh_here / "logs"]
+    command = "trap '' INT TERM; setsid sleep 1000 & sleep 1000"
     process = start_lab("launch", *place, "--", "sh", "-c", command, cold=True)
     wait_until(lambda: len(below(process.process.pid)) == 2, "it runs")
-    return process, psutil.Process(process.process.pid).children(recursive=True)
-
-
-def test_a_launch_that_is_killed_leaves_nothing(ssh_here):
-    process, processes = start_launch(ssh_here, command="setsid sleep 1000 & sleep 1000")
-    process.send(signal.SIGKILL)
-    process.end(timeout_seconds=LONG)
+    processes = psutil.Process(process.process.pid).children(recursive=True)
+    if end == "killed":
+        process.send(signal.SIGKILL)
+        process.end(timeout_seconds=LONG)
+    else:
+        process.send(signal.SIGTERM)
+        process.wait_for("sent to every node")
+        process.send(signal.SIGINT)
+        assert process.end(timeout_seconds=60).status == 128 + signal.SIGTERM
     wait_until(lambda: not any(map(lives, processes)), "all are gone")
-
-
-def test_a_second_interrupt_ends_all_at_once(ssh_here):
-    process, processes = start_launch(ssh_here, command="trap '' INT; sleep 1000 & sleep 1000")
-    process.send(signal.SIGINT)
-    process.wait_for("sent to every node")
-    began = time.monotonic()
-    process.send(signal.SIGINT)
-    ended = process.end(timeout_seconds=LONG)
-    assert ended.status == 130
-    assert time.monotonic() - began < 4
-    assert not any(map(lives, processes))
 
 
 def test_a_host_without_a_checkout_is_one_message(ssh_here, capsys):
