@@ -20,12 +20,20 @@ def parse_rate(text: str | None) -> float | None:
     return _parse(text, _RATE_UNITS, "--rate", "1gbit, 200mbit or 10gbit")
 
 
-def parse_latency(text: str | None) -> float | None:
+def parse_latency(text: str | None, flag: str = "--latency") -> float | None:
     """Return seconds: "0.2ms" gives 2e-4, None gives None.
 
     Raises UserError if the text is no positive number with a unit.
     """
-    return _parse(text, _TIME_UNITS, "--latency", "0.2ms or 50us")
+    return _parse(text, _TIME_UNITS, flag, "0.2ms or 50us")
+
+
+def parse_parameters(text: str | None) -> float | None:
+    """Return a number of parameters: "25.6M" gives 2.56e7, None gives None.
+
+    Raises UserError if the text is no positive number with a unit.
+    """
+    return _parse(text, {"k": 1e3, "m": 1e6, "b": 1e9}, "--parameters", "25.6M or 7B")
 
 
 def parse_bucket_mb(text: str | None) -> float | str | None:

@@ -7,11 +7,13 @@ all numbers alike. Sizes are in bytes, times in seconds.
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from common.distributed.collectives import gather_objects
 from common.distributed.process_group import current_world
@@ -103,6 +105,8 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
         with all threads. The process is killed (SIGALRM) if it takes longer than ten minutes.
     """
     signal.alarm(_LIMIT_SECONDS)
+    # On a busy machine a rank may wait longer for rank 0, which measures alone, than for a message.
+    _set_pg_timeout(timedelta(seconds=_LIMIT_SECONDS))
     tune_malloc()
     cores = usable_cores()
     threads = max(1, cores // ranks_here)

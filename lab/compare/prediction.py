@@ -162,7 +162,6 @@ def forecast(
                 "step_seconds": step.step_seconds,
                 "compute_seconds": step.compute_seconds,
                 "sync_seconds": step.sync_seconds,
-                "bound": step.bound,
                 "in_scope": not why,
                 "why": why,
                 "bucket_mb": getattr(plan, "bucket_mb", None),

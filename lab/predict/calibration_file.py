@@ -64,6 +64,11 @@ class GradientShape:
         if math.prod(self.shape) > _MOST_ENTRIES:
             raise ValueError(f"shape: got {self.shape}, expected at most {_MOST_ENTRIES:,} entries")
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the gradient."""
+        return math.prod(self.shape) * self.itemsize
+
 
 @dataclass(frozen=True)
 class Calibration:

@@ -2,13 +2,13 @@
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from common.config.schema import DEFAULT_GLOBAL_BATCH_SIZE
 from common.sync import STRATEGIES
-from lab.flags import add_command
+from lab.flags import add_command, refuse
 
 PREDICT_FLAGS: dict[str, dict[str, Any]] = {
     "--nodes": {
@@ -17,8 +17,28 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "default": [1, 2, 4, 8],
         "help": "numbers of nodes, up to 100,000",
     },
-    "--rate": {"help": "bandwidth of each link, e.g. 1gbit (default: as calibrated)"},
-    "--latency": {"help": "latency of a message, e.g. 0.2ms (default: as calibrated)"},
+    "--rate": {
+        "nargs": "+",
+        "help": "bandwidth of each link, e.g. 1gbit; several are compared (default: as calibrated)",
+    },
+    "--latency": {
+        "help": "latency of a message, e.g. 0.2ms (default: with --rate a typical one of such a "
+        "link, which is printed; else as calibrated)",
+    },
+    "--software-gbit": {
+        "type": float,
+        "metavar": "GBIT",
+        "help": "Gbit/s that the nodes' software passes at most (default: as calibrated)",
+    },
+    "--model": {"help": "a model of this project, with --step-time of one of your nodes"},
+    "--parameters": {
+        "metavar": "N",
+        "help": "size of your own model, e.g. 25.6M, instead of --model",
+    },
+    "--step-time": {
+        "help": "time of a step on one of your nodes, e.g. 120ms, with --batch samples"
+    },
+    "--batch": {"type": int, "help": "samples of the step of --step-time"},
     "--sync": {
         "nargs": "+",
         "default": ["all"],
@@ -76,12 +96,35 @@ def main_predict(args: argparse.Namespace) -> int:
     args : the flags, ``rate``, ``latency`` and ``bucket_mb`` as text.
     """
     from lab.predict.calibration_file import find_calibration
-    from lab.predict.printing import print_tables, summarize
+    from lab.predict.own_model import with_own_model
+    from lab.predict.printing import print_rates, print_tables, summarize
     from lab.predict.scaling import most_nodes
-    from lab.predict.tables import message_plans, predict_table, scaling_limits_of
-    from lab.units import parse_bucket_mb, parse_latency, parse_rate
+    from lab.predict.tables import (
+        message_plans,
+        predict_table,
+        scaling_limits_of,
+        typical_latency,
+    )
+    from lab.units import parse_bucket_mb, parse_latency, parse_parameters, parse_rate
 
     calibration, is_reference = find_calibration(args.calibration)
+    calibration = with_own_model(
+        calibration,
+        model=args.model,
+        parameters=parse_parameters(args.parameters),
+        step_seconds=parse_latency(args.step_time, "--step-time"),
+        batch=args.batch,
+    )
+    if args.software_gbit is not None:
+        refuse(
+            {
+                f"--software-gbit: got {args.software_gbit}, give more than 0": args.software_gbit
+                <= 0
+            }
+        )
+        network = calibration.network
+        network = network.faster(1e9 * args.software_gbit / network.software_bits)
+        calibration = replace(calibration, network=network)
     names = list(STRATEGIES) if "all" in args.sync else list(dict.fromkeys(args.sync))
     options = {
         "bucket_mb": parse_bucket_mb(args.bucket_mb),
@@ -89,28 +132,54 @@ def main_predict(args: argparse.Namespace) -> int:
         "powersgd_rank": args.powersgd_rank,
         "averaging_period": args.averaging_period,
     }
-    links = parse_rate(args.rate), parse_latency(args.latency)
+    rates = [parse_rate(rate) for rate in args.rate or [None]]
+    links = [(rate, parse_latency(args.latency) or typical_latency(rate)) for rate in rates]
     plans = message_plans(names, {name: one for name, one in options.items() if one is not None})
     setting = {"batch_size": args.batch_size, "scaling": args.scaling}
 
-    steps = predict_table(args.nodes, *links, plans, calibration=calibration, **setting)
-    limits = scaling_limits_of(plans, calibration, *links, args.batch_size)
-    summary = summarize(calibration, *links, is_reference=is_reference, **setting)
+    tables = [
+        predict_table(args.nodes, *link, plans, calibration=calibration, **setting)
+        for link in links
+    ]
+    summaries = [
+        summarize(calibration, *link, is_reference=is_reference, **setting) for link in links
+    ]
+    limits = scaling_limits_of(plans, calibration, *links[0], args.batch_size)
     if args.figure is not None:
         # matplotlib takes a second to import
-        from lab.predict.plots import draw_scaling, numbers_to_draw
+        from lab.predict.plots import RATES_TO_DRAW, draw_scaling, numbers_to_draw
 
         nodes = numbers_to_draw(most_nodes(args.batch_size, scaling=args.scaling))
-        drawn = predict_table(nodes, *links, plans, calibration=calibration, **setting)
-        draw_scaling(args.figure, drawn, scaling=args.scaling, summary=summary)
+        drawn = predict_table(nodes, *links[0], plans, calibration=calibration, **setting)
+        by_rate = {
+            rate: predict_table(
+                [max(args.nodes)], rate, links[0][1], plans, calibration=calibration, **setting
+            )
+            for rate in RATES_TO_DRAW
+        }
+        draw_scaling(
+            args.figure,
+            drawn,
+            by_rate,
+            asked=(max(args.nodes), links[0][0]),
+            scaling=args.scaling,
+            summary=summaries[0],
+        )
     if args.json:
         content = {
             "format": 1,
-            "about": summary,
-            "rows": [asdict(step) for step in steps],
+            "about": summaries[0],
+            "rows": [
+                asdict(step) | {"rate": rate}
+                for rate, steps in zip(args.rate or [None], tables, strict=True)
+                for step in steps
+            ],
             "scaling": [asdict(limit) for limit in limits],
         }
         print(json.dumps(content, indent=1))
+    elif len(links) > 1:
+        print_rates(summaries, dict(zip(args.rate, tables, strict=True)))
     else:
-        print_tables(summary, steps, limits, batch_size=args.batch_size, cores=calibration.cores)
+        cores = calibration.cores
+        print_tables(summaries[0], tables[0], limits, batch_size=args.batch_size, cores=cores)
     return 0

@@ -7,7 +7,7 @@ adds the messages.
 import bisect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Annotated
 
@@ -67,6 +67,15 @@ class StepCompute:
             tuple(accumulate(sizes[name] for name in in_turn)),
             tuple(accumulate(shares, max)),
             tuple(accumulate(begins, min)),
+        )
+
+    def times(self, factor: float) -> "StepCompute":
+        """Return this step with every time multiplied by ``factor``."""
+        return replace(
+            self,
+            before_seconds=self.before_seconds * factor,
+            backward_seconds=self.backward_seconds * factor,
+            update_seconds=self.update_seconds * factor,
         )
 
     @property

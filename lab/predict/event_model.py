@@ -77,6 +77,23 @@ class Network:
         """Return the rate of operations of that kind."""
         return self.kinds.get(kind) or Rate(self.alpha_seconds, self.beta_seconds_per_byte)
 
+    @property
+    def software_bits(self) -> float:
+        """Bits per second on a link at which the measured all_reduce sends, ``HEADERS`` included.
+
+        On loopback that is the speed of the software: no link is faster.
+        """
+        return 8 * HEADERS / max(1e-15, self.rate("all_reduce").beta_seconds_per_byte)
+
+    def faster(self, factor: float) -> "Network":
+        """Return this network with ``factor`` times the bytes a second."""
+        kinds = {
+            kind: replace(rate, beta_seconds_per_byte=rate.beta_seconds_per_byte / factor)
+            for kind, rate in self.kinds.items()
+        }
+        beta = self.beta_seconds_per_byte / factor
+        return replace(self, beta_seconds_per_byte=beta, kinds=kinds)
+
     def over(self, *, rate_bits: float | None, latency_seconds: float | None) -> "Network":
         """Return this network with other links; None keeps the measured value.
 
@@ -193,21 +210,20 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
 class Prediction:
     """One step, the mean over the strategy's period.
 
-    ``compute_seconds`` : data, forward, backward and update, with the time that messages take from
-        forward and backward.
+    ``compute_seconds`` : data, forward, backward and update, with ``slowed_seconds``, the time that
+        messages take from forward and backward.
     ``sync_seconds`` : exposed communication, the messages left after backward and those that
         forward waits for. Both add up to ``step_seconds``.
     ``bytes_sent_root``, ``bytes_sent_others`` : payload that rank 0 sends, and the mean over the
         other ranks (over some of them if they are many).
-    ``bound`` : what takes longest: "compute", "latency", "bandwidth", "root's link" or "summation".
     """
 
     step_seconds: float
     compute_seconds: float
+    slowed_seconds: float
     sync_seconds: float
     bytes_sent_root: float
     bytes_sent_others: float
-    bound: str
 
 
 def predict_step(
@@ -223,11 +239,9 @@ def predict_step(
     sizes : bytes of each parameter's gradient, in the order of the parameters. Raises
     NotImplementedError if the plan has no formula.
     """
-    busy, sync = _busy_and_exposed(plan, sizes, ranks, network, compute)
-    bound = (
-        "compute" if busy >= sync else message_terms(plan, sizes, ranks, network=network).largest
-    )
-    return Prediction(busy + sync, busy, sync, *_bytes_sent(plan, sizes, ranks), bound)
+    alone, slowed, sync = _busy_and_exposed(plan, sizes, ranks, network, compute)
+    busy = alone + slowed
+    return Prediction(busy + sync, busy, slowed, sync, *_bytes_sent(plan, sizes, ranks))
 
 
 def step_seconds(
@@ -258,8 +272,8 @@ def _costs(
 
 def _busy_and_exposed(
     plan: MessagePlan, sizes: Sequence[int], ranks: int, network: Network, compute: StepCompute
-) -> tuple[float, float]:
-    """Return the seconds of computing, and of the messages that nothing hides."""
+) -> tuple[float, float, float]:
+    """Return the seconds of computing, how much messages slow it, and those that nothing hides."""
     costs = _costs(plan, sizes, ranks, network)
     beside_backward = [
         (
@@ -281,15 +295,15 @@ def _busy_and_exposed(
     ][::-1]
     computed = compute.before_seconds + compute.backward_seconds
     computed += plan.update_share(ranks) * compute.update_seconds
-    exposed = 0.0
+    slow = exposed = 0.0
     for messages, seconds in (
         (beside_forward, compute.before_seconds),
         (beside_backward, compute.backward_seconds),
     ):
         slowed, left = exposed_seconds(messages, seconds, network.overlap_cost)
         # A strategy that sends in every eighth step only (local SGD) costs an eighth of that.
-        computed, exposed = computed + slowed / plan.period, exposed + left / plan.period
-    return computed, exposed
+        slow, exposed = slow + slowed / plan.period, exposed + left / plan.period
+    return computed, slow, exposed
 
 
 def _bytes_sent(plan: MessagePlan, sizes: Sequence[int], ranks: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The figure of ``lab predict --figure``: step time and efficiency over the number of nodes.
+"""The figure of ``lab predict --figure``: step time and efficiency over nodes, and over the rate.
 
 ``numbers_to_draw`` returns the numbers of nodes to predict, ``draw_scaling`` draws the predictions.
 """
@@ -6,6 +6,7 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
@@ -19,6 +20,8 @@ _ONE_LINE = 0.03  # lines that differ by no more than this share are drawn as on
 _LETTER = 0.045  # of an axis' height, between two labels beside it
 _TICKS = 9  # numbers of nodes that fit below the axis
 _SUFFIXES = (".png", ".svg", ".pdf")
+RATES_TO_DRAW = (1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2.5e10, 5e10, 1e11)
+"""Bits per second."""
 
 
 def numbers_to_draw(limit: int) -> list[int]:
@@ -27,9 +30,18 @@ def numbers_to_draw(limit: int) -> list[int]:
 
 
 def draw_scaling(
-    path: Path, rows: Sequence[PredictedStep], *, scaling: str, summary: Sequence[str]
+    path: Path,
+    rows: Sequence[PredictedStep],
+    by_rate: Mapping[float, Sequence[PredictedStep]],
+    *,
+    asked: tuple[int, float | None],
+    scaling: str,
+    summary: Sequence[str],
 ) -> None:
     """Write the figure of the rows that have a prediction to ``path``, with ``summary`` below it.
+
+    by_rate : rows for one number of nodes, by bits per second. asked : the nodes and the rate that
+    the reader has, which the figure marks.
 
     Raises UserError if the file's suffix names no known format, or if it cannot be written.
     """
@@ -43,12 +55,22 @@ def draw_scaling(
         if row.prediction is not None and row.efficiency is not None:
             step_curves.setdefault(row.sync, {})[row.nodes] = row.prediction.step_seconds
             efficiency_curves.setdefault(row.sync, {})[row.nodes] = row.efficiency
+    rate_curves: dict[str, dict[float, float]] = {}
+    for rate, steps_at in by_rate.items():
+        for row in steps_at:
+            if row.prediction is not None:
+                curve = rate_curves.setdefault(row.sync, {})
+                curve[rate / 1e9] = row.prediction.step_seconds
+    nodes, rate_bits = asked
     with style():
-        figure, (steps, efficiencies) = grid(
-            2, narrow=False, columns=1, height=3.7, extra=0.8, sharex=True
+        figure, (steps, efficiencies, rates) = grid(
+            3, narrow=False, columns=1, height=3.7, extra=0.8
         )
-        _panel(steps, step_curves, "seconds a step")
-        _panel(efficiencies, efficiency_curves, "efficiency")
+        _panel(steps, step_curves, "seconds a step", asked=nodes)
+        _panel(efficiencies, efficiency_curves, "efficiency", asked=nodes)
+        _panel(rates, rate_curves, "seconds a step", asked=rate_bits and rate_bits / 1e9)
+        steps.set_xlabel("nodes")
+        rates.set_xlabel(f"Gbit/s of each link, {nodes:,} nodes")
         efficiencies.yaxis.set_major_formatter(
             FuncFormatter(lambda value, _: f"{100 * value:,g} %")
         )
@@ -66,10 +88,16 @@ def draw_scaling(
         plt.close(figure)
 
 
-def _panel(axis: Axes, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
-    """Draw each strategy's curve (number of nodes: value); curves that coincide become one."""
+def _panel(
+    axis: Axes, curves: Mapping[str, Mapping[Any, float]], label: str, *, asked: float | None
+) -> None:
+    """Draw each strategy's curve (nodes or Gbit/s: value); curves that coincide become one."""
     counts = sorted({nodes for curve in curves.values() for nodes in curve})
-    axis.set(xscale="log", yscale="log", ylabel=label, xlim=(0.8, 1.1 * max(2, counts[-1])))
+    limits = (0.8 * counts[0], 1.1 * max(2, counts[-1]))
+    axis.set(xscale="log", yscale="log", ylabel=label, xlim=limits)
+    if asked is not None:
+        axis.axvline(asked, color="0.5", linewidth=1, linestyle=":")
+        axis.text(asked, 0.98, " you", transform=axis.get_xaxis_transform(), va="top", fontsize=7)
     ends = []
     for names in _coinciding(curves):
         first = names[0]
@@ -86,7 +114,7 @@ def _panel(axis: Axes, curves: Mapping[str, Mapping[int, float]], label: str) ->
     axis.xaxis.set(
         major_locator=FixedLocator(counts[:: -(-len(counts) // _TICKS)]),
         minor_locator=NullLocator(),
-        major_formatter=FuncFormatter(lambda nodes, _: f"{nodes:,.0f}"),
+        major_formatter=FuncFormatter(lambda nodes, _: f"{nodes:,g}"),
     )
     axis.yaxis.set(
         major_locator=LogLocator(subs=(1, 2, 5)),
@@ -97,7 +125,7 @@ def _panel(axis: Axes, curves: Mapping[str, Mapping[int, float]], label: str) ->
     label_beside(axis, ends, gap=_LETTER)
 
 
-def _coinciding(curves: Mapping[str, Mapping[int, float]]) -> list[list[str]]:
+def _coinciding(curves: Mapping[str, Mapping[Any, float]]) -> list[list[str]]:
     """Return the names in groups whose curves coincide."""
 
     def close(one: str, other: str) -> bool:

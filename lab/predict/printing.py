@@ -4,7 +4,7 @@
 numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from rich.box import SIMPLE_HEAD
@@ -16,9 +16,9 @@ from lab.predict.compute_model import LEAST_SAMPLES
 from lab.predict.event_model import HEADERS, LARGEST_NODES
 from lab.predict.readable import bandwidth_text, bytes_text, duration_text
 from lab.predict.scaling import SCALINGS, ScalingLimit, most_nodes
-from lab.predict.tables import PredictedStep
+from lab.predict.tables import PredictedStep, typical_latency
 
-_WIDTH, _NARROW = 100, 92
+_WIDTH, _NARROW = 110, 106
 
 
 def summarize(
@@ -45,6 +45,7 @@ def summarize(
             f"NOT this machine: {source}; this calibration comes with the project. `lab calibrate` "
             "measures your machine"
         )
+    software = calibration.network.software_bits
     network = calibration.network.over(rate_bits=rate, latency_seconds=latency)
     ring = network.rate("all_reduce")
     where = "the nodes are those of the calibration"
@@ -52,10 +53,15 @@ def summarize(
         where = "each node is a machine like the calibrated one"
     elif calibration.over_loopback:
         where = "all nodes are ranks on the calibrated machine, over loopback"
+    typical = ", with a typical latency" if latency == typical_latency(rate) else ""
     link = (
-        f"links of {rate / 1e6:,.0f} Mbit/s ({HEADERS - 1:.0%} headers)"
+        f"links of {rate / 1e6:,.0f} Mbit/s ({HEADERS - 1:.0%} headers){typical}"
         if rate is not None
         else "links as measured"
+    )
+    cap = (
+        f"warning: the software passes {software / 1e9:.1f} Gbit/s at most, as calibrated: faster "
+        "links change nothing. --software-gbit sets what it passes on your nodes"
     )
     return [
         source,
@@ -64,7 +70,34 @@ def summarize(
         f"network: {link}; all_reduce: {duration_text(ring.alpha_seconds)} a message, "
         f"{bandwidth_text(ring.beta_seconds_per_byte)}; summing: "
         f"{bandwidth_text(network.gamma_seconds_per_byte)}",
+        *([cap] if rate is not None and 2 * rate > software else []),
     ]
+
+
+def answer(steps: Sequence[PredictedStep]) -> str:
+    """Return what would help most on the largest number of nodes, in one sentence; "" for one node.
+
+    It speaks of ddp, or of the fastest strategy that is there.
+    """
+    most = max(step.nodes for step in steps)
+    rows = [one for one in steps if one.nodes == most > 1 and one.gains and one.sync != "none"]
+    if not rows:
+        return ""
+    step = min(rows, key=lambda one: (one.sync != "ddp", -(one.speedup or 0)))
+    assert step.prediction is not None
+    changes = {
+        "a network twice as fast": step.gains["network"],
+        "compute twice as fast": step.gains["compute"],
+        f"{2 * most:,} nodes": step.gains["nodes"],
+    }
+    (best, gain), *others = sorted(changes.items(), key=lambda one: -one[1])
+    less = " and ".join(f"{name} {_times(value)}" for name, value in others)
+    ceiling, seconds = step.gains["no messages"], step.prediction.step_seconds
+    return (
+        f"What helps {step.sync} on {most:,} nodes most ({duration_text(seconds)} a step): {best}, "
+        f"{_times(gain)} times the speed; {less}. "
+        f"An infinitely fast network: {duration_text(seconds / ceiling)}, {_times(ceiling)} times."
+    )
 
 
 def print_tables(
@@ -89,7 +122,7 @@ def print_tables(
         if step.note and step.prediction
     )
     print_lines = partial(console.print, sep="\n", markup=False, soft_wrap=True)
-    print_lines(*summary)
+    print_lines(*summary, *filter(None, [answer(steps)]))
     console.print(_steps_table(steps, narrow=narrow))
     if notes:
         print_lines(*notes)
@@ -103,6 +136,29 @@ def print_tables(
         )
 
 
+def print_rates(
+    summaries: Sequence[Sequence[str]], tables: Mapping[str, Sequence[PredictedStep]]
+) -> None:
+    """Print step and speed-up at each rate, side by side; summaries and tables are by rate."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    print_lines = partial(console.print, sep="\n", markup=False, soft_wrap=True)
+    print_lines(*dict.fromkeys(line for summary in summaries for line in summary))
+    headings = ["\nstrategy", "\nnodes", *(f"{rate}:\nstep (speed up)" for rate in tables)]
+    table = _frame(headings, narrow=False)
+    for steps in zip(*tables.values(), strict=True):
+        shown = (
+            f"{duration_text(one.prediction.step_seconds)} ({_times(one.speedup or 0)})"
+            if one.prediction
+            else "-"
+            for one in steps
+        )
+        table.add_row(steps[0].sync, str(steps[0].nodes), *shown)
+    console.print(table)
+    print_lines(*(f"{rate}: {text}" for rate, steps in tables.items() if (text := answer(steps))))
+
+
 def _steps_table(steps: Sequence[PredictedStep], *, narrow: bool) -> Table:
     """Return the table of steps; a narrow one fits 80 columns, so that no number is cut."""
     table = _frame(
@@ -113,9 +169,11 @@ def _steps_table(steps: Sequence[PredictedStep], *, narrow: bool) -> Table:
             "speed\nup",
             "effi-\nciency",
             "exposed\ncomm.",
-            "rank 0\nsends",
-            *([] if narrow else ["others\nsend"]),
-            "bound by",
+            "slowed\nby",
+            *([] if narrow else ["rank 0\nsends", "others\nsend"]),
+            "2 x\nlink",
+            "2 x\ncomp.",
+            "2 x\nnodes",
         ],
         narrow=narrow,
     )
@@ -124,7 +182,7 @@ def _steps_table(steps: Sequence[PredictedStep], *, narrow: bool) -> Table:
         if one is None or step.speedup is None or step.efficiency is None:
             table.add_row(step.sync, str(step.nodes), *["-"] * (len(table.columns) - 3), step.note)
             continue
-        sent = [one.bytes_sent_root] if narrow else [one.bytes_sent_root, one.bytes_sent_others]
+        sent = [] if narrow else [one.bytes_sent_root, one.bytes_sent_others]
         table.add_row(
             step.sync,
             str(step.nodes),
@@ -132,8 +190,9 @@ def _steps_table(steps: Sequence[PredictedStep], *, narrow: bool) -> Table:
             _times(step.speedup),
             _least(step.efficiency, 0.001, ".1%"),
             duration_text(one.sync_seconds),
+            duration_text(one.slowed_seconds),
             *map(bytes_text, sent),
-            one.bound,
+            *(_times(step.gains[name]) for name in ("network", "compute", "nodes")),
         )
     return table
 

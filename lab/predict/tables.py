@@ -5,8 +5,9 @@ numbers of nodes, and ``scaling_limits_of`` how far each strategy scales; printi
 show them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,17 @@ from lab.flags import refuse
 from lab.predict.bucket_choice import with_best_buckets
 from lab.predict.calibration_file import Calibration
 from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples
-from lab.predict.event_model import LARGEST_NODES, Prediction, predict_step
+from lab.predict.event_model import (
+    LARGEST_NODES,
+    Network,
+    Prediction,
+    predict_step,
+    step_seconds,
+)
 from lab.predict.scaling import SCALINGS, ScalingLimit, scaling_limits
 from lab.units import split_variant
 
+_LATENCIES = ((1e9, 200e-6), (10e9, 50e-6), (math.inf, 20e-6))
 _NO_EXCHANGE = "no gradient exchange: each node trains its own model"
 
 
@@ -30,8 +38,9 @@ class PredictedStep:
     """One strategy's step on ``nodes`` nodes.
 
     ``prediction`` is None if the strategy has no formula. ``speedup`` is relative to one node; in
-    weak scaling it compares samples per second. ``efficiency`` = speedup / nodes. ``note`` states
-    the condition under which the row holds.
+    weak scaling it compares samples per second. ``efficiency`` = speedup / nodes. ``gains`` : how
+    many times as many samples per second a change brings: bandwidth, compute or nodes doubled, and
+    an infinitely fast network. ``note`` states the condition under which the row holds.
     """
 
     sync: str
@@ -39,6 +48,7 @@ class PredictedStep:
     prediction: Prediction | None = None
     speedup: float | None = None
     efficiency: float | None = None
+    gains: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
 
 
@@ -62,6 +72,14 @@ def message_plans(
         own = {} if bucket_mb is None else {"bucket_mb": bucket_mb}
         plans[name] = build_message_plan_from(strategy, {**(options or {}), **own})
     return plans
+
+
+def typical_latency(rate_bits: float | None) -> float | None:
+    """Return the seconds that a message takes on a link of that rate in one room, by TCP.
+
+    None without a rate. Orders of magnitude: measure your own with `lab calibrate` on the nodes.
+    """
+    return rate_bits and next(seconds for most, seconds in _LATENCIES if rate_bits <= most)
 
 
 def compute_of(
@@ -99,7 +117,12 @@ def predict_table(
     }
     few = f"--batch-size: got {batch_size}, give {LEAST_SAMPLES} or more"
     refuse(problems | {few: batch_size < LEAST_SAMPLES})
-    network = calibration.network.over(rate_bits=rate_bits, latency_seconds=latency_seconds)
+    network, faster = (
+        calibration.network.over(rate_bits=rate, latency_seconds=latency_seconds)
+        for rate in (rate_bits, rate_bits and 2 * rate_bits)
+    )
+    if rate_bits is None:
+        faster = network.faster(2)
     settings: dict[str, Any] = {
         "batch_size": batch_size,
         "scaling": scaling,
@@ -115,6 +138,19 @@ def predict_table(
             step = predict_step(plan, sizes, count, network=network, compute=compute)
         except NotImplementedError:
             return PredictedStep(name, count, note="no formula")
+
+        def gain(nodes: int = count, links: Network = network, factor: float = 1.0) -> float:
+            own = compute_of(calibration, nodes, **settings).times(factor)
+            plan = with_best_buckets(asked, sizes, nodes, network=links, compute=own)
+            seconds = step_seconds(plan, sizes, nodes, network=links, compute=own)
+            return (nodes / count if scaling == "weak" else 1) * step.step_seconds / seconds
+
+        gains = {
+            "network": gain(links=faster),
+            "compute": gain(factor=0.5),
+            "nodes": gain(min(2 * count, LARGEST_NODES)),
+            "no messages": step.step_seconds / compute.seconds,
+        }
         speedup = (count if scaling == "weak" else 1) * (alone / step.step_seconds)
         note = (
             _NO_EXCHANGE if name == "none" and count > 1 else _note(calibration, count, **settings)
@@ -123,7 +159,7 @@ def predict_table(
             size = getattr(plan, "bucket_mb", None)
             chosen = "the default buckets" if size is None else f"buckets of {size:g} MiB"
             note = f"{name} takes {chosen}" + (f"; {note}" if note else "")
-        return PredictedStep(name, count, step, speedup, speedup / count, note)
+        return PredictedStep(name, count, step, speedup, speedup / count, gains, note)
 
     return [row(name, plan, count) for count in nodes for name, plan in plans.items()]
 

@@ -1,0 +1,87 @@
+"""A calibration for the reader's own model: its gradients, and the time of a step on one node."""
+
+from dataclasses import replace
+from itertools import accumulate
+
+from common.models import MODELS
+from common.utils.registry import choices_text
+from lab.flags import refuse
+from lab.predict.calibration_file import Calibration, GradientShape
+from lab.predict.compute_model import ComputeModel, ComputeProfile
+
+_TENSORS = 50  # of a model of which only the number of parameters is known
+_CLASSES = 100
+
+
+def with_own_model(
+    calibration: Calibration,
+    *,
+    model: str | None,
+    parameters: float | None,
+    step_seconds: float | None,
+    batch: int | None,
+) -> Calibration:
+    """Return the calibration with another model's gradients and compute times.
+
+    Parameters
+    ----------
+    model : one of ``common.models``, which imports torch; None: that of the calibration.
+    parameters : how many a model has, in fp32 and ``_TENSORS`` equal tensors, instead of ``model``.
+    step_seconds, batch : a step of ``batch`` samples on one node. Forward, backward and update keep
+        their shares of a step; the fixed part of a step keeps its share, too.
+
+    Raises UserError if the compute times would be those of another model.
+    """
+    name = model or (
+        f"a model of {parameters:,.0f} parameters" if parameters else calibration.model
+    )
+    refuse(
+        {
+            "--model and --parameters are both given: give one": None not in (model, parameters),
+            "--step-time and --batch go together: give both": (step_seconds is None)
+            != (batch is None),
+            f"--model: got {model!r}, {choices_text(str(model), MODELS)}": model is not None
+            and model not in MODELS,
+            f"the calibration has the compute times of {calibration.model}: add --step-time and "
+            f"--batch of {name} on one of your nodes"
+            + (f", or run lab calibrate --model {model}" if model else ""): step_seconds is None
+            and name != calibration.model,
+        }
+    )
+    compute, gradients = calibration.compute, calibration.gradients
+    if step_seconds is not None and batch is not None:
+        factor = step_seconds / compute.at(batch).seconds
+        compute = replace(compute, profiles=tuple(_times(one, factor) for one in compute.profiles))
+    if name != calibration.model:
+        gradients = _gradients(model) if model else _equal(parameters or 0)
+        compute = _spread_by_bytes(compute, gradients)
+    return replace(calibration, model=name, gradients=gradients, compute=compute)
+
+
+def _times(profile: ComputeProfile, factor: float) -> ComputeProfile:
+    seconds = {
+        name: factor * value for name, value in vars(profile).items() if name.endswith("_seconds")
+    }
+    return replace(profile, **seconds)
+
+
+def _gradients(model: str) -> tuple[GradientShape, ...]:
+    """Return the gradients of a model of this project, in the order of its parameters."""
+    import torch
+
+    from common.models import build_model
+
+    with torch.device("meta"):
+        built = build_model(model, _CLASSES)
+    return tuple(GradientShape(tuple(p.shape), p.itemsize) for p in built.parameters())
+
+
+def _equal(parameters: float) -> tuple[GradientShape, ...]:
+    return (GradientShape((max(1, round(parameters / _TENSORS)),), 4),) * _TENSORS
+
+
+def _spread_by_bytes(compute: ComputeModel, gradients: tuple[GradientShape, ...]) -> ComputeModel:
+    """Return the compute of a model whose backward makes every byte of gradients equally fast."""
+    ready = tuple(accumulate(one.nbytes for one in reversed(gradients)))
+    shares = tuple(count / ready[-1] for count in ready)
+    return replace(compute, ready_bytes=ready, ready_shares=shares)
