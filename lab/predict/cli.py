@@ -142,7 +142,14 @@ def main_predict(args: argparse.Namespace) -> int:
         for link in links
     ]
     summaries = [
-        summarize(calibration, *link, is_reference=is_reference, **setting) for link in links
+        summarize(
+            calibration,
+            *link,
+            is_reference=is_reference,
+            typical=args.latency is None,
+            **setting,
+        )
+        for link in links
     ]
     limits = scaling_limits_of(plans, calibration, *links[0], args.batch_size)
     if args.figure is not None:

@@ -16,7 +16,7 @@ from lab.predict.compute_model import LEAST_SAMPLES
 from lab.predict.event_model import HEADERS, LARGEST_NODES
 from lab.predict.readable import bandwidth_text, bytes_text, duration_text
 from lab.predict.scaling import SCALINGS, ScalingLimit, most_nodes
-from lab.predict.tables import PredictedStep, typical_latency
+from lab.predict.tables import PredictedStep
 
 _WIDTH, _NARROW = 110, 106
 
@@ -29,8 +29,12 @@ def summarize(
     batch_size: int,
     scaling: str,
     is_reference: bool,
+    typical: bool,
 ) -> list[str]:
-    """Return what a reader must know first, a line each: calibration, model and batch, network."""
+    """Return what a reader must know first, a line each: calibration, model and batch, network.
+
+    typical : whether the latency of links with a rate is a typical one.
+    """
     source = (
         f"calibrated on {calibration.name}, {calibration.made}"
         f"{', quickly' if calibration.quick else ''}"
@@ -53,9 +57,8 @@ def summarize(
         where = "each node is a machine like the calibrated one"
     elif calibration.over_loopback:
         where = "all nodes are ranks on the calibrated machine, over loopback"
-    typical = ", with a typical latency" if latency == typical_latency(rate) else ""
     link = (
-        f"links of {rate / 1e6:,.0f} Mbit/s ({HEADERS - 1:.0%} headers){typical}"
+        f"links of {rate / 1e6:,.0f} Mbit/s ({HEADERS - 1:.0%} headers)"
         if rate is not None
         else "links as measured"
     )
@@ -67,7 +70,8 @@ def summarize(
         source,
         f"{calibration.model}, {sum(calibration.gradient_sizes) / 1e6:.1f} MB of gradients, "
         f"{'global batch' if scaling == 'strong' else 'batch of a node'} {batch_size}; {where}",
-        f"network: {link}; all_reduce: {duration_text(ring.alpha_seconds)} a message, "
+        f"network: {link}; all_reduce: {duration_text(ring.alpha_seconds)} a message"
+        f"{' (typical; --latency sets it)' if typical and rate is not None else ''}, "
         f"{bandwidth_text(ring.beta_seconds_per_byte)}; summing: "
         f"{bandwidth_text(network.gamma_seconds_per_byte)}",
         *([cap] if rate is not None and 2 * rate > software else []),
@@ -172,8 +176,8 @@ def _steps_table(steps: Sequence[PredictedStep], *, narrow: bool) -> Table:
             "slowed\nby",
             *([] if narrow else ["rank 0\nsends", "others\nsend"]),
             "2 x\nlink",
-            "2 x\ncomp.",
-            "2 x\nnodes",
+            "2 x\ncomp",
+            "2 x\nnode",
         ],
         narrow=narrow,
     )

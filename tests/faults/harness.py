@@ -137,6 +137,7 @@ class Run:
         }
         if fault.ranks > 1:
             common |= {"--master-ip": "127.0.0.1", "--master-port": port, "--timeout": timeout}
+            common |= {"--meeting-timeout": timeout}
             common |= {"--num-nodes": fault.ranks}
         if self._part == "PartTwo":
             common |= {"--sync": fault.way}

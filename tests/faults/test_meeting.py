@@ -40,7 +40,7 @@ def start_rank(rank, size, port, *arguments, cwd, part="PartTwo"):
 def test_a_rank_that_never_comes_is_named_by_all_that_came(tmp_path):
     port = free_port()
     ranks = [
-        start_rank(rank, 4, port, "--timeout", 5, "--output-dir", tmp_path, cwd=tmp_path)
+        start_rank(rank, 4, port, "--meeting-timeout", 5, "--output-dir", tmp_path, cwd=tmp_path)
         for rank in (0, 2)
     ]
     for rank in ranks:
@@ -53,7 +53,7 @@ def test_a_rank_that_never_comes_is_named_by_all_that_came(tmp_path):
 def test_a_rank_started_twice_is_told_to_all(tmp_path):
     port = free_port()
     ranks = [
-        start_rank(rank, 3, port, "--timeout", 40, "--output-dir", tmp_path, cwd=tmp_path)
+        start_rank(rank, 3, port, "--meeting-timeout", 40, "--output-dir", tmp_path, cwd=tmp_path)
         for rank in (0, 1, 1)
     ]
     for rank in ranks:
@@ -67,8 +67,8 @@ def test_a_rank_started_twice_is_told_to_all(tmp_path):
 def test_other_number_of_nodes(tmp_path):
     port = free_port()
     ranks = [
-        start_rank(0, 2, port, "--timeout", 40, cwd=tmp_path),
-        start_rank(1, 3, port, "--timeout", 40, cwd=tmp_path),
+        start_rank(0, 2, port, "--meeting-timeout", 40, cwd=tmp_path),
+        start_rank(1, 3, port, "--meeting-timeout", 40, cwd=tmp_path),
     ]
     for rank in ranks:
         assert_told(rank.end(), r"rank 1 was started with --num-nodes 3, but rank 0 with 2")
@@ -101,7 +101,7 @@ def test_a_taken_port_says_which_one_to_use(tmp_path):
 
 def test_an_unreachable_master_says_why(tmp_path):
     port = free_port()
-    alone = start_rank(1, 2, port, "--timeout", 2, cwd=tmp_path)
+    alone = start_rank(1, 2, port, "--meeting-timeout", 2, cwd=tmp_path)
     named = start_part(
         "PartTwo",
         *QUICK,

@@ -64,8 +64,8 @@ CHECKS = {
     "--gpu_ids|--cuda": Elsewhere("needs the GPUs that it names"),
     # lab
     "ddp-auto": quick(prints=r"ddp-auto takes (the default buckets|buckets of \d+ MiB)"),
-    "predict .*(--figure|--nodes (256|1000|10000) )": slow(prints="bound by"),
-    "lab predict": quick(prints="bound by"),
+    "predict .*(--figure|--nodes (256|1000|10000) )": slow(prints="What helps"),
+    "lab predict": quick(prints="What helps"),
     # 1 if something else holds the port
     "lab doctor": quick(prints="scikit-learn(.|\n)*ready", statuses=(0, 1)),
     "lab explain": quick(prints=r"1\. (.|\n)*cause:"),

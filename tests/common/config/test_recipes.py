@@ -497,7 +497,7 @@ def test_a_target_that_is_reached_ends_all_ranks(tmp_path, images):
     words += ["--target-accuracy", 0.001, "--patience", 2, "--warmup-epochs", 1]
     ended = under("torch.distributed.launch", *words, cwd=tmp_path)
     folder, summary = check(ended, tmp_path, recipe, ranks=2, model="vgg11", ema=True)
-    assert ended.out.count("Target accuracy reached: 0.001 in 2 epochs in a row") == 1
+    assert ended.out.count("Target accuracy reached in epoch 2: 0.001 in 2 epochs in a row") == 1
     assert "Target accuracy" not in ended.err
     assert [epoch["epoch"] for epoch in lines(folder / "epochs.jsonl")] == [1, 2]
     assert summary["last_step"] == 6

@@ -102,13 +102,9 @@ def test_two_ranks_choose_alike_and_rank_0_says_why():
         # Each sees one GPU only, as under Slurm's --gpus-per-task=1.
         Case(((A,), (B,))): ("00", "NCCL: each of the 2 ranks has its own GPU"),
         Case(((A,), (B,)), by_torchrun=True): ("00", "NCCL: each of the 2 ranks has its own GPU"),
-        Case(((A,), (A,))): (
-            "gloo",
-            f"Gloo on the CPU: ranks 0 and 1 share one GPU (GPU-{A}); start one rank per GPU for "
-            "NCCL",
-        ),
-        Case(((A,), (A,)), by_torchrun=True): ("gloo", "Gloo on the CPU: ranks 0 and 1 share"),
-        Case(((A,), ())): ("gloo", f"Gloo on the CPU: rank 1 ({host}) sees no GPU; start one"),
+        Case(((A,), (A,))): ("none", f"2 ranks for 1 GPU: ranks 0 and 1 share one GPU (GPU-{A})"),
+        Case(((A,), (A,)), by_torchrun=True): ("none", "2 ranks for 1 GPU: ranks 0 and 1 share"),
+        Case(((A,), ())): ("none", f"2 ranks for 1 GPU: rank 1 ({host}) sees no GPU"),
         Case(((A, B), (A, B)), "gloo"): (
             "gloo",
             "--backend gloo trains on the CPU: 2 GPUs stay idle",
@@ -165,7 +161,8 @@ def test_a_gpu_has_the_name_of_nvidia_smi_and_without_a_uuid_one_of_its_host():
 def test_what_nccl_cannot_do_is_refused_or_not_chosen(monkeypatch):
     shared = JobGPUs(1, "ranks 0 and 1 share one GPU (A)", told_apart=True)
     assert choose_backend("nccl", shared, 2)[0] == "nccl"
-    assert choose_backend(None, shared, 2)[0] == "gloo"  # only if it is asked for
+    with pytest.raises(UserError, match="2 ranks for 1 GPU"):  # unless it is asked for
+        choose_backend(None, shared, 2)
     with pytest.raises(UserError, match="but ranks 0 and 1 see no GPU"):
         choose_backend("nccl", compare_gpus(peers((), ()), [0, 1]), 2)
     with pytest.raises(UserError, match="but rank 1 \\(node1\\) sees no GPU"):

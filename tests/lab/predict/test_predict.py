@@ -12,6 +12,7 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
+from common.models import build_model
 from common.sync import STRATEGIES, build_sync
 from common.sync.message_plans import MessagePlan
 from lab.cli import main
@@ -137,6 +138,12 @@ def test_rates_and_latencies_are_read(parse, text, value):
         ("--batch-size 1", "--batch-size: got 1, give 2 or more"),
         ("--bucket-mb fast", "--bucket-mb: got 'fast', give a number above 0, or auto"),
         ("--bucket-mb 0", "got '0', give a number above 0, or auto"),
+        ("--software-gbit 0", "--software-gbit: got 0.0, give more than 0"),
+        ("--model resnet50", "of vgg11: add --step-time and --batch of resnet50 on one"),
+        ("--model resnet51", "resnet50"),
+        ("--model vgg16 --parameters 1M", "are both given"),
+        ("--step-time 120ms", "go together"),
+        ("--parameters 25.6", "25.6M or 7B"),
         ("--sync ring --figure FOLDER/steps.gif", "ends in .png"),
         ("--sync ring --figure FOLDER/missing/steps.png", "a folder that exists"),
     ],
@@ -210,8 +217,9 @@ def test_the_figure_has_a_line_for_each_strategy(tmp_path):
     drawn = (tmp_path / "steps.svg").read_text(encoding="utf-8")
     texts = re.findall(r"<text[^>]*>([^<]+)</text>", drawn)
     names = [name for text in texts for name in text.split(", ") if name in STRATEGIES]
-    # one label beside each of the two panels
-    assert sorted(names) == sorted([*STRATEGIES, *STRATEGIES])
+    # one label beside each of the three panels
+    assert sorted(names) == sorted([*STRATEGIES] * 3)
+    assert {"Gbit/s of each link, 8 nodes", "you"} <= {text.strip() for text in texts}
     # two strategies whose lines coincide share a label
     assert "gather_scatter, gather_scatter_flat" in texts
     assert {"100,000", "seconds a step", "efficiency", "Weak scaling, predicted"} <= set(texts)
@@ -225,6 +233,58 @@ def test_the_reference_says_that_it_is_not_this_machine(capsys, monkeypatch, tmp
     monkeypatch.setattr("lab.predict.calibration_file.calibration_path", lambda: path)
     assert main(["predict"]) == 0
     assert capsys.readouterr().out.startswith("NOT this machine")
+
+
+def test_what_a_change_would_bring_is_what_the_changed_prediction_says(capsys):
+    now = table([8], ["ddp"])["ddp", 8]
+    seconds = now.prediction.step_seconds
+    faster = table([8], ["ddp"], rate_bits=2e9)["ddp", 8].prediction.step_seconds
+    more = table([16], ["ddp"])["ddp", 16].prediction.step_seconds
+    assert now.gains["network"] == pytest.approx(seconds / faster)
+    assert now.gains["nodes"] == pytest.approx(seconds / more)
+    assert 1 < now.gains["compute"] < 2
+    alone = now.prediction.compute_seconds - now.prediction.slowed_seconds
+    assert now.gains["no messages"] == pytest.approx(seconds / alone)
+    weak = table([8, 16], ["ring"], scaling="weak")
+    ratio = 2 * weak["ring", 8].prediction.step_seconds / weak["ring", 16].prediction.step_seconds
+    assert weak["ring", 8].gains["nodes"] == pytest.approx(ratio)
+
+    assert predict("--sync", "all_reduce", "ddp", "none") == 0
+    sentence = capsys.readouterr().out.splitlines()[3]
+    assert "ddp on 8 nodes" in sentence
+    assert f"twice as fast, {now.gains['network']:.2f} times" in sentence
+    assert f"16 nodes {now.gains['nodes']:.2f}" in sentence
+
+
+def test_rates_are_compared_and_the_softwares_limit_is_said(capsys):
+    rates = ("1gbit", "25gbit")
+    assert predict("--sync", "ring", "--json", links=f"--rate {' '.join(rates)}") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["rate"] for row in rows] == list(rates)
+    slow, fast = (row["prediction"]["step_seconds"] for row in rows)
+    assert predict("--sync", "ring", links=f"--rate {' '.join(rates)}") == 0
+    text = capsys.readouterr().out
+    [row] = [line.split() for line in text.splitlines() if line.startswith(" ring")]
+    assert row[2:4] + row[5:7] == [f"{slow * 1e3:.0f}", "ms", f"{fast * 1e3:.0f}", "ms"]
+    assert f"passes {REFERENCE.network.software_bits / 1e9:.1f} Gbit/s at most" in text
+    assert "200 µs a message (typical; --latency sets it)" in text
+    assert predict("--json", "--sync", "ring", "--software-gbit", 100, links="--rate 25gbit") == 0
+    [lifted] = json.loads(capsys.readouterr().out)["rows"]
+    assert lifted["prediction"]["step_seconds"] < fast
+
+
+@pytest.mark.parametrize(
+    ("model", "nbytes"),
+    [("--model resnet50", None), ("--parameters 25.6M", 102_400_000), ("", 36_924_456)],
+)
+def test_ones_own_model_and_node(capsys, model, nbytes):
+    own = f"{model} --step-time 120ms --batch 64 --batch-size 64 --scaling weak --json"
+    assert predict(*own.split(), "--sync", "ring", "--nodes", 1, 2) == 0
+    one, two = json.loads(capsys.readouterr().out)["rows"]
+    assert one["prediction"]["step_seconds"] == pytest.approx(0.12)
+    if nbytes is None:
+        nbytes = 4 * sum(p.numel() for p in build_model("resnet50", 100).parameters())
+    assert two["prediction"]["bytes_sent_root"] == pytest.approx(nbytes, rel=1e-3)
 
 
 WITHOUT_TORCH = """
