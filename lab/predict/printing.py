@@ -100,7 +100,7 @@ def answer(steps: Sequence[PredictedStep]) -> str:
     return (
         f"What helps {step.sync} on {most:,} nodes most ({duration_text(seconds)} a step): {best}, "
         f"{_times(gain)} times the speed; {less}. "
-        f"An infinitely fast network: {duration_text(seconds / ceiling)}, {_times(ceiling)} times."
+        f"Without messages: {duration_text(seconds / ceiling)}, {_times(ceiling)} times."
     )
 
 
