@@ -120,7 +120,6 @@ CHECKS = {
         prints=r"vgg11 \| adamw \| ddp \| 2 .* 147\.72 \| 147\.72",
     ),
     "benchmarks/gpu": long(prints="vgg11 +ok"),
-    "benchmarks/emulation": long("--nodes 4 --rate 1gbit --steps 2"),
     "--distributed|common.cli": long(prints=EQUAL),
 }
 

@@ -118,7 +118,7 @@ def test_overlapped_sends_a_bucket_before_the_next_gradient_is_there():
 
 
 def engines_in_turn(rank):
-    """Train one model with engines that prepare twice; compare with all_reduce throughout."""
+    """Train one model with engines that each prepare twice; compare with all_reduce throughout."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(288, 4)).double()
     other = copy.deepcopy(model)
@@ -130,8 +130,9 @@ def engines_in_turn(rank):
     for trained, ways in ((model, several), (other, ("all_reduce",) * len(several))):
         for way in ways:
             engine = prepared(trained, way)
-            engine.prepare(sgd(trained), nn.CrossEntropyLoss())
             engine.train_epoch(batches, epoch=1)
+            engine.prepare(sgd(trained), nn.CrossEntropyLoss())
+            engine.train_epoch(batches, epoch=2)
             engine.close()
     return max(parameter_errors(model, other).values()), digest(model.state_dict())
 
