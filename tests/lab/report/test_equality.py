@@ -143,9 +143,6 @@ def test_what_cannot_be_compared_says_why(cells, settings, reason):
     assert "not comparable: " + reason in finding.text
 
 
-# --- real runs ---
-
-
 def run_together(folder, script, *syncs):
     """Run these strategies on two ranks at the same time, and return the runs' folders."""
     started = []

@@ -234,16 +234,10 @@ def test_emulated_compute_is_told_everywhere_and_shows_no_loss(tmp_path):
         "EMULATED: layers and updates sleep for the times of profile 'laptop', so nothing is "
         "learned; the nodes are network namespaces of one machine, with links of 200 Mbit/s."
     )
-    table, step = (
-        (tmp_path / name).read_text("utf-8") for name in ("table.md", "timeline-ddp-n2.svg")
-    )
-    assert what in table
+    assert what in (tmp_path / "table.md").read_text("utf-8")
+    step = (tmp_path / "timeline-ddp-n2.svg").read_text("utf-8")
     assert all(label in step for label in ("ddp on 2 nodes at 200 Mbit/s", ">rank 1<"))
-    for words in (
-        what,
-        "There are no losses and no accuracies",
-        "No figure, because compute was emulated: nothing was learned.",
-    ):
+    for words in (what, "There are no losses and no accuracies", ": nothing was learned."):
         assert words in page.text
     drawn = list(tmp_path.glob("*.svg"))
     assert len(drawn) >= len(FIGURES) - 2  # no loss, and all send the same bytes
