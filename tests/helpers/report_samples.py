@@ -85,7 +85,9 @@ def cell(
             {
                 **{"rank": rank, "host": f"node{rank}", "threads": 1, "messages": 34.0},
                 "seconds": {key: value * (1 + 0.01 * away) for key, value in seconds.items()},
-                "peak_memory_bytes": int(counted["peak_memory_bytes"] + (rank - 0.5) * 4e6),
+                "peak_memory_bytes": int(
+                    counted["peak_memory_bytes"] + (rank - (nodes - 1) / 2) * 4e6
+                ),
                 "bytes_sent": sent(sync, nodes, rank) if nodes > 1 else 0.0,
                 "memory": dict(MEMORY),
                 "predicted_memory": MEMORY,
