@@ -119,5 +119,5 @@ def test_what_is_wrong_is_red_and_comes_first():
     [first, second] = [line for line in text.splitlines() if "is not equal to the others" in line]
     assert first.startswith("\x1b[1;31mOn 2 nodes ")
     assert second.startswith("\x1b[1;31mWRONG: On 2 nodes ")
-    assert text.count("yes: WRONG") == 2
+    assert text.count("\x1b[1;31myes: WRONG") == 2
     assert "\x1b" not in shown(results(*cells)), "plain without a terminal"
