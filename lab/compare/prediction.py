@@ -285,14 +285,14 @@ def _calibrate(results: dict[str, Any], settings: Settings, folder: Path) -> Cal
             f"calibrating this machine first, for the predictions ({reason}; --no-predict leaves "
             "them out)"
         )
-        calibration = calibrate(model=settings.model, path=copy)
+        calibration = calibrate(model=settings.model)
     else:
         age = duration((now - datetime.fromisoformat(calibration.made)).total_seconds())
         console.print(
             f"predictions use {path}, measured {age} ago (`lab calibrate` measures again, "
             "--no-predict leaves the predictions out)"
         )
-        calibration.save(copy)
+    calibration.save(copy)
     lines = describe(calibration)
     console.print("\n".join(lines), markup=False)
     results["warnings"] += [
