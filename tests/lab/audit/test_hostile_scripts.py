@@ -1,7 +1,6 @@
 """Scripts that attack the audit: every one ends with status 2 and one line, and leaves nothing."""
 
 import sys
-import time
 
 import pytest
 
@@ -67,10 +66,8 @@ def ended(tmp_path, refusal):
 
     def run(script):
         (tmp_path / "main.py").write_text(FOLDER + script)
-        began = time.monotonic()
         said = refusal("--timeout", "30", "--", sys.executable, "main.py", "{rank}")
         assert said.startswith("error: could not be run")
-        assert time.monotonic() - began < 25
         assert running_in(tmp_path) == []
         return said
 

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-import time
 
 import pytest
 
@@ -95,12 +94,9 @@ print([os.environ[name] for name in names], sys.argv[1] + sys.argv[2] == "127.0.
 
 @pytest.mark.slow
 def test_a_rank_that_ignores_sigterm_and_its_daemon_are_ended_after_a_failure(tmp_path):
-    began = time.monotonic()
     end = run(tmp_path, f"import sys\nif sys.argv[4] == '1': raise ValueError('mine')\n{STUBBORN}")
-    assert end.statuses == (None, 1)
-    assert list(end.failed) == [1]
+    assert (end.statuses, end.hung, list(end.failed)) == ((None, 1), None, [1])
     assert "ValueError: mine" in end.output(1)
-    assert time.monotonic() - began < 25
 
 
 @pytest.mark.slow
