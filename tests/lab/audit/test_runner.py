@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from common.errors import UserError
 from lab.audit import runner
 from lab.audit.isolation import run_network, sort_names
 from lab.audit.runner import start_process
@@ -189,15 +188,6 @@ def test_names_to_isolate_are_sorted():
     for wrong in ("a b", "10.0.0", "10.0.0.1.2", "$(reboot)", "x;y", "-x"):
         with pytest.raises(ValueError, match="--isolate: got"):
             sort_names([wrong])
-
-
-def test_a_machine_without_namespaces_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(tools, "namespaces_refused", lambda: "start it as root")
-    with (
-        pytest.raises(UserError, match=r"--isolate: this machine allows no .*: start it as root"),
-        run_network(2, tmp_path, tmp_path, isolate=[], rate=None),
-    ):
-        pass
 
 
 @NAMESPACES
