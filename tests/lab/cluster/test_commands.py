@@ -198,7 +198,7 @@ def test_nothing_is_left_behind(lab, place, end):
 
 
 def sleeping(mark):
-    return [pid for pid in with_word(mark) if psutil.Process(pid).name() == "sleep"]
+    return with_word(mark, name="sleep")
 
 
 def stopped(mark):
