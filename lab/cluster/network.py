@@ -1,6 +1,6 @@
 """The network of an emulated cluster: a bridge, and a namespace with one link to it for each node.
 
-``Network`` works from outside: it runs the system's ``ip`` and ``tc`` in the cluster's namespaces.
+``ClusterNetwork`` works from outside: it runs the system's ``ip`` and ``tc`` in the namespaces.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def enter_namespace(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Network:
+class ClusterNetwork:
     """The network of the cluster whose first process has this id, as seen from outside.
 
     Methods raise UserError with the error output of ``ip`` or ``tc``.
