@@ -139,7 +139,7 @@ def parse(words, monkeypatch):
         get_args_parser().parse_args([*words[words.index("torchrun") + 1 :]])
     for place, word in enumerate(words):
         after = words[place + 1 :]
-        if word == "lab" and place + 1 < len(words) and words[place - 1] in ("lab", "-m", words[0]):
+        if word == "lab" and after and (place == 0 or words[place - 1] == "-m"):
             from lab.cli import build_parser
 
             end = after.index("--") if "--" in after else len(after)

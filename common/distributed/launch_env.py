@@ -237,8 +237,14 @@ def _largest_size(found: Mapping[str, Any]) -> int:
 
 
 def _generation(environment: Mapping[str, str]) -> str:
-    """Return torchrun's job, its number of restarts and of workers; "" if torchrun has no part."""
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE")
+    """Return torchrun's job, round of workers and their number; "" if torchrun has no part.
+
+    A store of the workers' own has a new port in each round. An agent's store stays, so there the
+    restarts count; agents that replace others have counted fewer.
+    """
+    stays = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    in_turn = "TORCHELASTIC_RESTART_COUNT" if stays else "MASTER_PORT"
+    names = ("TORCHELASTIC_RUN_ID", in_turn, "WORLD_SIZE")
     return " ".join(
         environment.get(name, "") for name in names if "TORCHELASTIC_RUN_ID" in environment
     )

@@ -1,11 +1,9 @@
-"""Calibrate: measure messages, memory and compute time, fit them, write reports/calibration.json.
+"""Calibrate: measure messages, memory and compute time, and fit them.
 
 ``calibrate`` starts ranks on this machine; ``calibrate_nodes`` is one of several ranks that the
 user started. Neither runs the training that is predicted later: messages are timed separately, and
 steps train on noise without messages.
 """
-
-from pathlib import Path
 
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import process_group
@@ -49,20 +47,15 @@ def default_ranks() -> int:
 
 
 def calibrate(
-    *,
-    ranks: int | None = None,
-    model: str = "vgg11",
-    quick: bool = False,
-    path: Path,
-    measures: Measures | None = None,
+    *, ranks: int | None = None, model: str = "vgg11", quick: bool = False
 ) -> Calibration:
-    """Measure with ``ranks`` processes on this machine, and write the file.
+    """Measure with ``ranks`` processes on this machine.
 
     ranks : at least 2; by default one per core, 2 to 8. Raises WorkerError if a rank fails. Leaves
     no process behind.
     """
     ranks = ranks or default_ranks()
-    measures = measures or measures_for(model, quick=quick)
+    measures = measures_for(model, quick=quick)
     console.print(
         f"calibrating with {ranks} ranks on this machine: {measures.number} measurements, usually "
         f"{'half a minute' if quick else 'one to two minutes'} if the machine is otherwise idle"
@@ -70,29 +63,17 @@ def calibrate(
     found = launch_distributed_training(
         measure_rank, ranks, "gloo", measures=measures, ranks_here=ranks
     )
-    calibration = fit_calibration(found, model=model, quick=quick)
-    calibration.save(path)
-    return calibration
+    return fit_calibration(found, model=model, quick=quick)
 
 
 def calibrate_nodes(
-    launch: LaunchSpec,
-    *,
-    model: str = "vgg11",
-    quick: bool = False,
-    path: Path,
-    timeout_seconds: float = 60.0,
-    measures: Measures | None = None,
+    launch: LaunchSpec, *, model: str = "vgg11", quick: bool = False, timeout_seconds: float = 60.0
 ) -> Calibration | None:
-    """Measure as one rank of a group; rank 0 writes the file and returns its content.
+    """Measure as one rank of a group; return the calibration on rank 0.
 
     Raises GroupError and UserError as ``common.distributed.process_group.process_group`` does.
     """
-    measures = measures or measures_for(model, quick=quick)
+    measures = measures_for(model, quick=quick)
     with process_group(launch, backend="gloo", timeout_seconds=timeout_seconds) as world:
         found = measure_rank(world.rank, world.size, measures=measures, ranks_here=world.local_size)
-    if not world.is_rank0:
-        return None
-    calibration = fit_calibration(found, model=model, quick=quick)
-    calibration.save(path)
-    return calibration
+    return fit_calibration(found, model=model, quick=quick) if world.is_rank0 else None

@@ -67,29 +67,29 @@ def _calibrate(args: argparse.Namespace) -> int:
     from lab.predict.calibration_file import calibration_path, describe
 
     node = (args.master_ip, args.num_nodes, args.rank)
-    alone, whole, nodes = node == (None, None, None), None not in node, args.num_nodes or 0
+    alone, in_group = node == (None, None, None), None not in node
+    nodes = args.num_nodes or 0
     refuse(
         {
             "--profile: 'real' stands for real compute; give another name": args.profile == "real",
             f"--device {args.device} measures layers only: give the profile a name, e.g. --profile "
             "my-gpu": args.device != "cpu" and args.profile is None,
             "--master-ip, --num-nodes and --rank go together: give all three, or none of them to "
-            "measure this machine alone": not (alone or whole),
+            "measure this machine alone": not (alone or in_group),
             f"--ranks: got {args.ranks}, give 2 or more: one rank sends no messages": (
                 alone and args.ranks is not None and args.ranks < 2
             ),
             f"--rank: got {args.rank} of --num-nodes {nodes}; give 0 to {nodes - 1}": (
-                whole and not 0 <= args.rank < nodes
+                in_group and not 0 <= args.rank < nodes
             ),
             f"--num-nodes: got {nodes}, give 2 or more: one node sends no messages": (
-                whole and nodes < 2
+                in_group and nodes < 2
             ),
         }
     )
     if args.profile is not None:
         return _profile_layers(args, args.profile)
-    path = args.output or calibration_path()
-    settings = {"model": args.model, "quick": args.quick, "path": path}
+    settings = {"model": args.model, "quick": args.quick}
     calibration = (
         calibrate(ranks=args.ranks, **settings)
         if alone
@@ -100,6 +100,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         )
     )
     if calibration is not None:
+        path = args.output or calibration_path()
+        calibration.save(path)
         print(*describe(calibration), f"written to {path}", sep="\n")
     return _profile_layers(args, MEASURED) if alone and not args.output else 0
 

@@ -6,6 +6,7 @@ all numbers alike. Sizes are in bytes, times in seconds.
 
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypedDict
@@ -104,16 +105,20 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
     ranks_here : ranks that share this machine; if there are several, rank 0 also computes alone,
         with all threads. The process is killed (SIGALRM) if it takes longer than ten minutes.
     """
-    signal.alarm(_LIMIT_SECONDS)
     # On a busy machine a rank may wait longer for rank 0, which measures alone, than for a message.
     _set_pg_timeout(timedelta(seconds=_LIMIT_SECONDS))
     tune_malloc()
     cores = usable_cores()
     threads = max(1, cores // ranks_here)
     torch.set_num_threads(threads)
-    with show_progress(
-        "calibration", total=measures.number, unit="measurements", visible=rank == 0
-    ) as show:
+    with ExitStack() as stack:
+        signal.alarm(_LIMIT_SECONDS)
+        stack.callback(signal.alarm, 0)
+        show = stack.enter_context(
+            show_progress(
+                "calibration", total=measures.number, unit="measurements", visible=rank == 0
+            )
+        )
         with torch.no_grad():
             turns = time_messages(rank, size, measures, show)
         trainer = Trainer(measures.model, measures.image, most_samples=max(measures.samples))
@@ -135,10 +140,8 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
             if ranks_here > 1:
                 found["alone"] += _alone(trainer, rank, cores, samples, steps=measures.steps)
                 torch.set_num_threads(threads)
-    of_all = gather_objects(current_world(), found, schema=RankMeasurements)
-    signal.alarm(0)
     return {
-        "ranks": of_all,
+        "ranks": gather_objects(current_world(), found, schema=RankMeasurements),
         "gradients": trainer.gradients,
         "cores": cores,
         "ranks_here": ranks_here,

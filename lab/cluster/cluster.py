@@ -224,6 +224,10 @@ class Cluster:
         chosen = range(self.nodes) if nodes is None else nodes
         for node in chosen:
             self._check_node(node)
+            if node in self._running:
+                raise UserError(
+                    f"node {node} still runs the previous command: wait for it, or kill it"
+                )
         if self.loopback and not self._running:  # nodes that join later use the same port
             self._port = free_port(address="127.0.0.1")
         node_variables = node_environment(
@@ -235,10 +239,6 @@ class Cluster:
             filled = fill_in(
                 command, master=self.address(0), nodes=self.nodes, rank=node, port=self._port
             )
-            if node in self._running:
-                raise UserError(
-                    f"node {node} still runs the previous command: wait for it, or kill it"
-                )
             has_rank = any("{rank}" in word for word in command)
             self._names[node] = f"node {node}{f', rank {node},' if has_rank else ''}"
             folder = str(cwd or Path.cwd())

@@ -1,10 +1,11 @@
 """The network of an emulated cluster: a bridge, and a namespace with one link to it for each node.
 
-``Network`` works from outside: it runs the system's ``ip`` and ``tc`` in the cluster's namespaces.
+``ClusterNetwork`` works from outside: it runs the system's ``ip`` and ``tc`` in the namespaces.
 """
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import subprocess
@@ -71,7 +72,7 @@ def enter_namespace(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Network:
+class ClusterNetwork:
     """The network of the cluster whose first process has this id, as seen from outside.
 
     Methods raise UserError with the error output of ``ip`` or ``tc``.
@@ -85,19 +86,24 @@ class Network:
         The kernel removes everything when the last process in the namespaces ends.
         """
         self._run("mount", "-t", "tmpfs", "tmpfs", "/run")
+        adds = [f"ip netns add {namespace(node)}" for node in range(nodes)]
+        self._run("sh", "-c", " && ".join(adds))
+        links = [
+            (
+                f"link add {_bridge_end(node)} type veth peer name eth0 netns {namespace(node)}",
+                f"link set {_bridge_end(node)} addrgenmode none",
+                f"link set {_bridge_end(node)} master {_BRIDGE} up",
+            )
+            for node in range(nodes)
+        ]
         self._ip(
             f"link add {_BRIDGE} type bridge",
             f"link set {_BRIDGE} addrgenmode none",
             f"link set {_BRIDGE} up",
             "link set lo up",
+            *itertools.chain(*links),
         )
         for node in range(nodes):
-            self._run("ip", "netns", "add", namespace(node))
-            self._ip(
-                f"link add {_bridge_end(node)} type veth peer name eth0 netns {namespace(node)}",
-                f"link set {_bridge_end(node)} addrgenmode none",
-                f"link set {_bridge_end(node)} master {_BRIDGE} up",
-            )
             self._ip(
                 "link set lo up",
                 "link set eth0 addrgenmode none",
@@ -105,13 +111,19 @@ class Network:
                 "link set eth0 up",
                 node=node,
             )
-            self.shape(node, link)
+            self._limit(node, link)
         names = "".join(f"{address(node)} {namespace(node)}\n" for node in range(nodes))
         self._inside(_OWN_HOSTS).write_text(_HOSTS.read_text() + names)
         self._run("mount", "--bind", str(_OWN_HOSTS), str(_HOSTS))
 
     def shape(self, node: int, link: Link) -> None:
-        """Give a node's link this rate both ways, and this latency where the node sends.
+        """Give a node's link another rate and latency."""
+        for tc, device in _ends(node):
+            self._run(*f"{tc} delete dev {device} root".split(), may_fail=True)
+        self._limit(node, link)
+
+    def _limit(self, node: int, link: Link) -> None:
+        """Give a node's new link its rate both ways, and its latency where the node sends.
 
         The kernel shapes only what a device sends: the node's end limits what the node sends, and
         the bridge's end what it receives. Every packet has one sender, so the latency counts once.
@@ -121,11 +133,7 @@ class Network:
         limit = [] if rate is None else [f"tbf rate {rate:.0f}bit burst {burst} limit 2mb"]
         latency = link.latency_seconds
         delay = [] if latency is None else [f"netem delay {latency * 1e6:.0f}us limit 100000"]
-        for tc, device, disciplines in (
-            (f"tc -netns {namespace(node)} qdisc", "eth0", limit + delay),
-            ("tc qdisc", _bridge_end(node), limit),
-        ):
-            self._run(*f"{tc} delete dev {device} root".split(), may_fail=True)
+        for (tc, device), disciplines in zip(_ends(node), (limit + delay, limit), strict=True):
             positions = ("root handle 1:", "parent 1: handle 2:")
             for discipline, position in zip(disciplines, positions, strict=False):
                 self._run(*f"{tc} add dev {device} {position} {discipline}".split())
@@ -202,3 +210,8 @@ class Network:
 
 def _bridge_end(node: int) -> str:
     return f"veth{node}"
+
+
+def _ends(node: int) -> list[tuple[str, str]]:
+    """Return ``tc`` and the device of the node's end of its link, and of the bridge's end."""
+    return [(f"tc -netns {namespace(node)} qdisc", "eth0"), ("tc qdisc", _bridge_end(node))]

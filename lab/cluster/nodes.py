@@ -17,7 +17,7 @@ import psutil
 
 from common.errors import UserError
 from common.utils.processes import descendants
-from lab.cluster.network import Link, Network, namespace
+from lab.cluster.network import ClusterNetwork, Link, namespace
 
 FAULTS = ("cut", "slow", "pause", "kill", "restore")
 _FACTS = "LAB_CLUSTER"
@@ -55,9 +55,9 @@ class Nodes:
         return [*started, self.process][0]
 
     @property
-    def network(self) -> Network:
+    def network(self) -> ClusterNetwork:
         """The network of the nodes; on loopback there is none."""
-        return Network(self.host_pid)
+        return ClusterNetwork(self.host_pid)
 
     def pids(self, node: int) -> list[int]:
         """Return the processes on a node, as seen from outside."""

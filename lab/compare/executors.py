@@ -51,13 +51,12 @@ class Executors(contextlib.ExitStack):
         Raises GroupError if the cluster cannot be made.
         """
         shutil.rmtree(logs, ignore_errors=True)  # of a run that was interrupted
-        alone = rate is None or nodes == 1
-        size, link = (nodes, None) if alone else (self._most_nodes, rate)
-        if (size, link) not in self._clusters:
+        size = nodes if rate is None else self._most_nodes
+        if (size, rate) not in self._clusters:
             # Over loopback each rank is a new interpreter, as if a user had started it by hand.
-            new = Cluster(size, rate=link, loopback=alone, fresh=alone)
-            self._clusters[size, link] = self.enter_context(new)
-        cluster = self._clusters[size, link]
+            new = Cluster(size, rate=rate, loopback=rate is None, fresh=rate is None)
+            self._clusters[size, rate] = self.enter_context(new)
+        cluster = self._clusters[size, rate]
         group = (*_NODE_FLAGS, "--num-nodes", str(nodes)) if nodes > 1 else ()
         try:
             cluster.start([sys.executable, *command, *group], nodes=range(nodes), logs=logs)

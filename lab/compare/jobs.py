@@ -335,16 +335,16 @@ def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> int:
 
     Raises GroupError if a signal stopped it: what it did until then is no measurement.
     """
-    group = (
+    group: list[object] = [
         *("--master-ip", launch.master_ip, "--master-port", launch.master_port),
         *("--num-nodes", run.nodes, "--rank", launch.rank),
-    )
-    flags = map(str, group) if run.nodes > 1 else ()
+    ]
+    command = [sys.executable, *node_command(run), *map(str, group if run.nodes > 1 else [])]
     with file_errors(f"{run.path} of an earlier attempt cannot be removed", ": remove it"):
         if launch.rank == 0 and run.path.exists():  # the others wait for rank 0
             shutil.rmtree(run.path)
     with on_signals(_SIGNALS, _stop):
-        exits = run_local_ranks([[sys.executable, *node_command(run), *flags]], outputs=[log])
+        exits = run_local_ranks([command], outputs=[log])
     return shell_status(exits.statuses[0])
 
 
@@ -453,8 +453,7 @@ def _state(run: Run) -> tuple[str, dict[str, Any]]:
 
 
 def _by_cell(runs: Sequence[Run]) -> str:
-    numbers = grouped((run.cell["id"], run.number) for run in runs)
     return ", ".join(
-        f"{cell} (run{'s' if len(some) > 1 else ''} {spans(some)})"
-        for cell, some in numbers.items()
+        f"{cell} (run{'s' if len(numbers) > 1 else ''} {spans(numbers)})"
+        for cell, numbers in grouped((run.cell["id"], run.number) for run in runs).items()
     )

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
@@ -163,12 +164,13 @@ def time_to_accuracy(path: Path, accuracy: float) -> dict[str, float | int | Non
     Evaluations do not count.
     """
     config = read_run_file(path / "config.json", RunConfig, read=read_facts)
-    seconds = 0.0
-    for epoch in read_run_file(path / "epochs.jsonl", EpochReport, read=read_lines):
-        seconds += epoch.seconds
+    epochs = read_run_file(path / "epochs.jsonl", EpochReport, read=read_lines)
+    for epoch, seconds in zip(epochs, accumulate(one.seconds for one in epochs), strict=True):
         if epoch.val_accuracy >= accuracy:
-            steps = epoch.epoch * config.get("steps_per_epoch", 0)
-            return {"seconds_to_accuracy": seconds, "steps_to_accuracy": steps}
+            return {
+                "seconds_to_accuracy": seconds,
+                "steps_to_accuracy": epoch.epoch * config.get("steps_per_epoch", 0),
+            }
     return dict(_NOT_REACHED)
 
 

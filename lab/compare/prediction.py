@@ -146,13 +146,14 @@ def forecast(
     plans, found = message_plans([cell["sync"] for cell in cells], options), {}
     for cell in cells:
         nodes = cell["nodes"]
-        reasons = {
-            "lossy or periodic": not cell["exact"],
-            "more ranks than cores": cell["oversubscribed"],
-            "calibrated over loopback, no network": no_network and nodes > 1,
-            f"calibrated with {other_model}": other_model is not None,
-        }
-        why = first_that_holds(reasons)
+        why = first_that_holds(
+            {
+                "lossy or periodic": not cell["exact"],
+                "more ranks than cores": cell["oversubscribed"],
+                "calibrated over loopback, no network": no_network and nodes > 1,
+                f"calibrated with {other_model}": other_model is not None,
+            }
+        )
         network = networks.get((nodes, cell["rate"]), Network(0.0, 0.0))  # one node sends nothing
         on_links: dict[str, Any] = {"network": network, "compute": compute_at(nodes)}
         with contextlib.suppress(NotImplementedError):  # the plan does not say what it sends
@@ -284,14 +285,14 @@ def _calibrate(results: dict[str, Any], settings: Settings, folder: Path) -> Cal
             f"calibrating this machine first, for the predictions ({reason}; --no-predict leaves "
             "them out)"
         )
-        calibration = calibrate(model=settings.model, path=copy)
+        calibration = calibrate(model=settings.model)
     else:
         age = duration((now - datetime.fromisoformat(calibration.made)).total_seconds())
         console.print(
             f"predictions use {path}, measured {age} ago (`lab calibrate` measures again, "
             "--no-predict leaves the predictions out)"
         )
-        calibration.save(copy)
+    calibration.save(copy)
     lines = describe(calibration)
     console.print("\n".join(lines), markup=False)
     results["warnings"] += [

@@ -246,7 +246,6 @@ def gather(
             if outcome["status"] == "done" and name not in timelines and path.exists():
                 timelines[name] = read_run_file(path, TimelineFile)
     for cell in cells.values():
-        cell["repeats"].sort(key=itemgetter("repeat"))
         summarise(cell, repeats=0 if cell["group"] else repeats)
     return sorted(cells.values(), key=itemgetter("group", "nodes")), timelines
 

@@ -134,11 +134,8 @@ def _declare(case, text):
 
 
 def record_case(case, size, folder, *, start=None):
-    """Run a case under the probe and return what it recorded.
+    """Run a case under the probe in an empty or a new folder, and return what it recorded.
 
-    Parameters
-    ----------
-    folder : an empty or a new folder.
     start : how a rank is started; default: in a fork where that is possible.
 
     Raises AssertionError with the ranks' output if a rank recorded nothing.

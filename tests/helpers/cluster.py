@@ -70,15 +70,16 @@ class Lab:
         return self.folder / "temporary"
 
 
-def with_word(word):
-    """Return the machine's processes with ``word`` in the command or as a variable's value."""
+def with_word(word, *, name=None):
+    """Return the machine's processes with ``word`` in the command or as a variable's value.
+
+    name : only those with this name.
+    """
     found = []
     for process in psutil.process_iter():
-        try:
+        with contextlib.suppress(psutil.Error):  # it has just ended
             if word in " ".join(process.cmdline()) or word in process.environ().values():
-                found.append(process.pid)
-        except psutil.Error:
-            continue
+                found += [process.pid] * (name in (None, process.name()))
     return found
 
 

@@ -50,10 +50,14 @@ def cell(
     scale=1.0,
     seeds=(0,),
     accuracy=None,
+    losses=None,
     loss_shift=0.0,
     **entries,
 ):
-    """Return a cell with these ``entries``; failed and pending cells have no numbers."""
+    """Return a cell with these ``entries``; failed and pending cells have no numbers.
+
+    losses : of each run from step 1 on; ``loss`` by default, with ``loss_shift`` from step 2 on.
+    """
     weak, rate, group = scaling == "weak", entries.get("rate"), entries.get("group")
     result = {
         "id": f"{sync}-n{nodes}" + (f"-{rate}" if rate else "") + (f"-g{group}" if group else ""),
@@ -81,20 +85,21 @@ def cell(
             {
                 **{"rank": rank, "host": f"node{rank}", "threads": 1, "messages": 34.0},
                 "seconds": {key: value * (1 + 0.01 * away) for key, value in seconds.items()},
-                "peak_memory_bytes": int(counted["peak_memory_bytes"] + (rank - 0.5) * 4e6),
+                "peak_memory_bytes": int(
+                    counted["peak_memory_bytes"] + (rank - (nodes - 1) / 2) * 4e6
+                ),
                 "bytes_sent": sent(sync, nodes, rank) if nodes > 1 else 0.0,
                 "memory": dict(MEMORY),
                 "predicted_memory": MEMORY,
             }
             for rank in range(nodes)
         ]
+        known = [loss(sync, step, seed, nodes) + loss_shift * (step > 1) for step in range(1, 31)]
+        known = known if losses is None else losses
         outcome = {
             **{"folder": f"PartTwo-{sync}/{repeat}", "seed": seed, "status": "done"},
             "ranks": ranks,
-            "losses": [
-                [step, loss(sync, step, seed, nodes) + loss_shift * (step > 1)]
-                for step in range(1, 31)
-            ],
+            "losses": [[step, value] for step, value in enumerate(known, start=1)],
             "test_accuracy": accuracy and accuracy + 0.002 * away,
             **{"seconds_to_accuracy": None, "steps_to_accuracy": None},
         }

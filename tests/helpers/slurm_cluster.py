@@ -298,10 +298,9 @@ class SlurmCluster:
             tell=lambda: self._cluster.output(node) + self.run("sinfo"),
         )
 
-    def _until(self, condition, what, limit_seconds=_UP_SECONDS, **more):
-        wait_until(
-            condition, what, **{"timeout_seconds": limit_seconds, "look_seconds": 0.5} | more
-        )
+    def _until(self, condition, what, limit_seconds=_UP_SECONDS, *, look_seconds=0.5, tell=str):
+        limits = {"timeout_seconds": limit_seconds, "look_seconds": look_seconds}
+        wait_until(condition, what, tell=tell, **limits)
 
     def _until_job(self, job, condition, what, limit_seconds=_UP_SECONDS, **more):
         tell = functools.partial(self._tell, job)

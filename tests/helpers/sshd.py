@@ -43,8 +43,8 @@ Host *
 """
 _ENTER = (
     "import json, subprocess, sys; from common.utils.processes import shell_status; "
-    "from lab.cluster.network import Network; host, command = json.loads(sys.argv[1]); "
-    "Network(host).enter(0); sys.exit(shell_status(subprocess.call(command)))"
+    "from lab.cluster.network import ClusterNetwork; host, command = json.loads(sys.argv[1]); "
+    "ClusterNetwork(host).enter(0); sys.exit(shell_status(subprocess.call(command)))"
 )
 
 

@@ -59,7 +59,7 @@ def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
     figure.legend(
         handles=list(handles.values()),
         loc="outside lower center",
-        ncols=1 if narrow else 4,
+        ncols=1 if narrow else 3,
         handlelength=3,
     )
     title(figure, "Loss over steps", emulated=block.emulated)

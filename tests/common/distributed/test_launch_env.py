@@ -156,3 +156,17 @@ def test_two_commands_at_once_meet_at_ports_of_their_own():
         ports = {int(to_start("--distributed --world-size 2")[0]["MASTER_PORT"]) for _ in range(20)}
         assert taken.getsockname()[1] not in ports
     assert len(ports) > 1
+
+
+@pytest.mark.parametrize(("stays", "differs"), [("False", "MASTER_PORT"), ("True", "restarts")])
+def test_rounds_of_torchruns_workers_are_told_apart(stays, differs):
+    """Also where one agent has replaced another, so that it has counted fewer restarts."""
+
+    def generation(port, restarts):
+        elastic = {"RUN_ID": "job", "RESTART_COUNT": restarts, "USE_AGENT_STORE": stays}
+        elastic = {f"TORCHELASTIC_{name}": str(value) for name, value in elastic.items()}
+        return place("", torchrun(0, 2, port) | elastic).generation
+
+    first = generation(4000, 1)
+    assert (generation(5000, 1) != first) == (differs == "MASTER_PORT")
+    assert (generation(4000, 0) != first) == (differs == "restarts")

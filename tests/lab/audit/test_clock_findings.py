@@ -107,9 +107,10 @@ CASES = {
     # Without an optimiser nobody knows whether the update is timed.
     "no optimiser": ("optimizer = None\n" + FIRST + TEN + "print(sum(times) / 10)", "right"),
     "first in a span": (SPAN.format(10), WITH_FIRST),
+    "span that ends within a step": (FIRST + SPAN.format(11), "right"),
     "divisor of a span": (FIRST + SPAN.format(8), DIVISOR),
     "after the cut": (FIRST + CUT + "print(sum(times) / len(times))", "right"),
-    "divisor after the cut": (FIRST + CUT + "print(sum(times) / 60)", "unknown"),
+    "divisor after the cut": (FIRST + CUT + "print(sum(times) / 40)", "unknown"),
     "first after the cut": (CUT + "print(sum(times) / len(times))", WITH_FIRST),
 }
 PLAIN = """

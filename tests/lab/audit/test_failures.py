@@ -42,17 +42,14 @@ def explain(folder, *processes, output="", status=0, words="python t.py --rank {
         ("OSError: [Errno 99] Cannot assign requested address", "--isolate ADDRESS"),
         ("OSError: [Errno 101] Network is unreachable", "--isolate ADDRESS"),
         ("socket.gaierror: [Errno -2] Name or service not known", "--isolate NAME"),
-        ("EOFError: EOF when reading a line", "reads stdin"),
         ("urllib.error.URLError: <urlopen error [Errno 111]>", "put the data where"),
         ("ValueError: environment variable RANK expected, but not set", "torchrun"),
         ("KeyError: 'LOCAL_RANK'", "torchrun"),
         ("t.py: error: unrecognized arguments: --rank", "{nodes} and {rank} are replaced"),
-        ("python: can't open file '/x/t.py': [Errno 2]", "cd to the folder"),
         ("RuntimeError: Dataset not found or corrupted.", "cd to the folder"),
         ("RuntimeError: errno: 98 - Address already in use", "give {port}"),
         ("AssertionError: Torch not compiled with CUDA enabled", "needs a GPU"),
         ("ValueError: the new group's world size should be less or equal", "number with --ranks"),
-        ("ZeroDivisionError: division by zero", "First run the command without"),
     ],
 )
 def test_the_scripts_own_error_and_what_to_try(tmp_path, error, advice):

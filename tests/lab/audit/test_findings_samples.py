@@ -39,6 +39,11 @@ def reordered(rank, epoch):
     return [i for b in range(0, 960, 16) for i in order[b : b + 16][:: 1 - 2 * rank]]
 
 
+def half_shared(rank, epoch):
+    """Return batches of which every second sample is in all ranks' batches."""
+    return [KEPT[i if i % 2 else i + 384 * rank] for i in range(384)]
+
+
 def augmented(rank, index):
     """Return contents that differ between ranks."""
     return rank, index
@@ -81,9 +86,11 @@ def test_a_distributed_sampler_is_right(size):
     [
         (load(reordered, OWN), ["same-samples"]),
         (load(distributed(960, 3, part=lambda rank: min(rank, 1)), size=3), ["same-samples"]),
+        (load(half_shared, SUBSET), ["uneven-coverage"]),
         # Augmentation changes what is given: what the datasets hold decides.
         (load(whole, OWN | {"content": 5}, content=augmented), ["same-samples"]),
         (load(whole, OWN, content=augmented), []),
+        (load(whole, lambda r: OWN | {"content": r}, content=augmented), []),
         # Few different samples, such as constant images with their class, are equal by chance.
         (load(whole, OWN, content=lambda rank, i: i % 10), []),
         (load(half, PART, content=augmented), []),

@@ -1,10 +1,10 @@
 """Scripts that attack the audit: every one ends with status 2 and one line, and leaves nothing."""
 
 import sys
-import time
 
 import pytest
 
+from common.errors import UserError
 from lab.audit import recording, runner
 from lab.audit.isolation import LOOPBACK, run_network
 from lab.cluster import tools
@@ -67,10 +67,8 @@ def ended(tmp_path, refusal):
 
     def run(script):
         (tmp_path / "main.py").write_text(FOLDER + script)
-        began = time.monotonic()
         said = refusal("--timeout", "30", "--", sys.executable, "main.py", "{rank}")
         assert said.startswith("error: could not be run")
-        assert time.monotonic() - began < 25
         assert running_in(tmp_path) == []
         return said
 
@@ -92,8 +90,12 @@ def test_a_daemon_with_an_empty_environment_ends_with_its_run(ended):
     assert "before any torch.optim optimiser took a step" in ended(DAEMON)
 
 
-def test_without_namespaces_the_ranks_run_as_they_are(tmp_path, monkeypatch):
+def test_without_namespaces_the_ranks_run_as_they_are_and_none_are_isolated(tmp_path, monkeypatch):
     monkeypatch.setattr(tools, "unshare_command", lambda *_: None)
     with run_network(2, tmp_path, tmp_path, isolate=None, rate=None) as network:
         assert network == LOOPBACK
     wait_until(lambda: running_in(tmp_path) == [], "the end of all", timeout_seconds=5)
+    monkeypatch.setattr(tools, "namespaces_refused", lambda: "start it as root")
+    refused = pytest.raises(UserError, match=r"--isolate: this machine allows no .*: start it as")
+    with refused, run_network(2, tmp_path, tmp_path, isolate=[], rate=None):
+        pass

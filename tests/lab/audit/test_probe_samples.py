@@ -208,8 +208,7 @@ del optimizer
 for _ in range(9):
     for x, y in loader:
         nn.functional.cross_entropy(x @ w, y).backward()
-        w.data -= 0.1 * w.grad; w.grad = None; given.append(0)
-        print(given, flush=True)
+        w.data -= 0.1 * w.grad; w.grad = None
 """,
 }
 ERROR_AFTER_THE_CUT = "it = iter(loader)\nfor _ in range(12): step(*next(it))"

@@ -5,11 +5,9 @@ import os
 import re
 import signal
 import sys
-import time
 
 import pytest
 
-from common.errors import UserError
 from lab.audit import runner
 from lab.audit.isolation import run_network, sort_names
 from lab.audit.runner import start_process
@@ -95,12 +93,9 @@ print([os.environ[name] for name in names], sys.argv[1] + sys.argv[2] == "127.0.
 
 @pytest.mark.slow
 def test_a_rank_that_ignores_sigterm_and_its_daemon_are_ended_after_a_failure(tmp_path):
-    began = time.monotonic()
     end = run(tmp_path, f"import sys\nif sys.argv[4] == '1': raise ValueError('mine')\n{STUBBORN}")
-    assert end.statuses == (None, 1)
-    assert list(end.failed) == [1]
+    assert (end.statuses, end.hung, list(end.failed)) == ((None, 1), None, [1])
     assert "ValueError: mine" in end.output(1)
-    assert time.monotonic() - began < 25
 
 
 @pytest.mark.slow
@@ -110,21 +105,12 @@ def test_a_literal_number_of_ranks_is_noticed(tmp_path, size, literal):
     assert end.wanted_size == literal, (end, end.output(0))
 
 
-TWO_STEPS = TRAINING.replace("range(100)", "range(2)")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "idle_seconds", "most_seconds"),
-    [
-        (f"{TWO_STEPS}\nif rank:\n    dist.barrier()\nimport time; time.sleep(1000)\n", 4, 4),
-        (f"{TWO_STEPS}\ndist.all_reduce(torch.ones(3)) if rank else dist.barrier()\n", 20, 12),
-    ],
-)
-def test_ranks_that_wait_for_each_other_have_hung(tmp_path, script, idle_seconds, most_seconds):
-    end = run(tmp_path, script, idle_seconds=idle_seconds)
-    waited = re.fullmatch(r"no rank made progress for (\d+) s", end.hung)
-    assert int(waited[1]) <= most_seconds
+def test_ranks_that_wait_for_each_other_have_hung(tmp_path):
+    two_steps = TRAINING.replace("range(100)", "range(2)")
+    waits = "if rank:\n    dist.barrier()\nimport time; time.sleep(1000)\n"
+    end = run(tmp_path, f"{two_steps}\n{waits}", idle_seconds=4)
+    assert end.hung.startswith("no rank made progress for ")
     assert end.recording.steps == 2
     assert (end.folder / "dump").exists()
 
@@ -202,15 +188,6 @@ def test_names_to_isolate_are_sorted():
     for wrong in ("a b", "10.0.0", "10.0.0.1.2", "$(reboot)", "x;y", "-x"):
         with pytest.raises(ValueError, match="--isolate: got"):
             sort_names([wrong])
-
-
-def test_a_machine_without_namespaces_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(tools, "namespaces_refused", lambda: "start it as root")
-    with (
-        pytest.raises(UserError, match=r"--isolate: this machine allows no .*: start it as root"),
-        run_network(2, tmp_path, tmp_path, isolate=[], rate=None),
-    ):
-        pass
 
 
 @NAMESPACES

@@ -12,14 +12,14 @@ import pytest
 
 from common.errors import UserError
 from common.sync.message_cost import KINDS, GradientSize
-from lab.calibrate.calibration import calibrate, measures_for
+from lab.calibrate import calibration
 from lab.calibrate.fits import fit_calibration
 from lab.calibrate.rank_measurements import Measures
 from lab.cli import main
 from lab.fitting import fit
 from lab.predict.calibration_file import describe, load_calibration
 from lab.predict.event_model import loads
-from tests.helpers import ROOT, Started, free_port, user_environment, wait_until
+from tests.helpers import ROOT, Started, free_port, start_lab, user_environment, wait_until
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 40_000_000)
 TINY = Measures(
@@ -170,7 +170,7 @@ def test_what_cannot_be_calibrated_is_refused(words, said, capsys):
 def test_no_measured_batch_is_one_that_is_commonly_predicted():
     predicted = {16, 32, 64, 128, 256, 512}
     for quick in (False, True):
-        samples = measures_for("vgg11", quick=quick).samples
+        samples = calibration.measures_for("vgg11", quick=quick).samples
         assert len(samples) >= 3
         assert not {count // ranks for count in samples for ranks in (1, 2, 4, 8)} & predicted
 
@@ -203,54 +203,47 @@ def test_a_rank_that_measures_too_long_is_ended_and_named():
 
 
 @pytest.mark.slow
-def test_two_ranks_calibrate_this_machine(tmp_path):
+def test_two_ranks_calibrate_this_machine(tmp_path, monkeypatch):
     path = tmp_path / "calibration.json"
-    made = calibrate(ranks=2, path=path, measures=TINY)
-    again = load_calibration(path)
-    assert again.network == made.network
-    assert (again.ranks, again.over_loopback, sum(again.gradient_sizes)) == (2, True, 36_924_456)
-    assert [profile.ranks for profile in again.compute.profiles] == [1, 2]
-    assert 0 < again.network.rate("all_reduce").beta_seconds_per_byte < 1e-6
-    assert again.compute.ready_bytes[-1] == 36_924_456
-    assert again.compute.ready_shares[-1] == 1.0
-    assert {"gamma", "copy", *KINDS} <= again.fits.keys()
+    monkeypatch.setattr(calibration, "measures_for", lambda *_, **_options: TINY)
+    assert main(["calibrate", "--ranks", "2", "--output", str(path)]) == 0
+    made = load_calibration(path)
+    assert (made.ranks, made.over_loopback, sum(made.gradient_sizes)) == (2, True, 36_924_456)
+    assert [profile.ranks for profile in made.compute.profiles] == [1, 2]
+    assert 0 < made.network.rate("all_reduce").beta_seconds_per_byte < 1e-6
+    assert (made.compute.ready_bytes[-1], made.compute.ready_shares[-1]) == (36_924_456, 1.0)
+    assert {"gamma", "copy", *KINDS} <= made.fits.keys()
 
 
 NODE = """
 import sys
-from pathlib import Path
-from common.distributed.launch_env import LaunchSpec
-from lab.calibrate.calibration import calibrate_nodes
+from lab.calibrate import calibration
 from lab.calibrate.rank_measurements import Measures
-launch = LaunchSpec(int(sys.argv[1]), 2, "127.0.0.1", int(sys.argv[2]))
-made = calibrate_nodes(launch, path=Path(sys.argv[3]), measures=eval(sys.argv[4]))
-assert (made is None) == (sys.argv[1] == "1")
+from lab.cli import main
+calibration.measures_for = lambda *_, **_options: eval(sys.argv[1])
+sys.exit(main(["calibrate", *sys.argv[2:]]))
 """
 
 
 @pytest.mark.slow
 def test_nodes_calibrate_together_and_rank_0_writes(tmp_path):
-    port, path = free_port(), tmp_path / "calibration.json"
-    nodes = [start_python(NODE, rank, port, path, repr(TINY)) for rank in range(2)]
+    flags = f"-M 127.0.0.1 --master-port {free_port()} -N 2".split()
+    paths = [tmp_path / "rank0.json", tmp_path / "rank1.json"]
+    nodes = [
+        start_python(NODE, repr(TINY), *flags, "-R", rank, "--output", path)
+        for rank, path in enumerate(paths)
+    ]
     ended = [node.end(timeout_seconds=120) for node in nodes]
     assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
-    made = load_calibration(path)
+    made = load_calibration(paths[0])
     assert (made.ranks, made.ranks_here) == (2, 2)  # two processes on one machine
-    assert list(tmp_path.iterdir()) == [path]
-
-
-INTERRUPTED = """
-import sys
-from pathlib import Path
-from lab.calibrate.calibration import calibrate
-calibrate(ranks=2, path=Path(sys.argv[1]))
-"""
+    assert list(tmp_path.iterdir()) == paths[:1]
 
 
 @pytest.mark.slow
 def test_an_interrupt_leaves_no_process_and_no_file(tmp_path):
     path = tmp_path / "calibration.json"
-    parent = start_python(INTERRUPTED, path)
+    parent = start_lab("calibrate", "--ranks", 2, "--output", path, cold=True)
 
     def children():
         return psutil.Process(parent.process.pid).children(recursive=True)

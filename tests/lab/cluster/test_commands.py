@@ -137,7 +137,7 @@ def here(capsys, *arguments):
 ENDS = {  # the command's last words, the signal to lab, and lab's exit status
     "well": ("true", None, 0),
     "failure": ("exit 3", None, 3),
-    "interrupt": ("sleep {mark}", signal.SIGINT, 130),
+    "interrupt": ("trap 'echo saved; exit' INT; sleep {mark} & wait", signal.SIGINT, 130),
     "kill": ("sleep {mark}", signal.SIGKILL, -9),
     "terminate": ("sleep {mark}", signal.SIGTERM, -15),
 }
@@ -195,10 +195,11 @@ def test_nothing_is_left_behind(lab, place, end):
         assert not any(left()), left()
     if end == "interrupt":
         assert "interrupted: all processes on all nodes have ended" in output
+        assert output.count("| saved") == 3, "each node got the signal"
 
 
 def sleeping(mark):
-    return [pid for pid in with_word(mark) if psutil.Process(pid).name() == "sleep"]
+    return with_word(mark, name="sleep")
 
 
 def stopped(mark):

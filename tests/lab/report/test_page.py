@@ -8,7 +8,6 @@ from lab.plot_style import NothingToShowError, plt
 from lab.report import html, tables
 from lab.report.drawings import figures
 from lab.report.drawings.curves import draw_loss
-from lab.report.drawings.svg import inline
 from lab.report.findings import findings
 from lab.report.view import blocks
 from tests.helpers.report_samples import BYTES, cell, on, results
@@ -197,16 +196,3 @@ def test_numbers_stand_beside_the_panels_not_on_lines(narrow):
         axes = draw(block, narrow=narrow).axes
         assert [text.get_text() for text in axes[0].texts] == first
         assert all(text.xy[0] > 1 for axis in axes for text in axis.texts)
-
-
-def test_a_figure_on_the_page_takes_its_colours_and_has_its_own_ids():
-    text = (
-        '<?xml version="1.0"?><svg viewBox="0 0 9 9"><pattern id="h1"><rect fill="#fffffe"/>'
-        '</pattern><path id="m1" style="fill: #1b1f23; stroke: url(#h1)"/>'
-        '<use xlink:href="#m1"/></svg>'
-    )
-    assert inline(text, "bytes") == (
-        '<svg aria-hidden="true" viewBox="0 0 9 9"><pattern id="bytes-h1"><rect '
-        'fill="var(--paper)"/></pattern><path id="bytes-m1" style="fill: currentColor; stroke: '
-        'url(#bytes-h1)"/><use xlink:href="#bytes-m1"/></svg>'
-    )

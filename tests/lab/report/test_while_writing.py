@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -16,18 +15,15 @@ from tests.helpers import TINY, make_image_folder, run_part, start_part
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory):
-    """Return the flags of a run of 60 epochs, two steps each."""
+def written(tmp_path_factory):
+    """Return the flags of a run of 60 epochs, two steps each, and its folder."""
     folder = tmp_path_factory.mktemp("while-writing")
     images = make_image_folder(folder / "images")
-    return [
+    flags = [
         *(*TINY, "--dataset", "folder", "--data-dir", images, "--batch-size", 12, "--threads", 1),
-        *("--epochs", 60, "--log-every", 1, "--output-dir", folder / "out", "--run-name", "same"),
+        *("--epochs", 60, "--log-every", 1, "--output-dir", folder, "--run-name", "same"),
     ]
-
-
-def run_folder(flags):
-    return Path(str(flags[flags.index("--output-dir") + 1])) / "PartOne-none" / "same"
+    return flags, folder / "PartOne-none" / "same"
 
 
 def report_until_end(writer, run, reports):
@@ -44,12 +40,9 @@ def report_until_end(writer, run, reports):
 
 
 @pytest.mark.slow
-def test_reports_of_a_run_that_is_writing(flags, tmp_path):
-    """Before the first part of a run has ended there is no report; then always the last whole one.
-
-    The second part continues where --stop-after-epoch ended the first.
-    """
-    run = run_folder(flags)
+def test_reports_of_a_run_that_is_writing(written, tmp_path):
+    """Before a run's first part has ended there is no report; then always the last whole one."""
+    flags, run = written
     first = start_part("PartOne", *flags, "--stop-after-epoch", 1, cwd=tmp_path)
     for refusal in filter(None, report_until_end(first, run, tmp_path)):
         assert re.search("has not finished|is not the folder of a run", refusal), refusal
@@ -60,12 +53,12 @@ def test_reports_of_a_run_that_is_writing(flags, tmp_path):
     assert len(read_repeat(run, seed=0)["losses"]) == 120
 
 
-def test_a_line_that_is_not_whole_is_left_out(flags, tmp_path):
+def test_a_line_that_is_not_whole_is_left_out(written, tmp_path):
     """A writer may be between the two halves of a line."""
-    if not (run_folder(flags) / "summary.json").exists():
+    flags, folder = written
+    if not (folder / "summary.json").exists():
         assert run_part("PartOne", *flags, cwd=tmp_path)[0].status == 0
-    run = tmp_path / "run"
-    shutil.copytree(run_folder(flags), run)
+    run = shutil.copytree(folder, tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"epoch": 61, "st')
     assert len(read_repeat(run, seed=0)["losses"]) == 120
