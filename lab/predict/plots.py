@@ -4,7 +4,7 @@
 """
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +49,17 @@ def draw_scaling(
         raise UserError(
             f"--figure: got {str(path)!r}; give a file that ends in {', '.join(_SUFFIXES)}"
         )
-    step_curves: dict[str, dict[int, float]] = {}
-    efficiency_curves: dict[str, dict[int, float]] = {}
-    for row in rows:
-        if row.prediction is not None and row.efficiency is not None:
-            step_curves.setdefault(row.sync, {})[row.nodes] = row.prediction.step_seconds
-            efficiency_curves.setdefault(row.sync, {})[row.nodes] = row.efficiency
-    rate_curves: dict[str, dict[float, float]] = {}
-    for rate, steps_at in by_rate.items():
-        for row in steps_at:
-            if row.prediction is not None:
-                curve = rate_curves.setdefault(row.sync, {})
-                curve[rate / 1e9] = row.prediction.step_seconds
+    at_nodes = [(row.nodes, row) for row in rows]
+    at_rates = [(rate / 1e9, row) for rate, steps_at in by_rate.items() for row in steps_at]
     nodes, rate_bits = asked
     with style():
         figure, (steps, efficiencies, rates) = grid(
             3, narrow=False, columns=1, height=3.7, extra=0.8
         )
-        _panel(steps, step_curves, "seconds a step", asked=nodes)
-        _panel(efficiencies, efficiency_curves, "efficiency", asked=nodes)
-        _panel(rates, rate_curves, "seconds a step", asked=rate_bits and rate_bits / 1e9)
+        _panel(steps, _curves(at_nodes), "seconds a step", asked=nodes)
+        efficiency = _curves(at_nodes, of=lambda row: row.efficiency)
+        _panel(efficiencies, efficiency, "efficiency", asked=nodes)
+        _panel(rates, _curves(at_rates), "seconds a step", asked=rate_bits and rate_bits / 1e9)
         steps.set_xlabel("nodes")
         rates.set_xlabel(f"Gbit/s of each link, {nodes:,} nodes")
         efficiencies.yaxis.set_major_formatter(
@@ -86,6 +77,18 @@ def draw_scaling(
             regular_target(path)
             figure.savefig(path, dpi=150)
         plt.close(figure)
+
+
+def _curves(
+    rows: Sequence[tuple[float, PredictedStep]],
+    of: Callable[[PredictedStep], Any] = lambda row: row.prediction and row.prediction.step_seconds,
+) -> dict[str, dict[float, float]]:
+    """Return a value of each row that has a prediction, by strategy and by number."""
+    curves: dict[str, dict[float, float]] = {}
+    for number, row in rows:
+        if row.prediction is not None:
+            curves.setdefault(row.sync, {})[number] = of(row)
+    return curves
 
 
 def _panel(

@@ -104,6 +104,12 @@ def answer(steps: Sequence[PredictedStep]) -> str:
     )
 
 
+def _console() -> Console:
+    """Return the terminal; a file or a pipe has no width of its own."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+
+
 def print_tables(
     summary: Sequence[str],
     steps: Sequence[PredictedStep],
@@ -116,9 +122,7 @@ def print_tables(
 
     batch_size : of the limits. cores : of the calibrated machine.
     """
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)  # a file or a pipe has no width of its own
+    console = _console()
     narrow = console.width < _NARROW
     notes = dict.fromkeys(
         f"{'none' if step.sync == 'none' else f'{step.nodes} nodes'}: {step.note}"
@@ -144,9 +148,7 @@ def print_rates(
     summaries: Sequence[Sequence[str]], tables: Mapping[str, Sequence[PredictedStep]]
 ) -> None:
     """Print step and speed-up at each rate, side by side; summaries and tables are by rate."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
+    console = _console()
     print_lines = partial(console.print, sep="\n", markup=False, soft_wrap=True)
     print_lines(*dict.fromkeys(line for summary in summaries for line in summary))
     headings = ["\nstrategy", "\nnodes", *(f"{rate}:\nstep (speed up)" for rate in tables)]

@@ -110,8 +110,6 @@ CHECKS = {
     "^source|^export": quick(),
     # benchmarks
     "train_step|loader": long(cifar=True),
-    "startup": long(),
-    "heartbeat": long("--pairs 2"),
     "audit_overhead": long("--pairs 1 --steps 2"),
     "benchmarks/sync": long("--rounds 2 --pairs 2"),
     "benchmarks/cluster": long("--rounds 2"),
