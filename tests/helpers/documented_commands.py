@@ -80,11 +80,15 @@ CHECKS = {
     "lab calibrate": long(prints="calibration.json"),
     "lab cluster run": long(prints=EQUAL),
     # recipes
+    "resnet18-transfer": Elsewhere("needs torchvision's weights; test_recipes has a file"),
     "--print-config": quick(prints="learning_rate = 0.05"),
     "--log-wandb": long(f"{SMALL} --no-validate", prints="test accuracy"),
     "--max-restarts": long(f"{SMALL} --no-amp --no-validate", prints=EQUAL),
     "--use-ema": long(
         "--dataset digits --local-batch-size 4 --max-steps 2 --no-amp --no-validate", prints=EQUAL
+    ),
+    "resnet50-cifar100 --distributed": long(
+        "--dataset digits -b 4 --max-steps 2 --no-amp --no-validate", prints=EQUAL
     ),
     "wide-resnet": long(f"{SMALL} --model wide_resnet16_4 --no-amp", prints=EQUAL),
     f"{FAST} --distributed": slow(f"{SMALL} --no-amp", prints=EQUAL),
@@ -97,7 +101,7 @@ CHECKS = {
     ),
     "--compute measured": long(prints="EMULATED"),
     "--timeline|^torchrun .*PartThree/main.py": slow(prints=EQUAL),
-    "--weight-decay 1e-4": long(prints="of 10,000 images", cifar=True),
+    "cs744": long(prints="of 10,000 images", cifar=True),
     "part-one": long(prints="test accuracy"),
     "check_strategy": slow(
         prints=r"2 ranks: equal to one process .*\n3 ranks, step 1: head.bias on rank 0",
