@@ -190,7 +190,12 @@ def test_a_report_counts_every_class_also_those_never_predicted(tmp_path):
     result = generate_eval_report(truth, predicted, 1.25, path, "x.pt", class_names=names)
     assert result["confusion_matrix"] == [[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 2, 0], [0, 0, 0, 0]]
     assert result["accuracy"] == 0.75
-    assert "1.2500" in path.read_text()
+    assert "Test loss: 1.2500" in path.read_text()
+    generate_eval_report(truth, predicted, 1.0, path, "y.pt", loss_is="sum")
+    both = path.read_text()
+    assert re.search(
+        r"Appended to the report above:\nCheckpoint: y.pt\nTest loss \(sum\): 1.0", both
+    )
     for truth, predicted in (([], []), ([0, 1], [0])):
         with pytest.raises(UserError, match="as many predictions as labels"):
             generate_eval_report(truth, predicted, 0.0, path, "x.pt")

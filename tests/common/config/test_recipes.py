@@ -12,6 +12,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,10 @@ from common.config.parser import parse_arguments
 from common.config.recipes import RECIPES, print_recipe
 from common.config.schema import Config, flag
 from common.data import DATASETS
+from common.distributed.launch_env import LaunchSpec
+from common.distributed.process_group import World
 from common.models import MODELS
+from common.reporting.header import run_warnings
 from common.utils.environment import _TORCHRUN_RULES
 from tests.helpers import (
     ROOT,
@@ -303,6 +307,41 @@ def test_gpus_that_are_not_there_are_one_line(capsys, monkeypatch):
     assert "--gpu-ids: got 6,7" in error
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("--recipe resnet50-cifar100 --batch-size 64", "each pass of a rank has 32; .* give -b 64"),
+        ("--recipe resnet50-cifar100 -b 64", None),
+        ("--recipe wide-resnet-cifar100 --batch-size 64", None),
+        ("--target-accuracy 0.8 --patience 3", "epoch. .*-accuracy and --patience .*wide-resnet-c"),
+        ("--dataset cifar100 --epochs 5", "5 epochs. .*add --recipe wide-resnet-cifar100 or resn"),
+        ("--accumulation-steps 2", "add --recipe resnet18-transfer-cifar10"),
+        ("--log-wandb --model resnet18", None),
+        ("--dataset digits --accumulation-steps 2", None),
+        ("--epochs 3 --lr 0.1", None),
+    ],
+)
+def test_who_trains_something_else_than_meant_is_told(command, said):
+    plan = SimpleNamespace(shards=2, batch_size=64)
+    setup = SimpleNamespace(config=parse(command), launch=LaunchSpec(), plan=plan, entries={})
+    setup.world, setup.amp = World(size=2), (None, "")
+    notices = run_warnings(setup)
+    assert len(notices) == (said is not None)
+    assert said is None or re.search(said, notices[0])
+
+
+def test_the_assignments_recipe_and_a_name_for_its_runs(tmp_path, images):
+    words = ["--recipe", "cs744", "--dataset", "folder", "--data-dir", images, "--max-steps", 2]
+    words += ["--batch-size", 8, "--output-dir", tmp_path, "--experiment", "mine"]
+    for ended in run_part("PartTwo", *words, "--sync", "all_reduce", ranks=2, cwd=tmp_path):
+        assert ended.status == 0, ended.err
+    config = json.loads((only_run_folder(tmp_path, "mine") / "config.json").read_text())
+    asked = {"learning_rate": 0.1, "schedule": "constant", "nesterov": False, "momentum": 0.9}
+    assert config.items() >= (asked | {"weight_decay": 1e-4, "batch_size": 8}).items()
+    recipe = parse("--recipe cs744")
+    assert (recipe.max_steps, recipe.batch_size, recipe.model) == (40, 256, "vgg11")
+
+
 # --- every recipe runs, in every way to start it ---
 
 
@@ -417,7 +456,9 @@ RUNS = {  # recipe: how it is started, its flags, and what it says
         "gloo",
     ),
 }
-WITH_A_TEST_OF_ITS_OWN = {"wide-resnet-cifar100", "resnet18-transfer-cifar10", "vgg11-cifar10-fast"}
+WITH_A_TEST_OF_ITS_OWN = {
+    *("wide-resnet-cifar100", "resnet18-transfer-cifar10", "vgg11-cifar10-fast", "cs744")
+}
 
 
 def test_every_recipe_is_trained_here():

@@ -159,6 +159,10 @@ def test_an_account_or_a_wish_decides_whether_wandb_goes_online(
     ]
     wanted = {"project": "data-parallel-lab", "name": "run", "mode": mode, "dir": str(tmp_path)}
     assert (wanted | {"config": {"epochs": 3}}).items() <= options.items()
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    for experiment, project in ((None, "theirs"), ("mine", "mine")):
+        trackers(tmp_path, wandb=True, wandb_project=experiment)
+        assert stub.init.call_args.kwargs["project"] == project
 
 
 def test_a_key_that_wandb_refuses_is_one_line_that_says_what_to_do(tmp_path, monkeypatch):
