@@ -155,7 +155,9 @@ def test_a_strategy_with_several_sizes_of_buckets_has_a_cell_for_each(tmp_path):
     configs = [parsed(run) for run in runs]
     expected = [("ddp", 4.0), ("ddp", 14.0), ("ddp", 9.0), ("sharded", 0.5)]
     assert [(config.sync, config.bucket_mb) for config in configs] == expected
-    written = [config.reports_folder / config.experiment / config.run_name for config in configs]
+    written = [
+        config.reports_folder / config.experiment_name / config.run_name for config in configs
+    ]
     assert written == [run.path for run in runs]
     assert len(set(written)) == len(names)
 
