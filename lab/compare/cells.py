@@ -168,6 +168,7 @@ def node_command(run: Run) -> list[str]:
         *("--output-dir", run.path.parent.parent, "--run-name", run.path.name),
         *("--untimed-steps", settings.warmup, "--timeline", *length),
         *(["--compute", run.folder / PROFILE] if settings.emulated else []),
+        "--no-amp",  # else PartThree alone would take fp16 on a GPU; --amp in the flags wins
         *settings.flags,
         *([] if size is None else ["--bucket-mb", size]),  # the last one counts
     ]

@@ -139,6 +139,9 @@ def test_every_strategy_is_started_by_a_command_that_its_part_understands(sync):
     assert (config.sync, config.batch_size, config.untimed_steps) == (sync, 90, 2)
     assert (config.timeline, config.measure_only) == (True, True)
     assert config.max_steps == 2 + 7 + (4 if sync == "local_sgd" else 1)
+    assert config.amp is False, "all cells in one precision, also PartThree's on a GPU"
+    [asked] = runs_of(asks(nodes=nodes, sync=(sync,), flags=("--use-amp",)))
+    assert parsed(asked).amp is True
 
 
 def test_a_strategy_with_several_sizes_of_buckets_has_a_cell_for_each(tmp_path):
