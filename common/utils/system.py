@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import secrets
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,12 +64,13 @@ def usable_cores() -> int:
 
 
 def free_port(start: int = 0, *, address: str = "") -> int:
-    """Return the first TCP port from ``start`` on that nothing listens on (0: any).
+    """Return the first TCP port from ``start`` on that nothing listens on.
 
-    address : of this machine; "" for all of them.
+    start : 0: a random one below those that the system gives to connections, one of which could
+        take the port before it is used. address : of this machine; "" for all of them.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    for port in range(start, 65536):
+    for port in range(start or 10_000 + secrets.randbelow(20_000), 65536):
         with socket.socket(family) as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, port))
