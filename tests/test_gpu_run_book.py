@@ -18,7 +18,7 @@ def start(*words):
     return Started(command, cwd=ROOT, env=user_environment(OMP_NUM_THREADS="1"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_dry_run_runs_every_step_and_a_later_call_goes_on(tmp_path):
     """The first call has time for one step, and that one is not repeated."""

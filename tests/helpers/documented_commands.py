@@ -107,7 +107,7 @@ CHECKS = {
         prints=r"2 ranks: equal to one process .*\n3 ranks, step 1: head.bias on rank 0",
         statuses=(1,),
     ),
-    "my_training.py PartTwo": slow(
+    "my_training.py PartTwo": long(
         prints=r"Rank: 0, Epoch: 2.*\n[23]\d\d of 360 test images are right"
     ),
     "my_training.py": long(prints="of 360 test images are right"),
