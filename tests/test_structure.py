@@ -155,6 +155,7 @@ MOST_PARAMETERS = 7
 MANY_PARAMETERS = {
     "prepare_model_for_training",  # the assignment's
     "train_model",
+    "generate_eval_report",
     "TrainingEngine.__init__",  # the engine's
     "TrainingEngine.train",
     "TrainingEngine.train_epoch",

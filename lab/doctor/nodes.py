@@ -270,7 +270,10 @@ def _compare(nodes: Nodes, name: str) -> CheckResult:
 
 def _backend(nodes: Nodes) -> CheckResult:
     gpus = place_ranks([node.peer for node in nodes.values()]).gpus
-    backend, why = choose_backend(None, gpus, len(nodes))
+    try:
+        backend, why = choose_backend(None, gpus, len(nodes))
+    except UserError as error:
+        return failure(str(error), "leave out nodes without a GPU, or train with --backend gloo")
     if gpus.count and backend == "gloo":
         return warning(why, "start one rank per GPU, and leave out nodes without a GPU")
     return ok(why or "Gloo, on CPUs")

@@ -29,7 +29,7 @@ def summarize(
     batch_size: int,
     scaling: str,
     is_reference: bool,
-    typical: bool,
+    typical: bool = False,
 ) -> list[str]:
     """Return what a reader must know first, a line each: calibration, model and batch, network.
 

@@ -149,9 +149,9 @@ def test_other_versions_code_data_and_cores_are_named_with_who_has_them():
 def test_ranks_that_share_a_gpu_would_not_use_nccl(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     backends = {
-        ("a", "a"): r"warning: .*ranks 0 and 1 share one GPU \(GPU-a\)",
+        ("a", "a"): r"failure: 2 ranks for 1 GPU: ranks 0 and 1 share one GPU \(GPU-a\)",
         ("a", "b"): "ok: NCCL: each of the 2 ranks has its own GPU",
-        ("a", ""): r"warning: .*rank 1 \(1\) sees no GPU",
+        ("a", ""): r"failure: 2 ranks for 1 GPU: rank 1 \(1\) sees no GPU",
         ("", ""): "ok: Gloo, on CPUs",
     }
     for gpus, text in backends.items():
