@@ -209,7 +209,7 @@ class Config:
         None,
         CLUSTER,
         "seconds to wait until all ranks have started (default: "
-        f"{BY_HAND_SECONDS:g} if each is started by itself with --master-ip, else --timeout)",
+        f"{BY_HAND_SECONDS:g} if each is started by hand with --master-ip, else --timeout)",
         type=float,
         above=0,
         maximum=86400,
@@ -695,7 +695,7 @@ class Config:
         return self.experiment or own
 
     def meeting_seconds(self, *, by_hand: bool) -> float:
-        """Return how long a rank waits for the others to start; ``by_hand``: without a launcher."""
+        """Return how long a rank waits for the others to start, ``by_hand`` or by a launcher."""
         return self.meeting_timeout or max(self.timeout, BY_HAND_SECONDS if by_hand else 0)
 
     def global_batch_size(self, shards: int) -> int:

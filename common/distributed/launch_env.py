@@ -60,6 +60,11 @@ class LaunchSpec:
     token: str = field(default_factory=run_token, repr=False)
 
     @property
+    def by_hand(self) -> bool:
+        """Whether somebody starts the ranks one by one: launchers set a local rank or a token."""
+        return self.local_rank is None and not self.token
+
+    @property
     def opens_store(self) -> bool:
         """Whether rank 0 opens the store where the ranks meet; else their launcher decides."""
         return self.local_rank is None or (

@@ -53,7 +53,7 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
                 launch,
                 backend=backend,
                 timeout_seconds=config.timeout,
-                meeting_seconds=config.meeting_seconds(by_hand=launch.local_rank is None),
+                meeting_seconds=config.meeting_seconds(by_hand=launch.by_hand),
             ) as world,
             warnings_on_rank0(world),
         ):

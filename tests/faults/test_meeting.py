@@ -102,6 +102,8 @@ def test_a_taken_port_says_which_one_to_use(tmp_path):
 def test_an_unreachable_master_says_why(tmp_path):
     port = free_port()
     alone = start_rank(1, 2, port, "--meeting-timeout", 2, cwd=tmp_path)
+    # a launcher, which makes a token, starts all ranks at once
+    launched = start_rank(1, 2, port, "--timeout", 2, "--run-token", "secret", cwd=tmp_path)
     named = start_part(
         "PartTwo",
         *QUICK,
@@ -115,10 +117,11 @@ def test_an_unreachable_master_says_why(tmp_path):
         60,
         cwd=tmp_path,
     )
-    assert_told(
-        alone.end(),
-        rf"could not reach rank 0 at 127\.0\.0\.1:{port} within 2 s \(connection refused\)",
-    )
+    for rank in (alone, launched):
+        assert_told(
+            rank.end(),
+            rf"could not reach rank 0 at 127\.0\.0\.1:{port} within 2 s \(connection refused\)",
+        )
     assert_told(named.end(), r"--master-ip no-such-host\.invalid is not an address")
 
 

@@ -18,6 +18,7 @@ import pytest
 from common.cli import _newest_checkpoint, main
 from common.config.parser import build_parser, parse_arguments
 from common.config.schema import Config
+from common.distributed.launch_env import LaunchSpec
 from common.errors import UserError
 from common.utils.paths import REPOSITORY
 from tests.helpers import ROOT, start_part
@@ -120,6 +121,21 @@ def test_every_number_and_every_choice_has_nonsense_above():
         if spec.metadata and (spec.metadata["type"] in (int, float) or spec.metadata["choices"])
     }
     assert set(NONSENSE) == checked
+
+
+def test_ranks_that_are_started_by_hand_have_ten_minutes_to_come():
+    for words, by_hand, seconds in (
+        ("", True, 600),
+        ("", False, 60),
+        ("--timeout 5", True, 600),
+        ("--timeout 5", False, 5),
+        ("--meeting-timeout 7", True, 7),
+    ):
+        config = parse_arguments("PartThree", "", ("ddp",), words.split())
+        assert config.meeting_seconds(by_hand=by_hand) == seconds
+    assert LaunchSpec(token="").by_hand
+    assert not LaunchSpec(token="a launcher's").by_hand
+    assert not LaunchSpec(local_rank=0, token="").by_hand
 
 
 @pytest.mark.parametrize(
