@@ -91,7 +91,7 @@ def run_warnings(setup: Setup) -> list[str]:
     per_pass = setup.plan.batch_size // (shards * config.accumulation_steps)
     sentences = (
         (
-            "local_batch_size" in recipe and config.batch_size is not None,
+            "local_batch_size" in recipe and config.batch_size not in (None, per_pass),
             f"--batch-size {config.batch_size} counts the samples of all ranks together, so each "
             f"pass of a rank has {per_pass}; the recipe says how many a pass has. For that give "
             f"-b {config.batch_size}",
