@@ -65,11 +65,9 @@ from common.training_engine import TrainingEngine
 from common.training_engine.lr_schedules import build_schedule
 from common.utils.system import tune_malloc, usable_cores
 
+# Multiply-adds of one sample's forward pass. Each is 2 operations, and the backward pass counts as
+# two more forward passes.
 VGG11_MACS = 152.8e6
-"""Multiply-adds of one sample's forward pass.
-
-Each is 2 operations, and the backward pass counts as two more forward passes.
-"""
 
 _WARM_UP_STEPS = 2
 _MEMORY_STEPS = 4

@@ -6,9 +6,9 @@ from typing import Any
 from common.errors import UserError
 from common.utils.typed_json import CALM, MOST_NUMBER, MOST_TEXT, shown
 
+# Not a union of texts, lists and objects: msgspec 0.22 crashes where a text with a pattern is in
+# one. So ``check_facts`` checks them.
 Facts = dict[str, Any]
-"""Not a union of texts, lists and objects: msgspec 0.22 crashes where a text with a pattern is in
-one. So ``check_facts`` checks them."""
 
 
 def check_facts(facts: Facts, *, name: str) -> None:

@@ -18,8 +18,8 @@ class Fit:
     values: tuple[float, ...]
     intervals: tuple[tuple[float, float], ...]
     worst_relative_error: float
+    # Each point: the varied quantity (bytes, samples), measured seconds, fitted seconds.
     points: tuple[tuple[float, float, float], ...]
-    """Each point: the varied quantity (bytes, samples), measured seconds, fitted seconds."""
 
 
 def fit(

@@ -70,8 +70,8 @@ class Measures:
 
 
 Row = list[int | float]
+# Seconds by name, with the CPU times under "cpu" and perhaps a number of "samples".
 Times = dict[str, int | float | dict[str, float]]
-"""Seconds by name, with the CPU times under "cpu" and perhaps a number of "samples"."""
 
 
 class MessageRound(TypedDict):

@@ -37,10 +37,10 @@ from lab.cluster.supervisor import NodeProgram
 from lab.processes.prefixed_output import write_log
 from lab.units import parse_latency, parse_rate
 
+# For ``python -P -c``, with the repository as argument, so that it need not be installed.
 SUPERVISOR_CODE = (
     "import sys; sys.path.insert(0, sys.argv[1]); from lab.cluster.supervisor import main; main()"
 )
-"""For ``python -P -c``, with the repository as argument, so that it need not be installed."""
 
 _READY_SECONDS, _CLOSE_SECONDS = 180.0, 10.0
 _POLL_SECONDS = 0.2

@@ -23,8 +23,8 @@ from common.utils.paths import REPOSITORY
 from common.utils.processes import end_process
 from common.utils.system import usable_cores
 
+# Exit status of a command that does not exist, as in a shell.
 NOT_FOUND = 127
-"""Exit status of a command that does not exist, as in a shell."""
 _PLACEHOLDERS = ("{master}", "{nodes}", "{rank}", "{port}")
 _PLACEHOLDER = re.compile(r"\{[a-z_]+\}")
 _INTERPRETERS = ("python", "python3")

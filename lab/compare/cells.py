@@ -16,8 +16,8 @@ from common.utils.paths import part_command
 from lab.compare.settings import Settings
 from lab.units import AUTO, split_variant
 
+# The file in which a comparison keeps its profile of emulated compute.
 PROFILE = "profile.json"
-"""The file in which a comparison keeps its profile of emulated compute."""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from lab.compare.cells import Run
 from lab.facts import Facts, check_facts
 from lab.processes.first_failure import find_root_failure
 
+# The facts of ``environment.json`` that must agree for times to be comparable.
 MACHINE_FACTS = ("cpu", "gpus", "torch", "usable_cores")
-"""The facts of ``environment.json`` that must agree for times to be comparable."""
 _MOST_LOG_BYTES = 2**20
 _NOT_REACHED = {"seconds_to_accuracy": None, "steps_to_accuracy": None}
 
@@ -63,6 +63,7 @@ class RunConfig(TypedDict):
     untimed_steps: NotRequired[Count | None]
 
 
+# The settings in ``config.json`` that must agree for two runs to be comparable.
 TRAINING_FACTS = (
     *("dataset", "training_images", "model", "batch_size", "seed", "learning_rate", "schedule"),
     *("warmup_steps", "warmup_epochs", "milestones", "step_factor", "scale_lr", "total_steps"),
@@ -70,7 +71,6 @@ TRAINING_FACTS = (
     *("accumulation_steps", "amp", "amp_dtype", "sync_batchnorm", "pretrained_weights"),
     *("unfreeze", "input_size", "normalise", "flip", "cutout", "tta", "untimed_steps"),
 )
-"""The settings in ``config.json`` that must agree for two runs to be comparable."""
 
 
 class MachineFacts(TypedDict, total=False):

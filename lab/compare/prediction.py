@@ -45,8 +45,8 @@ _LIMIT_SECONDS = 300.0
 _NEW_ENOUGH = timedelta(days=1)
 _CLASSES = 10  # of the last layer, a thousandth of the gradients
 
+# Number of nodes, rate of their links as it was given.
 Link = tuple[int, str | None]
-"""Number of nodes, rate of their links as it was given."""
 
 
 def predict(

@@ -20,8 +20,8 @@ _ONE_LINE = 0.03  # lines that differ by no more than this share are drawn as on
 _LETTER = 0.045  # of an axis' height, between two labels beside it
 _TICKS = 9  # numbers of nodes that fit below the axis
 _SUFFIXES = (".png", ".svg", ".pdf")
+# Bits per second.
 RATES_TO_DRAW = (1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2.5e10, 5e10, 1e11)
-"""Bits per second."""
 
 
 def numbers_to_draw(limit: int) -> list[int]:

@@ -33,12 +33,11 @@ from lab.report.view import CellRow, ComparisonGroup, Json, first_fit, listed
 
 STEPS = (2, 3, 4)
 GROWTH = 100.0  # of rounding, a step; from step 5 on the test would accept anything
+# The difference at step 2, relative to the loss, that rounding does not reach, by number type.
+# fp32: a hundred times what was measured. The others are estimates with a wide margin:
+# convolutions on a GPU may use TF32 and sum in another order from run to run; bf16 keeps two to
+# three digits.
 START = {"fp32": 1e-5, "fp32 on a GPU": 1e-4, "bf16": 1e-3, "fp16": 1e-3}
-"""The difference at step 2, relative to the loss, that rounding does not reach, by number type.
-
-fp32: a hundred times what was measured. The others are estimates with a wide margin: convolutions
-on a GPU may use TF32 and sum in another order from run to run; bf16 keeps two to three digits.
-"""
 DDP = "ddp"
 
 

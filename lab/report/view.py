@@ -22,8 +22,8 @@ from lab.units import parse_rate
 
 T = TypeVar("T")
 NOTHING = "–"
+# An object of results.json; lab/compare/results.py says and checks what it holds.
 Json = Mapping[str, Any]
-"""An object of results.json; lab/compare/results.py says and checks what it holds."""
 Interval = tuple[float, float]
 _RATE_UNITS = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
 

@@ -24,12 +24,12 @@ from lab.ssh.record import LaunchedHost, LaunchRecord, newest_launch, read_launc
 from lab.ssh.remote import Remote
 
 _MOST_BYTES = 2**32
+# Why a file of a host is not copied.
 _LEFT = {
     "kept": "different files with the same names are already here; to copy those of the hosts, "
     "give another --output-dir",
     "refused": "their names lead elsewhere, or they are hidden or no files",
 }
-"""Why a file of a host is not copied."""
 
 
 def collect(args: argparse.Namespace) -> int:

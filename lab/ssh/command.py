@@ -29,11 +29,11 @@ _OF_PARTS = {
         "--hosts says which and how many there are",
     ),
 }
+# Flags that lab launch sets itself, and what to do instead, or why.
 _OF_TORCHRUN = {
     "--standalone": "it is for one machine",
     "--node-rank": "--hosts says which there are",
 }
-"""Flags that lab launch sets itself, and what to do instead, or why."""
 
 _EXAMPLE = "lab launch --hosts node0,node1 -- python PartTwo/main.py --sync all_reduce"
 

@@ -30,6 +30,7 @@ _START_NODE = (
 )
 _MOST_NAMED = 16
 
+# A pattern of OpenSSH's or the shell's text, what is wrong, and the remedy.
 REFUSALS = (
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
@@ -101,7 +102,6 @@ REFUSALS = (
         "read sshd's log there (the cause may be MaxStartups, MaxSessions or a firewall)",
     ),
 )
-"""A pattern of OpenSSH's or the shell's text, what is wrong, and the remedy."""
 _NO_REASON = "Permanently added|Could not chdir to home directory"
 
 

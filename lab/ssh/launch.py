@@ -27,13 +27,13 @@ from lab.ssh.questions import doctor_passes, find_master, refuse_differences, ru
 from lab.ssh.record import LaunchedHost, LaunchRecord, write_launch
 from lab.ssh.remote import OnLine, Remote, ask, running, served, signal_all, wait
 
+# With more hosts the terminal shows only rank 0 and the first failure.
 _SHOWN_HOSTS = 8
-"""With more hosts the terminal shows only rank 0 and the first failure."""
 _GRACE_SECONDS, _SAVE_SECONDS = 8.0, 120.0
 _AFTER_SIGNAL_SECONDS = {signal.SIGINT: 5.0, signal.SIGTERM: _SAVE_SECONDS}
 _FAILURE_LINES = 20
+# As ssh itself reports that its connection broke.
 _LOST = 255
-"""As ssh itself reports that its connection broke."""
 
 
 def launch(args: argparse.Namespace) -> int:

@@ -27,8 +27,8 @@ _DOCTOR = (
 )
 _OF_DOCTOR = ("--dataset", "--data-dir", "--output-dir", "--timeout")
 _MOST_HOSTS = 8
+# See ``lab.ssh.node.facts``.
 Facts = Mapping[str, Any]
-"""See ``lab.ssh.node.facts``."""
 
 
 def refuse_differences(
