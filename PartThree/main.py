@@ -7,11 +7,11 @@ or on every machine, with its own --rank (0, 1, 2, 3):
     python PartThree/main.py --master-ip 10.0.0.1 --num-nodes 4 --rank 0
 
 What changes from Part Two: DistributedDataParallel averages the gradients in buckets while
-``backward`` still computes the others (common/sync/ddp.py); on GPUs over NCCL, with automatic
-mixed precision, if each rank has its own GPU (rank 0 says why, if not). Two more strategies send
-less, through torch's own hooks: --sync ddp_fp16 and --sync ddp_powersgd. They change the gradients,
-which fp16's loss scaling does not allow, so mixed precision is bf16 there. And two share out what
-every rank else holds: the optimiser's state with --sync ddp_zero1, everything with --sync fsdp.
+``backward`` still computes the others (common/sync/ddp.py); on GPUs over NCCL, with automatic mixed
+precision and a GPU for each rank (fewer are an error). Two more strategies send less, through
+torch's own hooks: --sync ddp_fp16 and --sync ddp_powersgd. They change the gradients, which fp16's
+loss scaling does not allow, so mixed precision is bf16 there. And two share out what every rank
+else holds: the optimiser's state with --sync ddp_zero1, everything with --sync fsdp.
 """
 
 import sys

@@ -217,7 +217,7 @@ class Config:
     backend: str | None = option(
         None,
         CLUSTER,
-        "library that sends the messages (default: nccl if every rank has its own GPU, else gloo)",
+        "library that sends the messages (default: nccl if a rank sees a GPU, else gloo)",
         choices=("nccl", "gloo"),
     )
 
