@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import distributed_c10d
 
 from common.distributed.collectives import gather_objects
 from common.distributed.process_group import current_world
@@ -106,7 +106,9 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
         with all threads. The process is killed (SIGALRM) if it takes longer than ten minutes.
     """
     # On a busy machine a rank may wait longer for rank 0, which measures alone, than for a message.
-    _set_pg_timeout(timedelta(seconds=_LIMIT_SECONDS))
+    newer = hasattr(dist, "set_timeout")  # some of the torch versions that pyproject.toml admits
+    set_timeout = dist.set_timeout if newer else distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=_LIMIT_SECONDS))
     tune_malloc()
     cores = usable_cores()
     threads = max(1, cores // ranks_here)
