@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.utils.dependencies import MODULES, OLDEST_PYTHON
+from common.utils.dependencies import MODULES, OLDEST_PYTHON, OLDEST_TORCH
 from tests.helpers import ROOT, user_environment
 from tests.helpers.expectations import read_usages
 
@@ -138,4 +138,14 @@ def test_the_list_of_packages_is_that_of_the_project():
     modules = {"scikit-learn": "sklearn", "pillow": "PIL"}
     names = [re.split("[<>=]", one)[0] for one in project["dependencies"]]
     assert sorted(modules.get(name, name) for name in names) == sorted(MODULES)
+    assert f"torch>={OLDEST_TORCH[0]}.{OLDEST_TORCH[1]},<2.16" in project["dependencies"]
     assert project["requires-python"] == ">=" + ".".join(map(str, OLDEST_PYTHON))
+
+
+@pytest.mark.parametrize("start", [("PartTwo/main.py", "--help"), ("-m", "lab", "predict")])
+def test_an_old_torch_is_named_before_it_is_imported(start, tmp_path):
+    (tmp_path / "torch-2.4.1.dist-info").mkdir()
+    (tmp_path / "torch-2.4.1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.4.1\n")
+    done = finished(sys.executable, *start, cwd=ROOT, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    assert "has torch 2.4.1; this project needs 2.8 or later" in done.stderr.splitlines()[0]

@@ -10,6 +10,7 @@ import sys
 from importlib.util import find_spec
 
 OLDEST_PYTHON = (3, 11)
+OLDEST_TORCH = (2, 8)
 # The modules of the packages in pyproject.toml's dependencies.
 MODULES = (
     "torch",
@@ -32,7 +33,7 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 def check_dependencies(
     command: "tuple[str, ...]" = tuple(sys.argv), optional: "tuple[str, ...]" = ()
 ) -> None:
-    """Exit with status 2 and a message if this Python is too old or lacks a package.
+    """Exit with status 2 and a message if this Python or its torch is too old, or lacks a package.
 
     command : what follows ``python``, for the message. optional : modules that may be missing,
     because the command itself reports them.
@@ -43,11 +44,23 @@ def check_dependencies(
         problem = f"is version {sys.version.split()[0]}; this project needs {oldest} or later"
     elif missing:
         problem = f"has no package {', '.join(missing)}"
+    elif _old_torch():
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        problem = f"has torch {_old_torch()}; this project needs {oldest} or later"
     else:
         return
     print(f"error: this Python ({sys.executable}) {problem}.", file=sys.stderr)
     print(_advice(" ".join(map(shlex.quote, command))), file=sys.stderr)
     sys.exit(2)
+
+
+def _old_torch() -> "str | None":
+    """Return the version of the installed torch if it is too old; it is not imported."""
+    from importlib.metadata import distributions  # not in Python 3.6
+
+    found = [torch.version for torch in distributions(name="torch")][:1]
+    release = [tuple(map(int, version.split(".")[:2])) for version in found]
+    return found[0] if release and release[0] < OLDEST_TORCH else None
 
 
 def _advice(command: str) -> str:
