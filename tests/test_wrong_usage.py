@@ -148,4 +148,4 @@ def test_an_old_torch_is_named_before_it_is_imported(start, tmp_path):
     (tmp_path / "torch-2.4.1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.4.1\n")
     done = finished(sys.executable, *start, cwd=ROOT, PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
-    assert "has torch 2.4.1; this project needs 2.8 or later" in done.stderr.splitlines()[0]
+    assert "has torch 2.4.1; this project needs 2.11 or later" in done.stderr.splitlines()[0]

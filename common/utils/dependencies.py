@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 
 OLDEST_PYTHON = (3, 11)
-OLDEST_TORCH = (2, 8)
+OLDEST_TORCH = (2, 11)
 # The modules of the packages in pyproject.toml's dependencies.
 MODULES = (
     "torch",
