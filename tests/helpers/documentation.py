@@ -69,7 +69,7 @@ class Page:
 
 def pages():
     """Return every page that a reader is sent to."""
-    files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("benchmarks/*.md"))]
     files += [ROOT / "reports/README.md", ROOT / "tests/lab/explain/logs/README.md"]
     return [Page(path) for path in [*files, *sorted((ROOT / "docs").rglob("*.md"))]]
 
