@@ -1,4 +1,4 @@
-"""Measure where a rank's memory goes, beside the closed forms: the tables of docs/memory.md.
+"""Measure where a rank's memory goes, beside the closed forms: the tables of memory.md.
 
     python benchmarks/memory.py                          # minutes
     python benchmarks/memory.py --models vgg11 --ranks 2 --sync ddp sharded

@@ -1,11 +1,11 @@
-"""docs/reliability.md lists every test in this folder, and only tests that exist."""
+"""README.md of this folder lists every test in this folder, and only tests that exist."""
 
 import re
 from pathlib import Path
 
 from tests.helpers import ROOT
 
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = Path(__file__).parent / "README.md"
 
 
 def functions_in(path):

@@ -1,8 +1,8 @@
 """The cases of tests/audit_cases/, scripts with one fault or none, and audits of them.
 
 ``read_cases`` returns them, and ``record_case`` audits one on a number of ranks, which are forked
-from a server that has imported torch; docs/audited_mistakes.md says how one is written. This file
-is also the program of these ranks: it installs the probe, as the start-up hook does in a new
+from a server that has imported torch; the folder's README.md says how one is written. This file is
+also the program of these ranks: it installs the probe, as the start-up hook does in a new
 interpreter, and runs the script.
 """
 

@@ -1,8 +1,7 @@
 """The pages as tests read them: their blocks, their commands, and the outputs that they show.
 
 ``python -m tests.helpers.documentation`` rewrites what the pages copy from the code: the outputs
-of `lab predict`, the tables of known errors, of the audit's findings and of the scripts that show
-them. Read the diff in git.
+of `lab predict`, the tables of known errors and of the audit's findings. Read the diff in git.
 """
 
 import contextlib
@@ -23,12 +22,8 @@ _KNOWN_ERRORS = re.compile(
     r"(?<=^\| error \| cause \| what to do \|\n\| --- \| --- \| --- \|\n)(\|.*\n)+", re.MULTILINE
 )
 _FINDINGS = re.compile(
-    r"(?<=^\| name \| severity \| what it means \|\n\| --- \| --- \| --- \|\n)(\|.*\n)*",
-    re.MULTILINE,
-)
-_MISTAKES = re.compile(
-    r"(?<=^\| finding \| what it looks like \| scripts \| not told from \|\n"
-    r"\| --- \| --- \| --- \| --- \|\n)(\|.*\n)*",
+    r"(?<=^\| finding \| severity \| an edit that makes it \| scripts \| not told from \|\n"
+    r"\| --- \| --- \| --- \| --- \| --- \|\n)(\|.*\n)*",
     re.MULTILINE,
 )
 
@@ -69,9 +64,11 @@ class Page:
 
 def pages():
     """Return every page that a reader is sent to."""
-    files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
-    files += [ROOT / "reports/README.md", ROOT / "tests/lab/explain/logs/README.md"]
-    return [Page(path) for path in [*files, *sorted((ROOT / "docs").rglob("*.md"))]]
+    folders = ("reports", "launch", "lab/explain", "tests/faults", "tests/audit_cases")
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    files += [ROOT / folder / "README.md" for folder in (*folders, "tests/lab/explain/logs")]
+    rest = [path for folder in ("benchmarks", "docs") for path in (ROOT / folder).rglob("*.md")]
+    return [Page(path) for path in [*files, *sorted(rest)]]
 
 
 def predict(command):
@@ -86,27 +83,19 @@ def predict(command):
 
 
 def findings_table():
-    """Return the rows of docs/auditing.md that list what an audit finds."""
-    from lab.audit.findings.finding import catalogue
-
-    return "".join(
-        f"| `{name}` | {one.severity} | {one.title} |\n" for name, one in catalogue().items()
-    )
-
-
-def mistakes_table():
-    """Return the rows of docs/audited_mistakes.md: how each finding looks. Each has a case."""
+    """Return the rows of tests/audit_cases/README.md: how each finding looks. Each has a case."""
     from lab.audit.findings.finding import catalogue
     from tests.helpers.audited import read_cases
 
     rows = []
-    for name in catalogue():
+    for name, finding in catalogue().items():
         cases = [one for one in read_cases() if name in one.finds | one.notices]
         whole = [one for one in cases if one.base.startswith("right_")]
         shown = min(whole, key=lambda one: (len(one.finds), len(one.edit)))
         others = sorted(frozenset().union(*(one.finds for one in cases)) - {name})
+        means = f"`{name}`: {finding.title} | {finding.severity}"
         looks = f"{shown.what}<br>{_edit_cell(shown.edit)}"
-        rows.append(f"| `{name}` | {looks} | {len(cases)} | {', '.join(others) or '-'} |\n")
+        rows.append(f"| {means} | {looks} | {len(cases)} | {', '.join(others) or '-'} |\n")
     return "".join(rows)
 
 
@@ -123,14 +112,13 @@ def _edit_cell(edit):
 
 
 def with_copies(text):
-    """Return a page with today's known errors, findings, mistakes and outputs of `lab predict`."""
+    """Return a page with today's known errors, findings and outputs of `lab predict`."""
     from lab.explain.diagnosis import KINDS, known_errors
 
     errors = sorted(known_errors(), key=lambda one: list(KINDS).index(one.kind))
     rows = "".join(f"| {one.title} | {one.cause} | {one.cure} |\n" for one in errors)
     text = _KNOWN_ERRORS.sub(lambda _: rows, text)
     text = _FINDINGS.sub(lambda _: findings_table(), text)
-    text = _MISTAKES.sub(lambda _: mistakes_table(), text)
     for command, shown in _PREDICTED.findall(text):
         text = text.replace(shown, predict(command))
     return text

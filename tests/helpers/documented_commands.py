@@ -64,7 +64,11 @@ CHECKS = {
     "--gpu_ids|--cuda": Elsewhere("needs the GPUs that it names"),
     # lab
     "ddp-auto": quick(prints=r"ddp-auto takes (the default buckets|buckets of \d+ MiB)"),
-    "predict .*(--figure|--nodes (256|1000|10000) )": slow(prints="What helps"),
+    "predict .*--figure": slow(prints="What helps"),
+    "predict --nodes 256 ": slow(prints=r"none +4,096 +595 "),
+    "predict --nodes 1000 ": slow(prints=r"ddp .* 123 +3,756 "),
+    "predict --nodes 10000 ": slow(prints=r"54\.2%(.|\n)*98\.7%"),
+    "predict --nodes 8 .*--calibration": quick(prints=r"ddp +8 +652 ms(.|\n)*powersgd +8 +237 ms"),
     "lab predict": quick(prints="What helps"),
     # 1 if something else holds the port
     "lab doctor": quick(prints="scikit-learn(.|\n)*ready", statuses=(0, 1)),
@@ -111,6 +115,7 @@ CHECKS = {
         prints=r"Rank: 0, Epoch: 2.*\n[23]\d\d of 360 test images are right"
     ),
     "my_training.py": long(prints="of 360 test images are right"),
+    "hierarchy": quick(prints=r"32 x 3,125 +0\.388 s"),
     "^source|^export": quick(),
     # benchmarks
     "train_step|loader": long(cifar=True),

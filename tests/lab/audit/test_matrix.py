@@ -1,4 +1,4 @@
-"""Each faulty case gets its own finding, on each number of ranks; docs/audited_mistakes.md."""
+"""Each faulty case gets its own finding, on each number of ranks; tests/audit_cases/README.md."""
 
 import os
 from dataclasses import replace
