@@ -26,7 +26,8 @@ from lab.calibrate.calibration import calibrate, default_ranks
 from lab.compare.cells import PROFILE, cell_suffix
 from lab.compare.executors import Executors
 from lab.compare.outcomes import MACHINE_FACTS
-from lab.compare.settings import Settings, first_that_holds
+from lab.compare.settings import Settings
+from lab.flags import first_that_holds
 from lab.predict.bucket_choice import with_best_buckets
 from lab.predict.calibration_file import (
     QUIET_SHARE,

@@ -54,8 +54,8 @@ from common.utils.typed_json import (
     shown,
 )
 from lab.compare.outcomes import MachineFacts, read_run_file
-from lab.compare.settings import first_that_holds
 from lab.facts import Facts, check_facts
+from lab.flags import refuse
 from lab.report.view import BatchSize, CellRow, LinkRate
 
 T = TypeVar("T")
@@ -203,8 +203,7 @@ def _check(results: Mapping[str, Any], name: str) -> None:
                     repeat["status"] == "done" and ranks != cell["nodes"]
                 ),
             }
-    if problem := first_that_holds(problems):
-        raise UserError(f"{name}: {problem}")
+    refuse({f"{name}: {problem}": is_there for problem, is_there in problems.items()})
 
 
 def gather(

@@ -35,6 +35,10 @@ _SAMPLED_RANKS = 32
 MessageSeconds = Annotated[float, Meta(ge=0, le=1e3)]
 ByteSeconds = Annotated[float, Meta(ge=0, le=1)]
 
+# Seconds of operations by what they are spent on, as shown to readers; the parts do not overlap.
+Terms = dict[str, float]
+TERMS = ("latency", "bandwidth", "root's link", "summation")
+
 
 @dataclass(frozen=True)
 class Rate:
@@ -121,40 +125,6 @@ class Network:
         )
 
 
-@dataclass(frozen=True)
-class Terms:
-    """The seconds of operations, by what they are spent on; the parts do not overlap."""
-
-    latency: float = 0.0
-    bandwidth: float = 0.0
-    root: float = 0.0
-    summation: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """All terms together."""
-        return self.latency + self.bandwidth + self.root + self.summation
-
-    @property
-    def largest(self) -> str:
-        """The name of the largest term, as shown to readers."""
-        spent = {
-            "latency": self.latency,
-            "bandwidth": self.bandwidth,
-            "root's link": self.root,
-            "summation": self.summation,
-        }
-        return max(spent, key=spent.__getitem__)
-
-    def __add__(self, other: "Terms") -> "Terms":
-        return Terms(
-            self.latency + other.latency,
-            self.bandwidth + other.bandwidth,
-            self.root + other.root,
-            self.summation + other.summation,
-        )
-
-
 def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
     """Return an operation's messages in a row, bytes on the busiest link, and bytes summed.
 
@@ -198,12 +168,12 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
     # Through a root, the bytes of all ranks share one link: more ranks make it slower, so it is a
     # term of its own.
     by_root = operation.kind in ("gather", "scatter")
-    return Terms(
-        count * max(messages * rate.alpha_seconds, rate.floor_seconds - passing),
-        bandwidth=0.0 if by_root else count * passing,
-        root=count * passing if by_root else 0.0,
-        summation=count * in_memory,
-    )
+    return {
+        "latency": count * max(messages * rate.alpha_seconds, rate.floor_seconds - passing),
+        "bandwidth": 0.0 if by_root else count * passing,
+        "root's link": count * passing if by_root else 0.0,
+        "summation": count * in_memory,
+    }
 
 
 @dataclass(frozen=True)
@@ -260,7 +230,8 @@ def message_terms(
     plan: MessagePlan, sizes: Sequence[int], ranks: int, *, network: Network
 ) -> Terms:
     """Return the seconds of all messages of a period, hidden behind backward or not."""
-    return sum((cost for _, cost in _costs(plan, sizes, ranks, network)), Terms())
+    costs = [cost for _, cost in _costs(plan, sizes, ranks, network)]
+    return {name: math.fsum(cost[name] for cost in costs) for name in TERMS}
 
 
 def _costs(
@@ -278,13 +249,13 @@ def _busy_and_exposed(
     beside_backward = [
         (
             None if one.ready_bytes is None else compute.ready_seconds(one.ready_bytes),
-            cost.seconds,
+            sum(cost.values()),
         )
         for one, cost in costs
         if one.needed_bytes is None
     ]
     gathers = [
-        (compute.needed_seconds(one.needed_bytes), cost.seconds)
+        (compute.needed_seconds(one.needed_bytes), sum(cost.values()))
         for one, cost in costs
         if one.needed_bytes is not None
     ]

@@ -13,6 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from common.errors import UserError, file_errors
 from common.utils.atomic_files import regular_target
+from common.utils.grouping import first_fit
 from lab.plot_style import color, grid, label_beside, marker, plt, style
 from lab.predict.tables import PredictedStep
 
@@ -129,14 +130,10 @@ def _panel(
 
 
 def _coinciding(curves: Mapping[str, Mapping[Any, float]]) -> list[list[str]]:
-    """Return the names in groups whose curves coincide."""
+    """Return the names in groups whose curves coincide with the group's first."""
 
-    def close(one: str, other: str) -> bool:
-        pairs = zip(curves[one].values(), curves[other].values(), strict=True)
+    def coincides(group: list[str], name: str) -> bool:
+        pairs = zip(curves[name].values(), curves[group[0]].values(), strict=True)
         return all(abs(own - reference) <= _ONE_LINE * reference for own, reference in pairs)
 
-    groups: dict[str, list[str]] = {}
-    for name in curves:
-        first = next((first for first in groups if close(name, first)), name)
-        groups.setdefault(first, []).append(name)
-    return list(groups.values())
+    return first_fit(curves, coincides)

@@ -110,7 +110,8 @@ def scaling_limits(
             held_by = "compute"
         else:
             several = max(2, nodes)
-            held_by = message_terms(at(plan, several), sizes, several, network=network).largest
+            terms = message_terms(at(plan, several), sizes, several, network=network)
+            held_by = max(terms, key=terms.__getitem__)
         found.append(
             ScalingLimit(
                 name,

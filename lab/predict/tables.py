@@ -18,7 +18,7 @@ from common.utils.registry import choices_text
 from lab.flags import refuse
 from lab.predict.bucket_choice import with_best_buckets
 from lab.predict.calibration_file import Calibration
-from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples
+from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples, times
 from lab.predict.event_model import (
     LARGEST_NODES,
     Network,
@@ -140,7 +140,7 @@ def predict_table(
             return PredictedStep(name, count, note="no formula")
 
         def gain(nodes: int = count, links: Network = network, factor: float = 1.0) -> float:
-            own = compute_of(calibration, nodes, **settings).times(factor)
+            own = times(compute_of(calibration, nodes, **settings), factor)
             plan = with_best_buckets(asked, sizes, nodes, network=links, compute=own)
             seconds = step_seconds(plan, sizes, nodes, network=links, compute=own)
             return (nodes / count if scaling == "weak" else 1) * step.step_seconds / seconds

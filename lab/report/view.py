@@ -7,11 +7,11 @@ together. ``CellRow`` alone computes speed-ups, efficiencies and prediction erro
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from statistics import fmean
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -22,7 +22,6 @@ from common.utils.grouping import grouped
 from common.utils.typed_json import Name, Ranks, Text
 from lab.units import parse_rate
 
-T = TypeVar("T")
 NOTHING = "–"
 # An object of results.json, which lab/compare/results.py has checked.
 Json = Mapping[str, Any]
@@ -250,17 +249,6 @@ def _rows(cells: Sequence[Json], rate: Any, predictions: Json) -> list[CellRow]:
         for cell in [*one, *several]
     ]
     return sorted(rows, key=lambda row: (row.nodes, order(row.sync)))
-
-
-def first_fit(items: Iterable[T], fits: Callable[[list[T], T], bool]) -> list[list[T]]:
-    """Put each item into the first group that it fits, else into a new one."""
-    groups: list[list[T]] = []
-    for item in items:
-        group = next((one for one in groups if fits(one, item)), [])
-        if not group:
-            groups.append(group)
-        group.append(item)
-    return groups
 
 
 def what_is_emulated(settings: Json) -> str:

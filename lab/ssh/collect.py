@@ -15,11 +15,11 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from common.errors import UserError, count
+from common.errors import UserError, count, first_of
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import calm
 from lab.processes.prefixed_output import say
-from lab.ssh.hosts import Host, SSHOptions, explain, first_of, parse_hosts, refuse
+from lab.ssh.hosts import Host, SSHOptions, explain, parse_hosts, refuse
 from lab.ssh.record import LaunchedHost, LaunchRecord, newest_launch, read_launch
 from lab.ssh.remote import Remote
 

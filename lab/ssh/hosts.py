@@ -228,9 +228,3 @@ def refuse(
         raise UserError(
             "\n".join([f"{len(problems)} of {of} host{'s' * (of > 1)} {what}", *lines, *more])
         )
-
-
-def first_of(names: Sequence[object], most: int = 8) -> str:
-    """Return at most ``most`` names with commas between, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
