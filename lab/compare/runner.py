@@ -5,6 +5,7 @@
 processes.
 """
 
+import math
 import shutil
 import statistics
 import time
@@ -61,16 +62,14 @@ def open_comparison(
         if settings.emulated
         else None
     )
-    cells, cores = plan_cells(settings), here["usable_cores"]
-    folder = new_folder(reports, "compare")
-    computes_here = not (here["gpus"] or settings.emulated or planned)
-    for cell in cells:
-        cell["oversubscribed"] = computes_here and cell["nodes"] > cores
+    elsewhere = here["gpus"] or settings.emulated or planned
+    cores = math.inf if elsewhere else here["usable_cores"]
+    cells, folder = plan_cells(settings, cores=cores), new_folder(reports, "compare")
     crowded = sorted({cell["nodes"] for cell in cells if cell["oversubscribed"]})
     warning = (
-        f"{' and '.join(map(str, crowded))} ranks share {count(cores, 'core')}, so their forward "
-        "and backward passes take turns: step times do not show what as many nodes would take, "
-        "and the ranks wait longer for each other"
+        f"{' and '.join(map(str, crowded))} ranks share {count(here['usable_cores'], 'core')}, so "
+        "their forward and backward passes take turns: step times do not show what as many nodes "
+        "would take, and the ranks wait longer for each other"
     )
     results = {
         "format": FORMAT,

@@ -19,7 +19,7 @@ from common.errors import UserError, count, first_of
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import calm
 from lab.processes.prefixed_output import say
-from lab.ssh.hosts import Host, SSHOptions, explain, parse_hosts, refuse
+from lab.ssh.hosts import Host, SSHOptions, explain, parse_hosts, refuse_hosts
 from lab.ssh.record import LaunchedHost, LaunchRecord, newest_launch, read_launch
 from lab.ssh.remote import Remote
 
@@ -62,7 +62,7 @@ def collect(args: argparse.Namespace) -> int:
             remote.kill()
     unreached = {one.host: explain(one.errors, one.host) for one in remotes if not one.ready}
     if len(unreached) == len(remotes):
-        refuse(unreached, of=len(remotes), what="cannot be reached; nothing was copied")
+        refuse_hosts(unreached, of=len(remotes), what="cannot be reached; nothing was copied")
     if not runs:
         raise UserError(
             f"no run {', '.join(names) or 'of that launch'} in {launch.reports} on "

@@ -18,7 +18,7 @@ from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.source_hash import code_differences
 from lab.processes.prefixed_output import PrefixedOutput
 from lab.ssh.command import NodeCommand
-from lab.ssh.hosts import Host, SSHOptions, refuse
+from lab.ssh.hosts import Host, SSHOptions, refuse_hosts
 from lab.ssh.remote import ask, running, served, wait
 
 _LISTEN_SECONDS, _DOCTOR_SECONDS = 30.0, 600.0
@@ -59,7 +59,7 @@ def refuse_differences(
                 f"the same machine as {twin}, so two ranks would share it: name it once, or give "
                 "--master-port if you want that"
             )
-    refuse(problems, of=len(hosts))
+    refuse_hosts(problems, of=len(hosts))
 
 
 def find_master(
@@ -94,7 +94,7 @@ def find_master(
         for host, answer in zip(hosts[1:], answers, strict=True)
         if answer.get(best) != ""
     }
-    refuse(problems, of=len(hosts))
+    refuse_hosts(problems, of=len(hosts))
     return best
 
 
