@@ -394,10 +394,9 @@ def _state(run: Run) -> tuple[str, dict[str, Any]]:
     with suppress(UserError):
         return "done", read_run(run)
     log, _ = rank_files(run, 0)
-    if log.exists():
-        with regular_target(log).open("rb") as file:
-            if not _lock(file, fcntl.LOCK_SH):
-                return "running", {}
+    with suppress(FileNotFoundError), regular_target(log).open("rb") as file:
+        if not _lock(file, fcntl.LOCK_SH):
+            return "running", {}
     why = _why_failed(run)
     if why is None and next(run.logs.glob("rank*.txt"), None) is None:
         return "missing", {}

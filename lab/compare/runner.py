@@ -7,7 +7,6 @@ processes.
 
 import math
 import shutil
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -217,11 +216,10 @@ def time_left(
     cells = prediction["cells"] if prediction and steps_known else {}
     if not (cells or done):
         return "time unknown until the first run has ended"
-    known = {name: one["step_seconds"] for name, one in cells.items()}
-    usual = statistics.median(known.values() or [0.0])  # for a strategy that cannot be predicted
+    steps = [cells[run.cell["id"]]["step_seconds"] if cells else 0.0 for run in to_do]
     expected = [
-        _START_UP_SECONDS + run.settings.total_steps * known.get(run.cell["id"], usual)
-        for run in to_do
+        _START_UP_SECONDS + run.settings.total_steps * step
+        for run, step in zip(to_do, steps, strict=True)
     ]
     pace = elapsed / sum(expected[:done]) if done else 1.0
     return f"about {duration(pace * sum(expected[done:]))}"
