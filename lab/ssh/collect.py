@@ -99,8 +99,12 @@ def wanted_runs(args: argparse.Namespace) -> tuple[LaunchRecord, SSHOptions, lis
                 "--hosts needs the names of runs: <part>-<sync>/<time> or <part>-<sync>; or give "
                 "the folder of a launch instead of --hosts"
             )
-        hosts = parse_hosts(args.hosts, shares_a_port=False)
-        launch = LaunchRecord(hosts=[LaunchedHost(host.given, options.workdir) for host in hosts])
+        launch = LaunchRecord(
+            hosts=[
+                LaunchedHost(host.given, options.workdir)
+                for host in parse_hosts(args.hosts, shares_a_port=False)
+            ]
+        )
     else:
         folder, *things = args.things or [newest_launch(args.output_dir)]
         launch = read_launch(Path(folder))
