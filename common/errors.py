@@ -2,8 +2,8 @@
 
 ``file_errors`` turns what the system or a parser says about a file into such an error, and the
 command line prints what ``explain`` makes of it. ``first_line`` and ``reason_of`` shorten other
-libraries' errors; ``count`` and ``ranks_text`` write numbers with their noun, and
-``print_to_stderr`` prints a line.
+libraries' errors; ``count`` and ``ranks_text`` write numbers with their noun, ``first_of`` some of
+many names, and ``print_to_stderr`` prints a line.
 """
 
 import re
@@ -50,6 +50,12 @@ def ranks_text(ranks: Sequence[int]) -> str:
     named = ranks[:8] if len(ranks) > 8 else ranks[:-1]
     last = f"{len(ranks) - 8} more" if len(ranks) > 8 else ranks[-1]
     return f"ranks {', '.join(map(str, named))} and {last}"
+
+
+def first_of(names: Sequence[object], most: int = 8) -> str:
+    """Return at most ``most`` names with commas between, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
 def first_line(error: BaseException) -> str:

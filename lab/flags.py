@@ -51,9 +51,13 @@ def add_command(
 
 def refuse(problems: Mapping[str, bool]) -> None:
     """Raise UserError with the first of these messages whose problem is there."""
-    for problem, is_there in problems.items():
-        if is_there:
-            raise UserError(problem)
+    if problem := first_that_holds(problems):
+        raise UserError(problem)
+
+
+def first_that_holds(sentences: Mapping[str, bool]) -> str:
+    """Return the first sentence that holds; "" if none does."""
+    return next((sentence for sentence, holds in sentences.items() if holds), "")
 
 
 def _run_imported(target: str, args: argparse.Namespace) -> int:

@@ -48,7 +48,10 @@ class MessagePlan:
         ``sizes`` : bytes of each parameter's gradient, in the order of the parameters. Strategies
         that look at types and shapes need ``GradientSize.of(parameters)``.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define operations()")
+        raise UserError(
+            f"{type(self).__name__} lacks operations(), so its time cannot be predicted: write it "
+            "(CONTRIBUTING.md says how), or compare with --no-predict"
+        )
 
     def update_share(self, ranks: int) -> float:
         """Return the share of the parameters that each rank's optimiser updates."""

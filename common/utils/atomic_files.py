@@ -13,6 +13,7 @@ import fcntl
 import os
 import secrets
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
@@ -62,6 +63,21 @@ def regular_target(path: Path) -> Path:
     with contextlib.suppress(FileNotFoundError):
         _check_regular(path, os.stat(target))
     return target
+
+
+def refuse_links(folder: Path, paths: Iterable[Path]) -> None:
+    """Raise UserError if a path in ``folder`` leads elsewhere, or to a FIFO or a device.
+
+    The folder may come from somebody else. The links on the way to it are the user's own.
+    """
+    for path in paths:
+        place = os.path.join(os.path.realpath(folder), path.relative_to(folder))
+        is_usual = path.is_file() or path.is_dir() or not path.exists()
+        if os.path.realpath(path) != place or not is_usual:
+            raise UserError(
+                f"{path} leads elsewhere through a link, or is no regular file: remove it, or copy "
+                "the folder again without links"
+            )
 
 
 def check_folder(path: Path) -> None:

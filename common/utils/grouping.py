@@ -1,6 +1,6 @@
-"""Group values by a key, such as the ranks by the value that they have."""
+"""Group values by a key, such as the ranks by the value that they have, or by what fits."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -12,4 +12,15 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     groups: dict[K, list[V]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
+    return groups
+
+
+def first_fit(items: Iterable[V], fits: Callable[[list[V], V], bool]) -> list[list[V]]:
+    """Put each item into the first group that it fits, else into a new one."""
+    groups: list[list[V]] = []
+    for item in items:
+        group = next((one for one in groups if fits(one, item)), [])
+        if not group:
+            groups.append(group)
+        group.append(item)
     return groups

@@ -10,7 +10,7 @@ from common.errors import reason_of
 
 def resolve(host: str) -> set[str]:
     """Return the addresses of a host name or address; none if the name is unknown."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):  # a part of more than 63 characters
         return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     return set()
 

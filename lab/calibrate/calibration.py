@@ -14,7 +14,6 @@ from lab.calibrate.fits import fit_calibration
 from lab.calibrate.rank_measurements import Measures, measure_rank
 from lab.predict.calibration_file import Calibration
 
-_IMAGE = (32, 32)  # height and width
 _MOST_RANKS = 8
 _SIZES = (
     (1_024, 20),
@@ -35,10 +34,8 @@ def measures_for(model: str, *, quick: bool) -> Measures:
     No number of samples is a common batch size, so no predicted cell is measured.
     """
     if quick:
-        return Measures(
-            model, _IMAGE, _SIZES[::2], rounds=3, step_rounds=2, samples=(24, 72, 140), steps=1
-        )
-    return Measures(model, _IMAGE, _SIZES, rounds=6, step_rounds=3, samples=(28, 100, 220), steps=2)
+        return Measures(model, _SIZES[::2], rounds=3, step_rounds=2, samples=(24, 72, 140), steps=1)
+    return Measures(model, _SIZES, rounds=6, step_rounds=3, samples=(28, 100, 220), steps=2)
 
 
 def default_ranks() -> int:

@@ -20,7 +20,7 @@ from common.utils.progress import console, show_progress
 from common.utils.system import tune_malloc, usable_cores
 from lab.calibrate.fits import fit_line, others_share, quiet
 from lab.calibrate.layer_timer import Call, LayerTimer
-from lab.calibrate.trainer import Trainer
+from lab.calibrate.trainer import IMAGE, Trainer
 from lab.predict.calibration_file import noise_warning
 
 SAMPLES = (16, 48, 112, 256)
@@ -32,7 +32,6 @@ def measure_profile(
     name: str,
     *,
     model: str = "vgg11",
-    image: tuple[int, int] = (32, 32),
     device: str = "cpu",
     samples: Sequence[int] = SAMPLES,
     rounds: int = _ROUNDS,
@@ -51,7 +50,7 @@ def measure_profile(
     tune_malloc()
     torch.set_num_threads(usable_cores())
     try:
-        trainer = Trainer(model, image, most_samples=max(samples), device=device)
+        trainer = Trainer(model, most_samples=max(samples), device=device)
         steps: list[dict[str, Any]] = []
         turns = [batch for _ in range(rounds) for batch in samples]
         console.print(
@@ -65,7 +64,7 @@ def measure_profile(
             for done, batch in enumerate(turns):
                 show(sum(turns[:done]))
                 steps += _timed_steps(trainer, timer, batch)
-        return _fit_profile(name, model, image, device, steps)
+        return _fit_profile(name, model, device, steps)
     finally:
         torch.set_num_threads(threads)
 
@@ -97,9 +96,7 @@ def _timed_steps(trainer: Trainer, timer: LayerTimer, samples: int) -> list[dict
     ]
 
 
-def _fit_profile(
-    name: str, model: str, image: tuple[int, int], device: str, steps: Sequence[dict[str, Any]]
-) -> Profile:
+def _fit_profile(name: str, model: str, device: str, steps: Sequence[dict[str, Any]]) -> Profile:
     """Return the profile whose lines fit each layer's median seconds in the quiet ``steps``."""
     counts = sorted({step["samples"] for step in steps})
     turns, here = [(step,) for step in steps], {"ranks_here": 1, "cores": usable_cores()}
@@ -126,7 +123,7 @@ def _fit_profile(
         threads=torch.get_num_threads(),
         made=datetime.now().isoformat(timespec="seconds"),
         model=model,
-        image=image,
+        image=IMAGE,
         layers=layers,
         update_seconds=statistics.median(step["update"] for same in by_count for step in same),
         others_share=others_share(turns, here),

@@ -4,7 +4,6 @@ All ranks begin and end each measurement together. ``measure_links`` measures al
 lab/predict/measured_links.py makes a network from.
 """
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.distributed.collectives import all_gather_single, reduce_scatter_single
+from common.distributed.collectives import all_gather_single
 from common.sync.message_cost import KINDS
 from common.sync.p2p import send_and_receive
 from common.sync.ring import ring_reduce_scatter
@@ -33,11 +32,11 @@ _MEMORY_PAIRS = 4
 
 
 def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
-    """Return the blocking call of that kind as a strategy makes it; it takes one tensor.
+    """Return the blocking call of that kind as a strategy makes it on Gloo; it takes one tensor.
 
-    On Gloo reduce_scatter sends the tensor's two halves at once, as ``sharded`` sends two buckets.
+    reduce_scatter sends the tensor's two halves at once, as ``sharded`` sends two buckets.
     """
-    if kind == "reduce_scatter" and dist.get_backend() != "nccl":
+    if kind == "reduce_scatter":
         return partial(_two_rings, size=size, threads=DaemonThreads(2))
 
     def buffers(tensor: Tensor) -> list[Tensor]:
@@ -53,9 +52,6 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
         ),
         "all_gather": lambda tensor: all_gather_single(
             tensor.new_empty(size * len(tensor)), tensor
-        ),
-        "reduce_scatter": lambda tensor: reduce_scatter_single(
-            tensor.new_empty(len(tensor) // size), tensor[: len(tensor) // size * size]
         ),
         "exchange": lambda tensor: send_and_receive(
             tensor, torch.empty_like(tensor), to=(rank + 1) % size, source=(rank - 1) % size
@@ -79,13 +75,10 @@ def measure_links(
     *,
     kinds: Sequence[str],
     shaped: bool,
-    device: torch.device | str = "cpu",
-    limit_seconds: float = math.inf,
 ) -> dict[str, Any]:
     """Return the fields of ``MeasuredLinks``, the same on all ranks. Collective.
 
-    shaped : the links' rate is known, so one large message size is enough. limit_seconds : no
-        further round of a message size begins after that.
+    shaped : the links' rate is known, so one large message size is enough.
     """
     sizes = [
         (SMALL, _SMALL_CALLS, _SMALL_ROUNDS),
@@ -99,19 +92,16 @@ def measure_links(
         for nbytes, calls, rounds in (sizes[:2] if shaped else sizes)[len(found[kind]) :]:
             # A buffer of that size: each rank has a part of it.
             part = nbytes // size if kind == "all_gather" else nbytes
-            tensor = torch.zeros(part // FLOAT_BYTES, device=device)
-            taken: list[float] = []
-            while len(taken) < rounds and sum(taken) * calls * len(pair) < limit_seconds:
-                taken.append(_seconds(pair, tensor, calls=calls))
-            # On Gloo two rings ran at once: half the bytes, half the time.
-            count = 2 if kind == "reduce_scatter" and dist.get_backend() != "nccl" else 1
+            tensor = torch.zeros(part // FLOAT_BYTES)
+            taken = [_seconds(pair, tensor, calls=calls) for _ in range(rounds)]
+            # Two rings ran at once: half the bytes, half the time.
+            count = 2 if kind == "reduce_scatter" else 1
             found[kind].append((part // count, statistics.median(taken) / count))
-    arena = torch.zeros(24_000_000, device=device)
+    arena = torch.zeros(24_000_000)
     per_byte = {
         name: over_ranks(
             statistics.median(seconds / nbytes for nbytes, seconds in rows),
             dist.ReduceOp.MAX,
-            device,
         )
         for name, rows in time_memory(arena).items()
     }
@@ -125,21 +115,14 @@ def _seconds(
 
     The first call is not timed: an idle shaped link lets some bytes pass at once.
     """
-    over_ranks(0.0, dist.ReduceOp.MAX, tensor.device)
+    over_ranks(0.0, dist.ReduceOp.MAX)
     for number in range(_WARM_UP_CALLS + calls):
         if number == _WARM_UP_CALLS:
-            began = host_time(tensor.device)
+            began = time.perf_counter()
         for call in calls_in_turn:
             call(tensor)
-    seconds = (host_time(tensor.device) - began) / calls / len(calls_in_turn)
-    return over_ranks(seconds, dist.ReduceOp.MAX, tensor.device)
-
-
-def host_time(device: torch.device) -> float:
-    """Return ``time.perf_counter()`` when the GPU, if it is one, has done all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    seconds = (time.perf_counter() - began) / calls / len(calls_in_turn)
+    return over_ranks(seconds, dist.ReduceOp.MAX)
 
 
 def parts_of(arena: Tensor, nbytes: int, repeats: int) -> list[Tensor]:
@@ -170,11 +153,9 @@ def barrier(_step: int = 0) -> None:
     dist.all_reduce(torch.zeros(2))
 
 
-def over_ranks(
-    value: float, op: dist.ReduceOp.RedOpType, device: torch.device | str = "cpu"
-) -> float:
+def over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:
     """Return the largest (MAX) or smallest (MIN) of all ranks' values. Collective."""
-    number = torch.tensor([value], dtype=torch.float64, device=device)
+    number = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(number, op=op)
     return float(number)
 
@@ -198,8 +179,8 @@ def _seconds_in_memory(
     act: Callable[[Tensor, Tensor], object], arena: Tensor, nbytes: int
 ) -> float:
     parts = parts_of(arena, nbytes, 2 * _MEMORY_PAIRS)
-    over_ranks(0.0, dist.ReduceOp.MAX, arena.device)
-    began = host_time(arena.device)
+    over_ranks(0.0, dist.ReduceOp.MAX)
+    began = time.perf_counter()
     for part, other in zip(parts[::2], parts[1::2], strict=True):
         act(part, other)
-    return (host_time(arena.device) - began) / _MEMORY_PAIRS
+    return (time.perf_counter() - began) / _MEMORY_PAIRS

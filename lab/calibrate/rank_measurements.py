@@ -47,7 +47,7 @@ class Measures:
 
     Parameters
     ----------
-    model, image : name of the model, and (height, width) of the images that it trains on.
+    model : by name, see common/models.
     sizes : of messages in bytes, each with the number of calls in a row that are timed together.
     rounds, step_rounds : rounds of the messages and of the training steps.
     samples : of the training steps of a rank that has its machine to itself; ranks that share a
@@ -56,7 +56,6 @@ class Measures:
     """
 
     model: str
-    image: tuple[int, int]
     sizes: tuple[tuple[int, int], ...]
     rounds: int
     step_rounds: int
@@ -123,7 +122,7 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
         )
         with torch.no_grad():
             turns = time_messages(rank, size, measures, show)
-        trainer = Trainer(measures.model, measures.image, most_samples=max(measures.samples))
+        trainer = Trainer(measures.model, most_samples=max(measures.samples))
         samples = _affordable(trainer, measures.samples, ranks_here)
         mine = tuple(max(2, count // ranks_here) for count in samples)
         found: RankMeasurements = {

@@ -19,6 +19,7 @@ from common.sync.message_cost import GradientSize
 from common.training import prepare_model_for_training
 from common.training_engine import StepRecord, TrainingEngine
 
+IMAGE = (32, 32)  # height and width
 WARM_UP_STEPS = 1
 _CLASSES = 10
 _BATCHES = 8  # of the largest size: more than the steps that are timed in a row
@@ -43,18 +44,15 @@ class Trainer:
     Parameters
     ----------
     model : by name, see common/models.
-    image : height and width.
     most_samples : the largest number of samples of a step.
     device : "cpu" or "cuda".
 
     The attributes ``model`` and ``criterion`` are public for hooks.
     """
 
-    def __init__(
-        self, model: str, image: tuple[int, int], *, most_samples: int, device: str = "cpu"
-    ) -> None:
+    def __init__(self, model: str, *, most_samples: int, device: str = "cpu") -> None:
         torch.manual_seed(_SEED)
-        images = torch.randint(0, 256, (_BATCHES * most_samples, *image, 3), dtype=torch.uint8)
+        images = torch.randint(0, 256, (_BATCHES * most_samples, *IMAGE, 3), dtype=torch.uint8)
         noise = ImageSet(images, torch.randint(0, _CLASSES, (len(images),)))
         self._dataset = Dataset(
             "noise", noise, noise, tuple(map(str, range(_CLASSES))), (0.5,) * 3, (0.29,) * 3

@@ -4,6 +4,7 @@
 student would type on each node.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,11 +68,15 @@ class Run:
         return self.folder / "logs" / f"{self.cell['id']}-{self.repeat + 1}"
 
 
-def plan_cells(settings: Settings) -> list[dict[str, Any]]:
-    """Return the cells without repeats: one node, then each strategy at each rate on more."""
+def plan_cells(settings: Settings, *, cores: float = math.inf) -> list[dict[str, Any]]:
+    """Return the cells without repeats: one node, then each strategy at each rate on more.
+
+    cores : those that the ranks of a cell share, if they do.
+    """
     weak = settings.scaling == "weak"
     cells = [
         new_cell(sync, nodes, rate=rate, batch_size=settings.batch_size * (nodes if weak else 1))
+        | {"oversubscribed": nodes > cores}
         for nodes in sorted(set(settings.nodes))
         for rate in (settings.rates if nodes > 1 else (None,))
         for sync in (settings.sync if nodes > 1 else ("none",))

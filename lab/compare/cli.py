@@ -158,11 +158,11 @@ RUN_CELL_FLAGS: dict[str, dict[str, Any]] = {
 
 def add_compare(commands: argparse._SubParsersAction) -> None:
     """Add ``lab compare``."""
-    _add(
+    add_command(
         commands,
         "compare",
-        COMPARE_FLAGS,
         run=_compare,
+        flags=COMPARE_FLAGS,
         passes_flags=True,
         help="compare strategies: train with each one on each number of nodes, and report which is "
         "fastest and why, and whether all compute the same; flags after -- go to every run",
@@ -171,11 +171,11 @@ def add_compare(commands: argparse._SubParsersAction) -> None:
 
 def add_report(commands: argparse._SubParsersAction) -> None:
     """Add ``lab report``."""
-    _add(
+    add_command(
         commands,
         "report",
-        REPORT_FLAGS,
         run=_report,
+        flags=REPORT_FLAGS,
         help="write the report of lab compare for runs that were started by hand, or again for an "
         "earlier comparison",
     )
@@ -183,25 +183,14 @@ def add_report(commands: argparse._SubParsersAction) -> None:
 
 def add_run_cell(commands: argparse._SubParsersAction) -> None:
     """Add ``lab run-cell``."""
-    _add(
+    add_command(
         commands,
         "run-cell",
-        RUN_CELL_FLAGS,
         run=_run_cell,
+        flags=RUN_CELL_FLAGS,
         help="run this node's part of one run of lab compare --plan; start it on each node, by a "
         "scheduler or by hand; lab report collects the runs",
     )
-
-
-def _add(
-    commands: argparse._SubParsersAction,
-    name: str,
-    flags: dict[str, dict[str, Any]],
-    **command: Any,
-) -> None:
-    parser = add_command(commands, name, **command)
-    for names, options in flags.items():
-        parser.add_argument(*names.split(), **options)
 
 
 def strategies(names: Sequence[str]) -> tuple[str, ...]:

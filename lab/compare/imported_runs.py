@@ -24,8 +24,6 @@ from lab.compare.outcomes import (
 from lab.compare.results import FORMAT, differences, distinct, gather
 from lab.predict.bucket_choice import has_buckets
 
-_DEFAULTS = {"flip": "random", "cutout": 0, "tta": "none"}  # of runs that had no such setting
-
 
 def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
     """Return the results of these runs in the format that lab/compare/results.py documents.
@@ -106,7 +104,7 @@ def _read(folder: Path, scaling: str) -> tuple[dict[str, Any], dict[str, Any], d
         profile = read_run_file(folder / "profile.json", Profile)
         compute = f"{profile.name} of {profile.made}"
     facts: dict[str, Any] = (
-        {name: config.get(name, _DEFAULTS.get(name)) for name in TRAINING_FACTS}
+        {name: config.get(name) for name in TRAINING_FACTS}
         | repeat["machine"]
         | {"compute": compute}
     )

@@ -9,7 +9,6 @@ notes its exit status in ``rank<r>.failed.json`` there. No run writes ``results.
 """
 
 import fcntl
-import hashlib
 import os
 import re
 import shlex
@@ -30,11 +29,11 @@ from common.config.schema import Config, flag
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.spawn import run_local_ranks
 from common.errors import GroupError, UserError, count, file_errors
-from common.utils.atomic_files import regular_target, write_atomically
+from common.utils.atomic_files import refuse_links, regular_target, write_atomically
 from common.utils.grouping import grouped
 from common.utils.paths import IN_CHECKOUT, REPOSITORY
 from common.utils.processes import on_signals, shell_status
-from common.utils.source_hash import code_facts
+from common.utils.source_hash import code_differences, code_facts
 from common.utils.typed_json import encode, shown
 from lab.compare.cells import Run, choose_buckets, in_turns, node_command, plan_cells
 from lab.compare.outcomes import (
@@ -48,10 +47,11 @@ from lab.compare.outcomes import (
 )
 from lab.compare.results import differences, distinct, gather, read_results, write_results
 from lab.compare.runner import open_comparison, prepare
-from lab.compare.settings import Settings, first_that_holds
+from lab.compare.settings import Settings
+from lab.flags import refuse
 from lab.predict.calibration_file import calibration_path
 
-_RUN_BY = (
+RUN_BY = (
     "PartOne/main.py",
     "PartTwo/main.py",
     "PartThree/main.py",
@@ -88,25 +88,12 @@ def plan_comparison(
             f"{' '.join(map(str, settings.rates))} needs emulated nodes: leave out one of the two"
         )
     folder, results = open_comparison(
-        settings, reports=reports, anew=anew, command=command, code=code_of_runs()
+        settings, reports=reports, anew=anew, command=command, code=code_facts(*RUN_BY)
     )
     begun = any((folder / name).exists() for name in ("logs", "runs"))
     can_predict = not begun and calibration_path().exists()
     prepare(settings, folder, results, None, predicts=predicts and can_predict)
     return folder, results
-
-
-def code_of_runs() -> dict[str, str]:
-    """Return torch's version and a digest of each file that a run uses.
-
-    Times of two nodes are comparable only if all of these are equal.
-    """
-    digests = {
-        name: hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()[:12]
-        for name in _RUN_BY
-        if (path := REPOSITORY / name).is_file()  # a wheel has no PartX/main.py
-    }
-    return dict(sorted((code_facts() | digests).items()))
 
 
 def _check_flags(settings: Settings, *, name: str) -> None:
@@ -148,12 +135,7 @@ def planned_runs(folder: Path, results: dict[str, Any]) -> list[Run]:
     _check_flags(settings, name=f"{file}: settings: flags")
     cells = plan_cells(settings)
     choose_buckets({"cells": cells, "prediction": results["prediction"]})
-    runs = in_turns(folder, settings, cells)
-    if results["plan"].get("runs") != [[*run.key] for run in runs]:
-        raise UserError(
-            f"{file}: the plan in it is damaged; make a new one by lab compare --plan --new"
-        )
-    return runs
+    return in_turns(folder, settings, cells)
 
 
 def planned_run(folder: Path, number: int) -> tuple[Run, dict[str, str]]:
@@ -211,11 +193,8 @@ def _by_hand(folder: Path) -> str:
 
 def spans(numbers: Sequence[int]) -> str:
     """Return ascending numbers as ranges, e.g. "0-3,5"."""
-    known = set(numbers)
-    firsts = [number for number in numbers if number - 1 not in known]
-    lasts = [number for number in numbers if number + 1 not in known]
-    ends = zip(firsts, lasts, strict=True)
-    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ends)
+    ranges = grouped((number - index, number) for index, number in enumerate(numbers)).values()
+    return ",".join("-".join(map(str, sorted({one[0], one[-1]}))) for one in ranges)
 
 
 # --- one run, on each of its nodes ---
@@ -232,7 +211,7 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
     if launch.rank >= run.nodes:
         return 0
     output, note = rank_files(run, launch.rank)
-    _refuse_links(run, output, note)
+    refuse_links(folder, (run.path, output, note))
     with file_errors(f"{output} cannot be written", ": allow writing there on each node"):
         output.parent.mkdir(parents=True, exist_ok=True)
         log = regular_target(output).open("ab")
@@ -242,7 +221,7 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
                 f"this run is already running: another job holds {output}; wait until it ends"
             )
         regular_target(note).unlink(missing_ok=True)
-        failure, status, done = None, 0, _outcome(run) is not None
+        failure, status, done = None, 0, _state(run)[0] == "done"
         if not done:
             log.truncate(0)
             try:
@@ -277,19 +256,6 @@ def rank_files(run: Run, rank: int) -> tuple[Path, Path]:
     return run.logs / f"rank{rank}.txt", run.logs / f"rank{rank}.failed.json"
 
 
-def _refuse_links(run: Run, *files: Path) -> None:
-    """Raise UserError if what a rank of ``run`` writes or removes is reached through a link.
-
-    The plan may come from somebody else. The links on the way to its folder are the user's own.
-    """
-    folder = os.path.realpath(run.folder)
-    for path in (run.path, *files):
-        if os.path.realpath(path) != os.path.join(folder, path.relative_to(run.folder)):
-            raise UserError(
-                f"{path} leads elsewhere through a link: remove the link, or make a new plan"
-            )
-
-
 def _within(seconds: float, holds: Callable[[], bool]) -> bool:
     """Return whether ``holds`` returns True within ``seconds``."""
     deadline = time.monotonic() + seconds
@@ -312,9 +278,8 @@ def _lock(file: IO[bytes], kind: int) -> bool:
 
 def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
     """Raise UserError if there are too few nodes, or this node's code differs from the plan's."""
-    name, nodes, here = name_of(run), run.nodes, code_of_runs()
-    other = sorted(file for file in here | dict(code) if here.get(file) != code.get(file))
-    some = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
+    name, nodes = name_of(run), run.nodes
+    other = code_differences(code_facts(*RUN_BY), code)
     problems = {
         f"{name} needs {nodes} nodes, and there {'is' if launch.world_size == 1 else 'are'} "
         f"{launch.world_size}: start it on at least {nodes}, e.g. with sbatch --nodes={nodes}": (
@@ -323,11 +288,10 @@ def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
         f"{name} has {nodes} nodes: give --master-ip, --num-nodes and --rank on each": (
             nodes > 1 and launch.master_ip is None
         ),
-        f"{os.uname().nodename} has other code than the plan ({some}), so its times would not be "
+        f"{os.uname().nodename} has other code than the plan ({other}), so its times would not be "
         "comparable: restore that code, or make a new plan with lab compare --plan": bool(other),
     }
-    if problem := first_that_holds(problems):
-        raise UserError(problem)
+    refuse(problems)
 
 
 def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> int:
@@ -362,13 +326,6 @@ def _why_failed(run: Run) -> str | None:
     in_order = sorted(notes, key=lambda rank: notes[rank].stat().st_mtime_ns)
     statuses = {rank: read_run_file(notes[rank], _Status) for rank in in_order}
     return describe_failure(statuses, {rank: output for rank, (output, _) in files.items()})
-
-
-def _outcome(run: Run) -> dict[str, Any] | None:
-    """Return what the run measured, as a repeat; None unless it has succeeded."""
-    with suppress(UserError):
-        return read_run(run)
-    return None
 
 
 # --- all runs ---
@@ -434,13 +391,12 @@ def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
 
 def _state(run: Run) -> tuple[str, dict[str, Any]]:
     """Return "done", "failed", "running" or "missing", and the repeat of an ended run."""
-    if outcome := _outcome(run):
-        return "done", outcome
+    with suppress(UserError):
+        return "done", read_run(run)
     log, _ = rank_files(run, 0)
-    if log.exists():
-        with regular_target(log).open("rb") as file:
-            if not _lock(file, fcntl.LOCK_SH):
-                return "running", {}
+    with suppress(FileNotFoundError), regular_target(log).open("rb") as file:
+        if not _lock(file, fcntl.LOCK_SH):
+            return "running", {}
     why = _why_failed(run)
     if why is None and next(run.logs.glob("rank*.txt"), None) is None:
         return "missing", {}

@@ -4,7 +4,6 @@
 the event model to each cell.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +25,8 @@ from lab.calibrate.calibration import calibrate, default_ranks
 from lab.compare.cells import PROFILE, cell_suffix
 from lab.compare.executors import Executors
 from lab.compare.outcomes import MACHINE_FACTS
-from lab.compare.settings import Settings, first_that_holds
+from lab.compare.settings import Settings
+from lab.flags import first_that_holds
 from lab.predict.bucket_choice import with_best_buckets
 from lab.predict.calibration_file import (
     QUIET_SHARE,
@@ -156,21 +156,20 @@ def forecast(
         )
         network = networks.get((nodes, cell["rate"]), Network(0.0, 0.0))  # one node sends nothing
         on_links: dict[str, Any] = {"network": network, "compute": compute_at(nodes)}
-        with contextlib.suppress(NotImplementedError):  # the plan does not say what it sends
-            plan = with_best_buckets(plans[cell["sync"]], gradients, nodes, **on_links)
-            step = predict_step(plan, gradients, nodes, **on_links)
-            found[cell["id"]] = {
-                "step_seconds": step.step_seconds,
-                "compute_seconds": step.compute_seconds,
-                "sync_seconds": step.sync_seconds,
-                "in_scope": not why,
-                "why": why,
-                "bucket_mb": getattr(plan, "bucket_mb", None),
-                "bytes_sent": [
-                    float(plan.bytes_sent(gradients, rank, nodes)) / plan.period
-                    for rank in range(nodes)
-                ],
-            }
+        plan = with_best_buckets(plans[cell["sync"]], gradients, nodes, **on_links)
+        step = predict_step(plan, gradients, nodes, **on_links)
+        found[cell["id"]] = {
+            "step_seconds": step.step_seconds,
+            "compute_seconds": step.compute_seconds,
+            "sync_seconds": step.sync_seconds,
+            "in_scope": not why,
+            "why": why,
+            "bucket_mb": getattr(plan, "bucket_mb", None),
+            "bytes_sent": [
+                float(plan.bytes_sent(gradients, rank, nodes)) / plan.period
+                for rank in range(nodes)
+            ],
+        }
     return found
 
 
@@ -236,11 +235,8 @@ def kinds_of(
 ) -> list[str]:
     """Return the kinds of operations of these strategies, for lab/calibrate/link_probe.py."""
     names = [split_variant(name)[0] for name in strategies]
-    kinds = set()
-    for plan in message_plans(names, {**options, "bucket_mb": None}).values():
-        with contextlib.suppress(NotImplementedError):
-            kinds |= {one.kind for one in plan.operations(gradients, nodes)}
-    return sorted(kinds)
+    plans = message_plans(names, {**options, "bucket_mb": None}).values()
+    return sorted({one.kind for plan in plans for one in plan.operations(gradients, nodes)})
 
 
 def _measure_network(

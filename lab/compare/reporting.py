@@ -6,6 +6,7 @@ from typing import Any
 
 from common.errors import INTERRUPTED, UserError
 from common.reporting.run_lock import lock_folder
+from common.utils.atomic_files import refuse_links
 from common.utils.paths import new_folder
 from common.utils.progress import console
 from lab.compare.executors import Executors
@@ -68,7 +69,7 @@ def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
             raise UserError(
                 f"{folder} is a comparison: give only this folder, or only folders of runs"
             )
-        _refuse_links(folder)
+        refuse_links(folder, folder.iterdir())  # the report replaces files in it
         results = read_results(folder / "results.json")
     lines = merge_results(folder, results)["warnings"] if "plan" in results else []
     different = [f"not comparable: {one}" for one in results.get("differences", [])]
@@ -76,19 +77,6 @@ def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
         console.print(line, markup=False)
     _write_and_print(folder, results)
     return 0
-
-
-def _refuse_links(folder: Path) -> None:
-    """Raise UserError if a name in ``folder`` leads out of it, or to a FIFO or a device.
-
-    The folder may come from somebody else, and the report replaces files in it.
-    """
-    for path in folder.iterdir():
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise UserError(
-                f"{path} is a link or no regular file, and the report could write through it: "
-                "remove it, or copy the comparison without links"
-            )
 
 
 def _write_and_print(folder: Path, results: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Annotated, Any, NotRequired, Required, TypedDict, TypeVar
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from common.errors import UserError
 from common.reporting.run_files import RankRow, StepSeconds, StepTime, TimelineFile
@@ -42,7 +42,6 @@ from common.utils.typed_json import (
     Finite,
     LocalTime,
     Name,
-    Ranks,
     Seconds,
     Seed,
     Share,
@@ -55,17 +54,15 @@ from common.utils.typed_json import (
     shown,
 )
 from lab.compare.outcomes import MachineFacts, read_run_file
-from lab.compare.settings import first_that_holds
 from lab.facts import Facts, check_facts
+from lab.flags import refuse
+from lab.report.view import BatchSize, CellRow, LinkRate
 
 T = TypeVar("T")
 
 FORMAT = 1
 TIMES = ("step", "data", "forward", "backward", "sync", "update", "wait", "wire")
 
-CellId = Annotated[str, Meta(pattern=r"^\w[\w.-]{0,199}\Z")]
-LinkRate = Annotated[str, Meta(pattern=r"^[\w. /]{1,40}\Z")] | Annotated[float, Meta(gt=0, le=1e18)]
-_BatchSize = Annotated[int, Meta(ge=1, le=2**40)] | Annotated[float, Meta(gt=0, le=2**40)]
 _Many = Annotated[list[Text], Meta(max_length=100_000)]
 
 
@@ -92,22 +89,13 @@ class MedianEntry(StepSeconds):
     others_bytes_sent: Bytes | None
 
 
-class CellEntry(TypedDict):
-    """A strategy on a number of nodes."""
+class CellEntry(CellRow, frozen=True, kw_only=True):
+    """A strategy on a number of nodes, with what the report leaves to this check."""
 
-    id: CellId
-    sync: Name
-    nodes: Ranks
-    rate: LinkRate | None
-    batch_size: _BatchSize | None
-    exact: bool
     group: Annotated[int, Meta(ge=0, le=100_000)]
-    oversubscribed: bool
-    status: Annotated[str, Meta(pattern=r"^(done|partial|failed|pending)\Z")]
-    message: Text | None
     repeats: Annotated[list[RepeatEntry], Meta(max_length=100_000)]
-    median: MedianEntry | None
-    interval: dict[Name, tuple[Finite | None, Finite | None]] | None
+    medians: MedianEntry | None = field(name="median")
+    intervals: dict[Name, tuple[Finite | None, Finite | None]] | None = field(name="interval")
 
 
 class PredictedCell(TypedDict, total=False):
@@ -126,7 +114,7 @@ class PredictionEntry(TypedDict):
     """What was predicted before the first run."""
 
     made: LocalTime
-    cells: dict[CellId, PredictedCell]
+    cells: dict[Name, PredictedCell]
     calibration: NotRequired[Facts]
 
 
@@ -141,7 +129,7 @@ class KnownSettings(MachineFacts, total=False):
 
     dataset: Text | None
     scaling: Annotated[str, Meta(pattern=r"^(strong|weak)\Z")] | None
-    batch_size: _BatchSize | None
+    batch_size: BatchSize | None
     num_classes: Annotated[int, Meta(ge=1, le=10**6)] | None
     until_accuracy: Share | None
     rates: list[LinkRate | None] | None
@@ -162,7 +150,7 @@ class Results(TypedDict):
     prediction: NotRequired[PredictionEntry | None]
     groups: NotRequired[dict[Text, KnownSettings]]
     cells: Annotated[list[CellEntry], Meta(max_length=100_000)]
-    timelines: dict[CellId, TimelineFile]
+    timelines: dict[Name, TimelineFile]
     plan: NotRequired[PlanEntry]
 
 
@@ -215,8 +203,7 @@ def _check(results: Mapping[str, Any], name: str) -> None:
                     repeat["status"] == "done" and ranks != cell["nodes"]
                 ),
             }
-    if problem := first_that_holds(problems):
-        raise UserError(f"{name}: {problem}")
+    refuse({f"{name}: {problem}": is_there for problem, is_there in problems.items()})
 
 
 def gather(

@@ -5,8 +5,8 @@
 processes.
 """
 
+import math
 import shutil
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -61,16 +61,14 @@ def open_comparison(
         if settings.emulated
         else None
     )
-    cells, cores = plan_cells(settings), here["usable_cores"]
-    folder = new_folder(reports, "compare")
-    computes_here = not (here["gpus"] or settings.emulated or planned)
-    for cell in cells:
-        cell["oversubscribed"] = computes_here and cell["nodes"] > cores
+    elsewhere = here["gpus"] or settings.emulated or planned
+    cores = math.inf if elsewhere else here["usable_cores"]
+    cells, folder = plan_cells(settings, cores=cores), new_folder(reports, "compare")
     crowded = sorted({cell["nodes"] for cell in cells if cell["oversubscribed"]})
     warning = (
-        f"{' and '.join(map(str, crowded))} ranks share {count(cores, 'core')}, so their forward "
-        "and backward passes take turns: step times do not show what as many nodes would take, "
-        "and the ranks wait longer for each other"
+        f"{' and '.join(map(str, crowded))} ranks share {count(here['usable_cores'], 'core')}, so "
+        "their forward and backward passes take turns: step times do not show what as many nodes "
+        "would take, and the ranks wait longer for each other"
     )
     results = {
         "format": FORMAT,
@@ -218,11 +216,10 @@ def time_left(
     cells = prediction["cells"] if prediction and steps_known else {}
     if not (cells or done):
         return "time unknown until the first run has ended"
-    known = {name: one["step_seconds"] for name, one in cells.items()}
-    usual = statistics.median(known.values() or [0.0])  # for a strategy that cannot be predicted
+    steps = [cells[run.cell["id"]]["step_seconds"] if cells else 0.0 for run in to_do]
     expected = [
-        _START_UP_SECONDS + run.settings.total_steps * known.get(run.cell["id"], usual)
-        for run in to_do
+        _START_UP_SECONDS + run.settings.total_steps * step
+        for run, step in zip(to_do, steps, strict=True)
     ]
     pace = elapsed / sum(expected[:done]) if done else 1.0
     return f"about {duration(pace * sum(expected[done:]))}"

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from common.errors import UserError
+from lab.flags import refuse
 from lab.units import parse_bucket_mb, parse_rate, split_variant
 
 _STRATEGY_FLAGS: dict[str, Callable[[str], Any]] = {
@@ -17,11 +18,6 @@ _STRATEGY_FLAGS: dict[str, Callable[[str], Any]] = {
 }
 _MOST = 10**6
 _AVERAGING_PERIOD = 4  # the default of local_sgd
-
-
-def first_that_holds(sentences: Mapping[str, bool]) -> str:
-    """Return the first sentence that holds; "" if none does."""
-    return next((sentence for sentence, holds in sentences.items() if holds), "")
 
 
 @dataclass(frozen=True)
@@ -83,8 +79,7 @@ class Settings:
                 self.emulated and self.until_accuracy is not None
             ),
         }
-        if problem := first_that_holds(problems):
-            raise UserError(problem)
+        refuse(problems)
         from lab.predict.tables import message_plans  # slow, and --help imports this file
 
         for name, plan in message_plans(self.sync, groups=("all", "exact")).items():

@@ -18,7 +18,7 @@ import psutil
 
 from common.errors import UserError, first_line
 from common.utils.environment import git, package_version, read_settings, setting
-from common.utils.source_hash import source_digests
+from common.utils.source_hash import code_digest
 from common.utils.system import missing_features, usable_cores
 from lab.cluster import tools
 from lab.doctor.check_result import CheckResult, failure, ok, warning
@@ -145,11 +145,6 @@ def commit() -> str:
     name = git("rev-parse", "--short", "HEAD") or "unknown"
     changes = " with uncommitted changes" if git("status", "--porcelain", "-uno") else ""
     return f"{name}{changes}"
-
-
-def code_digest() -> str:
-    """Return twelve digits of a SHA-256 over the source files that all ranks must share."""
-    return hashlib.sha256(repr(source_digests()).encode()).hexdigest()[:12]
 
 
 def check_dataset(flags: Namespace) -> CheckResult:

@@ -37,10 +37,11 @@ from common.errors import GroupError, UserError, ranks_text
 from common.utils.grouping import grouped
 from common.utils.network import listen, route_to, why_unreached
 from common.utils.processes import in_thread
+from common.utils.source_hash import code_digest
 from common.utils.system import usable_cores
 from common.utils.typed_json import Finite, Rank, Ranks, Text, decode, encode
 from lab.doctor.check_result import CheckResult, failure, ok, warning
-from lab.doctor.machine import check_dataset, code_digest, commit, versions
+from lab.doctor.machine import check_dataset, commit, versions
 
 _PROBE_SECONDS = 5.0
 _GRACE_SECONDS = 5.0

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from msgspec import Meta
 
@@ -69,15 +69,6 @@ class StepCompute:
             tuple(accumulate(begins, min)),
         )
 
-    def times(self, factor: float) -> "StepCompute":
-        """Return this step with every time multiplied by ``factor``."""
-        return replace(
-            self,
-            before_seconds=self.before_seconds * factor,
-            backward_seconds=self.backward_seconds * factor,
-            update_seconds=self.update_seconds * factor,
-        )
-
     @property
     def seconds(self) -> float:
         """The whole step without messages."""
@@ -119,6 +110,17 @@ class ComputeProfile:
             raise ValueError(
                 f"forward and backward take no time, expected at least {LEAST_SECONDS} s"
             )
+
+
+Timed = TypeVar("Timed", StepCompute, ComputeProfile)
+
+
+def times(timed: Timed, factor: float) -> Timed:
+    """Return a step or a profile with every time multiplied by ``factor``."""
+    seconds = {
+        name: factor * value for name, value in vars(timed).items() if name.endswith("_seconds")
+    }
+    return replace(timed, **seconds)
 
 
 @dataclass(frozen=True)

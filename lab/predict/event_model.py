@@ -35,6 +35,10 @@ _SAMPLED_RANKS = 32
 MessageSeconds = Annotated[float, Meta(ge=0, le=1e3)]
 ByteSeconds = Annotated[float, Meta(ge=0, le=1)]
 
+# Seconds of operations by what they are spent on, as shown to readers; the parts do not overlap.
+Terms = dict[str, float]
+TERMS = ("latency", "bandwidth", "root's link", "summation")
+
 
 @dataclass(frozen=True)
 class Rate:
@@ -121,45 +125,10 @@ class Network:
         )
 
 
-@dataclass(frozen=True)
-class Terms:
-    """The seconds of operations, by what they are spent on; the parts do not overlap."""
-
-    latency: float = 0.0
-    bandwidth: float = 0.0
-    root: float = 0.0
-    summation: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """All terms together."""
-        return self.latency + self.bandwidth + self.root + self.summation
-
-    @property
-    def largest(self) -> str:
-        """The name of the largest term, as shown to readers."""
-        spent = {
-            "latency": self.latency,
-            "bandwidth": self.bandwidth,
-            "root's link": self.root,
-            "summation": self.summation,
-        }
-        return max(spent, key=spent.__getitem__)
-
-    def __add__(self, other: "Terms") -> "Terms":
-        return Terms(
-            self.latency + other.latency,
-            self.bandwidth + other.bandwidth,
-            self.root + other.root,
-            self.summation + other.summation,
-        )
-
-
 def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
     """Return an operation's messages in a row, bytes on the busiest link, and bytes summed.
 
-    N ranks, a tensor of M bytes; ``formulas`` below holds the closed forms. Raises ValueError on an
-    unknown kind.
+    N ranks, a tensor of M bytes; ``formulas`` below holds the closed forms.
     """
     if ranks == 1 and kind != "exchange":
         return 0, 0.0, 0.0
@@ -178,8 +147,6 @@ def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
         "scatter": (1, through_root, 0.0),  # and back
         "exchange": (1, nbytes, 0.0),  # one message of each rank, all at once
     }
-    if kind not in formulas:
-        raise ValueError(f"kind: got {kind!r}, which has no formula")
     return formulas[kind]
 
 
@@ -198,12 +165,12 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
     # Through a root, the bytes of all ranks share one link: more ranks make it slower, so it is a
     # term of its own.
     by_root = operation.kind in ("gather", "scatter")
-    return Terms(
-        count * max(messages * rate.alpha_seconds, rate.floor_seconds - passing),
-        bandwidth=0.0 if by_root else count * passing,
-        root=count * passing if by_root else 0.0,
-        summation=count * in_memory,
-    )
+    return {
+        "latency": count * max(messages * rate.alpha_seconds, rate.floor_seconds - passing),
+        "bandwidth": 0.0 if by_root else count * passing,
+        "root's link": count * passing if by_root else 0.0,
+        "summation": count * in_memory,
+    }
 
 
 @dataclass(frozen=True)
@@ -236,8 +203,7 @@ def predict_step(
 ) -> Prediction:
     """Return the predicted step of ``plan`` on ``ranks`` ranks.
 
-    sizes : bytes of each parameter's gradient, in the order of the parameters. Raises
-    NotImplementedError if the plan has no formula.
+    sizes : bytes of each parameter's gradient, in the order of the parameters.
     """
     alone, slowed, sync = _busy_and_exposed(plan, sizes, ranks, network, compute)
     busy = alone + slowed
@@ -260,7 +226,8 @@ def message_terms(
     plan: MessagePlan, sizes: Sequence[int], ranks: int, *, network: Network
 ) -> Terms:
     """Return the seconds of all messages of a period, hidden behind backward or not."""
-    return sum((cost for _, cost in _costs(plan, sizes, ranks, network)), Terms())
+    costs = [cost for _, cost in _costs(plan, sizes, ranks, network)]
+    return {name: math.fsum(cost[name] for cost in costs) for name in TERMS}
 
 
 def _costs(
@@ -278,13 +245,13 @@ def _busy_and_exposed(
     beside_backward = [
         (
             None if one.ready_bytes is None else compute.ready_seconds(one.ready_bytes),
-            cost.seconds,
+            sum(cost.values()),
         )
         for one, cost in costs
         if one.needed_bytes is None
     ]
     gathers = [
-        (compute.needed_seconds(one.needed_bytes), cost.seconds)
+        (compute.needed_seconds(one.needed_bytes), sum(cost.values()))
         for one, cost in costs
         if one.needed_bytes is not None
     ]

@@ -7,7 +7,7 @@ from common.models import MODELS
 from common.utils.registry import choices_text
 from lab.flags import refuse
 from lab.predict.calibration_file import Calibration, GradientShape
-from lab.predict.compute_model import ComputeModel, ComputeProfile
+from lab.predict.compute_model import ComputeModel, times
 
 _TENSORS = 50  # of a model of which only the number of parameters is known
 _CLASSES = 100
@@ -51,18 +51,11 @@ def with_own_model(
     compute, gradients = calibration.compute, calibration.gradients
     if step_seconds is not None and batch is not None:
         factor = step_seconds / compute.at(batch).seconds
-        compute = replace(compute, profiles=tuple(_times(one, factor) for one in compute.profiles))
+        compute = replace(compute, profiles=tuple(times(one, factor) for one in compute.profiles))
     if name != calibration.model:
         gradients = _gradients(model) if model else _equal(parameters or 0)
         compute = _spread_by_bytes(compute, gradients)
     return replace(calibration, model=name, gradients=gradients, compute=compute)
-
-
-def _times(profile: ComputeProfile, factor: float) -> ComputeProfile:
-    seconds = {
-        name: factor * value for name, value in vars(profile).items() if name.endswith("_seconds")
-    }
-    return replace(profile, **seconds)
 
 
 def _gradients(model: str) -> tuple[GradientShape, ...]:

@@ -13,6 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from common.errors import UserError, file_errors
 from common.utils.atomic_files import regular_target
+from common.utils.grouping import first_fit, grouped
 from lab.plot_style import color, grid, label_beside, marker, plt, style
 from lab.predict.tables import PredictedStep
 
@@ -38,7 +39,7 @@ def draw_scaling(
     scaling: str,
     summary: Sequence[str],
 ) -> None:
-    """Write the figure of the rows that have a prediction to ``path``, with ``summary`` below it.
+    """Write the figure of the rows to ``path``, with ``summary`` below it.
 
     by_rate : rows for one number of nodes, by bits per second. asked : the nodes and the rate that
     the reader has, which the figure marks.
@@ -81,14 +82,11 @@ def draw_scaling(
 
 def _curves(
     rows: Sequence[tuple[float, PredictedStep]],
-    of: Callable[[PredictedStep], Any] = lambda row: row.prediction and row.prediction.step_seconds,
+    of: Callable[[PredictedStep], float] = lambda row: row.prediction.step_seconds,
 ) -> dict[str, dict[float, float]]:
-    """Return a value of each row that has a prediction, by strategy and by number."""
-    curves: dict[str, dict[float, float]] = {}
-    for number, row in rows:
-        if row.prediction is not None:
-            curves.setdefault(row.sync, {})[number] = of(row)
-    return curves
+    """Return a value of each row, by strategy and by number."""
+    by_sync = grouped((row.sync, (number, of(row))) for number, row in rows)
+    return {sync: dict(points) for sync, points in by_sync.items()}
 
 
 def _panel(
@@ -129,14 +127,10 @@ def _panel(
 
 
 def _coinciding(curves: Mapping[str, Mapping[Any, float]]) -> list[list[str]]:
-    """Return the names in groups whose curves coincide."""
+    """Return the names in groups whose curves coincide with the group's first."""
 
-    def close(one: str, other: str) -> bool:
-        pairs = zip(curves[one].values(), curves[other].values(), strict=True)
+    def coincides(group: list[str], name: str) -> bool:
+        pairs = zip(curves[name].values(), curves[group[0]].values(), strict=True)
         return all(abs(own - reference) <= _ONE_LINE * reference for own, reference in pairs)
 
-    groups: dict[str, list[str]] = {}
-    for name in curves:
-        first = next((first for first in groups if close(name, first)), name)
-        groups.setdefault(first, []).append(name)
-    return list(groups.values())
+    return first_fit(curves, coincides)

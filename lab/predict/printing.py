@@ -84,11 +84,10 @@ def answer(steps: Sequence[PredictedStep]) -> str:
     It speaks of ddp, or of the fastest strategy that is there.
     """
     most = max(step.nodes for step in steps)
-    rows = [one for one in steps if one.nodes == most > 1 and one.gains and one.sync != "none"]
+    rows = [one for one in steps if one.nodes == most > 1 and one.sync != "none"]
     if not rows:
         return ""
-    step = min(rows, key=lambda one: (one.sync != "ddp", -(one.speedup or 0)))
-    assert step.prediction is not None
+    step = min(rows, key=lambda one: (one.sync != "ddp", -one.speedup))
     changes = {
         "a network twice as fast": step.gains["network"],
         "compute twice as fast": step.gains["compute"],
@@ -127,7 +126,7 @@ def print_tables(
     notes = dict.fromkeys(
         f"{'none' if step.sync == 'none' else f'{step.nodes} nodes'}: {step.note}"
         for step in steps
-        if step.note and step.prediction
+        if step.note
     )
     print_lines = partial(console.print, sep="\n", markup=False, soft_wrap=True)
     print_lines(*summary, *filter(None, [answer(steps)]))
@@ -155,10 +154,7 @@ def print_rates(
     table = _frame(headings, narrow=False)
     for steps in zip(*tables.values(), strict=True):
         shown = (
-            f"{duration_text(one.prediction.step_seconds)} ({_times(one.speedup or 0)})"
-            if one.prediction
-            else "-"
-            for one in steps
+            f"{duration_text(one.prediction.step_seconds)} ({_times(one.speedup)})" for one in steps
         )
         table.add_row(steps[0].sync, str(steps[0].nodes), *shown)
     console.print(table)
@@ -185,9 +181,6 @@ def _steps_table(steps: Sequence[PredictedStep], *, narrow: bool) -> Table:
     )
     for step in steps:
         one = step.prediction
-        if one is None or step.speedup is None or step.efficiency is None:
-            table.add_row(step.sync, str(step.nodes), *["-"] * (len(table.columns) - 3), step.note)
-            continue
         sent = [] if narrow else [one.bytes_sent_root, one.bytes_sent_others]
         table.add_row(
             step.sync,

@@ -75,7 +75,7 @@ def scaling_limits(
     batch_size: int,
     scaling: str,
 ) -> list[ScalingLimit]:
-    """Return how far the strategy of each plan scales; those without a formula are left out.
+    """Return how far the strategy of each plan scales.
 
     sizes : bytes of each parameter's gradient. compute_at : returns a node's step for a number of
     nodes, with its samples in ``scaling`` ("strong" or "weak") at ``batch_size``.
@@ -100,17 +100,15 @@ def scaling_limits(
     found = []
     for name, plan in plans.items():
         speed = cache(partial(speedup, plan))
-        try:
-            nodes, fastest, half = _search(speed, tried)
-        except NotImplementedError:
-            continue
+        nodes, fastest, half = _search(speed, tried)
         if nodes is None:
             held_by = "" if limit == LARGEST_NODES else "samples"
         elif compute_nodes is not None and nodes >= compute_nodes:
             held_by = "compute"
         else:
             several = max(2, nodes)
-            held_by = message_terms(at(plan, several), sizes, several, network=network).largest
+            terms = message_terms(at(plan, several), sizes, several, network=network)
+            held_by = max(terms, key=terms.__getitem__)
         found.append(
             ScalingLimit(
                 name,

@@ -7,7 +7,7 @@ show them.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from common.utils.registry import choices_text
 from lab.flags import refuse
 from lab.predict.bucket_choice import with_best_buckets
 from lab.predict.calibration_file import Calibration
-from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples
+from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples, times
 from lab.predict.event_model import (
     LARGEST_NODES,
     Network,
@@ -37,18 +37,18 @@ _NO_EXCHANGE = "no gradient exchange: each node trains its own model"
 class PredictedStep:
     """One strategy's step on ``nodes`` nodes.
 
-    ``prediction`` is None if the strategy has no formula. ``speedup`` is relative to one node; in
-    weak scaling it compares samples per second. ``efficiency`` = speedup / nodes. ``gains`` : how
-    many times as many samples per second a change brings: bandwidth, compute or nodes doubled, and
-    an infinitely fast network. ``note`` states the condition under which the row holds.
+    ``speedup`` is relative to one node; in weak scaling it compares samples per second.
+    ``efficiency`` = speedup / nodes. ``gains`` : how many times as many samples per second a change
+    brings: bandwidth, compute or nodes doubled, and an infinitely fast network. ``note`` states the
+    condition under which the row holds.
     """
 
     sync: str
     nodes: int
-    prediction: Prediction | None = None
-    speedup: float | None = None
-    efficiency: float | None = None
-    gains: Mapping[str, float] = field(default_factory=dict)
+    prediction: Prediction
+    speedup: float
+    efficiency: float
+    gains: Mapping[str, float]
     note: str = ""
 
 
@@ -133,14 +133,11 @@ def predict_table(
     def row(name: str, asked: MessagePlan, count: int) -> PredictedStep:
         compute = compute_of(calibration, count, **settings)
         sizes = calibration.gradient_sizes
-        try:
-            plan = with_best_buckets(asked, sizes, count, network=network, compute=compute)
-            step = predict_step(plan, sizes, count, network=network, compute=compute)
-        except NotImplementedError:
-            return PredictedStep(name, count, note="no formula")
+        plan = with_best_buckets(asked, sizes, count, network=network, compute=compute)
+        step = predict_step(plan, sizes, count, network=network, compute=compute)
 
         def gain(nodes: int = count, links: Network = network, factor: float = 1.0) -> float:
-            own = compute_of(calibration, nodes, **settings).times(factor)
+            own = times(compute_of(calibration, nodes, **settings), factor)
             plan = with_best_buckets(asked, sizes, nodes, network=links, compute=own)
             seconds = step_seconds(plan, sizes, nodes, network=links, compute=own)
             return (nodes / count if scaling == "weak" else 1) * step.step_seconds / seconds

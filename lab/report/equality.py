@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.sync import BUILT_IN
-from common.utils.grouping import grouped
-from lab.report.view import CellRow, ComparisonGroup, Json, first_fit, listed
+from common.utils.grouping import first_fit, grouped
+from lab.report.view import CellRow, ComparisonGroup, Json, listed
 
 STEPS = (2, 3, 4)
 GROWTH = 100.0  # of rounding, a step; from step 5 on the test would accept anything

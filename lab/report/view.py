@@ -7,23 +7,26 @@ together. ``CellRow`` alone computes speed-ups, efficiencies and prediction erro
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from common.errors import UserError
 from common.sync import STRATEGIES
 from common.utils.grouping import grouped
+from common.utils.typed_json import Name, Ranks, Text
 from lab.units import parse_rate
 
-T = TypeVar("T")
 NOTHING = "–"
-# An object of results.json; lab/compare/results.py says and checks what it holds.
+# An object of results.json, which lab/compare/results.py has checked.
 Json = Mapping[str, Any]
+LinkRate = Annotated[str, Meta(pattern=r"^[\w. /]{1,40}\Z")] | Annotated[float, Meta(gt=0, le=1e18)]
+BatchSize = Annotated[int, Meta(ge=1, le=2**40)] | Annotated[float, Meta(gt=0, le=2**40)]
 Interval = tuple[float, float]
 _RATE_UNITS = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
 
@@ -34,16 +37,16 @@ class CellRow(msgspec.Struct, frozen=True, eq=False):
     What is unknown is None, except ``step``, which is then 0.
     """
 
-    id: str
-    sync: str
-    nodes: int
-    rate: Any
-    batch_size: int | float | None
+    id: Name
+    sync: Name
+    nodes: Ranks
+    rate: LinkRate | None
+    batch_size: BatchSize | None
     exact: bool
     oversubscribed: bool
-    status: str
-    message: str | None
-    repeats: list[Json]
+    status: Annotated[str, Meta(pattern=r"^(done|partial|failed|pending)\Z")]
+    message: Text | None
+    repeats: Sequence[Json]
     medians: Json | None = msgspec.field(name="median")
     intervals: Json | None = msgspec.field(name="interval")
     baseline: "CellRow | None" = None  # the one-node cell
@@ -246,17 +249,6 @@ def _rows(cells: Sequence[Json], rate: Any, predictions: Json) -> list[CellRow]:
         for cell in [*one, *several]
     ]
     return sorted(rows, key=lambda row: (row.nodes, order(row.sync)))
-
-
-def first_fit(items: Iterable[T], fits: Callable[[list[T], T], bool]) -> list[list[T]]:
-    """Put each item into the first group that it fits, else into a new one."""
-    groups: list[list[T]] = []
-    for item in items:
-        group = next((one for one in groups if fits(one, item)), [])
-        if not group:
-            groups.append(group)
-        group.append(item)
-    return groups
 
 
 def what_is_emulated(settings: Json) -> str:

@@ -15,11 +15,11 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from common.errors import UserError, count
+from common.errors import UserError, count, first_of
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import calm
 from lab.processes.prefixed_output import say
-from lab.ssh.hosts import Host, SSHOptions, explain, first_of, parse_hosts, refuse
+from lab.ssh.hosts import Host, SSHOptions, explain, parse_hosts, refuse_hosts
 from lab.ssh.record import LaunchedHost, LaunchRecord, newest_launch, read_launch
 from lab.ssh.remote import Remote
 
@@ -62,7 +62,7 @@ def collect(args: argparse.Namespace) -> int:
             remote.kill()
     unreached = {one.host: explain(one.errors, one.host) for one in remotes if not one.ready}
     if len(unreached) == len(remotes):
-        refuse(unreached, of=len(remotes), what="cannot be reached; nothing was copied")
+        refuse_hosts(unreached, of=len(remotes), what="cannot be reached; nothing was copied")
     if not runs:
         raise UserError(
             f"no run {', '.join(names) or 'of that launch'} in {launch.reports} on "
@@ -99,8 +99,12 @@ def wanted_runs(args: argparse.Namespace) -> tuple[LaunchRecord, SSHOptions, lis
                 "--hosts needs the names of runs: <part>-<sync>/<time> or <part>-<sync>; or give "
                 "the folder of a launch instead of --hosts"
             )
-        hosts = parse_hosts(args.hosts, shares_a_port=False)
-        launch = LaunchRecord(hosts=[LaunchedHost(host.given, options.workdir) for host in hosts])
+        launch = LaunchRecord(
+            hosts=[
+                LaunchedHost(host.given, options.workdir)
+                for host in parse_hosts(args.hosts, shares_a_port=False)
+            ]
+        )
     else:
         folder, *things = args.things or [newest_launch(args.output_dir)]
         launch = read_launch(Path(folder))

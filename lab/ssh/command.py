@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from common.errors import UserError
 from common.utils.environment import DEFAULT_MASTER_PORT
 from lab.cluster.program import check_placeholders, fill_in
+from lab.flags import refuse
 
 _PART = re.compile(r"(^|/)Part(One|Two|Three)/main\.py$")
 _TORCHRUN = re.compile(r"(\S*/)?(torchrun|python\S* -m torch\.distributed\.run)(?= |$)")
@@ -121,9 +122,10 @@ def _torchrun_flags(words: Sequence[str], nodes: int) -> list[str]:
 
 
 def _refuse(flags: Collection[str], why: Mapping[str, str]) -> None:
-    for name in flags:
-        if name in why:
-            raise UserError(
-                f"{name} in the command: lab launch gives each host its own place: remove it; "
-                f"{why[name]}"
-            )
+    refuse(
+        {
+            f"{name} in the command: lab launch gives each host its own place: remove it; "
+            f"{why.get(name)}": name in why
+            for name in flags
+        }
+    )

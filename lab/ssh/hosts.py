@@ -16,6 +16,7 @@ from msgspec import Meta
 from common.errors import UserError
 from common.utils.paths import BASE
 from common.utils.typed_json import shown
+from lab.flags import refuse
 
 CONNECT_SECONDS = 10
 # user@name, ssh://user@name:port, [address%interface]. A dash would begin an option of ssh, and
@@ -133,18 +134,20 @@ def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
     """
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if not re.search(HOST, name):
-            raise UserError(
+        refuse(
+            {
                 f"--hosts: got {shown(text)}, and {shown(name)} is not a host name: give names as "
-                "ssh knows them, separated by commas: --hosts node0,node1"
-            )
-        if names.count(name) > 1 and not shares_a_port:
-            raise UserError(
+                "ssh knows them, separated by commas: --hosts node0,node1": (
+                    re.search(HOST, name) is None
+                ),
                 f"--hosts: {name} is named twice, so two ranks would share one host: if you want "
                 "that, give --master-port, the port that they share; otherwise name each host once "
                 "and let torchrun start several ranks on each: "
-                "-- torchrun --nproc-per-node 2 PartThree/main.py"
-            )
+                "-- torchrun --nproc-per-node 2 PartThree/main.py": (
+                    names.count(name) > 1 and not shares_a_port
+                ),
+            }
+        )
     return [Host(rank, name) for rank, name in enumerate(names)]
 
 
@@ -218,7 +221,7 @@ def explain(errors: Sequence[str], host: Host) -> str:
     )
 
 
-def refuse(
+def refuse_hosts(
     problems: Mapping[Host, str], *, of: int, what: str = "cannot take part; nothing was started"
 ) -> None:
     """Raise UserError with a line for each host that has a problem, if any has."""
@@ -228,9 +231,3 @@ def refuse(
         raise UserError(
             "\n".join([f"{len(problems)} of {of} host{'s' * (of > 1)} {what}", *lines, *more])
         )
-
-
-def first_of(names: Sequence[object], most: int = 8) -> str:
-    """Return at most ``most`` names with commas between, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more

@@ -13,16 +13,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import asdict
 
-from common.errors import INTERRUPTED, TO_BE_CONTINUED, count
+from common.errors import INTERRUPTED, TO_BE_CONTINUED, count, first_of
 from common.utils.paths import new_folder
 from common.utils.processes import on_signals, shell_status
 from common.utils.system import allow_most_descriptors
 from lab.processes.first_failure import find_root_failure
 from lab.processes.prefixed_output import PrefixedOutput, say, write_log
 from lab.ssh.command import read_command
-from lab.ssh.hosts import Host, SSHOptions, first_of, parse_hosts
+from lab.ssh.hosts import Host, SSHOptions, parse_hosts
 from lab.ssh.questions import doctor_passes, find_master, refuse_differences, run_requests
 from lab.ssh.record import LaunchedHost, LaunchRecord, write_launch
 from lab.ssh.remote import OnLine, Remote, ask, running, served, signal_all, wait
@@ -51,18 +51,22 @@ def launch(args: argparse.Namespace) -> int:
     if master is None and (args.check or "{master}" in " ".join(command.words)):
         master = find_master(hosts, facts, options, port=command.port)
     folder = args.logs or new_folder(args.output_dir, "launch")
-    record = LaunchRecord(
-        **msgspec.structs.asdict(options),
-        command=args.flags,
-        began=f"{datetime.now():%Y-%m-%dT%H:%M:%S}",
+    to_collect = LaunchRecord(
+        **asdict(options),
         hosts=[
             LaunchedHost(host.given, own["folder"], own["clock"], own["python"])
             for host, own in zip(hosts, facts, strict=True)
         ],
-        master=master,
-        port=command.port,
         reports=command.flags.get("--output-dir") or "reports",
     )
+    record = asdict(to_collect) | {
+        "command": args.flags,
+        "began": f"{datetime.now():%Y-%m-%dT%H:%M:%S}",
+        "master": master,
+        "port": command.port,
+        "status": None,
+        "seconds": None,
+    }
     write_launch(folder, record)
     prefixed = PrefixedOutput(
         len(hosts), shown=lambda node: len(hosts) <= _SHOWN_HOSTS or node == 0
@@ -79,14 +83,14 @@ def launch(args: argparse.Namespace) -> int:
         f"{count(len(hosts), 'host')}, {names}{address}; logs: {folder}"
         f"{quiet if len(hosts) > _SHOWN_HOSTS else ''}"
     )
-    began, record.status = time.monotonic(), INTERRUPTED
+    began, status = time.monotonic(), INTERRUPTED
     try:
         if args.check and not doctor_passes(hosts, facts, options, command, master):
-            record.status = 1
+            status = 1
         else:
             requests = run_requests(command, facts, master, options)
             nodes, stopped_by = _run(hosts, requests, options, write_line)
-            record.status = _conclude(
+            status = _conclude(
                 nodes,
                 stopped_by,
                 prefixed,
@@ -95,9 +99,9 @@ def launch(args: argparse.Namespace) -> int:
                 silence_seconds=options.silence_seconds,
             )
     finally:
-        record.seconds = round(time.monotonic() - began, 1)
-        write_launch(folder, record)
-    return record.status
+        seconds = round(time.monotonic() - began, 1)
+        write_launch(folder, record | {"status": status, "seconds": seconds})
+    return status
 
 
 def _run(

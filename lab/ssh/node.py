@@ -24,8 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from common.utils.network import is_loopback, own_addresses, resolve, why_unreached
 from common.utils.processes import adopt_orphans, kill_on_parent_exit
 from common.utils.source_hash import code_facts
 from lab.processes.supervision import kill_descendants, supervise
@@ -39,15 +38,13 @@ _LISTEN_SECONDS, _MOST_GUESTS = 60, 1024
 
 def facts(script: str | None) -> dict[str, Any]:
     """Return facts about this host and its checkout. script : the command's file in it."""
-    found = [one for some in psutil.net_if_addrs().values() for one in some]
-    addresses = [one.address for one in found if one.family == socket.AF_INET]
     return {
         "folder": os.getcwd(),
         "script_there": script is None or os.path.isfile(script),
         "python": sys.executable,
         "code": {"Python": ".".join(map(str, sys.version_info[:2])), **code_facts()},
         "name": socket.gethostname(),
-        "addresses": sorted(one for one in addresses if not one.startswith("127.")),
+        "addresses": sorted(filter(_is_ipv4, own_addresses())),
         "clock": time.time(),
     }
 
@@ -90,26 +87,27 @@ def listen(port: int) -> None:
             pass
 
 
+def _is_ipv4(address: str) -> bool:
+    return ":" not in address
+
+
 def connect(names: Sequence[str], port: int) -> dict[str, str]:
     """Return why a host cannot be reached at each address that its names have here; "" if it can.
 
     names : may be addresses.
     """
-    addresses: list[str] = []
-    for name in names:
-        with contextlib.suppress(OSError, UnicodeError):  # the name is unknown here
-            found = socket.gethostbyname_ex(name)[2]
-            addresses += [one for one in found if not one.startswith("127.")]
+    found = [address for name in names for address in sorted(resolve(name))]
+    addresses = [one for one in found if _is_ipv4(one) and not is_loopback(one)]
 
-    def why_unreached(address: str) -> str:
+    def why_not(address: str) -> str:
         try:
             with socket.create_connection((address, port), _CONNECT_SECONDS):
                 return ""
         except OSError as error:
-            return (error.strerror or "no answer").lower()
+            return why_unreached(error)
 
     with ThreadPoolExecutor() as pool:
-        return dict(zip(addresses, pool.map(why_unreached, addresses), strict=True))
+        return dict(zip(addresses, pool.map(why_not, addresses), strict=True))
 
 
 def send_runs(

@@ -13,11 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from common.config.recipes import find_recipe, read_recipe
-from common.errors import UserError
+from common.errors import UserError, first_of
 from common.utils.environment import RUN_TOKEN, with_run_token
+from common.utils.source_hash import code_differences
 from lab.processes.prefixed_output import PrefixedOutput
 from lab.ssh.command import NodeCommand
-from lab.ssh.hosts import Host, SSHOptions, first_of, refuse
+from lab.ssh.hosts import Host, SSHOptions, refuse_hosts
 from lab.ssh.remote import ask, running, served, wait
 
 _LISTEN_SECONDS, _DOCTOR_SECONDS = 30.0, 600.0
@@ -41,26 +42,24 @@ def refuse_differences(
     """
     problems = {}
     for host, mine in zip(hosts, facts, strict=True):
-        code, addresses = mine["code"], mine["addresses"]
-        differing = {name for name, _ in code.items() ^ facts[0]["code"].items()}
-        named = [name if "/" in name else f"{name} {code[name]}" for name in sorted(differing)]
-        twin = next(one for one in hosts if facts[one.rank]["addresses"] == addresses)
+        other = code_differences(mine["code"], facts[0]["code"])
+        twin = next(one for one in hosts if facts[one.rank]["addresses"] == mine["addresses"])
         if not mine["script_there"]:
             problems[host] = (
                 f"{mine['folder']} has no {command.script}: give --workdir, the project's folder "
                 "on the hosts"
             )
-        elif command.script is not None and named:
+        elif command.script is not None and other:
             problems[host] = (
-                f"its code differs from {hosts[0]}: {first_of(named, 3)}: check out the same "
-                "commit on all hosts (git pull), and run make setup there"
+                f"its code differs from {hosts[0]}: {other}: check out the same commit on all "
+                "hosts (git pull), and run make setup there"
             )
         elif twin != host and not shares_a_port:
             problems[host] = (
                 f"the same machine as {twin}, so two ranks would share it: name it once, or give "
                 "--master-port if you want that"
             )
-    refuse(problems, of=len(hosts))
+    refuse_hosts(problems, of=len(hosts))
 
 
 def find_master(
@@ -95,7 +94,7 @@ def find_master(
         for host, answer in zip(hosts[1:], answers, strict=True)
         if answer.get(best) != ""
     }
-    refuse(problems, of=len(hosts))
+    refuse_hosts(problems, of=len(hosts))
     return best
 
 

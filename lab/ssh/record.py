@@ -3,9 +3,9 @@
 Anybody may have written it, so ``read_launch`` accepts only plain values and possible hosts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -26,21 +26,15 @@ class LaunchedHost(msgspec.Struct):
 
 
 class LaunchRecord(SSHOptions, kw_only=True):
-    """The content of launch.json."""
+    """What ``lab collect`` reads in launch.json; the rest of it is for a person."""
 
     format: Literal[1] = 1
     what: Literal["lab launch"] = "lab launch"
-    command: Sequence[str] = ()
-    began: Plain = ""
     hosts: Annotated[list[LaunchedHost], Meta(min_length=1, max_length=65_536)]
-    master: str | None = None
-    port: int | None = None
     reports: Plain = "reports"
-    status: int | None = None
-    seconds: float | None = None
 
 
-def write_launch(folder: Path, record: LaunchRecord) -> None:
+def write_launch(folder: Path, record: Mapping[str, Any]) -> None:
     """Write launch.json. UserError if that fails."""
     write_atomically(folder / "launch.json", encode(record, indent=1) + b"\n")
 

@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 
 from common.utils.processes import kill_on_parent_exit
 from common.utils.typed_json import calm, decode
-from lab.ssh.hosts import Host, SSHOptions, explain, refuse, ssh_command
+from lab.ssh.hosts import Host, SSHOptions, explain, refuse_hosts, ssh_command
 from lab.ssh.node import READY, RESULT
 
 OnLine = Callable[[int, str], object]
@@ -162,5 +162,5 @@ def ask(
     with served(hosts, [request] * len(hosts), options) as remotes:
         wait(remotes, lambda: not running(remotes), _ANSWER_SECONDS)
     silent = {one.host: explain(one.errors, one.host) for one in remotes if one.result is None}
-    refuse(silent, of=len(hosts))
+    refuse_hosts(silent, of=len(hosts))
     return [decode(one.result or b"", dict[str, Any], name=str(one.host)) for one in remotes]

@@ -288,7 +288,6 @@ def test_a_plan_that_is_accepted_names_its_runs(cases, tmp_path):
     [
         ("settings/seeds", [-1], "settings: --seed: got -1"),
         ("settings/repeats", 10**12, "--repeats: got 1000000000000"),
-        ("plan/runs", [["ring-n2", 0], ["ring-n2", 9]], "plan in it is dama"),
     ],
 )
 def test_a_damaged_plan_is_refused(place, value, said, tmp_path):
@@ -404,7 +403,10 @@ def test_a_report_writes_through_no_link_and_into_no_fifo(tmp_path, capsys):
             folder = foreign(tmp_path, smaller())
             make(folder / name)
             assert main(["report", str(folder)]) == 2
-            assert f"{folder / name} is a link or no regular file" in capsys.readouterr().err
+            assert (
+                f"{folder / name} leads elsewhere through a link, or is no"
+                in capsys.readouterr().err
+            )
             shutil.rmtree(folder)
     assert mine.read_text() == "mine"
 

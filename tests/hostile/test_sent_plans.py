@@ -5,9 +5,9 @@ import os
 
 import pytest
 
+from common.utils.source_hash import code_facts
 from lab.cli import main
 from lab.compare import jobs
-from lab.compare.jobs import code_of_runs
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings
 from tests.helpers.hostile import memory_limit, untouched
@@ -19,7 +19,7 @@ ESCAPE = "\033[2J"
 def folder(tmp_path):
     """Return the folder of a plan; run 0 is on one node, run 1 on two."""
     settings = Settings(nodes=(1, 2), sync=("ring",), repeats=1)
-    return open_comparison(settings, reports=tmp_path / "plans", code=code_of_runs())[0]
+    return open_comparison(settings, reports=tmp_path / "plans", code=code_facts(*jobs.RUN_BY))[0]
 
 
 def failed(folder, notes):
@@ -63,7 +63,10 @@ def test_a_run_follows_no_link(name, target, folder, tmp_path, capsys):
     (tmp_path / "typed").symlink_to(folder.with_name("plan"))
     with untouched(tmp_path):
         assert main(["run-cell", str(tmp_path / "typed"), "--run", "0"]) == 2
-    assert "leads elsewhere through a link: remove the link" in capsys.readouterr().err
+    assert (
+        "leads elsewhere through a link, or is no regular file: remove it"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("status", [-200, -35, -9])

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from lab.report.view import Json, first_fit
+from common.utils.grouping import first_fit
+from lab.report.view import Json
 
 Span = tuple[float, float]
 

@@ -24,7 +24,6 @@ from tests.helpers import ROOT, Started, free_port, start_lab, user_environment,
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 40_000_000)
 TINY = Measures(
     "vgg11",
-    (32, 32),
     ((1_000, 3), (100_000, 2), (4_000_000, 1)),
     rounds=2,
     step_rounds=1,

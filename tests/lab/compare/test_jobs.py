@@ -11,10 +11,11 @@ import psutil
 import pytest
 
 from common.utils.paths import REPOSITORY
+from common.utils.source_hash import code_facts
 from lab.cli import main
 from lab.compare import cells as cells_module
 from lab.compare import jobs, prediction, reporting
-from lab.compare.jobs import code_of_runs, merge_results, plan_comparison, planned_runs
+from lab.compare.jobs import merge_results, plan_comparison, planned_runs
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings
@@ -102,8 +103,8 @@ def test_plans_of_other_code_and_comparisons_of_this_machine_are_left_alone(tmp_
     alone, _ = open_comparison(asks(), reports=tmp_path)
     assert alone != first, "lab compare runs no plan's runs"
     assert plan(tmp_path) == first, "nor does a plan go on with what lab compare began"
-    other = code_of_runs() | {"lab/compare/cells.py": "another"}
-    monkeypatch.setattr(jobs, "code_of_runs", lambda: other)
+    changed = {"lab/compare/cells.py": "another"}
+    monkeypatch.setattr(jobs, "code_facts", lambda *files: code_facts(*files) | changed)
     assert plan(tmp_path) not in (first, alone)
 
 

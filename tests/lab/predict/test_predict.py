@@ -14,7 +14,6 @@ from rich.console import Console
 
 from common.models import build_model
 from common.sync import STRATEGIES, build_sync
-from common.sync.message_plans import MessagePlan
 from lab.cli import main
 from lab.predict.bucket_choice import SIZES_MB
 from lab.predict.calibration_file import load_calibration, reference_path
@@ -87,8 +86,6 @@ def test_what_holds_only_with_a_word():
     assert "no gradient exchange" in table([2], ["none"])["none", 2].note
     assert table([2], ["ring"], **HERE)["ring", 2].note == ""
     assert "share" in table([16], ["ring"], **HERE)["ring", 16].note
-    without = table([2], [], plans={"silent": MessagePlan()})["silent", 2]
-    assert (without.prediction, without.note) == (None, "no formula")
 
 
 def test_ranks_of_one_machine_share_its_cores_and_calibrated_nodes_do_not():

@@ -146,10 +146,8 @@ def test_the_search_finds_what_every_number_of_nodes_gives(rate, latency, scalin
         assert half / (1 + STEP) < one.half_nodes <= half, one
 
 
-def test_no_exchange_never_stops_and_a_strategy_without_a_formula_is_left_out():
-    found = scaling_limits_of(
-        message_plans(["none"]) | {"silent": MessagePlan()}, REFERENCE, 1e9, None, 256
-    )
+def test_no_exchange_never_stops():
+    found = scaling_limits_of(message_plans(["none"]), REFERENCE, 1e9, None, 256)
     assert [(one.sync, one.scaling) for one in found] == [("none", "strong"), ("none", "weak")]
     assert (found[0].limit, found[0].nodes, found[0].held_by) == (128, None, "samples")
     assert (found[1].nodes, found[1].half_nodes, found[1].held_by) == (None, LARGEST_NODES, "")

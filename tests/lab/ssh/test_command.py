@@ -5,7 +5,7 @@ import pytest
 from common.errors import UserError
 from lab.cli import build_parser
 from lab.ssh.command import read_command
-from lab.ssh.hosts import Host, SSHOptions, explain, parse_hosts, refuse, ssh_command
+from lab.ssh.hosts import Host, SSHOptions, explain, parse_hosts, refuse_hosts, ssh_command
 from lab.ssh.questions import refuse_differences
 
 FACTS = {
@@ -207,7 +207,7 @@ def test_what_differs_on_one_host_is_told_of_that_host(change, told):
 
 def test_of_many_hosts_that_fail_some_are_named():
     with pytest.raises(UserError) as caught:
-        refuse({Host(rank, f"h{rank}"): "no answer" for rank in range(400)}, of=1000)
+        refuse_hosts({Host(rank, f"h{rank}"): "no answer" for rank in range(400)}, of=1000)
     lines = str(caught.value).splitlines()
     assert lines[0] == "400 of 1000 hosts cannot take part; nothing was started"
     assert (len(lines), lines[-1]) == (18, "  and 384 more")
