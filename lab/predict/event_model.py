@@ -66,8 +66,8 @@ class Network:
         one.
     kinds : rates of single kinds of operation, where they were measured. Over loopback they differ:
         the bytes pass memory, as often as the algorithm copies them.
-    overlap_cost : fraction of a message's time by which it delays a concurrent backward. 0: not
-        at all, as with a free core; 1: the two take turns.
+    overlap_cost : fraction of the time that the software spends on a message by which it delays a
+        concurrent backward. 0: not at all, as with a free core; 1: the two take turns.
     """
 
     alpha_seconds: MessageSeconds
@@ -103,10 +103,9 @@ class Network:
 
         rate_bits : bits per second on a link, ``HEADERS`` included. latency_seconds : per message.
         A byte never takes less time than measured here, since it still passes the same software. It
-        also slows backward by as many seconds as here; the rest of a message's time is waiting.
+        also slows backward by as many seconds as here.
         """
         beta = 0.0 if rate_bits is None else 8 * HEADERS / rate_bits
-        measured = self.rate("all_reduce").beta_seconds_per_byte
 
         def moved(rate: Rate) -> Rate:
             return replace(
@@ -116,13 +115,39 @@ class Network:
             )
 
         default = moved(Rate(self.alpha_seconds, self.beta_seconds_per_byte))
-        return replace(
-            self,
-            alpha_seconds=default.alpha_seconds,
-            beta_seconds_per_byte=default.beta_seconds_per_byte,
-            kinds={kind: moved(rate) for kind, rate in self.kinds.items()},
-            overlap_cost=self.overlap_cost * (measured / beta if beta > measured else 1.0),
+        return OtherLinks(
+            default.alpha_seconds,
+            default.beta_seconds_per_byte,
+            self.gamma_seconds_per_byte,
+            self.copy_seconds_per_byte,
+            {kind: moved(rate) for kind, rate in self.kinds.items()},
+            self.overlap_cost,
+            software=self if latency_seconds is None else self.without_latency(),
         )
+
+    def without_latency(self) -> "Network":
+        """Return this network with messages that cost nothing but their bytes."""
+        kinds = {kind: replace(rate, alpha_seconds=0.0) for kind, rate in self.kinds.items()}
+        return replace(self, alpha_seconds=0.0, kinds=kinds)
+
+    def delay_share(self, operation: Operation, ranks: int) -> float:
+        """Return the fraction of a message's time by which it delays a concurrent backward."""
+        return self.overlap_cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherLinks(Network):
+    """Links that the same ``software`` uses: what they take longer than it, a message waits."""
+
+    software: Network
+
+    def delay_share(self, operation: Operation, ranks: int) -> float:
+        """Return the fraction of a message's time by which it delays a concurrent backward."""
+        busy, seconds = (
+            sum(operation_terms(operation, ranks, network).values())
+            for network in (self.software, self)
+        )
+        return self.overlap_cost * busy / (seconds or 1.0)
 
 
 def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
@@ -246,19 +271,24 @@ def _busy_and_exposed(
         (
             None if one.ready_bytes is None else compute.ready_seconds(one.ready_bytes),
             sum(cost.values()),
+            network.delay_share(one, ranks),
         )
         for one, cost in costs
         if one.needed_bytes is None
     ]
     gathers = [
-        (compute.needed_seconds(one.needed_bytes), sum(cost.values()))
+        (
+            compute.needed_seconds(one.needed_bytes),
+            sum(cost.values()),
+            network.delay_share(one, ranks),
+        )
         for one, cost in costs
         if one.needed_bytes is not None
     ]
-    ends = [0.0, *ends_in_pairs([seconds for _, seconds in gathers])]
+    ends = [0.0, *ends_in_pairs([seconds for _, seconds, _ in gathers])]
     beside_forward = [  # in the mirror: from the end of forward
-        (compute.before_seconds - needed, end - begin)
-        for (needed, _), (begin, end) in zip(gathers, pairwise(ends), strict=True)
+        (compute.before_seconds - needed, end - begin, share)
+        for (needed, _, share), (begin, end) in zip(gathers, pairwise(ends), strict=True)
     ][::-1]
     computed = compute.before_seconds + compute.backward_seconds
     computed += plan.update_share(ranks) * compute.update_seconds
@@ -267,7 +297,7 @@ def _busy_and_exposed(
         (beside_forward, compute.before_seconds),
         (beside_backward, compute.backward_seconds),
     ):
-        slowed, left = exposed_seconds(messages, seconds, network.overlap_cost)
+        slowed, left = exposed_seconds(messages, seconds)
         # A strategy that sends in every eighth step only (local SGD) costs an eighth of that.
         slow, exposed = slow + slowed / plan.period, exposed + left / plan.period
     return computed, slow, exposed
@@ -285,15 +315,14 @@ def _bytes_sent(plan: MessagePlan, sizes: Sequence[int], ranks: int) -> tuple[fl
 
 
 def exposed_seconds(
-    messages: Sequence[tuple[float | None, float]],
-    backward_seconds: float,
-    overlap_cost: float = 0.0,
+    messages: Sequence[tuple[float | None, float, float]], backward_seconds: float
 ) -> tuple[float, float]:
     """Return the seconds that messages add to backward, and those that they take after it.
 
     messages : in order, after how many seconds of backward each may begin (None: after all of it),
-        and its own seconds. They go one after the other, c_k = max(r_k, c_{k-1}) + t_k. While one
-        is under way, backward computes at a speed of 1 - ``overlap_cost``.
+        its own seconds, and the fraction by which it delays backward: while it is under way,
+        backward computes at a speed of one less that fraction. They go one after the other, c_k =
+        max(r_k, c_{k-1}) + t_k.
 
     A forward that waits for messages is the same seen in a mirror: time runs backwards, so the last
     message comes first, and may begin once all of forward that needs it is done. Its t_k is then
@@ -301,8 +330,8 @@ def exposed_seconds(
     """
     now = computed = 0.0  # seconds on the clock, and how many seconds' worth of backward are done
     end_of_backward: float | None = None
-    speed = 1 - overlap_cost
-    for ready, seconds in messages:
+    for ready, seconds, delay_share in messages:
+        speed = 1 - delay_share
         # r_k: with no message under way, backward computes at full speed until this one's gradients
         # are ready.
         wait = max(0.0, (backward_seconds if ready is None else ready) - computed)

@@ -4,6 +4,7 @@ from itertools import accumulate
 
 import pytest
 
+from common.errors import UserError
 from common.models import build_model
 from common.sync import STRATEGIES, build_message_plan_from, build_sync, plan_class, strategy_class
 from common.sync.base import GradientSync
@@ -79,7 +80,7 @@ def test_an_own_strategy_has_a_plan_if_it_gives_one(monkeypatch):
     assert build_message_plan_from("own", SETTINGS).period == 7
     assert build_sync("own", averaging_period=7).plan.period == 7
     silent = Silent()
-    with pytest.raises(NotImplementedError, match=r"MessagePlan does not define operations\(\)"):
+    with pytest.raises(UserError, match=r"MessagePlan lacks operations\(\)"):
         silent.plan.bytes_sent([100, 60], 1, 4)
     silent.close()
     assert silent.plan.period == silent.plan.update_share(4) == 1

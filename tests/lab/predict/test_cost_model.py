@@ -206,7 +206,8 @@ def test_closed_formulas_hold_at_100_000_nodes(name):
     ],
 )
 def test_event_model_by_hand(messages, cost, expected):
-    assert exposed_seconds(messages, 10.0, cost) == pytest.approx(expected)
+    delaying = [(*message, cost) for message in messages]
+    assert exposed_seconds(delaying, 10.0) == pytest.approx(expected)
 
 
 class Planned(MessagePlan):
@@ -286,8 +287,8 @@ def test_a_stalled_forward_is_a_backward_seen_in_a_mirror():
         for at, seconds in gathers:
             computed = min(at, computed + (1 - cost) * seconds)
         took = sum(seconds for _, seconds in gathers) + forward - computed
-        mirrored = [(forward - at, seconds) for at, seconds in reversed(gathers)]
-        assert forward + sum(exposed_seconds(mirrored, forward, cost)) == pytest.approx(took)
+        mirrored = [(forward - at, seconds, cost) for at, seconds in reversed(gathers)]
+        assert forward + sum(exposed_seconds(mirrored, forward)) == pytest.approx(took)
 
 
 def test_without_times_of_forward_it_is_the_mirror_image_of_backward():
@@ -327,13 +328,18 @@ def test_other_links_keep_the_software():
     network = Network(1e-4, 1e-9, 2e-10, 3e-10, {"all_reduce": Rate(2e-4, 5e-10)}, overlap_cost=0.8)
     slow = network.over(rate_bits=1e9, latency_seconds=None)
     assert slow.rate("all_reduce") == Rate(2e-4, 8e-9 * HEADERS)
-    assert slow.overlap_cost == pytest.approx(0.8 * 5e-10 / (8e-9 * HEADERS))
+    # 2 ranks: 1000 bytes on a link, 2 messages, 500 bytes to sum
+    one, software = Operation("all_reduce", 1000), 1000 * 5e-10 + 500 * 2e-10
+    waiting = 1000 * 8e-9 * HEADERS + 500 * 2e-10
+    assert slow.delay_share(one, 2) == pytest.approx(0.8 * (4e-4 + software) / (4e-4 + waiting))
     assert slow.gamma_seconds_per_byte == 2e-10
     fast = network.over(rate_bits=1e12, latency_seconds=1e-6)
     # no byte is faster than this software allows
     assert fast.rate("all_reduce") == Rate(1e-6, 5e-10)
-    assert (fast.rate("gather"), fast.overlap_cost) == (Rate(1e-6, 1e-9), 0.8)
-    assert network.over(rate_bits=None, latency_seconds=None) == network
+    assert fast.rate("gather") == Rate(1e-6, 1e-9)
+    assert fast.delay_share(one, 2) == pytest.approx(0.8 * software / (2e-6 + software))
+    same = network.over(rate_bits=None, latency_seconds=None)
+    assert same.delay_share(one, 2) == network.delay_share(one, 2) == 0.8
 
 
 def test_compute_time_by_samples_and_by_ranks_on_the_machine():
