@@ -6,6 +6,7 @@ is also the program of these ranks: it installs the probe, as the start-up hook 
 interpreter, and runs the script.
 """
 
+import multiprocessing
 import re
 import runpy
 import shutil
@@ -13,12 +14,14 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lab.audit import probe
 from lab.audit.command import AuditCommand
 from lab.audit.findings import run_checks
 from lab.audit.findings.finding import FAULT
 from lab.audit.isolation import LOOPBACK
 from lab.audit.result import verdict
 from lab.audit.runner import RunSettings, run_audit_size, start_process
+from lab.proofs.wrong import WRONG
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import ForkedProgram
 
@@ -212,11 +215,6 @@ def mistakes(case, recordings):
 
 
 if __name__ == "__main__":
-    import multiprocessing
-
-    from lab.audit import probe
-    from lab.proofs.wrong import WRONG
-
     for wrong in WRONG:
         if wrong.name == sys.argv[1]:
             wrong.plant()
