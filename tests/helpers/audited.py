@@ -36,13 +36,9 @@ _KEYS = {"base", "finds", "notices", "ranks", "command", "flags", "verdict", "to
 
 @dataclass(frozen=True)
 class Case:
-    """A script with one fault, or a right one; what is declared is explained in the page.
+    """A script with one fault, or a right one; the page explains what is declared.
 
-    Parameters
-    ----------
-    body : the script without its docstring.
-    edit : how it differs from the case ``base``; empty for a whole script.
-    flags : of ``lab audit``.
+    ``edit`` says how it differs from the case ``base``; it is empty for a whole script.
     """
 
     name: str
@@ -75,11 +71,7 @@ class Case:
 
 
 def read_cases():
-    """Return all cases, by name.
-
-    Raises ValueError for an unknown key and an edit that does not match once, KeyError for a base
-    that is no case above, AssertionError for a name that is used twice.
-    """
+    """Return all cases, sorted by name; raise an error for one that is not as the page says."""
     cases = {}
     for path in sorted(FOLDER.glob("right_*.py")):
         _, docstring, body = path.read_text(encoding="utf-8").split('"""', 2)
@@ -98,10 +90,7 @@ def read_cases():
 
 
 def apply_edit(case):
-    """Return a case's body, which is its base's, with the edit.
-
-    Raises ValueError if the old lines of one of its places do not stand in it exactly once.
-    """
+    """Return a case's body, which is its base's, with the edit."""
     body, places = f"\n{case.body}", []
     for place in case.edit.split("\n...\n") if case.edit else ():
         lines = place.split("\n")
@@ -115,10 +104,7 @@ def apply_edit(case):
 
 
 def _declare(case, text):
-    """Return a case with the keys in ``key: value``, each on a line or before a semicolon.
-
-    It keeps its base's command and flags.
-    """
+    """Return a case with the keys in ``key: value``, each on a line or before a semicolon."""
     declared = dict(re.findall(r"(\w+): *([^;\n]+)", text))
     if unknown := declared.keys() - _KEYS:
         raise ValueError(f"{case.name}: {', '.join(unknown)}: choose from {', '.join(_KEYS)}")
@@ -140,8 +126,6 @@ def record_case(case, size, folder, *, start=None):
     """Run a case under the probe in an empty or a new folder, and return what it recorded.
 
     start : how a rank is started; default: in a fork where that is possible.
-
-    Raises AssertionError with the ranks' output if a rank recorded nothing.
     """
     folder.mkdir(exist_ok=True)
     shutil.copy(FOLDER / "student.py", folder)

@@ -159,7 +159,7 @@ def test_means(body, expected, tmp_path):
 
 @pytest.mark.slow
 def test_readings_are_floats_and_a_printed_loss_is_named(tmp_path):
-    """In a new interpreter, where the script imports the clocks before torch."""
+    # In a new interpreter the script imports the clocks before torch.
     _, observed = check(record(tmp_path, PLAIN, start_process))
     assert observed.name == "loss-of-one-rank"
     assert observed.at.text == 'print(f"{value / 2:.3f}")'

@@ -45,8 +45,7 @@ def half_shared(rank, epoch):
 
 
 def augmented(rank, index):
-    """Return contents that differ between ranks."""
-    return rank, index
+    return rank, index  # another one on each rank
 
 
 def ranges(*parts):
@@ -61,12 +60,10 @@ def ranges(*parts):
 
 
 def names(recording):
-    """Return the names of what is found."""
     return [one.name for one in samples.check(recording) if isinstance(one, Finding)]
 
 
 def texts(recording, kind):
-    """Return what is said to be right, or unknown."""
     return "; ".join(one.text for one in samples.check(recording) if isinstance(one, kind))
 
 
@@ -106,7 +103,6 @@ def test_a_distributed_sampler_is_right(size):
     ],
 )
 def test_samples(recording, expected):
-    """Each way to divide a dataset, and those that are no fault."""
     assert names(recording) == expected
 
 
@@ -154,7 +150,6 @@ def test_losses_and_the_global_batch(recording, asked, expected):
 
 
 def test_batch_counts_do_not_matter_where_the_loop_ends_in_step():
-    """The script ends by itself after equally many steps."""
     recording = load(lambda r, e: KEPT[600:] if r else KEPT[:600], SUBSET)
     assert names(recording) == ["different-batch-counts"]
     for rank in recording.ranks:
