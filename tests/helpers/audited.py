@@ -12,6 +12,7 @@ import runpy
 import shutil
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from lab.audit import probe
@@ -38,7 +39,8 @@ _KEYS = {"base", "finds", "notices", "ranks", "command", "flags", "verdict", "to
 class Case:
     """A script with one fault, or a right one; the page explains what is declared.
 
-    ``edit`` says how it differs from the case ``base``; it is empty for a whole script.
+    ``edit`` says how it differs from the case ``base``; it is empty for a whole script. ``plant``
+    is the mistake of lab/proofs/wrong.py that replaces this project's right code.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Case:
     flags: str = ""
     verdict: str = "any"
     together: bool = False
+    plant: str = ""
 
     @property
     def script(self):
@@ -122,11 +125,8 @@ def _declare(case, text):
     )
 
 
-def record_case(case, size, folder, *, start=None):
-    """Run a case under the probe in an empty or a new folder, and return what it recorded.
-
-    start : how a rank is started; default: in a fork where that is possible.
-    """
+def record_case(case, size, folder):
+    """Run a case under the probe in an empty or a new folder, and return what it recorded."""
     folder.mkdir(exist_ok=True)
     shutil.copy(FOLDER / "student.py", folder)
     clocks, batch = "--clocks" in case.flags, case.flags.removeprefix("--global-batch ")
@@ -135,7 +135,7 @@ def record_case(case, size, folder, *, start=None):
         case.script,
         command=case.command,
         size=size,
-        start=start or (start_forked if case.forked else start_process),
+        start=partial(start_forked, plant=case.plant) if case.forked else start_process,
         steps=40 if clocks else 6,
         clocks=clocks,
         global_batch=int(batch) if batch.isdigit() else None,
@@ -146,10 +146,7 @@ def record_case(case, size, folder, *, start=None):
 
 
 def start_forked(words, environment, cwd, log, plant=""):
-    """Start a rank's script in a fork; see ``lab.audit.runner.Start``.
-
-    plant : the mistake of lab/proofs/wrong.py that replaces this project's right code.
-    """
+    """Start a rank's script in a fork, as ``lab.audit.runner.start_process`` does in a process."""
     log.touch()
     return ForkedProgram([sys.executable, __file__, plant, *words[1:]], cwd, environment, log, log)
 

@@ -69,7 +69,6 @@ def texts(recording, kind):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_distributed_sampler_is_right(size):
-    """Each sample once, with another order in the second epoch; padding is a notice."""
     recording = load(distributed(961, size), {"length": 961}, size=size)
     assert names(recording) == ["padding-sampler"]
     said = texts(recording, Right)
@@ -107,7 +106,6 @@ def test_samples(recording, expected):
 
 
 def test_what_cannot_be_told_is_said():
-    """Equal indices of data that nobody knows; repeated draws; the rest of an endless sampler."""
     assert "same data" in texts(load(whole, OWN, content=augmented), Unknown)
     drawn = load(lambda r, e: random.Random(r + 10 * e).choices(range(960), k=480), OWN)
     assert "repeatedly" in texts(drawn, Unknown)
@@ -169,7 +167,6 @@ def test_batch_counts_do_not_matter_where_the_loop_ends_in_step():
     ],
 )
 def test_without_a_loader_the_inputs_tell(inputs, targets, expected):
-    """Equal inputs in all steps, and equal targets where they are known."""
     ranks = [Rank(0), Rank(1)]
     for one in ranks:
         hashes = zip(inputs[one.rank], targets[one.rank], strict=True)

@@ -207,7 +207,6 @@ def test_a_missing_rank_breaks_nothing():
 
 
 def test_run_checks_merges_and_leaves_out_what_follows():
-    """Sizes are joined, consequences left out, and a check that fails is not checked."""
     wrong, right = [train(nothing_sent, size=size, steps=size) for size in (2, 3)], train(size=4)
     del right.ranks[0].by_kind["backward"][0]["micro"]
     found, said, unknown = run_checks([*wrong, right])

@@ -7,20 +7,11 @@ run, not what a run saves or what a right script could have meant.
 
 import os
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
 from lab.proofs.wrong import WRONG
-from tests.helpers.audited import (
-    OWN_FLAGS,
-    Case,
-    apply_edit,
-    mistakes,
-    read_cases,
-    record_case,
-    start_forked,
-)
+from tests.helpers.audited import OWN_FLAGS, Case, apply_edit, mistakes, read_cases, record_case
 from tests.helpers.paths import ROOT
 
 CASES, OTHER_PYTHON = read_cases(), os.environ.get("AUDIT_PYTHON")
@@ -69,7 +60,6 @@ QUICK = "SameSamples RingWithoutAChunk StaleByOneStep LastBucketNotSent ClipBefo
 
 
 def parameters(cases):
-    """Run a test once for each case."""
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
@@ -129,9 +119,8 @@ def test_the_old_lines_of_an_edit_stand_exactly_once_in_its_base(edit, times):
 def test_a_planted_mistake_is_found(name, tmp_path):
     finding, size, flags = FOUND[name]
     command = f"python {ROOT}/PartTwo/main.py {OWN_FLAGS} {flags}"
-    case = Case(name, finds=frozenset(finding.split("|")), command=command)
-    recording = record_case(case, size, tmp_path, start=partial(start_forked, plant=name))
-    assert not mistakes(case, [recording])
+    case = Case(name, finds=frozenset(finding.split("|")), command=command, plant=name)
+    assert not mistakes(case, [record_case(case, size, tmp_path)])
 
 
 def test_every_planted_mistake_is_listed():

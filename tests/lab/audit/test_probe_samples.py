@@ -143,7 +143,6 @@ def test_what_a_dataset_holds(held, tells):
 
 
 def test_the_rows_of_a_batch_are_its_samples():
-    """In dicts and tuples; what has no row for each sample does not count."""
     x, y = torch.rand(4, 3, 8), torch.arange(4)
     codes = contents_of({"x": x, "rest": [y, "text", torch.ones(3)]}, 4)
     assert codes == contents_of((x, y), 4)
@@ -155,7 +154,6 @@ def test_the_rows_of_a_batch_are_its_samples():
 
 
 def test_evaluation_gives_two_batches_after_the_cut(tmp_path):
-    """It is no training, neither on a loader of its own nor on the training loader."""
     script = """
 train, test = DataLoader(data, 4, shuffle=True), DataLoader(Subset(data, range(40)), 4)
 print("before", evaluate(test))
