@@ -64,13 +64,13 @@ class Case:
 
     @property
     def forked(self):
-        """Whether its ranks can be forks: it starts no interpreters itself."""
-        return self.command.startswith("python ") and "mp.spawn" not in self.body
+        """Whether what is started can be a fork: it is no launcher."""
+        return self.command.startswith("python ")
 
     @property
     def quick_size(self):
-        """The one size for a quick test: the last, or the first where ranks are not forked."""
-        return self.sizes[-1 if self.forked else 0]
+        """The one size for a quick test: the last, or the first where it starts interpreters."""
+        return self.sizes[-1 if self.forked and "mp.spawn" not in self.body else 0]
 
 
 def read_cases():
