@@ -46,7 +46,7 @@ def test_torchrun_gets_the_number_of_ranks_and_a_literal_divisor_is_a_fault(tmp_
 
 @pytest.mark.slow
 def test_a_script_that_starts_its_own_ranks_runs_once(audit):
-    status, out, _ = audit("--", "python", f"{FOLDER}/right_spawn.py", "--port", "{port}")
+    status, out, _ = audit("--", "python", f"{FOLDER}/right_data_partitioner.py", 2, "{port}")
     assert status == 0, out
     assert "fixes its number of ranks at 2" in out
     assert "3 ranks" not in out
