@@ -15,10 +15,11 @@ from msgspec import Meta, Struct
 
 from common.errors import UserError, file_errors
 from common.profiling.records import EpochReport, StepRecord
-from common.reporting.run_files import RanksFile
+from common.reporting.run_files import RanksFile, StepTime
 from common.utils.atomic_files import read_regular
 from common.utils.typed_json import (
     Count,
+    Finite,
     Name,
     Ranks,
     Seed,
@@ -45,6 +46,8 @@ class Summary(Struct, kw_only=True):
 
     test_accuracy: Share | None = None
     ranks_hold_equal_weights: bool = True
+    mean_iteration_seconds: StepTime | None = None
+    load_per_core: Finite | None = None
 
 
 class RunConfig(TypedDict):
@@ -128,6 +131,8 @@ def read_repeat(folder: Path, *, seed: int, emulated: bool = False) -> dict[str,
         "timed_steps": ranks.steps,
         "losses": [[line.step, None if math.isnan(line.loss) else line.loss] for line in steps],
         "test_accuracy": summary.test_accuracy,
+        "mean_iteration_seconds": summary.mean_iteration_seconds,
+        "load_per_core": summary.load_per_core,
         **_NOT_REACHED,
         "equal_weights": summary.ranks_hold_equal_weights,
         "machine": {name: machine.get(name) for name in MACHINE_FACTS},

@@ -14,7 +14,7 @@ from lab.compare.jobs import describe_plan, merge_results, plan_comparison
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison, run_comparison
 from lab.compare.settings import Settings
-from lab.report import write_report
+from lab.report import add_recomputed, write_report
 from lab.report.terminal import print_answer
 
 
@@ -62,6 +62,7 @@ def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
     if folder is None:
         results = collect(runs, scaling=scaling)
         folder = new_folder(reports, "report")
+        add_recomputed(results, folder)
         write_results(folder / "results.json", results)
     else:
         if len(runs) > 1:
@@ -92,6 +93,7 @@ def _refuse_links(folder: Path) -> None:
 
 
 def _write_and_print(folder: Path, results: dict[str, Any]) -> None:
+    add_recomputed(results, folder)
     write_report(folder, results)
     print_answer(console, results)
     console.print(f"\nreport: {folder / 'report.html'}", markup=False)

@@ -12,7 +12,7 @@ row for each rank.
     cells         id, sync, nodes, rate, batch_size, exact, group, oversubscribed,
                   status (done, partial, failed, pending), message, median, interval,
                   repeats (folder, seed, status, started, ranks, losses, test_accuracy,
-                  seconds_to_accuracy)
+                  seconds_to_accuracy, mean_iteration_seconds, load_per_core, one_process)
     groups        settings of each group by its number, as a text (only from ``lab report``)
     plan          of a comparison whose runs others start (jobs.py): code (digests by file),
                   runs (cell and repeat), to_do (their numbers)
@@ -69,6 +69,15 @@ _BatchSize = Annotated[int, Meta(ge=1, le=2**40)] | Annotated[float, Meta(gt=0, 
 _Many = Annotated[list[Text], Meta(max_length=100_000)]
 
 
+class OneProcessEntry(TypedDict, total=False):
+    """What one process computes in place of the ranks, or ``why_not`` (one_process.py)."""
+
+    loss: Finite
+    agrees: bool
+    mistake: Text
+    why_not: Text
+
+
 class RepeatEntry(TypedDict, total=False):
     """A run of a cell, as far as it is read again; what is not required may be missing."""
 
@@ -82,6 +91,9 @@ class RepeatEntry(TypedDict, total=False):
     steps_to_accuracy: Count | None
     repeat: Count
     started: LocalTime | None
+    mean_iteration_seconds: StepTime | None
+    load_per_core: Finite | None
+    one_process: OneProcessEntry
 
 
 class MedianEntry(StepSeconds):

@@ -4,7 +4,8 @@
 update the losses of right strategies differ by rounding alone. Runs that start alike (the same
 seed, batches and weights, so the same loss at step 1) are therefore compared at steps 2 to 4. The
 largest set of strategies that agree with each other counts as right; between sets of equal size,
-the one with PyTorch's DDP.
+the one with PyTorch's DDP. Where this leaves a doubt, one_process.py has computed the first steps
+again, and that decides.
 
 ``START`` and ``GROWTH`` say how large rounding may be. Measured with VGG-11 in fp32 on a CPU, the
 largest differences between right strategies, relative to the loss:
@@ -62,17 +63,23 @@ class Curve(NamedTuple):
 class Equality:
     """What the first losses say about the strategies that claim to be exact.
 
-    equal : the strategies that compute the same; empty if fewer than two could be compared.
+    equal : the strategies that compute the same; empty if none could be compared.
+    confirmed : those of which one process has computed the same.
     wrong : by strategy, how it deviates from these.
+    mistakes : by strategy, what it seems to do instead of averaging.
     disputed : the strategies that disagree where the test cannot tell which is wrong, and how.
-    untested : by strategy, why it could not be compared.
+    untested : by strategy, why it could not be compared. not_recomputed : by strategy, why one
+        process could not compute it again.
     unequal_ranks : the strategies whose ranks ended with different weights.
     """
 
     equal: list[str] = field(default_factory=list)
+    confirmed: list[str] = field(default_factory=list)
     wrong: dict[str, Deviation] = field(default_factory=dict)
+    mistakes: dict[str, str] = field(default_factory=dict)
     disputed: dict[str, Deviation] = field(default_factory=dict)
     untested: dict[str, str] = field(default_factory=dict)
+    not_recomputed: dict[str, str] = field(default_factory=dict)
     unequal_ranks: list[str] = field(default_factory=list)
 
     @property
@@ -107,6 +114,12 @@ def check(block: ComparisonGroup, nodes: int) -> Equality:
     for group in groups:
         if len({curve.sync for curve in group}) > 1:
             _compare(group, result)
+    for row in rows:
+        _decide(row, result)
+    result.equal += result.confirmed
+    if len(result.disputed) == 1:  # one process has computed the others
+        result.wrong |= result.disputed if result.confirmed else {}
+        result.disputed.clear()
     tested = {*result.equal, *result.doubtful}
     result.equal = [sync for sync in dict.fromkeys(result.equal) if sync not in result.doubtful]
     result.untested = {
@@ -171,6 +184,24 @@ def _compare(group: Sequence[Curve], result: Equality) -> None:
         result.disputed |= {curve.sync: first for curve in right}
 
 
+def _decide(row: CellRow, result: Equality) -> None:
+    """Add to ``result`` what one process has found about the runs of a strategy."""
+    found = [(run["one_process"], run["losses"]) for run in row.runs if run.get("one_process")]
+    differing = [(again, losses) for again, losses in found if again.get("agrees") is False]
+    unknown = [again["why_not"] for again, _ in found if "why_not" in again]
+    for again, losses in differing[:1]:
+        far, limit = abs(losses[1][1] - again["loss"]), START["fp32"] * again["loss"]
+        result.wrong[row.sync] = Deviation(STEPS[0], far, limit)
+        result.mistakes[row.sync] = again["mistake"]
+    for why in unknown[:1]:
+        result.not_recomputed[row.sync] = why
+    if found and not differing and not unknown:
+        result.wrong.pop(row.sync, None)
+        result.confirmed.append(row.sync)
+    if differing or row.sync in result.confirmed:
+        result.disputed.pop(row.sync, None)
+
+
 def _weight(some: Sequence[Curve]) -> tuple[int, bool]:
     """Return the number of strategies in a set, and whether DDP is one of them."""
     names = {curve.sync for curve in some}
@@ -183,6 +214,9 @@ def _why_untested(
     own = next((group[0] for group in groups if sync in {curve.sync for curve in group}), None)
     others = [group[0] for group in groups if group[0] != own]
     reasons = {
+        "only a wrong strategy was there to compare it with": any(
+            {sync} < {curve.sync for curve in group} for group in groups
+        ),
         "emulated compute has no losses": block.emulated_compute,
         "no other strategy that claims to be exact was measured with these settings": (
             strategies == 1

@@ -3,7 +3,7 @@
 ``findings(block)`` lists them. They claim only what the data supports: no order if the intervals
 overlap, no equal accuracies near chance, nothing about unfinished cells. A finder gets the block
 and the measured rows on one number of nodes, and its sentences continue "On 4 nodes"; the finders
-of ``_LIMITS`` and ``_PREDICTION`` get all measured rows. ``speed`` is the one answer to "fastest,
+of ``_WHOLE`` and ``_PREDICTION`` get all measured rows. ``speed`` is the one answer to "fastest,
 or tied?".
 """
 
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from common.utils.grouping import grouped
 from lab.report.drawings.timeline import mean_overlap
-from lab.report.equality import DDP, STEPS, Deviation, check
-from lab.report.losses import curves, differences
+from lab.report.equality import DDP, GROWTH, STEPS, Deviation, check
+from lab.report.losses import Difference, curves, differences
 from lab.report.view import (
     CellRow,
     ComparisonGroup,
@@ -28,14 +28,17 @@ from lab.report.view import (
 )
 
 SPEED, EQUAL = "Which is fastest", "Do they compute the same"
+ITERATION = "Mean iteration time"
 BOUND, REACH = "What takes the time", "Limits"
 _NOISY = 0.5  # of the step: a wider interval gets a warning
-_EQUAL_SHARE = 1.2  # report a rank 0 that sends more than this many times an equal share
+EQUAL_SHARE = 1.2  # report a rank 0 that sends more than this many times an equal share
 _ABOVE_IDEAL = 1.05  # an efficiency that no measuring error of a quiet machine reaches
 _NEAR_CHANCE = 1.5  # times the accuracy of guessing
 _CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
 _WITHIN = 0.20  # of the measured step: a prediction that far off is near
 _NETWORK = ". A faster network would save less than half of the exposed time."
+_ONE_PROCESS = "one process on the same batches"
+_ELSEWHERE = " docs/examples/check_strategy.py tests a strategy alone, `lab audit` a whole script."
 _PARTS = {
     "compute": "compute (data, forward, backward, update)",
     "wire": "communication on the wire",
@@ -68,7 +71,7 @@ def findings(block: ComparisonGroup) -> list[ReportFinding]:
     every = {nodes: block.at(nodes) for nodes in sorted({row.nodes for row in block.measured})}
     several = {nodes: rows for nodes, rows in every.items() if nodes > 1}
     whole = {0: block.measured}
-    plan = ((whole, _LIMITS), (several, _ON_NODES), (every, _LEARNED), (whole, _PREDICTION))
+    plan = ((whole, _WHOLE), (several, _ON_NODES), (every, _LEARNED), (whole, _PREDICTION))
     found: list[ReportFinding] = []
     for parts, finders in plan:
         for find in finders:
@@ -123,15 +126,21 @@ def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
     others = "ddp, PyTorch's own," if set(result.equal) == {DDP} else "the others"
     several = len(result.equal) > 1
     wrong = [
-        f" {sync} is not equal to {others} {_how_far(deviation)}. It claims to be exact, but "
-        "does not compute the mean gradient."
+        f" {sync} is not equal to {_ONE_PROCESS if sync in result.mistakes else others} "
+        f"{_how_far(deviation)}. It claims to be exact, but does not compute the mean gradient"
+        f"{': ' if result.mistakes.get(sync) else '.'}{result.mistakes.get(sync, '')}"
         for sync, deviation in result.wrong.items()
     ]
+    again = "".join(
+        f" {sync} could not be computed again in one process: {why}."
+        for sync, why in result.not_recomputed.items()
+        if sync in {*result.untested, *result.disputed}
+    )
     if result.disputed:
         wrong.append(
             f" {listed(sorted(result.disputed))} do not compute the same "
             f"{_how_far(min(result.disputed.values()))}. At least one of them is wrong; a "
-            "comparison with ddp shows which."
+            f"comparison with ddp shows which.{again}{_ELSEWHERE}"
         )
     wrong += [
         f" the ranks of {sync} ended with different weights, although {sync} claims to be exact."
@@ -139,14 +148,17 @@ def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
     ]
     evidence = f"equal to each other: {listed(result.equal)}" if several else ""
     yield from (ReportFinding(EQUAL, text, evidence, wrong=True) for text in wrong)
-    if several:
-        yield _equal([row for row in rows if row.exact], result.equal)
+    if found := differences(curves([row for row in rows if row.sync in result.equal])):
+        yield _equal(found, result.equal, of=sum(row.exact for row in rows))
+    elif right := [sync for sync in result.equal if sync in result.confirmed]:
+        yield ReportFinding(EQUAL, f" {listed(right)}: equal to {_ONE_PROCESS}.")
     reasons = grouped((why, sync) for sync, why in result.untested.items())
     limits = [
-        f" {listed(names)} {'is' if len(names) == 1 else 'are'} not comparable: {reason}."
+        f" the losses cannot show whether {listed(names)} compute{'s' if len(names) == 1 else ''} "
+        f"the mean gradient: {reason}.{again}{_ELSEWHERE}"
         for reason, names in reasons.items()
     ]
-    if several and block.nodes_beyond_one == [2]:
+    if result.equal and block.nodes_beyond_one == [2]:
         limits.append(
             " a strategy that divides by a literal 2 is right by chance. Compare on 3 nodes as "
             "well."
@@ -159,25 +171,23 @@ def _how_far(deviation: Deviation) -> str:
     far = f"by {small_text(value)}" if math.isfinite(value) else "and is not finite"
     return (
         f"from step {step} on: the loss differs {far}; rounding would give less than "
-        f"{small_text(limit, 1)}"
+        f"{small_text(limit, 1)} at that step"
     )
 
 
-def _equal(claiming: Rows, equal: Sequence[str]) -> ReportFinding:
-    rows = [row for row in claiming if row.sync in equal]
-    everyone = f"all {len(rows)} strategies that claim to be exact"
-    who = everyone if len(rows) == len(claiming) > 2 else listed(equal)
-    found = differences(curves(rows))
+def _equal(found: Sequence[Difference], equal: Sequence[str], *, of: int) -> ReportFinding:
+    everyone = f"all {of} strategies that claim to be exact"
+    who = everyone if len(equal) == of > 2 else listed(equal)
     first = max((entry.value for entry in found if entry.step <= STEPS[-1]), default=0.0)
     most = max(found, key=lambda entry: entry.value)
     largest = f"{small_text(most.value)} at step {most.step}"
     text = (
-        f"up to step {STEPS[-1]} their losses differ by {small_text(first)} at most, as rounding "
-        "does."
+        f"up to step {STEPS[-1]} their losses differ by {small_text(first)} at most. Rounding does "
+        f"that: it grows up to {GROWTH:.0f} times from one step to the next."
         if most.value
         else "their losses are equal at every step, to the last digit."
     )
-    grown = f" Rounding grows in later steps: the largest difference is {largest}."
+    grown = f" The largest difference is {largest}."
     return ReportFinding(
         EQUAL,
         f" {who} compute the same: {text}{grown if most.value > first else ''}",
@@ -225,6 +235,21 @@ def fastest(block: ComparisonGroup, rows: Rows) -> Found:
     if right:
         evidence = "; ".join(f"{row.sync} {timed(row)}" for row in right)
         yield ReportFinding(SPEED, f" {speed(right)}.", evidence)
+
+
+def iterations(_: ComparisonGroup, rows: Rows) -> Found:
+    """Give the assignment's numbers: mean iteration times and the speed-ups by them."""
+    means = {row: mean for row in rows if (mean := row.mean_iteration) is not None}
+    most = max((row.nodes for row in means), default=0)
+    texts = [
+        f"{row.name} {seconds_text(mean, mean)} s"
+        + (f" (speed-up {row.mean_speedup:.2f})" if row.mean_speedup and row.nodes > 1 else "")
+        for row, mean in means.items()
+        if row.nodes in (1, most)
+    ]
+    if texts:
+        text = f"The mean iteration time without the first iteration: {listed(texts)}."
+        yield ReportFinding(ITERATION, text)
 
 
 def slower_than_one(block: ComparisonGroup, rows: Rows) -> Found:
@@ -359,7 +384,7 @@ def root_share(_: ComparisonGroup, rows: Rows) -> Found:
         )
     if shares:
         equal, most = 1 / rows[0].nodes, max(shares, key=shares.__getitem__)
-        heavy = [sync for sync, share in shares.items() if share > _EQUAL_SHARE * equal]
+        heavy = [sync for sync, share in shares.items() if share > EQUAL_SHARE * equal]
         who = listed(heavy or list(shares)) if heavy or uncounted else "any strategy"
         yield ReportFinding(
             "Bytes",
@@ -604,7 +629,7 @@ def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
         )
 
 
-_LIMITS = (unfinished, emulation, noisy, oversubscription)
+_WHOLE = (unfinished, emulation, noisy, oversubscription, iterations)
 _ON_NODES = (
     *(equal_results, fastest, slower_than_one, above_ideal),
     *(bounds, stragglers, overlaps, root_share),

@@ -3,9 +3,19 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from common.sync import STRATEGIES, plan_class
+from common.sync.message_plans import MessagePlan
 from lab.report.equality import check
-from lab.report.findings import ReportFinding, speed, strategies, timed, times_text
+from lab.report.findings import (
+    EQUAL_SHARE,
+    ReportFinding,
+    speed,
+    strategies,
+    timed,
+    times_text,
+)
 from lab.report.view import (
+    CellRow,
     ComparisonGroup,
     Rows,
     listed,
@@ -13,6 +23,8 @@ from lab.report.view import (
     rate_text,
     seconds_text,
 )
+
+_BUSY = 1.5  # programs for each core; ranks alone make it 1 at most, unless they share cores
 
 
 class Verdict(NamedTuple):
@@ -39,18 +51,40 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
         return Verdict("Nothing has been measured yet.", (), False)
     if nodes == 1:
         alone = f"a step takes {timed(rows[0])}; no strategy on several nodes has been measured"
-        return Verdict(f"On one node {alone}.", _numbers(rows), False)
+        return Verdict(f"On one node {alone}{_machine(rows)}.", _numbers(rows), False)
     link = f" at {rate_text(block.rate)}" if block.rate is not None else ""
     where = f"On {nodes}{' emulated' if block.emulated else ''} nodes{link}"
     if wrong:
         doubtful = check(block, nodes).doubtful
         right = [row for row in rows if row.sync not in doubtful]
         more = f" ({len(wrong) - 1} more below)" if len(wrong) > 1 else ""
-        rest = f" {where} {speed(right)}." if len(right) > 1 else ""
+        rest = f" {where} {speed(right)}{_machine(right)}." if len(right) > 1 else ""
         return Verdict(wrong[0] + more + rest, _numbers(right or rows), True)
     one, most = rows[0].baseline, (rows[0].speedup_interval or (1, 1))[1]
     faster = f"; one node alone is faster ({timed(one)})" if one and most < 1 else ""
-    return Verdict(f"{where} {speed(rows)}{faster}{_equality(block, rows)}.", _numbers(rows), False)
+    text = f"{where} {speed(rows)}{faster}{_equality(block, rows)}{_machine(rows)}."
+    ends = dict.fromkeys((rows[0], rows[-1]))  # the fastest and the slowest, if there are two
+    return Verdict(" ".join([text, *map(_messages, ends)]), _numbers(rows), False)
+
+
+def _messages(row: CellRow) -> str:
+    """Say when a strategy's messages leave, or what passes rank 0's link, and what this costs."""
+    strategy = row.sync.partition("-")[0]
+    leave = plan_class(strategy).leave if strategy in STRATEGIES else MessagePlan.leave
+    if (row.root_share or 0.0) > EQUAL_SHARE / row.nodes:  # rank 0 receives as much as it sends
+        megabytes = 2e-6 * (row.median("root_bytes_sent") or 0.0)
+        leave = f"put {megabytes:.0f} MB a step through rank 0's link"
+    exposed = seconds_text(row.seconds("sync"), row.step)
+    return f"The messages of {row.sync} {leave}; {exposed} s a step are exposed."
+
+
+def _machine(rows: Rows) -> str:
+    """Return the part of the sentence that says why these are not the times of quiet machines."""
+    if any(row.oversubscribed for row in rows):
+        return "; the ranks share cores, so separate machines take other times"
+    loads = [run.get("load_per_core") or 0.0 for row in rows for run in row.runs]
+    busy = max(loads, default=0.0) > _BUSY
+    return f"; the machine was busy (load {max(loads):.1f} per core)" if busy else ""
 
 
 def _equality(block: ComparisonGroup, rows: Rows) -> str:
@@ -61,9 +95,11 @@ def _equality(block: ComparisonGroup, rows: Rows) -> str:
         every = len(rows) > exact == len(result.equal) > 2
         equal = strategies(result.equal, of=len(rows))
         return f"; {f'the {exact} exact strategies' if every else equal} compute the same"
+    if result.confirmed:
+        return f"; {listed(result.confirmed)} computes what one process computes"
     reasons = listed(list(dict.fromkeys(result.untested.values())))
-    untested = f"; whether they compute the same was not tested ({reasons})"
-    return untested if len(rows) > 1 and reasons else ""
+    what = "they compute the same" if len(rows) > 1 else "it computes the mean gradient"
+    return f"; whether {what} was not tested ({reasons})" if reasons else ""
 
 
 def _numbers(rows: Rows) -> list[tuple[str, str, str]]:

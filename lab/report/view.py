@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, TypeVar
 
 import msgspec
@@ -98,6 +98,18 @@ class CellRow(msgspec.Struct, frozen=True, eq=False):
         if one is None or own is None or own[1] <= 0:
             return None
         return self._over_one_node(one[0], own[1]), self._over_one_node(one[1], own[0])
+
+    @property
+    def mean_iteration(self) -> float | None:
+        """The mean time of an iteration without the first; the median over the repeats."""
+        found = [mean for run in self.runs if (mean := run.get("mean_iteration_seconds"))]
+        return median(found) if found else None
+
+    @property
+    def mean_speedup(self) -> float | None:
+        """The speed-up by the mean times of an iteration."""
+        one, own = self.baseline and self.baseline.mean_iteration, self.mean_iteration
+        return self._over_one_node(one, own) if one and own else None
 
     @property
     def efficiency(self) -> float | None:
@@ -207,21 +219,24 @@ def blocks(results: Json) -> list[ComparisonGroup]:
     ]
     several = (len(groups) > 1, len({rate for _, rate in keys}) > 1)  # what tells blocks apart
     prediction, shared = results.get("prediction") or {}, results["settings"]
-    differing = {difference.split(":")[0] for difference in results.get("differences", [])}
+    differing = [difference.split(":")[0] for difference in results.get("differences", [])]
     found = []
     for group, rate in keys:
         ending = re.sub(r"[^\w.]+", "_", rate if isinstance(rate, str) else rate_text(rate))
+        own = results.get("groups", {}).get(str(group), {})
+        apart = [f"{name.replace('_', ' ')} {own[name]}" for name in differing if name in own]
+        name = listed(apart, limit=2) if apart else f"group {group}"
         settings = {  # those that all groups share, and the group's own
             "gpus": results["environment"].get("gpus"),
             **{name: value for name, value in shared.items() if name not in differing},
-            **results.get("groups", {}).get(str(group), {}),
+            **own,
         }
         imitated = rate is not None or settings.get("compute") != "real"
         found.append(
             ComparisonGroup(
                 group=group,
                 rate=rate,
-                label=", ".join(compress((f"group {group}", rate_text(rate)), several)),
+                label=", ".join(compress((name, rate_text(rate)), several)),
                 suffix="".join(compress((f"-group{group}", f"-{ending}"), several)),
                 rows=_rows(groups[group], rate, prediction.get("cells", {})),
                 emulated=bool(results.get("emulated")) and imitated,
