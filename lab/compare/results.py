@@ -12,7 +12,8 @@ row for each rank.
     cells         id, sync, nodes, rate, batch_size, exact, group, oversubscribed,
                   status (done, partial, failed, pending), message, median, interval,
                   repeats (folder, seed, status, started, ranks, losses, test_accuracy,
-                  seconds_to_accuracy, mean_iteration_seconds, load_per_core, one_process)
+                  seconds_to_accuracy, mean_iteration_seconds, load_per_core, precision,
+                  one_process)
     groups        settings of each group by its number, as a text (only from ``lab report``)
     plan          of a comparison whose runs others start (jobs.py): code (digests by file),
                   runs (cell and repeat), to_do (their numbers)
@@ -69,11 +70,12 @@ _BatchSize = Annotated[int, Meta(ge=1, le=2**40)] | Annotated[float, Meta(gt=0, 
 _Many = Annotated[list[Text], Meta(max_length=100_000)]
 
 
-class OneProcessEntry(TypedDict, total=False):
-    """What one process computes in place of the ranks, or ``why_not`` (one_process.py)."""
+class OneProcessEntry(TypedDict):
+    """What one process computes in place of the ranks: see ``recompute`` of lab/report."""
 
-    loss: Finite
-    agrees: bool
+    agrees: bool | None
+    difference: Finite
+    limit: Finite
     mistake: Text
     why_not: Text
 
@@ -93,6 +95,7 @@ class RepeatEntry(TypedDict, total=False):
     started: LocalTime | None
     mean_iteration_seconds: StepTime | None
     load_per_core: Finite | None
+    precision: Text | None
     one_process: OneProcessEntry
 
 
@@ -157,8 +160,6 @@ class KnownSettings(MachineFacts, total=False):
     num_classes: Annotated[int, Meta(ge=1, le=10**6)] | None
     until_accuracy: Share | None
     rates: list[LinkRate | None] | None
-    flags: list[Text] | None
-    amp_dtype: Annotated[str, Meta(pattern=r"^(fp16|bf16)\Z")] | None
 
 
 class Results(TypedDict):

@@ -28,17 +28,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from common.sync import BUILT_IN
 from common.utils.grouping import grouped
-from lab.report.view import CellRow, ComparisonGroup, Json, first_fit, listed
+from lab.report.view import CellRow, ComparisonGroup, Rows, first_fit, listed
 
 STEPS = (2, 3, 4)
 GROWTH = 100.0  # of rounding, a step; from step 5 on the test would accept anything
 # The difference at step 2, relative to the loss, that rounding does not reach, by number type.
 # fp32: a hundred times what was measured. The others are estimates with a wide margin:
 # convolutions on a GPU may use TF32 and sum in another order from run to run; bf16 keeps two to
-# three digits.
-START = {"fp32": 1e-5, "fp32 on a GPU": 1e-4, "bf16": 1e-3, "fp16": 1e-3}
+# three digits. Earlier versions did not record the type.
+START = {"fp32": 1e-5, "fp32 on a GPU": 1e-4}
+START_OF_OTHERS = 1e-3
 DDP = "ddp"
 
 
@@ -95,7 +95,7 @@ def check(block: ComparisonGroup, nodes: int) -> Equality:
         Curve(
             row.sync,
             run["seed"],
-            _precision(row, block.settings),
+            run.get("precision") or "unknown",
             {1: math.nan}
             | {step: math.nan if loss is None else loss for step, loss in run.get("losses", [])},
         )
@@ -114,12 +114,7 @@ def check(block: ComparisonGroup, nodes: int) -> Equality:
     for group in groups:
         if len({curve.sync for curve in group}) > 1:
             _compare(group, result)
-    for row in rows:
-        _decide(row, result)
-    result.equal += result.confirmed
-    if len(result.disputed) == 1:  # one process has computed the others
-        result.wrong |= result.disputed if result.confirmed else {}
-        result.disputed.clear()
+    _decide(rows, result)
     tested = {*result.equal, *result.doubtful}
     result.equal = [sync for sync in dict.fromkeys(result.equal) if sync not in result.doubtful]
     result.untested = {
@@ -136,20 +131,6 @@ def wrong_rows(block: ComparisonGroup) -> set[CellRow]:
     return {row for row in block.measured if row.sync in doubtful.get(row.nodes, ())}
 
 
-def _precision(row: CellRow, settings: Json) -> str:
-    """Return the number type of a cell's forward pass, as common/training_engine/amp.py chooses."""
-    flags = " ".join(settings.get("flags") or ()).replace("=", " ").replace("_", "-").split()
-    gpu, asked = bool(settings.get("gpus")), settings.get("amp")
-    if asked is None:
-        asked = gpu and row.sync.partition("-")[0] in BUILT_IN
-    if ({"--amp", "--use-amp"} & set(flags) or asked) and not {"--no-amp", "--no-use-amp"} & set(
-        flags
-    ):
-        given = flags[flags.index("--amp-dtype") + 1] if "--amp-dtype" in flags[:-1] else None
-        return (given or settings.get("amp_dtype") or "fp16") if gpu else "bf16"
-    return "fp32 on a GPU" if gpu else "fp32"
-
-
 def _agreeing(curves: Sequence[Curve], steps: Sequence[int]) -> list[list[Curve]]:
     """Return the curves in groups that agree at these steps."""
     return first_fit(curves, lambda some, curve: _deviation(some[0], curve, steps) is None)
@@ -162,7 +143,8 @@ def _deviation(one: Curve, other: Curve, steps: Sequence[int] = STEPS) -> Deviat
         finite = [abs(loss) for loss in losses if math.isfinite(loss)]
         if len(losses) < 2 or not finite:
             continue
-        tolerance = START[one.precision] * GROWTH ** max(0, step - STEPS[0])
+        start = START.get(one.precision, START_OF_OTHERS)
+        tolerance = start * GROWTH ** max(0, step - STEPS[0])
         value = abs(losses[0] - losses[1]) if len(finite) == 2 else math.inf
         if value > tolerance * max(finite):
             return Deviation(step, value, tolerance * max(finite))
@@ -184,22 +166,25 @@ def _compare(group: Sequence[Curve], result: Equality) -> None:
         result.disputed |= {curve.sync: first for curve in right}
 
 
-def _decide(row: CellRow, result: Equality) -> None:
-    """Add to ``result`` what one process has found about the runs of a strategy."""
-    found = [(run["one_process"], run["losses"]) for run in row.runs if run.get("one_process")]
-    differing = [(again, losses) for again, losses in found if again.get("agrees") is False]
-    unknown = [again["why_not"] for again, _ in found if "why_not" in again]
-    for again, losses in differing[:1]:
-        far, limit = abs(losses[1][1] - again["loss"]), START["fp32"] * again["loss"]
-        result.wrong[row.sync] = Deviation(STEPS[0], far, limit)
-        result.mistakes[row.sync] = again["mistake"]
-    for why in unknown[:1]:
-        result.not_recomputed[row.sync] = why
-    if found and not differing and not unknown:
-        result.wrong.pop(row.sync, None)
-        result.confirmed.append(row.sync)
-    if differing or row.sync in result.confirmed:
-        result.disputed.pop(row.sync, None)
+def _decide(rows: Rows, result: Equality) -> None:
+    """Correct ``result`` by what one process has found about runs of these strategies."""
+    again = [
+        (row.sync, run["one_process"]) for row in rows for run in row.runs if "one_process" in run
+    ]
+    result.not_recomputed = {sync: one["why_not"] for sync, one in again if one["agrees"] is None}
+    result.mistakes = {sync: one["mistake"] for sync, one in again if one["agrees"] is False}
+    unsure = {*result.mistakes, *result.not_recomputed}
+    result.confirmed = list(dict.fromkeys(sync for sync, _ in again if sync not in unsure))
+    if result.mistakes or result.confirmed:
+        known = result.wrong | (result.disputed if result.confirmed else {})
+        result.wrong = {sync: far for sync, far in known.items() if sync not in result.confirmed}
+        result.wrong |= {
+            sync: Deviation(STEPS[0], one["difference"], one["limit"])
+            for sync, one in again
+            if one["agrees"] is False
+        }
+        result.disputed = {}
+    result.equal += result.confirmed
 
 
 def _weight(some: Sequence[Curve]) -> tuple[int, bool]:

@@ -158,7 +158,7 @@ def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
         f"the mean gradient: {reason}.{again}{_ELSEWHERE}"
         for reason, names in reasons.items()
     ]
-    if result.equal and block.nodes_beyond_one == [2]:
+    if (several or result.confirmed) and block.nodes_beyond_one == [2]:
         limits.append(
             " a strategy that divides by a literal 2 is right by chance. Compare on 3 nodes as "
             "well."
@@ -243,7 +243,7 @@ def iterations(_: ComparisonGroup, rows: Rows) -> Found:
     most = max((row.nodes for row in means), default=0)
     texts = [
         f"{row.name} {seconds_text(mean, mean)} s"
-        + (f" (speed-up {row.mean_speedup:.2f})" if row.mean_speedup and row.nodes > 1 else "")
+        + (f" (speed-up {row.speedup:.2f})" if row.speedup and row.nodes > 1 else "")
         for row, mean in means.items()
         if row.nodes in (1, most)
     ]
@@ -504,18 +504,6 @@ def unfinished(block: ComparisonGroup, rows: Rows) -> Found:
             )
 
 
-def emulation(block: ComparisonGroup, rows: Rows) -> Found:
-    """Say what emulated compute leaves out."""
-    if block.emulated and block.emulated_compute and rows:
-        yield ReportFinding(
-            REACH,
-            "Compute is EMULATED: step times, overlap, waiting and bytes are valid. There are no "
-            "losses and no accuracies, and memory does not include activations.",
-            f"times of profile {block.settings['compute']}",
-            caution=True,
-        )
-
-
 def noisy(_: ComparisonGroup, rows: Rows) -> Found:
     """Name the cells whose repeats differ too much for a conclusion."""
     if wide := list(filter(_is_noisy, rows)):
@@ -578,25 +566,6 @@ def predictions(_: ComparisonGroup, rows: Rows) -> Found:
         )
 
 
-def made_in_time(block: ComparisonGroup, rows: Rows) -> Found:
-    """Say whether the prediction was made before the first run started."""
-    made, first = block.predicted_at, block.first_start
-    if made and first and any(row.prediction for row in rows):
-        late = made > first
-        text = (
-            f"after the first run had started ({_clock(first)}, then {_clock(made)}), so it is no "
-            "forecast of that run."
-            if late
-            else f"before the first run started, at {_clock(first)}."
-        )
-        yield ReportFinding("Prediction", f"The prediction was made {text}", caution=late)
-
-
-def _clock(moment: str) -> str:
-    """Return an ISO time without its fraction, for a person."""
-    return moment.replace("T", " ").split(".")[0]
-
-
 def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
     """Say whether the bytes that each rank counted equal the formulas."""
     both = {
@@ -629,10 +598,10 @@ def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
         )
 
 
-_WHOLE = (unfinished, emulation, noisy, oversubscription, iterations)
+_WHOLE = (unfinished, noisy, oversubscription, iterations)
 _ON_NODES = (
     *(equal_results, fastest, slower_than_one, above_ideal),
     *(bounds, stragglers, overlaps, root_share),
 )
 _LEARNED = (accuracies, time_to_accuracy)
-_PREDICTION = (predictions, made_in_time, bytes_as_predicted)
+_PREDICTION = (predictions, bytes_as_predicted)

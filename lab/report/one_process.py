@@ -1,6 +1,7 @@
 """Compute the first two steps of a run again, in one process, as every exact strategy defines them.
 
-``recompute`` trains the ranks' shards in turn and takes the mean gradient over the global batch.
+``recompute`` trains the ranks' shards in turn, in a plain loop instead of the engine, and takes the
+mean gradient over the global batch.
 The loss of step 1, before any exchange, must be the run's: otherwise data or code differ, and
 nothing can be said. The loss of step 2 then shows whether the run stepped with the mean gradient.
 If it did not, ``recompute`` tries the multiples of it that the usual mistakes give, and each rank's
@@ -8,8 +9,9 @@ own gradient.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,7 @@ from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import World
 from common.errors import UserError, file_errors
 from common.models import PRETRAINED, build_model
-from common.profiling.records import StepRecord
-from common.sync.none import NoSync
-from common.training_engine import TrainingEngine
+from common.training_engine.batches import MicroBatch
 from common.training_plan import Setup, make_plan, prepare_model
 from common.utils.source_hash import step_digest
 from common.utils.typed_json import read_json
@@ -37,44 +37,34 @@ _ROUNDING, _MACHINES = 1e-5, 1e-4
 _DIVISORS = (4, 1, 2, 3, 8)  # in place of the world size; the commonest first
 
 
-class _Multiplied(NoSync):
-    """Multiplies the mean gradient, as a strategy with a wrong divisor does."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self._factor = factor
-
-    def synchronize(self, model: nn.Module) -> None:
-        """See the base class."""
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad *= self._factor
-
-
 def recompute(folder: Path, run: Json) -> dict[str, Any]:
-    """Return what one process computes in the first steps of ``run``, which wrote ``folder``.
+    """Compare ``run``, which wrote ``folder``, with what one process computes in its first steps.
 
-    Returns the ``loss`` of step 2, whether it ``agrees`` with the run's and, if not, the
-    ``mistake`` that explains the run's, "" if none does; or ``why_not``, why this cannot be said.
+    Returns whether the loss of step 2 ``agrees``, its ``difference``, the ``limit`` of rounding,
+    the ``mistake`` that explains the run's loss ("" if none does); and, where ``agrees`` is None,
+    ``why_not``: why this cannot be said.
     """
+    found = {"agrees": None, "difference": 0.0, "limit": 0.0, "mistake": "", "why_not": ""}
     threads = torch.get_num_threads()
     try:
         config = _config(folder, run)
         torch.set_num_threads(run["ranks"][0]["threads"])  # which may decide how sums are rounded
         (_, first), (_, second) = run["losses"][:2]
-        one, two = (line.loss for line in _train(config))
+        one, second_loss, _ = _first_step(config)
+        two = second_loss(1.0)
         if not _equal(one, first):
             raise UserError(f"the loss of step 1 is {one:.7g} here, {first:.7g} in the run")
-        agrees = _equal(two, second)
-        mistakes = () if agrees else _mistakes(config, len(run["ranks"]))
-        mistake = next((text for text, loss in mistakes if _equal(loss, second)), "")
-        if not agrees and not mistake and _equal(two, second, tolerance=_MACHINES):
+        found |= {"agrees": _equal(two, second), "difference": abs(two - second)}
+        found["limit"] = _ROUNDING * abs(two)
+        if not found["agrees"]:
+            found["mistake"] = _mistake(config, second, len(run["ranks"]))
+        if not found["agrees"] and not found["mistake"] and _equal(two, second, _MACHINES):
             raise UserError(f"the loss of step 2 is {two:.7g} here, {second:.7g} in the run")
-        return {"loss": two, "agrees": agrees, "mistake": mistake}
     except UserError as error:
-        return {"why_not": str(error)}
+        found |= {"agrees": None, "why_not": str(error)}
     finally:
         torch.set_num_threads(threads)
+    return found
 
 
 def _config(folder: Path, run: Json) -> Config:
@@ -103,19 +93,20 @@ def _config(folder: Path, run: Json) -> Config:
     }
     # The plan's numbers stand in config.json in place of the settings that they follow from.
     derived = {"sync": "none", "local_batch_size": None, "warmup_epochs": None, "mirror": None}
-    own = {"shards": config["shards"], "data_dir": _path(config.get("data_dir"))}
+    folder_of_data = config.get("data_dir") and Path(config["data_dir"])
+    own = {"shards": config["shards"], "data_dir": folder_of_data}
     return Config(part="PartOne", **kept | derived | own)
 
 
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
-
-
 @cache
-def _train(
-    config: Config, factor: float = 1.0, *, rank: int = 0, ranks: int = 1
-) -> list[StepRecord]:
-    """Train two steps on the shards of ``rank`` with ``factor`` times their part of the mean."""
+def _first_step(
+    config: Config, rank: int = 0, ranks: int = 1
+) -> tuple[float, Callable[[float], float], int]:
+    """Compute the gradients of step 1 on the shards of ``rank``, in a plain loop.
+
+    Returns the loss of step 1; a function that takes a factor and returns the loss of step 2 after
+    an update with that multiple of the gradients; and the samples of step 2.
+    """
     world, launch = World(rank, ranks), LaunchSpec()
     dataset = load_dataset(config.dataset, config.data_folder, mirror="")
     if config.normalise == "imagenet":
@@ -123,30 +114,48 @@ def _train(
     loader, plan = make_plan(config, launch, world, dataset, "", {})
     setup = Setup(config, launch, world, dataset, plan, None, {}, None, 0.0)
     torch.manual_seed(config.seed)
-    model = build_model(config.model, len(dataset.class_names))
-    model, criterion, optimizer, scheduler = prepare_model(setup, model)
-    engine = TrainingEngine(
-        model, "cpu", distributed=True, sync=_Multiplied(factor), clip_norm=config.clip_norm
-    )
-    engine.prepare(optimizer, criterion, scheduler)
-    records: list[StepRecord] = []
-    engine.train_epoch(loader, epoch=1, seed=config.seed, max_steps=2, on_steps=records.extend)
-    engine.close()
-    return records
+    network = build_model(config.model, len(dataset.class_names))
+    model, criterion, optimizer, _ = prepare_model(setup, network)
+    batches = iter(loader)
+    first, second = (list(islice(batches, len(loader.micro_batches))) for _ in (1, 2))
+    parameters = list(model.parameters())  # all of them train
+    start = [parameter.detach().clone() for parameter in parameters]
+
+    def parts(window: Sequence[MicroBatch]) -> Iterator[torch.Tensor]:
+        """Yield each shard's part of the mean loss."""
+        samples = sum(len(labels) for _, labels in window)
+        for images, labels in window:
+            yield criterion(model(images), labels) * len(labels) / samples
+
+    def second_loss(factor: float) -> float:
+        for parameter, value, gradient in zip(parameters, start, gradients, strict=True):
+            parameter.data, parameter.grad = value.clone(), factor * gradient
+        if config.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, config.clip_norm)
+        optimizer.state.clear()
+        optimizer.step()
+        with torch.no_grad():
+            return sum(part.item() for part in parts(second))
+
+    loss = 0.0
+    for part in parts(first):
+        part.backward()
+        loss += part.item()
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    return loss, second_loss, sum(len(labels) for _, labels in second)
 
 
-def _mistakes(config: Config, ranks: int) -> Iterator[tuple[str, float]]:
-    """Yield what a strategy may do instead, and the loss of step 2 that it gives."""
+def _mistake(config: Config, second: float, ranks: int) -> str:
+    """Return what a strategy does instead if the loss of step 2 is ``second``; "" if unknown."""
+    _, second_loss, samples = _first_step(config)
     for divisor in (*_DIVISORS, ranks * ranks):
-        if divisor != ranks:
+        if divisor != ranks and _equal(second_loss(ranks / divisor), second):
             share = f"its gradients are {ranks / divisor:.2f} of the mean"
-            text = f"{share}: divided by {divisor} on {ranks} ranks?"
-            yield text, _train(config, ranks / divisor)[1].loss
-    own = [_train(config, ranks, rank=rank, ranks=ranks)[1] for rank in range(ranks)]
-    samples = sum(line.local_samples for line in own)
-    loss = sum(line.loss * line.local_samples for line in own) / samples
-    yield "each rank steps with its own gradients, which are never exchanged?", loss
+            return f"{share}: divided by {divisor} on {ranks} ranks?"
+    own = [_first_step(config, rank, ranks) for rank in range(ranks)]
+    loss = sum(loss_of(1.0) * count for _, loss_of, count in own) / samples
+    return "each rank steps with its own gradients?" if _equal(loss, second) else ""
 
 
-def _equal(one: float, other: float, *, tolerance: float = _ROUNDING) -> bool:
+def _equal(one: float, other: float, tolerance: float = _ROUNDING) -> bool:
     return math.isclose(one, other, rel_tol=tolerance)

@@ -64,7 +64,8 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
     faster = f"; one node alone is faster ({timed(one)})" if one and most < 1 else ""
     text = f"{where} {speed(rows)}{faster}{_equality(block, rows)}{_machine(rows)}."
     ends = dict.fromkeys((rows[0], rows[-1]))  # the fastest and the slowest, if there are two
-    return Verdict(" ".join([text, *map(_messages, ends)]), _numbers(rows), False)
+    text += f" Why, by the messages: {' and '.join(map(_messages, ends))}."
+    return Verdict(text, _numbers(rows), False)
 
 
 def _messages(row: CellRow) -> str:
@@ -75,7 +76,7 @@ def _messages(row: CellRow) -> str:
         megabytes = 2e-6 * (row.median("root_bytes_sent") or 0.0)
         leave = f"put {megabytes:.0f} MB a step through rank 0's link"
     exposed = seconds_text(row.seconds("sync"), row.step)
-    return f"The messages of {row.sync} {leave}; {exposed} s a step are exposed."
+    return f"those of {row.sync} {leave} ({exposed} s exposed)"
 
 
 def _machine(rows: Rows) -> str:

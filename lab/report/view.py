@@ -106,12 +106,6 @@ class CellRow(msgspec.Struct, frozen=True, eq=False):
         return median(found) if found else None
 
     @property
-    def mean_speedup(self) -> float | None:
-        """The speed-up by the mean times of an iteration."""
-        one, own = self.baseline and self.baseline.mean_iteration, self.mean_iteration
-        return self._over_one_node(one, own) if one and own else None
-
-    @property
     def efficiency(self) -> float | None:
         return None if self.speedup is None else self.speedup / self.nodes
 
@@ -156,7 +150,6 @@ class ComparisonGroup:
     emulated: bool
     settings: Json
     timelines: Json
-    predicted_at: str  # when the prediction was made, in ISO format
 
     @property
     def weak(self) -> bool:
@@ -227,7 +220,6 @@ def blocks(results: Json) -> list[ComparisonGroup]:
         apart = [f"{name.replace('_', ' ')} {own[name]}" for name in differing if name in own]
         name = listed(apart, limit=2) if apart else f"group {group}"
         settings = {  # those that all groups share, and the group's own
-            "gpus": results["environment"].get("gpus"),
             **{name: value for name, value in shared.items() if name not in differing},
             **own,
         }
@@ -242,7 +234,6 @@ def blocks(results: Json) -> list[ComparisonGroup]:
                 emulated=bool(results.get("emulated")) and imitated,
                 settings=settings,
                 timelines=results["timelines"],
-                predicted_at=prediction.get("made", ""),
             )
         )
     return found
@@ -280,7 +271,9 @@ def what_is_emulated(settings: Json) -> str:
     rates = [rate_text(rate) for rate in settings.get("rates") or [] if rate is not None]
     parts = {
         f"layers and updates sleep for the times of profile '{profile}', so nothing is "
-        "learned": settings.get("compute") not in (None, "real"),
+        "learned: there are no losses and no accuracies, and memory is without activations; step "
+        "times, overlap, waiting and bytes are valid": settings.get("compute")
+        not in (None, "real"),
         "the nodes are network namespaces of one machine, with links of "
         f"{' and '.join(rates)}": bool(rates),
     }
