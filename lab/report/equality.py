@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.utils.grouping import grouped
-from lab.report.view import CellRow, ComparisonGroup, Rows, first_fit, listed
+from lab.report.view import CellRow, ComparisonGroup, Json, first_fit, listed
 
 STEPS = (2, 3, 4)
 GROWTH = 100.0  # of rounding, a step; from step 5 on the test would accept anything
@@ -68,8 +68,7 @@ class Equality:
     wrong : by strategy, how it deviates from these.
     mistakes : by strategy, what it seems to do instead of averaging.
     disputed : the strategies that disagree where the test cannot tell which is wrong, and how.
-    untested : by strategy, why it could not be compared. not_recomputed : by strategy, why one
-        process could not compute it again.
+    untested : by strategy, why it could not be compared, nor computed again.
     unequal_ranks : the strategies whose ranks ended with different weights.
     """
 
@@ -79,7 +78,6 @@ class Equality:
     mistakes: dict[str, str] = field(default_factory=dict)
     disputed: dict[str, Deviation] = field(default_factory=dict)
     untested: dict[str, str] = field(default_factory=dict)
-    not_recomputed: dict[str, str] = field(default_factory=dict)
     unequal_ranks: list[str] = field(default_factory=list)
 
     @property
@@ -114,11 +112,15 @@ def check(block: ComparisonGroup, nodes: int) -> Equality:
     for group in groups:
         if len({curve.sync for curve in group}) > 1:
             _compare(group, result)
-    _decide(rows, result)
+    again = [
+        (row.sync, run["one_process"]) for row in rows for run in row.runs if "one_process" in run
+    ]
+    _decide(again, result)
+    failed = {sync: f"; in one process neither: {one['why_not']}" for sync, one in again}
     tested = {*result.equal, *result.doubtful}
     result.equal = [sync for sync in dict.fromkeys(result.equal) if sync not in result.doubtful]
     result.untested = {
-        row.sync: _why_untested(block, row.sync, len(rows), groups)
+        row.sync: _why_untested(block, row.sync, len(rows), groups) + failed.get(row.sync, "")
         for row in rows
         if row.sync not in tested
     }
@@ -166,23 +168,17 @@ def _compare(group: Sequence[Curve], result: Equality) -> None:
         result.disputed |= {curve.sync: first for curve in right}
 
 
-def _decide(rows: Rows, result: Equality) -> None:
-    """Correct ``result`` by what one process has found about runs of these strategies."""
-    again = [
-        (row.sync, run["one_process"]) for row in rows for run in row.runs if "one_process" in run
-    ]
-    result.not_recomputed = {sync: one["why_not"] for sync, one in again if one["agrees"] is None}
-    result.mistakes = {sync: one["mistake"] for sync, one in again if one["agrees"] is False}
-    unsure = {*result.mistakes, *result.not_recomputed}
+def _decide(again: Sequence[tuple[str, Json]], result: Equality) -> None:
+    """Correct ``result`` by what one process has found about runs of strategies, by name."""
+    differing = {sync: one for sync, one in again if one["agrees"] is False}
+    result.mistakes = {sync: one["mistake"] for sync, one in differing.items()}
+    unsure = {sync for sync, one in again if not one["agrees"]}
     result.confirmed = list(dict.fromkeys(sync for sync, _ in again if sync not in unsure))
-    if result.mistakes or result.confirmed:
+    if differing or result.confirmed:
         known = result.wrong | (result.disputed if result.confirmed else {})
         result.wrong = {sync: far for sync, far in known.items() if sync not in result.confirmed}
-        result.wrong |= {
-            sync: Deviation(STEPS[0], one["difference"], one["limit"])
-            for sync, one in again
-            if one["agrees"] is False
-        }
+        for sync, one in differing.items():
+            result.wrong[sync] = Deviation(STEPS[0], one["difference"], one["limit"])
         result.disputed = {}
     result.equal += result.confirmed
 

@@ -87,11 +87,8 @@ def _joined(members: Sequence[tuple[int, ReportFinding]]) -> ReportFinding:
         return first
     each = "; ".join(f"on {nodes} nodes: {one.evidence}" for nodes, one in members if one.evidence)
     evidence = each if len(members) > 1 else first.evidence
-    return first._replace(text=_on_nodes(numbers) + first.text, evidence=evidence)
-
-
-def _on_nodes(numbers: Sequence[int]) -> str:
-    return "On one node" if numbers == [1] else f"On {listed(list(map(str, numbers)))} nodes"
+    where = "On one node" if numbers == [1] else f"On {listed(list(map(str, numbers)))} nodes"
+    return first._replace(text=where + first.text, evidence=evidence)
 
 
 def strategies(names: Sequence[str], *, of: int) -> str:
@@ -131,16 +128,11 @@ def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
         f"{': ' if result.mistakes.get(sync) else '.'}{result.mistakes.get(sync, '')}"
         for sync, deviation in result.wrong.items()
     ]
-    again = "".join(
-        f" {sync} could not be computed again in one process: {why}."
-        for sync, why in result.not_recomputed.items()
-        if sync in {*result.untested, *result.disputed}
-    )
     if result.disputed:
         wrong.append(
             f" {listed(sorted(result.disputed))} do not compute the same "
             f"{_how_far(min(result.disputed.values()))}. At least one of them is wrong; a "
-            f"comparison with ddp shows which.{again}{_ELSEWHERE}"
+            f"comparison with ddp shows which.{_ELSEWHERE}"
         )
     wrong += [
         f" the ranks of {sync} ended with different weights, although {sync} claims to be exact."
@@ -155,7 +147,7 @@ def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
     reasons = grouped((why, sync) for sync, why in result.untested.items())
     limits = [
         f" the losses cannot show whether {listed(names)} compute{'s' if len(names) == 1 else ''} "
-        f"the mean gradient: {reason}.{again}{_ELSEWHERE}"
+        f"the mean gradient: {reason}.{_ELSEWHERE}"
         for reason, names in reasons.items()
     ]
     if (several or result.confirmed) and block.nodes_beyond_one == [2]:
@@ -487,9 +479,6 @@ def time_to_accuracy(block: ComparisonGroup, rows: Rows) -> Found:
 
 def unfinished(block: ComparisonGroup, rows: Rows) -> Found:
     """Name the cells that failed, are pending, or have fewer repeats than planned."""
-    if not rows:
-        text = "No run has ended yet, so there is nothing to report."
-        yield ReportFinding(REACH, text, caution=True)
     for status, text in (
         ("failed", "failed and left out of every comparison"),
         ("pending", "not run yet"),
@@ -522,19 +511,6 @@ def _is_noisy(row: CellRow) -> bool:
     return high - low > _NOISY * row.step
 
 
-def oversubscription(_: ComparisonGroup, rows: Rows) -> Found:
-    """Name the numbers of nodes on which ranks shared cores."""
-    if crowded := [row for row in rows if row.oversubscribed]:
-        yield ReportFinding(
-            BOUND,
-            f"{_on_nodes(sorted({row.nodes for row in crowded}))} the ranks share cores: compute "
-            "and waiting times, speed-ups and efficiencies are not those of separate machines. "
-            "Bytes sent and losses are not affected.",
-            listed([row.name for row in crowded]),
-            caution=True,
-        )
-
-
 # --- predictions ---
 
 
@@ -543,7 +519,6 @@ def predictions(_: ComparisonGroup, rows: Rows) -> Found:
     errors = {row: row.error for row in rows if row.error is not None}
     texts = {row: f"{row.name}: {percent(error, 1, signed=True)}" for row, error in errors.items()}
     inside = [row for row in errors if row.prediction.get("in_scope")]
-    outside = [row for row in errors if row not in inside]
     if inside:
         far = [texts[row] for row in inside if abs(errors[row]) > _WITHIN]
         worst = max(inside, key=lambda row: abs(errors[row]))
@@ -554,15 +529,6 @@ def predictions(_: ComparisonGroup, rows: Rows) -> Found:
             f"{texts[worst]}.{f' Outside are {listed(far)}.' if far else ''}",
             "; ".join(texts[row] for row in inside),
             caution=bool(far),
-        )
-    if outside:
-        reasons = {row.prediction.get("why") or "no reason given" for row in outside}
-        yield ReportFinding(
-            "Prediction",
-            f"The errors of {len(outside)} of {len(errors)} predictions are outside the model's "
-            f"scope ({listed(sorted(reasons))}): they are shown but not counted.",
-            "; ".join(texts[row] for row in outside),
-            caution=True,
         )
 
 
@@ -598,7 +564,7 @@ def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
         )
 
 
-_WHOLE = (unfinished, noisy, oversubscription, iterations)
+_WHOLE = (unfinished, noisy, iterations)
 _ON_NODES = (
     *(equal_results, fastest, slower_than_one, above_ideal),
     *(bounds, stragglers, overlaps, root_share),

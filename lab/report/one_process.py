@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
 
 from common.config.schema import DATA, OPTIMIZER, TRAINING, Config, settings
 from common.data import load_dataset
@@ -50,7 +50,7 @@ def recompute(folder: Path, run: Json) -> dict[str, Any]:
         config = _config(folder, run)
         torch.set_num_threads(run["ranks"][0]["threads"])  # which may decide how sums are rounded
         (_, first), (_, second) = run["losses"][:2]
-        one, second_loss, _ = _first_step(config)
+        one, second_loss = _first_step(config)
         two = second_loss(1.0)
         if not _equal(one, first):
             raise UserError(f"the loss of step 1 is {one:.7g} here, {first:.7g} in the run")
@@ -80,6 +80,8 @@ def _config(folder: Path, run: Json) -> Config:
         f"it computed in {config.get('precision')}": config.get("precision", "fp32") != "fp32",
         "its losses of steps 1 and 2 were not recorded, or are not finite": begun != [1, 2],
         "it began with pretrained weights": config.get("model") in PRETRAINED,
+        "it clips its gradients": config.get("clip_norm"),
+        "its images are normalised as ImageNet's": config.get("normalise") == "imagenet",
         "its images are a folder of your own": config.get("dataset") == "folder",
         f"it would take about {seconds:.0f} s": seconds > _MOST_SECONDS,
         "it ran other code, or another torch": environment.get("step_code") != step_digest(),
@@ -89,28 +91,26 @@ def _config(folder: Path, run: Json) -> Config:
     kept = {
         name: config[name]
         for name, rules in settings().items()
-        if rules["group"] in (DATA, TRAINING, OPTIMIZER) and name in config
+        if rules["group"] in (DATA, TRAINING, OPTIMIZER) and config.get(name) is not None
     }
     # The plan's numbers stand in config.json in place of the settings that they follow from.
     derived = {"sync": "none", "local_batch_size": None, "warmup_epochs": None, "mirror": None}
-    folder_of_data = config.get("data_dir") and Path(config["data_dir"])
-    own = {"shards": config["shards"], "data_dir": folder_of_data}
+    data_dir = Path(str(kept["data_dir"])) if "data_dir" in kept else None
+    own = {"shards": config.get("shards"), "data_dir": data_dir}
     return Config(part="PartOne", **kept | derived | own)
 
 
 @cache
 def _first_step(
     config: Config, rank: int = 0, ranks: int = 1
-) -> tuple[float, Callable[[float], float], int]:
+) -> tuple[float, Callable[[float], float]]:
     """Compute the gradients of step 1 on the shards of ``rank``, in a plain loop.
 
-    Returns the loss of step 1; a function that takes a factor and returns the loss of step 2 after
-    an update with that multiple of the gradients; and the samples of step 2.
+    Returns the loss of step 1, and a function that takes a factor and returns the loss of step 2
+    after an update with that multiple of the gradients.
     """
     world, launch = World(rank, ranks), LaunchSpec()
     dataset = load_dataset(config.dataset, config.data_folder, mirror="")
-    if config.normalise == "imagenet":
-        dataset = dataset.normalised_as_imagenet()
     loader, plan = make_plan(config, launch, world, dataset, "", {})
     setup = Setup(config, launch, world, dataset, plan, None, {}, None, 0.0)
     torch.manual_seed(config.seed)
@@ -130,8 +130,6 @@ def _first_step(
     def second_loss(factor: float) -> float:
         for parameter, value, gradient in zip(parameters, start, gradients, strict=True):
             parameter.data, parameter.grad = value.clone(), factor * gradient
-        if config.clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, config.clip_norm)
         optimizer.state.clear()
         optimizer.step()
         with torch.no_grad():
@@ -142,18 +140,17 @@ def _first_step(
         part.backward()
         loss += part.item()
     gradients = [each.grad for each in parameters if each.grad is not None]
-    return loss, second_loss, sum(len(labels) for _, labels in second)
+    return loss, second_loss
 
 
 def _mistake(config: Config, second: float, ranks: int) -> str:
     """Return what a strategy does instead if the loss of step 2 is ``second``; "" if unknown."""
-    _, second_loss, samples = _first_step(config)
+    _, second_loss = _first_step(config)
     for divisor in (*_DIVISORS, ranks * ranks):
         if divisor != ranks and _equal(second_loss(ranks / divisor), second):
             share = f"its gradients are {ranks / divisor:.2f} of the mean"
             return f"{share}: divided by {divisor} on {ranks} ranks?"
-    own = [_first_step(config, rank, ranks) for rank in range(ranks)]
-    loss = sum(loss_of(1.0) * count for _, loss_of, count in own) / samples
+    loss = fmean(_first_step(config, rank, ranks)[1](1.0) for rank in range(ranks))
     return "each rank steps with its own gradients?" if _equal(loss, second) else ""
 
 

@@ -160,11 +160,6 @@ class ComparisonGroup:
         return self.settings.get("compute") not in (None, "real")
 
     @property
-    def first_start(self) -> str:
-        """When the first run started, in ISO format; empty unless every run recorded its start."""
-        return min((run.get("started") or "" for row in self.rows for run in row.runs), default="")
-
-    @property
     def measured(self) -> list[CellRow]:
         return [row for row in self.rows if row.step]
 
