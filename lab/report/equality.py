@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.utils.grouping import grouped
-from lab.report.view import CellRow, ComparisonGroup, Json, first_fit, listed
+from lab.report.view import CellRow, ComparisonGroup, Json, first_fit
 
 STEPS = (2, 3, 4)
 GROWTH = 100.0  # of rounding, a step; from step 5 on the test would accept anything
@@ -194,6 +194,8 @@ def _why_untested(
 ) -> str:
     own = next((group[0] for group in groups if sync in {curve.sync for curve in group}), None)
     others = [group[0] for group in groups if group[0] != own]
+    kinds = sorted({f"{one.precision}, seed {one.seed}" for one in (own, *others) if one})
+    apart = own is not None and own[1:3] not in {curve[1:3] for curve in others}
     reasons = {
         "only a wrong strategy was there to compare it with": any(
             {sync} < {curve.sync for curve in group} for group in groups
@@ -204,13 +206,8 @@ def _why_untested(
         ),
         "the losses of the first steps were not recorded": own is None,
         "the other strategies recorded no losses": not others,
-    }
-    for what, index in (("seeds", 1), ("number types", 2)):
-        values = sorted({str(curve[index]) for curve in (own, *others) if curve})
-        differs = own is not None and own[index] not in {curve[index] for curve in others}
-        reasons[f"the {what} differ ({listed(values)})"] = differs
-    start = (
+        f"number types or seeds differ ({'; '.join(kinds)})": apart,
         "the losses differ at step 1, before any gradient is exchanged: initial weights or "
-        "batches are not the same"
-    )
-    return next((reason for reason, holds in reasons.items() if holds), start)
+        "batches are not the same": True,
+    }
+    return next(reason for reason, holds in reasons.items() if holds)

@@ -37,7 +37,7 @@ _NEAR_CHANCE = 1.5  # times the accuracy of guessing
 _CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
 _WITHIN = 0.20  # of the measured step: a prediction that far off is near
 _NETWORK = ". A faster network would save less than half of the exposed time."
-_ONE_PROCESS = "one process on the same batches"
+ONE_PROCESS = "one process on the same batches"
 _ELSEWHERE = " docs/examples/check_strategy.py tests a strategy alone, `lab audit` a whole script."
 _PARTS = {
     "compute": "compute (data, forward, backward, update)",
@@ -123,7 +123,7 @@ def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
     others = "ddp, PyTorch's own," if set(result.equal) == {DDP} else "the others"
     several = len(result.equal) > 1
     wrong = [
-        f" {sync} is not equal to {_ONE_PROCESS if sync in result.mistakes else others} "
+        f" {sync} is not equal to {ONE_PROCESS if sync in result.mistakes else others} "
         f"{_how_far(deviation)}. It claims to be exact, but does not compute the mean gradient"
         f"{': ' if result.mistakes.get(sync) else '.'}{result.mistakes.get(sync, '')}"
         for sync, deviation in result.wrong.items()
@@ -143,7 +143,7 @@ def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
     if found := differences(curves([row for row in rows if row.sync in result.equal])):
         yield _equal(found, result.equal, of=sum(row.exact for row in rows))
     elif right := [sync for sync in result.equal if sync in result.confirmed]:
-        yield ReportFinding(EQUAL, f" {listed(right)}: equal to {_ONE_PROCESS}.")
+        yield ReportFinding(EQUAL, f" {listed(right)}: equal to {ONE_PROCESS}.")
     reasons = grouped((why, sync) for sync, why in result.untested.items())
     limits = [
         f" the losses cannot show whether {listed(names)} compute{'s' if len(names) == 1 else ''} "
@@ -234,14 +234,15 @@ def iterations(_: ComparisonGroup, rows: Rows) -> Found:
     means = {row: mean for row in rows if (mean := row.mean_iteration) is not None}
     most = max((row.nodes for row in means), default=0)
     texts = [
-        f"{row.name} {seconds_text(mean, mean)} s"
+        f"{row.name if row.nodes > 1 else 'one node'} {seconds_text(mean, mean)} s"
         + (f" (speed-up {row.speedup:.2f})" if row.speedup and row.nodes > 1 else "")
         for row, mean in means.items()
         if row.nodes in (1, most)
     ]
     if texts:
-        text = f"The mean iteration time without the first iteration: {listed(texts)}."
-        yield ReportFinding(ITERATION, text)
+        yield ReportFinding(
+            ITERATION, f"The mean iteration time without the first iteration: {listed(texts)}."
+        )
 
 
 def slower_than_one(block: ComparisonGroup, rows: Rows) -> Found:

@@ -9,7 +9,7 @@ own gradient.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -34,6 +34,7 @@ _MOST_SECONDS = 60.0
 # The differences, as a share of the loss, that rounding does not reach: on machines of one kind,
 # as equality.START allows fp32, and on others.
 _ROUNDING, _MACHINES = 1e-5, 1e-4
+_NOTHING = {"agrees": None, "difference": 0.0, "limit": 0.0, "mistake": "", "why_not": ""}
 _DIVISORS = (4, 1, 2, 3, 8)  # in place of the world size; the commonest first
 
 
@@ -44,7 +45,6 @@ def recompute(folder: Path, run: Json) -> dict[str, Any]:
     the ``mistake`` that explains the run's loss ("" if none does); and, where ``agrees`` is None,
     ``why_not``: why this cannot be said.
     """
-    found = {"agrees": None, "difference": 0.0, "limit": 0.0, "mistake": "", "why_not": ""}
     threads = torch.get_num_threads()
     try:
         config = _config(folder, run)
@@ -54,17 +54,16 @@ def recompute(folder: Path, run: Json) -> dict[str, Any]:
         two = second_loss(1.0)
         if not _equal(one, first):
             raise UserError(f"the loss of step 1 is {one:.7g} here, {first:.7g} in the run")
-        found |= {"agrees": _equal(two, second), "difference": abs(two - second)}
-        found["limit"] = _ROUNDING * abs(two)
-        if not found["agrees"]:
-            found["mistake"] = _mistake(config, second, len(run["ranks"]))
-        if not found["agrees"] and not found["mistake"] and _equal(two, second, _MACHINES):
+        agrees = _equal(two, second)
+        mistake = "" if agrees else _mistake(config, second, len(run["ranks"]))
+        if not agrees and not mistake and _equal(two, second, _MACHINES):
             raise UserError(f"the loss of step 2 is {two:.7g} here, {second:.7g} in the run")
+        numbers = {"difference": abs(two - second), "limit": _ROUNDING * abs(two)}
+        return _NOTHING | numbers | {"agrees": agrees, "mistake": mistake}
     except UserError as error:
-        found |= {"agrees": None, "why_not": str(error)}
+        return _NOTHING | {"why_not": str(error)}
     finally:
         torch.set_num_threads(threads)
-    return found
 
 
 def _config(folder: Path, run: Json) -> Config:
@@ -121,11 +120,12 @@ def _first_step(
     parameters = list(model.parameters())  # all of them train
     start = [parameter.detach().clone() for parameter in parameters]
 
-    def parts(window: Sequence[MicroBatch]) -> Iterator[torch.Tensor]:
-        """Yield each shard's part of the mean loss."""
+    def loss_of(window: Sequence[MicroBatch]) -> torch.Tensor:
         samples = sum(len(labels) for _, labels in window)
-        for images, labels in window:
-            yield criterion(model(images), labels) * len(labels) / samples
+        parts = [
+            criterion(model(images), labels) * len(labels) / samples for images, labels in window
+        ]
+        return torch.stack(parts).sum()
 
     def second_loss(factor: float) -> float:
         for parameter, value, gradient in zip(parameters, start, gradients, strict=True):
@@ -133,14 +133,12 @@ def _first_step(
         optimizer.state.clear()
         optimizer.step()
         with torch.no_grad():
-            return sum(part.item() for part in parts(second))
+            return loss_of(second).item()
 
-    loss = 0.0
-    for part in parts(first):
-        part.backward()
-        loss += part.item()
+    loss = loss_of(first)
+    loss.backward()
     gradients = [each.grad for each in parameters if each.grad is not None]
-    return loss, second_loss
+    return loss.item(), second_loss
 
 
 def _mistake(config: Config, second: float, ranks: int) -> str:

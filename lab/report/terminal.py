@@ -49,7 +49,8 @@ def _most_important(found: Sequence[ReportFinding], answer: Verdict) -> list[Rep
     """Return at most four findings that the answer does not give: wrong ones, then answers."""
     rest = [one for one in found if not answer.text.startswith(one.text)]
     order = (
-        *(one for one in rest if one.wrong or one.topic == ITERATION),
+        *(one for one in rest if one.wrong),
+        *(one for one in rest if one.topic == ITERATION),
         *(one for one in rest if one.topic == EQUAL and one.caution),
         *(one for one in rest if one.topic == SPEED and one.caution),
         *(one for one in rest if one.topic not in (SPEED, EQUAL, ITERATION) and not one.caution),

@@ -8,6 +8,7 @@ from common.sync.message_plans import MessagePlan
 from lab.report.equality import check
 from lab.report.findings import (
     EQUAL_SHARE,
+    ONE_PROCESS,
     ReportFinding,
     speed,
     strategies,
@@ -64,7 +65,8 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
     faster = f"; one node alone is faster ({timed(one)})" if one and most < 1 else ""
     text = f"{where} {speed(rows)}{faster}{_equality(block, rows)}{_machine(rows)}."
     ends = dict.fromkeys((rows[0], rows[-1]))  # the fastest and the slowest, if there are two
-    text += f" Why, by the messages: {' and '.join(map(_messages, ends))}."
+    text += f" {'Why: the' if len(rows) > 1 else 'The'} messages "
+    text += f"{' and those '.join(map(_messages, ends))}."
     return Verdict(text, _numbers(rows), False)
 
 
@@ -76,16 +78,19 @@ def _messages(row: CellRow) -> str:
         megabytes = 2e-6 * (row.median("root_bytes_sent") or 0.0)
         leave = f"put {megabytes:.0f} MB a step through rank 0's link"
     exposed = seconds_text(row.seconds("sync"), row.step)
-    return f"those of {row.sync} {leave} ({exposed} s exposed)"
+    return f"of {row.sync} {leave} ({exposed} s of a step are exposed)"
 
 
 def _machine(rows: Rows) -> str:
     """Return the part of the sentence that says why these are not the times of quiet machines."""
-    if any(row.oversubscribed for row in rows):
-        return "; the ranks share cores, so separate machines take other times"
-    loads = [run.get("load_per_core") or 0.0 for row in rows for run in row.runs]
-    busy = max(loads, default=0.0) > _BUSY
-    return f"; the machine was busy (load {max(loads):.1f} per core)" if busy else ""
+    load = max((run.get("load_per_core") or 0.0 for row in rows for run in row.runs), default=0.0)
+    reasons = {
+        "; the ranks share cores, so separate machines take other times (bytes and losses stay)": (
+            any(row.oversubscribed for row in rows)
+        ),
+        f"; the machine was busy (load {load:.1f} per core)": load > _BUSY,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _equality(block: ComparisonGroup, rows: Rows) -> str:
@@ -97,7 +102,7 @@ def _equality(block: ComparisonGroup, rows: Rows) -> str:
         equal = strategies(result.equal, of=len(rows))
         return f"; {f'the {exact} exact strategies' if every else equal} compute the same"
     if result.confirmed:
-        return f"; {listed(result.confirmed)} computes what one process computes"
+        return f"; {listed(result.confirmed)}: equal to {ONE_PROCESS}"
     reasons = listed(list(dict.fromkeys(result.untested.values())))
     what = "they compute the same" if len(rows) > 1 else "it computes the mean gradient"
     return f"; whether {what} was not tested ({reasons})" if reasons else ""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from common.errors import UserError
+from common.errors import UserError, count
 from common.sync import STRATEGIES
 from common.utils.grouping import grouped
 from lab.units import parse_rate
@@ -52,7 +52,7 @@ class CellRow(msgspec.Struct, frozen=True, eq=False):
     @property
     def name(self) -> str:
         """The cell as a person writes it: ``overlapped on 2 nodes``."""
-        return f"{self.sync} on {nodes_text(self.nodes)}"
+        return f"{self.sync} on {count(self.nodes, 'node')}"
 
     @property
     def runs(self) -> list[Json]:
@@ -309,11 +309,6 @@ def interval_text(row: CellRow) -> str:
 def percent(share: float, digits: int = 0, *, signed: bool = False) -> str:
     """Return a share as text: ``25 %``."""
     return f"{100 * share:{'+' if signed else ''}.{digits}f} %"
-
-
-def nodes_text(nodes: int) -> str:
-    """Return ``1 node`` or ``4 nodes``."""
-    return f"{nodes} node{'s' if nodes != 1 else ''}"
 
 
 def listed(names: Sequence[str], *, limit: int = 20) -> str:
