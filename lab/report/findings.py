@@ -147,7 +147,8 @@ def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
     reasons = grouped((why, sync) for sync, why in result.untested.items())
     limits = [
         f" the losses cannot show whether {listed(names)} compute{'s' if len(names) == 1 else ''} "
-        f"the mean gradient: {reason}.{_ELSEWHERE}"
+        f"the mean gradient: {reason}."
+        f"{'' if block.emulated_compute else _ELSEWHERE}"
         for reason, names in reasons.items()
     ]
     if (several or result.confirmed) and block.nodes_beyond_one == [2]:

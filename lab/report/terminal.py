@@ -37,6 +37,8 @@ def print_answer(console: Console, results: Json) -> None:
         all_findings = findings(block)
         answer = verdict(block, all_findings)
         console.print(Text(answer.text, style=_RED if answer.wrong else "bold"), soft_wrap=True)
+        if answer.why:
+            console.print(Text(answer.why), soft_wrap=True)
         if block.emulated:
             console.print(Text(what_is_emulated(block.settings)), soft_wrap=True)
         console.print(_table(block))

@@ -32,11 +32,13 @@ class Verdict(NamedTuple):
     """The answer to "which is fastest, and are all of them right?"; ``wrong`` is shown in red.
 
     numbers : up to three, each a label, the value with its unit, and of what it is.
+    why : what the messages of the fastest and of the slowest strategy do.
     """
 
     text: str
     numbers: Sequence[tuple[str, str, str]]
     wrong: bool
+    why: str = ""
 
 
 def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
@@ -65,9 +67,9 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
     faster = f"; one node alone is faster ({timed(one)})" if one and most < 1 else ""
     text = f"{where} {speed(rows)}{faster}{_equality(block, rows)}{_machine(rows)}."
     ends = dict.fromkeys((rows[0], rows[-1]))  # the fastest and the slowest, if there are two
-    text += f" {'Why: the' if len(rows) > 1 else 'The'} messages "
-    text += f"{' and those '.join(map(_messages, ends))}."
-    return Verdict(text, _numbers(rows), False)
+    lead = "Why: the" if len(ends) > 1 else "The"
+    why = f"{lead} messages {' and those '.join(map(_messages, ends))}."
+    return Verdict(text, _numbers(rows), False, why)
 
 
 def _messages(row: CellRow) -> str:
