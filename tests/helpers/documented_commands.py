@@ -99,6 +99,7 @@ CHECKS = {
         quick("--batch-size 16 --max-steps 1", prints=EQUAL),
         long(prints=EQUAL),
     ),
+    "PartOne.*digits": slow(prints="mean iteration time .*without the first"),
     "--compute measured": long(prints="EMULATED"),
     "--timeline|^torchrun .*PartThree/main.py": slow(prints=EQUAL),
     "cs744": long(prints="of 10,000 images", cifar=True),
