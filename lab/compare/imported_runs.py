@@ -111,8 +111,7 @@ def _read(folder: Path, scaling: str) -> tuple[dict[str, Any], dict[str, Any], d
         | repeat["machine"]
         | {"compute": compute}
     )
-    default_rate = DEFAULT_LEARNING_RATE.get(str(facts["opt"]))
-    facts["learning_rate"] = facts["learning_rate"] or default_rate
+    facts["learning_rate"] = facts["learning_rate"] or DEFAULT_LEARNING_RATE.get(str(facts["opt"]))
     if scaling == "weak":  # an epoch has fewer steps on more nodes
         facts |= {"batch_size": facts["batch_size"] / nodes, "total_steps": None}
     sync, size = config["sync"] if nodes > 1 else "none", config.get("bucket_mb")

@@ -341,8 +341,9 @@ def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
             caution=not sure,
         )
     if rows and not late:
-        text = " no strategy waits longer for slower ranks than sending takes."
-        yield ReportFinding(BOUND, text, evidence)
+        yield ReportFinding(
+            BOUND, " no strategy waits longer for slower ranks than sending takes.", evidence
+        )
 
 
 def overlaps(block: ComparisonGroup, rows: Rows) -> Found:
@@ -415,7 +416,6 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
         )
     above = [row for row in reached if row not in near]
     right = [row for row in above if row.exact]
-    lossy = [row for row in above if not row.exact]
     if exact := [value for row in right for value in reached[row]]:
         once = min(len(reached[row]) for row in above) < 2
         yield ReportFinding(
@@ -424,7 +424,7 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
             f"{' Each ran once, so small differences show nothing.' if once else ''}",
             evidence,
         )
-        for row in lossy:
+        for row in (row for row in above if not row.exact):
             yield ReportFinding(
                 "Accuracy",
                 f" {row.sync}, which does not claim to be exact, reaches "
@@ -558,10 +558,10 @@ def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
             caution=True,
         )
     elif both:
-        cells = "the one cell that has both" if len(both) == 1 else f"all {len(both)} cells"
         yield ReportFinding(
             "Prediction",
-            f"Every rank sent as many bytes as the formulas say, in {cells}.",
+            "Every rank sent as many bytes as the formulas say, in "
+            f"{'the one cell that has both' if len(both) == 1 else f'all {len(both)} cells'}.",
             "compared for each rank and step, to half a byte",
         )
 

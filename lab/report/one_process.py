@@ -72,8 +72,9 @@ def _config(folder: Path, run: Json) -> Config:
         config = read_json(folder / "config.json", dict[str, Any])
         environment = read_json(folder / "environment.json", dict[str, Any])
     begun = [step for step, loss in run["losses"][:2] if loss is not None]
-    sections = [rank["seconds"] for rank in run["ranks"]]
-    seconds = 2 * sum(times["forward"] + times["backward"] for times in sections)
+    seconds = 2 * sum(
+        rank["seconds"]["forward"] + rank["seconds"]["backward"] for rank in run["ranks"]
+    )
     reasons = {
         "it computed on a GPU": environment.get("gpus"),
         f"it computed in {config.get('precision')}": config.get("precision", "fp32") != "fp32",
@@ -93,10 +94,12 @@ def _config(folder: Path, run: Json) -> Config:
         if rules["group"] in (DATA, TRAINING, OPTIMIZER) and config.get(name) is not None
     }
     # The plan's numbers stand in config.json in place of the settings that they follow from.
-    derived = {"sync": "none", "local_batch_size": None, "warmup_epochs": None, "mirror": None}
-    data_dir = Path(str(kept["data_dir"])) if "data_dir" in kept else None
-    own = {"shards": config.get("shards"), "data_dir": data_dir}
-    return Config(part="PartOne", **kept | derived | own)
+    derived = {
+        **{"sync": "none", "local_batch_size": None, "warmup_epochs": None, "mirror": None},
+        "shards": config.get("shards"),
+        "data_dir": Path(str(kept["data_dir"])) if "data_dir" in kept else None,
+    }
+    return Config(part="PartOne", **kept | derived)
 
 
 @cache
@@ -113,8 +116,9 @@ def _first_step(
     loader, plan = make_plan(config, launch, world, dataset, "", {})
     setup = Setup(config, launch, world, dataset, plan, None, {}, None, 0.0)
     torch.manual_seed(config.seed)
-    network = build_model(config.model, len(dataset.class_names))
-    model, criterion, optimizer, _ = prepare_model(setup, network)
+    model, criterion, optimizer, _ = prepare_model(
+        setup, build_model(config.model, len(dataset.class_names))
+    )
     batches = iter(loader)
     first, second = (list(islice(batches, len(loader.micro_batches))) for _ in (1, 2))
     parameters = list(model.parameters())  # all of them train
@@ -146,8 +150,10 @@ def _mistake(config: Config, second: float, ranks: int) -> str:
     _, second_loss = _first_step(config)
     for divisor in (*_DIVISORS, ranks * ranks):
         if divisor != ranks and _equal(second_loss(ranks / divisor), second):
-            share = f"its gradients are {ranks / divisor:.2f} of the mean"
-            return f"{share}: divided by {divisor} on {ranks} ranks?"
+            return (
+                f"its gradients are {ranks / divisor:.2f} of the mean: divided by {divisor} on "
+                f"{ranks} ranks?"
+            )
     loss = fmean(_first_step(config, rank, ranks)[1](1.0) for rank in range(ranks))
     return "each rank steps with its own gradients?" if _equal(loss, second) else ""
 

@@ -67,9 +67,10 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
     faster = f"; one node alone is faster ({timed(one)})" if one and most < 1 else ""
     text = f"{where} {speed(rows)}{faster}{_equality(block, rows)}{_machine(rows)}."
     ends = dict.fromkeys((rows[0], rows[-1]))  # the fastest and the slowest, if there are two
-    lead = "Why: the" if len(ends) > 1 else "The"
-    why = f"{lead} messages {' and those '.join(map(_messages, ends))}."
-    return Verdict(text, _numbers(rows), False, why)
+    why = ("Why: the" if len(ends) > 1 else "The") + " messages "
+    return Verdict(
+        text, _numbers(rows), False, why + " and those ".join(map(_messages, ends)) + "."
+    )
 
 
 def _messages(row: CellRow) -> str:
@@ -118,8 +119,8 @@ def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
         exposed = f"{seconds_text(sync, best.step)} s ({percent(sync / best.step)})"
         numbers.append(("exposed communication", exposed, f"in a step of {best.name}"))
     if len(rows) > 1:
-        pair = f"{last.sync} over {best.sync}"
-        numbers.append(("slowest over fastest", times_text(last.step / best.step), pair))
+        ratio = times_text(last.step / best.step)
+        numbers.append(("slowest over fastest", ratio, f"{last.sync} over {best.sync}"))
     elif best.nodes > 1 and best.speedup:
         numbers.append(("speed-up", times_text(best.speedup), f"{best.name} over one node"))
     return numbers
