@@ -13,7 +13,6 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from common.utils.grouping import grouped
-from lab.report.drawings.timeline import mean_overlap
 from lab.report.equality import DDP, GROWTH, STEPS, Deviation, check
 from lab.report.losses import Difference, curves, differences
 from lab.report.view import (
@@ -36,7 +35,6 @@ _ABOVE_IDEAL = 1.05  # an efficiency that no measuring error of a quiet machine 
 _NEAR_CHANCE = 1.5  # times the accuracy of guessing
 _CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
 _WITHIN = 0.20  # of the measured step: a prediction that far off is near
-_NETWORK = ". A faster network would save less than half of the exposed time."
 ONE_PROCESS = "one process on the same batches"
 _ELSEWHERE = " docs/examples/check_strategy.py tests a strategy alone, `lab audit` a whole script."
 _PARTS = {
@@ -336,7 +334,11 @@ def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
         yield ReportFinding(
             BOUND,
             f" {listed(names)}: ranks wait longer for slower ranks than sending takes"
-            f"{_NETWORK if sure else ', but the 95 % intervals overlap.'}",
+            + (
+                ". A faster network would save less than half of the exposed time."
+                if sure
+                else ", but the 95 % intervals overlap."
+            ),
             evidence,
             caution=not sure,
         )
@@ -344,27 +346,6 @@ def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
         yield ReportFinding(
             BOUND, " no strategy waits longer for slower ranks than sending takes.", evidence
         )
-
-
-def overlaps(block: ComparisonGroup, rows: Rows) -> Found:
-    """Say how much of the communication runs during backward in the one recorded step."""
-    shares = {
-        row.sync: share
-        for row in rows
-        if row.id in block.timelines
-        and (share := mean_overlap(block.timelines[row.id])) is not None
-    }
-    under = [
-        f"{sync} ({percent(share)} of its time)" for sync, share in shares.items() if share >= 0.01
-    ]
-    if shares:
-        send = "send" if len(shares) > 1 else "sends"
-        text = (
-            f"communication overlaps backward with {listed(under)}"
-            if under
-            else f"{listed(list(shares))} {send} nothing during backward"
-        )
-        yield ReportFinding(BOUND, f", in the one recorded step, {text}.", "; ".join(_each(shares)))
 
 
 def root_share(_: ComparisonGroup, rows: Rows) -> Found:
@@ -569,7 +550,7 @@ def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
 _WHOLE = (unfinished, noisy, iterations)
 _ON_NODES = (
     *(equal_results, fastest, slower_than_one, above_ideal),
-    *(bounds, stragglers, overlaps, root_share),
+    *(bounds, stragglers, root_share),
 )
 _LEARNED = (accuracies, time_to_accuracy)
 _PREDICTION = (predictions, bytes_as_predicted)

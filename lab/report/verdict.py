@@ -102,8 +102,8 @@ def _equality(block: ComparisonGroup, rows: Rows) -> str:
     exact = sum(row.exact for row in rows)
     if len(result.equal) > 1:
         every = len(rows) > exact == len(result.equal) > 2
-        equal = strategies(result.equal, of=len(rows))
-        return f"; {f'the {exact} exact strategies' if every else equal} compute the same"
+        who = f"the {exact} exact strategies" if every else strategies(result.equal, of=len(rows))
+        return f"; {who} compute the same"
     if result.confirmed:
         return f"; {listed(result.confirmed)}: equal to {ONE_PROCESS}"
     reasons = listed(list(dict.fromkeys(result.untested.values())))

@@ -12,7 +12,7 @@ import pytest
 from lab.predict.readable import bandwidth_text, duration_text
 from lab.report.findings import findings
 from lab.report.view import blocks, small_text
-from tests.helpers.report_samples import cell, predicted, results, timeline
+from tests.helpers.report_samples import cell, predicted, results
 
 GOLDEN = Path(__file__).with_name("findings.txt")
 SAME = {}
@@ -36,7 +36,7 @@ def changed(change):
                 targets = [each for target in targets for each in target]
         for target in targets:
             target[last] = value
-    data |= {"timelines": change.get("recorded", {}), "emulated": change.get("emulated", False)}
+    data |= {"timelines": {}, "emulated": change.get("emulated", False)}
     data["cells"] = [named[sync] for sync in ("none", "ring", "ddp")]
     if "errors" in change:
         found = change["errors"].items()
@@ -59,10 +59,6 @@ def wrong(by=0.01):
 
 def errors(more_bytes=0, **by_sync):
     return {"errors": by_sync, "more_bytes": more_bytes}
-
-
-def recorded(overlapped):
-    return {"recorded": {"ring-n2": timeline("ring", 2, overlapped=overlapped)}}
 
 
 def sends(root, others=1e6):
@@ -125,8 +121,6 @@ CASES = (
     ("takes, but the 95 % intervals overlap", waits(0.05, 0.35), waits(0.19, 0.21)),
     ("no strategy waits longer", SAME, NO_TIMES),
     ("the largest part of the median step", SAME, NO_TIMES),
-    ("overlaps backward with ring (88 % of its time)", recorded(True), recorded(False)),
-    ("ring sends nothing during backward", recorded(False), recorded(True)),
     ("rank 0 sends more than its share with ring: up to 75.0 %", sends(3e6), sends(1.1e6)),
     ("about its share with any strategy: up to 50.0 %", SAME, sends(None)),
     ("the bytes of ring were not counted", sends(None)),
