@@ -62,7 +62,6 @@ def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
     if folder is None:
         results = collect(runs, scaling=scaling)
         folder = new_folder(reports, "report")
-        add_recomputed(results, folder)
         write_results(folder / "results.json", results)
     else:
         if len(runs) > 1:
@@ -93,7 +92,8 @@ def _refuse_links(folder: Path) -> None:
 
 
 def _write_and_print(folder: Path, results: dict[str, Any]) -> None:
-    add_recomputed(results, folder)
+    if add_recomputed(results, folder):
+        write_results(folder / "results.json", results)
     write_report(folder, results)
     print_answer(console, results)
     console.print(f"\nreport: {folder / 'report.html'}", markup=False)
