@@ -219,13 +219,11 @@ def test_the_first_failure_is_shown_and_the_others_lie_in_their_files(jobs, tmp_
 @pytest.mark.usefixtures("on_four_nodes")
 def test_the_tasks_of_a_job_share_a_token_that_is_in_no_file(jobs, tmp_path):
     """A rank without it is refused, and the next job has another."""
-    tokens = []
-    for drop in ("-1", "1"):
-        job = jobs.slurm.sbatch(
-            *("--output", tmp_path / "out", "--nodes=2", ASSIGNMENT),
-            *(ROOT / "tests" / "helpers" / "tokens.py", "--drop", drop),
-            environment={"LAB_OUTPUT": str(tmp_path)},
-        )
+    tokens, program = [], ROOT / "tests" / "helpers" / "tokens.py"
+    own = {"environment": {"LAB_OUTPUT": str(tmp_path)}}
+    options = ("--output", tmp_path / "%j.out", "--nodes=2", ASSIGNMENT, program, "--drop")
+    submitted = {drop: jobs.slurm.sbatch(*options, drop, **own) for drop in ("-1", "1")}
+    for drop, job in submitted.items():
         assert jobs.slurm.wait(job) == "COMPLETED", jobs.slurm.output(job)
         logs = [(tmp_path / f"slurm-{job}" / f"task{task}.log").read_text() for task in range(2)]
         [token] = set(re.findall(r"token (\w{64})", "".join(logs)))
