@@ -7,6 +7,9 @@ READY := $(VENV)/.ready
 # last.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
 
+# Keep compiled modules: tests start hundreds of interpreters, and pytest rewrites every assert.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-engines test-long expectations lint clean
 

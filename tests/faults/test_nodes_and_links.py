@@ -81,7 +81,7 @@ def test_a_link_at_a_tenth_of_its_rate_gives_the_same_result(images, tmp_path, u
 @pytest.mark.slow
 def test_a_node_that_comes_late_but_in_time_takes_part(stage, undisturbed):
     stage.start(nodes=[0, 1])
-    time.sleep(8)  # late
+    time.sleep(3)  # late
     stage.start(nodes=[2], port=stage.port)
     assert [ended.status for ended in stage.end().values()] == [0] * NODES
     assert_equal_runs(stage.run(), undisturbed("all_reduce"))
