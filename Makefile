@@ -34,7 +34,7 @@ test-slow: $(READY) ## run the slow tests, and check that every planted mistake 
 	$(PYTEST) -m "(slow or mutation) and not engines and not long"
 
 test-engines: $(READY) ## run the tests of ssh, Slurm and Kubernetes
-	$(PYTEST) -m "engines and not long"
+	$(PYTEST) -m "not long" tests/engines
 
 test-long: $(READY) ## run the tests that take many minutes (not in CI)
 	$(BIN)/python -m pytest -m long -o faulthandler_timeout=0 --durations=10
