@@ -286,27 +286,26 @@ def test_a_cancelled_job_does_not_come_back(jobs, tmp_path):
 def test_bad_input_is_one_clear_message(jobs):
     """All jobs are submitted at once; none starts a rank."""
     own, out = jobs.slurm.own, ("--output", jobs.folder / "%j.out")
-    torchrun, ddp = f"--nodes=2 {TORCHRUN}", " ".join(DDP)
-    cases = {
-        f"--nodes=1 {ASSIGNMENT}": "no command: add it after the script's name",
-        f"{torchrun} --nnodes 4 {ddp}": "--nnodes in the command: remove it; this script fills in "
-        "the job's 2 nodes",
-        f"--nodes=2 {ASSIGNMENT} {ddp} --num-nodes=4": "--num-nodes=4 in the command: remove it",
-        f"--ntasks-per-node=2 {TORCHRUN} {ddp}": "2 tasks per node, but this script needs one",
-        f"{torchrun} {ddp} --epochs none": "PartThree/main.py: --epochs: ",
-        f"{torchrun} {ddp} --dataset digits --output-dir {own}": f"{own} is another folder here "
-        "than on the",
-        f"{torchrun} {ddp} --data-dir {own} --mirror http://127.0.0.1:9/ --output-dir "
-        f"{jobs.folder}": f"cifar10 is not in {own} (",
-    }
-    submitted = {jobs.slurm.sbatch(*out, *case.split()): said for case, said in cases.items()}
-    nowhere = {"environment": {"PYTHON": "/no/python"}}
-    nowhere = jobs.slurm.sbatch(*out, ASSIGNMENT, *ALL_REDUCE, **nowhere)
-    elsewhere = jobs.slurm.sbatch(*out, ROOT / TORCHRUN, *DDP, cwd=jobs.folder)
-    submitted |= {
-        nowhere: "/no/python is not on node",
-        elsewhere: f"no launch/slurm-common.sh in {jobs.folder}: submit from the",
-    }
+    ddp, nobody = f"--nodes=2 {TORCHRUN} {DDP[0]}", "http://127.0.0.1:9/"
+    fills_in = "--nnodes in the command: remove it; this script fills in the job's 2 nodes"
+    cases = [
+        (f"--nodes=1 {ASSIGNMENT}", "no command: add it after the script's name"),
+        (f"--nodes=2 {TORCHRUN} --nnodes 4 {DDP[0]}", fills_in),
+        (f"--nodes=2 {ASSIGNMENT} a.py --num-nodes=4", "--num-nodes=4 in the command: remove it"),
+        (f"--ntasks-per-node=2 {TORCHRUN} {DDP[0]}", "2 tasks per node, but this script needs one"),
+        (f"{ddp} --epochs none", "PartThree/main.py: --epochs: "),
+        (f"{ddp} --dataset digits --output-dir {own}", f"{own} is another folder here than on the"),
+        (
+            f"{ddp} --data-dir {own} --mirror {nobody} --output-dir {jobs.folder}",
+            f"cifar10 is not in {own} (",
+        ),
+    ]
+    submitted = {jobs.slurm.sbatch(*out, *words.split()): message for words, message in cases}
+    no_python = {"PYTHON": "/no/python"}
+    job = jobs.slurm.sbatch(*out, ASSIGNMENT, *ALL_REDUCE, environment=no_python)
+    submitted[job] = "/no/python is not on node"
+    job = jobs.slurm.sbatch(*out, ROOT / TORCHRUN, *DDP, cwd=jobs.folder)
+    submitted[job] = f"no launch/slurm-common.sh in {jobs.folder}: submit from the"
     for job, message in submitted.items():
         assert jobs.slurm.wait(job) == "FAILED"
         output = jobs.slurm.output(job)
