@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NEEDS_3_11 = 0 if sys.version_info >= (3, 11) else "Python 3.11 or later is needed, and " + sys.executable + " is %d.%d: install one, remove $(VENV), then e.g. make PYTHON=python3.12 $(MAKECMDGOALS)" % sys.version_info[:2]
 # Run two test files at a time, each in its own process. The ten slowest tests and the total come
 # last.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
@@ -19,8 +20,9 @@ help: ## list the targets
 setup: $(READY) ## create .venv and install the project there
 
 $(READY): pyproject.toml setup.py
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Python 3.11 or later is needed, and $(PYTHON) is %d.%d: install one, then e.g. make PYTHON=python3.12 $(MAKECMDGOALS)" % v[:2])'
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit($(NEEDS_3_11))'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import sys; sys.exit($(NEEDS_3_11))'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $(READY)
 

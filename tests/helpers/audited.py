@@ -6,19 +6,23 @@ also the program of these ranks: it installs the probe, as the start-up hook doe
 interpreter, and runs the script.
 """
 
+import multiprocessing
 import re
 import runpy
 import shutil
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from lab.audit import probe
 from lab.audit.command import AuditCommand
 from lab.audit.findings import run_checks
 from lab.audit.findings.finding import FAULT
 from lab.audit.isolation import LOOPBACK
 from lab.audit.result import verdict
 from lab.audit.runner import RunSettings, run_audit_size, start_process
+from lab.proofs.wrong import WRONG
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import ForkedProgram
 
@@ -33,13 +37,10 @@ _KEYS = {"base", "finds", "notices", "ranks", "command", "flags", "verdict", "to
 
 @dataclass(frozen=True)
 class Case:
-    """A script with one fault, or a right one; what is declared is explained in the page.
+    """A script with one fault, or a right one; the page explains what is declared.
 
-    Parameters
-    ----------
-    body : the script without its docstring.
-    edit : how it differs from the case ``base``; empty for a whole script.
-    flags : of ``lab audit``.
+    ``edit`` says how it differs from the case ``base``; it is empty for a whole script. ``plant``
+    is the mistake of lab/proofs/wrong.py that replaces this project's right code.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Case:
     flags: str = ""
     verdict: str = "any"
     together: bool = False
+    plant: str = ""
 
     @property
     def script(self):
@@ -62,21 +64,17 @@ class Case:
 
     @property
     def forked(self):
-        """Whether its ranks can be forks: it starts no interpreters itself."""
-        return self.command.startswith("python ") and "mp.spawn" not in self.body
+        """Whether what is started can be a fork: it is no launcher."""
+        return self.command.startswith("python ")
 
     @property
     def quick_size(self):
-        """The one size for a quick test: the last, or the first where ranks are not forked."""
-        return self.sizes[-1 if self.forked else 0]
+        """The one size for a quick test: the last, or the first where it starts interpreters."""
+        return self.sizes[-1 if self.forked and "mp.spawn" not in self.body else 0]
 
 
 def read_cases():
-    """Return all cases, by name.
-
-    Raises ValueError for an unknown key and an edit that does not match once, KeyError for a base
-    that is no case above, AssertionError for a name that is used twice.
-    """
+    """Return all cases, sorted by name; raise an error for one that is not as the page says."""
     cases = {}
     for path in sorted(FOLDER.glob("right_*.py")):
         _, docstring, body = path.read_text(encoding="utf-8").split('"""', 2)
@@ -95,10 +93,7 @@ def read_cases():
 
 
 def apply_edit(case):
-    """Return a case's body, which is its base's, with the edit.
-
-    Raises ValueError if the old lines of one of its places do not stand in it exactly once.
-    """
+    """Return a case's body, which is its base's, with the edit."""
     body, places = f"\n{case.body}", []
     for place in case.edit.split("\n...\n") if case.edit else ():
         lines = place.split("\n")
@@ -112,10 +107,7 @@ def apply_edit(case):
 
 
 def _declare(case, text):
-    """Return a case with the keys in ``key: value``, each on a line or before a semicolon.
-
-    It keeps its base's command and flags.
-    """
+    """Return a case with the keys in ``key: value``, each on a line or before a semicolon."""
     declared = dict(re.findall(r"(\w+): *([^;\n]+)", text))
     if unknown := declared.keys() - _KEYS:
         raise ValueError(f"{case.name}: {', '.join(unknown)}: choose from {', '.join(_KEYS)}")
@@ -133,13 +125,8 @@ def _declare(case, text):
     )
 
 
-def record_case(case, size, folder, *, start=None):
-    """Run a case under the probe in an empty or a new folder, and return what it recorded.
-
-    start : how a rank is started; default: in a fork where that is possible.
-
-    Raises AssertionError with the ranks' output if a rank recorded nothing.
-    """
+def record_case(case, size, folder):
+    """Run a case under the probe in an empty or a new folder, and return what it recorded."""
     folder.mkdir(exist_ok=True)
     shutil.copy(FOLDER / "student.py", folder)
     clocks, batch = "--clocks" in case.flags, case.flags.removeprefix("--global-batch ")
@@ -148,7 +135,7 @@ def record_case(case, size, folder, *, start=None):
         case.script,
         command=case.command,
         size=size,
-        start=start or (start_forked if case.forked else start_process),
+        start=partial(start_forked, plant=case.plant) if case.forked else start_process,
         steps=40 if clocks else 6,
         clocks=clocks,
         global_batch=int(batch) if batch.isdigit() else None,
@@ -159,10 +146,7 @@ def record_case(case, size, folder, *, start=None):
 
 
 def start_forked(words, environment, cwd, log, plant=""):
-    """Start a rank's script in a fork; see ``lab.audit.runner.Start``.
-
-    plant : the mistake of lab/proofs/wrong.py that replaces this project's right code.
-    """
+    """Start a rank's script in a fork, as ``lab.audit.runner.start_process`` does in a process."""
     log.touch()
     return ForkedProgram([sys.executable, __file__, plant, *words[1:]], cwd, environment, log, log)
 
@@ -212,11 +196,6 @@ def mistakes(case, recordings):
 
 
 if __name__ == "__main__":
-    import multiprocessing
-
-    from lab.audit import probe
-    from lab.proofs.wrong import WRONG
-
     for wrong in WRONG:
         if wrong.name == sys.argv[1]:
             wrong.plant()

@@ -66,7 +66,7 @@ CHECKS = {
     "ddp-auto": quick(prints=r"ddp-auto takes (the default buckets|buckets of \d+ MiB)"),
     "predict .*--figure": slow(prints="What helps"),
     "predict --nodes 256 ": slow(prints=r"none +4,096 +595 "),
-    "predict --nodes 1000 ": slow(prints=r"ddp .* 123 +3,756 "),
+    "predict --nodes 1000 ": slow(prints=r"ddp .* 166 +3,756 "),
     "predict --nodes 10000 ": slow(prints=r"54\.2%(.|\n)*98\.7%"),
     "predict --nodes 8 .*--calibration": quick(prints=r"ddp +8 +652 ms(.|\n)*powersgd +8 +237 ms"),
     "lab predict": quick(prints="What helps"),
@@ -99,10 +99,7 @@ CHECKS = {
     f"nproc-per-node 2 .*{FAST}": long(f"{SMALL} --no-amp", prints=EQUAL),
     FAST: long(f"{SMALL} --no-amp", prints="test accuracy"),
     # the parts, and scripts; README.md's first command must work at once
-    "^.venv/bin/python PartTwo": (
-        quick("--batch-size 16 --max-steps 1", prints=EQUAL),
-        long(prints=EQUAL),
-    ),
+    "PartOne.*digits": slow(prints="mean iteration time .*without the first"),
     "--compute measured": long(prints="EMULATED"),
     "--timeline|^torchrun .*PartThree/main.py": slow(prints=EQUAL),
     "cs744": long(prints="of 10,000 images", cifar=True),
