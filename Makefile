@@ -8,6 +8,9 @@ NEEDS_3_11 = 0 if sys.version_info >= (3, 11) else "Python 3.11 or later is need
 # last.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
 
+# Keep compiled modules: tests start hundreds of interpreters, and pytest rewrites every assert.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-engines test-long expectations lint clean
 
@@ -33,7 +36,7 @@ test-slow: $(READY) ## run the slow tests, and check that every planted mistake 
 	$(PYTEST) -m "(slow or mutation) and not engines and not long"
 
 test-engines: $(READY) ## run the tests of ssh, Slurm and Kubernetes
-	$(PYTEST) -m "engines and not long"
+	$(PYTEST) -m "not long" tests/engines
 
 test-long: $(READY) ## run the tests that take many minutes (not in CI)
 	$(BIN)/python -m pytest -m long -o faulthandler_timeout=0 --durations=10
