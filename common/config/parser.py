@@ -296,4 +296,6 @@ def parse_arguments(
             raise UserError(f"recipe {path}: {error}") from error
     replaced = {_IN_PLACE_OF.get(name) for name in given}
     kept = {name: value for name, value in values.items() if name not in replaced}
+    if given.get("measure_only"):  # nothing is evaluated, whatever the recipe does
+        kept |= {"validate": False, "target_accuracy": None}
     return Config(part=part, **kept | given)

@@ -185,6 +185,8 @@ def test_what_a_flag_says_puts_aside_the_recipes_other_word_for_it(
 def test_a_flag_overrides_but_the_rest_of_the_recipe_stays():
     config = parse("--recipe resnet18-transfer-cifar10 --input-size 64")
     assert config == dataclasses.replace(parse("--recipe resnet18-transfer-cifar10"), input_size=64)
+    measured = parse(["--recipe", "wide-resnet-cifar100", "--measure-only"])
+    assert (measured.validates, measured.patience) == (False, 2)
 
 
 # --- mistakes in a recipe ---
