@@ -5,7 +5,8 @@ import platform
 
 import pytest
 
-from tests.helpers.audited import BY_FLAGS, FOLDER
+from lab.learn.scripts import FOLDER
+from tests.helpers.audited import BY_FLAGS
 
 
 @pytest.mark.slow

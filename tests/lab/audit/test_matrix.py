@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.audited import Case, apply_edit, mistakes, read_cases, record_case
+from lab.learn.scripts import Script, apply_edit
+from tests.helpers.audited import mistakes, read_cases, record_case
 
 CASES, OTHER_PYTHON = read_cases(), os.environ.get("AUDIT_PYTHON")
 IN_OTHER_TORCH = """
@@ -63,6 +64,6 @@ def test_finds_the_same_with_another_torch(case, tmp_path):
     ],
 )
 def test_the_old_lines_of_an_edit_stand_exactly_once_in_its_base(edit, times):
-    case = Case("edited", body="a\nb\na\n", edit=edit)
+    case = Script("edited", body="a\nb\na\n", edit=edit)
     with pytest.raises(ValueError, match=f"edited: {times} times, not once, in its base"):
         apply_edit(case)
