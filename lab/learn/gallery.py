@@ -31,14 +31,14 @@ _TEST_EVERY = 4  # steps
 _KEPT = 2  # steps whose gradients and weights are kept: in the second, the first one's may arrive
 
 WAYS = {
-    "clip_norm_torch": ("clipped, then averaged", "right_clip_norm_after", "gradient"),
-    "literal_4": ("divided by a literal 4", RIGHT, "gradient"),
+    "clip_norm_torch": ("clipped before", "right_clip_norm_after", "gradient"),
+    "literal_4": ("a literal 4", RIGHT, "gradient"),
     "samples_no_sampler": ("the same samples", RIGHT, "distinct"),
     "sum_all_reduce": ("the sum", RIGHT, "gradient"),
     "weights_averaged_each_step": ("weights averaged", RIGHT, "gradient"),
     "start_rank_0_seeded": ("only rank 0 seeded", RIGHT, "weights"),
     "samples_order_without_set_epoch": ("no set_epoch", RIGHT, "order"),
-    "samples_batch_per_rank": ("whole batch per rank", RIGHT, "batch"),
+    "samples_batch_per_rank": ("batch per rank", RIGHT, "batch"),
     "scaled_in_loss_ddp": ("divided twice", "right_ddp", "gradient"),
     "ddp_bypassed_module": ("around DDP", "right_ddp", "weights"),
     "own_not_written_back": ("mean in a copy", RIGHT, "weights"),
@@ -46,8 +46,8 @@ WAYS = {
     "own_scatter_of_the_wrong_list": ("the wrong list", "right_gather_scatter", "weights"),
     "some_last_layer_left_out": ("last layer left out", RIGHT, "gradient"),
     "stale_by_one_step": ("one step late", RIGHT, "gradient"),
-    "settings_lr_by_rank": ("learning rate by rank", RIGHT, "weights"),
-    "notice_summed_accumulation": ("micro-batches summed", "right_ddp_no_sync", "gradient"),
+    "settings_lr_by_rank": ("lr by rank", RIGHT, "weights"),
+    "notice_summed_accumulation": ("micro-batch sum", "right_ddp_no_sync", "gradient"),
 }
 """By the wrong script: its title, the right script, the measure that betrays it. The pages have
 this order, after number 1: a command line that fails."""
@@ -183,28 +183,28 @@ def describe(traces: Traces, seeds: Sequence[Trace]) -> dict[str, list[str]]:
 def draw(traces: Traces, seeds: Sequence[Trace]) -> Figure:
     """Draw the test loss over the steps: each wrong script's ranks beside its right script."""
     figure, axes = grid(
-        len(WAYS) + 1, narrow=False, columns=6, height=1.3, extra=0.6, sharex=True, sharey=True
+        len(WAYS) + 1, narrow=False, columns=6, height=1.4, extra=0.5, sharex=True, sharey=True
     )
-    right_line = Line2D([], [], color=INK, linewidth=1.1, linestyle=(0, (3, 2)))
-    right_line.set_label("the right script")
-    wrong_line = Line2D([], [], color="#d1242f", linewidth=0.9)  # the colour of no strategy
-    wrong_line.set_label("the wrong script, a line a rank")
+    styles: list[dict[str, Any]] = [
+        {"color": "#d1242f", "linewidth": 0.9, "label": "the wrong script, a line a rank"},
+        {"color": INK, "linewidth": 1.1, "linestyle": (0, (3, 2)), "label": "the right script"},
+    ]
     panels = [(f"right, {SEEDS} seeds", (), seeds)] + [
         (f"{number}. {title}", traces[wrong], traces[right][:1])
         for number, (wrong, (title, right, _)) in enumerate(WAYS.items(), 2)
     ]
     for axis, (title, wrong, right) in zip(axes, panels, strict=True):
-        axis.set_title(title, fontsize=8)
-        for line, some in ((wrong_line, wrong), (right_line, right)):
+        axis.set_title(title, fontsize=7.5)
+        for style, some in zip(styles, (wrong, right), strict=True):
             for one in some:
-                steps, losses, _ = zip(*one["tests"], strict=True)
-                axis.plot(steps, losses).pop().update_from(line)
+                axis.plot(*np.array(one["tests"])[:, :2].T, **style)
         axis.grid()
     axes[0].set(yscale="log", ylim=(0.06, 4), xticks=[0, STEPS // 2, STEPS])
     axes[0].set_yticks([0.1, 1], ["0.1", "1"])
     axes[0].minorticks_off()
     figure.supylabel("test loss, by step", fontsize=8)
-    figure.legend(handles=[right_line, wrong_line], loc="outside lower center", ncols=2)
+    keys = [Line2D([], [], **style) for style in styles]
+    figure.legend(handles=keys, loc="outside lower center", ncols=2)
     return figure
 
 
