@@ -50,7 +50,7 @@ ANSWERS = {
     # On 5 ranks the 1,797 samples cannot be shared out evenly, and the sampler uses some twice.
     # How many in an epoch?
     "b": ...,
-    # Somebody writes DataLoader(data, 64, ...) and starts 5 ranks. What is the global batch?
+    # Somebody gives each rank batches of 64, and starts 5 ranks. What is the global batch?
     "c": ...,
 }
 
