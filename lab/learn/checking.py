@@ -14,8 +14,8 @@ from typing import Any
 
 from common.errors import INTERRUPTED
 from common.utils.processes import adopt_orphans
-from lab.learn.course import Exercise, Lesson
-from lab.learn.progress import file_of, keep, read_progress
+from lab.learn.course import Lesson
+from lab.learn.progress import keep, read_progress
 from lab.learn.student_file import Namespace, StudentFile, Wrong
 from lab.processes.prefixed_output import say
 from lab.processes.supervision import kill_descendants
@@ -27,18 +27,15 @@ _LOOK_SECONDS = 0.3
 
 
 def watch(lesson: Lesson) -> int:
-    """Check the file now and at each save, until it is right or Ctrl-C; return the exit status."""
+    """Check the file now and at each save, until all is right or Ctrl-C; return the status."""
     _import_for_ranks()  # once, for all checks that fork from here
-    seen = 0
     while True:
-        changed = file_of(lesson).stat().st_mtime_ns
-        if changed != seen:
-            seen = changed
-            say(f"\n{file_of(lesson)}, {time.strftime('%H:%M:%S')}")
-            if check_apart(lesson) == RIGHT:
-                return RIGHT
-            say("The next save checks again; Ctrl-C ends.")
-        time.sleep(_LOOK_SECONDS)
+        saved = lesson.file.stat().st_mtime_ns
+        if check_apart(lesson) == RIGHT:
+            return RIGHT
+        say("Waiting for the next save; Ctrl-C ends.\n")
+        while lesson.file.stat().st_mtime_ns == saved:
+            time.sleep(_LOOK_SECONDS)
 
 
 def check_apart(lesson: Lesson) -> int:
@@ -52,8 +49,8 @@ def check_apart(lesson: Lesson) -> int:
 
 
 def _import_for_ranks() -> None:
-    """Import torch, and what else ranks need, before they are forked."""
-    for module in ranks.PRELOADED:
+    """Import what the ranks need before they are forked."""
+    for module in (*ranks.PRELOADED, "sklearn.datasets"):
         import_module(module)
 
 
@@ -63,45 +60,38 @@ def _check_here(lesson: Lesson) -> None:
         ranks.fork_from_this_process()
     adopt_orphans()
     try:
-        sys.exit(check(lesson, StudentFile(file_of(lesson))))
+        sys.exit(check(lesson, StudentFile(lesson.file)))
     finally:
         kill_descendants()
 
 
 def check(lesson: Lesson, student: StudentFile) -> int:
-    """Say what is right and what is not, and return the exit status."""
+    """Say what is right and what is not, keep whether all is, and return the exit status."""
     try:
         if blanks := student.blanks():
-            lines = f"line{'s' * (len(blanks) > 1)} {', '.join(map(str, blanks))}"
-            say(f"not yet: replace the ... on {lines} of {student.path}")
+            say(f"not yet: replace each ... of {student.path}, in lines {str(blanks)[1:-1]}")
             return NOT_YET
         measured = resolve_name(lesson.check)(student, lambda text: say(f"right: {text}"))
         [answers] = student.on_ranks(1, _answers)
     except Wrong as wrong:
         say(f"wrong: {wrong}")
         return WRONG
-    statuses = {
-        _check_answer(name, exercise, answers.get(name, ...))
-        for name, exercise in lesson.exercises.items()
-    }
-    prediction = read_progress().get(str(lesson.number), {}).get("prediction")
+    results = {}
+    for name, exercise in lesson.exercises.items():
+        given = answers.get(name, ...)
+        if given is ...:
+            results[f"not yet: exercise {name}"] = NOT_YET
+        elif exercise.accepts(given):
+            results[f"right: exercise {name}, {given}: {exercise.why}"] = RIGHT
+        else:
+            results[f"wrong: exercise {name}, {given}: {exercise.hint}"] = WRONG
+    say("\n".join(results))
+    prediction = read_progress().get(lesson.name, {}).get("prediction")
     say(lesson.question.compare(prediction, measured))
-    keep(lesson.number, {"done": statuses == {RIGHT}})
-    return WRONG if WRONG in statuses else max(statuses)
+    status = max(results.values(), key=(RIGHT, NOT_YET, WRONG).index)
+    keep(lesson, {"done": status == RIGHT})
+    return status
 
 
 def _answers(student: Namespace) -> dict[str, object]:
     return student["ANSWERS"]
-
-
-def _check_answer(name: str, exercise: Exercise, given: object) -> int:
-    if given is ...:
-        say(f"not yet: exercise {name}")
-        return NOT_YET
-    try:
-        right = exercise.accepts(given)
-    except (TypeError, ValueError):
-        right = False
-    verdict, reason = ("right", exercise.why) if right else ("wrong", exercise.hint)
-    say(f"{verdict}: exercise {name}, {given}{f': {reason}' if reason else ''}")
-    return RIGHT if right else WRONG

@@ -5,8 +5,8 @@ import shutil
 
 from common.errors import UserError
 from lab.flags import add_command, refuse
-from lab.learn.course import LESSONS, Lesson
-from lab.learn.progress import FOLDER, file_of, keep, read_progress
+from lab.learn.course import FOLDER, LESSONS, Lesson
+from lab.learn.progress import keep, read_progress
 from lab.processes.prefixed_output import say
 
 
@@ -35,59 +35,48 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
 
 def main_learn(args: argparse.Namespace) -> int:
     """Do what the flags ask for and return the exit status. Raises UserError on wrong input."""
-    lessons = {lesson.number: lesson for lesson in LESSONS}
-    acts = args.predict is not None or args.check or args.watch
-    refuse(
-        {
-            "which lesson? Give its number, e.g. lab learn 3 --check": acts and not args.lesson,
-            f"lesson {args.lesson}: there are lessons 1 to {max(lessons)}": args.lesson is not None
-            and args.lesson not in lessons,
-        }
-    )
     if args.lesson is None:
+        acts = args.predict is not None or args.check or args.watch
+        refuse({"which lesson? Give its number, e.g. lab learn 3 --check": acts})
         return _list_lessons()
-    lesson = lessons[args.lesson]
+    lesson = next((one for one in LESSONS if one.number == args.lesson), None)
+    if lesson is None:
+        raise UserError(f"lesson {args.lesson}: there are lessons 1 to {LESSONS[-1].number}")
     if args.predict is not None:
-        value = lesson.question.parse(args.predict)
-        keep(lesson.number, {"prediction": value})
-        say(f"Kept: {lesson.question.shown(value)}. --check compares it afterwards.")
+        keep(lesson, {"prediction": lesson.question.parse(args.predict)})
+        say(f"Kept: {args.predict}. A check compares it with formula and measurement.")
         return 0
-    if not acts:
+    if not (args.check or args.watch):
         return _begin(lesson)
-    if not file_of(lesson).exists():
-        raise UserError(f"{file_of(lesson)} is missing: lab learn {lesson.number} writes it")
-    from lab.learn.checking import check_apart, watch
+    refuse(
+        {f"{lesson.file} is missing: lab learn {args.lesson} writes it": not lesson.file.exists()}
+    )
+    from lab.learn import checking
 
-    return watch(lesson) if args.watch else check_apart(lesson)
+    return (checking.watch if args.watch else checking.check_apart)(lesson)
 
 
 def _list_lessons() -> int:
-    progress = read_progress()
-    following = next(
-        (one for one in LESSONS if not progress.get(str(one.number), {}).get("done")), None
-    )
+    """List the lessons; the first that is not done is next."""
+    done = [lesson for lesson in LESSONS if read_progress().get(lesson.name, {}).get("done")]
+    following = next((lesson for lesson in LESSONS if lesson not in done), None)
     for one in LESSONS:
-        state = "next" if one is following else ""
-        if progress.get(str(one.number), {}).get("done"):
-            state = "done"
+        state = "done" if one in done else "next" if one is following else ""
         say(f"{one.number:>3}  {one.title:<24}{one.minutes:>3} min  {state}".rstrip())
-    if following:
-        say(f"\nGo on with: lab learn {following.number}")
     return 0
 
 
 def _begin(lesson: Lesson) -> int:
     """Write the skeleton, unless the file is there, and say what to do with it."""
-    FOLDER.mkdir(exist_ok=True)
-    path = file_of(lesson)
-    if path.exists():
-        say(f"{path} is there already, and stays as it is.")
+    if lesson.file.exists():
+        say(f"{lesson.file} is there already, and stays as it is.")
     else:
-        shutil.copyfile(lesson.skeleton, path)
-        say(f"Wrote {path}.")
+        FOLDER.mkdir(exist_ok=True)
+        shutil.copyfile(lesson.skeleton, lesson.file)
+        say(f"Wrote {lesson.file}.")
     say(
-        f"Read {lesson.page}\n\n{lesson.question.text}\n\n"
-        f"lab learn {lesson.number} --predict ANSWER   keeps your answer\n"
-        f"lab learn {lesson.number} --check            checks your file; --watch at each save"
+        f"Its page: {lesson.page}\n\n{lesson.question.text}\n\n"
+        f"lab learn {lesson.number} --predict ANSWER   keeps what you expect\n"
+        f"lab learn {lesson.number} --check            checks the file (--watch: at each save)"
     )
     return 0

@@ -1,12 +1,10 @@
-"""The student's folder ``learn/``: a file a lesson, and ``progress.json``, all that is stored."""
+"""What is kept of a student: ``learn/progress.json``."""
 
-from pathlib import Path
 from typing import TypedDict
 
 from common.utils.typed_json import Finite, read_json, write_json
-from lab.learn.course import Lesson
+from lab.learn.course import FOLDER, Lesson
 
-FOLDER = Path("learn")
 _FILE = FOLDER / "progress.json"
 
 
@@ -17,25 +15,17 @@ class LessonProgress(TypedDict, total=False):
     done: bool
 
 
-Progress = dict[str, LessonProgress]  # by the lesson's number
-
-
-def file_of(lesson: Lesson) -> Path:
-    """Return the student's file of a lesson."""
-    return FOLDER / f"{lesson.name}.py"
+Progress = dict[str, LessonProgress]  # by the lesson's name
 
 
 def read_progress() -> Progress:
-    """Return what is kept in ``learn/`` of the current folder; nothing if there is no such file."""
-    try:
-        return read_json(_FILE, Progress)
-    except FileNotFoundError:
-        return {}
+    """Return what is kept in the current folder; nothing if there is no such file."""
+    return read_json(_FILE, Progress) if _FILE.exists() else {}
 
 
-def keep(number: int, entry: LessonProgress) -> None:
+def keep(lesson: Lesson, entry: LessonProgress) -> None:
     """Add to what is kept of a lesson."""
     progress = read_progress()
-    progress[str(number)] = {**progress.get(str(number), {}), **entry}
+    progress[lesson.name] = {**progress.get(lesson.name, {}), **entry}
     FOLDER.mkdir(exist_ok=True)
     write_json(_FILE, progress, Progress)

@@ -9,13 +9,12 @@ import re
 import runpy
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import count, file_errors
+from common.errors import file_errors
 
 Say = Callable[[str], None]
 _AFTER_SECONDS = 2.0  # from the stacks of a hang to the end of the ranks
@@ -34,7 +33,7 @@ class Namespace(dict):
 
 @dataclass(frozen=True)
 class StudentFile:
-    """A student's file. ``blanks`` are the lines that still hold a ``...``."""
+    """A student's file."""
 
     path: Path
 
@@ -62,6 +61,10 @@ class StudentFile:
             if isinstance(node, ast.Constant) and node.value is ... and node not in skipped
         )
 
+    def load(self) -> Namespace:
+        """Run the file, not as a program, and return what it defines."""
+        return Namespace(runpy.run_path(str(self.path), run_name="student"))
+
     def on_ranks(
         self,
         size: int,
@@ -83,64 +86,55 @@ class StudentFile:
                 return run_ranks(
                     size,
                     _on_rank,
-                    *(self.path, Path(folder), deadline, function, arguments),
+                    *(self, Path(folder), deadline, function, arguments),
                     timeout_seconds=limit_seconds + _AFTER_SECONDS,
                 )
             except RankError as error:
-                if places := self._places_in_hang(size, Path(folder)):
-                    raise Wrong(
-                        f"{count(size, 'rank')} still ran after {limit_seconds:g} s. A collective "
-                        f"must be called by every rank:\n{places}"
-                    ) from None
-                who, _, trace = str(error).partition(":\n")
-                raise Wrong(f"{who}: {trace.rpartition('Wrong: ')[2].strip()}") from None
+                stacks = {path.name: path.read_text() for path in Path(folder).glob("rank *")}
+                raise Wrong(self._hang(stacks) or self._failure(str(error).strip())) from None
 
-    def _places_in_hang(self, size: int, folder: Path) -> str:
-        """Return where each rank was when the deadline passed; nothing if no rank got there."""
-        places = {}
-        for rank in range(size):
-            stack = (folder / f"{rank}").read_text() if (folder / f"{rank}").exists() else ""
-            match = re.search(rf'{re.escape(self.path.name)}", line (\d+) in (.+)', stack)
-            places[rank] = self._place(int(match[1]), match[2]) if match else "is done"
-            if not stack:
-                places[rank] = "has ended"
-        if set(places.values()) == {"has ended"}:
+    def _hang(self, stacks: Mapping[str, str]) -> str:
+        """Return where each rank was when the time was over; nothing if none was there then."""
+        if not any(stacks.values()):
             return ""
-        return "\n".join(f"  rank {rank}: {place}" for rank, place in places.items())
-
-    def _place(self, line: int, function: str) -> str:
-        return f"line {line}, in {function}: {self.path.read_text().splitlines()[line - 1].strip()}"
-
-    def load(self) -> Namespace:
-        """Run the file, not as a program, and return what it defines."""
-        return Namespace(runpy.run_path(str(self.path), run_name="student"))
-
-    def describe(self, error: BaseException) -> str:
-        """Return an error with the student's line that led to it."""
-        what = "".join(traceback.format_exception_only(error)).strip()
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if Path(frame.filename).name == self.path.name
+        places = [
+            f"  {rank}: {(self._places(stack) or ['is done'])[0] if stack else 'has failed'}"
+            for rank, stack in sorted(stacks.items())
         ]
-        return f"{self._place(frames[-1].lineno or 1, frames[-1].name)}: {what}" if frames else what
+        return "\n".join(["the ranks hang. A collective needs every rank:", *places])
+
+    def _failure(self, error: str) -> str:
+        """Return which rank failed, where and why, from the text of a RankError."""
+        who, _, trace = error.partition(":\n")
+        what = re.sub(r"^lab\S+Wrong: ", "", trace.splitlines()[-1]) if trace else ""
+        return ": ".join(filter(None, [who, *self._places(trace)[-1:], what]))
+
+    def _places(self, stack: str) -> list[str]:
+        """Return the student's lines in a traceback or a dump of faulthandler, in its order."""
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        return [
+            f"line {number}, in {function}: {lines[int(number) - 1].strip()}"
+            for number, function in re.findall(
+                rf'{re.escape(self.path.name)}", line (\d+),? in (\S+)', stack
+            )
+        ]
 
 
 def _on_rank(
-    rank: int, path: Path, folder: Path, deadline: float, function: Any, arguments: Any
+    rank: int,
+    student: StudentFile,
+    folder: Path,
+    deadline: float,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> Any:
     import torch.distributed as dist
 
-    student = StudentFile(path)
-    with (folder / f"{rank}").open("w") as stacks:
+    with (folder / f"rank {rank}").open("w") as stacks:
         faulthandler.dump_traceback_later(max(0.1, deadline - time.monotonic()), file=stacks)
         try:
             found = function(student.load(), *arguments)
             dist.barrier()
             return found
-        except Wrong:
-            raise
-        except BaseException as error:
-            raise Wrong(student.describe(error)) from None
         finally:
             faulthandler.cancel_dump_traceback_later()

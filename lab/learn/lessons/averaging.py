@@ -1,109 +1,102 @@
 """Lessons 3 and 5: ``average_gradients`` leaves the mean over all ranks in every gradient."""
 
-import functools
-import math
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.profiling.comm_trace import MessageRecorder
-from common.profiling.records import SentMessage
 from lab.learn.student_file import Namespace, Say, StudentFile, Wrong
-from lab.proofs import Case, RankError, check_equivalence
+from lab.proofs import Case
+from lab.proofs.equivalence import FunctionSync, RankErrors, combine, errors_on_this_rank
 
+_CASE = Case(unused=False)
 SIZES = (2, 3, 5)
-"""A literal 2, and an order that fits only one other rank, pass on 2 ranks."""
-
-Messages = list[list[SentMessage]]  # of each rank
+"""A literal 2, and a ring that goes only one step, pass on 2 ranks."""
 
 
 def check_gather_scatter(student: StudentFile, say: Say) -> float:
-    """Check lesson 3; return how many times the gradients' size passed rank 0's link on 5 ranks."""
-    messages = check_averaging(student, say)
-    sent = sum(message["sent_bytes"] for of_rank in messages for message in of_rank)
-    return sent / sum(parameter.nbytes for parameter in _model().parameters())
+    """Check lesson 3; return how many times the gradients' size passes rank 0's link on 5 ranks."""
+    return sum(_check_averaging(student, say, cut=False))
 
 
-def check_averaging(student: StudentFile, say: Say) -> Messages:
-    """Check ``average_gradients`` on each of ``SIZES``; return what 5 ranks have sent."""
+def check_ring(student: StudentFile, say: Say) -> float:
+    """Check lesson 5; return how many times the gradients' size rank 0 sends on 5 ranks."""
+    sent = _check_averaging(student, say, cut=True)
+    if max(sent) > 1.01 * sum(sent) / len(sent) or min(sent) == 0:
+        by_rank = ", ".join(f"{times:.2f}" for times in sent)
+        raise Wrong(f"the ranks send {by_rank} times the gradients' size: in a ring all send alike")
+    return sent[0]
+
+
+def _check_averaging(student: StudentFile, say: Say, *, cut: bool) -> list[float]:
+    """Check ``average_gradients`` on each of ``SIZES``.
+
+    Returns how many times the gradients' size each of 5 ranks has sent. With ``cut``, problems are
+    told of a ring's chunks, else of each parameter.
+    """
     for size in SIZES:
-        found = student.on_ranks(size, _average_known_gradients)
+        found = student.on_ranks(size, _average_known_gradients, cut)
         for rank, (problem, _) in enumerate(found):
             if problem:
                 raise Wrong(f"rank {rank} ends with {problem}")
-        say(f"on {size} ranks every gradient becomes the mean of all ranks'")
-    path = student.path
-    try:
-        results = check_equivalence(
-            lambda model: _loaded(path)["average_gradients"](model),
-            sizes=SIZES,
-            case=Case(unused=False),
-        )
-    except RankError as error:
-        raise Wrong(str(error)) from error
-    for result in results:
+        result = combine(size, _CASE, student.on_ranks(size, _train))
         if not result:
-            raise Wrong(str(result))
-        say(str(result))
-    return [messages for _, messages in found]
+            raise Wrong(f"the mean of equal shards is right, but not with others: {result}")
+        say(f"each gradient becomes the mean of all ranks'. Trained on {result}")
+    return [times for _, times in found]
 
 
-@functools.cache
-def _loaded(path: Path) -> Namespace:
-    return StudentFile(path).load()
+def _train(student: Namespace) -> RankErrors:
+    sync = FunctionSync(student["average_gradients"])
+    return errors_on_this_rank(dist.get_rank(), dist.get_world_size(), sync, _CASE)
 
 
-def _model() -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)).double()
-
-
-def _average_known_gradients(student: Namespace) -> tuple[str | None, list[SentMessage]]:
-    """Return what is wrong with this rank's gradients afterwards, and what it has sent."""
+def _average_known_gradients(student: Namespace, cut: bool) -> tuple[str | None, float]:
+    """Return what is wrong with this rank's gradients, and how many times their size it sent."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    model, generator = _model(), torch.Generator().manual_seed(1)
-    given = {
-        name: torch.randn((size, *parameter.shape), dtype=parameter.dtype, generator=generator)
-        for name, parameter in model.named_parameters()
-    }
-    for name, parameter in model.named_parameters():
-        parameter.grad = given[name][rank].clone()
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double()  # 60: equal chunks
+    before = torch.randn(size, 60, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    parts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    for parameter, own in zip(
+        model.parameters(), before[rank].split([*parts.values()]), strict=True
+    ):
+        parameter.grad = own.clone().view_as(parameter)
     with MessageRecorder() as recorder:
         student["average_gradients"](model)
-    recorder.finish()
-    problems = [
-        f"{problem} ({name})"
-        for name, parameter in model.named_parameters()
-        if (problem := diagnose(parameter.grad, given[name], rank))
-    ]
-    return next(iter(problems), None), recorder.messages
+    sent = sum(message["sent_bytes"] for message in recorder.messages) / before[rank].nbytes
+    after = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    if len(after) < len(parts):
+        return "a gradient that is None", sent
+    if cut:
+        parts = {f"chunk {number} of {size}": 60 // size for number in range(size)}
+    return diagnose(torch.cat(after), before, parts), sent
 
 
-def diagnose(found: Tensor | None, given: Tensor, rank: int) -> str | None:
-    """Say what this rank's gradient is after the exchange; None if it is the mean.
+def diagnose(after: Tensor, before: Tensor, parts: Mapping[str, int]) -> str | None:
+    """Say what is wrong with a rank's gradients, which should be the mean; None if nothing is.
 
-    given : of shape (ranks, ...), every rank's gradient before it.
+    after : of shape (n,). before : of shape (ranks, n). parts : names of consecutive parts, with
+    their lengths.
     """
-    if found is None:
-        return "no gradient, None"
-    size, mean = len(given), given.mean(0)
-    times = float((found * mean).sum() / (mean * mean).sum())
-    if torch.allclose(found, times * mean) and not math.isclose(times, 1, rel_tol=1e-6):
-        return (
-            f"{'the sum, ' if math.isclose(times, size) else ''}{times:.3f} times the mean on "
-            f"{size} ranks: divide the sum once, by the number of ranks that the group tells"
-        )
-    looks: dict[str | None, Tensor] = {
-        None: mean,
-        "its own gradient, as before: this tensor was not exchanged": given[rank],
-        **{f"rank {other}'s gradient": given[other] for other in range(size)},
-        **{
-            f"the mean without rank {other}'s gradient": mean - given[other] / size
-            for other in range(size)
-        },
-    }
-    for what, tensor in looks.items():
-        if torch.allclose(found, tensor):
-            return what
-    return "neither the mean nor any rank's gradient"
+    size, lengths = len(before), list(parts.values())
+    for name, found, given in zip(
+        parts, after.split(lengths), before.split(lengths, dim=1), strict=True
+    ):
+        shares = torch.linalg.lstsq(given.T, found).solution  # found = shares @ given
+        if not torch.allclose(shares @ given, found):
+            return f"numbers in {name} that no sum of the ranks' gradients gives"
+        if not torch.allclose(shares, shares[0]):
+            told = " + ".join(f"{share:.3f} g{r}" for r, share in enumerate(shares.tolist()))
+            return (
+                f"{told} in {name}, where g0 is rank 0's own gradient: it should be "
+                f"{1 / size:.3f} of each"
+            )
+        if not torch.allclose(shares * size, torch.ones_like(shares)):
+            times = float(shares.sum())
+            return (
+                f"{'the sum, ' if round(times, 3) == size else ''}{times:.3f} times the mean on "
+                f"{size} ranks, in {name}: divide the sum by the number of ranks, once"
+            )
+    return None

@@ -1,0 +1,58 @@
+"""Lesson 4: a formula for the time of lesson 3's exchange, against emulated nodes."""
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from common.errors import GroupError, UserError
+from lab.cluster import Cluster
+from lab.learn.student_file import Namespace, Say, StudentFile, Wrong
+
+NODES, RATE, GRADIENT_MB = 4, "1gbit", 36.92
+RECORDED_SECONDS = 2.1
+"""Measured with a right lesson 3 (AMD EPYC, 2 virtual cores, torch 2.15)."""
+_LIMIT_SECONDS = 120.0
+
+
+def check(student: StudentFile, say: Say) -> float:
+    """Check lesson 4; return the measured seconds of an exchange of ``GRADIENT_MB``."""
+    [found] = student.on_ranks(1, _ask_formula)
+    for case, seconds in found.items():
+        nodes, megabytes, gbit = case
+        right = 2 * (nodes - 1) * megabytes * 8 / 1000 / gbit
+        if abs(seconds / right - 1) > 0.01:
+            raise Wrong(
+                f"{nodes} nodes, {megabytes} MB, {gbit} Gbit/s: the formula gives {seconds:.4g} s, "
+                f"{seconds / right:.3g} times what rank 0's link needs. Do N-1 gradients come in, "
+                "and N-1 means go out? Does a byte have 8 bits, a Gbit 1,000 Mbit?"
+            )
+    say("the formula is 2(N-1)M/B")
+    if not student.path.with_name("03_gather_scatter.py").exists():
+        raise Wrong("03_gather_scatter.py is missing, which this lesson measures: do lesson 3")
+    try:
+        printed = _run_on_nodes(student.path)
+    except (UserError, GroupError) as error:
+        say(f"nothing can be measured here ({error}), but on another machine")
+        return RECORDED_SECONDS
+    if not (measured := re.search(r"measured: (\d+\.\d+) s", printed)):
+        raise Wrong(f"rank 0 printed no measured time, but:\n{printed[-1000:]}")
+    return float(measured[1])
+
+
+def _run_on_nodes(program: Path) -> str:
+    """Return what rank 0 prints. Raises UserError or GroupError if there is no emulated cluster."""
+    command = f"{sys.executable} {program} {{master}}:{{port}} {{nodes}} {{rank}}"
+    with tempfile.TemporaryDirectory() as logs, Cluster(NODES, rate=RATE) as cluster:
+        cluster.start(command.split(), logs=Path(logs))
+        try:
+            cluster.wait(limit_seconds=_LIMIT_SECONDS, stop_at_failure=True)
+        except TimeoutError as error:
+            raise Wrong(f"{error}. Is lesson 3 right?") from error
+        return cluster.output(0)
+
+
+def _ask_formula(student: Namespace) -> dict[tuple[int, float, float], float]:
+    """Return the formula's seconds by nodes, MB and Gbit/s."""
+    cases = ((4, 36.92, 1.0), (2, 36.92, 1.0), (8, 100.0, 1.0), (4, 36.92, 0.2))
+    return {case: student["exchange_seconds"](*case) for case in cases}
