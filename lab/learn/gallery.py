@@ -4,7 +4,6 @@
 writes the numbers that betray each into the gallery's pages.
 """
 
-import argparse
 import contextlib
 import io
 import re
@@ -83,17 +82,19 @@ def _train_here(rank: int, bodies: Sequence[str], steps: int, seed: int) -> list
     pixels, labels = map(torch.as_tensor, load_digits(return_X_y=True))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     images = (pixels.float().reshape(-1, 1, 8, 8) / 8 - 1).expand(-1, 3, -1, -1)
+    sys.argv = ["main.py", "--num-nodes", f"{RANKS}", "--rank", f"{rank}"]
     traces = []
     for body in bodies:
         torch.manual_seed(seed + rank)  # what a script that seeds nothing starts from
         body = body.replace("manual_seed(0)", f"manual_seed({seed})")
         body = body.replace("dist.destroy_process_group()", "")  # the next script needs it
-        traces.append(_run(body, rank, images[order], labels[order], steps))
+        traces.append(_run(body, images[order], labels[order], steps))
     return traces
 
 
-def _run(body: str, rank: int, images: Any, labels: Any, steps: int) -> Trace:
+def _run(body: str, images: Any, labels: Any, steps: int) -> Trace:
     import torch
+    from torch.nn.utils import parameters_to_vector
     from torch.optim import optimizer
     from torch.utils.data import TensorDataset
 
@@ -114,10 +115,9 @@ def _run(body: str, rank: int, images: Any, labels: Any, steps: int) -> Trace:
         trace["until"].append(len(trace["drawn"]))
         step = len(trace["until"])
         if step <= _KEPT:
-            kept = {"gradients": [p.grad for p in parameters], "weights": parameters}
-            for name, tensors in kept.items():
-                flat = torch.cat([one.detach().reshape(-1) for one in tensors])
-                trace[name].append(flat.numpy())
+            trace["weights"].append(parameters_to_vector(parameters).detach().numpy())
+            gradients = [parameter.grad for parameter in parameters]
+            trace["gradients"].append(parameters_to_vector(gradients).numpy())
         if step % _TEST_EVERY == 0:
             with torch.no_grad():
                 outputs, true = models[-1](images[TRAINING_IMAGES:]), labels[TRAINING_IMAGES:]
@@ -129,10 +129,9 @@ def _run(body: str, rank: int, images: Any, labels: Any, steps: int) -> Trace:
     trace: Trace = defaultdict(list)
     models: list[Any] = []
     starter_code = runpy.run_path(str(STARTER_CODE))
-    flags = argparse.Namespace(num_nodes=RANKS, rank=rank, batch_size=BATCH)
-    own = {"read_flags": lambda: flags, "join": lambda args: None, "make_model": make_model}
+    own = {"Pictures": Pictures, "make_model": make_model, "join": lambda args: None}
     sys.modules["student"] = types.ModuleType("student")
-    vars(sys.modules["student"]).update(own, Pictures=Pictures)
+    vars(sys.modules["student"]).update(starter_code | own)
     hook = optimizer.register_optimizer_step_post_hook(after_step)
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         exec(compile(body, "main.py", "exec"), {"__name__": "__main__"})

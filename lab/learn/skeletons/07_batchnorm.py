@@ -47,7 +47,7 @@ ANSWERS = {
     "a": ...,
     # 2 ranks with 1, 3 and 5, 11: what does the rank that has it make of the 11?
     "b": ...,
-    # With BatchNorm, 4 ranks must equal one process that computes ...: "batch" (the whole batch
+    # With BatchNorm, 4 ranks must equal one process. What does it compute: "batch" (the whole batch
     # at once) or "shards" (four shards in turn)?
     "c": ...,
 }

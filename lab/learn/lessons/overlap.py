@@ -1,0 +1,63 @@
+"""Lesson 6: buckets that leave while backward computes, tested on ranks and on emulated nodes."""
+
+import re
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from common.errors import GroupError, UserError
+from common.profiling.comm_trace import MessageRecorder
+from lab.learn.lessons.averaging import diagnose
+from lab.learn.lessons.root_link import run_on_nodes
+from lab.learn.student_file import Namespace, Say, StudentFile, Wrong
+
+SIZES, LAYERS = (2, 3), 4
+RECORDED_SECONDS = 0.49
+"""One bucket of 100 MB on 4 nodes at 1 Gbit/s (AMD EPYC, 2 virtual cores, torch 2.15)."""
+
+
+def check(student: StudentFile, say: Say) -> float:
+    """Check lesson 6; return the exposed seconds of one bucket on 4 emulated nodes."""
+    for size in SIZES:
+        for rank, (problem, early, sent) in enumerate(student.on_ranks(size, _average)):
+            if problem:
+                raise Wrong(f"rank {rank} of {size} ends step 2 with {problem}")
+            if (early, sent) != (LAYERS - 1, LAYERS):
+                raise Wrong(
+                    f"{LAYERS} buckets need {LAYERS} messages, and {LAYERS - 1} of them begin "
+                    f"during backward. Rank {rank} of {size} sent {sent}, {early} during backward"
+                )
+        say(f"on {size} ranks the gradients become means, and all buckets but the last leave early")
+    try:
+        printed = run_on_nodes(student.path)
+    except (UserError, GroupError) as error:
+        say(f"nothing can be measured here ({error}), but on another machine")
+        return RECORDED_SECONDS
+    say(f"on 4 nodes at 1 Gbit/s:\n{printed}")
+    if not (exposed := re.findall(r"(\d+\.\d+) s exposed", printed)):
+        raise Wrong("rank 0 printed no exposed time on 4 nodes")
+    return float(exposed[-1])
+
+
+def _average(student: Namespace) -> tuple[str | None, int, int]:
+    """Return what is wrong with a gradient in the second step, and its messages: early, and all."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    weights = [nn.Parameter(torch.zeros(50, dtype=torch.float64)) for _ in range(LAYERS)]
+    buckets = student["Buckets"](weights, 1e-4)  # smaller than a layer
+    generator, moments = torch.Generator().manual_seed(1), [0.0]
+    weights[0].register_hook(lambda _: moments.append(time.perf_counter()))
+    for _ in range(2):
+        given = torch.randn(LAYERS, size, 50, dtype=torch.float64, generator=generator)
+        with MessageRecorder() as recorder:
+            sum((one * own).sum() for one, own in zip(weights, given[:, rank], strict=True)).backward()
+            buckets.finish()
+        problems = [
+            diagnose(one.grad, true, rank) for one, true in zip(weights, given, strict=True)
+        ]
+        for weight in weights:
+            weight.grad = None
+    early = [message for message in recorder.messages if message["begin"] < moments[-1]]
+    return next(filter(None, problems), None), len(early), len(recorder.messages)
+
