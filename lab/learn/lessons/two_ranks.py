@@ -15,25 +15,27 @@ def check(student: StudentFile, say: Say) -> float:
     """Check lesson 2; return the percentage of the samples that rank 0 of 2 sees in 3 epochs."""
     for size in (3, 2):
         shares, steps, starts, ends = zip(*student.on_ranks(size, _train_noted), strict=True)
-        where = f"on {size} ranks"
-        if {len(epochs) for epochs in shares} != {_EPOCHS}:
-            raise Wrong(f"{where} each of 3 epochs should ask a DistributedSampler for samples")
-        if unseen := _SAMPLES - len({sample for epochs in shares for sample in epochs[0]}):
-            raise Wrong(
-                f"{where} no rank sees {unseen:,} of the {_SAMPLES:,} samples in an epoch: every "
-                "rank needs its own number, and the number of all, for a share of its own"
-            )
-        if shares[0][0] == shares[0][1]:
-            raise Wrong("every epoch has the same order and the same shares: call set_epoch")
-        expected = math.ceil(math.ceil(_SAMPLES / size) / (_GLOBAL_BATCH // size))
-        if steps[0] != _EPOCHS * expected:
-            raise Wrong(
-                f"{where} an epoch takes {steps[0] / _EPOCHS:g} steps, and {expected} with a "
-                f"global batch of {_GLOBAL_BATCH}: each rank's batch is its share of that"
-            )
-        if len(set(starts)) > 1:
-            raise Wrong(f"{where} the weights begin with the sums {starts}: seed all ranks alike")
-        say(f"{where} each sample comes to one rank an epoch, in a new order every time")
+        first = {sample for epochs in shares for epoch in epochs[:1] for sample in epoch}
+        wanted = _EPOCHS * math.ceil(math.ceil(_SAMPLES / size) / (_GLOBAL_BATCH // size))
+        problems = {
+            "each epoch should take its samples from one DistributedSampler": {
+                len(epochs) for epochs in shares
+            }
+            != {_EPOCHS},
+            f"no rank sees {_SAMPLES - len(first)} of the {_SAMPLES} samples in an epoch: for a "
+            "share of its own a rank needs its number, and how many there are": len(first)
+            < _SAMPLES,
+            "every epoch has the same order and the same shares: call set_epoch": shares[0][:1]
+            == shares[0][1:2],
+            f"{_EPOCHS} epochs take {steps[0]} steps, but {wanted} with a global batch of "
+            f"{_GLOBAL_BATCH}: a rank's batch is its share of that": steps[0] != wanted,
+            f"the ranks' weights begin with the sums {starts}: seed all alike": len(set(starts))
+            > 1,
+        }
+        for problem, is_there in problems.items():
+            if is_there:
+                raise Wrong(f"on {size} ranks {problem}")
+        say(f"on {size} ranks each sample comes to one rank an epoch, in a new order every time")
     say(f"equal at first, the ranks' weights end with the sums {ends}: nothing is averaged")
     return 100 * len(set().union(*shares[0])) / _SAMPLES
 

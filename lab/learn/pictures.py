@@ -1,0 +1,170 @@
+"""The lessons' pictures: ``python -m lab.learn.pictures`` draws them all into docs/learn/images/.
+
+``PICTURES`` lists them. All are computed, so that they come out the same everywhere. A picture is
+one SVG file that follows its reader's light or dark mode.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from matplotlib.figure import Figure
+
+from common.utils.paths import REPOSITORY
+from lab.plot_style import DASHES, INK, PAPER, grid, style, title
+from lab.report.drawings.svg import svg
+from lab.report.drawings.timeline_figure import draw_timeline
+from lab.report.view import Json
+
+_MODES = (
+    "<style>svg{--ink:#1b1f23;--paper:#fffffe}@media(prefers-color-scheme:dark)"
+    "{svg{--ink:#e6edf3;--paper:#0d1117}}</style>\n"
+)
+Marks = Mapping[str, tuple[float, float]]
+"""Letters, each with its place: x and y. In a timeline y = 0.5 is the middle of the first rank."""
+
+
+def main() -> None:
+    """Draw every picture."""
+    for name, draw in PICTURES.items():
+        with style():
+            text = svg(draw()).replace(INK, "var(--ink)").replace(PAPER, "var(--paper)")
+        path = REPOSITORY / f"docs/learn/images/{name}.svg"
+        path.write_text(text.replace(" <defs>", f" {_MODES} <defs>", 1), encoding="utf-8")
+
+
+def timeline(heading: str, ranks: Sequence[Json], *, marks: Marks) -> Figure:
+    """Return a timeline of ranks, each with its ``sections`` and ``messages`` in seconds."""
+    rows = [(f"rank {number}", {"ranks": ranks}, rank) for number, rank in enumerate(ranks)]
+    figure = draw_timeline(rows, heading=heading, narrow=False, emulated=False)
+    return _marked(figure, marks)
+
+
+def curves(
+    heading: str,
+    formulas: Mapping[str, Callable[[float], float]],
+    *,
+    xs: Sequence[float],
+    labels: tuple[str, str],
+    marks: Marks,
+    top: float,
+) -> Figure:
+    """Return the curves of some formulas by their label; ``top`` is the largest y shown."""
+    figure, (axis,) = grid(1, narrow=False, columns=1, height=3.2)
+    for dash, (label, formula) in zip(("-", *DASHES), formulas.items(), strict=False):
+        axis.plot(xs, [*map(formula, xs)], color=INK, linestyle=dash, label=label)
+    axis.set(xlabel=labels[0], ylabel=labels[1], xlim=(xs[0], xs[-1]), ylim=(0, top))
+    axis.grid()
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    title(figure, heading, emulated=False)
+    return _marked(figure, marks)
+
+
+def _marked(figure: Figure, marks: Marks) -> Figure:
+    circle = {"boxstyle": "circle", "facecolor": PAPER, "edgecolor": INK}
+    for letter, place in marks.items():
+        figure.axes[0].annotate(letter, place, ha="center", va="center", bbox=circle)
+    return figure
+
+
+_SECONDS = 36.92 * 8 / 1000
+"""VGG-11's gradients on a link of 1 Gbit/s."""
+
+
+def _exchange(nodes: float, *, gbit: float = 1.0) -> float:
+    """Return the seconds of a step: 0.6 s of compute, shared, and all gradients through rank 0."""
+    return 0.6 / nodes + 2 * (nodes - 1) * _SECONDS / gbit
+
+
+def _ring(mb: float, *, rings: int = 1) -> float:
+    """Return the milliseconds of an exchange on 8 nodes, 1 Gbit/s, 0.5 ms a message."""
+    return 14 * (0.5 * rings + mb / 8 * 8)
+
+
+PICTURES: Mapping[str, Callable[[], Figure]] = {
+    "01_one_process": partial(
+        timeline,
+        "A step of one process: forward 0.56 ms, backward 0.97 ms, update 0.13 ms",
+        [
+            {
+                "sections": {
+                    "forward": [(0, 0.56e-3)],
+                    "backward": [(0.56e-3, 1.53e-3)],
+                    "update": [(1.53e-3, 1.66e-3)],
+                },
+                "messages": [],
+            }
+        ],
+        marks={"A": (0.28, 0.5), "B": (1.05, 0.5), "C": (1.595, 0.5)},
+    ),
+    "02_two_ranks": partial(
+        curves,
+        "Samples that rank 0 has seen at least once",
+        {
+            "2 ranks, set_epoch": lambda epochs: 100 * (1 - 0.5**epochs),
+            "4 ranks, set_epoch": lambda epochs: 100 * (1 - 0.75**epochs),
+            "2 ranks, one order for ever": lambda epochs: 50.0 * (epochs > 0),
+            "4 ranks, one order for ever": lambda epochs: 25.0 * (epochs > 0),
+        },
+        xs=range(9),
+        labels=("epochs", "%"),
+        marks={"A": (3, 87.5), "B": (3, 50)},
+        top=100,
+    ),
+    "03_gather_scatter": partial(
+        timeline,
+        "A step on 3 nodes at 1 Gbit/s, by the formula: 0.2 s of compute, 1.18 s of exchange",
+        [
+            {
+                "sections": {
+                    "forward": [(0, 0.07)],
+                    "backward": [(0.07, 0.2)],
+                    "sync": [(0.2, 0.2 + 4 * _SECONDS)],
+                },
+                "messages": [
+                    {"kind": "gather", "begin": 0.2, "end": 0.2 + 2 * _SECONDS},
+                    {"kind": "scatter", "begin": 0.2 + 2 * _SECONDS, "end": 0.2 + 4 * _SECONDS},
+                ],
+            }
+        ]
+        * 3,
+        marks={
+            "A": (200, 0.5),
+            "B": (200 + 2000 * _SECONDS, 0.5),
+            "C": (200 + 4000 * _SECONDS, 0.5),
+        },
+    ),
+    "04_root_link": partial(
+        curves,
+        "A step of VGG-11 with all gradients through rank 0, by the formula",
+        {
+            "1 Gbit/s": _exchange,
+            "10 Gbit/s": partial(_exchange, gbit=10),
+            "100 Gbit/s": partial(_exchange, gbit=100),
+            "compute alone": lambda nodes: 0.6 / nodes,
+        },
+        xs=range(1, 17),
+        labels=("nodes", "seconds a step"),
+        marks={
+            "A": (4, _exchange(4)),
+            "B": (3, _exchange(3, gbit=10)),
+            "C": (10, _exchange(10, gbit=100)),
+        },
+        top=2.5,
+    ),
+    "05_ring": partial(
+        curves,
+        "Gradients of 34 tensors on 8 nodes, 1 Gbit/s and 0.5 ms a message, by the formula",
+        {
+            "through rank 0": lambda mb: 14 * 8 * mb,
+            "34 rings": partial(_ring, rings=34),
+            "one ring": _ring,
+        },
+        xs=range(41),
+        labels=("MB of gradients", "milliseconds a step"),
+        marks={"A": (1, _ring(1)), "B": (2, _ring(2, rings=34)), "C": (36.92, _ring(36.92))},
+        top=1000,
+    ),
+}
+
+if __name__ == "__main__":
+    main()
