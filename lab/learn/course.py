@@ -11,6 +11,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.utils.paths import IN_CHECKOUT, REPOSITORY
+from lab.learn.lessons.find_the_bug import BLIND
 
 FOLDER = Path("learn")
 """The student's folder: a file for each lesson, and progress.json."""
@@ -238,6 +239,153 @@ LESSONS: Sequence[Lesson] = (
             "b": Exercise(7, "14 rounds x 0.5 ms", "2(N-1) rounds, each waits for a message"),
             "c": Exercise(
                 238, "34 x 14 x 0.5 ms", "34 rings, one after the other, each with 2(N-1) rounds"
+            ),
+        },
+    ),
+    Lesson(
+        6,
+        "overlap",
+        "Overlap",
+        35,
+        "lab.learn.lessons.overlap:check",
+        Question(
+            "4 nodes all-reduce 36.8 MB in one bucket, over links of 1 Gbit/s, in a ring. How many "
+            "seconds is that after the end of backward?",
+            0.442,
+            "2(N-1)/N x 36.8 MB x 8 bits / 1,000 Mbit/s; one bucket is full when backward ends",
+            "s",
+        ),
+        {
+            "a": Exercise(
+                8.6,
+                "4.7 + 2.4 + 1.2 + 0.3 MB; it is full when the first layer's gradient is there",
+                "fill buckets from the last layer to the first; none may exceed 9 MB",
+            ),
+            "b": Exercise(
+                0.352,
+                "0.442 s of messages, of which 0.09 s lie under backward",
+                "the link works all the time once the first bucket has left",
+            ),
+            "c": Exercise(
+                "later",
+                "with half of the link each, 0.3 MB are through long before 8 MB are",
+                "Gloo works on both at once: who has less to send?",
+            ),
+        },
+    ),
+    Lesson(
+        7,
+        "batchnorm",
+        "BatchNorm",
+        25,
+        "lab.learn.lessons.batchnorm:check",
+        Question(
+            "BatchNorm subtracts a batch's mean and divides by its standard deviation. From 1, 3, "
+            "5, 11 one process makes -0.53 of the 3. Of two ranks, the first has 1 and 3. What "
+            "does it make of the 3?",
+            1,
+            "(3 - 2) / 1: the mean of 1 and 3 is 2, their standard deviation is 1",
+            "",
+        ),
+        {
+            "a": Exercise(-1.069, "(1 - 5) / sqrt(14)", "mean 5, variance (16 + 4 + 0 + 36) / 4"),
+            "b": Exercise(1, "(11 - 8) / 3", "its rank knows 5 and 11 alone"),
+            "c": Exercise(
+                "shards",
+                "each rank normalises by its own shard, and so must the one process",
+                "which of the two agreed with 4 ranks to 1e-15?",
+            ),
+        },
+    ),
+    Lesson(
+        8,
+        "measuring",
+        "Measuring",
+        25,
+        "lab.learn.lessons.measuring:check",
+        Question(
+            "A step takes 0.714 s, of which 0.544 s are exposed communication. The network becomes "
+            "10 times as fast, in bandwidth and in latency. How many seconds does a step take?",
+            0.224,
+            "0.170 s of computing stay, and 0.0544 s of communication",
+            "s",
+        ),
+        {
+            "a": Exercise(
+                2.95,
+                "1.5 x 36.92 MB x 8 / 0.15 s: copying in memory is slower than many networks",
+                "bits over each link, divided by the seconds",
+            ),
+            "b": Exercise(
+                0.932,
+                "1.96 x sqrt(2) x sqrt(0.13 x 0.87 / 10,000), times 100",
+                "p = 0.13 and n = 10,000; a share of 0.01 is one point",
+            ),
+            "c": Exercise(1.053, "1 / 0.95", "0.95 of the step stay", tolerance=0.005),
+        },
+    ),
+    Lesson(
+        9,
+        "find_the_bug",
+        "Find the bug",
+        60,
+        "lab.learn.lessons.find_the_bug:check",
+        Question(
+            "Twelve scripts train on three ranks, each with one fault. In how many does the test "
+            "loss fall within 20 steps?",
+            12,
+            "all: what is wrong is still more or less downhill",
+            "scripts",
+        ),
+        {
+            f"{number:02}": Exercise(
+                finding,
+                f"the audit's case {name}",
+                "let the audit look: lab audit -- python learn/blind/"
+                f"{number:02}.py --port {{port}} --num-nodes {{nodes}} --rank {{rank}}",
+            )
+            for number, (name, finding) in enumerate(BLIND.items(), 1)
+        }
+        | {
+            "a": Exercise(
+                2, "a sum divided by 2 is the mean on 2 ranks", "what does it divide by?"
+            ),
+            "b": Exercise(
+                4,
+                "01, 07, 08 and 10; in 09 the weights have just been averaged",
+                "where each rank has its own gradient, or its own start",
+            ),
+            "c": Exercise(2, "3 and 6", "look for: only the first number"),
+        },
+    ),
+    Lesson(
+        10,
+        "break_it",
+        "Break it",
+        30,
+        "lab.learn.lessons.break_it:check",
+        Question(
+            "3 nodes all-reduce in a ring over links of 200 Mbit/s. One node's link falls to 40. "
+            "How many times as long does the exchange take?",
+            5,
+            "200 / 40: every chunk passes every link, so the slowest sets the pace",
+            "times",
+        ),
+        {
+            "a": Exercise(
+                "at once",
+                "the kernel closes a dead process's connections, and its neighbours notice",
+                "look at the times: does the limit of some seconds pass?",
+            ),
+            "b": Exercise(
+                "limit",
+                "a stopped process keeps its connections: only the limit tells it from a slow one",
+                "nothing closes the connections of a stopped process",
+            ),
+            "c": Exercise(
+                "no",
+                "in a ring all wait for the slowest, so all sync times grow alike",
+                "compare the three ranks' sync times",
             ),
         },
     ),

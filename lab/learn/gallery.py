@@ -23,7 +23,7 @@ from common.utils.paths import REPOSITORY
 from lab.learn.scripts import STARTER_CODE, read_scripts
 from lab.plot_style import INK, grid
 
-RANKS, BATCH, STEPS, SEEDS = 3, 24, 120, 5
+RANKS, STEPS, SEEDS = 3, 120, 5
 TRAINING_IMAGES = 1440  # of 1797; the others are the test set
 RIGHT = "right_all_reduce"
 _TEST_EVERY = 4  # steps
@@ -37,7 +37,7 @@ WAYS = {
     "weights_averaged_each_step": ("weights averaged", RIGHT, "gradient"),
     "start_rank_0_seeded": ("only rank 0 seeded", RIGHT, "weights"),
     "samples_order_without_set_epoch": ("no set_epoch", RIGHT, "order"),
-    "samples_batch_per_rank": ("batch per rank", RIGHT, "batch"),
+    "samples_batch_per_rank": ("batch per rank", RIGHT, "distinct"),
     "scaled_in_loss_ddp": ("divided twice", "right_ddp", "gradient"),
     "ddp_bypassed_module": ("around DDP", "right_ddp", "weights"),
     "own_not_written_back": ("mean in a copy", RIGHT, "weights"),
@@ -54,8 +54,7 @@ this order, after number 1: a command line that fails."""
 MEASURES = {
     "gradient": "gradient off by {:.1%}",
     "weights": "ranks' weights {:.1%} apart after a step",
-    "distinct": "{} different samples in the first 24",
-    "batch": "{} samples a step",
+    "distinct": "{} different samples in the first step",
     "order": "{:.0%} of epoch 2 in the order of epoch 1",
 }
 
@@ -129,7 +128,11 @@ def _run(body: str, images: Any, labels: Any, steps: int) -> Trace:
     trace: Trace = defaultdict(list)
     models: list[Any] = []
     starter_code = runpy.run_path(str(STARTER_CODE))
-    own = {"Pictures": Pictures, "make_model": make_model, "join": lambda args: None}
+    own: dict[str, Any] = {
+        "Pictures": Pictures,
+        "make_model": make_model,
+        "join": lambda args: None,
+    }
     sys.modules["student"] = types.ModuleType("student")
     vars(sys.modules["student"]).update(starter_code | own)
     hook = optimizer.register_optimizer_step_post_hook(after_step)
@@ -151,9 +154,7 @@ def measure(name: str, ranks: Sequence[Trace], right: Sequence[Trace]) -> float:
         case "order":
             first, second, *_ = np.split(np.array(ranks[0]["drawn"]), [480, 960])
             return float(np.mean(first == second))
-        case "batch":
-            return sum(one["until"][0] for one in ranks)
-    return len({index for one in ranks for index in one["drawn"][: BATCH // RANKS]})
+    return len({index for one in ranks for index in one["drawn"][: one["until"][0]]})
 
 
 def _apart(one: NDArray, other: NDArray) -> float:

@@ -3,6 +3,7 @@
 Run it: python learn/08_measuring.py
 """
 
+import math
 import time
 
 import torch

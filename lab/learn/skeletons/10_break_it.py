@@ -52,5 +52,5 @@ if __name__ == "__main__":
         train()
     except RuntimeError as error:
         print(f"rank {rank} gives up: {str(error).splitlines()[0][-90:]}", flush=True)
-        sys.exit(...)  # a status by which the shell knows that it failed
+        sys.exit(1)
     dist.destroy_process_group()
