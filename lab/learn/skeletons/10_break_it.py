@@ -51,6 +51,7 @@ if __name__ == "__main__":
     try:
         train()
     except RuntimeError as error:
-        print(f"rank {rank} gives up: {str(error).splitlines()[0][-90:]}", flush=True)
+        why = str(error).partition("] ")[2]  # without the line of Gloo's source
+        print(f"rank {rank} gives up: {why[:75]}", flush=True)
         sys.exit(1)
     dist.destroy_process_group()
