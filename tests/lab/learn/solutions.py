@@ -15,7 +15,7 @@ SOLUTIONS = {
     2: [
         *("0", "size", "rank", "GLOBAL_BATCH // size"),
         "loader.sampler.set_epoch(epoch)",
-        *("'No-Sync'", "3", "320"),
+        *("'Nothing'", "3", "320"),
     ],
     3: [
         "dist.gather(parameter.grad, arriving, dst=0)",
