@@ -157,9 +157,9 @@ LESSONS: Sequence[Lesson] = (
         ),
         {
             "a": Exercise(
-                "no-sync",
-                "each rank steps with its own gradient",
-                "the audit prints a fault's name in brackets; take the first",
+                "nothing",
+                "so each rank trains a model of its own, and its loss falls all the same",
+                "one word, from the first line that the audit prints",
             ),
             "b": Exercise(3, "5 x 360 - 1,797", "each rank takes 1,797 / 5, rounded up"),
             "c": Exercise(320, "5 x 64", "every rank takes 64"),

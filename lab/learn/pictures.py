@@ -6,6 +6,7 @@ one SVG file that follows its reader's light or dark mode.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -23,13 +24,14 @@ Marks = Mapping[str, tuple[float, float]]
 """Letters, each with its place: x and y. In a timeline y = 0.5 is the middle of the first rank."""
 
 
-def main() -> None:
-    """Draw every picture."""
+def main(folder: Path = REPOSITORY / "docs/learn/images") -> None:
+    """Draw every picture into a folder."""
     for name, draw in PICTURES.items():
         with style():
             text = svg(draw()).replace(INK, "var(--ink)").replace(PAPER, "var(--paper)")
-        path = REPOSITORY / f"docs/learn/images/{name}.svg"
-        path.write_text(text.replace(" <defs>", f" {_MODES} <defs>", 1), encoding="utf-8")
+        (folder / f"{name}.svg").write_text(
+            text.replace(" <defs>", f" {_MODES} <defs>", 1), encoding="utf-8"
+        )
 
 
 def timeline(heading: str, ranks: Sequence[Json], *, marks: Marks) -> Figure:
@@ -83,18 +85,18 @@ def _ring(mb: float, *, rings: int = 1) -> float:
 PICTURES: Mapping[str, Callable[[], Figure]] = {
     "01_one_process": partial(
         timeline,
-        "A step of one process: forward 0.56 ms, backward 0.97 ms, update 0.13 ms",
+        "A step of one process: forward 0.65 ms, backward 1.11 ms, update 0.30 ms",
         [
             {
                 "sections": {
-                    "forward": [(0, 0.56e-3)],
-                    "backward": [(0.56e-3, 1.53e-3)],
-                    "update": [(1.53e-3, 1.66e-3)],
+                    "forward": [(0, 0.65e-3)],
+                    "backward": [(0.65e-3, 1.76e-3)],
+                    "update": [(1.76e-3, 2.06e-3)],
                 },
                 "messages": [],
             }
         ],
-        marks={"A": (0.28, 0.5), "B": (1.05, 0.5), "C": (1.595, 0.5)},
+        marks={"A": (0.325, 0.5), "B": (1.2, 0.5), "C": (1.91, 0.5)},
     ),
     "02_two_ranks": partial(
         curves,

@@ -88,7 +88,7 @@ def diagnose(after: Tensor, before: Tensor, parts: Mapping[str, int]) -> str | N
         if not torch.allclose(shares @ given, found):
             return f"numbers in {name} that no sum of the ranks' gradients gives"
         if not torch.allclose(shares, shares[0]):
-            told = " + ".join(f"{share:.3f} g{r}" for r, share in enumerate(shares.tolist()))
+            told = " + ".join(f"{share:z.3f} g{r}" for r, share in enumerate(shares.tolist()))
             return (
                 f"{told} in {name}, where g0 is rank 0's own gradient: it should be "
                 f"{1 / size:.3f} of each"

@@ -45,7 +45,7 @@ def train(epochs=3):
 
 
 ANSWERS = {
-    # Run `lab audit -- torchrun learn/02_two_ranks.py`. What is the name of its first fault?
+    # Run `lab audit -- torchrun learn/02_two_ranks.py`. What do the ranks exchange? (One word.)
     "a": ...,
     # On 5 ranks the 1,797 samples cannot be shared out evenly, and the sampler uses some twice.
     # How many in an epoch?

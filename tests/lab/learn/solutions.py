@@ -16,7 +16,7 @@ SOLUTIONS = {
     2: [
         *("0", "size", "rank", "GLOBAL_BATCH // size"),
         "loader.sampler.set_epoch(epoch)",
-        *("'No-Sync'", "3", "320"),
+        *("'Nothing'", "3", "320"),
     ],
     3: [
         "dist.gather(parameter.grad, arriving, dst=0)",
@@ -63,15 +63,17 @@ SOLUTIONS = {
 }
 
 
-def solve(number, folder, **changes):
-    """Write the solution into ``folder``/learn, with ``changes`` {"blank_0": text}; return it."""
+def solve(number, folder, changes=(), edit=("", "")):
+    """Write a solution into ``folder``/learn and return its path.
+
+    ``changes`` are wrong texts by the number of the blank; ``edit`` replaces a text of the rest.
+    """
     [lesson] = [one for one in LESSONS if one.number == number]
-    texts = list(SOLUTIONS[number])
-    for blank, text in changes.items():
-        texts[int(blank.removeprefix("blank_"))] = text
-    left = iter(texts)
-    path = folder / "learn" / f"{lesson.name}.py"
+    texts = dict(enumerate(SOLUTIONS[number])) | dict(changes)
+    blanks = iter(texts.values())
+    text = re.sub(r"\.\.\.", lambda _: next(blanks), lesson.skeleton.read_text().replace(*edit))
+    assert list(blanks) == []
+    path = folder / lesson.file
     path.parent.mkdir(exist_ok=True)
-    path.write_text(re.sub(r"\.\.\.", lambda _: next(left), lesson.skeleton.read_text()))
-    assert list(left) == []
+    path.write_text(text)
     return path
