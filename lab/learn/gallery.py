@@ -1,7 +1,7 @@
 """The gallery of lesson 9: what the audit's wrong scripts do to a training on digits.
 
-``make_gallery`` trains with each wrong script and with its right one, draws their losses, and
-writes the numbers that betray each into the gallery's pages.
+``python -m lab.learn.gallery`` trains with each wrong script and with its right one, draws their
+losses, and writes the numbers that betray each into the gallery's pages.
 """
 
 import contextlib
@@ -20,12 +20,14 @@ from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from common.utils.paths import REPOSITORY
-from lab.learn.scripts import STARTER_CODE, read_scripts
+from lab.audit.cases import STARTER_CODE, read_scripts
+from lab.learn.pictures import save
 from lab.plot_style import INK, grid
 
-RANKS, STEPS, SEEDS = 3, 120, 5
+RANKS, GLOBAL_BATCH, STEPS, SEEDS = 3, 24, 120, 5
 TRAINING_IMAGES = 1440  # of 1797; the others are the test set
 RIGHT = "right_all_reduce"
+PAGES = REPOSITORY / "docs/learn"
 _TEST_EVERY = 4  # steps
 _KEPT = 2  # steps whose gradients and weights are kept: in the second, the first one's may arrive
 
@@ -52,10 +54,10 @@ WAYS = {
 this order, after number 1: a command line that fails."""
 
 MEASURES = {
-    "gradient": "gradient off by {:.1%}",
-    "weights": "ranks' weights {:.1%} apart after a step",
-    "distinct": "{} different samples in the first step",
-    "order": "{:.0%} of epoch 2 in the order of epoch 1",
+    "gradient": "gradient off by {:.1f} %",
+    "weights": "ranks' weights {:.1f} % apart after a step",
+    "distinct": "different samples in a step: {:.0f} % of the global batch",
+    "order": "{:.0f} % of epoch 2 in the order of epoch 1",
 }
 
 Trace = dict[str, list[Any]]
@@ -154,7 +156,7 @@ def measure(name: str, ranks: Sequence[Trace], right: Sequence[Trace]) -> float:
         case "order":
             first, second, *_ = np.split(np.array(ranks[0]["drawn"]), [480, 960])
             return float(np.mean(first == second))
-    return len({index for one in ranks for index in one["drawn"][: one["until"][0]]})
+    return len({index for one in ranks for index in one["drawn"][: one["until"][0]]}) / GLOBAL_BATCH
 
 
 def _apart(one: NDArray, other: NDArray) -> float:
@@ -167,16 +169,17 @@ def describe(traces: Traces, seeds: Sequence[Trace]) -> dict[str, list[str]]:
 
     seeds : the right script's traces with several seeds: how much equal programs differ.
     """
-    usual, found = np.ptp([one["tests"][-1] for one in seeds], axis=0), {}
+    usual, found = np.ptp([one["tests"][-1][1:] for one in seeds], axis=0), {}
     for wrong, (_, right, name) in WAYS.items():
-        ends = [np.array(traces[script][0]["tests"][-1]) for script in (right, wrong)]
-        seen = [*np.array(["", "loss", "accuracy"])[np.abs(ends[1] - ends[0]) > usual]]
-        found[wrong] = [
-            MEASURES[name].format(measure(name, traces[script], traces[right]))
-            + f"; test loss {loss:.2f}, accuracy {accuracy:.0%}"
-            for script, (_, loss, accuracy) in zip((right, wrong), ends, strict=True)
+        ends = [np.array(traces[script][0]["tests"][-1][1:]) for script in (right, wrong)]
+        seen = np.array(["loss", "accuracy"])[np.abs(ends[1] - ends[0]) > usual]
+        texts = [
+            MEASURES[name].format(100 * measure(name, traces[script], traces[right]))
+            + f"; test loss {loss:.2f}, accuracy {100 * accuracy:.0f} %"
+            for script, (loss, accuracy) in zip((right, wrong), ends, strict=True)
         ]
-        found[wrong][1] += f". Seen in: **{' and '.join(seen) or 'only the first number'}**"
+        texts[1] += f". Seen in: **{' and '.join(seen) or 'only the first number'}**"
+        found[wrong] = texts
     return found
 
 
@@ -210,12 +213,17 @@ def draw(traces: Traces, seeds: Sequence[Trace]) -> Figure:
 
 def make_gallery() -> Figure:
     """Train, write the numbers into the gallery's pages, and return the figure."""
-    traces = train(list(dict.fromkeys([*(right for _, right, _ in WAYS.values()), *WAYS])))
+    rights = [right for _, right, _ in WAYS.values()]
+    traces = train(list(dict.fromkeys([*rights, *WAYS])))
     seeds = [train([RIGHT], seed=seed)[RIGHT][0] for seed in range(SEEDS)]
-    for page in (REPOSITORY / "docs/learn").glob("gallery*.md"):
+    for page in PAGES.glob("gallery*.md"):
         text = page.read_text(encoding="utf-8")
         for wrong, sides in describe(traces, seeds).items():
             row = rf"(?<=\| wrong: `{wrong}` \|\n\| --- \| --- \|\n)(.*\n)\|.*"
             text = re.sub(row, rf"\1| {' | '.join(sides)} |", text)
         page.write_text(text, encoding="utf-8")
     return draw(traces, seeds)
+
+
+if __name__ == "__main__":
+    save(make_gallery, PAGES / "images/gallery.svg")

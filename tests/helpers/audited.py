@@ -13,13 +13,13 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lab.audit.cases import STARTER_CODE, Script, read_scripts
 from lab.audit.command import AuditCommand
 from lab.audit.findings import run_checks
 from lab.audit.findings.finding import FAULT
 from lab.audit.isolation import LOOPBACK
 from lab.audit.result import verdict
 from lab.audit.runner import RunSettings, run_audit_size, start_process
-from lab.learn.scripts import STARTER_CODE, Script, read_scripts
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import ForkedProgram
 

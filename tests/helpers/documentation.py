@@ -128,7 +128,7 @@ def _edit_cell(edit):
 
 def sides(match):
     """Return a table of docs/learn/gallery.md with a right script beside a wrong one."""
-    from lab.learn.scripts import read_scripts
+    from lab.audit.cases import read_scripts
 
     bodies = [read_scripts()[name].body.splitlines() for name in match.groups()[1:]]
     cells = [], []

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from lab.learn.scripts import STARTER_CODE, read_scripts
+from lab.audit.cases import STARTER_CODE, read_scripts
 from lab.learn.student_file import Say, StudentFile
 
 BLIND = {

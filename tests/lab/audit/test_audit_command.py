@@ -5,7 +5,7 @@ import platform
 
 import pytest
 
-from lab.learn.scripts import FOLDER
+from lab.audit.cases import FOLDER
 from tests.helpers.audited import BY_FLAGS
 
 

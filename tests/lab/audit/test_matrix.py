@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lab.learn.scripts import Script, apply_edit
+from lab.audit.cases import Script, apply_edit
 from tests.helpers.audited import mistakes, read_cases, record_case
 
 CASES, OTHER_PYTHON = read_cases(), os.environ.get("AUDIT_PYTHON")

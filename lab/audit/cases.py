@@ -1,4 +1,4 @@
-"""Training scripts with one mistake or none: the cases of the audit, in tests/audit_cases/.
+"""The cases of the audit, training scripts with one mistake or none, in tests/audit_cases/.
 
 A case is a whole script, or an edit of another one; docs/audited_mistakes.md has the format.
 """
