@@ -57,7 +57,7 @@ MEASURES = {
     "gradient": "gradient off by {:.1f} %",
     "weights": "ranks' weights {:.1f} % apart after a step",
     "distinct": "different samples in a step: {:.0f} % of the global batch",
-    "order": "{:.0f} % of epoch 2 in the order of epoch 1",
+    "order": "second epoch in the order of the first: {:.0f} %",
 }
 
 Trace = dict[str, list[Any]]
@@ -226,4 +226,4 @@ def make_gallery() -> Figure:
 
 
 if __name__ == "__main__":
-    save(make_gallery, PAGES / "images/gallery.svg")
+    save(make_gallery, PAGES / "images/09_find_the_bug.svg")

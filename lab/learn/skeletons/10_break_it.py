@@ -51,7 +51,7 @@ if __name__ == "__main__":
     try:
         train()
     except RuntimeError as error:
-        why = str(error).partition("] ")[2]  # without the line of Gloo's source
-        print(f"rank {rank} gives up: {why[:75]}", flush=True)
+        why = str(error).partition("] ")[2].partition(". ")[0]  # between Gloo's place and advice
+        print(f"rank {rank} gives up: {why}", flush=True)
         sys.exit(1)
     dist.destroy_process_group()

@@ -145,7 +145,7 @@ def test_skeletons_are_short_and_have_pages_and_pictures(number):
     assert len(page.splitlines()) <= 120
     for words in (f"lab learn {number} --predict", f"images/{lesson.name}.svg", "**a**", "**c**"):
         assert words in page
-    assert list(lesson.exercises) == ["a", "b", "c"]
+    assert list(lesson.exercises)[-3:] == ["a", "b", "c"]
 
 
 def test_the_pictures_are_drawn_again_alike(tmp_path):
