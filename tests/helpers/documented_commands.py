@@ -51,6 +51,9 @@ CHECKS = {
     "pip install": Elsewhere("needs a package index"),
     "^tensorboard": Elsewhere("runs until you stop it"),
     r"submissions| train\.py": Elsewhere("tests/lab/audit does the same with its own cases"),
+    r" learn/(blind|10)|lab learn 10 --check|lab\.learn\.gallery": Elsewhere(
+        "tests/lab/learn checks, breaks and draws the same"
+    ),
     "kubectl|docker|helm": Elsewhere("needs Kubernetes; test_kubernetes.py checks the files"),
     "sbatch|scancel|squeue|sinfo|slurm|compare-2026": Elsewhere(
         "needs Slurm; tests/engines/test_slurm.py and test_slurm_compare.py make it"

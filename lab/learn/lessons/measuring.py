@@ -22,7 +22,7 @@ def check(student: StudentFile, say: Say) -> None:
     say(f"each of {STEPS} steps is timed by itself, and the {WARM_UP} to warm up do not count")
     if not 0.94 < covered < 0.985:
         raise Wrong(
-            f"of {TRIES} intervals {100 * covered:.1f} % hold the true median, and 95 to 97 % must: "
+            f"of {TRIES} intervals {100 * covered:.1f} % hold the true median, not 95 to 97 %: "
             "which values are number n/2 - 0.98 sqrt(n) and n/2 + 0.98 sqrt(n), counted from 1?"
         )
     say(f"of {TRIES} intervals {100 * covered:.1f} % hold the true median")
