@@ -1,8 +1,8 @@
 """Check a student's file of a lesson: its blanks, its code, its answers, the prediction.
 
 A lesson's check is a function ``check(student, say)`` that course.py names. It calls ``say`` with
-each thing that is right, raises ``Mistake`` with the first that is not, and returns what the lesson's
-question asked for, as measured, or None.
+each thing that is right, raises ``Mistake`` with the first that is not, and returns what the
+lesson's question asked for, as measured, or None.
 """
 
 import multiprocessing
@@ -16,7 +16,7 @@ from common.errors import INTERRUPTED
 from common.utils.processes import adopt_orphans
 from lab.learn.course import Lesson
 from lab.learn.progress import keep, read_progress
-from lab.learn.student_file import Namespace, StudentFile, Mistake
+from lab.learn.student_file import Mistake, Namespace, StudentFile
 from lab.processes.prefixed_output import say
 from lab.processes.supervision import kill_descendants
 from lab.proofs import ranks

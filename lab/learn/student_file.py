@@ -77,7 +77,7 @@ class StudentFile:
 
         student : what the file defines, by name. The function must be importable. A rank that is
         done waits for the others, so that a message too few is a hang, as in a training.
-        Raises Mistake if a rank fails, or still runs after ``limit_seconds``: with each rank's line.
+        Raises Mistake, with each rank's line, if a rank fails or exceeds ``limit_seconds``.
         """
         from lab.proofs import RankError, run_ranks
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.profiling.comm_trace import MessageRecorder
-from lab.learn.student_file import Namespace, Say, StudentFile, Mistake
+from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 from lab.proofs import Case
 from lab.proofs.equivalence import FunctionSync, RankErrors, combine, errors_on_this_rank
 

@@ -8,7 +8,7 @@ from unittest.mock import Mock, patch
 import torch
 from torch import nn
 
-from lab.learn.student_file import Namespace, Say, StudentFile, Mistake
+from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
 _OWNERS = {
     "forward": nn.Sequential,

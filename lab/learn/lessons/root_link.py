@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.errors import GroupError, UserError
 from lab.cluster import Cluster
-from lab.learn.student_file import Namespace, Say, StudentFile, Mistake
+from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
 NODES, RATE, GRADIENT_MB = 4, "1gbit", 36.92
 RECORDED_SECONDS = 2.386

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 from torch.utils.data import DistributedSampler
 
-from lab.learn.student_file import Namespace, Say, StudentFile, Mistake
+from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
 _SAMPLES, _EPOCHS, _GLOBAL_BATCH = 1797, 3, 64
 

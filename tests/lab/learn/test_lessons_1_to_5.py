@@ -11,7 +11,7 @@ import torch
 from lab.learn import pictures
 from lab.learn.course import LESSONS
 from lab.learn.lessons.averaging import diagnose
-from lab.learn.student_file import StudentFile, Mistake
+from lab.learn.student_file import Mistake, StudentFile
 from tests.helpers import ROOT, start_lab
 from tests.helpers.cluster import needs_namespaces
 from tests.helpers.processes import running_in
