@@ -1,8 +1,8 @@
 """Check a student's file of a lesson: its blanks, its code, its answers, the prediction.
 
 A lesson's check is a function ``check(student, say)`` that course.py names. It calls ``say`` with
-each thing that is right, raises ``Wrong`` with the first that is not, and returns what the lesson's
-question asked for, as measured, or None.
+each thing that is right, raises ``Mistake`` with the first that is not, and returns what the
+lesson's question asked for, as measured, or None.
 """
 
 import multiprocessing
@@ -16,7 +16,7 @@ from common.errors import INTERRUPTED
 from common.utils.processes import adopt_orphans
 from lab.learn.course import Lesson
 from lab.learn.progress import keep, read_progress
-from lab.learn.student_file import Namespace, StudentFile, Wrong
+from lab.learn.student_file import Mistake, Namespace, StudentFile
 from lab.processes.prefixed_output import say
 from lab.processes.supervision import kill_descendants
 from lab.proofs import ranks
@@ -73,7 +73,7 @@ def check(lesson: Lesson, student: StudentFile) -> int:
             return NOT_YET
         measured = resolve_name(lesson.check)(student, lambda text: say(f"right: {text}"))
         [answers] = student.on_ranks(1, _answers)
-    except Wrong as wrong:
+    except Mistake as wrong:
         say(f"wrong: {wrong}")
         return WRONG
     results = {}

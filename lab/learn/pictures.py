@@ -198,7 +198,7 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
         curves,
         "Gradients of 34 tensors on 8 nodes, 1 Gbit/s and 0.5 ms a message, by the formula",
         {
-            "through rank 0": lambda mb: 14 * 8 * mb,
+            "through rank 0": lambda mb: 1 + 14 * 8 * mb,
             "34 rings": partial(_ring, rings=34),
             "one ring": _ring,
         },

@@ -1,6 +1,6 @@
 """A student's file: find its blanks, and run it on ranks of its own, with a limit.
 
-Whatever is wrong with it becomes a ``Wrong``, with the student's own line.
+Whatever is wrong with it becomes a ``Mistake``, with the student's own line.
 """
 
 import ast
@@ -21,7 +21,7 @@ _LOOK_SECONDS = 0.01
 _AFTER_SECONDS = 2.0  # from the stacks of a hang to the end of the ranks
 
 
-class Wrong(Exception):  # noqa: N818 - the student's mistake
+class Mistake(Exception):  # noqa: N818 - the student's mistake
     """The student's code or answer is wrong; the message says what it does."""
 
 
@@ -29,7 +29,7 @@ class Namespace(dict):
     """The names that a student's file defines."""
 
     def __missing__(self, name: str) -> Any:
-        raise Wrong(f"there is no {name} in the file any more: the check calls it")
+        raise Mistake(f"there is no {name} in the file any more: the check calls it")
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class StudentFile:
     def blanks(self) -> list[int]:
         """Return the lines whose ``...`` waits for code; an index as in x[..., 0] is none.
 
-        The file's ANSWERS do not count. Raises Wrong if the file is no Python.
+        The file's ANSWERS do not count. Raises Mistake if the file is no Python.
         """
         with file_errors(f"{self.path} cannot be read"):
             text = self.path.read_text(encoding="utf-8")
         try:
             tree = ast.parse(text)
         except SyntaxError as error:
-            raise Wrong(f"line {error.lineno} is no Python: {error.msg}") from error
+            raise Mistake(f"line {error.lineno} is no Python: {error.msg}") from error
         skipped = {
             inner
             for node in ast.walk(tree)
@@ -77,7 +77,7 @@ class StudentFile:
 
         student : what the file defines, by name. The function must be importable. A rank that is
         done waits for the others, so that a message too few is a hang, as in a training.
-        Raises Wrong if a rank fails, or still runs after ``limit_seconds``: with each rank's line.
+        Raises Mistake, with each rank's line, if a rank fails or exceeds ``limit_seconds``.
         """
         from lab.proofs import RankError, run_ranks
 
@@ -92,7 +92,7 @@ class StudentFile:
                 )
             except RankError as error:
                 stacks = {path.name: path.read_text() for path in Path(folder).glob("rank *")}
-                raise Wrong(self._hang(stacks) or self._failure(str(error).strip())) from None
+                raise Mistake(self._hang(stacks) or self._failure(str(error).strip())) from None
 
     def _hang(self, stacks: Mapping[str, str]) -> str:
         """Return where each rank was when the time was over; nothing if none was there then."""
@@ -107,7 +107,7 @@ class StudentFile:
     def _failure(self, error: str) -> str:
         """Return which rank failed, where and why, from the text of a RankError."""
         who, _, trace = error.partition(":\n")
-        what = re.sub(r"^lab\S+Wrong: ", "", trace.splitlines()[-1]) if trace else ""
+        what = re.sub(r"^lab\S+Mistake: ", "", trace.splitlines()[-1]) if trace else ""
         return ": ".join(filter(None, [who, *self._places(trace)[-1:], what]))
 
     def _places(self, stack: str) -> list[str]:

@@ -13,6 +13,7 @@ STARTED_COLD_ELSEWHERE = {
     "launch": "tests/lab/ssh/test_launch.py",
 }
 HERE = {
+    "learn": ([1, "--check"], 2, "lab learn 1 writes it"),
     "predict": (["--nodes", 4], 0, "gather_scatter"),
     "compare": (
         [

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.profiling.comm_trace import MessageRecorder
-from lab.learn.student_file import Namespace, Say, StudentFile, Wrong
+from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 from lab.proofs import Case
 from lab.proofs.equivalence import FunctionSync, RankErrors, combine, errors_on_this_rank
 
@@ -26,7 +26,9 @@ def check_ring(student: StudentFile, say: Say) -> float:
     sent = _check_averaging(student, say, cut=True)
     if max(sent) > 1.01 * sum(sent) / len(sent) or min(sent) == 0:
         by_rank = ", ".join(f"{times:.2f}" for times in sent)
-        raise Wrong(f"the ranks send {by_rank} times the gradients' size: in a ring all send alike")
+        raise Mistake(
+            f"the ranks send {by_rank} times the gradients' size: in a ring all send alike"
+        )
     return sent[0]
 
 
@@ -40,10 +42,10 @@ def _check_averaging(student: StudentFile, say: Say, *, cut: bool) -> list[float
         found = student.on_ranks(size, _average_known_gradients, cut)
         for rank, (problem, _) in enumerate(found):
             if problem:
-                raise Wrong(f"rank {rank} ends with {problem}")
+                raise Mistake(f"rank {rank} ends with {problem}")
         result = combine(size, _CASE, student.on_ranks(size, _train))
         if not result:
-            raise Wrong(f"the mean of equal shards is right, but not with others: {result}")
+            raise Mistake(f"the mean of equal shards is right, but not with others: {result}")
         say(f"each gradient becomes the mean of all ranks'. Trained on {result}")
     return [times for _, times in found]
 

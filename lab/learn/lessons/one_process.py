@@ -8,7 +8,7 @@ from unittest.mock import Mock, patch
 import torch
 from torch import nn
 
-from lab.learn.student_file import Namespace, Say, StudentFile, Wrong
+from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
 _OWNERS = {
     "forward": nn.Sequential,
@@ -26,14 +26,14 @@ def check(student: StudentFile, say: Say) -> float:
     [(losses, real, calls, seconds)] = student.on_ranks(1, _train_by_two_clocks)
     if not re.fullmatch("(zfbs)+|(fzbs)+|(fbsz)+", "".join(name[0] for name in calls)):
         first = calls[: calls.index("forward", 1) if calls.count("forward") > 1 else None]
-        raise Wrong(
+        raise Mistake(
             f"the first step calls {', '.join(first)}: each step should call zero_grad, forward, "
             "backward and step once, else the gradients of several steps add up, or none is used"
         )
     for name, allowed in _SECTIONS.items():
         if (found := seconds.get(name, 0) / len(losses)) not in allowed:
             told = ", ".join(f"{call} takes {took} s" for call, took in _SECONDS.items())
-            raise Wrong(
+            raise Mistake(
                 f"by a clock on which {told}, section {name} takes {found:g} s a step and not "
                 f"{allowed[0]} s"
             )

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 from torch.utils.data import DistributedSampler
 
-from lab.learn.student_file import Namespace, Say, StudentFile, Wrong
+from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
 _SAMPLES, _EPOCHS, _GLOBAL_BATCH = 1797, 3, 64
 
@@ -31,7 +31,7 @@ def check(student: StudentFile, say: Say) -> float:
         }
         for problem, is_there in problems.items():
             if is_there:
-                raise Wrong(f"on {size} ranks {problem}")
+                raise Mistake(f"on {size} ranks {problem}")
         say(f"on {size} ranks each sample comes to one rank an epoch, in a new order every time")
     say(f"equal at first, the ranks' weights end with the sums {ends}: nothing is averaged")
     return 100 * len(set().union(*shares[0])) / _SAMPLES
