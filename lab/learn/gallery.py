@@ -87,9 +87,9 @@ def _train_here(rank: int, bodies: Sequence[str], steps: int, seed: int) -> list
     traces = []
     for body in bodies:
         torch.manual_seed(seed + rank)  # what a script that seeds nothing starts from
-        body = body.replace("manual_seed(0)", f"manual_seed({seed})")
-        body = body.replace("dist.destroy_process_group()", "")  # the next script needs it
-        traces.append(_run(body, images[order], labels[order], steps))
+        seeded = body.replace("manual_seed(0)", f"manual_seed({seed})")
+        text = seeded.replace("dist.destroy_process_group()", "")  # the next script needs it
+        traces.append(_run(text, images[order], labels[order], steps))
     return traces
 
 
@@ -203,8 +203,6 @@ def draw(traces: Traces, seeds: Sequence[Trace]) -> Figure:
                 axis.plot(*np.array(one["tests"])[:, :2].T, **style)
         axis.grid()
     axes[0].set(yscale="log", ylim=(0.06, 4), xticks=[0, STEPS // 2, STEPS])
-    axes[0].set_yticks([0.1, 1], ["0.1", "1"])
-    axes[0].minorticks_off()
     figure.supylabel("test loss, by step", fontsize=8)
     keys = [Line2D([], [], **style) for style in styles]
     figure.legend(handles=keys, loc="outside lower center", ncols=2)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lab.learn.student_file import Namespace, Say, StudentFile, Wrong
+from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
 VALUES, SHARDS = [1.0, 3.0, 5.0, 11.0], 4
 _EQUAL = 1e-9
@@ -18,7 +18,7 @@ def check(student: StudentFile, say: Say) -> float:
     """Check lesson 7; return what BatchNorm makes of the 3 on the rank with 1 and 3."""
     [[whole, shard]] = student.on_ranks(1, _normalise)
     if not np.allclose(whole, _normal(VALUES), atol=1e-4):
-        raise Wrong(
+        raise Mistake(
             f"normalise({VALUES}) is {np.round(whole, 3).tolist()}, BatchNorm makes "
             f"{_normal(VALUES).round(3).tolist()}: (value - mean) / sqrt(variance + 1e-5), and the "
             "variance divides by the number of values, not by one less"
@@ -27,7 +27,7 @@ def check(student: StudentFile, say: Say) -> float:
     for name, norm in (("without", False), ("with", True)):
         of_batch, of_shards = student.on_ranks(SHARDS, _compare_with_ranks, norm)[0]
         if not of_shards <= _EQUAL:  # NaN if the function returns zeros
-            raise Wrong(
+            raise Mistake(
                 f"{SHARDS} shards' gradient differs from {SHARDS} ranks' by {of_shards:.1e}: "
                 "add up the shards' gradients, each divided by the number of shards"
             )

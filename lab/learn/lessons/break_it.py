@@ -9,7 +9,7 @@ from typing import Any
 from common.errors import UserError
 from lab.cluster import Cluster
 from lab.learn.lessons.nodes import run_on_nodes
-from lab.learn.student_file import Namespace, Say, StudentFile, Wrong
+from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
 NODES, BROKEN, SLOW_RATE = 3, 1, "40mbit"
 RECORDED_RATIO = 5.1
@@ -32,7 +32,7 @@ def check(student: StudentFile, say: Say) -> float:
         ends = "\n".join(f"  {text.splitlines()[-1]}" for text in printed)
         [found] = student.on_ranks(1, _find_culprit, printed)
         if found != culprit:
-            raise Wrong(
+            raise Mistake(
                 f"{fault} of node {BROKEN}: find_culprit returns {found}, and must {culprit}. Does "
                 f"a rank wait no longer than the limit? The ranks' last lines:\n{ends}"
             )
@@ -46,7 +46,7 @@ def _disturb(fault: str, cluster: Cluster) -> None:
     limit = time.monotonic() + _BEGIN_SECONDS
     while "step 5 " not in cluster.output(BROKEN):
         if time.monotonic() > limit:
-            raise Wrong(f"no rank came to step 5. Rank 0 printed:\n{cluster.output(0)[-300:]}")
+            raise Mistake(f"no rank came to step 5. Rank 0 printed:\n{cluster.output(0)[-300:]}")
         time.sleep(0.05)
     cluster.fault(BROKEN, fault, rate=SLOW_RATE if fault == "slow" else None)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lab.learn.student_file import Namespace, Say, StudentFile, Wrong
+from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
 WARM_UP, STEPS, TRIES = 3, 40, 2000
 
@@ -14,14 +14,14 @@ def check(student: StudentFile, say: Say) -> None:
     """Check lesson 8 with a step whose times are known, and many measurements of such steps."""
     [(seconds, calls, covered)] = student.on_ranks(1, _measure)
     if seconds != [1.0] * STEPS or calls != WARM_UP + STEPS:
-        raise Wrong(
+        raise Mistake(
             f"the step takes 9 s in its first {WARM_UP} calls, then 1 s. After {WARM_UP} to warm "
             f"up, {STEPS} steps must give 1.0 each; time_steps called it {calls} times and returns "
             f"{len(seconds)} values: {seconds[:3]} ..."
         )
     say(f"each of {STEPS} steps is timed by itself, and the {WARM_UP} to warm up do not count")
     if not 0.94 < covered < 0.985:
-        raise Wrong(
+        raise Mistake(
             f"of {TRIES} intervals {100 * covered:.1f} % hold the true median, not 95 to 97 %: "
             "which values are number n/2 - 0.98 sqrt(n) and n/2 + 0.98 sqrt(n), counted from 1?"
         )

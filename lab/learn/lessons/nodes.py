@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lab.cluster import Cluster
-from lab.learn.student_file import Wrong
+from lab.learn.student_file import Mistake
 
-_LIMIT_SECONDS, _GRACE_SECONDS = 120.0, 5.0
+_LIMIT_SECONDS, _GRACE_SECONDS = 120.0, 3.0
 
 
 def run_on_nodes(
@@ -19,10 +19,10 @@ def run_on_nodes(
     disturb: Callable[[Cluster], object] = lambda cluster: None,
     **options: Any,
 ) -> list[str]:
-    """Return what each node's program prints; where one fails, the others have 5 s to do so, too.
+    """Return what each node's program prints; where one fails, the others have 3 s to do so, too.
 
     disturb : called once the programs run. options : of ``Cluster``.
-    Raises UserError or GroupError if there is no emulated cluster, Wrong if a program does not end.
+    Raises UserError or GroupError without an emulated cluster, Mistake if a program does not end.
     """
     command = f"{sys.executable} {program} {{master}}:{{port}} {{nodes}} {{rank}}"
     with tempfile.TemporaryDirectory() as logs, Cluster(nodes, **options) as cluster:
@@ -33,5 +33,5 @@ def run_on_nodes(
                 limit_seconds=_LIMIT_SECONDS, stop_at_failure=True, grace_seconds=_GRACE_SECONDS
             )
         except TimeoutError as error:
-            raise Wrong(f"{error}. Does every rank call the same collectives?") from error
+            raise Mistake(f"{error}. Does every rank call the same collectives?") from error
         return [cluster.output(node) for node in range(nodes)]

@@ -11,7 +11,7 @@ from common.errors import GroupError, UserError
 from common.profiling.comm_trace import MessageRecorder
 from lab.learn.lessons.averaging import diagnose
 from lab.learn.lessons.nodes import run_on_nodes
-from lab.learn.student_file import Namespace, Say, StudentFile, Wrong
+from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
 SIZES, LAYERS, _LENGTH = (2, 3), 4, 50
 RECORDED_SECONDS = 0.49
@@ -23,9 +23,9 @@ def check(student: StudentFile, say: Say) -> float:
     for size in SIZES:
         for rank, (problem, early, sent) in enumerate(student.on_ranks(size, _average)):
             if problem:
-                raise Wrong(f"rank {rank} of {size} ends a step with {problem}")
+                raise Mistake(f"rank {rank} of {size} ends a step with {problem}")
             if (early, sent) != (LAYERS - 1, LAYERS):
-                raise Wrong(
+                raise Mistake(
                     f"{LAYERS} buckets need {LAYERS} messages, and {LAYERS - 1} of them begin "
                     f"during backward. Rank {rank} of {size} sent {sent}, {early} during backward"
                 )
@@ -37,7 +37,7 @@ def check(student: StudentFile, say: Say) -> float:
         return RECORDED_SECONDS
     say(f"on 4 nodes at 1 Gbit/s:\n{printed}")
     if not (exposed := re.findall(r"(\d+\.\d+) s exposed", printed)):
-        raise Wrong("rank 0 printed no exposed time on 4 nodes")
+        raise Mistake("rank 0 printed no exposed time on 4 nodes")
     return float(exposed[-1])
 
 

@@ -11,7 +11,7 @@ from lab.learn import gallery
 from lab.learn.course import LESSONS
 from lab.learn.lessons import break_it
 from lab.learn.lessons.find_the_bug import BLIND, write_scripts
-from lab.learn.student_file import StudentFile, Wrong
+from lab.learn.student_file import Mistake, StudentFile
 from tests.helpers import ROOT
 from tests.helpers.audited import read_cases
 from tests.helpers.cluster import needs_namespaces
@@ -133,7 +133,7 @@ def test_a_right_measurement(tmp_path):
 @pytest.mark.alone
 @needs_namespaces
 def test_who_was_killed_or_stopped_is_found(tmp_path):
-    measured, said = check(10, tmp_path)
+    measured, said = check(10, tmp_path, {4: "3"})
     assert measured > 3
     assert "kill of node 1, find_culprit returns 1" in said
     assert "slow of node 1, find_culprit returns None" in said
@@ -162,7 +162,7 @@ def test_without_emulated_nodes_ranks_break_on_loopback(printed, words, tmp_path
         assert measured == break_it.RECORDED_RATIO
         assert "no link can be slowed down here (no namespaces)" in said
     else:
-        with pytest.raises(Wrong, match=words):
+        with pytest.raises(Mistake, match=words):
             check(10, tmp_path)
 
 
@@ -182,5 +182,5 @@ def test_without_emulated_nodes_ranks_break_on_loopback(printed, words, tmp_path
     ],
 )
 def test_a_wrong_solution_is_told_what_it_does(number, changes, words, tmp_path):
-    with pytest.raises(Wrong, match=words):
+    with pytest.raises(Mistake, match=words):
         check(number, tmp_path, changes)
