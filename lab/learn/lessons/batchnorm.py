@@ -16,7 +16,9 @@ _EQUAL = 1e-9
 
 def check(student: StudentFile, say: Say) -> float:
     """Check lesson 7; return what BatchNorm makes of the 3 on the rank with 1 and 3."""
-    [[whole, shard]] = student.on_ranks(1, _normalise)
+    [[whole, shard]] = student.on_ranks(
+        1, lambda names: [names["normalise"](values) for values in (VALUES, VALUES[:2])]
+    )
     if not np.allclose(whole, _normal(VALUES), atol=1e-4):
         raise Mistake(
             f"normalise({VALUES}) is {np.round(whole, 3).tolist()}, BatchNorm makes "
@@ -36,10 +38,6 @@ def check(student: StudentFile, say: Say) -> float:
             f"{of_shards:.0e}, from the whole batch by {of_batch:.0e}"
         )
     return shard[1]
-
-
-def _normalise(student: Namespace) -> list[list[float]]:
-    return [student["normalise"](values) for values in (VALUES, VALUES[:2])]
 
 
 def _compare_with_ranks(student: Namespace, norm: bool) -> list[float]:

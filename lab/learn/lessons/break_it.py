@@ -9,7 +9,7 @@ from typing import Any
 from common.errors import UserError
 from lab.cluster import Cluster
 from lab.learn.lessons.nodes import run_on_nodes
-from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
+from lab.learn.student_file import Mistake, Say, StudentFile
 
 NODES, BROKEN, SLOW_RATE = 3, 1, "40mbit"
 RECORDED_RATIO = 5.1
@@ -30,7 +30,7 @@ def check(student: StudentFile, say: Say) -> float:
     for fault, culprit in culprits.items():
         printed = run_on_nodes(student.path, NODES, disturb=partial(_disturb, fault), **options)
         ends = "\n".join(f"  {text.splitlines()[-1]}" for text in printed)
-        [found] = student.on_ranks(1, _find_culprit, printed)
+        [found] = student.on_ranks(1, lambda names, given=printed: names["find_culprit"](given))
         if found != culprit:
             raise Mistake(
                 f"{fault} of node {BROKEN}: find_culprit returns {found}, and must {culprit}. Does "
@@ -49,7 +49,3 @@ def _disturb(fault: str, cluster: Cluster) -> None:
             raise Mistake(f"no rank came to step 5. Rank 0 printed:\n{cluster.output(0)[-300:]}")
         time.sleep(0.05)
     cluster.fault(BROKEN, fault, rate=SLOW_RATE if fault == "slow" else None)
-
-
-def _find_culprit(student: Namespace, printed: list[str]) -> Any:
-    return student["find_culprit"](printed)

@@ -33,5 +33,5 @@ def run_on_nodes(
                 limit_seconds=_LIMIT_SECONDS, stop_at_failure=True, grace_seconds=_GRACE_SECONDS
             )
         except TimeoutError as error:
-            raise Mistake(f"{error}. Does every rank call the same collectives?") from error
+            raise Mistake(f"{error}. Has every wait a limit, and do the ranks agree?") from error
         return [cluster.output(node) for node in range(nodes)]

@@ -171,6 +171,7 @@ def test_without_emulated_nodes_ranks_break_on_loopback(printed, words, tmp_path
     ("number", "changes", "words"),
     [
         (6, {0: "-1"}, "rank 0 of 2 ends a step with 1.000 g0"),
+        (6, {2: "pass"}, "rank 0 of 2 ends a step with"),
         (6, {3: "2"}, r"rank 0 of 3 ends a step with 1.500 times the mean"),
         (6, {4: "0"}, r"rank 0 of 2 ends a step with 1.000 g0"),
         (7, {1: "sum((v - mean) ** 2 for v in values) / (len(values) - 1)"}, "not by one less"),
