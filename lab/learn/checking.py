@@ -16,7 +16,7 @@ from common.errors import INTERRUPTED
 from common.utils.processes import adopt_orphans
 from lab.learn.course import Lesson
 from lab.learn.progress import keep, read_progress
-from lab.learn.student_file import Mistake, Namespace, StudentFile
+from lab.learn.student_file import Mistake, StudentFile
 from lab.processes.prefixed_output import say
 from lab.processes.supervision import kill_descendants
 from lab.proofs import ranks
@@ -61,6 +61,8 @@ def _check_here(lesson: Lesson) -> None:
     adopt_orphans()
     try:
         sys.exit(check(lesson, StudentFile(lesson.file)))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     finally:
         kill_descendants()
 
@@ -72,7 +74,7 @@ def check(lesson: Lesson, student: StudentFile) -> int:
             say(f"not yet: replace each ... of {student.path}, in lines {str(blanks)[1:-1]}")
             return NOT_YET
         measured = resolve_name(lesson.check)(student, lambda text: say(f"right: {text}"))
-        [answers] = student.on_ranks(1, _answers)
+        [answers] = student.on_ranks(1, lambda names: names["ANSWERS"])
     except Mistake as wrong:
         say(f"wrong: {wrong}")
         return WRONG
@@ -91,7 +93,3 @@ def check(lesson: Lesson, student: StudentFile) -> int:
     status = max(results.values(), key=(RIGHT, NOT_YET, WRONG).index)
     keep(lesson, {"done": status == RIGHT})
     return status
-
-
-def _answers(student: Namespace) -> dict[str, object]:
-    return student["ANSWERS"]

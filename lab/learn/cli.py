@@ -36,8 +36,13 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
 def main_learn(args: argparse.Namespace) -> int:
     """Do what the flags ask for and return the exit status. Raises UserError on wrong input."""
     if args.lesson is None:
-        acts = args.predict is not None or args.check or args.watch
-        refuse({"which lesson? Give its number, e.g. lab learn 3 --check": acts})
+        refuse(
+            {
+                "which lesson? Give its number, e.g. lab learn 3 --check": bool(
+                    args.predict or args.check or args.watch
+                )
+            }
+        )
         return _list_lessons()
     lesson = next((one for one in LESSONS if one.number == args.lesson), None)
     if lesson is None:

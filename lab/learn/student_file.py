@@ -75,29 +75,30 @@ class StudentFile:
     ) -> list[Any]:
         """Return ``function(student, *arguments)`` of each of ``size`` ranks of a Gloo group.
 
-        student : what the file defines, by name. The function must be importable. A rank that is
-        done waits for the others, so that a message too few is a hang, as in a training.
+        student : what the file defines, by name. A rank that is done waits for the others, so that
+        a message too few is a hang, as in a training.
         Raises Mistake, with each rank's line, if a rank fails or exceeds ``limit_seconds``.
         """
         from lab.proofs import RankError, run_ranks
 
         with tempfile.TemporaryDirectory() as folder:
-            deadline = time.monotonic() + limit_seconds
             try:
                 return run_ranks(
                     size,
                     _on_rank,
-                    *(self, Path(folder), deadline, function, arguments),
+                    *(self, Path(folder), time.monotonic() + limit_seconds, function, arguments),
                     timeout_seconds=limit_seconds + _AFTER_SECONDS,
                 )
             except RankError as error:
                 stacks = {path.name: path.read_text() for path in Path(folder).glob("rank *")}
-                raise Mistake(self._hang(stacks) or self._failure(str(error).strip())) from None
+                raise Mistake(
+                    self._hang(stacks)
+                    if any(stacks.values())
+                    else self._failure(str(error).strip())
+                ) from None
 
     def _hang(self, stacks: Mapping[str, str]) -> str:
-        """Return where each rank was when the time was over; nothing if none was there then."""
-        if not any(stacks.values()):
-            return ""
+        """Return where each rank was when the time was over."""
         places = [
             f"  {rank}: {(self._places(stack) or ['is done'])[0] if stack else 'has failed'}"
             for rank, stack in sorted(stacks.items())

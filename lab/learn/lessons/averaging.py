@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from common.profiling.comm_trace import MessageRecorder
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 from lab.proofs import Case
-from lab.proofs.equivalence import FunctionSync, RankErrors, combine, errors_on_this_rank
+from lab.proofs.equivalence import FunctionSync, combine, errors_on_this_rank
 
 _CASE = Case(unused=False)
-SIZES = (2, 3, 5)
-"""A literal 2, and a ring that goes only one step, pass on 2 ranks."""
 
 
 def check_gather_scatter(student: StudentFile, say: Say) -> float:
@@ -25,34 +23,35 @@ def check_ring(student: StudentFile, say: Say) -> float:
     """Check lesson 5; return how many times the gradients' size rank 0 sends on 5 ranks."""
     sent = _check_averaging(student, say, cut=True)
     if max(sent) > 1.01 * sum(sent) / len(sent) or min(sent) == 0:
-        by_rank = ", ".join(f"{times:.2f}" for times in sent)
         raise Mistake(
-            f"the ranks send {by_rank} times the gradients' size: in a ring all send alike"
+            f"the ranks send {', '.join(f'{times:.2f}' for times in sent)} times the gradients' "
+            "size: in a ring all send alike"
         )
     return sent[0]
 
 
 def _check_averaging(student: StudentFile, say: Say, *, cut: bool) -> list[float]:
-    """Check ``average_gradients`` on each of ``SIZES``.
+    """Check ``average_gradients`` on 2, 3 and 5 ranks.
 
     Returns how many times the gradients' size each of 5 ranks has sent. With ``cut``, problems are
     told of a ring's chunks, else of each parameter.
     """
-    for size in SIZES:
+    for size in (2, 3, 5):  # on 2 ranks a literal 2 passes, and a ring in the wrong direction
         found = student.on_ranks(size, _average_known_gradients, cut)
         for rank, (problem, _) in enumerate(found):
             if problem:
                 raise Mistake(f"rank {rank} ends with {problem}")
-        result = combine(size, _CASE, student.on_ranks(size, _train))
+        errors = student.on_ranks(
+            size,
+            lambda names, size=size: errors_on_this_rank(
+                dist.get_rank(), size, FunctionSync(names["average_gradients"]), _CASE
+            ),
+        )
+        result = combine(size, _CASE, errors)
         if not result:
             raise Mistake(f"the mean of equal shards is right, but not with others: {result}")
         say(f"each gradient becomes the mean of all ranks'. Trained on {result}")
     return [times for _, times in found]
-
-
-def _train(student: Namespace) -> RankErrors:
-    sync = FunctionSync(student["average_gradients"])
-    return errors_on_this_rank(dist.get_rank(), dist.get_world_size(), sync, _CASE)
 
 
 def _average_known_gradients(student: Namespace, cut: bool) -> tuple[str | None, float]:

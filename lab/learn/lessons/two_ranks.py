@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 from torch.utils.data import DistributedSampler
@@ -37,7 +38,7 @@ def check(student: StudentFile, say: Say) -> float:
     return 100 * len(set().union(*shares[0])) / _SAMPLES
 
 
-def _train_noted(student: Namespace) -> tuple[list[list[int]], int, float, float]:
+def _train_noted(student: Namespace) -> tuple[Any, ...]:
     """Return each epoch's samples, the number of steps, and the weights' sums before and after."""
     epochs: list[list[int]] = []
     samples_of = DistributedSampler.__iter__
@@ -49,5 +50,4 @@ def _train_noted(student: Namespace) -> tuple[list[list[int]], int, float, float
     with patch.object(DistributedSampler, "__iter__", noted):
         first, (losses, last) = student["build_model"](), student["train"](_EPOCHS)
     sums = (sum(p.sum().item() for p in model.parameters()) for model in (first, last))
-    start, end = (round(total, 4) for total in sums)
-    return epochs, len(losses), start, end
+    return epochs, len(losses), *(round(total, 4) for total in sums)
