@@ -250,7 +250,7 @@ LESSONS: Sequence[Lesson] = (
         "lab.learn.lessons.overlap:check",
         Question(
             "4 nodes all-reduce 36.8 MB in one bucket, over links of 1 Gbit/s, in a ring. How many "
-            "seconds is that after the end of backward?",
+            "seconds does a step wait after backward has ended?",
             0.442,
             "2(N-1)/N x 36.8 MB x 8 bits / 1,000 Mbit/s; one bucket is full when backward ends",
             "s",
