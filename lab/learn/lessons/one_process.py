@@ -27,7 +27,7 @@ def check(student: StudentFile, say: Say) -> float:
     if not re.fullmatch("(zfbs)+|(fzbs)+|(fbsz)+", "".join(name[0] for name in calls)):
         raise Mistake(
             f"the training begins with {', '.join(calls[:6])}: each step should call zero_grad, "
-            "forward, backward and step, else the gradients of several steps add up, or none is used"
+            "forward, backward and step, else gradients of several steps add up, or none is used"
         )
     for name, allowed in _SECTIONS.items():
         if (found := seconds.get(name, 0)) not in allowed:
