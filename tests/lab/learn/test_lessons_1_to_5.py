@@ -8,8 +8,10 @@ from pkgutil import resolve_name
 import pytest
 import torch
 
+from common.errors import UserError
 from lab.learn import pictures
 from lab.learn.course import LESSONS
+from lab.learn.lessons import root_link
 from lab.learn.lessons.averaging import diagnose
 from lab.learn.student_file import Mistake, StudentFile
 from tests.helpers import ROOT, start_lab
@@ -186,6 +188,16 @@ def test_a_solution_is_right(number, tmp_path):
     found = re.search(r"formula (\S+) .*, measured (\S+) ", ended.out)
     formula, measured = map(float, found.groups())
     assert measured >= 0.95 * formula if number == 4 else measured == pytest.approx(formula, 0.01)
+
+
+def test_without_emulated_nodes_lesson_4_uses_a_recorded_time(tmp_path, monkeypatch, capsys):
+    def refused(*_, **__):
+        raise UserError("this machine cannot emulate a cluster: it is a container")
+
+    monkeypatch.setattr(root_link, "Cluster", refused)
+    student = StudentFile(solve(4, tmp_path))
+    assert root_link.check(student, print) == root_link.RECORDED_SECONDS > 1.77
+    assert "not measured here, but on another machine: this machine" in capsys.readouterr().out
 
 
 WRONG = [
