@@ -216,8 +216,9 @@ WRONG = [
     (3, {2: "pass"}, r"rank 0 ends with 1.000 g0 \+ 0.000 g1 in 0.weight"),
     (4, {0: "2 * (nodes - 1) * gradient_mb / 1000 / rate_gbit"}, "0.125 times what rank 0's link"),
     (4, {0: "(nodes - 1) * gradient_mb * 8 / 1000 / rate_gbit"}, "gives 0.8861 s, 0.5 times"),
-    (5, {1: "rank - step + 1"}, "chunk"),
-    (5, {2: "rank - step"}, "chunk"),
+    (5, {0: "rank"}, "in chunk 0 of 3 that are no sum of the ranks' gradients there"),
+    (5, {1: "rank - step"}, r"0.000 g0 \+ 0.500 g1 in chunk 0 of 2"),
+    (5, {2: "rank - step", 3: "rank - step - 1"}, r"0.500 g0 \+ 0.000 g1 in chunk 0 of 2"),
 ]
 EDITED = [
     (3, ("model.parameters()", "list(model.parameters())[:-1]"), "1.000 g0 .* in 1.bias"),
