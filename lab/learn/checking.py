@@ -19,7 +19,6 @@ from lab.learn.progress import keep, read_progress
 from lab.learn.student_file import Mistake, StudentFile
 from lab.processes.prefixed_output import say
 from lab.processes.supervision import kill_descendants
-from lab.proofs import ranks
 
 RIGHT, WRONG, NOT_YET = 0, 1, 3
 """Exit statuses of a check."""
@@ -28,7 +27,7 @@ _LOOK_SECONDS = 0.3
 
 def watch(lesson: Lesson) -> int:
     """Check the file now and at each save, until all is right or Ctrl-C; return the status."""
-    _import_for_ranks()  # once, for all checks that fork from here
+    _prepare_ranks()  # once, for all checks
     while True:
         saved = lesson.file.stat().st_mtime_ns
         if check_apart(lesson) == RIGHT:
@@ -48,16 +47,17 @@ def check_apart(lesson: Lesson) -> int:
     return process.exitcode if process.exitcode in (RIGHT, WRONG, NOT_YET) else INTERRUPTED
 
 
-def _import_for_ranks() -> None:
-    """Import what the ranks need before they are forked."""
-    for module in (*ranks.PRELOADED, "sklearn.datasets"):
-        import_module(module)
+def _prepare_ranks() -> None:
+    """Import what ranks need, so that they can be forked from here."""
+    from lab.proofs import ranks
+
+    if sys.platform == "linux":
+        for module in (*ranks.PRELOADED, "sklearn.datasets"):
+            import_module(module)
+        ranks.fork_from_this_process()
 
 
 def _check_here(lesson: Lesson) -> None:
-    if sys.platform == "linux":
-        _import_for_ranks()
-        ranks.fork_from_this_process()
     adopt_orphans()
     try:
         sys.exit(check(lesson, StudentFile(lesson.file)))
@@ -73,6 +73,7 @@ def check(lesson: Lesson, student: StudentFile) -> int:
         if blanks := student.blanks():
             say(f"not yet: replace each ... of {student.path}, in lines {str(blanks)[1:-1]}")
             return NOT_YET
+        _prepare_ranks()
         measured = resolve_name(lesson.check)(student, lambda text: say(f"right: {text}"))
         [answers] = student.on_ranks(1, lambda names: names["ANSWERS"])
     except Mistake as wrong:

@@ -5,6 +5,7 @@ import shutil
 
 from common.errors import UserError
 from lab.flags import add_command, refuse
+from lab.learn.checking import check_apart, watch
 from lab.learn.course import FOLDER, LESSONS, Lesson
 from lab.learn.progress import keep, read_progress
 from lab.processes.prefixed_output import say
@@ -56,9 +57,7 @@ def main_learn(args: argparse.Namespace) -> int:
     refuse(
         {f"{lesson.file} is missing: lab learn {args.lesson} writes it": not lesson.file.exists()}
     )
-    from lab.learn import checking
-
-    return (checking.watch if args.watch else checking.check_apart)(lesson)
+    return watch(lesson) if args.watch else check_apart(lesson)
 
 
 def _list_lessons() -> int:

@@ -140,8 +140,8 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
         {
             "2 ranks, set_epoch": lambda epochs: 100 * (1 - 0.5**epochs),
             "4 ranks, set_epoch": lambda epochs: 100 * (1 - 0.75**epochs),
-            "2 ranks, one order for ever": lambda epochs: 50.0 * (epochs > 0),
-            "4 ranks, one order for ever": lambda epochs: 25.0 * (epochs > 0),
+            "2 ranks, one order forever": lambda epochs: 50.0 * (epochs > 0),
+            "4 ranks, one order forever": lambda epochs: 25.0 * (epochs > 0),
         },
         xs=range(9),
         labels=("epochs", "%"),

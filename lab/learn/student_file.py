@@ -71,7 +71,7 @@ class StudentFile:
         size: int,
         function: Callable[..., Any],
         *arguments: Any,
-        limit_seconds: float = 20.0,
+        limit_seconds: float = 30.0,
     ) -> list[Any]:
         """Return ``function(student, *arguments)`` of each of ``size`` ranks of a Gloo group.
 

@@ -87,7 +87,10 @@ def diagnose(after: Tensor, before: Tensor, parts: Mapping[str, int]) -> str | N
     ):
         shares = torch.linalg.lstsq(given.T, found).solution  # found = shares @ given
         if not torch.allclose(shares @ given, found):
-            return f"numbers in {name} that no sum of the ranks' gradients gives"
+            return (
+                f"numbers in {name} that are no sum of the ranks' gradients there: has another "
+                "part got into it?"
+            )
         if not torch.allclose(shares, shares[0]):
             told = " + ".join(f"{share:z.3f} g{r}" for r, share in enumerate(shares.tolist()))
             return (

@@ -8,6 +8,7 @@ from pathlib import Path
 from common.errors import GroupError, UserError
 from lab.cluster import Cluster
 from lab.learn.student_file import Mistake, Say, StudentFile
+from lab.processes.prefixed_output import say as tell
 
 _CASES = ((4, 36.92, 1.0), (2, 36.92, 1.0), (8, 100.0, 1.0), (4, 36.92, 0.2))
 """Nodes, MB and Gbit/s; the first case is measured."""
@@ -33,7 +34,7 @@ def check(student: StudentFile, say: Say) -> float:
     try:
         printed = _run_on_nodes(student.path)
     except (UserError, GroupError, TimeoutError) as error:
-        say(f"nothing can be measured here ({error}), but on another machine")
+        tell(f"not measured here, but on another machine: {error}")
         return RECORDED_SECONDS
     if not (measured := re.search(r"measured: (\d+\.\d+) s", printed)):
         raise Mistake(f"rank 0 printed no measured time, but:\n{printed[-1000:]}")

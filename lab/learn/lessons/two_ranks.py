@@ -15,7 +15,9 @@ _SAMPLES, _EPOCHS, _GLOBAL_BATCH = 1797, 3, 64
 def check(student: StudentFile, say: Say) -> float:
     """Check lesson 2; return the percentage of the samples that rank 0 of 2 sees in 3 epochs."""
     for size in (3, 2):
-        shares, steps, starts, ends = zip(*student.on_ranks(size, _train_noted), strict=True)
+        shares, steps, starts, ends = zip(
+            *student.on_ranks(size, _train_noted, limit_seconds=90), strict=True
+        )
         drawn = [sample for epochs in shares for epoch in epochs[:1] for sample in epoch]
         wanted = _EPOCHS * math.ceil(math.ceil(_SAMPLES / size) / (_GLOBAL_BATCH // size))
         problems = {
