@@ -11,7 +11,7 @@ from lab.cluster import Cluster
 from lab.learn.lessons.nodes import run_on_nodes
 from lab.learn.student_file import Mistake, Say, StudentFile
 
-NODES, BROKEN, SLOW_RATE = 3, 1, "40mbit"
+NODES, STEPS, BROKEN, SLOW_RATE = 3, "15", 1, "40mbit"
 RECORDED_RATIO = 5.1
 """Sync times on the slow link over those before (AMD EPYC, 2 virtual cores, torch 2.15)."""
 _BEGIN_SECONDS = 60.0
@@ -28,7 +28,9 @@ def check(student: StudentFile, say: Say) -> float:
         options = {"loopback": True}
         del culprits["slow"]
     for fault, culprit in culprits.items():
-        printed = run_on_nodes(student.path, NODES, disturb=partial(_disturb, fault), **options)
+        printed = run_on_nodes(
+            student.path, NODES, STEPS, disturb=partial(_disturb, fault), **options
+        )
         ends = "\n".join(f"  {text.splitlines()[-1]}" for text in printed)
         [found] = student.on_ranks(1, lambda names, given=printed: names["find_culprit"](given))
         if found != culprit:

@@ -15,16 +15,20 @@ _LIMIT_SECONDS, _GRACE_SECONDS = 120.0, 3.0
 def run_on_nodes(
     program: Path,
     nodes: int,
+    arguments: str = "",
     *,
     disturb: Callable[[Cluster], object] = lambda cluster: None,
     **options: Any,
 ) -> list[str]:
     """Return what each node's program prints; where one fails, the others have 3 s to do so, too.
 
-    disturb : called once the programs run. options : of ``Cluster``.
+    arguments : after address, nodes and rank.
+    disturb : called once the programs run.
+    options : of ``Cluster``.
+
     Raises UserError or GroupError without an emulated cluster, Mistake if a program does not end.
     """
-    command = f"{sys.executable} {program} {{master}}:{{port}} {{nodes}} {{rank}}"
+    command = f"{sys.executable} {program} {{master}}:{{port}} {{nodes}} {{rank}} {arguments}"
     with tempfile.TemporaryDirectory() as logs, Cluster(nodes, **options) as cluster:
         cluster.start(command.split(), logs=Path(logs))
         disturb(cluster)

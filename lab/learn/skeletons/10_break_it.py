@@ -1,7 +1,7 @@
 """Lesson 10: slow, stop and kill a rank. What does each rank say?
 
 Run it, and disturb a node from a second terminal, e.g. lab cluster fault --node 1 --kill:
-lab cluster run --nodes 3 --rate 200mbit -- python learn/10_break_it.py {master}:{port} {nodes} {rank}
+lab cluster run --nodes 3 --rate 200mbit -- python learn/10_break_it.py {master}:{port} {nodes} {rank} 200
 """
 
 import sys
@@ -14,7 +14,7 @@ import torch.distributed as dist
 LIMIT_SECONDS = 6
 
 
-def train(steps=20):
+def train(steps):
     """Exchange 2 MB a step, and print how long that took."""
     rank, gradient = dist.get_rank(), torch.ones(500_000)
     for step in range(1, steps + 1):
@@ -45,11 +45,11 @@ ANSWERS = {
 }
 
 if __name__ == "__main__":
-    address, nodes, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    address, (nodes, rank, steps) = sys.argv[1], map(int, sys.argv[2:])
     limit = timedelta(seconds=...)  # without one, Gloo waits for half an hour
     dist.init_process_group("gloo", f"tcp://{address}", world_size=nodes, rank=rank, timeout=limit)
     try:
-        train()
+        train(steps)
     except RuntimeError as error:
         why = str(error).partition("] ")[2].partition(". ")[0]  # between Gloo's place and advice
         print(f"rank {rank} gives up: {why}", flush=True)
