@@ -6,6 +6,7 @@ from pkgutil import resolve_name
 import pytest
 
 from common.errors import UserError
+from lab.audit import cases
 from lab.audit.cases import read_scripts
 from lab.learn import gallery
 from lab.learn.course import LESSONS
@@ -94,6 +95,12 @@ def test_the_blind_scripts_are_the_audits_and_do_not_tell(tmp_path):
         assert read_scripts()[name].what not in text
         assert LESSON[9].exercises[f"{number:02}"].accepts(finding)
     assert "def read_flags" in (tmp_path / "blind/student.py").read_text()
+
+
+def test_without_the_checkouts_tests_lesson_9_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(cases, "STARTER_CODE", tmp_path / "student.py")
+    with pytest.raises(UserError, match="is missing: this needs the project's checkout"):
+        write_scripts(tmp_path)
 
 
 @pytest.mark.slow
