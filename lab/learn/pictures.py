@@ -217,7 +217,7 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
     "06_overlap_recorded": lambda: timeline(
         "A recorded step of VGG-11, 4 nodes at 1 Gbit/s: buckets of 9.5, 27.2 and 0.3 MB",
         [_recorded_step()],
-        marks={"A": (155, 1.3), "B": (350, 1.9), "C": (340, 2.4)},
+        marks={"A": (110, 1.3), "B": (450, 1.9), "C": (250, 2.4)},
     ),
     "07_batchnorm": partial(
         curves,
