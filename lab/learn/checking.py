@@ -85,7 +85,7 @@ def check(lesson: Lesson, student: StudentFile) -> int:
         if given is ...:
             results[f"not yet: exercise {name}"] = NOT_YET
         elif exercise.accepts(given):
-            results[f"right: exercise {name}, {given}: {exercise.why}"] = RIGHT
+            results[f"right: exercise {name}: {exercise.why}"] = RIGHT
         else:
             results[f"wrong: exercise {name}, {given}: {exercise.hint}"] = WRONG
     say("\n".join(results))
