@@ -13,7 +13,7 @@ from lab.learn.student_file import Mistake, Say, StudentFile
 
 NODES, STEPS, BROKEN, SLOW_RATE = 3, "15", 1, "40mbit"
 RECORDED_RATIO = 5.1
-"""Sync times on the slow link over those before (AMD EPYC, 2 virtual cores, torch 2.15)."""
+"""Sync times on the slow link over those before (AMD EPYC, 2 virtual cores, torch 2.14)."""
 _BEGIN_SECONDS = 60.0
 
 

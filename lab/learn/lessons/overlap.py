@@ -15,7 +15,7 @@ from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
 SIZES, LAYERS, _LENGTH = (2, 3), 4, 50
 RECORDED_SECONDS = 0.49
-"""One bucket of 100 MB on 4 nodes at 1 Gbit/s (AMD EPYC, 2 virtual cores, torch 2.15)."""
+"""One bucket of 100 MB on 4 nodes at 1 Gbit/s (AMD EPYC, 2 virtual cores, torch 2.14)."""
 
 
 def check(student: StudentFile, say: Say) -> float:
