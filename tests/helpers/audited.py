@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from lab.audit import probe
+from lab.audit.cases import STARTER_CODE, Script, read_scripts
 from lab.audit.command import AuditCommand
 from lab.audit.findings import run_checks
 from lab.audit.findings.finding import FAULT
@@ -26,7 +27,6 @@ from lab.proofs.wrong import WRONG
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import ForkedProgram
 
-FOLDER = ROOT / "tests/audit_cases"
 BY_FLAGS = "python {script} --master-ip {master} --port {port} --num-nodes {nodes} --rank {rank}"
 OWN_FLAGS = (
     "--dataset digits --model tiny --max-steps 8 --threads 1 --batch-size 24 "
@@ -36,18 +36,13 @@ _KEYS = {"base", "finds", "notices", "ranks", "command", "flags", "verdict", "to
 
 
 @dataclass(frozen=True)
-class Case:
-    """A script with one fault, or a right one; the page explains what is declared.
+class Case(Script):
+    """A script with what the audit must say of it; the page explains what is declared.
 
-    ``edit`` says how it differs from the case ``base``; it is empty for a whole script. ``plant``
-    is the mistake of lab/proofs/wrong.py that replaces this project's right code.
+    flags : of ``lab audit``. plant : the mistake of lab/proofs/wrong.py that replaces this
+        project's right code.
     """
 
-    name: str
-    what: str = ""
-    body: str = ""
-    base: str = ""
-    edit: str = ""
     finds: frozenset[str] = frozenset()
     notices: frozenset[str] = frozenset()
     sizes: tuple[int, ...] = (2, 3)
@@ -76,34 +71,11 @@ class Case:
 def read_cases():
     """Return all cases, sorted by name; raise an error for one that is not as the page says."""
     cases = {}
-    for path in sorted(FOLDER.glob("right_*.py")):
-        _, docstring, body = path.read_text(encoding="utf-8").split('"""', 2)
-        what, _, keys = docstring.partition("\n\n")
-        cases[path.stem] = _declare(Case(path.stem, what, body.lstrip("\n")), keys)
-    for path in sorted(FOLDER.glob("*.txt")):
-        for entry in path.read_text(encoding="utf-8").split("\n[")[1:]:
-            header, what, *edit = entry.rstrip().split("\n")
-            name, _, keys = header.partition("]")
-            assert name not in cases, f"{path}: there are two cases {name}: rename one"
-            base = (re.findall(r"base: (\w+)", keys) or [""])[0]
-            case = cases[base] if base else Case(name)
-            case = replace(case, name=name, what=what, base=base, edit="\n".join(edit))
-            cases[name] = _declare(replace(case, body=apply_edit(case)), keys)
+    for script in read_scripts().values():
+        base = cases.get(script.base, Case(""))
+        case = Case(**vars(script), command=base.command, flags=base.flags)
+        cases[case.name] = _declare(case, script.keys)
     return [cases[name] for name in sorted(cases)]
-
-
-def apply_edit(case):
-    """Return a case's body, which is its base's, with the edit."""
-    body, places = f"\n{case.body}", []
-    for place in case.edit.split("\n...\n") if case.edit else ():
-        lines = place.split("\n")
-        old, new = ("".join(f"{one[1:]}\n" for one in lines if one[:1] != sign) for sign in "+-")
-        if (times := body.count(f"\n{old}")) != 1:
-            raise ValueError(f"{case.name}: {times} times, not once, in its base:\n{old}")
-        places.append((body.index(f"\n{old}") + 1, old, new))
-    for begin, old, new in sorted(places, reverse=True):
-        body = body[:begin] + new + body[begin + len(old) :]
-    return body[1:]
 
 
 def _declare(case, text):
@@ -128,7 +100,7 @@ def _declare(case, text):
 def record_case(case, size, folder):
     """Run a case under the probe in an empty or a new folder, and return what it recorded."""
     folder.mkdir(exist_ok=True)
-    shutil.copy(FOLDER / "student.py", folder)
+    shutil.copy(STARTER_CODE, folder)
     clocks, batch = "--clocks" in case.flags, case.flags.removeprefix("--global-batch ")
     end = run_script(
         folder,

@@ -6,7 +6,8 @@ import shlex
 
 import pytest
 
-from tests.helpers.audited import BY_FLAGS, FOLDER
+from lab.audit.cases import FOLDER
+from tests.helpers.audited import BY_FLAGS
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 
+from lab.audit.cases import Script, apply_edit
 from lab.proofs.wrong import WRONG
-from tests.helpers.audited import OWN_FLAGS, Case, apply_edit, mistakes, read_cases, record_case
+from tests.helpers.audited import OWN_FLAGS, Case, mistakes, read_cases, record_case
 from tests.helpers.paths import ROOT
 
 CASES, OTHER_PYTHON = read_cases(), os.environ.get("AUDIT_PYTHON")
@@ -104,7 +105,7 @@ def test_finds_the_same_with_another_torch(case, tmp_path):
     ],
 )
 def test_the_old_lines_of_an_edit_stand_exactly_once_in_its_base(edit, times):
-    case = Case("edited", body="a\nb\na\n", edit=edit)
+    case = Script("edited", body="a\nb\na\n", edit=edit)
     with pytest.raises(ValueError, match=f"edited: {times} times, not once, in its base"):
         apply_edit(case)
 
