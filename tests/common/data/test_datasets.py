@@ -489,12 +489,13 @@ def test_wrong_bytes_from_a_mirror_are_refused(fake, tmp_path):
         assert _load(tmp_path / "other", server.url) == fake.digest
 
 
-@pytest.mark.parametrize("mirror", [None, "", "ftp", "http://[::1/", "http://127.0.0.1:{port}/a b"])
+@pytest.mark.parametrize("mirror", [None, "ftp", "http://[::1/", "http://127.0.0.1:{port}/a b"])
 def test_offline_says_the_ways_out(mirror, fake, tmp_path):
     """Without a server or a valid URL, one line says what is missing, where, and what to do."""
     mirror = mirror and mirror.format(port=free_port())
     message = _load(tmp_path, mirror)
     _says_the_ways_out(message, str(tmp_path), "missing: data_batch_1, data_batch_2", "test_batch")
+    assert _load(tmp_path, "") == message.partition(" and could not be downloaded")[0]
 
 
 def test_offline_names_damaged_files(fake, tmp_path):
