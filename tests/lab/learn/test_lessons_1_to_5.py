@@ -151,10 +151,15 @@ def test_skeletons_are_short_and_have_pages_and_pictures(number):
 
 
 def test_the_pictures_are_drawn_again_alike(tmp_path):
+    """The same texts, and as many shapes: their coordinates depend on matplotlib's version."""
     pictures.main(tmp_path)
     for name in pictures.PICTURES:
-        drawn = (tmp_path / f"{name}.svg").read_text()
-        assert drawn == (ROOT / f"docs/learn/images/{name}.svg").read_text(), name
+        drawn, kept = (
+            (re.findall(r"<text[^>]*>([^<]+)", text), text.count("<path"))
+            for folder in (tmp_path, ROOT / "docs/learn/images")
+            for text in [(folder / f"{name}.svg").read_text()]
+        )
+        assert drawn == kept, name
 
 
 @pytest.mark.parametrize(
