@@ -19,6 +19,7 @@ from lab.cluster.cli import add_flags as add_cluster
 from lab.compare.cli import add_compare, add_report, add_run_cell
 from lab.doctor.cli import add_flags as add_doctor
 from lab.explain.cli import add_flags as add_explain
+from lab.grade.cli import add_flags as add_grade
 from lab.predict.cli import add_flags as add_predict
 from lab.ssh.cli import add_collect, add_launch
 
@@ -66,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for add in (
         add_audit,
+        add_grade,
         add_compare,
         add_report,
         add_calibrate,
