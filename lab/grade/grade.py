@@ -1,10 +1,11 @@
 """The whole walk of ``lab grade``: unpack, run what is new, mark, write.
 
-A part's facts stay in the output folder under a key of all that they follow from: the script, the
-rubric's part and this program. A second call takes them from there, and marks again.
+What was seen of a part stays in the output folder, under a key of all that it follows from: the
+submission, the rubric's part and the audit. A second call takes it from there, and marks again.
 """
 
 import argparse
+import contextlib
 import os
 import shlex
 import signal
@@ -12,11 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,17 +24,17 @@ import psutil
 
 import lab
 from common.errors import UserError, count, first_of
-from common.utils.atomic_files import write_atomically
 from common.utils.environment import setting
 from common.utils.processes import kill_on_parent_exit
 from common.utils.system import usable_cores
 from common.utils.typed_json import encode, read_json
 from lab.flags import refuse
-from lab.grade import gradescope, pages, submissions
-from lab.grade.marks import Mark, mark_part, override, read_overrides, unmarked
-from lab.grade.part import Facts, Task
-from lab.grade.rubric import Part, Rubric, load_rubric, rubric_text
-from lab.grade.sandbox import Limits, refused
+from lab.grade import gradescope, pages
+from lab.grade.marks import mark_part, override, read_overrides
+from lab.grade.part import Facts
+from lab.grade.rubric import Rubric, load_rubric, rubric_text
+from lab.grade.sandbox import Task, refused
+from lab.grade.submissions import check_row, digest, find_script, named, read_rows, unpack
 from lab.predict.readable import duration_text
 from lab.processes.prefixed_output import say
 
@@ -45,26 +43,8 @@ _MOST_FACTS = 64 * 2**20
 _MORE_SECONDS = 120.0
 """For the audit around the runs of a part."""
 
-
-@dataclass
-class Submission:
-    """One that was handed in.
-
-    problem : why nothing of it could be graded; "" if it could.
-    """
-
-    name: str
-    problem: str = ""
-    marks: dict[str, Mark] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Grading:
-    """What holds for the whole class."""
-
-    rubric: Rubric
-    out: Path
-    sandboxed: bool
+Place = tuple[str, str]
+"""The names of a submission and of a part."""
 
 
 def main_grade(args: argparse.Namespace) -> int:
@@ -75,13 +55,12 @@ def main_grade(args: argparse.Namespace) -> int:
     if args.print_rubric:
         print(rubric_text(args.rubric), end="")
         return 0
+    rubric = load_rubric(args.rubric)
     if args.zip:
         gradescope.write_autograder(args.zip, rubric_text(args.rubric))
         say(f"written: {args.zip}; upload it as the assignment's autograder on Gradescope")
         return 0
-    rubric = load_rubric(args.rubric)
     missing = [path for path in args.submissions if not path.exists()]
-    why = None if args.no_sandbox else refused()
     refuse(
         {
             "give a folder, zip or tar for each student: lab grade submissions/*": (
@@ -91,249 +70,176 @@ def main_grade(args: argparse.Namespace) -> int:
                 missing
             ),
             f"--jobs: got {args.jobs}; give 1 or more": args.jobs is not None and args.jobs < 1,
-            f"no sandbox: {why}. In a container that holds nothing else, use --no-sandbox": bool(
-                why
-            ),
         }
     )
-    grading = Grading(rubric, args.out.absolute(), not args.no_sandbox)
-    paths = submissions.named(args.submissions)
-    refused_names = submissions.same_names(args.submissions)
-    given = read_overrides(grading.out / "overrides.csv", paths, rubric)
+    if not args.no_sandbox and (why := refused()):
+        raise UserError(
+            f"no sandbox: {why}. In a container that holds nothing else, use --no-sandbox"
+        )
+    paths, out = named(args.submissions), args.out.absolute()
+    given = read_overrides(out / "overrides.csv", paths, rubric)
     scripts = _read_map(args.map, paths, rubric)
     with tempfile.TemporaryDirectory(prefix="lab-grade-") as folder, _ended_by_signals():
         Path(folder).chmod(0o711)
-        handed_in = [
-            _take_in(name, path, Path(folder) / name, refused_names.get(name, ""))
-            for name, path in paths.items()
+        seen: dict[Place, Facts | str] = {}
+        tasks: dict[Place, Task] = {}
+        for name, sources in paths.items():
+            copy = Path(folder) / name
+            problem = _take_in(name, sources, copy)
+            for part_name, part in rubric.parts.items():
+                place = name, part_name
+                found = problem or find_script(copy, part, scripts.get(place))
+                if isinstance(found, str):
+                    seen[place] = found
+                else:
+                    facts = out / "submissions" / name / f"{part_name}.json"
+                    tasks[place] = _task(rubric, part_name, copy, found, facts, args.no_sandbox)
+        seen |= _run_all(tasks, rubric, args.jobs or _jobs(rubric, args.no_sandbox))
+    graded = {
+        name: [
+            override(mark_part(one, seen[name, one], rubric), given.get((name, one)))
+            for one in rubric.parts
         ]
-        _grade_all(grading, handed_in, Path(folder), scripts, jobs=args.jobs)
-    for one in handed_in:
-        one.marks = {
-            name: override(mark, given.get((one.name, name))) for name, mark in one.marks.items()
-        }
-    pages.write_class(grading.out, rubric, handed_in, sandboxed=grading.sandboxed)
-    say(pages.summary(handed_in, grading.out))
+        for name in paths
+    }
+    pages.write_class(out, rubric, graded, sandboxed=not args.no_sandbox)
+    by_hand = sum(mark.marks is None for marks in graded.values() for mark in marks)
+    say(
+        f"{count(len(graded), 'submission')}, {count(by_hand, 'part')} to look at by hand; see "
+        f"{out / 'class.html'} and {out / 'class.csv'}"
+    )
     return 0
 
 
-@contextmanager
+@contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end this process as Ctrl-C does, so that nothing is left."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
-    try:
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            before = signal.signal(number, signal.default_int_handler)
+            stack.callback(signal.signal, number, before)
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
-def _read_map(
-    path: Path | None, names: Mapping[str, Path], rubric: Rubric
-) -> dict[tuple[str, str], str]:
-    """Return the places of scripts that --map gives, by submission and part."""
-    rows = submissions.read_rows(path, ("submission", "part", "path")) if path else []
-    for number, row in enumerate(rows, start=2):
-        submissions.check_row(path or Path(), number, row, names, rubric)
+def _read_map(path: Path | None, names: Mapping[str, object], rubric: Rubric) -> dict[Place, str]:
+    """Return the places of scripts that --map gives."""
+    rows = read_rows(path, ("submission", "part", "path")) if path else []
+    for row in rows:
+        check_row(row, names, rubric, where=str(path))
     return {(row["submission"], row["part"]): row["path"] for row in rows}
 
 
-def _take_in(name: str, source: Path, folder: Path, problem: str) -> Submission:
-    if not problem:
-        try:
-            submissions.unpack(source, folder)
-        except UserError as error:
-            problem = str(error)
-    if problem:
+def _take_in(name: str, sources: list[Path], copy: Path) -> str:
+    """Unpack a submission, and return "", or say and return why nothing of it can be graded."""
+    problem = ""
+    try:
+        unpack(sources, copy)
+    except UserError as error:
+        problem = str(error)
         say(f"{name}: {problem}")
-    return Submission(name, problem)
+    return problem
 
 
 # --- running ---
 
 
-def _grade_all(
-    grading: Grading,
-    handed_in: list[Submission],
-    folder: Path,
-    scripts: Mapping[tuple[str, str], str],
-    *,
-    jobs: int | None,
-) -> None:
-    """Mark every part of every submission; run those whose facts are not there yet."""
-    rubric, work = grading.rubric, list[Callable[[int], tuple[Submission, str, Mark]]]()
-    for one in handed_in:
-        for name, part in rubric.parts.items():
-            if one.problem:
-                one.marks[name] = unmarked(name, part, one.problem)
-                continue
-            script = submissions.find_script(folder / one.name, part, scripts.get((one.name, name)))
-            if isinstance(script, str):
-                one.marks[name] = unmarked(name, part, script)
-                continue
-            todo = _Todo(grading, one, name, part, folder / one.name, script)
-            if (facts := todo.known()) is not None:
-                one.marks[name] = todo.mark(facts)
-            else:
-                work.append(todo.run)
-    parallel = jobs or _jobs(grading)
-    slots: SimpleQueue[int] = SimpleQueue()
-    for slot in range(parallel):
-        slots.put(slot)
-    if work:
-        seconds = rubric.expected_seconds * len(work) / parallel
+def _task(
+    rubric: Rubric, name: str, copy: Path, script: Path, facts: Path, no_sandbox: bool
+) -> Task:
+    """Return what to run of a submission; its key stays the same as long as the outcome does."""
+    part = rubric.parts[name]
+    task = Task(
+        words=[script.name if one == "{script}" else one for one in shlex.split(part.command)],
+        ranks=sorted(set(part.ranks)),
+        submission="",
+        script=str(script.relative_to(copy)),
+        facts="",
+        key="",
+        mounts={at: str(path) for at, path in rubric.mounted().items()},
+        memory_bytes=int(rubric.memory_gb * 2**30),
+        disk_bytes=int(rubric.disk_gb * 2**30),
+        processes=rubric.processes,
+        limit_seconds=rubric.limit_seconds,
+        sandboxed=not no_sandbox,
+    )
+    sources = [digest(copy), digest(Path(lab.__file__).parent / "audit")]
+    key = sha256(encode([task, *sources])).hexdigest()
+    return msgspec.structs.replace(task, submission=str(copy), facts=str(facts), key=key)
+
+
+def _jobs(rubric: Rubric, no_sandbox: bool) -> int:
+    """Return how many parts to run at a time; one without a sandbox, where ports may collide."""
+    memory = int(psutil.virtual_memory().available / (rubric.memory_gb * 2**30))
+    return 1 if no_sandbox else max(1, min(usable_cores() // _CORES_A_JOB, memory))
+
+
+def _run_all(tasks: Mapping[Place, Task], rubric: Rubric, jobs: int) -> dict[Place, Facts | str]:
+    """Return what is seen of each part, or why nothing; run those that no earlier call has run."""
+    seen: dict[Place, Facts | str] = {}
+    for place, task in tasks.items():
+        with contextlib.suppress(FileNotFoundError, UserError):  # not there, or cut off
+            facts = _read_facts(task)
+            if facts.key == task.key:
+                seen[place] = facts
+    new = [place for place in tasks if place not in seen]
+    if new:
+        seconds = rubric.expected_seconds * len(new) / jobs
         say(
-            f"{count(len(work), 'part')} to run, {parallel} at a time: about "
-            f"{duration_text(seconds)} at {rubric.expected_seconds:g} s a part"
+            f"{count(len(new), 'part')} to run, {jobs} at a time: about {duration_text(seconds)} "
+            f"at {rubric.expected_seconds:g} s a part"
         )
-    pool, began = ThreadPoolExecutor(parallel), time.monotonic()
-
-    def run(action: Callable[[int], tuple[Submission, str, Mark]]) -> tuple[Submission, str, Mark]:
-        slot = slots.get()
-        try:
-            return action(slot)
-        finally:
-            slots.put(slot)
-
+    slots: SimpleQueue[int] = SimpleQueue()
+    for slot in range(jobs):
+        slots.put(slot)
+    pool, began = ThreadPoolExecutor(jobs), time.monotonic()
+    places = {pool.submit(_run, tasks[place], slots): place for place in new}
     try:
-        running: set[Future] = {pool.submit(run, one) for one in work}
-        while running:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                submission, name, mark = future.result()
-                submission.marks[name] = mark
-                ended = len(work) - len(running)
-                left = (time.monotonic() - began) / ended * len(running)
-                say(
-                    f"[{ended}/{len(work)}] {submission.name} {name}: {pages.marks_text(mark)}"
-                    + (f"; about {duration_text(left)} left" if running else "")
-                )
+        for ended, future in enumerate(as_completed(places), start=1):
+            name, part = place = places[future]
+            seen[place] = future.result()
+            text = pages.marks_text(mark_part(part, seen[place], rubric))
+            left = (time.monotonic() - began) / ended * (len(new) - ended)
+            about = f"; about {duration_text(left)} left" if left else ""
+            say(f"[{ended}/{len(new)}] {name} {part}: {text}{about}")
     except BaseException:
         for child in psutil.Process().children():
             child.terminate()  # it ends what runs in its sandbox
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+    return seen
 
 
-def _jobs(grading: Grading) -> int:
-    """Return how many parts to run at a time; one without a sandbox, where ports may collide."""
-    if not grading.sandboxed:
-        return 1
-    memory = int(psutil.virtual_memory().available / (grading.rubric.memory_gb * 2**30))
-    return max(1, min(usable_cores() // _CORES_A_JOB, memory))
+def _read_facts(task: Task) -> Facts:
+    return read_json(Path(task.facts), Facts, most_bytes=_MOST_FACTS)
 
 
-@cache
-def _own_digest() -> str:
-    return submissions.digest(Path(lab.__file__).parent / "audit")
-
-
-@dataclass(frozen=True)
-class _Todo:
-    """A part of a submission whose script was found."""
-
-    grading: Grading
-    submission: Submission
-    name: str
-    part: Part
-    folder: Path
-    script: Path
-
-    @property
-    def base(self) -> Path:
-        """The files of this part, without their endings."""
-        return self.grading.out / "submissions" / self.submission.name / self.name
-
-    @property
-    def key(self) -> str:
-        rubric = self.grading.rubric
-        settings = (self.part.command, self.part.ranks, rubric.limit_seconds, rubric.memory_gb)
-        place = self.script.relative_to(self.folder)
-        known = [submissions.digest(self.folder), _own_digest(), place, self.grading.sandboxed]
-        return sha256(repr([*known, *settings, rubric.mounts]).encode()).hexdigest()
-
-    def known(self) -> Facts | None:
-        """Return the facts of an earlier call; None if there are none, or anything has changed."""
-        try:
-            kept = read_json(self.base.with_suffix(".json"), Kept, most_bytes=_MOST_FACTS)
-        except (FileNotFoundError, UserError):
-            return None
-        return kept.facts if kept.key == self.key else None
-
-    def mark(self, facts: Facts) -> Mark:
-        mark = mark_part(self.name, self.part, facts, self.grading.rubric)
-        mark.page = f"submissions/{self.submission.name}/{self.name}.html"
-        return mark
-
-    def run(self, slot: int) -> tuple[Submission, str, Mark]:
-        """Run the part and keep its facts."""
-        self.base.parent.mkdir(parents=True, exist_ok=True)
-        facts = self.facts_or_reason(slot)
-        if isinstance(facts, str):
-            mark = unmarked(self.name, self.part, facts)
-        else:
-            kept = encode(Kept(key=self.key, facts=facts), indent=1)
-            write_atomically(self.base.with_suffix(".json"), kept)
-            mark = self.mark(facts)
-        return self.submission, self.name, mark
-
-    def facts_or_reason(self, slot: int) -> Facts | str:
-        """Run the program of part.py, and return what it has seen, or why it has not."""
-        rubric, part = self.grading.rubric, self.part
-        words = [
-            self.script.name if word == "{script}" else word for word in shlex.split(part.command)
-        ]
-        facts = self.base.with_suffix(".facts")
-        task = Task(
-            words=words,
-            ranks=sorted(set(part.ranks)),
-            submission=str(self.folder),
-            script=str(self.script),
-            page=str(self.base.with_suffix(".html")),
-            facts=str(facts),
-            mounts={at: str(path) for at, path in rubric.mounted().items()},
-            limits=Limits(
-                memory_bytes=int(rubric.memory_gb * 2**30),
-                disk_bytes=int(rubric.disk_gb * 2**30),
-                processes=rubric.processes,
-            ),
-            limit_seconds=rubric.limit_seconds,
-            slot=slot,
-            sandboxed=self.grading.sandboxed,
-        )
-        limit = len(part.ranks) * rubric.limit_seconds + _MORE_SECONDS
-        program = [sys.executable, "-m", "lab.grade.part"]
-        with subprocess.Popen(
-            program,
+def _run(task: Task, slots: "SimpleQueue[int]") -> Facts | str:
+    """Run the program of part.py, and return what it has seen, or why it has not."""
+    slot, limit = slots.get(), len(task.ranks) * task.limit_seconds + _MORE_SECONDS
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lab.grade.part"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=_environment(),
             start_new_session=True,
             preexec_fn=kill_on_parent_exit(),
-        ) as process:
+        )
+        with process:
+            task = msgspec.structs.replace(task, slot=slot)
             try:
                 output, _ = process.communicate(encode(task), timeout=limit)
-            except BaseException as error:
+            except subprocess.TimeoutExpired:
                 process.terminate()
-                if isinstance(error, subprocess.TimeoutExpired):
-                    return f"its audit did not end within {limit:.0f} s"
-                raise
+                return f"its audit did not end within {limit:.0f} s"
         if process.returncode != 0:
             last = output.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
             return f"its audit failed (status {process.returncode}): {last[0][:300]}"
-        found = read_json(facts, Facts, most_bytes=_MOST_FACTS)
-        facts.unlink()
-        return found
-
-
-class Kept(msgspec.Struct):
-    """What is kept of a part."""
-
-    key: str
-    facts: Facts
+        return _read_facts(task)
+    finally:
+        slots.put(slot)
 
 
 def _environment() -> dict[str, str]:

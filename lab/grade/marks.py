@@ -5,7 +5,7 @@ leaves the mark open for a person, who gives it in overrides.csv.
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import msgspec
 
 from common.errors import UserError
 from lab.audit.findings.finding import FAULT
+from lab.audit.result import ranks_text
 from lab.grade.part import Facts
 from lab.grade.rubric import WAYS, Part, Rubric
 from lab.grade.submissions import check_row, read_rows
@@ -46,22 +47,20 @@ class Mark(msgspec.Struct, kw_only=True):
     page: str | None = None
 
 
-def unmarked(name: str, part: Part, reason: str) -> Mark:
-    """Return the open mark of a part that could not be run."""
-    return Mark(part=name, title=part.title, points=part.points, look=[reason])
+def mark_part(name: str, seen: Facts | str, rubric: Rubric) -> Mark:
+    """Return the mark that the rubric gives for what was seen.
 
-
-def mark_part(name: str, part: Part, facts: Facts, rubric: Rubric) -> Mark:
-    """Return the mark that the rubric gives for what was seen."""
-    audit = facts.audit
+    seen : or why nothing was seen.
+    """
+    part = rubric.parts[name]
+    if isinstance(seen, str):
+        return Mark(part=name, title=part.title, points=part.points, look=[seen])
+    audit = seen.audit
     faults = [one for one in audit["findings"] if one["severity"] == FAULT]
     accepted = [one for one in faults if one["name"] in part.accepts]
     counted = [one for one in faults if one not in accepted and audit["status"] == 1]
     lost = {one["name"]: rubric.deduction(part, one["name"]) for one in counted}
-    look = [*_unclear(part, facts, counted, accepted), *facts.doubts]
-    if facts.ended:
-        look = [f"it was ended: it {facts.ended}"]
-    marks = max(0.0, part.points - sum(lost.values()))
+    look = [*seen.doubts, *_unclear(part, seen, counted)]
     why = [
         f"-{lost[one['name']]:g}: {one['title']} ({one['name']}{_place(one)}). {one['cure']}"
         for one in counted
@@ -73,12 +72,13 @@ def mark_part(name: str, part: Part, facts: Facts, rubric: Rubric) -> Mark:
         part=name,
         title=part.title,
         points=part.points,
-        marks=None if look else marks,
-        why=why or ([] if look else [_full(part)]),
+        marks=None if look else max(0.0, part.points - sum(lost.values())),
+        why=why or [] if look else why or [_full(part)],
         look=look,
-        faults=[one["name"] for one in counted],
-        lessons=sorted({lesson_of(one["name"]) for one in counted}),
-        seconds=round(facts.seconds, 1),
+        faults=list(lost),
+        lessons=sorted({lesson_of(one) for one in lost}),
+        seconds=round(seen.seconds, 1),
+        page=f"{name}.html",
     )
 
 
@@ -93,25 +93,26 @@ def _place(finding: Mapping[str, Any]) -> str:
     return f", {at['file']}:{at['line']}" if at else ""
 
 
-def _unclear(part: Part, facts: Facts, counted: list[Any], accepted: list[Any]) -> list[str]:
+def _unclear(part: Part, seen: Facts, counted: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what the audit could not tell about a part, as sentences."""
-    audit, alone = facts.audit, part.ranks == [1]
+    audit, alone = seen.audit, part.ranks == [1]
     ran = {one["ranks"] for one in audit["runs"]}
     unsure = [one["title"] for one in counted if one["sure"] != "certain"]
-    missing = [WAYS.get(one, one) for one in part.uses if one not in facts.used]
-    explained = {one["name"] for one in accepted} and not counted and audit["status"] == 1
+    missing = [WAYS.get(one, one) for one in part.uses if one not in seen.used]
+    if alone:
+        return [] if seen.whole else [f"it does not train to the audit's end: {audit['headline']}"]
+    if audit["status"] == 2:
+        return [f"the audit cannot tell: {audit['headline']}"]
     sentences = {
-        f"the audit cannot tell: {audit['headline']}": audit["status"] == 2 and not alone,
-        f"it does not train to the audit's end: {audit['headline']}": alone and not facts.whole,
         f"it has probably, but not certainly, this fault: {', '.join(unsure)}": bool(unsure),
         f"this part is to use {', '.join(part.uses)}; it never calls {', '.join(missing)}": (
             bool(missing)
         ),
-        f"it ran on {len(ran)} of {len(part.ranks)} numbers of ranks: look at its divisor": (
-            len(ran) < len(part.ranks) and not counted and audit["status"] != 2
+        f"it ran on {ranks_text(ran)} only: look at its divisor": (
+            len(ran) < len(part.ranks) and not counted
         ),
-        f"only the accepted fault was seen, but the run ended early: {audit['failure']}": bool(
-            explained and audit["failure"]
+        f"beside an accepted fault, the run ended early: {audit['failure']}": (
+            bool(audit["failure"]) and not counted
         ),
     }
     return [sentence for sentence, holds in sentences.items() if holds]
@@ -144,18 +145,17 @@ def read_overrides(
     Raises UserError for a row that fits no submission or part, has no reason, or impossible marks.
     """
     given: dict[tuple[str, str], tuple[float, str]] = {}
-    for number, row in enumerate(read_rows(path, OVERRIDES) if path.exists() else [], start=2):
-        check_row(path, number, row, names, rubric)
+    for row in read_rows(path, OVERRIDES) if path.exists() else []:
+        check_row(row, names, rubric, where=str(path))
         points = rubric.parts[row["part"]].points
         try:
             marks = float(row["marks"])
         except ValueError:
             marks = -1.0
         if not 0 <= marks <= points or not row["reason"]:
-            raise UserError(
-                f"{path}, row {number}: give marks from 0 to {points:g} and a reason, got "
-                f"{row['marks']!r} and {row['reason']!r}"
-            )
+            where = f"{path}, {row['submission']} {row['part']}"
+            got = f"got {row['marks']!r} and {row['reason']!r}"
+            raise UserError(f"{where}: give marks from 0 to {points:g} and a reason, {got}")
         given[row["submission"], row["part"]] = marks, row["reason"]
     return given
 

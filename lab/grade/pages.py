@@ -9,26 +9,23 @@ import csv
 import io
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
+import msgspec
 
 from common.errors import count
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import calm, encode
 from lab.audit.findings.finding import catalogue
+from lab.flags import first_that_holds
 from lab.grade.marks import OVERRIDES, Mark, lesson_of
 from lab.grade.rubric import Rubric
 
-
-class Graded(Protocol):
-    """A submission with its marks, by part."""
-
-    name: str
-    problem: str
-    marks: dict[str, Mark]
+Graded = Mapping[str, Sequence[Mark]]
+"""The marks of each submission's parts."""
 
 
 def marks_text(mark: Mark) -> str:
@@ -37,53 +34,41 @@ def marks_text(mark: Mark) -> str:
     return f"look by hand (? {of})" if mark.marks is None else f"{mark.marks:g} {of}"
 
 
-def total(one: Graded) -> float:
+def _total(marks: Sequence[Mark]) -> float:
     """Return the marks that are not open, added up."""
-    return sum(mark.marks or 0.0 for mark in one.marks.values())
+    return sum(mark.marks or 0.0 for mark in marks)
 
 
-def open_parts(one: Graded) -> list[Mark]:
-    """Return the marks that a person has to give."""
-    return [mark for mark in one.marks.values() if mark.marks is None]
+def _open(marks: Sequence[Mark]) -> int:
+    return sum(mark.marks is None for mark in marks)
 
 
-def summary(handed_in: Sequence[Graded], out: Path) -> str:
-    """Return what the terminal says at the end."""
-    by_hand = sum(len(open_parts(one)) for one in handed_in)
-    return (
-        f"{count(len(handed_in), 'submission')}, {count(by_hand, 'part')} to look at by hand; "
-        f"see {out / 'class.html'} and {out / 'class.csv'}"
-    )
-
-
-def write_class(out: Path, rubric: Rubric, handed_in: Sequence[Graded], *, sandboxed: bool) -> None:
+def write_class(out: Path, rubric: Rubric, graded: Graded, *, sandboxed: bool) -> None:
     """Write all files of a class."""
-    write_atomically(out / "class.csv", _table(rubric, handed_in).encode())
+    write_atomically(out / "class.csv", _table(rubric, graded).encode())
     shared = {"rubric": rubric, "sandboxed": sandboxed, "date": time.strftime("%Y-%m-%d %H:%M")}
-    _write_page(out / "class.html", "class", {**_class_view(rubric, handed_in), **shared})
+    _write_page(out / "class.html", "class", _class_view(rubric, graded) | shared)
     if not (out / "overrides.csv").exists():
         write_atomically(out / "overrides.csv", (",".join(OVERRIDES) + "\n").encode())
-    for one in handed_in:
-        folder = out / "submissions" / one.name
-        view = {"name": one.name, "problem": calm(one.problem), "parts": _parts(one), **_sums(one)}
-        _write_page(folder / "index.html", "student", {**view, **shared})
-        results = encode(results_json(one, sandboxed=sandboxed), indent=1)
+    for name, marks in graded.items():
+        folder = out / "submissions" / name
+        _write_page(folder / "index.html", "student", _view(name, marks) | shared)
+        results = encode(results_json(marks, sandboxed=sandboxed), indent=1)
         write_atomically(folder / "results.json", results + b"\n")
 
 
-def _table(rubric: Rubric, handed_in: Sequence[Graded]) -> str:
+def _table(rubric: Rubric, graded: Graded) -> str:
     """Return class.csv. A cell that a spreadsheet would take for a formula begins with a quote."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(
         ["submission", *rubric.parts, "total", "faults", "seconds", "by hand", "overridden"]
     )
-    for one in handed_in:
-        marks = one.marks.values()
+    for name, marks in graded.items():
         cells = [
-            one.name,
+            name,
             *("" if mark.marks is None else f"{mark.marks:g}" for mark in marks),
-            f"{total(one):g}",
+            f"{_total(marks):g}",
             " ".join(f"{mark.part}:{fault}" for mark in marks for fault in mark.faults),
             f"{sum(mark.seconds for mark in marks):.0f}",
             calm("; ".join(f"{mark.part}: {look}" for mark in marks for look in mark.look)),
@@ -93,65 +78,56 @@ def _table(rubric: Rubric, handed_in: Sequence[Graded]) -> str:
     return text.getvalue()
 
 
-def _sums(one: Graded) -> dict[str, Any]:
+def _view(name: str, marks: Sequence[Mark]) -> dict[str, Any]:
+    """Return what the pages show of a submission, with all texts calm."""
+    looks: dict[str, list[str]] = {}
+    for mark in marks:
+        for text in mark.look:
+            looks.setdefault(calm(text), []).append(mark.part)
     return {
-        "total": f"{total(one):g}",
-        "of": f"{sum(mark.points for mark in one.marks.values()):g}",
-        "open": len(open_parts(one)),
+        "name": name,
+        "total": f"{_total(marks):g}",
+        "points": f"{sum(mark.points for mark in marks):g}",
+        "open": _open(marks),
+        "looks": {text: ", ".join(parts) for text, parts in looks.items()},
+        "parts": [
+            msgspec.structs.asdict(mark)
+            | {
+                "shown": "?" if mark.marks is None else f"{mark.marks:g}",
+                "of": f"{mark.points:g}",
+                "state": _state(mark),
+                "why": [calm(text) for text in mark.why],
+                "look": [calm(text) for text in mark.look],
+                "given": calm(mark.given or ""),
+            }
+            for mark in marks
+        ],
     }
 
 
-def _parts(one: Graded) -> list[dict[str, Any]]:
-    """Return what the pages show of each part, with all texts calm."""
-    return [
-        {
-            "name": mark.part,
-            "title": mark.title,
-            "marks": "?" if mark.marks is None else f"{mark.marks:g}",
-            "points": f"{mark.points:g}",
-            "state": _state(mark),
-            "why": [calm(text) for text in mark.why],
-            "look": [calm(text) for text in mark.look],
-            "faults": mark.faults,
-            "lessons": mark.lessons,
-            "given": calm(mark.given or ""),
-            "page": mark.page and Path(mark.page).name,
-        }
-        for mark in one.marks.values()
-    ]
-
-
 def _state(mark: Mark) -> str:
-    if mark.given:
-        return "given"
-    if mark.marks is None:
-        return "open"
-    return "full" if mark.marks == mark.points else "less"
+    return first_that_holds(
+        {
+            "given": mark.given is not None,
+            "open": mark.marks is None,
+            "full": mark.marks == mark.points,
+            "less": True,
+        }
+    )
 
 
-def _class_view(rubric: Rubric, handed_in: Sequence[Graded]) -> dict[str, Any]:
+def _class_view(rubric: Rubric, graded: Graded) -> dict[str, Any]:
     faults = Counter(
-        fault
-        for one in handed_in
-        for fault in {f for mark in one.marks.values() for f in mark.faults}
+        fault for marks in graded.values() for fault in {f for mark in marks for f in mark.faults}
     )
     points = sum(part.points for part in rubric.parts.values())
-    finished = [total(one) for one in handed_in if not open_parts(one)]
+    finished = [_total(marks) for marks in graded.values() if not _open(marks)]
     bins = Counter(min(int(10 * marks / points), 9) for marks in finished)
     most = max(bins.values(), default=1)
     return {
-        "rows": [
-            {"name": one.name, "problem": calm(one.problem), "parts": _parts(one), **_sums(one)}
-            for one in handed_in
-        ],
+        "rows": [_view(name, marks) for name, marks in graded.items()],
         "faults": [
-            {
-                "name": name,
-                "title": catalogue()[name].title,
-                "cure": catalogue()[name].cure,
-                "lesson": lesson_of(name),
-                "times": count(times, "submission"),
-            }
+            {"entry": catalogue()[name], "lesson": lesson_of(name), "times": times}
             for name, times in faults.most_common()
         ],
         "bins": [
@@ -162,37 +138,40 @@ def _class_view(rubric: Rubric, handed_in: Sequence[Graded]) -> dict[str, Any]:
             }
             for tenth in reversed(range(10))
         ],
-        "finished": len(finished),
-        "by_hand": sum(len(open_parts(one)) for one in handed_in),
+        "finished": count(len(finished), "submission"),
+        "by_hand": count(sum(map(_open, graded.values())), "part"),
     }
 
 
-def results_json(one: Graded, *, sandboxed: bool) -> dict[str, Any]:
+def results_json(marks: Sequence[Mark], *, sandboxed: bool) -> dict[str, Any]:
     """Return what Gradescope takes for a submission."""
     tests = []
-    for mark in one.marks.values():
-        lines = [*mark.why, *(f"A person will look at this: {text}" for text in mark.look)]
-        lines += [f"Read {lesson}." for lesson in mark.lessons]
-        if mark.given:
-            lines = [f"Set by your grader: {mark.given}", *lines]
-        test = {
-            "name": mark.title,
-            "number": mark.part,
-            "max_score": mark.points,
-            "output": calm("\n".join(lines)),
-            "output_format": "text",
-        }
-        if mark.marks is not None:
-            passed = "passed" if mark.marks == mark.points else "failed"
-            test |= {"score": mark.marks, "status": passed}
-        tests.append(test)
-    notes = [f"{count(len(open_parts(one)), 'part')} will be looked at by hand."] * bool(
-        open_parts(one)
-    )
-    notes += ["Run without a sandbox of lab grade."] * (not sandboxed)
+    for mark in marks:
+        lines = [
+            *([f"Set by your grader: {mark.given}"] if mark.given else []),
+            *mark.why,
+            *(f"A person will look at this: {text}" for text in mark.look),
+            *(f"Read {lesson}." for lesson in mark.lessons),
+        ]
+        passed = "passed" if mark.marks == mark.points else "failed"
+        known = {} if mark.marks is None else {"score": mark.marks, "status": passed}
+        tests.append(
+            {
+                "name": mark.title,
+                "number": mark.part,
+                "max_score": mark.points,
+                "output": calm("\n".join(lines)),
+                "output_format": "text",
+                **known,
+            }
+        )
+    notes = [
+        f"{count(_open(marks), 'part')} will be looked at by hand." if _open(marks) else "",
+        "" if sandboxed else "Run without the sandbox of lab grade.",
+    ]
     return {
-        "score": total(one),
-        "output": calm(" ".join([*notes, one.problem]).strip()),
+        "score": _total(marks),
+        "output": " ".join(filter(None, notes)),
         "visibility": "visible",
         "tests": tests,
     }

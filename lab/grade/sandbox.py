@@ -5,16 +5,19 @@ process takes all others along; and a file system in which the system's folders,
 Python, the probe and the rubric's folders are read-only, and a copy of the submission lies in
 memory. Processes run in a ``chroot``, so that they cannot make further namespaces, as an ordinary
 user, under limits; ``_watch`` ends them when memory or records grow too large.
+
+bubblewrap mounts all this; where it is not installed, ``mount`` in namespaces of ``unshare``.
 """
 
 import contextlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -25,144 +28,188 @@ from common.utils.processes import descendants
 from lab.audit.isolation import RunNetwork, held_namespaces
 from lab.audit.runner import HOOK
 from lab.cluster import tools
+from lab.flags import first_that_holds
 
-_ROOT = "/jail"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
 _NAMESPACES = ("--mount", "--pid", "--net", "--ipc", "--uts")
-_PROGRAMS = {"bwrap": "bubblewrap", "nsenter": "util-linux", "setpriv": "util-linux"}
 _WATCH_SECONDS = 0.25
 _FIRST_USER = 61_000
 """Root grades as one of the users from here on, each job as its own."""
 
+# How bubblewrap, and a shell, mount what {source} says at {at}, which exists.
+_BUBBLEWRAP = {
+    "folder": "--dir {at}",
+    "read-only": "--ro-bind {source} {at}",
+    "writable": "--bind {source} {at}",
+    "memory": "--size {source} --perms 1777 --tmpfs {at}",
+    "processes": "--proc {at}",
+    "devices": "--dev {at} --size {source} --perms 1777 --tmpfs {at}/shm --remount-ro {at}",
+    "closed": "--remount-ro {at}",
+}
+_MOUNT = {
+    "folder": "mkdir -p {at}",
+    "read-only": "mount --bind {source} {at}\nmount -o remount,bind,ro,nosuid,nodev {at}",
+    "writable": "mount --bind {source} {at}",
+    "memory": "mount -t tmpfs -o mode=1777,nosuid,nodev,size={source} tmpfs {at}",
+    "processes": "mount -t proc proc {at}",
+    "devices": "mkdir -p {at}/shm\nmount -t tmpfs -o mode=1777,size={source} tmpfs {at}/shm\n"
+    "for one in null zero full random urandom; do : > {at}/$one; "
+    "mount --bind /dev/$one {at}/$one; done",
+    "closed": "mount -o remount,bind,ro,nosuid,nodev {at}",
+}
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a part may use, all its processes together."""
 
+class Task(msgspec.Struct, kw_only=True):
+    """A part to audit.
+
+    Parameters
+    ----------
+    words : the command of a rank, see ``AuditCommand``.
+    submission : the folder of the whole submission; it appears to the ranks at the same path.
+    script : relative to it; the ranks start in its folder.
+    facts : the file to write, with a page beside it.
+    key : stays in the facts.
+    mounts : the rubric's folders by where they appear.
+    memory_bytes, disk_bytes, processes : limits of all its processes together.
+    sandboxed : False runs the script with the rights of this process.
+    slot : the number of the job.
+    """
+
+    words: list[str]
+    ranks: list[int]
+    submission: str
+    script: str
+    facts: str
+    key: str
+    mounts: dict[str, str]
     memory_bytes: int
     disk_bytes: int
     processes: int
+    limit_seconds: float
+    sandboxed: bool
+    slot: int = 0
+
+    @property
+    def cwd(self) -> Path:
+        """The folder in which the ranks start."""
+        return (Path(self.submission) / self.script).parent
 
 
 def refused() -> str | None:
     """Return why there can be no sandbox here, and what to do; None if there can."""
-    for program, package in _PROGRAMS.items():
-        if shutil.which(program, path=tools.search_path()) is None:
-            return f"{program} is not installed: install the package {package}"
-    try:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            _namespaces(
-                Path(sys.executable), Path(folder), Path(folder) / "records", {}, 2**20, 0
-            ) as (enter, _),
-        ):
-            done = subprocess.run([*enter, "/", "true"], capture_output=True, text=True, timeout=20)
-            return done.stderr.strip() or None
-    except (UserError, OSError, subprocess.TimeoutExpired) as error:
-        return f"{error}"
+    with tempfile.TemporaryDirectory() as folder:
+        task = Task(
+            words=[sys.executable],
+            ranks=[],
+            submission=f"{folder}/submission",
+            script="main.py",
+            facts="",
+            key="",
+            mounts={},
+            memory_bytes=2**30,
+            disk_bytes=2**20,
+            processes=100,
+            limit_seconds=1,
+            sandboxed=True,
+        )
+        try:
+            task.cwd.mkdir()
+            with sandbox(task, Path(folder), []) as network:
+                words = [*network.prefixes[0], sys.executable, "-c", "import torch"]
+                done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        except (UserError, OSError, subprocess.TimeoutExpired) as error:
+            return f"{error}; install the package bubblewrap, and allow user namespaces"
+        return done.stderr.strip()[-300:] if done.returncode else None
 
 
 @contextlib.contextmanager
-def sandbox(
-    folder: Path,
-    *,
-    program: str,
-    submission: Path,
-    cwd: Path,
-    mounts: Mapping[str, Path],
-    limits: Limits,
-    slot: int,
-    ended: list[str],
-) -> Iterator[RunNetwork]:
+def sandbox(task: Task, folder: Path, ended: list[str]) -> Iterator[RunNetwork]:
     """Keep a sandbox for one run; yield where its ranks start.
 
-    Parameters
-    ----------
     folder : of the run; the records are written below it.
-    program : the command's first word, whose environment is readable.
-    submission : its unpacked folder, which appears at the same path, as a copy in memory.
-    cwd : the script's folder in it.
-    mounts : the rubric's folders by where they appear.
-    slot : the number of the job.
     ended : gets the reason if the sandbox ends what runs in it.
 
     Raises UserError if the namespaces cannot be made.
     """
-    records = folder / "records"
-    appear = {os.path.normpath(cwd / at): path for at, path in mounts.items()}
-    python = Path(shutil.which(program) or sys.executable)
-    kept = _namespaces(python, submission, records, appear, limits.disk_bytes, slot)
-    with kept as (enter, first):
-        copy = ["/", "cp", "-r", "-P", "/submission/.", str(submission)]
-        subprocess.run([*enter, *copy], stderr=subprocess.DEVNULL, timeout=120)
-        allowed = [
-            *("prlimit", f"--nproc={limits.processes}", f"--data={limits.memory_bytes}"),
-            *("--as=unlimited", "--core=0", "--", "choom", "-n", "1000", "--"),
+    root, records = folder / "root", folder / "records"
+    for path in (root, records):
+        path.mkdir()
+    records.chmod(0o777)
+    is_root, user = os.geteuid() == 0, str(_FIRST_USER + task.slot)
+    with held_namespaces(*_mounting(task, root, records)) as first:
+        # Root becomes an ordinary user in the chroot. An ordinary user is root in namespaces that
+        # hold nothing else, and gives up all that this allows.
+        enter = [
+            *("nsenter", f"--target={first}", *_NAMESPACES),
+            *(() if is_root else ("--user", "--preserve-credentials")),
+            *("--", "chroot", *((f"--userspec={user}:{user}", "--groups=") if is_root else ())),
+            *(str(root), "setpriv", *(() if is_root else ("--bounding-set=-all",))),
+            *("--no-new-privs", "prlimit", f"--nproc={task.processes}"),
+            *(f"--data={task.memory_bytes}", "--as=unlimited", "--core=0", "--"),
+            *("choom", "-n", "1000", "--", "env", "--chdir"),
         ]
+        copy = [*enter, "/", "cp", "-r", "-P", "/submission/.", task.submission]
+        subprocess.run(copy, stderr=subprocess.DEVNULL, timeout=120)
         over = threading.Event()
-        watch = threading.Thread(target=_watch, args=(first, records, limits, over, ended))
+        watch = threading.Thread(target=_watch, args=(task, first, records, over, ended))
         watch.start()
         try:
-            yield RunNetwork(prefixes=[[*enter, str(cwd), *allowed]], records=records)
+            yield RunNetwork(prefixes=[[*enter, str(task.cwd)]], records=records)
         finally:
             over.set()
             watch.join()
 
 
-@contextlib.contextmanager
-def _namespaces(
-    program: Path,
-    submission: Path,
-    records: Path,
-    mounts: Mapping[str, Path],
-    disk_bytes: int,
-    slot: int,
-) -> Iterator[tuple[list[str], int]]:
-    """Keep the namespaces; yield the words before a folder and a command, and the first process."""
-    records.mkdir()
-    records.chmod(0o777)
+def _mounting(task: Task, root: Path, records: Path) -> tuple[list[str], list[str]]:
+    """Return the words that make the namespaces, and commands to run in them."""
+    program = Path(shutil.which(task.words[0]) or sys.executable)
     system = [Path(one) for one in _SYSTEM if Path(one).exists()]
-    wanted = [*(place.parents[1] for place in (program, program.resolve())), HOOK.parent]
-    own = [one for one in wanted if not any(one == top or top in one.parents for top in system)]
+    own = [program.parents[1], program.resolve().parents[1], HOOK.parent]
+    outside = [one for one in own if not {*system, Path("/")} & {one, *one.parents[:-1]}]
     readable = {
-        **{str(one): one for one in [*system, *own] if one != Path("/")},
-        **mounts,
-        "/submission": submission,
+        **{str(one): str(one) for one in [*system, *outside]},
+        **{os.path.normpath(task.cwd / at): path for at, path in task.mounts.items()},
+        "/submission": task.submission,
     }
-    in_memory = ["--size", str(disk_bytes), "--perms", "1777", "--tmpfs"]
-    words = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-    words += ["--die-with-parent", "--as-pid-1", "--chdir", "/"]
-    root = os.geteuid() == 0
-    if not root:
-        words += ["--unshare-user", "--uid", "0", "--gid", "0"]
-    for system_folder in _SYSTEM[:6]:  # for the first process, which stays outside of the jail
-        words += ["--ro-bind-try", system_folder, system_folder]
-    words += ["--dir", _ROOT, "--proc", f"{_ROOT}/proc", "--dev", f"{_ROOT}/dev"]
-    words += [*in_memory, f"{_ROOT}/dev/shm", "--remount-ro", f"{_ROOT}/dev"]
-    words += [*in_memory, f"{_ROOT}/tmp"]
-    for place in (*readable, submission, records):
-        for folder in [*reversed(Path(place).parents[:-1]), place]:
-            words += ["--dir", f"{_ROOT}{folder}"]
-    words += [*in_memory, f"{_ROOT}{submission}"]
-    for at, path in readable.items():
-        words += ["--ro-bind", str(path), f"{_ROOT}{at}"]
-    words += ["--bind", str(records), f"{_ROOT}{records}", "--remount-ro", "/"]
-    user = str(_FIRST_USER + slot)
-    with held_namespaces(words, []) as first:
-        # Root becomes an ordinary user in the jail. An ordinary user is root of namespaces that
-        # hold nothing else, and gives up all that this allows.
-        jail = [
-            *("nsenter", f"--target={first}", *_NAMESPACES),
-            *(() if root else ("--user", "--preserve-credentials")),
-            *("--", "chroot", *((f"--userspec={user}:{user}", "--groups=") if root else ()), _ROOT),
-            *("setpriv", *(() if root else ("--bounding-set=-all",)), "--no-new-privs", "--"),
-            *("env", "--chdir"),
-        ]
-        yield jail, first
+    places = [*readable, task.submission, str(records)]
+    folders = [str(one) for place in places for one in reversed(Path(place).parents[:-1])]
+    mounts = [
+        *(("folder", "", ""), ("memory", task.disk_bytes, "")),
+        *(("folder", "", at) for at in ("/proc", "/dev", "/tmp")),
+        *(("processes", "", "/proc"), ("devices", task.disk_bytes, "/dev")),
+        ("memory", task.disk_bytes, "/tmp"),
+        *(("folder", "", at) for at in dict.fromkeys([*folders, task.submission, str(records)])),
+        ("memory", task.disk_bytes, task.submission),
+        *(("folder", "", at) for at in readable),
+        *(("read-only", source, at) for at, source in readable.items()),
+        *(("writable", records, str(records)), ("closed", "", "")),
+    ]
+    bubblewrap = shutil.which("bwrap", path=tools.search_path())
+    kinds = _BUBBLEWRAP if bubblewrap else _MOUNT
+    lines = [
+        kinds[kind].format(at=shlex.quote(f"{root}{at}"), source=shlex.quote(str(source)))
+        for kind, source, at in mounts
+    ]
+    namespaces = [f"--{name.strip('-')}" for name in _NAMESPACES if name != "--mount"]
+    is_root = os.geteuid() == 0
+    if not bubblewrap:
+        users = [] if is_root else ["--user", "--map-root-user"]
+        more = ("--mount", "--fork", "--kill-child")
+        return ["unshare", *users, *namespaces, *more], ["ip link set lo up", *lines]
+    words = [bubblewrap, "--die-with-parent", "--as-pid-1", "--chdir", "/"]
+    words += [name.replace("--", "--unshare-") for name in namespaces]
+    words += [] if is_root else ["--unshare-user", "--uid", "0", "--gid", "0"]
+    for one in system:  # for the first process, which stays outside of the chroot
+        words += ["--ro-bind", str(one), str(one)]
+    return [
+        *words,
+        *(word for line in lines for word in shlex.split(line)),
+        "--remount-ro",
+        "/",
+    ], []
 
 
-def _watch(
-    first: int, records: Path, limits: Limits, over: threading.Event, ended: list[str]
-) -> None:
+def _watch(task: Task, first: int, records: Path, over: threading.Event, ended: list[str]) -> None:
     """End the namespaces, and say why, when their processes use too much."""
     while not over.wait(_WATCH_SECONDS):
         used = written = 0
@@ -172,13 +219,17 @@ def _watch(
                 used += memory.rss - memory.shared
         with contextlib.suppress(OSError):
             written = sum(one.stat(follow_symlinks=False).st_size for one in os.scandir(records))
-        reasons = {
-            f"used more than {limits.memory_bytes / 2**30:.3g} GB of memory": used
-            > limits.memory_bytes,
-            f"wrote more than {limits.disk_bytes / 2**30:.3g} GB into the records": written
-            > limits.disk_bytes,
-        }
-        if reason := next((text for text, holds in reasons.items() if holds), None):
+        reason = first_that_holds(
+            {
+                f"used more than {task.memory_bytes / 2**30:.3g} GB of memory": (
+                    used > task.memory_bytes
+                ),
+                f"wrote more than {task.disk_bytes / 2**30:.3g} GB of records": (
+                    written > task.disk_bytes
+                ),
+            }
+        )
+        if reason:
             ended.append(reason)
             with contextlib.suppress(psutil.Error):
                 psutil.Process(first).kill()

@@ -10,7 +10,6 @@ import shutil
 import stat
 import tarfile
 import zipfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -23,19 +22,15 @@ _SUFFIXES = (".zip", ".tgz", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz")
 _IGNORED = ("__MACOSX", "__pycache__", ".git", ".venv", "venv")
 
 
-def named(paths: Sequence[Path]) -> dict[str, Path]:
-    """Return each submission's path by its name, which is its file's without the ending."""
-    return {_name(path): path for path in paths}
+def named(paths: Sequence[Path]) -> dict[str, list[Path]]:
+    """Return the submissions by their names, which are their files' without the ending.
 
-
-def same_names(paths: Sequence[Path]) -> dict[str, str]:
-    """Return what to say about each name that several submissions have."""
-    times = Counter(_name(path) for path in paths)
-    return {
-        name: f"{count(number, 'submission')} have this name: rename them; none was graded"
-        for name, number in times.items()
-        if number > 1
-    }
+    Several of one name are one mistake, see ``unpack``.
+    """
+    found: dict[str, list[Path]] = {}
+    for path in paths:
+        found.setdefault(_name(path), []).append(path)
+    return found
 
 
 def _name(path: Path) -> str:
@@ -46,11 +41,14 @@ def _name(path: Path) -> str:
     return "".join(one if one.isalnum() or one in "-_.@" else "_" for one in name) or "submission"
 
 
-def unpack(source: Path, target: Path) -> None:
+def unpack(sources: Sequence[Path], target: Path) -> None:
     """Copy a submission to a new folder that everybody can read.
 
     Raises UserError, in one line, for what is no submission or not harmless.
     """
+    source, *others = sources
+    if others:
+        raise UserError(f"{count(len(sources), 'submission')} have this name: rename them")
     with file_errors("it cannot be unpacked"):
         if source.is_dir():
             files = [one for one in source.rglob("*") if not set(_IGNORED) & set(one.parts)]
@@ -138,14 +136,13 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
 
 
 def check_row(
-    path: Path, number: int, row: Mapping[str, str], names: Mapping[str, object], rubric: Rubric
+    row: Mapping[str, str], names: Mapping[str, object], rubric: Rubric, *, where: str
 ) -> None:
     """Raise UserError if a row names a submission or a part that is not there."""
     for column, known in (("submission", names), ("part", rubric.parts)):
         if row[column] not in known:
             raise UserError(
-                f"{path}, row {number}: there is no {column} {row[column]!r}: "
-                f"it has {first_of(list(known))}"
+                f"{where}: there is no {column} {row[column]!r}: here are {first_of(list(known))}"
             )
 
 

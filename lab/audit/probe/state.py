@@ -199,8 +199,8 @@ def replaced() -> list[str]:
         now = vars(owner).get(name)
         while now is not mine and hasattr(now, "__wrapped__"):
             now = now.__wrapped__
-        module = getattr(owner, "__module__", None) or getattr(owner, "__name__", "")
-        if now is not mine and module.startswith("torch"):
+        module = getattr(owner, "__module__", None) or getattr(owner, "__name__", None)
+        if now is not mine and str(module).startswith("torch"):
             found.add(name)
     return sorted(found)
 
