@@ -171,15 +171,15 @@ class AuditRun:
         size: int | None,
         folder: Path,
         settings: RunSettings,
-        records: Path,
+        records: Path | None = None,
     ) -> None:
         self.command, self.settings = command, settings
-        self.size, self.folder, self.records = size, folder, records
+        self.size, self.folder, self.records = size, folder, records or folder
         self.started: list[Any] = []
         self.statuses: tuple[int | None, ...] = ()
         self.failed: dict[int, float] = {}
         self.hung: str | None = None
-        self.reader, self.recording = RecordReader(records), Recording(0, [])
+        self.reader, self.recording = RecordReader(self.records), Recording(0, [])
         self.failure: str | None = None
         self._began = self._active = self._recorded = self._looked = time.monotonic()
         self._work = self._longest_quiet = 0.0

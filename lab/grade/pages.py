@@ -127,7 +127,7 @@ def _class_view(rubric: Rubric, graded: Graded) -> dict[str, Any]:
     return {
         "rows": [_view(name, marks) for name, marks in graded.items()],
         "faults": [
-            {"entry": catalogue()[name], "lesson": lesson_of(name), "times": times}
+            {"entry": catalogue()[name], "lesson": lesson_of(name), "times": count(times, "time")}
             for name, times in faults.most_common()
         ],
         "bins": [

@@ -211,12 +211,14 @@ def _mounting(task: Task, root: Path, records: Path) -> tuple[list[str], list[st
 
 def _watch(task: Task, first: int, records: Path, over: threading.Event, ended: list[str]) -> None:
     """End the namespaces, and say why, when their processes use too much."""
+    inside = os.readlink(f"/proc/{first}/ns/pid")
     while not over.wait(_WATCH_SECONDS):
         used = written = 0
         for pid in descendants(os.getpid()):
-            with contextlib.suppress(psutil.Error):
-                memory = psutil.Process(pid).memory_info()
-                used += memory.rss - memory.shared
+            with contextlib.suppress(psutil.Error, OSError):
+                if os.readlink(f"/proc/{pid}/ns/pid") == inside:
+                    # What forked loaders share with their rank counts once.
+                    used += psutil.Process(pid).memory_full_info().pss
         with contextlib.suppress(OSError):
             written = sum(one.stat(follow_symlinks=False).st_size for one in os.scandir(records))
         reason = first_that_holds(
