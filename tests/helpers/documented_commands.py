@@ -50,7 +50,9 @@ CHECKS = {
     "pytest": Elsewhere("part of make test, test-slow and test-engines"),
     "pip install": Elsewhere("needs a package index"),
     "^tensorboard": Elsewhere("runs until you stop it"),
-    r"submissions| train\.py": Elsewhere("tests/lab/audit does the same with its own cases"),
+    "submissions| train.py": Elsewhere("tests/lab/audit and tests/lab/grade do it with cases"),
+    "--print-rubric": quick(),
+    "autograder.zip": quick(prints="written: autograder.zip"),
     "kubectl|docker|helm": Elsewhere("needs Kubernetes; test_kubernetes.py checks the files"),
     "sbatch|scancel|squeue|sinfo|slurm|compare-2026": Elsewhere(
         "needs Slurm; tests/engines/test_slurm.py and test_slurm_compare.py make it"
