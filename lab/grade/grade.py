@@ -8,12 +8,10 @@ import argparse
 import contextlib
 import os
 import shlex
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from hashlib import sha256
 from pathlib import Path
@@ -28,6 +26,7 @@ from common.utils.environment import setting
 from common.utils.processes import kill_on_parent_exit
 from common.utils.system import usable_cores
 from common.utils.typed_json import encode, read_json
+from lab.audit.isolation import record_folder
 from lab.flags import refuse
 from lab.grade import gradescope, pages
 from lab.grade.marks import mark_part, override, read_overrides
@@ -50,7 +49,7 @@ Place = tuple[str, str]
 def main_grade(args: argparse.Namespace) -> int:
     """Grade all submissions; return 0, also if a person has to look at some.
 
-    Raises UserError for wrong flags or files, before anything runs.
+    Raises UserError for wrong flags or files and for a missing sandbox, before anything runs.
     """
     if args.print_rubric:
         print(rubric_text(args.rubric), end="")
@@ -72,19 +71,14 @@ def main_grade(args: argparse.Namespace) -> int:
             f"--jobs: got {args.jobs}; give 1 or more": args.jobs is not None and args.jobs < 1,
         }
     )
-    if not args.no_sandbox and (why := refused()):
-        raise UserError(
-            f"no sandbox: {why}. In a container that holds nothing else, use --no-sandbox"
-        )
     paths, out = named(args.submissions), args.out.absolute()
     given = read_overrides(out / "overrides.csv", paths, rubric)
     scripts = _read_map(args.map, paths, rubric)
-    with tempfile.TemporaryDirectory(prefix="lab-grade-") as folder, _ended_by_signals():
-        Path(folder).chmod(0o711)
+    with record_folder(None) as folder:
         seen: dict[Place, Facts | str] = {}
         tasks: dict[Place, Task] = {}
         for name, sources in paths.items():
-            copy = Path(folder) / name
+            copy = folder / name
             problem = _take_in(name, sources, copy)
             for part_name, part in rubric.parts.items():
                 place = name, part_name
@@ -109,16 +103,6 @@ def main_grade(args: argparse.Namespace) -> int:
         f"{out / 'class.html'} and {out / 'class.csv'}"
     )
     return 0
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end this process as Ctrl-C does, so that nothing is left."""
-    with contextlib.ExitStack() as stack:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            before = signal.signal(number, signal.default_int_handler)
-            stack.callback(signal.signal, number, before)
-        yield
 
 
 def _read_map(path: Path | None, names: Mapping[str, object], rubric: Rubric) -> dict[Place, str]:
@@ -183,6 +167,11 @@ def _run_all(tasks: Mapping[Place, Task], rubric: Rubric, jobs: int) -> dict[Pla
                 seen[place] = facts
     new = [place for place in tasks if place not in seen]
     if new:
+        first = tasks[new[0]]
+        if first.sandboxed and (why := refused(first)):
+            raise UserError(
+                f"no sandbox: {why}. In a container that holds nothing else, use --no-sandbox"
+            )
         seconds = rubric.expected_seconds * len(new) / jobs
         say(
             f"{count(len(new), 'part')} to run, {jobs} at a time: about {duration_text(seconds)} "

@@ -15,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,10 +24,11 @@ import psutil
 
 from common.errors import UserError
 from common.utils.processes import descendants
-from lab.audit.isolation import RunNetwork, held_namespaces
+from lab.audit.isolation import RunNetwork, held_namespaces, record_folder
 from lab.audit.runner import HOOK
 from lab.cluster import tools
 from lab.flags import first_that_holds
+from lab.processes.first_failure import last_error_line
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
 _NAMESPACES = ("--mount", "--pid", "--net", "--ipc", "--uts")
@@ -95,31 +95,18 @@ class Task(msgspec.Struct, kw_only=True):
         return (Path(self.submission) / self.script).parent
 
 
-def refused() -> str | None:
-    """Return why there can be no sandbox here, and what to do; None if there can."""
-    with tempfile.TemporaryDirectory() as folder:
-        task = Task(
-            words=[sys.executable],
-            ranks=[],
-            submission=f"{folder}/submission",
-            script="main.py",
-            facts="",
-            key="",
-            mounts={},
-            memory_bytes=2**30,
-            disk_bytes=2**20,
-            processes=100,
-            limit_seconds=1,
-            sandboxed=True,
-        )
-        try:
-            task.cwd.mkdir()
-            with sandbox(task, Path(folder), []) as network:
-                words = [*network.prefixes[0], sys.executable, "-c", "import torch"]
-                done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-        except (UserError, OSError, subprocess.TimeoutExpired) as error:
-            return f"{error}; install the package bubblewrap, and allow user namespaces"
-        return done.stderr.strip()[-300:] if done.returncode else None
+def refused(task: Task) -> str | None:
+    """Return why a task cannot run in a sandbox here, and what to do; None if it can."""
+    try:
+        with record_folder(None) as folder, sandbox(task, folder, []) as network:
+            python = task.words[0]
+            words = [*network.prefixes[0], python, "-c", "import torch"]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    except (UserError, OSError, subprocess.TimeoutExpired) as error:
+        return f"{error}: install the package bubblewrap, and allow user namespaces"
+    if done.returncode == 0 or not Path(python).name.startswith("python"):
+        return None
+    return f"{python} cannot import torch in it ({last_error_line(done.stderr)})"
 
 
 @contextlib.contextmanager

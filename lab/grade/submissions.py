@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from common.errors import UserError, count, file_errors, first_of
+from common.errors import UserError, count, file_errors, first_line, first_of
 from common.utils.atomic_files import read_regular
 from lab.grade.rubric import Part, Rubric
 
@@ -88,7 +88,8 @@ def _unpack_archive(source: Path, target: Path) -> None:
         NotImplementedError,
         EOFError,
     ) as error:
-        raise UserError(f"it cannot be unpacked ({error}): ask for it again") from error
+        why = first_line(error).rstrip(":")
+        raise UserError(f"it cannot be unpacked ({why}): ask for it again") from error
 
 
 def _check(sizes: Mapping[str, int]) -> None:

@@ -1,187 +1,151 @@
 """What ``lab grade`` takes and writes, with an audit that is replaced by its answers."""
 
-import io
-import json
 import re
 import tarfile
 import zipfile
+from pathlib import Path
 
 import pytest
 
+from common.utils.atomic_files import write_atomically
+from common.utils.typed_json import encode
 from lab.audit.findings.finding import FAULT, catalogue
-from lab.cli import main
-from lab.grade import grade
+from lab.grade import grade as grading
 from lab.grade.marks import lesson_of
 from lab.grade.part import Facts
 from lab.grade.rubric import FOLDER
-from tests.lab.grade.classes import RUBRIC, read_class
+from tests.lab.grade.conftest import RUBRIC
 
-ENTRY = {"severity": "fault", "sure": "certain", "at": None, "title": "T", "cure": "C."}
-
-
-def seen(task, status=0, used=("ddp",), sizes=(2,), doubts=(), **findings):
-    """Return facts: findings by name, each with how sure it is."""
-    faults = [ENTRY | {"name": name, "sure": sure} for name, sure in findings.items()]
-    audit = {"status": status, "headline": "why", "failure": None, "findings": faults}
-    audit["runs"] = [{"ranks": size} for size in sizes]
-    return Facts(
-        key=task.key, audit=audit, used=list(used), whole=True, doubts=list(doubts), seconds=1.0
-    )
-
-
-@pytest.fixture
-def grader(tmp_path, monkeypatch, capsys):
-    """Grade ``paths`` in a folder with rubric.toml; ``answers`` are facts by script text."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rubric.toml").write_text(RUBRIC)
-    answers, ran = {}, []
-
-    def run(task, slots):
-        text = (task.cwd / "main.py").read_text()
-        ran.append(text)
-        facts = seen(task, **answers.get(text, {}))
-        path = tmp_path / task.facts
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(grade.encode(facts))
-        return facts
-
-    monkeypatch.setattr(grade, "_run", run)
-
-    def call(*paths, flags=()):
-        ran.clear()
-        words = ["grade", *paths, "--rubric", "rubric.toml", "--no-sandbox", "--out", "out", *flags]
-        status = main([str(word) for word in words])
-        return status, *capsys.readouterr(), list(ran)
-
-    call.answers = answers
-    return call
-
-
-def hand_in(folder, name, **scripts):
-    for part, text in scripts.items():
-        (folder / name / part).mkdir(parents=True)
-        (folder / name / part / "main.py").write_text(text)
-    return folder / name
-
-
-MARKS = {
-    "right": ({}, "6", ""),
-    "fault": ({"status": 1, "sum-not-mean": "certain"}, "0", "part2:sum-not-mean"),
-    "half": ({"status": 1, "literal-divisor": "certain"}, "3", "part2:literal-divisor"),
-    "likely": ({"status": 1, "same-samples": "likely"}, "", "part2:same-samples"),
-    "accepted": ({"status": 1, "clipped-before-averaging": "certain"}, "6", ""),
-    "cannot tell": ({"status": 2}, "", ""),
-    "fault before a run": ({"status": 2, "different-start": "certain"}, "", ""),
-    "other sizes": ({"sizes": ()}, "", ""),
-    "doubts": ({"status": 1, "doubts": ["x"], "sum-not-mean": "certain"}, "", "part2:sum-not-mean"),
+ENTRY = {"severity": "fault", "at": None, "title": "T", "cure": "C."}
+BOTH = {"part2": "right", "part3": "right"}
+ANSWERS = {  # by script: findings, other facts, and the marks for 6 points
+    "fault": ({"sum-not-mean": "certain"}, {"status": 1}, "0"),
+    "half": ({"literal-divisor": "certain"}, {"status": 1}, "3"),
+    "likely": ({"same-samples": "likely"}, {"status": 1}, ""),
+    "accepted": ({"clipped-before-averaging": "certain"}, {"status": 1}, "6"),
+    "unclear": ({"different-start": "certain"}, {"status": 2}, ""),
+    "no-runs": ({}, {"runs": []}, ""),
+    "doubted": ({"sum-not-mean": "certain"}, {"status": 1, "doubts": ["forged"]}, ""),
+    "right": ({}, {}, "6"),
 }
 
 
-def test_only_certain_faults_cost_points_and_what_nobody_can_tell_is_open(grader, tmp_path):
-    folders = []
-    for name, (answer, _, _) in MARKS.items():
-        grader.answers[name] = answer
-        folders.append(hand_in(tmp_path, name.replace(" ", "-"), part2=name, part3="right"))
-    folders.append(hand_in(tmp_path, "no-ddp", part2="right", part3="by hand"))
-    grader.answers["by hand"] = {"used": ["all_reduce"]}
-    assert grader(*folders)[0] == 0
-    rows = read_class(tmp_path / "out")
-    for name, (_, marks, faults) in MARKS.items():
-        row = rows[name.replace(" ", "-")]
-        assert (row["part2"], row["faults"], row["part3"]) == (marks, faults, "4"), name
-        assert bool(row["by hand"]) == (marks == ""), name
-    assert rows["no-ddp"]["part3"] == ""
-    assert "never calls DistributedDataParallel" in rows["no-ddp"]["by hand"]
+@pytest.fixture
+def ran(monkeypatch):
+    """Answer in place of the audit; return the scripts that it got."""
+    scripts = []
+
+    def run(task, slots):
+        text = (task.cwd / "main.py").read_text()
+        scripts.append(text)
+        findings, other, _ = ANSWERS.get(text, ({}, {}, ""))
+        audit = {"status": 0, "headline": "why", "failure": None, "runs": [{"ranks": 2}], **other}
+        audit["findings"] = [ENTRY | {"name": one, "sure": sure} for one, sure in findings.items()]
+        used = ["all_reduce"] if text == "no-ddp" else ["ddp"]
+        facts = Facts(
+            key=task.key,
+            audit=audit,
+            used=used,
+            whole=True,
+            seconds=1,
+            doubts=other.get("doubts", []),
+        )
+        write_atomically(Path(task.facts), encode(facts))
+        return facts
+
+    monkeypatch.setattr(grading, "_run", run)
+    return scripts
+
+
+def test_only_certain_faults_cost_points_and_what_nobody_can_tell_is_open(grade, ran, tmp_path):
+    submissions = {name: {"part2": name, "part3": "right"} for name in ANSWERS}
+    seen = grade(submissions | {"no-ddp": {"part2": "right", "part3": "no-ddp"}}, "--no-sandbox")
+    for name, (findings, _, marks) in ANSWERS.items():
+        row = seen.rows[name]
+        assert (row["part2"], row["part3"], bool(row["by hand"])) == (marks, "4", not marks), name
+        counted = name not in ("accepted", "unclear")
+        assert row["faults"] == "".join(f"part2:{one}" for one in findings if counted)
+    assert "never calls DistributedDataParallel" in seen.rows["no-ddp"]["by hand"]
+    assert (seen.results["half"]["score"], seen.results["half"]["tests"][0]["score"]) == (7, 3)
+    assert "score" not in seen.results["likely"]["tests"][0]
     page = (tmp_path / "out/class.html").read_text()
     assert re.findall(r"<h3>(\d+ times?): ", page) == ["2 times", "1 time", "1 time"]
     assert "without a sandbox" in page
-    tests = json.loads((tmp_path / "out/submissions/half/results.json").read_text())
-    assert (tests["score"], tests["tests"][0]["score"], tests["tests"][0]["max_score"]) == (7, 3, 6)
-    open_one = json.loads((tmp_path / "out/submissions/likely/results.json").read_text())
-    assert (open_one["score"], "score" in open_one["tests"][0]) == (4, False)
 
 
-def test_a_second_call_runs_what_changed_and_keeps_what_a_person_decided(grader, tmp_path):
-    ada, bob = (hand_in(tmp_path, name, part2=name, part3="right") for name in ("ada", "bob"))
-    assert sorted(grader(ada, bob)[3]) == ["ada", "bob", "right", "right"]
+def test_a_second_call_runs_what_changed_and_keeps_what_a_person_decided(grade, ran, tmp_path):
+    ada, bob = {"part2": "half", "part3": "right"}, BOTH
+    grade({"ada": ada, "bob": bob}, "--no-sandbox")
+    assert len(ran) == 4
     overrides = tmp_path / "out/overrides.csv"
-    overrides.write_text(overrides.read_text() + "bob,part3,1.5,=late\n")
-    (bob / "part2/main.py").write_text("new")
+    overrides.write_text(f"{overrides.read_text()}bob,part3,1.5,=late\n")
     (tmp_path / "out/submissions/ada/part3.json").write_text("{cut off")
-    assert sorted(grader(ada, bob)[3]) == ["new", "right", "right"]  # bob's parts share a folder
-    row = read_class(tmp_path / "out")["bob"]
+    row = grade({"ada": ada, "bob": bob | {"part2": "new"}}, "--no-sandbox").rows["bob"]
+    assert sorted(ran[4:]) == ["new", "right", "right"]  # both of bob's parts: they share a folder
     assert (row["part3"], row["total"], row["overridden"]) == ("1.5", "7.5", "part3: =late")
-    assert "=late" in (tmp_path / "out/submissions/bob/index.html").read_text()
     for line, wrong in (
         ("eve,part3,1,x", "'eve'"),
         ("bob,part3,5,x", "'5'"),
         ("bob,part3,1,", "''"),
     ):
         overrides.write_text(f"submission,part,marks,reason\n{line}\n")
-        status, _, err, ran = grader(ada, bob)
-        assert (status, ran, err.count("\n")) == (2, [], 1)
-        assert wrong in err
+        assert wrong in grade({}, "--no-sandbox").error
 
 
-def _zip(path, **entries):
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, text in entries.items():
-            archive.writestr(name, text)
+def pack(path, *names, link=None):
+    """Write an archive of these names; the last is a link if ``link`` says where it leads."""
+    with (
+        zipfile.ZipFile(path, "w") if path.suffix == ".zip" else tarfile.open(path, "w") as archive
+    ):
+        for name in names:
+            if path.suffix == ".tar":
+                entry = tarfile.TarInfo(name)
+                entry.type, entry.linkname = (
+                    tarfile.SYMTYPE if link else tarfile.REGTYPE,
+                    link or "",
+                )
+                archive.addfile(entry)
+            else:
+                entry = zipfile.ZipInfo(name)
+                entry.external_attr = (0o120777 if link else 0o100644) << 16
+                archive.writestr(entry, link or "right")
 
 
-def _tar(path, name, kind=tarfile.REGTYPE, link=""):
-    with tarfile.open(path, "w:gz") as archive:
-        entry = tarfile.TarInfo(name)
-        entry.type, entry.linkname = kind, link
-        archive.addfile(entry, io.BytesIO())
-
-
-def test_archives_are_unpacked_and_what_is_wrong_with_one_is_a_line_while_others_go_on(
-    grader, tmp_path
-):
-    good = {f"me/{part}/main.py": "right" for part in ("part2", "part3")}
-    _zip(tmp_path / "good.zip", **good)
-    _zip(tmp_path / "above.zip", **good, **{"../../evil.py": "x"})
-    _zip(tmp_path / "empty.zip")
-    _zip(tmp_path / "text.zip", **{"README.txt": "x"})
-    link = zipfile.ZipInfo("part2/main.py")
-    link.external_attr = 0o120777 << 16
-    with zipfile.ZipFile(tmp_path / "link.zip", "w") as archive:
-        archive.writestr(link, "/etc/passwd")
-    _tar(tmp_path / "up.tar.gz", "../evil.py")
-    _tar(tmp_path / "leads.tgz", "part2/main.py", tarfile.SYMTYPE, "/etc/passwd")
-    (tmp_path / "broken.zip").write_bytes(b"PK\x03\x04" + b"x" * 100)
-    outside = hand_in(tmp_path, "outside", part3="right")
-    (outside / "part2").symlink_to("/etc")
-    (tmp_path / "more").mkdir()
-    _zip(tmp_path / "more/twice.zip", **good)
-    names = hand_in(tmp_path, "other", deep="right")
+def test_what_is_wrong_with_an_archive_is_one_line_and_the_others_go_on(grade, ran, tmp_path):
+    good = ["me/part2/main.py", "me/part3/main.py"]
+    folder = tmp_path / "class"
+    folder.mkdir()
+    pack(folder / "good.zip", *good)
+    pack(folder / "above.zip", *good, "../../evil.py")
+    pack(folder / "empty.zip")
+    pack(folder / "text.zip", "README.txt")
+    pack(folder / "link.zip", "part2/main.py", link="/etc/passwd")
+    pack(folder / "up.tar", "../evil.py")
+    pack(folder / "leads.tar", "part2/main.py", link="/etc/passwd")
+    (folder / "broken.zip").write_bytes(b"PK\x03\x04" + b"x" * 100)
+    pack(folder / "twice.zip", *good)
+    (folder / "outside").mkdir()
+    (folder / "outside/part2").symlink_to("/etc")
     (tmp_path / "map.csv").write_text("submission,part,path\nother,part2,deep/main.py\n")
-    paths = [*sorted(tmp_path.glob("*.zip")), *sorted(tmp_path.glob("*.t*gz")), outside, names]
-    paths += [tmp_path / "more/twice.zip", hand_in(tmp_path, "twice", part2="right")]
-    status, out, _, ran = grader(*paths, flags=["--map", "map.csv"])
-    assert (status, ran) == (0, ["right"] * 3)
-    rows = read_class(tmp_path / "out")
-    assert rows.pop("good")["total"] == "10"
-    other = rows.pop("other")
-    assert other["part2"] == "6"
-    assert "no file fits **/part3/main.py; here are deep/main.py" in other["by hand"]
-    whys = {name: row["by hand"] for name, row in rows.items() if row["total"] == "0"}
+    flags = ["--no-sandbox", "--map", "map.csv"]
+    seen = grade({"other": {"deep": "right"}, "twice": BOTH}, *flags)
+    assert (seen.status, len(ran)) == (0, 3)
+    assert (seen.rows["good"]["total"], seen.rows["other"]["part2"]) == ("10", "6")
+    assert "no file fits **/part3/main.py; here are deep/main.py" in seen.rows["other"]["by hand"]
     for name, why in {
         "above": "lies outside",
         "empty": "is empty",
         "text": "no Python file",
         "link": "links in a zip",
-        "up": "outside",
+        "up": "lies outside",
         "leads": "absolute path",
         "broken": "cannot be unpacked",
         "outside": "leads elsewhere",
         "twice": "2 submissions have this name",
     }.items():
-        assert why in whys[name]
-        assert len(re.findall(f"^{name}: ", out, re.MULTILINE)) == 1
-    assert len(whys) == 9
-    assert not (tmp_path.parent / "evil.py").exists()
+        assert why in seen.rows[name]["by hand"]
+        assert len(re.findall(f"^{name}: ", seen.said, re.MULTILINE)) == 1
+    assert not (tmp_path / "evil.py").exists()
 
 
 WRONG = {
@@ -190,28 +154,28 @@ WRONG = {
     "literal-divisor = 0.5": ("padding-sampler = 0.5", "a notice never costs points"),
     "accepts.clipped-before-averaging": ("accepts.sum", "no such fault"),
     "python {script}": ("python main.py", "lacks {script}"),
-    " --rank {rank}": ("", "lacks {rank}"),
+    "--rank {rank}": ("", "lacks {rank}"),
     "ranks = [2]": ("ranks = [2, 63]", "at most"),
     "title = ": ("title ", "not TOML"),
-    "[deductions]": ('[mounts]\ndata = "missing"\n[deductions]', "no folder"),
+    "disk_gb = 0.5": ('mounts.data = "missing"', "no folder"),
 }
 
 
 @pytest.mark.parametrize("text", WRONG, ids=lambda text: text.split()[0].strip("[]"))
-def test_a_wrong_rubric_is_one_line_before_anything_runs(grader, tmp_path, text):
-    (tmp_path / "rubric.toml").write_text(RUBRIC.replace(text, WRONG[text][0]))
-    status, _, err, ran = grader(hand_in(tmp_path, "ada", part2="right", part3="right"))
-    assert (status, ran, err.count("\n")) == (2, [], 1)
-    assert WRONG[text][1] in err
+def test_a_wrong_rubric_is_one_line_before_anything_runs(grade, ran, text):
+    seen = grade({"ada": BOTH}, "--no-sandbox", rubric=RUBRIC.replace(text, WRONG[text][0]))
+    assert (seen.status, ran, seen.error.count("\n")) == (2, [], 1)
+    assert WRONG[text][1] in seen.error
 
 
-def test_the_shipped_rubrics_can_be_used_and_every_fault_has_its_lesson(grader, capsys, tmp_path):
-    for path in sorted(FOLDER.glob("*.toml")):
-        assert main(["grade", "--print-rubric", "--rubric", path.stem]) == 0
-        text = re.sub(r"\[mounts\][^[]*", "", capsys.readouterr().out)
-        (tmp_path / "rubric.toml").write_text(text)
-        status, out, _, _ = grader(hand_in(tmp_path, path.stem, part2="right"))
-        assert (status, out.count("0 parts to look")) == (0, 0)
-    faults = [name for name, entry in catalogue().items() if entry.severity == FAULT]
-    assert all(re.search(r"docs/learn/\d\d_\w+\.md", lesson_of(name)) for name in faults)
-    assert len({lesson_of(name) for name in faults}) == 6
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
+def test_the_shipped_rubrics_can_be_used(grade, path):
+    rubric = re.sub(r"\[mounts\][^[]*", "", path.read_text())
+    assert grade({"ada": {"part2a": "x"}}, "--no-sandbox", rubric=rubric).status == 0
+
+
+def test_every_fault_has_its_lesson():
+    pages = {lesson_of(name) for name, one in catalogue().items() if one.severity == FAULT}
+    assert (
+        sorted(re.findall(r"docs/learn/(\d\d)_\w+\.md", str(pages))) == "02 03 06 08 09 10".split()
+    )
