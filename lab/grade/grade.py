@@ -56,10 +56,12 @@ def main_grade(args: argparse.Namespace) -> int:
         return 0
     rubric = load_rubric(args.rubric)
     if args.zip:
-        gradescope.write_autograder(args.zip, rubric_text(args.rubric))
+        text = rubric_text(args.rubric)
+        gradescope.write_autograder(args.zip, text, rubric.mounts.values())
         say(f"written: {args.zip}; upload it as the assignment's autograder on Gradescope")
         return 0
     missing = [path for path in args.submissions if not path.exists()]
+    absent = [path for path in rubric.mounted().values() if not path.is_dir()]
     refuse(
         {
             "give a folder, zip or tar for each student: lab grade submissions/*": (
@@ -67,6 +69,9 @@ def main_grade(args: argparse.Namespace) -> int:
             ),
             f"{first_of(missing)}: there is no such file: give folders, zips or tars": bool(
                 missing
+            ),
+            f"the rubric mounts {first_of(absent)}: there is no such folder: put the data there": (
+                bool(absent)
             ),
             f"--jobs: got {args.jobs}; give 1 or more": args.jobs is not None and args.jobs < 1,
         }

@@ -6,7 +6,9 @@ it in /autograder/submission and writes /autograder/results/results.json.
 """
 
 import io
+import shlex
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from common.errors import UserError
@@ -23,11 +25,16 @@ apt-get install -y python3 python3-venv
 python3 -m venv /autograder/environment
 /autograder/environment/bin/pip install \\
     --extra-index-url https://download.pytorch.org/whl/cpu /autograder/source
+# The folders that the rubric mounts; add commands that fill them. CIFAR-10 belongs into data.
+cd /autograder/source
+mkdir -p data {folders}
+/autograder/environment/bin/python -c \\
+    "from torchvision.datasets import CIFAR10; CIFAR10('data', download=True)"
 """
 _RUN = """\
 #!/usr/bin/env bash
 # The container is the sandbox. AUTOGRADER: the folder of Gradescope, for a trial elsewhere.
-set -uo pipefail
+set -euo pipefail
 autograder=${AUTOGRADER:-/autograder}
 lab=${LAB:-$autograder/environment/bin/lab}
 rm -rf "$autograder/grades"
@@ -37,13 +44,19 @@ cp "$autograder/grades/submissions/submission/results.json" "$autograder/results
 """
 
 
-def write_autograder(path: Path, rubric: str) -> None:
-    """Write the zip. Raises UserError without a checkout of the project, or if it cannot."""
+def write_autograder(path: Path, rubric: str, mounts: Iterable[str]) -> None:
+    """Write the zip.
+
+    rubric : its text. mounts : the folders that it needs.
+
+    Raises UserError without a checkout of the project, or if the file cannot be written.
+    """
     if not (REPOSITORY / "pyproject.toml").is_file():
         raise UserError("--zip needs a checkout of the project: git clone it, and call lab there")
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in (("setup.sh", _SETUP), ("run_autograder", _RUN), ("rubric.toml", rubric)):
+        setup = _SETUP.format(folders=shlex.join(mounts))
+        for name, text in (("setup.sh", setup), ("run_autograder", _RUN), ("rubric.toml", rubric)):
             entry = zipfile.ZipInfo(name)
             entry.external_attr = 0o755 << 16
             archive.writestr(entry, text)

@@ -60,7 +60,8 @@ def mark_part(name: str, seen: Facts | str, rubric: Rubric) -> Mark:
     accepted = [one for one in faults if one["name"] in part.accepts]
     counted = [one for one in faults if one not in accepted and audit["status"] == 1]
     lost = {one["name"]: rubric.deduction(part, one["name"]) for one in counted}
-    look = [*seen.doubts, *_unclear(part, seen, counted)]
+    marks = max(0.0, part.points - sum(lost.values()))
+    look = [*seen.doubts, *_unclear(part, seen, counted, marks)]
     why = [
         f"-{lost[one['name']]:g}: {one['title']} ({one['name']}{_place(one)}). {one['cure']}"
         for one in counted
@@ -72,7 +73,7 @@ def mark_part(name: str, seen: Facts | str, rubric: Rubric) -> Mark:
         part=name,
         title=part.title,
         points=part.points,
-        marks=None if look else max(0.0, part.points - sum(lost.values())),
+        marks=None if look else marks,
         why=why or [] if look else why or [_full(part)],
         look=look,
         faults=list(lost),
@@ -93,8 +94,13 @@ def _place(finding: Mapping[str, Any]) -> str:
     return f", {at['file']}:{at['line']}" if at else ""
 
 
-def _unclear(part: Part, seen: Facts, counted: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what the audit could not tell about a part, as sentences."""
+def _unclear(
+    part: Part, seen: Facts, counted: Sequence[Mapping[str, Any]], marks: float
+) -> list[str]:
+    """Return what the audit could not tell about a part, as sentences.
+
+    marks : what the rubric gives if all faults are real.
+    """
     audit, alone = seen.audit, part.ranks == [1]
     ran = {one["ranks"] for one in audit["runs"]}
     unsure = [one["title"] for one in counted if one["sure"] != "certain"]
@@ -104,7 +110,8 @@ def _unclear(part: Part, seen: Facts, counted: Sequence[Mapping[str, Any]]) -> l
     if audit["status"] == 2:
         return [f"the audit cannot tell: {audit['headline']}"]
     sentences = {
-        f"it has probably, but not certainly, this fault: {', '.join(unsure)}": bool(unsure),
+        f"if it really has this fault, it gets {marks:g}: {', '.join(unsure)} (the audit is not "
+        "certain)": bool(unsure),
         f"this part is to use {', '.join(part.uses)}; it never calls {', '.join(missing)}": (
             bool(missing)
         ),

@@ -110,9 +110,6 @@ def load_rubric(name: str) -> Rubric:
             _check_faults(shares, where=f"{where}: deductions of {one}", more={OTHERS})
         _check_faults(part.accepts, where=f"{where}: accepts of {one}")
         _check_command(part, where=f"{where}: command of {one}")
-    for at, path in rubric.mounted().items():
-        if not path.is_dir():
-            raise UserError(f"{where}: mounts: {at}: there is no folder {path}: put the data there")
     return rubric
 
 

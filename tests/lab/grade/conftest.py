@@ -21,7 +21,6 @@ deductions.literal-divisor = 0.5
 title = "Part 2: by hand"
 files = ["**/part2/main.py"]
 command = "{BY_FLAGS}"
-ranks = [2]
 points = 6
 accepts.clipped-before-averaging = "The handout asks for it."
 [parts.part3]

@@ -157,7 +157,7 @@ WRONG = {
     "--rank {rank}": ("", "lacks {rank}"),
     "ranks = [2]": ("ranks = [2, 63]", "at most"),
     "title = ": ("title ", "not TOML"),
-    "disk_gb = 0.5": ('mounts.data = "missing"', "no folder"),
+    "disk_gb = 0.5": ('mounts.data = "missing"', "no such folder"),
 }
 
 
