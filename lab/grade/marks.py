@@ -61,7 +61,7 @@ def mark_part(name: str, seen: Facts | str, rubric: Rubric) -> Mark:
     counted = [one for one in faults if one not in accepted and audit["status"] == 1]
     lost = {one["name"]: rubric.deduction(part, one["name"]) for one in counted}
     marks = max(0.0, part.points - sum(lost.values()))
-    look = [*seen.doubts, *_unclear(part, seen, counted, marks)]
+    look = seen.doubts or _unclear(part, seen, counted, marks)
     why = [
         f"-{lost[one['name']]:g}: {one['title']} ({one['name']}{_place(one)}). {one['cure']}"
         for one in counted
@@ -108,7 +108,7 @@ def _unclear(
     if alone:
         return [] if seen.whole else [f"it does not train to the audit's end: {audit['headline']}"]
     if audit["status"] == 2:
-        return [f"the audit cannot tell: {audit['headline']}"]
+        return [audit["headline"]]
     sentences = {
         f"if it really has this fault, it gets {marks:g}: {', '.join(unsure)} (the audit is not "
         "certain)": bool(unsure),

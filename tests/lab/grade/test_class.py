@@ -29,7 +29,7 @@ CHEATS = {  # the script, and what a person is told
     "fills": ("open('/tmp/big', 'wb').write(b'x' * 10**9)\n", "No space left on device"),
     "forks": ("import os\nwhile True:\n    os.fork()\n", "BlockingIOError"),
     "prints": ("while True:\n    print('x' * 10**6)\n", "printed more than"),
-    "eats": ("kept = []\nwhile True:\n    kept.append(b'x' * 10**8)\n", "MemoryError"),
+    "eats": ("kept = []\nwhile True:\n    kept.append(b'x' * 10**8)\n", "emory"),
 }
 
 
@@ -69,6 +69,9 @@ def test_a_class_of_thirty_is_graded_as_its_cases_say(grade):
     assert len(rows) == 30
     assert {row["part3"] for row in rows.values()} == {"4"}
     expected = {case.name: "0" if case.finds else "6" for case in chosen}
-    expected |= dict.fromkeys(CHEATS, "") | {faults["literal-divisor"].name: "3"}
+    unsure = [
+        faults[one].name for one in ("group-unused", "different-batch-counts", "scaled-in-loss")
+    ]
+    expected |= dict.fromkeys([*CHEATS, *unsure], "") | {faults["literal-divisor"].name: "3"}
     assert {name: row["part2"] for name, row in rows.items()} == expected
     assert [name for name, (_, why) in CHEATS.items() if why not in rows[name]["by hand"]] == []

@@ -16,6 +16,7 @@ from lab.grade.part import Facts
 from lab.grade.rubric import FOLDER
 from tests.lab.grade.conftest import RUBRIC
 
+RUNS = {"runs": [{"ranks": 2}, {"ranks": 3}]}
 ENTRY = {"severity": "fault", "at": None, "title": "T", "cure": "C."}
 BOTH = {"part2": "right", "part3": "right"}
 ANSWERS = {  # by script: findings, other facts, and the marks for 6 points
@@ -39,7 +40,7 @@ def ran(monkeypatch):
         text = (task.cwd / "main.py").read_text()
         scripts.append(text)
         findings, other, _ = ANSWERS.get(text, ({}, {}, ""))
-        audit = {"status": 0, "headline": "why", "failure": None, "runs": [{"ranks": 2}], **other}
+        audit = {"status": 0, "headline": "why", "failure": None, **RUNS, **other}
         audit["findings"] = [ENTRY | {"name": one, "sure": sure} for one, sure in findings.items()]
         used = ["all_reduce"] if text == "no-ddp" else ["ddp"]
         facts = Facts(
