@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -137,8 +138,10 @@ def _task(
 ) -> Task:
     """Return what to run of a submission; its key stays the same as long as the outcome does."""
     part = rubric.parts[name]
+    program, *words = shlex.split(part.command)
+    program = shutil.which(program, path=_environment()["PATH"]) or program
     task = Task(
-        words=[script.name if one == "{script}" else one for one in shlex.split(part.command)],
+        words=[program, *(script.name if one == "{script}" else one for one in words)],
         ranks=sorted(set(part.ranks)),
         submission="",
         script=str(script.relative_to(copy)),
