@@ -1,7 +1,8 @@
 """The whole walk of ``lab grade``: unpack, run what is new, mark, write.
 
 What was seen of a part stays in the output folder, under a key of all that it follows from: the
-submission, the rubric's part and the audit. A second call takes it from there, and marks again.
+submission, the rubric's part and the audit. A second call takes it from there, and marks again;
+it runs what could not be run once more.
 """
 
 import argparse
@@ -171,7 +172,8 @@ def _run_all(tasks: Mapping[Place, Task], rubric: Rubric, jobs: int) -> dict[Pla
     for place, task in tasks.items():
         with contextlib.suppress(FileNotFoundError, UserError):  # not there, or cut off
             facts = _read_facts(task)
-            if facts.key == task.key:
+            ran = facts.whole or facts.audit["status"] < 2  # else data may have been missing
+            if ran and facts.key == task.key:
                 seen[place] = facts
     new = [place for place in tasks if place not in seen]
     if new:

@@ -38,7 +38,7 @@ _FIRST_USER = 61_000
 
 # How bubblewrap, and a shell, mount what {source} says at {at}, which exists.
 _BUBBLEWRAP = {
-    "folder": "--dir {at}",
+    "folder": "--perms 0777 --dir {at}",
     "read-only": "--ro-bind {source} {at}",
     "writable": "--bind {source} {at}",
     "memory": "--size {source} --perms 1777 --tmpfs {at}",
@@ -47,7 +47,7 @@ _BUBBLEWRAP = {
     "closed": "--remount-ro {at}",
 }
 _MOUNT = {
-    "folder": "mkdir -p {at}",
+    "folder": "mkdir -p -m 777 {at}",
     "read-only": "mount --bind {source} {at}\nmount -o remount,bind,ro,nosuid,nodev {at}",
     "writable": "mount --bind {source} {at}",
     "memory": "mount -t tmpfs -o mode=1777,nosuid,nodev,size={source} tmpfs {at}",
@@ -167,7 +167,7 @@ def _mounting(task: Task, root: Path, records: Path) -> tuple[list[str], list[st
         ("memory", task.disk_bytes, "/tmp"),
         *(("folder", "", at) for at in dict.fromkeys([*folders, task.submission, str(records)])),
         ("memory", task.disk_bytes, task.submission),
-        *(("folder", "", at) for at in readable),
+        *(("folder", "", at) for at in dict.fromkeys([*folders, *readable])),
         *(("read-only", source, at) for at, source in readable.items()),
         *(("writable", records, str(records)), ("closed", "", "")),
     ]

@@ -47,7 +47,7 @@ def ran(monkeypatch):
             key=task.key,
             audit=audit,
             used=used,
-            whole=True,
+            whole=False,
             seconds=1,
             doubts=other.get("doubts", []),
         )
@@ -76,16 +76,17 @@ def test_only_certain_faults_cost_points_and_what_nobody_can_tell_is_open(grade,
 
 def test_a_second_call_runs_what_changed_and_keeps_what_a_person_decided(grade, ran, tmp_path):
     ada, bob = {"part2": "half", "part3": "right"}, BOTH
-    grade({"ada": ada, "bob": bob}, "--no-sandbox")
-    assert len(ran) == 4
+    grade({"ada": ada, "bob": bob, "eva": {"part2": "unclear"}}, "--no-sandbox")
+    assert len(ran) == 5
     overrides = tmp_path / "out/overrides.csv"
     overrides.write_text(f"{overrides.read_text()}bob,part3,1.5,=late\n")
     (tmp_path / "out/submissions/ada/part3.json").write_text("{cut off")
     row = grade({"ada": ada, "bob": bob | {"part2": "new"}}, "--no-sandbox").rows["bob"]
-    assert sorted(ran[4:]) == ["new", "right", "right"]  # both of bob's parts: they share a folder
+    # Both of bob's parts, since they share a folder, and what could not be run.
+    assert sorted(ran[5:]) == ["new", "right", "right", "unclear"]
     assert (row["part3"], row["total"], row["overridden"]) == ("1.5", "7.5", "part3: =late")
     for line, wrong in (
-        ("eve,part3,1,x", "'eve'"),
+        ("max,part3,1,x", "'max'"),
         ("bob,part3,5,x", "'5'"),
         ("bob,part3,1,", "''"),
     ):

@@ -22,7 +22,8 @@ for what in (
         print("allowed", what())
     except (OSError, subprocess.SubprocessError) as error:
         print(type(error).__name__)
-open("main.py", "a").write("changed")
+open("main.py", "a").write(open("deep/data/images").read())
+open("deep/new", "w").close()
 subprocess.Popen(["sleep", "300"], env={{}}, start_new_session=True, stdout=-3, stderr=-3)
 """
 FILLS = """\
@@ -51,14 +52,16 @@ def stranger(tmp_path):
             script="main.py",
             facts="",
             key="",
-            mounts={},
+            mounts={"deep/data": f"{tmp_path}/mounted"},
             memory_bytes=150 * 2**20,
             disk_bytes=8 * 2**20,
             processes=40,
             limit_seconds=10,
             sandboxed=True,
         )
-        task.cwd.mkdir()
+        for folder in (task.cwd / "deep", tmp_path / "mounted"):
+            folder.mkdir(parents=True)
+        (tmp_path / "mounted/images").write_text("cifar")
         (task.cwd / "main.py").write_text("mine")
         ended = []
         try:
@@ -81,7 +84,7 @@ def test_a_stranger_changes_and_sees_nothing_outside(stranger, monkeypatch, tmp_
     monkeypatch.setattr(sandbox.shutil, "which", hidden)
     (tmp_path / "other").write_text("another submission")
     said, _ = stranger(LOOKS.format(own=sandbox.__file__, other=f"{tmp_path}/other"))
-    assert (said.count("Error"), "allowed" in said) == (5, False)
+    assert (said.count("Error"), "allowed" in said) == (5, False), said
 
 
 @pytest.mark.parametrize(
