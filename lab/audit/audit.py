@@ -3,7 +3,8 @@
 import argparse
 import contextlib
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from common.errors import UserError, count
@@ -11,13 +12,16 @@ from lab.audit.cli import CLOCK_STEPS, STEPS, check_flags
 from lab.audit.command import AuditCommand, parse_command
 from lab.audit.failures import explain_failure
 from lab.audit.findings import run_checks
-from lab.audit.isolation import record_folder, run_network
+from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.performance import measure
 from lab.audit.report import print_audit, write_json, write_page
 from lab.audit.result import AuditResult, ranks_text, verdict
 from lab.audit.runner import AuditRun, RunSettings, run_audit_size
 from lab.processes.prefixed_output import console, say
 from lab.units import parse_rate
+
+# Makes the namespaces of a run, from its number of ranks and its folder.
+Network = Callable[[int, Path], contextlib.AbstractContextManager[RunNetwork]]
 
 
 def main_audit(args: argparse.Namespace) -> int:
@@ -33,25 +37,38 @@ def main_audit(args: argparse.Namespace) -> int:
         limit_seconds=args.timeout,
         global_batch=args.global_batch,
     )
-    runs: list[AuditRun] = []
-    stopped = None
+    network = partial(run_network, cwd=settings.cwd, isolate=args.isolate, rate=args.rate)
     with record_folder(args.keep) as folder:
-        try:
-            with understood():
-                runs.extend(
-                    run_sizes(command, args, folder, settings)
-                )  # keeps those before an error
-        except UserError as error:
-            stopped = f"could not be run: {error}"
-        with understood():
-            result = examine(command, runs, stopped, asked=args.ranks, rate=args.rate)
+        result = audit_script(command, args.ranks, folder, settings, network, rate=args.rate)
     for path, write in ((args.json, write_json), (args.html, write_page)):
         if path:
             write(path, result)
-    if not any(one.recording.steps for one in runs) and not result.faults:
+    if not any(one.steps for one in result.recordings) and not result.faults:
         raise UserError(result.headline)  # there is nothing else to say
     print_audit(console, result)
     return result.status
+
+
+def audit_script(
+    command: AuditCommand,
+    sizes: Sequence[int],
+    folder: Path,
+    settings: RunSettings,
+    network: Network,
+    *,
+    rate: str | None = None,
+) -> AuditResult:
+    """Run the script at each size; return what is wrong and right, or why it could not be run."""
+    runs: list[AuditRun] = []
+    stopped = None
+    try:
+        with understood():
+            # keeps the runs before an error
+            runs.extend(run_sizes(command, sizes, folder, settings, network))
+    except UserError as error:
+        stopped = f"could not be run: {error}"
+    with understood():
+        return examine(command, runs, stopped, asked=sizes, rate=rate)
 
 
 @contextlib.contextmanager
@@ -74,17 +91,19 @@ def understood() -> Iterator[None]:
 
 
 def run_sizes(
-    command: AuditCommand, args: argparse.Namespace, folder: Path, settings: RunSettings
+    command: AuditCommand,
+    asked: Sequence[int],
+    folder: Path,
+    settings: RunSettings,
+    network: Network,
 ) -> Iterator[AuditRun]:
     """Run the script at each size, or at the one that it chooses itself."""
-    sizes: list[int | None] = list(args.ranks) if command.takes_size else [None]
+    sizes: list[int | None] = list(asked) if command.takes_size else [None]
     for number, size in enumerate(sizes, start=1):
         own = folder / f"{size or 'own'}-ranks"
         own.mkdir()
-        with run_network(
-            size or 1, own, settings.cwd, isolate=args.isolate, rate=args.rate
-        ) as network:
-            run = run_audit_size(command, size, own, settings, network=network)
+        with network(size or 1, own) as entered:
+            run = run_audit_size(command, size, own, settings, network=entered)
         run.failure = explain_failure(run)
         if console.is_terminal:  # in a file the answer is the first line
             ranks = count(run.recording.size or size or 1, "rank")

@@ -56,11 +56,13 @@ class RunNetwork:
     master : the address of rank 0.
     interface : for Gloo.
     prefixes : the words before a command that bring it into its namespaces: by rank, or for all.
+    records : the folder that the probe writes to; None: the run's own, where the output goes.
     """
 
     master: str = "127.0.0.1"
     interface: str = "lo"
     prefixes: Sequence[Sequence[str]] = ((),)
+    records: Path | None = None
 
 
 LOOPBACK = RunNetwork()
@@ -155,10 +157,10 @@ def run_network(
             f"mount --bind {shlex.quote(str(file))} {_HOSTS}",
             *(f"hostname {host}" for host in hosts[:1]),
         ]
-        with _held([*(tools.unshare_command() or ()), "--uts"], commands) as pid:
+        with held_namespaces([*(tools.unshare_command() or ()), "--uts"], commands) as pid:
             yield RunNetwork(addresses[0], first, [_enter(pid, cwd, "--uts", "--net")])
     elif unshare := tools.unshare_command(_OWN_PROCESSES, "--map-current-user"):
-        with _held(unshare, []) as pid:
+        with held_namespaces(unshare, []) as pid:
             yield RunNetwork(prefixes=[_enter(pid, cwd)])
     else:
         yield LOOPBACK
@@ -180,7 +182,7 @@ def sort_names(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 @contextlib.contextmanager
-def _held(unshare: Sequence[str], commands: Sequence[str]) -> Iterator[int]:
+def held_namespaces(unshare: Sequence[str], commands: Sequence[str]) -> Iterator[int]:
     """Keep namespaces that ``commands`` have set up; yield the id of their first process."""
     script = "\n".join(["set -e", *commands, "echo ready", "exec cat"])
     with subprocess.Popen(

@@ -103,7 +103,7 @@ def run_audit_size(
     Parameters
     ----------
     size : None if the command does not take it.
-    folder : an empty folder for the records and the output.
+    folder : an empty folder for the output, and for the records unless the network has one.
     network : default: loopback.
     start : how to start a process; returns what has a Popen's ``pid`` and ``poll``. Tests pass a
         function that forks.
@@ -111,12 +111,13 @@ def run_audit_size(
     Returns when every process has ended. Raises OSError if a process cannot be started, UserError
     for a torch that is too old, and for a script that prints without end or spoils the records.
     """
-    run, inherited = AuditRun(command, size, folder, settings), dict(os.environ)
+    records, inherited = network.records or folder, dict(os.environ)
+    run = AuditRun(command, size, folder, settings, records)
     port = free_port(address="127.0.0.1")
     try:
         for rank, words in enumerate(command.processes(size, master=network.master, port=port)):
             probe = {
-                "folder": str(folder),
+                "folder": str(records),
                 "script": str(command.user_folder(settings.cwd)),
                 "steps": settings.steps,
                 "rank": rank if command.one_process_a_rank else None,
@@ -154,7 +155,8 @@ class AuditRun:
     Attributes
     ----------
     size : the number of ranks asked for; None if the script chooses it.
-    folder : with the probe's records and the log of each process.
+    folder : with the log of each process.
+    records : the folder with the probe's records.
     started : the processes that were started.
     statuses : exit status of each; None if it had to be ended.
     failed : those that ended with an error before the script was cut, and when; the earliest first.
@@ -164,15 +166,20 @@ class AuditRun:
     """
 
     def __init__(
-        self, command: AuditCommand, size: int | None, folder: Path, settings: RunSettings
+        self,
+        command: AuditCommand,
+        size: int | None,
+        folder: Path,
+        settings: RunSettings,
+        records: Path | None = None,
     ) -> None:
         self.command, self.settings = command, settings
-        self.size, self.folder = size, folder
+        self.size, self.folder, self.records = size, folder, records or folder
         self.started: list[Any] = []
         self.statuses: tuple[int | None, ...] = ()
         self.failed: dict[int, float] = {}
         self.hung: str | None = None
-        self.reader, self.recording = RecordReader(folder), Recording(0, [])
+        self.reader, self.recording = RecordReader(self.records), Recording(0, [])
         self.failure: str | None = None
         self._began = self._active = self._recorded = self._looked = time.monotonic()
         self._work = self._longest_quiet = 0.0
@@ -208,7 +215,9 @@ class AuditRun:
         if self._with("cut"):
             self.failed.clear()
         if self.hung is not None:
-            (self.folder / "dump").touch()  # the probe of each rank records its stacks
+            with suppress(OSError):  # the probe of each rank records its stacks
+                dump = self.records / "dump"  # a link that the script has put there stays unused
+                os.close(os.open(dump, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW))
             time.sleep(_STACK_SECONDS)
 
     def _is_over(self, now: float) -> bool:

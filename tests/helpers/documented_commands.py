@@ -50,10 +50,12 @@ CHECKS = {
     "pytest": Elsewhere("part of make test, test-slow and test-engines"),
     "pip install": Elsewhere("needs a package index"),
     "^tensorboard": Elsewhere("runs until you stop it"),
-    r"submissions| train\.py": Elsewhere("tests/lab/audit does the same with its own cases"),
+    r"submissions| train\.py": Elsewhere("tests/lab/audit and tests/lab/grade do it with cases"),
     r" learn/(blind|10)|lab learn 10 --check|lab\.learn\.gallery": Elsewhere(
         "tests/lab/learn checks, breaks and draws the same"
     ),
+    "--print-rubric": quick(),
+    "autograder.zip": quick(prints="written: autograder.zip"),
     "kubectl|docker|helm": Elsewhere("needs Kubernetes; test_kubernetes.py checks the files"),
     "sbatch|scancel|squeue|sinfo|slurm|compare-2026": Elsewhere(
         "needs Slurm; tests/engines/test_slurm.py and test_slurm_compare.py make it"

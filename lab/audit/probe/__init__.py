@@ -79,7 +79,8 @@ stands   this process has waited for 3 s in a function that communicates, and do
          once for each wait, so a rank still waits if this is its last record but ``stack``
 stack    the main thread's at; written once the runner has made the file "dump" in the folder
 clock    only with clocks, see clocks.py
-cut      step
+cut      step, replaced (names of the functions that the probe has put into torch and other code
+         has replaced since)
 error    type, message, at, after_cut
 end      the process ends in good order: status (null unless by os._exit, by which forked ones
          end), after_cut

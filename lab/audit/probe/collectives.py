@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from .sampling import tensors_in
-from .state import Probe, named, patch, storage_of, wrapped
+from .state import Probe, named, patch, put, storage_of, wrapped
 
 # Of the names of the functions that communicate.
 _BEGINNINGS = (
@@ -60,7 +60,7 @@ class CallRecorder:
         for module in [one for name, one in sys.modules.items() if name.startswith(_PACKAGE)]:
             for name, function in list(vars(module).items()):
                 if type(function) is FunctionType and function in calls:
-                    setattr(module, name, calls[function])
+                    put(module, name, calls[function])
         patch(dist.Work, "wait", self.wait)
         if hasattr(dist, "DeviceMesh"):
             # What is built on it communicates through functions that are not seen here.

@@ -174,10 +174,35 @@ def wrapped(original: Function, wrapper: Callable[..., Any]) -> Function:
     return called  # type: ignore[return-value]  # it is called as the original
 
 
+_PLACED: dict[tuple[int, str], tuple[Any, Any]] = {}  # what stands in whose attribute
+
+
 def patch(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     """Replace ``owner.name`` by its ``wrapped``; do nothing if this version of torch lacks it."""
     if hasattr(owner, name):
-        setattr(owner, name, wrapped(getattr(owner, name), wrapper))
+        put(owner, name, wrapped(getattr(owner, name), wrapper))
+
+
+def put(owner: Any, name: str, function: Any) -> None:
+    """Replace ``owner.name``, and remember by what."""
+    setattr(owner, name, function)
+    _PLACED[id(owner), name] = owner, function
+
+
+def replaced() -> list[str]:
+    """Return the names of torch's that the probe has placed, and other code has replaced since.
+
+    torch itself wraps some, and says what in ``__wrapped__``.
+    """
+    found = set()
+    for (_, name), (owner, mine) in _PLACED.items():
+        now = vars(owner).get(name)
+        while now is not mine and hasattr(now, "__wrapped__"):
+            now = now.__wrapped__
+        module = getattr(owner, "__module__", None) or getattr(owner, "__name__", None)
+        if now is not mine and str(module).startswith("torch"):
+            found.add(name)
+    return sorted(found)
 
 
 def named(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import torch
 from torch.optim import Optimizer
 
 from .data import WatchedEpoch
-from .state import Probe, patch
+from .state import Probe, patch, replaced
 
 BATCHES_AFTER_CUT, STEPS_AFTER_CUT = 2, 4
 STEPS_AFTER_REPORT = 3  # so that a script that ends its loop by itself and reports is not cut
@@ -92,7 +92,7 @@ class Stopping:
         """Begin to end the script, unless this has been done."""
         if not self.probe.cutting:
             self.probe.cutting, self.cut_step = True, self.probe.step
-            self.probe.record("cut", step=self.probe.step)
+            self.probe.record("cut", step=self.probe.step, replaced=replaced())
             self.last_step = time.monotonic()
             threading.Thread(target=self.end_late, name="lab audit", daemon=True).start()
 

@@ -1,0 +1,67 @@
+"""The autograder for Gradescope: a zip with setup.sh and run_autograder in its top folder.
+
+Gradescope ("Autograder Specifications") runs setup.sh once, while it builds the container, with the
+zip unpacked in /autograder/source; for a submission it runs /autograder/run_autograder, which finds
+it in /autograder/submission and writes /autograder/results/results.json.
+"""
+
+import io
+import shlex
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from common.errors import UserError
+from common.utils.atomic_files import write_atomically
+from common.utils.paths import REPOSITORY
+
+_FOLDERS = ("common", "lab", "recipes")
+_FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+_SETUP = """\
+#!/usr/bin/env bash
+set -euo pipefail
+apt-get update
+apt-get install -y python3 python3-venv
+python3 -m venv /autograder/environment
+/autograder/environment/bin/pip install \\
+    --extra-index-url https://download.pytorch.org/whl/cpu /autograder/source
+# The folders that the rubric mounts; add commands that fill them. CIFAR-10 belongs into data.
+cd /autograder/source
+mkdir -p data {folders}
+/autograder/environment/bin/python -c \\
+    "from torchvision.datasets import CIFAR10; CIFAR10('data', download=True)"
+"""
+_RUN = """\
+#!/usr/bin/env bash
+# The container is the sandbox. AUTOGRADER: the folder of Gradescope, for a trial elsewhere.
+set -euo pipefail
+autograder=${AUTOGRADER:-/autograder}
+lab=${LAB:-$autograder/environment/bin/lab}
+rm -rf "$autograder/grades"
+cd "$autograder/source"
+"$lab" grade "$autograder/submission" --rubric rubric.toml --no-sandbox --out "$autograder/grades"
+cp "$autograder/grades/submissions/submission/results.json" "$autograder/results/"
+"""
+
+
+def write_autograder(path: Path, rubric: str, mounts: Iterable[str]) -> None:
+    """Write the zip.
+
+    rubric : its text. mounts : the folders that it needs.
+
+    Raises UserError without a checkout of the project, or if the file cannot be written.
+    """
+    if not (REPOSITORY / "pyproject.toml").is_file():
+        raise UserError("--zip needs a checkout of the project: git clone it, and call lab there")
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        setup = _SETUP.format(folders=shlex.join(mounts))
+        for name, text in (("setup.sh", setup), ("run_autograder", _RUN), ("rubric.toml", rubric)):
+            entry = zipfile.ZipInfo(name)
+            entry.external_attr = 0o755 << 16
+            archive.writestr(entry, text)
+        folders = [one for name in _FOLDERS for one in sorted((REPOSITORY / name).rglob("*"))]
+        for file in [*folders, *(REPOSITORY / name for name in _FILES)]:
+            if file.is_file() and "__pycache__" not in file.parts:
+                archive.write(file, file.relative_to(REPOSITORY))
+    write_atomically(path, content.getvalue())

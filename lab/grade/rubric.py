@@ -1,0 +1,135 @@
+"""The rubric: the parts of an assignment, how each is run, and what a finding costs.
+
+A rubric is a TOML file; ``lab grade --print-rubric cs744`` prints one to start from. Everything in
+it is checked before a submission runs.
+"""
+
+import shlex
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from common.errors import UserError, file_errors, first_of
+from common.utils.atomic_files import read_regular
+from common.utils.system import usable_cores
+from common.utils.typed_json import Name, Seconds, Share, Text, convert
+from lab.audit.findings.finding import FAULT, catalogue
+from lab.cluster.program import check_placeholders
+
+FOLDER = Path(__file__).with_name("rubrics")
+OTHERS = "others"
+"""The entry of ``deductions`` for the faults that it does not name."""
+WAYS = {"ddp": "DistributedDataParallel"}
+"""What ``uses`` may name besides collectives."""
+_RANKS_PER_CORE = 4
+
+Positive = Annotated[float, Meta(gt=0, le=1e6)]
+Ranks = Annotated[int, Meta(ge=1, le=64)]
+
+
+class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A part of the assignment.
+
+    Parameters
+    ----------
+    files : patterns of its script below the submission's folder; the first that fits counts.
+    command : starts a rank in the script's folder; {script} is replaced by the script's name, the
+        others as in ``lab audit``.
+    ranks : the numbers of ranks to run it on; [1] for a part that exchanges nothing.
+    uses : collectives, or "ddp", that this part has to call; without them a person has to look.
+    deductions : the share of the points that a fault costs, by its name in the audit.
+    accepts : faults that this course asks for, and why.
+    """
+
+    title: Text
+    files: Annotated[list[Text], Meta(min_length=1)]
+    command: Text
+    points: Positive
+    ranks: Annotated[list[Ranks], Meta(min_length=1)] = msgspec.field(
+        default_factory=lambda: [2, 3]
+    )
+    uses: list[Text] = []
+    deductions: dict[str, Share] = {}
+    accepts: dict[str, Text] = {}
+
+
+class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """An assignment.
+
+    Parameters
+    ----------
+    expected_seconds : that a part takes on two cores, to say at the start how long it all takes.
+    limit_seconds : for one run of a part, on one number of ranks.
+    memory_gb, disk_gb, processes : limits of one part.
+    deductions : as those of a part, which come first; "others" for the faults that are not named.
+    mounts : folders that the scripts read: where each appears, relative to the script's folder if
+        it is not absolute, and where it lies on this machine.
+    """
+
+    title: Text
+    parts: Annotated[dict[Name, Part], Meta(min_length=1)]
+    expected_seconds: Seconds = 60.0
+    limit_seconds: Positive = 300.0
+    memory_gb: Positive = 8.0
+    disk_gb: Positive = 2.0
+    processes: Annotated[int, Meta(ge=16, le=100_000)] = 600
+    deductions: dict[str, Share] = {}
+    mounts: dict[str, Text] = {}
+
+    def deduction(self, part: Part, fault: str) -> float:
+        """Return the points that a fault costs."""
+        shares = {OTHERS: 1.0} | self.deductions | part.deductions
+        return part.points * shares.get(fault, shares[OTHERS])
+
+    def mounted(self) -> dict[str, Path]:
+        """Return the folders of this machine by where they appear."""
+        return {at: Path(source).expanduser().absolute() for at, source in self.mounts.items()}
+
+
+def rubric_text(name: str) -> str:
+    """Return the TOML of a shipped rubric, or of a file. Raises UserError if there is none."""
+    shipped = FOLDER / f"{name}.toml"
+    path = shipped if shipped.is_file() else Path(name)
+    names = sorted(one.stem for one in FOLDER.glob("*.toml"))
+    advice = f": give a TOML file, or one of {', '.join(names)}"
+    with file_errors(f"the rubric {name} cannot be read", advice):
+        return read_regular(path, most_bytes=2**20).decode()
+
+
+def load_rubric(name: str) -> Rubric:
+    """Return a rubric that can be used. Raises UserError for anything wrong in it."""
+    text, where = rubric_text(name), f"the rubric {name}"
+    with file_errors(f"{where} is not TOML"):
+        rubric = convert(tomllib.loads(text), Rubric, name=where)
+    for one, part in rubric.parts.items():
+        for shares in (rubric.deductions, part.deductions):
+            _check_faults(shares, where=f"{where}: deductions of {one}", more={OTHERS})
+        _check_faults(part.accepts, where=f"{where}: accepts of {one}")
+        _check_command(part, where=f"{where}: command of {one}")
+    return rubric
+
+
+def _check_faults(
+    names: Mapping[str, object], *, where: str, more: frozenset | set = frozenset()
+) -> None:
+    faults = {name for name, entry in catalogue().items() if entry.severity == FAULT} | more
+    if wrong := sorted(names.keys() - faults):
+        notices = [name for name in wrong if name in catalogue()]
+        why = "a notice never costs points" if notices else "the audit has no such fault"
+        raise UserError(f"{where}: {first_of(notices or wrong)}: {why}; docs/grading.md has a list")
+
+
+def _check_command(part: Part, *, where: str) -> None:
+    with file_errors(f"{where} is not a shell's command"):
+        words = shlex.split(part.command)
+    if "{script}" not in words:
+        raise UserError(f"{where} lacks {{script}}: for example python {{script}} --rank {{rank}}")
+    check_placeholders([word for word in words if word != "{script}"])
+    if part.ranks != [1] and "{rank}" not in part.command and "torchrun" not in part.command:
+        raise UserError(f"{where} lacks {{rank}}: without it the ranks cannot be told apart")
+    if max(part.ranks) > (most := _RANKS_PER_CORE * usable_cores()):
+        raise UserError(f"{where}: this machine has {usable_cores()} cores: at most {most} ranks")

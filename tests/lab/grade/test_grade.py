@@ -1,0 +1,183 @@
+"""What ``lab grade`` takes and writes, with an audit that is replaced by its answers."""
+
+import re
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from common.utils.atomic_files import write_atomically
+from common.utils.typed_json import encode
+from lab.audit.findings.finding import FAULT, catalogue
+from lab.grade import grade as grading
+from lab.grade.marks import lesson_of
+from lab.grade.part import Facts
+from lab.grade.rubric import FOLDER
+from tests.lab.grade.conftest import RUBRIC
+
+RUNS = {"runs": [{"ranks": 2}, {"ranks": 3}]}
+ENTRY = {"severity": "fault", "at": None, "title": "T", "cure": "C."}
+BOTH = {"part2": "right", "part3": "right"}
+ANSWERS = {  # by script: findings, other facts, and the marks for 6 points
+    "fault": ({"sum-not-mean": "certain"}, {"status": 1}, "0"),
+    "half": ({"literal-divisor": "certain"}, {"status": 1}, "3"),
+    "likely": ({"same-samples": "likely"}, {"status": 1}, ""),
+    "accepted": ({"clipped-before-averaging": "certain"}, {"status": 1}, "6"),
+    "unclear": ({"different-start": "certain"}, {"status": 2}, ""),
+    "no-runs": ({}, {"runs": []}, ""),
+    "doubted": ({"sum-not-mean": "certain"}, {"status": 1, "doubts": ["forged"]}, ""),
+    "right": ({}, {}, "6"),
+}
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Answer in place of the audit; return the scripts that it got."""
+    scripts = []
+
+    def run(task, slots):
+        text = (task.cwd / "main.py").read_text()
+        scripts.append(text)
+        findings, other, _ = ANSWERS.get(text, ({}, {}, ""))
+        audit = {"status": 0, "headline": "why", "failure": None, **RUNS, **other}
+        audit["findings"] = [ENTRY | {"name": one, "sure": sure} for one, sure in findings.items()]
+        used = ["all_reduce"] if text == "no-ddp" else ["ddp"]
+        facts = Facts(
+            key=task.key,
+            audit=audit,
+            used=used,
+            whole=False,
+            seconds=1,
+            doubts=other.get("doubts", []),
+        )
+        write_atomically(Path(task.facts), encode(facts))
+        return facts
+
+    monkeypatch.setattr(grading, "_run", run)
+    return scripts
+
+
+def test_only_certain_faults_cost_points_and_what_nobody_can_tell_is_open(grade, ran, tmp_path):
+    submissions = {name: {"part2": name, "part3": "right"} for name in ANSWERS}
+    seen = grade(submissions | {"no-ddp": {"part2": "right", "part3": "no-ddp"}}, "--no-sandbox")
+    for name, (findings, _, marks) in ANSWERS.items():
+        row = seen.rows[name]
+        assert (row["part2"], row["part3"], bool(row["by hand"])) == (marks, "4", not marks), name
+        counted = name not in ("accepted", "unclear")
+        assert row["faults"] == "".join(f"part2:{one}" for one in findings if counted)
+    assert "never calls DistributedDataParallel" in seen.rows["no-ddp"]["by hand"]
+    assert (seen.results["half"]["score"], seen.results["half"]["tests"][0]["score"]) == (7, 3)
+    assert "score" not in seen.results["likely"]["tests"][0]
+    page = (tmp_path / "out/class.html").read_text()
+    assert re.findall(r"<h3>(\d+ times?): ", page) == ["2 times", "1 time", "1 time"]
+    assert "without a sandbox" in page
+
+
+def test_a_second_call_runs_what_changed_and_keeps_what_a_person_decided(grade, ran, tmp_path):
+    ada, bob = {"part2": "half", "part3": "right"}, BOTH
+    grade({"ada": ada, "bob": bob, "eva": {"part2": "unclear"}}, "--no-sandbox")
+    assert len(ran) == 5
+    overrides = tmp_path / "out/overrides.csv"
+    overrides.write_text(f"{overrides.read_text()}bob,part3,1.5,=late\n")
+    (tmp_path / "out/submissions/ada/part3.json").write_text("{cut off")
+    row = grade({"ada": ada, "bob": bob | {"part2": "new"}}, "--no-sandbox").rows["bob"]
+    # Both of bob's parts, since they share a folder, and what could not be run.
+    assert sorted(ran[5:]) == ["new", "right", "right", "unclear"]
+    assert (row["part3"], row["total"], row["overridden"]) == ("1.5", "7.5", "part3: =late")
+    for line, wrong in (
+        ("max,part3,1,x", "'max'"),
+        ("bob,part3,5,x", "'5'"),
+        ("bob,part3,1,", "''"),
+    ):
+        overrides.write_text(f"submission,part,marks,reason\n{line}\n")
+        assert wrong in grade({}, "--no-sandbox").error
+
+
+def pack(path, *names, link=None):
+    """Write an archive of these names; the last is a link if ``link`` says where it leads."""
+    with (
+        zipfile.ZipFile(path, "w") if path.suffix == ".zip" else tarfile.open(path, "w") as archive
+    ):
+        for name in names:
+            if path.suffix == ".tar":
+                entry = tarfile.TarInfo(name)
+                entry.type, entry.linkname = (
+                    tarfile.SYMTYPE if link else tarfile.REGTYPE,
+                    link or "",
+                )
+                archive.addfile(entry)
+            else:
+                entry = zipfile.ZipInfo(name)
+                entry.external_attr = (0o120777 if link else 0o100644) << 16
+                archive.writestr(entry, link or "right")
+
+
+def test_what_is_wrong_with_an_archive_is_one_line_and_the_others_go_on(grade, ran, tmp_path):
+    good = ["me/part2/main.py", "me/part3/main.py"]
+    folder = tmp_path / "class"
+    folder.mkdir()
+    pack(folder / "good.zip", *good)
+    pack(folder / "above.zip", *good, "../../evil.py")
+    pack(folder / "empty.zip")
+    pack(folder / "text.zip", "README.txt")
+    pack(folder / "link.zip", "part2/main.py", link="/etc/passwd")
+    pack(folder / "up.tar", "../evil.py")
+    pack(folder / "leads.tar", "part2/main.py", link="/etc/passwd")
+    (folder / "broken.zip").write_bytes(b"PK\x03\x04" + b"x" * 100)
+    pack(folder / "twice.zip", *good)
+    (folder / "outside").mkdir()
+    (folder / "outside/part2").symlink_to("/etc")
+    (tmp_path / "map.csv").write_text("submission,part,path\nother,part2,deep/main.py\n")
+    flags = ["--no-sandbox", "--map", "map.csv"]
+    seen = grade({"other": {"deep": "right"}, "twice": BOTH}, *flags)
+    assert (seen.status, len(ran)) == (0, 3)
+    assert (seen.rows["good"]["total"], seen.rows["other"]["part2"]) == ("10", "6")
+    assert "no file fits **/part3/main.py; here are deep/main.py" in seen.rows["other"]["by hand"]
+    for name, why in {
+        "above": "lies outside",
+        "empty": "is empty",
+        "text": "no Python file",
+        "link": "links in a zip",
+        "up": "lies outside",
+        "leads": "absolute path",
+        "broken": "cannot be unpacked",
+        "outside": "leads elsewhere",
+        "twice": "2 submissions have this name",
+    }.items():
+        assert why in seen.rows[name]["by hand"]
+        assert len(re.findall(f"^{name}: ", seen.said, re.MULTILINE)) == 1
+    assert not (tmp_path / "evil.py").exists()
+
+
+WRONG = {
+    "points = 6": ("points = -1", "points"),
+    "[parts.part2]": ("[parts.part2]\nsurprise = 1", "surprise"),
+    "literal-divisor = 0.5": ("padding-sampler = 0.5", "a notice never costs points"),
+    "accepts.clipped-before-averaging": ("accepts.sum", "no such fault"),
+    "python {script}": ("python main.py", "lacks {script}"),
+    "--rank {rank}": ("", "lacks {rank}"),
+    "ranks = [2]": ("ranks = [2, 63]", "at most"),
+    "title = ": ("title ", "not TOML"),
+    "disk_gb = 0.5": ('mounts.data = "missing"', "no such folder"),
+}
+
+
+@pytest.mark.parametrize("text", WRONG, ids=lambda text: text.split()[0].strip("[]"))
+def test_a_wrong_rubric_is_one_line_before_anything_runs(grade, ran, text):
+    seen = grade({"ada": BOTH}, "--no-sandbox", rubric=RUBRIC.replace(text, WRONG[text][0]))
+    assert (seen.status, ran, seen.error.count("\n")) == (2, [], 1)
+    assert WRONG[text][1] in seen.error
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
+def test_the_shipped_rubrics_can_be_used(grade, path):
+    rubric = re.sub(r"\[mounts\][^[]*", "", path.read_text())
+    assert grade({"ada": {"part2a": "x"}}, "--no-sandbox", rubric=rubric).status == 0
+
+
+def test_every_fault_has_its_lesson():
+    pages = {lesson_of(name) for name, one in catalogue().items() if one.severity == FAULT}
+    assert (
+        sorted(re.findall(r"docs/learn/(\d\d)_\w+\.md", str(pages))) == "02 03 06 08 09 10".split()
+    )

@@ -1,0 +1,101 @@
+"""Strangers in the sandbox, and what they cannot do. Each has hard limits of its own."""
+
+import subprocess
+import sys
+
+import pytest
+
+from lab.grade import sandbox
+from tests.helpers.processes import running_in
+from tests.helpers.waiting import wait_until
+
+LOOKS = """\
+import os, socket, subprocess
+for what in (
+    lambda: open("/usr/new", "w"),
+    lambda: open({own!r}, "w"),
+    lambda: open({other!r}),
+    lambda: socket.create_connection(("1.1.1.1", 80), 1),
+    lambda: subprocess.run(["unshare", "-U", "true"], check=True, stderr=-3),
+):
+    try:
+        print("allowed", what())
+    except (OSError, subprocess.SubprocessError) as error:
+        print(type(error).__name__)
+open("main.py", "a").write(open("deep/data/images").read())
+open("deep/new", "w").close()
+subprocess.Popen(["sleep", "300"], env={{}}, start_new_session=True, stdout=-3, stderr=-3)
+"""
+FILLS = """\
+for folder in (".", "/tmp", "/dev/shm"):
+    try:
+        with open(folder + "/big", "wb") as file:
+            while True:
+                file.write(b"x" * 1_000_000)
+    except OSError as error:
+        print(folder, error.strerror)
+"""
+FORKS = "import os, time\nfor _ in range(500):\n    if not os.fork():\n        time.sleep(2)\n"
+HOGS = "import os, time\nos.fork()\nkept = bytearray(100_000_000)\ntime.sleep(9)\n"
+WRITES = "while True:\n    open({records!r} + '/1.jsonl', 'ab').write(b'x' * 1_000_000)\n"
+
+
+@pytest.fixture
+def stranger(tmp_path):
+    """Run a script in a sandbox with small limits; return its output, and what ended it."""
+
+    def run(script):
+        task = sandbox.Task(
+            words=[sys.executable],
+            ranks=[2],
+            submission=f"{tmp_path}/submission",
+            script="main.py",
+            facts="",
+            key="",
+            mounts={"deep/data": f"{tmp_path}/mounted"},
+            memory_bytes=150 * 2**20,
+            disk_bytes=8 * 2**20,
+            processes=40,
+            limit_seconds=10,
+            sandboxed=True,
+        )
+        for folder in (task.cwd / "deep", tmp_path / "mounted"):
+            folder.mkdir(parents=True)
+        (tmp_path / "mounted/images").write_text("cifar")
+        (task.cwd / "main.py").write_text("mine")
+        ended = []
+        try:
+            with sandbox.sandbox(task, tmp_path, ended) as network:
+                words = [*network.prefixes[0], sys.executable, "-c", script]
+                done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        except sandbox.UserError as error:
+            pytest.skip(str(error))
+        assert (task.cwd / "main.py").read_text() == "mine"
+        wait_until(lambda: running_in(tmp_path) == [], "the end of all", timeout_seconds=10)
+        return done.stdout + done.stderr, " ".join(ended)
+
+    return run
+
+
+@pytest.mark.parametrize("missing", ["", "bwrap"])
+def test_a_stranger_changes_and_sees_nothing_outside(stranger, monkeypatch, tmp_path, missing):
+    which = sandbox.shutil.which
+    hidden = lambda name, **more: None if name == missing else which(name, **more)  # noqa: E731
+    monkeypatch.setattr(sandbox.shutil, "which", hidden)
+    (tmp_path / "other").write_text("another submission")
+    said, _ = stranger(LOOKS.format(own=sandbox.__file__, other=f"{tmp_path}/other"))
+    assert (said.count("Error"), "allowed" in said) == (5, False), said
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (FILLS, "/dev/shm No space left on device"),
+        (FORKS, "BlockingIOError"),
+        (HOGS, "used more than 0.146 GB of memory"),
+        (WRITES, "wrote more than 0.00781 GB of records"),
+    ],
+    ids=["fills", "forks", "hogs", "writes"],
+)
+def test_what_breaks_a_limit_is_ended_and_named(stranger, tmp_path, script, why):
+    assert why in " ".join(stranger(script.replace("{records!r}", repr(f"{tmp_path}/records"))))
