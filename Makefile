@@ -3,9 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NEEDS_3_11 = 0 if sys.version_info >= (3, 11) else "Python 3.11 or later is needed, and " + sys.executable + " is %d.%d: install one, remove $(VENV), then e.g. make PYTHON=python3.12 $(MAKECMDGOALS)" % sys.version_info[:2]
 # Run two test files at a time, each in its own process. The ten slowest tests and the total come
 # last.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
+
+# Keep compiled modules: tests start hundreds of interpreters, and pytest rewrites every assert.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-engines test-long expectations lint clean
@@ -16,8 +20,9 @@ help: ## list the targets
 setup: $(READY) ## create .venv and install the project there
 
 $(READY): pyproject.toml setup.py
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "Python 3.11 or later is needed, and $(PYTHON) is %d.%d: install one, then e.g. make PYTHON=python3.12 $(MAKECMDGOALS)" % v[:2])'
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit($(NEEDS_3_11))'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import sys; sys.exit($(NEEDS_3_11))'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $(READY)
 
@@ -31,7 +36,7 @@ test-slow: $(READY) ## run the slow tests, and check that every planted mistake 
 	$(PYTEST) -m "(slow or mutation) and not engines and not long"
 
 test-engines: $(READY) ## run the tests of ssh, Slurm and Kubernetes
-	$(PYTEST) -m "engines and not long"
+	$(PYTEST) -m "not long" tests/engines
 
 test-long: $(READY) ## run the tests that take many minutes (not in CI)
 	$(BIN)/python -m pytest -m long -o faulthandler_timeout=0 --durations=10

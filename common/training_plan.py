@@ -1,7 +1,8 @@
 """What a run trains: its plan (batches, shards, steps, schedule), and the frozen ``Setup``.
 
-``make_plan`` makes the plan and this rank's loader, for any number of ranks;
-``refuse_other_training`` compares the plan with that of a checkpoint.
+``make_plan`` makes the plan and this rank's loader, for any number of ranks, ``prepare_model`` the
+model with its optimiser and schedule; ``refuse_other_training`` compares the plan with that of a
+checkpoint.
 """
 
 from collections.abc import Mapping
@@ -9,6 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from common.config.schema import Config
 from common.data.dataset import Dataset
@@ -19,7 +23,9 @@ from common.distributed.process_group import World
 from common.emulation.compute_profile import Profile
 from common.errors import UserError
 from common.sync import is_exact
+from common.training import prepare_model_for_training
 from common.training_engine.amp import choose_amp
+from common.training_engine.lr_schedules import build_schedule
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,35 @@ def make_plan(
         dataset, sampler, flip=config.flip, cutout=config.cutout, device=world.device
     )
     return loader, plan
+
+
+def prepare_model(
+    setup: Setup, model: nn.Module
+) -> tuple[nn.Module, nn.Module, Optimizer, LRScheduler]:
+    """Return (model, criterion, optimizer, scheduler); load the checkpoint if there is one."""
+    config, plan = setup.config, setup.plan
+    model, criterion, optimizer = prepare_model_for_training(
+        model,
+        setup.world.device,
+        setup.learning_rate,
+        config.momentum,
+        config.weight_decay,
+        setup.resumed_from is not None,
+        setup.resumed_from or "",
+        opt=config.opt,
+        nesterov=config.nesterov,
+        label_smoothing=config.label_smoothing,
+        checkpoint=setup.entries,
+    )
+    scheduler = build_schedule(
+        optimizer,
+        plan.schedule,
+        total_steps=plan.total_steps,
+        warmup_steps=plan.warmup_steps,
+        milestones=config.milestone_shares,
+        step_factor=config.step_factor,
+    )
+    return model, criterion, optimizer, scheduler
 
 
 def refuse_other_training(path: str, entries: Mapping[str, Any], plan: TrainingPlan) -> None:

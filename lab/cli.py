@@ -20,6 +20,7 @@ from lab.compare.cli import add_compare, add_report, add_run_cell
 from lab.doctor.cli import add_flags as add_doctor
 from lab.explain.cli import add_flags as add_explain
 from lab.grade.cli import add_flags as add_grade
+from lab.learn.cli import add_flags as add_learn
 from lab.predict.cli import add_flags as add_predict
 from lab.ssh.cli import add_collect, add_launch
 
@@ -57,15 +58,16 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands and their flags."""
     parser = FlagParser(
         prog="lab",
-        description="Audit training scripts, compare training strategies, report on runs, measure "
-        "this machine, predict step times, emulate clusters, and find out why a run failed. lab "
-        "COMMAND --help shows the flags of a command.",
+        description="Learn data-parallel training, audit training scripts, compare training "
+        "strategies, report on runs, measure this machine, predict step times, emulate clusters, "
+        "and find out why a run failed. lab COMMAND --help shows the flags of a command.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(
         required=True, title="commands", metavar="COMMAND", parser_class=FlagParser
     )
     for add in (
+        add_learn,
         add_audit,
         add_grade,
         add_compare,

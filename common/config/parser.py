@@ -61,6 +61,31 @@ _NO_WORKERS = (
     "there is no flag --num-workers, as no worker loads images: all are in memory as bytes, and "
     "each batch is augmented as one tensor. Leave it out"
 )
+# Flags of other training scripts, and what stands for them here.
+_ELSEWHERE = {
+    "-a": "--model, or a recipe",
+    "--arch": "--model, or a recipe",
+    "--wd": "--weight-decay",
+    "--fp16": "--amp --amp-dtype fp16",
+    "--gpu": "--gpu-ids",
+    "--gpus": "--distributed --world-size N, and --gpu-ids to choose them",
+    "--nproc": "--distributed --world-size N",
+    "--multiprocessing-distributed": "--distributed --world-size N",
+    "--nodes": "--num-nodes",
+    "--dist-backend": "--backend",
+    "--batch-size-per-gpu": "-b",
+    "--data": "--data-dir",
+    "--optimizer": "--opt",
+    "--scheduler": "--schedule",
+    "--clip-grad-norm": "--clip-norm",
+    "--sync-bn": "--sync-batchnorm",
+    "--print-freq": "--log-every",
+    "--start-epoch": "--resume, which continues where the checkpoint ends",
+    "--evaluate": "nothing: every run ends with an evaluation; --resume loads a checkpoint",
+    "--pin-memory": "nothing: all images are in memory",
+    "--project": "--experiment, or WANDB_PROJECT",
+    "--entity": "WANDB_ENTITY",
+}
 _ONE_PROCESS = (
     "{part} has no {flag}: it trains on one process. PartTwo and PartThree train on several"
 )
@@ -173,7 +198,11 @@ def build_parser(
         formatter_class=_PartFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    parser.notes = dict.fromkeys(("--num-workers", "--workers", "-j"), _NO_WORKERS) | {
+    parser.notes = dict.fromkeys(("--num-workers", "--workers", "-j"), _NO_WORKERS)
+    parser.notes |= {
+        name: f"there is no flag {name}: here it is {ours}" for name, ours in _ELSEWHERE.items()
+    }
+    parser.notes |= {
         f"--sync {name}": f"--sync: {part} has no {name!r}. Use {owner}"
         + ("" if name == "none" else f" --sync {name}")
         for name, owner in _PART_OF_SYNC.items()
@@ -267,4 +296,6 @@ def parse_arguments(
             raise UserError(f"recipe {path}: {error}") from error
     replaced = {_IN_PLACE_OF.get(name) for name in given}
     kept = {name: value for name, value in values.items() if name not in replaced}
+    if given.get("measure_only"):  # nothing is evaluated, whatever the recipe does
+        kept |= {"validate": False, "target_accuracy": None}
     return Config(part=part, **kept | given)

@@ -19,6 +19,8 @@ FLIPS = ("random", "alternating", "none")
 def load_dataset(name: str, data_dir: Path, *, mirror: str | None = None) -> Any:
     """Return the ``Dataset`` of that name; download CIFAR to ``data_dir`` if it is missing.
 
+    mirror : a URL to download from instead of CIFAR's own; "": do not download.
+
     Raises UserError if it is unknown, damaged or empty, or missing and cannot be downloaded.
     """
     return registry.load(DATASETS, name, kind="dataset")(Path(data_dir), mirror)

@@ -31,6 +31,8 @@ def _load(
     kind: type[CIFAR10], name: str, mean: tuple, std: tuple, data_dir: Path, mirror: str | None
 ) -> Dataset:
     if problems := file_problems(kind, data_dir):
+        if mirror == "":
+            raise UserError(f"{name} is not in {data_dir} ({problems})")
         url = kind.url
         if mirror is not None:  # the folder, or the archive itself
             url = f"{mirror.removesuffix(kind.filename).rstrip('/')}/{kind.filename}"

@@ -17,7 +17,6 @@ from common.experiment.setup import (
     choose_threads_and_algorithms,
     load_compute_profile,
     load_run_dataset,
-    prepare_model,
     warnings_on_rank0,
     write_settings,
 )
@@ -27,7 +26,7 @@ from common.reporting.rank_stats import gather_measurements
 from common.reporting.summary import report, report_end_of_rank
 from common.training import EpochLog
 from common.training_engine.evaluation_loop import unwrap
-from common.training_plan import Setup, make_plan, refuse_other_training
+from common.training_plan import Setup, make_plan, prepare_model, refuse_other_training
 from common.utils.hashing import digest
 from common.utils.source_hash import code_facts
 from common.utils.system import tune_malloc

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from common.config.schema import Config
 from common.data import load_dataset
@@ -28,14 +26,13 @@ from common.reporting.console import say
 from common.reporting.run_folder import RunFolder
 from common.reporting.run_logger import RunLogger
 from common.sync import build_message_plan_from, strategy_class
-from common.training import prepare_model_for_training
 from common.training_engine import TrainingEngine, Validator
 from common.training_engine.amp import precision_name
 from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
-from common.training_engine.lr_schedules import build_schedule
 from common.training_plan import Setup
 from common.utils.environment import environment
 from common.utils.hashing import digest
+from common.utils.source_hash import step_digest
 from common.utils.system import usable_cores
 
 
@@ -126,7 +123,7 @@ def write_settings(setup: Setup, folder: RunFolder) -> None:
             **asdict(setup.plan),
         }
         folder.write_json("config.json", settings)
-        folder.write_json("environment.json", environment())
+        folder.write_json("environment.json", environment() | {"step_code": step_digest()})
         if setup.profile is not None:
             folder.write_json("profile.json", setup.profile.as_json())
 
@@ -148,35 +145,6 @@ def build_network(setup: Setup) -> nn.Module:
 
     run_on_all_ranks(setup.world, load, patient=True)
     return model
-
-
-def prepare_model(
-    setup: Setup, model: nn.Module
-) -> tuple[nn.Module, nn.Module, Optimizer, LRScheduler]:
-    """Return (model, criterion, optimizer, scheduler); load the checkpoint if there is one."""
-    config, plan = setup.config, setup.plan
-    model, criterion, optimizer = prepare_model_for_training(
-        model,
-        setup.world.device,
-        setup.learning_rate,
-        config.momentum,
-        config.weight_decay,
-        setup.resumed_from is not None,
-        setup.resumed_from or "",
-        opt=config.opt,
-        nesterov=config.nesterov,
-        label_smoothing=config.label_smoothing,
-        checkpoint=setup.entries,
-    )
-    scheduler = build_schedule(
-        optimizer,
-        plan.schedule,
-        total_steps=plan.total_steps,
-        warmup_steps=plan.warmup_steps,
-        milestones=config.milestone_shares,
-        step_factor=config.step_factor,
-    )
-    return model, criterion, optimizer, scheduler
 
 
 def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:

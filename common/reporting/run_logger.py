@@ -9,6 +9,7 @@ from common.reporting.console import Progress, say
 from common.reporting.run_folder import RunFolder
 from common.reporting.trackers import Trackers
 from common.training_engine import Callback, EpochEnd, EpochReport, StepRecord, TrainingEngine
+from common.utils.environment import load_per_core
 
 _STEPS_UNTIL_FINAL = 4  # DDP rebuilds its buckets, PowerSGD compresses from its third step on
 
@@ -19,7 +20,7 @@ class RunLogger(Callback):
     ``history`` holds the steps of this process, on rank 0 after those of earlier parts of the run.
     ``own_steps`` holds those of this process alone. ``total_seconds`` includes evaluations and
     checkpoints. ``memory`` : of this rank's tensors between two of its first steps; None if compute
-    is emulated.
+    is emulated. ``load_per_core`` : of rank 0's machine in the training's last minute.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class RunLogger(Callback):
         self.epochs: list[EpochReport] = []
         self.total_seconds = 0.0
         self.memory: Memory | None = None
+        self.load_per_core: float | None = None
 
     def on_train_begin(self, engine: TrainingEngine, first_epoch: int) -> None:
         """Keep the engine, which counts the steps, and start the clock of the progress."""
@@ -99,5 +101,6 @@ class RunLogger(Callback):
             self._trackers.sync()
 
     def on_train_end(self) -> None:
-        """Stop the clock."""
+        """Stop the clock, before an evaluation loads the machine in another way."""
+        self.load_per_core = load_per_core()
         self.total_seconds = time.perf_counter() - self._began

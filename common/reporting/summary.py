@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from common.errors import count
@@ -116,6 +117,7 @@ def _summary(
     config, world, batch_size = setup.config, setup.world, setup.plan.batch_size
     history = run_logger.history
     step = seconds["step"] if seconds else None
+    iterations = [one.step_seconds for one in timed(history[1:], 0, engine.timeline)]
     nothing = {"test_loss": None, "accuracy": None}
     result, ema_result = [*results, nothing, nothing][:2]
     return {
@@ -136,6 +138,7 @@ def _summary(
         "steps": len(history),
         "last_step": history[-1].step if history else None,
         "step_seconds": step,
+        "mean_iteration_seconds": fmean(iterations) if iterations else None,  # without the first
         "section_seconds": {name: seconds[name] for name in SECTIONS} if seconds else None,
         "wait_seconds": seconds["wait"] if seconds else None,
         "sync_share": seconds["sync"] / step if seconds and step else None,
@@ -145,6 +148,7 @@ def _summary(
         "test_accuracy": result["accuracy"],
         "ema_test_loss": ema_result["test_loss"],
         "ema_test_accuracy": ema_result["accuracy"],
+        "load_per_core": run_logger.load_per_core,
         "total_seconds": run_logger.total_seconds,
         "wall_seconds": time.perf_counter() - setup.began,
         "resumed_from": setup.resumed_from,
@@ -163,6 +167,7 @@ def _card_rows(
     """Return the rows of the card by name."""
     world, folder = setup.world, run_logger.folder
     step, sections = summary["step_seconds"], summary["section_seconds"]
+    mean = summary["mean_iteration_seconds"]
     accuracy, ema_accuracy = summary["test_accuracy"], summary["ema_test_accuracy"]
     step_row, sync_row = "none: nothing was left to train", "-"
     if step:
@@ -185,6 +190,7 @@ def _card_rows(
     rows = {
         "ranks": world.size,
         "step time": step_row,
+        "mean iteration time": mean is not None and f"{mean:.3f} s, without the first iteration",
         "exposed communication": sync_row if world.size > 1 else "none: one rank",
         "training time": f"{run_logger.total_seconds:.1f} s, {speed}",
         "wall time": f"{summary['wall_seconds']:.1f} s, with start-up and evaluation",

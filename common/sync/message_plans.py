@@ -42,6 +42,9 @@ class MessagePlan:
     # Whether each rank's optimiser updates a part of the parameters only.
     shards_update = False
 
+    # When the messages leave, to continue "The messages of <strategy>".
+    leave = "leave after backward"
+
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """List what ``period`` steps send, in order, along the slowest path; for the cost model.
 
@@ -221,6 +224,7 @@ class OverlappedPlan(MessagePlan):
 
     bucket_mb: float | None = None
     find_unused_parameters = False  # an option of DDP's alone
+    leave = "leave during backward"
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
@@ -326,6 +330,7 @@ class ShardedPlan(MessagePlan):
 
     bucket_mb: float = 1.0
     shards_update = True
+    leave = "leave half during backward and half during the next forward"
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class."""
@@ -351,6 +356,7 @@ class FSDPPlan(MessagePlan):
     """
 
     shards_update = True
+    leave = "leave between the layers of both passes"
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class. Backward gathers a layer's weights before it reduces the last one."""
@@ -409,6 +415,7 @@ class LocalSGDPlan(MessagePlan):
     """
 
     averaging_period: int = 4
+    leave = "leave once in several steps"
 
     def __post_init__(self) -> None:
         if self.averaging_period < 1:

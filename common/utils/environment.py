@@ -146,6 +146,11 @@ def peak_memory_bytes() -> int:
     return largest if sys.platform == "darwin" else largest * 1024
 
 
+def load_per_core() -> float:
+    """Return how many programs wanted a core of this machine in the last minute, for each core."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
 def _cpu_name() -> str:
     names = [line for line in lines_of("/proc/cpuinfo") if line.startswith("model name")]
     return names[0].split(":")[1].strip() if names else platform.processor() or platform.machine()

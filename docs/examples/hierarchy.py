@@ -14,7 +14,7 @@ def rings(*levels):
     """Return the seconds; ``levels`` are (nodes in a ring, network), the innermost first."""
     nbytes, seconds = sum(calibration.gradient_sizes), 0.0
     for nodes, network in levels:
-        seconds += operation_terms(Operation("all_reduce", nbytes), nodes, network).seconds
+        seconds += sum(operation_terms(Operation("all_reduce", nbytes), nodes, network).values())
         nbytes //= nodes  # what each node of this ring sums up with the next level's ring
     return seconds
 

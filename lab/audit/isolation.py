@@ -198,7 +198,15 @@ def held_namespaces(unshare: Sequence[str], commands: Sequence[str]) -> Iterator
         said = cast(IO[str], holder.stdout).readline().strip()
         if said != "ready":
             raise UserError(f"could not set up the namespaces of the ranks: {said}")
-        yield [*descendants(holder.pid), holder.pid][0]
+        try:
+            yield [*descendants(holder.pid), holder.pid][0]
+        finally:
+            cast(IO[str], holder.stdin).close()
+            # The kernel waits for every process in there. One whose new parent, outside, does not
+            # collect it would be waited for without end.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                holder.wait(timeout=10)
+            holder.kill()
 
 
 def _enter(pid: int, cwd: Path, *kinds: str) -> list[str]:

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from common.config.schema import DEFAULT_LEARNING_RATE
 from common.emulation.compute_profile import Profile
 from common.errors import UserError
 from common.sync import STRATEGIES
@@ -40,7 +41,7 @@ def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
     ]
     facts, repeats = [facts for _, _, facts in runs], [repeat for _, repeat, _ in runs]
     names = ["/".join(folder.parts[-2:]) for folder in folders]
-    groups = distinct(facts)
+    groups, sizes = distinct(facts), distinct([one["batch_size"] for one in facts])
     cells, timelines = gather(Path(), runs, groups)
     unequal = [repeat["folder"] for repeat in repeats if not repeat["equal_weights"]]
     warnings = {
@@ -58,9 +59,9 @@ def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
         "finished": True,
         "emulated": any(one["compute"] != "real" for one in facts),
         "settings": {
-            "dataset": facts[0]["dataset"],
-            "model": facts[0]["model"],
-            "batch_size": facts[0]["batch_size"],
+            "dataset": " and ".join(dict.fromkeys(str(one["dataset"]) for one in facts)),
+            "model": " and ".join(dict.fromkeys(str(one["model"]) for one in facts)),
+            "batch_size": sizes[0] if len(sizes) == 1 else None,
             "scaling": scaling,
             "steps": _one_or_range([repeat["timed_steps"] for repeat in repeats]),
             "warmup": _one_or_range([one["untimed_steps"] for one in facts]),
@@ -108,6 +109,7 @@ def _read(folder: Path, scaling: str) -> tuple[dict[str, Any], dict[str, Any], d
         | repeat["machine"]
         | {"compute": compute}
     )
+    facts["learning_rate"] = facts["learning_rate"] or DEFAULT_LEARNING_RATE.get(str(facts["opt"]))
     if scaling == "weak":  # an epoch has fewer steps on more nodes
         facts |= {"batch_size": facts["batch_size"] / nodes, "total_steps": None}
     sync, size = config["sync"] if nodes > 1 else "none", config.get("bucket_mb")

@@ -15,10 +15,11 @@ from msgspec import Meta, Struct
 
 from common.errors import UserError, file_errors
 from common.profiling.records import EpochReport, StepRecord
-from common.reporting.run_files import RanksFile
+from common.reporting.run_files import RanksFile, StepTime
 from common.utils.atomic_files import read_regular
 from common.utils.typed_json import (
     Count,
+    Finite,
     Name,
     Ranks,
     Seed,
@@ -45,6 +46,8 @@ class Summary(Struct, kw_only=True):
 
     test_accuracy: Share | None = None
     ranks_hold_equal_weights: bool = True
+    mean_iteration_seconds: StepTime | None = None
+    load_per_core: Finite | None = None
 
 
 class RunConfig(TypedDict):
@@ -59,6 +62,7 @@ class RunConfig(TypedDict):
     seed: Seed
     bucket_mb: NotRequired[Annotated[float, Meta(gt=0, le=1e9)] | Literal["auto"] | None]
     dataset: NotRequired[Text | None]
+    precision: NotRequired[Name]
     steps_per_epoch: NotRequired[Count]
     untimed_steps: NotRequired[Count | None]
 
@@ -114,6 +118,8 @@ def read_repeat(folder: Path, *, seed: int, emulated: bool = False) -> dict[str,
     machine = (
         read_run_file(environment, MachineFacts, read=read_facts) if environment.exists() else {}
     )
+    recorded = read_run_file(config, RunConfig, read=read_facts) if config.exists() else {}
+    precision = recorded.get("precision")
     hosts = [rank["host"] for rank in ranks.ranks]
     cores = machine.get("usable_cores") or len(hosts)
     computes = not emulated and not machine.get("gpus")
@@ -128,6 +134,9 @@ def read_repeat(folder: Path, *, seed: int, emulated: bool = False) -> dict[str,
         "timed_steps": ranks.steps,
         "losses": [[line.step, None if math.isnan(line.loss) else line.loss] for line in steps],
         "test_accuracy": summary.test_accuracy,
+        "precision": f"{precision} on a GPU" if precision and machine.get("gpus") else precision,
+        "mean_iteration_seconds": summary.mean_iteration_seconds,
+        "load_per_core": summary.load_per_core,
         **_NOT_REACHED,
         "equal_weights": summary.ranks_hold_equal_weights,
         "machine": {name: machine.get(name) for name in MACHINE_FACTS},

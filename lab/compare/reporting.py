@@ -15,7 +15,7 @@ from lab.compare.jobs import describe_plan, merge_results, plan_comparison
 from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison, run_comparison
 from lab.compare.settings import Settings
-from lab.report import write_report
+from lab.report import add_recomputed, write_report
 from lab.report.terminal import print_answer
 
 
@@ -80,6 +80,8 @@ def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
 
 
 def _write_and_print(folder: Path, results: dict[str, Any]) -> None:
+    if add_recomputed(results, folder):
+        write_results(folder / "results.json", results)
     write_report(folder, results)
     print_answer(console, results)
     console.print(f"\nreport: {folder / 'report.html'}", markup=False)

@@ -12,7 +12,8 @@ row for each rank.
     cells         id, sync, nodes, rate, batch_size, exact, group, oversubscribed,
                   status (done, partial, failed, pending), message, median, interval,
                   repeats (folder, seed, status, started, ranks, losses, test_accuracy,
-                  seconds_to_accuracy)
+                  seconds_to_accuracy, mean_iteration_seconds, load_per_core, precision,
+                  one_process)
     groups        settings of each group by its number, as a text (only from ``lab report``)
     plan          of a comparison whose runs others start (jobs.py): code (digests by file),
                   runs (cell and repeat), to_do (their numbers)
@@ -66,6 +67,16 @@ TIMES = ("step", "data", "forward", "backward", "sync", "update", "wait", "wire"
 _Many = Annotated[list[Text], Meta(max_length=100_000)]
 
 
+class OneProcessEntry(TypedDict):
+    """What one process computes in place of the ranks: see ``recompute`` of lab/report."""
+
+    agrees: bool | None
+    difference: Finite
+    limit: Finite
+    mistake: Text
+    why_not: Text
+
+
 class RepeatEntry(TypedDict, total=False):
     """A run of a cell, as far as it is read again; what is not required may be missing."""
 
@@ -79,6 +90,10 @@ class RepeatEntry(TypedDict, total=False):
     steps_to_accuracy: Count | None
     repeat: Count
     started: LocalTime | None
+    mean_iteration_seconds: StepTime | None
+    load_per_core: Finite | None
+    precision: Text | None
+    one_process: OneProcessEntry
 
 
 class MedianEntry(StepSeconds):
@@ -133,8 +148,6 @@ class KnownSettings(MachineFacts, total=False):
     num_classes: Annotated[int, Meta(ge=1, le=10**6)] | None
     until_accuracy: Share | None
     rates: list[LinkRate | None] | None
-    flags: list[Text] | None
-    amp_dtype: Annotated[str, Meta(pattern=r"^(fp16|bf16)\Z")] | None
 
 
 class Results(TypedDict):

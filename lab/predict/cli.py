@@ -28,7 +28,8 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
     "--software-gbit": {
         "type": float,
         "metavar": "GBIT",
-        "help": "Gbit/s that the nodes' software passes at most (default: as calibrated)",
+        "help": "Gbit/s that the nodes' software passes at most (default: as calibrated; with "
+        "--step-time no limit)",
     },
     "--model": {"help": "a model of this project, with --step-time of one of your nodes"},
     "--parameters": {
@@ -46,13 +47,13 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
     },
     "--batch-size": {
         "type": int,
-        "default": DEFAULT_GLOBAL_BATCH_SIZE,
-        "help": "global batch; with --scaling weak that of one node",
+        "help": f"global batch; with --scaling weak that of one node (default: --batch, else "
+        f"{DEFAULT_GLOBAL_BATCH_SIZE})",
     },
     "--scaling": {
         "choices": ["strong", "weak"],
-        "default": "strong",
-        "help": "strong: all nodes share one batch; weak: each node has its own batch",
+        "help": "strong: all nodes share one batch; weak: each node has its own batch (default: "
+        "weak with --batch, else strong)",
     },
     "--bucket-mb": {
         "metavar": "SIZE",
@@ -107,6 +108,14 @@ def main_predict(args: argparse.Namespace) -> int:
     )
     from lab.units import parse_bucket_mb, parse_latency, parse_parameters, parse_rate
 
+    refuse(
+        {
+            "--step-time is of your own nodes: add --rate, that of their links, e.g. --rate "
+            "10gbit": args.step_time is not None and args.rate is None
+        }
+    )
+    scaling = args.scaling or ("weak" if args.batch else "strong")
+    batch_size = args.batch_size or args.batch or DEFAULT_GLOBAL_BATCH_SIZE
     calibration, is_reference = find_calibration(args.calibration)
     calibration = with_own_model(
         calibration,
@@ -135,7 +144,7 @@ def main_predict(args: argparse.Namespace) -> int:
     rates = [parse_rate(rate) for rate in args.rate or [None]]
     links = [(rate, parse_latency(args.latency) or typical_latency(rate)) for rate in rates]
     plans = message_plans(names, {name: one for name, one in options.items() if one is not None})
-    setting = {"batch_size": args.batch_size, "scaling": args.scaling}
+    setting: dict[str, Any] = {"batch_size": batch_size, "scaling": scaling}
 
     tables = [
         predict_table(args.nodes, *link, plans, calibration=calibration, **setting)
@@ -146,17 +155,18 @@ def main_predict(args: argparse.Namespace) -> int:
             calibration,
             *link,
             is_reference=is_reference,
-            typical=args.latency is None,
+            own_nodes=args.step_time is not None,
+            given=[one for one in ("latency", "software_gbit") if getattr(args, one) is not None],
             **setting,
         )
         for link in links
     ]
-    limits = scaling_limits_of(plans, calibration, *links[0], args.batch_size)
+    limits = scaling_limits_of(plans, calibration, *links[0], batch_size)
     if args.figure is not None:
         # matplotlib takes a second to import
         from lab.predict.plots import RATES_TO_DRAW, draw_scaling, numbers_to_draw
 
-        nodes = numbers_to_draw(most_nodes(args.batch_size, scaling=args.scaling))
+        nodes = numbers_to_draw(most_nodes(batch_size, scaling=scaling))
         drawn = predict_table(nodes, *links[0], plans, calibration=calibration, **setting)
         by_rate = {
             rate: predict_table(
@@ -169,7 +179,7 @@ def main_predict(args: argparse.Namespace) -> int:
             drawn,
             by_rate,
             asked=(max(args.nodes), links[0][0]),
-            scaling=args.scaling,
+            scaling=scaling,
             summary=summaries[0],
         )
     if args.json:
@@ -185,8 +195,8 @@ def main_predict(args: argparse.Namespace) -> int:
         }
         print(json.dumps(content, indent=1))
     elif len(links) > 1:
-        print_rates(summaries, dict(zip(args.rate, tables, strict=True)))
+        print_rates(summaries, dict(zip(args.rate, tables, strict=True)), scaling=scaling)
     else:
         cores = calibration.cores
-        print_tables(summaries[0], tables[0], limits, batch_size=args.batch_size, cores=cores)
+        print_tables(summaries[0], tables[0], limits, cores=cores, **setting)
     return 0

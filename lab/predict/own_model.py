@@ -1,4 +1,4 @@
-"""A calibration for the reader's own model: its gradients, and the time of a step on one node."""
+"""A calibration for the reader's own model and nodes, from the time of a step on one of them."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -8,9 +8,11 @@ from common.utils.registry import choices_text
 from lab.flags import refuse
 from lab.predict.calibration_file import Calibration, GradientShape
 from lab.predict.compute_model import ComputeModel, times
+from lab.predict.event_model import Network
 
-_TENSORS = 50  # of a model of which only the number of parameters is known
+_TENSORS = 50  # square matrices of a model of which only the number of parameters is known
 _CLASSES = 100
+_AT_ONCE = 1e-15  # seconds of a byte, for software that no link waits for
 
 
 def with_own_model(
@@ -26,9 +28,12 @@ def with_own_model(
     Parameters
     ----------
     model : one of ``common.models``, which imports torch; None: that of the calibration.
-    parameters : how many a model has, in fp32 and ``_TENSORS`` equal tensors, instead of ``model``.
+    parameters : how many a model has, in fp32 and ``_TENSORS`` equal matrices, instead of
+        ``model``.
     step_seconds, batch : a step of ``batch`` samples on one node. Forward, backward and update keep
-        their shares of a step; the fixed part of a step keeps its share, too.
+        their shares of a step; the fixed part of a step keeps its share, too. On such nodes
+        messages cost what their links cost: summing, copying and slowing backward down, which the
+        calibrated machine's cores do, are left out.
 
     Raises UserError if the compute times would be those of another model.
     """
@@ -48,14 +53,15 @@ def with_own_model(
             and name != calibration.model,
         }
     )
-    compute, gradients = calibration.compute, calibration.gradients
+    compute, gradients, network = calibration.compute, calibration.gradients, calibration.network
     if step_seconds is not None and batch is not None:
         factor = step_seconds / compute.at(batch).seconds
         compute = replace(compute, profiles=tuple(times(one, factor) for one in compute.profiles))
+        network = Network(network.rate("all_reduce").alpha_seconds, _AT_ONCE)
     if name != calibration.model:
         gradients = _gradients(model) if model else _equal(parameters or 0)
         compute = _spread_by_bytes(compute, gradients)
-    return replace(calibration, model=name, gradients=gradients, compute=compute)
+    return replace(calibration, model=name, gradients=gradients, compute=compute, network=network)
 
 
 def _gradients(model: str) -> tuple[GradientShape, ...]:
@@ -70,7 +76,8 @@ def _gradients(model: str) -> tuple[GradientShape, ...]:
 
 
 def _equal(parameters: float) -> tuple[GradientShape, ...]:
-    return (GradientShape((max(1, round(parameters / _TENSORS)),), 4),) * _TENSORS
+    side = max(1, round((parameters / _TENSORS) ** 0.5))
+    return (GradientShape((side, max(1, round(parameters / _TENSORS / side))), 4),) * _TENSORS
 
 
 def _spread_by_bytes(compute: ComputeModel, gradients: tuple[GradientShape, ...]) -> ComputeModel:

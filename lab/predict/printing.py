@@ -29,11 +29,13 @@ def summarize(
     batch_size: int,
     scaling: str,
     is_reference: bool,
-    typical: bool = False,
+    own_nodes: bool = False,
+    given: Sequence[str] = ("latency",),
 ) -> list[str]:
     """Return what a reader must know first, a line each: calibration, model and batch, network.
 
-    typical : whether the latency of links with a rate is a typical one.
+    own_nodes : whether the reader gave the time of a step. given : those of "latency" and
+    "software_gbit" that the reader gave; other latencies of links with a rate are typical ones.
     """
     source = (
         f"calibrated on {calibration.name}, {calibration.made}"
@@ -44,7 +46,11 @@ def summarize(
             f", while other programs used {calibration.others_share:.0%} of its cores (calibrate "
             "again)"
         )
-    if is_reference:
+    if own_nodes:
+        source = (
+            f"a step's time is yours; how it divides into forward, backward and update: {source}"
+        )
+    elif is_reference:
         source = (
             f"NOT this machine: {source}; this calibration comes with the project. `lab calibrate` "
             "measures your machine"
@@ -53,7 +59,12 @@ def summarize(
     network = calibration.network.over(rate_bits=rate, latency_seconds=latency)
     ring = network.rate("all_reduce")
     where = "the nodes are those of the calibration"
-    if (rate, latency) != (None, None):
+    if own_nodes:
+        where = (
+            "messages cost what their links cost; `lab calibrate` on a node of yours measures what "
+            "its software adds"
+        )
+    elif (rate, latency) != (None, None):
         where = "each node is a machine like the calibrated one"
     elif calibration.over_loopback:
         where = "all nodes are ranks on the calibrated machine, over loopback"
@@ -63,25 +74,29 @@ def summarize(
         else "links as measured"
     )
     cap = (
-        f"warning: the software passes {software / 1e9:.1f} Gbit/s at most, as calibrated: faster "
-        "links change nothing. --software-gbit sets what it passes on your nodes"
+        f"warning: the software passes {software / 1e9:.1f} Gbit/s at most, as "
+        f"{'given' if 'software_gbit' in given else 'calibrated'}: faster links change nothing. "
+        "--software-gbit sets what it passes on your nodes"
     )
+    typical = ""
+    if "latency" not in given and rate is not None:
+        typical = " (typical; --latency sets it)"
     return [
         source,
         f"{calibration.model}, {sum(calibration.gradient_sizes) / 1e6:.1f} MB of gradients, "
         f"{'global batch' if scaling == 'strong' else 'batch of a node'} {batch_size}; {where}",
-        f"network: {link}; all_reduce: {duration_text(ring.alpha_seconds)} a message"
-        f"{' (typical; --latency sets it)' if typical and rate is not None else ''}, "
-        f"{bandwidth_text(ring.beta_seconds_per_byte)}; summing: "
-        f"{bandwidth_text(network.gamma_seconds_per_byte)}",
+        f"network: {link}; all_reduce: {duration_text(ring.alpha_seconds)} a message{typical}, "
+        f"{bandwidth_text(ring.beta_seconds_per_byte)}"
+        + ("" if own_nodes else f"; summing: {bandwidth_text(network.gamma_seconds_per_byte)}"),
         *([cap] if rate is not None and 2 * rate > software else []),
     ]
 
 
-def answer(steps: Sequence[PredictedStep]) -> str:
-    """Return what would help most on the largest number of nodes, in one sentence; "" for one node.
+def answer(steps: Sequence[PredictedStep], *, scaling: str) -> str:
+    """Return what would help most on the largest number of nodes; "" for one node.
 
-    It speaks of ddp, or of the fastest strategy that is there.
+    It speaks of ddp, or of the fastest strategy that is there. In weak scaling more nodes also make
+    the batch larger, so their gain stands apart.
     """
     most = max(step.nodes for step in steps)
     rows = [one for one in steps if one.nodes == most > 1 and one.sync != "none"]
@@ -91,15 +106,22 @@ def answer(steps: Sequence[PredictedStep]) -> str:
     changes = {
         "a network twice as fast": step.gains["network"],
         "compute twice as fast": step.gains["compute"],
-        f"{2 * most:,} nodes": step.gains["nodes"],
     }
+    more = ""
+    if scaling == "strong":
+        changes[f"{2 * most:,} nodes"] = step.gains["nodes"]
+    else:
+        more = (
+            f" {2 * most:,} nodes: {_times(step.gains['nodes'])} times the samples per second, in "
+            "global batches twice as large."
+        )
     (best, gain), *others = sorted(changes.items(), key=lambda one: -one[1])
     less = " and ".join(f"{name} {_times(value)}" for name, value in others)
     ceiling, seconds = step.gains["no messages"], step.prediction.step_seconds
     return (
         f"What helps {step.sync} on {most:,} nodes most ({duration_text(seconds)} a step): {best}, "
         f"{_times(gain)} times the speed; {less}. "
-        f"Without messages: {duration_text(seconds / ceiling)}, {_times(ceiling)} times."
+        f"Without messages: {duration_text(seconds / ceiling)}, {_times(ceiling)} times.{more}"
     )
 
 
@@ -115,11 +137,12 @@ def print_tables(
     limits: Sequence[ScalingLimit],
     *,
     batch_size: int,
+    scaling: str,
     cores: int,
 ) -> None:
     """Print summary, steps with their notes, and limits, as wide as the terminal permits.
 
-    batch_size : of the limits. cores : of the calibrated machine.
+    batch_size : of the limits. scaling : of the steps. cores : of the calibrated machine.
     """
     console = _console()
     narrow = console.width < _NARROW
@@ -129,7 +152,7 @@ def print_tables(
         if step.note
     )
     print_lines = partial(console.print, sep="\n", markup=False, soft_wrap=True)
-    print_lines(*summary, *filter(None, [answer(steps)]))
+    print_lines(*summary, *filter(None, [answer(steps, scaling=scaling)]))
     console.print(_steps_table(steps, narrow=narrow))
     if notes:
         print_lines(*notes)
@@ -144,7 +167,10 @@ def print_tables(
 
 
 def print_rates(
-    summaries: Sequence[Sequence[str]], tables: Mapping[str, Sequence[PredictedStep]]
+    summaries: Sequence[Sequence[str]],
+    tables: Mapping[str, Sequence[PredictedStep]],
+    *,
+    scaling: str,
 ) -> None:
     """Print step and speed-up at each rate, side by side; summaries and tables are by rate."""
     console = _console()
@@ -158,7 +184,8 @@ def print_rates(
         )
         table.add_row(steps[0].sync, str(steps[0].nodes), *shown)
     console.print(table)
-    print_lines(*(f"{rate}: {text}" for rate, steps in tables.items() if (text := answer(steps))))
+    answers = {rate: answer(steps, scaling=scaling) for rate, steps in tables.items()}
+    print_lines(*(f"{rate}: {text}" for rate, text in answers.items() if text))
 
 
 def _steps_table(steps: Sequence[PredictedStep], *, narrow: bool) -> Table:

@@ -175,7 +175,7 @@ def check_group(
     ready = {name: (_as_strategy(strategy), case) for name, (strategy, case) in jobs.items()}
     by_rank = run_ranks(size, _all_on_this_rank, size, ready, timeout_seconds=timeout_seconds)
     return {
-        name: _combine(size, case, [found[name] for found in by_rank])
+        name: combine(size, case, [found[name] for found in by_rank])
         for name, (_, case) in jobs.items()
     }
 
@@ -269,7 +269,8 @@ def parameter_errors(
     return {name: float((p - q).norm() / q.norm().clamp_min(floor)) for (name, p), q in pairs}
 
 
-def _combine(size: int, case: Case, by_rank: Sequence[RankErrors]) -> Equivalence:
+def combine(size: int, case: Case, by_rank: Sequence[RankErrors]) -> Equivalence:
+    """Return the result for a group from what ``errors_on_this_rank`` found on each rank."""
     steps = []
     for index in range(STEPS):
         errors = [

@@ -1,13 +1,37 @@
 """The report of a comparison: tables, figures, traces and one HTML page.
 
-``write_report`` writes the files, ``terminal.print_answer`` prints the answer. Reading order:
-``view`` (the cells and what follows from them), ``losses``, ``equality`` (do the strategies compute
-the same), ``findings`` (all sentences), ``verdict`` (the answer), ``tables``, ``drawings`` (all
-figures), ``html`` (with ``settings_text``).
+``add_recomputed`` settles doubts, ``write_report`` writes the files, ``terminal.print_answer``
+prints the answer. Reading order: ``view`` (the cells and what follows from them), ``losses``,
+``equality`` (do the strategies compute the same), ``one_process`` (which one is wrong),
+``findings`` (all sentences), ``verdict`` (the answer), ``tables``, ``drawings`` (all figures),
+``html`` (with ``settings_text``).
 """
 
 from pathlib import Path
 from typing import Any
+
+
+def add_recomputed(results: dict[str, Any], folder: Path) -> bool:
+    """Compute the first steps of runs again where their losses leave a doubt who is right.
+
+    Adds ``one_process`` to the repeats, and returns whether there was such a run. ``folder`` : the
+    comparison's; it has those of the runs.
+    """
+    from lab.report.equality import check
+    from lab.report.view import blocks
+
+    cells, doubtful = {cell["id"]: cell for cell in results["cells"]}, []
+    for block in blocks(results):
+        for nodes in () if block.emulated_compute else block.nodes_beyond_one:
+            found, exact = check(block, nodes), [row for row in block.at(nodes) if row.exact]
+            rows = exact if found.doubtful else [row for row in exact if row.sync in found.untested]
+            doubtful += [run for row in rows for run in cells[row.id]["repeats"]]
+    to_do = [run for run in doubtful if run["status"] == "done" and "one_process" not in run]
+    for run in to_do:
+        from lab.report.one_process import recompute  # imports torch
+
+        run["one_process"] = recompute(folder / run["folder"], run)
+    return bool(to_do)
 
 
 def write_report(folder: Path, results: dict[str, Any]) -> None:

@@ -4,7 +4,8 @@
 update the losses of right strategies differ by rounding alone. Runs that start alike (the same
 seed, batches and weights, so the same loss at step 1) are therefore compared at steps 2 to 4. The
 largest set of strategies that agree with each other counts as right; between sets of equal size,
-the one with PyTorch's DDP.
+the one with PyTorch's DDP. Where this leaves a doubt, one_process.py has computed the first steps
+again, and that decides.
 
 ``START`` and ``GROWTH`` say how large rounding may be. Measured with VGG-11 in fp32 on a CPU, the
 largest differences between right strategies, relative to the loss:
@@ -27,17 +28,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from common.sync import BUILT_IN
 from common.utils.grouping import first_fit, grouped
-from lab.report.view import CellRow, ComparisonGroup, Json, listed
+from lab.report.view import CellRow, ComparisonGroup, Json
 
 STEPS = (2, 3, 4)
 GROWTH = 100.0  # of rounding, a step; from step 5 on the test would accept anything
 # The difference at step 2, relative to the loss, that rounding does not reach, by number type.
 # fp32: a hundred times what was measured. The others are estimates with a wide margin:
 # convolutions on a GPU may use TF32 and sum in another order from run to run; bf16 keeps two to
-# three digits.
-START = {"fp32": 1e-5, "fp32 on a GPU": 1e-4, "bf16": 1e-3, "fp16": 1e-3}
+# three digits. Earlier versions did not record the type.
+START = {"fp32": 1e-5, "fp32 on a GPU": 1e-4}
+START_OF_OTHERS = 1e-3
 DDP = "ddp"
 
 
@@ -62,15 +63,19 @@ class Curve(NamedTuple):
 class Equality:
     """What the first losses say about the strategies that claim to be exact.
 
-    equal : the strategies that compute the same; empty if fewer than two could be compared.
+    equal : the strategies that compute the same; empty if none could be compared.
+    confirmed : those of which one process has computed the same.
     wrong : by strategy, how it deviates from these.
+    mistakes : by strategy, what it seems to do instead of averaging.
     disputed : the strategies that disagree where the test cannot tell which is wrong, and how.
-    untested : by strategy, why it could not be compared.
+    untested : by strategy, why it could not be compared, nor computed again.
     unequal_ranks : the strategies whose ranks ended with different weights.
     """
 
     equal: list[str] = field(default_factory=list)
+    confirmed: list[str] = field(default_factory=list)
     wrong: dict[str, Deviation] = field(default_factory=dict)
+    mistakes: dict[str, str] = field(default_factory=dict)
     disputed: dict[str, Deviation] = field(default_factory=dict)
     untested: dict[str, str] = field(default_factory=dict)
     unequal_ranks: list[str] = field(default_factory=list)
@@ -88,7 +93,7 @@ def check(block: ComparisonGroup, nodes: int) -> Equality:
         Curve(
             row.sync,
             run["seed"],
-            _precision(row, block.settings),
+            run.get("precision") or "unknown",
             {1: math.nan}
             | {step: math.nan if loss is None else loss for step, loss in run.get("losses", [])},
         )
@@ -107,10 +112,15 @@ def check(block: ComparisonGroup, nodes: int) -> Equality:
     for group in groups:
         if len({curve.sync for curve in group}) > 1:
             _compare(group, result)
+    again = [
+        (row.sync, run["one_process"]) for row in rows for run in row.runs if "one_process" in run
+    ]
+    _decide(again, result)
+    failed = {sync: f"; in one process neither: {one['why_not']}" for sync, one in again}
     tested = {*result.equal, *result.doubtful}
     result.equal = [sync for sync in dict.fromkeys(result.equal) if sync not in result.doubtful]
     result.untested = {
-        row.sync: _why_untested(block, row.sync, len(rows), groups)
+        row.sync: _why_untested(block, row.sync, len(rows), groups) + failed.get(row.sync, "")
         for row in rows
         if row.sync not in tested
     }
@@ -121,20 +131,6 @@ def wrong_rows(block: ComparisonGroup) -> set[CellRow]:
     """Return the rows whose strategy is doubtful on that number of nodes."""
     doubtful = {nodes: check(block, nodes).doubtful for nodes in block.nodes_beyond_one}
     return {row for row in block.measured if row.sync in doubtful.get(row.nodes, ())}
-
-
-def _precision(row: CellRow, settings: Json) -> str:
-    """Return the number type of a cell's forward pass, as common/training_engine/amp.py chooses."""
-    flags = " ".join(settings.get("flags") or ()).replace("=", " ").replace("_", "-").split()
-    gpu, asked = bool(settings.get("gpus")), settings.get("amp")
-    if asked is None:
-        asked = gpu and row.sync.partition("-")[0] in BUILT_IN
-    if ({"--amp", "--use-amp"} & set(flags) or asked) and not {"--no-amp", "--no-use-amp"} & set(
-        flags
-    ):
-        given = flags[flags.index("--amp-dtype") + 1] if "--amp-dtype" in flags[:-1] else None
-        return (given or settings.get("amp_dtype") or "fp16") if gpu else "bf16"
-    return "fp32 on a GPU" if gpu else "fp32"
 
 
 def _agreeing(curves: Sequence[Curve], steps: Sequence[int]) -> list[list[Curve]]:
@@ -149,7 +145,8 @@ def _deviation(one: Curve, other: Curve, steps: Sequence[int] = STEPS) -> Deviat
         finite = [abs(loss) for loss in losses if math.isfinite(loss)]
         if len(losses) < 2 or not finite:
             continue
-        tolerance = START[one.precision] * GROWTH ** max(0, step - STEPS[0])
+        start = START.get(one.precision, START_OF_OTHERS)
+        tolerance = start * GROWTH ** max(0, step - STEPS[0])
         value = abs(losses[0] - losses[1]) if len(finite) == 2 else math.inf
         if value > tolerance * max(finite):
             return Deviation(step, value, tolerance * max(finite))
@@ -171,6 +168,21 @@ def _compare(group: Sequence[Curve], result: Equality) -> None:
         result.disputed |= {curve.sync: first for curve in right}
 
 
+def _decide(again: Sequence[tuple[str, Json]], result: Equality) -> None:
+    """Correct ``result`` by what one process has found about runs of strategies, by name."""
+    differing = {sync: one for sync, one in again if one["agrees"] is False}
+    result.mistakes = {sync: one["mistake"] for sync, one in differing.items()}
+    unsure = {sync for sync, one in again if not one["agrees"]}
+    result.confirmed = list(dict.fromkeys(sync for sync, _ in again if sync not in unsure))
+    if differing or result.confirmed:
+        known = result.wrong | (result.disputed if result.confirmed else {})
+        result.wrong = {sync: far for sync, far in known.items() if sync not in result.confirmed}
+        for sync, one in differing.items():
+            result.wrong[sync] = Deviation(STEPS[0], one["difference"], one["limit"])
+        result.disputed = {}
+    result.equal += result.confirmed
+
+
 def _weight(some: Sequence[Curve]) -> tuple[int, bool]:
     """Return the number of strategies in a set, and whether DDP is one of them."""
     names = {curve.sync for curve in some}
@@ -182,20 +194,20 @@ def _why_untested(
 ) -> str:
     own = next((group[0] for group in groups if sync in {curve.sync for curve in group}), None)
     others = [group[0] for group in groups if group[0] != own]
+    kinds = sorted({f"{one.precision}, seed {one.seed}" for one in (own, *others) if one})
+    apart = own is not None and own[1:3] not in {curve[1:3] for curve in others}
     reasons = {
+        "only a wrong strategy was there to compare it with": any(
+            {sync} < {curve.sync for curve in group} for group in groups
+        ),
         "emulated compute has no losses": block.emulated_compute,
         "no other strategy that claims to be exact was measured with these settings": (
             strategies == 1
         ),
         "the losses of the first steps were not recorded": own is None,
         "the other strategies recorded no losses": not others,
-    }
-    for what, index in (("seeds", 1), ("number types", 2)):
-        values = sorted({str(curve[index]) for curve in (own, *others) if curve})
-        differs = own is not None and own[index] not in {curve[index] for curve in others}
-        reasons[f"the {what} differ ({listed(values)})"] = differs
-    start = (
+        f"number types or seeds differ ({'; '.join(kinds)})": apart,
         "the losses differ at step 1, before any gradient is exchanged: initial weights or "
-        "batches are not the same"
-    )
-    return next((reason for reason, holds in reasons.items() if holds), start)
+        "batches are not the same": True,
+    }
+    return next(reason for reason, holds in reasons.items() if holds)

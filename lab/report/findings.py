@@ -3,7 +3,7 @@
 ``findings(block)`` lists them. They claim only what the data supports: no order if the intervals
 overlap, no equal accuracies near chance, nothing about unfinished cells. A finder gets the block
 and the measured rows on one number of nodes, and its sentences continue "On 4 nodes"; the finders
-of ``_LIMITS`` and ``_PREDICTION`` get all measured rows. ``speed`` is the one answer to "fastest,
+of ``_WHOLE`` and ``_PREDICTION`` get all measured rows. ``speed`` is the one answer to "fastest,
 or tied?".
 """
 
@@ -13,9 +13,8 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from common.utils.grouping import grouped
-from lab.report.drawings.timeline import mean_overlap
-from lab.report.equality import DDP, STEPS, Deviation, check
-from lab.report.losses import curves, differences
+from lab.report.equality import DDP, GROWTH, STEPS, Deviation, check
+from lab.report.losses import Difference, curves, differences
 from lab.report.view import (
     CellRow,
     ComparisonGroup,
@@ -28,14 +27,16 @@ from lab.report.view import (
 )
 
 SPEED, EQUAL = "Which is fastest", "Do they compute the same"
+ITERATION = "Mean iteration time"
 BOUND, REACH = "What takes the time", "Limits"
 _NOISY = 0.5  # of the step: a wider interval gets a warning
-_EQUAL_SHARE = 1.2  # report a rank 0 that sends more than this many times an equal share
+EQUAL_SHARE = 1.2  # report a rank 0 that sends more than this many times an equal share
 _ABOVE_IDEAL = 1.05  # an efficiency that no measuring error of a quiet machine reaches
 _NEAR_CHANCE = 1.5  # times the accuracy of guessing
 _CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
 _WITHIN = 0.20  # of the measured step: a prediction that far off is near
-_NETWORK = ". A faster network would save less than half of the exposed time."
+ONE_PROCESS = "one process on the same batches"
+_ELSEWHERE = " docs/examples/check_strategy.py tests a strategy alone, `lab audit` a whole script."
 _PARTS = {
     "compute": "compute (data, forward, backward, update)",
     "wire": "communication on the wire",
@@ -68,7 +69,7 @@ def findings(block: ComparisonGroup) -> list[ReportFinding]:
     every = {nodes: block.at(nodes) for nodes in sorted({row.nodes for row in block.measured})}
     several = {nodes: rows for nodes, rows in every.items() if nodes > 1}
     whole = {0: block.measured}
-    plan = ((whole, _LIMITS), (several, _ON_NODES), (every, _LEARNED), (whole, _PREDICTION))
+    plan = ((whole, _WHOLE), (several, _ON_NODES), (every, _LEARNED), (whole, _PREDICTION))
     found: list[ReportFinding] = []
     for parts, finders in plan:
         for find in finders:
@@ -84,11 +85,8 @@ def _joined(members: Sequence[tuple[int, ReportFinding]]) -> ReportFinding:
         return first
     each = "; ".join(f"on {nodes} nodes: {one.evidence}" for nodes, one in members if one.evidence)
     evidence = each if len(members) > 1 else first.evidence
-    return first._replace(text=_on_nodes(numbers) + first.text, evidence=evidence)
-
-
-def _on_nodes(numbers: Sequence[int]) -> str:
-    return "On one node" if numbers == [1] else f"On {listed(list(map(str, numbers)))} nodes"
+    where = "On one node" if numbers == [1] else f"On {listed(list(map(str, numbers)))} nodes"
+    return first._replace(text=where + first.text, evidence=evidence)
 
 
 def strategies(names: Sequence[str], *, of: int) -> str:
@@ -123,15 +121,16 @@ def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
     others = "ddp, PyTorch's own," if set(result.equal) == {DDP} else "the others"
     several = len(result.equal) > 1
     wrong = [
-        f" {sync} is not equal to {others} {_how_far(deviation)}. It claims to be exact, but "
-        "does not compute the mean gradient."
+        f" {sync} is not equal to {ONE_PROCESS if sync in result.mistakes else others} "
+        f"{_how_far(deviation)}. It claims to be exact, but does not compute the mean gradient"
+        f"{': ' if result.mistakes.get(sync) else '.'}{result.mistakes.get(sync, '')}"
         for sync, deviation in result.wrong.items()
     ]
     if result.disputed:
         wrong.append(
             f" {listed(sorted(result.disputed))} do not compute the same "
             f"{_how_far(min(result.disputed.values()))}. At least one of them is wrong; a "
-            "comparison with ddp shows which."
+            f"comparison with ddp shows which.{_ELSEWHERE}"
         )
     wrong += [
         f" the ranks of {sync} ended with different weights, although {sync} claims to be exact."
@@ -139,14 +138,18 @@ def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
     ]
     evidence = f"equal to each other: {listed(result.equal)}" if several else ""
     yield from (ReportFinding(EQUAL, text, evidence, wrong=True) for text in wrong)
-    if several:
-        yield _equal([row for row in rows if row.exact], result.equal)
+    if found := differences(curves([row for row in rows if row.sync in result.equal])):
+        yield _equal(found, result.equal, of=sum(row.exact for row in rows))
+    elif right := [sync for sync in result.equal if sync in result.confirmed]:
+        yield ReportFinding(EQUAL, f" {listed(right)}: equal to {ONE_PROCESS}.")
     reasons = grouped((why, sync) for sync, why in result.untested.items())
     limits = [
-        f" {listed(names)} {'is' if len(names) == 1 else 'are'} not comparable: {reason}."
+        f" the losses cannot show whether {listed(names)} compute{'s' if len(names) == 1 else ''} "
+        f"the mean gradient: {reason}."
+        f"{'' if block.emulated_compute else _ELSEWHERE}"
         for reason, names in reasons.items()
     ]
-    if several and block.nodes_beyond_one == [2]:
+    if (several or result.confirmed) and block.nodes_beyond_one == [2]:
         limits.append(
             " a strategy that divides by a literal 2 is right by chance. Compare on 3 nodes as "
             "well."
@@ -159,25 +162,23 @@ def _how_far(deviation: Deviation) -> str:
     far = f"by {small_text(value)}" if math.isfinite(value) else "and is not finite"
     return (
         f"from step {step} on: the loss differs {far}; rounding would give less than "
-        f"{small_text(limit, 1)}"
+        f"{small_text(limit, 1)} at that step"
     )
 
 
-def _equal(claiming: Rows, equal: Sequence[str]) -> ReportFinding:
-    rows = [row for row in claiming if row.sync in equal]
-    everyone = f"all {len(rows)} strategies that claim to be exact"
-    who = everyone if len(rows) == len(claiming) > 2 else listed(equal)
-    found = differences(curves(rows))
+def _equal(found: Sequence[Difference], equal: Sequence[str], *, of: int) -> ReportFinding:
+    everyone = f"all {of} strategies that claim to be exact"
+    who = everyone if len(equal) == of > 2 else listed(equal)
     first = max((entry.value for entry in found if entry.step <= STEPS[-1]), default=0.0)
     most = max(found, key=lambda entry: entry.value)
     largest = f"{small_text(most.value)} at step {most.step}"
     text = (
-        f"up to step {STEPS[-1]} their losses differ by {small_text(first)} at most, as rounding "
-        "does."
+        f"up to step {STEPS[-1]} their losses differ by {small_text(first)} at most. Rounding does "
+        f"that: it grows up to {GROWTH:.0f} times from one step to the next."
         if most.value
         else "their losses are equal at every step, to the last digit."
     )
-    grown = f" Rounding grows in later steps: the largest difference is {largest}."
+    grown = f" The largest difference is {largest}."
     return ReportFinding(
         EQUAL,
         f" {who} compute the same: {text}{grown if most.value > first else ''}",
@@ -225,6 +226,22 @@ def fastest(block: ComparisonGroup, rows: Rows) -> Found:
     if right:
         evidence = "; ".join(f"{row.sync} {timed(row)}" for row in right)
         yield ReportFinding(SPEED, f" {speed(right)}.", evidence)
+
+
+def iterations(_: ComparisonGroup, rows: Rows) -> Found:
+    """Give the assignment's numbers: mean iteration times and the speed-ups by them."""
+    means = {row: mean for row in rows if (mean := row.mean_iteration) is not None}
+    most = max((row.nodes for row in means), default=0)
+    texts = [
+        f"{row.name if row.nodes > 1 else 'one node'} {seconds_text(mean, mean)} s"
+        + (f" (speed-up {row.speedup:.2f})" if row.speedup and row.nodes > 1 else "")
+        for row, mean in means.items()
+        if row.nodes in (1, most)
+    ]
+    if texts:
+        yield ReportFinding(
+            ITERATION, f"The mean iteration time without the first iteration: {listed(texts)}."
+        )
 
 
 def slower_than_one(block: ComparisonGroup, rows: Rows) -> Found:
@@ -317,34 +334,18 @@ def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
         yield ReportFinding(
             BOUND,
             f" {listed(names)}: ranks wait longer for slower ranks than sending takes"
-            f"{_NETWORK if sure else ', but the 95 % intervals overlap.'}",
+            + (
+                ". A faster network would save less than half of the exposed time."
+                if sure
+                else ", but the 95 % intervals overlap."
+            ),
             evidence,
             caution=not sure,
         )
     if rows and not late:
-        text = " no strategy waits longer for slower ranks than sending takes."
-        yield ReportFinding(BOUND, text, evidence)
-
-
-def overlaps(block: ComparisonGroup, rows: Rows) -> Found:
-    """Say how much of the communication runs during backward in the one recorded step."""
-    shares = {
-        row.sync: share
-        for row in rows
-        if row.id in block.timelines
-        and (share := mean_overlap(block.timelines[row.id])) is not None
-    }
-    under = [
-        f"{sync} ({percent(share)} of its time)" for sync, share in shares.items() if share >= 0.01
-    ]
-    if shares:
-        send = "send" if len(shares) > 1 else "sends"
-        text = (
-            f"communication overlaps backward with {listed(under)}"
-            if under
-            else f"{listed(list(shares))} {send} nothing during backward"
+        yield ReportFinding(
+            BOUND, " no strategy waits longer for slower ranks than sending takes.", evidence
         )
-        yield ReportFinding(BOUND, f", in the one recorded step, {text}.", "; ".join(_each(shares)))
 
 
 def root_share(_: ComparisonGroup, rows: Rows) -> Found:
@@ -359,7 +360,7 @@ def root_share(_: ComparisonGroup, rows: Rows) -> Found:
         )
     if shares:
         equal, most = 1 / rows[0].nodes, max(shares, key=shares.__getitem__)
-        heavy = [sync for sync, share in shares.items() if share > _EQUAL_SHARE * equal]
+        heavy = [sync for sync, share in shares.items() if share > EQUAL_SHARE * equal]
         who = listed(heavy or list(shares)) if heavy or uncounted else "any strategy"
         yield ReportFinding(
             "Bytes",
@@ -396,7 +397,6 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
         )
     above = [row for row in reached if row not in near]
     right = [row for row in above if row.exact]
-    lossy = [row for row in above if not row.exact]
     if exact := [value for row in right for value in reached[row]]:
         once = min(len(reached[row]) for row in above) < 2
         yield ReportFinding(
@@ -405,7 +405,7 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
             f"{' Each ran once, so small differences show nothing.' if once else ''}",
             evidence,
         )
-        for row in lossy:
+        for row in (row for row in above if not row.exact):
             yield ReportFinding(
                 "Accuracy",
                 f" {row.sync}, which does not claim to be exact, reaches "
@@ -462,9 +462,6 @@ def time_to_accuracy(block: ComparisonGroup, rows: Rows) -> Found:
 
 def unfinished(block: ComparisonGroup, rows: Rows) -> Found:
     """Name the cells that failed, are pending, or have fewer repeats than planned."""
-    if not rows:
-        text = "No run has ended yet, so there is nothing to report."
-        yield ReportFinding(REACH, text, caution=True)
     for status, text in (
         ("failed", "failed and left out of every comparison"),
         ("pending", "not run yet"),
@@ -477,18 +474,6 @@ def unfinished(block: ComparisonGroup, rows: Rows) -> Found:
                 f"{len(names)} of {len(block.rows)} cells",
                 caution=True,
             )
-
-
-def emulation(block: ComparisonGroup, rows: Rows) -> Found:
-    """Say what emulated compute leaves out."""
-    if block.emulated and block.emulated_compute and rows:
-        yield ReportFinding(
-            REACH,
-            "Compute is EMULATED: step times, overlap, waiting and bytes are valid. There are no "
-            "losses and no accuracies, and memory does not include activations.",
-            f"times of profile {block.settings['compute']}",
-            caution=True,
-        )
 
 
 def noisy(_: ComparisonGroup, rows: Rows) -> Found:
@@ -509,19 +494,6 @@ def _is_noisy(row: CellRow) -> bool:
     return high - low > _NOISY * row.step
 
 
-def oversubscription(_: ComparisonGroup, rows: Rows) -> Found:
-    """Name the numbers of nodes on which ranks shared cores."""
-    if crowded := [row for row in rows if row.oversubscribed]:
-        yield ReportFinding(
-            BOUND,
-            f"{_on_nodes(sorted({row.nodes for row in crowded}))} the ranks share cores: compute "
-            "and waiting times, speed-ups and efficiencies are not those of separate machines. "
-            "Bytes sent and losses are not affected.",
-            listed([row.name for row in crowded]),
-            caution=True,
-        )
-
-
 # --- predictions ---
 
 
@@ -530,7 +502,6 @@ def predictions(_: ComparisonGroup, rows: Rows) -> Found:
     errors = {row: row.error for row in rows if row.error is not None}
     texts = {row: f"{row.name}: {percent(error, 1, signed=True)}" for row, error in errors.items()}
     inside = [row for row in errors if row.prediction.get("in_scope")]
-    outside = [row for row in errors if row not in inside]
     if inside:
         far = [texts[row] for row in inside if abs(errors[row]) > _WITHIN]
         worst = max(inside, key=lambda row: abs(errors[row]))
@@ -542,34 +513,6 @@ def predictions(_: ComparisonGroup, rows: Rows) -> Found:
             "; ".join(texts[row] for row in inside),
             caution=bool(far),
         )
-    if outside:
-        reasons = {row.prediction.get("why") or "no reason given" for row in outside}
-        yield ReportFinding(
-            "Prediction",
-            f"The errors of {len(outside)} of {len(errors)} predictions are outside the model's "
-            f"scope ({listed(sorted(reasons))}): they are shown but not counted.",
-            "; ".join(texts[row] for row in outside),
-            caution=True,
-        )
-
-
-def made_in_time(block: ComparisonGroup, rows: Rows) -> Found:
-    """Say whether the prediction was made before the first run started."""
-    made, first = block.predicted_at, block.first_start
-    if made and first and any(row.prediction for row in rows):
-        late = made > first
-        text = (
-            f"after the first run had started ({_clock(first)}, then {_clock(made)}), so it is no "
-            "forecast of that run."
-            if late
-            else f"before the first run started, at {_clock(first)}."
-        )
-        yield ReportFinding("Prediction", f"The prediction was made {text}", caution=late)
-
-
-def _clock(moment: str) -> str:
-    """Return an ISO time without its fraction, for a person."""
-    return moment.replace("T", " ").split(".")[0]
 
 
 def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
@@ -596,18 +539,18 @@ def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
             caution=True,
         )
     elif both:
-        cells = "the one cell that has both" if len(both) == 1 else f"all {len(both)} cells"
         yield ReportFinding(
             "Prediction",
-            f"Every rank sent as many bytes as the formulas say, in {cells}.",
+            "Every rank sent as many bytes as the formulas say, in "
+            f"{'the one cell that has both' if len(both) == 1 else f'all {len(both)} cells'}.",
             "compared for each rank and step, to half a byte",
         )
 
 
-_LIMITS = (unfinished, emulation, noisy, oversubscription)
+_WHOLE = (unfinished, noisy, iterations)
 _ON_NODES = (
     *(equal_results, fastest, slower_than_one, above_ideal),
-    *(bounds, stragglers, overlaps, root_share),
+    *(bounds, stragglers, root_share),
 )
 _LEARNED = (accuracies, time_to_accuracy)
-_PREDICTION = (predictions, made_in_time, bytes_as_predicted)
+_PREDICTION = (predictions, bytes_as_predicted)

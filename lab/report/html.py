@@ -76,7 +76,15 @@ def render(
             if row.status == "failed" or (row.status == "partial" and row.message)
         ],
         prediction=prediction,
-        first_run=min((block.first_start for block in blocks), default=""),
+        first_run=min(
+            (
+                run.get("started") or ""
+                for block in blocks
+                for row in block.rows
+                for run in row.runs
+            ),
+            default="",
+        ),
         calibration=pairs((prediction or {}).get("calibration", {})),
         downloads={
             "table.csv": _data_address("text/csv", tables.csv_text(blocks)),

@@ -1,7 +1,7 @@
 """Names and values of settings, environments and calibrations as text for the page."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lab.predict.readable import bandwidth_text, duration_text
@@ -54,16 +54,12 @@ def block_settings(block: ComparisonGroup, results: Json) -> list[tuple[str, str
     own = {
         **results.get("groups", {}).get(str(block.group), {}),
         "link rate": rate_text(block.rate),
-        "global batch size": _distinct(row.batch_size for row in block.rows),
-        "seeds": _distinct(repeat["seed"] for repeat in repeats),
+        "global batch size": sorted({row.batch_size for row in block.rows if row.batch_size}),
+        "seeds": sorted({repeat["seed"] for repeat in repeats}),
     }
     if results["kind"] == "report":
-        own["runs"] = _distinct(repeat["folder"] for repeat in repeats)
+        own["runs"] = [repeat["folder"] for repeat in repeats]
     return pairs(own)
-
-
-def _distinct(values: Iterable[Any]) -> list[Any]:
-    return list(dict.fromkeys(values))
 
 
 def _value(name: str, value: Any) -> str:

@@ -62,6 +62,7 @@ COLUMNS = {
     "sync_seconds": Column("exposed comm. (sync), s", "s", min),
     "wait_seconds": Column("waiting, s", "s"),
     "update_seconds": Column("update, s", "s"),
+    "mean_iteration_seconds": Column("mean iteration without the first, s", "s"),
     "speedup_ratio": Column("speed-up", ".2f", max),
     "efficiency_ratio": Column("efficiency", ".1%", max),
     "samples_per_second": Column("samples/s", ".0f", max),
@@ -82,7 +83,7 @@ COLUMNS = {
     "state": Column("status"),
 }
 _COSTS = (
-    *("speedup_ratio", "efficiency_ratio", "samples_per_second"),
+    *("mean_iteration_seconds", "speedup_ratio", "efficiency_ratio", "samples_per_second"),
     *("root_sent_bytes", "others_sent_bytes", "peak_memory_bytes"),
 )
 _FORETOLD = ("predicted_step_seconds", "prediction_error_ratio")
@@ -143,6 +144,7 @@ def _values(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
             f"{name}_seconds": row.median(name)
             for name in ("data", "forward", "backward", "sync", "wait", "wire", "update")
         },
+        "mean_iteration_seconds": row.mean_iteration,
         "speedup_ratio": row.speedup,
         "efficiency_ratio": row.efficiency,
         "samples_per_second": row.batch_size / row.step if row.batch_size and row.step else None,

@@ -1,4 +1,4 @@
-"""What a terminal shows of a report: the answer, a table of six columns and three findings."""
+"""What a terminal shows of a report: the answer, a table of six columns and four findings."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lab.report.findings import EQUAL, SPEED, ReportFinding, findings
+from lab.report.findings import EQUAL, ITERATION, SPEED, ReportFinding, findings
 from lab.report.tables import lines
 from lab.report.verdict import Verdict, verdict
 from lab.report.view import ComparisonGroup, Json, blocks, what_is_emulated
 
-_FINDINGS = 3
+_FINDINGS = 4
 _WIDTH = 100  # of a file or a pipe, which has no width of its own
 _RED = "bold red"
 _COLUMNS = {
@@ -37,6 +37,8 @@ def print_answer(console: Console, results: Json) -> None:
         all_findings = findings(block)
         answer = verdict(block, all_findings)
         console.print(Text(answer.text, style=_RED if answer.wrong else "bold"), soft_wrap=True)
+        if answer.why:
+            console.print(Text(answer.why), soft_wrap=True)
         if block.emulated:
             console.print(Text(what_is_emulated(block.settings)), soft_wrap=True)
         console.print(_table(block))
@@ -46,13 +48,14 @@ def print_answer(console: Console, results: Json) -> None:
 
 
 def _most_important(found: Sequence[ReportFinding], answer: Verdict) -> list[ReportFinding]:
-    """Return at most three findings that the answer does not give: wrong ones, then answers."""
+    """Return at most four findings that the answer does not give: wrong ones, then answers."""
     rest = [one for one in found if not answer.text.startswith(one.text)]
     order = (
         *(one for one in rest if one.wrong),
+        *(one for one in rest if one.topic == ITERATION),
         *(one for one in rest if one.topic == EQUAL and one.caution),
         *(one for one in rest if one.topic == SPEED and one.caution),
-        *(one for one in rest if one.topic not in (SPEED, EQUAL) and not one.caution),
+        *(one for one in rest if one.topic not in (SPEED, EQUAL, ITERATION) and not one.caution),
     )
     return list(order)[:_FINDINGS]
 

@@ -10,13 +10,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from statistics import fmean
+from statistics import fmean, median
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from common.errors import UserError
+from common.errors import UserError, count
 from common.sync import STRATEGIES
 from common.utils.grouping import grouped
 from common.utils.typed_json import Name, Ranks, Text
@@ -55,7 +55,7 @@ class CellRow(msgspec.Struct, frozen=True, eq=False):
     @property
     def name(self) -> str:
         """The cell as a person writes it: ``overlapped on 2 nodes``."""
-        return f"{self.sync} on {nodes_text(self.nodes)}"
+        return f"{self.sync} on {count(self.nodes, 'node')}"
 
     @property
     def runs(self) -> list[Json]:
@@ -103,6 +103,12 @@ class CellRow(msgspec.Struct, frozen=True, eq=False):
         return self._over_one_node(one[0], own[1]), self._over_one_node(one[1], own[0])
 
     @property
+    def mean_iteration(self) -> float | None:
+        """The mean time of an iteration without the first; the median over the repeats."""
+        found = [mean for run in self.runs if (mean := run.get("mean_iteration_seconds"))]
+        return median(found) if found else None
+
+    @property
     def efficiency(self) -> float | None:
         return None if self.speedup is None else self.speedup / self.nodes
 
@@ -147,7 +153,6 @@ class ComparisonGroup:
     emulated: bool
     settings: Json
     timelines: Json
-    predicted_at: str  # when the prediction was made, in ISO format
 
     @property
     def weak(self) -> bool:
@@ -156,11 +161,6 @@ class ComparisonGroup:
     @property
     def emulated_compute(self) -> bool:
         return self.settings.get("compute") not in (None, "real")
-
-    @property
-    def first_start(self) -> str:
-        """When the first run started, in ISO format; empty unless every run recorded its start."""
-        return min((run.get("started") or "" for row in self.rows for run in row.runs), default="")
 
     @property
     def measured(self) -> list[CellRow]:
@@ -210,27 +210,28 @@ def blocks(results: Json) -> list[ComparisonGroup]:
     ]
     several = (len(groups) > 1, len({rate for _, rate in keys}) > 1)  # what tells blocks apart
     prediction, shared = results.get("prediction") or {}, results["settings"]
-    differing = {difference.split(":")[0] for difference in results.get("differences", [])}
+    differing = [difference.split(":")[0] for difference in results.get("differences", [])]
     found = []
     for group, rate in keys:
         ending = re.sub(r"[^\w.]+", "_", rate if isinstance(rate, str) else rate_text(rate))
+        own = results.get("groups", {}).get(str(group), {})
+        apart = [f"{name.replace('_', ' ')} {own[name]}" for name in differing if name in own]
+        name = listed(apart, limit=2) if apart else f"group {group}"
         settings = {  # those that all groups share, and the group's own
-            "gpus": results["environment"].get("gpus"),
             **{name: value for name, value in shared.items() if name not in differing},
-            **results.get("groups", {}).get(str(group), {}),
+            **own,
         }
         imitated = rate is not None or settings.get("compute") != "real"
         found.append(
             ComparisonGroup(
                 group=group,
                 rate=rate,
-                label=", ".join(compress((f"group {group}", rate_text(rate)), several)),
+                label=", ".join(compress((name, rate_text(rate)), several)),
                 suffix="".join(compress((f"-group{group}", f"-{ending}"), several)),
                 rows=_rows(groups[group], rate, prediction.get("cells", {})),
                 emulated=bool(results.get("emulated")) and imitated,
                 settings=settings,
                 timelines=results["timelines"],
-                predicted_at=prediction.get("made", ""),
             )
         )
     return found
@@ -257,7 +258,9 @@ def what_is_emulated(settings: Json) -> str:
     rates = [rate_text(rate) for rate in settings.get("rates") or [] if rate is not None]
     parts = {
         f"layers and updates sleep for the times of profile '{profile}', so nothing is "
-        "learned": settings.get("compute") not in (None, "real"),
+        "learned: there are no losses and no accuracies, and memory is without activations; step "
+        "times, overlap, waiting and bytes are valid": settings.get("compute")
+        not in (None, "real"),
         "the nodes are network namespaces of one machine, with links of "
         f"{' and '.join(rates)}": bool(rates),
     }
@@ -298,11 +301,6 @@ def interval_text(row: CellRow) -> str:
 def percent(share: float, digits: int = 0, *, signed: bool = False) -> str:
     """Return a share as text: ``25 %``."""
     return f"{100 * share:{'+' if signed else ''}.{digits}f} %"
-
-
-def nodes_text(nodes: int) -> str:
-    """Return ``1 node`` or ``4 nodes``."""
-    return f"{nodes} node{'s' if nodes != 1 else ''}"
 
 
 def listed(names: Sequence[str], *, limit: int = 20) -> str:

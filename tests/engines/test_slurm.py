@@ -13,14 +13,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from common.checkpoint import checkpoints_by_age, load_checkpoint
 from lab.cluster import Cluster
 from lab.explain.diagnosis import explain, read_lines
 from tests.helpers import ROOT, make_image_folder, slurm_cluster, wait_until
 from tests.helpers.cluster import with_word
+from tests.helpers.records import json_lines
 from tests.helpers.slurm_cluster import SlurmCluster
+from tests.helpers.stage import assert_equal_runs
 
 pytestmark = pytest.mark.skipif(
     slurm_cluster.refused() is not None, reason=f"no Slurm here: {slurm_cluster.refused()}"
@@ -29,58 +30,33 @@ pytestmark = pytest.mark.skipif(
 STEPS = 8
 # Checkpoint at every step: a run can resume wherever it stops, and is slow enough to be stopped.
 SETTINGS = (
-    "--dataset",
-    "digits",
-    "--batch-size",
-    16,
-    "--max-steps",
-    STEPS,
-    "--threads",
-    1,
-    "--log-every",
-    1,
-    "--checkpoint-every",
-    1,
-    "--keep-checkpoints",
-    2,
-)
+    f"--dataset digits --batch-size 16 --max-steps {STEPS} --threads 1 --log-every 1 "
+    "--checkpoint-every 1 --keep-checkpoints 2"
+).split()
 SHORT = ("--max-steps", 3)
 ALL_REDUCE, DDP = ("PartTwo/main.py", "--sync", "all_reduce"), ("PartThree/main.py",)
 TORCHRUN, ASSIGNMENT = "launch/slurm.sbatch", "launch/slurm-assignment.sbatch"
 
 
 class Jobs:
-    """Jobs on one cluster that share one folder for runs and output.
-
-    Parameters
-    ----------
-    folder : the ranks' ``--output-dir``.
-    """
+    """Jobs on one cluster that share one folder: the ranks' ``--output-dir``."""
 
     def __init__(self, slurm, folder):
         self.slurm, self.folder = slurm, folder
 
-    def submit(
-        self,
-        options,
-        script,
-        command,
-        *more,
-        environment=None,
-    ):
+    def submit(self, options, script, command, *more, environment=None):
         """Submit a job with the tests' settings; return its number."""
-        return self.slurm.sbatch(
-            "--output",
-            self.folder / "%j.out",
-            *options.split(),
-            script,
-            *command,
-            *SETTINGS,
-            "--output-dir",
-            self.folder,
-            *more,
-            environment=environment,
-        )
+        job = ("--output", self.folder / "%j.out", *options.split(), script, *command)
+        settings = (*SETTINGS, "--output-dir", self.folder, *more)
+        return self.slurm.sbatch(*job, *settings, environment=environment)
+
+    def submit_program(self, folder, options, script, text, **environment):
+        """Submit a job of a small Python program; its output and its tasks' go to ``folder``."""
+        program = folder / "program.py"
+        program.write_text(text)
+        environment = {"LAB_OUTPUT": str(folder)} | environment
+        job = ("--output", folder / "out", *options.split(), script, program)
+        return self.slurm.sbatch(*job, environment=environment)
 
     def run(self, job):
         """Return the folder of a job's run."""
@@ -123,39 +99,12 @@ def alone(tmp_path_factory):
             name = f"{ranks}-ranks"
             found = list(folder.glob(f"{Path(command[0]).parent}*/{name}"))
             if not found:
-                place = (
-                    "--master-ip",
-                    "{master}",
-                    "--master-port",
-                    "{port}",
-                    "--num-nodes",
-                    ranks,
-                    "--rank",
-                    "{rank}",
-                )
-                cluster.start(
-                    [
-                        "python",
-                        *map(
-                            str,
-                            (
-                                *command,
-                                *SETTINGS,
-                                *more,
-                                *place,
-                                "--output-dir",
-                                folder,
-                                "--run-name",
-                                name,
-                            ),
-                        ),
-                    ],
-                    nodes=range(ranks),
-                    cwd=ROOT,
-                )
-                assert [end.status for end in cluster.wait(limit_seconds=180)] == [0] * ranks, (
-                    cluster.output(0)
-                )
+                place = "--master-ip {master} --master-port {port} --rank {rank} --num-nodes"
+                words = ("python", *command, *SETTINGS, *more, *place.split(), ranks)
+                words += ("--output-dir", folder, "--run-name", name)
+                cluster.start([*map(str, words)], nodes=range(ranks), cwd=ROOT)
+                statuses = [end.status for end in cluster.wait(limit_seconds=180)]
+                assert statuses == [0] * ranks, cluster.output(0)
                 found = list(folder.glob(f"{Path(command[0]).parent}*/{name}"))
             return found[0]
 
@@ -185,51 +134,20 @@ def on_four_nodes(jobs):
     """
     for node in range(4):
         jobs.slurm.power_on(node)
+    images = ("--dataset", "folder", "--data-dir", make_image_folder(jobs.folder / "images"))
+    stage = {"STAGE_DATA": "1", "TMPDIR": str(jobs.slurm.own)}
     return (
         jobs.submit("--nodes=4", TORCHRUN, DDP, *SHORT),
-        jobs.submit(
-            "--nodes=4",
-            ASSIGNMENT,
-            ALL_REDUCE,
-            *SHORT,
-            "--dataset",
-            "folder",
-            "--data-dir",
-            make_image_folder(jobs.folder / "images"),
-            environment={"STAGE_DATA": "1", "TMPDIR": str(jobs.slurm.own)},
-        ),
+        jobs.submit("--nodes=4", ASSIGNMENT, ALL_REDUCE, *SHORT, *images, environment=stage),
     )
 
 
 def assert_same_training(run, reference):
     """Check that weights, momentum, step metrics and evaluation are equal, bit for bit."""
-    one, other = (
-        load_checkpoint(checkpoints_by_age(folder / "checkpoints")[0])
-        for folder in (run, reference)
-    )
-    assert one["step"] == other["step"]
-    for name, tensor in other["model_state_dict"].items():
-        assert torch.equal(one["model_state_dict"][name], tensor), name
-    for index, state in other["optimizer_state_dict"]["state"].items():
-        assert torch.equal(
-            one["optimizer_state_dict"]["state"][index]["momentum_buffer"], state["momentum_buffer"]
-        ), index
-    assert [line["step"] for line in steps(run)] == list(range(1, one["step"] + 1))
-    assert steps(run) == steps(reference)
-    reports = [
-        json.loads((folder / "report.json").read_text()) | {"checkpoint": ""}
-        for folder in (run, reference)
-    ]
-    assert reports[0] == reports[1]
-    assert json.loads((run / "summary.json").read_text())["ranks_hold_equal_weights"] is True
-
-
-def steps(run):
-    """Return the metrics of a run's steps, without times."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in line.items() if "seconds" not in name} for line in lines
-    ]
+    assert_equal_runs(run, reference)
+    steps = [line["step"] for line in json_lines(run / "metrics.jsonl")]
+    [last, *_] = checkpoints_by_age(run / "checkpoints")
+    assert steps == list(range(1, load_checkpoint(last)["step"] + 1))
 
 
 @pytest.mark.usefixtures("lost_node")
@@ -264,21 +182,12 @@ def test_a_lost_batch_node_leads_to_a_start_on_others(jobs, lost_node, alone):
 
 @pytest.mark.usefixtures("on_four_nodes")
 def test_torchrun_starts_a_rank_a_card_and_counts_them_by_node(jobs, tmp_path):
-    program = tmp_path / "says.py"
     # One write per line: the ranks of a node share a file, and Python's output is unbuffered here.
-    program.write_text(
+    says = (
         "import os\nnames = 'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'GROUP_RANK'\n"
         "os.write(1, f'{\" \".join(os.environ[name] for name in names)}\\n'.encode())\n"
     )
-    job = jobs.slurm.sbatch(
-        "--output",
-        tmp_path / "out",
-        "--nodes=2",
-        "--gpus-per-node=2",
-        TORCHRUN,
-        program,
-        environment={"LAB_OUTPUT": str(tmp_path)},
-    )
+    job = jobs.submit_program(tmp_path, "--nodes=2 --gpus-per-node=2", TORCHRUN, says)
     jobs.finish(job)
     said = [
         [
@@ -293,19 +202,11 @@ def test_torchrun_starts_a_rank_a_card_and_counts_them_by_node(jobs, tmp_path):
 
 @pytest.mark.usefixtures("on_four_nodes")
 def test_the_first_failure_is_shown_and_the_others_lie_in_their_files(jobs, tmp_path):
-    program = tmp_path / "fails.py"
-    program.write_text(
+    fails = (
         "import sys, time\nrank = int(sys.argv[-1])\nprint('line of', rank)\ntime.sleep(0 if "
         "rank == 2 else 2)\nsys.exit(f'error: {rank} broke')\n"
     )
-    job = jobs.slurm.sbatch(
-        "--output",
-        tmp_path / "out",
-        "--nodes=4",
-        ASSIGNMENT,
-        program,
-        environment={"LAB_OUTPUT": str(tmp_path)},
-    )
+    job = jobs.submit_program(tmp_path, "--nodes=4", ASSIGNMENT, fails)
     assert jobs.slurm.wait(job) == "FAILED"
     output = jobs.slurm.output(job)
     assert "task 2 failed first; the end of its output:\nline of 2\nerror: 2 broke\n" in output
@@ -318,13 +219,11 @@ def test_the_first_failure_is_shown_and_the_others_lie_in_their_files(jobs, tmp_
 @pytest.mark.usefixtures("on_four_nodes")
 def test_the_tasks_of_a_job_share_a_token_that_is_in_no_file(jobs, tmp_path):
     """A rank without it is refused, and the next job has another."""
-    tokens = []
-    for drop in ("-1", "1"):
-        job = jobs.slurm.sbatch(
-            *("--output", tmp_path / "out", "--nodes=2", ASSIGNMENT),
-            *(ROOT / "tests" / "helpers" / "tokens.py", "--drop", drop),
-            environment={"LAB_OUTPUT": str(tmp_path)},
-        )
+    tokens, program = [], ROOT / "tests" / "helpers" / "tokens.py"
+    own = {"environment": {"LAB_OUTPUT": str(tmp_path)}}
+    options = ("--output", tmp_path / "%j.out", "--nodes=2", ASSIGNMENT, program, "--drop")
+    submitted = {drop: jobs.slurm.sbatch(*options, drop, **own) for drop in ("-1", "1")}
+    for drop, job in submitted.items():
         assert jobs.slurm.wait(job) == "COMPLETED", jobs.slurm.output(job)
         logs = [(tmp_path / f"slurm-{job}" / f"task{task}.log").read_text() for task in range(2)]
         [token] = set(re.findall(r"token (\w{64})", "".join(logs)))
@@ -339,16 +238,8 @@ def test_the_tasks_of_a_job_share_a_token_that_is_in_no_file(jobs, tmp_path):
 @pytest.mark.usefixtures("on_four_nodes")
 def test_a_killed_rank_ends_the_job_with_its_status(jobs, tmp_path):
     """The kernel does the same when memory runs out; nobody has asked the job to stop."""
-    program = tmp_path / "dies.py"
-    program.write_text("import os\nos.kill(os.getpid(), 9)\n")
-    job = jobs.slurm.sbatch(
-        "--output",
-        tmp_path / "out",
-        "--nodes=1",
-        ASSIGNMENT,
-        program,
-        environment={"LAB_OUTPUT": str(tmp_path)},
-    )
+    dies = "import os\nos.kill(os.getpid(), 9)\n"
+    job = jobs.submit_program(tmp_path, "--nodes=1", ASSIGNMENT, dies)
     assert jobs.slurm.wait(job, limit_seconds=60) == "FAILED"
     logs = tmp_path / f"slurm-{job}"
     told = (
@@ -365,16 +256,8 @@ def test_a_killed_rank_ends_the_job_with_its_status(jobs, tmp_path):
 @pytest.mark.usefixtures("on_four_nodes")
 def test_a_job_that_has_gone_back_often_enough_stays(jobs, tmp_path):
     """The program exits as if a scheduler had stopped it; REQUEUES limits the restarts."""
-    program = tmp_path / "stops.py"
-    program.write_text("import sys\nsys.exit(75)\n")
-    job = jobs.slurm.sbatch(
-        "--output",
-        tmp_path / "out",
-        "--nodes=1",
-        ASSIGNMENT,
-        program,
-        environment={"LAB_OUTPUT": str(tmp_path), "REQUEUES": "1"},
-    )
+    stops = "import sys\nsys.exit(75)\n"
+    job = jobs.submit_program(tmp_path, "--nodes=1", ASSIGNMENT, stops, REQUEUES="1")
     jobs.go_on(job)
     assert jobs.slurm.wait(job) == "FAILED"
     assert jobs.slurm.job(job)["Restarts"] == "1"
@@ -386,19 +269,11 @@ def test_a_job_that_has_gone_back_often_enough_stays(jobs, tmp_path):
 
 @pytest.mark.usefixtures("on_four_nodes")
 def test_a_cancelled_job_does_not_come_back(jobs, tmp_path):
-    program = tmp_path / "waits.py"
-    program.write_text(
+    waits = (
         "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
         "print('waits', flush=True)\ntime.sleep(600)\n"
     )
-    job = jobs.slurm.sbatch(
-        "--output",
-        tmp_path / "out",
-        "--nodes=2",
-        ASSIGNMENT,
-        program,
-        environment={"LAB_OUTPUT": str(tmp_path)},
-    )
+    job = jobs.submit_program(tmp_path, "--nodes=2", ASSIGNMENT, waits)
     jobs.slurm.wait_for(job, "waits")
     jobs.slurm.run("scancel", job)
     assert jobs.slurm.wait(job) == "CANCELLED"
@@ -410,73 +285,32 @@ def test_a_cancelled_job_does_not_come_back(jobs, tmp_path):
 @pytest.mark.usefixtures("on_four_nodes")
 def test_bad_input_is_one_clear_message(jobs):
     """All jobs are submitted at once; none starts a rank."""
-    own = jobs.slurm.own
-    cases = {
-        ("--nodes=1", ASSIGNMENT): "no command: add it after the script's name",
+    own, out = jobs.slurm.own, ("--output", jobs.folder / "%j.out")
+    ddp, nobody = f"--nodes=2 {TORCHRUN} {DDP[0]}", "http://127.0.0.1:9/"
+    fills_in = "--nnodes in the command: remove it; this script fills in the job's 2 nodes"
+    cases = [
+        (f"--nodes=1 {ASSIGNMENT}", "no command: add it after the script's name"),
+        (f"--nodes=2 {TORCHRUN} --nnodes 4 {DDP[0]}", fills_in),
+        (f"--nodes=2 {ASSIGNMENT} a.py --num-nodes=4", "--num-nodes=4 in the command: remove it"),
+        (f"--ntasks-per-node=2 {TORCHRUN} {DDP[0]}", "2 tasks per node, but this script needs one"),
+        (f"{ddp} --epochs none", "PartThree/main.py: --epochs: "),
+        (f"{ddp} --dataset digits --output-dir {own}", f"{own} is another folder here than on the"),
         (
-            "--nodes=2",
-            TORCHRUN,
-            "--nnodes",
-            "4",
-            *DDP,
-        ): "--nnodes in the command: remove it; this script fills in the job's 2 nodes",
-        (
-            "--nodes=2",
-            ASSIGNMENT,
-            *ALL_REDUCE,
-            "--num-nodes=4",
-        ): "--num-nodes=4 in the command: remove it",
-        (
-            "--ntasks-per-node=2",
-            TORCHRUN,
-            *DDP,
-        ): "2 tasks per node, but this script needs one",
-        ("--nodes=2", TORCHRUN, *DDP, "--epochs", "none"): "PartThree/main.py: --epochs: ",
-        (
-            "--nodes=2",
-            TORCHRUN,
-            *DDP,
-            "--dataset",
-            "digits",
-            "--output-dir",
-            own,
-        ): f"{own} is another folder here than on the",
-        (
-            "--nodes=2",
-            TORCHRUN,
-            *DDP,
-            "--data-dir",
-            own,
-            "--mirror",
-            "http://127.0.0.1:9/",
-            "--output-dir",
-            jobs.folder,
-        ): f"cifar10 is not in {own} (",
-    }
-    submitted = {
-        jobs.slurm.sbatch("--output", jobs.folder / "%j.out", *case): message
-        for case, message in cases.items()
-    }
-    nowhere = jobs.slurm.sbatch(
-        "--output",
-        jobs.folder / "%j.out",
-        ASSIGNMENT,
-        *ALL_REDUCE,
-        environment={"PYTHON": "/no/python"},
-    )
-    elsewhere = jobs.slurm.sbatch(
-        "--output", jobs.folder / "%j.out", ROOT / TORCHRUN, *DDP, cwd=jobs.folder
-    )
-    submitted |= {
-        nowhere: "/no/python is not on node",
-        elsewhere: f"no launch/slurm-common.sh in {jobs.folder}: submit from the",
-    }
+            f"{ddp} --data-dir {own} --mirror {nobody} --output-dir {jobs.folder}",
+            f"cifar10 is not in {own} (",
+        ),
+    ]
+    submitted = {jobs.slurm.sbatch(*out, *words.split()): message for words, message in cases}
+    no_python = {"PYTHON": "/no/python"}
+    job = jobs.slurm.sbatch(*out, ASSIGNMENT, *ALL_REDUCE, environment=no_python)
+    submitted[job] = "/no/python is not on node"
+    job = jobs.slurm.sbatch(*out, ROOT / TORCHRUN, *DDP, cwd=jobs.folder)
+    submitted[job] = f"no launch/slurm-common.sh in {jobs.folder}: submit from the"
     for job, message in submitted.items():
         assert jobs.slurm.wait(job) == "FAILED"
         output = jobs.slurm.output(job)
-        assert any(
-            line.startswith("error: ") and message in line for line in output.splitlines()
-        ), f"{message!r}: {output}"
+        errors = [line for line in output.splitlines() if line.startswith("error: ")]
+        assert any(message in line for line in errors), f"{message!r}: {output}"
         assert "Traceback" not in output
     assert list(jobs.slurm.folder.glob("disk-node*/*.token")) == []
     assert "start it with sbatch" in jobs.slurm.run("bash", TORCHRUN, *DDP, check=False)
@@ -502,17 +336,9 @@ def test_values_with_quotes_and_what_a_shell_or_slurm_replaces(jobs, tmp_path):
 
 @pytest.mark.usefixtures("on_four_nodes")
 def test_a_folder_of_each_node_is_good_enough_where_the_job_never_goes_back(jobs, tmp_path):
-    program = tmp_path / "says.py"
-    program.write_text("print('said')\n")
-    job = jobs.slurm.sbatch(
-        "--output",
-        tmp_path / "out",
-        "--nodes=2",
-        "--no-requeue",
-        ASSIGNMENT,
-        program,
-        environment={"LAB_OUTPUT": str(jobs.slurm.own)},
-    )
+    options, says = "--nodes=2 --no-requeue", "print('said')\n"
+    own = {"LAB_OUTPUT": str(jobs.slurm.own)}
+    job = jobs.submit_program(tmp_path, options, ASSIGNMENT, says, **own)
     assert jobs.finish(job) == "said\n"
     assert len(list(jobs.slurm.folder.glob(f"disk-node*/slurm-{job}/task*.log"))) == 2
 
@@ -536,29 +362,18 @@ def test_both_scripts_train_on_four_nodes(jobs, on_four_nodes, alone):
 
 def test_nothing_is_left_when_the_cluster_ends(tmp_path):
     """Slurm's daemons, mounts, and a process that a job started in its own session are all gone."""
-    word = f"{os.getpid()}.5"
-    mounts = Path("/proc/self/mounts").read_text()
+    word, conf = f"{os.getpid()}.5", str(tmp_path / "slurm" / "slurm.conf")
+
+    def on_this_machine():
+        names = sorted(path.name for path in Path("/etc").glob("slurm/*"))
+        return Path("/proc/self/mounts").read_text(), names
+
+    before = on_this_machine()
     with SlurmCluster(tmp_path / "slurm", nodes=1) as slurm:
-        job = slurm.sbatch(
-            "--output", tmp_path / "out", "--wrap", f"setsid sleep {word} & echo started; wait"
-        )
+        sleeper = f"setsid sleep {word} & echo started; wait"
+        job = slurm.sbatch("--output", tmp_path / "out", "--wrap", sleeper)
         slurm.wait_for(job, "started")
         wait_until(lambda: with_word(word), "the sleeper")
-        assert with_word(str(tmp_path / "slurm" / "slurm.conf")), (
-            "the daemons have it in their environment"
-        )
-        before = (
-            {path.name for path in Path("/etc/slurm").iterdir()}
-            if Path("/etc/slurm").exists()
-            else set()
-        )
-    wait_until(
-        lambda: not with_word(word) and not with_word(str(tmp_path / "slurm" / "slurm.conf")),
-        "all end",
-    )
-    assert Path("/proc/self/mounts").read_text() == mounts
-    assert (
-        {path.name for path in Path("/etc/slurm").iterdir()}
-        if Path("/etc/slurm").exists()
-        else set()
-    ) == before
+        assert with_word(conf), "the daemons have it in their environment"
+    wait_until(lambda: not with_word(word) and not with_word(conf), "all end")
+    assert on_this_machine() == before

@@ -34,12 +34,8 @@ def cluster(request, tmp_path_factory):
 @pytest.fixture(scope="session")
 def images(tmp_path_factory):
     """Return the flags for 24 images of two classes."""
-    return [
-        "--dataset",
-        "folder",
-        "--data-dir",
-        make_image_folder(tmp_path_factory.mktemp("images")),
-    ]
+    folder = make_image_folder(tmp_path_factory.mktemp("images"))
+    return ["--dataset", "folder", "--data-dir", folder]
 
 
 @pytest.fixture

@@ -17,19 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from common.checkpoint import checkpoints_by_age, load_checkpoint
 from common.utils.hashing import digest
 from tests.helpers import ROOT, Started, free_port, user_environment, wait_until
-from tests.helpers.stage import (
-    GRACE,
-    HURT,
-    NOBODY,
-    PATIENT,
-    assert_equal_runs,
-    hidden_files,
-)
+from tests.helpers.processes import running_in
+from tests.helpers.stage import GRACE, HURT, NOBODY, PATIENT, assert_equal_runs, hidden_files
 
 EPOCHS = 3
 TIMEOUT = 5
@@ -125,33 +117,23 @@ class Run:
         hurt = (fault.victim, fault.moment, "hold") if held else (NOBODY, "", "")
         small = held and fault.action == "full disk"
         (self.folder / "out").mkdir(exist_ok=True)
-        common: dict[str, object] = {
-            "--model": "wide" if fault.phase == "collective" else "tiny",
-            "--threads": 1,
-            "--dataset": "folder",
-            "--data-dir": self.images,
-            "--batch-size": 12,
-            "--epochs": EPOCHS,
-            "--output-dir": self.folder / "out",
-            "--run-name": "run",
-        }
+        words = ["--model", "wide" if fault.phase == "collective" else "tiny"]
+        words += f"--threads 1 --batch-size 12 --epochs {EPOCHS} --run-name run".split()
+        words += ["--dataset", "folder", "--data-dir", self.images]
+        words += ["--output-dir", self.folder / "out"]
         if fault.ranks > 1:
-            common |= {"--master-ip": "127.0.0.1", "--master-port": port, "--timeout": timeout}
-            common |= {"--meeting-timeout": timeout}
-            common |= {"--num-nodes": fault.ranks}
+            words += f"--master-ip 127.0.0.1 --master-port {port} --timeout {timeout}".split()
+            words += ["--meeting-timeout", timeout, "--num-nodes", fault.ranks]
         if self._part == "PartTwo":
-            common |= {"--sync": fault.way}
+            words += ["--sync", fault.way]
         self.processes = []
         for rank in range(fault.ranks):
-            command = [sys.executable, HURT, *hurt, ROOT / self._part / "main.py"]
-            command += [word for pair in common.items() for word in pair]
+            command = [sys.executable, HURT, *hurt, ROOT / self._part / "main.py", *words]
             command += ["--rank", rank] if fault.ranks > 1 else []
             on_small_disk = small and rank == fault.victim
-            words = [*(ON_SMALL_DISK if on_small_disk else ()), *map(str, [*command, *flags])]
-            environment = user_environment(TMPDIR=str(self.folder))
-            self.processes.append(
-                Started(words, cwd=self.folder, env=environment, forked=not on_small_disk)
-            )
+            command = [*(ON_SMALL_DISK if on_small_disk else ()), *map(str, [*command, *flags])]
+            how = {"cwd": self.folder, "env": user_environment(TMPDIR=str(self.folder))}
+            self.processes.append(Started(command, **how, forked=not on_small_disk))
 
     def let_go(self):
         """Let the victim continue."""
@@ -161,7 +143,7 @@ class Run:
     def end(self):
         """Wait for all ranks, and check that no process of the run is left."""
         ends = [one.end(timeout_seconds=PATIENT + GRACE) for one in self.processes]
-        wait_until(lambda: _processes_in(self.folder) == [], "the end of all processes")
+        wait_until(lambda: running_in(self.folder) == [], "the end of all processes")
         return ends
 
 
@@ -228,15 +210,6 @@ def _check_files(run, promise, reference, *, status):
     assert (run.output / "summary.json").exists() == (status == 0)
     if status >= 0:  # a signal leaves the lock file, which is free, and what was being written
         assert hidden_files(run.folder / "out") == []
-
-
-def _processes_in(folder):
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):  # ended meanwhile, or another user's
-            if process.pid != os.getpid() and process.cwd() == str(folder):
-                found.append(process)
-    return found
 
 
 # --- the actions ---

@@ -14,15 +14,9 @@ from lab.cli import main
 from tests.helpers import TINY, make_image_folder, run_part
 
 READ_BY_REPORT = (
-    "config.json",
-    "environment.json",
-    "metrics.jsonl",
-    "epochs.jsonl",
-    "summary.json",
-    "ranks.json",
-    "timeline.json",
-    "report.json",
-)
+    "config.json environment.json metrics.jsonl epochs.jsonl summary.json ranks.json timeline.json "
+    "report.json"
+).split()
 READ_BY_RESUME = ("config.json", "metrics.jsonl", "epochs.jsonl", "checkpoints/Epoch_2.pt")
 FLAGS = (*TINY, "--dataset", "folder", "--batch-size", 12, "--log-every", 1, "--run-name", "run")
 SEEDS = {"slow": range(3), "long": range(3, 40)}

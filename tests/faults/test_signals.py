@@ -23,20 +23,9 @@ MANY = 100_000
 
 def test_interrupt_ends_all_and_keeps_what_is_done(tmp_path):
     make_image_folder(tmp_path / "data")
-    ranks = start_ranks(
-        "PartTwo",
-        2,
-        *QUICK,
-        "--dataset",
-        "folder",
-        "--data-dir",
-        tmp_path / "data",
-        "--epochs",
-        MANY,
-        "--output-dir",
-        tmp_path / "out",
-        cwd=tmp_path,
-    )
+    flags = (*QUICK, "--dataset", "folder", "--data-dir", tmp_path / "data", "--epochs", MANY)
+    flags += ("--output-dir", tmp_path / "out")
+    ranks = start_ranks("PartTwo", 2, *flags, cwd=tmp_path)
     ranks[0].wait_for("Epoch 3: train loss")  # Epoch 2's checkpoint has been saved by then
     for rank in ranks:
         rank.send(signal.SIGINT)
@@ -52,18 +41,8 @@ def test_interrupt_ends_all_and_keeps_what_is_done(tmp_path):
 @pytest.mark.slow
 def test_interrupt_of_one_rank_that_waits_for_the_other(tmp_path):
     """A rank blocked in a collective cannot handle a signal, but must still end."""
-    ranks = start_ranks(
-        "PartTwo",
-        2,
-        *QUICK,
-        "--timeout",
-        60,
-        "--max-steps",
-        MANY,
-        "--output-dir",
-        tmp_path,
-        cwd=tmp_path,
-    )
+    flags = (*QUICK, "--timeout", 60, "--max-steps", MANY, "--output-dir", tmp_path)
+    ranks = start_ranks("PartTwo", 2, *flags, cwd=tmp_path)
     ranks[0].wait_for("step 3/")
     ranks[1].send(signal.SIGSTOP)
     time.sleep(1)  # by now the other rank waits in its collective
@@ -73,9 +52,8 @@ def test_interrupt_of_one_rank_that_waits_for_the_other(tmp_path):
     finally:
         ranks[1].send(signal.SIGCONT)
     assert_told(ended, "interrupted", status=130)
-    assert_told(
-        ranks[1].end(timeout_seconds=90), r"rank 0 \(127.0.0.1\) ended or was killed at step \d"
-    )
+    killed = r"rank 0 \(127.0.0.1\) ended or was killed at step \d"
+    assert_told(ranks[1].end(timeout_seconds=90), killed)
 
 
 def test_interrupt_while_the_report_is_written(tmp_path):

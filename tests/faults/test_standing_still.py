@@ -68,16 +68,13 @@ def test_a_stopped_rank_is_named_with_its_step(request, place, size, victim):
         moment = "waiting"  # rank 0 writes
     ends = survivors(stage, size, (victim, moment, "stop"))
     who = "the others wait" if size > 2 and victim else r"rank \d waits"
+    told = (
+        rf"error \(rank \d\): rank {victim} \([\d.]+\) has not moved since [a-z ]*step {step}, "
+        rf"(\d+\.\d) s ago; {who} in {waiting}\. \(\w+ broke here\)"
+    )
     for ended in ends:
-        assert_told(
-            ended,
-            rf"error \(rank \d\): rank {victim} \([\d.]+\) has not moved since [a-z ]*step {step}, "
-            rf"(\d+\.\d) s ago; {who} in {waiting}\. \(\w+ broke here\)",
-        )
-        found = re.search(r"([\d.]+) s ago", ended.text)
-        assert found
-        print(f"named {found[1]} s after its last sign of life")
-        assert TIMEOUT - 1 <= float(found[1]) < TIMEOUT + GRACE
+        assert_told(ended, told)
+        assert TIMEOUT - 1 <= float(re.search(told, ended.text)[1]) < TIMEOUT + GRACE
 
 
 @pytest.mark.parametrize("victim", [in_slow(0), in_long(1)])

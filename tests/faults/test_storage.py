@@ -6,8 +6,6 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,55 +18,39 @@ from tests.helpers.stage import QUICK, assert_equal_runs, assert_told
 
 PLACES = 100
 LAST_RECORD_BYTES = 22  # a zip file's end record, which repeats numbers from its table of contents
-Reference = Callable[[str], Path]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    for ended in run_part(
-        "PartTwo", *QUICK, "--output-dir", tmp_path / "file" / "reports", cwd=tmp_path, ranks=2
-    ):
+    flags = (*QUICK, "--output-dir", tmp_path / "file" / "reports")
+    for ended in run_part("PartTwo", *flags, cwd=tmp_path, ranks=2):
         assert_told(ended, r"file/reports.* \(Not a directory\): give another --output-dir")
 
 
 def test_a_checkpoint_cut_at_100_random_places_is_never_trusted(tmp_path):
-    """A checkpoint that is truncated or zeroed from a random byte on is never loaded.
+    """A crash leaves zeros if the last blocks were never written.
 
-    A crash leaves zeros if the last blocks were never written. Zeros only in the archive's last
-    record (22 bytes that repeat earlier ones) may pass; every entry must then match by SHA-256.
+    Zeros only in the archive's last record may pass; every entry must then match by SHA-256.
     """
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     places = random.Random(seed)
+    last, moving = tmp_path / "Epoch_3.pt", {0: {"momentum_buffer": torch.randn(64, 32)}}
     for epoch in (1, 2, 3):
-        save_checkpoint(
-            tmp_path / f"Epoch_{epoch}.pt",
-            {
-                "epoch": epoch,
-                "model_state_dict": {"weight": torch.randn(64, 32), "bias": torch.zeros(64)},
-                "optimizer_state_dict": {"state": {0: {"momentum_buffer": torch.randn(64, 32)}}},
-                "loss": 0.5,
-            },
-        )
-    whole, entries = (
-        (tmp_path / "Epoch_3.pt").read_bytes(),
-        digest(load_checkpoint(tmp_path / "Epoch_3.pt")),
-    )
+        saved = {"weight": torch.randn(64, 32), "bias": torch.zeros(64)}
+        saved = {"model_state_dict": saved, "optimizer_state_dict": {"state": moving}}
+        save_checkpoint(tmp_path / f"Epoch_{epoch}.pt", saved | {"epoch": epoch, "loss": 0.5})
+    whole, entries = last.read_bytes(), digest(load_checkpoint(last))
     in_last_record = range(len(whole) - LAST_RECORD_BYTES, len(whole))
     for place in [*(places.randrange(len(whole)) for _ in range(PLACES)), *in_last_record]:
         for damaged in (whole[:place], whole[:place] + bytes(len(whole) - place)):
-            (tmp_path / "Epoch_3.pt").write_bytes(damaged)
+            last.write_bytes(damaged)
             found, passed_over = newest_checkpoint([tmp_path])
-            if (
-                found == tmp_path / "Epoch_3.pt"
-                and len(damaged) == len(whole)
-                and place in in_last_record
-            ):
+            if found == last and len(damaged) == len(whole) and place in in_last_record:
                 assert digest(load_checkpoint(found)) == entries
             elif damaged != whole:
-                assert found == tmp_path / "Epoch_2.pt", (
-                    f"seed {seed}, cut at {place} of {len(whole)}"
-                )
+                told = f"seed {seed}, cut at {place} of {len(whole)}"
+                assert found == tmp_path / "Epoch_2.pt", told
                 assert len(passed_over) == 1
                 assert "Epoch_3.pt" in passed_over[0]
 
@@ -120,17 +102,11 @@ sys.stdin.read()
 """
 
 
-def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(
-    tmp_path,
-):
+def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(tmp_path):
     def start(name):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITE_HALF, tmp_path / name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
+        command = [sys.executable, "-c", WRITE_HALF, tmp_path / name]
+        pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        writer = subprocess.Popen(command, **pipes, text=True, cwd=ROOT)
         assert writer.stdout.readline() == "written\n"
         return writer
 
@@ -145,7 +121,5 @@ def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(
         living.kill()
         living.wait(30)
     write_atomically(tmp_path / "Epoch_3.pt", b"whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".Epoch_5.pt.of-somebody-else",
-        "Epoch_3.pt",
-    ]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".Epoch_5.pt.of-somebody-else", "Epoch_3.pt"]

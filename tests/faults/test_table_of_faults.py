@@ -12,15 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import (
-    ACTIONS,
-    ON_SMALL_DISK,
-    WAYS,
-    Fault,
-    Promise,
-    run_trial,
-    train,
-)
+from tests.faults.harness import ACTIONS, ON_SMALL_DISK, WAYS, Fault, Promise, run_trial, train
 from tests.helpers import make_image_folder
 
 PHASES = ("start", "meeting", "data", "training", "epoch", "checkpoint", "evaluation", "end")

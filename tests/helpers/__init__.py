@@ -27,6 +27,8 @@ PRELOADED[:] = [
     "common.reporting.plots",
     "sklearn.datasets",
     "tests.helpers.tiny_model",
+    "tests.helpers.audited",
+    *map("lab.audit.probe.{}".format, "clocks collectives data optimizers passes stopping".split()),
 ]
 
 __all__ = [

@@ -6,23 +6,27 @@ also the program of these ranks: it installs the probe, as the start-up hook doe
 interpreter, and runs the script.
 """
 
+import multiprocessing
 import re
 import runpy
 import shutil
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from lab.audit import probe
+from lab.audit.cases import STARTER_CODE, Script, read_scripts
 from lab.audit.command import AuditCommand
 from lab.audit.findings import run_checks
 from lab.audit.findings.finding import FAULT
 from lab.audit.isolation import LOOPBACK
 from lab.audit.result import verdict
 from lab.audit.runner import RunSettings, run_audit_size, start_process
+from lab.proofs.wrong import WRONG
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import ForkedProgram
 
-FOLDER = ROOT / "tests/audit_cases"
 BY_FLAGS = "python {script} --master-ip {master} --port {port} --num-nodes {nodes} --rank {rank}"
 OWN_FLAGS = (
     "--dataset digits --model tiny --max-steps 8 --threads 1 --batch-size 24 "
@@ -32,21 +36,13 @@ _KEYS = {"base", "finds", "notices", "ranks", "command", "flags", "verdict", "to
 
 
 @dataclass(frozen=True)
-class Case:
-    """A script with one fault, or a right one; what is declared is explained in the page.
+class Case(Script):
+    """A script with what the audit must say of it; the page explains what is declared.
 
-    Parameters
-    ----------
-    body : the script without its docstring.
-    edit : how it differs from the case ``base``; empty for a whole script.
-    flags : of ``lab audit``.
+    flags : of ``lab audit``. plant : the mistake of lab/proofs/wrong.py that replaces this
+        project's right code.
     """
 
-    name: str
-    what: str = ""
-    body: str = ""
-    base: str = ""
-    edit: str = ""
     finds: frozenset[str] = frozenset()
     notices: frozenset[str] = frozenset()
     sizes: tuple[int, ...] = (2, 3)
@@ -54,6 +50,7 @@ class Case:
     flags: str = ""
     verdict: str = "any"
     together: bool = False
+    plant: str = ""
 
     @property
     def script(self):
@@ -62,60 +59,27 @@ class Case:
 
     @property
     def forked(self):
-        """Whether its ranks can be forks: it starts no interpreters itself."""
-        return self.command.startswith("python ") and "mp.spawn" not in self.body
+        """Whether what is started can be a fork: it is no launcher."""
+        return self.command.startswith("python ")
 
     @property
     def quick_size(self):
-        """The one size for a quick test: the last, or the first where ranks are not forked."""
-        return self.sizes[-1 if self.forked else 0]
+        """The one size for a quick test: the last, or the first where it starts interpreters."""
+        return self.sizes[-1 if self.forked and "mp.spawn" not in self.body else 0]
 
 
 def read_cases():
-    """Return all cases, by name.
-
-    Raises ValueError for an unknown key and an edit that does not match once, KeyError for a base
-    that is no case above, AssertionError for a name that is used twice.
-    """
+    """Return all cases, sorted by name; raise an error for one that is not as the page says."""
     cases = {}
-    for path in sorted(FOLDER.glob("right_*.py")):
-        _, docstring, body = path.read_text(encoding="utf-8").split('"""', 2)
-        what, _, keys = docstring.partition("\n\n")
-        cases[path.stem] = _declare(Case(path.stem, what, body.lstrip("\n")), keys)
-    for path in sorted(FOLDER.glob("*.txt")):
-        for entry in path.read_text(encoding="utf-8").split("\n[")[1:]:
-            header, what, *edit = entry.rstrip().split("\n")
-            name, _, keys = header.partition("]")
-            assert name not in cases, f"{path}: there are two cases {name}: rename one"
-            base = (re.findall(r"base: (\w+)", keys) or [""])[0]
-            case = cases[base] if base else Case(name)
-            case = replace(case, name=name, what=what, base=base, edit="\n".join(edit))
-            cases[name] = _declare(replace(case, body=apply_edit(case)), keys)
+    for script in read_scripts().values():
+        base = cases.get(script.base, Case(""))
+        case = Case(**vars(script), command=base.command, flags=base.flags)
+        cases[case.name] = _declare(case, script.keys)
     return [cases[name] for name in sorted(cases)]
 
 
-def apply_edit(case):
-    """Return a case's body, which is its base's, with the edit.
-
-    Raises ValueError if the old lines of one of its places do not stand in it exactly once.
-    """
-    body, places = f"\n{case.body}", []
-    for place in case.edit.split("\n...\n") if case.edit else ():
-        lines = place.split("\n")
-        old, new = ("".join(f"{one[1:]}\n" for one in lines if one[:1] != sign) for sign in "+-")
-        if (times := body.count(f"\n{old}")) != 1:
-            raise ValueError(f"{case.name}: {times} times, not once, in its base:\n{old}")
-        places.append((body.index(f"\n{old}") + 1, old, new))
-    for begin, old, new in sorted(places, reverse=True):
-        body = body[:begin] + new + body[begin + len(old) :]
-    return body[1:]
-
-
 def _declare(case, text):
-    """Return a case with the keys in ``key: value``, each on a line or before a semicolon.
-
-    It keeps its base's command and flags.
-    """
+    """Return a case with the keys in ``key: value``, each on a line or before a semicolon."""
     declared = dict(re.findall(r"(\w+): *([^;\n]+)", text))
     if unknown := declared.keys() - _KEYS:
         raise ValueError(f"{case.name}: {', '.join(unknown)}: choose from {', '.join(_KEYS)}")
@@ -133,22 +97,17 @@ def _declare(case, text):
     )
 
 
-def record_case(case, size, folder, *, start=None):
-    """Run a case under the probe in an empty or a new folder, and return what it recorded.
-
-    start : how a rank is started; default: in a fork where that is possible.
-
-    Raises AssertionError with the ranks' output if a rank recorded nothing.
-    """
+def record_case(case, size, folder):
+    """Run a case under the probe in an empty or a new folder, and return what it recorded."""
     folder.mkdir(exist_ok=True)
-    shutil.copy(FOLDER / "student.py", folder)
+    shutil.copy(STARTER_CODE, folder)
     clocks, batch = "--clocks" in case.flags, case.flags.removeprefix("--global-batch ")
     end = run_script(
         folder,
         case.script,
         command=case.command,
         size=size,
-        start=start or (start_forked if case.forked else start_process),
+        start=partial(start_forked, plant=case.plant) if case.forked else start_process,
         steps=40 if clocks else 6,
         clocks=clocks,
         global_batch=int(batch) if batch.isdigit() else None,
@@ -159,10 +118,7 @@ def record_case(case, size, folder, *, start=None):
 
 
 def start_forked(words, environment, cwd, log, plant=""):
-    """Start a rank's script in a fork; see ``lab.audit.runner.Start``.
-
-    plant : the mistake of lab/proofs/wrong.py that replaces this project's right code.
-    """
+    """Start a rank's script in a fork, as ``lab.audit.runner.start_process`` does in a process."""
     log.touch()
     return ForkedProgram([sys.executable, __file__, plant, *words[1:]], cwd, environment, log, log)
 
@@ -212,11 +168,6 @@ def mistakes(case, recordings):
 
 
 if __name__ == "__main__":
-    import multiprocessing
-
-    from lab.audit import probe
-    from lab.proofs.wrong import WRONG
-
     for wrong in WRONG:
         if wrong.name == sys.argv[1]:
             wrong.plant()

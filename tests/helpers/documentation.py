@@ -10,6 +10,7 @@ import re
 import shlex
 import textwrap
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from tests.helpers.paths import ROOT
@@ -25,6 +26,9 @@ _FINDINGS = re.compile(
     r"(?<=^\| finding \| severity \| an edit that makes it \| scripts \| not told from \|\n"
     r"\| --- \| --- \| --- \| --- \| --- \|\n)(\|.*\n)*",
     re.MULTILINE,
+)
+_SIDES = re.compile(
+    r"^(\| right: `(\w+)` \| wrong: `(\w+)` \|\n\| --- \| --- \|\n)\|.*", re.MULTILINE
 )
 
 
@@ -111,6 +115,25 @@ def _edit_cell(edit):
     return "<br>".join(signed).replace("|", "\\|")
 
 
+def sides(match):
+    """Return a table of docs/learn/gallery.md with a right script beside a wrong one."""
+    from lab.audit.cases import read_scripts
+
+    bodies = [read_scripts()[name].body.splitlines() for name in match.groups()[1:]]
+    cells = [], []
+    for group in SequenceMatcher(None, *bodies, autojunk=False).get_grouped_opcodes(1):
+        for cell, body, at in zip(cells, bodies, (1, 3), strict=True):
+            lines = [
+                (line, "" if tag == "equal" else "**")
+                for tag, *bounds in group
+                for line in body[slice(*bounds[at - 1 : at + 1])]
+                if line
+            ]
+            indent = min(len(line) - len(line.lstrip()) for line, _ in lines)
+            cell.append("<br>".join(f"{bold}`{line[indent:]}`{bold}" for line, bold in lines))
+    return f"{match[1]}| {' | '.join('<br>…<br>'.join(cell) for cell in cells)} |"
+
+
 def with_copies(text):
     """Return a page with today's known errors, findings and outputs of `lab predict`."""
     from lab.explain.diagnosis import KINDS, known_errors
@@ -119,6 +142,7 @@ def with_copies(text):
     rows = "".join(f"| {one.title} | {one.cause} | {one.cure} |\n" for one in errors)
     text = _KNOWN_ERRORS.sub(lambda _: rows, text)
     text = _FINDINGS.sub(lambda _: findings_table(), text)
+    text = _SIDES.sub(sides, text)
     for command, shown in _PREDICTED.findall(text):
         text = text.replace(shown, predict(command))
     return text

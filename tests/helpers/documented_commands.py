@@ -53,6 +53,9 @@ CHECKS = {
     "submissions| train.py": Elsewhere("tests/lab/audit and tests/lab/grade do it with cases"),
     "--print-rubric": quick(),
     "autograder.zip": quick(prints="written: autograder.zip"),
+    r" learn/(blind|10)|lab learn 10 --check|lab\.learn\.gallery": Elsewhere(
+        "tests/lab/learn checks, breaks and draws the same"
+    ),
     "kubectl|docker|helm": Elsewhere("needs Kubernetes; test_kubernetes.py checks the files"),
     "sbatch|scancel|squeue|sinfo|slurm|compare-2026": Elsewhere(
         "needs Slurm; tests/engines/test_slurm.py and test_slurm_compare.py make it"
@@ -64,11 +67,15 @@ CHECKS = {
     r"10\.0\.0\.1": Elsewhere("tests/lab/cluster and tests/engines start it on emulated nodes"),
     "gpu.py .*--data": Elsewhere("needs a GPU; tests/test_gpu_run_book.py does it on the CPU"),
     "--gpu_ids|--cuda": Elsewhere("needs the GPUs that it names"),
+    # lessons: a skeleton with blanks is not right yet
+    r"lab learn \d --check": Elsewhere("tests/lab/learn checks the solution of every lesson"),
+    " learn/0|lab.learn.pictures": Elsewhere("tests/lab/learn runs the solutions, and draws"),
+    "lab learn": quick(prints=r"Wrote learn/|stays as it is|Kept: "),
     # lab
     "ddp-auto": quick(prints=r"ddp-auto takes (the default buckets|buckets of \d+ MiB)"),
     "predict .*--figure": slow(prints="What helps"),
     "predict --nodes 256 ": slow(prints=r"none +4,096 +595 "),
-    "predict --nodes 1000 ": slow(prints=r"ddp .* 123 +3,756 "),
+    "predict --nodes 1000 ": slow(prints=r"ddp .* 166 +3,756 "),
     "predict --nodes 10000 ": slow(prints=r"54\.2%(.|\n)*98\.7%"),
     "predict --nodes 8 .*--calibration": quick(prints=r"ddp +8 +652 ms(.|\n)*powersgd +8 +237 ms"),
     "lab predict": quick(prints="What helps"),
@@ -101,10 +108,7 @@ CHECKS = {
     f"nproc-per-node 2 .*{FAST}": long(f"{SMALL} --no-amp", prints=EQUAL),
     FAST: long(f"{SMALL} --no-amp", prints="test accuracy"),
     # the parts, and scripts; README.md's first command must work at once
-    "^.venv/bin/python PartTwo": (
-        quick("--batch-size 16 --max-steps 1", prints=EQUAL),
-        long(prints=EQUAL),
-    ),
+    "PartOne.*digits": slow(prints="mean iteration time .*without the first"),
     "--compute measured": long(prints="EMULATED"),
     "--timeline|^torchrun .*PartThree/main.py": slow(prints=EQUAL),
     "cs744": long(prints="of 10,000 images", cifar=True),

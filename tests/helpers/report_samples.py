@@ -52,6 +52,8 @@ def cell(
     accuracy=None,
     losses=None,
     loss_shift=0.0,
+    precision="fp32",
+    load=0.5,
     **entries,
 ):
     """Return a cell with these ``entries``; failed and pending cells have no numbers.
@@ -102,6 +104,8 @@ def cell(
             "losses": [[step, value] for step, value in enumerate(known, start=1)],
             "test_accuracy": accuracy and accuracy + 0.002 * away,
             **{"seconds_to_accuracy": None, "steps_to_accuracy": None},
+            **{"precision": precision, "load_per_core": load},
+            "mean_iteration_seconds": 1.1 * seconds["step"],
         }
         result["repeats"].append(outcome)
     result["median"] = seconds | counted

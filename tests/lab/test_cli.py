@@ -12,50 +12,28 @@ STARTED_COLD_ELSEWHERE = {
     "explain": "tests/lab/explain/test_explain.py",
     "launch": "tests/lab/ssh/test_launch.py",
 }
+PLAN = "--plan --nodes 1 --sync none --dataset digits --no-predict --output-dir out"
 HERE = {
-    "predict": (["--nodes", 4], 0, "gather_scatter"),
-    "compare": (
-        [
-            "--nodes",
-            1,
-            "--sync",
-            "none",
-            "--dataset",
-            "digits",
-            "--no-predict",
-            "--plan",
-            "--output-dir",
-            "out",
-        ],
-        0,
-        "lab run-cell",
-    ),
-    "report": (["nowhere"], 2, "nowhere is not the folder of a run"),
-    "calibrate": (["--ranks", 2, "--num-nodes", 2], 2, "error: "),
-    "collect": (["nowhere"], 2, "error: "),
-    "run-cell": (
-        ["nowhere", "--run", 1],
-        2,
-        "make one with lab compare --plan",
-    ),
+    "learn": ("1 --check", 2, "lab learn 1 writes it"),
+    "predict": ("--nodes 4", 0, "gather_scatter"),
+    "compare": (PLAN, 0, "lab run-cell"),
+    "report": ("nowhere", 2, "nowhere is not the folder of a run"),
+    "calibrate": ("--ranks 2 --num-nodes 2", 2, "error: "),
+    "collect": ("nowhere", 2, "error: "),
+    "run-cell": ("nowhere --run 1", 2, "make one with lab compare --plan"),
 }
 
 
 def test_every_command_has_a_cold_start():
-    [commands] = [
-        action
-        for action in build_parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    ]
+    actions = build_parser()._actions
+    [commands] = [one for one in actions if isinstance(one, argparse._SubParsersAction)]
     assert set(commands.choices) == {*STARTED_COLD_ELSEWHERE, *HERE}
 
 
 def test_commands_start_cold(tmp_path):
     """All commands start at once, to save time."""
-    started = {
-        name: start_lab(name, *arguments, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, cold=True)
-        for name, (arguments, _, _) in HERE.items()
-    }
+    how = {"cwd": tmp_path, "env": {"PYTHONPATH": str(ROOT)}, "cold": True}
+    started = {name: start_lab(name, *words.split(), **how) for name, (words, *_) in HERE.items()}
     for name, process in started.items():
         ended, (_, status, words) = process.end(), HERE[name]
         assert ended.status == status, (name, ended)

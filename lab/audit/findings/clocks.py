@@ -57,7 +57,7 @@ def _faults(rank: RankRecords, mean: Record) -> list[Finding]:
     wrong = _divides_wrongly(mean) and not mean["after_cut"]
     cases = (  # name, kind, whether it holds, whether it is sure
         ("clock-wrong-divisor", None, wrong, abs(divisor - number) <= 2),
-        ("clock-first-iteration", None, of_steps and mean["first"], True),
+        ("clock-first-iteration", None, mean["first"], True),
         ("clock-before-update", "update", of_steps and early, False),
         ("clock-before-update", "device", of_steps and pending and not early, True),
     )

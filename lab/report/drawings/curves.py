@@ -12,10 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from common.errors import count
 from lab.plot_style import DASHES, INK, NothingToShowError, color, grid, title
 from lab.report.equality import wrong_rows
 from lab.report.losses import Curves, curves, differences
-from lab.report.view import ComparisonGroup, nodes_text, small_text
+from lab.report.view import ComparisonGroup, small_text
 
 Line = tuple[str, Mapping[int, float], dict[str, Any]]  # label, losses by step, look
 _ONE_LINE = 0.01  # of the axis: losses closer than this look like one line
@@ -52,7 +53,7 @@ def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
         axis.set(
             xlabel="step",
             ylabel="training loss (global batch)" if narrow or index % 2 == 0 else "",
-            title=nodes_text(nodes),
+            title=count(nodes, "node"),
         )
         axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axis.grid()
@@ -77,7 +78,7 @@ def _in_words(nodes: int, found: Curves) -> str:
     curve = next(iter(found.values()))
     most = small_text(max(differences(found)).value)
     return (
-        f"on {nodes_text(nodes)} the loss goes from {curve[min(curve)]:.3f} to "
+        f"on {count(nodes, 'node')} the loss goes from {curve[min(curve)]:.3f} to "
         f"{curve[max(curve)]:.3f} in {len(curve)} steps, and the {len(found)} strategies differ "
         f"by at most {most}"
     )

@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
+from common.errors import count
 from lab.plot_style import NothingToShowError, style
 from lab.report.drawings import figures
 from lab.report.drawings.curves import draw_loss
 from lab.report.drawings.svg import inline, save, svg
 from lab.report.drawings.timeline import mean_overlap, overlap
 from lab.report.drawings.timeline_figure import draw_timeline
-from lab.report.view import ComparisonGroup, Json, listed, nodes_text, percent, rate_text
+from lab.report.view import ComparisonGroup, Json, listed, percent, rate_text
 
 
 class Drawing(NamedTuple):
@@ -91,7 +92,7 @@ def draw_timelines(folder: Path, results: Json) -> Iterator[Drawing]:
     for cell in sorted(results["cells"], key=lambda cell: cell["nodes"] == 1):
         if timeline := timelines.get(cell["id"]):
             at = f" at {rate_text(cell['rate'])}" if cell["rate"] is not None else ""
-            label = f"{cell['sync']} on {nodes_text(len(timeline['ranks']))}{at}"
+            label = f"{cell['sync']} on {count(len(timeline['ranks']), 'node')}{at}"
             hidden = mean_overlap(timeline)
             title = f"{label}: " + (
                 "no messages"

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from common.errors import count
 from common.utils.grouping import grouped
 from lab.plot_style import (
     INK,
@@ -28,7 +29,7 @@ from lab.plot_style import (
     title,
 )
 from lab.report.equality import wrong_rows
-from lab.report.view import CellRow, ComparisonGroup, nodes_text, seconds_text
+from lab.report.view import CellRow, ComparisonGroup, seconds_text
 
 _ROW = 0.235  # inches per bar with its gap
 _EQUAL = 0.01  # values that differ by no more than this share are called equal
@@ -153,7 +154,7 @@ def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
         raise NothingToShowError("No cell on more than one node has counted its bytes yet.")
     if all(max(values) - min(values) <= _EQUAL * max(values) for values in panels.values()):
         each = (
-            f"{fmean(values):,.1f} MB a step on {nodes_text(nodes)}"
+            f"{fmean(values):,.1f} MB a step on {count(nodes, 'node')}"
             for nodes, values in panels.items()
         )
         raise NothingToShowError(
@@ -233,7 +234,7 @@ def _row_panels(
                 draw(axis, y, row)
             else:
                 _write(axis, y, "not run" if row is None else row.status, 0.02, style="italic")
-        axis.set(title=nodes_text(nodes), xlabel=xlabel, xlim=limits)
+        axis.set(title=count(nodes, "node"), xlabel=xlabel, xlim=limits)
         axis.set_ylim(len(labels) - 0.4, -0.6)
         axis.xaxis.set_major_locator(MaxNLocator(5))
         axis.set_yticks(range(len(labels)), labels)

@@ -34,13 +34,8 @@ def _parse(*arguments, part="PartTwo"):
 
 def _main(*arguments, part="PartTwo"):
     """Run a part; what is accepted by mistake is only printed."""
-    return main(
-        part,
-        path=f"{part}/main.py",
-        description="a description",
-        sync_choices=SYNCS[part],
-        arguments=["--print-config", *map(str, arguments)],
-    )
+    how = {"path": f"{part}/main.py", "description": "", "sync_choices": SYNCS[part]}
+    return main(part, arguments=["--print-config", *map(str, arguments)], **how)
 
 
 # --- invalid values ---
@@ -142,10 +137,7 @@ def test_ranks_that_are_started_by_hand_have_ten_minutes_to_come():
     "flag", ["--master-ip", "--data-dir", "--mirror", "--resume", "--output-dir"]
 )
 def test_empty_text_is_refused(flag):
-    """An empty path or address (a quoted unset shell variable) is an error that names the flag.
-
-    It does not mean the current folder.
-    """
+    """An empty path or address, as of a quoted unset shell variable, is not the current folder."""
     with pytest.raises(UserError, match=f"{flag}.*''"):
         _parse(f"{flag}=")
 
@@ -262,10 +254,8 @@ def test_shared_settings():
     )
     assert not {f"--{name}" for name in own.split()} & shared.keys()
     assert {f"--{name}" for name in same.split()} <= shared.keys()
-    assert (
-        _parse(*CLUSTER).shared_settings()
-        == _parse("-M", "x", "-N", 2, "-R", 1, "--threads", 3).shared_settings()
-    )
+    other = _parse("-M", "x", "-N", 2, "-R", 1, "--threads", 3)
+    assert _parse(*CLUSTER).shared_settings() == other.shared_settings()
     assert _parse("--seed", 1).shared_settings() != _parse("--seed", 2).shared_settings()
     assert _parse("--opt", "adamw").shared_settings()["--opt"] == "adamw"
 
@@ -275,10 +265,7 @@ def test_shared_settings():
 
 @pytest.mark.parametrize("part", ["PartTwo", "PartThree"])
 def test_started_without_a_place(part, tmp_path):
-    """Status 2 and empty stdout; stderr shows three ways to start the part.
-
-    Each command names the real file and parses, and the commands for two machines cover both ranks.
-    """
+    """Each command that is shown parses, and those for two machines cover both ranks."""
     ended = start_part(part, cwd=tmp_path).end(timeout_seconds=60)
     assert (ended.status, ended.out) == (2, "")
     assert list(tmp_path.iterdir()) == []
@@ -313,10 +300,7 @@ def test_a_failure_names_the_newest_checkpoint_of_this_run_only(tmp_path):
 
 @pytest.mark.parametrize("part", SYNCS)
 def test_help_lists_the_flags_without_torch(part, tmp_path):
-    """--help-all imports no torch or numpy. Flags that merely repeat a default are hidden.
-
-    tests/expectations has the whole text.
-    """
+    """Flags that merely repeat a default are hidden; tests/expectations has the whole text."""
     command = [sys.executable, "-X", "importtime", str(ROOT / part / "main.py"), "--help-all"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0

@@ -1,8 +1,4 @@
-"""Recipes: the documented commands parse as described, and every recipe runs.
-
-A recipe with a mistake gives one clear line. The runs are short, on a few generated images, and
-cover each way to start a recipe.
-"""
+"""Recipes: their commands, mistakes and settings; each trains two steps, started in each way."""
 
 import dataclasses
 import json
@@ -38,6 +34,7 @@ from tests.helpers import (
     run_part,
     start_part,
 )
+from tests.helpers.records import json_lines, json_of
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
 SYNCS = {"PartTwo": ("gather_scatter", "all_reduce"), "PartThree": ("ddp",)}
@@ -103,12 +100,10 @@ def test_a_recipe_that_is_printed_reads_back_the_same(name, tmp_path):
 
 def test_print_config_keeps_flags_and_awkward_texts(tmp_path, capsys):
     """--print-config prints a valid recipe: with the flags, and with any text and number."""
-    words = ["--recipe", "wide-resnet-cifar100", "--lr", "1e-7", "--no-amp", "--clip-norm", "3"]
-    words += ["-b", "7", "--data-dir", 'a "b" \\ c é', "--mirror", "http://x/ #"]
-    arguments = [*words, "--print-config"]
-    assert (
-        main("PartThree", path="", description="", sync_choices=("ddp",), arguments=arguments) == 0
-    )
+    words = "--recipe wide-resnet-cifar100 --lr 1e-7 --no-amp --clip-norm 3 -b 7".split()
+    words += ["--data-dir", 'a "b" \\ c é', "--mirror", "http://x/ #"]
+    how = {"path": "", "description": "", "sync_choices": ("ddp",)}
+    assert main("PartThree", arguments=[*words, "--print-config"], **how) == 0
     shown = capsys.readouterr().out
     assert "batch_size is not set" in shown
     (tmp_path / "printed.toml").write_text(shown, encoding="utf-8")
@@ -190,6 +185,8 @@ def test_what_a_flag_says_puts_aside_the_recipes_other_word_for_it(
 def test_a_flag_overrides_but_the_rest_of_the_recipe_stays():
     config = parse("--recipe resnet18-transfer-cifar10 --input-size 64")
     assert config == dataclasses.replace(parse("--recipe resnet18-transfer-cifar10"), input_size=64)
+    measured = parse(["--recipe", "wide-resnet-cifar100", "--measure-only"])
+    assert (measured.validates, measured.patience) == (False, 2)
 
 
 # --- mistakes in a recipe ---
@@ -226,17 +223,10 @@ WRONG = {
 
 
 def refused(capsys, *words, part="PartThree"):
-    """Return the one line with which ``main`` refuses a command line; check status and stdout.
-
-    What is accepted by mistake is only printed.
-    """
-    status = main(
-        part,
-        path=f"{part}/main.py",
-        description="",
-        sync_choices=SYNCS[part],
-        arguments=["--print-config", *map(str, words)],
-    )
+    """Return the one line with which ``main`` refuses a command line; check status and stdout."""
+    how = {"path": f"{part}/main.py", "description": "", "sync_choices": SYNCS[part]}
+    # What is accepted by mistake is only printed.
+    status = main(part, arguments=["--print-config", *map(str, words)], **how)
     out, err = capsys.readouterr()
     assert (status, out) == (2, "")
     assert err.startswith("error: ")
@@ -335,7 +325,7 @@ def test_the_assignments_recipe_and_a_name_for_its_runs(tmp_path, images):
     words += ["--batch-size", 8, "--output-dir", tmp_path, "--experiment", "mine"]
     for ended in run_part("PartTwo", *words, "--sync", "all_reduce", ranks=2, cwd=tmp_path):
         assert ended.status == 0, ended.err
-    config = json.loads((only_run_folder(tmp_path, "mine") / "config.json").read_text())
+    config = json_of(only_run_folder(tmp_path, "mine"), "config")
     asked = {"learning_rate": 0.1, "schedule": "constant", "nesterov": False, "momentum": 0.9}
     assert config.items() >= (asked | {"weight_decay": 1e-4, "batch_size": 8}).items()
     recipe = parse("--recipe cs744")
@@ -367,44 +357,33 @@ def weights(tmp_path_factory):
 
 
 def quick(recipe, images, output, *more, steps=("--max-steps", 2)):
-    """Return flags for two steps of a recipe on a few images.
-
-    An error that the first step causes shows in the second.
-    """
+    """Return flags for two steps on a few images: the second shows what the first one breaks."""
     words = ["--recipe", recipe, "--dataset", "folder", "--data-dir", images]
     return [*words, "--output-dir", output, *steps, "--log-every", 1, "--no-amp", *more]
 
 
 def under(launcher, *words, cwd):
     """Run Part Three on two ranks under one of torch's launchers, in a clean environment."""
-    clean = {
-        name: value for name, value in os.environ.items() if name not in LAUNCHERS_VARIABLES
-    } | {"OMP_NUM_THREADS": "1"}
-    start = [sys.executable, "-m", launcher, "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    port = ["--master-port", str(free_port())]
-    command = [*start, *port, str(ROOT / "PartThree" / "main.py"), *map(str, words)]
-    return Started(command, cwd=cwd, env=clean).end(timeout_seconds=250)
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    own = os.environ.items()
+    clean = {name: value for name, value in own if name not in LAUNCHERS_VARIABLES}
+    place = f"--nproc-per-node 2 --master-addr 127.0.0.1 --master-port {free_port()}".split()
+    part = [str(ROOT / "PartThree" / "main.py"), *map(str, words)]
+    command = [sys.executable, "-m", launcher, *place, *part]
+    env = clean | {"OMP_NUM_THREADS": "1"}
+    return Started(command, cwd=cwd, env=env).end(timeout_seconds=250)
 
 
 def check(ended, output, recipe, *, ranks, model, ema=False):
-    """Check what each run of a recipe writes; return its folder and the summary.
-
-    Status 0, results of each epoch over all ranks, the best weights, and one folder
-    <recipe>/<time>.
-    """
+    """Check what each run of a recipe writes; return its folder and the summary."""
     assert ended.status == 0, ended.out + ended.err
     assert "Traceback" not in ended.err
     folder = only_run_folder(output, recipe)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d", folder.name)
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json_of(folder, "summary")
     assert (summary["recipe"], summary["nodes"], summary["model"]) == (recipe, ranks, model)
     assert summary["ranks_hold_equal_weights"] is True
     assert summary["train_loss_last_step"] > 0
-    epochs = lines(folder / "epochs.jsonl")
+    epochs = json_lines(folder / "epochs.jsonl")
     assert [epoch["epoch"] for epoch in epochs] == list(range(1, len(epochs) + 1))
     assert summary["total_seconds"] >= sum(epoch["seconds"] for epoch in epochs)
     # Each image counts once on any number of ranks, as in the report, which has all predictions.
@@ -420,10 +399,7 @@ def check(ended, output, recipe, *, ranks, model, ema=False):
 
 @pytest.mark.slow
 def test_wide_resnet_as_one_process_profiled(tmp_path, images):
-    """Model 16-4 by flag, mixed precision, and a trace of the steps after the second.
-
-    A notice says that a CPU run is repeatable without --deterministic.
-    """
+    """Model 16-4 by flag, mixed precision, and a trace of the steps after the second."""
     recipe, model = "wide-resnet-cifar100", "wide_resnet16_4"
     more = ("--model", model, "--amp", "--batch-size", 4, "--max-steps", 4)
     words = quick(recipe, images, tmp_path, *more, "--profile", "--deterministic")
@@ -433,7 +409,7 @@ def test_wide_resnet_as_one_process_profiled(tmp_path, images):
     assert "notice: --deterministic changes nothing on a CPU: a run re" in ended.out
     assert "Target accuracy reached" not in ended.out
     assert (summary["steps"], summary["global_batch_size"]) == (4, 4)
-    trace = json.loads((folder / "profile_rank0.json").read_text())
+    trace = json_of(folder, "profile_rank0")
     names = {event.get("name", "") for event in trace["traceEvents"]}
     assert any(name.startswith("aten::conv") for name in names)
     assert {"ProfilerStep#2", "ProfilerStep#3"} <= names
@@ -449,7 +425,8 @@ RUNS = {  # recipe: how it is started, its flags, and what it says
         "rate 0.005",
     ),
     "resnet50-cifar100": ("torchrun", "-b 2", "batch: 2 per rank x 2 ranks = 4 global"),
-    "resnet50-cifar100-fast": ("alone", "-b 4", "batch: 4"),  # in place of its global batch
+    # -b in place of its global batch; the recipe before it trains ResNet-50
+    "resnet50-cifar100-fast": ("alone", "--model tiny -b 4", "batch: 4"),
     "resnet-cifar10-ema": (
         "itself",
         "--distributed --world-size 2 --epochs 200 --local-batch-size 2 --lr 0.01 --use-ema",
@@ -487,11 +464,7 @@ def test_a_recipe_runs_in_each_way_to_start_it(recipe, tmp_path, images):
 @pytest.mark.slow
 @pytest.mark.parametrize("unfreeze", [False, True])
 def test_transfer_learning_with_a_dist_url(tmp_path, images, weights, unfreeze):
-    """Two ranks start with --dist-url and --rank; only rank 0 has the weights file.
-
-    Without --unfreeze, only the last layer trains; the others keep the file's weights and
-    statistics. The global batch is 4 per rank x 2 micro-batches x 2 ranks = 16.
-    """
+    """Only rank 0 has the file, whose weights all layers but the last keep without --unfreeze."""
     recipe = "resnet18-transfer-cifar10"
     words = quick(recipe, images, tmp_path, "--input-size", 32, "-b", 4)
     words += ["--accumulation_steps", 2, "--dist_url", f"tcp://127.0.0.1:{free_port()}"]
@@ -506,7 +479,7 @@ def test_transfer_learning_with_a_dist_url(tmp_path, images, weights, unfreeze):
     folder, _ = check(ended[0], tmp_path, recipe, ranks=2, model="resnet18_transfer")
     assert f"pretrained weights from {weights}" in ended[0].out
     assert "4 per rank x 2 micro-batches x 2 ranks = 16 global" in ended[0].out
-    local = [step["local_samples"] for step in lines(folder / "metrics.jsonl")]
+    local = [step["local_samples"] for step in json_lines(folder / "metrics.jsonl")]
     assert sum(local) == 12, "half of the 24 are rank 0's"
 
     latest = load_checkpoint(tmp_path / "latest.pth")
@@ -529,10 +502,7 @@ def changed_weights(checkpoint, weights):
 
 @pytest.mark.slow
 def test_a_target_that_is_reached_ends_all_ranks(tmp_path, images):
-    """With ``torch.distributed.launch``; any accuracy reaches the target.
-
-    Patience 2 therefore ends training after 2 of 5 epochs.
-    """
+    """With ``torch.distributed.launch``; any accuracy reaches the target, twice in a row."""
     recipe = "vgg11-cifar10-fast"
     words = quick(recipe, images, tmp_path, "--epochs", 5, "--batch-size", 8, steps=())
     words += ["--target-accuracy", 0.001, "--patience", 2, "--warmup-epochs", 1]
@@ -540,7 +510,7 @@ def test_a_target_that_is_reached_ends_all_ranks(tmp_path, images):
     folder, summary = check(ended, tmp_path, recipe, ranks=2, model="vgg11", ema=True)
     assert ended.out.count("Target accuracy reached in epoch 2: 0.001 in 2 epochs in a row") == 1
     assert "Target accuracy" not in ended.err
-    assert [epoch["epoch"] for epoch in lines(folder / "epochs.jsonl")] == [1, 2]
+    assert [epoch["epoch"] for epoch in json_lines(folder / "epochs.jsonl")] == [1, 2]
     assert summary["last_step"] == 6
     assert "15 steps, 3 per epoch" in ended.out, "the schedule was made for all five"
     logs = sorted(folder.glob("logs_rank*.txt"))
@@ -548,10 +518,7 @@ def test_a_target_that_is_reached_ends_all_ranks(tmp_path, images):
 
 
 def test_without_pretrained_weights_nothing_is_trained(tmp_path, images):
-    """No network, no file: one line and status 1 on both ranks, and no random weights.
-
-    Only one rank has tried to get the file.
-    """
+    """No network, no file: one line and status 1 on both ranks, and no random weights."""
     nowhere = f"http://127.0.0.1:{free_port()}"
     env = {"TORCH_HOME": str(tmp_path / "torch"), "no_proxy": ""}
     env |= dict.fromkeys(("http_proxy", "https_proxy"), nowhere)
@@ -585,7 +552,7 @@ def test_resume_auto_goes_on_from_the_file_of_checkpoint(tmp_path, images, weigh
         assert (latest["epoch"], latest["step"]) == (epoch, steps[-1])
         assert changed_weights(latest, weights) == set()
         metrics = only_run_folder(tmp_path, recipe) / "metrics.jsonl"
-        assert [step["step"] for step in lines(metrics)] == steps
+        assert [step["step"] for step in json_lines(metrics)] == steps
         shutil.rmtree(tmp_path / recipe)
 
 
@@ -599,7 +566,7 @@ def test_a_recipe_on_the_real_cifar100(tmp_path):
     [ended] = run_part("PartThree", *recipe, *model, *short, "--output-dir", tmp_path, cwd=tmp_path)
     assert ended.status == 0, ended.err
     folder = only_run_folder(tmp_path, "wide-resnet-cifar100-full")
-    report = json.loads((folder / "report.json").read_text())
+    report = json_of(folder, "report")
     assert (report["samples"], len(report["class_names"])) == (10_000, 100)
     assert "tiny (13,140 parameters) on cifar100 (50,000 training images)" in ended.out
     assert not (folder / "checkpoints" / "best.pt").exists()

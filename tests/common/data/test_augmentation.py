@@ -22,10 +22,7 @@ SAMPLES = 12_000
 
 
 def _pictures(n, *, seed=0, size=32):
-    """Return blurred noise with sharp edges over the full scale, similar to photographs.
-
-    The result is uint8 of shape (n, size, size, 3).
-    """
+    """Return images similar to photographs: uint8 of shape (n, size, size, 3)."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(n, 3, 6, 6, generator=generator)
     smooth = torch.nn.functional.interpolate(coarse, size=(size, size), mode="bilinear")
@@ -135,11 +132,7 @@ def _chi_square(values, kinds):
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 1), (0, 2), (1, 1)])
 def test_crops_and_flips_are_uniform_and_independent(seed, epoch):
-    """All 9 x 9 x 2 combinations are equally frequent (chi-square), and no others occur.
-
-    Offsets of 0 to 7, a bell shape, the same number for both axes, or more flips than half would
-    fail. The draw of a sample says nothing about the next epoch, seed or sample.
-    """
+    """The draw of a sample says nothing about the other axis, the next epoch, seed or sample."""
     draws = draw(SAMPLES, seed=seed, epoch=epoch, flip="random")
     top, left, flips = draws.top, draws.left, draws.flip.long()
     assert (top.dtype, left.dtype, draws.flip.dtype) == (torch.int64, torch.int64, torch.bool)
@@ -176,10 +169,7 @@ def test_no_flips_where_a_mirrored_image_is_another():
 
 
 def test_draws_of_a_seed_stay_as_they_were():
-    """Runs of earlier versions can be repeated: their offsets and flips are written down here.
-
-    Drawing neither reads nor changes torch's own generator, which sets the initial weights.
-    """
+    """Runs of earlier versions can be repeated; torch's generator sets the initial weights."""
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -195,10 +185,7 @@ def test_draws_of_a_seed_stay_as_they_were():
 
 
 def test_alternating_flips_mirror_every_image_in_one_of_two_epochs():
-    """The first epoch mirrors a random half, each later one exactly the others.
-
-    The epochs are drawn in any order, as by a resumed run. Offsets are as with random flips.
-    """
+    """Drawn in any order, as by a resumed run; offsets are as with random flips."""
     fourth, first, second, third = (
         draw(SAMPLES, seed=3, epoch=epoch, flip="alternating") for epoch in (4, 1, 2, 3)
     )
@@ -218,11 +205,7 @@ def test_alternating_flips_mirror_every_image_in_one_of_two_epochs():
 
 @pytest.mark.parametrize("size", [1, 7, 8, 40])
 def test_cutout_zeroes_the_square_and_nothing_else(size):
-    """Each image loses the square around its centre, clipped at the borders, in all channels.
-
-    The centres include corners. An even square reaches one pixel further up and left, as in the
-    authors' code.
-    """
+    """An even square reaches one pixel further up and left, as in the authors' code."""
     images = 1 + torch.rand(60, 3, 24, 32).to(memory_format=torch.channels_last)
     centres = draw_centres(60, height=24, width=32, seed=0, epoch=1)
     centres[:, :4] = torch.tensor([[0, 0, 23, 23], [0, 31, 0, 31]])

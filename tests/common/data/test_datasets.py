@@ -1,7 +1,4 @@
-"""Datasets: digits, image folders, the real CIFAR, and its download.
-
-Several processes download from a server on loopback.
-"""
+"""Datasets: digits, image folders, the real CIFAR, and its download from a server on loopback."""
 
 import contextlib
 import errno
@@ -61,11 +58,7 @@ def _checked(dataset, train, test, classes):
 
 
 def test_digits_are_scikit_learns_each_used_once():
-    """1,437 for training and 360 for testing, a fifth of each class within one sample; no flips.
-
-    Grey values 0 to 16 become 0 to 255, and a pixel becomes 4x4 pixels in three equal channels. The
-    split depends on no global random stream, and is that of earlier versions.
-    """
+    """A pixel becomes 4x4 in three equal channels; the split is that of earlier versions."""
     from sklearn.datasets import load_digits
 
     source = load_digits()
@@ -113,10 +106,7 @@ def _picture(path, colour, *, size=(32, 32), mode="RGB"):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """Return a folder of images in three classes by colour, in many sizes and modes.
-
-    They are PNG and JPEG files, next to files that are not images.
-    """
+    """Return a folder of images in three classes by colour, next to files that are not images."""
     for name, colour in COLOURS.items():
         for i, size in enumerate(((32, 32), (100, 40), (7, 9))):
             _picture(tmp_path / "train" / name / f"{i}.png", colour, size=size)
@@ -130,11 +120,7 @@ def pictures(tmp_path):
 
 
 def test_folder_reads_any_image(pictures):
-    """Every image of each class is read as 32x32 RGB in its own colour.
-
-    Classes are sorted by name. JPEG colours are approximate. Hidden folders are not classes, and
-    other files are not images.
-    """
+    """Classes are sorted by name; hidden folders are none. JPEG colours are approximate."""
     dataset = _checked(load_dataset("folder", pictures), 15, 3, 3)
     assert dataset.class_names == ("blue", "green", "red")
     for images in (dataset.train, dataset.test):
@@ -299,10 +285,7 @@ def _digest(images):
 
 
 def _use_small_archive(md5, change):
-    """Give torchvision's class the MD5 sums of the small archive.
-
-    All other code, torchvision's and the project's, stays real.
-    """
+    """Give torchvision's class the MD5 sums of the small archive; all other code stays real."""
     change(CIFAR10, "train_list", [[name, md5[name]] for name in BATCHES[:5]])
     change(CIFAR10, "test_list", [["test_batch", md5["test_batch"]]])
     change(CIFAR10, "meta", CIFAR10.meta | {"md5": md5["batches.meta"]})
@@ -415,11 +398,7 @@ def test_a_file_system_without_locks_is_named(fake, tmp_path, monkeypatch, capsy
 
 
 def test_several_processes_download_once(fake, tmp_path):
-    """Three processes that start at once download once, and all read the correct data.
-
-    The server pauses in the middle, so that a second download would show. A later start sends no
-    request.
-    """
+    """The server pauses in the middle, so that a second download would show."""
     folder = tmp_path / "new" / "data"
     with _Server(fake.archive, linger=0.7) as server:
         found = run_ranks(3, _load_as_rank, folder, server.url, fake.md5)
@@ -448,10 +427,7 @@ def test_what_is_there_needs_no_network(fake, tmp_path):
 
 
 def test_killed_in_the_middle_of_a_download(fake, tmp_path):
-    """If SIGKILL ends the process that downloads, the one that waits downloads again.
-
-    The partial file never counts as data.
-    """
+    """The process that waits downloads again; the partial file never counts as data."""
     with _Server(fake.archive, linger=60) as server, ThreadPoolExecutor() as pool:
         arguments = (0, tmp_path, server.url, fake.md5)
         first = _context.Process(target=_load_as_rank, args=arguments, daemon=True)
@@ -497,10 +473,7 @@ def _says_the_ways_out(message, *words):
 
 
 def test_wrong_bytes_from_a_mirror_are_refused(fake, tmp_path):
-    """A bad mirror is refused in one line with its URL; its bytes never count as data.
-
-    It has another archive, or no file, stops half-way, or does not speak HTTP.
-    """
+    """A bad mirror is refused in one line with its URL; its bytes never count as data."""
     answers = {
         "other": {"content": fake.archive[:-1] + b"?"},
         "cut": {"content": fake.archive, "cut": 1000},
@@ -516,12 +489,13 @@ def test_wrong_bytes_from_a_mirror_are_refused(fake, tmp_path):
         assert _load(tmp_path / "other", server.url) == fake.digest
 
 
-@pytest.mark.parametrize("mirror", [None, "", "ftp", "http://[::1/", "http://127.0.0.1:{port}/a b"])
+@pytest.mark.parametrize("mirror", [None, "ftp", "http://[::1/", "http://127.0.0.1:{port}/a b"])
 def test_offline_says_the_ways_out(mirror, fake, tmp_path):
     """Without a server or a valid URL, one line says what is missing, where, and what to do."""
     mirror = mirror and mirror.format(port=free_port())
     message = _load(tmp_path, mirror)
     _says_the_ways_out(message, str(tmp_path), "missing: data_batch_1, data_batch_2", "test_batch")
+    assert _load(tmp_path, "") == message.partition(" and could not be downloaded")[0]
 
 
 def test_offline_names_damaged_files(fake, tmp_path):

@@ -1,7 +1,4 @@
-"""Which rank sees which sample, checked by sample ids for 1 to 5 ranks.
-
-The tests cover the sampler and both loaders.
-"""
+"""Which rank sees which sample, by sample ids for 1 to 5 ranks: the sampler and both loaders."""
 
 import pytest
 import torch
@@ -44,18 +41,14 @@ def test_each_sample_comes_exactly_once_an_epoch(samples, batch, world):
     """Over all ranks no training sample is missing, also from a smaller last batch, or repeated."""
     for epoch in (1, 2):
         steps = _global_batches(_epoch(samples, batch, world, epoch=epoch))
-        assert sorted(sample for step in steps for sample in step) == list(range(samples)), (
-            "samples come never or twice"
-        )
+        seen = sorted(sample for step in steps for sample in step)
+        assert seen == list(range(samples)), "samples come never or twice"
 
 
 @pytest.mark.parametrize("world", RANKS)
 @pytest.mark.parametrize(("samples", "batch"), SIZES, ids=_ids)
 def test_batches_are_full_but_the_last_and_shared_evenly(samples, batch, world):
-    """All global batches but the last have the requested size; shares differ by at most one.
-
-    Each rank has at least two samples of each batch. The engine gets the real sizes.
-    """
+    """Shares differ by at most one, and have at least two; the engine gets the real sizes."""
     ranks = _epoch(samples, batch, world)
     sizes = [len(step) for step in _global_batches(ranks)]
     rest = samples % batch
@@ -73,10 +66,7 @@ def test_batches_are_full_but_the_last_and_shared_evenly(samples, batch, world):
 
 @pytest.mark.parametrize(("samples", "batch"), SIZES, ids=_ids)
 def test_global_batches_do_not_depend_on_the_number_of_ranks(samples, batch):
-    """Any number of ranks trains on the same batches in the same order as one rank.
-
-    Only a rest of less than two samples per rank joins the batch before it.
-    """
+    """Only a rest of less than two samples per rank joins the batch before it."""
     alone = _global_batches(_epoch(samples, batch, 1, seed=5, epoch=3))
     for world in RANKS[1:]:
         steps = _global_batches(_epoch(samples, batch, world, seed=5, epoch=3))
@@ -109,9 +99,8 @@ def test_ranks_see_different_samples_in_each_step():
     """The commonest mistake, the same batch on every rank, would fail here."""
     ranks = _epoch(100, 20, 4)
     for step in zip(*ranks, strict=True):
-        assert len({sample for share in step for sample in share}) == sum(map(len, step)) == 20, (
-            "two ranks have the same sample"
-        )
+        seen = [sample for share in step for sample in share]
+        assert len(set(seen)) == len(seen) == 20, "two ranks have the same sample"
 
 
 @pytest.mark.parametrize("world", RANKS)
@@ -144,10 +133,7 @@ def _marked_set(samples):
 
 
 def _numbers(batch):
-    """Return the sample numbers in a batch normalised with mean 0 and std 1 / 255.
-
-    They are read in the middle, which every crop keeps.
-    """
+    """Return a batch's sample numbers, read in the middle of each image: every crop keeps it."""
     middle = batch[:, :, 16, 16].round().long()
     return ((middle[:, 0] - 1) * 200 + middle[:, 1] - 1).tolist()
 
@@ -190,25 +176,18 @@ def test_train_loader_yields_the_images_of_the_ids(world):
 
 @pytest.mark.parametrize("options", [{}, {"flip": "alternating", "cutout": 8}])
 def test_a_sample_is_augmented_alike_on_any_number_of_ranks(options):
-    """A sample's augmented image has the same bits on 1 to 5 ranks, and in other batch sizes.
-
-    The result therefore does not depend on the number of ranks.
-    """
+    """The same bits on 1 to 5 ranks, and in other batch sizes."""
     dataset = _marked_dataset(307)
     alone = _by_sample(dataset, 64, 1, epoch=2, **options)
     torch.manual_seed(99)  # the global random stream must not matter
     for world, batch in ((2, 64), (3, 64), (4, 50), (5, 64)):
         for sample, image in _by_sample(dataset, batch, world, epoch=2, **options).items():
-            assert torch.equal(image, alone[sample]), (
-                f"another crop or flip on {world} ranks: sample {sample}"
-            )
+            told = f"another crop or flip on {world} ranks: sample {sample}"
+            assert torch.equal(image, alone[sample]), told
 
 
 def test_set_epoch_and_seed_change_the_augmentation():
-    """Another epoch or seed gives most samples a new crop or flip; an epoch repeats itself.
-
-    Each sample has its own: most of the 162 combinations of crop and flip occur in 307 samples.
-    """
+    """Each sample has its own: most of the 162 combinations of crop and flip occur in 307."""
     dataset = _marked_dataset(307)
     first = _by_sample(dataset, 64, 2, epoch=1)
     again = _by_sample(dataset, 64, 2, epoch=1)
@@ -224,10 +203,7 @@ def test_set_epoch_and_seed_change_the_augmentation():
     ("samples", "world"), [*((10_000, world) for world in RANKS), (1, 5), (2, 5), (4, 5), (5, 5)]
 )
 def test_evaluation_gives_each_sample_one_prediction(samples, world):
-    """None comes twice, none is missing, and there is no padding; a rank may have none.
-
-    The images are unchanged.
-    """
+    """None comes twice, none is missing, and there is no padding; a rank may have none."""
     test_set, seen = _marked_set(samples), []
     places = {"mean": (0.0,) * 3, "std": (1 / 255,) * 3, "batch_size": 501, "world_size": world}
     for rank in range(world):
@@ -236,9 +212,8 @@ def test_evaluation_gives_each_sample_one_prediction(samples, world):
         assert len(steps) == len(loader)
         numbers = [number for images, _ in steps for number in _numbers(images)]
         assert numbers == loader.ids.tolist()
-        assert [label for _, labels in steps for label in labels.tolist()] == [
-            number % 7 for number in numbers
-        ]
+        labels = [label for _, labels in steps for label in labels.tolist()]
+        assert labels == [number % 7 for number in numbers]
         assert abs(len(numbers) - samples / world) < 1
         for images, _ in steps[:1]:
             assert (images[:, 2].round() == test_set.images[0, :, :, 2]).all()

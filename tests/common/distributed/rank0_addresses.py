@@ -27,4 +27,6 @@ def outcome(place, ranks):
 
 
 places = sys.argv[1:]
-print(json.dumps([outcome(place, 2 if place == places[0] else 1) for place in places]))
+with ThreadPoolExecutor(len(places)) as threads:
+    outcomes = threads.map(outcome, places, [2] + [1] * (len(places) - 1))
+    print(json.dumps(list(outcomes)))

@@ -58,11 +58,8 @@ def mean(own, step):
 def train(exchange=mean, *, size=3, steps=4, own=gradients, rate=0.1, changes=()):
     """Return the recording of a training by SGD.
 
-    Parameters
-    ----------
-    exchange : from the ranks' own gradients (ranks, columns) and the step to what each rank gets.
-    changes : (kind, field, value): other values of records, and of their losses; a function gets
-        the rank and the record.
+    ``exchange`` takes the ranks' own gradients (ranks, columns) and the step, and returns what each
+    rank gets. ``changes`` are (kind, field, value) of records and losses; or value(rank, record).
     """
     ranks, rows = [Rank(rank) for rank in range(size)], []
     for index, (name, shape) in enumerate(SHAPES.items()):
@@ -100,13 +97,9 @@ def train(exchange=mean, *, size=3, steps=4, own=gradients, rate=0.1, changes=()
 def load(draws, facts=None, *, inner=None, content=None, size=2, second=2):
     """Return the recording of a script that is cut after six steps and ``second`` of epoch 2.
 
-    Parameters
-    ----------
-    draws : from a rank and an epoch to the outer indices; a batch has 16 of them.
-    facts : of the records ``loader``, in place of those of a DistributedSampler; a function gets
-        the rank.
-    inner : from a rank and an outer index to the one in the innermost dataset, if there is one.
-    content : from a rank and an inner index to the hash of the sample that the script was given.
+    ``draws(rank, epoch)`` returns the outer indices, 16 a batch; ``inner(rank, index)`` the one in
+    the innermost dataset; ``content(rank, inner index)`` the hash of the sample that was given.
+    ``facts``, or ``facts(rank)``, replace those of a DistributedSampler in the record ``loader``.
     """
     ranks = [Rank(rank) for rank in range(size)]
     for one in ranks:

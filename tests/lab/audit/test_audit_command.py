@@ -2,10 +2,12 @@
 
 import json
 import platform
+import shlex
 
 import pytest
 
-from tests.helpers.audited import BY_FLAGS, FOLDER
+from lab.audit.cases import FOLDER
+from tests.helpers.audited import BY_FLAGS
 
 
 @pytest.mark.slow
@@ -45,7 +47,7 @@ def test_torchrun_gets_the_number_of_ranks_and_a_literal_divisor_is_a_fault(tmp_
 
 @pytest.mark.slow
 def test_a_script_that_starts_its_own_ranks_runs_once(audit):
-    status, out, _ = audit("--", "python", f"{FOLDER}/right_spawn.py", "--port", "{port}")
+    status, out, _ = audit("--", "python", f"{FOLDER}/right_data_partitioner.py", 2, "{port}")
     assert status == 0, out
     assert "fixes its number of ranks at 2" in out
     assert "3 ranks" not in out
@@ -65,6 +67,10 @@ def test_a_script_that_starts_its_own_ranks_runs_once(audit):
         ("--rate 1gbit -- python train.py", "give {rank} in the command"),
         ("--rate 1gbit --isolate -- python x {rank}", "give one of them"),
         ("-- python train.py {ranks}", "unknown placeholder {ranks}"),
+        ('--rank0 "python \'t.py" -- python t.py {rank}', "--rank0: No closing quotation"),
+        ("--rank0 '' -- python t.py {rank}", "--rank0: got an empty command"),
+        ("--rank0 'python {me}' -- python t.py {rank}", "unknown placeholder {me}"),
+        ("--rank0 'python m.py' -- torchrun t.py", "--rank0: the command after -- starts"),
         ("-- no-such-program {rank}", "no-such-program cannot be started: there is no such"),
         *(
             pytest.param(f"-- {words}", message, marks=pytest.mark.slow)
@@ -81,4 +87,4 @@ def test_a_script_that_starts_its_own_ranks_runs_once(audit):
 )
 def test_what_cannot_be_audited_is_told_on_one_line(tmp_path, refusal, words, message):
     (tmp_path / "train.py").touch()
-    assert message in refusal(*words.split())
+    assert message in refusal(*shlex.split(words))

@@ -48,7 +48,7 @@ FIRST = "first = interval()\n"
 TEN = "times = [interval() for _ in range(10)]\n"
 METERS = """
 whole, loading = Meter(), Meter()
-for _ in range(10):
+for i in range(10):
     begin = now(); middle = now(); iteration(); end = now()
     whole.add(end - begin, {n}); loading.add(middle - begin, {n})
 """
@@ -94,7 +94,7 @@ CASES = {
     "sums and means": (FIRST + TEN + "print(sum(times) / len(times), np.mean(times))", "right"),
     "numpy's sum": (FIRST + TEN + "print(np.sum(times) / 10)", "right"),
     "milliseconds": (FIRST + TEN + "print(round(sum(times) * 1000, 2) / 10)", "right"),
-    "two meters": (FIRST + METERS.format(n=24), "right"),
+    "two meters": (FIRST + METERS.format(n="24 if i < 9 else 12"), "right"),
     "first in a meter": (METERS.format(n=1), WITH_FIRST),
     "two means on a line": (
         FIRST + PARTS.replace("parts /", "(parts + total) / 10, parts /"),
@@ -159,7 +159,7 @@ def test_means(body, expected, tmp_path):
 
 @pytest.mark.slow
 def test_readings_are_floats_and_a_printed_loss_is_named(tmp_path):
-    """In a new interpreter, where the script imports the clocks before torch."""
+    # In a new interpreter the script imports the clocks before torch.
     _, observed = check(record(tmp_path, PLAIN, start_process))
     assert observed.name == "loss-of-one-rank"
     assert observed.at.text == 'print(f"{value / 2:.3f}")'

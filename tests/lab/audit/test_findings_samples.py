@@ -45,8 +45,7 @@ def half_shared(rank, epoch):
 
 
 def augmented(rank, index):
-    """Return contents that differ between ranks."""
-    return rank, index
+    return rank, index  # another one on each rank
 
 
 def ranges(*parts):
@@ -61,18 +60,15 @@ def ranges(*parts):
 
 
 def names(recording):
-    """Return the names of what is found."""
     return [one.name for one in samples.check(recording) if isinstance(one, Finding)]
 
 
 def texts(recording, kind):
-    """Return what is said to be right, or unknown."""
     return "; ".join(one.text for one in samples.check(recording) if isinstance(one, kind))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_distributed_sampler_is_right(size):
-    """Each sample once, with another order in the second epoch; padding is a notice."""
     recording = load(distributed(961, size), {"length": 961}, size=size)
     assert names(recording) == ["padding-sampler"]
     said = texts(recording, Right)
@@ -106,12 +102,10 @@ def test_a_distributed_sampler_is_right(size):
     ],
 )
 def test_samples(recording, expected):
-    """Each way to divide a dataset, and those that are no fault."""
     assert names(recording) == expected
 
 
 def test_what_cannot_be_told_is_said():
-    """Equal indices of data that nobody knows; repeated draws; the rest of an endless sampler."""
     assert "same data" in texts(load(whole, OWN, content=augmented), Unknown)
     drawn = load(lambda r, e: random.Random(r + 10 * e).choices(range(960), k=480), OWN)
     assert "repeatedly" in texts(drawn, Unknown)
@@ -154,7 +148,6 @@ def test_losses_and_the_global_batch(recording, asked, expected):
 
 
 def test_batch_counts_do_not_matter_where_the_loop_ends_in_step():
-    """The script ends by itself after equally many steps."""
     recording = load(lambda r, e: KEPT[600:] if r else KEPT[:600], SUBSET)
     assert names(recording) == ["different-batch-counts"]
     for rank in recording.ranks:
@@ -174,7 +167,6 @@ def test_batch_counts_do_not_matter_where_the_loop_ends_in_step():
     ],
 )
 def test_without_a_loader_the_inputs_tell(inputs, targets, expected):
-    """Equal inputs in all steps, and equal targets where they are known."""
     ranks = [Rank(0), Rank(1)]
     for one in ranks:
         hashes = zip(inputs[one.rank], targets[one.rank], strict=True)

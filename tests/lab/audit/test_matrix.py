@@ -1,11 +1,19 @@
-"""Each faulty case gets its own finding, on each number of ranks; tests/audit_cases/README.md."""
+"""Each case of tests/audit_cases/README.md gets its own finding, and each right script no fault.
+
+So do the mistakes of lab/proofs/wrong.py, planted into this project's own training. ``FOUND`` says
+by which names. ``INVISIBLE`` lists the others, with the reason: an audit sees the few steps of a
+run, not what a run saves or what a right script could have meant.
+"""
 
 import os
 from dataclasses import replace
 
 import pytest
 
-from tests.helpers.audited import Case, apply_edit, mistakes, read_cases, record_case
+from lab.audit.cases import Script, apply_edit
+from lab.proofs.wrong import WRONG
+from tests.helpers.audited import OWN_FLAGS, Case, mistakes, read_cases, record_case
+from tests.helpers.paths import ROOT
 
 CASES, OTHER_PYTHON = read_cases(), os.environ.get("AUDIT_PYTHON")
 IN_OTHER_TORCH = """
@@ -16,18 +24,52 @@ IN_OTHER_TORCH = """
     some_ddp_frozen_then_thawed sum_all_reduce weights_averaged_each_step
 """
 """Cases for an environment with another torch: they reach each part of the probe."""
+FOUND = {
+    "Sum": ("sum-not-mean", 2, "--sync all_reduce"),
+    "LiteralDivisor": ("literal-divisor", 3, "--sync all_reduce"),
+    "OwnGradient": ("own-gradient|group-unused", 2, "--sync all_reduce"),
+    "FirstParameterLeftOut": ("some-parameters", 2, "--sync all_reduce"),
+    "StaleByOneStep": ("stale-gradient", 2, "--sync all_reduce"),
+    "AveragedTwice": ("averaged-twice", 3, "--sync all_reduce"),
+    "WeightsInsteadOfGradients": ("weights-averaged", 2, "--sync all_reduce"),
+    "BroadcastFromEachRank": ("own-gradient", 2, "--sync all_reduce"),
+    "FlatBufferNotCopiedBack": ("own-gradient", 2, "--sync all_reduce"),
+    "RingWithoutAChunk": ("not-the-mean|some-parameters", 3, "--sync ring"),
+    "HalvingDoublingForPowersOfTwo": ("not-the-mean", 3, "--sync halving_doubling"),
+    "TreeWithOneChild": ("not-the-mean", 3, "--sync tree"),
+    "LastBucketNotSent": ("some-parameters", 2, "--sync overlapped --bucket-mb 0.001"),
+    "SameSamples": ("same-samples", 2, "--sync all_reduce"),
+    "ClipBeforeAveraging": ("clipped-before-averaging", 2, "--sync all_reduce --clip-norm 0.1"),
+}
+"""By mistake: the finding, at how many ranks, and PartTwo's flags."""
+
+INVISIBLE = {
+    "OverlappingShards": "no loader of torch's: of a batch's samples, only a hash of them all",
+    "RestDropped NeverReshuffled": "the same: which samples, and what is an epoch, cannot be told",
+    "CommunicatesEachMicroBatch": "without a loader, backwards of a step may be several losses",
+    "MicroBatchesAddedUp": "PartTwo knows its batches' sizes, and calls nothing that is replaced",
+    "AsIfShardsWereEqual EveryBatchFull": "most right scripts take the plain mean over the ranks",
+    "Rank0sStatistics UnweightedStatistics": "BatchNorm's are no gradients; DDP takes rank 0's",
+    "ResumeWithoutOptimiserState ResumeWithoutEpoch": "an audit does not resume",
+    "ClipEachParameter": "all ranks clip the mean alike, as a right script may",
+    "CheckpointWithoutHash HashOfTheWeightsAlone": "an audit does not read checkpoints",
+    "NoInitialBroadcast UnseededOrder": "this project seeds all ranks alike, so these are equal",
+    "UnseededAugmentation": "augmentation may differ from rank to rank",
+}
+QUICK = "SameSamples RingWithoutAChunk StaleByOneStep LastBucketNotSent ClipBeforeAveraging"
+"""Those of each run; the others take a minute together."""
 
 
 def parameters(cases):
-    """Run a test once for each case."""
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
 @pytest.mark.slow
-@parameters([one for one in CASES if one.finds])
+@parameters(CASES)
 def test_finds_exactly_what_is_wrong(case, tmp_path):
-    """On one number of ranks; the right scripts are in test_right_scripts.py."""
-    assert not mistakes(case, [record_case(case, case.quick_size, tmp_path)])
+    """On one number of ranks; on all, where the runs are compared."""
+    sizes = case.sizes if case.together else (case.quick_size,)
+    assert not mistakes(case, [record_case(case, size, tmp_path / str(size)) for size in sizes])
 
 
 @pytest.mark.long
@@ -63,6 +105,24 @@ def test_finds_the_same_with_another_torch(case, tmp_path):
     ],
 )
 def test_the_old_lines_of_an_edit_stand_exactly_once_in_its_base(edit, times):
-    case = Case("edited", body="a\nb\na\n", edit=edit)
+    case = Script("edited", body="a\nb\na\n", edit=edit)
     with pytest.raises(ValueError, match=f"edited: {times} times, not once, in its base"):
         apply_edit(case)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=getattr(pytest.mark, "slow" if name in QUICK.split() else "long"))
+        for name in FOUND
+    ],
+)
+def test_a_planted_mistake_is_found(name, tmp_path):
+    finding, size, flags = FOUND[name]
+    command = f"python {ROOT}/PartTwo/main.py {OWN_FLAGS} {flags}"
+    case = Case(name, finds=frozenset(finding.split("|")), command=command, plant=name)
+    assert not mistakes(case, [record_case(case, size, tmp_path)])
+
+
+def test_every_planted_mistake_is_listed():
+    assert {one.name for one in WRONG} == {*FOUND, *" ".join(INVISIBLE).split()}

@@ -47,7 +47,6 @@ else:
 
 
 def run(folder, body, **settings):
-    """Return how two ranks of a script ended."""
     command = "python {script} {rank} {master}:{port}"
     return run_script(folder, JOIN + body, command=command, size=2, **settings)
 

@@ -70,8 +70,7 @@ def average(parameters):
 
 
 def clip_then_average(parameters):
-    """Give clip_grad_norm_ an iterator, which can be read only once."""
-    nn.utils.clip_grad_norm_(iter(parameters), 0.1)
+    nn.utils.clip_grad_norm_(iter(parameters), 0.1)  # which can be read only once
     average(parameters)
 
 
@@ -97,7 +96,6 @@ class OwnSGD(torch.optim.Optimizer):
 
 
 def zero(parameters, lr):
-    """Return an optimiser that calls one of its own."""
     return ZeroRedundancyOptimizer(list(parameters), torch.optim.Adam, lr=lr)
 
 
@@ -170,7 +168,6 @@ def _fail():
 
 
 def run_cases(rank, folder, probed):
-    """Return by case what ``train`` returns."""
     torch.optim.SGD([nn.Parameter(torch.ones(1))])  # as a library may, before it is watched
     if probed:
         settings = {"folder": str(folder), "script": str(Path(__file__).parent), "rank": rank}

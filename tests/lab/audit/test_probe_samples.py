@@ -56,14 +56,12 @@ def audit(script, folder, *, status=0, cold=False, **options):
 
 
 def indices(rank, epoch, *, loader=0):
-    """Return the indices of the batches of an epoch."""
     found = [one for one in rank.by_kind["batch"] if (one["l"], one["epoch"]) == (loader, epoch)]
     return [one["indices"] for one in found]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_two_ranks_cover_an_epoch(workers, tmp_path):
-    """Batches and rest of both ranks are all samples once; two steps show the second epoch."""
     script = f"""
 sampler = DistributedSampler(data, num_replicas=RANKS, rank=RANK)
 loader = DataLoader(data, batch_size=2, sampler=sampler, num_workers={workers})
@@ -105,8 +103,7 @@ class Held:
 
 
 def partition(data, index):
-    """Return four samples as a tutorial's class holds them."""
-    return Held(4, data=data, index=index)
+    return Held(4, data=data, index=index)  # as a tutorial's class does
 
 
 @pytest.mark.parametrize(
@@ -124,7 +121,6 @@ def partition(data, index):
     ],
 )
 def test_the_innermost_index_counts(dataset, inner):
-    """However the dataset is wrapped."""
     _, found = look_through(dataset)
     assert (found and list(found)) == inner
 
@@ -143,12 +139,10 @@ def test_the_innermost_index_counts(dataset, inner):
     ],
 )
 def test_what_a_dataset_holds(held, tells):
-    """Whether it tells that equal indices are equal samples."""
     assert (held_content(Held(**held)) is not None) == tells
 
 
 def test_the_rows_of_a_batch_are_its_samples():
-    """In dicts and tuples; what has no row for each sample does not count."""
     x, y = torch.rand(4, 3, 8), torch.arange(4)
     codes = contents_of({"x": x, "rest": [y, "text", torch.ones(3)]}, 4)
     assert codes == contents_of((x, y), 4)
@@ -160,7 +154,6 @@ def test_the_rows_of_a_batch_are_its_samples():
 
 
 def test_evaluation_gives_two_batches_after_the_cut(tmp_path):
-    """It is no training, neither on a loader of its own nor on the training loader."""
     script = """
 train, test = DataLoader(data, 4, shuffle=True), DataLoader(Subset(data, range(40)), 4)
 print("before", evaluate(test))
@@ -229,7 +222,6 @@ while True:
     ],
 )
 def test_every_loop_ends_in_good_order(loop, cold, tmp_path):
-    """Soon after the last step that is wanted, with status 0."""
     script = f"loader = DataLoader(data, 4, shuffle=True)\n{loop}"
     (rank,) = audit(script, tmp_path, cold=cold).recording.ranks
     assert len(rank.by_kind["cut"]) == 1
@@ -238,7 +230,6 @@ def test_every_loop_ends_in_good_order(loop, cold, tmp_path):
 
 
 def test_errors_are_recorded_with_their_line(tmp_path):
-    """Before the cut they are the script's: the status stays 1."""
     script = "for x, y in DataLoader(data, 4):\n    step(x, y)\n    1 / 0"
     (rank,) = audit(script, tmp_path, status=1, cold=True).recording.ranks
     (error,) = rank.by_kind["error"]

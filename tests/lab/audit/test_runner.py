@@ -58,6 +58,13 @@ class Slow:
 for batch in DataLoader(Slow(), num_workers=1):
     print("started", flush=True)
 """
+WRITES = """\
+import json, os, time
+def write(kind, t):
+    path = f"{json.loads(os.environ['LAB_AUDIT'])['folder']}/{os.getpid()}.jsonl"
+    with open(path, "a") as file:
+        file.write(json.dumps({"k": kind, "t": t}) + "\\n")
+"""
 NAMESPACES = pytest.mark.skipif(
     bool(tools.namespaces_refused()), reason=str(tools.namespaces_refused())
 )
@@ -118,15 +125,8 @@ def test_ranks_that_wait_for_each_other_have_hung(tmp_path):
 @pytest.mark.slow
 def test_without_a_limit_the_first_steps_say_how_long_to_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "_QUIET_SECONDS", 1.0)
-    script = """\
-import json, os, time
-folder = json.loads(os.environ["LAB_AUDIT"])["folder"]
-with open(f"{folder}/{os.getpid()}.jsonl", "a") as file:
-    file.writelines(json.dumps({"k": "step", "t": 0.2 * step}) + "\\n" for step in range(3))
-while True:
-    pass
-"""
-    end = run(tmp_path, script, limit_seconds=None)
+    script = "for t in 0, 0.2, 0.4: write('step', t)\nwhile True: pass"
+    end = run(tmp_path, WRITES + script, limit_seconds=None)
     assert re.match(r"nothing happened for [45] s, after steps of 0.2 s", end.hung)
 
 
@@ -134,15 +134,11 @@ while True:
 def test_a_script_that_was_slow_before_the_cut_gets_as_long_after_it(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "_CUT_SECONDS", 0.5)
     script = """\
-import json, os, time
-path = f"{json.loads(os.environ['LAB_AUDIT'])['folder']}/{os.getpid()}.jsonl"
-for kinds in (["step", "cut"], ["step"]):
-    time.sleep(2)
-    with open(path, "a") as file:
-        file.writelines(json.dumps({"k": kind, "t": time.monotonic()}) + "\\n" for kind in kinds)
+time.sleep(2); write("step", 0); write("cut", 0)
+time.sleep(2); write("step", 1)
 time.sleep(1000)
 """
-    end = run(tmp_path, script)
+    end = run(tmp_path, WRITES + script)
     assert (end.recording.steps, end.statuses) == (2, (None, None))
 
 

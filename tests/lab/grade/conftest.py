@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from lab.audit.cases import STARTER_CODE
 from lab.cli import main
-from tests.helpers.audited import BY_FLAGS, FOLDER, read_cases
+from tests.helpers.audited import BY_FLAGS, read_cases
 
 RUBRIC = f"""
 title = "A course"
@@ -45,7 +46,7 @@ def grade(tmp_path, monkeypatch, capsys):
                 place = tmp_path / "class" / name / part
                 place.mkdir(parents=True, exist_ok=True)
                 (place / "main.py").write_text(cases.get(script, script))
-                shutil.copy(FOLDER / "student.py", place)
+                shutil.copy(STARTER_CODE, place)
         paths = sorted((tmp_path / "class").iterdir())
         words = ["grade", *paths, "--rubric", "rubric.toml", "--out", "out", *flags]
         status = main([str(word) for word in words])

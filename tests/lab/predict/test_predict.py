@@ -275,10 +275,19 @@ def test_rates_are_compared_and_the_softwares_limit_is_said(capsys):
     [("--model resnet50", None), ("--parameters 25.6M", 102_400_000), ("", 36_924_456)],
 )
 def test_ones_own_model_and_node(capsys, model, nbytes):
-    own = f"{model} --step-time 120ms --batch 64 --batch-size 64 --scaling weak --json"
-    assert predict(*own.split(), "--sync", "ring", "--nodes", 1, 2) == 0
-    one, two = json.loads(capsys.readouterr().out)["rows"]
+    """Its batch is that of a node; no strategy becomes slower on a faster link."""
+    own = f"{model} --step-time 120ms --batch 64 --json --nodes 1 2 --sync ring ddp sharded"
+    assert predict(*own.split(), links="") == 2
+    assert "add --rate" in capsys.readouterr().err
+    rates = "--rate 1gbit 10gbit 25gbit 50gbit 200gbit"
+    assert predict(*own.split(), links=rates) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    one, _, _, two = rows[:4]
     assert one["prediction"]["step_seconds"] == pytest.approx(0.12)
+    for sync in ("ring", "ddp", "sharded"):
+        taken = [row["prediction"]["step_seconds"] for row in rows if row["sync"] == sync][1::2]
+        assert taken == sorted(taken, reverse=True)
+        assert taken[-1] < 0.125 < taken[0]
     if nbytes is None:
         nbytes = 4 * sum(p.numel() for p in build_model("resnet50", 100).parameters())
     assert two["prediction"]["bytes_sent_root"] == pytest.approx(nbytes, rel=1e-3)

@@ -29,17 +29,9 @@ from tests.helpers import ROOT, Started, user_environment
 
 BY_NAME = {one.name: one for one in WRONG}
 MAKE_TEST = "not slow and not engines and not mutation and not long"
-GROUPS = {
-    "strategy",
-    "sharding",
-    "loss weighting",
-    "BatchNorm",
-    "resume",
-    "clipping",
-    "checkpoint",
-    "accumulation",
-    "seeds",
-}
+GROUPS = {"loss weighting"} | set(
+    "strategy sharding BatchNorm resume clipping checkpoint accumulation seeds".split()
+)
 
 
 # --- The harness ---
@@ -235,20 +227,8 @@ def _run_check(name, answers):
     wrong, failures = BY_NAME[name], _Failures()
     wrong.plant()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        pytest.main(
-            [
-                "-x",
-                "-p",
-                "no:cacheprovider",
-                "-p",
-                "no:xdist",
-                "--tb=short",
-                "-m",
-                MAKE_TEST,
-                wrong.check,
-            ],
-            plugins=[failures],
-        )
+        flags = "-x -p no:cacheprovider -p no:xdist --tb=short -m".split()
+        pytest.main([*flags, MAKE_TEST, wrong.check], plugins=[failures])
     # A pipe holds 64 KB, and nobody reads it before this process ends, so messages are cut.
     answers.put((failures.passed, [message[:4000] for message in failures.messages]))
 
@@ -264,13 +244,11 @@ def test_a_wrong_implementation_is_caught(name):
     if process.exitcode is None:
         process.kill()
         process.join()
-    assert process.exitcode == 0, (
-        f"{wrong.check}: not done in time, or ended with {process.exitcode}"
-    )
+    ended = f"{wrong.check}: not done in time, or ended with {process.exitcode}"
+    assert process.exitcode == 0, ended
     passed, messages = answers.get()
     assert passed or messages, f"{wrong.check} is no test of make test"
     assert messages, f"{wrong.what} {wrong.check} passes all the same"
     assert messages[0].startswith("[call]"), messages
-    assert re.search(wrong.reason, messages[0], re.DOTALL), (
-        f"{wrong.check} fails for another reason: {messages}"
-    )
+    other = f"{wrong.check} fails for another reason: {messages}"
+    assert re.search(wrong.reason, messages[0], re.DOTALL), other

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import sys
 
 import pytest
@@ -17,13 +18,13 @@ WRONG_PART = ROOT / "tests" / "helpers" / "wrong_part_two.py"
 RIGHT = (2.56, 2.63, 2.41, 2.94, 3.15)
 
 
-def losing(sync, *losses, seeds=(0,)):
+def losing(sync, *losses, seeds=(0,), **more):
     """Return a cell on 2 nodes whose runs have these losses from step 1 on."""
-    return cell(sync, 2, seeds=seeds, repeats=len(seeds), losses=losses)
+    return cell(sync, 2, seeds=seeds, repeats=len(seeds), losses=losses, **more)
 
 
-def block(*cells, gpus=(), **settings):
-    more = {"cells": list(cells), "settings": settings, "environment": {"gpus": list(gpus)}}
+def block(*cells, **settings):
+    more = {"cells": list(cells), "settings": settings}
     (found,) = blocks(results(predict=False) | more)
     return found
 
@@ -58,33 +59,37 @@ NEAR = losing("overlapped", *shifted(2, 5e-5))  # more than fp32 on a CPU allows
 OTHER_BATCHES = losing("overlapped", *shifted(1, 0.1))
 TWICE = [losing(sync, *RIGHT, seeds=(0, 0)) for sync in ("ring", "tree", "ddp")]
 TWICE[0]["repeats"][1]["losses"][1][1] = 2.7
-GPU = {"gpus": ("a GPU",)}
+FP16 = losing("ddp", *shifted(2, 0.01), precision="float16 on a GPU")
 
 
 @pytest.mark.parametrize(
-    ("cells", "settings", "wrong", "untested"),
+    ("cells", "precision", "wrong", "untested"),
     [
         # the type of the forward pass sets the limit; on a GPU TF32 does
-        ((TREE, RING, NEAR), {}, {"overlapped": 2}, []),
-        ((TREE, RING, NEAR), GPU, {}, []),
-        ((TREE, RING, NEAR), {"flags": ["--amp"]}, {}, []),
-        ((TREE, RING, NEAR), {"amp": True, "amp_dtype": "bf16"}, {}, []),
-        # on a GPU ddp computes in fp16 and is not compared with fp32
-        ((RING, TREE, DDP_OFF), GPU, {}, ["ddp"]),
-        ((RING, TREE, DDP_OFF), GPU | {"flags": ["--no-amp"]}, {"ddp": 2}, []),
-        ((RING, TREE, DDP_OFF), GPU | {"flags": ["--use_amp"]}, {"ddp": 2}, []),
+        ((TREE, RING, NEAR), "fp32", {"overlapped": 2}, []),
+        ((TREE, RING, NEAR), "fp32 on a GPU", {}, []),
+        ((TREE, RING, NEAR), "bfloat16", {}, []),
+        ((TREE, RING, NEAR), None, {}, []),  # of an earlier version
+        ((RING, TREE, FP16), "fp32 on a GPU", {}, ["ddp"]),
         # the majority is right even without ddp
-        ((RING, TREE, DDP_OFF), {}, {"ddp": 2}, []),
+        ((RING, TREE, DDP_OFF), "fp32", {"ddp": 2}, []),
         # two wrong ones that differ from each other are both named
-        ((RING_OFF, TREE_OFF, losing("all_reduce", *RIGHT), DDP), {}, {"ring": 2, "tree": 3}, []),
-        (TWICE, {}, {"ring": 2}, []),  # one repeat that deviates is enough
+        (
+            (RING_OFF, TREE_OFF, losing("all_reduce", *RIGHT), DDP),
+            "fp32",
+            {"ring": 2, "tree": 3},
+            [],
+        ),
+        (TWICE, "fp32", {"ring": 2}, []),  # one repeat that deviates is enough
         # one with other batches does not stop the test of the others
-        ((RING_OFF, TREE, DDP, OTHER_BATCHES), {}, {"ring": 2}, ["overlapped"]),
-        ((losing("topk", *RIGHT),), {}, {}, []),  # claims nothing
+        ((RING_OFF, TREE, DDP, OTHER_BATCHES), "fp32", {"ring": 2}, ["overlapped"]),
+        ((losing("topk", *RIGHT),), "fp32", {}, []),  # claims nothing
     ],
 )
-def test_who_is_wrong(cells, settings, wrong, untested):
-    result = check(block(*cells, **settings), 2)
+def test_who_is_wrong(cells, precision, wrong, untested):
+    for run in (run for one in cells for run in one["repeats"] if one is not FP16):
+        run["precision"] = precision
+    result = check(block(*cells), 2)
     assert {sync: deviation.step for sync, deviation in result.wrong.items()} == wrong
     assert list(result.untested) == untested
 
@@ -95,15 +100,15 @@ def test_who_is_wrong(cells, settings, wrong, untested):
         (
             (losing("ring", *shifted(2, 0.017 / 2.63)), TREE, DDP),
             "On 2 nodes ring is not equal to the others from step 2 on: the loss differs by "
-            "0.017; rounding would give less than 3e-5. It claims to be exact, but does not "
-            "compute the mean gradient.",
+            "0.017; rounding would give less than 3e-5 at that step. It claims to be exact, but "
+            "does not compute the mean gradient.",
         ),
         ((RING_OFF, DDP), "ring is not equal to ddp, PyTorch's own, from step 2 on"),
         (
             (RING_OFF, TREE),
             "On 2 nodes ring and tree do not compute the same from step 2 on: the loss differs by "
-            "0.026; rounding would give less than 3e-5. At least one of them is wrong; a "
-            "comparison with ddp shows which.",
+            "0.026; rounding would give less than 3e-5 at that step. At least one of them is "
+            "wrong; a comparison with ddp shows which. docs/examples/check_strategy.py tests",
         ),
         ((losing("ring", 2.56, None, None), TREE, DDP), "the loss differs and is not finite"),
     ],
@@ -130,17 +135,20 @@ NO_LOSSES = (losing("ring", None, None), losing("ddp", None, None))
     ("cells", "settings", "reason"),
     [
         ((RING,), {}, "no other strategy that claims to be exact was measured"),
-        ((RING, losing("ddp", *RIGHT, seeds=(1,))), {}, "the seeds differ (0 and 1)"),
+        (
+            (RING, losing("ddp", *RIGHT, seeds=(1,))),
+            {},
+            "number types or seeds differ (fp32, seed 0; fp32, seed 1)",
+        ),
         ((RING, losing("ddp", *shifted(1, 0.01))), {}, START),
         (NO_LOSSES, {"compute": "laptop"}, "emulated compute has no losses"),
         ((losing("ring"), losing("ddp")), {}, "the losses of the first steps were not recorded"),
-        ((RING, DDP), GPU, "the number types differ (fp16 and fp32 on a GPU)"),
     ],
 )
 def test_what_cannot_be_compared_says_why(cells, settings, reason):
     [finding] = said(*cells, **settings)
     assert finding.caution
-    assert "not comparable: " + reason in finding.text
+    assert "the mean gradient: " + reason in finding.text
 
 
 def run_together(folder, script, *syncs):
@@ -159,23 +167,79 @@ def run_together(folder, script, *syncs):
     return [next((folder / f"PartTwo-{sync}").iterdir()) for sync in syncs]
 
 
-def test_a_report_on_real_runs_names_the_wrong_strategies(tmp_path, capsys):
-    """ring divides by a literal 4, tree by nothing; rank 1 of halving_doubling keeps its own."""
-    runs = run_together(tmp_path, WRONG_PART, "ring", "tree", "halving_doubling", "all_reduce")
-    runs += run_together(tmp_path, ROOT / "PartTwo" / "main.py", "gather_scatter")
-    assert report_on(runs, reports=tmp_path / "reports", scaling="strong") == 0
-    printed = capsys.readouterr().out
-    for sync in ("ring", "tree", "halving_doubling"):
-        assert f"{sync} is not equal to the others from step 2 on" in printed.replace("\n", " ")
-    assert printed.count("yes: WRONG") == 3
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Only all_reduce and gather_scatter are right; WRONG_PART says what the others do."""
+    folder = tmp_path_factory.mktemp("runs")
+    wrong = ("ring", "tree", "halving_doubling", "reduce_broadcast", "all_reduce")
+    found = run_together(folder, WRONG_PART, *wrong)
+    found += run_together(folder, ROOT / "PartTwo" / "main.py", "gather_scatter")
+    return dict(zip((*wrong, "gather_scatter"), found, strict=True))
+
+
+def reported(folders, tmp_path):
+    assert report_on(folders, reports=tmp_path / "reports", scaling="strong") == 0
     [path] = (tmp_path / "reports").glob("report-*/results.json")
-    results = json.loads(path.read_text())
+    return json.loads(path.read_text()), path
+
+
+def test_a_report_on_real_runs_names_the_wrong_strategies(runs, tmp_path, capsys):
+    wrong = {"ring", "tree", "halving_doubling", "reduce_broadcast"}
+    results, path = reported(list(runs.values()), tmp_path)
+    printed = capsys.readouterr().out
+    assert all(f"{sync} is not equal to " in printed.replace("\n", " ") for sync in wrong)
+    assert printed.count("yes: WRONG") == 4
     result = check(*blocks(results), 2)
-    assert set(result.wrong) == {"ring", "tree", "halving_doubling"}
-    assert result.unequal_ranks == ["halving_doubling"]
+    assert set(result.wrong) == wrong
+    assert set(result.unequal_ranks) == {"halving_doubling", "reduce_broadcast"}
     assert set(result.equal) == {"all_reduce", "gather_scatter"}
     assert results["settings"]["steps"] == 4
     assert printed.endswith(f"\nreport: {path.parent / 'report.html'}\n")
+
+
+@pytest.mark.parametrize(
+    ("syncs", "mistakes", "confirmed"),
+    [
+        (["ring"], {"ring": "are 0.50 of the mean: divided by 4 on 2 ranks?"}, []),
+        (["tree"], {"tree": "are 2.00 of the mean: divided by 1 on 2 ranks?"}, []),
+        (["reduce_broadcast"], {"reduce_broadcast": "each rank steps with its own"}, []),
+        (["ring", "all_reduce"], {"ring": "0.50 of"}, ["all_reduce"]),
+        (["ring", "tree"], {"ring": "0.50 of", "tree": "2.00 of"}, []),  # no right one to compare
+        (["gather_scatter"], {}, ["gather_scatter"]),
+    ],
+)
+def test_one_process_tells_the_wrong_one_and_its_factor(runs, tmp_path, syncs, mistakes, confirmed):
+    results, _ = reported([runs[sync] for sync in syncs], tmp_path)
+    result = check(*blocks(results), 2)
+    assert result.wrong.keys() == result.mistakes.keys() == mistakes.keys()
+    assert all(text in result.mistakes[sync] for sync, text in mistakes.items())
+    assert result.confirmed == result.equal == confirmed
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "why"),
+    [
+        ("environment.json", '"step_code": "', '"step_code": "0', "it ran other code, or another"),
+        ("environment.json", '"gpus": []', '"gpus": ["a GPU"]', "it computed on a GPU"),
+        ("config.json", '"fp32"', '"bfloat16"', "it computed in bfloat16"),
+        ("config.json", '"seed": 0', '"seed": 1', "the loss of step 1 is "),  # other weights
+        ("config.json", '"clip_norm": null', '"clip_norm": 1', "it clips its gradients"),
+        ("metrics.jsonl", '"step":1,', '"step":9,', "its losses of steps 1 and 2"),
+    ],
+)
+def test_a_run_that_cannot_be_computed_again_is_not_called_wrong(
+    runs, tmp_path, capsys, file, old, new, why
+):
+    folder = shutil.copytree(runs["ring"], tmp_path / "copy")
+    text = (folder / file).read_text()
+    assert old in text
+    (folder / file).write_text(text.replace(old, new))
+    results, _ = reported([folder], tmp_path)
+    assert not check(*blocks(results), 2).doubtful
+    printed = capsys.readouterr().out.replace("\n", " ")
+    assert f"; in one process neither: {why}" in printed
+    assert "docs/examples/check_strategy.py" in printed
+    assert "`lab audit`" in printed
 
 
 def test_right_strategies_stay_silent_on_three_ranks_where_sums_round():

@@ -43,6 +43,7 @@ def positions(text, *marks):
 
 def test_the_answer_comes_first_and_limits_are_folded():
     data = results(("gather_scatter", "ddp"), (1, 4))
+    data["cells"][1]["interval"]["step"] = [0.1, 0.9]
     text = page(data)
     places = positions(text, 'class="verdict"', 'class="cards"', 'id="findings"')
     assert places == sorted(places)

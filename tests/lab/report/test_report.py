@@ -147,6 +147,7 @@ def test_numbers_in_the_page_and_in_the_csv_equal_the_data(report):
         largest = max(rank["peak_memory_bytes"] for rank in entry["repeats"][0]["ranks"])
         foretold = data["prediction"]["cells"][entry["id"]]["step_seconds"]
         values = {
+            "mean_iteration_seconds": entry["repeats"][0]["mean_iteration_seconds"],
             **{"speedup_ratio": 1 / step, "efficiency_ratio": 1 / step / nodes},
             **{"samples_per_second": 256 / step, "root_sent_bytes": middle["root_bytes_sent"]},
             "peak_memory_bytes": middle["peak_memory_bytes"],
@@ -156,10 +157,10 @@ def test_numbers_in_the_page_and_in_the_csv_equal_the_data(report):
         }
         exact = values | {"step_seconds": step, "step_seconds_low95": low}
         assert {name: float(line[name]) for name in exact} == exact
-        forms = (".2f", ".1%", ".0f", ".2f", ".0f", ".0f", ".3f", "+.1%")
+        forms = (".3f", ".2f", ".1%", ".0f", ".2f", ".0f", ".0f", ".3f", "+.1%")
         shown = [value / 1e6 if "bytes" in name else value for name, value in values.items()]
         texts = [format(value, form) for value, form in zip(shown, forms, strict=True)]
-        assert costs[2:6] + costs[7:] == [text.replace("%", " %") for text in texts]
+        assert costs[2:7] + costs[8:] == [text.replace("%", " %") for text in texts]
     assert csv_text([]).splitlines() == ["strategy,nodes"]
     assert markdown([]) == "No cells.\n"
 
@@ -206,7 +207,10 @@ NOTHING = {"prediction": None, "timelines": {}, "finished": False}
     ("change", "phrase"),
     [
         (NOTHING | {"cells": []}, "There are no cells"),
-        (NOTHING | {"cells": [cell("ring", 2, status="pending")]}, "No run has ended yet"),
+        (
+            NOTHING | {"cells": [cell("ring", 2, status="pending")]},
+            "Nothing has been measured yet.",
+        ),
         ({}, "ring takes 0.559 s a step, 1.79 times as fast as one node."),
         (NOTHING | {"cells": [BARE], "environment": {}, "timelines": STEP}, "there is no speed-up"),
     ],
@@ -231,13 +235,14 @@ def test_emulated_compute_is_told_everywhere_and_shows_no_loss(tmp_path):
     write_report(tmp_path, data)
     page = Page(tmp_path)
     what = (
-        "EMULATED: layers and updates sleep for the times of profile 'laptop', so nothing is "
-        "learned; the nodes are network namespaces of one machine, with links of 200 Mbit/s."
+        "so nothing is learned: there are no losses and no accuracies, and memory is without "
+        "activations; step times, overlap, waiting and bytes are valid; the nodes are network "
+        "namespaces of one machine, with links of 200 Mbit/s."
     )
     assert what in (tmp_path / "table.md").read_text("utf-8")
     step = (tmp_path / "timeline-ddp-n2.svg").read_text("utf-8")
     assert all(label in step for label in ("ddp on 2 nodes at 200 Mbit/s", ">rank 1<"))
-    for words in (what, "There are no losses and no accuracies", ": nothing was learned."):
+    for words in (what, "sleep for the times of profile 'laptop'", ": nothing was learned."):
         assert words in page.text
     drawn = list(tmp_path.glob("*.svg"))
     assert len(drawn) >= len(FIGURES) - 2  # no loss, and all send the same bytes

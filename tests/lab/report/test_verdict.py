@@ -40,7 +40,12 @@ SENTENCES = [
         "gather_scatter; of the exact strategies ddp is fastest: 0.284 s a step, 1.74 times as "
         "fast as gather_scatter; the 3 exact strategies compute the same.",
     ),
-    (on(2, "ring"), "On 2 nodes ring takes 0.559 s a step, 1.79 times as fast as one node."),
+    (
+        on(2, "ring"),
+        "On 2 nodes ring takes 0.559 s a step, 1.79 times as fast as one node; whether it computes "
+        "the mean gradient was not tested (no other strategy that claims to be exact was measured "
+        "with these settings).",
+    ),
     (
         [cell("ring", 2, scale=3.0), cell("gather_scatter", 2, scale=4.0)],
         "On 2 nodes ring is fastest: 1.669 s a step, 1.39 times as fast as gather_scatter; one "
@@ -66,6 +71,25 @@ def test_the_answer_is_one_sentence(cells, sentence):
     assert not found.wrong
 
 
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        (
+            on(4, "gather_scatter", "ring", "ddp"),
+            "Why: the messages of ddp leave during backward (0.034 s of a step are exposed) and "
+            "those of gather_scatter put 222 MB a step through rank 0's link (0.244 s of a step",
+        ),
+        (on(2, "gather_scatter"), "The messages of gather_scatter leave after backward (0.084 s"),
+        (on(4, "ring", oversubscribed=True, load=4), "the ranks share cores, so separate machines"),
+        (on(4, "ring", load=1.6), "settings); the machine was busy (load 1.6 per core)."),
+        (on(4, "ring", load=1.4), "settings). The"),
+    ],
+)
+def test_the_answer_says_why_and_whether_the_machine_was_quiet(cells, reason):
+    found = answer(*cells)
+    assert reason in f"{found.text} {found.why}"
+
+
 def test_a_wrong_strategy_is_the_answer():
     ring = cell("ring", 2, scale=0.5, loss_shift=0.02)  # the shortest step
     found = answer(ring, *on(2, "tree", "ddp"))
@@ -88,7 +112,7 @@ def test_the_answer_has_units_and_says_on_what():
     assert answer(*on(2, "ring")).numbers[2][:2] == ("speed-up", "1.79 times")
     assert [one[0] for one in answer().numbers] == ["shortest step"]
     pending = on(2, "ring", status="pending")
-    assert answer(cells=pending) == ("Nothing has been measured yet.", (), False)
+    assert answer(cells=pending) == ("Nothing has been measured yet.", (), False, "")
 
 
 def shown(data, **terminal):
@@ -97,7 +121,7 @@ def shown(data, **terminal):
     return file.getvalue()
 
 
-def test_a_terminal_shows_answer_table_and_three_findings():
+def test_a_terminal_shows_answer_table_and_four_findings():
     data = results(*on(4, "gather_scatter_flat", "halving_doubling", "ddp"))
     narrow = shown(data, force_terminal=True, color_system=None, width=80)
     table = [line for line in narrow.split("\n") if "[" in line and "On" not in line]
@@ -105,7 +129,7 @@ def test_a_terminal_shows_answer_table_and_three_findings():
     assert all(len(line.rstrip()) <= 80 and "…" not in line for line in table)
     lines = shown(data).splitlines()
     assert lines[1].startswith(FAST)
-    assert sum(line.startswith("- ") for line in lines) == 3
+    assert sum(line.startswith("- ") for line in lines) == 4
     words = {line.split()[0]: " ".join(line.split()) for line in lines[2:] if line.strip()}
     assert words["strategy"] == "strategy nodes [95 %] comm., s up exact"
     assert words["none"] == "none 1 1.000 [0.980, 1.020] – 1.00 –"

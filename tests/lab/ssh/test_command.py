@@ -58,9 +58,8 @@ def test_a_port_that_is_given_goes_to_the_parts():
     assert filled("echo {port}", port=29600) == "echo 29600"
     assert "--master-port=29600" in filled("torchrun a.py", port=29600)
     assert read_command(["torchrun", "--master_port=7", "a.py"], nodes=2, port=None).port == 7
-    assert filled("python PartOne/main.py", nodes=1, rank=0) == "PY PartOne/main.py", (
-        "PartOne has no such flags"
-    )
+    # PartOne has no such flags.
+    assert filled("python PartOne/main.py", nodes=1, rank=0) == "PY PartOne/main.py"
 
 
 @pytest.mark.parametrize(
@@ -109,13 +108,11 @@ def test_hosts_are_named_without_user_and_port_and_may_share_a_port():
 
 
 def test_the_command_of_ssh_never_asks_and_takes_what_the_user_says_first():
-    options = SSHOptions(
-        user="u", ssh_config="conf", ssh_options=["Port=22", "ConnectTimeout=3"], workdir="a b"
-    )
+    given = ["Port=22", "ConnectTimeout=3"]
+    options = SSHOptions(user="u", ssh_config="conf", ssh_options=given, workdir="a b")
     words = ssh_command(Host(0, "node0"), options)
-    assert " ".join(words).startswith("ssh -T -F conf -o Port=22 -o ConnectTimeout=3 -o "), (
-        "of options that stand twice ssh takes the first"
-    )
+    # Of options that stand twice ssh takes the first.
+    assert " ".join(words).startswith("ssh -T -F conf -o Port=22 -o ConnectTimeout=3 -o ")
     assert {"BatchMode=yes", "ServerAliveInterval=10"} <= set(words)
     assert words[-5:-1] == ["-l", "u", "--", "node0"]
     assert words[-1].endswith(" 'a b'")
@@ -159,15 +156,9 @@ def test_a_folder_on_the_hosts_is_relative_to_the_home_folder(given, folder):
         ("sh: 1: exec: python3: not found", "no Python there that runs the project"),
         ("/usr/bin/python3: No module named lab", "the folder has no checkout of this version"),
         ("sh: 1: cd: can't cd to /lab", "there is no folder of the project"),
-        (
-            "kex_exchange_identification: Connection closed by remote host",
-            "it closed the connectio",
-        ),
+        ("kex_exchange_identification: Connection closed by remote host", "it closed the connec"),
         ("Welcome to n\nThis account is not available.", "ssh: This account is not available."),
-        (
-            "Warning: Permanently added 'n' to known hosts.",
-            "ssh ended without a message: try ",
-        ),
+        ("Warning: Permanently added 'n' to known hosts.", "ssh ended without a message: try "),
     ],
 )
 def test_what_ssh_says_becomes_what_to_do(said, told):

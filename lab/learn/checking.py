@@ -1,0 +1,96 @@
+"""Check a student's file of a lesson: its blanks, its code, its answers, the prediction.
+
+A lesson's check is a function ``check(student, say)`` that course.py names. It calls ``say`` with
+each thing that is right, raises ``Mistake`` with the first that is not, and returns what the
+lesson's question asked for, as measured, or None.
+"""
+
+import multiprocessing
+import sys
+import time
+from importlib import import_module
+from pkgutil import resolve_name
+from typing import Any
+
+from common.errors import INTERRUPTED
+from common.utils.processes import adopt_orphans
+from lab.learn.course import Lesson
+from lab.learn.progress import keep, read_progress
+from lab.learn.student_file import Mistake, StudentFile
+from lab.processes.prefixed_output import say
+from lab.processes.supervision import kill_descendants
+
+RIGHT, WRONG, NOT_YET = 0, 1, 3
+"""Exit statuses of a check."""
+_LOOK_SECONDS = 0.3
+
+
+def watch(lesson: Lesson) -> int:
+    """Check the file now and at each save, until all is right or Ctrl-C; return the status."""
+    _prepare_ranks()  # once, for all checks
+    while True:
+        saved = lesson.file.stat().st_mtime_ns
+        if check_apart(lesson) == RIGHT:
+            return RIGHT
+        say("Waiting for the next save; Ctrl-C ends.\n")
+        while lesson.file.stat().st_mtime_ns == saved:
+            time.sleep(_LOOK_SECONDS)
+
+
+def check_apart(lesson: Lesson) -> int:
+    """Check the file in a process that ends all that it has started; return the exit status."""
+    # elsewhere forks of a process with torch may hang
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    process = context.Process(target=_check_here, args=(lesson,))
+    process.start()
+    process.join()
+    return process.exitcode if process.exitcode in (RIGHT, WRONG, NOT_YET) else INTERRUPTED
+
+
+def _prepare_ranks() -> None:
+    """Import what ranks need, so that they can be forked from here."""
+    from lab.proofs import ranks
+
+    if sys.platform == "linux":
+        for module in (*ranks.PRELOADED, "sklearn.datasets"):
+            import_module(module)
+        ranks.fork_from_this_process()
+
+
+def _check_here(lesson: Lesson) -> None:
+    adopt_orphans()
+    try:
+        sys.exit(check(lesson, StudentFile(lesson.file)))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    finally:
+        kill_descendants()
+
+
+def check(lesson: Lesson, student: StudentFile) -> int:
+    """Say what is right and what is not, keep whether all is, and return the exit status."""
+    try:
+        if blanks := student.blanks():
+            say(f"not yet: replace each ... of {student.path}, in lines {str(blanks)[1:-1]}")
+            return NOT_YET
+        _prepare_ranks()
+        measured = resolve_name(lesson.check)(student, lambda text: say(f"right: {text}"))
+        [answers] = student.on_ranks(1, lambda names: names["ANSWERS"])
+    except Mistake as wrong:
+        say(f"wrong: {wrong}")
+        return WRONG
+    results = {}
+    for name, exercise in lesson.exercises.items():
+        given = answers.get(name, ...)
+        if given is ...:
+            results[f"not yet: exercise {name}"] = NOT_YET
+        elif exercise.accepts(given):
+            results[f"right: exercise {name}: {exercise.why}"] = RIGHT
+        else:
+            results[f"wrong: exercise {name}, {given}: {exercise.hint}"] = WRONG
+    say("\n".join(results))
+    prediction = read_progress().get(lesson.name, {}).get("prediction")
+    say(lesson.question.compare(prediction, measured))
+    status = max(results.values(), key=(RIGHT, NOT_YET, WRONG).index)
+    keep(lesson, {"done": status == RIGHT})
+    return status

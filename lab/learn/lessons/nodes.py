@@ -1,0 +1,41 @@
+"""Run a student's program on emulated nodes, undisturbed or not."""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lab.cluster import Cluster
+from lab.learn.student_file import Mistake
+
+_LIMIT_SECONDS, _GRACE_SECONDS = 60.0, 3.0
+
+
+def run_on_nodes(
+    program: Path,
+    nodes: int,
+    arguments: str = "",
+    *,
+    disturb: Callable[[Cluster], object] = lambda cluster: None,
+    **options: Any,
+) -> list[str]:
+    """Return what each node's program prints; where one fails, the others have 3 s to do so, too.
+
+    arguments : after address, nodes and rank.
+    disturb : called once the programs run.
+    options : of ``Cluster``.
+
+    Raises UserError or GroupError without an emulated cluster, Mistake if a program does not end.
+    """
+    command = f"{sys.executable} {program} {{master}}:{{port}} {{nodes}} {{rank}} {arguments}"
+    with tempfile.TemporaryDirectory() as logs, Cluster(nodes, **options) as cluster:
+        cluster.start(command.split(), logs=Path(logs))
+        disturb(cluster)
+        try:
+            cluster.wait(
+                limit_seconds=_LIMIT_SECONDS, stop_at_failure=True, grace_seconds=_GRACE_SECONDS
+            )
+        except TimeoutError as error:
+            raise Mistake(f"{error}. Has every wait a limit, and do the ranks agree?") from error
+        return [cluster.output(node) for node in range(nodes)]

@@ -1,0 +1,50 @@
+"""Lesson 4: a formula for the time of lesson 3's exchange, against emulated nodes."""
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from common.errors import GroupError, UserError
+from lab.cluster import Cluster
+from lab.learn.student_file import Mistake, Say, StudentFile
+from lab.processes.prefixed_output import say as tell
+
+_CASES = ((4, 36.92, 1.0), (2, 36.92, 1.0), (8, 100.0, 1.0), (4, 36.92, 0.2))
+"""Nodes, MB and Gbit/s; the first case is measured."""
+RECORDED_SECONDS = 2.386
+"""Measured with a right lesson 3 (AMD EPYC, 2 virtual cores, torch 2.14)."""
+_LIMIT_SECONDS = 120.0
+
+
+def check(student: StudentFile, say: Say) -> float:
+    """Check lesson 4; return the measured seconds of an exchange."""
+    [found] = student.on_ranks(
+        1, lambda names: [float(names["exchange_seconds"](*case)) for case in _CASES]
+    )
+    for (nodes, megabytes, gbit), seconds in zip(_CASES, found, strict=True):
+        right = 2 * (nodes - 1) * megabytes * 8 / 1000 / gbit
+        if abs(seconds / right - 1) > 0.01:
+            raise Mistake(
+                f"{nodes} nodes, {megabytes} MB, {gbit} Gbit/s: the formula gives {seconds:.4g} s, "
+                f"{seconds / right:.3g} times what rank 0's link needs. Do N-1 gradients come in, "
+                "and N-1 means go out? Does a byte have 8 bits, a Gbit 1,000 Mbit?"
+            )
+    say("the formula is 2(N-1)M/B")
+    try:
+        printed = _run_on_nodes(student.path)
+    except (UserError, GroupError, TimeoutError) as error:
+        tell(f"not measured here, but on another machine: {error}")
+        return RECORDED_SECONDS
+    if not (measured := re.search(r"measured: (\d+\.\d+) s", printed)):
+        raise Mistake(f"rank 0 printed no measured time, but:\n{printed[-1000:]}")
+    return float(measured[1])
+
+
+def _run_on_nodes(program: Path) -> str:
+    """Return what rank 0 prints; UserError and GroupError if there is no emulated cluster."""
+    command = f"{sys.executable} {program} {{master}}:{{port}} {{nodes}} {{rank}}"
+    with tempfile.TemporaryDirectory() as logs, Cluster(4, rate="1gbit") as cluster:
+        cluster.start(command.split(), logs=Path(logs))
+        cluster.wait(limit_seconds=_LIMIT_SECONDS, stop_at_failure=True)
+        return cluster.output(0)

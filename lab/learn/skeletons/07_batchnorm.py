@@ -1,0 +1,60 @@
+"""Lesson 7: BatchNorm on shards, by hand and in float64.
+
+Run it: python learn/07_batchnorm.py
+"""
+
+import torch
+from torch import nn
+
+
+def normalise(values):
+    """Return what BatchNorm makes of a list of numbers in training: mean 0, variance 1."""
+    mean = ...
+    variance = ...  # the mean of the squared differences from the mean
+    return [... for value in values]  # BatchNorm adds 1e-5 to the variance, so that it is never 0
+
+
+def gradient_of_shards(model, images, labels, shards):
+    """Return the mean of the shards' gradients, computed by one process, one shard after another.
+
+    That is what so many ranks compute: each its shard, then the mean. A list of tensors.
+    """
+    gradients = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for some, theirs in zip(images.chunk(shards), labels.chunk(shards), strict=True):
+        loss = nn.functional.cross_entropy(model(some), theirs)
+        own = torch.autograd.grad(loss, list(model.parameters()))
+        for gradient, part in zip(gradients, own, strict=True):
+            ...  # add this shard's part of the mean
+    return gradients
+
+
+def build_model(norm):
+    """Return a small network in float64, with BatchNorm if ``norm``."""
+    torch.manual_seed(0)
+    middle = nn.BatchNorm2d(8) if norm else nn.Identity()
+    layers = (nn.Conv2d(3, 8, 3, bias=False), middle, nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+    return nn.Sequential(*layers).double()
+
+
+def difference(one, other):
+    """Return the norm of the difference over the norm of the second, over all tensors."""
+    flat, true = (torch.cat([tensor.flatten() for tensor in some]) for some in (one, other))
+    return ((flat - true).norm() / true.norm()).item()
+
+
+ANSWERS = {
+    # 1, 3, 5, 11 in one process: what does BatchNorm make of the 1?
+    "a": ...,
+    # 2 ranks with 1, 3 and 5, 11: what does the rank that has it make of the 11?
+    "b": ...,
+    # With BatchNorm, 4 ranks must equal one process. What does it compute: "batch" (the whole batch
+    # at once) or "shards" (four shards in turn)?
+    "c": ...,
+}
+
+if __name__ == "__main__":
+    brightness = torch.linspace(0.2, 2, 32).double().reshape(-1, 1, 1, 1)  # the shards differ
+    images, labels = brightness * torch.randn(32, 3, 8, 8).double(), torch.arange(32) % 10
+    for norm in (False, True):
+        whole, four = (gradient_of_shards(build_model(norm), images, labels, n) for n in (1, 4))
+        print(f"BatchNorm {norm}: 4 shards differ from the batch by {difference(four, whole):.1e}")

@@ -1,0 +1,144 @@
+"""A student's file: find its blanks, and run it on ranks of its own, with a limit.
+
+Whatever is wrong with it becomes a ``Mistake``, with the student's own line.
+"""
+
+import ast
+import faulthandler
+import re
+import runpy
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import file_errors
+
+Say = Callable[[str], None]
+_LOOK_SECONDS = 0.01
+_AFTER_SECONDS = 2.0  # from the stacks of a hang to the end of the ranks
+
+
+class Mistake(Exception):  # noqa: N818 - the student's mistake
+    """The student's code or answer is wrong; the message says what it does."""
+
+
+class Namespace(dict):
+    """The names that a student's file defines."""
+
+    def __missing__(self, name: str) -> Any:
+        raise Mistake(f"there is no {name} in the file any more: the check calls it")
+
+
+@dataclass(frozen=True)
+class StudentFile:
+    """A student's file."""
+
+    path: Path
+
+    def blanks(self) -> list[int]:
+        """Return the lines whose ``...`` waits for code; an index as in x[..., 0] is none.
+
+        The file's ANSWERS do not count. Raises Mistake if the file is no Python.
+        """
+        with file_errors(f"{self.path} cannot be read"):
+            text = self.path.read_text(encoding="utf-8")
+        try:
+            tree = ast.parse(text)
+        except SyntaxError as error:
+            raise Mistake(f"line {error.lineno} is no Python: {error.msg}") from error
+        skipped = {
+            inner
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Subscript)
+            or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ANSWERS")
+            for inner in ast.walk(node)
+        }
+        return sorted(
+            node.lineno
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and node.value is ... and node not in skipped
+        )
+
+    def load(self) -> Namespace:
+        """Run the file, not as a program, and return what it defines."""
+        return Namespace(runpy.run_path(str(self.path), run_name="student"))
+
+    def on_ranks(
+        self,
+        size: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        limit_seconds: float = 30.0,
+    ) -> list[Any]:
+        """Return ``function(student, *arguments)`` of each of ``size`` ranks of a Gloo group.
+
+        student : what the file defines, by name. A rank that is done waits for the others, so that
+        a message too few is a hang, as in a training.
+        Raises Mistake, with each rank's line, if a rank fails or exceeds ``limit_seconds``.
+        """
+        from lab.proofs import RankError, run_ranks
+
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                return run_ranks(
+                    size,
+                    _on_rank,
+                    *(self, Path(folder), time.monotonic() + limit_seconds, function, arguments),
+                    timeout_seconds=limit_seconds + _AFTER_SECONDS,
+                )
+            except RankError as error:
+                stacks = {path.name: path.read_text() for path in Path(folder).glob("rank *")}
+                raise Mistake(
+                    self._hang(stacks)
+                    if any(stacks.values())
+                    else self._failure(str(error).strip())
+                ) from None
+
+    def _hang(self, stacks: Mapping[str, str]) -> str:
+        """Return where each rank was when the time was over."""
+        places = [
+            f"  {rank}: {(self._places(stack) or ['is done'])[0] if stack else 'has failed'}"
+            for rank, stack in sorted(stacks.items())
+        ]
+        return "\n".join(["the ranks hang. A collective needs every rank:", *places])
+
+    def _failure(self, error: str) -> str:
+        """Return which rank failed, where and why, from the text of a RankError."""
+        who, _, trace = error.partition(":\n")
+        what = re.sub(r"^lab\S+Mistake: ", "", trace.splitlines()[-1]) if trace else ""
+        return ": ".join(filter(None, [who, *self._places(trace)[-1:], what]))
+
+    def _places(self, stack: str) -> list[str]:
+        """Return the student's lines in a traceback or a dump of faulthandler, in its order."""
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        return [
+            f"line {number}, in {function}: {lines[int(number) - 1].strip()}"
+            for number, function in re.findall(
+                rf'/{re.escape(self.path.name)}", line (\d+),? in (\S+)', stack
+            )
+        ]
+
+
+def _on_rank(
+    rank: int,
+    student: StudentFile,
+    folder: Path,
+    deadline: float,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> Any:
+    import torch.distributed as dist
+
+    with (folder / f"rank {rank}").open("w") as stacks:
+        faulthandler.dump_traceback_later(max(0.1, deadline - time.monotonic()), file=stacks)
+        try:
+            found = function(student.load(), *arguments)
+            (folder / f"done {rank}").touch()
+            while len([*folder.glob("done *")]) < dist.get_world_size():
+                time.sleep(_LOOK_SECONDS)  # a collective would go with one too many of another rank
+            return found
+        finally:
+            faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,196 @@
+"""Lessons 6 to 10 and the gallery: right solutions, wrong ones, the numbers on the pages."""
+
+import re
+from pkgutil import resolve_name
+
+import pytest
+
+from common.errors import UserError
+from lab.audit import cases
+from lab.audit.cases import read_scripts
+from lab.learn import gallery
+from lab.learn.course import LESSONS
+from lab.learn.lessons import break_it
+from lab.learn.lessons.find_the_bug import BLIND, write_scripts
+from lab.learn.student_file import Mistake, StudentFile
+from tests.helpers import ROOT
+from tests.helpers.audited import read_cases
+from tests.helpers.cluster import needs_namespaces
+from tests.lab.learn.solutions import solve
+
+LESSON = {lesson.number: lesson for lesson in LESSONS}
+RIGHTS = {right for _, right, _ in gallery.WAYS.values()}
+
+
+def check(number, folder, changes=()):
+    """Check a solution; return what the lesson measured, and what was said to be right."""
+    said = []
+    student = StudentFile(solve(number, folder, changes))
+    return resolve_name(LESSON[number].check)(student, said.append), "\n".join(said)
+
+
+def numbers_of_page(wrong):
+    """Return the numbers of a way's two scripts, as the page shows them, without those in words."""
+    text = "".join(page.read_text() for page in (ROOT / "docs/learn").glob("gallery*.md"))
+    [row] = re.findall(rf"\| wrong: `{wrong}` \|\n.*\n.*\n\| (.*) \|\n", text)
+    return [list(map(float, re.findall(r"\d+(?:\.\d+)?", cell)))[-3:] for cell in row.split(" | ")]
+
+
+# --- the gallery ---
+
+
+@pytest.mark.slow
+def test_the_gallery_shows_what_each_wrong_script_computes():
+    traces = gallery.train([*sorted(RIGHTS), *gallery.WAYS], steps=2)
+    for wrong, (_, right, name) in gallery.WAYS.items():
+        shown = numbers_of_page(wrong)
+        for script, (number, _, _) in zip((right, wrong), shown, strict=True):
+            if name != "order":  # of two epochs
+                found = 100 * gallery.measure(name, traces[script], traces[right])
+                assert found == pytest.approx(number, rel=0.02, abs=0.05), script
+        assert shown[0][0] != shown[1][0]
+
+
+@pytest.mark.slow
+def test_the_gallery_shows_what_becomes_of_loss_and_accuracy():
+    pairs = ("literal_4", "samples_no_sampler", "samples_order_without_set_epoch")
+    traces = gallery.train([gallery.RIGHT, *pairs])
+    for wrong in pairs:
+        shown = numbers_of_page(wrong)
+        for script, (_, loss, accuracy) in zip((gallery.RIGHT, wrong), shown, strict=True):
+            _, found, share = traces[script][0]["tests"][-1]
+            assert found == pytest.approx(loss, rel=0.1, abs=0.006), script
+            assert 100 * share == pytest.approx(accuracy, abs=1.0), script
+    repeated = [gallery.measure("order", traces[script], []) for script in (gallery.RIGHT, wrong)]
+    assert repeated[0] < 0.02
+    assert repeated[1] == 1
+
+
+def test_a_difference_within_that_of_the_seeds_is_not_seen_in_the_loss():
+    def trace(loss, accuracy, gradient):
+        return {"tests": [(120, loss, accuracy)], "gradients": [gradient], "weights": [gradient]}
+
+    own = gallery.np.ones(4)
+    empty = {"drawn": list(range(1440)), "until": [8]}
+    right = [empty | trace(0.10, 0.97, own)] * 3
+    traces = dict.fromkeys([*RIGHTS, *gallery.WAYS], right)
+    traces |= {"literal_4": [empty | trace(0.11, 0.90, 0.75 * own)] * 3}
+    told = gallery.describe(traces, [right[0], trace(0.13, 0.95, own)])
+    assert told["literal_4"] == [
+        "gradient off by 0.0 %; test loss 0.10, accuracy 97 %",
+        "gradient off by 25.0 %; test loss 0.11, accuracy 90 %. Seen in: **accuracy**",
+    ]
+    assert told["sum_all_reduce"][1].endswith("Seen in: **only the first number**")
+
+
+# --- lesson 9 ---
+
+
+def test_the_blind_scripts_are_the_audits_and_do_not_tell(tmp_path):
+    write_scripts(tmp_path / "blind")
+    found = {case.name: case.finds for case in read_cases() if case.name in BLIND}
+    assert found == {name: {finding} for name, finding in BLIND.items()}
+    for number, (name, finding) in enumerate(BLIND.items(), 1):
+        text = (tmp_path / f"blind/{number:02}.py").read_text()
+        assert read_scripts()[name].what not in text
+        assert LESSON[9].exercises[f"{number:02}"].accepts(finding)
+    assert "def read_flags" in (tmp_path / "blind/student.py").read_text()
+
+
+def test_without_the_checkouts_tests_lesson_9_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(cases, "STARTER_CODE", tmp_path / "student.py")
+    with pytest.raises(UserError, match="is missing: this needs the project's checkout"):
+        write_scripts(tmp_path)
+
+
+@pytest.mark.slow
+def test_all_blind_scripts_learn(tmp_path):
+    assert check(9, tmp_path) == (12, "")
+
+
+# --- lessons 6, 7, 8 and 10 ---
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@needs_namespaces
+def test_buckets_hide_a_part_of_the_messages(tmp_path):
+    measured, said = check(6, tmp_path)
+    assert measured >= LESSON[6].question.answer
+    seconds = [float(one) for one in re.findall(r"(\S+) s exposed", said)]
+    assert len(seconds) == 4
+    assert seconds[3] == measured
+
+
+@pytest.mark.slow
+def test_four_ranks_equal_four_shards(tmp_path):
+    measured, said = check(7, tmp_path)
+    assert measured == pytest.approx(1, abs=1e-4)
+    without, with_norm = (float(one) for one in re.findall(r"batch by (\S+)", said))
+    assert without < 1e-12
+    assert with_norm > 0.1
+
+
+def test_a_right_measurement(tmp_path):
+    assert "true median" in check(8, tmp_path)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.alone
+@needs_namespaces
+def test_who_was_killed_or_stopped_is_found(tmp_path):
+    _, said = check(10, tmp_path, {4: "3"})
+    assert "kill of node 1, find_culprit returns 1" in said
+    assert "slow of node 1, find_culprit returns None" in said
+    slowed = re.findall(r"step 15 sync (\S+) s", said)
+    assert len(slowed) == 3
+    assert min(map(float, slowed)) > 0.45  # 4/3 of 2 MB at 40 Mbit/s are 0.53 s
+
+
+@pytest.mark.parametrize(
+    ("printed", "words"),
+    [
+        (["rank 0 gives up: x", "rank 1 step 5", "rank 2 gives up: y"], None),
+        (["rank 0 gives up: x", "rank 1 gives up: y", "rank 2 step 5"], "returns 2, and must 1"),
+        (["rank 0 step 20", "rank 1 step 20", "rank 2 step 20"], "returns None, and must 1"),
+    ],
+)
+def test_without_emulated_nodes_ranks_break_on_loopback(printed, words, tmp_path, monkeypatch):
+    def refuse(*_, **options):
+        raise UserError("no namespaces")
+
+    def run_on_nodes(_program, nodes, _steps, *, disturb, loopback):
+        assert (nodes, loopback) == (3, True)
+        return printed
+
+    monkeypatch.setattr(break_it, "Cluster", refuse)
+    monkeypatch.setattr(break_it, "run_on_nodes", run_on_nodes)
+    if words is None:
+        measured, said = check(10, tmp_path)
+        assert measured == break_it.RECORDED_RATIO
+        assert "no link can be slowed down here (no namespaces)" in said
+    else:
+        with pytest.raises(Mistake, match=words):
+            check(10, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "changes", "words"),
+    [
+        (6, {0: "-1"}, "rank 0 of 2 ends a step with 1.000 g0"),
+        (6, {2: "pass"}, "rank 0 of 2 ends a step with"),
+        (6, {3: "2"}, r"rank 0 of 3 ends a step with 1.500 times the mean"),
+        (6, {4: "0"}, r"rank 0 of 2 ends a step with 1.000 g0"),
+        (7, {1: "sum((v - mean) ** 2 for v in values) / (len(values) - 1)"}, "not by one less"),
+        (7, {3: "gradient += part"}, "each divided by the number of shards"),
+        (7, {3: "pass"}, "differs from 4 ranks' by nan"),
+        (8, {0: "pass"}, "time_steps called it 3 times"),
+        (8, {1: "clock()"}, "returns 40 values"),
+        (8, {2: "math.floor(n / 2 - 0.5 * n**0.5)"}, "of 2000 intervals 91.8 % hold"),
+    ],
+)
+def test_a_wrong_solution_is_told_what_it_does(number, changes, words, tmp_path):
+    with pytest.raises(Mistake, match=words):
+        check(number, tmp_path, changes)
