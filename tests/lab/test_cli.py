@@ -14,6 +14,7 @@ STARTED_COLD_ELSEWHERE = {
 }
 PLAN = "--plan --nodes 1 --sync none --dataset digits --no-predict --output-dir out"
 HERE = {
+    "grade": ("--print-rubric", 0, "CS744, assignment 2"),
     "learn": ("1 --check", 2, "lab learn 1 writes it"),
     "predict": ("--nodes 4", 0, "gather_scatter"),
     "compare": (PLAN, 0, "lab run-cell"),

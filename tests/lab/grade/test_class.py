@@ -62,16 +62,14 @@ def test_a_class_of_thirty_is_graded_as_its_cases_say(grade):
     right = [case for case in usable if not case.finds and case.verdict == "yes"]
     faults = {min(case.finds): case for case in usable if len(case.finds) == 1}
     faults.pop("clipped-before-averaging")  # accepted
-    chosen = [*faults.values(), *right[:: len(right) // (22 - len(faults))]][:22]
+    chosen = [*[*faults.values()][:15], *right[:: len(right) // 7][:7]]
     class_of_30 = {case.name: {"part2": case.name} for case in chosen}
     class_of_30 |= {name: {"part2": script} for name, (script, _) in CHEATS.items()}
     rows = grade({name: one | {"part3": "right_ddp"} for name, one in class_of_30.items()}).rows
     assert len(rows) == 30
     assert {row["part3"] for row in rows.values()} == {"4"}
     expected = {case.name: "0" if case.finds else "6" for case in chosen}
-    unsure = [
-        faults[one].name for one in ("group-unused", "different-batch-counts", "scaled-in-loss")
-    ]
+    unsure = [faults[one].name for one in ("group-unused", "different-batch-counts")]
     expected |= dict.fromkeys([*CHEATS, *unsure], "") | {faults["literal-divisor"].name: "3"}
     assert {name: row["part2"] for name, row in rows.items()} == expected
     assert [name for name, (_, why) in CHEATS.items() if why not in rows[name]["by hand"]] == []
