@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NEEDS_3_11 = 0 if sys.version_info >= (3, 11) else "Python 3.11 or later is needed, and " + sys.executable + " is %d.%d: install one, remove $(VENV), then e.g. make PYTHON=python3.12 $(MAKECMDGOALS)" % sys.version_info[:2]
-# Run two test files at a time, each in its own process. The ten slowest tests and the total come
-# last.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
+# Run three test files at a time, each in its own process: tests often wait, so two cores serve three.
+# The ten slowest tests and the total come last.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --durations=10
 
 # Keep compiled modules: tests start hundreds of interpreters, and pytest rewrites every assert.
 unexport PYTHONDONTWRITEBYTECODE
