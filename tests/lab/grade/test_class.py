@@ -34,6 +34,7 @@ CHEATS = {  # the script, and what a person is told
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_right_ones_get_full_marks_faulty_ones_lose_theirs_and_cheats_are_for_a_person(grade):
     scripts = {name: CHEATS[name][0] for name in ("forged", "replaced")} | {
         "right": "right_all_reduce",
