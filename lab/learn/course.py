@@ -137,7 +137,8 @@ LESSONS: Sequence[Lesson] = (
             "c": Exercise(
                 1.89,
                 "(2 x 300,032 - 64 x 512) / 300,032",
-                "a layer's product multiplies as often as it has weights; biases only add",
+                "to two decimals: a layer's product multiplies as often as it has weights, and "
+                "biases only add",
                 tolerance=0.004,
             ),
         },

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from common.utils.paths import REPOSITORY
@@ -34,7 +35,7 @@ def main(folder: Path = REPOSITORY / "docs/learn/images") -> None:
 
 def save(draw: Callable[[], Figure], path: Path) -> None:
     """Draw a picture, and write it as SVG that follows light and dark mode."""
-    with style():
+    with style(), rc_context({"axes.formatter.min_exponent": 5}):  # 0.1 at a log axis, not 10⁻¹
         text = svg(draw()).replace(INK, "var(--ink)").replace(PAPER, "var(--paper)")
     path.write_text(text.replace(" <defs>", f" {_MODES} <defs>", 1), encoding="utf-8")
 
@@ -62,12 +63,23 @@ def curves(
     marks: Marks,
     top: float,
     bottom: float = 0.0,
+    scales: tuple[str, str] = ("linear", "linear"),
 ) -> Figure:
-    """Return the curves of some formulas by their label, for y from ``bottom`` to ``top``."""
+    """Return the curves of some formulas by their label, for y from ``bottom`` to ``top``.
+
+    labels, scales : of x and y.
+    """
     figure, (axis,) = grid(1, narrow=False, columns=1, height=3.2)
     for dash, (label, formula) in zip(("-", *DASHES), formulas.items(), strict=False):
         axis.plot(xs, [*map(formula, xs)], color=INK, linestyle=dash, label=label)
-    axis.set(xlabel=labels[0], ylabel=labels[1], xlim=(xs[0], xs[-1]), ylim=(bottom, top))
+    axis.set(
+        xlabel=labels[0],
+        ylabel=labels[1],
+        xscale=scales[0],
+        yscale=scales[1],
+        xlim=(xs[0], xs[-1]),
+        ylim=(bottom, top),
+    )
     axis.grid()
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     title(figure, heading, emulated=False)
@@ -83,6 +95,21 @@ def _marked(figure: Figure, marks: Marks) -> Figure:
 
 _SECONDS = 36.92 * 8 / 1000
 """VGG-11's gradients on a link of 1 Gbit/s."""
+
+
+def _through_root(*turns: int) -> Json:
+    """Return a rank's step of lesson 3; its link works in some of two turns in and two out."""
+    return {
+        "sections": {"forward": [(0, 0.07)], "backward": [(0.07, 0.2)]},
+        "messages": [
+            {
+                "kind": "gather" if turn < 2 else "scatter",
+                "begin": 0.2 + turn * _SECONDS,
+                "end": 0.195 + (turn + 1) * _SECONDS,  # a gap
+            }
+            for turn in turns
+        ],
+    }
 
 
 def _exchange(nodes: float, *, gbit: float = 1.0) -> float:
@@ -148,27 +175,14 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
         marks={"A": (3, 87.5), "B": (3, 50)},
         top=100,
     ),
-    "03_gather_scatter": partial(
-        timeline,
+    "03_gather_scatter": lambda: timeline(
         "A step on 3 nodes at 1 Gbit/s, by the formula: 0.2 s of compute, 1.18 s of exchange",
-        [
-            {
-                "sections": {
-                    "forward": [(0, 0.07)],
-                    "backward": [(0.07, 0.2)],
-                    "sync": [(0.2, 0.2 + 4 * _SECONDS)],
-                },
-                "messages": [
-                    {"kind": "gather", "begin": 0.2, "end": 0.2 + 2 * _SECONDS},
-                    {"kind": "scatter", "begin": 0.2 + 2 * _SECONDS, "end": 0.2 + 4 * _SECONDS},
-                ],
-            }
-        ]
-        * 3,
+        [_through_root(0, 1, 2, 3), _through_root(0, 2), _through_root(1, 3)],
         marks={
             "A": (200, 0.5),
             "B": (200 + 2000 * _SECONDS, 0.5),
             "C": (200 + 4000 * _SECONDS, 0.5),
+            "D": (640, 3.35),
         },
     ),
     "04_root_link": partial(
@@ -187,7 +201,9 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
             "B": (3, _exchange(3, gbit=10)),
             "C": (10, _exchange(10, gbit=100)),
         },
-        top=2.5,
+        bottom=0.03,
+        top=10,
+        scales=("linear", "log"),
     ),
     "05_ring": partial(
         curves,
@@ -197,11 +213,14 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
             "through rank 0": lambda mb: 2 * 0.5 + 14 * 8 * mb,
             "34 rings": lambda mb: 14 * (34 * 0.5 + 8 * mb / 8),
             "one ring": lambda mb: 14 * (0.5 + 8 * mb / 8),
+            "one ring, latency alone": lambda mb: 14 * 0.5,
         },
-        xs=range(41),
+        xs=[10 ** (exponent / 20) for exponent in range(-20, 41)],
         labels=("MB of gradients", "milliseconds a step"),
-        marks={"A": (1, 21), "B": (2, 266), "C": (36.92, 524)},
-        top=1000,
+        marks={"A": (1, 21), "B": (0.3, 242), "C": (36.92, 524), "D": (2.42, 272)},
+        bottom=3,
+        top=10_000,
+        scales=("log", "log"),
     ),
     "06_overlap": lambda: timeline(
         "A step on 4 nodes at 1 Gbit/s, by the formula",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from common.profiling.comm_trace import MessageRecorder
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 from lab.proofs import Case
-from lab.proofs.equivalence import FunctionSync, combine, errors_on_this_rank
+from lab.proofs.equivalence import FunctionSync, RankErrors, combine, errors_on_this_rank
 
 _CASE = Case(unused=False)
 
@@ -41,17 +41,22 @@ def _check_averaging(student: StudentFile, say: Say, *, cut: bool) -> list[float
         for rank, (problem, _) in enumerate(found):
             if problem:
                 raise Mistake(f"rank {rank} ends with {problem}")
-        errors = student.on_ranks(
-            size,
-            lambda names, size=size: errors_on_this_rank(
-                dist.get_rank(), size, FunctionSync(names["average_gradients"]), _CASE
-            ),
-        )
+        errors = student.on_ranks(size, _train)
         result = combine(size, _CASE, errors)
         if not result:
             raise Mistake(f"the mean of equal shards is right, but not with others: {result}")
         say(f"each gradient becomes the mean of all ranks'. Trained on {result}")
     return [times for _, times in found]
+
+
+def _train(student: Namespace) -> RankErrors:
+    """Train with the function; return this rank's differences from one process."""
+
+    def average(model: nn.Module) -> None:
+        # Gloo copies memory as it lies, and the engine's channels_last is not this lesson's subject
+        student["average_gradients"](model.to(memory_format=torch.contiguous_format))
+
+    return errors_on_this_rank(dist.get_rank(), dist.get_world_size(), FunctionSync(average), _CASE)
 
 
 def _average_known_gradients(student: Namespace, cut: bool) -> tuple[str | None, float]:

@@ -1,12 +1,9 @@
 """Lesson 4: a formula for the time of lesson 3's exchange, against emulated nodes."""
 
 import re
-import sys
-import tempfile
-from pathlib import Path
 
 from common.errors import GroupError, UserError
-from lab.cluster import Cluster
+from lab.learn.lessons.nodes import run_on_nodes
 from lab.learn.student_file import Mistake, Say, StudentFile
 from lab.processes.prefixed_output import say as tell
 
@@ -14,7 +11,6 @@ _CASES = ((4, 36.92, 1.0), (2, 36.92, 1.0), (8, 100.0, 1.0), (4, 36.92, 0.2))
 """Nodes, MB and Gbit/s; the first case is measured."""
 RECORDED_SECONDS = 2.386
 """Measured with a right lesson 3 (AMD EPYC, 2 virtual cores, torch 2.14)."""
-_LIMIT_SECONDS = 120.0
 
 
 def check(student: StudentFile, say: Say) -> float:
@@ -32,19 +28,10 @@ def check(student: StudentFile, say: Say) -> float:
             )
     say("the formula is 2(N-1)M/B")
     try:
-        printed = _run_on_nodes(student.path)
-    except (UserError, GroupError, TimeoutError) as error:
+        printed, *_ = run_on_nodes(student.path, 4, rate="1gbit")
+    except (UserError, GroupError) as error:
         tell(f"not measured here, but on another machine: {error}")
         return RECORDED_SECONDS
     if not (measured := re.search(r"measured: (\d+\.\d+) s", printed)):
         raise Mistake(f"rank 0 printed no measured time, but:\n{printed[-1000:]}")
     return float(measured[1])
-
-
-def _run_on_nodes(program: Path) -> str:
-    """Return what rank 0 prints; UserError and GroupError if there is no emulated cluster."""
-    command = f"{sys.executable} {program} {{master}}:{{port}} {{nodes}} {{rank}}"
-    with tempfile.TemporaryDirectory() as logs, Cluster(4, rate="1gbit") as cluster:
-        cluster.start(command.split(), logs=Path(logs))
-        cluster.wait(limit_seconds=_LIMIT_SECONDS, stop_at_failure=True)
-        return cluster.output(0)

@@ -49,5 +49,5 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", f"tcp://{address}", world_size=nodes, rank=rank)
     seconds = measure()
     if rank == 0:
-        print(f"measured: {seconds:.3f} s a step on {nodes} nodes")
+        print(f"measured: {seconds:.3f} s an exchange on {nodes} nodes")
     dist.destroy_process_group()

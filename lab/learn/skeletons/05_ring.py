@@ -30,8 +30,8 @@ def average_gradients(model):
         exchange(chunks[leaving % size], arriving)
         chunks[growing % size].add_(arriving)
     for step in range(size - 1):  # pass the sums on
-        leaving, growing = ..., ...  # in step 0 rank r sends the chunk that it has just completed
-        exchange(chunks[leaving % size], chunks[growing % size])
+        leaving, replaced = ..., ...  # in step 0 rank r sends the chunk that it has just completed
+        exchange(chunks[leaving % size], chunks[replaced % size])
     flat /= size
     means = flat.split([gradient.numel() for gradient in gradients])
     for gradient, mean in zip(gradients, means, strict=True):

@@ -11,7 +11,7 @@ import torch
 from common.errors import UserError
 from lab.learn import pictures
 from lab.learn.course import LESSONS
-from lab.learn.lessons import root_link
+from lab.learn.lessons import nodes, root_link
 from lab.learn.lessons.averaging import diagnose
 from lab.learn.student_file import Mistake, StudentFile
 from tests.helpers import ROOT, start_lab
@@ -199,7 +199,7 @@ def test_without_emulated_nodes_lesson_4_uses_a_recorded_time(tmp_path, monkeypa
     def refused(*_, **__):
         raise UserError("this machine cannot emulate a cluster: it is a container")
 
-    monkeypatch.setattr(root_link, "Cluster", refused)
+    monkeypatch.setattr(nodes, "Cluster", refused)
     student = StudentFile(solve(4, tmp_path))
     assert root_link.check(student, print) == root_link.RECORDED_SECONDS > 1.77
     assert "not measured here, but on another machine: this machine" in capsys.readouterr().out
@@ -243,6 +243,13 @@ def test_a_wrong_solution_is_told_what_it_does(number, changes, edit, words, tmp
     student = StudentFile(solve(number, tmp_path, changes, edit))
     with pytest.raises(Mistake, match=words):
         resolve_name(LESSON[number].check)(student, print)
+
+
+@pytest.mark.slow
+def test_a_mean_of_the_stack_is_right(tmp_path):
+    """A stack is contiguous, whatever the strides of the gradients that arrive."""
+    student = StudentFile(solve(3, tmp_path, {1: "[torch.stack(arriving).mean(0)] * size"}))
+    assert resolve_name(LESSON[3].check)(student, print) == 8
 
 
 @pytest.mark.slow
