@@ -252,14 +252,14 @@ LESSONS: Sequence[Lesson] = (
             "4 nodes all-reduce 36.8 MB in one bucket, over links of 1 Gbit/s, in a ring. How many "
             "seconds does a step wait after backward has ended?",
             0.442,
-            "2(N-1)/N x 36.8 MB x 8 bits / 1,000 Mbit/s; one bucket is full when backward ends",
+            "2(N-1)/N x 36.8 MB x 8 bits / 1,000 Mbit/s; one bucket is complete when backward ends",
             "s",
         ),
         {
             "a": Exercise(
                 8.6,
-                "4.7 + 2.4 + 1.2 + 0.3 MB; it is full when the first layer's gradient is there",
-                "fill buckets from the last layer to the first; none may exceed 9 MB",
+                "4.7 + 2.4 + 1.2 + 0.3 MB; it is complete with the first layer's gradient",
+                "fill buckets from the last layer to the first; one above 9 MB has its own",
             ),
             "b": Exercise(
                 0.352,
@@ -268,7 +268,7 @@ LESSONS: Sequence[Lesson] = (
             ),
             "c": Exercise(
                 "later",
-                "with half of the link each, 0.3 MB are through long before 8 MB are",
+                "messages share the link, so the small one finishes first",
                 "Gloo works on both at once: who has less to send?",
             ),
         },
