@@ -21,15 +21,17 @@ _BEGIN_SECONDS = 60.0
 def check(student: StudentFile, say: Say) -> float:
     """Check lesson 10; return how many times as long an exchange takes with one slow link."""
     options: dict[str, Any] = {"rate": "200mbit"}
-    faults = FAULTS
     try:
         Cluster(NODES, **options)
     except UserError as error:
         say(f"no link can be slowed down here ({error}): the ranks run on loopback instead")
-        options, faults = {"loopback": True}, FAULTS[:-1]
-    for fault, node, culprit in faults:
-        disturb = partial(_disturb, fault, node)
-        printed = run_on_nodes(student.path, NODES, STEPS, disturb=disturb, **options)
+        options = {"loopback": True}
+    for fault, node, culprit in FAULTS:
+        if fault == "slow" and "loopback" in options:
+            return RECORDED_RATIO
+        printed = run_on_nodes(
+            student.path, NODES, STEPS, disturb=partial(_disturb, fault, node), **options
+        )
         ends = "\n".join(f"  {text.splitlines()[-1]}" for text in printed)
         [found] = student.on_ranks(1, lambda names, given=printed: names["find_culprit"](given))
         if found != culprit:
@@ -38,11 +40,11 @@ def check(student: StudentFile, say: Say) -> float:
                 f"a rank wait no longer than the limit? The ranks' last lines:\n{ends}"
             )
         say(f"{fault} of node {node}, find_culprit returns {found}. The last lines:\n{ends}")
-    if faults != FAULTS:
-        return RECORDED_RATIO
     syncs = [[float(one) for one in re.findall(r"sync (\d+\.\d+)", text)] for text in printed]
-    means = ", ".join(f"{mean(seconds[-10:]):.3f} s" for seconds in syncs)
-    say(f"ranks 0 to 2 waited {means} a step in the last ten; another run has another order")
+    say(
+        "sync of the last ten steps, mean of each rank (the order changes with the run): "
+        + ", ".join(f"{mean(seconds[-10:]):.3f} s" for seconds in syncs)
+    )
     return median(syncs[0][-10:]) / median(syncs[0][1:4])
 
 

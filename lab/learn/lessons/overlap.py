@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from common.errors import GroupError, UserError
 from common.profiling.comm_trace import MessageRecorder
@@ -16,9 +16,9 @@ from lab.learn.lessons.nodes import run_on_nodes
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
 SIZES, LAYERS, _LENGTH = (2, 3), 4, 50
-LINK_SECONDS = 0.442  # for one bucket on 4 nodes at 1 Gbit/s, by the formula
-RECORDED_SECONDS = 0.52
-"""The same, measured (AMD EPYC, 2 virtual cores, torch 2.14)."""
+LINK_SECONDS, RECORDED_SECONDS = 0.442, 0.52
+"""One bucket of 100 MB on 4 nodes at 1 Gbit/s: by the formula, and measured (AMD EPYC, 2 virtual
+cores, torch 2.14)."""
 
 
 def check(student: StudentFile, say: Say) -> float:
@@ -40,14 +40,13 @@ def check(student: StudentFile, say: Say) -> float:
         say(f"nothing can be measured here ({error}), but on another machine")
         return RECORDED_SECONDS
     say(f"on 4 nodes at 1 Gbit/s:\n{printed}")
-    if not (exposed := re.findall(r"(\d+\.\d+) s exposed", printed)):
-        raise Mistake(f"rank 0 printed no exposed time on 4 nodes, but:\n{printed[-500:]}")
-    if float(exposed[-1]) < 0.9 * LINK_SECONDS:
+    exposed = [float(one) for one in re.findall(r"(\d+\.\d+) s exposed", printed)]
+    if not exposed or exposed[-1] < 0.9 * LINK_SECONDS:
         raise Mistake(
-            f"with one bucket the link needs {LINK_SECONDS:.3f} s after backward, and only "
-            f"{exposed[-1]} s were exposed: who else waited for the message?"
+            f"one bucket's message takes {LINK_SECONDS} s, all of them after backward: the last "
+            "row must show as much"
         )
-    return float(exposed[-1])
+    return exposed[-1]
 
 
 def _average(student: Namespace) -> tuple[str | None, int, int]:
@@ -58,19 +57,16 @@ def _average(student: Namespace) -> tuple[str | None, int, int]:
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
-    weights = [nn.Parameter(torch.zeros(_LENGTH, dtype=torch.float64)) for _ in range(LAYERS)]
+    weights = nn.ParameterList(torch.zeros(LAYERS, _LENGTH, dtype=torch.float64))
     buckets, early = student["Buckets"](weights, 1e-4), [0]  # smaller than a layer
-
-    def count_early(_: Tensor) -> None:
-        early.append(sum(rank > 0 or message["end"] is None for message in recorder.messages))
-        store.set(f"step {step} of rank {rank}", "")
-
-    weights[0].register_hook(count_early)
+    weights[0].register_hook(
+        lambda _: early.append(sum(rank > 0 or one["end"] is None for one in recorder.messages))
+    )
+    weights[0].register_hook(lambda _: store.set(f"step {step} of rank {rank}", ""))
     for step in (1, 2):
-        generator = torch.Generator().manual_seed(step)
-        given = torch.randn(size, LAYERS * _LENGTH, dtype=torch.float64, generator=generator)
-        for weight in weights:
-            weight.grad = None
+        torch.manual_seed(step)
+        given = torch.randn(size, LAYERS * _LENGTH, dtype=torch.float64)
+        weights.zero_grad()
         with MessageRecorder() as recorder:
             parts = zip(weights, given[rank].split(_LENGTH), strict=True)
             if rank > 0:
