@@ -112,7 +112,7 @@ def _steps(*sync: float) -> Json:
     begins = [end - seconds for end, seconds in zip(ends, sync, strict=True)]
     return {
         "sections": {
-            "backward": [(begin - 0.1, begin) for begin in begins],
+            "forward": [(begin - 0.1, begin) for begin in begins],  # without a last gradient
             "sync": list(zip(begins, ends, strict=True)),
         },
         "messages": [],
@@ -249,7 +249,7 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
         top=2.2,
     ),
     "10_break_it": lambda: timeline(
-        "Lesson 10's program, disturbed in its sixth step, by the formula",
+        "Lesson 10's program, disturbed in its sixth step, by the formula; blue: computing",
         [
             _steps(*[0.11] * 5, 0.1),
             _steps(*[0.11] * 5),
@@ -262,7 +262,7 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
         labels=[
             f"{fault}: rank {rank}" for fault in ("kill", "pause", "slow") for rank in (0, 1, 2)
         ],
-        marks={"A": (1250, 0.5), "B": (1050, 2.0), "C": (7150, 4.5), "D": (4000, 11.0)},
+        marks={"A": (1250, 0.5), "B": (1050, 2.0), "C": (7150, 5.0), "D": (4000, 11.0)},
     ),
 }
 
