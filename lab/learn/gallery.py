@@ -131,7 +131,7 @@ def _run(body: str, images: Any, labels: Any, steps: int) -> Trace:
     trace: Trace = defaultdict(list)
     models: list[Any] = []
     starter_code = runpy.run_path(str(STARTER_CODE))
-    own = {"Pictures": Pictures, "make_model": make_model, "join": lambda args: None}
+    own: dict[str, Any] = {"Pictures": Pictures, "make_model": make_model, "join": lambda _: None}
     sys.modules["student"] = types.SimpleNamespace(**starter_code | own)  # type: ignore[assignment]
     hook = optimizer.register_optimizer_step_post_hook(after_step)
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
