@@ -253,14 +253,14 @@ LESSONS: Sequence[Lesson] = (
             "4 nodes all-reduce 36.8 MB in one bucket, over links of 1 Gbit/s, in a ring. How many "
             "seconds does a step wait after backward has ended?",
             0.442,
-            "2(N-1)/N x 36.8 MB x 8 bits / 1,000 Mbit/s; one bucket is full when backward ends",
+            "2(N-1)/N x 36.8 MB x 8 bits / 1,000 Mbit/s; one bucket is complete when backward ends",
             "s",
         ),
         {
             "a": Exercise(
                 8.6,
-                "4.7 + 2.4 + 1.2 + 0.3 MB; it is full when the first layer's gradient is there",
-                "fill buckets from the last layer to the first; none may exceed 9 MB",
+                "4.7 + 2.4 + 1.2 + 0.3 MB; it is complete with the first layer's gradient",
+                "fill buckets from the last layer to the first; one above 9 MB has its own",
             ),
             "b": Exercise(
                 0.352,
@@ -269,7 +269,7 @@ LESSONS: Sequence[Lesson] = (
             ),
             "c": Exercise(
                 "later",
-                "with half of the link each, 0.3 MB are through long before 8 MB are",
+                "messages share the link, so the small one finishes first",
                 "Gloo works on both at once: who has less to send?",
             ),
         },
@@ -281,9 +281,9 @@ LESSONS: Sequence[Lesson] = (
         25,
         "lab.learn.lessons.batchnorm:check",
         Question(
-            "BatchNorm subtracts a batch's mean and divides by its standard deviation. From 1, 3, "
-            "5, 11 one process makes -0.53 of the 3. Of two ranks, the first has 1 and 3. What "
-            "does it make of the 3?",
+            "BatchNorm subtracts a batch's mean and divides by its standard deviation. In the "
+            "batch 1, 3, 5, 11, one process turns the 3 into -0.53. Of two ranks, the first has 1 "
+            "and 3. What does it make of the 3?",
             1,
             "(3 - 2) / 1: the mean of 1 and 3 is 2, their standard deviation is 1",
             "",
@@ -342,7 +342,8 @@ LESSONS: Sequence[Lesson] = (
             f"{number:02}": Exercise(
                 finding,
                 f"the audit's case {name}",
-                "let the audit look: lab audit -- python learn/blind/"
+                f"if it is one of {', '.join(sorted(BLIND.values()))}, let the audit look: "
+                "lab audit -- python learn/blind/"
                 f"{number:02}.py --port {{port}} --num-nodes {{nodes}} --rank {{rank}}",
             )
             for number, (name, finding) in enumerate(BLIND.items(), 1)
@@ -353,8 +354,8 @@ LESSONS: Sequence[Lesson] = (
             ),
             "b": Exercise(
                 4,
-                "01, 07, 08 and 10; in 09 the weights have just been averaged",
-                "where each rank has its own gradient, or its own start",
+                "01, 07, 08 and 10; in 09 the weights have been averaged by then",
+                "at the step's end: where each rank has its own gradient, or its own start",
             ),
             "c": Exercise(2, "3 and 6", "look for: only the first number"),
         },
@@ -386,7 +387,7 @@ LESSONS: Sequence[Lesson] = (
             "c": Exercise(
                 "no",
                 "in a ring all wait for the slowest, so all sync times grow alike",
-                "compare the three ranks' sync times",
+                "compare the means of ten steps: does the order stay from run to run?",
             ),
         },
     ),

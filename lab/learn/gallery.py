@@ -87,8 +87,10 @@ def _train_here(rank: int, bodies: Sequence[str], steps: int, seed: int) -> list
     traces = []
     for body in bodies:
         torch.manual_seed(seed + rank)  # what a script that seeds nothing starts from
-        seeded = body.replace("manual_seed(0)", f"manual_seed({seed})")
-        text = seeded.replace("dist.destroy_process_group()", "")  # the next script needs it
+        text = body.replace("manual_seed(0)", f"manual_seed({seed})").replace(
+            "dist.destroy_process_group()",
+            "",  # the next script needs it
+        )
         traces.append(_run(text, images[order], labels[order], steps))
     return traces
 
@@ -117,8 +119,7 @@ def _run(body: str, images: Any, labels: Any, steps: int) -> Trace:
         step = len(trace["until"])
         if step <= _KEPT:
             trace["weights"].append(parameters_to_vector(parameters).detach().numpy())
-            gradients = [parameter.grad for parameter in parameters]
-            trace["gradients"].append(parameters_to_vector(gradients).numpy())
+            trace["gradients"].append(parameters_to_vector(p.grad for p in parameters).numpy())
         if step % _TEST_EVERY == 0:
             with torch.no_grad():
                 outputs, true = models[-1](images[TRAINING_IMAGES:]), labels[TRAINING_IMAGES:]
@@ -130,13 +131,8 @@ def _run(body: str, images: Any, labels: Any, steps: int) -> Trace:
     trace: Trace = defaultdict(list)
     models: list[Any] = []
     starter_code = runpy.run_path(str(STARTER_CODE))
-    own: dict[str, Any] = {
-        "Pictures": Pictures,
-        "make_model": make_model,
-        "join": lambda args: None,
-    }
-    sys.modules["student"] = types.ModuleType("student")
-    vars(sys.modules["student"]).update(starter_code | own)
+    own: dict[str, Any] = {"Pictures": Pictures, "make_model": make_model, "join": lambda _: None}
+    sys.modules["student"] = types.SimpleNamespace(**starter_code | own)  # type: ignore[assignment]
     hook = optimizer.register_optimizer_step_post_hook(after_step)
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         exec(compile(body, "main.py", "exec"), {"__name__": "__main__"})
@@ -204,15 +200,15 @@ def draw(traces: Traces, seeds: Sequence[Trace]) -> Figure:
         axis.grid()
     axes[0].set(yscale="log", ylim=(0.06, 4), xticks=[0, STEPS // 2, STEPS])
     figure.supylabel("test loss, by step", fontsize=8)
-    keys = [Line2D([], [], **style) for style in styles]
-    figure.legend(handles=keys, loc="outside lower center", ncols=2)
+    figure.legend(
+        handles=[Line2D([], [], **style) for style in styles], loc="outside lower center", ncols=2
+    )
     return figure
 
 
 def make_gallery() -> Figure:
     """Train, write the numbers into the gallery's pages, and return the figure."""
-    rights = [right for _, right, _ in WAYS.values()]
-    traces = train(list(dict.fromkeys([*rights, *WAYS])))
+    traces = train([*{right for _, right, _ in WAYS.values()}, *WAYS])
     seeds = [train([RIGHT], seed=seed)[RIGHT][0] for seed in range(SEEDS)]
     for page in PAGES.glob("gallery*.md"):
         text = page.read_text(encoding="utf-8")

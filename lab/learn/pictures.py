@@ -129,18 +129,19 @@ def _overlapped(buckets: Sequence[tuple[int, float]]) -> Json:
 
 def _recorded_step() -> Json:
     """Return rank 0's step with ``overlapped`` from the sample report."""
-    path = REPOSITORY / "reports/samples/compare-digits-1gbit/results.json"
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found["timelines"]["overlapped-n4-1gbit"]["ranks"][0]
+    found = (REPOSITORY / "reports/samples/compare-digits-1gbit/results.json").read_text("utf-8")
+    return json.loads(found)["timelines"]["overlapped-n4-1gbit"]["ranks"][0]
 
 
 def _steps(*sync: float) -> Json:
     """Return steps of lesson 10: 0.1 s of computing, then an exchange of so many seconds each."""
     ends = list(accumulate(0.1 + seconds for seconds in sync))
     begins = [end - seconds for end, seconds in zip(ends, sync, strict=True)]
-    computing = [(begin - 0.1, begin) for begin in begins]
     return {
-        "sections": {"backward": computing, "sync": list(zip(begins, ends, strict=True))},
+        "sections": {
+            "forward": [(begin - 0.1, begin) for begin in begins],  # without a last gradient
+            "sync": list(zip(begins, ends, strict=True)),
+        },
         "messages": [],
     }
 
@@ -259,6 +260,7 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
             "gather_scatter": lambda times: 0.173 + 1.883 / times,
             "all_reduce": lambda times: 0.170 + 0.544 / times,
             "ddp": lambda times: 0.170 + 0.371 / times,
+            "computing alone": lambda times: 0.170,
         },
         xs=range(1, 21),
         labels=("times as fast", "seconds a step"),
@@ -266,17 +268,20 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
         top=2.2,
     ),
     "10_break_it": lambda: timeline(
-        "Lesson 10's program, disturbed in its sixth step, by the formula",
+        "Lesson 10's program, disturbed in its sixth step, by the formula; blue: computing",
         [
             _steps(*[0.11] * 5, 0.1),
             _steps(*[0.11] * 5),
+            _steps(*[0.11] * 5, 0.1),
             _steps(*[0.11] * 5, 6.0),
             _steps(*[0.11] * 5),
-            _steps(*[0.11] * 5, *[0.55] * 10),
-            _steps(*[0.11] * 5, *[0.55] * 10),
+            _steps(*[0.11] * 5, 6.0),
+            *[_steps(*[0.11] * 5, *[0.55] * 10)] * 3,
         ],
-        labels=[f"{fault}: rank {rank}" for fault in ("kill", "pause", "slow") for rank in (0, 1)],
-        marks={"A": (1250, 0.5), "B": (1050, 2.0), "C": (7150, 3.5), "D": (4000, 8.0)},
+        labels=[
+            f"{fault}: rank {rank}" for fault in ("kill", "pause", "slow") for rank in (0, 1, 2)
+        ],
+        marks={"A": (1250, 0.5), "B": (1050, 2.0), "C": (7150, 5.0), "D": (4000, 11.0)},
     ),
 }
 

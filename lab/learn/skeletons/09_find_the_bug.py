@@ -27,7 +27,7 @@ ANSWERS = {
     "12": ...,
     # On which number of ranks can nobody see the fault of 02, however he looks?
     "a": ...,
-    # After a step, in how many of the twelve do the ranks hold different weights?
+    # At the end of a step, in how many of the twelve do the ranks hold different weights?
     "b": ...,
     # Of the gallery's numbers 2 to 10: how many do neither loss nor accuracy show?
     "c": ...,

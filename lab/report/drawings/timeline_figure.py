@@ -79,7 +79,7 @@ def draw_timeline(
         handles=[
             *map(section_patch, drawn),
             *(Patch(**look, label=f"message: {kind}") for kind, look in looks.items()),
-            line_key("last gradient", **_LAST),
+            *([line_key("last gradient", **_LAST)] if "backward" in drawn else []),
         ],
         loc="outside lower center",
         ncols=2 if narrow else 5,

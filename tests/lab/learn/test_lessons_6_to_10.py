@@ -10,7 +10,7 @@ from lab.audit import cases
 from lab.audit.cases import read_scripts
 from lab.learn import gallery
 from lab.learn.course import LESSONS
-from lab.learn.lessons import break_it
+from lab.learn.lessons import break_it, overlap
 from lab.learn.lessons.find_the_bug import BLIND, write_scripts
 from lab.learn.student_file import Mistake, StudentFile
 from tests.helpers import ROOT
@@ -143,27 +143,32 @@ def test_who_was_killed_or_stopped_is_found(tmp_path):
     _, said = check(10, tmp_path, {4: "3"})
     assert "kill of node 1, find_culprit returns 1" in said
     assert "slow of node 1, find_culprit returns None" in said
-    slowed = re.findall(r"step 15 sync (\S+) s", said)
+    slowed = re.findall(r"(\d\S+) s", said.partition("mean of each rank")[2])
     assert len(slowed) == 3
     assert min(map(float, slowed)) > 0.45  # 4/3 of 2 MB at 40 Mbit/s are 0.53 s
 
 
 @pytest.mark.parametrize(
-    ("printed", "words"),
+    ("silent", "changes", "words"),
     [
-        (["rank 0 gives up: x", "rank 1 step 5", "rank 2 gives up: y"], None),
-        (["rank 0 gives up: x", "rank 1 gives up: y", "rank 2 step 5"], "returns 2, and must 1"),
-        (["rank 0 step 20", "rank 1 step 20", "rank 2 step 20"], "returns None, and must 1"),
+        ((1, 2), {}, None),
+        ((2, 1), {}, "kill of node 1: find_culprit returns 2, and must 1"),
+        ((1, 2), {0: "1 if any(gave_up) else None"}, "pause of node 2: .* returns 1, and must 2"),
+        ((None, None), {}, "returns None, and must 1"),
     ],
 )
-def test_without_emulated_nodes_ranks_break_on_loopback(printed, words, tmp_path, monkeypatch):
+def test_without_emulated_nodes_ranks_break_on_loopback(
+    silent, changes, words, tmp_path, monkeypatch
+):
     def refuse(*_, **options):
         raise UserError("no namespaces")
 
     def run_on_nodes(_program, nodes, _steps, *, disturb, loopback):
         assert (nodes, loopback) == (3, True)
-        return printed
+        dead = next(quiet)
+        return [f"rank {r} {'step 5' if dead in (r, None) else 'gives up: x'}" for r in range(3)]
 
+    quiet = iter(silent)
     monkeypatch.setattr(break_it, "Cluster", refuse)
     monkeypatch.setattr(break_it, "run_on_nodes", run_on_nodes)
     if words is None:
@@ -172,20 +177,32 @@ def test_without_emulated_nodes_ranks_break_on_loopback(printed, words, tmp_path
         assert "no link can be slowed down here (no namespaces)" in said
     else:
         with pytest.raises(Mistake, match=words):
-            check(10, tmp_path)
+            check(10, tmp_path, changes)
+
+
+@pytest.mark.slow
+def test_less_exposed_than_the_link_needs_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(overlap, "run_on_nodes", lambda *_, **__: ["100 MB: 0.008 s exposed"])
+    with pytest.raises(Mistake, match=r"message takes 0.442 s"):
+        check(6, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "changes", "words"),
     [
-        (6, {0: "-1"}, "rank 0 of 2 ends a step with 1.000 g0"),
-        (6, {2: "pass"}, "rank 0 of 2 ends a step with"),
-        (6, {3: "2"}, r"rank 0 of 3 ends a step with 1.500 times the mean"),
-        (6, {4: "0"}, r"rank 0 of 2 ends a step with 1.000 g0"),
+        (6, {0: "-1"}, "rank 0 of 2 ends step 1 with 1.000 g0"),
+        (6, {2: "pass"}, "rank 0 of 2 ends step 1 with"),
+        (6, {3: "2"}, r"rank 0 of 3 ends step 1 with 1.500 times the mean"),
+        (6, {4: "0"}, r"rank 0 of 2 ends step 2 with 1.000 g0"),
+        (6, {1: "dist.all_reduce(flat)", 2: "pass"}, "sent 8, and 0 were under way"),
+        (6, {1: "dist.all_reduce(flat, async_op=True); work.wait()"}, "sent 8, and 0 were under"),
         (7, {1: "sum((v - mean) ** 2 for v in values) / (len(values) - 1)"}, "not by one less"),
-        (7, {3: "gradient += part"}, "each divided by the number of shards"),
-        (7, {3: "pass"}, "differs from 4 ranks' by nan"),
+        (7, {2: "(value - mean) / variance**0.5"}, "adds 1e-5 .* division by zero"),
+        (7, {2: "(value - mean) / (variance**0.5 + 1e-5)"}, "BatchNorm makes .-0.156, 0.156"),
+        (7, {3: "gradient += part"}, "shards=4 differs by 3.0"),
+        (7, {3: "gradient += part / 4"}, "shards=1 differs by 7.5e-01"),
+        (7, {3: "gradient = gradient + part / shards"}, "1.0e.00 .*nothing was added"),
         (8, {0: "pass"}, "time_steps called it 3 times"),
         (8, {1: "clock()"}, "returns 40 values"),
         (8, {2: "math.floor(n / 2 - 0.5 * n**0.5)"}, "of 2000 intervals 91.8 % hold"),
