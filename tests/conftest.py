@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers import kill_started
 
-# Several test files run at once, and threads that compete for cores are slower than a single thread.
+# Several test files run at once, and threads that compete for cores are slower than one thread.
 torch.set_num_threads(1)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
