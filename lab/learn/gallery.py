@@ -132,7 +132,8 @@ def _run(body: str, images: Any, labels: Any, steps: int) -> Trace:
     models: list[Any] = []
     starter_code = runpy.run_path(str(STARTER_CODE))
     own: dict[str, Any] = {"Pictures": Pictures, "make_model": make_model, "join": lambda _: None}
-    sys.modules["student"] = types.SimpleNamespace(**starter_code | own)  # type: ignore[assignment]
+    student: Any = types.SimpleNamespace(**starter_code | own)
+    sys.modules["student"] = student
     hook = optimizer.register_optimizer_step_post_hook(after_step)
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         exec(compile(body, "main.py", "exec"), {"__name__": "__main__"})
