@@ -10,8 +10,8 @@ from common.utils.system import usable_cores
 from lab.audit.command import AuditCommand
 from lab.flags import add_command
 
+# Optimiser steps to watch; with --clocks, as many as the assignment's report of times needs.
 STEPS, CLOCK_STEPS = 6, 40
-"""Optimiser steps to watch; with --clocks, as many as the assignment's report of times needs."""
 _RANKS_PER_CORE = 4
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from common.errors import UserError
 from lab.cluster.program import check_placeholders, fill_in
 
+# What the words end with that start a program which starts the ranks.
 _LAUNCHER = re.compile(
     r"(?:^|[/ ])(torchrun|-m torch\.distributed\.(?:run|launch)|accelerate launch)$"
 )
-"""What the words end with that start a program which starts the ranks."""
 _FLAGS = {"accelerate launch": ("--num_processes", "--main_process_port")}
 
 

@@ -14,14 +14,15 @@ _CONSEQUENCE = re.compile(
     "Socket (Timeout|closed)"
 )
 _CONNECTS_TO = re.compile(r"(?:host |connect to |addresses of )[\[(]?([\w.-]+)\]?[:,]")
+# The prefix of each line, and what torchrun prints about itself once a rank has failed.
 _TORCHRUNS_OWN = re.compile(
     r"^(?:\[(?:rank|default)\d+\]:\s?)?(?:[EW]\d{4} [^\n]*torch/distributed/elastic/.*)?",
     re.MULTILINE | re.DOTALL,
 )
-"""The prefix of each line, and what torchrun prints about itself once a rank has failed."""
 _TORCHRUN = "lab audit -- torchrun --nproc-per-node 2 SCRIPT"
 _GLOOS_PLACE = re.compile(r"\[enforce fail at [^\]]*\]\s*")
 _MODULE = re.compile(r"No module named '?([\w.]+)")
+# Modules that scripts import from packages of others: no other one is ever advised.
 _PACKAGES = (
     *("accelerate", "albumentations", "cv2", "datasets", "einops", "evaluate", "h5py", "hydra"),
     *("lightning", "matplotlib", "nltk", "numpy", "omegaconf", "pandas", "peft", "PIL", "psutil"),
@@ -29,7 +30,6 @@ _PACKAGES = (
     *("tensorboard", "tensorboardX", "timm", "tokenizers", "torch", "torchaudio", "torchmetrics"),
     *("torchtext", "torchvision", "tqdm", "transformers", "wandb", "yaml"),
 )
-"""Modules that scripts import from packages of others: no other one is ever advised."""
 _HINTS = (
     (
         r"Unable to find address for: (\S+)|(?:interface|device) (\w+)[^\n]*(?:not found|unknown)",

@@ -28,8 +28,8 @@ from common.utils.processes import descendants, kill_on_parent_exit
 from lab.cluster import Cluster, tools
 from lab.cluster.network import namespace_file
 
+# Waits for the end of the audit, however it comes; what is just being killed may still write.
 _REMOVE = 'trap "" INT TERM HUP; cat; rm -rf "$0" || { sleep 2; rm -rf "$0"; }'
-"""Waits for the end of the audit, however it comes; what is just being killed may still write."""
 _POLL_SECONDS, _KILL_SECONDS = 0.05, 5.0
 _NAMES = re.compile(
     r"(?P<interface>(?:eth|en|eno|ens|enp|enx|em|ib|wlan|wlp|bond|br|hsn|lan)\d[\w.-]{0,12})|"

@@ -23,10 +23,10 @@ from lab.report.drawings.timeline import union
 
 WARM_UP = 2  # steps left out: the first ones allocate and connect
 _ITEM_BYTES = {"float64": 8, "float16": 2, "bfloat16": 2}
+# What a name of torch.distributed begins with: it may end in _base, _into_tensor or _single.
 _KIND = re.compile(
     "_?(all_reduce|all_gather|all_to_all|reduce_scatter|reduce|broadcast|gather|scatter|i?send)"
 )
-"""What a name of torch.distributed begins with: it may end in _base, _into_tensor or _single."""
 
 
 def measure(recording: Recording, *, rate_bits: float | None = None) -> dict[str, Any] | None:

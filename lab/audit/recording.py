@@ -99,8 +99,8 @@ class Recording:
         return [*self.ranks, *self.others]
 
 
+# Bytes of a process's files. The script of a stranger runs with the right to write there.
 MOST_RECORDS, MOST_NUMBERS = 256 * 2**20, 1024 * 2**20
-"""Bytes of a process's files. The script of a stranger runs with the right to write there."""
 
 
 class RecordReader:

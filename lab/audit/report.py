@@ -26,8 +26,8 @@ from lab.audit.result import AuditResult, ranks_text, titled
 from lab.predict.readable import bytes_text, duration_text
 
 FORMAT = 1
+# Is in what the findings say where the probe has failed.
 OWN_FAULT = "a part of lab audit itself"
-"""Is in what the findings say where the probe has failed."""
 QUESTION = "Same updates as one process that computes each rank's share and averages the gradients"
 _STYLES = {0: "bold green", 1: "bold red", 2: "bold yellow"}
 _WIDTH = 100  # longer lines are hard to read; a file or a pipe has no width of its own

@@ -27,22 +27,22 @@ from lab.audit.findings.finding import Finding
 from lab.audit.isolation import LOOPBACK, RunNetwork, end_processes, running
 from lab.audit.recording import RankRecords, Recording, RecordReader
 
+# The folder that loads the probe when it is on PYTHONPATH.
 HOOK = Path(__file__).with_name("probe") / "hook"
-"""The folder that loads the probe when it is on PYTHONPATH."""
 DEFAULT_LIMIT_SECONDS = 300.0
+# Bytes that a process may print before the run is ended.
 MOST_OUTPUT = 256 * 2**20
-"""Bytes that a process may print before the run is ended."""
 _POLL_SECONDS = 0.1
 _CUT_SECONDS, _MOST_CUT_SECONDS = 8.0, 30.0
+# After a failure, for other ranks to fail as well; and until it is certain that ranks are
+# missing, or that those that call different collectives wait in them.
 _CERTAIN_SECONDS = 8.0
-"""After a failure, for other ranks to fail as well; and until it is certain that ranks are missing,
-or that those that call different collectives wait in them."""
 _STACK_SECONDS = 2.0
 _TERMINATE_SECONDS = 5.0
 _LOOK_SECONDS = 2.0
 _IDLE_SHARE = 0.05  # of one core: ranks that wait for each other use less
+# Without --timeout, a run ends if it records nothing for so long, or for the time of 20 steps.
 _QUIET_SECONDS, _QUIET_STEPS = 60.0, 20.0
-"""Without --timeout, a run ends if it records nothing for so long, or for the time of 20 steps."""
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,11 @@ from lab.processes.prefixed_output import say
 
 _CORES_A_JOB = 2
 _MOST_FACTS = 64 * 2**20
+# For the audit around the runs of a part.
 _MORE_SECONDS = 120.0
-"""For the audit around the runs of a part."""
 
+# The names of a submission and of a part.
 Place = tuple[str, str]
-"""The names of a submission and of a part."""
 
 
 def main_grade(args: argparse.Namespace) -> int:

@@ -24,8 +24,8 @@ from lab.flags import first_that_holds
 from lab.grade.marks import OVERRIDES, Mark, lesson_of
 from lab.grade.rubric import Rubric
 
+# The marks of each submission's parts.
 Graded = Mapping[str, Sequence[Mark]]
-"""The marks of each submission's parts."""
 
 
 def marks_text(mark: Mark) -> str:

@@ -27,8 +27,8 @@ from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
 from lab.grade.sandbox import Task, sandbox
 
+# Bytes of address space for reading the records.
 _MOST_MEMORY = 8 * 2**30
-"""Bytes of address space for reading the records."""
 
 
 class Facts(msgspec.Struct, kw_only=True):

@@ -21,10 +21,10 @@ from lab.audit.findings.finding import FAULT, catalogue
 from lab.cluster.program import check_placeholders
 
 FOLDER = Path(__file__).with_name("rubrics")
+# The entry of ``deductions`` for the faults that it does not name.
 OTHERS = "others"
-"""The entry of ``deductions`` for the faults that it does not name."""
+# What ``uses`` may name besides collectives.
 WAYS = {"ddp": "DistributedDataParallel"}
-"""What ``uses`` may name besides collectives."""
 _RANKS_PER_CORE = 4
 
 Positive = Annotated[float, Meta(gt=0, le=1e6)]

@@ -33,8 +33,8 @@ from lab.processes.first_failure import last_error_line
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
 _NAMESPACES = ("--mount", "--pid", "--net", "--ipc", "--uts")
 _WATCH_SECONDS = 0.25
+# Root grades as one of the users from here on, each job as its own.
 _FIRST_USER = 61_000
-"""Root grades as one of the users from here on, each job as its own."""
 
 # How bubblewrap, and a shell, mount what {source} says at {at}, which exists.
 _BUBBLEWRAP = {

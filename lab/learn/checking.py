@@ -20,8 +20,8 @@ from lab.learn.student_file import Mistake, StudentFile
 from lab.processes.prefixed_output import say
 from lab.processes.supervision import kill_descendants
 
+# Exit statuses of a check.
 RIGHT, WRONG, NOT_YET = 0, 1, 3
-"""Exit statuses of a check."""
 _LOOK_SECONDS = 0.3
 
 

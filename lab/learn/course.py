@@ -13,8 +13,8 @@ from common.errors import UserError
 from common.utils.paths import IN_CHECKOUT, REPOSITORY
 from lab.learn.lessons.find_the_bug import BLIND
 
+# The student's folder: a file for each lesson, and progress.json.
 FOLDER = Path("learn")
-"""The student's folder: a file for each lesson, and progress.json."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ PAGES = REPOSITORY / "docs/learn"
 _TEST_EVERY = 4  # steps
 _KEPT = 2  # steps whose gradients and weights are kept: in the second, the first one's may arrive
 
+# By the wrong script: its title, the right script, the measure that betrays it. The pages have
+# this order, after number 1: a command line that fails.
 WAYS = {
     "clip_norm_torch": ("clipped before", "right_clip_norm_after", "gradient"),
     "literal_4": ("a literal 4", RIGHT, "gradient"),
@@ -50,8 +52,6 @@ WAYS = {
     "settings_lr_by_rank": ("lr by rank", RIGHT, "weights"),
     "notice_summed_accumulation": ("micro-batch sum", "right_ddp_no_sync", "gradient"),
 }
-"""By the wrong script: its title, the right script, the measure that betrays it. The pages have
-this order, after number 1: a command line that fails."""
 
 MEASURES = {
     "gradient": "gradient off by {:.1f} %",
@@ -60,9 +60,9 @@ MEASURES = {
     "order": "second epoch in the order of the first: {:.0f} %",
 }
 
+# What one rank did: the samples ``drawn``, and how many ``until`` each step; the flat
+# ``gradients`` and ``weights`` of the first steps; ``tests`` of (step, test loss, accuracy).
 Trace = dict[str, list[Any]]
-"""What one rank did: the samples ``drawn``, and how many ``until`` each step; the flat
-``gradients`` and ``weights`` of the first steps; ``tests`` of (step, test loss, accuracy)."""
 Traces = Mapping[str, Sequence[Trace]]  # of the ranks, by script
 
 

@@ -23,8 +23,8 @@ _MODES = (
     "<style>svg{--ink:#1b1f23;--paper:#fffffe}@media(prefers-color-scheme:dark)"
     "{svg{--ink:#e6edf3;--paper:#0d1117}}</style>\n"
 )
+# Letters, each with its place: x and y. In a timeline y = 0.5 is the middle of the first rank.
 Marks = Mapping[str, tuple[float, float]]
-"""Letters, each with its place: x and y. In a timeline y = 0.5 is the middle of the first rank."""
 
 
 def main(folder: Path = REPOSITORY / "docs/learn/images") -> None:
@@ -93,8 +93,8 @@ def _marked(figure: Figure, marks: Marks) -> Figure:
     return figure
 
 
+# VGG-11's gradients on a link of 1 Gbit/s.
 _SECONDS = 36.92 * 8 / 1000
-"""VGG-11's gradients on a link of 1 Gbit/s."""
 
 
 def _through_root(*turns: int) -> Json:

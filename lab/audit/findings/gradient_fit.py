@@ -14,12 +14,12 @@ from lab.audit.findings.weights import Replicas, norms, side_by_side
 from lab.audit.findings.where import local_samples
 from lab.audit.recording import Numbers, Record
 
+# The greatest misfit of float32, and of 16-bit gradients.
 EXACT, ROUNDED = 1e-4, 2e-2
-"""The greatest misfit of float32, and of 16-bit gradients."""
 _TINY = 1e-300
 
+# The kind, residue, total and texts of an update.
 Explained = tuple[str, float, float, list[str]]
-"""The kind, residue, total and texts of an update."""
 
 
 class Update:

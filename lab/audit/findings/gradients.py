@@ -32,6 +32,7 @@ from lab.audit.recording import CodeLine, Recording
 
 _CLASSIFIERS = ("NllLoss", "CrossEntropy", "BinaryCrossEntropy")
 _UNEXPLAINED = {"unknown", "kept", "stale"}
+# The kinds of updates of which the fit has said it all.
 _FAULTS = {
     "norm": "clipped-before-averaging",
     "value": "value-clipped-before-averaging",
@@ -39,7 +40,6 @@ _FAULTS = {
     "weighted": "not-the-mean",
     "parameters": "some-parameters",
 }
-"""The kinds of updates of which the fit has said it all."""
 
 
 def check(recording: Recording) -> Iterator[Outcome]:

@@ -13,10 +13,10 @@ from lab.audit.findings.where import first_step_apart, lasting_optimizers, recor
 from lab.audit.probe.coordinates import coordinates
 from lab.audit.recording import Numbers, Record, Recording
 
+# Initial weights that differ by more than this, relatively, are different weights.
 START = 1e-5
-"""Initial weights that differ by more than this, relatively, are different weights."""
+# Weights that differ by less than this a step, relatively to a parameter's norm, are rounded.
 SAME = 1e-6
-"""Weights that differ by less than this a step, relatively to a parameter's norm, are rounded."""
 
 
 def check(recording: Recording) -> Iterator[Outcome]:

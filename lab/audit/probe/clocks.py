@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 _UNITS = (1, 60, 1e3, 3600, 1e6, 1e9)  # dividing by one of these is no mean
 _MOST_SOURCES = 4000
+# The source of every loss, beside the readings.
 _LOSS = "loss"
-"""The source of every loss, beside the readings."""
 
 
 class _Reading:

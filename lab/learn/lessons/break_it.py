@@ -13,8 +13,8 @@ from lab.learn.student_file import Mistake, Say, StudentFile
 
 NODES, STEPS, SLOW_RATE = 3, "20", "40mbit"
 FAULTS = (("kill", 1, 1), ("pause", 2, 2), ("slow", 1, None))  # of which node, the culprit
+# Sync times on the slow link over those before (AMD EPYC, 2 virtual cores, torch 2.14).
 RECORDED_RATIO = 5.1
-"""Sync times on the slow link over those before (AMD EPYC, 2 virtual cores, torch 2.14)."""
 _BEGIN_SECONDS = 60.0
 
 

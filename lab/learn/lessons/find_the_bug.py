@@ -6,6 +6,7 @@ from pathlib import Path
 from lab.audit.cases import STARTER_CODE, read_scripts
 from lab.learn.student_file import Say, StudentFile
 
+# The audit's findings, by script, in the order of their numbers.
 BLIND = {
     "own_scatter_of_the_wrong_list": "own-gradient",
     "literal_2": "literal-divisor",
@@ -20,7 +21,6 @@ BLIND = {
     "scaled_in_loss_ddp": "scaled-in-loss",
     "stale_by_one_step": "stale-gradient",
 }
-"""The audit's findings, by script, in the order of their numbers."""
 _STEPS = 20
 
 

@@ -16,8 +16,8 @@ _OWNERS = {
     "step": torch.optim.SGD,
     "zero_grad": torch.optim.Optimizer,
 }
+# What each call takes by a false clock: a section's time tells which calls are in it.
 _SECONDS = {"forward": 1, "backward": 10, "step": 100, "zero_grad": 1000}
-"""What each call takes by a false clock: a section's time tells which calls are in it."""
 _SECTIONS = {"forward": (1,), "backward": (10, 1010), "update": (100, 1100)}
 
 
