@@ -212,16 +212,20 @@ def _print(console: Console, start: str, text: str, style: str) -> None:
 # --- the page ---
 
 
-def write_page(path: Path, result: AuditResult) -> None:
-    """Write the page of an audit atomically; jinja2 escapes every text."""
-    here = Path(__file__).parent
-    template = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([here, here.parent / "report"]),
+def page_template(file: Path) -> jinja2.Template:
+    """Return a page's template, which may include those of lab/report."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader([file.parent, Path(__file__).parents[1] / "report"]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    ).get_template("page.html.jinja")
+    ).get_template(file.name)
+
+
+def write_page(path: Path, result: AuditResult) -> None:
+    """Write the page of an audit atomically; jinja2 escapes every text."""
+    template = page_template(Path(__file__).with_name("page.html.jinja"))
     facts = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "machine": f"{platform.platform()}, {usable_cores()} cores",

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import msgspec
 
 from common.errors import count
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import calm, encode
 from lab.audit.findings.finding import catalogue
+from lab.audit.report import page_template
 from lab.flags import first_that_holds
 from lab.grade.marks import OVERRIDES, Mark, lesson_of
 from lab.grade.rubric import Rubric
@@ -179,12 +179,5 @@ def results_json(marks: Sequence[Mark], *, sandboxed: bool) -> dict[str, Any]:
 
 def _write_page(path: Path, name: str, view: dict[str, Any]) -> None:
     """Write a page atomically; jinja2 escapes every text."""
-    here = Path(__file__).parent
-    template = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([here, here.parent / "report"]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    ).get_template(f"{name}.html.jinja")
+    template = page_template(Path(__file__).with_name(f"{name}.html.jinja"))
     write_atomically(path, template.render(view).encode(errors="replace"))
