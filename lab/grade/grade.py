@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from hashlib import sha256
 from pathlib import Path
-from queue import SimpleQueue
 
 import msgspec
 import psutil
@@ -187,11 +186,8 @@ def _run_all(tasks: Mapping[Place, Task], rubric: Rubric, jobs: int) -> dict[Pla
             f"{count(len(new), 'part')} to run, {jobs} at a time: about {duration_text(seconds)} "
             f"at {rubric.expected_seconds:g} s a part"
         )
-    slots: SimpleQueue[int] = SimpleQueue()
-    for slot in range(jobs):
-        slots.put(slot)
     pool, began = ThreadPoolExecutor(jobs), time.monotonic()
-    places = {pool.submit(_run, tasks[place], slots): place for place in new}
+    places = {pool.submit(_run, tasks[place]): place for place in new}
     try:
         for ended, future in enumerate(as_completed(places), start=1):
             name, part = place = places[future]
@@ -213,32 +209,28 @@ def _read_facts(task: Task) -> Facts:
     return read_json(Path(task.facts), Facts, most_bytes=_MOST_FACTS)
 
 
-def _run(task: Task, slots: "SimpleQueue[int]") -> Facts | str:
+def _run(task: Task) -> Facts | str:
     """Run the program of part.py, and return what it has seen, or why it has not."""
-    slot, limit = slots.get(), len(task.ranks) * task.limit_seconds + _MORE_SECONDS
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lab.grade.part"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=_environment(),
-            start_new_session=True,
-            preexec_fn=kill_on_parent_exit(),
-        )
-        with process:
-            task = msgspec.structs.replace(task, slot=slot)
-            try:
-                output, _ = process.communicate(encode(task), timeout=limit)
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                return f"its audit did not end within {limit:.0f} s"
-        if process.returncode != 0:
-            last = output.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
-            return f"its audit failed (status {process.returncode}): {last[0][:300]}"
-        return _read_facts(task)
-    finally:
-        slots.put(slot)
+    limit = len(task.ranks) * task.limit_seconds + _MORE_SECONDS
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lab.grade.part"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=_environment(),
+        start_new_session=True,
+        preexec_fn=kill_on_parent_exit(),
+    )
+    with process:
+        try:
+            output, _ = process.communicate(encode(task), timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            return f"its audit did not end within {limit:.0f} s"
+    if process.returncode != 0:
+        last = output.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
+        return f"its audit failed (status {process.returncode}): {last[0][:300]}"
+    return _read_facts(task)
 
 
 def _environment() -> dict[str, str]:

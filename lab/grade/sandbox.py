@@ -33,8 +33,9 @@ from lab.processes.first_failure import last_error_line
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
 _NAMESPACES = ("--mount", "--pid", "--net", "--ipc", "--uts")
 _WATCH_SECONDS = 0.25
-# Root grades as one of the users from here on, each job as its own.
-_FIRST_USER = 61_000
+# Root grades as one of these users, chosen by its process: a limit of processes counts all that a
+# user has, also in the sandbox of another part.
+_FIRST_USER, _USERS = 61_000, 4_000
 
 # How bubblewrap, and a shell, mount what {source} says at {at}, which exists.
 _BUBBLEWRAP = {
@@ -72,7 +73,6 @@ class Task(msgspec.Struct, kw_only=True):
     mounts : the rubric's folders by where they appear.
     memory_bytes, disk_bytes, processes : limits of all its processes together.
     sandboxed : False runs the script with the rights of this process.
-    slot : the number of the job.
     """
 
     words: list[str]
@@ -87,7 +87,6 @@ class Task(msgspec.Struct, kw_only=True):
     processes: int
     limit_seconds: float
     sandboxed: bool
-    slot: int = 0
 
     @property
     def cwd(self) -> Path:
@@ -122,7 +121,7 @@ def sandbox(task: Task, folder: Path, ended: list[str]) -> Iterator[RunNetwork]:
     for path in (root, records):
         path.mkdir()
     records.chmod(0o777)
-    is_root, user = os.geteuid() == 0, str(_FIRST_USER + task.slot)
+    is_root, user = os.geteuid() == 0, str(_FIRST_USER + os.getpid() % _USERS)
     with held_namespaces(*_mounting(task, root, records)) as first:
         # Root becomes an ordinary user in the chroot. An ordinary user is root in namespaces that
         # hold nothing else, and gives up all that this allows.

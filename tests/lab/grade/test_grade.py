@@ -37,7 +37,7 @@ def ran(monkeypatch):
     """Answer in place of the audit; return the scripts that it got."""
     scripts = []
 
-    def run(task, slots):
+    def run(task):
         text = (task.cwd / "main.py").read_text()
         scripts.append(text)
         findings, other, _ = ANSWERS.get(text, ({}, {}, ""))
