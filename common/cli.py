@@ -5,6 +5,7 @@ after saving a checkpoint, resume with ``--resume auto``; 130: interrupted.
 """
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -83,6 +84,7 @@ def main(
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     program = COMMANDS[part] if path is None else None
     target = ["-m", "common.cli", part] if path is None else [path]  # what a launcher starts
+    gc.set_threshold(100_000, 50, 100)  # else collections take a fifth of importing torch
     try:
         config = parse_arguments(part, description, sync_choices, arguments, program=program)
         read_settings()

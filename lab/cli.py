@@ -5,6 +5,7 @@ answer at once.
 """
 
 import argparse
+import gc
 import shlex
 import sys
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     end = given.index("--") if "--" in given else len(given)
     flags = given[end + 1 :]
+    gc.set_threshold(100_000, 50, 100)  # else collections take a fifth of importing torch
     try:
         args = build_parser().parse_args(given[:end])
         args.flags = flags

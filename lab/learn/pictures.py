@@ -118,7 +118,7 @@ def _exchange(nodes: float, *, gbit: float = 1.0) -> float:
 
 
 def _overlapped(buckets: Sequence[tuple[int, float]]) -> Json:
-    """Return a step of lesson 6: buckets of so many MB, each full after so many of 7 layers."""
+    """Return a step of lesson 6. buckets : of each, the layer of 7 after which it is full, its MB."""
     messages, end = [], 0.0
     for layer, mb in buckets:
         begin = max(end, 0.015 * layer)
@@ -134,7 +134,7 @@ def _recorded_step() -> Json:
 
 
 def _steps(*sync: float) -> Json:
-    """Return steps of lesson 10: 0.1 s of computing, then an exchange of so many seconds each."""
+    """Return steps of lesson 10: 0.1 s of computing, then an exchange of these seconds."""
     ends = list(accumulate(0.1 + seconds for seconds in sync))
     begins = [end - seconds for end, seconds in zip(ends, sync, strict=True)]
     return {

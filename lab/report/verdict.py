@@ -67,7 +67,9 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
     faster = f"; one node alone is faster ({timed(one)})" if one and most < 1 else ""
     text = f"{where} {speed(rows)}{faster}{_equality(block, rows)}{_machine(rows)}."
     ends = dict.fromkeys((rows[0], rows[-1]))  # the fastest and the slowest, if there are two
-    why = ("Why: the" if len(ends) > 1 else "The") + " messages "
+    first, last = rows[0].interval("step"), rows[-1].interval("step")
+    apart = len(ends) > 1 and not (first and last and last[0] <= first[1])
+    why = ("Why: the" if apart else "The") + " messages "
     return Verdict(
         text, _numbers(rows), False, why + " and those ".join(map(_messages, ends)) + "."
     )

@@ -17,7 +17,7 @@ def normalise(values):
 def gradient_of_shards(model, images, labels, shards):
     """Return the mean of the shards' gradients, computed by one process, one shard after another.
 
-    That is what so many ranks compute: each its shard, then the mean. A list of tensors.
+    That is what this number of ranks computes: each its shard, then the mean. A list of tensors.
     """
     gradients = [torch.zeros_like(parameter) for parameter in model.parameters()]
     for some, theirs in zip(images.chunk(shards), labels.chunk(shards), strict=True):

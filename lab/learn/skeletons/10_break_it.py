@@ -36,7 +36,7 @@ def find_culprit(printed):
 
 
 ANSWERS = {
-    # Node 1 is killed. How soon do the others say so: "at once", or after the "limit"?
+    # Node 1 is killed. How soon do the others stop: "at once", or after the "limit"?
     "a": ...,
     # Node 1 is stopped (--pause), and its connections stay open. "at once", or after the "limit"?
     "b": ...,

@@ -87,12 +87,12 @@ NONSENSE = {f"--{name}": _POSITIVE_WHOLE for name in _POSITIVE_NUMBERS.split()} 
 
 
 def _as_shown(text):
-    """Return the ways a message may show a value: quoted or as a number; a long one is cut."""
-    ways = {repr(text)}
+    """Return how a message may show a value: quoted or as a number; a long one is cut."""
+    shown = {repr(text)}
     for kind in (int, float):
         with contextlib.suppress(ValueError, OverflowError):
-            ways.add(repr(kind(text)))
-    return {way[:50] for way in ways}
+            shown.add(repr(kind(text)))
+    return {one[:50] for one in shown}
 
 
 @pytest.mark.parametrize("flag", NONSENSE)

@@ -142,16 +142,12 @@ def test_an_emulated_step_has_a_nodes_share_of_the_batch(even):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.timeout(500)
 @pytest.mark.skipif(namespaces_refused() is not None, reason=str(namespaces_refused()))
 def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(even, tmp_path):
-    """Measured steps of four nodes match the prediction, on however many cores there are.
-
-    A busy machine makes steps longer, never shorter.
-    """
+    """Three nodes' steps last at least as long as predicted; a busy machine makes them longer."""
     flags = (
-        "--nodes 1 4 --sync all_reduce_flat ddp ddp-auto --rate 200mbit --steps 5 --warmup 2 "
+        "--nodes 1 3 --sync all_reduce_flat ddp ddp-auto --rate 500mbit --steps 5 --warmup 2 "
         "--repeats 1 --dataset digits --output-dir"
     ).split()
     done = start_lab("compare", "--compute", even, *flags, tmp_path).end(timeout_seconds=480)
@@ -159,26 +155,27 @@ def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(e
     [folder] = tmp_path.glob("compare-*")
     results = read_results(folder / "results.json")
     cells, predictions = results["cells"], results["prediction"]["cells"]
-    names = ("none-n1", *(f"{sync}-n4-200mbit" for sync in ("all_reduce_flat", "ddp", "ddp-auto")))
+    names = ("none-n1", *(f"{sync}-n3-500mbit" for sync in ("all_reduce_flat", "ddp", "ddp-auto")))
     assert [(cell["id"], cell["status"]) for cell in cells] == [(name, "done") for name in names]
     [config] = (folder / "runs" / "PartThree-ddp").glob("auto-*/config.json")
-    of_auto = predictions["ddp-auto-n4-200mbit"]
+    of_auto = predictions["ddp-auto-n3-500mbit"]
     assert json.loads(config.read_text())["bucket_mb"] == of_auto["bucket_mb"]
-    assert of_auto["step_seconds"] <= predictions["ddp-n4-200mbit"]["step_seconds"]
+    assert of_auto["step_seconds"] <= predictions["ddp-n3-500mbit"]["step_seconds"]
     for cell in cells:
         predicted, [repeat] = predictions[cell["id"]], cell["repeats"]
         ratio = cell["median"]["step"] / predicted["step_seconds"]
-        assert 0.9 < ratio < 1.5, (cell["id"], ratio)
+        assert ratio > 0.9, (cell["id"], ratio)
         assert (predicted["in_scope"], cell["oversubscribed"]) == (True, False)
         assert repeat["test_accuracy"] is None
         assert {loss for _, loss in repeat["losses"]} == {None}
         sent = [rank["bytes_sent"] for rank in repeat["ranks"]]
         assert sent == pytest.approx(predicted["bytes_sent"])
-    sync = cells[1]["median"]["sync"]
-    assert sync > 1.5 * 36_924_456 * 8 / 2e8, "no link is faster than its rate"
+    on_the_link = 2 * 2 / 3 * 36_924_456 * 8 / 5e8  # a ring sends 2(N-1)/N of the gradients
+    assert cells[1]["median"]["sync"] > on_the_link
+    assert 1 < predictions[cells[1]["id"]]["sync_seconds"] / on_the_link < 1.5
     page, table = (folder / "report.html").read_text(), (folder / "table.md").read_text()
     assert "EMULATED" in page
-    assert "200 Mbit/s" in page
+    assert "500 Mbit/s" in page
     assert "EMULATED: layers and updates sleep" in table
     for path in folder.glob("*.svg"):
         assert "EMULATED" in path.read_text(), path
