@@ -118,7 +118,7 @@ def _exchange(nodes: float, *, gbit: float = 1.0) -> float:
 
 
 def _overlapped(buckets: Sequence[tuple[int, float]]) -> Json:
-    """Return a step of lesson 6. buckets : of each, the layer of 7 after which it is full, its MB."""
+    """Return a step of lesson 6. buckets : the layer of 7 after which each is full, and its MB."""
     messages, end = [], 0.0
     for layer, mb in buckets:
         begin = max(end, 0.015 * layer)

@@ -25,9 +25,7 @@ from lab.audit.recording import RankRecords, Recording
 
 Loaders = Sequence[TrainingLoader]
 _SAME = 0.9  # the share of two batches, and of all batches, from which on they are the same
-_MANY = (
-    4  # from this number of epochs that all end early, the script takes one batch of each: compare them
-)
+_MANY = 4  # epochs in a row that end early: the script takes one batch of each, so compare them
 
 
 def check(recording: Recording) -> Iterator[Outcome]:

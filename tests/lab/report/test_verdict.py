@@ -79,7 +79,10 @@ def test_the_answer_is_one_sentence(cells, sentence):
             "Why: the messages of ddp leave during backward (0.034 s of a step are exposed) and "
             "those of gather_scatter put 222 MB a step through rank 0's link (0.244 s of a step",
         ),
-        ([cell("ddp", 2, scale=1.07), *on(2, "ring")], "the same. The messages of ddp leave during"),
+        (
+            [cell("ddp", 2, scale=1.07), *on(2, "ring")],
+            "the same. The messages of ddp leave during",
+        ),
         (on(2, "gather_scatter"), "The messages of gather_scatter leave after backward (0.084 s"),
         (on(4, "ring", oversubscribed=True, load=4), "the ranks share cores, so separate machines"),
         (on(4, "ring", load=1.6), "settings); the machine was busy (load 1.6 per core)."),
