@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NEEDS_3_11 = 0 if sys.version_info >= (3, 11) else "Python 3.11 or later is needed, and " + sys.executable + " is %d.%d: install one, remove $(VENV), then e.g. make PYTHON=python3.12 $(MAKECMDGOALS)" % sys.version_info[:2]
-# Run three test files at a time, each in its own process: tests often wait, so two cores serve three.
+# Run four test files at a time, each in its own process: tests often wait, so two cores serve four.
 # The ten slowest tests and the total come last.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --durations=10
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --durations=10
+# Threads that wait must not spin while other tests need the cores.
+test test-slow test-engines test-long: export OMP_WAIT_POLICY := passive
 
 # Keep compiled modules: tests start hundreds of interpreters, and pytest rewrites every assert.
 unexport PYTHONDONTWRITEBYTECODE
@@ -40,7 +42,7 @@ test-engines: $(READY) ## run the tests of ssh, Slurm and Kubernetes
 	$(PYTEST) -m "not long" tests/engines
 
 test-long: $(READY) ## run the tests that take many minutes (not in CI)
-	$(BIN)/python -m pytest -m long -o faulthandler_timeout=0 --durations=10
+	$(PYTEST) -m long -o faulthandler_timeout=0
 
 expectations: $(READY) ## record again what users see (after an intended change)
 	$(BIN)/python -m tests.helpers.expectations

@@ -21,8 +21,9 @@ _SETUP = """\
 #!/usr/bin/env bash
 set -euo pipefail
 apt-get update
-apt-get install -y python3 python3-venv
-python3 -m venv /autograder/environment
+# Ubuntu 22.04 has Python 3.11 besides its own 3.10; later images come with a newer one.
+apt-get install -y python3.11 python3.11-venv || apt-get install -y python3 python3-venv
+"$(command -v python3.11 || command -v python3)" -m venv /autograder/environment
 /autograder/environment/bin/pip install \\
     --extra-index-url https://download.pytorch.org/whl/cpu /autograder/source
 # The folders that the rubric mounts; add commands that fill them. CIFAR-10 belongs into data.

@@ -20,6 +20,14 @@ from tests.lab.grade.conftest import RUBRIC
 RUNS = {"runs": [{"ranks": 2}, {"ranks": 3}]}
 ENTRY = {"severity": "fault", "at": None, "title": "T", "cure": "C."}
 BOTH = {"part2": "right", "part3": "right"}
+# Gradescope, "Autograder Specifications": what results.json and each of its tests may hold
+RESULT = (
+    "score execution_time output output_format test_output_format test_name_format visibility "
+    "stdout_visibility extra_data tests leaderboard"
+)
+TEST = (
+    "score max_score status name name_format number output output_format tags visibility extra_data"
+)
 ANSWERS = {  # by script: findings, other facts, and the marks for 6 points
     "fault": ({"sum-not-mean": "certain"}, {"status": 1}, "0"),
     "half": ({"literal-divisor": "certain"}, {"status": 1}, "3"),
@@ -70,6 +78,11 @@ def test_only_certain_faults_cost_points_and_what_nobody_can_tell_is_open(grade,
     assert "never calls DistributedDataParallel" in seen.rows["no-ddp"]["by hand"]
     assert (seen.results["half"]["score"], seen.results["half"]["tests"][0]["score"]) == (7, 3)
     assert "score" not in seen.results["likely"]["tests"][0]
+    for result in seen.results.values():
+        assert result.keys() <= set(RESULT.split())
+        assert all(test.keys() <= set(TEST.split()) for test in result["tests"])
+        assert {test.get("status", "passed") for test in result["tests"]} <= {"passed", "failed"}
+        assert all(type(test[one]) is str for test in result["tests"] for one in ("number", "output"))
     page = (tmp_path / "out/class.html").read_text()
     assert re.findall(r"<h3>(\d+ times?): ", page) == ["2 times", "1 time", "1 time"]
     assert "without a sandbox" in page
