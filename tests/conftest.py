@@ -24,6 +24,16 @@ def _nothing_left_running():
     kill_started()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Begin with the files of the longest limits and the most tests, so that none ends last."""
+    of_file = {}
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        of_file.setdefault(item.path, []).append(limit.args[0] if limit else 0)
+    items.sort(key=lambda item: (-max(of_file[item.path]), -len(of_file[item.path])))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """Run a test marked ``alone`` while all other workers of pytest-xdist are between two tests.

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers import ROOT, Started, user_environment
 from tests.helpers.paths import copy_clone
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SHORT = ("--dataset", "digits", "--batch-size", "64")
 TOP_LEVEL = ("common", "lab", "recipes", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
@@ -115,12 +115,12 @@ def test_the_commands_run_from_an_empty_folder(programs, empty):
     end(
         programs,
         empty,
-        *("lab", "compare", "--nodes", "1", "2", "--sync", "all_reduce", "--dataset", "digits"),
+        *("lab", "compare", "--nodes", "2", "--sync", "all_reduce", "--dataset", "digits"),
         *("--steps", "2", "--warmup", "1", "--repeats", "1", "--no-predict"),
     )
     [comparison] = (empty / "reports").glob("compare-*")
     results = json.loads((comparison / "results.json").read_text())
-    assert [cell["repeats"][0]["status"] for cell in results["cells"]] == ["done", "done"]
+    assert [cell["repeats"][0]["status"] for cell in results["cells"]] == ["done"]
     assert (comparison / "report.html").stat().st_size > 10_000
     end(programs, empty, "lab", "report", "reports/PartOne-none/run", "reports/PartTwo-ring/run")
     [report] = (empty / "reports").glob("report-*")

@@ -156,6 +156,7 @@ def test_each_part_starts_cold_and_the_ways_agree(tmp_path):
 @pytest.mark.slow
 @pytest.mark.cifar
 @needs_cifar10
+@pytest.mark.timeout(400)
 def test_the_assignments_own_setting_runs_on_real_data(tmp_path):
     """Two steps at the assignment's constant rate of 0.1; a rank needs less than 2.5 GB."""
     ended = run_part(

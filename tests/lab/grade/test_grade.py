@@ -82,7 +82,9 @@ def test_only_certain_faults_cost_points_and_what_nobody_can_tell_is_open(grade,
         assert result.keys() <= set(RESULT.split())
         assert all(test.keys() <= set(TEST.split()) for test in result["tests"])
         assert {test.get("status", "passed") for test in result["tests"]} <= {"passed", "failed"}
-        assert all(type(test[one]) is str for test in result["tests"] for one in ("number", "output"))
+        assert all(
+            type(test[one]) is str for test in result["tests"] for one in ("number", "output")
+        )
     page = (tmp_path / "out/class.html").read_text()
     assert re.findall(r"<h3>(\d+ times?): ", page) == ["2 times", "1 time", "1 time"]
     assert "without a sandbox" in page
