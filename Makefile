@@ -35,10 +35,10 @@ demo: $(READY) ## train VGG-11 in all four ways on digits and compare them (minu
 test: $(READY) ## run the tests that every change must pass (minutes)
 	$(PYTEST) -m "not slow and not mutation and not engines and not long"
 
-test-slow: $(READY) ## run the slow tests, and check that every planted mistake is caught
-	$(PYTEST) -m "(slow or mutation) and not engines and not long"
+test-slow: $(READY) ## run the slow tests with those of the engines, and check that every planted mistake is caught
+	$(PYTEST) -m "(slow or mutation or engines) and not long"
 
-test-engines: $(READY) ## run the tests of ssh, Slurm and Kubernetes
+test-engines: $(READY) ## run only the tests of ssh, Slurm and Kubernetes
 	$(PYTEST) -m "not long" tests/engines
 
 test-long: $(READY) ## run the tests that take many minutes (not in CI)
