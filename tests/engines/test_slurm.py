@@ -150,6 +150,7 @@ def assert_same_training(run, reference):
     assert steps == list(range(1, load_checkpoint(last)["step"] + 1))
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.usefixtures("lost_node")
 def test_torchrun_restarts_a_killed_worker_and_sigterm_saves_for_the_next_start(jobs, alone):
     """One job survives both faults. SIGTERM reaches the job's shell, as before a time limit."""

@@ -57,6 +57,7 @@ def test_what_cannot_run_says_so_once_and_the_report_names_it(slurm, folder):
     assert states == {"none-n1": "pending", "all_reduce-n2": "failed"}
 
 
+@pytest.mark.timeout(400)
 def test_an_array_does_the_plan_and_again_what_is_missing(slurm, folder):
     line = how_to_run(planned_runs(folder, read_results(folder / "results.json"))).split()
     assert line[1:3] == ["--nodes=2", "--array=0-1%1"]

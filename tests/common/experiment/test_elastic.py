@@ -136,6 +136,7 @@ def test_a_killed_worker_is_started_again_and_loses_no_more_than_the_steps_betwe
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_node_leaves_another_joins_and_the_weights_stay_those_of_an_undisturbed_run(
     tmp_path, images, undisturbed
 ):
