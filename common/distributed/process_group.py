@@ -174,8 +174,9 @@ def open_group(
     except RuntimeError as error:
         raise GroupError(
             f"the ranks met at {launch.master_ip}:{launch.master_port}, but {backend} could not "
-            f"connect them: {cause_of(error)}. If the nodes have several networks, set "
-            "GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) to the interface that joins them"
+            f"connect them: {cause_of(error)}. A rank may have ended since: read the others' "
+            "output. If the nodes have several networks, set GLOO_SOCKET_IFNAME (or "
+            "NCCL_SOCKET_IFNAME) to the interface that joins them"
         ) from error
     world = World(launch.rank, launch.world_size, local_rank, local_size, device, backend)
     return world, met_in if launch.opens_store else None

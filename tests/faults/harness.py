@@ -169,6 +169,8 @@ def run_trial(fault, promise, folder, images, reference):
     run.victim.wait_for("held now")
     ACTIONS[fault.action](run)
     struck = time.monotonic()
+    if fault.phase == "meeting" and "interrupt" in fault.action:  # a thread of the rank is held
+        wait_until(lambda: run.victim.process.poll() is not None, "the end of the rank")
     run.let_go()
     ends = run.end()
     if fault.phase not in ("start", "meeting"):  # from there the whole run may follow
