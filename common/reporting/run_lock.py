@@ -20,7 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from common.errors import UserError, reason_of
+from common.errors import UserError, file_errors, reason_of
 from common.utils.atomic_files import read_regular, regular_target
 from common.utils.progress import console
 
@@ -55,7 +55,8 @@ def lock_folder(folder: Path, *, advice: str, run: str | None = None) -> Iterato
         )
     try:
         holder = f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}"
-        path.write_text(f"{run}\n{holder}\n")  # once it is closed, other hosts see it
+        with file_errors(f"{path} could not be written"):
+            path.write_text(f"{run}\n{holder}\n")  # once it is closed, other hosts see it
         yield run
     finally:
         path.unlink(missing_ok=True)  # before the release: then nobody else has locked it
