@@ -160,7 +160,7 @@ def run_trial(fault, promise, folder, images, reference):
     """Start a run, strike, and check the promise; resume it, and compare it with ``reference``."""
     run = Run(folder, images, fault)
     waits = fault.action == "stop" or fault.phase in ("start", "meeting")
-    patient = fault.action == "pause" or not waits
+    patient = fault.action in ("pause", "full disk", "small files") or not waits
     timeout = PATIENT if patient else TIMEOUT
     if fault.phase == "collective":
         # In gather and scatter Gloo may notice a killed rank only at the group's timeout.
