@@ -26,19 +26,25 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
 }
 
 
 def read_regular(
-    path: Path, *, most_bytes: int | None = None, last_bytes: int | None = None
+    path: Path,
+    *,
+    most_bytes: int | None = None,
+    last_bytes: int | None = None,
+    follow: bool = True,
 ) -> bytes:
     """Return the content of a regular file, or its ``last_bytes``.
 
     Raises FileNotFoundError if it is missing, UserError if it is a FIFO, a device, a folder, larger
-    than ``most_bytes``, or cannot be read.
+    than ``most_bytes``, or cannot be read. Without ``follow`` also if it is a link: a stranger's
+    may lead to what only this process may read.
     """
     with file_errors(f"{path} cannot be read", passing=FileNotFoundError):
-        status = os.stat(path)
+        status, more = os.stat(path, follow_symlinks=follow), 0 if follow else os.O_NOFOLLOW
         _check_regular(path, status)  # before it is opened: a FIFO would wait for a writer
         if most_bytes is not None and status.st_size > most_bytes:
             raise UserError(
@@ -47,7 +53,7 @@ def read_regular(
             )
         # Without O_NONBLOCK a FIFO put here since the check would block.
         with open(
-            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | more)
         ) as file:
             file.seek(max(0, status.st_size - last_bytes) if last_bytes else 0)
             return file.read(last_bytes or most_bytes)
@@ -86,12 +92,12 @@ def check_folder(path: Path) -> None:
         raise UserError(f"{path} is not a folder: give the path of a folder")
 
 
-def whole_lines(path: Path, *, most_bytes: int | None = None) -> list[bytes]:
+def whole_lines(path: Path, *, most_bytes: int | None = None, follow: bool = True) -> list[bytes]:
     """Return the lines of a file, each with its end, without a last one that is not whole.
 
     Its writer is still writing, was killed, or the disk was full. Raises as ``read_regular``.
     """
-    lines = read_regular(path, most_bytes=most_bytes).splitlines(keepends=True)
+    lines = read_regular(path, most_bytes=most_bytes, follow=follow).splitlines(keepends=True)
     return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
 
 

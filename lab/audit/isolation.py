@@ -57,12 +57,14 @@ class RunNetwork:
     interface : for Gloo.
     prefixes : the words before a command that bring it into its namespaces: by rank, or for all.
     records : the folder that the probe writes to; None: the run's own, where the output goes.
+    outside : the same folder as this process finds it; None: at the same path.
     """
 
     master: str = "127.0.0.1"
     interface: str = "lo"
     prefixes: Sequence[Sequence[str]] = ((),)
     records: Path | None = None
+    outside: Path | None = None
 
 
 LOOPBACK = RunNetwork()

@@ -121,7 +121,9 @@ class RecordReader:
         for path in [one for one in self._folder.iterdir() if one.suffix == ".jsonl"]:
             pid = int(path.stem)
             process = self.processes.setdefault(pid, RankRecords(pid, []))
-            for line in whole_lines(path, most_bytes=MOST_RECORDS)[len(process.records) :]:
+            for line in whole_lines(path, most_bytes=MOST_RECORDS, follow=False)[
+                len(process.records) :
+            ]:
                 record = json.loads(line)
                 process.by_kind[record["k"]].append(record)
                 process.records.append(record)
@@ -143,7 +145,11 @@ class RecordReader:
         ranks: dict[int, RankRecords] = {}
         for one in sorted(self.processes.values(), key=lambda one: len(one.by_kind["step"])):
             path = self._folder / f"{one.pid}.f64"
-            content = read_regular(path, most_bytes=MOST_NUMBERS) if path.exists() else b""
+            content = (
+                read_regular(path, most_bytes=MOST_NUMBERS, follow=False)
+                if path.is_symlink() or path.exists()
+                else b""
+            )
             one._numbers = np.frombuffer(content[: len(content) // 8 * 8], dtype=np.float64)
             rank = _rank(one)
             if rank is not None and (one.by_kind["step"] or one.by_kind["group"]):
@@ -152,11 +158,6 @@ class RecordReader:
         sizes = [group["world"] for one in ranks.values() for group in one.by_kind["group"]]
         size = max(sizes, default=len(ranks))
         return Recording(size, [ranks[r] for r in sorted(ranks)], others, **facts)
-
-
-def read_recording(folder: Path, **facts: Any) -> Recording:
-    """Return the recording in a folder, see ``RecordReader``. ``facts`` are its fields."""
-    return RecordReader(folder).recording(**facts)
 
 
 def _rank(one: RankRecords) -> int | None:

@@ -112,7 +112,7 @@ def run_audit_size(
     for a torch that is too old, and for a script that prints without end or spoils the records.
     """
     records, inherited = network.records or folder, dict(os.environ)
-    run = AuditRun(command, size, folder, settings, records)
+    run = AuditRun(command, size, folder, settings, network.outside or records)
     port = free_port(address="127.0.0.1")
     try:
         for rank, words in enumerate(command.processes(size, master=network.master, port=port)):

@@ -26,7 +26,7 @@ from common.errors import UserError, count, first_of
 from common.utils.environment import setting
 from common.utils.processes import kill_on_parent_exit
 from common.utils.system import usable_cores
-from common.utils.typed_json import encode, read_json
+from common.utils.typed_json import calm, encode, read_json
 from lab.audit.isolation import record_folder
 from lab.flags import refuse
 from lab.grade import gradescope, pages
@@ -40,6 +40,7 @@ from lab.processes.prefixed_output import say
 
 _CORES_A_JOB = 2
 _MOST_FACTS = 64 * 2**20
+_NOT_YET = "it has not been run yet: the same command goes on with it"
 # For the audit around the runs of a part.
 _MORE_SECONDS = 120.0
 
@@ -62,7 +63,12 @@ def main_grade(args: argparse.Namespace) -> int:
         say(f"written: {args.zip}; upload it as the assignment's autograder on Gradescope")
         return 0
     missing = [path for path in args.submissions if not path.exists()]
-    absent = [path for path in rubric.mounted().values() if not path.is_dir()]
+    absent = [path for path in set(rubric.mounted().values()) if not path.is_dir()]
+    bare = [
+        at
+        for at in rubric.mounts
+        if os.path.isabs(at) and args.no_sandbox and not Path(at).is_dir()
+    ]
     refuse(
         {
             "give a folder, zip or tar for each student: lab grade submissions/*": (
@@ -74,14 +80,32 @@ def main_grade(args: argparse.Namespace) -> int:
             f"the rubric mounts {first_of(absent)}: there is no such folder: put the data there": (
                 bool(absent)
             ),
+            f"without a sandbox the rubric's {first_of(bare)} must be there: make it a link": bool(
+                bare
+            ),
             f"--jobs: got {args.jobs}; give 1 or more": args.jobs is not None and args.jobs < 1,
         }
     )
     paths, out = named(args.submissions), args.out.absolute()
     given = read_overrides(out / "overrides.csv", paths, rubric)
     scripts = _read_map(args.map, paths, rubric)
+    seen: dict[Place, Facts | str] = dict.fromkeys(
+        ((name, part) for name in paths for part in rubric.parts), _NOT_YET
+    )
+
+    def write() -> int:
+        """Write all pages from what is known now; return how many marks are open."""
+        graded = {
+            name: [
+                override(mark_part(one, seen[name, one], rubric), given.get((name, one)))
+                for one in rubric.parts
+            ]
+            for name in paths
+        }
+        pages.write_class(out, rubric, graded, sandboxed=not args.no_sandbox)
+        return sum(mark.marks is None for marks in graded.values() for mark in marks)
+
     with record_folder(None) as folder:
-        seen: dict[Place, Facts | str] = {}
         tasks: dict[Place, Task] = {}
         for name, sources in paths.items():
             copy = folder / name
@@ -94,20 +118,16 @@ def main_grade(args: argparse.Namespace) -> int:
                 else:
                     facts = out / "submissions" / name / f"{part_name}.json"
                     tasks[place] = _task(rubric, part_name, copy, found, facts, args.no_sandbox)
-        seen |= _run_all(tasks, rubric, args.jobs or _jobs(rubric, args.no_sandbox))
-    graded = {
-        name: [
-            override(mark_part(one, seen[name, one], rubric), given.get((name, one)))
-            for one in rubric.parts
-        ]
-        for name in paths
-    }
-    pages.write_class(out, rubric, graded, sandboxed=not args.no_sandbox)
-    by_hand = sum(mark.marks is None for marks in graded.values() for mark in marks)
-    say(
-        f"{count(len(graded), 'submission')}, {count(by_hand, 'part')} to look at by hand; see "
-        f"{out / 'class.html'} and {out / 'class.csv'}"
-    )
+        seen |= _known(tasks, given)
+        write()
+        try:
+            _run_all(tasks, seen, rubric, args.jobs or _jobs(rubric, args.no_sandbox))
+        finally:  # also if it is interrupted
+            by_hand = write()
+            say(
+                f"{count(len(paths), 'submission')}, {count(by_hand, 'part')} to look at by hand; "
+                f"see {out / 'class.html'} and {out / 'class.csv'}"
+            )
     return 0
 
 
@@ -125,7 +145,7 @@ def _take_in(name: str, sources: list[Path], copy: Path) -> str:
     try:
         unpack(sources, copy)
     except UserError as error:
-        problem = str(error)
+        problem = " ".join(calm(str(error)).split())  # it quotes names of files
         say(f"{name}: {problem}")
     return problem
 
@@ -165,16 +185,27 @@ def _jobs(rubric: Rubric, no_sandbox: bool) -> int:
     return 1 if no_sandbox else max(1, min(usable_cores() // _CORES_A_JOB, memory))
 
 
-def _run_all(tasks: Mapping[Place, Task], rubric: Rubric, jobs: int) -> dict[Place, Facts | str]:
-    """Return what is seen of each part, or why nothing; run those that no earlier call has run."""
-    seen: dict[Place, Facts | str] = {}
+def _known(tasks: Mapping[Place, Task], given: Mapping[Place, object]) -> dict[Place, Facts]:
+    """Return what an earlier call has seen of these parts.
+
+    Not that of a part that could not be run, unless a person has decided: data may have been
+    missing.
+    """
+    known: dict[Place, Facts] = {}
     for place, task in tasks.items():
         with contextlib.suppress(FileNotFoundError, UserError):  # not there, or cut off
             facts = _read_facts(task)
-            ran = facts.whole or facts.audit["status"] < 2  # else data may have been missing
+            ran = facts.whole or facts.audit["status"] < 2 or place in given
             if ran and facts.key == task.key:
-                seen[place] = facts
-    new = [place for place in tasks if place not in seen]
+                known[place] = facts
+    return known
+
+
+def _run_all(
+    tasks: Mapping[Place, Task], seen: dict[Place, Facts | str], rubric: Rubric, jobs: int
+) -> None:
+    """Run the parts of which nothing is seen yet, and add what is, or why nothing."""
+    new = [place for place in tasks if seen[place] is _NOT_YET]
     if new:
         first = tasks[new[0]]
         if first.sandboxed and (why := refused(first)):
@@ -202,7 +233,6 @@ def _run_all(tasks: Mapping[Place, Task], rubric: Rubric, jobs: int) -> dict[Pla
         raise
     finally:
         pool.shutdown(cancel_futures=True)
-    return seen
 
 
 def _read_facts(task: Task) -> Facts:
@@ -230,12 +260,21 @@ def _run(task: Task) -> Facts | str:
     if process.returncode != 0:
         last = output.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
         return f"its audit failed (status {process.returncode}): {last[0][:300]}"
-    return _read_facts(task)
+    try:
+        return _read_facts(task)
+    except (UserError, OSError) as error:
+        return f"what its audit saw cannot be read ({error})"
 
 
 def _environment() -> dict[str, str]:
     """Return the environment of a part: nothing of the grader's own but paths and the language."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{setting('PATH') or os.defpath}"
+    # No relative entries: the program of a part works in the student's folder.
+    path = os.pathsep.join(
+        [
+            str(Path(sys.executable).parent),
+            *filter(os.path.isabs, (setting("PATH") or os.defpath).split(os.pathsep)),
+        ]
+    )
     root = str(Path(lab.__file__).parents[1])
     kept = {name: value for name, value in os.environ.items() if name.startswith(("LC_", "LANG"))}
     return kept | {"PATH": path, "PYTHONPATH": root, "HOME": "/tmp"}

@@ -26,7 +26,8 @@ apt-get install -y python3.11 python3.11-venv || apt-get install -y python3 pyth
 "$(command -v python3.11 || command -v python3)" -m venv /autograder/environment
 /autograder/environment/bin/pip install \\
     --extra-index-url https://download.pytorch.org/whl/cpu /autograder/source
-# The folders that the rubric mounts; add commands that fill them. CIFAR-10 belongs into data.
+# The folders that the rubric mounts; add commands that fill them, a link (ln -s) for each that
+# appears at an absolute path, and packages that the scripts need. CIFAR-10 belongs into data.
 cd /autograder/source
 mkdir -p data {folders}
 /autograder/environment/bin/python -c \\
@@ -34,7 +35,8 @@ mkdir -p data {folders}
 """
 _RUN = """\
 #!/usr/bin/env bash
-# The container is the sandbox. AUTOGRADER: the folder of Gradescope, for a trial elsewhere.
+# The container is the sandbox. For a trial elsewhere set AUTOGRADER, the folder of Gradescope, and
+# LAB, the lab command.
 set -euo pipefail
 autograder=${AUTOGRADER:-/autograder}
 lab=${LAB:-$autograder/environment/bin/lab}
@@ -56,7 +58,7 @@ def write_autograder(path: Path, rubric: str, mounts: Iterable[str]) -> None:
         raise UserError("--zip needs a checkout of the project: git clone it, and call lab there")
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        setup = _SETUP.format(folders=shlex.join(mounts))
+        setup = _SETUP.format(folders=shlex.join(dict.fromkeys(mounts)))
         for name, text in (("setup.sh", setup), ("run_autograder", _RUN), ("rubric.toml", rubric)):
             entry = zipfile.ZipInfo(name)
             entry.external_attr = 0o755 << 16

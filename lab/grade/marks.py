@@ -118,6 +118,11 @@ def _unclear(
         f"it ran on {ranks_text(ran)} only: look at its divisor": (
             len(ran) < len(part.ranks) and not counted
         ),
+        **{
+            f"beside an accepted fault, this could not be checked: {one}": not counted
+            for one in audit["unknown"]
+            if audit["status"] == 1 and one.startswith(("gradients: ", "weights: "))
+        },
         f"beside an accepted fault, the run ended early: {audit['failure']}": (
             bool(audit["failure"]) and not counted
         ),

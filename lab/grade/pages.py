@@ -53,7 +53,7 @@ def write_class(out: Path, rubric: Rubric, graded: Graded, *, sandboxed: bool) -
     for name, marks in graded.items():
         folder = out / "submissions" / name
         _write_page(folder / "index.html", "student", _view(name, marks) | shared)
-        results = encode(results_json(marks, sandboxed=sandboxed), indent=1)
+        results = encode(results_json(marks), indent=1)
         write_atomically(folder / "results.json", results + b"\n")
 
 
@@ -68,7 +68,7 @@ def _table(rubric: Rubric, graded: Graded) -> str:
         cells = [
             name,
             *("" if mark.marks is None else f"{mark.marks:g}" for mark in marks),
-            f"{_total(marks):g}",
+            "" if _open(marks) else f"{_total(marks):g}",
             " ".join(f"{mark.part}:{fault}" for mark in marks for fault in mark.faults),
             f"{sum(mark.seconds for mark in marks):.0f}",
             calm("; ".join(f"{mark.part}: {look}" for mark in marks for look in mark.look)),
@@ -143,8 +143,8 @@ def _class_view(rubric: Rubric, graded: Graded) -> dict[str, Any]:
     }
 
 
-def results_json(marks: Sequence[Mark], *, sandboxed: bool) -> dict[str, Any]:
-    """Return what Gradescope takes for a submission."""
+def results_json(marks: Sequence[Mark]) -> dict[str, Any]:
+    """Return what Gradescope takes for a submission; it is hidden as long as a mark is open."""
     tests = []
     for mark in marks:
         lines = [
@@ -165,14 +165,10 @@ def results_json(marks: Sequence[Mark], *, sandboxed: bool) -> dict[str, Any]:
                 **known,
             }
         )
-    notes = [
-        f"{count(_open(marks), 'part')} will be looked at by hand." if _open(marks) else "",
-        "" if sandboxed else "Run without the sandbox of lab grade.",
-    ]
     return {
         "score": _total(marks),
-        "output": " ".join(filter(None, notes)),
-        "visibility": "visible",
+        "output": f"{count(_open(marks), 'part')} to be looked at by hand." if _open(marks) else "",
+        "visibility": "hidden" if _open(marks) else "visible",
         "tests": tests,
     }
 

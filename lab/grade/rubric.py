@@ -67,7 +67,8 @@ class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     memory_gb, disk_gb, processes : limits of one part.
     deductions : as those of a part, which come first; "others" for the faults that are not named.
     mounts : folders that the scripts read: where each appears, relative to the script's folder if
-        it is not absolute, and where it lies on this machine.
+        it is not absolute, and where it lies on this machine. A run sees a folder of its own with
+        links to the files, in which it may write a cache.
     """
 
     title: Text
@@ -120,7 +121,9 @@ def _check_faults(
     if wrong := sorted(names.keys() - faults):
         notices = [name for name in wrong if name in catalogue()]
         why = "a notice never costs points" if notices else "the audit has no such fault"
-        raise UserError(f"{where}: {first_of(notices or wrong)}: {why}; docs/grading.md has a list")
+        raise UserError(
+            f"{where}: {first_of(notices or wrong)}: {why}; tests/audit_cases/README.md has a list"
+        )
 
 
 def _check_command(part: Part, *, where: str) -> None:

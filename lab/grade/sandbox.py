@@ -33,6 +33,8 @@ from lab.processes.first_failure import last_error_line
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
 _NAMESPACES = ("--mount", "--pid", "--net", "--ipc", "--uts")
 _WATCH_SECONDS = 0.25
+_MOST_RECORDS = 20_000  # files
+_MOST_OF_MACHINE = 95.0  # percent of all memory: also of what no process maps
 # Root grades as one of these users, chosen by its process: a limit of processes counts all that a
 # user has, also in the sandbox of another part.
 _FIRST_USER, _USERS = 61_000, 4_000
@@ -41,7 +43,6 @@ _FIRST_USER, _USERS = 61_000, 4_000
 _BUBBLEWRAP = {
     "folder": "--perms 0777 --dir {at}",
     "read-only": "--ro-bind {source} {at}",
-    "writable": "--bind {source} {at}",
     "memory": "--size {source} --perms 1777 --tmpfs {at}",
     "processes": "--proc {at}",
     "devices": "--dev {at} --size {source} --perms 1777 --tmpfs {at}/shm --remount-ro {at}",
@@ -50,7 +51,6 @@ _BUBBLEWRAP = {
 _MOUNT = {
     "folder": "mkdir -p -m 777 {at}",
     "read-only": "mount --bind {source} {at}\nmount -o remount,bind,ro,nosuid,nodev {at}",
-    "writable": "mount --bind {source} {at}",
     "memory": "mount -t tmpfs -o mode=1777,nosuid,nodev,size={source} tmpfs {at}",
     "processes": "mount -t proc proc {at}",
     "devices": "mkdir -p {at}/shm\nmount -t tmpfs -o mode=1777,size={source} tmpfs {at}/shm\n"
@@ -93,16 +93,35 @@ class Task(msgspec.Struct, kw_only=True):
         """The folder in which the ranks start."""
         return (Path(self.submission) / self.script).parent
 
+    @property
+    def links(self) -> dict[str, str]:
+        """The rubric's folders: where each appears, with links to where it is mounted."""
+        places = [os.path.normpath(self.cwd / at) for at in self.mounts]
+        return {at: f"/mounted/{number}" for number, at in enumerate(places)}
+
 
 def refused(task: Task) -> str | None:
     """Return why a task cannot run in a sandbox here, and what to do; None if it can."""
     try:
-        with record_folder(None) as folder, sandbox(task, folder, []) as network:
-            python = task.words[0]
-            words = [*network.prefixes[0], python, "-c", "import torch"]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        with record_folder(None) as folder:
+            # Of nobody: a student's torch.py must not refuse all others.
+            (folder / "empty").mkdir()
+            task = msgspec.structs.replace(task, submission=f"{folder}/empty", script="main.py")
+            with sandbox(task, folder, []) as network:
+                python, enter = task.words[0], network.prefixes[0]
+                done, found = (
+                    subprocess.run([*enter, *words], capture_output=True, text=True, timeout=120)
+                    for words in (
+                        (python, "-c", "import torch"),
+                        ("find", *task.links.values(), "!", "-readable", "-print", "-quit"),
+                    )
+                )
     except (UserError, OSError, subprocess.TimeoutExpired) as error:
         return f"{error}: install the package bubblewrap, and allow user namespaces"
+    if found.stdout.startswith("/mounted/"):
+        return "not everybody may read the rubric's folders: chmod -R a+rX " + shlex.join(
+            task.mounts.values()
+        )
     if done.returncode == 0 or not Path(python).name.startswith("python"):
         return None
     return f"{python} cannot import torch in it ({last_error_line(done.stderr)})"
@@ -118,9 +137,7 @@ def sandbox(task: Task, folder: Path, ended: list[str]) -> Iterator[RunNetwork]:
     Raises UserError if the namespaces cannot be made.
     """
     root, records = folder / "root", folder / "records"
-    for path in (root, records):
-        path.mkdir()
-    records.chmod(0o777)
+    root.mkdir()
     is_root, user = os.geteuid() == 0, str(_FIRST_USER + os.getpid() % _USERS)
     with held_namespaces(*_mounting(task, root, records)) as first:
         # Root becomes an ordinary user in the chroot. An ordinary user is root in namespaces that
@@ -131,33 +148,48 @@ def sandbox(task: Task, folder: Path, ended: list[str]) -> Iterator[RunNetwork]:
             *("--", "chroot", *((f"--userspec={user}:{user}", "--groups=") if is_root else ())),
             *(str(root), "setpriv", *(() if is_root else ("--bounding-set=-all",))),
             *("--no-new-privs", "prlimit", f"--nproc={task.processes}"),
-            *(f"--data={task.memory_bytes}", "--as=unlimited", "--core=0", "--"),
+            *(f"--data={task.memory_bytes}", f"--fsize={2 * task.disk_bytes}"),
+            *("--as=unlimited", "--core=0", "--"),
             *("choom", "-n", "1000", "--", "env", "--chdir"),
         ]
-        copy = [*enter, "/", "cp", "-r", "-P", "/submission/.", task.submission]
-        subprocess.run(copy, stderr=subprocess.DEVNULL, timeout=120)
-        over = threading.Event()
-        watch = threading.Thread(target=_watch, args=(task, first, records, over, ended))
+        for at, source in {task.submission: "/submission", **task.links}.items():
+            # Links to the data: scripts may write beside it.
+            copy = ["cp", "-r", "-s" if at in task.links else "-P", f"{source}/.", at]
+            subprocess.run([*enter, "/", *copy], stderr=subprocess.DEVNULL, timeout=120)
+        # The records lie in memory, which stays as long as this is open.
+        held = os.open(f"/proc/{first}/root{root}{records}", os.O_RDONLY | os.O_DIRECTORY)
+        over, outside = threading.Event(), Path(f"/proc/self/fd/{held}")
+        watch = threading.Thread(target=_watch, args=(task, first, outside, over, ended))
         watch.start()
         try:
-            yield RunNetwork(prefixes=[[*enter, str(task.cwd)]], records=records)
+            yield RunNetwork(prefixes=[[*enter, str(task.cwd)]], records=records, outside=outside)
         finally:
             over.set()
             watch.join()
+            os.close(held)
 
 
 def _mounting(task: Task, root: Path, records: Path) -> tuple[list[str], list[str]]:
     """Return the words that make the namespaces, and commands to run in them."""
     program = Path(shutil.which(task.words[0]) or sys.executable)
     system = [Path(one) for one in _SYSTEM if Path(one).exists()]
-    own = [program.parents[1], program.resolve().parents[1], HOOK.parent]
+    # With the Python beside torchrun, but not what lies around other programs: ~ around ~/bin.
+    own = [
+        *(
+            one.parents[1]
+            for one in (program, program.resolve(), program.with_name("python").resolve())
+            if (one.parents[1] / "pyvenv.cfg").exists() or [*one.parents[1].glob("lib*/python3*")]
+        ),
+        HOOK.parent,
+    ]
     outside = [one for one in own if not {*system, Path("/")} & {one, *one.parents[:-1]}]
     readable = {
         **{str(one): str(one) for one in [*system, *outside]},
-        **{os.path.normpath(task.cwd / at): path for at, path in task.mounts.items()},
+        **dict(zip(task.links.values(), task.mounts.values(), strict=True)),
         "/submission": task.submission,
     }
-    places = [*readable, task.submission, str(records)]
+    apart = [at for at in task.links if not Path(at).is_relative_to(task.submission)]
+    places = [*readable, *apart, task.submission, str(records)]
     folders = [str(one) for place in places for one in reversed(Path(place).parents[:-1])]
     mounts = [
         *(("folder", "", ""), ("memory", task.disk_bytes, "")),
@@ -166,9 +198,10 @@ def _mounting(task: Task, root: Path, records: Path) -> tuple[list[str], list[st
         ("memory", task.disk_bytes, "/tmp"),
         *(("folder", "", at) for at in dict.fromkeys([*folders, task.submission, str(records)])),
         ("memory", task.disk_bytes, task.submission),
-        *(("folder", "", at) for at in dict.fromkeys([*folders, *readable])),
+        *(("folder", "", at) for at in dict.fromkeys([*folders, *readable, *apart])),
+        *(("memory", task.disk_bytes, at) for at in [*apart, str(records)]),
         *(("read-only", source, at) for at, source in readable.items()),
-        *(("writable", records, str(records)), ("closed", "", "")),
+        ("closed", "", ""),
     ]
     bubblewrap = shutil.which("bwrap", path=tools.search_path())
     kinds = _BUBBLEWRAP if bubblewrap else _MOUNT
@@ -184,7 +217,9 @@ def _mounting(task: Task, root: Path, records: Path) -> tuple[list[str], list[st
         return ["unshare", *users, *namespaces, *more], ["ip link set lo up", *lines]
     words = [bubblewrap, "--die-with-parent", "--as-pid-1", "--chdir", "/"]
     words += [name.replace("--", "--unshare-") for name in namespaces]
-    words += [] if is_root else ["--unshare-user", "--uid", "0", "--gid", "0"]
+    # The first process keeps all that an ordinary user's namespace allows: then those inside, who
+    # have less, cannot trace it. It is outside of the chroot.
+    words += [] if is_root else ["--unshare-user", "--uid", "0", "--gid", "0", "--cap-add", "ALL"]
     for one in system:  # for the first process, which stays outside of the chroot
         words += ["--ro-bind", str(one), str(one)]
     return [
@@ -197,28 +232,31 @@ def _mounting(task: Task, root: Path, records: Path) -> tuple[list[str], list[st
 
 def _watch(task: Task, first: int, records: Path, over: threading.Event, ended: list[str]) -> None:
     """End the namespaces, and say why, when their processes use too much."""
-    inside = os.readlink(f"/proc/{first}/ns/pid")
-    while not over.wait(_WATCH_SECONDS):
-        used = written = 0
+    reason = ""
+    while not (reason or over.is_set()):
+        over.wait(_WATCH_SECONDS)  # and it looks once more at the end
+        used, space = 0, os.statvfs(records)
         for pid in descendants(os.getpid()):
             with contextlib.suppress(psutil.Error, OSError):
-                if os.readlink(f"/proc/{pid}/ns/pid") == inside:
+                if os.readlink(f"/proc/{pid}/ns/pid") != os.readlink("/proc/self/ns/pid"):
                     # What forked loaders share with their rank counts once.
                     used += psutil.Process(pid).memory_full_info().pss
-        with contextlib.suppress(OSError):
-            written = sum(one.stat(follow_symlinks=False).st_size for one in os.scandir(records))
         reason = first_that_holds(
             {
                 f"used more than {task.memory_bytes / 2**30:.3g} GB of memory": (
                     used > task.memory_bytes
                 ),
+                "left this machine without memory": (
+                    psutil.virtual_memory().percent > _MOST_OF_MACHINE
+                ),
                 f"wrote more than {task.disk_bytes / 2**30:.3g} GB of records": (
-                    written > task.disk_bytes
+                    # A probe that finds no room would fail unexplained.
+                    space.f_bavail < space.f_blocks / 20
+                    or space.f_files - space.f_ffree > _MOST_RECORDS
                 ),
             }
         )
-        if reason:
-            ended.append(reason)
-            with contextlib.suppress(psutil.Error):
-                psutil.Process(first).kill()
-            return
+    if reason:
+        ended.append(reason)
+        with contextlib.suppress(psutil.Error):
+            psutil.Process(first).kill()

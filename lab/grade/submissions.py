@@ -6,15 +6,18 @@ in it leads out, and its size is limited. ``find_script`` finds a part's script 
 
 import csv
 import hashlib
+import os
 import shutil
 import stat
 import tarfile
 import zipfile
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from common.errors import UserError, count, file_errors, first_line, first_of
+from common.errors import UserError, count, file_errors, first_of, reason_of
 from common.utils.atomic_files import read_regular
+from lab.flags import refuse
 from lab.grade.rubric import Part, Rubric
 
 MOST_BYTES, MOST_FILES = 2**30, 20_000
@@ -38,7 +41,11 @@ def _name(path: Path) -> str:
     name = (
         path.name.removesuffix(path.name[len(path.name) - len(ending) :]) if ending else path.name
     )
-    return "".join(one if one.isalnum() or one in "-_.@" else "_" for one in name) or "submission"
+    # Without dots around it: "..", of "...zip", is another folder.
+    return (
+        "".join(one if one.isalnum() or one in "-_.@" else "_" for one in name).strip(".")
+        or "submission"
+    )
 
 
 def unpack(sources: Sequence[Path], target: Path) -> None:
@@ -49,61 +56,68 @@ def unpack(sources: Sequence[Path], target: Path) -> None:
     source, *others = sources
     if others:
         raise UserError(f"{count(len(sources), 'submission')} have this name: rename them")
-    with file_errors("it cannot be unpacked"):
+    try:
         if source.is_dir():
-            files = [one for one in source.rglob("*") if not set(_IGNORED) & set(one.parts)]
-            _check({str(one): one.lstat().st_size for one in files})
+            files = {one.relative_to(source): one.lstat().st_size for one in source.rglob("*")}
+            _check([one for one in files.items() if not set(_IGNORED) & set(one[0].parts)])
             shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns(*_IGNORED))
         else:
             _unpack_archive(source, target)
         target.chmod(0o755)
         for path in target.rglob("*"):
-            if path.is_symlink() and not path.resolve().is_relative_to(target.resolve()):
+            # Not Path.resolve, which raises for a loop of links.
+            end = Path(os.path.realpath(path))
+            if path.is_symlink() and not end.is_relative_to(os.path.realpath(target)):
                 raise UserError(f"{path.relative_to(target)} is a link that leads elsewhere")
             if not path.is_symlink():
                 path.chmod(0o755 if path.is_dir() else path.stat().st_mode & 0o111 | 0o644)
+    except UserError:
+        raise
+    # What damaged archives make of the libraries: zlib.error, LZMAError, KeyError, OverflowError.
+    except Exception as error:
+        raise UserError(f"it cannot be unpacked ({reason_of(error).rstrip(':')})") from error
     if not any(target.rglob("*.py")):
-        raise UserError("it has no Python file: ask for it again")
+        raise UserError("it has no Python file")
 
 
 def _unpack_archive(source: Path, target: Path) -> None:
     """Unpack a zip or a tar. Raises what those libraries raise, and UserError."""
-    try:
-        if zipfile.is_zipfile(source):
-            with zipfile.ZipFile(source) as archive:
-                entries = archive.infolist()
-                links = [one.filename for one in entries if stat.S_ISLNK(one.external_attr >> 16)]
-                if links:
-                    raise UserError(f"{first_of(links, 3)}: links in a zip are not followed")
-                _check({one.filename: one.file_size for one in entries})
-                archive.extractall(target)
-        else:
-            with tarfile.open(source) as tar:
-                _check({one.name: one.size for one in tar.getmembers()})
-                tar.extractall(target, filter="data")
-    except (
-        zipfile.BadZipFile,
-        tarfile.TarError,
-        RuntimeError,
-        NotImplementedError,
-        EOFError,
-    ) as error:
-        why = first_line(error).rstrip(":")
-        raise UserError(f"it cannot be unpacked ({why}): ask for it again") from error
+    if zipfile.is_zipfile(source):
+        with zipfile.ZipFile(source) as archive:
+            entries = archive.infolist()
+            _check(
+                [(Path(one.filename), one.file_size) for one in entries],
+                [one.filename for one in entries if stat.S_ISLNK(one.external_attr >> 16)],
+            )
+            archive.extractall(target)
+    else:
+        with tarfile.open(source) as tar:
+            members = list(islice(tar, MOST_FILES + 1))  # there may be millions
+            # Before Python 3.11.13 a chain of links leads past the filter (CVE-2025-4517).
+            _check(
+                [(Path(one.name), one.size) for one in members],
+                [one.name for one in members if one.issym() or one.islnk()],
+            )
+            tar.extractall(target, members, filter="data")
 
 
-def _check(sizes: Mapping[str, int]) -> None:
-    """Raise UserError unless this can be unpacked: file sizes in bytes, by their names."""
-    outside = [name for name in sizes if ".." in PurePosixPath(name.replace("\\", "/")).parts]
-    if outside:
-        raise UserError(f"{first_of(outside, 3)} lies outside of its folder")
-    if len(sizes) > MOST_FILES or sum(sizes.values()) > MOST_BYTES:
-        raise UserError(
-            f"{len(sizes):,} files of {sum(sizes.values()):,} bytes: at most {MOST_FILES:,} and "
-            f"{MOST_BYTES:,} are unpacked. Leave out data and checkpoints"
-        )
-    if not sizes:
-        raise UserError("it is empty: ask for it again")
+def _check(sizes: Sequence[tuple[Path, int]], links: Sequence[str] = ()) -> None:
+    """Raise UserError unless this can be unpacked: files and their sizes in bytes."""
+    names, total = [str(path) for path, _ in sizes], sum(size for _, size in sizes)
+    outside = [name for name in names if ".." in PurePosixPath(name.replace("\\", "/")).parts]
+    strange = [ascii(name) for name in names if name.encode(errors="ignore").decode() != name]
+    refuse(
+        {
+            f"outside of its folder: {first_of(outside, 3)}": bool(outside),
+            f"links in an archive are not followed: {first_of(links, 3)}": bool(links),
+            f"names that are no UTF-8: {first_of(strange, 3)}: rename them": bool(strange),
+            f"{len(names):,} files of {total:,} bytes or more: at most {MOST_FILES:,} and "
+            f"{MOST_BYTES:,} are unpacked. Leave out data and checkpoints": (
+                len(names) > MOST_FILES or total > MOST_BYTES
+            ),
+            "it is empty": not names,
+        }
+    )
 
 
 def find_script(folder: Path, part: Part, given: str | None) -> Path | str:

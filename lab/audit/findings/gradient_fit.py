@@ -169,9 +169,12 @@ def _weighted(one: Update, shares: Numbers, residue: float) -> Explained:
         limit = np.max((times * sizes)[times < 0.999], initial=0.0) or np.inf
         cuts = np.minimum(1, limit / sizes)
     if cuts.min() < 1 and np.ptp(times / cuts) < 10 * one.tolerance * np.abs(times / cuts).max():
-        parts = [f"cut to {part:.1%} of its length" if part < 1 else "not cut" for part in cuts]
-        how = ", ".join(f"rank {r}'s gradient is {part}" for r, part in enumerate(parts))
-        return "norm", residue, 1.0, [how]
+        how = ", ".join(
+            f"rank {r}'s gradient is "
+            + (f"cut to {part:.1%} of its length" if part < 1 else "not cut")
+            for r, part in enumerate(cuts)
+        )
+        return "norm", residue, float(np.mean(times / cuts)), [how]
     return "weighted", residue, 1.0, [", ".join(f"{share:.4f}" for share in shares)]
 
 

@@ -73,6 +73,7 @@ def _check_optimizer(replicas: Replicas, whose: str) -> Iterator[Outcome]:
     telling = [one for one in received if not (one.is_mean and one.alike)] or received
     if telling:
         yield _judge(recording, whose, telling)
+        yield from _clipped_multiple(recording, telling)
         if all(one.is_mean for one in telling) and not uses_ddp(recording):
             yield from _early_clips(recording, telling)
     elif updates:
@@ -241,6 +242,26 @@ def _mean(
     )
 
 
+def _clipped_multiple(recording: Recording, updates: list[Update]) -> Iterator[Outcome]:
+    """Yield what else is wrong where clipped gradients are added up, but not divided by the ranks.
+
+    A course may ask for clipping before the exchange; a sum is wrong there as well.
+    """
+    clipped = [one for one in updates if one.kind in ("norm", "value")]
+    totals, tolerance = np.array([one.total for one in clipped]), 10 * updates[0].tolerance
+    if (
+        clipped
+        and {one.kind for one in updates} <= {"mean", clipped[0].kind}
+        and np.abs(totals - 1).max() >= tolerance > np.ptp(totals) / 9
+    ):
+        yield _multiple(
+            recording,
+            clipped,
+            exchange_line(recording, clipped[0].step) or backward_line(recording),
+            {"size": clipped[0].size, "steps": len(clipped), "total": float(totals[0])},
+        )
+
+
 def _near(value: float, tolerance: float = 1e-3) -> bool:
     return abs(value - 1) < tolerance
 
@@ -300,17 +321,15 @@ def _early_clips(recording: Recording, updates: list[Update]) -> Iterator[Findin
 
     A limit of a hundred times the norm is there to measure the norm, not to limit it.
     """
-    by_hand = all(exchanges(recording, one.step, "gradient") for one in updates)
     for kind in ("norm", "value"):
-        early = [
+        if all(exchanges(recording, one.step, "gradient") for one in updates) and all(
             any(
                 clip["collectives"] == 0 and clip["limit"] < 100 * max(record["got_norm"], 1)
                 for clip in row
             )
             for one in updates
             for row, record in zip(one.clips(kind), one.records, strict=True)
-        ]
-        if by_hand and all(early):
+        ):
             yield found("clips-too-early", _clip_line(updates, kind), steps=len(updates))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from lab.audit.command import parse_command
 from lab.audit.failures import explain_failure
-from lab.audit.recording import read_recording
+from lab.audit.recording import RecordReader
 from lab.audit.runner import AuditRun, RunSettings
 
 START = {"k": "start", "ppid": 1, "hint": 0, "variables": {}}
@@ -24,7 +24,7 @@ def explain(folder, *processes, output="", status=0, words="python t.py --rank {
     (folder / "rank1.log").touch()
     run = AuditRun(parse_command(words.split(), None), 2, folder, RunSettings())
     run.statuses, run.failed, run.hung = (status, None), {0: 1.0} if status else {}, hung
-    run.recording = read_recording(folder)
+    run.recording = RecordReader(folder).recording()
     return explain_failure(run) or ""
 
 

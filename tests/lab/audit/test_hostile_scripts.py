@@ -45,7 +45,7 @@ CASES = {
     "fifo": ("os.unlink(records); os.mkfifo(records)\n", "jsonl is a FIFO, not a regular file"),
     "link": (
         "os.unlink(records); os.symlink('/dev/zero', records)\n",
-        "jsonl is a device, not a regular file",
+        "jsonl is a link, not a regular file",
     ),
     "log": (LOG_FIFO, "log is a FIFO, not a regular file"),
     "line": (ENDLESS_LINE, "and at most 1,000,000 are read"),

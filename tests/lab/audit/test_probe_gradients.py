@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lab.audit import probe
 from lab.audit.probe.coordinates import coordinates
-from lab.audit.recording import read_recording
+from lab.audit.recording import RecordReader
 from lab.proofs.ranks import run_ranks
 
 RANKS, STEPS, FEATURES, CLASSES, BATCH = 2, 3, 60, 5, 8
@@ -183,7 +183,7 @@ def proof(tmp_path_factory):
     """Return the recording of all cases, and what each rank computed in them."""
     folder = tmp_path_factory.mktemp("probe")
     ends = run_ranks(RANKS, run_cases, folder, True)
-    return read_recording(folder), ends
+    return RecordReader(folder).recording(), ends
 
 
 @pytest.mark.parametrize("case", CASES)

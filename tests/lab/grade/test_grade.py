@@ -1,5 +1,6 @@
 """What ``lab grade`` takes and writes, with an audit that is replaced by its answers."""
 
+import os
 import re
 import tarfile
 import zipfile
@@ -33,6 +34,11 @@ ANSWERS = {  # by script: findings, other facts, and the marks for 6 points
     "half": ({"literal-divisor": "certain"}, {"status": 1}, "3"),
     "likely": ({"same-samples": "likely"}, {"status": 1}, ""),
     "accepted": ({"clipped-before-averaging": "certain"}, {"status": 1}, "6"),
+    "hidden": (
+        {"clipped-before-averaging": "certain"},
+        {"status": 1, "unknown": ["gradients: 1.2 times the mean"]},
+        "",
+    ),
     "unclear": ({"different-start": "certain"}, {"status": 2}, ""),
     "no-runs": ({}, {"runs": []}, ""),
     "doubted": ({"sum-not-mean": "certain"}, {"status": 1, "doubts": ["forged"]}, ""),
@@ -49,7 +55,7 @@ def ran(monkeypatch):
         text = (task.cwd / "main.py").read_text()
         scripts.append(text)
         findings, other, _ = ANSWERS.get(text, ({}, {}, ""))
-        audit = {"status": 0, "headline": "why", "failure": None, **RUNS, **other}
+        audit = {"status": 0, "headline": "why", "failure": None, "unknown": [], **RUNS, **other}
         audit["findings"] = [ENTRY | {"name": one, "sure": sure} for one, sure in findings.items()]
         used = ["all_reduce"] if text == "no-ddp" else ["ddp"]
         facts = Facts(
@@ -73,7 +79,7 @@ def test_only_certain_faults_cost_points_and_what_nobody_can_tell_is_open(grade,
     for name, (findings, _, marks) in ANSWERS.items():
         row = seen.rows[name]
         assert (row["part2"], row["part3"], bool(row["by hand"])) == (marks, "4", not marks), name
-        counted = name not in ("accepted", "unclear")
+        counted = name not in ("accepted", "hidden", "unclear")
         assert row["faults"] == "".join(f"part2:{one}" for one in findings if counted)
     assert "never calls DistributedDataParallel" in seen.rows["no-ddp"]["by hand"]
     assert (seen.results["half"]["score"], seen.results["half"]["tests"][0]["score"]) == (7, 3)
@@ -142,6 +148,14 @@ def test_what_is_wrong_with_an_archive_is_one_line_and_the_others_go_on(grade, r
     pack(folder / "leads.tar", "part2/main.py", link="/etc/passwd")
     (folder / "broken.zip").write_bytes(b"PK\x03\x04" + b"x" * 100)
     pack(folder / "twice.zip", *good)
+    pack(folder / "...zip", "evil.py")
+    with zipfile.ZipFile(folder / "damaged.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("part2/main.py", "right" * 1000)
+    content = (folder / "damaged.zip").read_bytes()
+    (folder / "damaged.zip").write_bytes(content[:45] + b"\xff" * 10 + content[55:])
+    (folder / "loops").mkdir()
+    (folder / "loops/loop.py").symlink_to("loop.py")
+    Path(os.fsdecode(os.fsencode(folder) + b"/latin/\xe9")).mkdir(parents=True)
     (folder / "outside").mkdir()
     (folder / "outside/part2").symlink_to("/etc")
     (tmp_path / "map.csv").write_text("submission,part,path\nother,part2,deep/main.py\n")
@@ -151,12 +165,14 @@ def test_what_is_wrong_with_an_archive_is_one_line_and_the_others_go_on(grade, r
     assert (seen.rows["good"]["total"], seen.rows["other"]["part2"]) == ("10", "6")
     assert "no file fits **/part3/main.py; here are deep/main.py" in seen.rows["other"]["by hand"]
     for name, why in {
-        "above": "lies outside",
+        "above": "outside of its folder",
         "empty": "is empty",
         "text": "no Python file",
-        "link": "links in a zip",
-        "up": "lies outside",
-        "leads": "absolute path",
+        "link": "links in an archive",
+        "up": "outside of its folder",
+        "leads": "links in an archive",
+        "damaged": "cannot be unpacked",
+        "latin": "no UTF-8",
         "broken": "cannot be unpacked",
         "outside": "leads elsewhere",
         "twice": "2 submissions have this name",
@@ -164,6 +180,8 @@ def test_what_is_wrong_with_an_archive_is_one_line_and_the_others_go_on(grade, r
         assert why in seen.rows[name]["by hand"]
         assert len(re.findall(f"^{name}: ", seen.said, re.MULTILINE)) == 1
     assert not (tmp_path / "evil.py").exists()
+    for name in ("loops", "submission"):  # these can be unpacked
+        assert "no file fits" in seen.rows[name]["by hand"]
 
 
 WRONG = {

@@ -37,7 +37,18 @@ for folder in (".", "/tmp", "/dev/shm"):
 """
 FORKS = "import os, time\nfor _ in range(500):\n    if not os.fork():\n        time.sleep(2)\n"
 HOGS = "import os, time\nos.fork()\nkept = bytearray(100_000_000)\ntime.sleep(9)\n"
-WRITES = "while True:\n    open({records!r} + '/1.jsonl', 'ab').write(b'x' * 1_000_000)\n"
+WRITES = "while True:\n    open({records!r} + '/1.jsonl', 'ab').write(b'x' * 100_000)\n"
+HIDES = """\
+import os, time
+os.mkdir({records!r} + "/deep")
+kept = []
+for number in range(80):
+    kept.append(open({records!r} + "/deep/file", "wb", buffering=0))
+    os.unlink({records!r} + "/deep/file")
+    kept[-1].write(b"x" * 100_000)
+time.sleep(9)
+"""
+MEMFD = "import os\nos.write(os.memfd_create('hidden'), bytes(10**8)); os.write(3, b'x')\n"
 
 
 @pytest.fixture
@@ -94,8 +105,10 @@ def test_a_stranger_changes_and_sees_nothing_outside(stranger, monkeypatch, tmp_
         (FORKS, "BlockingIOError"),
         (HOGS, "used more than 0.146 GB of memory"),
         (WRITES, "wrote more than 0.00781 GB of records"),
+        (HIDES, "wrote more than 0.00781 GB of records"),
+        (MEMFD, "File too large"),
     ],
-    ids=["fills", "forks", "hogs", "writes"],
+    ids=["fills", "forks", "hogs", "writes", "hides", "memfd"],
 )
 def test_what_breaks_a_limit_is_ended_and_named(stranger, tmp_path, script, why):
     assert why in " ".join(stranger(script.replace("{records!r}", repr(f"{tmp_path}/records"))))
