@@ -95,6 +95,9 @@ CHECKS = {
     # recipes
     "resnet18-transfer": Elsewhere("needs torchvision's weights; test_recipes has a file"),
     "--print-config": quick(prints="learning_rate = 0.05"),
+    "-b 128 .*--log-wandb": long(
+        "--dataset digits -b 4 --max-steps 2 --no-amp --no-validate", prints="test accuracy"
+    ),
     "--log-wandb": long(f"{SMALL} --no-validate", prints="test accuracy"),
     "--max-restarts": long(f"{SMALL} --no-amp --no-validate", prints=EQUAL),
     "--use-ema": long(

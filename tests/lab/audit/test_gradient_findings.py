@@ -8,6 +8,7 @@ from lab.audit.findings.finding import Finding, Right, Unknown
 from lab.audit.findings.gradients import check as check_gradients
 from lab.audit.findings.gradients import resolve
 from lab.audit.findings.weights import check as check_weights
+from lab.audit.findings.where import exchanges
 from lab.audit.result import verdict
 from tests.lab.audit.recordings import COLUMNS, gradients, mean, train
 
@@ -243,3 +244,8 @@ def test_run_checks_merges_and_leaves_out_what_follows():
     assert said[1] == "all ranks start from the same weights"
     assert said[-1].endswith("(on 4 ranks)")
     assert "not checked, because the records could not be read (KeyError: 'micro')" in unknown[-1]
+
+
+def test_barriers_are_no_exchange():
+    for name, count in (("all_reduce", 3), ("barrier", 0), ("broadcast_object_list", 0)):
+        assert len(exchanges(train(changes=[("call", "name", name)]), 1)) == count
