@@ -40,7 +40,7 @@ from lab.processes.prefixed_output import say
 
 _CORES_A_JOB = 2
 _MOST_FACTS = 64 * 2**20
-_NOT_YET = "it has not been run yet: the same command goes on with it"
+_NOT_YET = "it has not been run yet: start the same command again"
 # For the audit around the runs of a part.
 _MORE_SECONDS = 120.0
 
@@ -64,7 +64,7 @@ def main_grade(args: argparse.Namespace) -> int:
         return 0
     missing = [path for path in args.submissions if not path.exists()]
     absent = [path for path in set(rubric.mounted().values()) if not path.is_dir()]
-    bare = [
+    unlinked = [
         at
         for at in rubric.mounts
         if os.path.isabs(at) and args.no_sandbox and not Path(at).is_dir()
@@ -80,8 +80,8 @@ def main_grade(args: argparse.Namespace) -> int:
             f"the rubric mounts {first_of(absent)}: there is no such folder: put the data there": (
                 bool(absent)
             ),
-            f"without a sandbox the rubric's {first_of(bare)} must be there: make it a link": bool(
-                bare
+            f"without a sandbox the rubric's {first_of(unlinked)} must be there: make it a link": bool(
+                unlinked
             ),
             f"--jobs: got {args.jobs}; give 1 or more": args.jobs is not None and args.jobs < 1,
         }

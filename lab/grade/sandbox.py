@@ -104,7 +104,7 @@ def refused(task: Task) -> str | None:
     """Return why a task cannot run in a sandbox here, and what to do; None if it can."""
     try:
         with record_folder(None) as folder:
-            # Of nobody: a student's torch.py must not refuse all others.
+            # An empty submission: a student's torch.py must not refuse all others.
             (folder / "empty").mkdir()
             task = msgspec.structs.replace(task, submission=f"{folder}/empty", script="main.py")
             with sandbox(task, folder, []) as network:
