@@ -64,7 +64,7 @@ def main_grade(args: argparse.Namespace) -> int:
         return 0
     missing = [path for path in args.submissions if not path.exists()]
     absent = [path for path in set(rubric.mounted().values()) if not path.is_dir()]
-    unlinked = [
+    not_there = [
         at
         for at in rubric.mounts
         if os.path.isabs(at) and args.no_sandbox and not Path(at).is_dir()
@@ -80,8 +80,8 @@ def main_grade(args: argparse.Namespace) -> int:
             f"the rubric mounts {first_of(absent)}: there is no such folder: put the data there": (
                 bool(absent)
             ),
-            f"without a sandbox the rubric's {first_of(unlinked)} must be there: make it a link": bool(
-                unlinked
+            f"without a sandbox {first_of(not_there)} must be there: make it a link to your folder": (
+                bool(not_there)
             ),
             f"--jobs: got {args.jobs}; give 1 or more": args.jobs is not None and args.jobs < 1,
         }
