@@ -80,7 +80,7 @@ def main_grade(args: argparse.Namespace) -> int:
             f"the rubric mounts {first_of(absent)}: there is no such folder: put the data there": (
                 bool(absent)
             ),
-            f"without a sandbox {first_of(not_there)} must be there: make it a link to your folder": (
+            f"without a sandbox {first_of(not_there)} must be there: link your folder there": (
                 bool(not_there)
             ),
             f"--jobs: got {args.jobs}; give 1 or more": args.jobs is not None and args.jobs < 1,
