@@ -85,7 +85,7 @@ CHECKS = {
     "wrong_divisor": slow(
         prints=r"Wrong: gradients are divided by a constant(.|\n)*Speed", statuses=(1,)
     ),
-    "lab audit": slow(prints="gradients: yes"),
+    "lab audit": long(prints="gradients: yes"),
     "lab report": slow(prints="report.html"),
     "lab compare --plan": slow(prints="sbatch --nodes=4 --array=0-4%1"),
     "lab compare": long(prints="report.html"),

@@ -42,8 +42,9 @@ def test_right_ones_get_full_marks_faulty_ones_lose_theirs_and_cheats_are_for_a_
         "sum": "sum_all_reduce",
         "early-clip": "clip_norm_torch",
     }
-    one_part = RUBRIC.split("[parts.part3]")[0]
-    rows = grade({name: {"part2": one} for name, one in scripts.items()}, rubric=one_part).rows
+    on_two_ranks = RUBRIC.split("[parts.part3]")[0].replace("points", "ranks = [2]\npoints")
+    classes = {name: {"part2": one} for name, one in scripts.items()}
+    rows = grade(classes, rubric=on_two_ranks).rows
     marks = {name: row["part2"] for name, row in rows.items() if row["part2"]}
     assert marks == {"right": "6", "gather": "6", "sum": "0", "early-clip": "6"}
     assert rows["sum"]["faults"] == "part2:sum-not-mean"
