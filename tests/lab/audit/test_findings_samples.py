@@ -154,6 +154,9 @@ def test_batch_counts_do_not_matter_where_the_loop_ends_in_step():
         rank.records[:] = [one for one in rank.records if one["k"] != "cut"]
         del rank.by_kind["cut"]
     assert names(recording) == []
+    last = max(i for i, one in enumerate(rank.records) if one["k"] == "batch")
+    del rank.records[last]  # now one rank has loaded a batch more
+    assert names(recording) == ["different-batch-counts"]
 
 
 @pytest.mark.parametrize(
