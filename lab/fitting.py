@@ -37,29 +37,36 @@ def fit(
     The intervals are those of the linear model (Student's t over the relative residuals), cut at 0.
     """
     measured = np.asarray(seconds, dtype=float)
+    unknown = measured
+    if known is not None:
+        unknown = measured - np.asarray(known, dtype=float)
     matrix = np.asarray(columns, dtype=float).T / measured[:, None]
-    target = (measured - (0.0 if known is None else np.asarray(known, dtype=float))) / measured
+    target = unknown / measured
     scale = np.abs(matrix).max(axis=0)
     scale[scale == 0] = 1.0
     scaled = matrix / scale
     values = lsq_linear(scaled, target, bounds=(0, np.inf)).x
     residuals = scaled @ values - target
-    freedom = len(measured) - len(values)
-    half = np.full(len(values), np.inf)
-    if freedom > 0:
-        covariance = np.linalg.pinv(scaled.T @ scaled) * (residuals @ residuals) / freedom
-        half = students_t.ppf(0.975, freedom) * np.sqrt(np.diag(covariance))
-    lows, highs = ((values - half) / scale).tolist(), ((values + half) / scale).tolist()
+    half = _half_widths(scaled, residuals)
+    lows = np.maximum(0.0, (values - half) / scale)
+    highs = (values + half) / scale
+    fitted = measured * (1 + residuals)
     return Fit(
-        tuple((values / scale).tolist()),
-        tuple((max(0.0, low), high) for low, high in zip(lows, highs, strict=True)),
-        float(np.abs(residuals).max()),
-        tuple(
-            zip(
-                map(float, varied),
-                measured.tolist(),
-                (measured * (1 + residuals)).tolist(),
-                strict=True,
-            )
-        ),
+        values=tuple((values / scale).tolist()),
+        intervals=tuple(zip(lows.tolist(), highs.tolist(), strict=True)),
+        worst_relative_error=float(np.abs(residuals).max()),
+        points=tuple(zip(map(float, varied), measured.tolist(), fitted.tolist(), strict=True)),
     )
+
+
+def _half_widths(matrix: np.ndarray, residuals: np.ndarray) -> np.ndarray:
+    """Return half of each value's 95 % interval; infinite without a spare measurement.
+
+    matrix : of shape (measurements, values). residuals : of shape (measurements,).
+    """
+    measurements, values = matrix.shape
+    freedom = measurements - values
+    if freedom <= 0:
+        return np.full(values, np.inf)
+    covariance = np.linalg.pinv(matrix.T @ matrix) * (residuals @ residuals) / freedom
+    return students_t.ppf(0.975, freedom) * np.sqrt(np.diag(covariance))

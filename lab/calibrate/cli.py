@@ -4,9 +4,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
 from common.models import MODELS
 from common.utils.environment import DEFAULT_MASTER_PORT
-from lab.flags import add_command, refuse
+from lab.flags import add_command
 
 CALIBRATE_FLAGS: dict[str, dict[str, Any]] = {
     "--ranks": {
@@ -64,46 +65,61 @@ def _calibrate(args: argparse.Namespace) -> int:
     from common.distributed.launch_env import LaunchSpec
     from common.emulation.compute_profile import MEASURED
     from lab.calibrate.calibration import calibrate, calibrate_nodes
-    from lab.predict.calibration_file import calibration_path, describe
+    from lab.predict.calibration_file import Calibration, calibration_path, describe
 
-    node = (args.master_ip, args.num_nodes, args.rank)
-    alone, in_group = node == (None, None, None), None not in node
-    nodes = args.num_nodes or 0
-    refuse(
-        {
-            "--profile: 'real' stands for real compute; give another name": args.profile == "real",
-            f"--device {args.device} measures layers only: give the profile a name, e.g. --profile "
-            "my-gpu": args.device != "cpu" and args.profile is None,
-            "--master-ip, --num-nodes and --rank go together: give all three, or none of them to "
-            "measure this machine alone": not (alone or in_group),
-            f"--ranks: got {args.ranks}, give 2 or more: one rank sends no messages": (
-                alone and args.ranks is not None and args.ranks < 2
-            ),
-            f"--rank: got {args.rank} of --num-nodes {nodes}; give 0 to {nodes - 1}": (
-                in_group and not 0 <= args.rank < nodes
-            ),
-            f"--num-nodes: got {nodes}, give 2 or more: one node sends no messages": (
-                in_group and nodes < 2
-            ),
-        }
-    )
+    _check_flags(args)
     if args.profile is not None:
         return _profile_layers(args, args.profile)
-    settings = {"model": args.model, "quick": args.quick}
-    calibration = (
-        calibrate(ranks=args.ranks, **settings)
-        if alone
-        else calibrate_nodes(
+    alone = args.num_nodes is None
+    calibration: Calibration | None
+    if alone:
+        calibration = calibrate(ranks=args.ranks, model=args.model, quick=args.quick)
+    else:
+        calibration = calibrate_nodes(
             LaunchSpec(args.rank, args.num_nodes, args.master_ip, args.master_port),
             timeout_seconds=args.timeout,
-            **settings,
+            model=args.model,
+            quick=args.quick,
         )
-    )
     if calibration is not None:
         path = args.output or calibration_path()
         calibration.save(path)
         print(*describe(calibration), f"written to {path}", sep="\n")
-    return _profile_layers(args, MEASURED) if alone and not args.output else 0
+    if alone and not args.output:
+        return _profile_layers(args, MEASURED)
+    return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raise UserError if flags contradict each other."""
+    if args.profile == "real":
+        raise UserError("--profile: 'real' stands for real compute; give another name")
+    if args.device != "cpu" and args.profile is None:
+        raise UserError(
+            f"--device {args.device} measures layers only: give the profile a name, e.g. --profile "
+            "my-gpu"
+        )
+    node = (args.master_ip, args.num_nodes, args.rank)
+    if node == (None, None, None):
+        if args.ranks is not None and args.ranks < 2:
+            raise UserError(
+                f"--ranks: got {args.ranks}, give 2 or more: one rank sends no messages"
+            )
+        return
+    if None in node:
+        raise UserError(
+            "--master-ip, --num-nodes and --rank go together: give all three, or none of them to "
+            "measure this machine alone"
+        )
+    if not 0 <= args.rank < args.num_nodes:
+        raise UserError(
+            f"--rank: got {args.rank} of --num-nodes {args.num_nodes}; give 0 to "
+            f"{args.num_nodes - 1}"
+        )
+    if args.num_nodes < 2:
+        raise UserError(
+            f"--num-nodes: got {args.num_nodes}, give 2 or more: one node sends no messages"
+        )
 
 
 def _profile_layers(args: argparse.Namespace, name: str) -> int:

@@ -1,14 +1,22 @@
 """Fit what the ranks measured: each kind of message, memory, and a step's time over its samples."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from itertools import accumulate, chain
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from common.errors import count
 from common.sync.message_cost import KINDS
+from lab.calibrate.measurements import (
+    GroupMeasurements,
+    MessageRound,
+    OverlapTimes,
+    Sharing,
+    StepTimes,
+    UsesCpu,
+)
 from lab.fitting import Fit, fit
 from lab.predict.calibration_file import Calibration, FitRecord, GradientShape
 from lab.predict.compute_model import ComputeModel, ComputeProfile
@@ -17,78 +25,69 @@ from lab.predict.event_model import Network, Rate, loads
 _LEAST_TURNS = 2
 _QUIET_SHARE = 0.04  # of the cores; the kernel's counters resolve no less in a quarter of a second
 
-Turn = Sequence[Mapping[str, Any]]  # what every rank measured in one round, by rank
+Measured = TypeVar("Measured", bound=UsesCpu)
+Turn = Sequence[Measured]  # what every rank measured in one round, by rank
 
 
-def fit_calibration(found: Mapping[str, Any], *, model: str, quick: bool) -> Calibration:
+def fit_calibration(found: GroupMeasurements, *, model: str, quick: bool) -> Calibration:
     """Return the calibration that fits what ``measure_rank`` returned."""
-    ranks, cores = found["ranks"], found["cores"]
-    every_turn = {name: _by_turn(ranks, name) for name in ("turns", "overlap", "alone", "together")}
-    turns = quiet(every_turn["turns"], found)
-    fits = {"gamma": _fit_memory("sum", turns), "copy": _fit_memory("copy", turns)}
-    gamma = fits["gamma"].values[0]
-    fits |= {kind: _fit_kind(kind, len(ranks), gamma, turns) for kind in KINDS}
-    kinds = {kind: Rate(*fits[kind].values) for kind in KINDS}
-    network = Network(
-        kinds["exchange"].alpha_seconds,
-        kinds["exchange"].beta_seconds_per_byte,
-        gamma,
-        fits["copy"].values[0],
-        kinds,
-        _overlap_cost(quiet(every_turn["overlap"], found)),
-    )
+    ranks = found.ranks
+    sharing = found.sharing
+    messages = _by_turn([rank.turns for rank in ranks])
+    overlap = _by_turn([rank.overlap for rank in ranks])
+    alone = _by_turn([rank.alone for rank in ranks])
+    together = _by_turn([rank.together for rank in ranks])
+
+    network, fits = _fit_network(quiet(messages, sharing), quiet(overlap, sharing))
     profiles = []
-    cases = ((1, cores, "alone"), (found["ranks_here"], ranks[0]["threads"], "together"))
-    for sharing, threads, steps in cases:
-        if every_turn[steps]:
-            profile, lines = _profile(sharing, threads, every_turn[steps], found)
-            profiles.append(profile)
-            fits |= lines
-    shares = [
-        statistics.median(of_all) for of_all in zip(*(rank["ready"] for rank in ranks), strict=True)
-    ]
+    if alone:
+        profile, lines = _fit_profile(1, sharing.cores, alone, sharing)
+        profiles.append(profile)
+        fits |= lines
+    if together:
+        profile, lines = _fit_profile(sharing.ranks_here, ranks[0].threads, together, sharing)
+        profiles.append(profile)
+        fits |= lines
+
+    machine = ranks[0].environment
+    every_turn: list[Turn] = [*messages, *overlap, *alone, *together]
     return Calibration(
-        name=f"{ranks[0]['environment']['cpu']}, {count(cores, 'core')}",
+        name=f"{machine['cpu']}, {count(sharing.cores, 'core')}",
         made=datetime.now().isoformat(timespec="seconds"),
         quick=quick,
         ranks=len(ranks),
-        ranks_here=found["ranks_here"],
-        cores=cores,
+        ranks_here=sharing.ranks_here,
+        cores=sharing.cores,
         model=model,
-        others_share=others_share([*chain(*every_turn.values())], found),
-        gradients=tuple(GradientShape(size.shape, size.itemsize) for size in found["gradients"]),
+        others_share=others_share(every_turn, sharing),
+        gradients=tuple(GradientShape(size.shape, size.itemsize) for size in found.gradients),
         network=network,
-        compute=ComputeModel(
-            tuple(profiles),
-            # backward makes the last parameter's gradient first
-            tuple(accumulate(map(int, reversed(found["gradients"])))),
-            tuple(accumulate(reversed(shares), max)),
-        ),
-        fits={name: cast(FitRecord, asdict(one)) for name, one in fits.items()},
-        machine=ranks[0]["environment"],
+        compute=_compute_model(found, profiles),
+        fits={name: cast(FitRecord, asdict(line)) for name, line in fits.items()},
+        machine=machine,
     )
 
 
-def quiet(turns: Sequence[Turn], found: Mapping[str, Any]) -> list[Turn]:
-    """Return the turns that other processes hardly disturbed, at least the two quietest.
-
-    found : "cores" and "ranks_here" of what ``measure_rank`` returned.
-    """
-    shares = [others_share([turn], found) for turn in turns]
+def quiet(turns: Sequence[Turn], sharing: Sharing) -> list[Any]:
+    """Return the turns that other processes hardly disturbed, at least the two quietest."""
+    shares = [others_share([turn], sharing) for turn in turns]
     limit = max(_QUIET_SHARE, *sorted(shares)[:_LEAST_TURNS])
     return [turn for turn, share in zip(turns, shares, strict=True) if share <= limit]
 
 
-def others_share(turns: Sequence[Turn], found: Mapping[str, Any]) -> float:
+def others_share(turns: Sequence[Turn], sharing: Sharing) -> float:
     """Return the share of rank 0's cores that other processes took in all these turns."""
-    others = seconds = 0.0
+    others = 0.0
+    seconds = 0.0
     for turn in turns:
-        cpu, here = [rank["cpu"] for rank in turn], found["ranks_here"]
-        # If the ranks are on several machines, rank 0 stands for every rank of its machine.
-        own = [rank["own"] for rank in cpu] if len(cpu) <= here else [cpu[0]["own"]] * here
-        others += max(0.0, cpu[0]["all"] - sum(own))
-        seconds += cpu[0]["clock"]
-    return others / (seconds * found["cores"])
+        first = turn[0].cpu
+        if len(turn) <= sharing.ranks_here:
+            own = sum(rank.cpu.own for rank in turn)
+        else:  # on several machines, rank 0 stands for every rank of its machine
+            own = first.own * sharing.ranks_here
+        others += max(0.0, first.all - own)
+        seconds += first.clock
+    return others / (seconds * sharing.cores)
 
 
 def fit_line(samples: Sequence[float], seconds: Sequence[float]) -> Fit:
@@ -96,78 +95,114 @@ def fit_line(samples: Sequence[float], seconds: Sequence[float]) -> Fit:
     return fit([[1.0] * len(samples), samples], seconds, varied=samples)
 
 
-def _by_turn(ranks: Sequence[Mapping[str, Any]], key: str) -> list[Turn]:
-    """Return for each turn what every rank measured under ``key``.
-
-    A rank that measured nothing is left out.
-    """
-    return list(zip(*(rank[key] for rank in ranks if rank[key]), strict=True))
+def _by_turn(of_ranks: Sequence[Sequence[Measured]]) -> list[Turn[Measured]]:
+    """Return for each turn what every rank measured; leave out a rank that measured nothing."""
+    measured = [turns for turns in of_ranks if turns]
+    return list(zip(*measured, strict=True))
 
 
-def _fit_memory(action: str, turns: Sequence[Turn]) -> Fit:
-    """Fit the seconds per byte of adding ("sum") or copying ("copy") in memory."""
-    sizes, seconds = _medians(
-        point for turn in turns for rank in turn for point in rank["memory"][action]
+def _fit_network(
+    turns: Sequence[Turn[MessageRound]], overlap: Sequence[Turn[OverlapTimes]]
+) -> tuple[Network, dict[str, Fit]]:
+    """Return the network that fits these turns, and each fit by the name of its quantity."""
+    added = _fit_memory("sum", turns)
+    copied = _fit_memory("copy", turns)
+    gamma = added.values[0]
+    of_kinds = {kind: _fit_kind(kind, gamma, turns) for kind in KINDS}
+    kinds = {kind: Rate(*line.values) for kind, line in of_kinds.items()}
+    network = Network(
+        kinds["exchange"].alpha_seconds,
+        kinds["exchange"].beta_seconds_per_byte,
+        gamma,
+        copied.values[0],
+        kinds,
+        _overlap_cost(overlap),
     )
+    return network, {"gamma": added, "copy": copied, **of_kinds}
+
+
+def _fit_memory(action: str, turns: Sequence[Turn[MessageRound]]) -> Fit:
+    """Fit the seconds per byte of adding ("sum") or copying ("copy") in memory."""
+    rows = chain.from_iterable(rank.memory[action] for turn in turns for rank in turn)
+    sizes, seconds = _medians((row.nbytes, row.seconds) for row in rows)
     return fit([sizes], seconds, varied=sizes)
 
 
-def _fit_kind(kind: str, size: int, gamma: float, turns: Sequence[Turn]) -> Fit:
-    """Fit alpha and beta of a kind of message.
+def _fit_kind(kind: str, gamma: float, turns: Sequence[Turn[MessageRound]]) -> Fit:
+    """Fit alpha and beta of a kind of message; the slowest rank's time counts.
 
     Two parts of the measured time are known: what the message sums, and the tiny all_reduce that
     was timed with it.
     """
-    rows = [
-        row
-        for turn in turns
-        for row in zip(*(rank["messages"][kind] for rank in turn), strict=True)
+    taken = []
+    taken_without = []
+    for turn in turns:
+        for rows in zip(*(rank.messages[kind] for rank in turn), strict=True):
+            nbytes = rows[0].nbytes
+            taken.append((nbytes, max(row.seconds for row in rows)))
+            taken_without.append((nbytes, max(row.seconds_without for row in rows)))
+    sizes, seconds = _medians(taken)
+    _, seconds_without = _medians(taken_without)
+
+    ranks = len(turns[0])
+    of_sizes = [loads(kind, nbytes, ranks) for nbytes in sizes]
+    messages, link_bytes, summed_bytes = zip(*of_sizes, strict=True)
+    known = [
+        without + gamma * summed
+        for without, summed in zip(seconds_without, summed_bytes, strict=True)
     ]
-    sizes, seconds = _medians((row[0][0], max(taken for _, taken, _ in row)) for row in rows)
-    _, without = _medians((row[0][0], max(nothing for _, _, nothing in row)) for row in rows)
-    messages, link_bytes, summed = zip(
-        *(loads(kind, nbytes, size) for nbytes in sizes), strict=True
-    )
-    known = [nothing + gamma * nbytes for nothing, nbytes in zip(without, summed, strict=True)]
     return fit([messages, link_bytes], seconds, varied=sizes, known=known)
 
 
-def _medians(points: Iterable[Sequence[float]]) -> tuple[list[float], list[float]]:
+def _medians(points: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """Return the varied values in rising order, and the median measurement at each."""
     found: dict[float, list[float]] = {}
     for varied, measured in points:
         found.setdefault(varied, []).append(measured)
-    return sorted(found), [statistics.median(found[varied]) for varied in sorted(found)]
+    in_order = sorted(found)
+    return in_order, [statistics.median(found[varied]) for varied in in_order]
 
 
-def _overlap_cost(turns: Sequence[Turn]) -> float:
-    costs = (
-        (rank["both"] - rank["backward"]) / rank["messages"] for turn in turns for rank in turn
-    )
-    return min(1.0, max(0.0, statistics.median(costs)))
+def _overlap_cost(turns: Sequence[Turn[OverlapTimes]]) -> float:
+    """Return by what share of the messages' time they lengthen a backward pass, 0 to 1."""
+    ranks = chain.from_iterable(turns)
+    cost = statistics.median((rank.both - rank.backward) / rank.messages for rank in ranks)
+    return min(1.0, max(0.0, cost))
 
 
-def _profile(
-    sharing: int,
-    threads: int,
-    steps: Sequence[Turn],
-    found: Mapping[str, Any],
+def _fit_profile(
+    ranks: int, threads: int, steps: Sequence[Turn[StepTimes]], sharing: Sharing
 ) -> tuple[ComputeProfile, dict[str, Fit]]:
     """Fit the line of each section over the samples.
 
     Among ranks that compute together, the slowest one's step counts.
     """
-    calm = [
-        step
-        for samples in dict.fromkeys(step[0]["samples"] for step in steps)
-        for step in quiet([step for step in steps if step[0]["samples"] == samples], found)
-    ]
-    slowest = [max(step, key=lambda rank: rank["before"] + rank["backward"]) for step in calm]
-    before, backward = (
-        fit_line(*_medians((step["samples"], step[section]) for step in slowest))
-        for section in ("before", "backward")
+    calm: list[Turn[StepTimes]] = []
+    for samples in dict.fromkeys(step[0].samples for step in steps):
+        calm += quiet([step for step in steps if step[0].samples == samples], sharing)
+    slowest = [max(step, key=lambda rank: rank.before + rank.backward) for step in calm]
+    before = fit_line(*_medians((step.samples, step.before) for step in slowest))
+    backward = fit_line(*_medians((step.samples, step.backward) for step in slowest))
+    update = statistics.median(rank.update for rank in chain.from_iterable(calm))
+    profile = ComputeProfile(
+        ranks,
+        threads,
+        before_fixed_seconds=before.values[0],
+        before_sample_seconds=before.values[1],
+        backward_fixed_seconds=backward.values[0],
+        backward_sample_seconds=backward.values[1],
+        update_seconds=update,
     )
-    update = statistics.median(rank["update"] for step in calm for rank in step)
-    profile = ComputeProfile(sharing, threads, *[*before.values, *backward.values, update])
-    on = count(sharing, "rank")
-    return profile, {f"before, {on}": before, f"backward, {on}": backward}
+    on_ranks = count(ranks, "rank")
+    return profile, {f"before, {on_ranks}": before, f"backward, {on_ranks}": backward}
+
+
+def _compute_model(found: GroupMeasurements, profiles: Sequence[ComputeProfile]) -> ComputeModel:
+    """Return the profiles with the order in which backward makes gradients, the last one first."""
+    ready = zip(*(rank.ready for rank in found.ranks), strict=True)
+    shares = [statistics.median(of_ranks) for of_ranks in ready]
+    return ComputeModel(
+        tuple(profiles),
+        ready_bytes=tuple(accumulate(map(int, reversed(found.gradients)))),
+        ready_shares=tuple(accumulate(reversed(shares), max)),
+    )

@@ -7,9 +7,9 @@ addition, a reshape) counts towards the second, so that the layers' times add up
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ from common.utils.progress import console, show_progress
 from common.utils.system import tune_malloc, usable_cores
 from lab.calibrate.fits import fit_line, others_share, quiet
 from lab.calibrate.layer_timer import Call, LayerTimer
+from lab.calibrate.measurements import CpuSeconds, Sharing, StepTimes
 from lab.calibrate.trainer import IMAGE, Trainer
 from lab.predict.calibration_file import noise_warning
 
@@ -51,7 +52,7 @@ def measure_profile(
     torch.set_num_threads(usable_cores())
     try:
         trainer = Trainer(model, most_samples=max(samples), device=device)
-        steps: list[dict[str, Any]] = []
+        steps: list[_LayerStep] = []
         turns = [batch for _ in range(rounds) for batch in samples]
         console.print(
             f"measuring each layer of {model} with {len(turns)} batches, usually about "
@@ -83,38 +84,39 @@ def describe_profile(profile: Profile) -> list[str]:
     ]
 
 
-def _timed_steps(trainer: Trainer, timer: LayerTimer, samples: int) -> list[dict[str, Any]]:
-    """Return the records of a few steps, each with its layers' calls and their seconds."""
+@dataclass
+class _LayerStep:
+    """One step, and the seconds of each of its layers' calls."""
+
+    step: StepTimes
+    calls: tuple[Call, ...]
+    forward: list[float]
+    backward: list[float]
+
+    @property
+    def cpu(self) -> CpuSeconds:
+        return self.step.cpu
+
+
+def _timed_steps(trainer: Trainer, timer: LayerTimer, samples: int) -> list[_LayerStep]:
+    """Return a few steps, each with its layers' calls and their seconds."""
     taken: list[tuple[tuple[Call, ...], list[float], list[float]]] = []
-    records = trainer.time_steps(
+    steps = trainer.time_steps(
         [samples], steps=_STEPS, after_step=lambda _: taken.append(timer.take())
     )
-    warm = taken[-len(records) :]
-    return [
-        record | {"layers": {"calls": calls, "forward": forward, "backward": backward}}
-        for record, (calls, forward, backward) in zip(records, warm, strict=True)
-    ]
+    warm = taken[-len(steps) :]
+    return [_LayerStep(step, *layers) for step, layers in zip(steps, warm, strict=True)]
 
 
-def _fit_profile(name: str, model: str, device: str, steps: Sequence[dict[str, Any]]) -> Profile:
+def _fit_profile(name: str, model: str, device: str, steps: Sequence[_LayerStep]) -> Profile:
     """Return the profile whose lines fit each layer's median seconds in the quiet ``steps``."""
-    counts = sorted({step["samples"] for step in steps})
-    turns, here = [(step,) for step in steps], {"ranks_here": 1, "cores": usable_cores()}
-    by_count = [
-        [step for (step,) in quiet([turn for turn in turns if turn[0]["samples"] == count], here)]
-        for count in counts
-    ]
+    alone = Sharing(cores=usable_cores(), ranks_here=1)
+    by_samples = {}
+    for samples in sorted({step.step.samples for step in steps}):
+        turns = [(step,) for step in steps if step.step.samples == samples]
+        by_samples[samples] = [step for (step,) in quiet(turns, alone)]
 
-    def line(way: str, index: int) -> SectionTime:
-        seconds = [
-            statistics.median(step["layers"][way][index] for step in same) for same in by_count
-        ]
-        return SectionTime(*fit_line(counts, [max(_LEAST_SECONDS, s) for s in seconds]).values)
-
-    layers = tuple(
-        Layer(call.name, line("forward", index), line("backward", index), call.parameters)
-        for index, call in enumerate(steps[0]["layers"]["calls"])
-    )
+    layers = tuple(_fit_layer(call, index, by_samples) for index, call in enumerate(steps[0].calls))
     machine = environment()
     return Profile(
         name=name,
@@ -125,17 +127,37 @@ def _fit_profile(name: str, model: str, device: str, steps: Sequence[dict[str, A
         model=model,
         image=IMAGE,
         layers=layers,
-        update_seconds=statistics.median(step["update"] for same in by_count for step in same),
-        others_share=others_share(turns, here),
+        update_seconds=statistics.median(
+            step.step.update for same in by_samples.values() for step in same
+        ),
+        others_share=others_share([(step,) for step in steps], alone),
         steps=tuple(
-            (
-                count,
-                statistics.median(
-                    sum(step["layers"]["forward"]) + sum(step["layers"]["backward"])
-                    for step in same
-                ),
-                sum(layer.forward.at(count) + layer.backward.at(count) for layer in layers),
-            )
-            for count, same in zip(counts, by_count, strict=True)
+            (samples, _median_seconds(same), _fitted_seconds(layers, samples))
+            for samples, same in by_samples.items()
         ),
     )
+
+
+def _fit_layer(call: Call, index: int, by_samples: Mapping[int, Sequence[_LayerStep]]) -> Layer:
+    """Fit lines to the median seconds of a layer: the ``index``-th call of every step."""
+    forward = []
+    backward = []
+    for steps in by_samples.values():
+        forward.append(statistics.median(step.forward[index] for step in steps))
+        backward.append(statistics.median(step.backward[index] for step in steps))
+    samples = list(by_samples)
+    return Layer(
+        call.name, _fit_section(samples, forward), _fit_section(samples, backward), call.parameters
+    )
+
+
+def _fit_section(samples: Sequence[int], seconds: Sequence[float]) -> SectionTime:
+    return SectionTime(*fit_line(samples, [max(_LEAST_SECONDS, s) for s in seconds]).values)
+
+
+def _median_seconds(steps: Sequence[_LayerStep]) -> float:
+    return statistics.median(sum(step.forward) + sum(step.backward) for step in steps)
+
+
+def _fitted_seconds(layers: Sequence[Layer], samples: int) -> float:
+    return sum(layer.forward.at(samples) + layer.backward.at(samples) for layer in layers)

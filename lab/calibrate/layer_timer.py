@@ -31,27 +31,22 @@ class LayerTimer:
     def __init__(
         self, model: nn.Module, criterion: nn.Module, *, device: torch.device | str
     ) -> None:
-        self._model, self._criterion, self._device = model, criterion, torch.device(device)
+        self._model = model
+        self._criterion = criterion
+        self._device = torch.device(device)
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._calls: list[Call] = []
         self._began: Moment = None
         self._last_gradient: Moment = None
 
     def __enter__(self) -> "LayerTimer":
-        modules = [*self._model.named_modules(), ("loss", self._criterion)]
-        self._hooks = [
-            self._model.register_forward_pre_hook(self._begin_step),
-            *(
-                layer.register_forward_hook(partial(self._end_layer, name))
-                for name, layer in modules
-                if not list(layer.children())
-            ),
-            *(
-                p.register_hook(self._gradient_ready)
-                for p in self._model.parameters()
-                if p.requires_grad
-            ),
-        ]
+        self._hooks = [self._model.register_forward_pre_hook(self._begin_step)]
+        for name, layer in [*self._model.named_modules(), ("loss", self._criterion)]:
+            if not list(layer.children()):
+                self._hooks.append(layer.register_forward_hook(partial(self._end_layer, name)))
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_hook(self._gradient_ready))
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -62,7 +57,8 @@ class LayerTimer:
         """Return the last step's calls in order, their forward and their backward seconds."""
         ends = [self._began, *(call.ended for call in self._calls)]
         forward = [seconds_between(begin, end) for begin, end in pairwise(ends)]
-        backward, end = [], self._last_gradient
+        backward = []
+        end = self._last_gradient
         for call in self._calls:  # the first layer's backward comes last
             begin = end if call.backward_began is None else call.backward_began
             backward.append(seconds_between(begin, end))
@@ -70,7 +66,8 @@ class LayerTimer:
         return tuple(self._calls), forward, backward
 
     def _begin_step(self, *_: Any) -> None:
-        self._calls, self._began = [], now(self._device)
+        self._calls = []
+        self._began = now(self._device)
 
     def _end_layer(self, name: str, layer: nn.Module, _inputs: Any, output: Tensor) -> None:
         claimed = {parameter for call in self._calls for parameter in call.parameters}

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,31 @@ from common.sync.message_cost import KINDS
 from common.sync.p2p import send_and_receive
 from common.sync.ring import ring_reduce_scatter
 from common.utils.processes import DaemonThreads
+from lab.calibrate.measurements import MemoryRow
+from lab.predict.measured_links import MeasuredLinks
 
 FLOAT_BYTES = 4
-SMALL, LARGE, LARGEST = 1_024, 2_000_000, 8_000_000
-_SMALL_CALLS, _SMALL_ROUNDS, _LARGE_CALLS, _LARGE_ROUNDS, _WARM_UP_CALLS = 20, 5, 2, 3, 1
+SMALL = 1_024  # bytes, as the next two
+LARGE = 2_000_000
+LARGEST = 8_000_000
+_WARM_UP_CALLS = 1
+_MEMORY_FLOATS = 24_000_000
 # Strategies use these in pairs: a rank sends out what it has collected. A send timed alone would
 # seem to end as soon as the message is in a buffer.
 _IN_PAIRS = {"gather": "scatter", "scatter": "gather", "reduce": "broadcast", "broadcast": "reduce"}
 SPREAD = 7936  # floats between two messages; a multiple of 64 keeps each aligned like a tensor
 MEMORY_SIZES = (1_000_000, 4_000_000, 12_000_000)
 _MEMORY_PAIRS = 4
+
+
+class _TimedSize(NamedTuple):
+    nbytes: int
+    calls: int
+    rounds: int
+
+
+_SHAPED_SIZES = [_TimedSize(SMALL, calls=20, rounds=5), _TimedSize(LARGE, calls=2, rounds=3)]
+_ALL_SIZES = [*_SHAPED_SIZES, _TimedSize(LARGEST, calls=2, rounds=3)]
 
 
 def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
@@ -75,37 +90,48 @@ def measure_links(
     *,
     kinds: Sequence[str],
     shaped: bool,
-) -> dict[str, Any]:
-    """Return the fields of ``MeasuredLinks``, the same on all ranks. Collective.
+) -> MeasuredLinks:
+    """Return what messages cost, the same on all ranks. Collective.
 
     shaped : the links' rate is known, so one large message size is enough.
     """
-    sizes = [
-        (SMALL, _SMALL_CALLS, _SMALL_ROUNDS),
-        *((nbytes, _LARGE_CALLS, _LARGE_ROUNDS) for nbytes in (LARGE, LARGEST)),
-    ]
+    sizes = _SHAPED_SIZES if shaped else _ALL_SIZES
     found: dict[str, list[tuple[int, float]]] = {}
     for kind in sorted(kinds, key=KINDS.index):
-        twin = _IN_PAIRS.get(kind)
-        pair = [message_call(one, rank, size) for one in (kind, twin) if one is not None]
-        found[kind] = found.get(twin or "") or []
-        for nbytes, calls, rounds in (sizes[:2] if shaped else sizes)[len(found[kind]) :]:
-            # A buffer of that size: each rank has a part of it.
-            part = nbytes // size if kind == "all_gather" else nbytes
-            tensor = torch.zeros(part // FLOAT_BYTES)
-            taken = [_seconds(pair, tensor, calls=calls) for _ in range(rounds)]
-            # Two rings ran at once: half the bytes, half the time.
-            count = 2 if kind == "reduce_scatter" else 1
-            found[kind].append((part // count, statistics.median(taken) / count))
-    arena = torch.zeros(24_000_000)
-    per_byte = {
-        name: over_ranks(
-            statistics.median(seconds / nbytes for nbytes, seconds in rows),
-            dist.ReduceOp.MAX,
-        )
-        for name, rows in time_memory(arena).items()
-    }
-    return {"nodes": size, "kinds": found, **per_byte}
+        twin = _IN_PAIRS.get(kind, "")
+        if twin in found:
+            found[kind] = found[twin]
+        else:
+            pair = [message_call(name, rank, size) for name in (kind, twin) if name]
+            found[kind] = [_time_size(kind, pair, size, timed) for timed in sizes]
+    rows = time_memory(torch.zeros(_MEMORY_FLOATS))
+    return MeasuredLinks(
+        nodes=size,
+        kinds=found,
+        sum=_seconds_per_byte(rows["sum"]),
+        copy=_seconds_per_byte(rows["copy"]),
+    )
+
+
+def _time_size(
+    kind: str, pair: Sequence[Callable[[Tensor], object]], ranks: int, timed: _TimedSize
+) -> tuple[int, float]:
+    """Return the bytes and the median seconds of one message of that kind."""
+    nbytes = timed.nbytes
+    if kind == "all_gather":  # a buffer of that size: each rank has a part of it
+        nbytes //= ranks
+    tensor = torch.zeros(nbytes // FLOAT_BYTES)
+    taken = [_seconds(pair, tensor, calls=timed.calls) for _ in range(timed.rounds)]
+    seconds = statistics.median(taken)
+    if kind == "reduce_scatter":  # two rings ran at once: half the bytes, half the time
+        return nbytes // 2, seconds / 2
+    return nbytes, seconds
+
+
+def _seconds_per_byte(rows: Sequence[MemoryRow]) -> float:
+    """Return the slowest rank's median over the sizes. Collective."""
+    own = statistics.median(row.seconds / row.nbytes for row in rows)
+    return over_ranks(own, dist.ReduceOp.MAX)
 
 
 def _seconds(
@@ -160,8 +186,8 @@ def over_ranks(value: float, op: dist.ReduceOp.RedOpType) -> float:
     return float(number)
 
 
-def time_memory(arena: Tensor) -> dict[str, list[list[float]]]:
-    """Return rows [bytes, seconds] of "sum" and "copy", all ranks at once.
+def time_memory(arena: Tensor) -> dict[str, list[MemoryRow]]:
+    """Return rows of "sum" and "copy", all ranks at once.
 
     "sum" adds one part of ``arena`` to another, "copy" copies it.
     """
@@ -170,7 +196,7 @@ def time_memory(arena: Tensor) -> dict[str, list[list[float]]]:
         "copy": Tensor.copy_,
     }
     return {
-        name: [[nbytes, _seconds_in_memory(act, arena, nbytes)] for nbytes in MEMORY_SIZES]
+        name: [MemoryRow(nbytes, _seconds_in_memory(act, arena, nbytes)) for nbytes in MEMORY_SIZES]
         for name, act in actions.items()
     }
 

@@ -13,7 +13,6 @@ from common.sync.message_cost import KINDS
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import encode
 from lab.calibrate.link_measurements import measure_links
-from lab.predict.measured_links import MeasuredLinks
 
 
 def main() -> None:
@@ -37,7 +36,7 @@ def main() -> None:
         torch.set_num_threads(max(1, usable_cores() // world.local_size))
         found = measure_links(world.rank, world.size, kinds=args.kinds, shaped=args.shaped)
         if world.is_rank0:
-            write_atomically(args.output, encode(MeasuredLinks(**found), indent=1))
+            write_atomically(args.output, encode(found, indent=1))
 
 
 if __name__ == "__main__":

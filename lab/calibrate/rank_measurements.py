@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,15 @@ from lab.calibrate.link_measurements import (
     parts_of,
     seconds_of_call,
     time_memory,
+)
+from lab.calibrate.measurements import (
+    GroupMeasurements,
+    MessageRound,
+    MessageRow,
+    OverlapTimes,
+    RankMeasurements,
+    Sharing,
+    StepTimes,
 )
 from lab.calibrate.trainer import WARM_UP_STEPS, Trainer, cpu_seconds, spent
 
@@ -68,46 +76,13 @@ class Measures:
         return _WARM_UP_ROUNDS + self.rounds + self.step_rounds
 
 
-Row = list[int | float]
-# Seconds by name, with the CPU times under "cpu" and perhaps a number of "samples".
-Times = dict[str, int | float | dict[str, float]]
-
-
-class MessageRound(TypedDict):
-    """A round of messages; rows are those of ``time_messages`` and ``time_memory``."""
-
-    messages: dict[str, list[Row]]
-    memory: dict[str, list[Row]]
-    cpu: dict[str, float]
-
-
-class RankMeasurements(TypedDict):
-    """What one rank measured; times in seconds.
-
-    ready : see ``Trainer.time_gradients``. overlap : see ``_overlap``.
-    together, alone : steps, see ``Trainer.time_steps``; rank 0 alone computes "alone".
-    environment : as in a run's ``environment.json``.
-    """
-
-    turns: list[MessageRound]
-    ready: list[float]
-    together: list[Times]
-    overlap: list[Times]
-    alone: list[Times]
-    threads: int
-    environment: dict[str, Any]
-
-
-def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -> dict[str, Any]:
+def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -> GroupMeasurements:
     """Measure in the open process group; return all ranks' numbers on every rank. Collective.
 
     ranks_here : ranks that share this machine; if there are several, rank 0 also computes alone,
         with all threads. The process is killed (SIGALRM) if it takes longer than ten minutes.
     """
-    # On a busy machine a rank may wait longer for rank 0, which measures alone, than for a message.
-    newer = hasattr(dist, "set_timeout")  # some of the torch versions that pyproject.toml admits
-    set_timeout = dist.set_timeout if newer else distributed_c10d._set_pg_timeout
-    set_timeout(timedelta(seconds=_LIMIT_SECONDS))
+    _set_group_timeout(timedelta(seconds=_LIMIT_SECONDS))
     tune_malloc()
     cores = usable_cores()
     threads = max(1, cores // ranks_here)
@@ -124,84 +99,82 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
             turns = time_messages(rank, size, measures, show)
         trainer = Trainer(measures.model, most_samples=max(measures.samples))
         samples = _affordable(trainer, measures.samples, ranks_here)
-        mine = tuple(max(2, count // ranks_here) for count in samples)
-        found: RankMeasurements = {
-            "turns": turns,
-            "ready": trainer.time_gradients(mine[-1]),
-            "together": [],
-            "overlap": [],
-            "alone": [],
-            "threads": threads,
-            "environment": environment(),
-        }
+        own_samples = tuple(max(2, count // ranks_here) for count in samples)
+        found = RankMeasurements(
+            turns=turns,
+            ready=trainer.time_gradients(own_samples[-1]),
+            threads=threads,
+            environment=environment(),
+        )
         for done in range(measures.number - measures.step_rounds, measures.number):
             show(done)
-            found["together"] += trainer.time_steps(mine, steps=measures.steps, after_step=barrier)
-            found["overlap"].append(_overlap(trainer, mine[-1]))
+            found.together += trainer.time_steps(
+                own_samples, steps=measures.steps, after_step=barrier
+            )
+            found.overlap.append(_overlap(trainer, own_samples[-1]))
             if ranks_here > 1:
-                found["alone"] += _alone(trainer, rank, cores, samples, steps=measures.steps)
+                found.alone += _alone(trainer, rank, cores, samples, steps=measures.steps)
                 torch.set_num_threads(threads)
-    return {
-        "ranks": gather_objects(current_world(), found, schema=RankMeasurements),
-        "gradients": trainer.gradients,
-        "cores": cores,
-        "ranks_here": ranks_here,
-    }
+    return GroupMeasurements(
+        ranks=gather_objects(current_world(), found, schema=RankMeasurements),
+        gradients=trainer.gradients,
+        sharing=Sharing(cores, ranks_here),
+    )
+
+
+def _set_group_timeout(timeout: timedelta) -> None:
+    """Let a rank wait longer for rank 0, which measures alone, than for a message."""
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timeout)
+    else:  # some of the torch versions that pyproject.toml admits
+        distributed_c10d._set_pg_timeout(timeout)
 
 
 def time_messages(
     rank: int, size: int, measures: Measures, show: Callable[[int], None]
 ) -> list[MessageRound]:
-    """Return "messages", "memory" and "cpu" for each round. Collective.
+    """Time each kind of message at each size, and memory, in several rounds. Collective.
 
-    "messages" has rows [bytes, seconds, seconds without the message] for each kind, from a common
-    begin until every rank has its result; "memory" is what ``time_memory`` returns, "cpu" the CPU
-    time of the round. A tiny all_reduce follows each message, since a send timed alone would seem
-    to end as soon as the message is in a buffer. A row's last entry is the time of that all_reduce
-    alone, measured in the same round. Each call uses another part of memory, as gradients do.
+    A row's time is from a common begin until every rank has its result. A tiny all_reduce follows
+    each message, since a send timed alone would seem to end as soon as the message is in a buffer;
+    that all_reduce alone is timed in the same round. Each call uses another part of memory, as
+    gradients do.
     """
-    floats = max(2 * measures.sizes[-1][0], 10 * MEMORY_SIZES[-1]) // FLOAT_BYTES + SPREAD
-    arena = torch.zeros(floats).fill_(0.0)  # filled: the kernel maps its pages now
+    largest = max(2 * measures.sizes[-1][0], 10 * MEMORY_SIZES[-1])
+    arena = torch.zeros(largest // FLOAT_BYTES + SPREAD)
+    arena.fill_(0.0)  # the kernel maps its pages now
     calls = {kind: message_call(kind, rank, size) for kind in KINDS}
     rounds: list[MessageRound] = []
     for done in range(_WARM_UP_ROUNDS + measures.rounds):
         show(done)
         began = cpu_seconds()
-        found: dict[str, list[Row]] = {kind: [] for kind in KINDS}
+        messages: dict[str, list[MessageRow]] = {kind: [] for kind in KINDS}
         for nbytes, repeats in measures.sizes:
             parts = parts_of(arena, nbytes, repeats)
             without = seconds_of_call(lambda _: None, parts)
             for kind, call in calls.items():
-                found[kind].append([nbytes, seconds_of_call(call, parts), without])
-        rounds.append(
-            {  # in this order: the CPU time covers the rest
-                "messages": found,
-                "memory": time_memory(arena),
-                "cpu": spent(began, cpu_seconds()),
-            }
-        )
+                row = MessageRow(nbytes, seconds_of_call(call, parts), without)
+                messages[kind].append(row)
+        memory = time_memory(arena)
+        rounds.append(MessageRound(messages, memory, cpu=spent(began, cpu_seconds())))
     return rounds[_WARM_UP_ROUNDS:]
 
 
-def _overlap(trainer: Trainer, samples: int) -> dict[str, Any]:
-    """Return the seconds of backward alone, of messages alone, and of backward during messages."""
-    start = cpu_seconds()
+def _overlap(trainer: Trainer, samples: int) -> OverlapTimes:
+    """Time backward alone, messages alone, and backward during messages. Collective."""
+    began = cpu_seconds()
     barrier()
     alone = trainer.backward_seconds(samples)
     tensor = torch.zeros(_OVERLAP_BYTES // FLOAT_BYTES)
-    one = seconds_of_call(lambda part: _wait(_send(1, part)), [tensor] * 4)
+    one_message = seconds_of_call(lambda part: _wait(_send(1, part)), [tensor] * 4)
     # Messages for half of backward: all of them end within it, and they suffice to show their cost.
-    count = int(over_ranks(max(1.0, 0.5 * alone / one), dist.ReduceOp.MIN))
+    fitting = max(1.0, 0.5 * alone / one_message)
+    count = int(over_ranks(fitting, dist.ReduceOp.MIN))
     messages = seconds_of_call(lambda part: _wait(_send(count, part)), [tensor])
     works: list[dist.Work] = []
     both = trainer.backward_seconds(samples, before=lambda: works.extend(_send(count, tensor)))
     _wait(works)
-    return {
-        "backward": alone,
-        "messages": messages,
-        "both": both,
-        "cpu": spent(start, cpu_seconds()),
-    }
+    return OverlapTimes(alone, messages, both, cpu=spent(began, cpu_seconds()))
 
 
 def _send(count: int, tensor: Tensor) -> list[dist.Work]:
@@ -221,7 +194,8 @@ def _affordable(trainer: Trainer, samples: Sequence[int], ranks_here: int) -> tu
     """
     barrier()
     trainer.backward_seconds(_PROBE_SAMPLES)
-    seconds = trainer.backward_seconds(_PROBE_SAMPLES) / _PROBE_SAMPLES * max(samples) / ranks_here
+    seconds_per_sample = trainer.backward_seconds(_PROBE_SAMPLES) / _PROBE_SAMPLES
+    seconds = seconds_per_sample * max(samples) / ranks_here
     share = over_ranks(min(1.0, _LONGEST_BACKWARD_SECONDS / seconds), dist.ReduceOp.MIN)
     return tuple(
         max(2 * position * ranks_here, int(count * share))
@@ -231,7 +205,7 @@ def _affordable(trainer: Trainer, samples: Sequence[int], ranks_here: int) -> tu
 
 def _alone(
     trainer: Trainer, rank: int, cores: int, samples: Sequence[int], *, steps: int
-) -> list[dict[str, Any]]:
+) -> list[StepTimes]:
     """Time rank 0's steps with all threads of the machine while the other ranks wait."""
     if rank == 0:
         torch.set_num_threads(cores)

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import psutil
 import torch
@@ -18,6 +17,7 @@ from common.models import build_model
 from common.sync.message_cost import GradientSize
 from common.training import prepare_model_for_training
 from common.training_engine import StepRecord, TrainingEngine
+from lab.calibrate.measurements import CpuSeconds, StepTimes
 
 IMAGE = (32, 32)  # height and width
 WARM_UP_STEPS = 1
@@ -26,16 +26,16 @@ _BATCHES = 8  # of the largest size: more than the steps that are timed in a row
 _SEED = 0
 
 
-def cpu_seconds() -> dict[str, float]:
-    """Return the clock's seconds, and the CPU seconds of this process and of all processes."""
+def cpu_seconds() -> CpuSeconds:
+    """Return the clock, and the CPU seconds of this process and of all processes, until now."""
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "steal", 0.0)
-    return {"clock": time.monotonic(), "own": time.process_time(), "all": sum(times[:8]) - idle}
+    return CpuSeconds(time.monotonic(), time.process_time(), sum(times[:8]) - idle)
 
 
-def spent(began: dict[str, float], ended: dict[str, float]) -> dict[str, float]:
+def spent(began: CpuSeconds, ended: CpuSeconds) -> CpuSeconds:
     """Return how much ``cpu_seconds`` grew from ``began`` to ``ended``."""
-    return {name: ended[name] - seconds for name, seconds in began.items()}
+    return CpuSeconds(ended.clock - began.clock, ended.own - began.own, ended.all - began.all)
 
 
 class Trainer:
@@ -69,27 +69,28 @@ class Trainer:
 
     def time_steps(
         self, samples: Sequence[int], *, steps: int, after_step: Callable[[int], None]
-    ) -> list[dict[str, Any]]:
-        """Return for each step "samples", "cpu", and the seconds "before", "backward" and "update".
+    ) -> list[StepTimes]:
+        """Time ``steps`` steps for each number of samples, after ``WARM_UP_STEPS`` others.
 
-        "before" is data and forward. For each number of samples, ``steps`` steps are timed after
-        ``WARM_UP_STEPS`` others. ``after_step`` is called after every step, outside the timed part.
+        ``after_step`` is called after every step, outside the timed part.
         """
-        return [
-            {
-                "samples": count,
-                "before": record.seconds["data"] + record.seconds["forward"],
-                "cpu": cpu,
-                "backward": record.seconds["backward"],
-                "update": record.seconds["sync"] + record.seconds["update"],
-            }
-            for count in samples
-            for record, cpu in self._train(count, WARM_UP_STEPS + steps, after_step)[WARM_UP_STEPS:]
-        ]
+        taken = []
+        for count in samples:
+            trained = self._train(count, WARM_UP_STEPS + steps, after_step)
+            for record, cpu in trained[WARM_UP_STEPS:]:
+                step = StepTimes(
+                    samples=count,
+                    before=record.data_seconds + record.forward_seconds,
+                    backward=record.backward_seconds,
+                    update=record.sync_seconds + record.update_seconds,
+                    cpu=cpu,
+                )
+                taken.append(step)
+        return taken
 
     def _train(
         self, samples: int, steps: int, after_step: Callable[[int], None]
-    ) -> list[tuple[StepRecord, dict[str, float]]]:
+    ) -> list[tuple[StepRecord, CpuSeconds]]:
         """Train, and return each step's record and its CPU time, ``after_step`` included."""
         records: list[StepRecord] = []
         ends = [cpu_seconds()]

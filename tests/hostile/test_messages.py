@@ -13,7 +13,7 @@ from common.errors import GroupError, UserError
 from common.reporting.rank_stats import _Measured
 from common.reporting.run_files import StepSeconds
 from common.utils.typed_json import calm, encode
-from lab.calibrate.rank_measurements import RankMeasurements
+from lab.calibrate.measurements import RankMeasurements
 from tests.helpers.hostile import CASES, altered, damaged, run_cases
 
 ROW = {
@@ -30,12 +30,11 @@ LANE = {
     "sections": {"forward": [[0.0, 0.5]]},
     "messages": [{"kind": "all_reduce", "bytes": 8, "sent_bytes": 8.0, "begin": 0.1, "end": 0.2}],
 }
+CPU = {"clock": 1.0, "own": 0.5, "all": 0.9}
 MEASURED = {
-    "turns": [
-        {"messages": {"send": [[8, 0.1, 0.0]]}, "memory": {"sum": [[8, 0.1]]}, "cpu": {"own": 1.0}}
-    ],
+    "turns": [{"messages": {"send": [[8, 0.1, 0.0]]}, "memory": {"sum": [[8, 0.1]]}, "cpu": CPU}],
     "ready": [0.5, 1.0],
-    "together": [{"samples": 32, "before": 0.1, "cpu": {"own": 0.5}}],
+    "together": [{"samples": 32, "before": 0.1, "backward": 0.2, "update": 0.1, "cpu": CPU}],
     "overlap": [],
     "alone": [],
     "threads": 1,

@@ -14,6 +14,17 @@ from common.errors import UserError
 from common.sync.message_cost import KINDS, GradientSize
 from lab.calibrate import calibration
 from lab.calibrate.fits import fit_calibration
+from lab.calibrate.measurements import (
+    CpuSeconds,
+    GroupMeasurements,
+    MemoryRow,
+    MessageRound,
+    MessageRow,
+    OverlapTimes,
+    RankMeasurements,
+    Sharing,
+    StepTimes,
+)
 from lab.calibrate.rank_measurements import Measures
 from lab.cli import main
 from lab.fitting import fit
@@ -66,7 +77,7 @@ def measured_by(size, *, alpha, beta, gamma, generator):
     """
 
     def cpu(noise, ranks=size):
-        return {"clock": 10.0, "own": 9.0, "all": 9.0 * ranks + 10.0 * noise}
+        return CpuSeconds(clock=10.0, own=9.0, all=9.0 * ranks + 10.0 * noise)
 
     def message_rows(kind, noise):
         rows = []
@@ -74,48 +85,47 @@ def measured_by(size, *, alpha, beta, gamma, generator):
             count, link_bytes, summed = loads(kind, nbytes, size)
             seconds = alpha * count + beta * link_bytes + gamma * summed
             (seconds,) = noisy([seconds], generator)
-            rows.append([nbytes, (seconds + 1e-4) * (1 + noise), 1e-4])
+            rows.append(MessageRow(nbytes, (seconds + 1e-4) * (1 + noise), 1e-4))
         return rows
 
     def turn(noise):
-        in_memory = [[nbytes, gamma * nbytes * (1 + noise)] for nbytes in SIZES]
-        return {
-            "messages": {kind: message_rows(kind, noise) for kind in KINDS},
-            "cpu": cpu(noise),
-            "memory": {"sum": in_memory, "copy": in_memory},
-        }
+        in_memory = [MemoryRow(nbytes, gamma * nbytes * (1 + noise)) for nbytes in SIZES]
+        return MessageRound(
+            messages={kind: message_rows(kind, noise) for kind in KINDS},
+            cpu=cpu(noise),
+            memory={"sum": in_memory, "copy": in_memory},
+        )
 
     def steps(samples, speed, ranks=size):
         return [
-            {
-                "samples": count,
-                "before": speed * (0.02 + 0.003 * count) * (1 + noise),
-                "update": speed * 0.01,
-                "backward": speed * (0.05 + 0.006 * count) * (1 + noise),
-                "cpu": cpu(noise, ranks),
-            }
+            StepTimes(
+                samples=count,
+                before=speed * (0.02 + 0.003 * count) * (1 + noise),
+                update=speed * 0.01,
+                backward=speed * (0.05 + 0.006 * count) * (1 + noise),
+                cpu=cpu(noise, ranks),
+            )
             for count in samples
             for noise in (0, 1, 0, 3, 2)
         ]
 
     def rank(speed):
-        return {
-            "turns": [turn(noise) for noise in (3, 0, 2, 0, 1, 0)],
-            "threads": 1,
-            "together": steps((8, 24, 56), speed),
-            "ready": [1.0, 0.9, 0.3, 0.1],
-            "environment": {"cpu": "Test CPU"},
-            "alone": [],
-            "overlap": [
-                {"backward": 1.0, "messages": 0.4, "both": 1.2 + noise, "cpu": cpu(noise)}
+        return RankMeasurements(
+            turns=[turn(noise) for noise in (3, 0, 2, 0, 1, 0)],
+            threads=1,
+            together=steps((8, 24, 56), speed),
+            ready=[1.0, 0.9, 0.3, 0.1],
+            environment={"cpu": "Test CPU"},
+            overlap=[
+                OverlapTimes(backward=1.0, messages=0.4, both=1.2 + noise, cpu=cpu(noise))
                 for noise in (0, 5, 0)
             ],
-        }
+        )
 
     first, *others = (rank(speed) for speed in [2.0] + [2.2] * (size - 1))
-    first["alone"] = steps((16, 48, 112), 1.0, 1)
+    first.alone = steps((16, 48, 112), 1.0, 1)
     sizes = [GradientSize(shape) for shape in ((100,), (10,), (50, 2), (5,))]
-    return {"ranks": [first, *others], "cores": size, "ranks_here": size, "gradients": sizes}
+    return GroupMeasurements([first, *others], sizes, Sharing(cores=size, ranks_here=size))
 
 
 @pytest.mark.parametrize("size", [2, 5])

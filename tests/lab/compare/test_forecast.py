@@ -97,7 +97,7 @@ def test_only_what_the_strategies_send_is_measured():
 
 def _measured(rank):
     kinds = ["all_reduce", "gather", "scatter", "reduce", "all_gather", "reduce_scatter"]
-    return MeasuredLinks(**measure_links(rank, 2, kinds=kinds, shaped=False))
+    return measure_links(rank, 2, kinds=kinds, shaped=False)
 
 
 def test_messages_are_measured_alike_on_all_ranks():
