@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from itertools import accumulate, chain
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from common.errors import count
 from common.sync.message_cost import KINDS
@@ -63,7 +63,7 @@ def fit_calibration(found: GroupMeasurements, *, model: str, quick: bool) -> Cal
         gradients=tuple(GradientShape(size.shape, size.itemsize) for size in found.gradients),
         network=network,
         compute=_compute_model(found, profiles),
-        fits={name: cast(FitRecord, asdict(line)) for name, line in fits.items()},
+        fits={name: FitRecord(**asdict(line)) for name, line in fits.items()},
         machine=machine,
     )
 

@@ -39,8 +39,10 @@ def with_best_buckets(
     default = make()
     others = [make(bucket_mb=size) for size in (*SIZES_MB, whole) if size <= whole]
 
-    def seconds(one: MessagePlan) -> float:
-        return step_seconds(one, sizes, ranks, network=network, compute=compute)
+    def seconds(tried: MessagePlan) -> float:
+        return step_seconds(tried, sizes, ranks, network=network, compute=compute)
 
     best = min(others, key=seconds)
-    return best if seconds(best) < (1 - LEAST_GAIN) * seconds(default) else default
+    if seconds(best) < (1 - LEAST_GAIN) * seconds(default):
+        return best
+    return default

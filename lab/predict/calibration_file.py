@@ -5,12 +5,11 @@
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -42,7 +41,8 @@ _MOST_ENTRIES = 2**40
 _Interval = tuple[Finite, Finite]
 
 
-class FitRecord(TypedDict):
+@dataclass(frozen=True)
+class FitRecord:
     """What lab/fitting.py found: values, their 95 % intervals, and the points it fitted."""
 
     values: Annotated[list[Finite], Meta(min_length=1, max_length=10)]
@@ -116,7 +116,7 @@ class Calibration:
     @cached_property
     def gradient_sizes(self) -> list[GradientSize]:
         """The gradients' bytes, in the order of the parameters."""
-        return [GradientSize(one.shape, one.itemsize) for one in self.gradients]
+        return [GradientSize(gradient.shape, gradient.itemsize) for gradient in self.gradients]
 
     @property
     def over_loopback(self) -> bool:
@@ -166,33 +166,29 @@ def load_calibration(path: Path) -> Calibration:
 
 def describe(calibration: Calibration) -> list[str]:
     """Return lines for a person: each kind's alpha, bandwidth and error, compute times."""
-    network, compute = calibration.network, calibration.compute
-    where = (
-        "over loopback"
-        if calibration.over_loopback
-        else f"on several nodes, {calibration.ranks_here} on each"
-    )
-    steps = [
-        compute.at(LARGE_STEP / profile.ranks, ranks_here=profile.ranks)
-        for profile in compute.profiles
-    ]
-    return [
-        f"{calibration.name}, {count(calibration.ranks, 'rank')} {where}",
-        *(
-            _describe_rate(kind, rate, calibration.fits[kind])
-            for kind, rate in network.kinds.items()
-        ),
+    network = calibration.network
+    where = "over loopback"
+    if not calibration.over_loopback:
+        where = f"on several nodes, {calibration.ranks_here} on each"
+    lines = [f"{calibration.name}, {count(calibration.ranks, 'rank')} {where}"]
+    for kind, rate in network.kinds.items():
+        lines.append(_describe_rate(kind, rate, calibration.fits[kind]))
+    lines.append(
         f"  in memory: adding {bandwidth_text(network.gamma_seconds_per_byte)}, copying "
         f"{bandwidth_text(network.copy_seconds_per_byte)}; a message delays a concurrent backward "
-        f"by {100 * network.overlap_cost:.0f} % of its time",
-        *(
+        f"by {100 * network.overlap_cost:.0f} % of its time"
+    )
+    for profile in calibration.compute.profiles:
+        samples = LARGE_STEP / profile.ranks
+        step = calibration.compute.at(samples, ranks_here=profile.ranks)
+        threads = count(profile.threads, "thread")
+        if profile.ranks > 1:
+            threads += " each"
+        lines.append(
             f"  {calibration.model}, {LARGE_STEP} samples on {count(profile.ranks, 'rank')} with "
-            f"{count(profile.threads, 'thread')}{' each' * (profile.ranks > 1)}: "
-            f"{step.seconds:.3f} s to compute a step"
-            for profile, step in zip(compute.profiles, steps, strict=True)
-        ),
-        *noise_warning(calibration.others_share, "calibrate"),
-    ]
+            f"{threads}: {step.seconds:.3f} s to compute a step"
+        )
+    return [*lines, *noise_warning(calibration.others_share, "calibrate")]
 
 
 def noise_warning(others_share: float, command: str) -> list[str]:
@@ -200,17 +196,18 @@ def noise_warning(others_share: float, command: str) -> list[str]:
 
     command : what the user should do again.
     """
-    warning = (
+    if others_share <= QUIET_SHARE:
+        return []
+    return [
         f"warning: other processes used {100 * others_share:.0f} % of the cores during the "
         f"measurement: end them, and {command} again"
-    )
-    return [warning] if others_share > QUIET_SHARE else []
+    ]
 
 
-def _describe_rate(kind: str, rate: Rate, fit: Mapping[str, Any]) -> str:
-    low, high = fit["intervals"][0]
+def _describe_rate(kind: str, rate: Rate, fit: FitRecord) -> str:
+    low, high = fit.intervals[0]
     return (
         f"  {kind:<10}  {rate.alpha_seconds * 1e3:.3f} ms per message ({low * 1e3:.3f} to "
         f"{high * 1e3:.3f}), {bandwidth_text(rate.beta_seconds_per_byte)}; largest error of the "
-        f"fit {100 * fit['worst_relative_error']:.0f} %"
+        f"fit {100 * fit.worst_relative_error:.0f} %"
     )

@@ -57,16 +57,17 @@ class StepCompute:
         """
         backward = max(ready.values())
         in_turn = list(sizes)[::-1]
-        shares = (ready[name] / backward for name in in_turn)
-        needed = needed or {}
-        begins = (needed[name] / before_seconds for name in in_turn if name in needed)
+        ready_shares = [ready[name] / backward for name in in_turn]
+        needed_shares = []
+        if needed:
+            needed_shares = [needed[name] / before_seconds for name in in_turn]
         return cls(
             before_seconds,
             backward,
             update_seconds,
-            tuple(accumulate(sizes[name] for name in in_turn)),
-            tuple(accumulate(shares, max)),
-            tuple(accumulate(begins, min)),
+            ready_bytes=tuple(accumulate(sizes[name] for name in in_turn)),
+            ready_shares=tuple(accumulate(ready_shares, max)),
+            needed_shares=tuple(accumulate(needed_shares, min)),
         )
 
     @property
@@ -77,15 +78,18 @@ class StepCompute:
     def ready_seconds(self, nbytes: int) -> float:
         """Return the seconds of backward until ``nbytes`` bytes of gradients are made."""
         index = bisect.bisect_left(self.ready_bytes, nbytes)
-        share = self.ready_shares[index] if index < len(self.ready_shares) else 1.0
-        return share * self.backward_seconds
+        if index == len(self.ready_shares):
+            return self.backward_seconds
+        return self.ready_shares[index] * self.backward_seconds
 
     def needed_seconds(self, nbytes: int) -> float:
         """Return the seconds until forward uses a parameter beyond the first ``nbytes`` bytes."""
-        shares = self.needed_shares or [1 - share for share in self.ready_shares]
-        total = self.ready_bytes[-1] if self.ready_bytes else 0
-        index = bisect.bisect_left(self.ready_bytes, total - nbytes)
-        return shares[index] * self.before_seconds if index < len(shares) else 0.0
+        if not self.ready_bytes:
+            return 0.0
+        index = bisect.bisect_left(self.ready_bytes, self.ready_bytes[-1] - nbytes)
+        if self.needed_shares:
+            return self.needed_shares[index] * self.before_seconds
+        return (1 - self.ready_shares[index]) * self.before_seconds
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class ComputeModel:
             "ready_shares": self.ready_shares,
         }
         for name, values in columns.items():
-            if any(one > other for one, other in pairwise(values)):
+            if any(value > following for value, following in pairwise(values)):
                 raise ValueError(f"{name} must rise from each entry to the next")
         if len(self.ready_bytes) != len(self.ready_shares):
             raise ValueError(
@@ -154,18 +158,22 @@ class ComputeModel:
         """
         ranks = [profile.ranks for profile in self.profiles]
         above = bisect.bisect_right(ranks, ranks_here)
-        low, high = self.profiles[max(0, above - 1)], self.profiles[min(above, len(ranks) - 1)]
-        between = low.ranks < ranks_here < high.ranks
-        # 0 at low, 1 at high
-        share = math.log(ranks_here / low.ranks, high.ranks / low.ranks) if between else 0.0
+        low = self.profiles[max(0, above - 1)]
+        high = self.profiles[min(above, len(ranks) - 1)]
+        share = 0.0  # 0 at low, 1 at high
+        if low.ranks < ranks_here < high.ranks:
+            share = math.log(ranks_here / low.ranks, high.ranks / low.ranks)
+        crowding = max(1.0, ranks_here / ranks[-1])
 
-        def fixed(first: float, second: float) -> float:
-            return max(1.0, ranks_here / ranks[-1]) * (first + share * (second - first))
+        def fixed(at_low: float, at_high: float) -> float:
+            return crowding * (at_low + share * (at_high - at_low))
 
-        def shared(first: float, second: float) -> float:
-            # A rank's time grows with the ranks that share the cores; the machine's time, first /
-            # ranks, hardly does.
-            return ranks_here * ((1 - share) * first / low.ranks + share * second / high.ranks)
+        def shared(at_low: float, at_high: float) -> float:
+            # A rank's time grows with the ranks that share the cores; the machine's time, that of a
+            # rank divided by the ranks, hardly does.
+            machine_low = (1 - share) * at_low / low.ranks
+            machine_high = share * at_high / high.ranks
+            return ranks_here * (machine_low + machine_high)
 
         return StepCompute(
             fixed(low.before_fixed_seconds, high.before_fixed_seconds)
@@ -184,4 +192,7 @@ def local_samples(batch_size: int, nodes: int, *, scaling: str) -> int:
     scaling : "strong" divides a global batch of ``batch_size`` over the nodes, "weak" gives every
         node that many.
     """
-    return max(LEAST_SAMPLES, batch_size if scaling == "weak" else -(-batch_size // nodes))
+    samples = batch_size
+    if scaling == "strong":
+        samples = math.ceil(batch_size / nodes)
+    return max(LEAST_SAMPLES, samples)

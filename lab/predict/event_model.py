@@ -10,8 +10,8 @@ Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPIC
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
-from typing import Annotated
+from itertools import accumulate
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
@@ -51,6 +51,11 @@ class Rate:
     alpha_seconds: MessageSeconds
     beta_seconds_per_byte: ByteSeconds
     floor_seconds: MessageSeconds = 0.0
+
+    def at_least(self, beta_seconds_per_byte: float) -> "Rate":
+        """Return this rate on links where a byte takes so long, if that is longer."""
+        beta = max(beta_seconds_per_byte, self.beta_seconds_per_byte)
+        return replace(self, beta_seconds_per_byte=beta)
 
 
 @dataclass(frozen=True)
@@ -105,24 +110,27 @@ class Network:
         A byte never takes less time than measured here, since it still passes the same software. It
         also slows backward by as many seconds as here.
         """
-        beta = 0.0 if rate_bits is None else 8 * HEADERS / rate_bits
-
-        def moved(rate: Rate) -> Rate:
-            return replace(
-                rate,
-                alpha_seconds=rate.alpha_seconds if latency_seconds is None else latency_seconds,
-                beta_seconds_per_byte=max(beta, rate.beta_seconds_per_byte),
-            )
-
-        default = moved(Rate(self.alpha_seconds, self.beta_seconds_per_byte))
+        default = Rate(self.alpha_seconds, self.beta_seconds_per_byte)
+        kinds = self.kinds
+        software = self
+        if rate_bits is not None:
+            beta = 8 * HEADERS / rate_bits
+            default = default.at_least(beta)
+            kinds = {kind: rate.at_least(beta) for kind, rate in kinds.items()}
+        if latency_seconds is not None:
+            default = replace(default, alpha_seconds=latency_seconds)
+            kinds = {
+                kind: replace(rate, alpha_seconds=latency_seconds) for kind, rate in kinds.items()
+            }
+            software = self.without_latency()
         return OtherLinks(
             default.alpha_seconds,
             default.beta_seconds_per_byte,
             self.gamma_seconds_per_byte,
             self.copy_seconds_per_byte,
-            {kind: moved(rate) for kind, rate in self.kinds.items()},
+            kinds,
             self.overlap_cost,
-            software=self if latency_seconds is None else self.without_latency(),
+            software=software,
         )
 
     def without_latency(self) -> "Network":
@@ -143,11 +151,11 @@ class OtherLinks(Network):
 
     def delay_share(self, operation: Operation, ranks: int) -> float:
         """Return the fraction of a message's time by which it delays a concurrent backward."""
-        busy, seconds = (
-            sum(operation_terms(operation, ranks, network).values())
-            for network in (self.software, self)
-        )
-        return self.overlap_cost * busy / (seconds or 1.0)
+        seconds = sum(operation_terms(operation, ranks, self).values())
+        if seconds == 0:
+            return 0.0
+        busy = sum(operation_terms(operation, ranks, self.software).values())
+        return self.overlap_cost * busy / seconds
 
 
 def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
@@ -182,11 +190,11 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
     cost of a copy.
     """
     messages, link_bytes, summed = loads(operation.kind, operation.nbytes, ranks)
-    rate, count = network.rate(operation.kind), operation.count
+    rate = network.rate(operation.kind)
+    count = operation.count
     passing = link_bytes * rate.beta_seconds_per_byte
-    in_memory = (
-        summed + operation.summed_bytes
-    ) * network.gamma_seconds_per_byte + operation.copied_bytes * network.copy_seconds_per_byte
+    adding = (summed + operation.summed_bytes) * network.gamma_seconds_per_byte
+    copying = operation.copied_bytes * network.copy_seconds_per_byte
     # Through a root, the bytes of all ranks share one link: more ranks make it slower, so it is a
     # term of its own.
     by_root = operation.kind in ("gather", "scatter")
@@ -194,7 +202,7 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
         "latency": count * max(messages * rate.alpha_seconds, rate.floor_seconds - passing),
         "bandwidth": 0.0 if by_root else count * passing,
         "root's link": count * passing if by_root else 0.0,
-        "summation": count * in_memory,
+        "summation": count * (adding + copying),
     }
 
 
@@ -258,7 +266,9 @@ def message_terms(
 def _costs(
     plan: MessagePlan, sizes: Sequence[int], ranks: int, network: Network
 ) -> list[tuple[Operation, Terms]]:
-    operations = plan.operations(sizes, ranks) if ranks > 1 else []
+    if ranks == 1:
+        return []
+    operations = plan.operations(sizes, ranks)
     return [(operation, operation_terms(operation, ranks, network)) for operation in operations]
 
 
@@ -267,40 +277,58 @@ def _busy_and_exposed(
 ) -> tuple[float, float, float]:
     """Return the seconds of computing, how much messages slow it, and those that nothing hides."""
     costs = _costs(plan, sizes, ranks, network)
-    beside_backward = [
-        (
-            None if one.ready_bytes is None else compute.ready_seconds(one.ready_bytes),
-            sum(cost.values()),
-            network.delay_share(one, ranks),
-        )
-        for one, cost in costs
-        if one.needed_bytes is None
-    ]
-    gathers = [
-        (
-            compute.needed_seconds(one.needed_bytes),
-            sum(cost.values()),
-            network.delay_share(one, ranks),
-        )
-        for one, cost in costs
-        if one.needed_bytes is not None
-    ]
-    ends = [0.0, *ends_in_pairs([seconds for _, seconds, _ in gathers])]
-    beside_forward = [  # in the mirror: from the end of forward
-        (compute.before_seconds - needed, end - begin, share)
-        for (needed, _, share), (begin, end) in zip(gathers, pairwise(ends), strict=True)
-    ][::-1]
+    slowed_backward, after_backward = exposed_seconds(
+        _beside_backward(costs, ranks, network, compute), compute.backward_seconds
+    )
+    slowed_forward, before_forward = exposed_seconds(
+        _beside_forward(costs, ranks, network, compute), compute.before_seconds
+    )
     computed = compute.before_seconds + compute.backward_seconds
     computed += plan.update_share(ranks) * compute.update_seconds
-    slow = exposed = 0.0
-    for messages, seconds in (
-        (beside_forward, compute.before_seconds),
-        (beside_backward, compute.backward_seconds),
-    ):
-        slowed, left = exposed_seconds(messages, seconds)
-        # A strategy that sends in every eighth step only (local SGD) costs an eighth of that.
-        slow, exposed = slow + slowed / plan.period, exposed + left / plan.period
-    return computed, slow, exposed
+    # A strategy that sends in every eighth step only (local SGD) costs an eighth of that.
+    slowed = slowed_forward / plan.period + slowed_backward / plan.period
+    exposed = before_forward / plan.period + after_backward / plan.period
+    return computed, slowed, exposed
+
+
+class _Message(NamedTuple):
+    """A message beside computing: see ``exposed_seconds``."""
+
+    ready: float | None
+    seconds: float
+    delay_share: float
+
+
+def _beside_backward(
+    costs: Sequence[tuple[Operation, Terms]], ranks: int, network: Network, compute: StepCompute
+) -> list[_Message]:
+    """Return the messages that gradients make, each from the moment when backward has made them."""
+    messages = []
+    for operation, cost in costs:
+        if operation.needed_bytes is None:
+            ready = None
+            if operation.ready_bytes is not None:
+                ready = compute.ready_seconds(operation.ready_bytes)
+            share = network.delay_share(operation, ranks)
+            messages.append(_Message(ready, sum(cost.values()), share))
+    return messages
+
+
+def _beside_forward(
+    costs: Sequence[tuple[Operation, Terms]], ranks: int, network: Network, compute: StepCompute
+) -> list[_Message]:
+    """Return the messages that forward waits for, in the mirror: from the end of forward."""
+    gathers = [(operation, cost) for operation, cost in costs if operation.needed_bytes is not None]
+    ends = ends_in_pairs([sum(cost.values()) for _, cost in gathers])
+    messages = []
+    begin = 0.0
+    for (operation, _), end in zip(gathers, ends, strict=True):
+        assert operation.needed_bytes is not None
+        needed = compute.before_seconds - compute.needed_seconds(operation.needed_bytes)
+        share = network.delay_share(operation, ranks)
+        messages.append(_Message(needed, end - begin, share))
+        begin = end
+    return messages[::-1]
 
 
 def _bytes_sent(plan: MessagePlan, sizes: Sequence[int], ranks: int) -> tuple[float, float]:
@@ -308,10 +336,9 @@ def _bytes_sent(plan: MessagePlan, sizes: Sequence[int], ranks: int) -> tuple[fl
     if ranks == 1:
         return 0.0, 0.0
     spread = {1 + (ranks - 2) * index // (_SAMPLED_RANKS - 1) for index in range(_SAMPLED_RANKS)}
-    root, *others = (
-        float(plan.bytes_sent(sizes, rank, ranks)) / plan.period for rank in (0, *sorted(spread))
-    )
-    return root, math.fsum(others) / len(others)
+    root = float(plan.bytes_sent(sizes, 0, ranks))
+    others = [float(plan.bytes_sent(sizes, rank, ranks)) / plan.period for rank in sorted(spread)]
+    return root / plan.period, math.fsum(others) / len(others)
 
 
 def exposed_seconds(
@@ -328,22 +355,27 @@ def exposed_seconds(
     message comes first, and may begin once all of forward that needs it is done. Its t_k is then
     the time from the end of the message before to its own.
     """
-    now = computed = 0.0  # seconds on the clock, and how many seconds' worth of backward are done
+    now = 0.0
+    computed = 0.0  # how many seconds' worth of backward are done
     end_of_backward: float | None = None
     for ready, seconds, delay_share in messages:
         speed = 1 - delay_share
         # r_k: with no message under way, backward computes at full speed until this one's gradients
         # are ready.
-        wait = max(0.0, (backward_seconds if ready is None else ready) - computed)
+        begins = backward_seconds if ready is None else ready
+        wait = max(0.0, begins - computed)
         now += wait
         computed += wait
         left = backward_seconds - computed
         if end_of_backward is None and left <= seconds * speed:  # backward ends during this message
-            end_of_backward = now + (left / speed if left else 0.0)
+            end_of_backward = now
+            if left:  # else nothing is left, perhaps at a speed of 0
+                end_of_backward += left / speed
         now += seconds
         computed = min(backward_seconds, computed + seconds * speed)
     if end_of_backward is None:
-        end_of_backward = now = now + backward_seconds - computed
+        now += backward_seconds - computed
+        end_of_backward = now
     return end_of_backward - backward_seconds, now - end_of_backward
 
 
@@ -353,8 +385,10 @@ def ends_in_pairs(seconds: Sequence[float]) -> list[float]:
     Gloo has two threads. Two messages at a time share the link, so the first one of several takes
     up to twice its own ``seconds``. The last one's end is the same as one after the other.
     """
-    now, ends = 0.0, [0.0] * len(seconds)
-    waiting, under_way = list(enumerate(seconds)), list[tuple[float, int]]()
+    now = 0.0
+    ends = [0.0] * len(seconds)
+    waiting = list(enumerate(seconds))
+    under_way: list[tuple[float, int]] = []
     while waiting or under_way:
         while waiting and len(under_way) < 2:
             index, left = waiting.pop(0)

@@ -36,12 +36,14 @@ def network_from(found: MeasuredLinks, *, rate_bits: float | None) -> Network:
     kinds = {}
     for kind, rows in found.kinds.items():
         (_, floor), *larger = rows
-        points = [(seconds, *loads(kind, nbytes, found.nodes)[:2]) for nbytes, seconds in larger]
-        seconds, messages, link_bytes = points[0]
+        nbytes, seconds = larger[0]
+        messages, link_bytes, _ = loads(kind, nbytes, found.nodes)
         if rate_bits is not None:
             beta = 8 * HEADERS / rate_bits
         else:  # the slope between the two
-            beta = max(0.0, (points[-1][0] - seconds) / (points[-1][2] - link_bytes))
+            most_bytes, most_seconds = larger[-1]
+            _, most_link_bytes, _ = loads(kind, most_bytes, found.nodes)
+            beta = max(0.0, (most_seconds - seconds) / (most_link_bytes - link_bytes))
         kinds[kind] = Rate(max(0.0, seconds - beta * link_bytes) / messages, beta, floor)
     first = next(iter(kinds.values()))
     return Network(first.alpha_seconds, first.beta_seconds_per_byte, found.sum, found.copy, kinds)

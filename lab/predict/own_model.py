@@ -3,9 +3,9 @@
 from dataclasses import replace
 from itertools import accumulate
 
+from common.errors import UserError
 from common.models import MODELS
 from common.utils.registry import choices_text
-from lab.flags import refuse
 from lab.predict.calibration_file import Calibration, GradientShape
 from lab.predict.compute_model import ComputeModel, times
 from lab.predict.event_model import Network
@@ -37,31 +37,49 @@ def with_own_model(
 
     Raises UserError if the compute times would be those of another model.
     """
-    name = model or (
-        f"a model of {parameters:,.0f} parameters" if parameters else calibration.model
-    )
-    refuse(
-        {
-            "--model and --parameters are both given: give one": None not in (model, parameters),
-            "--step-time and --batch go together: give both": (step_seconds is None)
-            != (batch is None),
-            f"--model: got {model!r}, {choices_text(str(model), MODELS)}": model is not None
-            and model not in MODELS,
-            f"the calibration has the compute times of {calibration.model}: add --step-time and "
-            f"--batch of {name} on one of your nodes"
-            + (f", or run lab calibrate --model {model}" if model else ""): step_seconds is None
-            and name != calibration.model,
-        }
-    )
-    compute, gradients, network = calibration.compute, calibration.gradients, calibration.network
+    name = calibration.model
+    if model:
+        name = model
+    elif parameters:
+        name = f"a model of {parameters:,.0f} parameters"
+    _check(calibration, name, model, parameters, step_seconds, batch)
+    other_model = name != calibration.model
     if step_seconds is not None and batch is not None:
+        compute = calibration.compute
         factor = step_seconds / compute.at(batch).seconds
-        compute = replace(compute, profiles=tuple(times(one, factor) for one in compute.profiles))
-        network = Network(network.rate("all_reduce").alpha_seconds, _AT_ONCE)
-    if name != calibration.model:
+        profiles = tuple(times(profile, factor) for profile in compute.profiles)
+        calibration = replace(
+            calibration,
+            compute=replace(compute, profiles=profiles),
+            network=Network(calibration.network.rate("all_reduce").alpha_seconds, _AT_ONCE),
+        )
+    if other_model:
         gradients = _gradients(model) if model else _equal(parameters or 0)
-        compute = _spread_by_bytes(compute, gradients)
-    return replace(calibration, model=name, gradients=gradients, compute=compute, network=network)
+        compute = _spread_by_bytes(calibration.compute, gradients)
+        calibration = replace(calibration, model=name, gradients=gradients, compute=compute)
+    return calibration
+
+
+def _check(
+    calibration: Calibration,
+    name: str,
+    model: str | None,
+    parameters: float | None,
+    step_seconds: float | None,
+    batch: int | None,
+) -> None:
+    """Raise UserError if the flags contradict each other, or leave out the compute times."""
+    if model is not None and parameters is not None:
+        raise UserError("--model and --parameters are both given: give one")
+    if (step_seconds is None) != (batch is None):
+        raise UserError("--step-time and --batch go together: give both")
+    if model is not None and model not in MODELS:
+        raise UserError(f"--model: got {model!r}, {choices_text(model, MODELS)}")
+    if step_seconds is None and name != calibration.model:
+        advice = f"add --step-time and --batch of {name} on one of your nodes"
+        if model:
+            advice += f", or run lab calibrate --model {model}"
+        raise UserError(f"the calibration has the compute times of {calibration.model}: {advice}")
 
 
 def _gradients(model: str) -> tuple[GradientShape, ...]:
@@ -76,12 +94,14 @@ def _gradients(model: str) -> tuple[GradientShape, ...]:
 
 
 def _equal(parameters: float) -> tuple[GradientShape, ...]:
-    side = max(1, round((parameters / _TENSORS) ** 0.5))
-    return (GradientShape((side, max(1, round(parameters / _TENSORS / side))), 4),) * _TENSORS
+    of_a_tensor = parameters / _TENSORS
+    rows = max(1, round(of_a_tensor**0.5))
+    columns = max(1, round(of_a_tensor / rows))
+    return (GradientShape((rows, columns), itemsize=4),) * _TENSORS
 
 
 def _spread_by_bytes(compute: ComputeModel, gradients: tuple[GradientShape, ...]) -> ComputeModel:
     """Return the compute of a model whose backward makes every byte of gradients equally fast."""
-    ready = tuple(accumulate(one.nbytes for one in reversed(gradients)))
-    shares = tuple(count / ready[-1] for count in ready)
+    ready = tuple(accumulate(gradient.nbytes for gradient in reversed(gradients)))
+    shares = tuple(nbytes / ready[-1] for nbytes in ready)
     return replace(compute, ready_bytes=ready, ready_shares=shares)

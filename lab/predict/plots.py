@@ -51,8 +51,9 @@ def draw_scaling(
             f"--figure: got {str(path)!r}; give a file that ends in {', '.join(_SUFFIXES)}"
         )
     at_nodes = [(row.nodes, row) for row in rows]
-    at_rates = [(rate / 1e9, row) for rate, steps_at in by_rate.items() for row in steps_at]
+    at_rates = [(rate / 1e9, row) for rate, rows_at in by_rate.items() for row in rows_at]
     nodes, rate_bits = asked
+    gbits = None if rate_bits is None else rate_bits / 1e9
     with style():
         figure, (steps, efficiencies, rates) = grid(
             3, narrow=False, columns=1, height=3.7, extra=0.8
@@ -60,7 +61,7 @@ def draw_scaling(
         _panel(steps, _curves(at_nodes), "seconds a step", asked=nodes)
         efficiency = _curves(at_nodes, of=lambda row: row.efficiency)
         _panel(efficiencies, efficiency, "efficiency", asked=nodes)
-        _panel(rates, _curves(at_rates), "seconds a step", asked=rate_bits and rate_bits / 1e9)
+        _panel(rates, _curves(at_rates), "seconds a step", asked=gbits)
         steps.set_xlabel("nodes")
         rates.set_xlabel(f"Gbit/s of each link, {nodes:,} nodes")
         efficiencies.yaxis.set_major_formatter(
@@ -70,8 +71,8 @@ def draw_scaling(
         figure.suptitle(
             f"{scaling.capitalize()} scaling, predicted", x=0.005, ha="left", fontweight="bold"
         )
-        notes = "\n".join(line for each in summary for line in textwrap.wrap(each, 130))
-        figure.supxlabel(notes, x=0.005, ha="left", fontsize=7)
+        notes = [textwrap.fill(line, 130) for line in summary]
+        figure.supxlabel("\n".join(notes), x=0.005, ha="left", fontsize=7)
         with file_errors(
             f"--figure: {path} cannot be written", ": give a file in a folder that exists"
         ):

@@ -4,21 +4,22 @@
 numbers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from lab.predict.calibration_file import QUIET_SHARE, Calibration
 from lab.predict.compute_model import LEAST_SAMPLES
-from lab.predict.event_model import HEADERS, LARGEST_NODES
+from lab.predict.event_model import HEADERS, LARGEST_NODES, Network
 from lab.predict.readable import bandwidth_text, bytes_text, duration_text
-from lab.predict.scaling import SCALINGS, ScalingLimit, most_nodes
+from lab.predict.scaling import ScalingLimit, most_nodes
 from lab.predict.tables import PredictedStep
 
-_WIDTH, _NARROW = 110, 106
+_WIDTH = 110  # of a file or a pipe
+_NARROW = 106
 
 
 def summarize(
@@ -37,59 +38,78 @@ def summarize(
     own_nodes : whether the reader gave the time of a step. given : those of "latency" and
     "software_gbit" that the reader gave; other latencies of links with a rate are typical ones.
     """
-    source = (
-        f"calibrated on {calibration.name}, {calibration.made}"
-        f"{', quickly' if calibration.quick else ''}"
-    )
+    sizes_mb = sum(calibration.gradient_sizes) / 1e6
+    batch = "global batch" if scaling == "strong" else "batch of a node"
+    lines = [
+        _source_text(calibration, is_reference=is_reference, own_nodes=own_nodes),
+        f"{calibration.model}, {sizes_mb:.1f} MB of gradients, {batch} {batch_size}; "
+        + _nodes_text(calibration, rate, latency, own_nodes=own_nodes),
+        _network_text(
+            calibration.network.over(rate_bits=rate, latency_seconds=latency),
+            rate,
+            typical=rate is not None and "latency" not in given,
+            own_nodes=own_nodes,
+        ),
+    ]
+    software = calibration.network.software_bits
+    if rate is not None and 2 * rate > software:
+        origin = "given" if "software_gbit" in given else "calibrated"
+        lines.append(
+            f"warning: the software passes {software / 1e9:.1f} Gbit/s at most, as {origin}: "
+            "faster links change nothing. --software-gbit sets what it passes on your nodes"
+        )
+    return lines
+
+
+def _source_text(calibration: Calibration, *, is_reference: bool, own_nodes: bool) -> str:
+    """Return where the times of computing come from."""
+    source = f"calibrated on {calibration.name}, {calibration.made}"
+    if calibration.quick:
+        source += ", quickly"
     if calibration.others_share > QUIET_SHARE:
         source += (
             f", while other programs used {calibration.others_share:.0%} of its cores (calibrate "
             "again)"
         )
     if own_nodes:
-        source = (
-            f"a step's time is yours; how it divides into forward, backward and update: {source}"
-        )
-    elif is_reference:
-        source = (
+        return f"a step's time is yours; how it divides into forward, backward and update: {source}"
+    if is_reference:
+        return (
             f"NOT this machine: {source}; this calibration comes with the project. `lab calibrate` "
             "measures your machine"
         )
-    software = calibration.network.software_bits
-    network = calibration.network.over(rate_bits=rate, latency_seconds=latency)
-    ring = network.rate("all_reduce")
-    where = "the nodes are those of the calibration"
+    return source
+
+
+def _nodes_text(
+    calibration: Calibration, rate: float | None, latency: float | None, *, own_nodes: bool
+) -> str:
+    """Return what the nodes are, and where the ranks are."""
     if own_nodes:
-        where = (
+        return (
             "messages cost what their links cost; `lab calibrate` on a node of yours measures what "
             "its software adds"
         )
-    elif (rate, latency) != (None, None):
-        where = "each node is a machine like the calibrated one"
-    elif calibration.over_loopback:
-        where = "all nodes are ranks on the calibrated machine, over loopback"
-    link = (
-        f"links of {rate / 1e6:,.0f} Mbit/s ({HEADERS - 1:.0%} headers)"
-        if rate is not None
-        else "links as measured"
-    )
-    cap = (
-        f"warning: the software passes {software / 1e9:.1f} Gbit/s at most, as "
-        f"{'given' if 'software_gbit' in given else 'calibrated'}: faster links change nothing. "
-        "--software-gbit sets what it passes on your nodes"
-    )
-    typical = ""
-    if "latency" not in given and rate is not None:
-        typical = " (typical; --latency sets it)"
-    return [
-        source,
-        f"{calibration.model}, {sum(calibration.gradient_sizes) / 1e6:.1f} MB of gradients, "
-        f"{'global batch' if scaling == 'strong' else 'batch of a node'} {batch_size}; {where}",
-        f"network: {link}; all_reduce: {duration_text(ring.alpha_seconds)} a message{typical}, "
-        f"{bandwidth_text(ring.beta_seconds_per_byte)}"
-        + ("" if own_nodes else f"; summing: {bandwidth_text(network.gamma_seconds_per_byte)}"),
-        *([cap] if rate is not None and 2 * rate > software else []),
-    ]
+    if rate is not None or latency is not None:
+        return "each node is a machine like the calibrated one"
+    if calibration.over_loopback:
+        return "all nodes are ranks on the calibrated machine, over loopback"
+    return "the nodes are those of the calibration"
+
+
+def _network_text(network: Network, rate: float | None, *, typical: bool, own_nodes: bool) -> str:
+    """Return what links, messages and sums cost; ``typical`` if nobody gave the latency."""
+    link = "links as measured"
+    if rate is not None:
+        link = f"links of {rate / 1e6:,.0f} Mbit/s ({HEADERS - 1:.0%} headers)"
+    ring = network.rate("all_reduce")
+    message = f"{duration_text(ring.alpha_seconds)} a message"
+    if typical:
+        message += " (typical; --latency sets it)"
+    text = f"network: {link}; all_reduce: {message}, {bandwidth_text(ring.beta_seconds_per_byte)}"
+    if own_nodes:
+        return text
+    return f"{text}; summing: {bandwidth_text(network.gamma_seconds_per_byte)}"
 
 
 def answer(steps: Sequence[PredictedStep], *, scaling: str) -> str:
@@ -99,36 +119,41 @@ def answer(steps: Sequence[PredictedStep], *, scaling: str) -> str:
     the batch larger, so their gain stands apart.
     """
     most = max(step.nodes for step in steps)
-    rows = [one for one in steps if one.nodes == most > 1 and one.sync != "none"]
+    if most == 1:
+        return ""
+    rows = [step for step in steps if step.nodes == most and step.sync != "none"]
     if not rows:
         return ""
-    step = min(rows, key=lambda one: (one.sync != "ddp", -one.speedup))
-    changes = {
+    step = min(rows, key=lambda row: (row.sync != "ddp", -row.speedup))
+    gain_of = {
         "a network twice as fast": step.gains["network"],
         "compute twice as fast": step.gains["compute"],
     }
-    more = ""
+    larger = ""
     if scaling == "strong":
-        changes[f"{2 * most:,} nodes"] = step.gains["nodes"]
+        gain_of[f"{2 * most:,} nodes"] = step.gains["nodes"]
     else:
-        more = (
+        larger = (
             f" {2 * most:,} nodes: {_times(step.gains['nodes'])} times the samples per second, in "
             "global batches twice as large."
         )
-    (best, gain), *others = sorted(changes.items(), key=lambda one: -one[1])
-    less = " and ".join(f"{name} {_times(value)}" for name, value in others)
-    ceiling, seconds = step.gains["no messages"], step.prediction.step_seconds
+    best, *others = sorted(gain_of, key=lambda change: -gain_of[change])
+    less = " and ".join(f"{change} {_times(gain_of[change])}" for change in others)
+    seconds = step.prediction.step_seconds
+    ceiling = step.gains["no messages"]
     return (
         f"What helps {step.sync} on {most:,} nodes most ({duration_text(seconds)} a step): {best}, "
-        f"{_times(gain)} times the speed; {less}. "
-        f"Without messages: {duration_text(seconds / ceiling)}, {_times(ceiling)} times.{more}"
+        f"{_times(gain_of[best])} times the speed; {less}. "
+        f"Without messages: {duration_text(seconds / ceiling)}, {_times(ceiling)} times.{larger}"
     )
 
 
 def _console() -> Console:
     """Return the terminal; a file or a pipe has no width of its own."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+    if console.is_terminal:
+        return console
+    return Console(highlight=False, width=_WIDTH)
 
 
 def print_tables(
@@ -146,13 +171,15 @@ def print_tables(
     """
     console = _console()
     narrow = console.width < _NARROW
-    notes = dict.fromkeys(
-        f"{'none' if step.sync == 'none' else f'{step.nodes} nodes'}: {step.note}"
-        for step in steps
-        if step.note
-    )
+    notes = []
+    for step in steps:
+        about = "none" if step.sync == "none" else f"{step.nodes} nodes"
+        if step.note and f"{about}: {step.note}" not in notes:
+            notes.append(f"{about}: {step.note}")
     print_lines = partial(console.print, sep="\n", markup=False, soft_wrap=True)
-    print_lines(*summary, *filter(None, [answer(steps, scaling=scaling)]))
+    print_lines(*summary)
+    if advice := answer(steps, scaling=scaling):
+        print_lines(advice)
     console.print(_steps_table(steps, narrow=narrow))
     if notes:
         print_lines(*notes)
@@ -178,48 +205,26 @@ def print_rates(
     print_lines(*dict.fromkeys(line for summary in summaries for line in summary))
     headings = ["\nstrategy", "\nnodes", *(f"{rate}:\nstep (speed up)" for rate in tables)]
     table = _frame(headings, narrow=False)
-    for steps in zip(*tables.values(), strict=True):
+    for row in zip(*tables.values(), strict=True):
         shown = (
-            f"{duration_text(one.prediction.step_seconds)} ({_times(one.speedup)})" for one in steps
+            f"{duration_text(step.prediction.step_seconds)} ({_times(step.speedup)})"
+            for step in row
         )
-        table.add_row(steps[0].sync, str(steps[0].nodes), *shown)
+        table.add_row(row[0].sync, str(row[0].nodes), *shown)
     console.print(table)
-    answers = {rate: answer(steps, scaling=scaling) for rate, steps in tables.items()}
-    print_lines(*(f"{rate}: {text}" for rate, text in answers.items() if text))
+    for rate, steps in tables.items():
+        if advice := answer(steps, scaling=scaling):
+            print_lines(f"{rate}: {advice}")
 
 
 def _steps_table(steps: Sequence[PredictedStep], *, narrow: bool) -> Table:
     """Return the table of steps; a narrow one fits 80 columns, so that no number is cut."""
-    table = _frame(
-        [
-            "strategy",
-            "nodes",
-            "step",
-            "speed\nup",
-            "effi-\nciency",
-            "exposed\ncomm.",
-            "slowed\nby",
-            *([] if narrow else ["rank 0\nsends", "others\nsend"]),
-            "2 x\nlink",
-            "2 x\ncomp",
-            "2 x\nnode",
-        ],
-        narrow=narrow,
-    )
+    columns = _STEP_COLUMNS
+    if narrow:
+        columns = {name: text for name, text in columns.items() if name not in _WIDE_COLUMNS}
+    table = _frame(list(columns), narrow=narrow)
     for step in steps:
-        one = step.prediction
-        sent = [] if narrow else [one.bytes_sent_root, one.bytes_sent_others]
-        table.add_row(
-            step.sync,
-            str(step.nodes),
-            duration_text(one.step_seconds),
-            _times(step.speedup),
-            _least(step.efficiency, 0.001, ".1%"),
-            duration_text(one.sync_seconds),
-            duration_text(one.slowed_seconds),
-            *map(bytes_text, sent),
-            *(_times(step.gains[name]) for name in ("network", "compute", "nodes")),
-        )
+        table.add_row(*(text(step) for text in columns.values()))
     return table
 
 
@@ -238,37 +243,33 @@ def _scaling_limits_table(limits: Sequence[ScalingLimit], *, narrow: bool) -> Ta
         ],
         narrow=narrow,
     )
-    strong, weak = ([limit for limit in limits if limit.scaling == scaling] for scaling in SCALINGS)
-    for one, other in zip(strong, weak, strict=True):  # the same strategies in the same order
+    all_strong = [limit for limit in limits if limit.scaling == "strong"]
+    all_weak = [limit for limit in limits if limit.scaling == "weak"]
+    for strong, weak in zip(all_strong, all_weak, strict=True):  # the same strategies, in order
         table.add_row(
-            one.sync,
-            f"{one.nodes or one.limit:,}",
-            _times(one.speedup),
-            one.held_by or "-",
-            "all" if other.half_nodes == other.limit else f"{other.half_nodes:,}",
-            f"{other.nodes:,}" if other.nodes else "never",
-            _times(other.speedup),
-            other.held_by or "-",
+            strong.sync,
+            f"{strong.nodes or strong.limit:,}",
+            _times(strong.speedup),
+            strong.held_by or "-",
+            "all" if weak.half_nodes == weak.limit else f"{weak.half_nodes:,}",
+            f"{weak.nodes:,}" if weak.nodes else "never",
+            _times(weak.speedup),
+            weak.held_by or "-",
         )
     return table
 
 
 def _frame(headings: Sequence[str], *, narrow: bool) -> Table:
-    columns = (
-        Column(
-            heading,
-            justify="left" if heading.endswith(("strategy", " by")) else "right",
-            no_wrap=True,
-        )
-        for heading in headings
-    )
-    return Table(
-        *columns,
+    table = Table(
         box=SIMPLE_HEAD,
         padding=0 if narrow else (0, 1, 0, 0),
         pad_edge=False,
         show_edge=not narrow,
     )
+    for heading in headings:
+        is_text = heading.endswith(("strategy", " by"))
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+    return table
 
 
 def _scaling_limits_text(batch_size: int) -> list[str]:
@@ -291,8 +292,30 @@ def _scaling_limits_text(batch_size: int) -> list[str]:
 def _times(value: float) -> str:
     if value >= 100:
         return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else _least(value, 0.01, ".2f")
+    if value >= 10:
+        return f"{value:.1f}"
+    if value >= 0.01:
+        return f"{value:.2f}"
+    return "<0.01"
 
 
-def _least(value: float, least: float, form: str) -> str:
-    return f"{value:{form}}" if value >= least else f"<{least:{form}}"
+def _efficiency(value: float) -> str:
+    return f"{value:.1%}" if value >= 0.001 else "<0.1%"
+
+
+# The columns of the table of steps by their headings; the wide ones need more than 80 columns.
+_STEP_COLUMNS: dict[str, Callable[[PredictedStep], str]] = {
+    "strategy": lambda step: step.sync,
+    "nodes": lambda step: str(step.nodes),
+    "step": lambda step: duration_text(step.prediction.step_seconds),
+    "speed\nup": lambda step: _times(step.speedup),
+    "effi-\nciency": lambda step: _efficiency(step.efficiency),
+    "exposed\ncomm.": lambda step: duration_text(step.prediction.sync_seconds),
+    "slowed\nby": lambda step: duration_text(step.prediction.slowed_seconds),
+    "rank 0\nsends": lambda step: bytes_text(step.prediction.bytes_sent_root),
+    "others\nsend": lambda step: bytes_text(step.prediction.bytes_sent_others),
+    "2 x\nlink": lambda step: _times(step.gains["network"]),
+    "2 x\ncomp": lambda step: _times(step.gains["compute"]),
+    "2 x\nnode": lambda step: _times(step.gains["nodes"]),
+}
+_WIDE_COLUMNS = ("rank 0\nsends", "others\nsend")

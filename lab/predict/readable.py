@@ -9,21 +9,33 @@ _BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 
 def bandwidth_text(seconds_per_byte: float) -> str:
     """Return the inverse of a time per byte: 8.07e-10 is ``1.24 GB/s``, 0 is ``unlimited``."""
-    return _scaled(1 / seconds_per_byte, _BANDWIDTHS) if seconds_per_byte > 1e-15 else "unlimited"
+    if seconds_per_byte <= 1e-15:
+        return "unlimited"
+    return _scaled(1 / seconds_per_byte, _BANDWIDTHS)
 
 
 def duration_text(seconds: float) -> str:
     """Return a time as text: ``12.3 µs``, ``563 ms``, ``2 h``."""
-    return _scaled(seconds, _DURATIONS) if seconds > 0 else "0 s"
+    if seconds <= 0:
+        return "0 s"
+    return _scaled(seconds, _DURATIONS)
 
 
 def bytes_text(count: float) -> str:
     """Return a number of bytes as text: ``36.9 MB``."""
-    return _scaled(count, _BYTES) if count > 0 else "0 B"
+    if count <= 0:
+        return "0 B"
+    return _scaled(count, _BYTES)
 
 
 def _scaled(value: float, units: Sequence[tuple[str, float]]) -> str:
     """Return ``value`` in the largest unit that leaves at least 1, with three digits."""
-    name, size = next((unit for unit in units if float(f"{value / unit[1]:.3g}") >= 1), units[-1])
-    digits = f"{value / size:.3g}"
-    return f"{float(digits):,.0f} {name}" if "e" in digits else f"{digits} {name}"
+    for name, size in units:
+        digits = f"{value / size:.3g}"
+        if float(digits) >= 1:
+            return f"{_without_exponent(digits)} {name}"
+    return f"{_without_exponent(digits)} {name}"
+
+
+def _without_exponent(digits: str) -> str:
+    return f"{float(digits):,.0f}" if "e" in digits else digits

@@ -24,7 +24,9 @@ from lab.predict.event_model import (
 SCALINGS = ("strong", "weak")
 WORTHWHILE = 1.1  # the speed ratio that makes more nodes worthwhile
 
-_EVERY_NODE_TO, _IN_A_DOUBLING, _FEWEST_SAMPLES_TRIED = 32, 16, 16
+_EVERY_NODE_TO = 32
+_IN_A_DOUBLING = 16
+_FEWEST_SAMPLES_TRIED = 16
 
 
 @dataclass(frozen=True)
@@ -82,21 +84,25 @@ def scaling_limits(
     """
     limit = most_nodes(batch_size, scaling=scaling)
     # In strong scaling the step jumps where the busiest node has one sample less.
-    jumps = (-(-batch_size // samples) for samples in range(1, _FEWEST_SAMPLES_TRIED + 1))
-    tried = numbers_of_nodes(limit, also=() if scaling == "weak" else jumps)
+    jumps: list[int] = []
+    if scaling == "strong":
+        few_samples = range(1, _FEWEST_SAMPLES_TRIED + 1)
+        jumps = [math.ceil(batch_size / samples) for samples in few_samples]
+    tried = numbers_of_nodes(limit, also=jumps)
     compute_at = cache(compute_at)
 
     def at(plan: MessagePlan, nodes: int) -> MessagePlan:
         return with_best_buckets(plan, sizes, nodes, network=network, compute=compute_at(nodes))
 
-    def speedup(plan: MessagePlan, nodes: int) -> float:
-        alone, step = (
-            step_seconds(at(plan, count), sizes, count, network=network, compute=compute_at(count))
-            for count in (1, nodes)
-        )
-        return (nodes if scaling == "weak" else 1) * alone / step
+    def seconds(plan: MessagePlan, nodes: int) -> float:
+        best = at(plan, nodes)
+        return step_seconds(best, sizes, nodes, network=network, compute=compute_at(nodes))
 
-    compute_nodes = _search(cache(partial(speedup, NoSyncPlan())), tried)[0]
+    def speedup(plan: MessagePlan, nodes: int) -> float:
+        ratio = seconds(plan, 1) / seconds(plan, nodes)
+        return nodes * ratio if scaling == "weak" else ratio
+
+    compute_nodes, _, _ = _search(cache(partial(speedup, NoSyncPlan())), tried)
     found = []
     for name, plan in plans.items():
         speed = cache(partial(speedup, plan))
@@ -131,7 +137,9 @@ def _search(speed: Callable[[int], float], tried: Sequence[int]) -> tuple[int | 
     enough = speed(fastest) / WORTHWHILE
     nodes = next(nodes for nodes in tried if speed(nodes) >= enough)
     half = max(nodes for nodes in tried if 2 * speed(nodes) >= nodes)
-    return None if nodes > tried[-1] // 2 else nodes, fastest, half
+    if nodes > tried[-1] // 2:
+        return None, fastest, half
+    return nodes, fastest, half
 
 
 def numbers_of_nodes(limit: int, *, also: Iterable[int] = ()) -> list[int]:

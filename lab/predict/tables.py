@@ -15,7 +15,6 @@ from common.errors import UserError
 from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.message_plans import MessagePlan
 from common.utils.registry import choices_text
-from lab.flags import refuse
 from lab.predict.bucket_choice import with_best_buckets
 from lab.predict.calibration_file import Calibration
 from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples, times
@@ -39,7 +38,7 @@ class PredictedStep:
 
     ``speedup`` is relative to one node; in weak scaling it compares samples per second.
     ``efficiency`` = speedup / nodes. ``gains`` : how many times as many samples per second a change
-    brings: bandwidth, compute or nodes doubled, and an infinitely fast network. ``note`` states the
+    brings: "network", "compute" or "nodes" doubled, and "no messages". ``note`` states the
     condition under which the row holds.
     """
 
@@ -69,8 +68,10 @@ def message_plans(
         if strategy not in STRATEGIES:
             choices = choices_text(name, [*STRATEGIES, *groups])
             raise UserError(f"--sync: got {name}: {choices}")
-        own = {} if bucket_mb is None else {"bucket_mb": bucket_mb}
-        plans[name] = build_message_plan_from(strategy, {**(options or {}), **own})
+        own_options = dict(options or {})
+        if bucket_mb is not None:
+            own_options["bucket_mb"] = bucket_mb
+        plans[name] = build_message_plan_from(strategy, own_options)
     return plans
 
 
@@ -79,7 +80,9 @@ def typical_latency(rate_bits: float | None) -> float | None:
 
     None without a rate. Orders of magnitude: measure your own with `lab calibrate` on the nodes.
     """
-    return rate_bits and next(seconds for most, seconds in _LATENCIES if rate_bits <= most)
+    if rate_bits is None:
+        return None
+    return next(seconds for most, seconds in _LATENCIES if rate_bits <= most)
 
 
 def compute_of(
@@ -89,11 +92,14 @@ def compute_of(
 
     own_machines : each rank has a machine of its own; else they are placed as in the calibration.
     """
-    together = nodes if calibration.over_loopback else min(nodes, calibration.ranks_here)
-    return calibration.compute.at(
-        local_samples(batch_size, nodes, scaling=scaling),
-        ranks_here=1 if own_machines else together,
-    )
+    if own_machines:
+        ranks_here = 1
+    elif calibration.over_loopback:
+        ranks_here = nodes
+    else:
+        ranks_here = min(nodes, calibration.ranks_here)
+    samples = local_samples(batch_size, nodes, scaling=scaling)
+    return calibration.compute.at(samples, ranks_here=ranks_here)
 
 
 def predict_table(
@@ -111,54 +117,95 @@ def predict_table(
     placed as in the calibration: if it measured over loopback, they share one machine. Raises
     UserError on values out of range.
     """
-    problems = {
-        f"--nodes: got {count}, give 1 to {LARGEST_NODES:,}": not 1 <= count <= LARGEST_NODES
-        for count in nodes
-    }
-    few = f"--batch-size: got {batch_size}, give {LEAST_SAMPLES} or more"
-    refuse(problems | {few: batch_size < LEAST_SAMPLES})
-    network, faster = (
-        calibration.network.over(rate_bits=rate, latency_seconds=latency_seconds)
-        for rate in (rate_bits, rate_bits and 2 * rate_bits)
-    )
+    for count in nodes:
+        if not 1 <= count <= LARGEST_NODES:
+            raise UserError(f"--nodes: got {count}, give 1 to {LARGEST_NODES:,}")
+    if batch_size < LEAST_SAMPLES:
+        raise UserError(f"--batch-size: got {batch_size}, give {LEAST_SAMPLES} or more")
+    network = calibration.network.over(rate_bits=rate_bits, latency_seconds=latency_seconds)
     if rate_bits is None:
         faster = network.faster(2)
-    settings: dict[str, Any] = {
-        "batch_size": batch_size,
-        "scaling": scaling,
-        "own_machines": (rate_bits, latency_seconds) != (None, None),
-    }
-    alone = compute_of(calibration, 1, **settings).seconds
+    else:
+        faster = calibration.network.over(rate_bits=2 * rate_bits, latency_seconds=latency_seconds)
+    own_machines = rate_bits is not None or latency_seconds is not None
+    setting = _Setting(calibration, network, faster, batch_size, scaling, own_machines)
+    return [setting.row(name, plan, count) for count in nodes for name, plan in plans.items()]
 
-    def row(name: str, asked: MessagePlan, count: int) -> PredictedStep:
-        compute = compute_of(calibration, count, **settings)
-        sizes = calibration.gradient_sizes
-        plan = with_best_buckets(asked, sizes, count, network=network, compute=compute)
-        step = predict_step(plan, sizes, count, network=network, compute=compute)
 
-        def gain(nodes: int = count, links: Network = network, factor: float = 1.0) -> float:
-            own = times(compute_of(calibration, nodes, **settings), factor)
-            plan = with_best_buckets(asked, sizes, nodes, network=links, compute=own)
-            seconds = step_seconds(plan, sizes, nodes, network=links, compute=own)
-            return (nodes / count if scaling == "weak" else 1) * step.step_seconds / seconds
+@dataclass(frozen=True)
+class _Setting:
+    """What all rows of a table have in common; ``faster`` is a network of twice the bandwidth."""
 
+    calibration: Calibration
+    network: Network
+    faster: Network
+    batch_size: int
+    scaling: str
+    own_machines: bool
+
+    def row(self, name: str, asked: MessagePlan, nodes: int) -> PredictedStep:
+        """Return a strategy's row; ``asked`` is its plan, perhaps with automatic buckets."""
+        compute = self._compute(nodes)
+        sizes = self.calibration.gradient_sizes
+        plan = with_best_buckets(asked, sizes, nodes, network=self.network, compute=compute)
+        step = predict_step(plan, sizes, nodes, network=self.network, compute=compute)
+        speedup = self._compute(1).seconds / step.step_seconds
+        if self.scaling == "weak":
+            speedup *= nodes
+        seconds = step.step_seconds
+        doubled = min(2 * nodes, LARGEST_NODES)
+        more_samples = doubled / nodes if self.scaling == "weak" else 1
         gains = {
-            "network": gain(links=faster),
-            "compute": gain(factor=0.5),
-            "nodes": gain(min(2 * count, LARGEST_NODES)),
-            "no messages": step.step_seconds / compute.seconds,
+            "network": seconds / self._seconds(asked, nodes, self.faster, compute),
+            "compute": seconds / self._seconds(asked, nodes, self.network, times(compute, 0.5)),
+            "nodes": more_samples
+            * seconds
+            / self._seconds(asked, doubled, self.network, self._compute(doubled)),
+            "no messages": seconds / compute.seconds,
         }
-        speedup = (count if scaling == "weak" else 1) * (alone / step.step_seconds)
-        note = (
-            _NO_EXCHANGE if name == "none" and count > 1 else _note(calibration, count, **settings)
-        )
+        note = self._note(name, nodes)
         if plan is not asked:
-            size = getattr(plan, "bucket_mb", None)
-            chosen = "the default buckets" if size is None else f"buckets of {size:g} MiB"
-            note = f"{name} takes {chosen}" + (f"; {note}" if note else "")
-        return PredictedStep(name, count, step, speedup, speedup / count, gains, note)
+            note = "; ".join(filter(None, [_buckets_text(name, plan), note]))
+        return PredictedStep(name, nodes, step, speedup, speedup / nodes, gains, note)
 
-    return [row(name, plan, count) for count in nodes for name, plan in plans.items()]
+    def _compute(self, nodes: int) -> StepCompute:
+        return compute_of(
+            self.calibration,
+            nodes,
+            batch_size=self.batch_size,
+            scaling=self.scaling,
+            own_machines=self.own_machines,
+        )
+
+    def _seconds(
+        self, asked: MessagePlan, nodes: int, network: Network, compute: StepCompute
+    ) -> float:
+        """Return a step's seconds, with the buckets that are best there."""
+        sizes = self.calibration.gradient_sizes
+        plan = with_best_buckets(asked, sizes, nodes, network=network, compute=compute)
+        return step_seconds(plan, sizes, nodes, network=network, compute=compute)
+
+    def _note(self, name: str, nodes: int) -> str:
+        """Return the condition under which the row holds; "" if there is none."""
+        if name == "none" and nodes > 1:
+            return _NO_EXCHANGE
+        if self.scaling == "strong" and nodes * LEAST_SAMPLES > self.batch_size:
+            return (
+                f"predicted for a global batch of {nodes * LEAST_SAMPLES:,}: BatchNorm needs "
+                f"{LEAST_SAMPLES} samples a node"
+            )
+        cores = self.calibration.cores
+        if not self.own_machines and self.calibration.over_loopback and nodes > cores:
+            return f"{nodes} ranks share {cores} cores: outside the measured range"
+        return ""
+
+
+def _buckets_text(name: str, plan: MessagePlan) -> str:
+    """Return which buckets an automatic choice took."""
+    size = getattr(plan, "bucket_mb", None)
+    if size is None:
+        return f"{name} takes the default buckets"
+    return f"{name} takes buckets of {size:g} MiB"
 
 
 def scaling_limits_of(
@@ -173,37 +220,25 @@ def scaling_limits_of(
     Empty for a calibration over loopback without rate and latency: one machine's cores limit its
     ranks.
     """
-    own_machines = (rate_bits, latency_seconds) != (None, None)
+    own_machines = rate_bits is not None or latency_seconds is not None
     if not own_machines and calibration.over_loopback:
         return []
-    return [
-        limit
-        for scaling in SCALINGS
-        for limit in scaling_limits(
-            plans,
-            calibration.gradient_sizes,
-            network=calibration.network.over(rate_bits=rate_bits, latency_seconds=latency_seconds),
+    network = calibration.network.over(rate_bits=rate_bits, latency_seconds=latency_seconds)
+    found = []
+    for scaling in SCALINGS:
+        compute_at = partial(
+            compute_of,
+            calibration,
             batch_size=batch_size,
             scaling=scaling,
-            compute_at=partial(
-                compute_of,
-                calibration,
-                batch_size=batch_size,
-                scaling=scaling,
-                own_machines=own_machines,
-            ),
+            own_machines=own_machines,
         )
-    ]
-
-
-def _note(
-    calibration: Calibration, nodes: int, *, batch_size: int, scaling: str, own_machines: bool
-) -> str:
-    if scaling == "strong" and nodes * LEAST_SAMPLES > batch_size:
-        return (
-            f"predicted for a global batch of {nodes * LEAST_SAMPLES:,}: BatchNorm needs "
-            f"{LEAST_SAMPLES} samples a node"
+        found += scaling_limits(
+            plans,
+            calibration.gradient_sizes,
+            network=network,
+            batch_size=batch_size,
+            scaling=scaling,
+            compute_at=compute_at,
         )
-    if not own_machines and calibration.over_loopback and nodes > calibration.cores:
-        return f"{nodes} ranks share {calibration.cores} cores: outside the measured range"
-    return ""
+    return found
