@@ -56,11 +56,12 @@ def measure(rank: int, size: int, master: str, *, rounds: int, output: Path) -> 
         exchanges = {name: Exchange(name, examples) for name in (*_THROUGH_ROOT, *_RINGS)}
         found = {name: {"seconds": [], "busy": []} for name in exchanges}
         for number in range(_WARM_UP_ROUNDS + rounds):
-            for name, exchange in (
-                list(exchanges.items()) if number % 2 else list(exchanges.items())[::-1]
-            ):
+            in_turn = list(exchanges)
+            if number % 2 == 0:
+                in_turn.reverse()
+            for name in in_turn:
                 psutil.cpu_percent()
-                seconds = exchange.measure()
+                seconds = exchanges[name].measure()
                 if number >= _WARM_UP_ROUNDS:
                     found[name]["seconds"].append(seconds)
                     found[name]["busy"].append(psutil.cpu_percent())
@@ -71,9 +72,11 @@ def measure(rank: int, size: int, master: str, *, rounds: int, output: Path) -> 
 def on_cluster(nodes: int, rate: str, rounds: int) -> dict:
     """Measure on a new cluster; return rank 0's results and the seconds until it was up."""
     with tempfile.TemporaryDirectory() as folder:
-        output, began = Path(folder, "found.json"), time.monotonic()
+        output = Path(folder, "found.json")
+        began = time.monotonic()
         with Cluster(nodes, rate=rate, logs=Path(folder)) as cluster:
-            ready, started = time.monotonic() - began, time.time()
+            ready = time.monotonic() - began
+            started = time.time()
             cluster.start(
                 [
                     "python",
@@ -99,8 +102,10 @@ def on_cluster(nodes: int, rate: str, rounds: int) -> dict:
 
 def ideal_seconds(name: str, nbytes: int, nodes: int, rate_bits: float) -> float:
     """Return the seconds that the busiest link needs for its payload."""
-    loads = 2 * (nodes - 1) if name in _THROUGH_ROOT else 2 * (nodes - 1) / nodes
-    return 8 * loads * nbytes / rate_bits
+    copies = 2 * (nodes - 1)
+    if name not in _THROUGH_ROOT:
+        copies /= nodes
+    return 8 * copies * nbytes / rate_bits
 
 
 def main() -> None:
@@ -145,12 +150,12 @@ def main() -> None:
             f"open {found['met']:.1f} s after the programs' start"
         )
         print(f"{'':<21}{'ideal s':<10}{'seconds':<28}{'over ideal':<26}cores busy")
-        for name, one in found["found"].items():
+        for name, rounds in found["found"].items():
             ideal = ideal_seconds(name, nbytes, arguments.nodes, parse_rate(rate))
             print(
-                f"{name:<21}{ideal:<10.3f}{shown(one['seconds'], '.3f'):<28}"
-                f"{shown([s / ideal for s in one['seconds']], '.2f'):<26}"
-                f"{shown(one['busy'], '.0f')} %",
+                f"{name:<21}{ideal:<10.3f}{shown(rounds['seconds'], '.3f'):<28}"
+                f"{shown([s / ideal for s in rounds['seconds']], '.2f'):<26}"
+                f"{shown(rounds['busy'], '.0f')} %",
                 flush=True,
             )
 

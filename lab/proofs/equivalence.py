@@ -278,7 +278,7 @@ def combine(size: int, case: Case, by_rank: Sequence[RankErrors]) -> Equivalence
             for rank, found in enumerate(by_rank)
             for name, error in found.by_parameter[index].items()
         ]
-        error, rank, name = max(errors, key=lambda one: one[0])
+        error, rank, name = max(errors, key=lambda found: found[0])
         steps.append(
             StepDifference(
                 index + 1, error, rank, name, len({found.digests[index] for found in by_rank}) == 1
