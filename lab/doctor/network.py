@@ -98,16 +98,12 @@ def check_port(flags: Namespace) -> CheckResult | None:
 def _holder(port: int) -> str:
     """Return the name and id of the process that listens on a port, if this user may know."""
     with contextlib.suppress(psutil.Error, OSError):
-        for one in psutil.net_connections(kind="tcp"):
+        for connection in psutil.net_connections(kind="tcp"):
             # laddr is () where a socket has no address
-            if (
-                one.status == psutil.CONN_LISTEN
-                and one.laddr
-                and one.laddr.port == port
-                and one.pid
-            ):
-                command = " ".join(psutil.Process(one.pid).cmdline())
-                return f"process {one.pid}: {command[:100]}"
+            here = connection.laddr and connection.laddr.port == port
+            if here and connection.status == psutil.CONN_LISTEN and connection.pid:
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+                return f"process {connection.pid}: {command[:100]}"
     return f"a process of another user (sudo ss -ltnp 'sport = :{port}' shows it)"
 
 

@@ -33,7 +33,7 @@ from common.distributed.meeting import (
     place_ranks,
     shared_store,
 )
-from common.errors import GroupError, UserError, ranks_text
+from common.errors import GroupError, UserError, count, ranks_text
 from common.utils.grouping import grouped
 from common.utils.network import listen, route_to, why_unreached
 from common.utils.processes import in_thread
@@ -134,8 +134,8 @@ def exchange_reports(
     except MeetingError as error:  # those that are here still test their connections
         problem = str(error)
     if rank == 0:
-        here = [one for one in range(flags.num_nodes) if store.check([f"node {one}"])]
-        store.set("here", encode(here).decode())
+        came = [node for node in range(flags.num_nodes) if store.check([f"node {node}"])]
+        store.set("here", encode(came).decode())
     here = decode(store.get("here"), list[Rank], name="rank 0's list of nodes")
     if rank not in here or first != encode(own):
         raise GroupError(problem)
@@ -144,11 +144,11 @@ def exchange_reports(
     store.set(f"node {rank}", encode(own).decode())
     store.set(f"probed {rank}", "")
     turns = 1 + len(here) // _AT_ONCE
-    are_set(store, [f"probed {one}" for one in here], turns * _PROBE_SECONDS + _GRACE_SECONDS)
+    are_set(store, [f"probed {node}" for node in here], turns * _PROBE_SECONDS + _GRACE_SECONDS)
     nodes = _read(store, here)
     store.set(f"end {rank}", "")
     if rank == 0:  # the store ends with this process
-        are_set(store, [f"end {one}" for one in here], _GRACE_SECONDS)
+        are_set(store, [f"end {node}" for node in here], _GRACE_SECONDS)
     return nodes, problem
 
 
@@ -196,7 +196,8 @@ def _probe(rank: int, node: NodeReport) -> tuple[float, float]:
     The uncertainty is half of the round trip. Raises OSError if the node does not answer, UserError
     if another program does.
     """
-    began, here = time.perf_counter(), time.time()
+    began = time.perf_counter()
+    here = time.time()
     with socket.create_connection((node.address, node.port), _PROBE_SECONDS) as connection:
         answer = connection.recv(100)
     half = (time.perf_counter() - began) / 2
@@ -223,16 +224,19 @@ def results_of(flags: Namespace, nodes: Nodes, problem: str) -> dict[str, CheckR
 def _connections(nodes: Nodes) -> CheckResult:
     """Judge every pair of nodes, in both directions."""
     directions = len(nodes) * (len(nodes) - 1)
-    broken = {
-        (rank, other): f"rank {rank} ({node.address}) does not reach rank {other} "
-        f"({nodes[other].address}): {why}"
-        for rank, node in nodes.items()
-        for other, why in node.unreached or ()
-    }
+    broken = []
+    unreached: Counter[int] = Counter()
+    for rank, node in nodes.items():
+        for other, why in node.unreached or ():
+            unreached[other] += 1
+            broken.append(
+                f"rank {rank} ({node.address}) does not reach rank {other} "
+                f"({nodes[other].address}): {why}"
+            )
     if not broken:
         return ok(f"every node reaches every other one ({directions} connections, at free ports)")
-    worst = Counter(other for _, other in broken).most_common(1)[0][0]
-    named = "; ".join(list(broken.values())[:_MOST_NAMED])
+    [(worst, _)] = unreached.most_common(1)
+    named = "; ".join(broken[:_MOST_NAMED])
     return failure(
         f"{len(broken)} of {directions} connections fail: {named}",
         f"on rank {worst}'s node, open all ports to the other nodes in the firewall (Gloo and NCCL "
@@ -242,11 +246,10 @@ def _connections(nodes: Nodes) -> CheckResult:
 
 def _clocks(nodes: Nodes) -> CheckResult:
     clocks = {rank: node.clock for rank, node in nodes.items() if node.clock}
-    far = [
-        f"rank {rank} by {ahead:+.2f} s (±{uncertainty:.3f} s)"
-        for rank, (ahead, uncertainty) in clocks.items()
-        if abs(ahead) - uncertainty > _FAR_SECONDS
-    ]
+    far = []
+    for rank, (ahead, uncertainty) in clocks.items():
+        if abs(ahead) - uncertainty > _FAR_SECONDS:
+            far.append(f"rank {rank} by {ahead:+.2f} s (±{uncertainty:.3f} s)")
     if far:
         return warning(
             f"differ from rank 0's: {', '.join(far[:_MOST_NAMED])}; times in different nodes' logs "
@@ -283,11 +286,10 @@ def _backend(nodes: Nodes) -> CheckResult:
 def _cores(nodes: Nodes) -> CheckResult:
     """Compare the ranks that share a machine with its cores."""
     by_host = grouped((node.peer.host, node.cores) for node in nodes.values())
-    crowded = [
-        f"{host} has {len(cores)} ranks and {min(cores)} core{'s' * (min(cores) != 1)}"
-        for host, cores in by_host.items()
-        if len(cores) > min(cores)
-    ]
+    crowded = []
+    for host, cores in by_host.items():
+        if len(cores) > min(cores):
+            crowded.append(f"{host} has {len(cores)} ranks and {count(min(cores), 'core')}")
     if crowded:
         return warning(
             f"{'; '.join(crowded)}: ranks wait for cores, so step times show the machine, not the "
