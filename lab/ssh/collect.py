@@ -12,8 +12,10 @@ import argparse
 import contextlib
 import shlex
 import tarfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from common.errors import UserError, count, first_of
 from common.utils.atomic_files import write_atomically
@@ -38,55 +40,83 @@ def collect(args: argparse.Namespace) -> int:
     Returns 1 if a host was not reached, or a file was kept or refused, else 0.
     UserError if no host is reached, or none has any of the runs.
     """
-    launch, options, names = wanted_runs(args)
-    request = {"do": "send_runs", "reports": launch.reports, "names": names}
-    remotes = [
-        Remote(
-            Host(rank, one.given),
-            {**request, "folder": one.folder, "since": one.clock, "checkpoints": args.checkpoints},
-            options,
-        )
-        for rank, one in enumerate(launch.hosts)
-    ]
-    outcome: dict[str, str] = {}
-    runs: dict[str, dict[str, None]] = {}
+    wanted = wanted_runs(args)
+    remotes = [_ask_for_runs(rank, wanted, args) for rank in range(len(wanted.launch.hosts))]
+    outcomes: dict[str, str] = {}  # of each file, by its name
+    sources: dict[str, list[str]] = {}  # the hosts that had any of a run
     try:
         for remote in remotes:
             for name, content in _received(remote):
-                if name not in outcome:
-                    outcome[name] = _store(args.output_dir, name, content)
-                if outcome[name] != "refused":
-                    runs.setdefault("/".join(name.split("/")[:2]), {})[remote.host.name] = None
+                if name not in outcomes:
+                    outcomes[name] = _store(args.output_dir, name, content)
+                if outcomes[name] != "refused":
+                    run = "/".join(name.split("/")[:2])
+                    hosts = sources.setdefault(run, [])
+                    if remote.host.name not in hosts:
+                        hosts.append(remote.host.name)
     finally:
         for remote in remotes:
             remote.kill()
-    unreached = {one.host: explain(one.errors, one.host) for one in remotes if not one.ready}
+    unreached = {
+        remote.host: explain(remote.errors, remote.host) for remote in remotes if not remote.ready
+    }
     if len(unreached) == len(remotes):
         refuse_hosts(unreached, of=len(remotes), what="cannot be reached; nothing was copied")
-    if not runs:
+    if not sources:
         raise UserError(
-            f"no run {', '.join(names) or 'of that launch'} in {launch.reports} on "
+            f"no run {', '.join(wanted.names) or 'of that launch'} in {wanted.launch.reports} on "
             f"{count(len(remotes), 'host')}: give other names, or --hosts, --workdir and "
             "--remote-reports"
         )
-    for run, hosts in sorted(runs.items()):
-        say(f"{args.output_dir / run}: from {first_of([*hosts])}")
-    folders = " ".join(str(args.output_dir / run) for run in sorted(runs))
-    kinds = [*outcome.values()]
+    _tell(args.output_dir, outcomes, sources)
+    for host, why in unreached.items():
+        say(f"warning: nothing was copied from {host}: {why}")
+    incomplete = unreached or any(outcome in _LEFT for outcome in outcomes.values())
+    return 1 if incomplete else 0
+
+
+def _ask_for_runs(rank: int, wanted: "Wanted", args: argparse.Namespace) -> Remote:
+    """Ask a host for its runs."""
+    host = wanted.launch.hosts[rank]
+    request = {
+        "do": "send_runs",
+        "reports": wanted.launch.reports,
+        "names": wanted.names,
+        "folder": host.folder,
+        "since": host.clock,
+        "checkpoints": args.checkpoints,
+    }
+    return Remote(Host(rank, host.given), request, wanted.options)
+
+
+def _tell(
+    output_dir: Path, outcomes: Mapping[str, str], sources: Mapping[str, Sequence[str]]
+) -> None:
+    """Print what was copied, from where, and what was not."""
+    for run, hosts in sorted(sources.items()):
+        say(f"{output_dir / run}: from {first_of(hosts)}")
+    folders = " ".join(str(output_dir / run) for run in sorted(sources))
+    kinds = Counter(outcomes.values())
     say(
-        f"copied {count(kinds.count('copied'), 'file')}, {kinds.count('same')} were already here; "
+        f"copied {count(kinds['copied'], 'file')}, {kinds['same']} were already here; "
         f"next: lab report {folders}"
     )
     for kind, why in _LEFT.items():
-        if left := [calm(name) for name in outcome if outcome[name] == kind]:
+        left = [calm(name) for name, outcome in outcomes.items() if outcome == kind]
+        if left:
             say(f"warning: {count(len(left), 'file')} not copied: {first_of(left)}: {why}")
-    for host, why in unreached.items():
-        say(f"warning: nothing was copied from {host}: {why}")
-    return 1 if unreached or _LEFT.keys() & kinds else 0
 
 
-def wanted_runs(args: argparse.Namespace) -> tuple[LaunchRecord, SSHOptions, list[str]]:
-    """Return the hosts and their folders, how to reach them, and the names of runs; none: all.
+class Wanted(NamedTuple):
+    """The hosts with their folders, how to reach them, and the names of runs; none: all."""
+
+    launch: LaunchRecord
+    options: SSHOptions
+    names: list[str]
+
+
+def wanted_runs(args: argparse.Namespace) -> Wanted:
+    """Return which runs of which hosts the flags name.
 
     What launch.json says may name hosts, a user and folders of runs. What could run programs, here
     or there, is never taken from it, but named.
@@ -99,34 +129,42 @@ def wanted_runs(args: argparse.Namespace) -> tuple[LaunchRecord, SSHOptions, lis
                 "--hosts needs the names of runs: <part>-<sync>/<time> or <part>-<sync>; or give "
                 "the folder of a launch instead of --hosts"
             )
-        launch = LaunchRecord(
-            hosts=[
-                LaunchedHost(host.given, options.workdir)
-                for host in parse_hosts(args.hosts, shares_a_port=False)
-            ]
-        )
+        hosts = parse_hosts(args.hosts, shares_a_port=False)
+        launch = LaunchRecord(hosts=[LaunchedHost(host.given, options.workdir) for host in hosts])
     else:
         folder, *things = args.things or [newest_launch(args.output_dir)]
         launch = read_launch(Path(folder))
         options.user = args.user or launch.user
-        recorded = [
-            *(("--ssh-option", one) for one in launch.ssh_options),
-            ("--ssh-config", launch.ssh_config),
-            ("--python", launch.python),
-            ("--workdir", launch.workdir),
-        ]
-        given = {*options.ssh_options, options.ssh_config, options.python, options.workdir, None}
-        missing = [word for flag, value in recorded if value not in given for word in (flag, value)]
-        if missing:
+        if missing := _not_taken(launch, options):
             say(
                 "warning: the launch was given flags that can run programs, and these are not "
                 "taken from its launch.json. If it is your launch and its hosts need them, add: "
-                f"{shlex.join(map(str, missing))}"
+                f"{shlex.join(missing)}"
             )
     launch.reports = args.remote_reports or launch.reports
-    # The last two parts of reports/PartTwo-ring/2026-…, as a shell completes it.
-    parts = [[one for one in PurePosixPath(name).parts[-2:] if one != "reports"] for name in things]
-    return launch, options, ["/".join(one) for one in parts]
+    return Wanted(launch, options, [_run_name(thing) for thing in things])
+
+
+def _not_taken(launch: LaunchRecord, options: SSHOptions) -> list[str]:
+    """Return the flags of the launch that can run programs and were not given again."""
+    words = []
+    for option in launch.ssh_options:
+        if option not in options.ssh_options:
+            words += ["--ssh-option", option]
+    for flag, recorded, given in (
+        ("--ssh-config", launch.ssh_config, options.ssh_config),
+        ("--python", launch.python, options.python),
+        ("--workdir", launch.workdir, options.workdir),
+    ):
+        if recorded is not None and recorded != given:
+            words += [flag, recorded]
+    return words
+
+
+def _run_name(path: str) -> str:
+    """Return the last two parts of reports/PartTwo-ring/2026-…, as a shell completes it."""
+    parts = PurePosixPath(path).parts[-2:]
+    return "/".join(part for part in parts if part != "reports")
 
 
 def _received(remote: Remote) -> Iterator[tuple[str, bytes | None]]:
@@ -163,7 +201,8 @@ def _store(folder: Path, name: str, content: bytes | None) -> str:
 
     The name may be any text: it must stay in the folder, also if links on its way are followed.
     """
-    path, parts = folder / name, PurePosixPath(name).parts
+    path = folder / name
+    parts = PurePosixPath(name).parts
     hidden = any(part.startswith(".") for part in parts)  # among them ".."
     is_name = name.isprintable() and len(parts) >= 3 and not hidden
     if not is_name or content is None or not path.resolve().is_relative_to(folder.resolve()):

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,17 @@ from common.utils.processes import on_signals, shell_status
 from common.utils.system import allow_most_descriptors
 from lab.processes.first_failure import find_root_failure
 from lab.processes.prefixed_output import PrefixedOutput, say, write_log
-from lab.ssh.command import read_command
+from lab.ssh.command import NodeCommand, read_command
 from lab.ssh.hosts import Host, SSHOptions, parse_hosts
+from lab.ssh.node import HostFacts
 from lab.ssh.questions import doctor_passes, find_master, refuse_differences, run_requests
 from lab.ssh.record import LaunchedHost, LaunchRecord, write_launch
 from lab.ssh.remote import OnLine, Remote, ask, running, served, signal_all, wait
 
 # With more hosts the terminal shows only rank 0 and the first failure.
 _SHOWN_HOSTS = 8
-_GRACE_SECONDS, _SAVE_SECONDS = 8.0, 120.0
+_GRACE_SECONDS = 8.0
+_SAVE_SECONDS = 120.0
 _AFTER_SIGNAL_SECONDS = {signal.SIGINT: 5.0, signal.SIGTERM: _SAVE_SECONDS}
 _FAILURE_LINES = 20
 # As ssh itself reports that its connection broke.
@@ -42,24 +45,18 @@ def launch(args: argparse.Namespace) -> int:
     UserError if nothing can be started.
     """
     shares_a_port = args.master_port is not None
-    hosts, options = parse_hosts(args.hosts, shares_a_port=shares_a_port), SSHOptions.of(args)
+    hosts = parse_hosts(args.hosts, shares_a_port=shares_a_port)
+    options = SSHOptions.of(args)
     command = read_command(args.flags, nodes=len(hosts), port=args.master_port)
     allow_most_descriptors()
-    facts = ask(hosts, {"do": "facts", "script": command.script}, options)
+    question = {"do": "facts", "script": command.script}
+    facts = ask(hosts, question, options, schema=HostFacts)
     refuse_differences(hosts, facts, command, shares_a_port=shares_a_port)
     master = args.master_ip
     if master is None and (args.check or "{master}" in " ".join(command.words)):
         master = find_master(hosts, facts, options, port=command.port)
     folder = args.logs or new_folder(args.output_dir, "launch")
-    to_collect = LaunchRecord(
-        **asdict(options),
-        hosts=[
-            LaunchedHost(host.given, own["folder"], own["clock"], own["python"])
-            for host, own in zip(hosts, facts, strict=True)
-        ],
-        reports=command.flags.get("--output-dir") or "reports",
-    )
-    record = asdict(to_collect) | {
+    record = _record(hosts, facts, options, command) | {
         "command": args.flags,
         "began": f"{datetime.now():%Y-%m-%dT%H:%M:%S}",
         "master": master,
@@ -68,6 +65,7 @@ def launch(args: argparse.Namespace) -> int:
         "seconds": None,
     }
     write_launch(folder, record)
+    say(_begin_text(hosts, master, command.port, folder))
     prefixed = PrefixedOutput(
         len(hosts), shown=lambda node: len(hosts) <= _SHOWN_HOSTS or node == 0
     )
@@ -76,32 +74,46 @@ def launch(args: argparse.Namespace) -> int:
         write_log(folder / f"node{node}.log", line)
         prefixed(node, line)
 
-    names = " to ".join(dict.fromkeys([hosts[0].name, hosts[-1].name]))
-    address = f"; rank 0 at {master}:{command.port}" if master is not None else ""
-    quiet = "; showing only rank 0's output and the first failure's"
-    say(
-        f"{count(len(hosts), 'host')}, {names}{address}; logs: {folder}"
-        f"{quiet if len(hosts) > _SHOWN_HOSTS else ''}"
-    )
-    began, status = time.monotonic(), INTERRUPTED
+    began = time.monotonic()
+    status = INTERRUPTED
     try:
         if args.check and not doctor_passes(hosts, facts, options, command, master):
             status = 1
         else:
             requests = run_requests(command, facts, master, options)
             nodes, stopped_by = _run(hosts, requests, options, write_line)
-            status = _conclude(
-                nodes,
-                stopped_by,
-                prefixed,
-                folder=folder,
-                seconds=time.monotonic() - began,
-                silence_seconds=options.silence_seconds,
-            )
+            end = _End(nodes, stopped_by, time.monotonic() - began, folder, options.silence_seconds)
+            status = _conclude(end, prefixed)
     finally:
         seconds = round(time.monotonic() - began, 1)
         write_launch(folder, record | {"status": status, "seconds": seconds})
     return status
+
+
+def _record(
+    hosts: Sequence[Host], facts: Sequence[HostFacts], options: SSHOptions, command: NodeCommand
+) -> dict[str, Any]:
+    """Return what ``lab collect`` reads again."""
+    launched = [
+        LaunchedHost(host.given, own.folder, own.clock, own.python)
+        for host, own in zip(hosts, facts, strict=True)
+    ]
+    reports = command.flags.get("--output-dir") or "reports"
+    return asdict(LaunchRecord(**asdict(options), hosts=launched, reports=reports))
+
+
+def _begin_text(hosts: Sequence[Host], master: str | None, port: int, folder: Path) -> str:
+    """Return which hosts begin, and where their output is."""
+    names = hosts[0].name
+    if hosts[-1].name != names:
+        names += f" to {hosts[-1].name}"
+    text = f"{count(len(hosts), 'host')}, {names}"
+    if master is not None:
+        text += f"; rank 0 at {master}:{port}"
+    text += f"; logs: {folder}"
+    if len(hosts) > _SHOWN_HOSTS:
+        text += "; showing only rank 0's output and the first failure's"
+    return text
 
 
 def _run(
@@ -116,7 +128,9 @@ def _run(
     """
     got: list[signal.Signals] = []
     with (
-        on_signals(_AFTER_SIGNAL_SECONDS, lambda one, _frame: got.append(signal.Signals(one))),
+        on_signals(
+            _AFTER_SIGNAL_SECONDS, lambda number, _frame: got.append(signal.Signals(number))
+        ),
         served(hosts, requests, options, on_line) as nodes,
     ):
         wait(nodes, lambda: got or not running(nodes) or _failed(nodes, 0))
@@ -131,7 +145,7 @@ def _run(
             say(f"{got[0].name}: sent to every node; Ctrl-C ends all at once")
             signal_all(nodes, got[0])
             wait(nodes, lambda: got[1:] or not running(nodes), _AFTER_SIGNAL_SECONDS[got[0]])
-    return nodes, next(iter(got), 0)
+    return nodes, got[0] if got else 0
 
 
 def _failed(nodes: Sequence[Remote], *good: int) -> list[Remote]:
@@ -140,48 +154,71 @@ def _failed(nodes: Sequence[Remote], *good: int) -> list[Remote]:
     return [node for node in ended if node.status not in good]
 
 
-def _conclude(
-    nodes: Sequence[Remote],
-    stopped_by: int,
-    prefixed: PrefixedOutput,
-    *,
-    folder: Path,
-    seconds: float,
-    silence_seconds: float,
-) -> int:
+@dataclass(frozen=True)
+class _End:
+    """How a launch ended. stopped_by : the signal that stopped it, or 0."""
+
+    nodes: Sequence[Remote]
+    stopped_by: int
+    seconds: float
+    folder: Path
+    silence_seconds: float
+
+
+def _conclude(end: _End, prefixed: PrefixedOutput) -> int:
     """Print how the launch ended, and return the exit status."""
-    failed, saved = _failed(nodes, 0, TO_BE_CONTINUED), _failed(nodes, 0)
+    failed = _failed(end.nodes, 0, TO_BE_CONTINUED)
+    saved = len(_failed(end.nodes, 0)) - len(failed)
     lost = [node for node in failed if node.status is None]
-    left = (
-        f"processes on {first_of([node.host for node in lost])} end by themselves "
-        f"{silence_seconds:g} s after the connection broke"
-    )
-    if len(saved) > len(failed) and not lost and (stopped_by or not failed):
+    if saved and not lost and (end.stopped_by or not failed):
         say(
-            f"stopped after {seconds:.1f} s, after saving a checkpoint; resume with the same "
-            f"command and --resume auto; output: {folder}"
+            f"stopped after {end.seconds:.1f} s, after saving a checkpoint; resume with the same "
+            f"command and --resume auto; output: {end.folder}"
         )
         return TO_BE_CONTINUED
-    if failed and stopped_by:
-        what = "interrupted" if stopped_by == signal.SIGINT else "ended by SIGTERM"
-        rest = f"the other hosts have ended; {left}" if lost else "all hosts have ended"
-        say(f"{what}: all processes on {rest}; output: {folder}")
-        return 128 + stopped_by
     if not failed:
-        say(f"all nodes finished without errors after {seconds:.1f} s; output: {folder}")
+        say(f"all nodes finished without errors after {end.seconds:.1f} s; output: {end.folder}")
         return 0
+    if end.stopped_by:
+        what = "interrupted" if end.stopped_by == signal.SIGINT else "ended by SIGTERM"
+        rest = "all hosts have ended"
+        if lost:
+            rest = f"the other hosts have ended; {_left_text(lost, end)}"
+        say(f"{what}: all processes on {rest}; output: {end.folder}")
+        return 128 + end.stopped_by
+    return _report_failure(failed, lost, end, prefixed)
+
+
+def _report_failure(
+    failed: Sequence[Remote], lost: Sequence[Remote], end: _End, prefixed: PrefixedOutput
+) -> int:
+    """Print which host failed first and why; return its exit status.
+
+    lost : those of the failed hosts whose connection broke.
+    """
     outputs = {node.host.rank: "\n".join(node.lines) for node in failed}
-    statuses = {node.host.rank: _LOST if node in lost else node.status or 0 for node in failed}
+    statuses = {node.host.rank: node.status or 0 for node in failed}
+    statuses |= {node.host.rank: _LOST for node in lost}
     culprit, message = find_root_failure(list(outputs), statuses, outputs, name="node")
     if lost:
         culprit = lost[0].host.rank
         message = (
-            f"the connection to {lost[0].host} broke after {seconds:.1f} s "
-            f"({first_of(lost[0].errors[-1:])[:200]}); the other hosts were stopped, and {left}"
+            f"the connection to {lost[0].host} broke after {end.seconds:.1f} s "
+            f"({first_of(lost[0].errors[-1:])[:200]}); the other hosts were stopped, and "
+            f"{_left_text(lost, end)}"
         )
     if not prefixed.shows(culprit):
-        for line in [*nodes[culprit].lines][-_FAILURE_LINES:]:
+        for line in [*end.nodes[culprit].lines][-_FAILURE_LINES:]:
             prefixed.show(culprit, line)
-    log = folder / f"node{culprit}.log"
-    print(f"error: {message} (host {nodes[culprit].host.name}; output: {log})", file=sys.stderr)
+    log = end.folder / f"node{culprit}.log"
+    host = end.nodes[culprit].host.name
+    print(f"error: {message} (host {host}; output: {log})", file=sys.stderr)
     return shell_status(statuses[culprit])
+
+
+def _left_text(lost: Sequence[Remote], end: _End) -> str:
+    """Return what becomes of the processes on hosts whose connection broke."""
+    return (
+        f"processes on {first_of([node.host for node in lost])} end by themselves "
+        f"{end.silence_seconds:g} s after the connection broke"
+    )

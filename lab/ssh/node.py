@@ -11,15 +11,15 @@ import contextlib
 import io
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,20 +33,38 @@ READY = b"lab.ssh is ready\n"
 RESULT = b"lab.ssh returns "
 _NOT_FOUND = 127
 _CONNECT_SECONDS = 4.0
-_LISTEN_SECONDS, _MOST_GUESTS = 60, 1024
+_LISTEN_SECONDS = 60
+_MOST_GUESTS = 1024
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """A host and its checkout.
+
+    script_there : whether the command's file is in it. code : see ``code_facts``.
+    """
+
+    folder: str
+    script_there: bool
+    python: str
+    code: dict[str, str]
+    name: str
+    addresses: list[str]
+    clock: float
 
 
 def facts(script: str | None) -> dict[str, Any]:
-    """Return facts about this host and its checkout. script : the command's file in it."""
-    return {
-        "folder": os.getcwd(),
-        "script_there": script is None or os.path.isfile(script),
-        "python": sys.executable,
-        "code": {"Python": ".".join(map(str, sys.version_info[:2])), **code_facts()},
-        "name": socket.gethostname(),
-        "addresses": sorted(filter(_is_ipv4, own_addresses())),
-        "clock": time.time(),
-    }
+    """Return ``HostFacts`` as plain values. script : the command's file in the checkout."""
+    found = HostFacts(
+        folder=os.getcwd(),
+        script_there=script is None or os.path.isfile(script),
+        python=sys.executable,
+        code={"Python": ".".join(map(str, sys.version_info[:2])), **code_facts()},
+        name=socket.gethostname(),
+        addresses=sorted(filter(_is_ipv4, own_addresses())),
+        clock=time.time(),
+    )
+    return asdict(found)
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], silence_seconds: float) -> int:
@@ -97,7 +115,7 @@ def connect(names: Sequence[str], port: int) -> dict[str, str]:
     names : may be addresses.
     """
     found = [address for name in names for address in sorted(resolve(name))]
-    addresses = [one for one in found if _is_ipv4(one) and not is_loopback(one)]
+    addresses = [address for address in found if _is_ipv4(address) and not is_loopback(address)]
 
     def why_not(address: str) -> str:
         try:
@@ -119,23 +137,49 @@ def send_runs(
     of this host's own clock.
     """
     root = Path.home() / folder / reports
-    left_out = re.compile(r"/\." if checkpoints else r"/\.|^[^/]*/[^/]*/checkpoints/")
     with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", dereference=True) as archive:
         for run_folder in sorted(root.glob("[!.]*/[!.]*")):
-            own_names = {run_folder.parent.name, f"{run_folder.parent.name}/{run_folder.name}"}
-            logs = [*run_folder.glob("config.json*"), *run_folder.glob("logs_rank*")]
-            recent = any(path.stat().st_mtime >= since for path in logs)
-            if logs and (own_names & {*names} if names else recent):
+            if _is_wanted(run_folder, names, since):
                 for path in sorted(run_folder.rglob("*")):
-                    name = path.relative_to(root).as_posix()
-                    # A hidden file is unfinished.
-                    if path.is_file() and not path.is_symlink() and not left_out.search(name):
-                        # The open file stays whole if the run replaces or deletes it meanwhile.
-                        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-                            archive.addfile(archive.gettarinfo(arcname=name, fileobj=file), file)
+                    if _is_sent(path.relative_to(run_folder), checkpoints):
+                        _add_file(archive, path, root)
 
 
-_FUNCTIONS = {one.__name__: one for one in (facts, run, listen, connect, send_runs)}
+def _is_wanted(run_folder: Path, names: Sequence[str], since: float) -> bool:
+    """Return whether a run is named; without names, whether it has logged anything since then."""
+    logs = [*run_folder.glob("config.json*"), *run_folder.glob("logs_rank*")]
+    if not logs:
+        return False
+    if not names:
+        return any(path.stat().st_mtime >= since for path in logs)
+    experiment = run_folder.parent.name
+    return experiment in names or f"{experiment}/{run_folder.name}" in names
+
+
+def _is_sent(path: Path, checkpoints: bool) -> bool:
+    """Return whether a run's file, by its path in the run, is sent: a hidden one is unfinished."""
+    if any(part.startswith(".") for part in path.parts):
+        return False
+    return checkpoints or path.parts[0] != "checkpoints"
+
+
+def _add_file(archive: tarfile.TarFile, path: Path, root: Path) -> None:
+    """Add a regular file, by its name below ``root``."""
+    if path.is_symlink() or not path.is_file():
+        return
+    name = path.relative_to(root).as_posix()
+    # The open file stays whole if the run replaces or deletes it meanwhile.
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        archive.addfile(archive.gettarinfo(arcname=name, fileobj=file), file)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "facts": facts,
+    "run": run,
+    "listen": listen,
+    "connect": connect,
+    "send_runs": send_runs,
+}
 
 
 def main() -> None:

@@ -19,21 +19,21 @@ from common.utils.source_hash import code_differences
 from lab.processes.prefixed_output import PrefixedOutput
 from lab.ssh.command import NodeCommand
 from lab.ssh.hosts import Host, SSHOptions, refuse_hosts
-from lab.ssh.remote import ask, running, served, wait
+from lab.ssh.node import HostFacts
+from lab.ssh.remote import Remote, ask, running, served, wait
 
-_LISTEN_SECONDS, _DOCTOR_SECONDS = 30.0, 600.0
+_LISTEN_SECONDS = 30.0
+_DOCTOR_SECONDS = 600.0
 _DOCTOR = (
     *("python", "-m", "lab", "doctor", "--master-ip", "{master}", "--master-port", "{port}"),
     *("--num-nodes", "{nodes}", "--rank", "{rank}"),
 )
 _OF_DOCTOR = ("--dataset", "--data-dir", "--output-dir", "--timeout")
 _MOST_HOSTS = 8
-# See ``lab.ssh.node.facts``.
-Facts = Mapping[str, Any]
 
 
 def refuse_differences(
-    hosts: Sequence[Host], facts: Sequence[Facts], command: NodeCommand, *, shares_a_port: bool
+    hosts: Sequence[Host], facts: Sequence[HostFacts], command: NodeCommand, *, shares_a_port: bool
 ) -> None:
     """Raise UserError with a problem of each host that cannot run the command with the others.
 
@@ -41,12 +41,12 @@ def refuse_differences(
     in common.
     """
     problems = {}
-    for host, mine in zip(hosts, facts, strict=True):
-        other = code_differences(mine["code"], facts[0]["code"])
-        twin = next(one for one in hosts if facts[one.rank]["addresses"] == mine["addresses"])
-        if not mine["script_there"]:
+    for host, own in zip(hosts, facts, strict=True):
+        other = code_differences(own.code, facts[0].code)
+        twin = next(twin for twin in hosts if facts[twin.rank].addresses == own.addresses)
+        if not own.script_there:
             problems[host] = (
-                f"{mine['folder']} has no {command.script}: give --workdir, the project's folder "
+                f"{own.folder} has no {command.script}: give --workdir, the project's folder "
                 "on the hosts"
             )
         elif command.script is not None and other:
@@ -63,15 +63,16 @@ def refuse_differences(
 
 
 def find_master(
-    hosts: Sequence[Host], facts: Sequence[Facts], options: SSHOptions, *, port: int
+    hosts: Sequence[Host], facts: Sequence[HostFacts], options: SSHOptions, *, port: int
 ) -> str:
     """Return an address of the first host that all others reach, while it listens at the port.
 
     A name may be known only on this machine, or resolve to 127.0.1.1 on the host itself, and a host
     may have several networks. UserError if the port is taken, or if no address is reached by all.
     """
-    first, own = hosts[0], facts[0]["addresses"]
-    question = {"do": "connect", "names": [first.name, facts[0]["name"], *own], "port": port}
+    first = hosts[0]
+    own = facts[0].addresses
+    question = {"do": "connect", "names": [first.name, facts[0].name, *own], "port": port}
     with served(hosts[:1], [{"do": "listen", "port": port}], options) as listening:
         wait(listening, lambda: listening[0].lines or not running(listening), _LISTEN_SECONDS)
         if not listening[0].lines:
@@ -79,28 +80,38 @@ def find_master(
                 f"{first}: its port {port} cannot be used ({listening[0].errors[-1]}): end the "
                 "program that listens there, or give another --master-port"
             )
-        answers = ask(hosts[1:], question, options)
-    candidates = {address: None for answer in answers for address in answer} or dict.fromkeys(own)
-    # A router may translate an address that is not the host's own.
-    best = min(
-        candidates,
-        key=lambda one: (sum(answer.get(one) != "" for answer in answers), one not in own),
-        default="127.0.0.1",
-    )
-    problems = {
-        host: f"cannot reach {first} at {best}:{port} ({answer.get(best, 'unknown')}): open the "
-        "port there, or give another address of that host with --master-ip, or another "
-        "--master-port"
-        for host, answer in zip(hosts[1:], answers, strict=True)
-        if answer.get(best) != ""
-    }
+        answers = ask(hosts[1:], question, options, schema=dict[str, str])
+    best = _best_address(answers, own)
+    problems = {}
+    for host, answer in zip(hosts[1:], answers, strict=True):
+        if answer.get(best) != "":
+            problems[host] = (
+                f"cannot reach {first} at {best}:{port} ({answer.get(best, 'unknown')}): open the "
+                "port there, or give another address of that host with --master-ip, or another "
+                "--master-port"
+            )
     refuse_hosts(problems, of=len(hosts))
     return best
 
 
+def _best_address(answers: Sequence[Mapping[str, str]], own: Sequence[str]) -> str:
+    """Return the address that most hosts reach, if possible one of the first host's ``own``.
+
+    A router may translate an address that is not the host's own. answers : of the other hosts, by
+    address why they do not reach it, "" if they do.
+    """
+    candidates = [address for answer in answers for address in answer] or own
+
+    def badness(address: str) -> tuple[int, bool]:
+        unreached = [answer for answer in answers if answer.get(address) != ""]
+        return len(unreached), address not in own
+
+    return min(candidates, key=badness, default="127.0.0.1")
+
+
 def doctor_passes(
     hosts: Sequence[Host],
-    facts: Sequence[Facts],
+    facts: Sequence[HostFacts],
     options: SSHOptions,
     command: NodeCommand,
     master: str | None,
@@ -109,29 +120,43 @@ def doctor_passes(
 
     Shows the whole output of rank 0, and of the other hosts the failures that rank 0 does not have.
     """
-    values = dict(command.flags)
-    if recipe := values.get("--recipe"):
-        with contextlib.suppress(UserError):  # the doctor there reports what is wrong
-            values = {"--dataset": read_recipe(find_recipe(recipe)).get("dataset")} | values
-    passed = [word for name in _OF_DOCTOR if (value := values.get(name)) for word in (name, value)]
-    requests = run_requests(replace(command, words=[*_DOCTOR, *passed]), facts, master, options)
+    words = [*_DOCTOR, *_doctor_flags(command)]
+    requests = run_requests(replace(command, words=words), facts, master, options)
     prefixed = PrefixedOutput(len(hosts), shown=lambda node: node == 0)
     with served(hosts, requests, options, prefixed) as doctors:
         wait(doctors, lambda: not running(doctors), _DOCTOR_SECONDS)
-    failed = [one for one in doctors if one.status != 0]
-    for one in failed[:_MOST_HOSTS]:
-        failures = re.findall(r"^failure .*(?:\n +-> .*)?", "\n".join(one.lines), re.MULTILINE)
-        for line in "\n".join(failures).splitlines() or list(one.lines)[-1:]:
+    failed = [doctor for doctor in doctors if doctor.status != 0]
+    for doctor in failed[:_MOST_HOSTS]:
+        for line in _failure_lines(doctor):
             if line not in doctors[0].lines:
-                prefixed.show(one.host.rank, line)
+                prefixed.show(doctor.host.rank, line)
     if failed:
-        names = first_of([one.host for one in failed])
+        names = first_of([doctor.host for doctor in failed])
         print(f"error: lab doctor found failures on {names}: nothing was started", file=sys.stderr)
     return not failed
 
 
+def _doctor_flags(command: NodeCommand) -> list[str]:
+    """Return the flags of the command that lab doctor takes, too."""
+    values = dict(command.flags)
+    if recipe := values.get("--recipe"):
+        with contextlib.suppress(UserError):  # the doctor there reports what is wrong
+            values.setdefault("--dataset", read_recipe(find_recipe(recipe)).get("dataset"))
+    words: list[str] = []
+    for name in _OF_DOCTOR:
+        if value := values.get(name):
+            words += [name, value]
+    return words
+
+
+def _failure_lines(doctor: Remote) -> list[str]:
+    """Return the failures that lab doctor printed, with their remedies; else its last line."""
+    failures = re.findall(r"^failure .*(?:\n +-> .*)?", "\n".join(doctor.lines), re.MULTILINE)
+    return "\n".join(failures).splitlines() or list(doctor.lines)[-1:]
+
+
 def run_requests(
-    command: NodeCommand, facts: Sequence[Facts], master: str | None, options: SSHOptions
+    command: NodeCommand, facts: Sequence[HostFacts], master: str | None, options: SSHOptions
 ) -> list[dict[str, Any]]:
     """Return a request for each host to run its command.
 
@@ -147,7 +172,7 @@ def run_requests(
         {
             "do": "run",
             "command": command.fill(
-                master=master or "", nodes=len(facts), rank=rank, python=own["python"]
+                master=master or "", nodes=len(facts), rank=rank, python=own.python
             ),
             "environment": environment,
             "silence_seconds": options.silence_seconds,

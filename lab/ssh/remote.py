@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 from common.utils.processes import kill_on_parent_exit
 from common.utils.typed_json import calm, decode
@@ -26,9 +26,16 @@ from lab.ssh.hosts import Host, SSHOptions, explain, refuse_hosts, ssh_command
 from lab.ssh.node import READY, RESULT
 
 OnLine = Callable[[int, str], object]
-_KEPT_LINES, _LONGEST_LINE, _MOST_ERRORS = 1000, 1 << 20, 1 << 24
-_AT_ONCE, _TURN_SECONDS = 64, 20.0
-_BEAT_SECONDS, _ANSWER_SECONDS, _END_SECONDS, _SSH_SECONDS = 0.2, 60.0, 15.0, 2.0
+Answer = TypeVar("Answer")
+_KEPT_LINES = 1000
+_LONGEST_LINE = 1 << 20  # bytes, as the next one
+_MOST_ERRORS = 1 << 24
+_AT_ONCE = 64  # logins
+_TURN_SECONDS = 20.0
+_BEAT_SECONDS = 0.2
+_ANSWER_SECONDS = 60.0
+_END_SECONDS = 15.0
+_SSH_SECONDS = 2.0
 
 
 class Remote:
@@ -40,7 +47,9 @@ class Remote:
     """
 
     def __init__(self, host: Host, request: Mapping[str, Any], options: SSHOptions) -> None:
-        self.host, self.ready, self.ended = host, False, math.inf
+        self.host = host
+        self.ready = False
+        self.ended = math.inf
         self.lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self.result: bytes | None = None
         self.errors: list[str] = []
@@ -117,7 +126,7 @@ def served(
         for host, request in zip(hosts, requests, strict=True):
             wait(
                 remotes,
-                lambda: sum(not one.ready for one in running(remotes)) < _AT_ONCE,
+                lambda: sum(not remote.ready for remote in running(remotes)) < _AT_ONCE,
                 _TURN_SECONDS,
             )
             remotes.append(Remote(host, request, options))
@@ -125,21 +134,21 @@ def served(
         yield remotes
     finally:
         signal_all(remotes, signal.SIGKILL)
-        wait(remotes, lambda: not any(one.ready for one in running(remotes)), _END_SECONDS)
-        for one in running(remotes):
-            one.kill()
+        wait(remotes, lambda: not any(remote.ready for remote in running(remotes)), _END_SECONDS)
+        for remote in running(remotes):
+            remote.kill()
         wait(remotes, lambda: not running(remotes), _END_SECONDS)
 
 
 def running(remotes: Sequence[Remote]) -> list[Remote]:
     """Return those whose connection has not ended."""
-    return [one for one in remotes if one.ended == math.inf]
+    return [remote for remote in remotes if remote.ended == math.inf]
 
 
 def signal_all(remotes: Sequence[Remote], number: int) -> None:
     """Send a signal to the commands that still run, as a terminal does; 0 is a sign of life."""
-    for one in running(remotes):
-        one.send(bytes([number]))
+    for remote in running(remotes):
+        remote.send(bytes([number]))
 
 
 def wait(
@@ -153,14 +162,24 @@ def wait(
 
 
 def ask(
-    hosts: Sequence[Host], request: Mapping[str, Any], options: SSHOptions
-) -> list[dict[str, Any]]:
-    """Return each host's answer to a request.
+    hosts: Sequence[Host],
+    request: Mapping[str, Any],
+    options: SSHOptions,
+    *,
+    schema: type[Answer],
+) -> list[Answer]:
+    """Return each host's answer to a request, a ``schema``.
 
     UserError, with a line for each host that does not answer.
     """
     with served(hosts, [request] * len(hosts), options) as remotes:
         wait(remotes, lambda: not running(remotes), _ANSWER_SECONDS)
-    silent = {one.host: explain(one.errors, one.host) for one in remotes if one.result is None}
+    silent = {}
+    answers = []
+    for remote in remotes:
+        if remote.result is None:
+            silent[remote.host] = explain(remote.errors, remote.host)
+        else:
+            answers.append(decode(remote.result, schema, name=str(remote.host)))
     refuse_hosts(silent, of=len(hosts))
-    return [decode(one.result or b"", dict[str, Any], name=str(one.host)) for one in remotes]
+    return answers

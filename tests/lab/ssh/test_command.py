@@ -1,19 +1,25 @@
 """How ``lab launch`` handles hosts, commands and refusals, tested without a host."""
 
+from dataclasses import replace
+
 import pytest
 
 from common.errors import UserError
 from lab.cli import build_parser
 from lab.ssh.command import read_command
 from lab.ssh.hosts import Host, SSHOptions, explain, parse_hosts, refuse_hosts, ssh_command
+from lab.ssh.node import HostFacts
 from lab.ssh.questions import refuse_differences
 
-FACTS = {
-    "folder": "/lab",
-    "script_there": True,
-    "code": {"Python": "3.11", "torch": "2.15.0", "common/a.py": "1"},
-    "addresses": ["10.0.0.1"],
-}
+FACTS = HostFacts(
+    folder="/lab",
+    script_there=True,
+    python="/lab/.venv/bin/python",
+    code={"Python": "3.11", "torch": "2.15.0", "common/a.py": "1"},
+    name="a",
+    addresses=["10.0.0.1"],
+    clock=0.0,
+)
 
 
 def filled(command, *, rank=1, nodes=3, port=None):
@@ -178,8 +184,9 @@ def test_what_ssh_says_becomes_what_to_do(said, told):
     ],
 )
 def test_what_differs_on_one_host_is_told_of_that_host(change, told):
-    code = FACTS["code"] | change.get("code", {})
-    facts = [FACTS, FACTS | {"addresses": ["10.0.0.2"]} | change | {"code": code}]
+    code = FACTS.code | change.get("code", {})
+    other = {"addresses": ["10.0.0.2"]} | change | {"code": code}
+    facts = [FACTS, replace(FACTS, **other)]
     hosts = [Host(0, "a"), Host(1, "b")]
 
     def compare(command, **how):
