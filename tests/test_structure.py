@@ -8,7 +8,11 @@ import ast
 import functools
 import importlib
 import re
+import tomllib
 from collections import defaultdict
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from common.utils.source_hash import source_digests
 from tests.helpers import ROOT
@@ -147,6 +151,25 @@ def test_nothing_from_another_machine_is_unpickled():
     assert importing == MAY_IMPORT_PICKLE
     assert loading == {("common/checkpoint.py", True), ("common/models/transfer.py", True)}
     assert collectives == set()
+
+
+# --- the versions that were tested ---
+
+
+def test_constraints_name_a_version_that_fits_for_each_package_that_is_needed():
+    """And nothing but names and versions: no host, no path."""
+    pinned = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        assert re.fullmatch(r"[\w.-]+==[\w.+!-]+", line)
+        name, _, version = line.partition("==")
+        pinned[canonicalize_name(name)] = version
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    assert len(needed) > 20
+    for need in map(Requirement, needed):
+        if need.name != project["name"]:
+            version = pinned[canonicalize_name(need.name)]
+            assert need.specifier.contains(version, prereleases=True), need
 
 
 # --- functions with few parameters ---
