@@ -30,13 +30,9 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(REPOSITORY))
 
 from common.models import build_model
-from common.profiling.memory_model import (
-    MemoryCase,
-    predict_memory,
-)
 from common.profiling.rank_memory import rank_memory
-from common.profiling.records import KINDS
-from common.sync import STRATEGIES, build_sync
+from common.sync import STRATEGIES, build_message_plan_from, build_sync
+from common.sync.memory_cost import KINDS, MemoryCase
 from common.sync.message_cost import GradientSize
 from lab.proofs.ranks import run_ranks
 
@@ -101,7 +97,6 @@ def predict(model_name: str, opt: str, sync_name: str, *, rank: int, ranks: int)
     """Return the closed form for this case."""
     model = build(model_name)
     case = MemoryCase(
-        plan=build_sync(sync_name).plan,
         sizes=GradientSize.of(model.parameters()),
         rank=rank,
         ranks=ranks,
@@ -109,7 +104,7 @@ def predict(model_name: str, opt: str, sync_name: str, *, rank: int, ranks: int)
         momentum=0.9,
         untrained=sum(buffer.nbytes for buffer in model.buffers()),
     )
-    return predict_memory(sync_name, case)
+    return build_message_plan_from(sync_name, {}).memory(case)
 
 
 def print_tensors(models: Sequence[str], sizes: Sequence[int], syncs: Sequence[str]) -> None:

@@ -19,35 +19,17 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from scipy.optimize import isotonic_regression
 
+from common.errors import UserError
 from common.reporting.plots import INK, PAPER, RC
+from common.sync import STRATEGIES
 
 WIDE, NARROW = 9.0, 4.5  # inches: a page's column, and a phone
 
-# Every colour below has a contrast of at least 3 to a light and to a dark page, and one meaning:
-# strategies have no blue, orange, green or slate, and sections nothing else. Related strategies
-# share a hue. No figure relies on colour alone.
-COLORS = {
-    "none": "#8f8a7c",
-    "gather_scatter": "#8148d6",
-    "gather_scatter_flat": "#a07cf0",
-    "reduce_broadcast": "#8d63a8",
-    "all_reduce": "#c0358f",
-    "all_reduce_flat": "#de67b2",
-    "tree": "#0b7a86",
-    "ring": "#17a0b0",
-    "halving_doubling": "#4f8f8f",
-    "overlapped": "#7d7411",
-    "sharded": "#a08658",
-    "ddp": "#9b9221",
-    "ddp_fp16": "#a0506e",
-    "ddp_powersgd": "#d9486f",
-    "ddp_zero1": "#6f7436",
-    "fsdp": "#a9727a",
-    "topk": "#84604f",
-    "local_sgd": "#b08a72",
-}
-# matplotlib has 15 filled markers: related strategies must not share one.
-MARKERS = dict(zip(COLORS, "os^vDdPXhps*<>^v8H", strict=True))
+# Every colour of a strategy (common/sync) or below has a contrast of at least 3 to a light and to a
+# dark page, and one meaning: strategies have no blue, orange, green or slate, and sections nothing
+# else. No figure relies on colour alone.
+SPARE_COLORS = ("#e619e5", "#e61942", "#a819e6", "#d2664b", "#b42db4", "#e61980")
+"""For strategies that state none, in their order; for unknown ones by name."""
 DASHES = [(0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (1, 1)), (0, (8, 3))]
 
 # Neighbours also differ in lightness, and waiting is hatched, so that a grey print is readable.
@@ -75,13 +57,27 @@ class NothingToShowError(Exception):
 
 
 def color(sync: str) -> str:
-    """Return the colour of a strategy; the name of an unknown one picks a colour."""
-    return COLORS.get(sync) or list(COLORS.values())[1 + sum(map(ord, sync)) % (len(COLORS) - 1)]
+    """Return the colour of a strategy, which no other one of the project has.
+
+    An unknown strategy's name picks a spare colour. Raises UserError if too few are left.
+    """
+    if sync not in STRATEGIES:
+        return SPARE_COLORS[sum(map(ord, sync)) % len(SPARE_COLORS)]
+    stated = STRATEGIES[sync].color
+    if stated is not None:
+        return stated
+    taken = {strategy.color for strategy in STRATEGIES.values()}
+    spare = [spare for spare in SPARE_COLORS if spare not in taken]
+    number = [name for name, strategy in STRATEGIES.items() if strategy.color is None].index(sync)
+    if number >= len(spare):
+        raise UserError(f"no colour is left for {sync}: state one in its record in STRATEGIES")
+    return spare[number]
 
 
 def marker(sync: str) -> str:
     """Return the marker of a strategy."""
-    return MARKERS.get(sync, "o")
+    stated = STRATEGIES[sync].marker if sync in STRATEGIES else None
+    return stated or "o"
 
 
 def grid(

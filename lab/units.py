@@ -3,11 +3,13 @@
 import contextlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from common.errors import UserError
+from common.sync import strategy_options
+from common.sync.plans.base import AUTO
 
-AUTO = "auto"  # in place of a size: the one that the event model chooses
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -47,6 +49,17 @@ def parse_bucket_mb(text: str | None) -> float | str | None:
         if 0 < float(text) < math.inf:
             return float(text)
     raise UserError(f"--bucket-mb: got {text!r}, give a number above 0, or {AUTO}")
+
+
+def option_parsers() -> dict[str, Callable[[str], Any]]:
+    """Return what parses a value of each strategy's option, by the option's name.
+
+    Raises ValueError if the text is no such value.
+    """
+    parsers: dict[str, Callable[[str], Any]] = {}
+    for name, option in strategy_options().items():
+        parsers[name] = parse_bucket_mb if option.auto else option.kind
+    return parsers
 
 
 def split_variant(sync: str) -> tuple[str, float | str | None]:

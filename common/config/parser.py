@@ -23,7 +23,7 @@ from common.config.schema import (
     settings,
 )
 from common.errors import UserError
-from common.sync import BUILT_IN, BY_HAND
+from common.sync import STRATEGIES
 from common.utils.registry import choices_text, closest
 
 _IN_PLACE_OF = {
@@ -51,11 +51,6 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"} | 
     "recipe": "NAME",
     "run_name": "NAME",
     "gpu_ids": "IDS",
-}
-_PART_OF_SYNC = {
-    "none": "PartOne",
-    **dict.fromkeys(BY_HAND, "PartTwo"),
-    **dict.fromkeys(BUILT_IN, "PartThree"),
 }
 _NO_WORKERS = (
     "there is no flag --num-workers, as no worker loads images: all are in memory as bytes, and "
@@ -198,16 +193,13 @@ def build_parser(
         formatter_class=_PartFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    parser.notes = dict.fromkeys(("--num-workers", "--workers", "-j"), _NO_WORKERS)
-    parser.notes |= {
-        name: f"there is no flag {name}: here it is {ours}" for name, ours in _ELSEWHERE.items()
-    }
-    parser.notes |= {
-        f"--sync {name}": f"--sync: {part} has no {name!r}. Use {owner}"
-        + ("" if name == "none" else f" --sync {name}")
-        for name, owner in _PART_OF_SYNC.items()
-        if name not in sync_choices
-    }
+    notes = dict.fromkeys(("--num-workers", "--workers", "-j"), _NO_WORKERS)
+    for name, ours in _ELSEWHERE.items():
+        notes[name] = f"there is no flag {name}: here it is {ours}"
+    for name, strategy in STRATEGIES.items():
+        if name not in sync_choices:
+            use = strategy.part if name == "none" else f"{strategy.part} --sync {name}"
+            notes[f"--sync {name}"] = f"--sync: {part} has no {name!r}. Use {use}"
     groups = {
         heading: parser.add_argument_group(heading)
         for heading in (CLUSTER, TRAINING, OPTIMIZER, DATA, RUN, RECIPE)
@@ -216,13 +208,14 @@ def build_parser(
         # The short names first, then its own, then its other long names
         flags = sorted([flag(name), *rules["flags"]], key=lambda one: one.startswith("--"))
         if tuple(sync_choices) == ("none",) and (name == "sync" or rules["group"] == CLUSTER):
-            parser.notes |= {one: _ONE_PROCESS.format(part=part, flag=one) for one in flags}
+            notes |= {name: _ONE_PROCESS.format(part=part, flag=name) for name in flags}
             continue
         if name == "sync":
             rules = {**rules, "choices": sync_choices, "default": sync_choices[0]}
         _add_flag(
             groups[rules["group"]], name, flags, rules, hidden=not (show_all or name in _BASIC)
         )
+    parser.notes = notes
     group = parser.add_argument_group("help")
     group.add_argument("-h", "--help", action="help", help="show the basic flags and exit")
     group.add_argument("--help-all", action="help", help="show all flags and exit")

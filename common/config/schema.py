@@ -8,19 +8,22 @@ meaning and its limits.
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.data import DATASETS, FLIPS
 from common.errors import UserError
 from common.models import MODELS
-from common.sync import STRATEGIES
+from common.sync import STRATEGIES, strategy_options
 from common.utils import paths
 from common.utils.environment import DEFAULT_MASTER_PORT, RUN_TOKEN
+from common.utils.limits import kind_and_meta
 from common.utils.registry import choices_text
 from common.utils.typed_json import shown
+
+T = TypeVar("T")
 
 DEFAULT_GLOBAL_BATCH_SIZE = 256
 SCHEDULES = ("onecycle", "constant", "cosine", "step")
@@ -69,6 +72,11 @@ _RULES = {
 }
 
 
+def flag(name: str) -> str:
+    """Return the flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
 def option(default: Any, group: str, help: str, *flags: str, **rules: Any) -> Any:
     """Return a dataclass field that is also a flag.
 
@@ -88,7 +96,43 @@ def option(default: Any, group: str, help: str, *flags: str, **rules: Any) -> An
     return field(default=default, metadata=metadata, repr=not metadata["secret"])
 
 
+def with_strategy_options(after: str) -> Callable[[type[T]], type[T]]:
+    """Return a class decorator that adds a setting for each option of a strategy.
+
+    after : the setting that comes before them. Use it below ``dataclass``.
+    """
+
+    def add(settings_class: type[T]) -> type[T]:
+        annotations: dict[str, Any] = {}
+        for name, annotation in settings_class.__annotations__.items():
+            annotations[name] = annotation
+            if name == after:
+                annotations |= _add_strategy_options(settings_class)
+        settings_class.__annotations__ = annotations
+        return settings_class
+
+    return add
+
+
+def _add_strategy_options(settings_class: type) -> dict[str, Any]:
+    """Give the class a default for each option, and return the options' annotations."""
+    annotations = {}
+    for spec in strategy_options().values():
+        kind, meta = kind_and_meta(spec.annotation)
+        limits = {"minimum": meta.ge, "above": meta.gt, "maximum": meta.le}
+        rules = {name: limit for name, limit in limits.items() if limit is not None}
+        text = spec.help
+        if spec.auto:
+            text += f"; lab predict {flag(spec.name)} auto chooses one for your network"
+        if spec.defaults:
+            text += f" (default: {spec.defaults})"
+        setattr(settings_class, spec.name, option(spec.default, TRAINING, text, type=kind, **rules))
+        annotations[spec.name] = spec.annotation
+    return annotations
+
+
 @dataclass(frozen=True)
+@with_strategy_options(after="sync_batchnorm")
 class Config:
     """Every setting of a run; a field's help text says what it means.
 
@@ -350,38 +394,6 @@ class Config:
         TRAINING,
         "on several GPUs: compute BatchNorm's statistics over all ranks, not per rank",
         type=bool,
-    )
-    bucket_mb: float | None = option(
-        None,
-        TRAINING,
-        "for ddp, overlapped and sharded: MiB of gradients that are sent together (default: 1 in "
-        "the first bucket, then 25, like DistributedDataParallel; 1 for sharded); lab predict "
-        "and lab compare --sync ddp-auto choose one for your network",
-        type=float,
-        above=0,
-    )
-    topk_ratio: float = option(
-        0.01,
-        TRAINING,
-        "for topk: share of the gradient's entries that a rank sends",
-        type=float,
-        above=0,
-        maximum=1,
-    )
-    powersgd_rank: int = option(
-        2,
-        TRAINING,
-        "for ddp_powersgd: rank of the matrices that approximate a gradient",
-        type=int,
-        minimum=1,
-        maximum=1024,
-    )
-    averaging_period: int = option(
-        4,
-        TRAINING,
-        "for local_sgd: steps between two averages of the weights",
-        type=int,
-        minimum=1,
     )
     label_smoothing: float = option(
         0.0,
@@ -718,7 +730,8 @@ class Config:
     def as_json(self) -> dict[str, Any]:
         """Return every setting but secrets as plain values, for ``config.json``.
 
-        The flag of the world size keeps the key of older files, "num_nodes".
+        The setting of the world size has the key "num_nodes", the flag's other name: there
+        ``config.json`` says under "world_size" how many ranks the run had.
         """
         plain = {
             "num_nodes" if spec.name == "world_size" else spec.name: getattr(self, spec.name)
@@ -726,11 +739,6 @@ class Config:
             if not spec.metadata.get("secret")
         }
         return {k: str(value) if isinstance(value, Path) else value for k, value in plain.items()}
-
-
-def flag(name: str) -> str:
-    """Return the flag of a setting."""
-    return "--" + name.replace("_", "-")
 
 
 def settings() -> dict[str, Mapping[str, Any]]:

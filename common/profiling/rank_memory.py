@@ -1,7 +1,7 @@
 """Count the bytes of tensors that a rank holds, by kind: ``rank_memory``.
 
 Call it after a step and before the next ``zero_grad``: then gradients and optimiser state both
-exist. memory_model.py predicts the same numbers.
+exist. A message plan's ``memory`` predicts the same numbers.
 """
 
 import gc
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common.profiling.records import Memory
 from common.sync.base import GradientSync
+from common.sync.memory_cost import Memory
 
 # A module's tensors are counted as parameters and buffers.
 _NOT_SEARCHED = (Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)

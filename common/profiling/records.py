@@ -14,19 +14,6 @@ from common.utils.typed_json import Bytes, Count, Finite, Name, Rank, Seconds, S
 
 Section = Literal["data", "forward", "backward", "sync", "update"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
-Kind = Literal["parameters", "gradients", "optimizer_state", "buckets", "untrained"]
-KINDS: dict[Kind, str] = {
-    "parameters": "parameters",  # those that train
-    "gradients": "gradients",  # what ``p.grad`` views, a flat buffer or DDP's buckets too
-    "optimizer_state": "optimiser state",
-    "buckets": "other buckets",  # what else the strategy keeps
-    "untrained": "buffers and frozen",
-}
-"""What each kind of tensors is called for a person."""
-
-Memory = Annotated[dict[Kind, Count], Meta(min_length=len(KINDS))]
-"""Bytes of tensors on one rank by kind; each storage is counted once."""
-
 Moment = Annotated[float, Meta(ge=-1e9, le=1e9)]  # in seconds
 _Spans = Annotated[list[tuple[Moment, Moment]], Meta(max_length=100_000)]
 

@@ -15,8 +15,7 @@ from msgspec.structs import asdict
 from common.distributed.clock_offset import clock_offset
 from common.distributed.collectives import gather_objects
 from common.profiling.comm_trace import Timeline
-from common.profiling.memory_model import MemoryCase, predict_memory
-from common.profiling.records import Memory, Moment, RankTimeline, StepRecord
+from common.profiling.records import Moment, RankTimeline, StepRecord
 from common.reporting.run_files import (
     FORMAT,
     RankRow,
@@ -25,8 +24,8 @@ from common.reporting.run_files import (
     TimelineFile,
 )
 from common.reporting.run_logger import RunLogger
+from common.sync.memory_cost import Memory, MemoryCase
 from common.sync.message_cost import GradientSize
-from common.sync.none import NoSync
 from common.training_engine import TrainingEngine
 from common.training_plan import Setup
 from common.utils.environment import peak_memory_bytes
@@ -134,7 +133,6 @@ def _predicted_memory(setup: Setup, engine: TrainingEngine) -> Memory:
     parameters = list(engine.model.parameters())
     frozen = [p for p in parameters if not p.requires_grad]
     case = MemoryCase(
-        plan=engine.sync.plan,
         sizes=GradientSize.of(parameters),
         rank=world.rank,
         ranks=world.size,
@@ -142,7 +140,7 @@ def _predicted_memory(setup: Setup, engine: TrainingEngine) -> Memory:
         momentum=config.momentum,
         untrained=sum(tensor.nbytes for tensor in [*frozen, *engine.model.buffers()]),
     )
-    return predict_memory("none" if isinstance(engine.sync, NoSync) else config.sync, case)
+    return engine.sync.plan.memory(case)
 
 
 def _on_one_clock(measured: Sequence[_Measured]) -> list[RankTimeline]:

@@ -9,7 +9,8 @@ from typing import Annotated, NotRequired, TypedDict
 
 from msgspec import Meta, Struct
 
-from common.profiling.records import Memory, RankTimeline
+from common.profiling.records import RankTimeline
+from common.sync.memory_cost import Memory
 from common.utils.typed_json import (
     Bytes,
     Count,

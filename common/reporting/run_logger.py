@@ -4,10 +4,10 @@ import time
 
 from common.distributed.process_group import World
 from common.profiling.rank_memory import rank_memory
-from common.profiling.records import Memory
 from common.reporting.console import Progress, say
 from common.reporting.run_folder import RunFolder
 from common.reporting.trackers import Trackers
+from common.sync.memory_cost import Memory
 from common.training_engine import Callback, EpochEnd, EpochReport, StepRecord, TrainingEngine
 from common.utils.environment import load_per_core
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from common.errors import count
 from common.evaluation import MEAN_OVER_SAMPLES, generate_eval_report
-from common.profiling.records import KINDS, SECTIONS, Memory
+from common.profiling.records import SECTIONS
 from common.reporting.console import card, say
 from common.reporting.header import unusual_methods
 from common.reporting.rank_stats import median_seconds, peak_gpu_memory_bytes, timed
 from common.reporting.run_logger import RunLogger
+from common.sync.memory_cost import KINDS, Memory
 from common.training_engine import Predictions, TrainingEngine
 from common.training_plan import Setup
 from common.utils.environment import peak_memory_bytes

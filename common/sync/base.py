@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from common.errors import UserError
 from common.sync.backward_buckets import BackwardBuckets
 from common.sync.flat_buffer import FlatBuffer, by_type
-from common.sync.message_plans import MessagePlan
 from common.sync.optimizer_shards import OptimizerShards
+from common.sync.plans.base import MessagePlan
 
 
 class GradientSync:
@@ -32,7 +32,7 @@ class GradientSync:
 
     Parameters
     ----------
-    plan : what a step sends, with the strategy's options (message_plans.py); ``build_sync`` gives
+    plan : what a step sends, with the strategy's options (plans/base.py); ``build_sync`` gives
         the one that is listed with the strategy. None: the plan of the class.
     """
 

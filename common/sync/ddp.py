@@ -32,7 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from common.sync.base import GradientSync, broadcast_from_rank0
-from common.sync.message_plans import DDPPlan, DDPPowerSGDPlan
+from common.sync.plans.buckets import DDPPlan
+from common.sync.plans.lossy import DDPPowerSGDPlan
 
 ONE_BUCKET_MB = 2**20  # more than any model has
 

@@ -35,7 +35,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from common.sync.ddp import DDPWrapper
-from common.sync.message_plans import (
+from common.sync.plans.lossy import (
     POWERSGD_LEAST_GAIN,
     DDPPowerSGDPlan,
     is_compressed,

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.sync.base import FlatSync
-from common.sync.message_plans import halving_rounds, largest_power
 from common.sync.p2p import send_and_receive
+from common.sync.plans.rings import halving_rounds, largest_power
 
 
 class HalvingDoubling(FlatSync):

@@ -12,6 +12,9 @@ from typing import Any
 
 from common.utils.grouping import grouped
 
+# Copies for each collective: into contiguous memory, for the division, and back.
+COPIES_PER_PARAMETER = 3
+
 KINDS = (
     "all_reduce",
     "reduce",

@@ -11,10 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from common.sync.base import GradientSync
+from common.sync.plans.base import MessagePlan, NoSyncPlan
 
 
 class NoSync(GradientSync):
     """No exchange: for a single process."""
+
+    plan: MessagePlan = NoSyncPlan()
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """Return the model as it is; there is no rank 0 to copy from."""

@@ -30,7 +30,7 @@ from common.sync.backward_buckets import BackwardBuckets
 from common.sync.base import GradientSync
 from common.sync.bucketing import buckets_in_ready_order
 from common.sync.flat_buffer import FlatBuffer
-from common.sync.message_plans import OverlappedPlan
+from common.sync.plans.buckets import OverlappedPlan
 
 
 class Overlapped(GradientSync):

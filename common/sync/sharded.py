@@ -48,8 +48,8 @@ from common.sync.backward_buckets import BackwardBuckets
 from common.sync.base import GradientSync
 from common.sync.bucketing import buckets_in_ready_order
 from common.sync.flat_buffer import FlatBuffer
-from common.sync.message_plans import ShardedPlan
 from common.sync.optimizer_shards import FlatWeights, OptimizerShards
+from common.sync.plans.sharded import ShardedPlan
 from common.sync.ring import ring_reduce_scatter
 from common.utils.processes import DaemonThreads
 

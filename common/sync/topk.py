@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.sync.base import GradientSync
-from common.sync.message_plans import TopKPlan
+from common.sync.plans.lossy import TopKPlan
 
 
 class TopK(GradientSync):

@@ -7,23 +7,33 @@ The dicts hold strings, so that ``--help`` can list every choice without importi
 import difflib
 from collections.abc import Iterable, Mapping
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import UserError
 
+T = TypeVar("T")
 
-def load(table: Mapping[str, str], name: str, *, kind: str) -> Any:
-    """Import and return ``table[name]``; UserError with the choices if the name is unknown."""
+
+def find(table: Mapping[str, T], name: str, *, kind: str) -> T:
+    """Return ``table[name]``; UserError with the choices if the name is unknown."""
     if name not in table:
         raise UserError(f"unknown {kind} {name!r}: {choices_text(name, table)}")
-    return resolve_name(table[name])
+    return table[name]
+
+
+def load(table: Mapping[str, str], name: str, *, kind: str) -> Any:
+    """Import and return what ``table[name]`` names; UserError as ``find``."""
+    return resolve_name(find(table, name, kind=kind))
 
 
 def choices_text(got: str, names: Iterable[str]) -> str:
     """Return what to say about a wrong name: the name most like it, if any, and all names."""
     names = list(names)
-    close, listed = closest(got, names), ", ".join(names)
-    return f"did you mean {close}? Choices: {listed}" if close else f"choose one of {listed}"
+    listed = ", ".join(names)
+    close = closest(got, names)
+    if close is None:
+        return f"choose one of {listed}"
+    return f"did you mean {close}? Choices: {listed}"
 
 
 def closest(got: str, names: Iterable[str]) -> str | None:
@@ -31,11 +41,14 @@ def closest(got: str, names: Iterable[str]) -> str | None:
 
     Case, dashes and underscores do not count.
     """
-
-    wanted, plain = _plain(got), {_plain(name): name for name in names}
-    begun = [name for name in plain if wanted and name.startswith(wanted)]
-    likely = begun or difflib.get_close_matches(wanted, plain, n=1)
-    return plain[likely[0]] if likely else None
+    wanted = _plain(got)
+    plain = {_plain(name): name for name in names}
+    if wanted:
+        for name in plain:
+            if name.startswith(wanted):
+                return plain[name]
+    similar = difflib.get_close_matches(wanted, plain, n=1)
+    return plain[similar[0]] if similar else None
 
 
 def _plain(name: str) -> str:

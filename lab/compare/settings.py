@@ -1,23 +1,17 @@
 """The settings of a comparison, checked when they are made."""
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from common.config.schema import flag
 from common.errors import UserError
+from common.sync import build_message_plan_from
 from lab.flags import refuse
-from lab.units import parse_bucket_mb, parse_rate, split_variant
+from lab.units import option_parsers, parse_rate, split_variant
 
-_STRATEGY_FLAGS: dict[str, Callable[[str], Any]] = {
-    "--bucket-mb": parse_bucket_mb,
-    "--topk-ratio": float,
-    "--powersgd-rank": int,
-    "--averaging-period": int,
-}
 _MOST = 10**6
-_AVERAGING_PERIOD = 4  # the default of local_sgd
 
 
 @dataclass(frozen=True)
@@ -105,19 +99,30 @@ class Settings:
 
         All strategies run the same number, since the learning rate depends on it.
         """
-        period = self.strategy_options.get("averaging_period", _AVERAGING_PERIOD)
-        return self.warmup + self.steps + (period if "local_sgd" in self.sync else 1)
+        return self.warmup + self.steps + self._longest_period
+
+    @property
+    def _longest_period(self) -> int:
+        """Steps after which the messages of every strategy repeat."""
+        options = self.strategy_options
+        periods = [
+            build_message_plan_from(split_variant(name)[0], options).period for name in self.sync
+        ]
+        return max(periods, default=1)
 
     @property
     def strategy_options(self) -> dict[str, Any]:
         """The strategies' options among the flags, by the names of the strategies' arguments."""
-        with contextlib.suppress(ValueError):
-            return {
-                flag[2:].replace("-", "_"): _STRATEGY_FLAGS[flag](value)
-                for flag, value in pairwise(self.flags)
-                if flag in _STRATEGY_FLAGS
-            }
-        return {}  # the part itself reports a wrong value
+        parsers = {flag(name): (name, parse) for name, parse in option_parsers().items()}
+        options = {}
+        for given, value in pairwise(self.flags):
+            if given in parsers:
+                name, parse = parsers[given]
+                try:
+                    options[name] = parse(value)
+                except ValueError:
+                    return {}  # the part itself reports a wrong value
+        return options
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as plain values, as a JSON file gives them back."""

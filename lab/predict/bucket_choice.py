@@ -10,7 +10,7 @@ from typing import Any
 
 from common.sync import build_message_plan_from
 from common.sync.bucketing import MIB
-from common.sync.message_plans import MessagePlan
+from common.sync.plans.base import MessagePlan
 from lab.predict.compute_model import StepCompute
 from lab.predict.event_model import Network, step_seconds
 from lab.units import AUTO

@@ -6,9 +6,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import DEFAULT_GLOBAL_BATCH_SIZE
-from common.sync import STRATEGIES
+from common.config.schema import DEFAULT_GLOBAL_BATCH_SIZE, flag
+from common.sync import STRATEGIES, strategy_options
 from lab.flags import add_command, refuse
+
+
+def _option_flags() -> dict[str, dict[str, Any]]:
+    """Return a flag for each option of a strategy; without it the plan's default holds."""
+    flags: dict[str, dict[str, Any]] = {}
+    for name, option in strategy_options().items():
+        if option.auto:
+            flags[flag(name)] = {"metavar": "SIZE", "help": f"{option.help}; 'auto': the best one"}
+        else:
+            flags[flag(name)] = {"type": option.kind, "help": option.help}
+    return flags
+
 
 PREDICT_FLAGS: dict[str, dict[str, Any]] = {
     "--nodes": {
@@ -55,13 +67,7 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "help": "strong: all nodes share one batch; weak: each node has its own batch (default: "
         "weak with --batch, else strong)",
     },
-    "--bucket-mb": {
-        "metavar": "SIZE",
-        "help": "size of a bucket in MiB, as for PartTwo and PartThree, or 'auto': the best one",
-    },
-    "--topk-ratio": {"type": float, "help": "share of the gradients that topk sends"},
-    "--powersgd-rank": {"type": int, "help": "rank of ddp_powersgd"},
-    "--averaging-period": {"type": int, "help": "steps between two exchanges of local_sgd"},
+    **_option_flags(),
     "--calibration": {
         "type": Path,
         "help": "a file written by lab calibrate (default: this machine's, or else the one that "
@@ -135,15 +141,13 @@ def main_predict(args: argparse.Namespace) -> int:
         network = network.faster(1e9 * args.software_gbit / network.software_bits)
         calibration = replace(calibration, network=network)
     names = list(STRATEGIES) if "all" in args.sync else list(dict.fromkeys(args.sync))
-    options = {
-        "bucket_mb": parse_bucket_mb(args.bucket_mb),
-        "topk_ratio": args.topk_ratio,
-        "powersgd_rank": args.powersgd_rank,
-        "averaging_period": args.averaging_period,
-    }
+    options = {}
+    for name, option in strategy_options().items():
+        value = getattr(args, name)
+        options[name] = parse_bucket_mb(value) if option.auto else value
     rates = [parse_rate(rate) for rate in args.rate or [None]]
     links = [(rate, parse_latency(args.latency) or typical_latency(rate)) for rate in rates]
-    plans = message_plans(names, {name: one for name, one in options.items() if one is not None})
+    plans = message_plans(names, options)
     setting: dict[str, Any] = {"batch_size": batch_size, "scaling": scaling}
 
     tables = [

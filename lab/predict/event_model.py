@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta
 
 from common.sync.message_cost import Operation
-from common.sync.message_plans import MessagePlan
+from common.sync.plans.base import MessagePlan
 from common.utils.typed_json import Share, Text
 from lab.predict.compute_model import StepCompute
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-from common.sync.message_plans import MessagePlan, NoSyncPlan
+from common.sync.plans.base import MessagePlan, NoSyncPlan
 from lab.predict.bucket_choice import with_best_buckets
 from lab.predict.compute_model import LEAST_SAMPLES, StepCompute
 from lab.predict.event_model import (

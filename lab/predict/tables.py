@@ -13,7 +13,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.sync import STRATEGIES, build_message_plan_from
-from common.sync.message_plans import MessagePlan
+from common.sync.plans.base import MessagePlan
 from common.utils.registry import choices_text
 from lab.predict.bucket_choice import with_best_buckets
 from lab.predict.calibration_file import Calibration

@@ -9,7 +9,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from common.profiling.records import KINDS
+from common.sync.memory_cost import KINDS
 from lab.report.equality import wrong_rows
 from lab.report.view import (
     NOTHING,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from common.sync import STRATEGIES, plan_class
-from common.sync.message_plans import MessagePlan
+from common.sync.plans.base import MessagePlan
 from lab.report.equality import check
 from lab.report.findings import (
     EQUAL_SHARE,

@@ -1,6 +1,7 @@
 """``PartTwo/main.py`` with wrong code behind three names, for tests of reports."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -45,5 +46,6 @@ class OwnOnRank1(Mean):
 
 
 if __name__ == "__main__":
-    STRATEGIES.update({name: (wrong, STRATEGIES[name][1]) for name, wrong in WRONG.items()})
+    for name, wrong in WRONG.items():
+        STRATEGIES[name] = replace(STRATEGIES[name], implementation=wrong)
     sys.exit(main("PartTwo", path=sys.argv[0], description="", sync_choices=BY_HAND))

@@ -5,10 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from common.profiling.memory_model import MemoryCase, predict_memory
 from common.profiling.rank_memory import rank_memory
-from common.profiling.records import KINDS
-from common.sync import STRATEGIES, build_sync
+from common.sync import STRATEGIES, build_message_plan_from, build_sync
+from common.sync.memory_cost import KINDS, MemoryCase
 from common.sync.message_cost import GradientSize
 from tests.helpers import run_ranks
 from tests.helpers.strategies import Odd
@@ -56,16 +55,17 @@ def every_case(rank, cases):
     return [measured(*case) for case in cases]
 
 
-def memory_case(name, sizes, rank, ranks, opt, **more):
-    places = {"plan": build_sync(name, **more).plan, "rank": rank, "ranks": ranks}
-    return MemoryCase(sizes=sizes, opt=opt[0], momentum=opt[1], untrained=UNTRAINED, **places)
+def predicted(name, sizes, rank, ranks, opt, **more):
+    places = {"rank": rank, "ranks": ranks, "untrained": UNTRAINED}
+    case = MemoryCase(sizes=sizes, opt=opt[0], momentum=opt[1], **places)
+    return build_message_plan_from(name, more).memory(case)
 
 
 def compare(cases, ranks):
     for rank, memories in enumerate(run_ranks(ranks, every_case, cases)):
         for (name, options, opt), memory in zip(cases, memories, strict=True):
-            case = memory_case(name, TRAINED, rank, ranks, opt, **options)
-            assert memory == predict_memory(name, case), (name, opt, rank)
+            held = predicted(name, TRAINED, rank, ranks, opt, **options)
+            assert memory == held, (name, opt, rank)
 
 
 def test_each_rank_holds_what_is_predicted():
@@ -88,6 +88,6 @@ def test_stages_of_zero_by_hand():
         "fsdp": (160, 160, 160, 16),
     }
     for name, kinds in expected.items():
-        case = memory_case(name, [GradientSize((4, 10))] * 4, 3, 4, ("sgd", 0.9))
+        held = predicted(name, [GradientSize((4, 10))] * 4, 3, 4, ("sgd", 0.9))
         whole = dict(zip(KINDS, (*kinds, UNTRAINED), strict=True))
-        assert predict_memory(name, case) == whole, name
+        assert held == whole, name

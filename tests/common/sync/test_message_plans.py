@@ -6,10 +6,17 @@ import pytest
 
 from common.errors import UserError
 from common.models import build_model
-from common.sync import STRATEGIES, build_message_plan_from, build_sync, plan_class, strategy_class
+from common.sync import (
+    STRATEGIES,
+    Strategy,
+    build_message_plan_from,
+    build_sync,
+    plan_class,
+    strategy_class,
+)
 from common.sync.base import GradientSync
 from common.sync.message_cost import GradientSize, Operation
-from common.sync.message_plans import MessagePlan
+from common.sync.plans.base import ReplicatedPlan
 
 SETTINGS = {"bucket_mb": 3, "topk_ratio": 0.5, "powersgd_rank": 3, "averaging_period": 7, "lr": 0.1}
 OPTION = {"topk": "topk_ratio", "ddp_powersgd": "powersgd_rank", "local_sgd": "averaging_period"}
@@ -52,7 +59,7 @@ def test_sharded_sends_padded_buckets_in_both_directions():
     assert (plan.update_share(4), build_message_plan_from("ddp", {}).update_share(4)) == (0.25, 1)
 
 
-class OwnPlan(MessagePlan):
+class OwnPlan(ReplicatedPlan):
     """What ``Own`` sends, with an option."""
 
     def __init__(self, *, averaging_period=1):
@@ -76,7 +83,10 @@ class Silent(GradientSync):
 
 def test_an_own_strategy_has_a_plan_if_it_gives_one(monkeypatch):
     assert Own().plan.bytes_sent([100, 60], 1, 4) == 2 * 2 * 3 * 160 / 4
-    monkeypatch.setitem(STRATEGIES, "own", (f"{__name__}:Own", f"{__name__}:OwnPlan"))
+    record = Strategy(
+        implementation=f"{__name__}:Own", plan=f"{__name__}:OwnPlan", part="PartTwo", label="own"
+    )
+    monkeypatch.setitem(STRATEGIES, "own", record)
     assert build_message_plan_from("own", SETTINGS).period == 7
     assert build_sync("own", averaging_period=7).plan.period == 7
     silent = Silent()

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from common.errors import UserError
 from common.profiling.comm_trace import MessageRecorder
-from common.sync.message_plans import ShardedPlan
 from common.sync.optimizer_shards import ELEMENTWISE, OptimizerShards
+from common.sync.plans.sharded import ShardedPlan
 from common.sync.sharded import Sharded
 from lab.proofs.equivalence import parameter_errors
 from tests.helpers import run_ranks, wait_until

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from common.sync.message_cost import KINDS, Operation
-from common.sync.message_plans import MessagePlan
+from common.sync.plans.base import MessagePlan
 from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.compute_model import ComputeModel, ComputeProfile, StepCompute, local_samples
 from lab.predict.event_model import (

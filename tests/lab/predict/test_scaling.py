@@ -4,7 +4,7 @@ import pytest
 
 from common.sync import STRATEGIES
 from common.sync.message_cost import Operation
-from common.sync.message_plans import MessagePlan
+from common.sync.plans.base import MessagePlan
 from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.compute_model import StepCompute
 from lab.predict.event_model import LARGEST_NODES, Network, step_seconds

@@ -1,0 +1,4 @@
+"""What a step of each strategy sends and what a rank holds: one file a family of plans. No torch.
+
+base.py is the contract. A plan belongs to one strategy or to several that send the same.
+"""

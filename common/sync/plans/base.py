@@ -1,0 +1,138 @@
+"""The contract of a plan: what its strategy sends, what a rank then holds, and the options.
+
+Nothing here imports torch, so `lab predict` can build a plan alone and answer within a second. A
+field of a plan that is made by ``option`` is written once: the flags of the parts and of lab, the
+recipes' keys and the plan's own check follow from it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from typing import Any
+
+from common.errors import UserError
+from common.sync.memory_cost import Memory, MemoryCase, replicated
+from common.sync.message_cost import Operation, sent_bytes
+from common.utils.limits import kind_and_meta, what_to_give
+
+AUTO = "auto"  # in place of an option's value: lab chooses it (lab/predict/bucket_choice.py)
+
+
+def option(default: Any, help: str, *, defaults: str = "", auto: bool = False) -> Any:
+    """Return a plan's dataclass field that users may set.
+
+    Annotate it with its type and range, e.g. ``Annotated[float, Meta(gt=0, le=1)]``.
+
+    Parameters
+    ----------
+    help : what it means; ``--help`` puts the strategies that take it in front.
+    defaults : the default in words, where it is not one value for all strategies that take it.
+    auto : whether lab can choose the value, which is ``AUTO`` until then.
+    """
+    metadata = {"help": help, "defaults": defaults, "auto": auto}
+    return field(default=default, metadata={"option": metadata})
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option as ``option`` made it; ``annotation`` has its type and range (utils/limits.py)."""
+
+    name: str
+    annotation: Any
+    default: Any
+    help: str
+    defaults: str
+    auto: bool
+
+    @property
+    def kind(self) -> type:
+        """The type of its values: float or int."""
+        kind, _ = kind_and_meta(self.annotation)
+        return kind
+
+
+@dataclass(kw_only=True)
+class MessagePlan:
+    """Base class of all plans. A plan defines ``operations`` and ``memory``.
+
+    A plan of point-to-point messages also defines ``bytes_sent``. The options of a strategy are the
+    keyword arguments of its plan, which raises UserError if one is out of range.
+    """
+
+    # Steps after which the messages repeat.
+    period = 1
+
+    # Whether each rank's optimiser updates a part of the parameters only.
+    shards_update = False
+
+    # When the messages leave, to continue "The messages of <strategy>".
+    leave = "leave after backward"
+
+    def __post_init__(self) -> None:
+        for option in self.options():
+            value = getattr(self, option.name)
+            if option.auto and value == AUTO:
+                continue
+            if wanted := what_to_give(value, option.annotation):
+                raise UserError(f"{option.name}: got {value}, {wanted}")
+
+    @classmethod
+    def options(cls) -> list[Option]:
+        """Return what users may set, in the order of the fields."""
+        return [
+            Option(spec.name, spec.type, spec.default, **spec.metadata["option"])
+            for spec in fields(cls)
+            if "option" in spec.metadata
+        ]
+
+    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
+        """List what ``period`` steps send, in order, along the slowest path; for the cost model.
+
+        ``sizes`` : bytes of each parameter's gradient, in the order of the parameters. Strategies
+        that look at types and shapes need ``GradientSize.of(parameters)``.
+        """
+        raise UserError(
+            f"{type(self).__name__} lacks operations(), so its time cannot be predicted: write it "
+            "(CONTRIBUTING.md says how), or compare with --no-predict"
+        )
+
+    def memory(self, case: MemoryCase) -> Memory:
+        """Return the bytes of tensors that a rank holds between two steps, by kind."""
+        raise lacks_memory(type(self))
+
+    def update_share(self, ranks: int) -> float:
+        """Return the share of the parameters that each rank's optimiser updates."""
+        return 1 / ranks if self.shards_update else 1.0
+
+    def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
+        """Return the payload bytes that ``rank`` sends in ``period`` steps."""
+        total = Fraction(0)
+        for operation in self.operations(sizes, ranks):
+            sent = sent_bytes(operation.kind, operation.nbytes, rank=rank, ranks=ranks)
+            total += operation.count * sent
+        return total
+
+
+def lacks_memory(plan: type[MessagePlan]) -> UserError:
+    """Return what to say of a plan without ``memory``: no default would be right for all."""
+    return UserError(
+        f"{plan.__name__} lacks memory(case), the bytes that a rank holds: write it "
+        "(CONTRIBUTING.md says how), or derive the plan from ReplicatedPlan if every rank holds "
+        "all parameters, gradients and optimiser state"
+    )
+
+
+class ReplicatedPlan(MessagePlan):
+    """Base class of the plans of strategies with which every rank holds everything."""
+
+    def memory(self, case: MemoryCase) -> Memory:
+        """See the base class."""
+        return replicated(case)
+
+
+class NoSyncPlan(ReplicatedPlan):
+    """No messages."""
+
+    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
+        """See the base class."""
+        return []

@@ -1,0 +1,142 @@
+"""Plans of the strategies without a root: all_reduce after backward, rings and trees by hand."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from common.sync.message_cost import (
+    COPIES_PER_PARAMETER,
+    GradientSize,
+    Operation,
+    buffers,
+    tree_children,
+)
+from common.sync.plans.base import ReplicatedPlan
+
+
+class AllReducePlan(ReplicatedPlan):
+    """An all_reduce for each parameter."""
+
+    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
+        """See the base class."""
+        return [
+            Operation("all_reduce", size, copied_bytes=COPIES_PER_PARAMETER * size)
+            for size in sizes
+        ]
+
+
+class AllReduceFlatPlan(ReplicatedPlan):
+    """An all_reduce for each flat buffer."""
+
+    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
+        """See the base class."""
+        return [Operation("all_reduce", size, copied_bytes=size) for size in buffers(sizes)]
+
+
+class RoundsPlan(ReplicatedPlan):
+    """Base class of the plans with rounds of point-to-point messages, for each flat buffer."""
+
+    def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
+        """List the rounds that add up one flat buffer over two or more ranks."""
+        raise NotImplementedError
+
+    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
+        """See the base class. As many rounds pass the sums on, in reverse order.
+
+        The gradients are copied into the buffer before the first round.
+        """
+        if ranks == 1:
+            return []
+        found: list[Operation] = []
+        for size in buffers(sizes):
+            adding = self.rounds(size, ranks)
+            first, *others = adding
+            found.append(replace(first, count=1, copied_bytes=size))
+            if first.count > 1:
+                found.append(replace(first, count=first.count - 1))
+            found += others
+            found += [replace(operation, summed_bytes=0) for operation in reversed(adding)]
+        return found
+
+
+class TreePlan(RoundsPlan):
+    """For each flat buffer one round up and one round down for each level of the tree."""
+
+    def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
+        """See the base class."""
+        levels = (ranks - 1).bit_length()
+        return [Operation("exchange", size, count=levels, summed_bytes=size)]
+
+    def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
+        """See the base class: everything to the parent, and everything to each child."""
+        receivers = tree_children(rank, ranks)
+        if rank > 0:
+            receivers += 1
+        return Fraction(sum(sizes) * receivers)
+
+
+class RingPlan(RoundsPlan):
+    """For each flat buffer N-1 rounds that add chunks, and N-1 that pass the sums on."""
+
+    def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
+        """See the base class."""
+        longest = -(-size.entries // ranks) * size.itemsize  # the division rounds up
+        return [Operation("exchange", longest, count=ranks - 1, summed_bytes=longest)]
+
+    def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
+        """See the base class: first all chunks but its own, then all but the next one."""
+        sent = 0
+        for size in buffers(sizes):
+            shortest, longer_ones = divmod(size.entries, ranks)  # as tensor_split cuts the buffer
+            for skipped in (rank, (rank + 1) % ranks):
+                entries = shortest + 1 if skipped < longer_ones else shortest
+                sent += (size.entries - entries) * size.itemsize
+        return Fraction(sent)
+
+
+class HalvingDoublingPlan(RoundsPlan):
+    """For each flat buffer rounds that add halves, quarters and so on, then the same in reverse."""
+
+    def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
+        """See the base class. Ranks beyond a power of two cost one round of everything each way."""
+        power = largest_power(ranks)
+        parts = [size.entries] if ranks > power else []
+        for level in range(1, power.bit_length()):
+            parts.append(-(-size.entries >> level))  # the halving rounds up
+        return [
+            Operation("exchange", part * size.itemsize, summed_bytes=part * size.itemsize)
+            for part in parts
+        ]
+
+    def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
+        """See the base class: the half given in each halving, the half kept in each doubling."""
+        power = largest_power(ranks)
+        if rank >= power:
+            return Fraction(sum(sizes))
+        has_surplus_partner = rank + power < ranks
+        sent = sum(sizes) if has_surplus_partner else 0
+        for size in buffers(sizes):
+            for _, kept, given in halving_rounds(size.entries, rank, power):
+                entries = (kept.stop - kept.start) + (given.stop - given.start)
+                sent += entries * size.itemsize
+        return Fraction(sent)
+
+
+def largest_power(ranks: int) -> int:
+    """Return the largest power of two up to ``ranks``."""
+    return 1 << (ranks.bit_length() - 1)
+
+
+def halving_rounds(entries: int, rank: int, power: int) -> list[tuple[int, slice, slice]]:
+    """Return each round's partner, the half that ``rank`` keeps and the half that it gives away."""
+    rounds = []
+    left = slice(0, entries)
+    distance = power // 2
+    while distance:
+        middle = (left.start + left.stop) // 2
+        low, high = slice(left.start, middle), slice(middle, left.stop)
+        kept, given = (high, low) if rank & distance else (low, high)
+        rounds.append((rank ^ distance, kept, given))
+        left = kept
+        distance //= 2
+    return rounds

@@ -1,0 +1,192 @@
+"""Plans of the strategies with which each rank's optimiser updates 1/N of the parameters."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.sync.bucketing import assign_buckets, bucket_sizes
+from common.sync.memory_cost import Memory, MemoryCase, replicated
+from common.sync.message_cost import GradientSize, Operation, buffers, with_shape
+from common.sync.plans.base import MessagePlan
+from common.sync.plans.buckets import DDPPlan, bucket_option
+from common.utils.grouping import grouped
+from common.utils.limits import AboveZero
+
+
+class DDPZero1Plan(DDPPlan):
+    """As ``DDPPlan``, then an all_gather of the weights, in one flat buffer for each itemsize.
+
+    A buffer is padded to N equal parts, one for each rank.
+    """
+
+    shards_update = True
+
+    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
+        """See the base class. The next forward needs all weights at once."""
+        gathers = [
+            Operation("all_gather", padded_part(size, ranks), needed_bytes=0)
+            for size in buffers(sizes)
+        ]
+        return super().operations(sizes, ranks) + gathers
+
+    def memory(self, case: MemoryCase) -> Memory:
+        """See the base class: padded parameters, and 1/N of the optimiser's state."""
+        by_itemsize = grouped((size.itemsize, size) for size in case.sizes)
+        own, segments = _flat_parts(case, list(by_itemsize.values()))
+        held = replicated(case)
+        held["parameters"] = own * case.ranks
+        held["optimizer_state"] = case.state_bytes(segments)
+        return held
+
+
+@dataclass(kw_only=True)
+class ShardedPlan(MessagePlan):
+    """A reduce_scatter for each bucket of gradients, then an all_gather for each one of weights.
+
+    A bucket is padded to N equal parts, one for each rank, and reduced as soon as backward has
+    filled it. The gathers come in the order of forward, so the last bucket that was reduced is the
+    first that is gathered.
+
+    Parameters
+    ----------
+    bucket_mb : MiB that close a bucket. The default is less than DDP's: the next forward begins
+        when the first layers' bucket has arrived.
+    """
+
+    bucket_mb: AboveZero | None = bucket_option(1.0)
+    shards_update = True
+    leave = "leave half during backward and half during the next forward"
+
+    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
+        """See the base class."""
+        whole = sum(sizes)
+        reduces = []
+        gathers = []
+        for size, ready in bucket_sizes(sizes, self.bucket_mb):
+            part = padded_part(size, ranks)
+            reduces.append(
+                Operation("reduce_scatter", ranks * part, copied_bytes=size, ready_bytes=ready)
+            )
+            gathers.append(Operation("all_gather", part, needed_bytes=whole - ready))
+        return reduces + gathers[::-1]
+
+    def memory(self, case: MemoryCase) -> Memory:
+        """See the base class: padded weights, and 1/N of mean gradients and optimiser's state.
+
+        The buckets of gradients are freed during backward.
+        """
+        ready_order = case.sizes[::-1]
+        shares = assign_buckets(ready_order, self.bucket_mb)
+        own, segments = _flat_parts(case, [[ready_order[i] for i in share] for share in shares])
+        return {
+            "parameters": own * case.ranks,
+            "gradients": own,
+            "optimizer_state": case.state_bytes(segments),
+            "buckets": 0,
+            "untrained": case.untrained,
+        }
+
+
+class FSDPPlan(MessagePlan):
+    """For each layer two all_gathers of weights, in forward and backward, and a reduce_scatter.
+
+    Each parameter is padded to N equal parts of whole rows. The plan counts Gloo's messages: a
+    reduce_scatter is an all_reduce there, and nothing overlaps with computing, so that it costs as
+    much as if everything was sent after backward. On NCCL a reduce_scatter sends half.
+    """
+
+    shards_update = True
+    leave = "leave between the layers of both passes"
+
+    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
+        """See the base class. Backward gathers a layer's weights before it reduces the last one."""
+        if ranks == 1:
+            return []
+        parts = [sum(_rows_bytes(size, ranks) for size in layer) for layer in layers_of(sizes)]
+        gathers = [Operation("all_gather", part, copied_bytes=ranks * part) for part in parts]
+        reduces = [
+            Operation("all_reduce", ranks * part, copied_bytes=ranks * part) for part in parts
+        ]
+        backward = gathers[-1:]
+        for layer in reversed(range(len(parts))):
+            if layer > 0:
+                backward.append(gathers[layer - 1])
+            backward.append(reduces[layer])
+        return gathers + backward
+
+    def memory(self, case: MemoryCase) -> Memory:
+        """See the base class: the rank's rows; torch pads them to the same number on every rank.
+
+        Of the whole parameter one entry stays, which every entry then reads. The gradients of a
+        layer share memory, which is freed where the rank has no row of the layer.
+        """
+        parameters = 0
+        gradients = 0
+        own: list[int] = []
+        for layer in layers_of(case.sizes):
+            padded = sum(_rows_bytes(size, case.ranks) for size in layer)
+            mine = [nbytes for size in layer if (nbytes := _own_rows_bytes(size, case))]
+            parameters += padded
+            if mine:
+                gradients += padded
+            own += mine
+        return {
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer_state": case.state_bytes(own),
+            "buckets": sum(size.itemsize for size in case.sizes),
+            "untrained": case.untrained,
+        }
+
+
+def layers_of(sizes: Sequence[int]) -> list[list[GradientSize]]:
+    """Return the parameters of each layer: one with two or more dimensions begins a layer.
+
+    So a BatchNorm, which has vectors only, travels with the convolution before it.
+    """
+    layers: list[list[GradientSize]] = []
+    for size in map(with_shape, sizes):
+        if len(size.shape) > 1 or not layers:
+            layers.append([])
+        layers[-1].append(size)
+    return layers
+
+
+def padded_part(size: GradientSize, ranks: int) -> int:
+    """Return the bytes of one of N equal parts of a flat buffer; padding rounds up."""
+    return -(-size.entries // ranks) * size.itemsize
+
+
+def _flat_parts(
+    case: MemoryCase, buckets: Sequence[Sequence[GradientSize]]
+) -> tuple[int, list[int]]:
+    """Return the bytes of the rank's part of each flat bucket together, and of its segments.
+
+    Padding makes a bucket a multiple of N entries long; a parameter has a segment where a part
+    holds some of it.
+    """
+    part_bytes = 0
+    segments = []
+    for bucket in buckets:
+        itemsize = bucket[0].itemsize
+        part = -(-sum(size.entries for size in bucket) // case.ranks)
+        part_bytes += part * itemsize
+        end = -case.rank * part  # of the last parameter, counted from the begin of the rank's part
+        for size in bucket:
+            begin, end = end, end + size.entries
+            entries = min(end, part) - max(begin, 0)
+            if entries > 0:
+                segments.append(entries * itemsize)
+    return part_bytes, segments
+
+
+def _rows_bytes(size: GradientSize, ranks: int) -> int:
+    """Return the bytes of a rank's part of a parameter: 1/N of its rows, rounded up."""
+    rows, *others = size.shape
+    return -(-rows // ranks) * math.prod(others) * size.itemsize
+
+
+def _own_rows_bytes(size: GradientSize, case: MemoryCase) -> int:
+    """Return the bytes of the rank's rows of a parameter, without padding."""
+    part = _rows_bytes(size, case.ranks)
+    return max(0, min(part, size - case.rank * part))
