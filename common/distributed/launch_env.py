@@ -12,13 +12,13 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import psutil
 
 from common.errors import UserError
 from common.utils.environment import (
     DEFAULT_MASTER_PORT,
+    TorchrunVariables,
     read_settings,
     read_torchrun,
     run_token,
@@ -98,11 +98,10 @@ def resolve_launch(
         if master_ip and not resolve(master_ip) & resolve(launch.master_ip or ""):
             _check_flag(ip_flag, master_ip, "MASTER_ADDR", launch.master_ip)
         return launch
-    given = {ip_flag: master_ip, "--num-nodes": world_size, "--rank": rank}
-    if rank is None and world_size is None and master_ip is None:
+    if (rank, world_size, master_ip) == (None, None, None):
         return None
     if rank is None or world_size is None or master_ip is None:
-        raise _incomplete(given)
+        raise _incomplete({ip_flag: master_ip, "--num-nodes": world_size, "--rank": rank})
     _check_interface(environment)
     return LaunchSpec(rank, world_size, master_ip, master_port or DEFAULT_MASTER_PORT)
 
@@ -142,16 +141,15 @@ def launch_from_environment(rank: int, world_size: int) -> LaunchSpec:
     launch = LaunchSpec(
         rank,
         world_size,
-        found["MASTER_ADDR"] or "127.0.0.1",
-        found["MASTER_PORT"] or DEFAULT_MASTER_PORT,
+        found.master_addr or "127.0.0.1",
+        found.master_port or DEFAULT_MASTER_PORT,
         agent=_agent(os.environ),
         generation=_generation(os.environ),
     )
     theirs = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
     is_torchruns = theirs == (str(rank), str(world_size))
     if is_torchruns and {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
-        local_rank = found["LOCAL_RANK"]
-        return replace(launch, local_rank=local_rank, local_size=found["LOCAL_WORLD_SIZE"])
+        return replace(launch, local_rank=found.local_rank, local_size=found.local_world_size)
     return launch
 
 
@@ -185,41 +183,41 @@ def _from_torchrun(environment: Mapping[str, str]) -> LaunchSpec:
     found = read_torchrun(environment, advice=_START_OTHERWISE)
     _check_torchrun(found)
     _check_interface(environment)
-    largest_size = found["WORLD_SIZE"]
+    largest_size = found.world_size
     agent = _agent(environment)
     if agent is not None:
         largest_size = max(largest_size, _largest_size(found))
     return LaunchSpec(
-        found["RANK"],
-        found["WORLD_SIZE"],
-        found["MASTER_ADDR"],
-        found["MASTER_PORT"],
-        found["LOCAL_RANK"],
-        found["LOCAL_WORLD_SIZE"] or 1,
+        found.rank,
+        found.world_size,
+        found.master_addr,
+        found.master_port,
+        found.local_rank,
+        found.local_world_size or 1,
         largest_size=largest_size,
-        restarts=found["TORCHELASTIC_MAX_RESTARTS"],
+        restarts=found.torchelastic_max_restarts,
         agent=agent,
-        stale_addresses=found["TORCHELASTIC_USE_AGENT_STORE"] == "True",
+        stale_addresses=found.torchelastic_use_agent_store == "True",
         generation=_generation(environment),
     )
 
 
-def _check_torchrun(found: Mapping[str, Any]) -> None:
+def _check_torchrun(found: TorchrunVariables) -> None:
     """Raise UserError if variables are missing or contradict each other."""
-    rank = found["RANK"]
-    size = found["WORLD_SIZE"]
-    local_rank = found["LOCAL_RANK"]
-    local_size = found["LOCAL_WORLD_SIZE"]  # 0: the launcher does not tell
-    if rank >= size:
-        raise _senseless(f"RANK={rank} of WORLD_SIZE={size}; ranks count from 0")
+    size = found.world_size
+    local_rank = found.local_rank
+    local_size = found.local_world_size  # 0: the launcher does not tell
+    if found.rank >= size:
+        raise _senseless(f"RANK={found.rank} of WORLD_SIZE={size}; ranks count from 0")
     if local_size and local_rank >= local_size:
         place = f"LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size}"
         raise _senseless(f"{place}; ranks count from 0")
     if local_size > size:
         raise _senseless(f"LOCAL_WORLD_SIZE={local_size} of WORLD_SIZE={size}")
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not found[name]:
-            raise _senseless(f"RANK and WORLD_SIZE, as torchrun sets them, but no {name}")
+    if not found.master_addr:
+        raise _senseless("RANK and WORLD_SIZE, as torchrun sets them, but no MASTER_ADDR")
+    if not found.master_port:
+        raise _senseless("RANK and WORLD_SIZE, as torchrun sets them, but no MASTER_PORT")
 
 
 def _senseless(what: str) -> UserError:
@@ -239,7 +237,7 @@ def _check_interface(environment: Mapping[str, str]) -> None:
         )
 
 
-def _largest_size(found: Mapping[str, Any]) -> int:
+def _largest_size(found: TorchrunVariables) -> int:
     """Return the largest number of ranks that torchrun may start; 0 if it is unknown.
 
     Workers get only the present number. The maximum is in torchrun's command line (or PET_NNODES):
@@ -250,10 +248,10 @@ def _largest_size(found: Mapping[str, Any]) -> int:
         command = " ".join(psutil.Process(os.getppid()).cmdline())
     nodes = re.search(r"--nnodes[= ](?:\d+:)?(\d{1,5})(?!\d)", command)
     if nodes is None:
-        nodes = re.fullmatch(r"(?:\d+:)?(\d+)", found["PET_NNODES"])
+        nodes = re.fullmatch(r"(?:\d+:)?(\d+)", found.pet_nnodes)
     if nodes is None:
         return 0
-    return int(nodes[1]) * (found["LOCAL_WORLD_SIZE"] or 1)
+    return int(nodes[1]) * (found.local_world_size or 1)
 
 
 def _generation(environment: Mapping[str, str]) -> str:
@@ -310,7 +308,7 @@ def ranks_to_start(
     if distributed and world_size:
         size = world_size
     host, port = _master_address(master_ip, master_port, dist_url)
-    return _torchrun_variables(size or _default_size(), host or "127.0.0.1", port)
+    return _torchrun_variables(size or _default_size(), host, port)
 
 
 def _default_size() -> int:
@@ -320,8 +318,9 @@ def _default_size() -> int:
     return torch.cuda.device_count() or 2
 
 
-def _torchrun_variables(size: int, host: str, port: int | None) -> list[dict[str, str]]:
+def _torchrun_variables(size: int, host: str | None, port: int | None) -> list[dict[str, str]]:
     """Return torchrun's variables for each of ``size`` ranks on this machine."""
+    host = host or "127.0.0.1"
     if not port:
         address, _ = listening_address(host)
         port = free_port(address=address)
