@@ -81,9 +81,15 @@ def main(
     sync_choices : the strategies that the part offers; the first is its default.
     arguments : the command line without the program's name (default: ``sys.argv[1:]``).
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    program = COMMANDS[part] if path is None else None
-    target = ["-m", "common.cli", part] if path is None else [path]  # what a launcher starts
+    if arguments is None:
+        arguments = sys.argv[1:]
+    if path is not None:
+        program = None  # argparse names the file
+        command = f"python {path}"
+        target = [path]  # what a launcher starts
+    else:
+        program = command = COMMANDS[part]
+        target = ["-m", "common.cli", part]
     gc.set_threshold(100_000, 50, 100)  # else collections take a fifth of importing torch
     try:
         config = parse_arguments(part, description, sync_choices, arguments, program=program)
@@ -93,17 +99,17 @@ def main(
             return 0
         choose_gpus(config.gpu_ids)
         if ranks := _ranks_to_start(config):
-            given = [one for one in arguments if one != "--distributed"]
+            for_a_rank = [argument for argument in arguments if argument != "--distributed"]
             # run() sets the threads
             environment = {"OMP_NUM_THREADS": "1"} | os.environ
-            return launch_local_ranks([*target, *given], ranks, environment)
+            return launch_local_ranks([*target, *for_a_rank], ranks, environment)
         launch = _launch_of_part(config)
     except Exception as error:
-        if (explained := explain(error)) is None:
+        explained = explain(error)
+        if explained is None:
             raise
         return _say(f"error: {explained}", 2)
     if launch is None:
-        command = program or f"python {path}"
         return _say(HOW_TO_START.format(part=part, command=command, target=" ".join(target)), 2)
     # At once: on a busy machine an interpreter takes many seconds to shut torch down.
     return end_process(_run(config, launch))
@@ -141,9 +147,11 @@ def _launch_of_part(config: Config) -> LaunchSpec | None:
                 "start one, or use PartTwo or PartThree"
             )
         return LaunchSpec()
-    if launch is None:
-        return LaunchSpec() if config.recipe is not None else None
-    return launch if config.run_token is None else replace(launch, token=config.run_token)
+    if launch is None and config.recipe is not None:
+        return LaunchSpec()
+    if launch is not None and config.run_token is not None:
+        return replace(launch, token=config.run_token)
+    return launch
 
 
 def _run(config: Config, launch: LaunchSpec) -> int:
@@ -152,7 +160,9 @@ def _run(config: Config, launch: LaunchSpec) -> int:
     # torch reads it when imported. Its C++ warnings repeat this program's messages, with stacks.
     if not config.debug:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    rank = f" (rank {launch.rank})" if launch.world_size > 1 else ""
+    rank = ""
+    if launch.world_size > 1:
+        rank = f" (rank {launch.rank})"
     begun = time.time()
     try:
         from common.experiment.run import run
@@ -164,8 +174,10 @@ def _run(config: Config, launch: LaunchSpec) -> int:
     except KeyboardInterrupt:
         status = _say(f"interrupted{rank}{_newest_checkpoint(config, begun)}", INTERRUPTED)
     except Exception as error:
-        reason = _explain(error)
-        message = f"error{rank}: {reason}" if reason else traceback.format_exc().rstrip()
+        if reason := _explain(error):
+            message = f"error{rank}: {reason}"
+        else:
+            message = traceback.format_exc().rstrip()
         status = _say(message + _newest_checkpoint(config, begun), 1)
     return status
 
@@ -177,16 +189,20 @@ def _newest_checkpoint(config: Config, begun: float) -> str:
     """
     files = (config.reports_folder / config.experiment_name).glob("*/checkpoints/*.pt")
     with contextlib.suppress(OSError):  # another rank has just deleted an old one
-        saved, newest = max(((path.stat().st_mtime, path) for path in files), default=(0.0, None))
-        if newest is not None and saved >= begun:
+        saved = [(path.stat().st_mtime, path) for path in files]
+        since_begun = [(seconds, path) for seconds, path in saved if seconds >= begun]
+        if since_begun:
+            _, newest = max(since_begun)
             return f"\nThe newest checkpoint is {newest}. Continue from it with --resume auto."
     return ""
 
 
 def _explain(error: Exception) -> str | None:
     """Return a message for the user; None if only the traceback can explain the error."""
-    if (explained := explain(error)) or not isinstance(error, RuntimeError | MemoryError):
+    if explained := explain(error):
         return explained
+    if not isinstance(error, RuntimeError | MemoryError):
+        return None
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
         return f"out of memory: give a smaller --batch-size or fewer ranks per machine ({error})"
     from common.distributed.failures import explain_collective_failure
@@ -256,9 +272,10 @@ part_one, part_two, part_three = _PARTS.values()
 
 
 if __name__ == "__main__":  # python -m common.cli PartTwo ...
-    _part = sys.argv.pop(1) if len(sys.argv) > 1 else "nothing"
+    _part = "nothing"
+    if len(sys.argv) > 1:
+        _part = sys.argv.pop(1)
     if _part not in _PARTS:
-        sys.exit(
-            _say(f"error: python -m common.cli: got {_part}, give one of {', '.join(_PARTS)}", 2)
-        )
+        _choices = ", ".join(_PARTS)
+        sys.exit(_say(f"error: python -m common.cli: got {_part}, give one of {_choices}", 2))
     sys.exit(_PARTS[_part]())

@@ -40,33 +40,44 @@ def print_to_stderr(line: str) -> None:
 
 def count(number: int, noun: str) -> str:
     """Return "1 rank", "2 ranks", "0 ranks"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}s"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return "rank 1", "ranks 0, 1 and 2", or the first eight and how many more there are."""
-    if len(ranks) < 2:
-        return f"rank {ranks[0]}" if ranks else "no rank"
-    named = ranks[:8] if len(ranks) > 8 else ranks[:-1]
-    last = f"{len(ranks) - 8} more" if len(ranks) > 8 else ranks[-1]
-    return f"ranks {', '.join(map(str, named))} and {last}"
+    if not ranks:
+        return "no rank"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"ranks {first_of(ranks)}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def first_of(names: Sequence[object], most: int = 8) -> str:
     """Return at most ``most`` names with commas between, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
+    text = ", ".join(map(str, names[:most]))
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, else the name of its type."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    return lines[0]
 
 
 def reason_of(error: Exception) -> str:
     """Return why a file or a download failed, without the path."""
     reason = getattr(error, "reason", None) or getattr(error, "strerror", None)
-    return str(reason) if reason else first_line(error)
+    if reason:
+        return str(reason)
+    return first_line(error)
 
 
 @contextmanager
@@ -97,4 +108,5 @@ def explain(error: Exception) -> str | None:
         message = str(error)
     else:
         return None
-    return re.sub(r"(\S{100})\S{100,}(\S{100})", r"\1…\2", re.sub(r"\n(?!  )", " ", message))
+    message = re.sub(r"\n(?!  )", " ", message)
+    return re.sub(r"(\S{100})\S{100,}(\S{100})", r"\1…\2", message)

@@ -6,19 +6,20 @@ so what a crash or a bad mirror left never counts as data.
 
 import tarfile
 import urllib.request
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import check_integrity, extract_archive
 
 from common.data.dataset import Dataset, ImageSet
 from common.errors import UserError, reason_of
 from common.utils.atomic_files import regular_target
+from common.utils.file_lock import FOR_EVER, lock_file
 from common.utils.progress import console, show_progress
 
 _STALL_SECONDS = 60.0
@@ -88,21 +89,20 @@ def _download(kind: type[CIFAR10], name: str, data_dir: Path, url: str) -> None:
             extract_archive(str(archive), str(data_dir))
 
 
-def _lock(path: Path, name: str) -> AbstractContextManager:
+@contextmanager
+def _lock(path: Path, name: str) -> Iterator[None]:
     """Take the lock file ``path``; tell if another process of this machine holds it for long."""
-    lock = FileLock(path, fallback_to_soft=False)
+    folder = path.parent
+    advice = "if several processes download there at once, start again"
     try:
-        return lock.acquire(timeout=_SILENT_SECONDS)
-    except Timeout:
-        console.print(f"waiting for another process that downloads {name} to {path.parent}")
-        return lock.acquire()
-    except OSError as error:  # no soft lock: that of a killed process would stay locked
-        console.print(
-            f"warning: {path.parent} cannot be locked ({reason_of(error)}): if several processes "
-            "download there at once, start again",
-            markup=False,
-        )
-        return nullcontext()
+        lock = lock_file(path, wait_seconds=_SILENT_SECONDS, name=folder, advice=advice)
+    except TimeoutError:
+        console.print(f"waiting for another process that downloads {name} to {folder}")
+        lock = lock_file(path, wait_seconds=FOR_EVER, name=folder, advice=advice)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def fetch(url: str, path: Path) -> None:

@@ -12,6 +12,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,26 +62,24 @@ def check_same_on_all_ranks(world: World, facts: Mapping[str, Any], *, what: str
         for name, value in facts.items()
     }
     all_facts = gather_objects(world, texts, schema=dict[str, tuple[str, str]])
-    names = dict.fromkeys(name for one in all_facts for name in one)
-    values = {name: [one.get(name, ("", "absent")) for one in all_facts] for name in names}
-    lines = [
-        f"{name}: {_values_text([text for _, text in of_ranks])}"
-        for name, of_ranks in values.items()
-        if len(set(of_ranks)) > 1
-    ]
-    more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
+    names = dict.fromkeys(chain.from_iterable(all_facts))
+    lines = []
+    for name in names:
+        values = [of_rank.get(name, ("", "absent")) for of_rank in all_facts]
+        if len(set(values)) > 1:
+            lines.append(f"{name}: {_values_text([text for _, text in values])}")
+    if len(lines) > 5:
+        lines[5:] = [f"and {len(lines) - 5} more"]
     raise UserError(
-        f"the ranks differ in {what}. {'; '.join(lines[:5])}{more}. Start every rank with the same "
-        "command except --rank, with the same code and data"
+        f"the ranks differ in {what}. {'; '.join(lines)}. Start every rank with the same command "
+        "except --rank, with the same code and data"
     )
 
 
 def _values_text(values: Sequence[str]) -> str:
     """Return each value with the ranks that have it, e.g. "0.1 on rank 0, 0.2 on ranks 1 and 2"."""
-    return ", ".join(
-        f"{value} on {ranks_text(ranks)}"
-        for value, ranks in grouped((value, rank) for rank, value in enumerate(values)).items()
-    )
+    owners = grouped((value, rank) for rank, value in enumerate(values))
+    return ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in owners.items())
 
 
 def run_on_all_ranks(world: World, action: Callable[[], T], *, patient: bool = False) -> T:
@@ -96,10 +95,12 @@ def run_on_all_ranks(world: World, action: Callable[[], T], *, patient: bool = F
         result = action()
     except (UserError, OSError) as error:
         mine = explain(error) or reason_of(error)
-    errors = gather_objects(world, mine, schema=str)
-    if any(errors):
-        first, message = next((rank, text) for rank, text in enumerate(errors) if text)
-        raise UserError(mine or f"rank {first} stopped: {message}")
+    messages = gather_objects(world, mine, schema=str)
+    if mine:
+        raise UserError(mine)
+    for rank, message in enumerate(messages):
+        if message:
+            raise UserError(f"rank {rank} stopped: {message}")
     return result
 
 
@@ -122,7 +123,13 @@ def _done_on_all(world: World, action: Callable[[], T]) -> Callable[[], T]:
 
 def run_on_rank0(world: World, action: Callable[[], str]) -> str:
     """Run ``action`` on rank 0 alone and return its result, or raise its error, on every rank."""
-    mine = run_on_all_ranks(world, lambda: action() if world.is_rank0 else "")
+
+    def on_rank0() -> str:
+        if not world.is_rank0:
+            return ""
+        return action()
+
+    mine = run_on_all_ranks(world, on_rank0)
     return gather_objects(world, mine, schema=str)[0]
 
 
@@ -148,7 +155,8 @@ def _broadcast_bytes(world: World, content: bytes, *, source: int) -> bytes:
     """Return the bytes of rank ``source``: a message with their number, then the bytes."""
     number = torch.tensor([len(content)], device=world.device)
     dist.broadcast(number, source)
-    nbytes, free = int(number), psutil.virtual_memory().available
+    nbytes = int(number)
+    free = psutil.virtual_memory().available
     if not 0 <= nbytes <= free:
         raise GroupError(
             f"rank {source} sends a checkpoint of {nbytes:,} bytes, but this machine has "
@@ -156,10 +164,11 @@ def _broadcast_bytes(world: World, content: bytes, *, source: int) -> bytes:
         )
     if world.rank == source:
         sent = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(world.device)
-    else:
-        sent = torch.empty(nbytes, dtype=torch.uint8, device=world.device)
-    dist.broadcast(sent, source)
-    return content if world.rank == source else sent.cpu().numpy().tobytes()
+        dist.broadcast(sent, source)
+        return content
+    received = torch.empty(nbytes, dtype=torch.uint8, device=world.device)
+    dist.broadcast(received, source)
+    return received.cpu().numpy().tobytes()
 
 
 def start_all_reduce(
@@ -238,12 +247,15 @@ def gather_tensors(world: World, mine: Mapping[str, Tensor]) -> list[dict[str, T
 
 def _forms(state: Mapping[str, Any]) -> dict[str, str]:
     """Return each tensor's type and shape without the last size, e.g. "torch.int64 (3, *)"."""
-    return {
-        name: f"{value.dtype} ({', '.join([*map(str, value.shape[:-1]), '*'][: value.dim()])})"
-        if isinstance(value, Tensor)
-        else type(value).__name__
-        for name, value in state.items()
-    }
+    forms = {}
+    for name, value in state.items():
+        forms[name] = type(value).__name__
+        if isinstance(value, Tensor):
+            sizes = [str(size) for size in value.shape]
+            if sizes:
+                sizes[-1] = "*"
+            forms[name] = f"{value.dtype} ({', '.join(sizes)})"
+    return forms
 
 
 def _gather(world: World, mine: bytes, *, most_bytes: int, read: Callable[[bytes], T]) -> list[T]:
@@ -289,8 +301,12 @@ def warn_of_equal_batches(world: World, inputs: Tensor, labels: Tensor) -> None:
     varied = len(labels) >= 8 and len(labels.unique()) > 1  # else equal labels may be a coincidence
     mine = (digest(inputs), digest(labels), varied)
     all_ranks = gather_objects(world, mine, schema=tuple[str, str, bool])
-    same_inputs, same_labels = (len({one[column] for one in all_ranks}) == 1 for column in (0, 1))
-    if len(labels) and (same_inputs or (same_labels and all(one[-1] for one in all_ranks))):
+    if not len(labels):
+        return
+    inputs_of, labels_of, varied_of = zip(*all_ranks, strict=True)
+    same_inputs = len(set(inputs_of)) == 1
+    same_labels = len(set(labels_of)) == 1 and all(varied_of)
+    if same_inputs or same_labels:
         warnings.warn(
             "all ranks train on the same samples: their first batches are equal. Give each rank "
             "its own share, e.g. with torch.utils.data.DistributedSampler",

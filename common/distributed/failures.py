@@ -43,8 +43,15 @@ _ANSWER_SECONDS = 3.0
 _LEAVE_SECONDS = 8.0  # rank 0 keeps the store no longer for ranks that have not noticed yet
 _POLL_SECONDS = 0.05
 _JOIN_SECONDS = 0.5
-_LOOK_SECONDS, _GRACE_SECONDS = 1.0, 2.0
-_BEAT, _MESSAGE, _FOUND, _LEFT = "beat/{}", "message", "found", "left"  # keys in the store
+_LOOK_SECONDS = 1.0
+_GRACE_SECONDS = 2.0
+# Keys in the store
+_BEAT = "beat/{}"
+_MESSAGE = "message"
+_FOUND = "found"
+_LEFT = "left"
+# A question to the store fails with one of these if rank 0 is lost or does not answer in time.
+_NO_ANSWER = (TimeoutError, dist.DistStoreError, dist.DistNetworkError)
 
 Place = Literal[
     "start",
@@ -86,11 +93,13 @@ def broken_collective(error: BaseException) -> str | None:
     if isinstance(error, GroupError) or not of_the_group or not _LOST.search(str(error)):
         return None
     frames = traceback.extract_tb(error.__traceback__)
-    calls = [frame.name for frame in frames if frame.filename.endswith("distributed_c10d.py")]
+    for frame in frames:
+        if frame.filename.endswith("distributed_c10d.py") and frame.name != "wrapper":
+            return frame.name
     # DistributedDataParallel raises in autograd itself; a strategy's own hook adds frames.
-    in_autograd = bool(frames) and Path(frames[-1].filename).parent.name == "autograd"
-    unnamed = "DistributedDataParallel's all_reduce in backward" if in_autograd else "a collective"
-    return next((name for name in calls if name != "wrapper"), unnamed)
+    if frames and Path(frames[-1].filename).parent.name == "autograd":
+        return "DistributedDataParallel's all_reduce in backward"
+    return "a collective"
 
 
 def timed_out(error: BaseException) -> bool:
@@ -100,7 +109,8 @@ def timed_out(error: BaseException) -> bool:
 
 def explain_collective_failure(error: BaseException) -> str | None:
     """Return a message for the user if ``error`` is a collective that lost a rank, else None."""
-    if (collective := broken_collective(error)) is None:
+    collective = broken_collective(error)
+    if collective is None:
         return None
     return f"{explain_lost_rank(collective)} (torch: {cause_of(error)})"
 
@@ -175,7 +185,9 @@ class Beat(msgspec.Struct, frozen=True):
         if self.place in _STEP:
             return f"step {self.step}"
         name = _NAMES.get(self.place, f"the {self.place}")
-        return f"{name} at step {self.step}" if self.step else name
+        if self.step == 0:
+            return name
+        return f"{name} at step {self.step}"
 
     @property
     def spot(self) -> str:
@@ -185,8 +197,10 @@ class Beat(msgspec.Struct, frozen=True):
     @property
     def least_step(self) -> int:
         """A step that every rank has begun, since this one has come to where it waits."""
-        exchanged = self.place not in _EXCHANGE and self.period == 1
-        return self.step if exchanged else max(0, self.step - self.period)
+        has_exchanged = self.place not in _EXCHANGE and self.period == 1
+        if has_exchanged:
+            return self.step
+        return max(0, self.step - self.period)
 
 
 def find_culprit(beats: Mapping[int, Beat], silent: Mapping[int, float]) -> str | None:
@@ -195,40 +209,51 @@ def find_culprit(beats: Mapping[int, Beat], silent: Mapping[int, float]) -> str 
     beats : every rank's last sign of life. silent : the seconds since that of each rank that gives
     none any more, though the group did not break for it.
     """
-    ending = ""
     if silent:
-        named = _silent_ranks(beats, silent)
-    elif not any(beat.timed_out for beat in beats.values()):
+        return _describe(_silent_ranks(beats, silent), beats)
+    if not any(beat.timed_out for beat in beats.values()):
         return None
-    elif not (named := _busy_ranks(beats)):
-        named, ending = _ranks_elsewhere(beats), ": the ranks did not call the same collective"
-    if not named:
-        return None
-    found = [f"{_name(rank, beats[rank])} {what}" for rank, what in named.items()]
-    more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+    if busy := _busy_ranks(beats):
+        return _describe(busy, beats)
+    if elsewhere := _ranks_elsewhere(beats):
+        return f"{_describe(elsewhere, beats)}: the ranks did not call the same collective"
+    return None
+
+
+def _describe(named: Mapping[int, str], beats: Mapping[int, Beat]) -> str:
+    """Return what each of the named ranks did, and in what the others wait."""
+    parts = [f"{_name(rank, beats[rank])} {what}" for rank, what in named.items()]
+    if len(parts) > 3:
+        parts[3:] = [f"and {len(parts) - 3} more"]
     others = {rank: beat for rank, beat in beats.items() if rank not in named}
     spots = Counter(beat.spot for beat in others.values() if beat.waits)
-    who = "the others wait" if len(others) > 1 else f"rank {next(iter(others), '')} waits"
-    waiting = f"; {who} in {spots.most_common(1)[0][0]}" if spots else ""
-    return f"{'; '.join(found[:3])}{more}{waiting}{ending}"
+    if spots:
+        [(spot, _)] = spots.most_common(1)
+        who = "the others wait"
+        if len(others) == 1:
+            who = f"rank {min(others)} waits"
+        parts.append(f"{who} in {spot}")
+    return "; ".join(parts)
 
 
 def _silent_ranks(beats: Mapping[int, Beat], silent: Mapping[int, float]) -> dict[int, str]:
     """Return what the silence of each of these ranks means."""
     # A stopped rank keeps its connections: the others then wait until the timeout, or until a rank
     # that fell silent later is killed.
-    timed_out = any(beat.timed_out for beat in beats.values())
-    killed_since = 0.0 if timed_out else min(silent.values()) + _APART_SECONDS
+    killed_since = min(silent.values()) + _APART_SECONDS
+    if any(beat.timed_out for beat in beats.values()):
+        killed_since = 0.0
     least_step = max(beat.least_step for beat in beats.values() if beat.waits)
     found = {}
     for rank, seconds in silent.items():
-        # Between two beats the rank may have come further than it said.
-        beat = beats[rank]
-        since = beat.where if beat.step >= least_step else f"step {least_step}"
-        found[rank] = f"has not moved since {since}, {seconds:.1f} s ago"
+        since = beats[rank].where
+        if beats[rank].step < least_step:  # since its last beat it has come further
+            since = f"step {least_step}"
         if seconds < killed_since:
             silence = f"(no sign of life for {seconds:.1f} s)"
             found[rank] = f"ended or was killed at {since} {silence}"
+        else:
+            found[rank] = f"has not moved since {since}, {seconds:.1f} s ago"
     return found
 
 
@@ -240,7 +265,9 @@ def _busy_ranks(beats: Mapping[int, Beat]) -> dict[int, str]:
         # DistributedDataParallel waits within backward, which looks like computing.
         in_backward = beat.place == "backward" and beat.where in backward
         if not beat.waits and not in_backward and beat.still_seconds >= _STILL_SECONDS:
-            what = f"{beat.place} of {beat.where}" if beat.place in _STEP else beat.where
+            what = beat.where
+            if beat.place in _STEP:
+                what = f"{beat.place} of {beat.where}"
             found[rank] = f"has been in {what} for {beat.still_seconds:.1f} s"
     return found
 
@@ -259,7 +286,9 @@ def _ranks_elsewhere(beats: Mapping[int, Beat]) -> dict[int, str]:
 
 
 def _name(rank: int, beat: Beat) -> str:
-    return f"rank {rank} ({beat.address})" if beat.address else f"rank {rank}"
+    if not beat.address:
+        return f"rank {rank}"
+    return f"rank {rank} ({beat.address})"
 
 
 # --- the watch ---
@@ -287,9 +316,13 @@ class FailureWatch:
         timeout_seconds: float,
         others: Collection[int] = (),
     ) -> None:
-        self._store, self._rank, self._size = store, launch.rank, launch.world_size
-        self._store_port, self._others = launch.master_port, others
-        self._activity, self._timeout = activity, timeout_seconds
+        self._store = store
+        self._rank = launch.rank
+        self._size = launch.world_size
+        self._store_port = launch.master_port
+        self._others = others
+        self._activity = activity
+        self._timeout = timeout_seconds
         self._address = _own_address(launch)
         self._rank0 = Beat()  # its last one that this rank has read
         self._broken: tuple[str, bool] | None = None  # the collective, whether it timed out
@@ -320,7 +353,8 @@ class FailureWatch:
             return self.explain_broken(collective, timed_out=timed_out(error))
         if self._store is None:
             return None
-        reason, name = cause_of(error), type(error).__name__
+        reason = cause_of(error)
+        name = type(error).__name__
         if not isinstance(error, UserError | GroupError) and reason != name:
             reason = f"{name}: {reason}"
         self._keep_store_seconds = self._timeout  # one of the others may still compute
@@ -335,7 +369,8 @@ class FailureWatch:
         """
         if self._store is None:
             return None
-        self._broken, self._keep_store_seconds = (collective, timed_out), _LEAVE_SECONDS
+        self._broken = (collective, timed_out)
+        self._keep_store_seconds = _LEAVE_SECONDS
         broke_here = f"({collective} broke here"
         time.sleep(_POLL_SECONDS)  # for the thread to notice that this process itself stood still
         ended, pause = self._long_pause
@@ -346,31 +381,40 @@ class FailureWatch:
                 f"{broke_here})"
             )
         try:
-            before, deadline = self._read_beats(), time.monotonic() + _COMPARE_SECONDS
+            before = self._read_beats()
+            deadline = time.monotonic() + _COMPARE_SECONDS
             while time.monotonic() < deadline:
                 if message := self._ask(_told):
                     self._keep_store_seconds = self._timeout
                     return f"{message}. {broke_here}: another rank has ended)"
                 time.sleep(_POLL_SECONDS)
             beats = self._read_beats()
-        except (TimeoutError, dist.DistStoreError, dist.DistNetworkError) as error:
+        except _NO_ANSWER as error:
             # A rank 0 that stands still keeps its store's connections, one that ended does not.
-            ended = isinstance(error, dist.DistNetworkError)
-            mine = msgspec.structs.replace(self._sample(), timed_out=not ended)
+            rank0_ended = isinstance(error, dist.DistNetworkError)
+            mine = msgspec.structs.replace(self._sample(), timed_out=not rank0_ended)
             beats = before = {0: self._rank0, self._rank: mine}
-        now = time.monotonic() - self._began
-        silent = {
-            rank: now - beat.seconds
-            for rank, beat in beats.items()
-            if beat.seconds == before[rank].seconds and not beat.broken
-        }
+        silent = self._silent_seconds(before, beats)
         self._ended_ranks = len(silent)
         culprit = find_culprit(beats, silent)
-        return culprit and f"{self._tell(_FOUND, culprit)}. {broke_here})"
+        if culprit is None:
+            return None
+        return f"{self._tell(_FOUND, culprit)}. {broke_here})"
+
+    def _silent_seconds(
+        self, before: Mapping[int, Beat], beats: Mapping[int, Beat]
+    ) -> dict[int, float]:
+        """Return for how long each rank has been silent that gave no beat between two readings."""
+        now = time.monotonic() - self._began
+        silent = {}
+        for rank, beat in beats.items():
+            if beat.seconds == before[rank].seconds and not beat.broken:
+                silent[rank] = now - beat.seconds
+        return silent
 
     def message(self) -> str | None:
         """Return what the rank that failed first has told, if any."""
-        with contextlib.suppress(TimeoutError, dist.DistStoreError, dist.DistNetworkError):
+        with contextlib.suppress(*_NO_ANSWER):
             return self._ask(_told) or None
         return None
 
@@ -381,7 +425,7 @@ class FailureWatch:
         until the living ones know why: for at most 8 s, or the timeout if a rank has told it.
         """
         if self._keep_store_seconds and self._store is not None:
-            with contextlib.suppress(TimeoutError, dist.DistStoreError, dist.DistNetworkError):
+            with contextlib.suppress(*_NO_ANSWER):
                 self._ask(lambda store: store.add(_LEFT, 1))
             if self._rank == 0:
                 _close_connections(self._store_port, self._others)
@@ -410,9 +454,11 @@ class FailureWatch:
 
     def _sample(self) -> Beat:
         """Return this rank's beat: what its training thread is doing now."""
-        activity, now = self._activity, time.monotonic()
+        activity = self._activity
+        now = time.monotonic()
         if activity.changes != self._changes:
-            self._changes, self._arrived = activity.changes, now
+            self._changes = activity.changes
+            self._arrived = now
         collective, timed_out = self._broken or (self._collective(), False)
         return Beat(
             now - self._began,
@@ -428,7 +474,8 @@ class FailureWatch:
 
     def _collective(self) -> str:
         """Return the collective in which the training thread is; "" if it is in none."""
-        frame, name = sys._current_frames().get(self._training_thread), ""
+        name = ""
+        frame = sys._current_frames().get(self._training_thread)
         while frame is not None:
             code = frame.f_code
             if code.co_filename.endswith("distributed_c10d.py") and code.co_name != "wrapper":
@@ -444,11 +491,12 @@ class FailureWatch:
             return store.multi_get([_BEAT.format(rank) for rank in range(self._size)])
 
         contents = self._ask(ask)
-        return {rank: decode(one, Beat, name="a beat") for rank, one in enumerate(contents)}
+        beats = [decode(content, Beat, name="a beat") for content in contents]
+        return dict(enumerate(beats))
 
     def _tell(self, key: str, text: str) -> str:
         """Tell the other ranks why this one ends; return what the first one told that did so."""
-        with contextlib.suppress(TimeoutError, dist.DistStoreError, dist.DistNetworkError):
+        with contextlib.suppress(*_NO_ANSWER):
             return self._ask(lambda store: store.compare_set(key, "", text)).decode()
         return text
 
@@ -472,7 +520,9 @@ def _own_address(launch: LaunchSpec) -> str:
 
 def _told(store: dist.Store) -> str:
     """Return the message of the rank that failed first; "" if there is none."""
-    return store.get(_MESSAGE).decode(errors="replace") if store.check([_MESSAGE]) else ""
+    if not store.check([_MESSAGE]):
+        return ""
+    return store.get(_MESSAGE).decode(errors="replace")
 
 
 def open_connections() -> dict[int, set[int]]:
@@ -481,7 +531,11 @@ def open_connections() -> dict[int, set[int]]:
         connections = psutil.Process().net_connections(kind="tcp")
     except psutil.Error:  # a system that keeps them secret
         return {}
-    return {one.fd: {one.laddr.port, one.raddr.port} for one in connections if one.raddr}
+    ports = {}
+    for connection in connections:
+        if connection.raddr:  # else it only listens
+            ports[connection.fd] = {connection.laddr.port, connection.raddr.port}
+    return ports
 
 
 def _close_connections(store_port: int, others: Collection[int]) -> None:
@@ -492,8 +546,8 @@ def _close_connections(store_port: int, others: Collection[int]) -> None:
     """
     for descriptor, ports in open_connections().items():
         if descriptor not in others and store_port not in ports:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-                one.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+                copy.shutdown(socket.SHUT_RDWR)
 
 
 # --- under NCCL ---
@@ -503,7 +557,9 @@ def nccl_failure() -> bool | None:
     """Return True if NCCL's watchdog saw a timeout, False if another error, None if none."""
     group = dist.distributed_c10d._get_default_group()
     error = group._get_backend(torch.device("cuda")).get_error().name
-    return None if error == "SUCCESS" else error == "TIMEOUT"
+    if error == "SUCCESS":
+        return None
+    return error == "TIMEOUT"
 
 
 class CollectiveGuard:
@@ -526,7 +582,9 @@ class CollectiveGuard:
         watch: FailureWatch,
         end: Callable[[bool], object],
     ) -> None:
-        self._failure, self._watch, self._end = failure, watch, end
+        self._failure = failure
+        self._watch = watch
+        self._end = end
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="collective guard", daemon=True)
 

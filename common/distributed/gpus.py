@@ -77,8 +77,10 @@ def visible_gpus() -> list[str]:
 
     names = []
     for index in range(torch.cuda.device_count()):
-        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-        names.append(f"GPU-{uuid}" if uuid else f"{_plain(socket.gethostname())}-{index}")
+        name = f"{_plain(socket.gethostname())}-{index}"
+        if uuid := getattr(torch.cuda.get_device_properties(index), "uuid", None):
+            name = f"GPU-{uuid}"
+        names.append(name)
     return names
 
 
@@ -91,35 +93,43 @@ def gpu_of(local_rank: int) -> "torch.device":
 
 def compare_gpus(peers: Sequence[Peer], local_ranks: Sequence[int]) -> JobGPUs:
     """Return what the ranks' reports say, by rank; a rank's own GPU is that of ``gpu_of``."""
-    gpus = len({gpu for peer in peers for gpu in peer.gpus})
+    number = len({gpu for peer in peers for gpu in peer.gpus})
     without = [rank for rank, peer in enumerate(peers) if not peer.gpus]
+    if len(without) == 1:
+        [rank] = without
+        return JobGPUs(number, f"rank {rank} ({peers[rank].host}) sees no GPU")
     if without:
-        host = peers[without[0]].host
-        who = (
-            f"rank {without[0]} ({host}) sees"
-            if len(without) == 1
-            else f"{ranks_text(without)} see"
-        )
-        return JobGPUs(gpus, f"{who} no GPU")
-    owners = grouped(
-        (peer.gpus[local_rank % len(peer.gpus)], rank)
-        for rank, (peer, local_rank) in enumerate(zip(peers, local_ranks, strict=True))
-    )
+        return JobGPUs(number, f"{ranks_text(without)} see no GPU")
+    own = [
+        peer.gpus[local_rank % len(peer.gpus)]
+        for peer, local_rank in zip(peers, local_ranks, strict=True)
+    ]
+    owners = grouped((gpu, rank) for rank, gpu in enumerate(own))
     shared = {gpu: ranks for gpu, ranks in owners.items() if len(ranks) > 1}
     if not shared:
-        return JobGPUs(gpus)
+        return JobGPUs(number)
+    return JobGPUs(number, _describe_shared(shared), _apart(peers, shared))
+
+
+def _describe_shared(shared: Mapping[str, Sequence[int]]) -> str:
+    """Return which ranks share the first of these GPUs, and how many more are shared."""
     gpu, ranks = next(iter(shared.items()))
+    text = f"{ranks_text(ranks)} share one GPU ({gpu})"
     more = len(shared) - 1
-    others = f"; {count(more, 'more GPU')} {'are' if more > 1 else 'is'} shared" if more else ""
-    return JobGPUs(
-        gpus, f"{ranks_text(ranks)} share one GPU ({gpu}){others}", _apart(peers, shared)
-    )
+    if more == 1:
+        text += "; 1 more GPU is shared"
+    elif more > 1:
+        text += f"; {more} more GPUs are shared"
+    return text
 
 
 def _apart(peers: Sequence[Peer], shared: Mapping[str, Sequence[int]]) -> bool:
     """Return whether NCCL takes the ranks that share a GPU as ranks on different machines."""
-    hosts = [[peers[rank].nccl_host for rank in ranks] for ranks in shared.values()]
-    return all(all(names) and len(set(names)) == len(names) for names in hosts)
+    for ranks in shared.values():
+        hosts = [peers[rank].nccl_host for rank in ranks]
+        if "" in hosts or len(set(hosts)) < len(hosts):
+            return False
+    return True
 
 
 def choose_backend(wanted: str | None, gpus: JobGPUs, size: int) -> tuple[str, str]:
@@ -128,22 +138,21 @@ def choose_backend(wanted: str | None, gpus: JobGPUs, size: int) -> tuple[str, s
     ``wanted`` None means NCCL if some rank sees a GPU. Raises UserError if NCCL cannot connect the
     ranks.
     """
-    if wanted == "nccl" and (not gpus.count or (gpus.obstacle and not gpus.told_apart)):
-        raise UserError(
-            f"--backend nccl needs a GPU for each rank, but {gpus.obstacle or 'no rank sees one'}: "
-            "start one rank per GPU, or give --backend gloo, which trains on the CPU"
-        )
-    if not gpus.count:
+    if wanted == "nccl":
+        _check_nccl(gpus)
+        if gpus.obstacle:
+            return "nccl", (
+                f"NCCL: {gpus.obstacle}, which their different NCCL_HOSTIDs allow for correctness "
+                "tests only: times mean nothing"
+            )
+    elif not gpus.count:
         return "gloo", ""
-    if wanted == "gloo":
-        idle = "1 GPU stays" if gpus.count == 1 else f"{gpus.count} GPUs stay"
+    elif wanted == "gloo":
+        idle = "1 GPU stays"
+        if gpus.count > 1:
+            idle = f"{gpus.count} GPUs stay"
         return "gloo", f"--backend gloo trains on the CPU: {idle} idle"
-    if wanted == "nccl" and gpus.obstacle:
-        return "nccl", (
-            f"NCCL: {gpus.obstacle}, which their different NCCL_HOSTIDs allow for correctness "
-            "tests only: times mean nothing"
-        )
-    if gpus.obstacle:
+    elif gpus.obstacle:
         raise UserError(
             f"{count(size, 'rank')} for {count(gpus.count, 'GPU')}: {gpus.obstacle}. Start one "
             "rank per GPU, or give --backend gloo to train on the CPU"
@@ -152,5 +161,20 @@ def choose_backend(wanted: str | None, gpus: JobGPUs, size: int) -> tuple[str, s
 
     if not is_nccl_available():
         return "gloo", "Gloo on the CPU: this torch has no NCCL; install one that has"
-    who = "this rank" if size == 1 else f"each of the {size} ranks"
-    return "nccl", f"NCCL: {who} has its own GPU"
+    if size == 1:
+        return "nccl", "NCCL: this rank has its own GPU"
+    return "nccl", f"NCCL: each of the {size} ranks has its own GPU"
+
+
+def _check_nccl(gpus: JobGPUs) -> None:
+    """Raise UserError if NCCL cannot connect the ranks."""
+    if not gpus.count:
+        reason = gpus.obstacle or "no rank sees one"
+    elif gpus.obstacle and not gpus.told_apart:
+        reason = gpus.obstacle
+    else:
+        return
+    raise UserError(
+        f"--backend nccl needs a GPU for each rank, but {reason}: start one rank per GPU, or give "
+        "--backend gloo, which trains on the CPU"
+    )

@@ -7,19 +7,18 @@ torchrun's environment variables with ``resolve_launch``; callers without flags 
 """
 
 import contextlib
-import math
 import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import psutil
 
 from common.errors import UserError
 from common.utils.environment import (
     DEFAULT_MASTER_PORT,
+    TorchrunVariables,
     read_settings,
     read_torchrun,
     run_token,
@@ -87,42 +86,44 @@ def resolve_launch(
     Raises UserError if they contradict each other or only some of the flags are given.
     """
     master_ip, master_port = _master_address(master_ip, master_port, dist_url)
-    by_url = dist_url not in (None, "env://")
-    ip_flag = "--dist-url" if by_url else "--master-ip"
+    ip_flag, port_flag = "--master-ip", "--master-port"
+    if dist_url not in (None, "env://"):
+        ip_flag = port_flag = "--dist-url"
     if started_by_launcher(environment):
         launch = _from_torchrun(environment)
-        same_host = not master_ip or resolve(master_ip) & resolve(launch.master_ip or "")
-        for flag, got, name, wanted in (
-            ("--rank", rank, "RANK", launch.rank),
-            ("--num-nodes", world_size, "WORLD_SIZE", launch.world_size),
-            ("--local-rank", local_rank, "LOCAL_RANK", launch.local_rank),
-            (
-                "--dist-url" if by_url else "--master-port",
-                master_port,
-                "MASTER_PORT",
-                launch.master_port,
-            ),
-            (ip_flag, None if same_host else master_ip, "MASTER_ADDR", launch.master_ip),
-        ):
-            if got not in (None, wanted):
-                raise UserError(
-                    f"{flag} {got} contradicts torchrun's {name}={wanted}: leave the flag out "
-                    "under torchrun"
-                )
+        _check_flag("--rank", rank, "RANK", launch.rank)
+        _check_flag("--num-nodes", world_size, "WORLD_SIZE", launch.world_size)
+        _check_flag("--local-rank", local_rank, "LOCAL_RANK", launch.local_rank)
+        _check_flag(port_flag, master_port, "MASTER_PORT", launch.master_port)
+        if master_ip and not resolve(master_ip) & resolve(launch.master_ip or ""):
+            _check_flag(ip_flag, master_ip, "MASTER_ADDR", launch.master_ip)
         return launch
-    if rank is None and world_size is None and master_ip is None:
+    if (rank, world_size, master_ip) == (None, None, None):
         return None
     if rank is None or world_size is None or master_ip is None:
-        needed = {ip_flag: master_ip, "--num-nodes": world_size, "--rank": rank}
-        given = [name for name, value in needed.items() if value is not None]
-        missing = [name for name in needed if name not in given]
-        raise UserError(
-            f"{', '.join(given)} given without {' and '.join(missing)}: give --master-ip, "
-            "--num-nodes and --rank together, for example --master-ip 10.0.0.1 --num-nodes 4 "
-            "--rank 0; or --distributed --world-size 4 for all ranks on this machine"
-        )
+        raise _incomplete({ip_flag: master_ip, "--num-nodes": world_size, "--rank": rank})
     _check_interface(environment)
     return LaunchSpec(rank, world_size, master_ip, master_port or DEFAULT_MASTER_PORT)
+
+
+def _check_flag(flag: str, got: str | int | None, variable: str, wanted: str | int | None) -> None:
+    """Raise UserError if a flag was given and is not what torchrun's variable says."""
+    if got not in (None, wanted):
+        raise UserError(
+            f"{flag} {got} contradicts torchrun's {variable}={wanted}: leave the flag out "
+            "under torchrun"
+        )
+
+
+def _incomplete(flags: Mapping[str, str | int | None]) -> UserError:
+    """Return the error for flags that are needed together, of which some are None."""
+    given = [flag for flag, value in flags.items() if value is not None]
+    missing = [flag for flag in flags if flag not in given]
+    return UserError(
+        f"{', '.join(given)} given without {' and '.join(missing)}: give --master-ip, "
+        "--num-nodes and --rank together, for example --master-ip 10.0.0.1 --num-nodes 4 "
+        "--rank 0; or --distributed --world-size 4 for all ranks on this machine"
+    )
 
 
 def started_by_launcher(environment: Mapping[str, str] = os.environ) -> bool:
@@ -137,18 +138,19 @@ def launch_from_environment(rank: int, world_size: int) -> LaunchSpec:
     """
     found = read_torchrun(os.environ, advice="set it to that, or unset it")
     _check_interface(os.environ)
-    numbers = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == (str(rank), str(world_size))
-    torchrun = numbers and {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys()
-    return LaunchSpec(
+    launch = LaunchSpec(
         rank,
         world_size,
-        found["MASTER_ADDR"] or "127.0.0.1",
-        found["MASTER_PORT"] or DEFAULT_MASTER_PORT,
-        found["LOCAL_RANK"] if torchrun else None,
-        found["LOCAL_WORLD_SIZE"] if torchrun else None,
-        agent=_agent() if "TORCHELASTIC_RUN_ID" in os.environ else None,
+        found.master_addr or "127.0.0.1",
+        found.master_port or DEFAULT_MASTER_PORT,
+        agent=_agent(os.environ),
         generation=_generation(os.environ),
     )
+    theirs = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
+    is_torchruns = theirs == (str(rank), str(world_size))
+    if is_torchruns and {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+        return replace(launch, local_rank=found.local_rank, local_size=found.local_world_size)
+    return launch
 
 
 def _master_address(
@@ -163,16 +165,17 @@ def _master_address(
             f"--dist-url: got {dist_url!r}, give tcp://ADDRESS:PORT of rank 0's node, e.g. "
             "tcp://127.0.0.1:23456"
         )
-    host, port = url[1].strip("[]"), int(url[2])
-    for flag, given, other in (
-        ("--master-ip", master_ip, host),
-        ("--master-port", master_port, port),
-    ):
-        if given not in (None, other):
-            raise UserError(
-                f"--dist-url {dist_url} and {flag} {given} name different places: give one of them"
-            )
+    host = url[1].strip("[]")
+    if master_ip not in (None, host):
+        raise _two_places(dist_url, f"--master-ip {master_ip}")
+    port = int(url[2])
+    if master_port not in (None, port):
+        raise _two_places(dist_url, f"--master-port {master_port}")
     return host, port
+
+
+def _two_places(dist_url: str, flag: str) -> UserError:
+    return UserError(f"--dist-url {dist_url} and {flag} name different places: give one of them")
 
 
 def _from_torchrun(environment: Mapping[str, str]) -> LaunchSpec:
@@ -180,43 +183,51 @@ def _from_torchrun(environment: Mapping[str, str]) -> LaunchSpec:
     found = read_torchrun(environment, advice=_START_OTHERWISE)
     _check_torchrun(found)
     _check_interface(environment)
-    agent = "TORCHELASTIC_RUN_ID" in environment
+    largest_size = found.world_size
+    agent = _agent(environment)
+    if agent is not None:
+        largest_size = max(largest_size, _largest_size(found))
     return LaunchSpec(
-        found["RANK"],
-        found["WORLD_SIZE"],
-        found["MASTER_ADDR"],
-        found["MASTER_PORT"],
-        found["LOCAL_RANK"],
-        found["LOCAL_WORLD_SIZE"] or 1,
-        largest_size=max(found["WORLD_SIZE"], _largest_size(found) if agent else 0),
-        restarts=found["TORCHELASTIC_MAX_RESTARTS"],
-        agent=_agent() if agent else None,
-        stale_addresses=found["TORCHELASTIC_USE_AGENT_STORE"] == "True",
+        found.rank,
+        found.world_size,
+        found.master_addr,
+        found.master_port,
+        found.local_rank,
+        found.local_world_size or 1,
+        largest_size=largest_size,
+        restarts=found.torchelastic_max_restarts,
+        agent=agent,
+        stale_addresses=found.torchelastic_use_agent_store == "True",
         generation=_generation(environment),
     )
 
 
-def _check_torchrun(found: Mapping[str, Any]) -> None:
+def _check_torchrun(found: TorchrunVariables) -> None:
     """Raise UserError if variables are missing or contradict each other."""
-    rank, size, local_rank = found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]
-    local_size = found["LOCAL_WORLD_SIZE"] or math.inf
-    problems = {
-        f"RANK={rank} of WORLD_SIZE={size}; ranks count from 0": rank >= size,
-        f"LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size}; ranks count from 0": (
-            local_rank >= local_size
-        ),
-        f"LOCAL_WORLD_SIZE={local_size} of WORLD_SIZE={size}": size < local_size < math.inf,
-        "RANK and WORLD_SIZE, as torchrun sets them, but no MASTER_ADDR": not found["MASTER_ADDR"],
-        "RANK and WORLD_SIZE, as torchrun sets them, but no MASTER_PORT": not found["MASTER_PORT"],
-    }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise UserError(f"the environment has {problem}: {_START_OTHERWISE}")
+    size = found.world_size
+    local_rank = found.local_rank
+    local_size = found.local_world_size  # 0: the launcher does not tell
+    if found.rank >= size:
+        raise _senseless(f"RANK={found.rank} of WORLD_SIZE={size}; ranks count from 0")
+    if local_size and local_rank >= local_size:
+        place = f"LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size}"
+        raise _senseless(f"{place}; ranks count from 0")
+    if local_size > size:
+        raise _senseless(f"LOCAL_WORLD_SIZE={local_size} of WORLD_SIZE={size}")
+    if not found.master_addr:
+        raise _senseless("RANK and WORLD_SIZE, as torchrun sets them, but no MASTER_ADDR")
+    if not found.master_port:
+        raise _senseless("RANK and WORLD_SIZE, as torchrun sets them, but no MASTER_PORT")
+
+
+def _senseless(what: str) -> UserError:
+    return UserError(f"the environment has {what}: {_START_OTHERWISE}")
 
 
 def _check_interface(environment: Mapping[str, str]) -> None:
     """Raise UserError if the user chose an interface for Gloo that this machine does not have."""
-    chosen, own = read_settings(environment)["GLOO_SOCKET_IFNAME"], psutil.net_if_addrs()
+    chosen = read_settings(environment)["GLOO_SOCKET_IFNAME"]
+    own = psutil.net_if_addrs()
     missing = [name for name in chosen.split(",") if name and name not in own]
     if missing:
         raise UserError(
@@ -226,7 +237,7 @@ def _check_interface(environment: Mapping[str, str]) -> None:
         )
 
 
-def _largest_size(found: Mapping[str, Any]) -> int:
+def _largest_size(found: TorchrunVariables) -> int:
     """Return the largest number of ranks that torchrun may start; 0 if it is unknown.
 
     Workers get only the present number. The maximum is in torchrun's command line (or PET_NNODES):
@@ -235,10 +246,12 @@ def _largest_size(found: Mapping[str, Any]) -> int:
     command = ""
     with contextlib.suppress(psutil.Error):  # torchrun has just ended, or hides its command line
         command = " ".join(psutil.Process(os.getppid()).cmdline())
-    nodes = re.search(r"--nnodes[= ](?:\d+:)?(\d{1,5})(?!\d)", command) or re.fullmatch(
-        r"(?:\d+:)?(\d+)", found["PET_NNODES"]
-    )
-    return int(nodes[1]) * (found["LOCAL_WORLD_SIZE"] or 1) if nodes else 0
+    nodes = re.search(r"--nnodes[= ](?:\d+:)?(\d{1,5})(?!\d)", command)
+    if nodes is None:
+        nodes = re.fullmatch(r"(?:\d+:)?(\d+)", found.pet_nnodes)
+    if nodes is None:
+        return 0
+    return int(nodes[1]) * (found.local_world_size or 1)
 
 
 def _generation(environment: Mapping[str, str]) -> str:
@@ -247,16 +260,19 @@ def _generation(environment: Mapping[str, str]) -> str:
     A store of the workers' own has a new port in each round. An agent's store stays, so there the
     restarts count; agents that replace others have counted fewer.
     """
-    stays = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    in_turn = "TORCHELASTIC_RESTART_COUNT" if stays else "MASTER_PORT"
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return ""
+    in_turn = "MASTER_PORT"
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        in_turn = "TORCHELASTIC_RESTART_COUNT"
     names = ("TORCHELASTIC_RUN_ID", in_turn, "WORLD_SIZE")
-    return " ".join(
-        environment.get(name, "") for name in names if "TORCHELASTIC_RUN_ID" in environment
-    )
+    return " ".join(environment.get(name, "") for name in names)
 
 
-def _agent() -> str:
-    """Return a name of the parent process that no other process will ever have."""
+def _agent(environment: Mapping[str, str]) -> str | None:
+    """Return a name of torchrun's agent, the parent process, that no other will ever have."""
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return None
     parent = psutil.Process(os.getppid())
     return f"{socket.gethostname()}-{parent.pid}-{parent.create_time():.2f}"
 
@@ -273,32 +289,48 @@ def ranks_to_start(
 ) -> list[dict[str, str]]:
     """Return the variables, torchrun's, of each rank that this process must start on this machine.
 
-    None if it is a rank itself; ``distributed`` and several GPUs ask it to start them. The ranks
-    meet at 127.0.0.1 and a free port, unless another address is given.
+    None if it is a rank itself; ``distributed`` and several GPUs ask it to start them, and so does
+    one GPU with ``dist_url``. The ranks meet at 127.0.0.1 and a free port, unless another address
+    is given.
     """
     if distributed and rank is not None:
         raise UserError(
             "--distributed starts all ranks on this machine, and --rank is one of them: give "
             "one of the two"
         )
-    gpus = len(gpu_ids.split(",")) if gpu_ids is not None else 0
+    gpus = 0
+    if gpu_ids is not None:
+        gpus = len(gpu_ids.split(","))
     asked = distributed or gpus > 1 or (gpus == 1 and dist_url)
     if not asked or rank is not None or started_by_launcher():
         return []
-    processes = (world_size if distributed else None) or gpus
-    if not processes:
-        import torch
-
-        processes = torch.cuda.device_count() or 2
+    size = gpus
+    if distributed and world_size:
+        size = world_size
     host, port = _master_address(master_ip, master_port, dist_url)
+    return _torchrun_variables(size or _default_size(), host, port)
+
+
+def _default_size() -> int:
+    """Return a rank for each GPU, or two on a machine without one."""
+    import torch
+
+    return torch.cuda.device_count() or 2
+
+
+def _torchrun_variables(size: int, host: str | None, port: int | None) -> list[dict[str, str]]:
+    """Return torchrun's variables for each of ``size`` ranks on this machine."""
     host = host or "127.0.0.1"
+    if not port:
+        address, _ = listening_address(host)
+        port = free_port(address=address)
     group = {
         "MASTER_ADDR": host,
-        "MASTER_PORT": str(port or free_port(address=listening_address(host)[0])),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
     }
-    return [group | {"RANK": str(one), "LOCAL_RANK": str(one)} for one in range(processes)]
+    return [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
 def choose_gpus(ids: str | None) -> None:
@@ -314,9 +346,13 @@ def choose_gpus(ids: str | None) -> None:
         )
     import torch
 
-    wanted, found = ids.split(","), torch.cuda.device_count()
-    if found != len(wanted):
-        raise UserError(
-            f"--gpu-ids: got {ids}, but only {found} of these GPUs can be used on this machine: "
-            "give others, or leave the flag out" + ("" if found else " to train on the CPU")
-        )
+    found = torch.cuda.device_count()
+    if found == len(ids.split(",")):
+        return
+    remedy = "give others, or leave the flag out"
+    if found == 0:
+        remedy += " to train on the CPU"
+    raise UserError(
+        f"--gpu-ids: got {ids}, but only {found} of these GPUs can be used on this machine: "
+        f"{remedy}"
+    )

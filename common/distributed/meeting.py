@@ -20,6 +20,7 @@ import os
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -43,7 +44,11 @@ from common.utils.system import allow_most_descriptors, free_port
 from common.utils.typed_json import Rank, Ranks, Text, decode, encode
 
 T = TypeVar("T")
-_SIZE, _PEER, _JOINED, _OUTCOME = "size", "peer/{}", "joined", "outcome"  # keys with the prefix
+# Keys with the prefix
+_SIZE = "size"
+_PEER = "peer/{}"
+_JOINED = "joined"
+_OUTCOME = "outcome"
 _FINGERPRINT = "token"  # the key without it
 _STORE = "what is in the store where the ranks meet"
 
@@ -52,7 +57,8 @@ _TOKEN_SECONDS = 1.0  # for rank 0 to set the first keys, before its token is co
 _PROBE_SECONDS = 3.0
 _FETCH_SECONDS = 1.0  # for the other ranks to read why there is no run, before the store ends
 _LOST_SECONDS = 3.0  # after the timeout, until a store that does not answer is given up
-_FIRST_NOTICE_SECONDS, _NOTICE_SECONDS = 5.0, 15.0
+_FIRST_NOTICE_SECONDS = 5.0
+_NOTICE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -97,11 +103,11 @@ def meet(
     another machine than the address that the other ranks connect to.
     """
 
-    return _within(
-        timeout_seconds,
-        launch,
-        lambda wait: _join(store or _open_or_connect(launch, wait), launch, wait),
-    )
+    def join(wait: _Wait) -> tuple[dist.Store, MeetingOutcome]:
+        shared = store or _open_or_connect(launch, wait)
+        return _join(shared, launch, wait)
+
+    return _within(timeout_seconds, launch, join)
 
 
 def shared_store(launch: LaunchSpec, timeout_seconds: float) -> dist.TCPStore:
@@ -113,7 +119,9 @@ def shared_store(launch: LaunchSpec, timeout_seconds: float) -> dist.TCPStore:
 
 
 def _open_or_connect(launch: LaunchSpec, wait: _Wait) -> dist.TCPStore:
-    return _serve(launch, wait) if launch.rank == 0 else _connect(launch, wait)
+    if launch.rank == 0:
+        return _serve(launch, wait)
+    return _connect(launch, wait)
 
 
 def _within(timeout_seconds: float, launch: LaunchSpec, join: Callable[[_Wait], T]) -> T:
@@ -122,7 +130,8 @@ def _within(timeout_seconds: float, launch: LaunchSpec, join: Callable[[_Wait], 
     wait = _Wait(timeout_seconds, deadline, lambda: f"rank 0 at {_address(launch)}")
     # If rank 0's node pauses or its link is cut, the store's operations block until TCP times out.
     # A thread lets this rank give up before that.
-    joining, pause = in_thread(lambda: join(wait)), _FIRST_NOTICE_SECONDS
+    joining = in_thread(lambda: join(wait))
+    pause = _FIRST_NOTICE_SECONDS
     while not concurrent.futures.wait([joining], min(pause, wait.left + _LOST_SECONDS)).done:
         if wait.left + _LOST_SECONDS <= 0:
             raise GroupError(
@@ -279,10 +288,13 @@ def _join(store: dist.Store, launch: LaunchSpec, wait: _Wait) -> tuple[dist.Stor
 def _check_rank0(store: dist.Store, own: dist.Store, launch: LaunchSpec, wait: _Wait) -> None:
     """Any other rank: raise GroupError unless rank 0 has this rank's token and number of ranks."""
     while not are_set(own, [_SIZE], min(wait.left, _TOKEN_SECONDS)):
-        there = store.get(_FINGERPRINT) if store.check([_FINGERPRINT]) else None
-        if there is not None and there != _fingerprint(launch).encode():
-            reason = explain_mismatch(here=bool(launch.token), there=bool(there))
-            raise GroupError(f"rank 0 at {_address(launch)} refused rank {launch.rank}: {reason}")
+        if store.check([_FINGERPRINT]):
+            there = store.get(_FINGERPRINT)
+            if there != _fingerprint(launch).encode():
+                reason = explain_mismatch(here=bool(launch.token), there=bool(there))
+                raise GroupError(
+                    f"rank 0 at {_address(launch)} refused rank {launch.rank}: {reason}"
+                )
         if wait.left <= 0:
             raise _lost_rank0(launch, "it has not begun to meet the others")
     size = decode(own.get(_SIZE), Ranks, name=_STORE)
@@ -313,12 +325,18 @@ def place_ranks(peers: Sequence[Peer]) -> MeetingOutcome:
 
     Without a launcher, local ranks follow the order of the ranks on each host.
     """
-    hosts = [peer.host for peer in peers]
-    local_ranks = [
-        hosts[:rank].count(peer.host) if peer.local_rank is None else peer.local_rank
-        for rank, peer in enumerate(peers)
+    sizes = Counter(peer.host for peer in peers)
+    come: Counter[str] = Counter()
+    local_ranks = []
+    for peer in peers:
+        local_rank = peer.local_rank
+        if local_rank is None:
+            local_rank = come[peer.host]
+        local_ranks.append(local_rank)
+        come[peer.host] += 1
+    places = [
+        (local_rank, sizes[peer.host]) for local_rank, peer in zip(local_ranks, peers, strict=True)
     ]
-    places = [(rank, hosts.count(host)) for rank, host in zip(local_ranks, hosts, strict=True)]
     return MeetingOutcome(places, compare_gpus(peers, local_ranks))
 
 
@@ -343,18 +361,19 @@ def keyed(token: str, purpose: str) -> str:
 
 
 def _fingerprint(launch: LaunchSpec) -> str:
-    return keyed(launch.token, "fingerprint") if launch.token else ""
+    if not launch.token:
+        return ""
+    return keyed(launch.token, "fingerprint")
 
 
 def explain_mismatch(*, here: bool, there: bool) -> str:
     """Return why a rank's token does not match rank 0's; here, there : whether each has one."""
     if here and there:
         return f"its {RUN_TOKEN} is not rank 0's: set the same value on every node"
-    with_one, without = ("this rank", "rank 0") if here else ("rank 0", "this rank")
-    return (
-        f"{with_one} has a run token and {without} has none: set {RUN_TOKEN} to the same value on "
-        "every node, or on none"
-    )
+    found = "rank 0 has a run token and this rank has none"
+    if here:
+        found = "this rank has a run token and rank 0 has none"
+    return f"{found}: set {RUN_TOKEN} to the same value on every node, or on none"
 
 
 def _missing(own: dist.Store, launch: LaunchSpec) -> list[int]:

@@ -66,7 +66,9 @@ def current_world(device: torch.device | str | None = None) -> World:
         return World(device=torch.device(device or "cpu"))
     backend = dist.get_backend()
     if device is None:
-        device = f"cuda:{torch.cuda.current_device()}" if backend == "nccl" else "cpu"
+        device = "cpu"
+        if backend == "nccl":
+            device = f"cuda:{torch.cuda.current_device()}"
     return World(
         dist.get_rank(), dist.get_world_size(), device=torch.device(device), backend=backend
     )
@@ -89,8 +91,10 @@ def process_group(
     message and status 1.
     """
     if launch.master_ip is None:
-        on_gpu = torch.cuda.is_available() and backend != "gloo"
-        yield World(device=torch.device("cuda" if on_gpu else "cpu"))
+        device = torch.device("cpu")
+        if torch.cuda.is_available() and backend != "gloo":
+            device = torch.device("cuda")
+        yield World(device=device)
         return
     if launch.opens_store:  # so there is a guard, which names the lost rank, unlike the watchdog
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -101,7 +105,8 @@ def process_group(
     watch = FailureWatch(
         store, launch, activity=world.activity, timeout_seconds=timeout_seconds, others=before
     )
-    guard, closes = CollectiveGuard(nccl_failure, watch, partial(_end, world.rank, watch)), True
+    guard = CollectiveGuard(nccl_failure, watch, partial(_end, world.rank, watch))
+    closes = True
     try:
         watch.start()
         if store is not None and world.backend in _ASYNCHRONOUS:
@@ -149,9 +154,8 @@ def open_group(
     """
     assert launch.master_ip is not None  # a process without a group opens none
     _choose_interface(launch.master_ip)
-    met_in, outcome = (meet if launch.opens_store else _meet_under_torchrun)(
-        launch, meeting_seconds or timeout_seconds
-    )
+    meet_ranks = meet if launch.opens_store else _meet_under_torchrun
+    met_in, outcome = meet_ranks(launch, meeting_seconds or timeout_seconds)
     local_rank, local_size = outcome.places[launch.rank]
     # Under torchrun one machine may have several agents, each with its own local ranks.
     local_size = launch.local_size or local_size
@@ -159,16 +163,17 @@ def open_group(
     if reason and launch.rank == 0:
         print_to_stderr(reason)
     device = torch.device("cpu")
+    gpu = None
     if backend == "nccl":
-        device = gpu_of(local_rank)
-        torch.cuda.set_device(device)
+        device = gpu = gpu_of(local_rank)
+        torch.cuda.set_device(gpu)
     try:
         dist.init_process_group(
             backend,
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timedelta(seconds=timeout_seconds),
-            device_id=device if backend == "nccl" else None,
+            device_id=gpu,
             store=dist.PrefixStore("group", met_in),
         )
     except RuntimeError as error:
@@ -187,11 +192,16 @@ def _meet_under_torchrun(
 ) -> tuple[dist.Store, MeetingOutcome]:
     """As ``meet``, in torchrun's own store, or one that torch opens on rank 0's node."""
     assert launch.master_ip is not None
-    host = f"[{launch.master_ip}]" if ":" in launch.master_ip else launch.master_ip
-    address, timeout = f"{host}:{launch.master_port}", timedelta(seconds=timeout_seconds)
+    host = launch.master_ip
+    if ":" in host:
+        host = f"[{host}]"
+    address = f"{host}:{launch.master_port}"
+    timeout = timedelta(seconds=timeout_seconds)
     try:
-        url = f"tcp://{address}"
-        store, _, _ = next(torch_rendezvous(url, launch.rank, launch.world_size, timeout=timeout))
+        found = torch_rendezvous(
+            f"tcp://{address}", launch.rank, launch.world_size, timeout=timeout
+        )
+        store, _, _ = next(found)
     except RuntimeError as error:
         raise GroupError(
             f"torchrun started the ranks to meet at {address}, but rank {launch.rank} found no "
@@ -252,7 +262,9 @@ def cleanup_distributed() -> None:
 def own_device(device: torch.device | str, local_rank: int, *, distributed: bool) -> torch.device:
     """Return ``device``; in a group, "cuda" without a number means the GPU of ``local_rank``."""
     device = torch.device(device)
-    return gpu_of(local_rank) if distributed and device == torch.device("cuda") else device
+    if distributed and device == torch.device("cuda"):
+        return gpu_of(local_rank)
+    return device
 
 
 def check_open(world_size: int, backend: str | None) -> None:

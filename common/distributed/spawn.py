@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO
 
@@ -45,11 +45,10 @@ def rank_commands(command: Sequence[str], ranks: int, *, port: int) -> list[list
 
     A single rank needs no group.
     """
+    if ranks == 1:
+        return [[sys.executable, *command]]
     group = ["--master-ip", "127.0.0.1", "--master-port", str(port), "--num-nodes", str(ranks)]
-    return [
-        [sys.executable, *command, *([*group, "--rank", str(rank)] if ranks > 1 else [])]
-        for rank in range(ranks)
-    ]
+    return [[sys.executable, *command, *group, "--rank", str(rank)] for rank in range(ranks)]
 
 
 def run_local_ranks(
@@ -77,52 +76,90 @@ def run_local_ranks(
         ``stop_seconds`` (default: ``grace_seconds``) to save and end.
     """
     environments = environments or [os.environ] * len(commands)
-    token = {} if len(commands) == 1 else {RUN_TOKEN: with_run_token(environments[0])[RUN_TOKEN]}
-    processes: list[subprocess.Popen] = []
-    failed: list[int] = []
-    deadline, stopping = time.monotonic() + limit_seconds, False
+    outputs = outputs or [None] * len(commands)
+    token = {}
+    if len(commands) > 1:
+        token = {RUN_TOKEN: with_run_token(environments[0])[RUN_TOKEN]}
+    ranks = _Ranks(deadline=time.monotonic() + limit_seconds)
     try:
         with batch_scheduling(len(commands) > usable_cores()):
             for rank, command in enumerate(commands):
-                output = outputs[rank] if outputs else None
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output and subprocess.STDOUT,
-                        env={**environments[rank], **token},
-                        start_new_session=True,
-                        preexec_fn=kill_on_parent_exit(),
-                    )
-                )
-        while True:
-            statuses = [process.poll() for process in processes]
-            ended = [rank for rank, status in enumerate(statuses) if status and rank not in failed]
-            if not stopping and (number := stop_signal()) is not None:
-                stopping = True
-                for process in processes:
-                    process.send_signal(number)
-                deadline = min(deadline, time.monotonic() + (stop_seconds or grace_seconds))
-            if ended and not failed and not stopping:
-                deadline = min(deadline, time.monotonic() + grace_seconds)
-            failed += ended
-            if None not in statuses or time.monotonic() > deadline:
-                break
-            time.sleep(_POLL_SECONDS)
+                ranks.start(command, {**environments[rank], **token}, outputs[rank])
+        all_ended = ranks.wait(stop_signal, stop_seconds or grace_seconds, grace_seconds)
     finally:
-        _kill(processes)
-    timed_out = None in statuses and not failed and not stopping
-    return RankExits(tuple(process.returncode for process in processes), tuple(failed), timed_out)
+        ranks.kill()
+    statuses = tuple(process.returncode for process in ranks.processes)
+    timed_out = not all_ended and not ranks.failed and not ranks.stopping
+    return RankExits(statuses, tuple(ranks.failed), timed_out)
 
 
-def _kill(processes: Sequence[subprocess.Popen]) -> None:
-    """Kill every process that still runs, with its process group, and wait for it."""
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    for process in processes:
-        process.wait()
+@dataclass
+class _Ranks:
+    """The processes of the ranks, and until when they may run.
+
+    failed : the ranks that failed, in the order in which they ended.
+    stopping : they have been told to stop.
+    """
+
+    deadline: float
+    processes: list[subprocess.Popen] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+    stopping: bool = False
+
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None
+    ) -> None:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output and subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=kill_on_parent_exit(),
+        )
+        self.processes.append(process)
+
+    def wait(
+        self, stop_signal: Callable[[], int | None], stop_seconds: float, grace_seconds: float
+    ) -> bool:
+        """Wait until all have ended or their time is over; return whether all have ended."""
+        while not self._have_ended():
+            if not self.stopping and (number := stop_signal()) is not None:
+                self._pass_on(number)
+                self._allow(stop_seconds)
+            if self.failed and not self.stopping:
+                self._allow(grace_seconds)
+            if time.monotonic() > self.deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def _have_ended(self) -> bool:
+        """Note which ranks have failed by now; return whether all have ended."""
+        statuses = [process.poll() for process in self.processes]
+        for rank, status in enumerate(statuses):
+            if status and rank not in self.failed:
+                self.failed.append(rank)
+        return None not in statuses
+
+    def _pass_on(self, number: int) -> None:
+        """Send the signal to all of them: they are to save and end."""
+        self.stopping = True
+        for process in self.processes:
+            process.send_signal(number)
+
+    def _allow(self, seconds: float) -> None:
+        """Let them run for at most ``seconds`` from now; asking again does not prolong it."""
+        self.deadline = min(self.deadline, time.monotonic() + seconds)
+
+    def kill(self) -> None:
+        """Kill every process that still runs, with its process group, and wait for it."""
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
 
 
 def launch_local_ranks(
@@ -134,25 +171,26 @@ def launch_local_ranks(
     128 + n after signal n. The first signal is passed on to the ranks, which have 120 s to save and
     end; the second one kills them.
     """
-    received: list[signal.Signals] = []
+    received: signal.Signals | None = None
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        if received:
+        nonlocal received
+        if received is not None:
             raise KeyboardInterrupt
-        received.append(signal.Signals(number))
+        received = signal.Signals(number)
 
     try:
         with on_signals(_SIGNALS, handle):
             exits = run_local_ranks(
                 [[sys.executable, "-u", *command]] * len(variables),
-                environments=[{**environment, **one} for one in variables],
-                stop_signal=lambda: received[0] if received else None,
+                environments=[{**environment, **of_rank} for of_rank in variables],
+                stop_signal=lambda: received,
                 stop_seconds=_SAVE_SECONDS,
             )
     except KeyboardInterrupt:
         print_to_stderr("interrupted: a second signal killed the ranks")
         return INTERRUPTED
-    return _status(exits, received[0] if received else None)
+    return _status(exits, received)
 
 
 def _status(exits: RankExits, received: signal.Signals | None) -> int:
@@ -162,6 +200,8 @@ def _status(exits: RankExits, received: signal.Signals | None) -> int:
         return 128 + received
     rank = exits.failed[0]
     status = exits.statuses[rank]
-    how = f"with status {status}" if status > 0 else f"by signal {-status}"
+    how = f"with status {status}"
+    if status < 0:
+        how = f"by signal {-status}"
     print_to_stderr(f"rank {rank} ended first, {how}; its message is above")
     return shell_status(status)

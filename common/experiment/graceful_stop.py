@@ -30,12 +30,15 @@ def stop_on_signals(
 
     with on_signals((signal.SIGTERM, signal.SIGUSR1), handle):
         yield checkpoints
-    if engine.stopping:
-        why = received[0] if received else "a signal to another rank"
-        saved = f"saved as {checkpoints.newest}; resume with --resume auto"
-        if checkpoints.newest is None:
-            saved = "nothing was saved, since this run writes no checkpoints"
-        raise Stopped(f"{why}: stopped after step {engine.step}, {saved}")
+    if not engine.stopping:
+        return
+    why = "a signal to another rank"
+    if received:
+        why = received[0]
+    saved = f"saved as {checkpoints.newest}; resume with --resume auto"
+    if checkpoints.newest is None:
+        saved = "nothing was saved, since this run writes no checkpoints"
+    raise Stopped(f"{why}: stopped after step {engine.step}, {saved}")
 
 
 def interruptible(action: Callable[..., object], *arguments: Any, **named: Any) -> None:

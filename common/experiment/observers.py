@@ -33,7 +33,9 @@ def open_logger(setup: Setup, job: Job, progress: Progress) -> Iterator[RunLogge
 
     First remove what the folder records of steps that this run repeats.
     """
-    config, world, folder = setup.config, setup.world, job.folder
+    config = setup.config
+    world = setup.world
+    folder = job.folder
     done_steps = setup.entries.get("step", 0)
 
     def build() -> Trackers:
@@ -50,9 +52,13 @@ def open_logger(setup: Setup, job: Job, progress: Progress) -> Iterator[RunLogge
     def take_over() -> list[StepRecord]:
         if job.keeps:
             folder.cut(step=done_steps, epoch=setup.entries.get("epoch", 0))
-        return folder.earlier_steps() if world.is_rank0 else []
+        if not world.is_rank0:
+            return []
+        return folder.earlier_steps()
 
-    history = run_on_all_ranks(world, take_over) if job.resuming else []
+    history = []
+    if job.resuming:
+        history = run_on_all_ranks(world, take_over)
     trackers = run_on_all_ranks(world, build)
     with progress.bar:
         yield RunLogger(world, folder, progress, trackers, history)

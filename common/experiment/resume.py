@@ -7,7 +7,6 @@ on each node, which outlives them. All ranks resume from the newest checkpoint o
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,17 @@ from common.utils.atomic_files import (
 from common.utils.paths import new_folder
 from common.utils.typed_json import shown
 
-_NOTHING_FOUND = ("", -1.0, -1)  # path, time of saving and step of no checkpoint
+
+@dataclass(frozen=True)
+class _Found:
+    """The newest checkpoint that a node has: its path ("": none), when it was saved, and its step.
+
+    saved_at : in seconds since 1970.
+    """
+
+    path: str = ""
+    saved_at: float = -1.0
+    step: int = -1
 
 
 @dataclass(frozen=True)
@@ -63,13 +72,11 @@ def open_job(config: Config, launch: LaunchSpec, world: World, locks: ExitStack)
     """
     run_on_all_ranks(world, lambda: _check_paths(config, is_rank0=world.is_rank0))
     parent = config.reports_folder / config.experiment_name
-    # Equal on all ranks, since collectives below depend on it.
-    grows = launch.largest_size is not None and launch.largest_size > launch.world_size
-    may_start_again = launch.agent is not None and (launch.restarts > 0 or grows)
-    record = parent / ".agents" / launch.agent if launch.agent and may_start_again else None
+    record = _record(parent, launch)
     mine = run_on_all_ranks(world, lambda: _recorded_name(record))
+    # Equal on all ranks, since collectives below depend on it.
     name = max(gather_objects(world, mine, schema=str))
-    resuming = bool(name)
+    resuming = name != ""
     if not resuming:
         name = run_on_rank0(world, lambda: config.run_name or new_folder(parent).name)
     folder = run_on_all_ranks(world, lambda: RunFolder(parent / name))
@@ -78,7 +85,22 @@ def open_job(config: Config, launch: LaunchSpec, world: World, locks: ExitStack)
         resuming = _exists(config, folder.path, world)
     if record is not None and world.local_rank == 0:
         write_atomically(record, name.encode())
-    return Job(folder, resuming, keeps, world.is_rank0 or (keeps and may_start_again))
+    may_start_again = record is not None
+    writes = world.is_rank0 or (keeps and may_start_again)
+    return Job(folder, resuming, keeps, writes)
+
+
+def _record(parent: Path, launch: LaunchSpec) -> Path | None:
+    """Return where workers leave the run's name for those that torchrun starts after them.
+
+    None if it starts no others.
+    """
+    if launch.agent is None:
+        return None
+    grows = launch.largest_size is not None and launch.largest_size > launch.world_size
+    if launch.restarts == 0 and not grows:
+        return None
+    return parent / ".agents" / launch.agent
 
 
 def _recorded_name(record: Path | None) -> str:
@@ -95,9 +117,10 @@ def _check_paths(config: Config, *, is_rank0: bool) -> None:
     """Raise UserError if a given path leads to something else than it must, e.g. to a FIFO."""
     for folder in (config.reports_folder, config.data_folder):
         check_folder(folder)
-    for file in (config.checkpoint, config.resume if is_rank0 else None):
-        if file not in (None, "auto"):
-            regular_target(Path(file))
+    if config.checkpoint is not None:
+        regular_target(config.checkpoint)
+    if is_rank0 and config.resume not in (None, "auto"):
+        regular_target(Path(config.resume))
 
 
 def _lock(folder: Path, world: World, locks: ExitStack) -> bool:
@@ -136,42 +159,69 @@ def find_checkpoint(config: Config, job: Job, world: World) -> tuple[str | None,
     of each node looks in the run's own folder if it resumes that run. Otherwise it looks in
     --checkpoint and, for a run without --run-name, in the earlier runs of the experiment.
     """
-    wanted = "auto" if job.resuming else run_on_rank0(world, lambda: config.resume or "")
+    wanted = "auto"
+    if not job.resuming:
+        wanted = run_on_rank0(world, lambda: config.resume or "")
     if not wanted:
         return None, {}
-    path, source = wanted, 0
-    if wanted == "auto":
-        mine = _newest_here(config, job) if world.local_rank == 0 else _NOTHING_FOUND
-        found = gather_objects(world, mine, schema=tuple[str, float, int])
+    if wanted != "auto":
+        return wanted, broadcast_checkpoint(world, wanted)
+    source, newest = _newest_of_all(config, job, world)
+    if world.is_rank0:
+        say(_describe(newest, source, config, job))
+    if not newest.path:
+        return None, {}
+    return newest.path, broadcast_checkpoint(world, newest.path, source=source)
+
+
+def _newest_of_all(config: Config, job: Job, world: World) -> tuple[int, _Found]:
+    """Return the lowest rank whose node has the newest checkpoint, and that one. Collective."""
+    mine = _Found()
+    if world.local_rank == 0:
+        mine = _newest_here(config, job)
+    found = gather_objects(world, mine, schema=_Found)
+
+    def newness(rank: int) -> tuple[float, int]:
         # Of one run, the step counts, since clocks differ; of several, the one that was saved last.
-        order = itemgetter(2) if job.resuming else itemgetter(1, 2)
-        source = max(range(world.size), key=lambda rank: order(found[rank]))  # the lowest rank's
-        path, _, step = found[source]
-        if world.is_rank0:
-            where = f" on rank {source}'s node" if source else ""
-            own = job.resuming or config.run_name is not None
-            say(
-                f"resuming from {path}{where}, step {step}"
-                if path
-                else f"no checkpoint in {job.folder.path if own else job.folder.path.parent}: "
-                "starting from step 0"
-            )
-        if not path:
-            return None, {}
-    return path, broadcast_checkpoint(world, path, source=source)
+        if job.resuming:
+            return 0.0, found[rank].step
+        return found[rank].saved_at, found[rank].step
+
+    source = max(range(world.size), key=newness)
+    return source, found[source]
 
 
-def _newest_here(config: Config, job: Job) -> tuple[str, float, int]:
-    """Return the newest valid checkpoint that this node can read: path, time of saving, step."""
-    named = config.checkpoint
-    first = named if not job.resuming and named is not None and named.exists() else None
-    folders = [job.folder.checkpoints] if job.resuming else []
+def _describe(newest: _Found, source: int, config: Config, job: Job) -> str:
+    """Return from what the run resumes, for the user; ``source`` : the rank that has it."""
+    if newest.path:
+        where = newest.path
+        if source != 0:
+            where += f" on rank {source}'s node"
+        return f"resuming from {where}, step {newest.step}"
+    searched = job.folder.path
     if not job.resuming and config.run_name is None:
+        searched = searched.parent
+    return f"no checkpoint in {searched}: starting from step 0"
+
+
+def _newest_here(config: Config, job: Job) -> _Found:
+    """Return the newest valid checkpoint that this node can read."""
+    first = None
+    folders = []
+    if job.resuming:
+        folders = [job.folder.checkpoints]
+    else:
+        if config.checkpoint is not None and config.checkpoint.exists():
+            first = config.checkpoint
         # Not for a named run: a scheduler's new job must not resume another job's training.
-        folders = sorted(job.folder.path.parent.glob("*/checkpoints"))
+        if config.run_name is None:
+            folders = sorted(job.folder.path.parent.glob("*/checkpoints"))
     for folder in folders:
         remove_unfinished(folder)
     path, skipped = newest_checkpoint(folders, first=first)
     for reason in skipped:
         say(f"warning: {reason}")
-    return (str(path), *time_of_saving(path)) if path else _NOTHING_FOUND
+    if path is None:
+        return _Found()
+    saved_at, step = time_of_saving(path)
+    return _Found(str(path), saved_at, step)

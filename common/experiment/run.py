@@ -4,8 +4,7 @@ import time
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
-from common.distributed.collectives import check_same_on_all_ranks, gather_objects
-from common.distributed.process_group import process_group, set_debug
+from common.distributed.collectives import gather_objects
 from common.experiment.graceful_stop import interruptible, stop_on_signals
 from common.experiment.observers import build_progress, open_logger, open_profiler
 from common.experiment.resume import find_checkpoint, open_job
@@ -15,9 +14,9 @@ from common.experiment.setup import (
     build_network,
     build_validator,
     choose_threads_and_algorithms,
+    join_ranks,
     load_compute_profile,
     load_run_dataset,
-    warnings_on_rank0,
     write_settings,
 )
 from common.experiment.validation import CountedLoader, predict_test_set
@@ -28,7 +27,6 @@ from common.training import EpochLog
 from common.training_engine.evaluation_loop import unwrap
 from common.training_plan import Setup, make_plan, prepare_model, refuse_other_training
 from common.utils.hashing import digest
-from common.utils.source_hash import code_facts
 from common.utils.system import tune_malloc
 
 if TYPE_CHECKING:
@@ -42,35 +40,20 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
     Raises UserError, GroupError, Stopped after a signal, RuntimeError if a collective breaks.
     """
     began = time.perf_counter()
-    if config.debug:
-        set_debug()
     tune_malloc()
-    backend = "gloo" if config.emulated else config.backend
     with ExitStack() as locks:  # on the run's folder, until the report is written
-        with (
-            process_group(
-                launch,
-                backend=backend,
-                timeout_seconds=config.timeout,
-                meeting_seconds=config.meeting_seconds(by_hand=launch.by_hand),
-            ) as world,
-            warnings_on_rank0(world),
-        ):
-            check_same_on_all_ranks(world, code_facts(), what="their code")
-            check_same_on_all_ranks(world, config.shared_settings(), what="their settings")
+        with join_ranks(config, launch) as world:
             choose_threads_and_algorithms(config, world)
             job = open_job(config, launch, world, locks)
 
             dataset, contents = load_run_dataset(config, world)
             profile = load_compute_profile(config, world, dataset)
-            resumed_from, entries = find_checkpoint(config, job, world)
+            checkpoint, entries = find_checkpoint(config, job, world)
             restarted = entries if job.resuming else {}
             loader, plan = make_plan(config, launch, world, dataset, contents, restarted)
-            if resumed_from is not None:
-                refuse_other_training(resumed_from, entries, plan)
-            setup = Setup(
-                config, launch, world, dataset, plan, resumed_from, entries, profile, began
-            )
+            if checkpoint is not None:
+                refuse_other_training(checkpoint, entries, plan)
+            setup = Setup(config, launch, world, dataset, plan, checkpoint, entries, profile, began)
 
             model = build_network(setup)
             write_settings(setup, job.folder)
@@ -90,14 +73,15 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
                 ) as checkpoints,
             ):
                 engine.prepare(optimizer, criterion, scheduler)
-                if resumed_from is not None:
+                if checkpoint is not None:
                     engine.load_state(entries)
-                log = EpochLog(job.folder.log(world.rank))
-                savers = [] if config.only_times else [checkpoints]
+                callbacks = [validator, logger, profiler, EpochLog(job.folder.log(world.rank))]
+                if not config.only_times:
+                    callbacks.append(checkpoints)
                 engine.fit(
                     loader,
                     *setup.epochs,
-                    callbacks=[validator, logger, profiler, log, *savers],
+                    callbacks=callbacks,
                     start_step=entries.get("step_in_epoch", 0),
                     max_steps=config.max_steps,
                     seed=config.seed,
@@ -108,8 +92,9 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
             predictions = predict_test_set(setup, engine, test_loader)
             digests = gather_objects(world, digest(unwrap(engine.model).state_dict()), schema=str)
         # The group is closed: no rank waits while rank 0 draws.
-        newest, equal = checkpoints.newest or resumed_from, len(set(digests)) == 1
         if world.is_rank0:
+            newest = checkpoints.newest or checkpoint
+            equal = len(set(digests)) == 1
             interruptible(report, setup, engine, logger, predictions, newest, ranks_equal=equal)
         else:
             report_end_of_rank(setup, logger)

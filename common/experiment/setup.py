@@ -14,7 +14,8 @@ from common.config.schema import Config
 from common.data import load_dataset
 from common.data.dataset import Dataset
 from common.distributed.collectives import check_same_on_all_ranks, run_on_all_ranks
-from common.distributed.process_group import World
+from common.distributed.launch_env import LaunchSpec
+from common.distributed.process_group import World, process_group, set_debug
 from common.emulation.compute_profile import Profile, load_profile
 from common.emulation.emulated_model import Emulation
 from common.errors import UserError
@@ -32,8 +33,33 @@ from common.training_engine.checkpoint_manager import CheckpointManager, SavePol
 from common.training_plan import Setup
 from common.utils.environment import environment
 from common.utils.hashing import digest
-from common.utils.source_hash import step_digest
+from common.utils.source_hash import code_facts, step_digest
 from common.utils.system import usable_cores
+
+
+@contextmanager
+def join_ranks(config: Config, launch: LaunchSpec) -> Iterator[World]:
+    """Open the group of ranks, yield this process's World, and close the group at the end.
+
+    Raises UserError if the ranks do not all run the same code with the same settings.
+    """
+    if config.debug:
+        set_debug()
+    backend = config.backend
+    if config.emulated:
+        backend = "gloo"
+    with (
+        process_group(
+            launch,
+            backend=backend,
+            timeout_seconds=config.timeout,
+            meeting_seconds=config.meeting_seconds(by_hand=launch.by_hand),
+        ) as world,
+        warnings_on_rank0(world),
+    ):
+        check_same_on_all_ranks(world, code_facts(), what="their code")
+        check_same_on_all_ranks(world, config.shared_settings(), what="their settings")
+        yield world
 
 
 @contextmanager
@@ -70,17 +96,11 @@ def load_run_dataset(config: Config, world: World) -> tuple[Dataset, str]:
 
     def load() -> Dataset:
         dataset = load_dataset(config.dataset, config.data_folder, mirror=config.mirror)
-        asked = {
-            "--flip alternating": config.flip == "alternating",
-            "--tta flip": config.tta == "flip",
-        }
-        flags = " and ".join(flag for flag, given in asked.items() if given)
-        if flags and not dataset.flip:
-            raise UserError(
-                f"{flags}: a mirrored image of {dataset.name} may belong to no class. Leave "
-                f"{flags} out"
-            )
-        return dataset if config.normalise == "dataset" else dataset.normalised_as_imagenet()
+        if not dataset.flip:
+            _refuse_mirror_images(config, dataset.name)
+        if config.normalise == "dataset":
+            return dataset
+        return dataset.normalised_as_imagenet()
 
     world.activity.enter("dataset")
     dataset = run_on_all_ranks(world, load, patient=True)
@@ -94,6 +114,20 @@ def load_run_dataset(config: Config, world: World) -> tuple[Dataset, str]:
     }
     check_same_on_all_ranks(world, facts, what="their dataset")
     return dataset, contents
+
+
+def _refuse_mirror_images(config: Config, name: str) -> None:
+    """Raise UserError if settings ask for mirror images of the dataset ``name``."""
+    asked = []
+    if config.flip == "alternating":
+        asked.append("--flip alternating")
+    if config.tta == "flip":
+        asked.append("--tta flip")
+    if asked:
+        flags = " and ".join(asked)
+        raise UserError(
+            f"{flags}: a mirrored image of {name} may belong to no class. Leave {flags} out"
+        )
 
 
 def load_compute_profile(config: Config, world: World, dataset: Dataset) -> Profile | None:
@@ -130,7 +164,8 @@ def write_settings(setup: Setup, folder: RunFolder) -> None:
 
 def build_network(setup: Setup) -> nn.Module:
     """Return the model. Rank 0 loads pretrained weights; ``TrainingEngine.prepare`` sends them."""
-    config, classes = setup.config, len(setup.dataset.class_names)
+    config = setup.config
+    classes = len(setup.dataset.class_names)
     if config.model not in PRETRAINED:
         return build_model(config.model, classes)
     model = build_model(
@@ -149,7 +184,8 @@ def build_network(setup: Setup) -> nn.Module:
 
 def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
     """Return the engine, with emulated compute and a record of messages if the settings say so."""
-    config, world = setup.config, setup.world
+    config = setup.config
+    world = setup.world
     engine = TrainingEngine(
         model,
         world.device,
@@ -177,8 +213,11 @@ def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
 def build_validator(setup: Setup, loader: CountedLoader) -> Validator:
     """Return the callback that validates each epoch and stops at --target-accuracy."""
     config = setup.config
+    validated = None
+    if config.validates:
+        validated = loader
     return Validator(
-        loader if config.validates else None,
+        validated,
         nn.CrossEntropyLoss(),
         target_accuracy=config.target_accuracy,
         patience=config.patience,

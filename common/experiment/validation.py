@@ -22,21 +22,27 @@ class CountedLoader:
     """
 
     def __init__(self, setup: Setup, progress: Progress) -> None:
-        dataset, world = setup.dataset, setup.world
-        # A pretrained model enlarges its images to 49 times as many pixels: large batches may not
-        # fit.
+        dataset = setup.dataset
+        world = setup.world
+        batch_size = None
+        if setup.config.model in PRETRAINED:
+            # It enlarges its images to 49 times as many pixels: large batches may not fit.
+            batch_size = _PRETRAINED_BATCH_SIZE
         self._loader = EvaluationLoader(
             dataset.test,
             mean=dataset.mean,
             std=dataset.std,
-            batch_size=_PRETRAINED_BATCH_SIZE if setup.config.model in PRETRAINED else None,
+            batch_size=batch_size,
             rank=world.rank,
             world_size=world.size,
             device=world.device,
         )
-        self.ids, self.images = self._loader.ids, len(dataset.test)
+        self.ids = self._loader.ids
+        self.images = len(dataset.test)
         self._progress = progress
-        self._title = "evaluation" + (" on rank 0" if world.size > 1 else "")
+        self._title = "evaluation"
+        if world.size > 1:
+            self._title = "evaluation on rank 0"
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return self._progress.counted(self._loader, title=self._title, images=len(self.ids))
@@ -53,8 +59,10 @@ def predict_test_set(
     if setup.config.only_times:
         return []
     if setup.world.is_rank0:
-        ranks = f" on {setup.world.size} ranks" if setup.world.size > 1 else ""
-        say(f"evaluating {loader.images:,} test images{ranks}")
+        what = f"{loader.images:,} test images"
+        if setup.world.size > 1:
+            what += f" on {setup.world.size} ranks"
+        say(f"evaluating {what}")
     flip = setup.config.tta == "flip"
     return [_predict_all(model, loader, engine, flip=flip) for model in engine.evaluated_models]
 

@@ -71,8 +71,11 @@ class MessageRecorder(TorchDispatchMode):
         messages: list[SentMessage] | None = None,
     ) -> None:
         super().__init__()
-        self._now, self._queues = gpu_clock or time.perf_counter, gpu_clock is not None
-        self.messages = [] if messages is None else messages
+        self._now = gpu_clock or time.perf_counter
+        self._queues = gpu_clock is not None
+        if messages is None:
+            messages = []
+        self.messages = messages
         self._open: list[tuple[SentMessage, Any]] = []  # without a future
 
     def for_thread(self) -> "MessageRecorder":
@@ -123,22 +126,28 @@ class MessageRecorder(TorchDispatchMode):
 
 def _work(result: Any) -> Any:
     """Return the work that a call has returned; None for one that NCCL joins with others."""
-    boxed = result[-1] if isinstance(result, tuple | list) else result
-    return None if boxed is None else torch._C._distributed_c10d.Work.unbox(boxed)
+    boxed = result
+    if isinstance(result, tuple | list):
+        boxed = result[-1]
+    if boxed is None:
+        return None
+    return torch._C._distributed_c10d.Work.unbox(boxed)
 
 
 def _bytes(kind: str, args: tuple) -> tuple[int, float]:
     """Return the bytes of this rank's tensors and the payload bytes that it sends."""
     own = tree_leaves(args[_OWN_PART.get(kind, 0)])
     size = sum(leaf.nbytes for leaf in own if isinstance(leaf, Tensor))
-    if kind in _POINT_TO_POINT:
-        return size, float(size) if kind == "send" else 0.0
-    root = next((a for a in args if isinstance(a, int) and not isinstance(a, bool)), 0)
+    if kind == "send":
+        return size, float(size)
+    if kind == "recv":
+        return size, 0.0
     if kind == "reduce_scatter" and dist.get_backend() == dist.Backend.GLOO:
         kind = "all_reduce"  # which Gloo runs in its place
-    return size, float(
-        sent_bytes(kind, size, rank=dist.get_rank(), ranks=dist.get_world_size(), root=root)
-    )
+    numbers = [argument for argument in args if type(argument) is int]
+    root = next(iter(numbers), 0)  # the first number, if the collective has a root
+    sent = sent_bytes(kind, size, rank=dist.get_rank(), ranks=dist.get_world_size(), root=root)
+    return size, float(sent)
 
 
 class Timeline:
@@ -152,14 +161,19 @@ class Timeline:
     def around(self, step: int) -> AbstractContextManager:
         """Return the context of a whole step: a recorder, if the step is to be recorded."""
         self._recorder = None
-        if step in self.to_record:
-            queues = dist.is_initialized() and dist.get_backend() == dist.Backend.NCCL
-            self._recorder = MessageRecorder(partial(now, torch.device("cuda")) if queues else None)
-        return self._recorder or nullcontext()
+        if step not in self.to_record:
+            return nullcontext()
+        gpu_clock = None
+        if dist.is_initialized() and dist.get_backend() == dist.Backend.NCCL:
+            gpu_clock = partial(now, torch.device("cuda"))
+        self._recorder = MessageRecorder(gpu_clock)
+        return self._recorder
 
     def for_thread(self) -> AbstractContextManager:
         """Return the context of a thread that sends during a step."""
-        return self._recorder.for_thread() if self._recorder is not None else nullcontext()
+        if self._recorder is None:
+            return nullcontext()
+        return self._recorder.for_thread()
 
     def took(self, step: int, timer: StepTimer, times: RawSpans) -> None:
         """Keep a recorded step's messages and sections; ``times`` is what ``timer.take`` returned.

@@ -6,6 +6,7 @@ exist. A message plan's ``memory`` predicts the same numbers.
 
 import gc
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -32,15 +33,14 @@ def rank_memory(model: nn.Module, optimizer: Optimizer, sync: GradientSync) -> M
         found = {}
         for tensor in tensors:
             if tensor is not None:
-                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a DTensor
-                storage = local.untyped_storage()
+                storage = _local(tensor).untyped_storage()
                 found[storage.device, storage.data_ptr()] = storage.nbytes()
         new = found.keys() - counted
         counted.update(new)
         return sum(found[place] for place in new)
 
     parameters = list(model.parameters())
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    stepped = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return {
         "parameters": new_bytes(p for p in parameters if p.requires_grad),
         "untrained": new_bytes([*parameters, *model.buffers()]),
@@ -48,6 +48,13 @@ def rank_memory(model: nn.Module, optimizer: Optimizer, sync: GradientSync) -> M
         "optimizer_state": new_bytes(_tensors_within(vars(optimizer))),
         "buckets": new_bytes(_tensors_within(vars(sync))),
     }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the tensor; of a DTensor, this rank's part."""
+    if hasattr(tensor, "to_local"):
+        return tensor.to_local()
+    return tensor
 
 
 def _hidden_bytes(model: nn.Module) -> int:
@@ -65,9 +72,9 @@ def _tensors_within(value: Any) -> Iterator[Tensor]:
     seen: set[int] = set()
     to_search = [value]
     while to_search:
-        one = to_search.pop()
-        if isinstance(one, Tensor):
-            yield one
-        elif not isinstance(one, _NOT_SEARCHED) and id(one) not in seen:
-            seen.add(id(one))
-            to_search += gc.get_referents(one)
+        found = to_search.pop()
+        if isinstance(found, Tensor):
+            yield found
+        elif not isinstance(found, _NOT_SEARCHED) and id(found) not in seen:
+            seen.add(id(found))
+            to_search += gc.get_referents(found)

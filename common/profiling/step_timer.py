@@ -60,7 +60,8 @@ class StepTimer:
     """
 
     def __init__(self, device: torch.device, activity: Activity | None = None) -> None:
-        self._device, self._activity = device, activity or Activity()
+        self._device = device
+        self._activity = activity or Activity()
         self._hooks: list[RemovableHandle] = []
         self._section: Section | None = None
         self._section_began: Moment = 0.0
@@ -75,7 +76,8 @@ class StepTimer:
     def _start_step(self, moment: Moment) -> None:
         self._spans: RawSpans = defaultdict(list)
         self._last_gradient: Moment | None = None
-        self._step_began, self._waits = moment, 0
+        self._step_began = moment
+        self._waits = 0  # parts of "sync" that waited for weights, in forward
 
     def anchor(self) -> None:
         """Compare the GPU's clock with the host's; ``spans`` and ``host_seconds`` use the result.
@@ -126,17 +128,22 @@ class StepTimer:
         moment = now(self._device)
         if self._section is not None:
             self._spans[self._section].append((self._section_began, moment))
-        self._section, self._section_began = name, moment
+        self._section = name
+        self._section_began = moment
         if name is not None:
             self._activity.enter(name)
 
     def take(self) -> RawSpans:
         """Return the step's raw times, for ``seconds`` and ``spans``, and begin the next step."""
-        spans, step_end = self._spans, now(self._device)
-        exchange = self._waits  # what "sync" had before was waiting for weights, in forward
-        if self._last_gradient is not None and len(spans.get("sync", ())) > exchange:
-            spans["backward"][-1] = (spans["backward"][-1][0], self._last_gradient)
-            spans["sync"][exchange] = (self._last_gradient, spans["sync"][exchange][1])
+        step_end = now(self._device)
+        spans = self._spans
+        syncs = spans.get("sync", [])
+        if self._last_gradient is not None and len(syncs) > self._waits:
+            backwards = spans["backward"]
+            began, _ = backwards[-1]
+            backwards[-1] = (began, self._last_gradient)
+            _, ended = syncs[self._waits]  # the exchange, after the waits
+            syncs[self._waits] = (self._last_gradient, ended)
         spans[STEP] = [(self._step_began, step_end)]
         self._start_step(step_end)
         return spans
@@ -146,10 +153,10 @@ class StepTimer:
 
         The whole step begins at the end of the step before.
         """
-        return {
-            name: sum(seconds_between(begin, end) for begin, end in taken.get(name, ()))
-            for name in (*SECTIONS, STEP)
-        }
+        totals = {}
+        for name in (*SECTIONS, STEP):
+            totals[name] = sum(seconds_between(begin, end) for begin, end in taken.get(name, ()))
+        return totals
 
     def host_seconds(self, moment: Moment) -> float:
         """Return a moment's time by ``time.perf_counter``."""
@@ -158,13 +165,13 @@ class StepTimer:
 
     def spans(self, taken: RawSpans) -> dict[Section, list[tuple[float, float]]]:
         """Return when each part of each section began and ended, by ``time.perf_counter``."""
-        return {
-            name: [
-                (self.host_seconds(begin), self.host_seconds(end))
-                for begin, end in taken.get(name, ())
+        times = {}
+        for name in SECTIONS:
+            parts = taken.get(name, ())
+            times[name] = [
+                (self.host_seconds(begin), self.host_seconds(end)) for begin, end in parts
             ]
-            for name in SECTIONS
-        }
+        return times
 
     def _gradient_ready(self, _gradient: Tensor) -> None:
         self._last_gradient = now(self._device)

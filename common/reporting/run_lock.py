@@ -18,11 +18,9 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
-from common.errors import UserError, file_errors, reason_of
+from common.errors import UserError, file_errors
 from common.utils.atomic_files import read_regular, regular_target
-from common.utils.progress import console
+from common.utils.file_lock import lock_file
 
 _LOCK = ".lock"  # hidden: lab collect and the reports leave it out
 _CONTENT = re.compile(r"(\w+)\n(process \d+ on [\w.:-]{1,255} since [\d :-]{19})\n", re.ASCII)
@@ -38,21 +36,13 @@ def lock_folder(folder: Path, *, advice: str, run: str | None = None) -> Iterato
     """
     path = regular_target(folder / _LOCK)
     run = run or secrets.token_hex(8)
-    # Not filelock's soft lock, which is a file: that of a killed process would stay locked.
-    lock = FileLock(path, blocking=False, fallback_to_soft=False)
     try:
-        lock.acquire()
-    except Timeout as error:
+        lock = lock_file(path, wait_seconds=0, name=folder, advice="do not start another run in it")
+    except TimeoutError as error:
         _, holder = _read(path)
         raise UserError(
             f"{folder} is in use by {holder}: wait until it ends, or {advice}"
         ) from error
-    except OSError as error:
-        console.print(
-            f"warning: {folder} cannot be locked ({reason_of(error)}): do not start another run in "
-            "it",
-            markup=False,
-        )
     try:
         holder = f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}"
         with file_errors(f"{path} could not be written"):
@@ -74,4 +64,6 @@ def _read(path: Path) -> tuple[str, str]:
         match = _CONTENT.fullmatch(read_regular(path, most_bytes=1000).decode(errors="replace"))
     except (FileNotFoundError, UserError):
         match = None
-    return (match[1], match[2]) if match else ("", "another process")
+    if match is None:
+        return "", "another process"
+    return match[1], match[2]

@@ -9,7 +9,6 @@ ends.
 """
 
 import contextlib
-import fcntl
 import os
 import secrets
 import stat
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from common.errors import UserError, file_errors
+from common.utils.file_lock import lock_open_file
 
 _UNFINISHED = ".unfinished"
 _KINDS = {
@@ -44,19 +44,21 @@ def read_regular(
     may lead to what only this process may read.
     """
     with file_errors(f"{path} cannot be read", passing=FileNotFoundError):
-        status, more = os.stat(path, follow_symlinks=follow), 0 if follow else os.O_NOFOLLOW
+        status = os.stat(path, follow_symlinks=follow)
         _check_regular(path, status)  # before it is opened: a FIFO would wait for a writer
         if most_bytes is not None and status.st_size > most_bytes:
             raise UserError(
                 f"{path} has {status.st_size:,} bytes, and at most {most_bytes:,} are read: "
                 "it is not the file that belongs here"
             )
-        # Without O_NONBLOCK a FIFO put here since the check would block.
-        with open(
-            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | more)
-        ) as file:
-            file.seek(max(0, status.st_size - last_bytes) if last_bytes else 0)
-            return file.read(last_bytes or most_bytes)
+        flags = os.O_RDONLY | os.O_NONBLOCK  # else a FIFO put here since the check would block
+        if not follow:
+            flags |= os.O_NOFOLLOW
+        with os.fdopen(os.open(path, flags), "rb") as file:
+            if last_bytes is None:
+                return file.read(most_bytes)
+            file.seek(max(0, status.st_size - last_bytes))
+            return file.read(last_bytes)
 
 
 def regular_target(path: Path) -> Path:
@@ -98,7 +100,9 @@ def whole_lines(path: Path, *, most_bytes: int | None = None, follow: bool = Tru
     Its writer is still writing, was killed, or the disk was full. Raises as ``read_regular``.
     """
     lines = read_regular(path, most_bytes=most_bytes, follow=follow).splitlines(keepends=True)
-    return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    return lines
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:
@@ -166,8 +170,8 @@ def remove_unfinished(folder: Path) -> None:
     """
     for path in Path(folder).glob(f".*{_UNFINISHED}"):
         with contextlib.suppress(OSError), path.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its writer lives
-            if path.stat().st_size > 0:
+            writer_has_ended = lock_open_file(file)
+            if writer_has_ended and path.stat().st_size > 0:
                 path.unlink()
 
 
@@ -175,5 +179,5 @@ def _open_unfinished(path: Path) -> IO[bytes]:
     """Return a new file beside ``path``, locked by this process."""
     file = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_UNFINISHED}").open("xb")
     with contextlib.suppress(OSError):  # a file system without locks: nothing is removed either
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock_open_file(file, wait=True)  # another process may just be looking for unfinished files
     return file

@@ -58,18 +58,21 @@ def _old_torch() -> "str | None":
     """Return the version of the installed torch if it is too old; it is not imported."""
     from importlib.metadata import distributions  # not in Python 3.6
 
-    found = [torch.version for torch in distributions(name="torch")][:1]
-    release = [tuple(map(int, version.split(".")[:2])) for version in found]
-    return found[0] if release and release[0] < OLDEST_TORCH else None
+    for torch in distributions(name="torch"):
+        release = tuple(map(int, torch.version.split(".")[:2]))
+        return torch.version if release < OLDEST_TORCH else None
+    return None
 
 
 def _advice(command: str) -> str:
     """Return how to set the environment up, and how to start the command with its Python."""
     if not os.path.isfile(os.path.join(_ROOT, "Makefile")):
         return "Install the project with its packages: python -m pip install data-parallel-lab"
-    here = os.path.realpath(os.getcwd()) == os.path.realpath(_ROOT)
-    python = os.path.join("" if here else _ROOT, ".venv", "bin", "python")
-    make = "make setup" if here else f"make -C {shlex.quote(_ROOT)} setup"
+    python = os.path.join(".venv", "bin", "python")
+    make = "make setup"
+    if os.path.realpath(os.getcwd()) != os.path.realpath(_ROOT):
+        python = os.path.join(_ROOT, python)
+        make = f"make -C {shlex.quote(_ROOT)} setup"
     return (
         "Set up the project's environment once, then start the command with its Python:\n\n"
         f"    {make}\n    {shlex.quote(python)} {command}"

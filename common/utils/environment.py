@@ -13,6 +13,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import distributions
 from typing import Any
 
@@ -62,6 +63,21 @@ _TORCHRUN_RULES: dict[str, tuple[range | str, str]] = {
 }
 
 
+@dataclass(frozen=True)
+class TorchrunVariables:
+    """What torchrun tells a rank, by the variables' names in lower case; 0 and "": not set."""
+
+    rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    local_rank: int
+    local_world_size: int
+    torchelastic_max_restarts: int
+    torchelastic_use_agent_store: str
+    pet_nnodes: str
+
+
 def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return the variables that the user may have set for any program; 0 and "": not set.
 
@@ -69,16 +85,21 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> dict[str, Any]
     allowed, what to do.
     """
     # torch refuses an empty debug level.
-    given = {k: text for k, text in environment.items() if text or k == "TORCH_DISTRIBUTED_DEBUG"}
+    given = {
+        name: text
+        for name, text in environment.items()
+        if text or name == "TORCH_DISTRIBUTED_DEBUG"
+    }
     return _read(_USER_RULES, given, advice="set it to that, or unset it")
 
 
-def read_torchrun(environment: Mapping[str, str], *, advice: str) -> dict[str, Any]:
-    """Return what torchrun tells a rank, by the names of the variables; 0 and "": not set.
+def read_torchrun(environment: Mapping[str, str], *, advice: str) -> TorchrunVariables:
+    """Return what torchrun tells a rank.
 
     Raises UserError as ``read_settings`` does; it ends with the ``advice``.
     """
-    return _read(_TORCHRUN_RULES, environment, advice=advice)
+    found = _read(_TORCHRUN_RULES, environment, advice=advice)
+    return TorchrunVariables(**{name.lower(): value for name, value in found.items()})
 
 
 def _read(
@@ -91,7 +112,10 @@ def _read(
             raise UserError(
                 f"the environment has {name}={shown(text)}, but it must be {described}: {advice}"
             )
-        found[name] = int(text or 0) if isinstance(allowed, range) else text or ""
+        if isinstance(allowed, range):
+            found[name] = int(text or 0)
+        else:
+            found[name] = text or ""
     return found
 
 
@@ -121,6 +145,9 @@ def environment() -> dict[str, Any]:
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    cuda = None
+    if gpus:
+        cuda = torch.version.cuda
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -129,7 +156,7 @@ def environment() -> dict[str, Any]:
         "usable_cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "gpus": gpus,
-        "cuda": torch.version.cuda if gpus else None,
+        "cuda": cuda,
         **{name: package_version(name) for name in _PACKAGES},
         "git_commit": git("rev-parse", "HEAD"),
         "git_changes": bool(git("status", "--porcelain")),
@@ -143,7 +170,9 @@ def peak_memory_bytes() -> int:
     if "VmHWM" in status:
         return int(status["VmHWM"].split()[0]) * 1024
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else largest * 1024
+    if sys.platform != "darwin":
+        largest *= 1024
+    return largest
 
 
 def load_per_core() -> float:
@@ -152,13 +181,17 @@ def load_per_core() -> float:
 
 
 def _cpu_name() -> str:
-    names = [line for line in lines_of("/proc/cpuinfo") if line.startswith("model name")]
-    return names[0].split(":")[1].strip() if names else platform.processor() or platform.machine()
+    for line in lines_of("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.split(":")[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def package_version(package: str) -> str | None:
     """Return the version of an installed package; None if it is not installed."""
-    return next((found.version for found in distributions(name=package)), None)
+    for found in distributions(name=package):
+        return found.version
+    return None
 
 
 def git(*arguments: str) -> str | None:
@@ -175,4 +208,6 @@ def git(*arguments: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    if done.returncode != 0:
+        return None
+    return done.stdout.strip()

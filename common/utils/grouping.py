@@ -19,8 +19,10 @@ def first_fit(items: Iterable[V], fits: Callable[[list[V], V], bool]) -> list[li
     """Put each item into the first group that it fits, else into a new one."""
     groups: list[list[V]] = []
     for item in items:
-        group = next((one for one in groups if fits(one, item)), [])
-        if not group:
-            groups.append(group)
-        group.append(item)
+        for group in groups:
+            if fits(group, item):
+                group.append(item)
+                break
+        else:
+            groups.append([item])
     return groups

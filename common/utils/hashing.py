@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -25,10 +24,14 @@ def _feed(sha: Any, value: Any) -> None:
         # The entries in their logical order, also of a transposed tensor or one in channels_last
         entries = value.detach().cpu().clone(memory_format=torch.contiguous_format)
         sha.update(entries.reshape(-1).view(torch.uint8).numpy())
-    elif isinstance(value, Mapping | list | tuple):
-        pairs = value.items() if isinstance(value, Mapping) else ()
-        sha.update(f"{'dict' if isinstance(value, Mapping) else 'list'} {len(value)}".encode())
-        for entry in chain.from_iterable(pairs) if pairs else value:
+    elif isinstance(value, Mapping):
+        sha.update(f"dict {len(value)}".encode())
+        for key, entry in value.items():
+            _feed(sha, key)
+            _feed(sha, entry)
+    elif isinstance(value, list | tuple):
+        sha.update(f"list {len(value)}".encode())
+        for entry in value:
             _feed(sha, entry)
     else:
         sha.update(f"{type(value).__name__} {value!r}".encode())

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+from itertools import chain
 
 import psutil
 
@@ -28,31 +29,26 @@ def route_to(host: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """Return the name of this machine's interface that has the address."""
-    return next(
-        (
-            name
-            for name, entries in psutil.net_if_addrs().items()
-            if any(entry.address == address for entry in entries)
-        ),
-        None,
-    )
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return None
 
 
 def own_addresses() -> list[str]:
     """Return this machine's IP addresses, without loopback and link-local ones."""
-    return [
-        entry.address
-        for entries in psutil.net_if_addrs().values()
-        for entry in entries
-        if entry.family in (socket.AF_INET, socket.AF_INET6)
-        and not is_loopback(entry.address)
-        and "%" not in entry.address  # fe80::1%eth0
-    ]
+    addresses = []
+    for entry in chain.from_iterable(psutil.net_if_addrs().values()):
+        is_ip = entry.family in (socket.AF_INET, socket.AF_INET6)
+        is_link_local = "%" in entry.address  # fe80::1%eth0
+        if is_ip and not is_link_local and not is_loopback(entry.address):
+            addresses.append(entry.address)
+    return addresses
 
 
 def is_own(host: str) -> bool:
     """Return whether one of the addresses of ``host`` is one of this machine's."""
-    own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    own = {entry.address for entry in chain.from_iterable(psutil.net_if_addrs().values())}
     return any(address in own or is_loopback(address) for address in resolve(host))
 
 
@@ -86,7 +82,9 @@ def listen(address: str, port: int) -> socket.socket:
 
 def why_unreached(error: Exception) -> str:
     """Return why a connection failed, in a few words."""
-    return "no answer" if isinstance(error, TimeoutError) else reason_of(error).lower()
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return reason_of(error).lower()
 
 
 def is_loopback(address: str) -> bool:

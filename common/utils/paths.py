@@ -9,15 +9,22 @@ from common.errors import UserError, file_errors
 REPOSITORY = Path(__file__).resolve().parents[2]
 """The checkout; if the package is installed, the folder that holds it."""
 IN_CHECKOUT = (REPOSITORY / "PartOne" / "main.py").is_file()
-RECIPES = REPOSITORY / "recipes" if IN_CHECKOUT else REPOSITORY / "common" / "recipes"
-BASE = REPOSITORY if IN_CHECKOUT else Path.cwd()
-"""The folder of data/ and reports/."""
-DATA, REPORTS = BASE / "data", BASE / "reports"
+if IN_CHECKOUT:
+    RECIPES = REPOSITORY / "recipes"
+    BASE = REPOSITORY
+else:
+    RECIPES = REPOSITORY / "common" / "recipes"
+    BASE = Path.cwd()
+# BASE is the folder of data/ and reports/.
+DATA = BASE / "data"
+REPORTS = BASE / "reports"
 
 
 def part_command(part: str) -> list[str]:
     """Return what follows ``python`` to start a part: its file, or without a checkout a module."""
-    return [str(REPOSITORY / part / "main.py")] if IN_CHECKOUT else ["-m", "common.cli", part]
+    if IN_CHECKOUT:
+        return [str(REPOSITORY / part / "main.py")]
+    return ["-m", "common.cli", part]
 
 
 def new_folder(parent: Path, kind: str = "") -> Path:

@@ -16,7 +16,8 @@ import psutil
 from common.utils.system import libc_function
 
 T = TypeVar("T")
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <sys/prctl.h>
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def end_process(status: int) -> NoReturn:
@@ -83,7 +84,9 @@ def on_signals(numbers: Iterable[int], handler: Callable[[int, Any], object]) ->
 def kill_on_parent_exit() -> Callable[[], object] | None:
     """Return a ``preexec_fn`` by which the kernel kills a child with its parent; None off Linux."""
     prctl = libc_function("prctl")  # looked up before the fork: the child must only call it
-    return None if prctl is None else lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if prctl is None:
+        return None
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
@@ -102,4 +105,6 @@ def descendants(pid: int) -> list[int]:
 
 def shell_status(status: int) -> int:
     """Return an exit status as a shell reports it: 128 + n if signal n ended the process (-n)."""
-    return status if status >= 0 else 128 - status
+    if status < 0:
+        return 128 - status
+    return status

@@ -6,7 +6,7 @@ that lines appear above the bar.
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -48,7 +48,10 @@ def show_progress(
     bar : gets a task more; None: a bar of its own.
     """
     prints = visible and not console.is_terminal
-    shown = bar or progress_bar(visible=visible)
+    shown = bar
+    running: AbstractContextManager = nullcontext()
+    if shown is None:
+        shown = running = progress_bar(visible=visible)
     began = printed = time.monotonic()
 
     def show(done: int) -> None:
@@ -63,7 +66,7 @@ def show_progress(
                 text = f"{title}: {done:,} of {total:,} {unit}, {left} left"
             console.print(text, markup=False)
 
-    with shown if bar is None else nullcontext():
+    with running:
         task = shown.add_task(f"{title}, {unit}", total=total)
         try:
             yield show
@@ -77,4 +80,6 @@ def duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+    if minutes:
+        return f"{minutes} min {rest:02} s"
+    return f"{rest} s"

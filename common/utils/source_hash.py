@@ -25,7 +25,11 @@ def code_facts(*more: str) -> dict[str, str]:
 def code_differences(mine: Mapping[str, str], others: Mapping[str, str]) -> str:
     """Return the files that differ between two ``code_facts``, and my versions; "" if none do."""
     differing = sorted({name for name, _ in mine.items() ^ others.items()})
-    return first_of([name if "/" in name else f"{name} {mine.get(name)}" for name in differing], 3)
+    described = []
+    for name in differing:
+        is_file = "/" in name
+        described.append(name if is_file else f"{name} {mine.get(name)}")
+    return first_of(described, 3)
 
 
 def code_digest() -> str:
@@ -47,9 +51,9 @@ def source_digests(*more: str) -> dict[str, str]:
     """
     files = sorted(path for path in _COMMON.rglob("*.py") if not path.name.startswith("."))
     files += [path for path in map(_COMMON.parent.joinpath, more) if path.is_file()]
-    return {
-        path.relative_to(_COMMON.parent).as_posix(): hashlib.sha256(
-            path.read_bytes().replace(b"\r\n", b"\n")
-        ).hexdigest()[:12]
-        for path in files
-    }
+    digests = {}
+    for path in files:
+        content = path.read_bytes().replace(b"\r\n", b"\n")
+        name = path.relative_to(_COMMON.parent).as_posix()
+        digests[name] = hashlib.sha256(content).hexdigest()[:12]
+    return digests

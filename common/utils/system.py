@@ -15,27 +15,27 @@ from pathlib import Path
 
 from common.errors import UserError
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
+_M_TRIM_THRESHOLD = -1  # <malloc.h>
+_M_MMAP_MAX = -4
 _NEVER = 2**31 - 1
 
 
 def missing_features() -> list[str]:
     """Return a sentence on each feature that this system lacks; none on Linux with glibc."""
-    missing = {
-        "Child processes are not killed with their parent: after a crash, end them by hand.": (
-            libc_function("prctl") is None
-        ),
-        "Freed memory is returned to the system after each step: steps may be slower.": (
-            libc_function("mallopt") is None
-        ),
-        "Ranks may interrupt each other: more ranks than cores are slower.": (
-            not hasattr(os, "SCHED_BATCH")
-        ),
-        "CPU affinity is unknown: all cores of the machine are counted.": (
-            not hasattr(os, "sched_getaffinity")
-        ),
-    }
-    return [sentence for sentence, is_missing in missing.items() if is_missing]
+    missing = []
+    if libc_function("prctl") is None:
+        missing.append(
+            "Child processes are not killed with their parent: after a crash, end them by hand."
+        )
+    if libc_function("mallopt") is None:
+        missing.append(
+            "Freed memory is returned to the system after each step: steps may be slower."
+        )
+    if not hasattr(os, "SCHED_BATCH"):
+        missing.append("Ranks may interrupt each other: more ranks than cores are slower.")
+    if not hasattr(os, "sched_getaffinity"):
+        missing.append("CPU affinity is unknown: all cores of the machine are counted.")
+    return missing
 
 
 def libc_function(name: str) -> Callable[..., int] | None:
@@ -60,7 +60,9 @@ def allow_most_descriptors() -> None:
 
 def usable_cores() -> int:
     """Return how many cores this process may use; all cores if the system does not say."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def free_port(start: int = 0, *, address: str = "") -> int:
@@ -69,7 +71,9 @@ def free_port(start: int = 0, *, address: str = "") -> int:
     start : 0: a random one below those that the system gives to connections, one of which could
         take the port before it is used. address : of this machine; "" for all of them.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    family = socket.AF_INET
+    if ":" in address:
+        family = socket.AF_INET6
     for port in range(start or 10_000 + secrets.randbelow(20_000), 65536):
         with socket.socket(family) as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -85,7 +89,9 @@ def tune_malloc() -> bool:
     zeros when they are first touched. A step of VGG-11 allocates about 1 GB; without this setting
     it takes about a sixth longer on a CPU.
     """
-    mallopt = libc_function("mallopt") or (lambda option, value: 0)  # 0: an error
+    mallopt = libc_function("mallopt")
+    if mallopt is None:
+        return False
     return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _NEVER))
 
 
