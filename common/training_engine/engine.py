@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
@@ -617,6 +618,20 @@ class TrainingEngine:
     def sum_over_ranks(self, count: int) -> int:
         """Return the sum of a count over the ranks. Collective."""
         return int(sum_over_ranks(self.world, [count])[0])
+
+    def _reduce_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the mean of a metric of your own over the ranks. Collective.
+
+        ``tensor`` : of the same shape on every rank; it is not changed. Returns a new tensor of
+        that shape on the same device; a mean of integers is float32.
+        """
+        mean = tensor.detach().to(self.device).clone(memory_format=torch.contiguous_format)
+        if not mean.is_floating_point():
+            mean = mean.float()
+        if self.world.size > 1:
+            dist.all_reduce(mean)
+            mean /= self.world.size
+        return mean.to(tensor.device)
 
     def close(self) -> None:
         """Remove the hooks and the compiled code from the model."""
