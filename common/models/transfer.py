@@ -122,13 +122,13 @@ def _download(url: str, *, check_hash: bool = False, file_name: str | None = Non
         raise _not_readable(url, error) from error
 
 
-def _not_loaded(where: str, error: BaseException) -> UserError:
+def _not_loaded(where: str, error: Exception) -> UserError:
     return UserError(
         f"the pretrained weights could not be loaded from {where} ({reason_of(error)}). {_ADVICE}"
     )
 
 
-def _not_readable(where: str, error: BaseException) -> UserError:
+def _not_readable(where: str, error: Exception) -> UserError:
     return UserError(
         f"--pretrained-weights: {where} cannot be read as a file of weights "
         f"({first_line(error)[:100]}): copy it again"
