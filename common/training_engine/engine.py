@@ -279,9 +279,10 @@ class TrainingEngine:
             returned on every rank. With ``seed``, the weights are those of an uninterrupted
             training, bit for bit on a CPU.
 
-        Returns a list for each field of ``EpochReport`` (``train_loss``, ``val_accuracy``, ...),
-        with one entry for each epoch trained here. Raises UserError on settings or a checkpoint
-        that do not fit, GroupError if the loss is not finite.
+        Returns lists of equal length, one entry for each epoch trained here: ``epoch``,
+        ``train_loss``, ``train_accuracy``, ``val_loss``, ``val_accuracy``, ``ema_val_loss``,
+        ``ema_val_accuracy``, ``learning_rate``, ``samples_per_second``, ``seconds``. Raises
+        UserError on settings or a checkpoint that do not fit, GroupError if the loss is not finite.
         """
         if num_epochs < 1:
             raise UserError(f"num_epochs: got {num_epochs}, give at least 1")
