@@ -71,17 +71,19 @@ class _Entries(msgspec.Struct):
 
 def checkpoint_path(folder: Path, epoch: int, step: int | None = None) -> Path:
     """Return the path of an epoch's checkpoint, or of the one after ``step`` steps of the epoch."""
-    return Path(folder) / (f"Epoch_{epoch}.pt" if step is None else f"Epoch_{epoch}_Step_{step}.pt")
+    name = f"Epoch_{epoch}.pt" if step is None else f"Epoch_{epoch}_Step_{step}.pt"
+    return Path(folder) / name
 
 
 def checkpoints_by_age(folder: Path) -> list[Path]:
     """Return the checkpoints in ``folder``, the most advanced one first."""
-    found = [
-        (int(match[1]), float(match[2] or "inf"), path)  # an epoch's end comes after its steps
-        for path in Path(folder).glob("Epoch_*.pt")
-        if (match := _NAME.search(path.name))
-    ]
-    return [path for *_, path in sorted(found, reverse=True)]
+    found = []
+    for path in Path(folder).glob("Epoch_*.pt"):
+        match = _NAME.search(path.name)
+        if match:
+            step = float(match[2] or "inf")  # an epoch's end comes after its steps
+            found.append((int(match[1]), step, path))
+    return [path for _epoch, _step, path in sorted(found, reverse=True)]
 
 
 def save_checkpoint(path: Path, entries: Mapping[str, Any]) -> None:
@@ -105,8 +107,9 @@ def read_saved(content: bytes) -> Any:
     """
     if content.startswith(b"PK"):  # not so before torch 1.6
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            if (name := archive.testzip()) is not None:
-                raise ValueError(f"the CRC-32 of its part {name[:40]!r} is wrong")
+            damaged = archive.testzip()
+            if damaged is not None:
+                raise ValueError(f"the CRC-32 of its part {damaged[:40]!r} is wrong")
     try:
         with warnings.catch_warnings(action="ignore"):  # about what is refused anyway
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -121,14 +124,17 @@ def load_checkpoint(source: Path | bytes, *, name: str | None = None) -> dict[st
     values) or not a checkpoint of this kind. If DistributedDataParallel wrapped the model, the
     prefix ``module.`` is removed from the parameters' names.
     """
-    name = name or ("(its bytes)" if isinstance(source, bytes) else str(source))
+    if not name:
+        name = "(its bytes)" if isinstance(source, bytes) else str(source)
     try:
         content = source if isinstance(source, bytes) else read_regular(Path(source))
         entries = read_saved(content)
         msgspec.convert(entries, _Entries)
+        saved_digest = entries.pop("sha256", None)
         # The digest also raises an error for tensors without data of their own, e.g. sparse ones.
-        kept, found = entries.pop("sha256", None), digest(entries)
-        if kept not in (None, found):  # None: the user's own torch.save wrote the file
+        found_digest = digest(entries)
+        # None: the user's own torch.save wrote the file
+        if saved_digest is not None and saved_digest != found_digest:
             raise ValueError("its contents do not match its SHA-256")
         entries.pop("saved_at", None)
         state = entries["model_state_dict"]
@@ -153,9 +159,10 @@ def load_model_state(model: nn.Module, entries: Mapping[str, Any], *, name: str)
     try:
         model.load_state_dict(entries["model_state_dict"])
     except Exception as error:  # torch's lists what is missing, unexpected or of another shape
+        difference = " ".join(str(error).split())[:300]
         raise UserError(
-            f"checkpoint {name} holds another model's weights ({' '.join(str(error).split())[:300]}"
-            "): give the --model and --dataset that it was trained with"
+            f"checkpoint {name} holds another model's weights ({difference}): give the --model and "
+            "--dataset that it was trained with"
         ) from error
 
 
@@ -166,21 +173,18 @@ def load_optimizer_state(optimizer: Optimizer, entries: Mapping[str, Any], *, na
     """
     own = optimizer.state_dict()["param_groups"]
     try:
-        state, groups = entries["optimizer_state_dict"], []
+        state = entries["optimizer_state_dict"]
+        groups = []
         for saved, group in zip(state["param_groups"], own, strict=True):
-            if saved.keys() - group.keys() - _RATES and group.keys() - saved.keys():
-                raise ValueError("it has other settings")  # one alone: of another version of torch
+            unknown = saved.keys() - group.keys() - _RATES
+            absent = group.keys() - saved.keys()
+            if unknown and absent:  # one alone: of another version of torch
+                raise ValueError("it has other settings")
             kept = {key: value for key, value in saved.items() if key not in _KERNELS}
             groups.append(group | kept)
         optimizer.load_state_dict({**state, "param_groups": groups})
         for parameter, entry in optimizer.state.items():
-            for key, value in entry.items():
-                if key in _SHAPED or (isinstance(value, Tensor) and value.shape == parameter.shape):
-                    # Fused kernels refuse other strides than the parameter's. An entry of another
-                    # size raises an error.
-                    entry[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(
-                        value.view_as(parameter)
-                    )
+            _lay_out_as(parameter, entry)
         fill_fused_momentum(optimizer)
     except Exception as error:  # plain values of any type can raise anything
         raise UserError(
@@ -189,13 +193,28 @@ def load_optimizer_state(optimizer: Optimizer, entries: Mapping[str, Any], *, na
         ) from error
 
 
+def _lay_out_as(parameter: Tensor, entry: dict[str, Any]) -> None:
+    """Give a parameter's state the parameter's strides, since fused kernels refuse others.
+
+    A tensor of another size raises an error.
+    """
+    for key, value in entry.items():
+        if key in _SHAPED or (isinstance(value, Tensor) and value.shape == parameter.shape):
+            laid_out = torch.empty_like(parameter, dtype=value.dtype)
+            entry[key] = laid_out.copy_(value.view_as(parameter))
+
+
 def fill_fused_momentum(optimizer: Optimizer) -> None:
     """Give a fused SGD its momentum, zeros where it has none yet.
 
     A first step that fp16 skips would otherwise leave uninitialised memory as momentum.
     """
-    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
-        for parameter in group["params"] if group["fused"] and group["momentum"] else ():
+    if not isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        if not (group["fused"] and group["momentum"]):
+            continue
+        for parameter in group["params"]:
             entry = optimizer.state[parameter]
             if entry.get("momentum_buffer") is None:
                 entry["momentum_buffer"] = torch.zeros_like(parameter)
@@ -217,8 +236,9 @@ def load_plain_state(owner: Any, state: Mapping[str, Any], *, name: str) -> None
 
 def _planned(state: Mapping[str, Any]) -> list[Any]:
     """Return what the plan and the flags fix in a scheduler's state, and in that of its parts."""
+    values = [state.get(key) for key in _PLANNED]
     parts = [_planned(part) for part in state.get("_schedulers", ())]
-    return [*(state.get(key) for key in _PLANNED), *parts]
+    return values + parts
 
 
 def time_of_saving(path: Path) -> tuple[float, int]:
@@ -227,9 +247,8 @@ def time_of_saving(path: Path) -> tuple[float, int]:
     A file that cannot be read counts as the newest: ``load_checkpoint`` says what is wrong with it.
     """
     try:
-        entries = torch.load(
-            regular_target(path), map_location="cpu", mmap=True, weights_only=True
-        )  # reads no tensor
+        file = regular_target(path)
+        entries = torch.load(file, map_location="cpu", mmap=True, weights_only=True)  # no tensor
         return float(entries.get("saved_at", 0.0)), int(entries.get("step", 0))
     except Exception:  # a damaged file can raise anything
         return math.inf, 0
@@ -243,10 +262,14 @@ def newest_checkpoint(
     ``first`` : a file that comes before all others, if it is good.
     """
     skipped: list[str] = []
+    found: list[Path] = []
+    for folder in folders:
+        found += [path for path in checkpoints_by_age(folder) if path.is_file()]
     # Sorting keeps the order of equal ones: the most advanced first.
-    found = [path for folder in folders for path in checkpoints_by_age(folder) if path.is_file()]
-    by_time = sorted(found, key=time_of_saving, reverse=True)
-    for path in by_time if first is None else [first, *by_time]:
+    candidates = sorted(found, key=time_of_saving, reverse=True)
+    if first is not None:
+        candidates.insert(0, first)
+    for path in candidates:
         try:
             load_checkpoint(path)
             return path, skipped

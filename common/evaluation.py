@@ -31,7 +31,8 @@ def prepare_model_for_evaluation(
     used.
     """
     model = unwrap(model)
-    load_model_state(model, load_checkpoint(Path(checkpoint_path)), name=str(checkpoint_path))
+    entries = load_checkpoint(Path(checkpoint_path))
+    load_model_state(model, entries, name=str(checkpoint_path))
     return model.to(device).to(memory_format=torch.channels_last).eval()
 
 
@@ -93,51 +94,65 @@ def generate_eval_report(
     """
     from sklearn.metrics import accuracy_score, classification_report, confusion_matrix
 
-    truth, predicted = np.asarray(ground_truth), np.asarray(prediction)
+    truth, predicted = _checked_arrays(ground_truth, prediction)
+    labels = np.unique(np.concatenate([truth, predicted]))
+    names = [str(label) for label in labels]
+    if class_names is not None:
+        labels = np.arange(len(class_names))
+        names = [str(name) for name in class_names]
+    classes = {"labels": labels, "target_names": names, "zero_division": 0}
+    by_class = classification_report(truth, predicted, output_dict=True, **classes)
+    matrix = confusion_matrix(truth, predicted, labels=labels)
+    accuracy = float(accuracy_score(truth, predicted))
+    correct = int((truth == predicted).sum())
+    lines = [
+        f"Checkpoint: {checkpoint_path}",
+        *notes,
+        f"Test loss{f' ({loss_is})' if loss_is else ''}: {test_loss:.4f}",
+        f"Test accuracy: {accuracy:.4f} ({correct} of {len(truth)})",
+        "",
+        classification_report(truth, predicted, digits=4, **classes),
+        "Confusion matrix (rows: true class, columns: predicted class)",
+        *_matrix_lines(matrix, names),
+    ]
+    _append_report(Path(report_path), lines)
+    return {
+        "checkpoint": str(checkpoint_path),
+        "test_loss": float(test_loss),
+        "accuracy": accuracy,
+        "samples": len(truth),
+        "classification_report": by_class,
+        "confusion_matrix": matrix.tolist(),
+        "class_names": names,
+    }
+
+
+def _checked_arrays(
+    ground_truth: Sequence[int] | np.ndarray, prediction: Sequence[int] | np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    truth = np.asarray(ground_truth)
+    predicted = np.asarray(prediction)
     if truth.shape != predicted.shape or truth.ndim != 1 or len(truth) == 0:
         raise UserError(
             "a report needs as many predictions as labels, and at least one: got shapes "
             f"{predicted.shape} and {truth.shape}"
         )
-    labels = (
-        np.arange(len(class_names))
-        if class_names is not None
-        else np.unique(np.concatenate([truth, predicted]))
-    )
-    names = [str(name) for name in (class_names if class_names is not None else labels)]
-    arguments = {"labels": labels, "target_names": names, "zero_division": 0}
-    matrix = confusion_matrix(truth, predicted, labels=labels)
-    result = {
-        "checkpoint": str(checkpoint_path),
-        "test_loss": float(test_loss),
-        "accuracy": float(accuracy_score(truth, predicted)),
-        "samples": len(truth),
-        "classification_report": classification_report(
-            truth, predicted, output_dict=True, **arguments
-        ),
-        "confusion_matrix": matrix.tolist(),
-        "class_names": names,
-    }
-    head = "\n".join([f"Checkpoint: {checkpoint_path}", *notes])
-    text = (
-        f"{head}\nTest loss{f' ({loss_is})' if loss_is else ''}: {test_loss:.4f}\n"
-        f"Test accuracy: {result['accuracy']:.4f} ({int((truth == predicted).sum())} of "
-        f"{len(truth)})\n\n{classification_report(truth, predicted, digits=4, **arguments)}\n"
-        "Confusion matrix (rows: true class, columns: predicted "
-        f"class)\n{_matrix_text(matrix, names)}\n"
-    )
-    path = Path(report_path)
-    separator = "\nAppended to the report above:\n" if path.exists() and path.stat().st_size else ""
-    append_text(path, separator + text, name=f"the report {path}")
-    return result
+    return truth, predicted
 
 
-def _matrix_text(matrix: np.ndarray, names: Sequence[str]) -> str:
+def _append_report(path: Path, lines: Sequence[str]) -> None:
+    text = "\n".join(lines) + "\n"
+    if path.exists() and path.stat().st_size:
+        text = "\nAppended to the report above:\n" + text
+    append_text(path, text, name=f"the report {path}")
+
+
+def _matrix_lines(matrix: np.ndarray, names: Sequence[str]) -> list[str]:
     wide = max(len(str(matrix.max())), 3) + 1
     name_wide = max(map(len, names))
-    head = " " * name_wide + "".join(f"{number:>{wide}}" for number in range(len(names)))
-    rows = [
-        f"{name:>{name_wide}}" + "".join(f"{count:>{wide}}" for count in row)
-        for name, row in zip(names, matrix, strict=True)
-    ]
-    return "\n".join([head, *rows])
+    numbers = "".join(f"{number:>{wide}}" for number in range(len(names)))
+    lines = [" " * name_wide + numbers]
+    for name, row in zip(names, matrix, strict=True):
+        counts = "".join(f"{count:>{wide}}" for count in row)
+        lines.append(f"{name:>{name_wide}}{counts}")
+    return lines

@@ -18,7 +18,7 @@ from common.distributed.collectives import broadcast_checkpoint
 from common.distributed.process_group import check_open, current_world
 from common.errors import UserError
 from common.sync import STRATEGIES, build_sync
-from common.training_engine import Callback, EpochEnd, TrainingEngine
+from common.training_engine import Callback, EpochEnd, EpochResult, TrainingEngine
 from common.training_engine.batches import check_lengths
 from common.training_engine.checkpoint_manager import CheckpointManager
 from common.training_engine.evaluation_loop import unwrap
@@ -91,22 +91,22 @@ def prepare_model_for_training(
     if distribute_flag:
         check_open(1, None)
         model = build_sync("ddp").prepare(model, optimizer)
-    return model, nn.CrossEntropyLoss(label_smoothing=label_smoothing), optimizer
+    criterion = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
+    return model, criterion, optimizer
 
 
 def _load_optimizer(optimizer: Optimizer, entries: Mapping[str, Any], name: str) -> None:
+    """Load the optimizer's state; warn of each setting that the checkpoint has changed."""
     given = [dict(group) for group in optimizer.param_groups]
     load_optimizer_state(optimizer, entries, name=name)
-    kept = [
-        f"{key} {group.get(saved, group[key])} (not {asked[key]})"
-        for asked, group in zip(given, optimizer.param_groups, strict=True)
-        for key, saved in (
-            ("lr", "max_lr" if "max_lr" in group else "initial_lr"),
-            ("momentum", "momentum"),
-            ("weight_decay", "weight_decay"),
-        )
-        if key in asked and group.get(saved, group[key]) != asked[key]
-    ]
+    kept = []
+    for asked, group in zip(given, optimizer.param_groups, strict=True):
+        # A scheduler keeps the rate that it was given under another key, and changes "lr".
+        given_rate = group.get("max_lr", group.get("initial_lr", group["lr"]))
+        saved = group | {"lr": given_rate}
+        for key in ("lr", "momentum", "weight_decay"):
+            if key in asked and saved[key] != asked[key]:
+                kept.append(f"{key} {saved[key]} (not {asked[key]})")
     if kept:
         warnings.warn(
             f"the optimizer uses the settings saved in checkpoint {name}: {', '.join(kept)}",
@@ -170,27 +170,20 @@ class EpochLog(Callback):
     """
 
     def __init__(self, path: Path, rank: str | int = "", *, printed: bool = False) -> None:
-        self._path, self._rank, self._printed = path, rank, printed
+        self._path = path
+        self._rank = rank
+        self._printed = printed
 
     def on_train_begin(self, engine: TrainingEngine, first_epoch: int) -> None:
         """Keep what the line says of the training."""
-        self._world, self._emulated = engine.world, engine.emulation is not None
+        self._world = engine.world
+        self._emulated = engine.emulation is not None
         if self._rank == "" and self._world.size > 1:
             self._rank = self._world.rank
 
     def on_epoch_end(self, end: EpochEnd) -> None:
         """Append the line; UserError if the file cannot be written."""
-        result = end.result
-        line = "EMULATED, " if self._emulated else ""
-        if self._rank != "":
-            line += f"Rank: {self._rank}, "
-        line += f"Epoch: {end.epoch}, "
-        if not self._emulated:
-            line += f"Train Loss: {result.loss:.3f}, Train Accuracy: {result.accuracy:.3f}, "
-        line += (
-            f"Avg Batch Duration: {result.mean_step_seconds:.3f} seconds, "
-            f"Epoch Duration: {result.seconds:.3f} seconds"
-        )
+        line = self._line(end.epoch, end.result)
         append_text(
             self._path,
             line + "\n",
@@ -201,6 +194,20 @@ class EpochLog(Callback):
         if self._printed and self._world.is_rank0:
             print(line, flush=True)
 
+    def _line(self, epoch: int, result: EpochResult) -> str:
+        parts = []
+        if self._emulated:
+            parts.append("EMULATED")
+        if self._rank != "":
+            parts.append(f"Rank: {self._rank}")
+        parts.append(f"Epoch: {epoch}")
+        if not self._emulated:
+            parts.append(f"Train Loss: {result.loss:.3f}")
+            parts.append(f"Train Accuracy: {result.accuracy:.3f}")
+        parts.append(f"Avg Batch Duration: {result.mean_step_seconds:.3f} seconds")
+        parts.append(f"Epoch Duration: {result.seconds:.3f} seconds")
+        return ", ".join(parts)
+
 
 def _strategy(distribute_flag: bool, task_flag: str) -> str:
     """Return the name of the strategy that the assignment's two flags choose."""
@@ -210,7 +217,8 @@ def _strategy(distribute_flag: bool, task_flag: str) -> str:
             f"task_flag: got {task_flag!r}, give a strategy's name ({', '.join(STRATEGIES)}), "
             "'PartOne' (gather_scatter), 'PartTwo' (all_reduce) or ''"
         )
-    strategy = "ddp" if distribute_flag else strategy
+    if distribute_flag:
+        return "ddp"
     world = current_world()
     if strategy == "none" and world.size > 1:
         warnings.warn(

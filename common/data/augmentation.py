@@ -70,7 +70,8 @@ class Normaliser:
         width: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        means, stds = (torch.tensor(values, dtype=torch.float64) for values in (mean, std))
+        means = torch.tensor(mean, dtype=torch.float64)
+        stds = torch.tensor(std, dtype=torch.float64)
         # (width * 3,): repeated along a row, so that the arithmetic runs over long contiguous
         # vectors in place of 3 channels. One multiplication and one addition replace the formula.
         self._scale = (1 / (255 * stds)).float().repeat(width).to(device)
@@ -94,20 +95,23 @@ class RandomCropFlip:
 
     def __init__(self, images: Tensor) -> None:
         n, self._height, self._width, channels = images.shape
-        height, width = self._height + 2 * PADDING, self._width + 2 * PADDING
+        height = self._height + 2 * PADDING
+        width = self._width + 2 * PADDING
         padded = images.new_zeros(n, height, width, channels)
         padded[:, PADDING:-PADDING, PADDING:-PADDING] = images
         # windows[i, top, left] is one crop, as h rows of w * 3 contiguous bytes. A view, no copy:
         # the strides of ``top`` and of the rows are the same, so all crops share their memory.
+        offsets = 2 * PADDING + 1
+        crop_row_bytes = self._width * channels
+        padded_row_bytes = width * channels
         self._windows = padded.as_strided(
-            (n, 2 * PADDING + 1, 2 * PADDING + 1, self._height, self._width * channels),
-            (height * width * channels, width * channels, channels, width * channels, 1),
+            (n, offsets, offsets, self._height, crop_row_bytes),
+            (height * padded_row_bytes, padded_row_bytes, channels, padded_row_bytes, 1),
         )
-        columns = torch.arange(self._width * channels).view(self._width, channels)
         # (2, w * 3): where each byte of a row comes from, unflipped and flipped.
-        self._sources = torch.stack([columns.flatten(), columns.flip(0).flatten()]).to(
-            images.device
-        )
+        columns = torch.arange(crop_row_bytes).view(self._width, channels)
+        sources = torch.stack([columns.flatten(), columns.flip(0).flatten()])
+        self._sources = sources.to(images.device)
 
     def __call__(self, ids: Tensor, draws: Draws) -> Tensor:
         """Return the crops of the samples ``ids``, flipped if drawn: uint8, (batch, h, w, 3)."""
@@ -115,8 +119,9 @@ class RandomCropFlip:
         crops = self._windows[ids, draws.top[ids], draws.left[ids]]
         # Every row is gathered, flipped or not: choosing the flipped images by their positions
         # would make the host wait until the GPU has counted them.
-        sources = self._sources[draws.flip[ids].long()].unsqueeze(1).expand_as(crops)
-        return crops.gather(2, sources).view(len(ids), self._height, self._width, 3)
+        sources = self._sources[draws.flip[ids].long()].unsqueeze(1)
+        flipped = crops.gather(2, sources.expand_as(crops))
+        return flipped.view(len(ids), self._height, self._width, 3)
 
 
 def draw_centres(
@@ -130,8 +135,9 @@ def draw_centres(
 ) -> Tensor:
     """Draw row and column of the centre of each sample's cutout: uniform, int64, (2, samples)."""
     generator = _generator(seed, CUTOUT_STREAM, epoch)
-    axes = [torch.randint(0, side, (samples,), generator=generator) for side in (height, width)]
-    return torch.stack(axes).to(device)
+    rows = torch.randint(0, height, (samples,), generator=generator)
+    columns = torch.randint(0, width, (samples,), generator=generator)
+    return torch.stack([rows, columns]).to(device)
 
 
 def cut_out(images: Tensor, centres: Tensor, *, size: int) -> None:
@@ -146,15 +152,15 @@ def cut_out(images: Tensor, centres: Tensor, *, size: int) -> None:
     centres : rows and columns, of shape (2, batch).
     size : side of the square in pixels.
     """
-    rows, columns = (
-        _within(torch.arange(side, device=images.device), middle, size)
-        for side, middle in zip(images.shape[2:], centres, strict=True)
-    )
-    # (batch, 1, h, w), the same for all channels
-    images.masked_fill_((rows[:, :, None] & columns[:, None, :]).unsqueeze(1), 0)
+    height, width = images.shape[2:]
+    rows = _covered(height, centres[0], size)
+    columns = _covered(width, centres[1], size)
+    squares = rows[:, :, None] & columns[:, None, :]  # (batch, h, w), the same for all channels
+    images.masked_fill_(squares.unsqueeze(1), 0)
 
 
-def _within(places: Tensor, middle: Tensor, size: int) -> Tensor:
-    """Return which places each square covers along an axis: bool, (batch, places)."""
-    first = middle[:, None] - size // 2
-    return (places >= first) & (places < first + size)
+def _covered(side: int, middles: Tensor, size: int) -> Tensor:
+    """Return which pixels each square covers along an axis of ``side`` pixels: (batch, side)."""
+    pixels = torch.arange(side, device=middles.device)
+    first = middles[:, None] - size // 2
+    return (pixels >= first) & (pixels < first + size)

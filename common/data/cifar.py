@@ -26,6 +26,14 @@ _STALL_SECONDS = 60.0
 _SILENT_SECONDS = 3.0
 _CHUNK_BYTES = 2**18
 _MEGABYTE = 1e6
+_DOWNLOAD_ERRORS = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    tarfile.TarError,
+    HTTPException,
+)
 
 
 def _load(
@@ -39,37 +47,40 @@ def _load(
             url = f"{mirror.removesuffix(kind.filename).rstrip('/')}/{kind.filename}"
         try:
             _download(kind, name, data_dir, url)
-        except (
-            OSError,
-            RuntimeError,
-            EOFError,
-            ValueError,
-            tarfile.TarError,
-            HTTPException,
-        ) as error:
+        except _DOWNLOAD_ERRORS as error:
             raise UserError(
                 f"{name} is not in {data_dir} ({problems}) and could not be downloaded from {url} "
                 f"({reason_of(error)}). Give --data-dir FOLDER (a folder that holds "
                 f"{kind.base_folder}/), --mirror URL (another host), or --dataset digits, which "
                 "needs no download"
             ) from error
-    splits = [kind(str(data_dir), train=is_train) for is_train in (True, False)]
-    train, test = (
-        ImageSet(torch.from_numpy(split.data), torch.tensor(split.targets, dtype=torch.int64))
-        for split in splits
-    )
-    return Dataset(name, train, test, tuple(splits[0].classes), mean, std)
+    train = kind(str(data_dir), train=True)
+    test = kind(str(data_dir), train=False)
+    return Dataset(name, _image_set(train), _image_set(test), tuple(train.classes), mean, std)
+
+
+def _image_set(split: CIFAR10) -> ImageSet:
+    labels = torch.tensor(split.targets, dtype=torch.int64)
+    return ImageSet(torch.from_numpy(split.data), labels)
 
 
 def file_problems(kind: type[CIFAR10], data_dir: Path) -> str:
     """Return which files are missing or damaged; "" if all are there and whole."""
     folder = data_dir / kind.base_folder
     files = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
-    bad = [file for file, md5 in files if not check_integrity(str(folder / file), md5)]
-    missing = [file for file in bad if not (folder / file).exists()]
-    damaged = [file for file in bad if file not in missing]
-    problems = {"missing": missing, "damaged, the MD5 is wrong": damaged}
-    return "; ".join(f"{what}: {', '.join(found)}" for what, found in problems.items() if found)
+    missing = []
+    damaged = []
+    for file, md5 in files:
+        if not (folder / file).exists():
+            missing.append(file)
+        elif not check_integrity(str(folder / file), md5):
+            damaged.append(file)
+    problems = []
+    if missing:
+        problems.append(f"missing: {', '.join(missing)}")
+    if damaged:
+        problems.append(f"damaged, the MD5 is wrong: {', '.join(damaged)}")
+    return "; ".join(problems)
 
 
 def _download(kind: type[CIFAR10], name: str, data_dir: Path, url: str) -> None:
@@ -116,7 +127,8 @@ def fetch(url: str, path: Path) -> None:
         urllib.request.urlopen(request, timeout=_STALL_SECONDS) as response,
         target.open("wb") as file,
     ):
-        total = round(int(response.headers.get("Content-Length", 0)) / _MEGABYTE) or None
+        bytes_to_come = int(response.headers.get("Content-Length", 0))
+        total = round(bytes_to_come / _MEGABYTE) or None  # None: unknown, or less than half a MB
         size = f" ({total:,} MB)" if total else ""
         console.print(f"downloading {url}{size} to {path.parent}", markup=False)
         with show_progress(f"download of {path.name}", total=total, unit="MB") as show:
@@ -124,6 +136,9 @@ def fetch(url: str, path: Path) -> None:
                 file.write(chunk)
                 show(round(file.tell() / _MEGABYTE))
 
+
+cifar10_problems = partial(file_problems, CIFAR10)
+cifar100_problems = partial(file_problems, CIFAR100)
 
 # The arguments are ``data_dir`` and ``mirror``. CIFAR-10's statistics are the assignment's own.
 load_cifar10 = partial(  # 50,000 and 10,000 images of 10 classes

@@ -51,11 +51,11 @@ def pixel_statistics(
     ``images`` : uint8 tensor of shape (n, h, w, 3).
     """
     # Counting the 256 values is exact, and needs no copy of the images as floats.
-    counts = torch.stack(
-        [torch.bincount(images[..., c].reshape(-1), minlength=256) for c in range(3)]
-    ).double()
+    channels = [images[..., channel].reshape(-1) for channel in range(3)]
+    counts = torch.stack([torch.bincount(pixels, minlength=256) for pixels in channels]).double()
     values = torch.arange(256, dtype=torch.float64) / 255
     shares = counts / counts.sum(dim=1, keepdim=True)
     mean = (shares * values).sum(dim=1)
-    std = ((shares * values**2).sum(dim=1) - mean**2).clamp_min(1e-12).sqrt()
+    variance = (shares * values**2).sum(dim=1) - mean**2
+    std = variance.clamp_min(1e-12).sqrt()
     return tuple(mean.tolist()), tuple(std.tolist())

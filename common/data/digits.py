@@ -22,7 +22,8 @@ def load_digits(data_dir: Path, mirror: str | None) -> Dataset:
     bundled = load_bundled()
     greys = np.round(bundled.images * (255 / 16)).astype(np.uint8)
     repeat = IMAGE_SIZE // greys.shape[1]
-    images = greys.repeat(repeat, axis=1).repeat(repeat, axis=2)[..., None].repeat(3, axis=3)
+    large = greys.repeat(repeat, axis=1).repeat(repeat, axis=2)  # (n, 32, 32)
+    images = large[..., None].repeat(3, axis=3)
     train_x, test_x, train_y, test_y = train_test_split(
         images,
         bundled.target,
@@ -30,11 +31,13 @@ def load_digits(data_dir: Path, mirror: str | None) -> Dataset:
         stratify=bundled.target,
         random_state=_SPLIT_SEED,
     )
-    train, test = (
-        ImageSet(torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(y).to(torch.int64))
-        for x, y in ((train_x, train_y), (test_x, test_y))
-    )
+    train = _image_set(train_x, train_y)
+    test = _image_set(test_x, test_y)
+    classes = tuple(str(digit) for digit in bundled.target_names)
     mean, std = pixel_statistics(train.images)
-    return Dataset(
-        "digits", train, test, tuple(str(n) for n in bundled.target_names), mean, std, flip=False
-    )
+    return Dataset("digits", train, test, classes, mean, std, flip=False)
+
+
+def _image_set(images: np.ndarray, labels: np.ndarray) -> ImageSet:
+    contiguous = np.ascontiguousarray(images)
+    return ImageSet(torch.from_numpy(contiguous), torch.from_numpy(labels).to(torch.int64))

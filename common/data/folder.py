@@ -18,12 +18,16 @@ def load_folder(data_dir: Path, mirror: str | None) -> Dataset:
     The classes are the sorted names of the folders in ``train``. Raises UserError if a folder is
     missing or empty, an image cannot be read, or ``test`` has a class that ``train`` lacks.
     """
-    classes = classes_of(data_dir / "train")
-    if unknown := sorted(set(classes_of(data_dir / "test")) - set(classes)):
+    train_folder = data_dir / "train"
+    test_folder = data_dir / "test"
+    classes = classes_of(train_folder)
+    unknown = sorted(set(classes_of(test_folder)) - set(classes))
+    if unknown:
         raise UserError(
-            f"{data_dir / 'test'} has classes that {data_dir / 'train'} lacks: {', '.join(unknown)}"
+            f"{test_folder} has classes that {train_folder} lacks: {', '.join(unknown)}"
         )
-    train, test = (_read(data_dir / split, classes) for split in ("train", "test"))
+    train = _read(train_folder, classes, allow_empty_classes=False)
+    test = _read(test_folder, classes, allow_empty_classes=True)
     mean, std = pixel_statistics(train.images)
     return Dataset("folder", train, test, tuple(classes), mean, std)
 
@@ -40,21 +44,25 @@ def classes_of(folder: Path) -> list[str]:
     return classes
 
 
-def _read(folder: Path, classes: list[str]) -> ImageSet:
-    paths = {
-        folder / name: sorted(
-            p for p in (folder / name).glob("**/*") if p.suffix.lower() in IMG_EXTENSIONS
-        )
-        for name in classes
-    }
-    # Each class needs images to train with; the test set may lack some classes.
-    empty = [place for place, found in paths.items() if not found and folder.name == "train"]
-    if empty or not any(paths.values()):
-        place = empty[0] if empty else folder
-        raise UserError(f"--dataset folder: {place} holds no image ({', '.join(IMG_EXTENSIONS)})")
-    images = np.stack([_read_image(path) for found in paths.values() for path in found])
-    labels = [label for label, found in enumerate(paths.values()) for _ in found]
+def _read(folder: Path, classes: list[str], *, allow_empty_classes: bool) -> ImageSet:
+    """Read the images of all classes; each must have some, unless ``allow_empty_classes``."""
+    paths: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        files = sorted((folder / name).glob("**/*"))
+        of_class = [file for file in files if file.suffix.lower() in IMG_EXTENSIONS]
+        if not of_class and not allow_empty_classes:
+            raise _no_image(folder / name)
+        paths += of_class
+        labels += [label] * len(of_class)
+    if not paths:
+        raise _no_image(folder)
+    images = np.stack([_read_image(path) for path in paths])
     return ImageSet(torch.from_numpy(images), torch.tensor(labels, dtype=torch.int64))
+
+
+def _no_image(folder: Path) -> UserError:
+    return UserError(f"--dataset folder: {folder} holds no image ({', '.join(IMG_EXTENSIONS)})")
 
 
 def _read_image(path: Path) -> np.ndarray:
@@ -64,10 +72,9 @@ def _read_image(path: Path) -> np.ndarray:
             upright = ImageOps.exif_transpose(image)
             if upright.mode.startswith("I"):  # 16 bits a pixel, which convert() would clip to white
                 upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-            upright = upright.convert("RGB")
-            return np.asarray(
-                ImageOps.fit(upright, (IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR)
-            )
+            size = (IMAGE_SIZE, IMAGE_SIZE)
+            square = ImageOps.fit(upright.convert("RGB"), size, Image.Resampling.BILINEAR)
+            return np.asarray(square)
     except (
         UnidentifiedImageError,
         Image.DecompressionBombError,

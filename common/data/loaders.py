@@ -10,7 +10,8 @@ from common.data.dataset import Dataset, ImageSet
 from common.data.sharding import GlobalBatchSampler
 
 # A GPU takes larger batches: with small ones it would wait for the host to launch its kernels.
-_BATCH_SIZE_ON_CPU, _BATCH_SIZE_ON_GPU = 500, 2000
+_BATCH_SIZE_ON_CPU = 500
+_BATCH_SIZE_ON_GPU = 2000
 
 
 class TrainLoader:
@@ -37,13 +38,16 @@ class TrainLoader:
         cutout: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.sampler, self._device = sampler, torch.device(device)
-        self._flip, self._cutout = flip if dataset.flip else "none", cutout
+        self.sampler = sampler
+        self._device = torch.device(device)
+        self._flip = flip if dataset.flip else "none"
+        self._cutout = cutout
         _, self._height, self._width, _ = dataset.train.images.shape
         # With these the engine weights the loss of each step, and numbers the micro-batches,
         # without a message.
         self.global_batch_sizes = sampler.global_batch_sizes
-        self.micro_batches, self.shards_here = sampler.micro_batches, sampler.shards_here
+        self.micro_batches = sampler.micro_batches
+        self.shards_here = sampler.shards_here
         self._crop_flip = RandomCropFlip(dataset.train.images.to(device))
         self._labels = dataset.train.labels.to(device)
         self._normalise = Normaliser(dataset.mean, dataset.std, width=self._width, device=device)
@@ -57,10 +61,16 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         samples = self.sampler.samples
-        place = {"seed": self.sampler.seed, "epoch": self.sampler.epoch}
-        draws = draw(samples, **place, flip=self._flip, device=self._device)
+        seed = self.sampler.seed
+        epoch = self.sampler.epoch
+        draws = draw(samples, seed=seed, epoch=epoch, flip=self._flip, device=self._device)
         centres = draw_centres(
-            samples, height=self._height, width=self._width, **place, device=self._device
+            samples,
+            height=self._height,
+            width=self._width,
+            seed=seed,
+            epoch=epoch,
+            device=self._device,
         )
         for ids in self.sampler.batches(self._device):
             images = self._normalise(self._crop_flip(ids, draws))
@@ -95,12 +105,12 @@ class EvaluationLoader:
         share = slice(rank, None, world_size)
         self.ids = torch.arange(len(images))[share]
         # On a CPU these are views, not copies.
-        self._images, self._labels = (
-            images.images[share].to(device),
-            images.labels[share].to(device),
-        )
-        on_cpu = torch.device(device).type == "cpu"
-        self._batch_size = batch_size or (_BATCH_SIZE_ON_CPU if on_cpu else _BATCH_SIZE_ON_GPU)
+        self._images = images.images[share].to(device)
+        self._labels = images.labels[share].to(device)
+        if batch_size is None:
+            on_cpu = torch.device(device).type == "cpu"
+            batch_size = _BATCH_SIZE_ON_CPU if on_cpu else _BATCH_SIZE_ON_GPU
+        self._batch_size = batch_size
         self._normalise = Normaliser(mean, std, width=images.images.shape[2], device=device)
 
     def __len__(self) -> int:

@@ -21,12 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import UserError
+from common.errors import UserError, count
 
 # BatchNorm needs two values a channel in training, and after VGG's last pooling a sample has one.
 _MIN_SAMPLES_PER_MICRO_BATCH = 2
 
-_ORDER_STREAM, AUGMENTATION_STREAM, STEP_STREAM, FLIP_STREAM, CUTOUT_STREAM = 1, 2, 3, 4, 5
+# The random streams of a training.
+_ORDER_STREAM = 1
+AUGMENTATION_STREAM = 2
+STEP_STREAM = 3
+FLIP_STREAM = 4
+CUTOUT_STREAM = 5
 
 
 def stream_seed(seed: int, stream: int, *place: int) -> int:
@@ -80,8 +85,9 @@ class GlobalBatchSampler:
         self._count = shards * accumulation_steps
         least = _MIN_SAMPLES_PER_MICRO_BATCH * self._count
         if batch_size < least:
-            parts = f"{shards} rank{'s' if shards > 1 else ''}"
-            parts += f" x {accumulation_steps} accumulation steps" if accumulation_steps > 1 else ""
+            parts = count(shards, "rank")
+            if accumulation_steps > 1:
+                parts += f" x {accumulation_steps} accumulation steps"
             raise UserError(
                 f"--batch-size: got {batch_size} for {parts}; "
                 f"BatchNorm needs 2 samples per rank, so give {least} or more"
@@ -91,7 +97,9 @@ class GlobalBatchSampler:
                 f"the training set has {samples} images, too few for {shards} ranks: "
                 f"BatchNorm needs 2 per rank, so {least} or more"
             )
-        self.samples, self.seed, self.epoch = samples, seed, 1
+        self.samples = samples
+        self.seed = seed
+        self.epoch = 1
         # Where each global batch begins, and the end. The last batch has the remainder; one too
         # small to give every micro-batch two samples joins the previous batch.
         self._bounds = [*range(0, samples, batch_size), samples]
@@ -128,8 +136,10 @@ class GlobalBatchSampler:
         """Yield the same ids on ``device``. They are copied there once, before the first."""
         # Every rank computes the whole order, so the ranks agree on it without a message.
         order = epoch_order(self.samples, seed=self.seed, epoch=self.epoch).to(device)
-        start, self._start = self._start, 0
-        for begin, end in list(pairwise(self._bounds))[start:]:
+        bounds = list(pairwise(self._bounds))[self._start :]
+        self._start = 0
+        for begin, end in bounds:
+            global_batch = order[begin:end]
             for micro_batch in self.micro_batches:
                 # (global batch,) -> (micro-batch,); numbers from ``_count`` on get an empty slice
-                yield order[begin:end][rank_share(end - begin, micro_batch, self._count)]
+                yield global_batch[rank_share(end - begin, micro_batch, self._count)]

@@ -118,30 +118,25 @@ def load_profile(
         profile = read_versioned(path, Profile, kind=_KIND, version=FORMAT)
     except UserError as error:
         raise UserError(f"--compute {choice}: {error}: {again}") from error
-    differences = (
-        (
-            profile.model != model,
-            f"was measured for {profile.model}, but the model is {model}: {again}",
-        ),
-        (
-            image not in (None, profile.image),
-            f"was measured with images of {_size(profile.image)}, but the dataset has "
-            f"{_size(image)}: use a dataset or a profile of the same size",
-        ),
-        (
-            choice == MEASURED and machine not in (None, profile.machine),
-            f"was measured on {profile.machine!r}, but this machine is {machine!r}: {again}; to "
-            f"emulate that machine, give the file: --compute {path}",
-        ),
-    )
-    for differs, sentence in differences:
-        if differs:
-            raise UserError(f"--compute {choice}: the profile {path} {sentence}")
+    wrong = f"--compute {choice}: the profile {path} was measured"
+    if profile.model != model:
+        raise UserError(f"{wrong} for {profile.model}, but the model is {model}: {again}")
+    if image is not None and image != profile.image:
+        raise UserError(
+            f"{wrong} with images of {_size(profile.image)}, but the dataset has {_size(image)}: "
+            "use a dataset or a profile of the same size"
+        )
+    if choice == MEASURED and machine is not None and machine != profile.machine:
+        raise UserError(
+            f"{wrong} on {profile.machine!r}, but this machine is {machine!r}: {again}; to "
+            f"emulate that machine, give the file: --compute {path}"
+        )
     return profile
 
 
-def _size(image: tuple[int, int] | None) -> str:
-    return "x".join(map(str, image or ()))
+def _size(image: tuple[int, int]) -> str:
+    height, width = image
+    return f"{height}x{width}"
 
 
 def how_to_make(choice: str, model: str) -> str:

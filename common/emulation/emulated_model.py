@@ -10,7 +10,9 @@ gradients become ready.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -45,14 +47,10 @@ class Emulation:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         check_parameters(profile, trained)
         generator = torch.Generator().manual_seed(rank)
-        self._layers = [
-            (
-                layer,
-                _owners(model, layer.parameters),
-                [_Gradient(trained[name], generator, rank) for name in layer.parameters],
-            )
-            for layer in profile.layers
-        ]
+        self._layers = []
+        for layer in profile.layers:
+            gradients = [_Gradient(trained[name], generator, rank) for name in layer.parameters]
+            self._layers.append(_Layer(layer, _owners(model, layer.parameters), gradients))
         self._model = model
         self._deadline: float | None = None
         model.forward = self._forward
@@ -68,48 +66,54 @@ class Emulation:
 
     def _forward(self, inputs: Tensor) -> Tensor:
         signal = inputs.new_zeros((len(inputs), self._classes))
-        for layer, owners, gradients in self._layers:
+        for layer in self._layers:
+            called = time.perf_counter()
+            call: Callable[[Tensor], Tensor] = partial(self._forward_layer, layer, called)
             # Through the modules that own the parameters, so that their hooks run.
-            call: Callable[[Tensor], Tensor] = partial(
-                self._forward_layer, layer, gradients, time.perf_counter()
-            )
-            for module in owners:
-                module.forward, call = call, module
+            for module in layer.owners:
+                module.forward = call
+                call = module
             signal = call(signal)
         return signal
 
-    def _forward_layer(
-        self, layer: Layer, gradients: "Sequence[_Gradient]", called: float, signal: Tensor
-    ) -> Tensor:
+    def _forward_layer(self, layer: "_Layer", called: float, signal: Tensor) -> Tensor:
         """Take a layer's time; ``called`` is the moment before the hooks that run before it."""
         if self._deadline is not None:
             self._deadline += time.perf_counter() - called
         samples = len(signal)
-        self._pass(layer.forward.at(samples))
+        self._pass(layer.times.forward.at(samples))
         # Looked up in each step: a strategy may have replaced them.
-        parameters = [self._model.get_parameter(name) for name in layer.parameters]
-        return _EmulatedLayer.apply(
-            signal, partial(self._backward, layer, gradients, samples), *parameters
-        )
+        parameters = [self._model.get_parameter(name) for name in layer.times.parameters]
+        backward = partial(self._backward, layer, samples)
+        return _EmulatedLayer.apply(signal, backward, *parameters)
 
-    def _backward(
-        self, layer: Layer, gradients: "Sequence[_Gradient]", samples: int
-    ) -> list[Tensor]:
-        self._pass(layer.backward.at(samples))
-        return [gradient.next() for gradient in gradients]
+    def _backward(self, layer: "_Layer", samples: int) -> list[Tensor]:
+        self._pass(layer.times.backward.at(samples))
+        return [gradient.next() for gradient in layer.gradients]
 
     def _pass(self, seconds: float) -> None:
         """Sleep until ``seconds`` after the last deadline, or from now if there is none."""
         now = time.perf_counter()
-        self._deadline = (now if self._deadline is None else self._deadline) + seconds
+        if self._deadline is None:
+            self._deadline = now
+        self._deadline += seconds
         if self._deadline > now:
             time.sleep(self._deadline - now)
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """A layer's times, the modules that own its parameters, and its parameters' gradients."""
+
+    times: Layer
+    owners: list[nn.Module]
+    gradients: "list[_Gradient]"
+
+
 def _owners(model: nn.Module, parameters: Sequence[str]) -> list[nn.Module]:
     """Return the modules that own these parameters, without ``model``: its hooks run anyway."""
-    names = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
-    return [model.get_submodule(name) for name in names if name]
+    paths = [name.rpartition(".")[0] for name in parameters]
+    return [model.get_submodule(path) for path in dict.fromkeys(paths) if path]
 
 
 class _EmulatedLayer(torch.autograd.Function):
@@ -136,7 +140,9 @@ class _Gradient:
     """
 
     def __init__(self, parameter: nn.Parameter, generator: torch.Generator, rank: int) -> None:
-        self._parameter, self._rank, self._passes = parameter, rank, 0
+        self._parameter = parameter
+        self._rank = rank
+        self._passes = 0
         values = torch.empty(parameter.numel()).uniform_(-_SCALE, _SCALE, generator=generator)
         self._memory = torch.empty_like(parameter, requires_grad=False)
         self._memory.copy_(values.view_as(parameter))
@@ -149,15 +155,17 @@ class _Gradient:
     def next(self) -> Tensor:
         """Return the gradient of the next backward pass."""
         self._passes += 1
+        first_entry = _SCALE * math.sin(self._passes + 100.0 * self._rank)
         tensor = self._memory if self._parameter.grad is None else self._to_accumulate
-        tensor.as_strided((1,), (1,)).fill_(_SCALE * math.sin(self._passes + 100.0 * self._rank))
+        tensor.as_strided((1,), (1,)).fill_(first_entry)
         return tensor.detach()  # another tensor on the same memory, so that it has no other owner
 
 
 def check_parameters(profile: Profile, trained: Mapping[str, nn.Parameter]) -> None:
     """Raise UserError unless the profile names exactly the parameters of ``trained``, once each."""
-    named = [name for layer in profile.layers for name in layer.parameters]
-    wrong = {name for name in (*named, *trained) if named.count(name) != 1 or name not in trained}
+    times_named = Counter(name for layer in profile.layers for name in layer.parameters)
+    repeated = {name for name, times in times_named.items() if times > 1}
+    wrong = repeated | (times_named.keys() ^ trained.keys())
     if wrong:
         raise UserError(
             f"--compute: the parameters in the profile {profile.name} differ from this "

@@ -11,8 +11,8 @@ from common.reporting.console import Progress, say
 from common.reporting.run_folder import RunFolder
 from common.reporting.run_logger import RunLogger
 from common.reporting.trackers import Trackers
+from common.run_setup import Setup
 from common.training_engine import AfterEachStep, Callback, StepRecord
-from common.training_plan import Setup
 
 
 def build_progress(setup: Setup) -> Progress:

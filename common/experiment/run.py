@@ -23,9 +23,10 @@ from common.experiment.validation import CountedLoader, predict_test_set
 from common.reporting.header import log_header
 from common.reporting.rank_stats import gather_measurements
 from common.reporting.summary import report, report_end_of_rank
+from common.run_setup import Setup, prepare_model
 from common.training import EpochLog
 from common.training_engine.evaluation_loop import unwrap
-from common.training_plan import Setup, make_plan, prepare_model, refuse_other_training
+from common.training_plan import make_plan, refuse_other_training
 from common.utils.hashing import digest
 from common.utils.system import tune_malloc
 

@@ -26,11 +26,11 @@ from common.profiling.comm_trace import Timeline
 from common.reporting.console import say
 from common.reporting.run_folder import RunFolder
 from common.reporting.run_logger import RunLogger
+from common.run_setup import Setup
 from common.sync import build_message_plan_from, strategy_class
 from common.training_engine import TrainingEngine, Validator
 from common.training_engine.amp import precision_name
 from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
-from common.training_plan import Setup
 from common.utils.environment import environment
 from common.utils.hashing import digest
 from common.utils.source_hash import code_facts, step_digest

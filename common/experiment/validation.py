@@ -9,8 +9,8 @@ from common.data.loaders import EvaluationLoader
 from common.distributed.collectives import gather_tensors
 from common.models import PRETRAINED
 from common.reporting.console import Progress, say
+from common.run_setup import Setup
 from common.training_engine import Predictions, TrainingEngine, predict
-from common.training_plan import Setup
 
 _PRETRAINED_BATCH_SIZE = 500
 

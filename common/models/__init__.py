@@ -26,4 +26,5 @@ def build_model(name: str, num_classes: int, **options: Any) -> Any:
 
     ``options`` : those of the model's builder. UserError with the choices if the name is unknown.
     """
-    return registry.load(MODELS, name, kind="model")(num_classes, **options)
+    builder = registry.load(MODELS, name, kind="model")
+    return builder(num_classes, **options)

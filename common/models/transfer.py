@@ -37,10 +37,12 @@ class Transfer(nn.Module):
 
     def __init__(self, network: nn.Module, *, input_size: int) -> None:
         super().__init__()
-        self.network, self.input_size = network, input_size
+        self.network = network
+        self.input_size = input_size
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.network(F.interpolate(images, size=self.input_size, mode="bilinear"))
+        large = F.interpolate(images, size=self.input_size, mode="bilinear")
+        return self.network(large)
 
 
 def resnet18_transfer(
@@ -66,45 +68,68 @@ def load_pretrained(model: Transfer, source: str | None) -> str:
 
     Raises UserError if they cannot be read or do not fit.
     """
-    where = source or ResNet18_Weights.IMAGENET1K_V1.url
-    state, own = _read(source, where), model.network.state_dict()
+    if source is None:
+        where = ResNet18_Weights.IMAGENET1K_V1.url
+        state = _download(where, check_hash=True)
+    elif "://" in source:
+        where = source
+        # torch's cache knows a file by its name alone, but two URLs may end alike.
+        name = f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.pth"
+        state = _download(source, file_name=name)
+    else:
+        where = source
+        state = _read_file(source)
     try:
         given = {name.removeprefix("module."): value for name, value in state.items()}
+        own = model.network.state_dict()
         last = {name: own[name] for name in own if name.startswith("fc.")}
         model.network.load_state_dict(given | last)
     except Exception as error:  # another network's, without data, or no dict at all
+        problem = " ".join(str(error).split())[:200]
         raise UserError(
             f"--pretrained-weights: {where} holds no state dict of torchvision's ResNet-18 "
-            f"({' '.join(str(error).split())[:200]}): give one as saved by "
+            f"({problem}): give one as saved by "
             "torch.save(torchvision.models.resnet18(weights='DEFAULT').state_dict(), FILE)"
         ) from error
     return where
 
 
-def _read(source: str | None, where: str) -> Any:
-    # torch's cache knows a file by its name alone, but two URLs may end alike.
-    name = f"{hashlib.sha256(where.encode()).hexdigest()[:16]}.pth" if source else None
+def _read_file(path: str) -> Any:
     try:
-        if source is not None and "://" not in source:
-            return read_saved(read_regular(Path(source), most_bytes=_MOST_BYTES))
+        return read_saved(read_regular(Path(path), most_bytes=_MOST_BYTES))
+    except (UserError, OSError) as error:
+        raise _not_loaded(path, error) from error
+    except Exception as error:  # a damaged file can raise anything
+        raise _not_readable(path, error) from error
+
+
+def _download(url: str, *, check_hash: bool = False, file_name: str | None = None) -> Any:
+    """Return the content of the file at ``url``, which torch keeps in its cache."""
+    try:
         return torch.hub.load_state_dict_from_url(
-            where,
+            url,
             map_location="cpu",
             progress=False,
             weights_only=True,
-            check_hash=source is None,
-            file_name=name,
+            check_hash=check_hash,
+            file_name=file_name,
         )
     except (UserError, OSError) as error:
-        raise UserError(
-            f"the pretrained weights could not be loaded from {where} ({reason_of(error)}). "
-            f"{_ADVICE}"
-        ) from error
+        raise _not_loaded(url, error) from error
     except Exception as error:  # a damaged file can raise anything
-        if "://" in where:
-            cached = Path(torch.hub.get_dir(), "checkpoints", name or Path(where).name)
-            cached.unlink(missing_ok=True)
-        raise UserError(
-            f"--pretrained-weights: {where} cannot be read as a file of weights "
-            f"({first_line(error)[:100]}): copy it again"
-        ) from error
+        cached = Path(torch.hub.get_dir(), "checkpoints", file_name or Path(url).name)
+        cached.unlink(missing_ok=True)
+        raise _not_readable(url, error) from error
+
+
+def _not_loaded(where: str, error: Exception) -> UserError:
+    return UserError(
+        f"the pretrained weights could not be loaded from {where} ({reason_of(error)}). {_ADVICE}"
+    )
+
+
+def _not_readable(where: str, error: Exception) -> UserError:
+    return UserError(
+        f"--pretrained-weights: {where} cannot be read as a file of weights "
+        f"({first_line(error)[:100]}): copy it again"
+    )

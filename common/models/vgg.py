@@ -48,7 +48,8 @@ class VGG(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         # (batch, 3, 32, 32) -> (batch, 512, 1, 1) -> (batch, 512) -> (batch, num_classes)
-        return self.classifier(self.features(images).flatten(1))
+        features = self.features(images)
+        return self.classifier(features.flatten(1))
 
 
 # By the number of layers with weights; the argument is ``num_classes``.

@@ -23,15 +23,17 @@ class ResidualBlock(nn.Module):
         self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels_out)
         self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
-        changes = stride != 1 or channels_in != channels_out
-        self.shortcut = (
-            nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False) if changes else None
-        )
+        self.shortcut: nn.Conv2d | None = None
+        if stride != 1 or channels_in != channels_out:
+            self.shortcut = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         activated = F.relu(self.bn1(inputs))
-        residual = self.conv2(F.relu(self.bn2(self.conv1(activated))))
-        return residual + (inputs if self.shortcut is None else self.shortcut(activated))
+        hidden = F.relu(self.bn2(self.conv1(activated)))
+        residual = self.conv2(hidden)
+        if self.shortcut is None:
+            return residual + inputs
+        return residual + self.shortcut(activated)
 
 
 class WideResNet(nn.Module):
@@ -49,12 +51,14 @@ class WideResNet(nn.Module):
         super().__init__()
         blocks = (depth - 4) // 6  # of two convolutions, in each of three stages
         self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
-        layers, channels = [], 16
-        # The first block of a stage changes the number of channels and halves height and width.
-        for stage, stride in ((16, 1), (32, 2), (64, 2)):
+        layers = []
+        channels = 16
+        for narrow, first_stride in ((16, 1), (32, 2), (64, 2)):
+            # The first block of a stage changes the number of channels; stride 2 halves the image.
             for block in range(blocks):
-                layers.append(ResidualBlock(channels, stage * width, stride if block == 0 else 1))
-                channels = stage * width
+                stride = first_stride if block == 0 else 1
+                layers.append(ResidualBlock(channels, narrow * width, stride))
+                channels = narrow * width
         self.blocks = nn.Sequential(*layers)
         self.bn = nn.BatchNorm2d(channels)
         self.classifier = nn.Linear(channels, num_classes)
@@ -64,7 +68,9 @@ class WideResNet(nn.Module):
         nn.init.zeros_(self.classifier.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.classifier(F.relu(self.bn(self.blocks(self.conv(images)))).mean(dim=(2, 3)))
+        features = self.blocks(self.conv(images))  # (batch, 64 width, 8, 8)
+        activated = F.relu(self.bn(features))
+        return self.classifier(activated.mean(dim=(2, 3)))
 
 
 # By depth and width; the argument is ``num_classes``. Parameters for 100 classes:

@@ -5,12 +5,14 @@ from torch import nn
 
 from common.config.recipes import find_recipe, read_recipe
 from common.config.schema import flag, settings
+from common.data import DATASETS
 from common.errors import count
 from common.reporting.console import say
 from common.reporting.run_folder import RunFolder
+from common.run_setup import Setup
 from common.training import get_model_parameters
 from common.training_engine.amp import precision_name
-from common.training_plan import Setup, TrainingPlan
+from common.training_plan import TrainingPlan
 from common.utils.grouping import grouped
 
 _RECIPE_OF = {
@@ -135,7 +137,8 @@ def _recipes_meant(setup: Setup) -> list[str]:
     given = grouped(
         (recipe, flag(name))
         for name, recipe in _RECIPE_OF.items()
-        if getattr(config, name) != rules[name]["default"] and config.dataset != "digits"
+        if getattr(config, name) != rules[name]["default"]
+        and not DATASETS[config.dataset].comes_with
     )
     return [
         f"this trains {config.model} for {count(config.epochs, 'epoch')}. If you know "

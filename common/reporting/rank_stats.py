@@ -24,10 +24,10 @@ from common.reporting.run_files import (
     TimelineFile,
 )
 from common.reporting.run_logger import RunLogger
+from common.run_setup import Setup
 from common.sync.memory_cost import Memory, MemoryCase
 from common.sync.message_cost import GradientSize
 from common.training_engine import TrainingEngine
-from common.training_plan import Setup
 from common.utils.environment import peak_memory_bytes
 
 

@@ -13,9 +13,9 @@ from common.reporting.console import card, say
 from common.reporting.header import unusual_methods
 from common.reporting.rank_stats import median_seconds, peak_gpu_memory_bytes, timed
 from common.reporting.run_logger import RunLogger
+from common.run_setup import Setup
 from common.sync.memory_cost import KINDS, Memory
 from common.training_engine import Predictions, TrainingEngine
-from common.training_plan import Setup
 from common.utils.environment import peak_memory_bytes
 
 _NEAR_CHANCE = 1.5  # times the accuracy of guessing

@@ -22,18 +22,15 @@ def choose_amp(
     exact : whether every step uses the exact mean gradient, which fp16's loss scaling needs.
     """
     on_gpu = device.type == "cuda"
-    if not (on_gpu and default if requested is None else requested):
+    if requested is None:
+        requested = on_gpu and default
+    if not requested:
         return None, ""
     if not on_gpu:
-        if cpu_has_fast_bf16():
-            return torch.bfloat16, (
-                "on a CPU AMP uses bf16, which needs no GradScaler" if dtype == "fp16" else ""
-            )
-        return None, (
-            "this CPU has no bf16 instructions (AVX512-BF16 or AMX), so AMP is off and training "
-            "runs in fp32"
-        )
-    if (dtype or ("fp16" if exact else "bf16")) == "fp16":
+        return _choose_on_cpu(dtype)
+    if dtype is None:
+        dtype = "fp16" if exact else "bf16"
+    if dtype == "fp16":
         return torch.float16, ""
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16, ""
@@ -43,6 +40,17 @@ def choose_amp(
         "this GPU has no fast bf16, and the strategy changes the gradients that fp16's loss "
         "scaling needs, so AMP is off and training runs in fp32"
     )
+
+
+def _choose_on_cpu(dtype: str | None) -> tuple[torch.dtype | None, str]:
+    if not cpu_has_fast_bf16():
+        return None, (
+            "this CPU has no bf16 instructions (AVX512-BF16 or AMX), so AMP is off and training "
+            "runs in fp32"
+        )
+    if dtype == "fp16":
+        return torch.bfloat16, "on a CPU AMP uses bf16, which needs no GradScaler"
+    return torch.bfloat16, ""
 
 
 def autocast(device: torch.device | str, dtype: torch.dtype | None) -> torch.autocast:
@@ -57,8 +65,9 @@ def build_scaler(
 
     sharded : the ranks have different gradients, so they must tell each other of an overflow.
     """
-    if not sharded or dtype != torch.float16:
-        return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    scales = dtype == torch.float16
+    if not (sharded and scales):
+        return torch.amp.GradScaler(device.type, enabled=scales)
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # slow to import
 
     return ShardedGradScaler(device.type)
@@ -66,7 +75,9 @@ def build_scaler(
 
 def precision_name(dtype: torch.dtype | None) -> str:
     """Return a forward pass's type for the user, e.g. "bfloat16"; "fp32" for None."""
-    return "fp32" if dtype is None else str(dtype).removeprefix("torch.")
+    if dtype is None:
+        return "fp32"
+    return str(dtype).removeprefix("torch.")
 
 
 def cpu_has_fast_bf16() -> bool:

@@ -8,11 +8,13 @@ shards that this rank computes in turn. ``start_at(step)`` skips the first steps
 """
 
 from collections.abc import Iterable, Sized
+from typing import Any
 
 from torch import Tensor
 
 from common.distributed.collectives import check_same_on_all_ranks
 from common.distributed.process_group import World
+from common.errors import UserError
 
 # Inputs of shape (samples, ...) and labels of shape (samples,) for one forward pass.
 MicroBatch = tuple[Tensor, Tensor]
@@ -29,3 +31,22 @@ def check_lengths(world: World, loader: Iterable[MicroBatch], *, epochs: str) ->
         "epochs": epochs,
     }
     check_same_on_all_ranks(world, amount, what="how much they train")
+
+
+def set_epoch(loader: Iterable[MicroBatch], epoch: int) -> None:
+    """Choose the epoch's order of the samples; without it all epochs would have the same order."""
+    for name in ("sampler", "batch_sampler"):
+        sampler: Any = getattr(loader, name, None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+
+
+def skip_steps(loader: Iterable[MicroBatch], steps: int, *, epoch: int) -> None:
+    """Skip the first steps of the epoch. Raises UserError if the loader cannot."""
+    if not hasattr(loader, "start_at"):
+        raise UserError(
+            f"resuming within epoch {epoch}, after step {steps}, needs a loader with a method "
+            f"start_at(step), and {type(loader).__name__} has none: resume from the checkpoint of "
+            "an epoch"
+        )
+    loader.start_at(steps)

@@ -29,24 +29,28 @@ def _layers(model: nn.Module) -> list[_BatchNorm]:
 
 def statistics(model: nn.Module) -> list[Tensor]:
     """Return the running mean and variance, and the number of batches, of each BatchNorm layer."""
-    layers = [
-        (one.running_mean, one.running_var, one.num_batches_tracked) for one in _layers(model)
-    ]
-    return [tensor for layer in layers for tensor in layer if tensor is not None]
+    found: list[Tensor | None] = []
+    for layer in _layers(model):
+        found += [layer.running_mean, layer.running_var, layer.num_batches_tracked]
+    return [tensor for tensor in found if tensor is not None]
 
 
 def read(model: nn.Module) -> Tensor:
     """Return all statistics in one vector, float64 of shape (entries,)."""
     tensors = [tensor.double().flatten() for tensor in statistics(model)]
-    return torch.cat(tensors) if tensors else torch.zeros(0)
+    if not tensors:
+        return torch.zeros(0)
+    return torch.cat(tensors)
 
 
 @torch.no_grad()
 def _write(model: nn.Module, vector: Tensor) -> None:
     """Put statistics that ``read`` returned, or a mean of some, into the model."""
     tensors = statistics(model)
-    for tensor, part in zip(tensors, vector.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_((part if tensor.is_floating_point() else part.round()).view_as(tensor))
+    parts = vector.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        value = part if tensor.is_floating_point() else part.round()
+        tensor.copy_(value.view_as(tensor))
 
 
 class ShardStatistics:
@@ -58,8 +62,11 @@ class ShardStatistics:
     """
 
     def __init__(self, model: nn.Module, shards: int) -> None:
-        self._model, self._samples = model, [0] * shards
-        self._kept = [read(model)] * shards if shards > 1 else []
+        self._model = model
+        self._samples = [0] * shards
+        self._kept: list[Tensor] = []  # each shard's statistics, if there are several
+        if shards > 1:
+            self._kept = [read(model)] * shards
 
     @contextmanager
     def of(self, shard: int, samples: int) -> Iterator[None]:
@@ -107,12 +114,15 @@ def agree_on_buffers(model: nn.Module, shards: Sequence[_Shard], size: int) -> N
     if averaged:
         _average(model, shards, size)
     if size > 1:
-        broadcast_from_rank0([buffer for buffer in model.buffers() if id(buffer) not in averaged])
+        others = [buffer for buffer in model.buffers() if id(buffer) not in averaged]
+        broadcast_from_rank0(others)
 
 
 def _average(model: nn.Module, shards: Sequence[_Shard], size: int) -> None:
     # (1 + entries,) float64: the samples, then the sums of samples x statistic
-    rows = [samples * nn.functional.pad(vector, (1, 0), value=1.0) for samples, vector in shards]
+    rows = []
+    for samples, vector in shards:
+        rows.append(samples * nn.functional.pad(vector, (1, 0), value=1.0))
     weighted = torch.stack(rows).sum(dim=0)
     if size > 1:
         dist.all_reduce(weighted)
@@ -125,8 +135,9 @@ def synchronise_where_possible(model: nn.Module, device: torch.device) -> tuple[
     if device.type == "cuda":
         wrapped = isinstance(model, DistributedDataParallel)
         return (model if wrapped else synchronise_batchnorm(model)), ""
-    notice = "each rank's BatchNorm uses only its own batch: SyncBatchNorm runs on GPUs only"
-    return model, notice if any(_trains(layer) for layer in _layers(model)) else ""
+    if not any(_trains(layer) for layer in _layers(model)):
+        return model, ""
+    return model, "each rank's BatchNorm uses only its own batch: SyncBatchNorm runs on GPUs only"
 
 
 def synchronise_batchnorm(model: nn.Module) -> nn.Module:
@@ -135,7 +146,9 @@ def synchronise_batchnorm(model: nn.Module) -> nn.Module:
     The parameters stay the same objects. CUDA only.
     """
     if isinstance(model, _BatchNorm):
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model) if _trains(model) else model
+        if not _trains(model):
+            return model
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for name, child in model.named_children():
         setattr(model, name, synchronise_batchnorm(child))
     return model
@@ -160,13 +173,11 @@ def without_samples(model: nn.Module) -> Iterator[None]:
 
     SyncBatchNorm stays in training mode, since the other ranks wait for this one's statistics.
     """
-    learning = [
-        layer
-        for layer in _layers(model)
-        if layer.training and not isinstance(layer, nn.SyncBatchNorm)
-    ]
-    for layer in learning:
-        layer.eval()
+    learning = []
+    for layer in _layers(model):
+        if layer.training and not isinstance(layer, nn.SyncBatchNorm):
+            learning.append(layer)
+            layer.eval()
     yield
     for layer in learning:
         layer.train()

@@ -109,8 +109,11 @@ class Validator(Callback):
             raise UserError(
                 f"patience: got {patience}, give the number of epochs in a row, at least 1"
             )
-        self._loader, self._criterion, self._flip = loader, criterion, flip
-        self._target, self._patience = target_accuracy, patience
+        self._loader = loader
+        self._criterion = criterion
+        self._flip = flip
+        self._target = target_accuracy
+        self._patience = patience
         self.progress = {"best_accuracy": -1.0, "in_a_row": 0} | dict(progress or {})
 
     def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
@@ -129,21 +132,24 @@ class Validator(Callback):
         end.is_best = accuracy > self.progress["best_accuracy"]  # NaN is not
         if end.is_best:
             self.progress["best_accuracy"] = accuracy
-        reached = self._target is not None and accuracy >= self._target
-        self.progress["in_a_row"] = self.progress["in_a_row"] + 1 if reached else 0
+        if self._target is None or not accuracy >= self._target:  # NaN does not reach it
+            self.progress["in_a_row"] = 0
+            return
+        self.progress["in_a_row"] += 1
         if self.progress["in_a_row"] >= self._patience:
-            in_a_row = f" in {self._patience} epochs in a row" if self._patience > 1 else ""
-            end.stop_reason = (
-                f"Target accuracy reached in epoch {end.epoch}: {self._target:g}{in_a_row}"
-            )
+            end.stop_reason = f"Target accuracy reached in epoch {end.epoch}: {self._target:g}"
+            if self._patience > 1:
+                end.stop_reason += f" in {self._patience} epochs in a row"
 
     def _report(self, end: EpochEnd) -> EpochReport:
         """Return the epoch's numbers over all ranks, of the weights and of their average."""
-        engine, result = self._engine, end.result
+        engine = self._engine
+        result = end.result
         loss_sum, correct, samples = sum_over_ranks(
             engine.world, [result.loss_sum, result.correct, result.samples]
         )
-        scores = [(math.nan, math.nan)] * 2  # loss, accuracy
+        # Loss and accuracy of the weights, and of their average.
+        scores = [(math.nan, math.nan), (math.nan, math.nan)]
         if self._loader is not None and result.complete:
             for index, model in enumerate(engine.evaluated_models):
                 scores[index] = validate(
@@ -179,20 +185,25 @@ class History(Callback):
     """
 
     def __init__(self, scheduler: LRScheduler | None, extra: dict[str, Any]) -> None:
-        self._scheduler, self._extra = scheduler, extra
+        self._scheduler = scheduler
+        self._extra = extra
         self._reports: list[EpochReport] = []
 
     def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
         """Start the clock."""
-        self._prints, self._began = engine.world.is_rank0, time.perf_counter()
-        self._printed = self._began
+        self._prints = engine.world.is_rank0
+        self._began = time.perf_counter()
+        self._printed = self._began  # when the last line was printed
 
     def on_steps(self, records: list[StepRecord]) -> None:
         """Print the last step, unless a line was printed in the last ten seconds."""
-        now, last = time.perf_counter(), records[-1]
-        if self._prints and now - self._printed >= SECONDS_BETWEEN_LINES:
-            self._printed, learned = now, f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
-            print(f"epoch {last.epoch}  step {last.step}  {learned}", flush=True)
+        now = time.perf_counter()
+        if not self._prints or now - self._printed < SECONDS_BETWEEN_LINES:
+            return
+        self._printed = now
+        last = records[-1]
+        learned = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
+        print(f"epoch {last.epoch}  step {last.step}  {learned}", flush=True)
 
     def on_epoch_end(self, end: EpochEnd) -> None:
         """Keep and print the report; Validator comes first, CheckpointManager later."""
@@ -204,22 +215,26 @@ class History(Callback):
         self._reports.append(end.report)
         self._extra["val_accuracy"] = end.report.val_accuracy
         self._printed = time.perf_counter()
-        if self._prints:
-            print(end.report.line() + (", best so far" if end.is_best else ""))
-            print(end.stop_reason, end="\n" if end.stop_reason else "", flush=True)
+        if not self._prints:
+            return
+        best = ", best so far" if end.is_best else ""
+        print(end.report.line() + best, flush=True)
+        if end.stop_reason:
+            print(end.stop_reason, flush=True)
 
     def on_train_end(self) -> None:
         """Print time and speed of the whole training."""
+        if not self._prints:
+            return
         seconds = time.perf_counter() - self._began
-        samples = sum(one.samples_per_second * one.seconds for one in self._reports)
+        samples = sum(report.samples_per_second * report.seconds for report in self._reports)
         rate = f"{samples / seconds:,.0f} samples/s over all ranks"
-        if self._prints:
-            print(f"Training time {seconds:.1f} s with validation; {rate}", flush=True)
+        print(f"Training time {seconds:.1f} s with validation; {rate}", flush=True)
 
     @property
     def by_name(self) -> dict[str, list[float]]:
         """The numbers of all epochs, by name."""
-        return {
-            name: [getattr(report, name) for report in self._reports]
-            for name in EpochReport.__struct_fields__
-        }
+        numbers = {}
+        for name in EpochReport.__struct_fields__:
+            numbers[name] = [getattr(report, name) for report in self._reports]
+        return numbers

@@ -63,17 +63,25 @@ class CheckpointManager(Callback):
         copy_to: Path | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        self._folder, self._policy, self._extra = folder, policy or SavePolicy(), extra or {}
-        self._writes, self._copy_to, self._before = writes, copy_to, before
+        self._folder = folder
+        self._policy = policy or SavePolicy()
+        self._extra = {} if extra is None else extra
+        self._writes = writes
+        self._copy_to = copy_to
+        self._before = before
         self.newest: Path | None = None
 
     def on_train_begin(self, engine: "TrainingEngine", first_epoch: int) -> None:
         """Keep the engine, whose state is saved."""
-        self._engine, self._epoch = engine, first_epoch
+        self._engine = engine
+        self._epoch = first_epoch
+        if self._writes is None:
+            self._writes = engine.world.is_rank0
 
     def on_step_end(self, step_in_epoch: int) -> None:
         """Save every ``every_steps`` steps, and on an agreed request to stop. Collective then."""
-        engine, every = self._engine, self._policy.every_steps
+        engine = self._engine
+        every = self._policy.every_steps
         due = engine.stopping or (every is not None and engine.step % every == 0)
         if due and self._policy.single is None:
             engine.flush_metrics()  # raises if a number is not finite
@@ -91,7 +99,9 @@ class CheckpointManager(Callback):
             return
         self._epoch = end.epoch + 1
         last = end.is_last or bool(end.stop_reason) or self._engine.stopping
-        files = [self._folder / "best.pt"] if policy.best and end.is_best else []
+        files = []
+        if policy.best and end.is_best:
+            files.append(self._folder / "best.pt")
         if policy.every_epochs and (last or end.epoch % policy.every_epochs == 0):
             path = checkpoint_path(self._folder, end.epoch)
             files.append(self._folder / policy.single if policy.single else path)
@@ -104,20 +114,20 @@ class CheckpointManager(Callback):
 
         Raises UserError on all ranks if a write failed on any.
         """
-        engine, rank0 = self._engine, self._engine.world.is_rank0
+        engine = self._engine
         engine.world.activity.enter("checkpoint")
         entries = engine.state(**progress) | dict(self._extra)
         only_best = files[-1].name == "best.pt"
 
         def write() -> None:
             self._before()
-            if rank0 if self._writes is None else self._writes:
+            if self._writes:
                 for path in files:
                     save_checkpoint(path, entries)
                 if self._policy.keep is not None and not only_best:
                     for old in checkpoints_by_age(self._folder)[self._policy.keep :]:
                         old.unlink(missing_ok=True)
-            if rank0 and self._copy_to is not None and not only_best:
+            if engine.world.is_rank0 and self._copy_to is not None and not only_best:
                 save_checkpoint(self._copy_to, entries)
 
         run_on_all_ranks(engine.world, write)

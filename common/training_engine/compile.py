@@ -30,9 +30,11 @@ def compile_for(engine: "TrainingEngine", loader: Iterable[MicroBatch]) -> None:
         inputs, labels = next(iter(loader))
     if not len(labels):
         return
-    inputs, labels = to_device(inputs, engine.device), labels.to(engine.device)
+    inputs = to_device(inputs, engine.device)
+    labels = labels.to(engine.device)
     graphs = counters["stats"]["unique_graphs"]
-    engine.compiles, began = False, time.perf_counter()
+    engine.compiles = False
+    began = time.perf_counter()
     model = unwrap(engine.model)
     model.compile(dynamic=False)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

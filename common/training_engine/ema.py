@@ -6,7 +6,7 @@ Call ``update`` after every optimiser step; evaluate ``module``.
 import copy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class WeightAverage:
@@ -22,17 +22,31 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.module = copy.deepcopy(model).requires_grad_(False).eval()
-        self.updates, self._decay = 0, decay
+        self.updates = 0
+        self._decay = decay
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Move the average towards the model's weights and buffers; does not wait for a GPU."""
-        averages, values = ([*one.parameters(), *one.buffers()] for one in (self.module, model))
-        moved = [i for i, tensor in enumerate(averages) if tensor.is_floating_point()]
-        copied = [i for i, tensor in enumerate(averages) if not tensor.is_floating_point()]
-        decay = min(self._decay, (1 + self.updates) / (10 + self.updates))
-        weight = 1 - decay if self.updates else 1.0
-        torch._foreach_lerp_([averages[i] for i in moved], [values[i] for i in moved], weight)
-        if copied:
-            torch._foreach_copy_([averages[i] for i in copied], [values[i] for i in copied])
+        averages: list[Tensor] = []  # each beside the value that it follows
+        values: list[Tensor] = []
+        whole_averages: list[Tensor] = []  # integers, which are copied
+        whole_values: list[Tensor] = []
+        for average, value in zip(_tensors(self.module), _tensors(model), strict=True):
+            if average.is_floating_point():
+                averages.append(average)
+                values.append(value)
+            else:
+                whole_averages.append(average)
+                whole_values.append(value)
+        weight = 1.0
+        if self.updates:
+            weight = 1 - min(self._decay, (1 + self.updates) / (10 + self.updates))
+        torch._foreach_lerp_(averages, values, weight)
+        if whole_averages:
+            torch._foreach_copy_(whole_averages, whole_values)
         self.updates += 1
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
@@ -46,7 +47,7 @@ from common.sync.base import GradientSync, check_strategy
 from common.sync.none import NoSync
 from common.training_engine import batchnorm
 from common.training_engine.amp import autocast, build_scaler, choose_amp
-from common.training_engine.batches import MicroBatch, check_lengths
+from common.training_engine.batches import MicroBatch, check_lengths, set_epoch, skip_steps
 from common.training_engine.callbacks import Callback, EpochEnd, History, Validator
 from common.training_engine.checkpoint_manager import CheckpointManager, SavePolicy
 from common.training_engine.compile import compile_for, forget_compiled
@@ -65,6 +66,11 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from common.emulation.emulated_model import Emulation
+
+
+def _check_above_0(name: str, value: float | None) -> None:
+    if value is not None and value <= 0:
+        raise UserError(f"{name}: got {value}, give a number above 0")
 
 
 class TrainingEngine:
@@ -97,6 +103,11 @@ class TrainingEngine:
     (emulated_model.py) if the model sleeps instead of computing: weights then never change.
     """
 
+    timeline: Timeline | None = None
+    emulation: "Emulation | None" = None
+    metrics: MetricsBuffer | None = None  # of the epoch that trains
+    compile_seconds = 0.0
+
     def __init__(
         self,
         model: nn.Module,
@@ -123,13 +134,12 @@ class TrainingEngine:
         self.sync: GradientSync = NoSync()
         if distributed:
             self.sync = build_sync(sync) if isinstance(sync, str) else sync
-        alone = isinstance(self.sync, NoSync)
-        if not alone:
+        self.world = World(device=self.device)
+        if not isinstance(self.sync, NoSync):
             check_open(world_size, backend)
-        self.world = World(device=self.device) if alone else world or current_world(self.device)
-        for name, value in (("accumulation_steps", accumulation_steps), ("clip_norm", clip_norm)):
-            if value is not None and value <= 0:
-                raise UserError(f"{name}: got {value}, give a number above 0")
+            self.world = world or current_world(self.device)
+        _check_above_0("accumulation_steps", accumulation_steps)
+        _check_above_0("clip_norm", clip_norm)
         if use_ema and not 0 < ema_decay < 1:
             raise UserError(f"ema_decay: got {ema_decay}, give a number between 0 and 1")
         if use_amp and amp_dtype is None:
@@ -149,15 +159,14 @@ class TrainingEngine:
             self.notice(notice)
         self.model = model
         self.ema = WeightAverage(unwrap(model), ema_decay) if use_ema else None
-        self.accumulation_steps, self._clip_norm = accumulation_steps, clip_norm
+        self.accumulation_steps = accumulation_steps
+        self._clip_norm = clip_norm
         self.output_folder = Path(output_dir) / experiment_name
-        self.compiles, self.compile_seconds = compile_model, 0.0
+        self.compiles = compile_model
         self.step = 0
-        self.timeline: Timeline | None = None
-        self.emulation: Emulation | None = None
-        self.stopping = self.stop_requested = False
+        self.stop_requested = False  # on this rank
+        self.stopping = False  # as all ranks have agreed
         self._first_batch_compared = False
-        self.metrics: MetricsBuffer | None = None  # of the epoch that trains
         self.resumed_epoch = EpochResult()  # of the steps before a resume
 
     @staticmethod
@@ -194,12 +203,14 @@ class TrainingEngine:
                 f"the criterion has reduction={criterion.reduction!r}: use 'mean', since the "
                 "ranks' losses are weighted as means"
             )
-        self.optimizer, self.criterion, self.scheduler = optimizer, criterion, scheduler
+        self.optimizer = optimizer
+        self.criterion = criterion
+        self.scheduler = scheduler
         self._scheduler_by_epoch = scheduler_by_epoch
-        parameters = {
-            name: f"{tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-            for name, p in unwrap(self.model).named_parameters()
-        }
+        parameters = {}
+        for name, parameter in unwrap(self.model).named_parameters():
+            frozen = "" if parameter.requires_grad else " frozen"
+            parameters[name] = f"{tuple(parameter.shape)} {parameter.dtype}{frozen}"
         check_same_on_all_ranks(self.world, parameters, what="the model's parameters")
         self.model = self.sync.prepare(self.model, optimizer)
         self.shards = batchnorm.ShardStatistics(unwrap(self.model), 1)
@@ -278,14 +289,9 @@ class TrainingEngine:
         if target_accuracy is not None and val_loader is None:
             raise UserError("target_accuracy needs a val_loader: give one, or leave it out")
         check_lengths(self.world, train_loader, epochs=f"1 to {num_epochs}")
-        entries = resume or {}
-        if not isinstance(entries, Mapping):
-            entries = broadcast_checkpoint(self.world, entries)
-        if entries:
-            load_model_state(unwrap(self.model), entries, name="to resume from")
-            load_optimizer_state(optimizer, entries, name="to resume from")
-        by_step = isinstance(scheduler, OneCycleLR | CyclicLR)
-        by_epoch = not by_step if scheduler_by_epoch is None else scheduler_by_epoch
+        entries = self._load_weights(resume, optimizer) if resume else {}
+        if scheduler_by_epoch is None:
+            scheduler_by_epoch = not isinstance(scheduler, OneCycleLR | CyclicLR)
         validator = Validator(
             val_loader,
             criterion,
@@ -294,11 +300,11 @@ class TrainingEngine:
             progress=entries.get("progress"),
         )
         extra: dict[str, Any] = {"progress": validator.progress}
-        history = History(scheduler if by_epoch else None, extra)
+        history = History(scheduler if scheduler_by_epoch else None, extra)
         files = SavePolicy(every_epochs=int(save_last), best=save_best, single="last.pt")
         saver = CheckpointManager(self.output_folder, policy=files, extra=extra)
         try:
-            self.prepare(optimizer, criterion, scheduler, scheduler_by_epoch=by_epoch)
+            self.prepare(optimizer, criterion, scheduler, scheduler_by_epoch=scheduler_by_epoch)
             if entries:
                 self.load_state(entries)
             self.fit(
@@ -312,6 +318,17 @@ class TrainingEngine:
         finally:
             self.close()
         return history.by_name
+
+    def _load_weights(
+        self, resume: str | Path | Mapping[str, Any], optimizer: "Optimizer"
+    ) -> Mapping[str, Any]:
+        """Load a checkpoint's weights and optimiser state, and return its entries. Collective."""
+        entries = resume
+        if not isinstance(entries, Mapping):
+            entries = broadcast_checkpoint(self.world, entries)
+        load_model_state(unwrap(self.model), entries, name="to resume from")
+        load_optimizer_state(optimizer, entries, name="to resume from")
+        return entries
 
     def fit(
         self,
@@ -339,14 +356,11 @@ class TrainingEngine:
             for callback in callbacks:
                 getattr(callback, hook)(*arguments)
 
-        samplers: list[Any] = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
         compile_for(self, loader)  # before the callbacks' clocks start
         notify("on_train_begin", self, first_epoch)
         try:
             for epoch in range(first_epoch, last_epoch + 1):
-                for sampler in samplers:
-                    if hasattr(sampler, "set_epoch"):
-                        sampler.set_epoch(epoch)  # otherwise all epochs would have the same order
+                set_epoch(loader, epoch)
                 result = self.train_epoch(
                     loader,
                     epoch=epoch,
@@ -397,26 +411,9 @@ class TrainingEngine:
         Raises GroupError on every rank if the loss or the gradients are not finite on any rank.
         """
         compile_for(self, loader)
-        metrics = self.metrics = MetricsBuffer(
-            self.world,
-            self.timer,
-            epoch=epoch,
-            log_every=log_every,
-            overflow_is_normal=self.scaler.is_enabled(),
-            equal_gradients=self.sync.equal_gradients,
-            on_steps=on_steps,
-        )
-        metrics.result, self.resumed_epoch = self.resumed_epoch, EpochResult()
-        if self.sync.weights_under_way:
-            metrics.exchanges = 2  # before, "sync" waits for messages that began earlier
+        metrics = self._begin_metrics(epoch, log_every, on_steps)
         if start_step:
-            if not hasattr(loader, "start_at"):
-                raise UserError(
-                    f"resuming within epoch {epoch}, after step {start_step}, needs a loader with "
-                    f"a method start_at(step), and {type(loader).__name__} has none: resume from "
-                    "the checkpoint of an epoch"
-                )
-            loader.start_at(start_step)
+            skip_steps(loader, start_step, epoch=epoch)
         timeline = self.timeline or Timeline(1, 0)  # which records no step
         self.sync.recording = timeline.for_thread
         shards = getattr(loader, "shards_here", 1)
@@ -425,8 +422,8 @@ class TrainingEngine:
         self.set_training_mode()
         self.timer.begin()
         sizes = getattr(loader, "global_batch_sizes", None)
-        left = None if max_steps is None else max(0, max_steps - self.step)
-        steps = itertools.islice(itertools.count(start_step), left)
+        steps_left = None if max_steps is None else max(0, max_steps - self.step)
+        steps = itertools.islice(itertools.count(start_step), steps_left)
         for index, window, seeds in self._windows(loader, steps, epoch=epoch, seed=seed):
             samples = sum(len(labels) for _, labels in window)
             global_samples = sizes[index] if sizes is not None else self.sum_over_ranks(samples)
@@ -444,6 +441,25 @@ class TrainingEngine:
                 break
         self.flush_metrics()
         return metrics.result
+
+    def _begin_metrics(
+        self, epoch: int, log_every: int, on_steps: Callable[[list[StepRecord]], object]
+    ) -> MetricsBuffer:
+        """Return the buffer of an epoch; it begins with what a resumed epoch has already."""
+        self.metrics = MetricsBuffer(
+            self.world,
+            self.timer,
+            epoch=epoch,
+            log_every=log_every,
+            overflow_is_normal=self.scaler.is_enabled(),
+            equal_gradients=self.sync.equal_gradients,
+            on_steps=on_steps,
+        )
+        self.metrics.result = self.resumed_epoch
+        self.resumed_epoch = EpochResult()
+        if self.sync.weights_under_way:
+            self.metrics.exchanges = 2  # before, "sync" waits for messages that began earlier
+        return self.metrics
 
     def _windows(
         self, loader: Iterable[MicroBatch], steps: Iterable[int], *, epoch: int, seed: int | None
@@ -521,7 +537,8 @@ class TrainingEngine:
         self, micro_batches: Sequence[MicroBatch], global_samples: int, seeds: Sequence[int] | None
     ) -> Tensor:
         """Do forward, backward, exchange and update, without a wait for the GPU."""
-        timer, last = self.timer, len(micro_batches) - 1
+        timer = self.timer
+        last = len(micro_batches) - 1
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         self.optimizer.zero_grad(set_to_none=True)
@@ -553,13 +570,15 @@ class TrainingEngine:
             if self.scheduler is not None and not self._scheduler_by_epoch:
                 self.scheduler.step()
         samples = sum(len(labels) for _, labels in micro_batches)
-        numbers = (loss_sum / max(1, samples), correct, gradient_norm)
-        return torch.stack([number.double() for number in numbers])
+        mean_loss = loss_sum / max(1, samples)
+        return torch.stack([mean_loss, correct.double(), gradient_norm.double()])
 
     def _unscale_and_clip(self) -> Tensor:
         """Divide gradients by the loss scale, clip them, and return the norm before clipping."""
         self.scaler.unscale_(self.optimizer)
-        updated = [p for group in self.optimizer.param_groups for p in group["params"]]
+        updated: list[nn.Parameter] = []
+        for group in self.optimizer.param_groups:
+            updated += group["params"]
         gradients = [p.grad for p in updated if p.grad is not None]
         if self._clip_norm is None:
             return get_total_norm(gradients)  # a rank's own part shows whether it is finite
@@ -570,7 +589,9 @@ class TrainingEngine:
     @property
     def evaluated_models(self) -> list[nn.Module]:
         """The model, then the moving average of its weights if there is one."""
-        return [self.model] if self.ema is None else [self.model, self.ema.module]
+        if self.ema is None:
+            return [self.model]
+        return [self.model, self.ema.module]
 
     def agree_on_buffers(self) -> None:
         """Make all ranks hold the same weights and buffers. Collective.
@@ -579,13 +600,16 @@ class TrainingEngine:
         statistics are averaged.
         """
         self.sync.sync_replicas(self.model)
-        shards, size = self.shards.take(), self.world.size
-        if size > 1 or len(shards) > 1:
-            batchnorm.agree_on_buffers(unwrap(self.model), shards, size)
-            self.shards.spread()
-            if self.ema is not None:
-                samples, average = sum(count for count, _ in shards), self.ema.module
-                batchnorm.agree_on_buffers(average, [(samples, batchnorm.read(average))], size)
+        ranks = self.world.size
+        shards = self.shards.take()
+        if ranks == 1 and len(shards) == 1:
+            return
+        batchnorm.agree_on_buffers(unwrap(self.model), shards, ranks)
+        self.shards.spread()
+        if self.ema is not None:
+            average = self.ema.module
+            samples = sum(samples for samples, _statistics in shards)
+            batchnorm.agree_on_buffers(average, [(samples, batchnorm.read(average))], ranks)
 
     def state(self, *, epoch: int, loss: float, step_in_epoch: int = 0) -> dict[str, Any]:
         """Return a checkpoint's entries. Collective. Call ``agree_on_buffers`` first.
@@ -617,6 +641,20 @@ class TrainingEngine:
     def sum_over_ranks(self, count: int) -> int:
         """Return the sum of a count over the ranks. Collective."""
         return int(sum_over_ranks(self.world, [count])[0])
+
+    def _reduce_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the mean of a metric of your own over the ranks. Collective.
+
+        ``tensor`` : of the same shape on every rank; it is not changed. Returns a new tensor of
+        that shape on the same device; a mean of integers is float32.
+        """
+        mean = tensor.detach().to(self.device).clone(memory_format=torch.contiguous_format)
+        if not mean.is_floating_point():
+            mean = mean.float()
+        if self.world.size > 1:
+            dist.all_reduce(mean)
+            mean /= self.world.size
+        return mean.to(tensor.device)
 
     def close(self) -> None:
         """Remove the hooks and the compiled code from the model."""

@@ -1,5 +1,6 @@
 """The prediction loop: ``predict`` in this process alone, ``validate`` over all ranks."""
 
+import math
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 
@@ -29,12 +30,16 @@ class Predictions:
     @property
     def mean_loss(self) -> float:
         """The mean loss over samples (not over batches)."""
-        return self.loss_sum / len(self.labels) if len(self.labels) else float("nan")
+        if not len(self.labels):
+            return math.nan
+        return self.loss_sum / len(self.labels)
 
     @property
     def accuracy(self) -> float:
         """The fraction of samples predicted correctly, 0 to 1."""
-        return float((self.labels == self.predicted).mean()) if len(self.labels) else float("nan")
+        if not len(self.labels):
+            return math.nan
+        return float((self.labels == self.predicted).mean())
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -73,10 +78,13 @@ def predict(
     labels_seen = [torch.zeros(0, dtype=torch.int64, device=device)]
     predicted = [torch.zeros(0, dtype=torch.int64, device=device)]
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    left = limit
     try:
         for images, labels in loader:
-            left = None if limit is None else max(0, limit - sum(map(len, labels_seen)))
-            images, labels = to_device(images[:left], device), labels[:left].to(device)
+            images = to_device(images[:left], device)
+            labels = labels[:left].to(device)
+            if left is not None:
+                left -= len(labels)
             if len(labels) == 0:
                 continue
             with autocast(device, amp_dtype):
@@ -90,7 +98,9 @@ def predict(
     finally:
         model.train(was_training)
     return Predictions(
-        torch.cat(labels_seen).cpu().numpy(), torch.cat(predicted).cpu().numpy(), float(loss_sum)
+        labels=torch.cat(labels_seen).cpu().numpy(),
+        predicted=torch.cat(predicted).cpu().numpy(),
+        loss_sum=float(loss_sum),
     )
 
 
@@ -118,10 +128,13 @@ def validate(
         amp_dtype=amp_dtype,
         flip=flip,
     )
+    mine_correct = float((mine.labels == mine.predicted).sum())
     loss_sum, correct, samples = sum_over_ranks(
-        world, [mine.loss_sum, float((mine.labels == mine.predicted).sum()), len(mine.labels)]
+        world, [mine.loss_sum, mine_correct, len(mine.labels)]
     )
-    return (loss_sum / samples, correct / samples) if samples else (float("nan"), float("nan"))
+    if not samples:
+        return math.nan, math.nan
+    return loss_sum / samples, correct / samples
 
 
 def _own_samples(loader: Iterable[tuple[Tensor, Tensor]]) -> int | None:
@@ -150,5 +163,6 @@ def model_to_device(model: nn.Module, device: torch.device) -> nn.Module:
     wraps already keeps its strides: the buckets have them.
     """
     model = model.to(device)
-    wrapped = isinstance(model, DistributedDataParallel)
-    return model if wrapped else model.to(memory_format=torch.channels_last)
+    if isinstance(model, DistributedDataParallel):
+        return model
+    return model.to(memory_format=torch.channels_last)

@@ -38,7 +38,8 @@ class WorkerError(RuntimeError):
 
     def __init__(self, rank: int, worker_traceback: str) -> None:
         super().__init__(f"rank {rank} failed:\n{worker_traceback}")
-        self.rank, self.worker_traceback = rank, worker_traceback
+        self.rank = rank
+        self.worker_traceback = worker_traceback
 
 
 @dataclass(frozen=True)
@@ -91,36 +92,29 @@ def distributed_train_worker(
     if world_size > 1:
         TrainingEngine.setup_distributed(rank, world_size)
     world = current_world()
-    alone = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = alone if world.backend is None else world.device
+    device = world.device
+    if world.backend is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def loader(dataset: Dataset, *, train: bool) -> DataLoader:
-        sampler: DistributedSampler = DistributedSampler(
-            dataset, num_replicas=world_size, rank=rank, shuffle=train
-        )
         return DataLoader(
             dataset,
             batch_size=batch_size,
-            sampler=sampler,
+            sampler=DistributedSampler(dataset, world_size, rank, shuffle=train),
             num_workers=num_workers,
             pin_memory=device.type == "cuda",
             persistent_workers=num_workers > 0,
         )
 
-    engine = TrainingEngine(
-        model_fn(),
-        device,
-        distributed=world_size > 1,
-        **engine_kwargs or {},
-    )
+    engine = TrainingEngine(model_fn(), device, distributed=world_size > 1, **(engine_kwargs or {}))
     optimizer = optimizer_fn([p for p in engine.model.parameters() if p.requires_grad])
     return engine.train(
         loader(train_dataset, train=True),
-        loader(val_dataset, train=False) if val_dataset is not None else None,
+        None if val_dataset is None else loader(val_dataset, train=False),
         optimizer,
         criterion_fn(),
-        scheduler=scheduler_fn(optimizer) if scheduler_fn is not None else None,
-        **train_kwargs or {},
+        scheduler=None if scheduler_fn is None else scheduler_fn(optimizer),
+        **(train_kwargs or {}),
     )
 
 
@@ -156,16 +150,11 @@ def launch_distributed_training(
             )
             backend = "gloo"
         outcomes = _in_processes(train_fn, world_size, backend, config)
-        failed = {rank: one for rank, one in outcomes.items() if one.stage != "done"}
-        if not failed:
+        if all(outcome.stage == "done" for outcome in outcomes.values()):
             return outcomes[0].result
-        told = [one for one in failed.values() if one.stage != "killed"]
-        if not told or any(one.stage != "group" for one in told):
-            rank = min(failed, key=lambda rank: failed[rank].blame)  # the first of equal ones
-            raise WorkerError(rank, failed[rank].traceback)
+        reason = _why_there_is_no_group(outcomes)
         warnings.warn(
-            f"the process group could not be set up ({'; '.join(one.error for one in told)}): "
-            "training on one device",
+            f"the process group could not be set up ({reason}): training on one device",
             stacklevel=2,
         )
     try:
@@ -174,6 +163,16 @@ def launch_distributed_training(
         raise
     except Exception as error:
         raise WorkerError(0, traceback.format_exc()) from error
+
+
+def _why_there_is_no_group(outcomes: dict[int, WorkerOutcome]) -> str:
+    """Return why the ranks that failed had no group; raise WorkerError if anything else failed."""
+    failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.stage != "done"}
+    told = [outcome for outcome in failed.values() if outcome.stage != "killed"]
+    if told and all(outcome.stage == "group" for outcome in told):
+        return "; ".join(outcome.error for outcome in told)
+    rank = min(failed, key=lambda rank: failed[rank].blame)  # the first of equal ones
+    raise WorkerError(rank, failed[rank].traceback)
 
 
 def _in_processes(
@@ -187,10 +186,11 @@ def _in_processes(
         # This repository comes first, for `-m`; the caller's path follows, for modules pickled by
         # name. -P keeps out the current folder, whose `common` could hide ours.
         path = [str(REPOSITORY), *(entry or os.getcwd() for entry in sys.path)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
         worker = [sys.executable, "-P", "-m", "common.training_engine.worker", name]
         exits = run_local_ranks(
             [[*worker, str(rank)] for rank in range(world_size)],
-            environments=[os.environ | {"PYTHONPATH": os.pathsep.join(path)}] * world_size,
+            environments=[environment] * world_size,
             grace_seconds=_GRACE_SECONDS,
         )
         order = dict.fromkeys([*exits.failed, *range(world_size)])
@@ -198,14 +198,16 @@ def _in_processes(
 
 
 def _read_outcome(folder: Path, rank: int, exits: RankExits) -> WorkerOutcome:
-    path, status = outcome_file(folder, rank), exits.statuses[rank]
+    path = outcome_file(folder, rank)
     if path.exists():
         return cloudpickle.loads(path.read_bytes())
+    status = exits.statuses[rank]
+    ended_by_itself = rank in exits.failed or status == 0
     return WorkerOutcome(
         "killed",
         traceback=f"its process ended with status {status} and no message (killed, or out of "
         "memory?)",
-        blame=1 if rank in exits.failed or status == 0 else 3,
+        blame=1 if ended_by_itself else 3,
     )
 
 

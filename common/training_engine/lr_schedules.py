@@ -44,32 +44,36 @@ def build_schedule(
     if warmup_steps is not None and warmup_steps >= total_steps and name != "constant":
         raise UserError(
             f"the warm-up of {warmup_steps} steps is not shorter than the training of "
-            f"{total_steps} steps: "
-            "shorten the one or lengthen the other"
+            f"{total_steps} steps: shorten the one or lengthen the other"
         )
-    if name == "onecycle" and warmup_steps is None:
-        warmup_steps = round(_ONECYCLE_WARMUP_SHARE * total_steps)
-    if name == "onecycle" and warmup_steps:
-        # torch puts the peak at step pct_start * total_steps - 1, counted from 0. It also needs one
-        # rate more than there are steps: the one after the last.
-        return OneCycleLR(
-            optimizer,
-            max_lr=[group["lr"] for group in optimizer.param_groups],
-            total_steps=total_steps + 1,
-            pct_start=(warmup_steps + 1) / (total_steps + 1),
-            cycle_momentum=False,
-        )
+    if name == "onecycle":
+        if warmup_steps is None:
+            warmup_steps = round(_ONECYCLE_WARMUP_SHARE * total_steps)
+        if warmup_steps:
+            return _one_cycle(optimizer, total_steps=total_steps, warmup_steps=warmup_steps)
+        name = "cosine"  # one cycle without its rise
     warmup = warmup_steps or 0
     rest = max(1, total_steps - warmup)
     if name == "constant":
         main: LRScheduler = ConstantLR(optimizer, factor=1.0, total_iters=1)
-    elif name in ("cosine", "onecycle"):  # one cycle without its rise is a cosine
+    elif name == "cosine":
         main = CosineAnnealingLR(optimizer, T_max=rest)
     else:
-        main = MultiStepLR(
-            optimizer, milestones=[round(share * rest) for share in milestones], gamma=step_factor
-        )
+        steps = [round(share * rest) for share in milestones]
+        main = MultiStepLR(optimizer, milestones=steps, gamma=step_factor)
     if warmup == 0:
         return main
     rise = LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)
     return SequentialLR(optimizer, [rise, main], milestones=[warmup])
+
+
+def _one_cycle(optimizer: Optimizer, *, total_steps: int, warmup_steps: int) -> LRScheduler:
+    # torch puts the peak at step pct_start * total_steps - 1, counted from 0. It also needs one
+    # rate more than there are steps: the one after the last.
+    return OneCycleLR(
+        optimizer,
+        max_lr=[group["lr"] for group in optimizer.param_groups],
+        total_steps=total_steps + 1,
+        pct_start=(warmup_steps + 1) / (total_steps + 1),
+        cycle_momentum=False,
+    )

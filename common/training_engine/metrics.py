@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import torch
@@ -48,19 +48,25 @@ class EpochResult:
     @property
     def loss(self) -> float:
         """Mean loss over this rank's samples."""
-        return self.loss_sum / self.samples if self.samples else math.nan
+        if not self.samples:
+            return math.nan
+        return self.loss_sum / self.samples
 
     @property
     def accuracy(self) -> float:
         """Fraction of this rank's samples predicted correctly before each step's update, 0 to 1."""
-        return self.correct / self.samples if self.samples else math.nan
+        if not self.samples:
+            return math.nan
+        return self.correct / self.samples
 
     @property
     def mean_step_seconds(self) -> float:
         """Mean time of a step, without those that warm up if there are others."""
         if self.steady_steps:
             return self.steady_seconds / self.steady_steps
-        return self.step_seconds / self.steps if self.steps else math.nan
+        if self.steps:
+            return self.step_seconds / self.steps
+        return math.nan
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,15 @@ class StepOutcome:
     samples: int
     learning_rate: float
     times: RawSpans
+
+
+class _StepSums(NamedTuple):
+    """What the ranks add up for a step; ``not_finite`` : 1 on a rank whose numbers are not."""
+
+    loss_sum: float
+    correct: float
+    samples: float
+    not_finite: float
 
 
 def sum_over_ranks(world: World, numbers: list[Any]) -> list[Any]:
@@ -99,9 +114,9 @@ def own_sums(world: World, saved: object) -> EpochResult:
     shared = ranks[world.rank :: world.size]
     return replace(
         own,
-        samples=sum(one.samples for one in shared),
-        loss_sum=sum(one.loss_sum for one in shared),
-        correct=sum(one.correct for one in shared),
+        samples=sum(result.samples for result in shared),
+        loss_sum=sum(result.loss_sum for result in shared),
+        correct=sum(result.correct for result in shared),
     )
 
 
@@ -132,16 +147,21 @@ class MetricsBuffer:
         equal_gradients: bool,
         on_steps: Callable[[list[StepRecord]], object] = lambda records: None,
     ) -> None:
-        self.result, self.exchanges = EpochResult(), 64
+        self.result = EpochResult()
+        self.exchanges = 64
         self._counted_until = time.perf_counter()
-        self._world, self._timer, self._epoch, self._log_every = world, timer, epoch, log_every
-        self._overflow_is_normal, self._equal_gradients = overflow_is_normal, equal_gradients
+        self._world = world
+        self._timer = timer
+        self._epoch = epoch
+        self._log_every = log_every
+        self._overflow_is_normal = overflow_is_normal
+        self._equal_gradients = equal_gradients
         self._on_steps = on_steps
         self._pending: list[StepOutcome] = []
         self._finish: Callable[[], bool] | None = None  # of a flush that has not recorded yet
         self._interval = 1
         self._clock_offset = clock_offset(world)
-        self._warm = False
+        self._warm = False  # this process has done a step
 
     def add(self, outcome: StepOutcome) -> None:
         """Keep the latest step."""
@@ -152,12 +172,11 @@ class MetricsBuffer:
         """Whether to flush now; the same on every rank."""
         # Ranks with equal gradients see a non-finite norm in the same step, so they agree without
         # a message. The norm is not read on a GPU, since reading it would block.
+        latest = self._pending[-1]
+        if len(self._pending) >= self._interval or latest.step % self._log_every == 0:
+            return True
         sees_alike = self._equal_gradients and self._world.device.type == "cpu"
-        return (
-            len(self._pending) >= self._interval
-            or self._pending[-1].step % self._log_every == 0
-            or (sees_alike and not math.isfinite(float(self._pending[-1].numbers[2])))
-        )
+        return sees_alike and not math.isfinite(float(latest.numbers[2]))
 
     def flush(self, *, stop: bool, wait: bool = True) -> bool:
         """Record the steps since the last flush; return whether any rank asks to stop. Collective.
@@ -165,42 +184,44 @@ class MetricsBuffer:
         wait : for the other ranks. Otherwise the next flush records these steps and answers.
         Raises GroupError on every rank if the loss or the gradients are not finite on any rank.
         """
-        asked = self._finish() if self._finish is not None else False
+        stops = False
+        if self._finish is not None:
+            stops = self._finish()
         self._finish = self._exchange(stop)
-        return self._finish() or asked if wait else asked
+        if wait:
+            stops = self._finish() or stops
+        return stops
 
     def _exchange(self, stop: bool) -> Callable[[], bool]:
         """Start the messages of a flush; return the function that waits for them and records."""
-        steps, self._pending = self._pending, []
-        records, rows = self._read(steps)
+        steps = self._pending
+        self._pending = []
+        records, own = self._read(steps)
         seconds = sum(record.step_seconds for record in records)
         # (steps + 1, 4): the last row holds stop requests and seconds.
-        sums = start_all_reduce(self._world, [*rows, [stop, seconds, 0, 0]])
+        sums = start_all_reduce(self._world, [*own, [stop, seconds, 0, 0]])
         waits = self._wait_seconds(steps)
 
         def finish() -> bool:
             self._finish = None
-            *totals, (stop_requests, all_seconds, _, _) = sums()
-            combined = list(zip(records, rows, totals, waits(), strict=True))
-            good = next((i for i, total in enumerate(totals) if total[3]), len(totals))
-            result, now = self.result, time.perf_counter()
-            for record, own, (loss_sum, correct, samples, _), wait in combined[:good]:
-                record.loss, record.accuracy = loss_sum / samples, correct / samples
+            *rows, (stop_requests, all_seconds, _, _) = sums()
+            totals = [_StepSums(*row) for row in rows]
+            finite = 0  # the number of steps before the first that is not
+            for record, here, total, wait in zip(records, own, totals, waits(), strict=True):
+                if total.not_finite:
+                    break
+                record.loss = total.loss_sum / total.samples
+                record.accuracy = total.correct / total.samples
                 record.wait_seconds = wait
-                result.loss_sum += own[0]
-                result.correct += own[1]
-                result.samples += int(own[2])
-                result.steps += 1
-                result.step_seconds += record.step_seconds
-                result.steady_steps += self._warm
-                result.steady_seconds += record.step_seconds * self._warm
-                self._warm = True
-            result.seconds += now - self._counted_until
+                self._count(record, here)
+                finite += 1
+            now = time.perf_counter()
+            self.result.seconds += now - self._counted_until
             self._counted_until = now
-            if good:
-                self._on_steps(records[:good])
-            if good < len(records):
-                self._raise_not_finite(records[good])
+            if finite:
+                self._on_steps(records[:finite])
+            if finite < len(records):
+                self._raise_not_finite(records[finite])
             if records:
                 self._timer.anchor()  # the GPU has just answered, so there is nothing to wait for
                 mean_seconds = all_seconds / self._world.size / len(records)
@@ -209,15 +230,27 @@ class MetricsBuffer:
 
         return finish
 
-    def _read(self, steps: Sequence[StepOutcome]) -> tuple[list[StepRecord], list[list[float]]]:
-        """Return the steps' records, with this rank's numbers alone, and what the ranks add up.
+    def _count(self, record: StepRecord, here: _StepSums) -> None:
+        """Add a step to this rank's ``result``."""
+        result = self.result
+        result.loss_sum += here.loss_sum
+        result.correct += here.correct
+        result.samples += int(here.samples)
+        result.steps += 1
+        result.step_seconds += record.step_seconds
+        if self._warm:
+            result.steady_steps += 1
+            result.steady_seconds += record.step_seconds
+        self._warm = True
 
-        That is a row for each step: sum of losses, samples predicted right, samples, 1 if not
-        finite.
-        """
+    def _read(self, steps: Sequence[StepOutcome]) -> tuple[list[StepRecord], list[_StepSums]]:
+        """Return the steps' records, with this rank's numbers alone, and what the ranks add up."""
+        if not steps:
+            return [], []
         # Stacked, so that the GPU is read once.
-        numbers = torch.stack([step.numbers for step in steps]).tolist() if steps else []
-        records, rows = [], []
+        numbers = torch.stack([step.numbers for step in steps]).tolist()
+        records = []
+        sums = []
         for step, (loss, correct, norm) in zip(steps, numbers, strict=True):
             seconds = self._timer.seconds(step.times)
             records.append(
@@ -231,12 +264,11 @@ class MetricsBuffer:
                     **{f"{name}_seconds": value for name, value in seconds.items()},
                 )
             )
-            finite = math.isfinite(norm) or self._overflow_is_normal
-            broken = not (finite and math.isfinite(loss)) and not math.isnan(correct)
-            rows.append(
-                [loss * step.samples if step.samples else 0.0, correct, step.samples, broken]
-            )
-        return records, rows
+            finite = math.isfinite(loss) and (math.isfinite(norm) or self._overflow_is_normal)
+            emulated = math.isnan(correct)
+            loss_sum = loss * step.samples if step.samples else 0.0
+            sums.append(_StepSums(loss_sum, correct, step.samples, not finite and not emulated))
+        return records, sums
 
     def _wait_seconds(self, pending: Sequence[StepOutcome]) -> Callable[[], list[float]]:
         """Return the function that returns how long each step's "sync" waited for the slowest rank.
@@ -246,19 +278,26 @@ class MetricsBuffer:
         if self._world.size == 1 or not pending:
             return lambda: [0.0] * len(pending)
         count = self.exchanges
-        parts = [self._timer.spans(step.times)["sync"][-count:] for step in pending]
-        begins = [  # (steps, count) on the ranks' common clock
-            [begin - self._clock_offset for begin, _ in spans] + [-math.inf] * (count - len(spans))
-            for spans in parts
-        ]
+        parts = []  # the last exchanges of each step
+        begins = []  # (steps, count) on the ranks' common clock
+        for step in pending:
+            spans = self._timer.spans(step.times)["sync"][-count:]
+            row = [begin - self._clock_offset for begin, _ in spans]
+            parts.append(spans)
+            begins.append(row + [-math.inf] * (count - len(row)))
         latest = start_all_reduce(self._world, begins, dist.ReduceOp.MAX)
-        return lambda: [
-            sum(
-                min(max(0.0, last + self._clock_offset - begin), end - begin)
-                for (begin, end), last in zip(spans, row, strict=False)
-            )
-            for spans, row in zip(parts, latest(), strict=True)
-        ]
+
+        def finish() -> list[float]:
+            waits = []
+            for spans, row in zip(parts, latest(), strict=True):
+                wait = 0.0
+                for (begin, end), last in zip(spans, row, strict=False):
+                    late = last + self._clock_offset - begin
+                    wait += min(max(0.0, late), end - begin)
+                waits.append(wait)
+            return waits
+
+        return finish
 
     def _raise_not_finite(self, record: StepRecord) -> NoReturn:
         losses = gather_objects(self._world, str(record.local_loss), schema=str)  # JSON has no NaN
@@ -267,7 +306,7 @@ class MetricsBuffer:
             for rank, loss in enumerate(losses)
             if not math.isfinite(float(loss))
         ]
-        what = ", ".join(culprits) if culprits else "the gradients overflowed, the loss is finite"
+        what = ", ".join(culprits) or "the gradients overflowed, the loss is finite"
         raise GroupError(
             f"not finite in epoch {self._epoch}, step {record.step}: {what}. All ranks stop. "
             "Lower --learning-rate, warm up longer, or look for broken inputs"

@@ -22,16 +22,16 @@ from common.utils.atomic_files import write_atomically
 from common.utils.processes import end_process
 from common.utils.system import usable_cores
 
-_TIMEOUT, _PATIENCE = timedelta(seconds=60), timedelta(hours=2)
+_TIMEOUT = timedelta(seconds=60)
+_PATIENCE = timedelta(hours=2)  # for a rank that still writes a report
 
 
 def main(folder: Path, rank: int) -> int:
     """Run the rank and return its exit status."""
     stage = "arguments"
     try:
-        train_fn, world_size, backend, config = cloudpickle.loads(
-            (folder / "call.pkl").read_bytes()
-        )
+        call = (folder / "call.pkl").read_bytes()
+        train_fn, world_size, backend, config = cloudpickle.loads(call)
         stage = "group"
         patient = _open_group(folder, rank, world_size, backend)
         stage = "training"

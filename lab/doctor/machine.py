@@ -13,9 +13,11 @@ import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
+from pkgutil import resolve_name
 
 import psutil
 
+from common.data import DATASETS
 from common.errors import UserError, first_line
 from common.utils.environment import git, package_version, read_settings, setting
 from common.utils.source_hash import code_digest
@@ -154,16 +156,14 @@ def commit() -> str:
 def check_dataset(flags: Namespace) -> CheckResult:
     """Check that the dataset's files exist and are whole."""
     folder = flags.data_dir
-    if flags.dataset == "digits":
-        return ok("digits comes with scikit-learn")
+    entry = DATASETS[flags.dataset]
+    if entry.comes_with:
+        return ok(f"{flags.dataset} comes with {entry.comes_with}")
     if flags.dataset == "folder":
         return _check_folder(folder)
-    from torchvision.datasets import CIFAR10, CIFAR100
-
-    from common.data.cifar import file_problems
-
-    kinds = {"cifar10": CIFAR10, "cifar100": CIFAR100}
-    problems = file_problems(kinds[flags.dataset], folder)
+    if not entry.file_check:
+        return ok(f"{flags.dataset} is checked when a run loads it")
+    problems = resolve_name(entry.file_check)(folder)
     if "damaged" in problems:
         return failure(
             f"{flags.dataset} in {folder} cannot be used ({problems})",

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
+from common.data import DATASETS
 from common.utils.grouping import grouped
 from lab.report.equality import DDP, GROWTH, STEPS, Deviation, check
 from lab.report.losses import Difference, curves, differences
@@ -33,7 +34,6 @@ _NOISY = 0.5  # of the step: a wider interval gets a warning
 EQUAL_SHARE = 1.2  # report a rank 0 that sends more than this many times an equal share
 _ABOVE_IDEAL = 1.05  # an efficiency that no measuring error of a quiet machine reaches
 _NEAR_CHANCE = 1.5  # times the accuracy of guessing
-_CLASSES = {"cifar10": 10, "cifar100": 100, "digits": 10}
 _WITHIN = 0.20  # of the measured step: a prediction that far off is near
 ONE_PROCESS = "one process on the same batches"
 _ELSEWHERE = " docs/examples/check_strategy.py tests a strategy alone, `lab audit` a whole script."
@@ -379,7 +379,9 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
     """Compare the accuracies on the test images; near chance they show nothing."""
     reached = {row: values for row in rows if (values := _recorded(row, "test_accuracy"))}
     evidence = "; ".join(f"{row.sync} {_spread(values)}" for row, values in reached.items())
-    classes = block.settings.get("num_classes") or _CLASSES.get(block.settings.get("dataset", ""))
+    classes, dataset = block.settings.get("num_classes"), block.settings.get("dataset")
+    if not classes and dataset in DATASETS:
+        classes = DATASETS[dataset].classes
     limit = _NEAR_CHANCE / classes if classes else math.inf
     near = [row for row, values in reached.items() if fmean(values) <= limit]
     if near:

@@ -24,8 +24,9 @@ from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import World
 from common.errors import UserError, file_errors
 from common.models import PRETRAINED, build_model
+from common.run_setup import Setup, prepare_model
 from common.training_engine.batches import MicroBatch
-from common.training_plan import Setup, make_plan, prepare_model
+from common.training_plan import make_plan
 from common.utils.source_hash import step_digest
 from common.utils.typed_json import read_json
 from lab.report.view import Json

@@ -18,10 +18,10 @@ from common.distributed.process_group import World
 from common.errors import UserError
 from common.evaluation import evaluate_model, generate_eval_report, prepare_model_for_evaluation
 from common.models import build_model
+from common.run_setup import Setup
 from common.sync import BUILT_IN
 from common.training import get_model_parameters, prepare_model_for_training, train_model
 from common.training_engine.amp import choose_amp
-from common.training_plan import Setup
 from tests.helpers import run_ranks
 from tests.helpers.engines import prepared as prepared_engine
 

@@ -16,6 +16,7 @@ import tarfile
 import threading
 import time
 import zlib
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,10 +26,11 @@ import torch
 from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from common.data import cifar, load_dataset
-from common.data.dataset import pixel_statistics
+from common.data import DATASETS, DatasetEntry, cifar, load_dataset
+from common.data.dataset import Dataset, ImageSet, pixel_statistics
 from common.errors import UserError
 from common.utils import progress
+from lab.doctor.machine import check_dataset
 from tests.helpers import (
     CIFAR,
     LONG,
@@ -51,7 +53,22 @@ def _checked(dataset, train, test, classes):
         assert images.labels.shape == (size,)
         assert images.labels.unique().tolist() == list(range(classes))
     assert len(dataset.class_names) == classes
+    assert DATASETS[dataset.name].classes in (classes, None)
     return dataset
+
+
+def load_stripes(data_dir, mirror):
+    """Return a dataset of the user's own, of three classes."""
+    images = torch.zeros(6, 32, 32, 3, dtype=torch.uint8)
+    part = ImageSet(images, torch.arange(6) % 3)
+    return Dataset("stripes", part, part, ("a", "b", "c"), (0.5,) * 3, (0.2,) * 3)
+
+
+def test_a_dataset_of_ones_own_is_one_entry(monkeypatch):
+    monkeypatch.setitem(DATASETS, "stripes", DatasetEntry(f"{__name__}:load_stripes", 3))
+    _checked(load_dataset("stripes", Path("/nonexistent")), 6, 6, 3)
+    flags = Namespace(dataset="stripes", data_dir=Path("/nonexistent"))
+    assert check_dataset(flags).status == "ok"
 
 
 # --- digits ---

@@ -516,7 +516,16 @@ def in_an_open_group(rank, port):
     ):
         with pytest.raises(UserError, match=words):
             build(**settings)
-    build(world_size=2, backend="gloo")
+    engine = build(world_size=2, backend="gloo")
+
+    metric = torch.tensor([[1.0 + 4 * rank], [10.0]], dtype=torch.float64).T  # not contiguous
+    mean = engine._reduce_tensor(metric)
+    assert torch.equal(mean, torch.tensor([[3.0, 10.0]], dtype=torch.float64))
+    assert torch.equal(metric, torch.tensor([[1.0 + 4 * rank, 10.0]], dtype=torch.float64))
+    assert engine._reduce_tensor(torch.tensor(rank)).item() == 0.5, "a count is not cut"
+    alone = TrainingEngine(Steady(), "cpu")._reduce_tensor(metric)
+    assert torch.equal(alone, metric)
+    assert alone.data_ptr() != metric.data_ptr()
 
     def asking():
         """Yield sixty batches; rank 1 asks the engine to stop while it fetches the fifth."""
