@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from common.utils.atomic_files import write_atomically
-from common.utils.typed_json import encode
+from common.utils.typed_json import convert, encode
 from lab.audit.findings.finding import FAULT, catalogue
 from lab.grade import grade as grading
+from lab.grade.facts import AuditFacts, Facts
 from lab.grade.marks import lesson_of
-from lab.grade.part import Facts
 from lab.grade.rubric import FOLDER
 from tests.helpers.paths import ROOT
 from tests.lab.grade.conftest import RUBRIC
@@ -61,7 +61,7 @@ def ran(monkeypatch):
         used = ["all_reduce"] if text == "no-ddp" else ["ddp"]
         facts = Facts(
             key=task.key,
-            audit=audit,
+            audit=convert(audit, AuditFacts, name="audit"),
             used=used,
             whole=False,
             seconds=1,
