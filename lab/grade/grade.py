@@ -6,7 +6,6 @@ it runs what could not be run once more.
 """
 
 import argparse
-import contextlib
 import os
 import shlex
 import shutil
@@ -15,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -28,13 +28,21 @@ from common.utils.processes import kill_on_parent_exit
 from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, read_json
 from lab.audit.isolation import record_folder
-from lab.flags import refuse
 from lab.grade import gradescope, pages
-from lab.grade.marks import mark_part, override, read_overrides
-from lab.grade.part import Facts
-from lab.grade.rubric import Rubric, load_rubric, rubric_text
+from lab.grade.facts import Facts
+from lab.grade.marks import Mark, Override, mark_part, override, read_overrides
+from lab.grade.rubric import Part, Rubric, check_pattern, load_rubric, rubric_text
 from lab.grade.sandbox import Task, refused
-from lab.grade.submissions import check_row, digest, find_script, named, read_rows, unpack
+from lab.grade.submissions import (
+    Place,
+    ScriptRow,
+    check_row,
+    digest,
+    find_script,
+    named,
+    read_rows,
+    unpack,
+)
 from lab.predict.readable import duration_text
 from lab.processes.prefixed_output import say
 
@@ -43,9 +51,6 @@ _MOST_FACTS = 64 * 2**20
 _NOT_YET = "it has not been run yet: start the same command again"
 # For the audit around the runs of a part.
 _MORE_SECONDS = 120.0
-
-# The names of a submission and of a part.
-Place = tuple[str, str]
 
 
 def main_grade(args: argparse.Namespace) -> int:
@@ -58,110 +63,149 @@ def main_grade(args: argparse.Namespace) -> int:
         return 0
     rubric = load_rubric(args.rubric)
     if args.zip:
-        text = rubric_text(args.rubric)
-        gradescope.write_autograder(args.zip, text, rubric.mounts.values())
+        gradescope.write_autograder(args.zip, rubric_text(args.rubric), rubric.mounts.values())
         say(f"written: {args.zip}; upload it as the assignment's autograder on Gradescope")
         return 0
-    missing = [path for path in args.submissions if not path.exists()]
-    absent = [path for path in set(rubric.mounted().values()) if not path.is_dir()]
-    not_there = [
-        at
-        for at in rubric.mounts
-        if os.path.isabs(at) and args.no_sandbox and not Path(at).is_dir()
-    ]
-    refuse(
-        {
-            "give a folder, zip or tar for each student: lab grade submissions/*": (
-                not args.submissions
-            ),
-            f"{first_of(missing)}: there is no such file: give folders, zips or tars": bool(
-                missing
-            ),
-            f"the rubric mounts {first_of(absent)}: there is no such folder: put the data there": (
-                bool(absent)
-            ),
-            f"without a sandbox {first_of(not_there)} must be there: link your folder there": (
-                bool(not_there)
-            ),
-            f"--jobs: got {args.jobs}; give 1 or more": args.jobs is not None and args.jobs < 1,
-        }
+    _check(args, rubric)
+    submissions = named(args.submissions)
+    out = args.out.absolute()
+    book = Gradebook(
+        rubric=rubric,
+        out=out,
+        sandboxed=not args.no_sandbox,
+        decided=read_overrides(out / "overrides.csv", submissions, rubric),
+        seen={(name, part): _NOT_YET for name in submissions for part in rubric.parts},
     )
-    paths, out = named(args.submissions), args.out.absolute()
-    given = read_overrides(out / "overrides.csv", paths, rubric)
-    scripts = _read_map(args.map, paths, rubric)
-    seen: dict[Place, Facts | str] = dict.fromkeys(
-        ((name, part) for name in paths for part in rubric.parts), _NOT_YET
-    )
-
-    def write() -> int:
-        """Write all pages from what is known now; return how many marks are open."""
-        graded = {
-            name: [
-                override(mark_part(one, seen[name, one], rubric), given.get((name, one)))
-                for one in rubric.parts
-            ]
-            for name in paths
-        }
-        pages.write_class(out, rubric, graded, sandboxed=not args.no_sandbox)
-        return sum(mark.marks is None for marks in graded.values() for mark in marks)
-
+    scripts = _read_map(args.map, submissions, rubric)
     with record_folder(None) as folder:
         tasks: dict[Place, Task] = {}
-        for name, sources in paths.items():
-            copy = folder / name
-            problem = _take_in(name, sources, copy)
-            for part_name, part in rubric.parts.items():
-                place = name, part_name
-                found = problem or find_script(copy, part, scripts.get(place))
-                if isinstance(found, str):
-                    seen[place] = found
-                else:
-                    facts = out / "submissions" / name / f"{part_name}.json"
-                    tasks[place] = _task(rubric, part_name, copy, found, facts, args.no_sandbox)
-        seen |= _known(tasks, given)
-        write()
+        for name, sources in submissions.items():
+            tasks |= book.take_in(name, sources, folder / name, scripts)
+        book.seen |= _known(tasks, book.decided)
+        book.write()
         try:
-            _run_all(tasks, seen, rubric, args.jobs or _jobs(rubric, args.no_sandbox))
+            _run_all(tasks, book, args.jobs)
         finally:  # also if it is interrupted
-            by_hand = write()
+            by_hand = book.write()
             say(
-                f"{count(len(paths), 'submission')}, {count(by_hand, 'part')} to look at by hand; "
-                f"see {out / 'class.html'} and {out / 'class.csv'}"
+                f"{count(len(submissions), 'submission')}, {count(by_hand, 'part')} to look at by "
+                f"hand; see {out / 'class.html'} and {out / 'class.csv'}"
             )
     return 0
 
 
+def _check(args: argparse.Namespace, rubric: Rubric) -> None:
+    """Raise UserError if a file, a folder or a flag makes it impossible to grade."""
+    if not args.submissions:
+        raise UserError("give a folder, zip or tar for each student: lab grade submissions/*")
+    missing = [path for path in args.submissions if not path.exists()]
+    if missing:
+        raise UserError(f"{first_of(missing)}: there is no such file: give folders, zips or tars")
+    _check_mounts(rubric, sandboxed=not args.no_sandbox)
+    if args.jobs is not None and args.jobs < 1:
+        raise UserError(f"--jobs: got {args.jobs}; give 1 or more")
+
+
+def _check_mounts(rubric: Rubric, *, sandboxed: bool) -> None:
+    """Raise UserError if a folder is missing that the scripts read."""
+    folders = dict.fromkeys(rubric.mounted().values())
+    absent = [folder for folder in folders if not folder.is_dir()]
+    if absent:
+        raise UserError(
+            f"the rubric mounts {first_of(absent)}: there is no such folder: put the data there"
+        )
+    if not sandboxed:
+        fixed = [at for at in rubric.mounts if os.path.isabs(at)]
+        not_there = [at for at in fixed if not Path(at).is_dir()]
+        if not_there:
+            raise UserError(
+                f"without a sandbox {first_of(not_there)} must be there: link your folder there"
+            )
+
+
 def _read_map(path: Path | None, names: Mapping[str, object], rubric: Rubric) -> dict[Place, str]:
     """Return the places of scripts that --map gives."""
-    rows = read_rows(path, ("submission", "part", "path")) if path else []
-    for row in rows:
+    if path is None:
+        return {}
+    scripts: dict[Place, str] = {}
+    for row in read_rows(path, ScriptRow):
         check_row(row, names, rubric, where=str(path))
-    return {(row["submission"], row["part"]): row["path"] for row in rows}
+        if row.path:
+            check_pattern(row.path, where=str(path))
+        scripts[row.submission, row.part] = row.path
+    return scripts
 
 
-def _take_in(name: str, sources: list[Path], copy: Path) -> str:
-    """Unpack a submission, and return "", or say and return why nothing of it can be graded."""
-    problem = ""
-    try:
-        unpack(sources, copy)
-    except UserError as error:
-        problem = " ".join(calm(str(error)).split())  # it quotes names of files
-        say(f"{name}: {problem}")
-    return problem
+@dataclass
+class Gradebook:
+    """A class: what is known of its parts, and the pages that show it.
+
+    out : the folder of the pages.
+    decided : what a person has decided.
+    seen : what was seen of each part, or why nothing was; all parts are in it, in the pages' order.
+    """
+
+    rubric: Rubric
+    out: Path
+    sandboxed: bool
+    decided: Mapping[Place, Override]
+    seen: dict[Place, Facts | str]
+
+    def take_in(
+        self, name: str, sources: list[Path], copy: Path, scripts: Mapping[Place, str]
+    ) -> dict[Place, Task]:
+        """Unpack a submission to ``copy``, and return what to run of it.
+
+        Why a part cannot be run is then ``seen`` of it. scripts : their places, by --map.
+        """
+        try:
+            unpack(sources, copy)
+        except UserError as error:
+            problem = " ".join(calm(str(error)).split())  # it quotes names of files
+            say(f"{name}: {problem}")
+            for part_name in self.rubric.parts:
+                self.seen[name, part_name] = problem
+            return {}
+        tasks: dict[Place, Task] = {}
+        for part_name, part in self.rubric.parts.items():
+            place = (name, part_name)
+            script = find_script(copy, part, scripts.get(place))
+            if isinstance(script, str):
+                self.seen[place] = script
+            else:
+                facts = self.out / "submissions" / name / f"{part_name}.json"
+                tasks[place] = _task(self.rubric, part, copy, script, facts, self.sandboxed)
+        return tasks
+
+    def mark(self, place: Place) -> Mark:
+        """Return the mark that the rubric gives for what is known now of a part."""
+        _, part_name = place
+        return mark_part(part_name, self.seen[place], self.rubric)
+
+    def write(self) -> int:
+        """Write all pages from what is known now; return how many marks are open."""
+        graded: dict[str, list[Mark]] = {}
+        for place in self.seen:
+            name, _ = place
+            mark = override(self.mark(place), self.decided.get(place))
+            graded.setdefault(name, []).append(mark)
+        pages.write_class(self.out, self.rubric, graded, sandboxed=self.sandboxed)
+        return pages.count_open(mark for marks in graded.values() for mark in marks)
 
 
 # --- running ---
 
 
 def _task(
-    rubric: Rubric, name: str, copy: Path, script: Path, facts: Path, no_sandbox: bool
+    rubric: Rubric, part: Part, copy: Path, script: Path, facts: Path, sandboxed: bool
 ) -> Task:
     """Return what to run of a submission; its key stays the same as long as the outcome does."""
-    part = rubric.parts[name]
-    program, *words = shlex.split(part.command)
-    program = shutil.which(program, path=_environment()["PATH"]) or program
+    program, *arguments = shlex.split(part.command)
+    words = [shutil.which(program, path=_environment()["PATH"]) or program]
+    for argument in arguments:
+        words.append(script.name if argument == "{script}" else argument)
     task = Task(
-        words=[program, *(script.name if one == "{script}" else one for one in words)],
+        words=words,
         ranks=sorted(set(part.ranks)),
         submission="",
         script=str(script.relative_to(copy)),
@@ -172,20 +216,14 @@ def _task(
         disk_bytes=int(rubric.disk_gb * 2**30),
         processes=rubric.processes,
         limit_seconds=rubric.limit_seconds,
-        sandboxed=not no_sandbox,
+        sandboxed=sandboxed,
     )
     sources = [digest(copy), digest(Path(lab.__file__).parent / "audit")]
     key = sha256(encode([task, *sources])).hexdigest()
     return msgspec.structs.replace(task, submission=str(copy), facts=str(facts), key=key)
 
 
-def _jobs(rubric: Rubric, no_sandbox: bool) -> int:
-    """Return how many parts to run at a time; one without a sandbox, where ports may collide."""
-    memory = int(psutil.virtual_memory().available / (rubric.memory_gb * 2**30))
-    return 1 if no_sandbox else max(1, min(usable_cores() // _CORES_A_JOB, memory))
-
-
-def _known(tasks: Mapping[Place, Task], given: Mapping[Place, object]) -> dict[Place, Facts]:
+def _known(tasks: Mapping[Place, Task], decided: Mapping[Place, Override]) -> dict[Place, Facts]:
     """Return what an earlier call has seen of these parts.
 
     Not that of a part that could not be run, unless a person has decided: data may have been
@@ -193,46 +231,64 @@ def _known(tasks: Mapping[Place, Task], given: Mapping[Place, object]) -> dict[P
     """
     known: dict[Place, Facts] = {}
     for place, task in tasks.items():
-        with contextlib.suppress(FileNotFoundError, UserError):  # not there, or cut off
+        try:
             facts = _read_facts(task)
-            ran = facts.whole or facts.audit["status"] < 2 or place in given
-            if ran and facts.key == task.key:
-                known[place] = facts
+        except (FileNotFoundError, UserError):  # not there, or cut off
+            continue
+        ran = facts.whole or not facts.audit.cannot_tell
+        if facts.key == task.key and (ran or place in decided):
+            known[place] = facts
     return known
 
 
-def _run_all(
-    tasks: Mapping[Place, Task], seen: dict[Place, Facts | str], rubric: Rubric, jobs: int
-) -> None:
-    """Run the parts of which nothing is seen yet, and add what is, or why nothing."""
-    new = [place for place in tasks if seen[place] is _NOT_YET]
-    if new:
-        first = tasks[new[0]]
-        if first.sandboxed and (why := refused(first)):
+def _run_all(tasks: Mapping[Place, Task], book: Gradebook, jobs: int | None) -> None:
+    """Run the parts of which nothing is seen yet, and add what is, or why nothing.
+
+    jobs : how many at a time; None: as many as fit. Raises UserError without a sandbox.
+    """
+    new = [place for place in tasks if book.seen[place] is _NOT_YET]
+    if not new:
+        return
+    if book.sandboxed:
+        why = refused(tasks[new[0]])
+        if why:
             raise UserError(
                 f"no sandbox: {why}. In a container that holds nothing else, use --no-sandbox"
             )
-        seconds = rubric.expected_seconds * len(new) / jobs
-        say(
-            f"{count(len(new), 'part')} to run, {jobs} at a time: about {duration_text(seconds)} "
-            f"at {rubric.expected_seconds:g} s a part"
-        )
-    pool, began = ThreadPoolExecutor(jobs), time.monotonic()
+    if jobs is None:
+        jobs = _jobs(book)
+    part_seconds = book.rubric.expected_seconds
+    say(
+        f"{count(len(new), 'part')} to run, {jobs} at a time: about "
+        f"{duration_text(part_seconds * len(new) / jobs)} at {part_seconds:g} s a part"
+    )
+    began = time.monotonic()
+    pool = ThreadPoolExecutor(jobs)
     places = {pool.submit(_run, tasks[place]): place for place in new}
     try:
         for ended, future in enumerate(as_completed(places), start=1):
-            name, part = place = places[future]
-            seen[place] = future.result()
-            text = pages.marks_text(mark_part(part, seen[place], rubric))
-            left = (time.monotonic() - began) / ended * (len(new) - ended)
-            about = f"; about {duration_text(left)} left" if left else ""
-            say(f"[{ended}/{len(new)}] {name} {part}: {text}{about}")
+            place = places[future]
+            book.seen[place] = future.result()
+            line = f"[{ended}/{len(new)}] {' '.join(place)}: {pages.marks_text(book.mark(place))}"
+            seconds_left = (time.monotonic() - began) / ended * (len(new) - ended)
+            if seconds_left:
+                line += f"; about {duration_text(seconds_left)} left"
+            say(line)
     except BaseException:
         for child in psutil.Process().children():
             child.terminate()  # it ends what runs in its sandbox
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _jobs(book: Gradebook) -> int:
+    """Return how many parts to run at a time; one without a sandbox, where ports may collide."""
+    if not book.sandboxed:
+        return 1
+    by_memory = int(psutil.virtual_memory().available / (book.rubric.memory_gb * 2**30))
+    by_cores = usable_cores() // _CORES_A_JOB
+    return max(1, min(by_cores, by_memory))
 
 
 def _read_facts(task: Task) -> Facts:
@@ -258,8 +314,8 @@ def _run(task: Task) -> Facts | str:
             process.terminate()
             return f"its audit did not end within {limit:.0f} s"
     if process.returncode != 0:
-        last = output.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
-        return f"its audit failed (status {process.returncode}): {last[0][:300]}"
+        lines = output.decode(errors="replace").strip().splitlines() or ["no message"]
+        return f"its audit failed (status {process.returncode}): {lines[-1][:300]}"
     try:
         return _read_facts(task)
     except (UserError, OSError) as error:
@@ -268,13 +324,10 @@ def _run(task: Task) -> Facts | str:
 
 def _environment() -> dict[str, str]:
     """Return the environment of a part: nothing of the grader's own but paths and the language."""
-    # No relative entries: the program of a part works in the student's folder.
-    path = os.pathsep.join(
-        [
-            str(Path(sys.executable).parent),
-            *filter(os.path.isabs, (setting("PATH") or os.defpath).split(os.pathsep)),
-        ]
-    )
-    root = str(Path(lab.__file__).parents[1])
     kept = {name: value for name, value in os.environ.items() if name.startswith(("LC_", "LANG"))}
-    return kept | {"PATH": path, "PYTHONPATH": root, "HOME": "/tmp"}
+    folders = [str(Path(sys.executable).parent)]
+    # No relative entries: the program of a part works in the student's folder.
+    search_path = setting("PATH") or os.defpath
+    folders += filter(os.path.isabs, search_path.split(os.pathsep))
+    root = str(Path(lab.__file__).parents[1])
+    return kept | {"PATH": os.pathsep.join(folders), "PYTHONPATH": root, "HOME": "/tmp"}

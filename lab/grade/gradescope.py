@@ -8,7 +8,7 @@ it in /autograder/submission and writes /autograder/results/results.json.
 import io
 import shlex
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from common.errors import UserError
@@ -56,15 +56,23 @@ def write_autograder(path: Path, rubric: str, mounts: Iterable[str]) -> None:
     """
     if not (REPOSITORY / "pyproject.toml").is_file():
         raise UserError("--zip needs a checkout of the project: git clone it, and call lab there")
+    setup = _SETUP.format(folders=shlex.join(dict.fromkeys(mounts)))
+    programs = {"setup.sh": setup, "run_autograder": _RUN, "rubric.toml": rubric}
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        setup = _SETUP.format(folders=shlex.join(dict.fromkeys(mounts)))
-        for name, text in (("setup.sh", setup), ("run_autograder", _RUN), ("rubric.toml", rubric)):
+        for name, text in programs.items():
             entry = zipfile.ZipInfo(name)
-            entry.external_attr = 0o755 << 16
+            entry.external_attr = 0o755 << 16  # what Gradescope runs
             archive.writestr(entry, text)
-        folders = [one for name in _FOLDERS for one in sorted((REPOSITORY / name).rglob("*"))]
-        for file in [*folders, *(REPOSITORY / name for name in _FILES)]:
+        for file in _project_files():
             if file.is_file() and "__pycache__" not in file.parts:
                 archive.write(file, file.relative_to(REPOSITORY))
     write_atomically(path, content.getvalue())
+
+
+def _project_files() -> Iterator[Path]:
+    """Yield the files of the project that ``lab grade`` needs there."""
+    for name in _FOLDERS:
+        yield from sorted((REPOSITORY / name).rglob("*"))
+    for name in _FILES:
+        yield REPOSITORY / name

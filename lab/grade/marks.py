@@ -5,21 +5,20 @@ leaves the mark open for a person, who gives it in overrides.csv.
 """
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from common.errors import UserError
-from lab.audit.findings.finding import FAULT
 from lab.audit.result import ranks_text
-from lab.grade.part import Facts
+from lab.grade.facts import AuditFacts, AuditFinding, Facts
 from lab.grade.rubric import WAYS, Part, Rubric
-from lab.grade.submissions import check_row, read_rows
+from lab.grade.submissions import Place, Row, check_row, read_rows
 
-OVERRIDES = ("submission", "part", "marks", "reason")
+# The lesson for a fault that no other lesson explains.
+_ANY_FAULT = "09_find_the_bug"
 
 
 class Mark(msgspec.Struct, kw_only=True):
@@ -55,125 +54,165 @@ def mark_part(name: str, seen: Facts | str, rubric: Rubric) -> Mark:
     part = rubric.parts[name]
     if isinstance(seen, str):
         return Mark(part=name, title=part.title, points=part.points, look=[seen])
-    audit = seen.audit
-    faults = [one for one in audit["findings"] if one["severity"] == FAULT]
-    accepted = [one for one in faults if one["name"] in part.accepts]
-    counted = [one for one in faults if one not in accepted and audit["status"] == 1]
-    lost = {one["name"]: rubric.deduction(part, one["name"]) for one in counted}
+    faults = seen.audit.faults
+    accepted = [fault for fault in faults if fault.name in part.accepts]
+    counted: list[AuditFinding] = []
+    if seen.audit.found_faults:
+        counted = [fault for fault in faults if fault.name not in part.accepts]
+    lost = {fault.name: rubric.deduction(part, fault.name) for fault in counted}
     marks = max(0.0, part.points - sum(lost.values()))
-    look = seen.doubts or _unclear(part, seen, counted, marks)
-    why = [
-        f"-{lost[one['name']]:g}: {one['title']} ({one['name']}{_place(one)}). {one['cure']}"
-        for one in counted
-    ]
-    why += [
-        f"Accepted: {one['title']} ({one['name']}). {part.accepts[one['name']]}" for one in accepted
-    ]
-    return Mark(
+    why = [_why_lost(fault, lost[fault.name]) for fault in counted]
+    for fault in accepted:
+        why.append(f"Accepted: {fault.title} ({fault.name}). {part.accepts[fault.name]}")
+    mark = Mark(
         part=name,
         title=part.title,
         points=part.points,
-        marks=None if look else marks,
-        why=why or [] if look else why or [_full(part)],
-        look=look,
+        why=why,
+        look=seen.doubts or _unclear(part, seen, counted, marks),
         faults=list(lost),
-        lessons=sorted({lesson_of(one) for one in lost}),
+        lessons=sorted({lesson_of(fault) for fault in lost}),
         seconds=round(seen.seconds, 1),
         page=f"{name}.html",
     )
+    if not mark.look:
+        mark.marks = marks
+        mark.why = why or [_why_full(part)]
+    return mark
 
 
-def _full(part: Part) -> str:
+def _why_lost(fault: AuditFinding, points: float) -> str:
+    """Return the sentence for a deduction."""
+    name = fault.name
+    if fault.at:
+        name += f", {fault.at.file}:{fault.at.line}"
+    return f"-{points:g}: {fault.title} ({name}). {fault.cure}"
+
+
+def _why_full(part: Part) -> str:
     if part.ranks == [1]:
         return "It trains on one process; only this was checked."
     return "No fault was found: the same updates as one process that averages all gradients."
 
 
-def _place(finding: Mapping[str, Any]) -> str:
-    at = finding["at"]
-    return f", {at['file']}:{at['line']}" if at else ""
-
-
-def _unclear(
-    part: Part, seen: Facts, counted: Sequence[Mapping[str, Any]], marks: float
-) -> list[str]:
+def _unclear(part: Part, seen: Facts, counted: Sequence[AuditFinding], marks: float) -> list[str]:
     """Return what the audit could not tell about a part, as sentences.
 
+    counted : the faults that cost points.
     marks : what the rubric gives if all faults are real.
     """
-    audit, alone = seen.audit, part.ranks == [1]
-    ran = {one["ranks"] for one in audit["runs"]}
-    unsure = [one["title"] for one in counted if one["sure"] != "certain"]
-    missing = [WAYS.get(one, one) for one in part.uses if one not in seen.used]
-    if alone:
-        return [] if seen.whole else [f"it does not train to the audit's end: {audit['headline']}"]
-    if audit["status"] == 2:
-        return [audit["headline"]]
-    sentences = {
-        f"if it really has this fault, it gets {marks:g}: {', '.join(unsure)} (the audit is not "
-        "certain)": bool(unsure),
-        f"this part is to use {', '.join(part.uses)}; it never calls {', '.join(missing)}": (
-            bool(missing)
-        ),
-        f"it ran on {ranks_text(ran)} only: look at its divisor": (
-            len(ran) < len(part.ranks) and not counted
-        ),
-        **{
-            f"beside an accepted fault, this could not be checked: {one}": not counted
-            for one in audit["unknown"]
-            if audit["status"] == 1 and one.startswith(("gradients: ", "weights: "))
-        },
-        f"beside an accepted fault, the run ended early: {audit['failure']}": (
-            bool(audit["failure"]) and not counted
-        ),
-    }
-    return [sentence for sentence, holds in sentences.items() if holds]
+    audit = seen.audit
+    if part.ranks == [1]:
+        if seen.whole:
+            return []
+        return [f"it does not train to the audit's end: {audit.headline}"]
+    if audit.cannot_tell:
+        return [audit.headline]
+    sentences: list[str] = []
+    unsure = [fault.title for fault in counted if not fault.is_certain]
+    if unsure:
+        sentences.append(
+            f"if it really has this fault, it gets {marks:g}: {', '.join(unsure)} (the audit is "
+            "not certain)"
+        )
+    missing = [WAYS.get(way, way) for way in part.uses if way not in seen.used]
+    if missing:
+        sentences.append(
+            f"this part is to use {', '.join(part.uses)}; it never calls {', '.join(missing)}"
+        )
+    if not counted:
+        sentences += _unchecked(part, audit)
+    return sentences
+
+
+def _unchecked(part: Part, audit: AuditFacts) -> Iterator[str]:
+    """Yield what the audit could not check of a part in which no fault counts."""
+    ran = {run.ranks for run in audit.runs}
+    if len(ran) < len(part.ranks):
+        yield f"it ran on {ranks_text(ran)} only: look at its divisor"
+    if audit.found_faults:
+        for sentence in audit.unknown:
+            if sentence.startswith(("gradients: ", "weights: ")):
+                yield f"beside an accepted fault, this could not be checked: {sentence}"
+    if audit.failure:
+        yield f"beside an accepted fault, the run ended early: {audit.failure}"
 
 
 # --- lessons ---
 
 
+class Lesson(msgspec.Struct):
+    """A lesson, and the faults that it explains."""
+
+    title: str
+    faults: list[str]
+
+
 @cache
-def _lessons() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(Path(__file__).with_name("lessons.toml").read_text(encoding="utf-8"))
+def _lessons() -> dict[str, Lesson]:
+    """Return the lessons by the names of their pages."""
+    text = Path(__file__).with_name("lessons.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), dict[str, Lesson])
 
 
 def lesson_of(fault: str) -> str:
     """Return the lesson that explains a fault: its title and page."""
-    found = next((one for one in _lessons().values() if fault in one["faults"]), None)
-    lesson = found or _lessons()["09_find_the_bug"]
-    page = next(name for name, one in _lessons().items() if one is lesson)
-    return f"{lesson['title']} (docs/learn/{page}.md)"
+    lessons = _lessons()
+    pages = [page for page, lesson in lessons.items() if fault in lesson.faults]
+    page = next(iter(pages), _ANY_FAULT)
+    return f"{lessons[page].title} (docs/learn/{page}.md)"
 
 
 # --- what a person decides ---
 
 
+class OverrideRow(Row):
+    """A row of overrides.csv."""
+
+    marks: str
+    reason: str
+
+
+class Override(msgspec.Struct):
+    """The marks that a person has given, and why."""
+
+    marks: float
+    reason: str
+
+
 def read_overrides(
-    path: Path, names: Mapping[str, Any], rubric: Rubric
-) -> dict[tuple[str, str], tuple[float, str]]:
-    """Return the marks that a person has given, and why, by submission and part.
+    path: Path, names: Mapping[str, object], rubric: Rubric
+) -> dict[Place, Override]:
+    """Return what a person has decided, by submission and part; nothing without the file.
 
     Raises UserError for a row that fits no submission or part, has no reason, or impossible marks.
     """
-    given: dict[tuple[str, str], tuple[float, str]] = {}
-    for row in read_rows(path, OVERRIDES) if path.exists() else []:
+    if not path.exists():
+        return {}
+    decided: dict[Place, Override] = {}
+    for row in read_rows(path, OverrideRow):
         check_row(row, names, rubric, where=str(path))
-        points = rubric.parts[row["part"]].points
-        try:
-            marks = float(row["marks"])
-        except ValueError:
-            marks = -1.0
-        if not 0 <= marks <= points or not row["reason"]:
-            where = f"{path}, {row['submission']} {row['part']}"
-            got = f"got {row['marks']!r} and {row['reason']!r}"
-            raise UserError(f"{where}: give marks from 0 to {points:g} and a reason, {got}")
-        given[row["submission"], row["part"]] = marks, row["reason"]
-    return given
+        decided[row.submission, row.part] = _decision(row, rubric, path)
+    return decided
 
 
-def override(mark: Mark, given: tuple[float, str] | None) -> Mark:
+def _decision(row: OverrideRow, rubric: Rubric, path: Path) -> Override:
+    """Return what a row decides. Raises UserError for impossible marks, or without a reason."""
+    points = rubric.parts[row.part].points
+    try:
+        marks = float(row.marks)
+    except ValueError:
+        marks = -1.0
+    if not 0 <= marks <= points or not row.reason:
+        raise UserError(
+            f"{path}, {row.submission} {row.part}: give marks from 0 to {points:g} and a reason, "
+            f"got {row.marks!r} and {row.reason!r}"
+        )
+    return Override(marks, row.reason)
+
+
+def override(mark: Mark, decided: Override | None) -> Mark:
     """Return the mark with what a person has decided."""
-    if given is None:
+    if decided is None:
         return mark
-    return msgspec.structs.replace(mark, marks=given[0], given=given[1], look=[])
+    return msgspec.structs.replace(mark, marks=decided.marks, given=decided.reason, look=[])

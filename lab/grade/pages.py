@@ -9,7 +9,7 @@ import csv
 import io
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +20,29 @@ from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import calm, encode
 from lab.audit.findings.finding import catalogue
 from lab.audit.report import page_template
-from lab.flags import first_that_holds
-from lab.grade.marks import OVERRIDES, Mark, lesson_of
+from lab.grade.marks import Mark, OverrideRow, lesson_of
 from lab.grade.rubric import Rubric
 
 # The marks of each submission's parts.
 Graded = Mapping[str, Sequence[Mark]]
+_FORMULA_SIGNS = ("=", "+", "-", "@", "\t")
 
 
 def marks_text(mark: Mark) -> str:
     """Return "3 of 3", or that the mark is open."""
-    of = f"of {mark.points:g}"
-    return f"look by hand (? {of})" if mark.marks is None else f"{mark.marks:g} {of}"
+    if mark.marks is None:
+        return f"look by hand (? of {mark.points:g})"
+    return f"{mark.marks:g} of {mark.points:g}"
+
+
+def count_open(marks: Iterable[Mark]) -> int:
+    """Return how many marks a person still has to give."""
+    return sum(mark.marks is None for mark in marks)
 
 
 def _total(marks: Sequence[Mark]) -> float:
     """Return the marks that are not open, added up."""
-    return sum(mark.marks or 0.0 for mark in marks)
-
-
-def _open(marks: Sequence[Mark]) -> int:
-    return sum(mark.marks is None for mark in marks)
+    return sum((mark.marks for mark in marks if mark.marks is not None), start=0.0)
 
 
 def write_class(out: Path, rubric: Rubric, graded: Graded, *, sandboxed: bool) -> None:
@@ -49,7 +51,8 @@ def write_class(out: Path, rubric: Rubric, graded: Graded, *, sandboxed: bool) -
     shared = {"rubric": rubric, "sandboxed": sandboxed, "date": time.strftime("%Y-%m-%d %H:%M")}
     _write_page(out / "class.html", "class", _class_view(rubric, graded) | shared)
     if not (out / "overrides.csv").exists():
-        write_atomically(out / "overrides.csv", (",".join(OVERRIDES) + "\n").encode())
+        header = ",".join(OverrideRow.__struct_fields__)
+        write_atomically(out / "overrides.csv", f"{header}\n".encode())
     for name, marks in graded.items():
         folder = out / "submissions" / name
         _write_page(folder / "index.html", "student", _view(name, marks) | shared)
@@ -57,120 +60,197 @@ def write_class(out: Path, rubric: Rubric, graded: Graded, *, sandboxed: bool) -
         write_atomically(folder / "results.json", results + b"\n")
 
 
+# --- class.csv ---
+
+
 def _table(rubric: Rubric, graded: Graded) -> str:
-    """Return class.csv. A cell that a spreadsheet would take for a formula begins with a quote."""
+    """Return class.csv."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(
         ["submission", *rubric.parts, "total", "faults", "seconds", "by hand", "overridden"]
     )
     for name, marks in graded.items():
-        cells = [
-            name,
-            *("" if mark.marks is None else f"{mark.marks:g}" for mark in marks),
-            "" if _open(marks) else f"{_total(marks):g}",
-            " ".join(f"{mark.part}:{fault}" for mark in marks for fault in mark.faults),
-            f"{sum(mark.seconds for mark in marks):.0f}",
-            calm("; ".join(f"{mark.part}: {look}" for mark in marks for look in mark.look)),
-            "; ".join(f"{mark.part}: {mark.given}" for mark in marks if mark.given),
-        ]
-        rows.writerow([f"'{cell}" if cell[:1] in tuple("=+-@\t") else cell for cell in cells])
+        rows.writerow([_harmless(cell) for cell in _cells(name, marks)])
     return text.getvalue()
+
+
+def _harmless(cell: str) -> str:
+    """Return a cell; one that a spreadsheet would take for a formula begins with a quote."""
+    if cell.startswith(_FORMULA_SIGNS):
+        return f"'{cell}"
+    return cell
+
+
+def _cells(name: str, marks: Sequence[Mark]) -> list[str]:
+    """Return a submission's row; the cell of an open mark, and then that of the total, is empty."""
+    faults: list[str] = []
+    looks: list[str] = []
+    overridden: list[str] = []
+    for mark in marks:
+        faults += [f"{mark.part}:{fault}" for fault in mark.faults]
+        looks += [f"{mark.part}: {look}" for look in mark.look]
+        if mark.given:
+            overridden.append(f"{mark.part}: {mark.given}")
+    total = "" if count_open(marks) else f"{_total(marks):g}"
+    seconds = sum(mark.seconds for mark in marks)
+    return [
+        name,
+        *(_shown(mark, unknown="") for mark in marks),
+        total,
+        " ".join(faults),
+        f"{seconds:.0f}",
+        calm("; ".join(looks)),
+        "; ".join(overridden),
+    ]
+
+
+def _shown(mark: Mark, *, unknown: str) -> str:
+    return unknown if mark.marks is None else f"{mark.marks:g}"
+
+
+# --- the pages ---
 
 
 def _view(name: str, marks: Sequence[Mark]) -> dict[str, Any]:
     """Return what the pages show of a submission, with all texts calm."""
     looks: dict[str, list[str]] = {}
     for mark in marks:
-        for text in mark.look:
-            looks.setdefault(calm(text), []).append(mark.part)
+        for look in mark.look:
+            looks.setdefault(calm(look), []).append(mark.part)
+    points = sum(mark.points for mark in marks)
     return {
         "name": name,
         "total": f"{_total(marks):g}",
-        "points": f"{sum(mark.points for mark in marks):g}",
-        "open": _open(marks),
-        "looks": {text: ", ".join(parts) for text, parts in looks.items()},
-        "parts": [
-            msgspec.structs.asdict(mark)
-            | {
-                "shown": "?" if mark.marks is None else f"{mark.marks:g}",
-                "of": f"{mark.points:g}",
-                "state": _state(mark),
-                "why": [calm(text) for text in mark.why],
-                "look": [calm(text) for text in mark.look],
-                "given": calm(mark.given or ""),
-            }
-            for mark in marks
-        ],
+        "points": f"{points:g}",
+        "open": count_open(marks),
+        "looks": {look: ", ".join(parts) for look, parts in looks.items()},
+        "parts": [_part_view(mark) for mark in marks],
+    }
+
+
+def _part_view(mark: Mark) -> dict[str, Any]:
+    """Return a mark, with what the pages show of it and with all texts calm."""
+    return msgspec.structs.asdict(mark) | {
+        "shown": _shown(mark, unknown="?"),
+        "of": f"{mark.points:g}",
+        "state": _state(mark),
+        "why": [calm(sentence) for sentence in mark.why],
+        "look": [calm(sentence) for sentence in mark.look],
+        "given": calm(mark.given or ""),
     }
 
 
 def _state(mark: Mark) -> str:
-    return first_that_holds(
-        {
-            "given": mark.given is not None,
-            "open": mark.marks is None,
-            "full": mark.marks == mark.points,
-            "less": True,
-        }
-    )
+    """Return the name by which the pages' style and filters know a mark."""
+    if mark.given is not None:
+        return "given"
+    if mark.marks is None:
+        return "open"
+    if mark.marks == mark.points:
+        return "full"
+    return "less"
 
 
 def _class_view(rubric: Rubric, graded: Graded) -> dict[str, Any]:
-    faults = Counter(
-        fault for marks in graded.values() for fault in {f for mark in marks for f in mark.faults}
-    )
+    """Return what the page of a class shows."""
     points = sum(part.points for part in rubric.parts.values())
-    finished = [_total(marks) for marks in graded.values() if not _open(marks)]
-    bins = Counter(min(int(10 * marks / points), 9) for marks in finished)
-    most = max(bins.values(), default=1)
+    finished = [_total(marks) for marks in graded.values() if not count_open(marks)]
+    open_marks = sum(count_open(marks) for marks in graded.values())
     return {
         "rows": [_view(name, marks) for name, marks in graded.items()],
-        "faults": [
-            {"entry": catalogue()[name], "lesson": lesson_of(name), "times": count(times, "time")}
-            for name, times in faults.most_common()
-        ],
-        "bins": [
-            {
-                "range": f"{points * tenth / 10:g} to {points * (tenth + 1) / 10:g}",
-                "count": bins[tenth],
-                "percent": round(100 * bins[tenth] / most),
-            }
-            for tenth in reversed(range(10))
-        ],
+        "faults": _faults_view(graded),
+        "bins": _bins_view(finished, points),
         "finished": count(len(finished), "submission"),
-        "by_hand": count(sum(map(_open, graded.values())), "part"),
+        "by_hand": count(open_marks, "part"),
     }
 
 
-def results_json(marks: Sequence[Mark]) -> dict[str, Any]:
-    """Return what Gradescope takes for a submission; it is hidden as long as a mark is open."""
-    tests = []
-    for mark in marks:
-        lines = [
-            *([f"Set by your grader: {mark.given}"] if mark.given else []),
-            *mark.why,
-            *(f"A person will look at this: {text}" for text in mark.look),
-            *(f"Read {lesson}." for lesson in mark.lessons),
-        ]
-        passed = "passed" if mark.marks == mark.points else "failed"
-        known = {} if mark.marks is None else {"score": mark.marks, "status": passed}
-        tests.append(
+def _faults_view(graded: Graded) -> list[dict[str, Any]]:
+    """Return the faults of a class, the most frequent first; one counts once for a submission."""
+    times: Counter[str] = Counter()
+    for marks in graded.values():
+        times.update({fault for mark in marks for fault in mark.faults})
+    entries = catalogue()
+    return [
+        {"entry": entries[fault], "lesson": lesson_of(fault), "times": count(number, "time")}
+        for fault, number in times.most_common()
+    ]
+
+
+def _bins_view(finished: Sequence[float], points: float) -> list[dict[str, Any]]:
+    """Return how many submissions have how many tenths of the points, the best first."""
+    submissions = Counter(min(int(10 * marks / points), 9) for marks in finished)
+    most = max(submissions.values(), default=1)
+    bins: list[dict[str, Any]] = []
+    for tenth in reversed(range(10)):
+        lowest = points * tenth / 10
+        highest = points * (tenth + 1) / 10
+        bins.append(
             {
-                "name": mark.title,
-                "number": mark.part,
-                "max_score": mark.points,
-                "output": calm("\n".join(lines)),
-                "output_format": "text",
-                **known,
+                "range": f"{lowest:g} to {highest:g}",
+                "count": submissions[tenth],
+                "percent": round(100 * submissions[tenth] / most),
             }
         )
-    return {
-        "score": _total(marks),
-        "output": f"{count(_open(marks), 'part')} to be looked at by hand." if _open(marks) else "",
-        "visibility": "hidden" if _open(marks) else "visible",
-        "tests": tests,
-    }
+    return bins
+
+
+# --- Gradescope ---
+
+
+class GradescopeTest(msgspec.Struct, kw_only=True):
+    """The result of a part; ``score`` and ``status`` are left out as long as its mark is open."""
+
+    name: str
+    number: str
+    max_score: float
+    output: str
+    output_format: str = "text"
+    score: float | msgspec.UnsetType = msgspec.UNSET
+    status: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class GradescopeResults(msgspec.Struct):
+    """The results of a submission."""
+
+    score: float
+    output: str
+    visibility: str
+    tests: list[GradescopeTest]
+
+
+def results_json(marks: Sequence[Mark]) -> GradescopeResults:
+    """Return what Gradescope takes for a submission; it is hidden as long as a mark is open."""
+    results = GradescopeResults(_total(marks), "", "visible", [_test(mark) for mark in marks])
+    number = count_open(marks)
+    if number:
+        results.output = f"{count(number, 'part')} to be looked at by hand."
+        results.visibility = "hidden"
+    return results
+
+
+def _test(mark: Mark) -> GradescopeTest:
+    """Return what Gradescope shows of a part."""
+    lines: list[str] = []
+    if mark.given:
+        lines.append(f"Set by your grader: {mark.given}")
+    lines += mark.why
+    lines += [f"A person will look at this: {look}" for look in mark.look]
+    lines += [f"Read {lesson}." for lesson in mark.lessons]
+    test = GradescopeTest(
+        name=mark.title,
+        number=mark.part,
+        max_score=mark.points,
+        output=calm("\n".join(lines)),
+    )
+    if mark.marks is not None:
+        test.score = mark.marks
+        test.status = "passed" if mark.marks == mark.points else "failed"
+    return test
+
+
+# --- writing ---
 
 
 def _write_page(path: Path, name: str, view: dict[str, Any]) -> None:

@@ -9,50 +9,36 @@ import platform
 import resource
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from common.utils.atomic_files import write_atomically
 from common.utils.system import libc_function
-from common.utils.typed_json import encode
+from common.utils.typed_json import convert, encode
 from lab.audit.audit import audit_script
 from lab.audit.cli import STEPS
 from lab.audit.command import AuditCommand
 from lab.audit.isolation import RunNetwork, record_folder, run_network
-from lab.audit.recording import Recording
+from lab.audit.recording import RankRecords, Recording
 from lab.audit.report import OWN_FAULT, as_json, write_page
 from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
+from lab.grade.facts import AuditFacts, Facts
 from lab.grade.sandbox import Task, sandbox
 
 # Bytes of address space for reading the records.
 _MOST_MEMORY = 8 * 2**30
+# Collectives in the facts, characters of a name, and replaced functions that are named.
+_MOST_NAMES = 999
+_LONGEST_NAME = 99
+_MOST_REPLACED = 5
 # <asm/unistd.h> and <linux/keyctl.h>
-_KEYCTL, _JOIN_SESSION_KEYRING = {"x86_64": 250, "aarch64": 219}, 1
-
-
-class Facts(msgspec.Struct, kw_only=True):
-    """What was seen of a part, without any judgement.
-
-    Parameters
-    ----------
-    key : of all that they follow from.
-    audit : what ``lab audit --json`` writes.
-    used : the collectives that its ranks called, and "ddp".
-    whole : whether all ranks that trained came to the audit's end.
-    doubts : why the records may not be what the probe wrote, or are not all.
-    """
-
-    key: str
-    audit: dict[str, Any]
-    used: list[str]
-    whole: bool
-    doubts: list[str]
-    seconds: float
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
+_JOIN_SESSION_KEYRING = 1
 
 
 def main() -> int:
@@ -63,34 +49,24 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, resource.RLIM_INFINITY))
     os.environ.pop("PYTHONPATH", None)  # it led to this program, and is not the script's
     os.chdir(task.cwd)
-    began, ended = time.monotonic(), list[str]()
+    began = time.monotonic()
+    ended: list[str] = []
     settings = RunSettings(steps=STEPS, limit_seconds=task.limit_seconds)
-    command, network = AuditCommand(tuple(task.words)), partial(_network, task, ended)
+    command = AuditCommand(tuple(task.words))
     with record_folder(None) as folder:
+        network = partial(_network, task, ended)
         result = audit_script(command, task.ranks, folder, settings, network)
-    ranks = [rank for one in result.recordings for rank in one.ranks]
-    calls = {str(call["name"]) for rank in ranks for call in rank.by_kind["call"]}
-    facts = Facts(
-        key=task.key,
-        audit=as_json(result),
-        # Longer names, and more, come from no probe.
-        used=sorted({one[:99] for one in calls} | {"ddp" for rank in ranks if rank.by_kind["ddp"]})[
-            :999
-        ],
-        whole=bool(ranks) and all(rank.by_kind["cut"] for rank in ranks),
-        doubts=[f"it was ended: it {ended[0]}"] if ended else _doubts(result),
-        seconds=time.monotonic() - began,
-    )
-    write_page(Path(task.facts).with_suffix(".html"), result)
-    # Nobody finds the copy of the submission again.
-    text = encode(facts, indent=1).replace(f"{task.submission}/".encode(), b"")
-    write_atomically(Path(task.facts), text)
+    _write(task, result, ended, seconds=time.monotonic() - began)
     return 0
 
 
 def _network(
     task: Task, ended: list[str], size: int, folder: Path
 ) -> AbstractContextManager[RunNetwork]:
+    """Return where the ranks of a run start.
+
+    ended : gets the reason if a sandbox ends the run.
+    """
     if task.sandboxed:
         return sandbox(task, folder, ended)
     for at, path in task.mounts.items():
@@ -100,30 +76,66 @@ def _network(
     return run_network(size, folder, task.cwd, isolate=None, rate=None)
 
 
-def _doubts(result: AuditResult) -> list[str]:
-    """Return what a right script does not do to the probe and its records."""
-    doubts = {OWN_FAULT + " has failed" for one in result.unknown if OWN_FAULT in one}
+# --- what was seen ---
+
+
+def _write(task: Task, result: AuditResult, ended: list[str], *, seconds: float) -> None:
+    """Write the page of the audit, and the facts with the whole audit in them."""
+    audit = as_json(result)
+    ranks = [rank for recording in result.recordings for rank in recording.ranks]
+    facts = Facts(
+        key=task.key,
+        audit=convert(audit, AuditFacts, name="what the audit found"),
+        used=_used(ranks),
+        whole=bool(ranks) and all(rank.by_kind["cut"] for rank in ranks),
+        doubts=_doubts(result, ended),
+        seconds=seconds,
+    )
+    write_page(Path(task.facts).with_suffix(".html"), result)
+    text = encode(msgspec.to_builtins(facts) | {"audit": audit}, indent=1)
+    # Nobody finds the copy of the submission again.
+    write_atomically(Path(task.facts), text.replace(f"{task.submission}/".encode(), b""))
+
+
+def _used(ranks: Sequence[RankRecords]) -> list[str]:
+    """Return the collectives that the ranks called, and "ddp" if one used it."""
+    used: set[str] = set()
+    for rank in ranks:
+        # Longer names, and more, come from no probe.
+        used.update(str(call["name"])[:_LONGEST_NAME] for call in rank.by_kind["call"])
+        if rank.by_kind["ddp"]:
+            used.add("ddp")
+    return sorted(used)[:_MOST_NAMES]
+
+
+def _doubts(result: AuditResult, ended: Sequence[str]) -> list[str]:
+    """Return what a right script does not do to the sandbox, the probe and its records."""
+    if ended:
+        return [f"it was ended: it {ended[0]}"]
+    doubts: set[str] = set()
+    if any(OWN_FAULT in sentence for sentence in result.unknown):
+        doubts.add(f"{OWN_FAULT} has failed")
     for recording in result.recordings:
-        doubts |= _doubts_of(recording)
+        doubts.update(_doubts_of(recording))
     return sorted(doubts)
 
 
-def _doubts_of(recording: Recording) -> set[str]:
-    cuts = [record for one in recording.processes for record in one.by_kind["cut"]]
-    replaced = sorted({str(name) for record in cuts for name in record.get("replaced", [])})
-    sentences = {
-        "two processes wrote the records of one rank": any(
-            one.by_kind["step"] for one in recording.others
-        ),
-        "records that no probe began": any(
-            one.records and one.records[0]["k"] != "start" for one in recording.processes
-        ),
-        "the records of a process begin twice": any(
-            len(one.by_kind["start"]) > 1 for one in recording.processes
-        ),
-        f"the script replaced what the audit watches: {', '.join(replaced[:5])}": bool(replaced),
-    }
-    return {sentence for sentence, holds in sentences.items() if holds}
+def _doubts_of(recording: Recording) -> Iterator[str]:
+    """Yield what looks forged or disturbed in the records of one run."""
+    processes = recording.processes
+    if any(other.by_kind["step"] for other in recording.others):
+        yield "two processes wrote the records of one rank"
+    if any(process.records and process.records[0]["k"] != "start" for process in processes):
+        yield "records that no probe began"
+    if any(len(process.by_kind["start"]) > 1 for process in processes):
+        yield "the records of a process begin twice"
+    replaced: set[str] = set()
+    for process in processes:
+        for cut in process.by_kind["cut"]:
+            replaced.update(str(name) for name in cut.get("replaced", []))
+    if replaced:
+        names = ", ".join(sorted(replaced)[:_MOST_REPLACED])
+        yield f"the script replaced what the audit watches: {names}"
 
 
 if __name__ == "__main__":

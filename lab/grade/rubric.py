@@ -4,9 +4,11 @@ A rubric is a TOML file; ``lab grade --print-rubric cs744`` prints one to start 
 it is checked before a submission runs.
 """
 
+import contextlib
+import os
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Set
 from pathlib import Path
 from typing import Annotated
 
@@ -95,7 +97,7 @@ def rubric_text(name: str) -> str:
     """Return the TOML of a shipped rubric, or of a file. Raises UserError if there is none."""
     shipped = FOLDER / f"{name}.toml"
     path = shipped if shipped.is_file() else Path(name)
-    names = sorted(one.stem for one in FOLDER.glob("*.toml"))
+    names = sorted(file.stem for file in FOLDER.glob("*.toml"))
     advice = f": give a TOML file, or one of {', '.join(names)}"
     with file_errors(f"the rubric {name} cannot be read", advice):
         return read_regular(path, most_bytes=2**20).decode()
@@ -103,30 +105,50 @@ def rubric_text(name: str) -> str:
 
 def load_rubric(name: str) -> Rubric:
     """Return a rubric that can be used. Raises UserError for anything wrong in it."""
-    text, where = rubric_text(name), f"the rubric {name}"
+    text = rubric_text(name)
+    where = f"the rubric {name}"
     with file_errors(f"{where} is not TOML"):
         rubric = convert(tomllib.loads(text), Rubric, name=where)
-    for one, part in rubric.parts.items():
+    for part_name, part in rubric.parts.items():
         for shares in (rubric.deductions, part.deductions):
-            _check_faults(shares, where=f"{where}: deductions of {one}", more={OTHERS})
-        _check_faults(part.accepts, where=f"{where}: accepts of {one}")
-        _check_command(part, where=f"{where}: command of {one}")
+            faults = shares.keys() - {OTHERS}
+            _check_faults(faults, where=f"{where}: deductions of {part_name}")
+        _check_faults(part.accepts.keys(), where=f"{where}: accepts of {part_name}")
+        for pattern in part.files:
+            check_pattern(pattern, where=f"{where}: files of {part_name}")
+    places = [os.path.normpath(at) for at in rubric.mounts]
+    twice = [place for place in rubric.mounts if places.count(os.path.normpath(place)) > 1]
+    if twice:
+        raise UserError(f"{where}: mounts: {first_of(twice)} are one place; name it once")
+        _check_command(part, where=f"{where}: command of {part_name}")
     return rubric
 
 
-def _check_faults(
-    names: Mapping[str, object], *, where: str, more: frozenset | set = frozenset()
-) -> None:
-    faults = {name for name, entry in catalogue().items() if entry.severity == FAULT} | more
-    if wrong := sorted(names.keys() - faults):
-        notices = [name for name in wrong if name in catalogue()]
-        why = "a notice never costs points" if notices else "the audit has no such fault"
-        raise UserError(
-            f"{where}: {first_of(notices or wrong)}: {why}; tests/audit_cases/README.md has a list"
-        )
+def _check_faults(names: Set[str], *, where: str) -> None:
+    """Raise UserError unless these are the audit's names of faults."""
+    faults = {name for name, entry in catalogue().items() if entry.severity == FAULT}
+    wrong = sorted(names - faults)
+    if not wrong:
+        return
+    notices = [name for name in wrong if name in catalogue()]
+    if notices:
+        problem = f"{first_of(notices)}: a notice never costs points"
+    else:
+        problem = f"{first_of(wrong)}: the audit has no such fault"
+    raise UserError(f"{where}: {problem}; tests/audit_cases/README.md has a list")
+
+
+def check_pattern(pattern: str, *, where: str) -> None:
+    """Raise UserError unless this is a pattern of files below a submission's folder."""
+    if ".." not in Path(pattern).parts:
+        with contextlib.suppress(NotImplementedError, ValueError, IndexError):
+            any(Path("nowhere").glob(pattern))
+            return
+    raise UserError(f"{where}: got {pattern!r}; give a path or a pattern below the submission")
 
 
 def _check_command(part: Part, *, where: str) -> None:
+    """Raise UserError unless the command can start each rank of a part."""
     with file_errors(f"{where} is not a shell's command"):
         words = shlex.split(part.command)
     if "{script}" not in words:
@@ -134,5 +156,6 @@ def _check_command(part: Part, *, where: str) -> None:
     check_placeholders([word for word in words if word != "{script}"])
     if part.ranks != [1] and "{rank}" not in part.command and "torchrun" not in part.command:
         raise UserError(f"{where} lacks {{rank}}: without it the ranks cannot be told apart")
-    if max(part.ranks) > (most := _RANKS_PER_CORE * usable_cores()):
+    most = _RANKS_PER_CORE * usable_cores()
+    if max(part.ranks) > most:
         raise UserError(f"{where}: this machine has {usable_cores()} cores: at most {most} ranks")

@@ -16,8 +16,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import psutil
@@ -27,17 +28,18 @@ from common.utils.processes import descendants
 from lab.audit.isolation import RunNetwork, held_namespaces, record_folder
 from lab.audit.runner import HOOK
 from lab.cluster import tools
-from lab.flags import first_that_holds
 from lab.processes.first_failure import last_error_line
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
+_MOUNTED = "/mounted"  # has the rubric's folders
 _NAMESPACES = ("--mount", "--pid", "--net", "--ipc", "--uts")
 _WATCH_SECONDS = 0.25
 _MOST_RECORDS = 20_000  # files
 _MOST_OF_MACHINE = 95.0  # percent of all memory: also of what no process maps
 # Root grades as one of these users, chosen by its process: a limit of processes counts all that a
 # user has, also in the sandbox of another part.
-_FIRST_USER, _USERS = 61_000, 4_000
+_FIRST_USER = 61_000
+_USERS = 4_000
 
 # How bubblewrap, and a shell, mount what {source} says at {at}, which exists.
 _BUBBLEWRAP = {
@@ -54,8 +56,8 @@ _MOUNT = {
     "memory": "mount -t tmpfs -o mode=1777,nosuid,nodev,size={source} tmpfs {at}",
     "processes": "mount -t proc proc {at}",
     "devices": "mkdir -p {at}/shm\nmount -t tmpfs -o mode=1777,size={source} tmpfs {at}/shm\n"
-    "for one in null zero full random urandom; do : > {at}/$one; "
-    "mount --bind /dev/$one {at}/$one; done",
+    "for device in null zero full random urandom; do : > {at}/$device; "
+    "mount --bind /dev/$device {at}/$device; done",
     "closed": "mount -o remount,bind,ro,nosuid,nodev {at}",
 }
 
@@ -97,7 +99,7 @@ class Task(msgspec.Struct, kw_only=True):
     def links(self) -> dict[str, str]:
         """The rubric's folders: where each appears, with links to where it is mounted."""
         places = [os.path.normpath(self.cwd / at) for at in self.mounts]
-        return {at: f"/mounted/{number}" for number, at in enumerate(places)}
+        return {at: f"{_MOUNTED}/{number}" for number, at in enumerate(places)}
 
 
 def refused(task: Task) -> str | None:
@@ -106,25 +108,26 @@ def refused(task: Task) -> str | None:
         with record_folder(None) as folder:
             # An empty submission: a student's torch.py must not refuse all others.
             (folder / "empty").mkdir()
-            task = msgspec.structs.replace(task, submission=f"{folder}/empty", script="main.py")
-            with sandbox(task, folder, []) as network:
-                python, enter = task.words[0], network.prefixes[0]
-                done, found = (
-                    subprocess.run([*enter, *words], capture_output=True, text=True, timeout=120)
-                    for words in (
-                        (python, "-c", "import torch"),
-                        ("find", *task.links.values(), "!", "-readable", "-print", "-quit"),
-                    )
-                )
+            trial = msgspec.structs.replace(task, submission=f"{folder}/empty", script="main.py")
+            with sandbox(trial, folder, []) as network:
+                enter = network.prefixes[0]
+                imported = _run_inside(enter, task.words[0], "-c", "import torch")
+                mounted = trial.links.values()
+                unreadable = ("!", "-readable", "-print", "-quit")
+                found = _run_inside(enter, "find", *mounted, *unreadable)
     except (UserError, OSError, subprocess.TimeoutExpired) as error:
         return f"{error}: install the package bubblewrap, and allow user namespaces"
-    if found.stdout.startswith("/mounted/"):
-        return "not everybody may read the rubric's folders: chmod -R a+rX " + shlex.join(
-            task.mounts.values()
-        )
-    if done.returncode == 0 or not Path(python).name.startswith("python"):
-        return None
-    return f"{python} cannot import torch in it ({last_error_line(done.stderr)})"
+    if found.stdout.startswith(f"{_MOUNTED}/"):
+        folders = shlex.join(task.mounts.values())
+        return f"not everybody may read the rubric's folders: chmod -R a+rX {folders}"
+    program = task.words[0]
+    if imported.returncode != 0 and Path(program).name.startswith("python"):
+        return f"{program} cannot import torch in it ({last_error_line(imported.stderr)})"
+    return None
+
+
+def _run_inside(enter: Sequence[str], *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*enter, *words], capture_output=True, text=True, timeout=120)
 
 
 @contextlib.contextmanager
@@ -136,29 +139,16 @@ def sandbox(task: Task, folder: Path, ended: list[str]) -> Iterator[RunNetwork]:
 
     Raises UserError if the namespaces cannot be made.
     """
-    root, records = folder / "root", folder / "records"
+    root = folder / "root"
+    records = folder / "records"
     root.mkdir()
-    is_root, user = os.geteuid() == 0, str(_FIRST_USER + os.getpid() % _USERS)
-    with held_namespaces(*_mounting(task, root, records)) as first:
-        # Root becomes an ordinary user in the chroot. An ordinary user is root in namespaces that
-        # hold nothing else, and gives up all that this allows.
-        enter = [
-            *("nsenter", f"--target={first}", *_NAMESPACES),
-            *(() if is_root else ("--user", "--preserve-credentials")),
-            *("--", "chroot", *((f"--userspec={user}:{user}", "--groups=") if is_root else ())),
-            *(str(root), "setpriv", *(() if is_root else ("--bounding-set=-all",))),
-            *("--no-new-privs", "prlimit", f"--nproc={task.processes}"),
-            *(f"--data={task.memory_bytes}", f"--fsize={2 * task.disk_bytes}"),
-            *("--as=unlimited", "--core=0", "--"),
-            *("choom", "-n", "1000", "--", "env", "--chdir"),
-        ]
-        for at, source in {task.submission: "/submission", **task.links}.items():
-            # Links to the data: scripts may write beside it.
-            copy = ["cp", "-r", "-s" if at in task.links else "-P", f"{source}/.", at]
-            subprocess.run([*enter, "/", *copy], stderr=subprocess.DEVNULL, timeout=120)
+    with held_namespaces(*_namespaces(task, root, records)) as first:
+        enter = _enter(task, root, first)
+        _copy_in(task, enter)
         # The records lie in memory, which stays as long as this is open.
         held = os.open(f"/proc/{first}/root{root}{records}", os.O_RDONLY | os.O_DIRECTORY)
-        over, outside = threading.Event(), Path(f"/proc/self/fd/{held}")
+        outside = Path(f"/proc/self/fd/{held}")
+        over = threading.Event()
         watch = threading.Thread(target=_watch, args=(task, first, outside, over, ended))
         watch.start()
         try:
@@ -169,94 +159,196 @@ def sandbox(task: Task, folder: Path, ended: list[str]) -> Iterator[RunNetwork]:
             os.close(held)
 
 
-def _mounting(task: Task, root: Path, records: Path) -> tuple[list[str], list[str]]:
-    """Return the words that make the namespaces, and commands to run in them."""
-    program = Path(shutil.which(task.words[0]) or sys.executable)
-    system = [Path(one) for one in _SYSTEM if Path(one).exists()]
-    # With the Python beside torchrun, but not what lies around other programs: ~ around ~/bin.
-    own = [
-        *(
-            one.parents[1]
-            for one in (program, program.resolve(), program.with_name("python").resolve())
-            if (one.parents[1] / "pyvenv.cfg").exists() or [*one.parents[1].glob("lib*/python3*")]
-        ),
-        HOOK.parent,
-    ]
-    outside = [one for one in own if not {*system, Path("/")} & {one, *one.parents[:-1]}]
-    readable = {
-        **{str(one): str(one) for one in [*system, *outside]},
-        **dict(zip(task.links.values(), task.mounts.values(), strict=True)),
-        "/submission": task.submission,
-    }
-    apart = [at for at in task.links if not Path(at).is_relative_to(task.submission)]
-    places = [*readable, *apart, task.submission, str(records)]
-    folders = [str(one) for place in places for one in reversed(Path(place).parents[:-1])]
-    mounts = [
-        *(("folder", "", ""), ("memory", task.disk_bytes, "")),
-        *(("folder", "", at) for at in ("/proc", "/dev", "/tmp")),
-        *(("processes", "", "/proc"), ("devices", task.disk_bytes, "/dev")),
-        ("memory", task.disk_bytes, "/tmp"),
-        *(("folder", "", at) for at in dict.fromkeys([*folders, task.submission, str(records)])),
-        ("memory", task.disk_bytes, task.submission),
-        *(("folder", "", at) for at in dict.fromkeys([*folders, *readable, *apart])),
-        *(("memory", task.disk_bytes, at) for at in [*apart, str(records)]),
-        *(("read-only", source, at) for at, source in readable.items()),
-        ("closed", "", ""),
-    ]
-    bubblewrap = shutil.which("bwrap", path=tools.search_path())
-    kinds = _BUBBLEWRAP if bubblewrap else _MOUNT
-    lines = [
-        kinds[kind].format(at=shlex.quote(f"{root}{at}"), source=shlex.quote(str(source)))
-        for kind, source, at in mounts
-    ]
-    namespaces = [f"--{name.strip('-')}" for name in _NAMESPACES if name != "--mount"]
+def _enter(task: Task, root: Path, first: int) -> list[str]:
+    """Return the words that start a command in the sandbox; the folder to start in comes next.
+
+    Root becomes an ordinary user in the chroot. An ordinary user is root in namespaces that hold
+    nothing else, and gives up all that this allows.
+
+    first : the id of the first process in the namespaces.
+    """
     is_root = os.geteuid() == 0
-    if not bubblewrap:
-        users = [] if is_root else ["--user", "--map-root-user"]
-        more = ("--mount", "--fork", "--kill-child")
-        return ["unshare", *users, *namespaces, *more], ["ip link set lo up", *lines]
-    words = [bubblewrap, "--die-with-parent", "--as-pid-1", "--chdir", "/"]
-    words += [name.replace("--", "--unshare-") for name in namespaces]
-    # The first process keeps all that an ordinary user's namespace allows: then those inside, who
-    # have less, cannot trace it. It is outside of the chroot.
-    words += [] if is_root else ["--unshare-user", "--uid", "0", "--gid", "0", "--cap-add", "ALL"]
-    for one in system:  # for the first process, which stays outside of the chroot
-        words += ["--ro-bind", str(one), str(one)]
-    return [
-        *words,
-        *(word for line in lines for word in shlex.split(line)),
-        "--remount-ro",
-        "/",
-    ], []
+    words = ["nsenter", f"--target={first}", *_NAMESPACES]
+    if not is_root:
+        words += ["--user", "--preserve-credentials"]
+    words += ["--", "chroot"]
+    if is_root:
+        user = _FIRST_USER + os.getpid() % _USERS
+        words += [f"--userspec={user}:{user}", "--groups="]
+    words += [str(root), "setpriv"]
+    if not is_root:
+        words += ["--bounding-set=-all"]
+    words += ["--no-new-privs", "prlimit", f"--nproc={task.processes}"]
+    words += [f"--data={task.memory_bytes}", f"--fsize={2 * task.disk_bytes}"]
+    words += ["--as=unlimited", "--core=0", "--"]
+    words += ["choom", "-n", "1000", "--", "env", "--chdir"]
+    return words
+
+
+def _copy_in(task: Task, enter: Sequence[str]) -> None:
+    """Copy the submission to where the ranks find it, and make links to the rubric's folders.
+
+    The links lie in folders of the run's own: scripts may write beside the data.
+    """
+    in_root = [*enter, "/"]
+    copies = [["-P", "/submission/.", task.submission]]
+    copies += [["-s", f"{source}/.", at] for at, source in task.links.items()]
+    for words in copies:
+        command = [*in_root, "cp", "-r", *words]
+        subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120)
+
+
+# --- what is mounted ---
+
+
+class Mount(NamedTuple):
+    """A step in the making of the file system.
+
+    kind : a key of ``_BUBBLEWRAP`` and ``_MOUNT``.
+    at : where it appears to the ranks.
+    source : a folder of this machine, or the size of a memory in bytes.
+    """
+
+    kind: str
+    at: str
+    source: str | int = ""
+
+
+def _namespaces(task: Task, root: Path, records: Path) -> tuple[list[str], list[str]]:
+    """Return the words that make the namespaces, and commands to run in them."""
+    system = [Path(name) for name in _SYSTEM if Path(name).exists()]
+    mounts = _mounts(task, system, records)
+    bubblewrap = shutil.which("bwrap", path=tools.search_path())
+    if bubblewrap:
+        return _bubblewrap(bubblewrap, system, _lines(_BUBBLEWRAP, mounts, root)), []
+    words = ["unshare"]
+    if os.geteuid() != 0:
+        words += ["--user", "--map-root-user"]
+    words += [name for name in _NAMESPACES if name != "--mount"]
+    words += ["--mount", "--fork", "--kill-child"]
+    return words, ["ip link set lo up", *_lines(_MOUNT, mounts, root)]
+
+
+def _lines(kinds: Mapping[str, str], mounts: Sequence[Mount], root: Path) -> list[str]:
+    """Return the words of bubblewrap, or the shell's commands, that mount all this in ``root``."""
+    lines: list[str] = []
+    for mount in mounts:
+        at = shlex.quote(f"{root}{mount.at}")
+        source = shlex.quote(str(mount.source))
+        lines.append(kinds[mount.kind].format(at=at, source=source))
+    return lines
+
+
+def _bubblewrap(program: str, system: Sequence[Path], lines: Sequence[str]) -> list[str]:
+    """Return the words that make the namespaces with bubblewrap."""
+    words = [program, "--die-with-parent", "--as-pid-1", "--chdir", "/"]
+    for name in _NAMESPACES:
+        if name != "--mount":
+            words.append(name.replace("--", "--unshare-"))
+    if os.geteuid() != 0:
+        # The first process keeps all that an ordinary user's namespace allows: then those inside,
+        # who have less, cannot trace it. It is outside of the chroot.
+        words += ["--unshare-user", "--uid", "0", "--gid", "0", "--cap-add", "ALL"]
+    for folder in system:  # for the first process, which stays outside of the chroot
+        words += ["--ro-bind", str(folder), str(folder)]
+    for line in lines:
+        words += shlex.split(line)
+    return [*words, "--remount-ro", "/"]
+
+
+def _mounts(task: Task, system: Sequence[Path], records: Path) -> list[Mount]:
+    """Return the file system of the ranks, in the order in which it is made.
+
+    Everything is read-only at the end but the memories: /tmp, /dev/shm, the submission, the
+    records, and the folders with links to the rubric's data.
+
+    system : the folders of this machine that every program needs.
+    """
+    readable = {str(folder): str(folder) for folder in [*system, *_own_folders(task, system)]}
+    readable |= zip(task.links.values(), task.mounts.values(), strict=True)
+    readable["/submission"] = task.submission
+    links = [at for at in task.links if not Path(at).is_relative_to(task.submission)]
+    parents: list[str] = []
+    for place in [*readable, *links, task.submission, str(records)]:
+        parents += [str(parent) for parent in reversed(Path(place).parents[:-1])]
+
+    mounts = [Mount("folder", ""), _memory(task, "")]
+    mounts += [Mount("folder", at) for at in ("/proc", "/dev", "/tmp")]
+    mounts += [Mount("processes", "/proc"), Mount("devices", "/dev", task.disk_bytes)]
+    mounts += [_memory(task, "/tmp")]
+    mounts += _folders([*parents, task.submission, str(records)])
+    mounts += [_memory(task, task.submission)]
+    # Once more: what lies in the submission is hidden by its memory.
+    mounts += _folders([*parents, *readable, *links])
+    mounts += [_memory(task, at) for at in [*links, str(records)]]
+    mounts += [Mount("read-only", at, source) for at, source in readable.items()]
+    mounts += [Mount("closed", "")]
+    return mounts
+
+
+def _memory(task: Task, at: str) -> Mount:
+    return Mount("memory", at, task.disk_bytes)
+
+
+def _folders(places: Sequence[str]) -> list[Mount]:
+    return [Mount("folder", at) for at in dict.fromkeys(places)]
+
+
+def _own_folders(task: Task, system: Sequence[Path]) -> list[Path]:
+    """Return the folders that a script needs besides the system's: its Python, and the probe's."""
+    program = Path(shutil.which(task.words[0]) or sys.executable)
+    folders: list[Path] = []
+    # With the Python beside torchrun, but not what lies around other programs: ~ around ~/bin.
+    for file in (program, program.resolve(), program.with_name("python").resolve()):
+        folder = file.parents[1]
+        if (folder / "pyvenv.cfg").exists() or any(folder.glob("lib*/python3*")):
+            folders.append(folder)
+    folders.append(HOOK.parent)
+    return [folder for folder in folders if not _is_in(folder, system)]
+
+
+def _is_in(folder: Path, system: Sequence[Path]) -> bool:
+    """Return whether a folder needs no mount of its own; nor may "/", which holds everything."""
+    if folder == Path("/"):
+        return True
+    return any(folder.is_relative_to(place) for place in system)
+
+
+# --- the limits that the kernel does not keep ---
 
 
 def _watch(task: Task, first: int, records: Path, over: threading.Event, ended: list[str]) -> None:
     """End the namespaces, and say why, when their processes use too much."""
-    reason = ""
-    while not (reason or over.is_set()):
+    reason = None
+    while reason is None and not over.is_set():
         over.wait(_WATCH_SECONDS)  # and it looks once more at the end
-        used, space = 0, os.statvfs(records)
-        for pid in descendants(os.getpid()):
-            with contextlib.suppress(psutil.Error, OSError):
-                if os.readlink(f"/proc/{pid}/ns/pid") != os.readlink("/proc/self/ns/pid"):
-                    # What forked loaders share with their rank counts once.
-                    used += psutil.Process(pid).memory_full_info().pss
-        reason = first_that_holds(
-            {
-                f"used more than {task.memory_bytes / 2**30:.3g} GB of memory": (
-                    used > task.memory_bytes
-                ),
-                "left this machine without memory": (
-                    psutil.virtual_memory().percent > _MOST_OF_MACHINE
-                ),
-                f"wrote more than {task.disk_bytes / 2**30:.3g} GB of records": (
-                    # A probe that finds no room would fail unexplained.
-                    space.f_bavail < space.f_blocks / 20
-                    or space.f_files - space.f_ffree > _MOST_RECORDS
-                ),
-            }
-        )
+        reason = _too_much(task, records)
     if reason:
         ended.append(reason)
         with contextlib.suppress(psutil.Error):
             psutil.Process(first).kill()
+
+
+def _too_much(task: Task, records: Path) -> str | None:
+    """Return of what the processes in the sandbox use too much; None if of nothing."""
+    if _used_bytes() > task.memory_bytes:
+        return f"used more than {task.memory_bytes / 2**30:.3g} GB of memory"
+    if psutil.virtual_memory().percent > _MOST_OF_MACHINE:
+        return "left this machine without memory"
+    space = os.statvfs(records)
+    # A probe that finds no room would fail unexplained.
+    is_full = space.f_bavail < space.f_blocks / 20
+    if is_full or space.f_files - space.f_ffree > _MOST_RECORDS:
+        return f"wrote more than {task.disk_bytes / 2**30:.3g} GB of records"
+    return None
+
+
+def _used_bytes() -> int:
+    """Return the memory of the processes that this one has in namespaces of their own."""
+    used = 0
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.readlink(f"/proc/{pid}/ns/pid") != os.readlink("/proc/self/ns/pid"):
+                # What forked loaders share with their rank counts once.
+                used += psutil.Process(pid).memory_full_info().pss
+    return used

@@ -7,6 +7,7 @@ in it leads out, and its size is limited. ``find_script`` finds a part's script 
 import csv
 import hashlib
 import os
+import re
 import shutil
 import stat
 import tarfile
@@ -14,15 +15,21 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple, TypeVar
+
+import msgspec
 
 from common.errors import UserError, count, file_errors, first_of, reason_of
 from common.utils.atomic_files import read_regular
-from lab.flags import refuse
 from lab.grade.rubric import Part, Rubric
 
-MOST_BYTES, MOST_FILES = 2**30, 20_000
+MOST_BYTES = 2**30
+MOST_FILES = 20_000
 _SUFFIXES = (".zip", ".tgz", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz")
 _IGNORED = ("__MACOSX", "__pycache__", ".git", ".venv", "venv")
+
+# The names of a submission and of a part.
+Place = tuple[str, str]
 
 
 def named(paths: Sequence[Path]) -> dict[str, list[Path]]:
@@ -37,15 +44,28 @@ def named(paths: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def _name(path: Path) -> str:
-    ending = next((one for one in _SUFFIXES if path.name.lower().endswith(one)), "")
-    name = (
-        path.name.removesuffix(path.name[len(path.name) - len(ending) :]) if ending else path.name
-    )
+    """Return a name that is safe as a folder's: letters, digits, and - _ . @ inside."""
+    name = path.name
+    for suffix in _SUFFIXES:
+        if name.lower().endswith(suffix):
+            name = name[: -len(suffix)]
+            break
     # Without dots around it: "..", of "...zip", is another folder.
-    return (
-        "".join(one if one.isalnum() or one in "-_.@" else "_" for one in name).strip(".")
-        or "submission"
-    )
+    return re.sub(r"[^\w.@-]", "_", name).strip(".") or "submission"
+
+
+# --- unpacking ---
+
+
+class Entry(NamedTuple):
+    """What would be unpacked or copied.
+
+    is_link : whether it is a link in an archive.
+    """
+
+    name: str
+    size: int
+    is_link: bool = False
 
 
 def unpack(sources: Sequence[Path], target: Path) -> None:
@@ -53,24 +73,18 @@ def unpack(sources: Sequence[Path], target: Path) -> None:
 
     Raises UserError, in one line, for what is no submission or not harmless.
     """
-    source, *others = sources
-    if others:
+    if len(sources) > 1:
         raise UserError(f"{count(len(sources), 'submission')} have this name: rename them")
+    [source] = sources
     try:
         if source.is_dir():
-            files = {one.relative_to(source): one.lstat().st_size for one in source.rglob("*")}
-            _check([one for one in files.items() if not set(_IGNORED) & set(one[0].parts)])
-            shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns(*_IGNORED))
+            _copy_folder(source, target)
+        elif zipfile.is_zipfile(source):
+            _unpack_zip(source, target)
         else:
-            _unpack_archive(source, target)
-        target.chmod(0o755)
-        for path in target.rglob("*"):
-            # Not Path.resolve, which raises for a loop of links.
-            end = Path(os.path.realpath(path))
-            if path.is_symlink() and not end.is_relative_to(os.path.realpath(target)):
-                raise UserError(f"{path.relative_to(target)} is a link that leads elsewhere")
-            if not path.is_symlink():
-                path.chmod(0o755 if path.is_dir() else path.stat().st_mode & 0o111 | 0o644)
+            _unpack_tar(source, target)
+        _let_everybody_read(target)
+        _refuse_links_outside(target)
     except UserError:
         raise
     # What damaged archives make of the libraries: zlib.error, LZMAError, KeyError, OverflowError.
@@ -80,44 +94,90 @@ def unpack(sources: Sequence[Path], target: Path) -> None:
         raise UserError("it has no Python file")
 
 
-def _unpack_archive(source: Path, target: Path) -> None:
-    """Unpack a zip or a tar. Raises what those libraries raise, and UserError."""
-    if zipfile.is_zipfile(source):
-        with zipfile.ZipFile(source) as archive:
-            entries = archive.infolist()
-            _check(
-                [(Path(one.filename), one.file_size) for one in entries],
-                [one.filename for one in entries if stat.S_ISLNK(one.external_attr >> 16)],
-            )
-            archive.extractall(target)
-    else:
-        with tarfile.open(source) as tar:
-            members = list(islice(tar, MOST_FILES + 1))  # there may be millions
-            # Before Python 3.11.13 a chain of links leads past the filter (CVE-2025-4517).
-            _check(
-                [(Path(one.name), one.size) for one in members],
-                [one.name for one in members if one.issym() or one.islnk()],
-            )
-            tar.extractall(target, members, filter="data")
+def _copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder; links stay links, so that nothing outside of it is read."""
+    entries: list[Entry] = []
+    for path in source.rglob("*"):
+        relative = path.relative_to(source)
+        if not _is_ignored(relative):
+            entries.append(Entry(str(relative), path.lstat().st_size))
+    _check(entries)
+    shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns(*_IGNORED))
 
 
-def _check(sizes: Sequence[tuple[Path, int]], links: Sequence[str] = ()) -> None:
-    """Raise UserError unless this can be unpacked: files and their sizes in bytes."""
-    names, total = [str(path) for path, _ in sizes], sum(size for _, size in sizes)
-    outside = [name for name in names if ".." in PurePosixPath(name.replace("\\", "/")).parts]
-    strange = [ascii(name) for name in names if name.encode(errors="ignore").decode() != name]
-    refuse(
-        {
-            f"outside of its folder: {first_of(outside, 3)}": bool(outside),
-            f"links in an archive are not followed: {first_of(links, 3)}": bool(links),
-            f"names that are no UTF-8: {first_of(strange, 3)}: rename them": bool(strange),
-            f"{len(names):,} files of {total:,} bytes or more: at most {MOST_FILES:,} and "
-            f"{MOST_BYTES:,} are unpacked. Leave out data and checkpoints": (
-                len(names) > MOST_FILES or total > MOST_BYTES
-            ),
-            "it is empty": not names,
-        }
-    )
+def _unpack_zip(source: Path, target: Path) -> None:
+    with zipfile.ZipFile(source) as archive:
+        entries: list[Entry] = []
+        for info in archive.infolist():
+            is_link = stat.S_ISLNK(info.external_attr >> 16)
+            entries.append(Entry(info.filename, info.file_size, is_link))
+        _check(entries)
+        archive.extractall(target)
+
+
+def _unpack_tar(source: Path, target: Path) -> None:
+    with tarfile.open(source) as archive:
+        members = list(islice(archive, MOST_FILES + 1))  # there may be millions
+        # Before Python 3.11.13 a chain of links leads past the filter (CVE-2025-4517).
+        _check([Entry(info.name, info.size, info.issym() or info.islnk()) for info in members])
+        archive.extractall(target, members, filter="data")
+
+
+def _check(entries: Sequence[Entry]) -> None:
+    """Raise UserError unless all this can be unpacked without harm."""
+    outside: list[str] = []
+    links: list[str] = []
+    strange: list[str] = []
+    for entry in entries:
+        if ".." in PurePosixPath(entry.name.replace("\\", "/")).parts:
+            outside.append(entry.name)
+        if entry.is_link:
+            links.append(entry.name)
+        if entry.name.encode(errors="ignore").decode() != entry.name:
+            strange.append(ascii(entry.name))
+    if outside:
+        raise UserError(f"outside of its folder: {first_of(outside, 3)}")
+    if links:
+        raise UserError(f"links in an archive are not followed: {first_of(links, 3)}")
+    if strange:
+        raise UserError(f"names that are no UTF-8: {first_of(strange, 3)}: rename them")
+    total = sum(entry.size for entry in entries)
+    if len(entries) > MOST_FILES or total > MOST_BYTES:
+        raise UserError(
+            f"{len(entries):,} files of {total:,} bytes or more: at most {MOST_FILES:,} and "
+            f"{MOST_BYTES:,} are unpacked. Leave out data and checkpoints"
+        )
+    if not entries:
+        raise UserError("it is empty")
+
+
+def _let_everybody_read(folder: Path) -> None:
+    """Let others read all, run what its owner may run, and write nothing."""
+    folder.chmod(0o755)
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            continue
+        if path.is_dir():
+            path.chmod(0o755)
+        else:
+            path.chmod(path.stat().st_mode & 0o111 | 0o644)
+
+
+def _refuse_links_outside(folder: Path) -> None:
+    """Raise UserError if a link leads out of the folder."""
+    inside = os.path.realpath(folder)
+    for path in folder.rglob("*"):
+        # Not Path.resolve, which raises for a loop of links.
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
+            raise UserError(f"{path.relative_to(folder)} is a link that leads elsewhere")
+
+
+def _is_ignored(relative: Path) -> bool:
+    """Return whether a path in a submission is none of the student's work."""
+    return not set(_IGNORED).isdisjoint(relative.parts)
+
+
+# --- scripts ---
 
 
 def find_script(folder: Path, part: Part, given: str | None) -> Path | str:
@@ -125,40 +185,71 @@ def find_script(folder: Path, part: Part, given: str | None) -> Path | str:
 
     given : its place, by --map.
     """
-    for pattern in [given] if given else part.files:
-        paths = [one for one in sorted(folder.glob(pattern)) if one.is_file()]
-        found = [one for one in paths if not set(_IGNORED) & set(one.relative_to(folder).parts)]
+    patterns = part.files
+    if given:
+        patterns = [given]
+    for pattern in patterns:
+        found = [
+            path
+            for path in sorted(folder.glob(pattern))
+            if path.is_file() and not _is_ignored(path.relative_to(folder))
+        ]
         if len(found) == 1:
             return found[0]
         if found:
-            names = first_of([one.relative_to(folder) for one in found], 4)
+            names = first_of([path.relative_to(folder) for path in found], 4)
             return f"several files fit {pattern}: {names}. Name one with --map"
-    here = first_of([one.relative_to(folder) for one in sorted(folder.rglob("*.py"))], 6)
-    return f"no file fits {given or ', '.join(part.files)}; here are {here}. Name one with --map"
+    here = first_of([path.relative_to(folder) for path in sorted(folder.rglob("*.py"))], 6)
+    return f"no file fits {', '.join(patterns)}; here are {here}. Name one with --map"
 
 
-def read_rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+# --- tables that a person wrote ---
+
+
+class Row(msgspec.Struct):
+    """A row about a part of a submission; derived classes add columns."""
+
+    submission: str
+    part: str
+
+
+class ScriptRow(Row):
+    """A row of the file of --map: where a script lies in its submission."""
+
+    path: str
+
+
+R = TypeVar("R", bound=Row)
+
+
+def read_rows(path: Path, kind: type[R]) -> list[R]:
     """Return the rows of a CSV file that a person wrote, without spaces around.
 
-    Raises UserError if it cannot be read or lacks a column.
+    kind : its fields are the columns. Raises UserError if the file cannot be read or lacks one.
     """
+    columns = kind.__struct_fields__
     with file_errors(f"{path} cannot be read"):
         text = read_regular(path, most_bytes=2**24).decode("utf-8-sig")
         rows = list(csv.DictReader(text.splitlines(), restval=""))
-    if wrong := [one for one in columns if rows and one not in rows[0]]:
-        raise UserError(f"{path}: the column {wrong[0]} is missing: it needs {', '.join(columns)}")
-    return [{one: (row[one] or "").strip() for one in columns} for row in rows]
+    if rows:
+        for column in columns:
+            if column not in rows[0]:
+                raise UserError(
+                    f"{path}: the column {column} is missing: it needs {', '.join(columns)}"
+                )
+    return [kind(*((row[column] or "").strip() for column in columns)) for row in rows]
 
 
-def check_row(
-    row: Mapping[str, str], names: Mapping[str, object], rubric: Rubric, *, where: str
-) -> None:
+def check_row(row: Row, names: Mapping[str, object], rubric: Rubric, *, where: str) -> None:
     """Raise UserError if a row names a submission or a part that is not there."""
-    for column, known in (("submission", names), ("part", rubric.parts)):
-        if row[column] not in known:
-            raise UserError(
-                f"{where}: there is no {column} {row[column]!r}: here are {first_of(list(known))}"
-            )
+    if row.submission not in names:
+        raise UserError(
+            f"{where}: there is no submission {row.submission!r}: here are {first_of(list(names))}"
+        )
+    if row.part not in rubric.parts:
+        raise UserError(
+            f"{where}: there is no part {row.part!r}: here are {first_of(list(rubric.parts))}"
+        )
 
 
 def digest(folder: Path) -> str:

@@ -8,6 +8,7 @@ lesson's question asked for, as measured, or None.
 import multiprocessing
 import sys
 import time
+from collections.abc import Mapping
 from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any
@@ -15,13 +16,15 @@ from typing import Any
 from common.errors import INTERRUPTED
 from common.utils.processes import adopt_orphans
 from lab.learn.course import Lesson
-from lab.learn.progress import keep, read_progress
+from lab.learn.progress import keep_done, progress_of
 from lab.learn.student_file import Mistake, StudentFile
 from lab.processes.prefixed_output import say
 from lab.processes.supervision import kill_descendants
 
 # Exit statuses of a check.
-RIGHT, WRONG, NOT_YET = 0, 1, 3
+RIGHT = 0
+WRONG = 1
+NOT_YET = 3
 _LOOK_SECONDS = 0.3
 
 
@@ -44,7 +47,9 @@ def check_apart(lesson: Lesson) -> int:
     process = context.Process(target=_check_here, args=(lesson,))
     process.start()
     process.join()
-    return process.exitcode if process.exitcode in (RIGHT, WRONG, NOT_YET) else INTERRUPTED
+    if process.exitcode in (RIGHT, WRONG, NOT_YET):
+        return process.exitcode
+    return INTERRUPTED
 
 
 def _prepare_ranks() -> None:
@@ -70,27 +75,39 @@ def _check_here(lesson: Lesson) -> None:
 def check(lesson: Lesson, student: StudentFile) -> int:
     """Say what is right and what is not, keep whether all is, and return the exit status."""
     try:
-        if blanks := student.blanks():
-            say(f"not yet: replace each ... of {student.path}, in lines {str(blanks)[1:-1]}")
+        blanks = student.blanks()
+        if blanks:
+            lines = ", ".join(map(str, blanks))
+            say(f"not yet: replace each ... of {student.path}, in lines {lines}")
             return NOT_YET
         _prepare_ranks()
-        measured = resolve_name(lesson.check)(student, lambda text: say(f"right: {text}"))
+        check_code = resolve_name(lesson.check)
+        measured = check_code(student, lambda text: say(f"right: {text}"))
         [answers] = student.on_ranks(1, lambda names: names["ANSWERS"])
     except Mistake as wrong:
         say(f"wrong: {wrong}")
         return WRONG
-    results = {}
+    status = _check_answers(lesson, answers)
+    say(lesson.question.compare(progress_of(lesson).prediction, measured))
+    keep_done(lesson, status == RIGHT)
+    return status
+
+
+def _check_answers(lesson: Lesson, answers: Mapping[str, Any]) -> int:
+    """Say which exercises are right, and return the status of the worst."""
+    statuses: set[int] = set()
     for name, exercise in lesson.exercises.items():
         given = answers.get(name, ...)
         if given is ...:
-            results[f"not yet: exercise {name}"] = NOT_YET
+            say(f"not yet: exercise {name}")
+            statuses.add(NOT_YET)
         elif exercise.accepts(given):
-            results[f"right: exercise {name}: {exercise.why}"] = RIGHT
+            say(f"right: exercise {name}: {exercise.why}")
         else:
-            results[f"wrong: exercise {name}, {given}: {exercise.hint}"] = WRONG
-    say("\n".join(results))
-    prediction = read_progress().get(lesson.name, {}).get("prediction")
-    say(lesson.question.compare(prediction, measured))
-    status = max(results.values(), key=(RIGHT, NOT_YET, WRONG).index)
-    keep(lesson, {"done": status == RIGHT})
-    return status
+            say(f"wrong: exercise {name}, {given}: {exercise.hint}")
+            statuses.add(WRONG)
+    if WRONG in statuses:
+        return WRONG
+    if NOT_YET in statuses:
+        return NOT_YET
+    return RIGHT

@@ -4,10 +4,10 @@ import argparse
 import shutil
 
 from common.errors import UserError
-from lab.flags import add_command, refuse
+from lab.flags import add_command
 from lab.learn.checking import check_apart, watch
 from lab.learn.course import FOLDER, LESSONS, Lesson
-from lab.learn.progress import keep, read_progress
+from lab.learn.progress import keep_prediction, progress_of
 from lab.processes.prefixed_output import say
 
 
@@ -22,14 +22,14 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         "of --check: 0 right, 1 wrong, 3 not yet done",
     )
     parser.add_argument("lesson", type=int, nargs="?", help="number of a lesson")
-    one = parser.add_mutually_exclusive_group()
-    one.add_argument(
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument(
         "--predict",
         metavar="ANSWER",
         help="keep your answer to the lesson's question, e.g. 1.8s; --check compares it",
     )
-    one.add_argument("--check", action="store_true", help="check your file of the lesson")
-    one.add_argument(
+    action.add_argument("--check", action="store_true", help="check your file of the lesson")
+    action.add_argument(
         "--watch", action="store_true", help="check your file now, and again whenever you save it"
     )
 
@@ -37,36 +37,43 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
 def main_learn(args: argparse.Namespace) -> int:
     """Do what the flags ask for and return the exit status. Raises UserError on wrong input."""
     if args.lesson is None:
-        refuse(
-            {
-                "which lesson? Give its number, e.g. lab learn 3 --check": bool(
-                    args.predict or args.check or args.watch
-                )
-            }
-        )
+        if args.predict or args.check or args.watch:
+            raise UserError("which lesson? Give its number, e.g. lab learn 3 --check")
         return _list_lessons()
-    lesson = next((one for one in LESSONS if one.number == args.lesson), None)
-    if lesson is None:
-        raise UserError(f"lesson {args.lesson}: there are lessons 1 to {LESSONS[-1].number}")
+    lesson = _lesson(args.lesson)
     if args.predict is not None:
-        keep(lesson, {"prediction": lesson.question.parse(args.predict)})
+        keep_prediction(lesson, lesson.question.parse(args.predict))
         say(f"Kept: {args.predict}. A check compares it with formula and measurement.")
         return 0
     if not (args.check or args.watch):
         return _begin(lesson)
-    refuse(
-        {f"{lesson.file} is missing: lab learn {args.lesson} writes it": not lesson.file.exists()}
-    )
-    return watch(lesson) if args.watch else check_apart(lesson)
+    if not lesson.file.exists():
+        raise UserError(f"{lesson.file} is missing: lab learn {lesson.number} writes it")
+    if args.watch:
+        return watch(lesson)
+    return check_apart(lesson)
+
+
+def _lesson(number: int) -> Lesson:
+    """Return a lesson. Raises UserError if there is none of this number."""
+    for lesson in LESSONS:
+        if lesson.number == number:
+            return lesson
+    raise UserError(f"lesson {number}: there are lessons 1 to {LESSONS[-1].number}")
 
 
 def _list_lessons() -> int:
     """List the lessons; the first that is not done is next."""
-    done = [lesson for lesson in LESSONS if read_progress().get(lesson.name, {}).get("done")]
-    following = next((lesson for lesson in LESSONS if lesson not in done), None)
-    for one in LESSONS:
-        state = "done" if one in done else "next" if one is following else ""
-        say(f"{one.number:>3}  {one.title:<24}{one.minutes:>3} min  {state}".rstrip())
+    next_is_listed = False
+    for lesson in LESSONS:
+        state = ""
+        if progress_of(lesson).done:
+            state = "done"
+        elif not next_is_listed:
+            state = "next"
+            next_is_listed = True
+        line = f"{lesson.number:>3}  {lesson.title:<24}{lesson.minutes:>3} min  {state}"
+        say(line.rstrip())
     return 0
 
 

@@ -35,9 +35,9 @@ class Exercise:
         """Whether this is the answer; upper and lower case of a word do not matter."""
         if isinstance(self.answer, str):
             return str(given).casefold() == self.answer
-        return isinstance(given, int | float) and math.isclose(
-            given, self.answer, rel_tol=self.tolerance
-        )
+        if not isinstance(given, int | float):
+            return False
+        return math.isclose(given, self.answer, rel_tol=self.tolerance)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,24 @@ class Lesson:
     def page(self) -> str:
         """The path of its page from here, or in the project if this is no checkout."""
         page = f"docs/learn/{self.name}.md"
-        return os.path.relpath(REPOSITORY / page) if IN_CHECKOUT else page
+        if IN_CHECKOUT:
+            return os.path.relpath(REPOSITORY / page)
+        return page
+
+
+def _blind_scripts() -> dict[str, Exercise]:
+    """Return an exercise for each script of lesson 9: the name of its fault."""
+    names = ", ".join(sorted(BLIND.values()))
+    exercises: dict[str, Exercise] = {}
+    for number, (script, finding) in enumerate(BLIND.items(), 1):
+        file = f"{number:02}"
+        exercises[file] = Exercise(
+            finding,
+            f"the audit's case {script}",
+            f"if it is one of {names}, let the audit look: lab audit -- python "
+            f"learn/blind/{file}.py --port {{port}} --num-nodes {{nodes}} --rank {{rank}}",
+        )
+    return exercises
 
 
 LESSONS: Sequence[Lesson] = (
@@ -338,16 +355,7 @@ LESSONS: Sequence[Lesson] = (
             "all: what is wrong is still more or less downhill",
             "scripts",
         ),
-        {
-            f"{number:02}": Exercise(
-                finding,
-                f"the audit's case {name}",
-                f"if it is one of {', '.join(sorted(BLIND.values()))}, let the audit look: "
-                "lab audit -- python learn/blind/"
-                f"{number:02}.py --port {{port}} --num-nodes {{nodes}} --rank {{rank}}",
-            )
-            for number, (name, finding) in enumerate(BLIND.items(), 1)
-        }
+        _blind_scripts()
         | {
             "a": Exercise(
                 2, "a sum divided by 2 is the mean on 2 ranks", "what does it divide by?"

@@ -10,11 +10,12 @@ import re
 import runpy
 import sys
 import types
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
@@ -24,35 +25,17 @@ from lab.audit.cases import STARTER_CODE, read_scripts
 from lab.learn.pictures import save
 from lab.plot_style import INK, grid
 
-RANKS, GLOBAL_BATCH, STEPS, SEEDS = 3, 24, 120, 5
+RANKS = 3
+GLOBAL_BATCH = 24
+STEPS = 120
+SEEDS = 5
 TRAINING_IMAGES = 1440  # of 1797; the others are the test set
 RIGHT = "right_all_reduce"
 PAGES = REPOSITORY / "docs/learn"
 _TEST_EVERY = 4  # steps
 _KEPT = 2  # steps whose gradients and weights are kept: in the second, the first one's may arrive
 
-# By the wrong script: its title, the right script, the measure that betrays it. The pages have
-# this order, after number 1: a command line that fails.
-WAYS = {
-    "clip_norm_torch": ("clipped before", "right_clip_norm_after", "gradient"),
-    "literal_4": ("a literal 4", RIGHT, "gradient"),
-    "samples_no_sampler": ("the same samples", RIGHT, "distinct"),
-    "sum_all_reduce": ("the sum", RIGHT, "gradient"),
-    "weights_averaged_each_step": ("weights averaged", RIGHT, "gradient"),
-    "start_rank_0_seeded": ("only rank 0 seeded", RIGHT, "weights"),
-    "samples_order_without_set_epoch": ("no set_epoch", RIGHT, "order"),
-    "samples_batch_per_rank": ("batch per rank", RIGHT, "distinct"),
-    "scaled_in_loss_ddp": ("divided twice", "right_ddp", "gradient"),
-    "ddp_bypassed_module": ("around DDP", "right_ddp", "weights"),
-    "own_not_written_back": ("mean in a copy", RIGHT, "weights"),
-    "own_averaged_after_the_step": ("after the step", RIGHT, "weights"),
-    "own_scatter_of_the_wrong_list": ("the wrong list", "right_gather_scatter", "weights"),
-    "some_last_layer_left_out": ("last layer left out", RIGHT, "gradient"),
-    "stale_by_one_step": ("one step late", RIGHT, "gradient"),
-    "settings_lr_by_rank": ("lr by rank", RIGHT, "weights"),
-    "notice_summed_accumulation": ("micro-batch sum", "right_ddp_no_sync", "gradient"),
-}
-
+# The betraying numbers, in percent.
 MEASURES = {
     "gradient": "gradient off by {:.1f} %",
     "weights": "ranks' weights {:.1f} % apart after a step",
@@ -60,9 +43,66 @@ MEASURES = {
     "order": "second epoch in the order of the first: {:.0f} %",
 }
 
-# What one rank did: the samples ``drawn``, and how many ``until`` each step; the flat
-# ``gradients`` and ``weights`` of the first steps; ``tests`` of (step, test loss, accuracy).
-Trace = dict[str, list[Any]]
+
+class Way(NamedTuple):
+    """A way to be wrong.
+
+    title : in the figure.
+    right : the script that is right.
+    measure : the name in MEASURES of what betrays the wrong one.
+    """
+
+    title: str
+    right: str
+    measure: str
+
+
+# By the wrong script. The pages have this order, after number 1: a command line that fails.
+WAYS = {
+    "clip_norm_torch": Way("clipped before", "right_clip_norm_after", "gradient"),
+    "literal_4": Way("a literal 4", RIGHT, "gradient"),
+    "samples_no_sampler": Way("the same samples", RIGHT, "distinct"),
+    "sum_all_reduce": Way("the sum", RIGHT, "gradient"),
+    "weights_averaged_each_step": Way("weights averaged", RIGHT, "gradient"),
+    "start_rank_0_seeded": Way("only rank 0 seeded", RIGHT, "weights"),
+    "samples_order_without_set_epoch": Way("no set_epoch", RIGHT, "order"),
+    "samples_batch_per_rank": Way("batch per rank", RIGHT, "distinct"),
+    "scaled_in_loss_ddp": Way("divided twice", "right_ddp", "gradient"),
+    "ddp_bypassed_module": Way("around DDP", "right_ddp", "weights"),
+    "own_not_written_back": Way("mean in a copy", RIGHT, "weights"),
+    "own_averaged_after_the_step": Way("after the step", RIGHT, "weights"),
+    "own_scatter_of_the_wrong_list": Way("the wrong list", "right_gather_scatter", "weights"),
+    "some_last_layer_left_out": Way("last layer left out", RIGHT, "gradient"),
+    "stale_by_one_step": Way("one step late", RIGHT, "gradient"),
+    "settings_lr_by_rank": Way("lr by rank", RIGHT, "weights"),
+    "notice_summed_accumulation": Way("micro-batch sum", "right_ddp_no_sync", "gradient"),
+}
+
+
+class TestResult(NamedTuple):
+    """The test loss and the share of right answers after a step."""
+
+    step: int
+    loss: float
+    accuracy: float
+
+
+@dataclass
+class Trace:
+    """What one rank did.
+
+    drawn : the samples, by index.
+    until : how many of them were drawn until the end of each step.
+    gradients, weights : flat, of the first steps.
+    """
+
+    drawn: list[int] = field(default_factory=list)
+    until: list[int] = field(default_factory=list)
+    gradients: list[NDArray] = field(default_factory=list)
+    weights: list[NDArray] = field(default_factory=list)
+    tests: list[TestResult] = field(default_factory=list)
+
+
 Traces = Mapping[str, Sequence[Trace]]  # of the ranks, by script
 
 
@@ -84,18 +124,20 @@ def _train_here(rank: int, bodies: Sequence[str], steps: int, seed: int) -> list
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     images = (pixels.float().reshape(-1, 1, 8, 8) / 8 - 1).expand(-1, 3, -1, -1)
     sys.argv = ["main.py", "--num-nodes", f"{RANKS}", "--rank", f"{rank}"]
-    traces = []
+    traces: list[Trace] = []
     for body in bodies:
         torch.manual_seed(seed + rank)  # what a script that seeds nothing starts from
-        text = body.replace("manual_seed(0)", f"manual_seed({seed})").replace(
-            "dist.destroy_process_group()",
-            "",  # the next script needs it
-        )
+        text = body.replace("manual_seed(0)", f"manual_seed({seed})")
+        text = text.replace("dist.destroy_process_group()", "")  # the next script needs it
         traces.append(_run(text, images[order], labels[order], steps))
     return traces
 
 
 def _run(body: str, images: Any, labels: Any, steps: int) -> Trace:
+    """Run a script until it has made its steps, and return what it did.
+
+    images, labels : the training set, and then the test set.
+    """
     import torch
     from torch.nn.utils import parameters_to_vector
     from torch.optim import optimizer
@@ -106,29 +148,34 @@ def _run(body: str, images: Any, labels: Any, steps: int) -> Trace:
             super().__init__(images[:samples], labels[:samples])
 
         def __getitem__(self, index: int) -> Any:
-            trace["drawn"].append(index)
+            trace.drawn.append(index)
             return super().__getitem__(index)
 
     def make_model(*extra: Any) -> Any:
-        models.append(starter_code["make_model"](*extra))
-        return models[-1]
+        model = starter_code["make_model"](*extra)
+        models.append(model)
+        return model
 
     def after_step(*_: Any) -> None:
-        parameters = list(models[-1].parameters())
-        trace["until"].append(len(trace["drawn"]))
-        step = len(trace["until"])
+        model = models[-1]
+        trace.until.append(len(trace.drawn))
+        step = len(trace.until)
         if step <= _KEPT:
-            trace["weights"].append(parameters_to_vector(parameters).detach().numpy())
-            trace["gradients"].append(parameters_to_vector(p.grad for p in parameters).numpy())
+            parameters = list(model.parameters())
+            gradients = [parameter.grad for parameter in parameters]
+            trace.weights.append(parameters_to_vector(parameters).detach().numpy())
+            trace.gradients.append(parameters_to_vector(gradients).numpy())
         if step % _TEST_EVERY == 0:
+            true = labels[TRAINING_IMAGES:]
             with torch.no_grad():
-                outputs, true = models[-1](images[TRAINING_IMAGES:]), labels[TRAINING_IMAGES:]
+                outputs = model(images[TRAINING_IMAGES:])
             loss = torch.nn.functional.cross_entropy(outputs, true).item()
-            trace["tests"].append((step, loss, (outputs.argmax(1) == true).float().mean().item()))
+            accuracy = (outputs.argmax(1) == true).float().mean().item()
+            trace.tests.append(TestResult(step, loss, accuracy))
         if step == steps:
             sys.exit()
 
-    trace: Trace = defaultdict(list)
+    trace = Trace()
     models: list[Any] = []
     starter_code = runpy.run_path(str(STARTER_CODE))
     own: dict[str, Any] = {"Pictures": Pictures, "make_model": make_model, "join": lambda _: None}
@@ -144,21 +191,31 @@ def _run(body: str, images: Any, labels: Any, steps: int) -> Trace:
 def measure(name: str, ranks: Sequence[Trace], right: Sequence[Trace]) -> float:
     """Return a measure of MEASURES for a script's traces; ``right`` are those of the right one."""
     match name:
-        case "gradient":  # in the first step in which a rank's differs
-            steps = zip(*(one["gradients"] for one in [*ranks, right[0]]), strict=True)
-            errors = [max(_apart(one, true) for one in own) for *own, true in steps]
-            return next((error for error in errors if error > 1e-3), 0.0)
+        case "gradient":
+            return _gradient_error(ranks, right[0])
         case "weights":
-            return max(_apart(one["weights"][0], ranks[0]["weights"][0]) for one in ranks)
+            return max(_apart(rank.weights[0], ranks[0].weights[0]) for rank in ranks)
         case "order":
-            first, second, *_ = np.split(np.array(ranks[0]["drawn"]), [480, 960])
+            first, second, *_ = np.split(np.array(ranks[0].drawn), [480, 960])
             return float(np.mean(first == second))
-    return len({index for one in ranks for index in one["drawn"][: one["until"][0]]}) / GLOBAL_BATCH
+    samples: set[int] = set()
+    for rank in ranks:
+        samples.update(rank.drawn[: rank.until[0]])
+    return len(samples) / GLOBAL_BATCH
 
 
-def _apart(one: NDArray, other: NDArray) -> float:
+def _gradient_error(ranks: Sequence[Trace], right: Trace) -> float:
+    """Return the largest error of a rank's gradient, in the first step in which one differs."""
+    for step, true in enumerate(right.gradients):
+        error = max(_apart(rank.gradients[step], true) for rank in ranks)
+        if error > 1e-3:
+            return error
+    return 0.0
+
+
+def _apart(vector: NDArray, other: NDArray) -> float:
     """Return the norm of the difference over the norm of ``other``."""
-    return float(np.linalg.norm(one - other) / np.linalg.norm(other))
+    return float(np.linalg.norm(vector - other) / np.linalg.norm(other))
 
 
 def describe(traces: Traces, seeds: Sequence[Trace]) -> dict[str, list[str]]:
@@ -166,18 +223,44 @@ def describe(traces: Traces, seeds: Sequence[Trace]) -> dict[str, list[str]]:
 
     seeds : the right script's traces with several seeds: how much equal programs differ.
     """
-    usual, found = np.ptp([one["tests"][-1][1:] for one in seeds], axis=0), {}
-    for wrong, (_, right, name) in WAYS.items():
-        ends = [np.array(traces[script][0]["tests"][-1][1:]) for script in (right, wrong)]
-        seen = np.array(["loss", "accuracy"])[np.abs(ends[1] - ends[0]) > usual]
-        texts = [
-            MEASURES[name].format(100 * measure(name, traces[script], traces[right]))
-            + f"; test loss {loss:.2f}, accuracy {100 * accuracy:.0f} %"
-            for script, (loss, accuracy) in zip((right, wrong), ends, strict=True)
-        ]
-        texts[1] += f". Seen in: **{' and '.join(seen) or 'only the first number'}**"
-        found[wrong] = texts
-    return found
+    described: dict[str, list[str]] = {}
+    for script, way in WAYS.items():
+        right = _outcome(way, traces[way.right], traces[way.right])
+        wrong = _outcome(way, traces[script], traces[way.right])
+        seen_in = _seen_in(traces[way.right][0], traces[script][0], seeds)
+        described[script] = [right, f"{wrong}. Seen in: **{seen_in}**"]
+    return described
+
+
+def _outcome(way: Way, ranks: Sequence[Trace], right: Sequence[Trace]) -> str:
+    """Return what a script did: its betraying number, and its test at the end."""
+    number = MEASURES[way.measure].format(100 * measure(way.measure, ranks, right))
+    end = ranks[0].tests[-1]
+    return f"{number}; test loss {end.loss:.2f}, accuracy {100 * end.accuracy:.0f} %"
+
+
+def _seen_in(right: Trace, wrong: Trace, seeds: Sequence[Trace]) -> str:
+    """Return in which of loss and accuracy the wrong one differs more than equal programs do."""
+    seen: list[str] = []
+    for name in ("loss", "accuracy"):
+        usual = np.ptp([getattr(trace.tests[-1], name) for trace in seeds])
+        difference = getattr(wrong.tests[-1], name) - getattr(right.tests[-1], name)
+        if abs(difference) > usual:
+            seen.append(name)
+    return " and ".join(seen) or "only the first number"
+
+
+_WRONG_LINE: dict[str, Any] = {
+    "color": "#d1242f",
+    "linewidth": 0.9,
+    "label": "the wrong script, a line a rank",
+}
+_RIGHT_LINE: dict[str, Any] = {
+    "color": INK,
+    "linewidth": 1.1,
+    "linestyle": (0, (3, 2)),
+    "label": "the right script",
+}
 
 
 def draw(traces: Traces, seeds: Sequence[Trace]) -> Figure:
@@ -185,37 +268,37 @@ def draw(traces: Traces, seeds: Sequence[Trace]) -> Figure:
     figure, axes = grid(
         len(WAYS) + 1, narrow=False, columns=6, height=1.4, extra=0.5, sharex=True, sharey=True
     )
-    styles: list[dict[str, Any]] = [
-        {"color": "#d1242f", "linewidth": 0.9, "label": "the wrong script, a line a rank"},
-        {"color": INK, "linewidth": 1.1, "linestyle": (0, (3, 2)), "label": "the right script"},
-    ]
-    panels = [(f"right, {SEEDS} seeds", (), seeds)] + [
-        (f"{number}. {title}", traces[wrong], traces[right][:1])
-        for number, (wrong, (title, right, _)) in enumerate(WAYS.items(), 2)
-    ]
-    for axis, (title, wrong, right) in zip(axes, panels, strict=True):
-        axis.set_title(title, fontsize=7.5)
-        for style, some in zip(styles, (wrong, right), strict=True):
-            for one in some:
-                axis.plot(*np.array(one["tests"])[:, :2].T, **style)
-        axis.grid()
+    _draw_panel(axes[0], f"right, {SEEDS} seeds", [], seeds)
+    for number, (axis, (script, way)) in enumerate(zip(axes[1:], WAYS.items(), strict=True), 2):
+        _draw_panel(axis, f"{number}. {way.title}", traces[script], traces[way.right][:1])
     axes[0].set(yscale="log", ylim=(0.06, 4), xticks=[0, STEPS // 2, STEPS])
     figure.supylabel("test loss, by step", fontsize=8)
-    figure.legend(
-        handles=[Line2D([], [], **style) for style in styles], loc="outside lower center", ncols=2
-    )
+    handles = [Line2D([], [], **style) for style in (_WRONG_LINE, _RIGHT_LINE)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
+
+
+def _draw_panel(axis: Axes, name: str, wrong: Sequence[Trace], right: Sequence[Trace]) -> None:
+    axis.set_title(name, fontsize=7.5)
+    for traces, style in ((wrong, _WRONG_LINE), (right, _RIGHT_LINE)):
+        for trace in traces:
+            steps = [test.step for test in trace.tests]
+            losses = [test.loss for test in trace.tests]
+            axis.plot(steps, losses, **style)
+    axis.grid()
 
 
 def make_gallery() -> Figure:
     """Train, write the numbers into the gallery's pages, and return the figure."""
-    traces = train([*{right for _, right, _ in WAYS.values()}, *WAYS])
+    rights = {way.right for way in WAYS.values()}
+    traces = train([*rights, *WAYS])
     seeds = [train([RIGHT], seed=seed)[RIGHT][0] for seed in range(SEEDS)]
+    described = describe(traces, seeds)
     for page in PAGES.glob("gallery*.md"):
         text = page.read_text(encoding="utf-8")
-        for wrong, sides in describe(traces, seeds).items():
+        for wrong, outcomes in described.items():
             row = rf"(?<=\| wrong: `{wrong}` \|\n\| --- \| --- \|\n)(.*\n)\|.*"
-            text = re.sub(row, rf"\1| {' | '.join(sides)} |", text)
+            text = re.sub(row, rf"\1| {' | '.join(outcomes)} |", text)
         page.write_text(text, encoding="utf-8")
     return draw(traces, seeds)
 

@@ -7,7 +7,6 @@ one SVG file that follows its reader's light or dark mode.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -23,6 +22,9 @@ _MODES = (
     "<style>svg{--ink:#1b1f23;--paper:#fffffe}@media(prefers-color-scheme:dark)"
     "{svg{--ink:#e6edf3;--paper:#0d1117}}</style>\n"
 )
+# VGG-11's gradients on a link of 1 Gbit/s.
+_SECONDS = 36.92 * 8 / 1000
+Interval = tuple[float, float]
 # Letters, each with its place: x and y. In a timeline y = 0.5 is the middle of the first rank.
 Marks = Mapping[str, tuple[float, float]]
 
@@ -43,12 +45,14 @@ def save(draw: Callable[[], Figure], path: Path) -> None:
 def timeline(
     heading: str, ranks: Sequence[Json], *, marks: Marks, labels: Sequence[str] | None = None
 ) -> Figure:
-    """Return a timeline of ranks, each with its ``sections`` and ``messages`` in seconds.
+    """Return a timeline of ranks, each a ``_step``.
 
     labels : of the rows, if each is a step of its own.
     """
-    group = {"ranks": ranks} if labels is None else {"ranks": []}
-    labels = labels or [f"rank {number}" for number in range(len(ranks))]
+    group: Json = {"ranks": []}
+    if labels is None:
+        group = {"ranks": ranks}
+        labels = [f"rank {number}" for number in range(len(ranks))]
     rows = [(label, group, rank) for label, rank in zip(labels, ranks, strict=True)]
     figure = draw_timeline(rows, heading=heading, narrow=False, emulated=False)
     return _marked(figure, marks)
@@ -71,15 +75,12 @@ def curves(
     """
     figure, (axis,) = grid(1, narrow=False, columns=1, height=3.2)
     for dash, (label, formula) in zip(("-", *DASHES), formulas.items(), strict=False):
-        axis.plot(xs, [*map(formula, xs)], color=INK, linestyle=dash, label=label)
-    axis.set(
-        xlabel=labels[0],
-        ylabel=labels[1],
-        xscale=scales[0],
-        yscale=scales[1],
-        xlim=(xs[0], xs[-1]),
-        ylim=(bottom, top),
-    )
+        ys = [formula(x) for x in xs]
+        axis.plot(xs, ys, color=INK, linestyle=dash, label=label)
+    x_label, y_label = labels
+    axis.set(xlabel=x_label, ylabel=y_label)
+    x_scale, y_scale = scales
+    axis.set(xscale=x_scale, yscale=y_scale, xlim=(xs[0], xs[-1]), ylim=(bottom, top))
     axis.grid()
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     title(figure, heading, emulated=False)
@@ -87,44 +88,44 @@ def curves(
 
 
 def _marked(figure: Figure, marks: Marks) -> Figure:
+    """Return the figure with its letters."""
     circle = {"boxstyle": "circle", "facecolor": PAPER, "edgecolor": INK}
     for letter, place in marks.items():
         figure.axes[0].annotate(letter, place, ha="center", va="center", bbox=circle)
     return figure
 
 
-# VGG-11's gradients on a link of 1 Gbit/s.
-_SECONDS = 36.92 * 8 / 1000
+# --- what a rank does in a step, in seconds ---
+
+
+def _step(sections: Mapping[str, Sequence[Interval]], messages: Sequence[Json] = ()) -> Json:
+    return {"sections": sections, "messages": messages}
+
+
+def _message(kind: str, begin: float, end: float) -> Json:
+    return {"kind": kind, "begin": begin, "end": end}
 
 
 def _through_root(*turns: int) -> Json:
     """Return a rank's step of lesson 3; its link works in some of two turns in and two out."""
-    return {
-        "sections": {"forward": [(0, 0.07)], "backward": [(0.07, 0.2)]},
-        "messages": [
-            {
-                "kind": "gather" if turn < 2 else "scatter",
-                "begin": 0.2 + turn * _SECONDS,
-                "end": 0.195 + (turn + 1) * _SECONDS,  # a gap
-            }
-            for turn in turns
-        ],
-    }
+    messages: list[Json] = []
+    for turn in turns:
+        kind = "gather" if turn < 2 else "scatter"
+        begin = 0.2 + turn * _SECONDS
+        end = 0.195 + (turn + 1) * _SECONDS  # a gap
+        messages.append(_message(kind, begin, end))
+    return _step({"forward": [(0, 0.07)], "backward": [(0.07, 0.2)]}, messages)
 
 
-def _exchange(nodes: float, *, gbit: float = 1.0) -> float:
-    """Return the seconds of a step: 0.6 s of compute, shared, and all gradients through rank 0."""
-    return 0.6 / nodes + 2 * (nodes - 1) * _SECONDS / gbit
-
-
-def _overlapped(buckets: Sequence[tuple[int, float]]) -> Json:
+def _overlapped(*buckets: tuple[int, float]) -> Json:
     """Return a step of lesson 6. buckets : the layer of 7 after which each is full, and its MB."""
-    messages, end = [], 0.0
-    for layer, mb in buckets:
+    messages: list[Json] = []
+    end = 0.0
+    for layer, megabytes in buckets:
         begin = max(end, 0.015 * layer)
-        end = begin + 1.5 * mb * 8 / 1000
-        messages.append({"kind": "all_reduce", "begin": begin, "end": end - 0.002})  # a gap
-    return {"sections": {"backward": [(0, 0.105)], "sync": [(0.105, end)]}, "messages": messages}
+        end = begin + 1.5 * megabytes * 8 / 1000
+        messages.append(_message("all_reduce", begin, end - 0.002))  # a gap
+    return _step({"backward": [(0, 0.105)], "sync": [(0.105, end)]}, messages)
 
 
 def _recorded_step() -> Json:
@@ -133,50 +134,63 @@ def _recorded_step() -> Json:
     return json.loads(found)["timelines"]["overlapped-n4-1gbit"]["ranks"][0]
 
 
-def _steps(*sync: float) -> Json:
+def _steps(*exchanges: float) -> Json:
     """Return steps of lesson 10: 0.1 s of computing, then an exchange of these seconds."""
-    ends = list(accumulate(0.1 + seconds for seconds in sync))
-    begins = [end - seconds for end, seconds in zip(ends, sync, strict=True)]
-    return {
-        "sections": {
-            "forward": [(begin - 0.1, begin) for begin in begins],  # without a last gradient
-            "sync": list(zip(begins, ends, strict=True)),
-        },
-        "messages": [],
-    }
+    forward: list[Interval] = []  # without a last gradient
+    sync: list[Interval] = []
+    end = 0.0
+    for seconds in exchanges:
+        end += 0.1 + seconds
+        begin = end - seconds
+        forward.append((begin - 0.1, begin))
+        sync.append((begin, end))
+    return _step({"forward": forward, "sync": sync})
 
 
-PICTURES: Mapping[str, Callable[[], Figure]] = {
-    "01_one_process": partial(
-        timeline,
+# --- formulas ---
+
+
+def _exchange(nodes: float, *, gbit: float = 1.0) -> float:
+    """Return the seconds of a step: 0.6 s of compute, shared, and all gradients through rank 0."""
+    return 0.6 / nodes + 2 * (nodes - 1) * _SECONDS / gbit
+
+
+# --- the pictures, by lesson ---
+
+
+def _one_process() -> Figure:
+    step = _step(
+        {
+            "forward": [(0, 0.65e-3)],
+            "backward": [(0.65e-3, 1.76e-3)],
+            "update": [(1.76e-3, 2.06e-3)],
+        }
+    )
+    return timeline(
         "A step of one process: forward 0.65 ms, backward 1.11 ms, update 0.30 ms",
-        [
-            {
-                "sections": {
-                    "forward": [(0, 0.65e-3)],
-                    "backward": [(0.65e-3, 1.76e-3)],
-                    "update": [(1.76e-3, 2.06e-3)],
-                },
-                "messages": [],
-            }
-        ],
+        [step],
         marks={"A": (0.325, 0.5), "B": (1.2, 0.5), "C": (1.91, 0.5)},
-    ),
-    "02_two_ranks": partial(
-        curves,
+    )
+
+
+def _two_ranks() -> Figure:
+    return curves(
         "Samples that rank 0 has seen at least once",
         {
             "2 ranks, set_epoch": lambda epochs: 100 * (1 - 0.5**epochs),
             "4 ranks, set_epoch": lambda epochs: 100 * (1 - 0.75**epochs),
-            "2 ranks, one order forever": lambda epochs: 50.0 * (epochs > 0),
-            "4 ranks, one order forever": lambda epochs: 25.0 * (epochs > 0),
+            "2 ranks, one order forever": lambda epochs: min(50.0, 50.0 * epochs),
+            "4 ranks, one order forever": lambda epochs: min(25.0, 25.0 * epochs),
         },
         xs=range(9),
         labels=("epochs", "%"),
         marks={"A": (3, 87.5), "B": (3, 50)},
         top=100,
-    ),
-    "03_gather_scatter": lambda: timeline(
+    )
+
+
+def _gather_scatter() -> Figure:
+    return timeline(
         "A step on 3 nodes at 1 Gbit/s, by the formula: 0.2 s of compute, 1.18 s of exchange",
         [_through_root(0, 1, 2, 3), _through_root(0, 2), _through_root(1, 3)],
         marks={
@@ -185,9 +199,11 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
             "C": (200 + 4000 * _SECONDS, 0.5),
             "D": (640, 3.35),
         },
-    ),
-    "04_root_link": partial(
-        curves,
+    )
+
+
+def _root_link() -> Figure:
+    return curves(
         "A step of VGG-11 with all gradients through rank 0, by the formula",
         {
             "1 Gbit/s": _exchange,
@@ -205,12 +221,14 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
         bottom=0.03,
         top=10,
         scales=("linear", "log"),
-    ),
-    "05_ring": partial(
-        curves,
+    )
+
+
+def _ring() -> Figure:
+    # 8 ms a MB; a message waits for 0.5 ms, and in a ring carries an eighth
+    return curves(
         "Gradients of 34 tensors on 8 nodes, 1 Gbit/s and 0.5 ms a message, by the formula",
         {
-            # 8 ms a MB; a message waits for 0.5 ms, and in a ring carries an eighth
             "through rank 0": lambda mb: 2 * 0.5 + 14 * 8 * mb,
             "34 rings": lambda mb: 14 * (34 * 0.5 + 8 * mb / 8),
             "one ring": lambda mb: 14 * (0.5 + 8 * mb / 8),
@@ -222,25 +240,35 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
         bottom=3,
         top=10_000,
         scales=("log", "log"),
-    ),
-    "06_overlap": lambda: timeline(
+    )
+
+
+def _overlap() -> Figure:
+    layers = [9.4, 9.4, 9.4, 4.7, 2.4, 1.2, 0.3]  # MB, in the order of backward
+    steps = {
+        "1 MB": _overlapped(*enumerate(layers, 1)),
+        "9 MB": _overlapped((1, 9.4), (2, 9.4), (3, 9.4), (7, 8.6)),
+        "25 MB": _overlapped((2, 18.8), (7, 18.0)),
+        "100 MB": _overlapped((7, 36.8)),
+    }
+    return timeline(
         "A step on 4 nodes at 1 Gbit/s, by the formula",
-        [
-            _overlapped(list(enumerate([9.4, 9.4, 9.4, 4.7, 2.4, 1.2, 0.3], 1))),
-            _overlapped([(1, 9.4), (2, 9.4), (3, 9.4), (7, 8.6)]),
-            _overlapped([(2, 18.8), (7, 18.0)]),
-            _overlapped([(7, 36.8)]),
-        ],
-        labels=["1 MB", "9 MB", "25 MB", "100 MB"],
+        list(steps.values()),
+        labels=list(steps),
         marks={"A": (15, 3.4), "B": (105, 4.6), "C": (420, 3.4), "D": (105, 7.5)},
-    ),
-    "06_overlap_recorded": lambda: timeline(
+    )
+
+
+def _overlap_recorded() -> Figure:
+    return timeline(
         "A recorded step of VGG-11, 4 nodes at 1 Gbit/s: buckets of 9.5, 27.2 and 0.3 MB",
         [_recorded_step()],
         marks={"A": (110, 1.3), "B": (450, 1.9), "C": (250, 2.4)},
-    ),
-    "07_batchnorm": partial(
-        curves,
+    )
+
+
+def _batchnorm() -> Figure:
+    return curves(
         "What BatchNorm makes of a number",
         {
             "one process: 1, 3, 5, 11": lambda x: (x - 5) / 14**0.5,
@@ -252,9 +280,11 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
         marks={"A": (3, 1), "B": (3, -0.53), "C": (11, 1.6), "D": (11, 1)},
         top=3,
         bottom=-3,
-    ),
-    "08_measuring": partial(
-        curves,
+    )
+
+
+def _measuring() -> Figure:
+    return curves(
         "A step of VGG-11 on 4 nodes if the network were faster than 1 Gbit/s, by the formula",
         {
             "gather_scatter": lambda times: 0.173 + 1.883 / times,
@@ -266,23 +296,39 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
         labels=("times as fast", "seconds a step"),
         marks={"A": (1, 2.056), "B": (10, 0.224), "C": (19, 0.19)},
         top=2.2,
-    ),
-    "10_break_it": lambda: timeline(
+    )
+
+
+def _break_it() -> Figure:
+    usual = [0.11] * 5
+    until_killed = _steps(*usual)
+    survivor = _steps(*usual, 0.1)
+    waiting = _steps(*usual, 6.0)
+    slowed = _steps(*usual, *[0.55] * 10)
+    steps = {
+        "kill": [survivor, until_killed, survivor],
+        "pause": [waiting, until_killed, waiting],
+        "slow": [slowed, slowed, slowed],
+    }
+    return timeline(
         "Lesson 10's program, disturbed in its sixth step, by the formula; blue: computing",
-        [
-            _steps(*[0.11] * 5, 0.1),
-            _steps(*[0.11] * 5),
-            _steps(*[0.11] * 5, 0.1),
-            _steps(*[0.11] * 5, 6.0),
-            _steps(*[0.11] * 5),
-            _steps(*[0.11] * 5, 6.0),
-            *[_steps(*[0.11] * 5, *[0.55] * 10)] * 3,
-        ],
-        labels=[
-            f"{fault}: rank {rank}" for fault in ("kill", "pause", "slow") for rank in (0, 1, 2)
-        ],
+        [step for ranks in steps.values() for step in ranks],
+        labels=[f"{fault}: rank {rank}" for fault in steps for rank in range(3)],
         marks={"A": (1250, 0.5), "B": (1050, 2.0), "C": (7150, 5.0), "D": (4000, 11.0)},
-    ),
+    )
+
+
+PICTURES: Mapping[str, Callable[[], Figure]] = {
+    "01_one_process": _one_process,
+    "02_two_ranks": _two_ranks,
+    "03_gather_scatter": _gather_scatter,
+    "04_root_link": _root_link,
+    "05_ring": _ring,
+    "06_overlap": _overlap,
+    "06_overlap_recorded": _overlap_recorded,
+    "07_batchnorm": _batchnorm,
+    "08_measuring": _measuring,
+    "10_break_it": _break_it,
 }
 
 if __name__ == "__main__":

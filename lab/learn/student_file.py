@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from common.errors import file_errors
 
@@ -49,18 +49,12 @@ class StudentFile:
             tree = ast.parse(text)
         except SyntaxError as error:
             raise Mistake(f"line {error.lineno} is no Python: {error.msg}") from error
-        skipped = {
-            inner
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Subscript)
-            or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ANSWERS")
-            for inner in ast.walk(node)
-        }
-        return sorted(
-            node.lineno
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Constant) and node.value is ... and node not in skipped
-        )
+        skipped: set[ast.AST] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Subscript) or _is_answers(node):
+                skipped.update(ast.walk(node))
+        blanks = [node for node in ast.walk(tree) if _is_ellipsis(node) and node not in skipped]
+        return sorted(blank.lineno for blank in blanks)
 
     def load(self) -> Namespace:
         """Run the file, not as a program, and return what it defines."""
@@ -81,45 +75,63 @@ class StudentFile:
         """
         from lab.proofs import RankError, run_ranks
 
+        deadline = time.monotonic() + limit_seconds
         with tempfile.TemporaryDirectory() as folder:
             try:
                 return run_ranks(
                     size,
                     _on_rank,
-                    *(self, Path(folder), time.monotonic() + limit_seconds, function, arguments),
+                    *(self, Path(folder), deadline, function, arguments),
                     timeout_seconds=limit_seconds + _AFTER_SECONDS,
                 )
             except RankError as error:
                 stacks = {path.name: path.read_text() for path in Path(folder).glob("rank *")}
-                raise Mistake(
-                    self._hang(stacks)
-                    if any(stacks.values())
-                    else self._failure(str(error).strip())
-                ) from None
+                if any(stacks.values()):
+                    message = self._hang(stacks)
+                else:
+                    message = self._failure(str(error).strip())
+                raise Mistake(message) from None
 
     def _hang(self, stacks: Mapping[str, str]) -> str:
         """Return where each rank was when the time was over."""
-        places = [
-            f"  {rank}: {(self._places(stack) or ['is done'])[0] if stack else 'has failed'}"
-            for rank, stack in sorted(stacks.items())
-        ]
-        return "\n".join(["the ranks hang. A collective needs every rank:", *places])
+        lines = ["the ranks hang. A collective needs every rank:"]
+        for rank, stack in sorted(stacks.items()):
+            places = self._places(stack)
+            if places:
+                state = places[0]
+            elif stack:
+                state = "is done"
+            else:
+                state = "has failed"
+            lines.append(f"  {rank}: {state}")
+        return "\n".join(lines)
 
     def _failure(self, error: str) -> str:
         """Return which rank failed, where and why, from the text of a RankError."""
         who, _, trace = error.partition(":\n")
-        what = re.sub(r"^lab\S+Mistake: ", "", trace.splitlines()[-1]) if trace else ""
-        return ": ".join(filter(None, [who, *self._places(trace)[-1:], what]))
+        told = [who, *self._places(trace)[-1:]]
+        if trace:
+            last_line = trace.splitlines()[-1]
+            told.append(re.sub(r"^lab\S+Mistake: ", "", last_line))
+        return ": ".join(text for text in told if text)
 
     def _places(self, stack: str) -> list[str]:
         """Return the student's lines in a traceback or a dump of faulthandler, in its order."""
         lines = self.path.read_text(encoding="utf-8").splitlines()
-        return [
-            f"line {number}, in {function}: {lines[int(number) - 1].strip()}"
-            for number, function in re.findall(
-                rf'/{re.escape(self.path.name)}", line (\d+),? in (\S+)', stack
-            )
-        ]
+        pattern = rf'/{re.escape(self.path.name)}", line (\d+),? in (\S+)'
+        places: list[str] = []
+        for number, function in re.findall(pattern, stack):
+            places.append(f"line {number}, in {function}: {lines[int(number) - 1].strip()}")
+        return places
+
+
+def _is_answers(node: ast.AST) -> bool:
+    """Return whether a statement sets ANSWERS."""
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ANSWERS"
+
+
+def _is_ellipsis(node: ast.AST) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and node.value is ...
 
 
 def _on_rank(

@@ -11,7 +11,9 @@ from lab.cluster import Cluster
 from lab.learn.lessons.nodes import run_on_nodes
 from lab.learn.student_file import Mistake, Say, StudentFile
 
-NODES, STEPS, SLOW_RATE = 3, "20", "40mbit"
+NODES = 3
+STEPS = "20"
+SLOW_RATE = "40mbit"
 FAULTS = (("kill", 1, 1), ("pause", 2, 2), ("slow", 1, None))  # of which node, the culprit
 # Sync times on the slow link over those before (AMD EPYC, 2 virtual cores, torch 2.14).
 RECORDED_RATIO = 5.1
@@ -29,9 +31,8 @@ def check(student: StudentFile, say: Say) -> float:
     for fault, node, culprit in FAULTS:
         if fault == "slow" and "loopback" in options:
             return RECORDED_RATIO
-        printed = run_on_nodes(
-            student.path, NODES, STEPS, disturb=partial(_disturb, fault, node), **options
-        )
+        disturb = partial(_disturb, fault, node)
+        printed = run_on_nodes(student.path, NODES, STEPS, disturb=disturb, **options)
         ends = "\n".join(f"  {text.splitlines()[-1]}" for text in printed)
         [found] = student.on_ranks(1, lambda names, given=printed: names["find_culprit"](given))
         if found != culprit:
@@ -40,12 +41,16 @@ def check(student: StudentFile, say: Say) -> float:
                 f"a rank wait no longer than the limit? The ranks' last lines:\n{ends}"
             )
         say(f"{fault} of node {node}, find_culprit returns {found}. The last lines:\n{ends}")
-    syncs = [[float(one) for one in re.findall(r"sync (\d+\.\d+)", text)] for text in printed]
-    say(
-        "sync of the last ten steps, mean of each rank (the order changes with the run): "
-        + ", ".join(f"{mean(seconds[-10:]):.3f} s" for seconds in syncs)
-    )
-    return median(syncs[0][-10:]) / median(syncs[0][1:4])
+    syncs = [_sync_seconds(text) for text in printed]
+    means = ", ".join(f"{mean(seconds[-10:]):.3f} s" for seconds in syncs)
+    say(f"sync of the last ten steps, mean of each rank (the order changes with the run): {means}")
+    rank_0 = syncs[0]
+    return median(rank_0[-10:]) / median(rank_0[1:4])
+
+
+def _sync_seconds(printed: str) -> list[float]:
+    """Return the exchange's time in each step, from what a rank printed."""
+    return [float(seconds) for seconds in re.findall(r"sync (\d+\.\d+)", printed)]
 
 
 def _disturb(fault: str, node: int, cluster: Cluster) -> None:

@@ -1,13 +1,12 @@
 """Lesson 8: a clock around steps, and the interval of a median."""
 
-import itertools
-from typing import Any
-
 import numpy as np
 
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
-WARM_UP, STEPS, TRIES = 3, 40, 2000
+WARM_UP = 3
+STEPS = 40
+TRIES = 2000
 
 
 def check(student: StudentFile, say: Say) -> None:
@@ -28,15 +27,32 @@ def check(student: StudentFile, say: Say) -> None:
     say(f"of {TRIES} intervals {100 * covered:.1f} % hold the true median")
 
 
-def _measure(student: Namespace) -> Any:
-    """Return the durations of a step on a clock of its own, its calls, and the share of hits."""
-    moments, calls = [0.0], itertools.count()
-    seconds = student["time_steps"](
-        lambda: moments.append(moments[-1] + (9.0 if next(calls) < WARM_UP else 1.0)),
-        warmup=WARM_UP,
-        steps=STEPS,
-        clock=lambda: moments[-1],
-    )
+def _measure(student: Namespace) -> tuple[list[float], int, float]:
+    """Return the durations of a known step, its calls, and the share of right intervals."""
+    seconds, calls = _time_steps(student)
+    return seconds, calls, _covered(student)
+
+
+def _time_steps(student: Namespace) -> tuple[list[float], int]:
+    """Return the durations of a step on a clock of its own, and its calls."""
+    now = 0.0
+    calls = 0
+
+    def step() -> None:
+        nonlocal now, calls
+        now += 9.0 if calls < WARM_UP else 1.0
+        calls += 1
+
+    seconds = student["time_steps"](step, warmup=WARM_UP, steps=STEPS, clock=lambda: now)
+    return seconds, calls
+
+
+def _covered(student: Namespace) -> float:
+    """Return the share of intervals that hold the true median."""
     draws = np.random.default_rng(0).exponential(1 / np.log(2), (TRIES, STEPS))  # median 1
-    hits = [low <= 1 <= high for low, _, high in map(student["median_interval"], draws.tolist())]
-    return seconds, next(calls), float(np.mean(hits))
+    hits = 0
+    for draw in draws.tolist():
+        low, _, high = student["median_interval"](draw)
+        if low <= 1 <= high:
+            hits += 1
+    return hits / TRIES

@@ -9,7 +9,8 @@ from typing import Any
 from lab.cluster import Cluster
 from lab.learn.student_file import Mistake
 
-_LIMIT_SECONDS, _GRACE_SECONDS = 120.0, 3.0
+_LIMIT_SECONDS = 120.0
+_GRACE_SECONDS = 3.0
 
 
 def run_on_nodes(

@@ -3,6 +3,7 @@
 import re
 import time
 from contextlib import ExitStack
+from typing import NamedTuple
 from unittest.mock import Mock, patch
 
 import torch
@@ -23,36 +24,61 @@ _SECTIONS = {"forward": (1,), "backward": (10, 1010), "update": (100, 1100)}
 
 def check(student: StudentFile, say: Say) -> float:
     """Check lesson 1; return how many times as long as forward backward takes."""
-    [(losses, real, calls, seconds)] = student.on_ranks(1, _train_by_two_clocks, limit_seconds=90)
-    if not re.fullmatch("(zfbs)+|(fzbs)+|(fbsz)+", "".join(name[0] for name in calls)):
+    [training] = student.on_ranks(1, _train_by_two_clocks, limit_seconds=90)
+    calls = training.calls
+    initials = "".join(name[0] for name in calls)
+    if not re.fullmatch("(zfbs)+|(fzbs)+|(fbsz)+", initials):
         raise Mistake(
             f"the training begins with {', '.join(calls[:6])}: each step should call zero_grad, "
             "forward, backward and step, else gradients of several steps add up, or none is used"
         )
     for name, allowed in _SECTIONS.items():
-        if (found := seconds.get(name, 0)) not in allowed:
+        found = training.false_seconds.get(name, 0)
+        if found not in allowed:
             told = ", ".join(f"{call} takes {took} s" for call, took in _SECONDS.items())
             raise Mistake(
                 f"by a clock on which {told}, section {name} takes {found:g} s a step and not "
                 f"{allowed[0]} s"
             )
+    losses = training.losses
     say(f"the loss falls from {losses[0]:.3f} to {losses[-1]:.3f}, and each section is timed")
-    return real["backward"] / real["forward"]
+    return training.seconds["backward"] / training.seconds["forward"]
 
 
-def _train_by_two_clocks(
-    student: Namespace,
-) -> tuple[list[float], dict[str, float], list[str], dict[str, float]]:
-    """Return a training's losses and seconds; then, by the false clock, calls and a step's time."""
-    losses, real = student["train"]()
+class Training(NamedTuple):
+    """What the student's training did, by two clocks.
+
+    losses, seconds : of a whole training: of each step, and of each section.
+    calls, false_seconds : by the false clock: the calls, and the seconds of a section in a step.
+    """
+
+    losses: list[float]
+    seconds: dict[str, float]
+    calls: list[str]
+    false_seconds: dict[str, float]
+
+
+def _train_by_two_clocks(student: Namespace) -> Training:
+    """Train, then train again for an epoch by the false clock."""
+    losses, seconds = student["train"]()
+    calls, false_seconds = _train_by_false_clock(student)
+    return Training(losses, dict(seconds), calls, false_seconds)
+
+
+def _train_by_false_clock(student: Namespace) -> tuple[list[str], dict[str, float]]:
+    """Return a training's calls, and by the false clock the seconds of each section of a step."""
     spy = Mock()
     with ExitStack() as patches:
         for name, owner in _OWNERS.items():
             right = getattr(owner, name)
             noted = patch.object(owner, name, autospec=True, side_effect=right)
             spy.attach_mock(patches.enter_context(noted), name)
-        clock = Mock(side_effect=lambda: sum(_SECONDS[call[0]] for call in spy.mock_calls))
+
+        def false_clock() -> int:
+            return sum(_SECONDS[name] for name, _, _ in spy.mock_calls)
+
+        clock = Mock(side_effect=false_clock)
         patches.enter_context(patch.object(time, "perf_counter", clock))
-        steps, seconds = student["train"](1)
-    sections = {name: total / len(steps) for name, total in seconds.items()}
-    return losses, dict(real), [call[0] for call in spy.mock_calls], sections
+        losses, seconds = student["train"](1)
+    step_seconds = {section: total / len(losses) for section, total in seconds.items()}
+    return [name for name, _, _ in spy.mock_calls], step_seconds

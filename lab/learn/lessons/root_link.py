@@ -4,7 +4,7 @@ import re
 
 from common.errors import GroupError, UserError
 from lab.learn.lessons.nodes import run_on_nodes
-from lab.learn.student_file import Mistake, Say, StudentFile
+from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 from lab.processes.prefixed_output import say as tell
 
 # Nodes, MB and Gbit/s; the first case is measured.
@@ -15,9 +15,7 @@ RECORDED_SECONDS = 2.386
 
 def check(student: StudentFile, say: Say) -> float:
     """Check lesson 4; return the measured seconds of an exchange."""
-    [found] = student.on_ranks(
-        1, lambda names: [float(names["exchange_seconds"](*case)) for case in _CASES]
-    )
+    [found] = student.on_ranks(1, _exchange_seconds)
     for (nodes, megabytes, gbit), seconds in zip(_CASES, found, strict=True):
         right = 2 * (nodes - 1) * megabytes * 8 / 1000 / gbit
         if abs(seconds / right - 1) > 0.01:
@@ -32,6 +30,12 @@ def check(student: StudentFile, say: Say) -> float:
     except (UserError, GroupError) as error:
         tell(f"not measured here, but on another machine: {error}")
         return RECORDED_SECONDS
-    if not (measured := re.search(r"measured: (\d+\.\d+) s", printed)):
+    measured = re.search(r"measured: (\d+\.\d+) s", printed)
+    if measured is None:
         raise Mistake(f"rank 0 printed no measured time, but:\n{printed[-1000:]}")
     return float(measured[1])
+
+
+def _exchange_seconds(student: Namespace) -> list[float]:
+    """Return what the student's formula gives for each case."""
+    return [float(student["exchange_seconds"](*case)) for case in _CASES]

@@ -58,9 +58,9 @@ def test_the_gallery_shows_what_becomes_of_loss_and_accuracy():
     for wrong in pairs:
         shown = numbers_of_page(wrong)
         for script, (_, loss, accuracy) in zip((gallery.RIGHT, wrong), shown, strict=True):
-            _, found, share = traces[script][0]["tests"][-1]
-            assert found == pytest.approx(loss, rel=0.1, abs=0.006), script
-            assert 100 * share == pytest.approx(accuracy, abs=1.0), script
+            end = traces[script][0].tests[-1]
+            assert end.loss == pytest.approx(loss, rel=0.1, abs=0.006), script
+            assert 100 * end.accuracy == pytest.approx(accuracy, abs=1.0), script
     repeated = [gallery.measure("order", traces[script], []) for script in (gallery.RIGHT, wrong)]
     assert repeated[0] < 0.02
     assert repeated[1] == 1
@@ -68,13 +68,18 @@ def test_the_gallery_shows_what_becomes_of_loss_and_accuracy():
 
 def test_a_difference_within_that_of_the_seeds_is_not_seen_in_the_loss():
     def trace(loss, accuracy, gradient):
-        return {"tests": [(120, loss, accuracy)], "gradients": [gradient], "weights": [gradient]}
+        return gallery.Trace(
+            drawn=list(range(1440)),
+            until=[8],
+            gradients=[gradient],
+            weights=[gradient],
+            tests=[gallery.TestResult(120, loss, accuracy)],
+        )
 
     own = gallery.np.ones(4)
-    empty = {"drawn": list(range(1440)), "until": [8]}
-    right = [empty | trace(0.10, 0.97, own)] * 3
+    right = [trace(0.10, 0.97, own)] * 3
     traces = dict.fromkeys([*RIGHTS, *gallery.WAYS], right)
-    traces |= {"literal_4": [empty | trace(0.11, 0.90, 0.75 * own)] * 3}
+    traces |= {"literal_4": [trace(0.11, 0.90, 0.75 * own)] * 3}
     told = gallery.describe(traces, [right[0], trace(0.13, 0.95, own)])
     assert told["literal_4"] == [
         "gradient off by 0.0 %; test loss 0.10, accuracy 97 %",
