@@ -103,7 +103,7 @@ def test_the_ranks_compare_every_source_of_common():
 
 READS_SETTINGS = {"common/distributed/launch_env.py", "common/utils/environment.py"}
 WITHOUT_THE_PROJECT = {
-    *(f"lab/audit/probe/{name}.py" for name in ("state", "data/items", "collectives", "stopping"))
+    *(f"lab/audit/probe/{name}.py" for name in ("state", "collectives", "stopping"))
 }
 
 
