@@ -36,7 +36,7 @@ from lab.grade.rubric import Rubric, load_rubric, rubric_text
 from lab.grade.sandbox import Task, refused
 from lab.grade.submissions import check_row, digest, find_script, named, read_rows, unpack
 from lab.predict.readable import duration_text
-from lab.processes.prefixed_output import say
+from lab.terminal import say
 
 _CORES_A_JOB = 2
 _MOST_FACTS = 64 * 2**20

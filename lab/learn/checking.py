@@ -17,8 +17,8 @@ from common.utils.processes import adopt_orphans
 from lab.learn.course import Lesson
 from lab.learn.progress import keep, read_progress
 from lab.learn.student_file import Mistake, StudentFile
-from lab.processes.prefixed_output import say
 from lab.processes.supervision import kill_descendants
+from lab.terminal import say
 
 # Exit statuses of a check.
 RIGHT, WRONG, NOT_YET = 0, 1, 3

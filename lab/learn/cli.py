@@ -8,7 +8,7 @@ from lab.flags import add_command, refuse
 from lab.learn.checking import check_apart, watch
 from lab.learn.course import FOLDER, LESSONS, Lesson
 from lab.learn.progress import keep, read_progress
-from lab.processes.prefixed_output import say
+from lab.terminal import say
 
 
 def add_flags(commands: argparse._SubParsersAction) -> None:
