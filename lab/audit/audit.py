@@ -17,7 +17,7 @@ from lab.audit.performance import measure
 from lab.audit.report import print_audit, write_json, write_page
 from lab.audit.result import AuditResult, ranks_text, verdict
 from lab.audit.runner import AuditRun, RunSettings, run_audit_size
-from lab.processes.prefixed_output import console, say
+from lab.terminal import console, say
 from lab.units import parse_rate
 
 # Makes the namespaces of a run, from its number of ranks and its folder.

@@ -10,8 +10,8 @@ from common.utils.system import usable_cores
 from lab.audit.command import AuditCommand
 from lab.flags import add_command
 
-# Optimiser steps to watch; with --clocks, as many as the assignment's report of times needs.
-STEPS, CLOCK_STEPS = 6, 40
+STEPS = 6  # of the optimiser, to watch
+CLOCK_STEPS = 40  # with --clocks, as many as the assignment's report of times needs
 _RANKS_PER_CORE = 4
 
 
@@ -28,6 +28,18 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         "{port} by rank 0's address and a free port. Exit status: 0 right, 1 faults found, 2 could "
         "not be audited, or cannot tell",
     )
+    _add_flags_of_the_run(parser)
+    _add_flags_of_the_output(parser)
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end each run after this time (default: 300; less if the ranks stand still, or do "
+        "nothing for 60 s after the first steps)",
+    )
+
+
+def _add_flags_of_the_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks",
         type=int,
@@ -64,6 +76,9 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         help="run the ranks in a private network with the interface (eth1 by default), addresses "
         "or host names that the script needs",
     )
+
+
+def _add_flags_of_the_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write the result as an HTML page"
@@ -74,64 +89,48 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         metavar="FOLDER",
         help="keep the audit's records and the script's output",
     )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        metavar="SECONDS",
-        help="end each run after this time (default: 300; less if the ranks stand still, or do "
-        "nothing for 60 s after the first steps)",
-    )
 
 
 def check_flags(args: argparse.Namespace, command: AuditCommand) -> None:
     """Raise UserError for flags that cannot work, before anything runs. Sorts ``args.ranks``."""
-    args.ranks = sorted(set(args.ranks))
-    most, keep = _RANKS_PER_CORE * usable_cores(), args.keep
-    problems = [
-        (
-            args.ranks[0] < 2,
-            f"--ranks: got {args.ranks[0]}; one rank exchanges nothing: give 2 or more",
-        ),
-        (
-            args.ranks[-1] > most,
-            f"--ranks: got {args.ranks[-1]}; this machine has {usable_cores()} cores: give at most "
-            f"{most}",
-        ),
-        *(
-            (value is not None and not value > 0, f"{flag}: got {value}; give more than 0")
-            for flag, value in (
-                ("--steps", args.steps),
-                ("--global-batch", args.global_batch),
-                ("--timeout", args.timeout),
-            )
-        ),
-        (
-            shutil.which(command.words[0]) is None,
+    _check_ranks(args)
+    for flag, value in (
+        ("--steps", args.steps),
+        ("--global-batch", args.global_batch),
+        ("--timeout", args.timeout),
+    ):
+        if value is not None and not value > 0:  # as NaN is not
+            raise UserError(f"{flag}: got {value}; give more than 0")
+    if shutil.which(command.words[0]) is None:
+        raise UserError(
             f"{command.words[0]} cannot be started: there is no such program. Give the command as "
-            "in a shell, for example python main.py; use `sh -c '...'` for a shell's own syntax",
-        ),
-        (
-            args.rate is not None and args.isolate is not None,
-            "--rate and --isolate exclude each other: give one of them",
-        ),
-        (
-            args.rate is not None and not command.one_process_a_rank,
+            "in a shell, for example python main.py; use `sh -c '...'` for a shell's own syntax"
+        )
+    if args.rate is not None and args.isolate is not None:
+        raise UserError("--rate and --isolate exclude each other: give one of them")
+    if args.rate is not None and not command.one_process_a_rank:
+        raise UserError(
             "--rate starts one process on each emulated node: give {rank} in the command, for "
             "example torchrun --nnodes {nodes} --node-rank {rank} --master-addr {master} "
-            "--master-port {port} train.py",
-        ),
-        *(
-            (
-                path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)),
-                f"{flag}: {path} cannot be written: give a file in an existing folder",
-            )
-            for flag, path in (("--json", args.json), ("--html", args.html))
-        ),
-        (
-            keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())),
-            f"--keep: {keep} is not an empty folder: give a new one",
-        ),
-    ]
-    for wrong, message in problems:
-        if wrong:
-            raise UserError(message)
+            "--master-port {port} train.py"
+        )
+    for flag, path in (("--json", args.json), ("--html", args.html)):
+        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            raise UserError(f"{flag}: {path} cannot be written: give a file in an existing folder")
+    keep = args.keep
+    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise UserError(f"--keep: {keep} is not an empty folder: give a new one")
+
+
+def _check_ranks(args: argparse.Namespace) -> None:
+    args.ranks = sorted(set(args.ranks))
+    fewest = args.ranks[0]
+    if fewest < 2:
+        raise UserError(f"--ranks: got {fewest}; one rank exchanges nothing: give 2 or more")
+    cores = usable_cores()
+    most = args.ranks[-1]
+    if most > _RANKS_PER_CORE * cores:
+        raise UserError(
+            f"--ranks: got {most}; this machine has {cores} cores: give at most "
+            f"{_RANKS_PER_CORE * cores}"
+        )

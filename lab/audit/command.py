@@ -57,18 +57,26 @@ class AuditCommand:
         size : the number of ranks; None only if the command does not take it.
         """
         nodes = size or 1
-        others = [self.words] * (nodes - 1) if self.one_process_a_rank else []
+        commands = [self.rank0 or self.started]
+        if self.one_process_a_rank:
+            commands += [self.words] * (nodes - 1)
         return [
             fill_in(words, master=master, nodes=nodes, rank=rank, port=port)
-            for rank, words in enumerate([self.rank0 or self.started, *others])
+            for rank, words in enumerate(commands)
         ]
 
     def user_folder(self, cwd: Path) -> Path:
         """Return the folder of the user's code: the script's, or ``cwd`` if that is above it."""
-        scripts = [cwd / word for word in self.words if word.endswith(".py")]
-        folder = next((path.resolve().parent for path in scripts if path.is_file()), cwd)
+        folder = cwd
+        for word in self.words:
+            script = cwd / word
+            if word.endswith(".py") and script.is_file():
+                folder = script.resolve().parent
+                break
         holds_python = Path(sysconfig.get_path("stdlib")).is_relative_to(cwd)
-        return cwd if folder.is_relative_to(cwd) and not holds_python else folder
+        if folder.is_relative_to(cwd) and not holds_python:
+            return cwd
+        return folder
 
 
 def parse_command(words: Sequence[str], rank0: str | None) -> AuditCommand:
@@ -78,14 +86,9 @@ def parse_command(words: Sequence[str], rank0: str | None) -> AuditCommand:
             "no command: add it after --, for example lab audit -- python main.py --master-ip "
             "{master} --num-nodes {nodes} --rank {rank}"
         )
-    try:
-        of_rank0 = None if rank0 is None else tuple(shlex.split(rank0))
-    except ValueError as error:
-        raise UserError(f"--rank0: {error} in {rank0!r}: give the command in quotes") from error
-    if of_rank0 == ():
-        raise UserError("--rank0: got an empty command; give rank 0's whole command in quotes")
-    command = AuditCommand(tuple(words), of_rank0)
-    if of_rank0 and "{rank}" not in command.text and _with_flags(command.words) != command.words:
+    command = AuditCommand(tuple(words), None if rank0 is None else _words_of_rank0(rank0))
+    starts_all = "{rank}" not in command.text and _with_flags(command.words) != command.words
+    if command.rank0 is not None and starts_all:
         raise UserError(
             "--rank0: the command after -- starts all ranks itself: give the one that starts a "
             "single rank, or leave --rank0 out"
@@ -94,15 +97,30 @@ def parse_command(words: Sequence[str], rank0: str | None) -> AuditCommand:
     return command
 
 
+def _words_of_rank0(text: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UserError(f"--rank0: {error} in {text!r}: give the command in quotes") from error
+    if not words:
+        raise UserError("--rank0: got an empty command; give rank 0's whole command in quotes")
+    return words
+
+
 def _with_flags(words: tuple[str, ...]) -> tuple[str, ...]:
     """Return a launcher's words with flags for the number of ranks and the port; others unchanged.
 
     The flags come right before the script: of several the last one counts.
     """
-    for at in range(1, len(words) + 1):
-        if named := _LAUNCHER.search(" ".join(words[:at])):
-            ranks, port = _FLAGS.get(named[1], ("--nproc_per_node", "--master_port"))
-            is_script = (word.endswith(".py") or word in ("-m", "--module") for word in words[at:])
-            at += next((n for n, holds in enumerate(is_script) if holds), 0)
-            return *words[:at], ranks, "{nodes}", port, "{port}", *words[at:]
+    for end in range(1, len(words) + 1):
+        launcher = _LAUNCHER.search(" ".join(words[:end]))
+        if launcher is None:
+            continue
+        ranks, port = _FLAGS.get(launcher[1], ("--nproc_per_node", "--master_port"))
+        script = end
+        for place in range(end, len(words)):
+            if words[place].endswith(".py") or words[place] in ("-m", "--module"):
+                script = place
+                break
+        return *words[:script], ranks, "{nodes}", port, "{port}", *words[script:]
     return words

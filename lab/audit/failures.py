@@ -96,93 +96,115 @@ def explain_failure(run: AuditRun) -> str | None:
 
     What to try may follow in a line of its own.
     """
-    ranks = "" if run.size is None else f" on {run.size} ranks"
-    steps, reason = run.recording.steps, _reason(run)
+    reason = _reason(run)
+    if reason is None:
+        return None
+    steps = run.recording.steps
     how = f"stopped after {count(steps, 'step')}" if steps else "could not be run"
-    return None if reason is None else f"{how}{ranks}: {reason}"
+    if run.size is None:
+        return f"{how}: {reason}"
+    return f"{how} on {run.size} ranks: {reason}"
 
 
 def _reason(run: AuditRun) -> str | None:
-    recording, steps = run.recording, run.settings.steps
-    processes = recording.processes
-    causes = [
-        error
-        for one in processes
-        for error in one.by_kind["error"]
-        if not error.get("after_cut")
-        and not _CONSEQUENCE.search(f"{error['type']} {error['message']}")
-    ]
-    error = min(causes, key=lambda error: error["t"], default=None)
-    whole = run.wanted_size is None and not any(one.by_kind["cut"] for one in processes)
-    gone = _gone(run) if whole and error is None else None
-    status = run.statuses[gone.rank] if gone and run.command.one_process_a_rank else None
-    if gone is not None and not status:
-        how = {
-            0: "it left with status 0 and no error, as after os._exit(0)",
-            None: "it was stopped or killed, left by os._exit, or is stuck outside Python",
-        }[status]
+    error = _first_error(run)
+    was_cut = any(process.by_kind["cut"] for process in run.recording.processes)
+    gone = None
+    if error is None and run.wanted_size is None and not was_cut:
+        gone = _gone(run)
+    if gone is not None and (how := _how_it_left(run, gone)):
+        steps = f"{len(gone.by_kind['step'])} of {run.settings.steps} steps"
         return (
-            f"rank {gone.rank} is gone after {len(gone.by_kind['step'])} of {steps} steps: {how}. "
-            f"{_waits(run)}Find out why this rank leaves."
+            f"rank {gone.rank} is gone after {steps}: {how}. {_waits(run)}Find out why this rank "
+            "leaves."
         )
     if run.failed:
         return _own_error(run, error, gone)
     if run.hung:
         return f"{run.hung}. {_waits(run)}\n{_connects(run)}"
-    training = [one for one in processes if one.by_kind["backward"]]
-    cases = (
-        (
-            not any(one.by_kind["start"] for one in processes),
-            "the audit could not enter any Python process. Give the Python command itself, without "
-            "-I, -E or -S: they ignore PYTHONPATH, and so may a wrapper such as sudo or docker.",
-        ),
-        (
-            recording.steps == 0 and training,
-            "the script computes gradients, but no torch.optim optimiser uses them. Use one for "
-            "the audit.",
-        ),
-        (
-            recording.steps == 0,
-            "the script ended before any torch.optim optimiser took a step. Give the command that "
-            "trains.",
-        ),
-        (
-            recording.size < 2 and len(training) > 1,
-            f"{len(training)} of its processes train, but none joins a process group. The audit "
-            "does not see gradients sent by torch.distributed.rpc, MPI or shared memory.",
-        ),
-        (
-            recording.size < 2,
-            "the script trains on one rank only, so there is nothing to compare. Pass {nodes} and "
-            f"{{rank}} to it, or start it with torchrun: {_TORCHRUN}.",
-        ),
-        (
-            recording.steps <= min(steps / 2, 3),
-            f"the script ended after {recording.steps} of {steps} steps, although no error was "
-            f"seen. Let it train longer, or pass --steps {recording.steps}.",
-        ),
-    )
-    return next((text for holds, text in cases if holds), None)
+    return _too_little(run)
+
+
+def _first_error(run: AuditRun) -> Record | None:
+    """Return the script's first error that another rank's end does not explain; None without."""
+    causes = []
+    for process in run.recording.processes:
+        for error in process.by_kind["error"]:
+            is_consequence = _CONSEQUENCE.search(f"{error['type']} {error['message']}")
+            if not is_consequence and not error.get("after_cut"):
+                causes.append(error)
+    return min(causes, key=lambda error: error["t"], default=None)
 
 
 def _gone(run: AuditRun) -> RankRecords | None:
-    """Return the rank that fell silent first, not in good order; None without one.
+    """Return the rank that fell silent first, not in good order; None without one."""
+    silent = [rank for rank in run.recording.ranks if _is_silent(run, rank)]
+    return min(silent, key=lambda rank: rank.records[-1]["t"], default=None)
+
+
+def _is_silent(run: AuditRun, rank: RankRecords) -> bool:
+    """Return whether a rank has told nothing of its end, or left by os._exit before the others.
 
     Where ranks wait too long or fail, all that still run are asked for their stacks, and a rank
     that has left by os._exit is what the others wait for.
     """
-    silent = [
-        rank
-        for rank in run.recording.ranks
-        if rank.by_kind["group"]
-        and not (rank.by_kind["error"] or rank.by_kind["stack"])
-        and rank.records[-1]["k"] != "stands"
-        and all(
-            (run.failed or run.hung) and end["status"] is not None and not end.get("after_cut")
-            for end in rank.by_kind["end"]
+    if not rank.by_kind["group"]:
+        return False
+    if rank.by_kind["error"] or rank.by_kind["stack"] or rank.records[-1]["k"] == "stands":
+        return False
+    for end in rank.by_kind["end"]:
+        left_early = end["status"] is not None and not end.get("after_cut")
+        if not left_early or not (run.failed or run.hung):
+            return False
+    return True
+
+
+def _how_it_left(run: AuditRun, gone: RankRecords) -> str | None:
+    """Return how a rank has left in silence; None if its exit status is that of an error."""
+    status = run.statuses[gone.rank] if run.command.one_process_a_rank else None
+    if status is None:
+        return "it was stopped or killed, left by os._exit, or is stuck outside Python"
+    if status == 0:
+        return "it left with status 0 and no error, as after os._exit(0)"
+    return None
+
+
+def _too_little(run: AuditRun) -> str | None:
+    """Return what is missing in a run that ended by itself; None if there is enough to check."""
+    recording = run.recording
+    wanted_steps = run.settings.steps
+    training = [process for process in recording.processes if process.by_kind["backward"]]
+    if not any(process.by_kind["start"] for process in recording.processes):
+        return (
+            "the audit could not enter any Python process. Give the Python command itself, without "
+            "-I, -E or -S: they ignore PYTHONPATH, and so may a wrapper such as sudo or docker."
         )
-    ]
-    return min(silent, key=lambda rank: rank.records[-1]["t"], default=None)
+    if recording.steps == 0 and training:
+        return (
+            "the script computes gradients, but no torch.optim optimiser uses them. Use one for "
+            "the audit."
+        )
+    if recording.steps == 0:
+        return (
+            "the script ended before any torch.optim optimiser took a step. Give the command that "
+            "trains."
+        )
+    if recording.size < 2 and len(training) > 1:
+        return (
+            f"{len(training)} of its processes train, but none joins a process group. The audit "
+            "does not see gradients sent by torch.distributed.rpc, MPI or shared memory."
+        )
+    if recording.size < 2:
+        return (
+            "the script trains on one rank only, so there is nothing to compare. Pass {nodes} and "
+            f"{{rank}} to it, or start it with torchrun: {_TORCHRUN}."
+        )
+    if recording.steps <= min(wanted_steps / 2, 3):
+        return (
+            f"the script ended after {recording.steps} of {wanted_steps} steps, although no error "
+            f"was seen. Let it train longer, or pass --steps {recording.steps}."
+        )
+    return None
 
 
 def _own_error(run: AuditRun, error: Record | None, gone: RankRecords | None) -> str:
@@ -197,9 +219,10 @@ def _own_error(run: AuditRun, error: Record | None, gone: RankRecords | None) ->
         name="rank" if run.command.one_process_a_rank else "process",
     )
     if error is not None:
-        text = f"{error['type']}: {error['message']}".strip().splitlines()[0][:300]
-        at = code_line(error.get("at"))
-        message = f"{text} (at {at})" if at else text
+        text = f"{error['type']}: {error['message']}".strip()
+        message = text.splitlines()[0][:300]
+        if at := code_line(error.get("at")):
+            message += f" (at {at})"
     printed = last_error_line(outputs[culprit]) + outputs[culprit][-4000:]
     message = _GLOOS_PLACE.sub("", message).rstrip(".")
     end = "" if message.endswith("?") else "."
@@ -209,21 +232,22 @@ def _own_error(run: AuditRun, error: Record | None, gone: RankRecords | None) ->
 def _advice(text: str, run: AuditRun) -> str:
     """Return what to try after an error of the script, from its text."""
     if missing := _MODULE.search(text):
-        return _about_module(missing[1].partition(".")[0], run)
+        package, _, _ = missing[1].partition(".")
+        return _about_module(package, run)
     for pattern, advice in _HINTS:
         if match := re.search(pattern, text):
             name = next(filter(None, match.groups()), "NAME")
             return advice.format(name, more=(run.size or 2) + 1)
-    return "" if " (at " in text else "First run the command without lab audit."
+    if " (at " in text:
+        return ""
+    return "First run the command without lab audit."
 
 
 def _about_module(name: str, run: AuditRun) -> str:
     """Return what to do about a module that is missing: only a known package is to be installed."""
     if name in _PACKAGES:
-        starts = [start for one in run.recording.processes for start in one.by_kind["start"]]
-        python = next((start.get("executable") for start in starts), None) or run.command.words[0]
         return (
-            f"{python} has no {name}: install it there, or give the Python of the script's "
+            f"{_python(run)} has no {name}: install it there, or give the Python of the script's "
             "environment, as in lab audit -- /path/to/python main.py."
         )
     own = [path.stem for path in run.command.user_folder(Path.cwd()).iterdir()]
@@ -235,15 +259,28 @@ def _about_module(name: str, run: AuditRun) -> str:
     )
 
 
+def _python(run: AuditRun) -> str:
+    """Return the interpreter that ran the script; if nothing tells, the command's first word."""
+    starts = [start for process in run.recording.processes for start in process.by_kind["start"]]
+    if starts and starts[0].get("executable"):
+        return str(starts[0]["executable"])
+    return run.command.words[0]
+
+
 def _waits(run: AuditRun) -> str:
     """Return in which collective each rank waits, as a sentence; nothing without such a rank."""
     waits = set()
-    for one in run.recording.processes:
-        done = {record["c"] for record in one.by_kind["done"] if not record.get("error")}
-        if open_calls := [call for call in one.by_kind["call"] if call["c"] not in done]:
-            at = code_line(open_calls[-1].get("at"))
-            waits.add(f"{open_calls[-1]['name']} ({at})" if at else open_calls[-1]["name"])
-    return f"The ranks wait in {', '.join(sorted(waits))}. " if waits else ""
+    for process in run.recording.processes:
+        done = {record["c"] for record in process.by_kind["done"] if not record.get("error")}
+        open_calls = [call for call in process.by_kind["call"] if call["c"] not in done]
+        if not open_calls:
+            continue
+        call = open_calls[-1]
+        at = code_line(call.get("at"))
+        waits.add(f"{call['name']} ({at})" if at else call["name"])
+    if not waits:
+        return ""
+    return f"The ranks wait in {', '.join(sorted(waits))}. "
 
 
 def _connects(run: AuditRun) -> str:
@@ -253,8 +290,10 @@ def _connects(run: AuditRun) -> str:
             "Check that every rank reaches the same call; if the run is only slow, use less data "
             "or raise --timeout."
         )
-    found = _CONNECTS_TO.search("\n".join(map(run.output, range(len(run.statuses)))))
+    outputs = [run.output(process) for process in range(len(run.statuses))]
+    found = _CONNECTS_TO.search("\n".join(outputs))
+    address = found[1] if found else "ADDRESS"
     return (
         "Give the number of ranks, the address and the port that it uses: --ranks N, {master} and "
-        f"{{port}} in the command, or --isolate {found[1] if found else 'ADDRESS'}."
+        f"{{port}} in the command, or --isolate {address}."
     )

@@ -30,7 +30,8 @@ from lab.cluster.network import namespace_file
 
 # Waits for the end of the audit, however it comes; what is just being killed may still write.
 _REMOVE = 'trap "" INT TERM HUP; cat; rm -rf "$0" || { sleep 2; rm -rf "$0"; }'
-_POLL_SECONDS, _KILL_SECONDS = 0.05, 5.0
+_POLL_SECONDS = 0.05
+_KILL_SECONDS = 5.0
 _NAMES = re.compile(
     r"(?P<interface>(?:eth|en|eno|ens|enp|enx|em|ib|wlan|wlp|bond|br|hsn|lan)\d[\w.-]{0,12})|"
     r"(?P<address>\d{1,3}(?:\.\d{1,3}){3})|"
@@ -100,7 +101,9 @@ def record_folder(keep: Path | None) -> Iterator[Path]:
 def running(pids: Iterable[int], folder: Path) -> list[psutil.Process]:
     """Return what still runs of a run: these processes, their descendants, and others with its
     settings in their environment, which name its folder."""
-    wanted = {one for parent in pids for one in (parent, *descendants(parent))}
+    wanted: set[int] = set()
+    for pid in pids:
+        wanted |= {pid, *descendants(pid)}
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # somebody else's, or it has ended
@@ -143,29 +146,42 @@ def run_network(
     """
     if rate is not None:
         with Cluster(nodes, rate=rate, fresh=True) as cluster:
-            files = [f"/proc/{cluster.host_pid}/root{namespace_file(one)}" for one in range(nodes)]
-            prefixes = [_enter(cluster.host_pid, cwd, "--uts", f"--net={one}") for one in files]
+            prefixes = []
+            for node in range(nodes):
+                file = f"/proc/{cluster.host_pid}/root{namespace_file(node)}"
+                prefixes.append(_enter(cluster.host_pid, cwd, "--uts", f"--net={file}"))
             yield RunNetwork(cluster.address(0), "eth0", prefixes)
     elif isolate is not None:
         interfaces, addresses, hosts = sort_names(isolate)
         if refused := tools.namespaces_refused():
             raise UserError(f"--isolate: this machine allows no network namespaces: {refused}")
-        file, first = folder / "hosts", interfaces[0]
-        file.write_text("".join(f"{addresses[0]} {host}\n" for host in hosts) + _HOSTS.read_text())
-        commands = [
-            "ip link set lo up",
-            *(_INTERFACE.format(name=name, number=n) for n, name in enumerate(interfaces, start=1)),
-            *(f"ip address replace {address}/32 dev {first}" for address in addresses),
-            f"mount --bind {shlex.quote(str(file))} {_HOSTS}",
-            *(f"hostname {host}" for host in hosts[:1]),
-        ]
-        with held_namespaces([*(tools.unshare_command() or ()), "--uts"], commands) as pid:
-            yield RunNetwork(addresses[0], first, [_enter(pid, cwd, "--uts", "--net")])
-    elif unshare := tools.unshare_command(_OWN_PROCESSES, "--map-current-user"):
-        with held_namespaces(unshare, []) as pid:
+        unshare = [*(tools.unshare_command() or ()), "--uts"]
+        commands = _isolating_commands(interfaces, addresses, hosts, folder)
+        with held_namespaces(unshare, commands) as pid:
+            yield RunNetwork(addresses[0], interfaces[0], [_enter(pid, cwd, "--uts", "--net")])
+    elif own_processes := tools.unshare_command(_OWN_PROCESSES, "--map-current-user"):
+        with held_namespaces(own_processes, []) as pid:
             yield RunNetwork(prefixes=[_enter(pid, cwd)])
     else:
         yield LOOPBACK
+
+
+def _isolating_commands(
+    interfaces: Sequence[str], addresses: Sequence[str], hosts: Sequence[str], folder: Path
+) -> list[str]:
+    """Return the commands that set up new namespaces, and write the file of their hosts."""
+    lines = [f"{addresses[0]} {host}\n" for host in hosts]
+    file = folder / "hosts"
+    file.write_text("".join(lines) + _HOSTS.read_text())
+    commands = ["ip link set lo up"]
+    for number, name in enumerate(interfaces, start=1):
+        commands.append(_INTERFACE.format(name=name, number=number))
+    for address in addresses:
+        commands.append(f"ip address replace {address}/32 dev {interfaces[0]}")
+    commands.append(f"mount --bind {shlex.quote(str(file))} {_HOSTS}")
+    if hosts:
+        commands.append(f"hostname {hosts[0]}")
+    return commands
 
 
 def sort_names(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
@@ -175,12 +191,15 @@ def sort_names(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """
     found: dict[str | None, list[str]] = defaultdict(list)
     for name in names:
-        if (match := _NAMES.fullmatch(name)) is None:
+        match = _NAMES.fullmatch(name)
+        if match is None:
             raise UserError(
                 f"--isolate: got {name!r}; give an interface (eth1), an IPv4 address or a host name"
             )
         found[match.lastgroup].append(name)
-    return found["interface"] or ["eth1"], found["address"] or ["10.9.1.1"], found["host"]
+    interfaces = found["interface"] or ["eth1"]
+    addresses = found["address"] or ["10.9.1.1"]
+    return interfaces, addresses, found["host"]
 
 
 @contextlib.contextmanager
@@ -201,7 +220,8 @@ def held_namespaces(unshare: Sequence[str], commands: Sequence[str]) -> Iterator
         if said != "ready":
             raise UserError(f"could not set up the namespaces of the ranks: {said}")
         try:
-            yield [*descendants(holder.pid), holder.pid][0]
+            inner = descendants(holder.pid)
+            yield inner[0] if inner else holder.pid
         finally:
             cast(IO[str], holder.stdin).close()
             # The kernel waits for every process in there. One whose new parent, outside, does not

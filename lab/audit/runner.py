@@ -33,7 +33,8 @@ DEFAULT_LIMIT_SECONDS = 300.0
 # Bytes that a process may print before the run is ended.
 MOST_OUTPUT = 256 * 2**20
 _POLL_SECONDS = 0.1
-_CUT_SECONDS, _MOST_CUT_SECONDS = 8.0, 30.0
+_CUT_SECONDS = 8.0
+_MOST_CUT_SECONDS = 30.0
 # After a failure, for other ranks to fail as well; and until it is certain that ranks are
 # missing, or that those that call different collectives wait in them.
 _CERTAIN_SECONDS = 8.0
@@ -42,7 +43,8 @@ _TERMINATE_SECONDS = 5.0
 _LOOK_SECONDS = 2.0
 _IDLE_SHARE = 0.05  # of one core: ranks that wait for each other use less
 # Without --timeout, a run ends if it records nothing for so long, or for the time of 20 steps.
-_QUIET_SECONDS, _QUIET_STEPS = 60.0, 20.0
+_QUIET_SECONDS = 60.0
+_QUIET_STEPS = 20.0
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,18 @@ def run_audit_size(
     Returns when every process has ended. Raises OSError if a process cannot be started, UserError
     for a torch that is too old, and for a script that prints without end or spoils the records.
     """
-    records, inherited = network.records or folder, dict(os.environ)
+    records = network.records or folder
     run = AuditRun(command, size, folder, settings, network.outside or records)
     port = free_port(address="127.0.0.1")
+    variables = {
+        "MASTER_ADDR": network.master,
+        "MASTER_PORT": str(port),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // (size or 2))),
+        "GLOO_SOCKET_IFNAME": network.interface,
+        **os.environ,  # PATH as well: ``python`` is the interpreter that a shell starts
+    }
+    variables["PYTHONPATH"] = _path_with_hook(os.environ.get("PYTHONPATH"))
     try:
         for rank, words in enumerate(command.processes(size, master=network.master, port=port)):
             probe = {
@@ -123,23 +134,13 @@ def run_audit_size(
                 "rank": rank if command.one_process_a_rank else None,
                 "clocks": settings.clocks,
             }
-            variables = {
-                "MASTER_ADDR": network.master,
-                "MASTER_PORT": str(port),
-                "PYTHONUNBUFFERED": "1",
-                "OMP_NUM_THREADS": str(max(1, usable_cores() // (size or 2))),
-                "GLOO_SOCKET_IFNAME": network.interface,
-                **inherited,  # PATH as well: ``python`` is the interpreter that a shell starts
-                "PYTHONPATH": os.pathsep.join(
-                    [str(HOOK), *filter(None, [inherited.get("PYTHONPATH")])]
-                ),
-                "LAB_AUDIT": json.dumps(probe),
-            }
-            words = [*network.prefixes[rank % len(network.prefixes)], *words]
-            run.started.append(start(words, variables, settings.cwd, run.log(rank)))
+            own = variables | {"LAB_AUDIT": json.dumps(probe)}
+            prefix = network.prefixes[rank % len(network.prefixes)]
+            run.started.append(start([*prefix, *words], own, settings.cwd, run.log(rank)))
         run.wait()
     finally:
-        end_processes([one.pid for one in run.started], folder, grace_seconds=_TERMINATE_SECONDS)
+        pids = [process.pid for process in run.started]
+        end_processes(pids, folder, grace_seconds=_TERMINATE_SECONDS)
     run.recording = run.reader.recording(
         asked_size=size,
         global_batch=settings.global_batch,
@@ -147,6 +148,13 @@ def run_audit_size(
         hung=run.hung is not None,
     )
     return run
+
+
+def _path_with_hook(inherited: str | None) -> str:
+    """Return PYTHONPATH with the folder of the hook before what was in it."""
+    if not inherited:
+        return str(HOOK)
+    return os.pathsep.join([str(HOOK), inherited])
 
 
 class AuditRun:
@@ -173,32 +181,49 @@ class AuditRun:
         settings: RunSettings,
         records: Path | None = None,
     ) -> None:
-        self.command, self.settings = command, settings
-        self.size, self.folder, self.records = size, folder, records or folder
+        self.command = command
+        self.settings = settings
+        self.size = size
+        self.folder = folder
+        self.records = records or folder
         self.started: list[Any] = []
         self.statuses: tuple[int | None, ...] = ()
         self.failed: dict[int, float] = {}
         self.hung: str | None = None
-        self.reader, self.recording = RecordReader(self.records), Recording(0, [])
+        self.reader = RecordReader(self.records)
+        self.recording = Recording(0, [])
         self.failure: str | None = None
         self._began = self._active = self._recorded = self._looked = time.monotonic()
-        self._work = self._longest_quiet = 0.0
+        self._work = 0.0
+        self._longest_quiet = 0.0
 
     @property
     def wanted_size(self) -> int | None:
         """The number of ranks for which the script waits, if it is not the one asked for."""
-        told = (one.by_kind["call"][0].get("world") for one in self._with("call"))
-        worlds = [world for world in told if world]
-        if self.size is None or not self.command.one_process_a_rank or len(set(worlds)) != 1:
+        if self.size is None or not self.command.one_process_a_rank:
             return None
-        wanted, all_here = worlds[0], len(worlds) >= min(worlds[0], self.size)
-        return wanted if all_here and wanted not in (1, self.size) else None
+        worlds = []
+        for process in self._with("call"):
+            world = process.by_kind["call"][0].get("world")
+            if world:
+                worlds.append(world)
+        if len(set(worlds)) != 1:
+            return None
+        wanted: int = worlds[0]
+        all_here = len(worlds) >= min(wanted, self.size)
+        if wanted in (1, self.size) or not all_here:
+            return None
+        return wanted
 
     @property
     def fixed_size(self) -> int | None:
         """The number of ranks that the script has chosen itself; None if it took what it got."""
-        chosen = self.recording.size > 1 and self.recording.size != self.size
-        return self.wanted_size or (self.recording.size if chosen else None)
+        if wanted := self.wanted_size:
+            return wanted
+        size = self.recording.size
+        if size > 1 and size != self.size:
+            return size
+        return None
 
     def log(self, process: int) -> Path:
         """Return the file of what a process writes, stdout and stderr."""
@@ -222,9 +247,10 @@ class AuditRun:
 
     def _is_over(self, now: float) -> bool:
         """Return whether all processes have ended, or have to be ended now."""
-        self.statuses = tuple(one.poll() for one in self.started)
-        failed = {number: now for number, status in enumerate(self.statuses) if status}
-        self.failed |= failed | self.failed
+        self.statuses = tuple(process.poll() for process in self.started)
+        for number, status in enumerate(self.statuses):
+            if status:
+                self.failed.setdefault(number, now)
         if self.reader.read():
             self._longest_quiet = max(self._longest_quiet, now - self._recorded)
             self._active = self._recorded = now
@@ -234,7 +260,8 @@ class AuditRun:
             self._look(now)
         quiet = now - self._recorded
         if self._with("cut"):
-            return quiet > min(max(_CUT_SECONDS, self._longest_quiet), _MOST_CUT_SECONDS)
+            patience = max(_CUT_SECONDS, self._longest_quiet)
+            return quiet > min(patience, _MOST_CUT_SECONDS)
         if self.failed:
             return now > min(self.failed.values()) + _CERTAIN_SECONDS
         if wanted := self.wanted_size:
@@ -244,7 +271,7 @@ class AuditRun:
 
     def _with(self, kind: str) -> list[RankRecords]:
         """Return the processes that have written a record of this kind."""
-        return [one for one in self.reader.processes.values() if one.by_kind[kind]]
+        return [process for process in self.reader.processes.values() if process.by_kind[kind]]
 
     def _look(self, now: float) -> None:
         """Notice whether the processes have computed or written since the last look.
@@ -253,40 +280,50 @@ class AuditRun:
         Raises UserError if a process has printed too much.
         """
         work = 0.0
-        for process in running((one.pid for one in self.started), self.folder):
+        for process in running([process.pid for process in self.started], self.folder):
             with suppress(psutil.Error, AttributeError):  # macOS does not count bytes
                 work += sum(process.cpu_times()[:2])
                 work += process.io_counters().write_chars / 1e7
         if work - self._work > _IDLE_SHARE * (now - self._looked):
             self._active = now
-        self._work, self._looked = work, now
-        if any(self.log(n).stat().st_size > MOST_OUTPUT for n in range(len(self.started))):
-            raise UserError(f"a rank printed more than {MOST_OUTPUT:,} bytes: make it print less")
+        self._work = work
+        self._looked = now
+        for process_number in range(len(self.started)):
+            if self.log(process_number).stat().st_size > MOST_OUTPUT:
+                raise UserError(
+                    f"a rank printed more than {MOST_OUTPUT:,} bytes: make it print less"
+                )
 
     def _hang(self, now: float, quiet: float) -> str | None:
         """Return why the run is not going to end, or takes too long; None if it may go on."""
         limit = self.settings.limit_seconds
-        times = [record["t"] for one in self._with("step")[:1] for record in one.by_kind["step"]]
-        longest = max((after - before for before, after in pairwise(times)), default=0.0)
-        idle = now - self._active if self._with("call") else 0.0
-        different = idle > _CERTAIN_SECONDS and any(
-            isinstance(one, Finding) for one in collectives.check(self.reader.recording(hung=True))
-        )
-        reasons = (
-            (
-                now - self._began,
-                limit or max(DEFAULT_LIMIT_SECONDS, _QUIET_STEPS * longest),
-                "the script did not end within {:.0f} s",
-            ),
-            (
-                quiet if limit is None and len(times) > 1 else 0.0,
-                max(_QUIET_SECONDS, _QUIET_STEPS * longest),
-                "nothing happened for {:.0f} s, after steps of {:.1f} s (--timeout waits longer)",
-            ),
-            (
-                idle,
-                _CERTAIN_SECONDS if different else self.settings.idle_seconds,
-                "no rank made progress for {:.0f} s",
-            ),
-        )
-        return next((text.format(s, longest) for s, most, text in reasons if s > most), None)
+        step_seconds = self._step_seconds()
+        longest = max(step_seconds, default=0.0)
+        since_begin = now - self._began
+        if since_begin > (limit or max(DEFAULT_LIMIT_SECONDS, _QUIET_STEPS * longest)):
+            return f"the script did not end within {since_begin:.0f} s"
+        may_be_quiet = max(_QUIET_SECONDS, _QUIET_STEPS * longest)
+        if limit is None and step_seconds and quiet > may_be_quiet:
+            return (
+                f"nothing happened for {quiet:.0f} s, after steps of {longest:.1f} s (--timeout "
+                "waits longer)"
+            )
+        if not self._with("call"):
+            return None
+        idle = now - self._active
+        if idle > self.settings.idle_seconds or (idle > _CERTAIN_SECONDS and self._calls_differ()):
+            return f"no rank made progress for {idle:.0f} s"
+        return None
+
+    def _step_seconds(self) -> list[float]:
+        """Return the times between the steps of the first process that trains."""
+        training = self._with("step")
+        if not training:
+            return []
+        times = [step["t"] for step in training[0].by_kind["step"]]
+        return [after - before for before, after in pairwise(times)]
+
+    def _calls_differ(self) -> bool:
+        """Return whether the ranks are known to wait in different collectives."""
+        findings = collectives.check(self.reader.recording(hung=True))
+        return any(isinstance(found, Finding) for found in findings)

@@ -19,7 +19,8 @@ from lab.cluster.nodes import FAULTS, Nodes, find_nodes
 from lab.cluster.program import NOT_FOUND, check_placeholders, node_environment, parse_python
 from lab.flags import add_command
 from lab.processes.first_failure import find_root_failure
-from lab.processes.prefixed_output import PrefixedOutput, say, write_log
+from lab.processes.prefixed_output import PrefixedOutput, write_log
+from lab.terminal import say
 from lab.units import parse_rate
 
 _INTERRUPT_SECONDS = 5.0

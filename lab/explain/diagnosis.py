@@ -6,7 +6,7 @@ one or several logs, the likely cause first; output.py prints them. No torch is 
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import dropwhile, zip_longest
@@ -83,35 +83,51 @@ def explain(lines: Sequence[LogLine]) -> list[Found]:
     ranks echo it, or a note if no other error is found. ``lines`` may join the logs of several
     ranks.
     """
-    shown = {error: _showing(error, lines) for error in known_errors()}
-    hidden = {name for error, showing in shown.items() if showing for name in error.hides}
-    found = [
-        Found(error, showing[0], len(showing))
-        for error, showing in shown.items()
-        if showing and error.name not in hidden
-    ]
-    known = {line for showing in shown.values() for line in showing}
-    own = [
-        line
-        for line, following in zip_longest(lines, lines[1:])
-        if _EXCEPTION.match(line.text)
-        and line not in known
-        # a chain is one failure: only its last exception counts
-        and not (following and _CHAINED.match(following.text))
-    ]
-    echoed = any(one.error.kind in ("symptom", "echo") for one in found)
-    if own and (echoed or all(one.error.kind == "note" for one in found)):
-        error = KnownError(
-            OWN,
-            "an exception of the program itself",
-            "cause" if echoed else "note",
-            "A rank raised it and ended; then the connections of the other ranks broke."
-            if echoed
-            else f"{re.sub(_PREFIX, '', own[0].text)[:SHOWN]} is not a known error.",
-            "Read the traceback above that line: look at its last frame in your own code.",
-        )
-        found.append(Found(error, own[0], len(own)))
-    return sorted(found, key=lambda one: (KINDS.index(one.error.kind), lines.index(one.line)))
+    shown = {}
+    hidden: set[str] = set()
+    known_lines: set[LogLine] = set()
+    for error in known_errors():
+        if showing := _showing(error, lines):
+            shown[error] = showing
+            hidden.update(error.hides)
+            known_lines.update(showing)
+    found = []
+    for error, showing in shown.items():
+        if error.name not in hidden:
+            found.append(Found(error, showing[0], len(showing)))
+    own = _own_exceptions(lines, known_lines)
+    if own:
+        kinds = {known.error.kind for known in found}
+        if kinds & {"symptom", "echo"}:
+            cause = "A rank raised it and ended; then the connections of the other ranks broke."
+            found.append(Found(_own_error("cause", cause), own[0], len(own)))
+        elif kinds <= {"note"}:
+            cause = f"{re.sub(_PREFIX, '', own[0].text)[:SHOWN]} is not a known error."
+            found.append(Found(_own_error("note", cause), own[0], len(own)))
+    return sorted(found, key=lambda known: (KINDS.index(known.error.kind), lines.index(known.line)))
+
+
+def _own_exceptions(lines: Sequence[LogLine], known: Container[LogLine]) -> list[LogLine]:
+    """Return the lines that name an exception, except the known ones."""
+    own = []
+    for line, following in zip_longest(lines, lines[1:]):
+        if line in known or not _EXCEPTION.match(line.text):
+            continue
+        leads_to_another = following is not None and _CHAINED.match(following.text)
+        if not leads_to_another:  # a chain is one failure: only its last exception counts
+            own.append(line)
+    return own
+
+
+def _own_error(kind: str, cause: str) -> KnownError:
+    """Return the entry of an exception that the table does not have."""
+    return KnownError(
+        OWN,
+        "an exception of the program itself",
+        kind,
+        cause,
+        "Read the traceback above that line: look at its last frame in your own code.",
+    )
 
 
 def _showing(error: KnownError, lines: Sequence[LogLine]) -> list[LogLine]:
@@ -126,24 +142,19 @@ def read_lines(source: str) -> list[LogLine]:
 
     Raises UserError if the file cannot be read.
     """
+    is_input = source == "-"
+    opened = 0 if is_input else source
+    name = source.removeprefix("-")
+    lines = []
     with (
         file_errors(
             f"lab explain: {source} cannot be read",
             ": give the file that holds the output of a rank, or - for standard input",
         ),
-        open(
-            0 if source == "-" else source,
-            encoding="utf-8",
-            errors="replace",
-            closefd=source != "-",
-        ) as file,
+        open(opened, encoding="utf-8", errors="replace", closefd=not is_input) as file,
     ):
-        return [
-            LogLine(
-                source.removeprefix("-"),
-                number,
-                _COLOURS.sub("", line[:_LONGEST_LINE]).rstrip("\n"),
-            )
-            for number, line in enumerate(file, start=1)
-            if line.strip()
-        ]
+        for number, text in enumerate(file, start=1):
+            if text.strip():
+                plain = _COLOURS.sub("", text[:_LONGEST_LINE]).rstrip("\n")
+                lines.append(LogLine(name, number, plain))
+    return lines

@@ -16,16 +16,18 @@ def main_explain(args: argparse.Namespace) -> int:
 
     Raises UserError if a log cannot be read.
     """
-    lines = [line for source in args.logs for line in read_lines(source)]
+    lines: list[LogLine] = []
+    for source in args.logs:
+        lines += read_lines(source)
     found = explain(lines)
-    kinds = {one.error.kind for one in found}
+    kinds = {known.error.kind for known in found}
     console = Console(highlight=False, soft_wrap=True, markup=False)
     if kinds <= {"note"}:
         console.print(_nothing_known(lines))
-    for number, one in enumerate(found, start=1):  # notes come last
-        heading = "noted: " if one.error.kind == "note" else f"{number}. "
-        _print(console, one, heading=heading, several=len(args.logs) > 1)
-    if "echo" in kinds <= {"echo", "note"}:
+    for number, known in enumerate(found, start=1):  # notes come last
+        heading = "noted: " if known.error.kind == "note" else f"{number}. "
+        _print(console, known, heading=heading, several=len(args.logs) > 1)
+    if "echo" in kinds and kinds <= {"echo", "note"}:
         console.print(
             "These are echoes: the first failure is in another rank's output. Give the outputs of "
             "all ranks, e.g. lab explain rank*.txt"
@@ -39,11 +41,12 @@ def _nothing_known(lines: Sequence[LogLine]) -> str:
             "The log is empty. A rank that printed nothing was killed or did not start: check how "
             "it was started."
         )
-    if own := next((line for line in lines if OWN_MESSAGE.match(line.text)), None):
-        return (
-            f"No error of the table in {len(lines):,} lines, but a rank says itself what is wrong "
-            f"({own.file}:{own.number}):\n   {own.text.strip()}"
-        )
+    for line in lines:
+        if OWN_MESSAGE.match(line.text):
+            return (
+                f"No error of the table in {len(lines):,} lines, but a rank says itself what is "
+                f"wrong ({line.file}:{line.number}):\n   {line.text.strip()}"
+            )
     return (
         f"No known error in {len(lines):,} lines. If the run failed: read the first traceback of "
         "each rank, the earliest first; run again with --debug (TORCH_DISTRIBUTED_DEBUG=INFO, "
@@ -52,15 +55,31 @@ def _nothing_known(lines: Sequence[LogLine]) -> str:
     )
 
 
-def _print(console: Console, one: Found, *, heading: str, several: bool) -> None:
-    more = f" (and {one.count - 1} more)" if one.count > 1 else ""
-    kind = "" if one.error.kind in ("cause", "note") else f"  ({one.error.kind})"
-    text = calm(one.line.text.strip())
-    # of a long line, the part that shows the error
-    ends = [match.end() for match in (re.search(p, text) for p in one.error.patterns) if match]
-    where = f"{one.line.file}:{one.line.number}" if several else f"line {one.line.number}"
-    begin = max(0, max(ends, default=0) - SHOWN)
-    excerpt = f"{'…' * (begin > 0)}{text[begin : begin + SHOWN]}{'…' * (len(text) > begin + SHOWN)}"
-    console.print(Text.assemble(heading, (one.error.title, "bold"), kind))
-    console.print(Text(f"   {where}: {excerpt}{more}", style="dim"))
-    console.print(Text(f"   cause: {one.error.cause}\n   cure:  {one.error.cure}"))
+def _print(console: Console, found: Found, *, heading: str, several: bool) -> None:
+    error = found.error
+    line = found.line
+    title = Text.assemble(heading, (error.title, "bold"))
+    if error.kind not in ("cause", "note"):
+        title.append(f"  ({error.kind})")
+    where = f"{line.file}:{line.number}" if several else f"line {line.number}"
+    shown = f"   {where}: {_excerpt(calm(line.text.strip()), error.patterns)}"
+    if found.count > 1:
+        shown += f" (and {found.count - 1} more)"
+    console.print(title)
+    console.print(Text(shown, style="dim"))
+    console.print(Text(f"   cause: {error.cause}\n   cure:  {error.cure}"))
+
+
+def _excerpt(text: str, patterns: Sequence[str]) -> str:
+    """Return of a long line the part that shows the error."""
+    end = 0
+    for pattern in patterns:
+        if match := re.search(pattern, text):
+            end = max(end, match.end())
+    begin = max(0, end - SHOWN)
+    excerpt = text[begin : begin + SHOWN]
+    if begin > 0:
+        excerpt = f"…{excerpt}"
+    if begin + SHOWN < len(text):
+        excerpt = f"{excerpt}…"
+    return excerpt

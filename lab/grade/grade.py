@@ -44,7 +44,7 @@ from lab.grade.submissions import (
     unpack,
 )
 from lab.predict.readable import duration_text
-from lab.processes.prefixed_output import say
+from lab.terminal import say
 
 _CORES_A_JOB = 2
 _MOST_FACTS = 64 * 2**20

@@ -18,8 +18,8 @@ from common.utils.processes import adopt_orphans
 from lab.learn.course import Lesson
 from lab.learn.progress import keep_done, progress_of
 from lab.learn.student_file import Mistake, StudentFile
-from lab.processes.prefixed_output import say
 from lab.processes.supervision import kill_descendants
+from lab.terminal import say
 
 # Exit statuses of a check.
 RIGHT = 0

@@ -8,7 +8,7 @@ from lab.flags import add_command
 from lab.learn.checking import check_apart, watch
 from lab.learn.course import FOLDER, LESSONS, Lesson
 from lab.learn.progress import keep_prediction, progress_of
-from lab.processes.prefixed_output import say
+from lab.terminal import say
 
 
 def add_flags(commands: argparse._SubParsersAction) -> None:

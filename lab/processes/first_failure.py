@@ -19,18 +19,26 @@ def find_root_failure(
     statuses, outputs : of each rank or node; a negative status is a signal's number.
     name : "rank" or "node".
     """
-    errors = {one: last_error_line(outputs[one]) for one in failed}
-    causes = (one for one in failed if errors[one] and not _CONSEQUENCE.search(errors[one]))
-    culprit = next(causes, failed[0])
-    how = f"ended with status {statuses[culprit]}"
-    if statuses[culprit] < 0:
-        how = f"was killed by {_signal_name(-statuses[culprit])}"
-    return culprit, f"{name} {culprit} {how}: {errors[culprit] or 'it printed nothing'}"
+    culprit = failed[0]
+    for rank in failed:
+        error = last_error_line(outputs[rank])
+        if error and not _CONSEQUENCE.search(error):
+            culprit = rank
+            break
+    status = statuses[culprit]
+    how = f"ended with status {status}"
+    if status < 0:
+        how = f"was killed by {_signal_name(-status)}"
+    error = last_error_line(outputs[culprit]) or "it printed nothing"
+    return culprit, f"{name} {culprit} {how}: {error}"
 
 
 def _signal_name(number: int) -> str:
     """Return e.g. "SIGKILL"; real-time signals have no name, nor have the numbers in a bad file."""
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def last_error_line(output: str) -> str:
@@ -39,6 +47,9 @@ def last_error_line(output: str) -> str:
     The error is this project's own message, or a traceback's last line.
     """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if not lines:
+        return ""
     errors = [line for line in lines if re.match(r"error|[\w.]*(Error|Exception)\b", line)]
+    line = errors[-1] if errors else lines[-1]
     # Whole words only: a path in the line can be copied.
-    return textwrap.shorten((errors or lines or [""])[-1], 500, placeholder=" …")
+    return textwrap.shorten(line, 500, placeholder=" …")

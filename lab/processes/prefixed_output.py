@@ -1,23 +1,17 @@
-"""A node's output: on the terminal each line with the node's number, and a log; and messages."""
+"""A node's output: on the terminal each line with the node's number, and a log."""
 
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from common.errors import UserError
 from common.utils.atomic_files import append_text
 from common.utils.typed_json import calm
+from lab.terminal import console
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-console = Console(highlight=False)
-
-
-def say(text: str) -> None:
-    """Print a message unchanged: no markup, no wrapping, so that paths can be copied."""
-    console.print(text, markup=False, soft_wrap=True)
 
 
 def write_log(log: Path, line: str) -> None:
@@ -33,7 +27,8 @@ class PrefixedOutput:
     """
 
     def __init__(self, nodes: int, *, shown: Callable[[int], bool] = lambda node: True) -> None:
-        self._width, self.shows = len(str(nodes - 1)), shown
+        self._width = len(str(nodes - 1))
+        self.shows = shown
 
     def __call__(self, node: int, line: str) -> None:
         if self.shows(node):

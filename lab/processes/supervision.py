@@ -27,9 +27,10 @@ def supervise(pid: int, control: int, *, heard: Callable[[], object] = lambda: N
     """
     threading.Thread(target=_pass_signals_on, args=[pid, control, heard], daemon=True).start()
     try:
-        while (ended := os.waitpid(-1, 0))[0] != pid:
-            pass  # an adopted orphan
-        return os.waitstatus_to_exitcode(ended[1])
+        while True:
+            ended, status = os.waitpid(-1, 0)
+            if ended == pid:  # no adopted orphan
+                return os.waitstatus_to_exitcode(status)
     finally:
         kill_descendants()
 
@@ -54,7 +55,8 @@ def kill_descendants() -> None:
     Give up after 10 s: the kernel cannot end what waits for a dead file system.
     """
     for _ in range(100):
-        if not (children := psutil.Process().children(recursive=True)):
+        children = psutil.Process().children(recursive=True)
+        if not children:
             return
         for child in children:
             with contextlib.suppress(psutil.Error):  # it has just ended, or is another user's

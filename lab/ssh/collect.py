@@ -20,10 +20,10 @@ from typing import NamedTuple
 from common.errors import UserError, count, first_of
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import calm
-from lab.processes.prefixed_output import say
 from lab.ssh.hosts import Host, SSHOptions, explain, parse_hosts, refuse_hosts
 from lab.ssh.record import LaunchedHost, LaunchRecord, newest_launch, read_launch
 from lab.ssh.remote import Remote
+from lab.terminal import say
 
 _MOST_BYTES = 2**32
 # Why a file of a host is not copied.

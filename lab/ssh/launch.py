@@ -21,13 +21,14 @@ from common.utils.paths import new_folder
 from common.utils.processes import on_signals, shell_status
 from common.utils.system import allow_most_descriptors
 from lab.processes.first_failure import find_root_failure
-from lab.processes.prefixed_output import PrefixedOutput, say, write_log
+from lab.processes.prefixed_output import PrefixedOutput, write_log
 from lab.ssh.command import NodeCommand, read_command
 from lab.ssh.hosts import Host, SSHOptions, parse_hosts
 from lab.ssh.node import HostFacts
 from lab.ssh.questions import doctor_passes, find_master, refuse_differences, run_requests
 from lab.ssh.record import LaunchedHost, LaunchRecord, write_launch
 from lab.ssh.remote import OnLine, Remote, ask, running, served, signal_all, wait
+from lab.terminal import say
 
 # With more hosts the terminal shows only rank 0 and the first failure.
 _SHOWN_HOSTS = 8

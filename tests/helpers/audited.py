@@ -1,8 +1,8 @@
-"""The cases of tests/audit_cases/, scripts with one fault or none, and audits of them.
+"""The audit's cases, scripts with one fault or none, and audits of them.
 
 ``read_cases`` returns them, and ``record_case`` audits one on a number of ranks, which are forked
-from a server that has imported torch; the folder's README.md says how one is written. This file is
-also the program of these ranks: it installs the probe, as the start-up hook does in a new
+from a server that has imported torch; tests/audit_cases/README.md says how one is written. This
+file is also the program of these ranks: it installs the probe, as the start-up hook does in a new
 interpreter, and runs the script.
 """
 
@@ -32,6 +32,7 @@ OWN_FLAGS = (
     "--dataset digits --model tiny --max-steps 8 --threads 1 --batch-size 24 "
     "--master-ip {master} --master-port {port} --num-nodes {nodes} --rank {rank}"
 )
+CASES = ROOT / "tests/audit_cases"
 _KEYS = {"base", "finds", "notices", "ranks", "command", "flags", "verdict", "together"}
 
 
@@ -71,7 +72,7 @@ class Case(Script):
 def read_cases():
     """Return all cases, sorted by name; raise an error for one that is not as the page says."""
     cases = {}
-    for script in read_scripts().values():
+    for script in read_scripts(CASES).values():
         base = cases.get(script.base, Case(""))
         case = Case(**vars(script), command=base.command, flags=base.flags)
         cases[case.name] = _declare(case, script.keys)

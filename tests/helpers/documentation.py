@@ -118,8 +118,10 @@ def _edit_cell(edit):
 def sides(match):
     """Return a table of docs/learn/gallery.md with a right script beside a wrong one."""
     from lab.audit.cases import read_scripts
+    from tests.helpers.audited import CASES
 
-    bodies = [read_scripts()[name].body.splitlines() for name in match.groups()[1:]]
+    scripts = read_scripts(CASES)
+    bodies = [scripts[name].body.splitlines() for name in match.groups()[1:]]
     cells = [], []
     for group in SequenceMatcher(None, *bodies, autojunk=False).get_grouped_opcodes(1):
         for cell, body, at in zip(cells, bodies, (1, 3), strict=True):

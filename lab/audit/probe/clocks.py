@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader
 from .state import Probe, patch, storage_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 _UNITS = (1, 60, 1e3, 3600, 1e6, 1e9)  # dividing by one of these is no mean
 _MOST_SOURCES = 4000
@@ -53,9 +53,10 @@ class _Reading:
     """How far training was when a clock was read: events counted since the start."""
 
     def __init__(self, watcher: _ClockWatcher) -> None:
-        cuda, probe = torch.cuda, watcher.probe
-        self.backwards, self.steps = probe.gradients.backward, probe.step
+        self.backwards = watcher.probe.gradients.backward
+        self.steps = watcher.probe.step
         self.in_step = watcher.in_step
+        cuda = torch.cuda
         self.device_pending = (  # this does not wait for the GPU
             cuda.is_initialized()
             and not cuda.is_current_stream_capturing()
@@ -70,14 +71,17 @@ class _Traced:
     watcher: _ClockWatcher
 
     def __add__(self, other: Any) -> Any:
-        return _traced(super().__add__(other), (self.of, 1), (getattr(other, "of", {}), 1))  # type: ignore[misc]  # mixed in
+        result = super().__add__(other)  # type: ignore[misc]  # mixed in
+        return _traced(result, (self.of, 1), (getattr(other, "of", {}), 1))
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        difference = _traced(super().__sub__(other), (self.of, 1), (getattr(other, "of", {}), -1))  # type: ignore[misc]  # mixed in
+        result = super().__sub__(other)  # type: ignore[misc]  # mixed in
+        difference = _traced(result, (self.of, 1), (getattr(other, "of", {}), -1))
         weights = getattr(difference, "of", {})
-        self.watcher.update_timed |= _is_time(weights) and _advance(weights, "steps") > 0
+        if _is_time(weights) and _advance(weights, "steps") > 0:
+            self.watcher.update_timed = True
         return difference
 
     def __mul__(self, factor: Any) -> Any:
@@ -87,10 +91,11 @@ class _Traced:
 
     def __truediv__(self, divisor: Any) -> Any:
         quotient = super().__truediv__(divisor)  # type: ignore[misc]  # mixed in
-        if type(divisor) in (int, float):
-            if divisor in _UNITS or not _is_time(self.of):
-                return _traced(quotient, (self.of, 1 / divisor))
-            self.watcher.record_mean(self.of, divisor)
+        if type(divisor) not in (int, float):
+            return quotient
+        if divisor in _UNITS or not _is_time(self.of):
+            return _traced(quotient, (self.of, 1 / divisor))
+        self.watcher.record_mean(self.of, divisor)
         return quotient
 
     def __round__(self, digits: Any = None) -> Any:
@@ -142,7 +147,7 @@ class _Instant(_Traced, datetime.datetime, metaclass=_AnyDatetime):
 
 _KINDS: dict[type, Any] = {
     float: _Number,
-    datetime.timedelta: lambda one: _Span(one.days, one.seconds, one.microseconds),
+    datetime.timedelta: lambda span: _Span(span.days, span.seconds, span.microseconds),
 }
 
 
@@ -151,21 +156,27 @@ def _traced(value: Any, *terms: tuple[Mapping[Any, float], Any]) -> Any:
 
     It stays as it is if it cannot hold them, there are many, or a factor is no plain number.
     """
-    plain = all(type(factor) in (int, float) for _, factor in terms)
-    if type(value) not in _KINDS or not plain:
+    if type(value) not in _KINDS:
+        return value
+    weights: dict[Any, float] = defaultdict(int)
+    for of, factor in terms:
+        if type(factor) not in (int, float):
+            return value
+        for source, weight in of.items():
+            weights[source] += weight * factor
+    remaining = {source: weight for source, weight in weights.items() if weight}
+    if not 0 < len(remaining) <= _MOST_SOURCES:
         return value
     made = _KINDS[type(value)](value)
-    weights: dict[Any, float] = defaultdict(int)
-    for source, weight, factor in ((*one, factor) for of, factor in terms for one in of.items()):
-        weights[source] += weight * factor
-    made.of = {source: weight for source, weight in weights.items() if weight}
-    return made if 0 < len(made.of) <= _MOST_SOURCES else value
+    made.of = remaining
+    return made
 
 
 def _is_time(weights: Mapping[Any, float]) -> bool:
     """Return whether a value is a sum of intervals, not what a clock or a loss says."""
-    least = 1e-9 * max(weights.values(), default=0)
-    return bool(weights) and _LOSS not in weights and abs(sum(weights.values())) <= least
+    if not weights or _LOSS in weights:
+        return False
+    return abs(sum(weights.values())) <= 1e-9 * max(weights.values())
 
 
 def _advance(weights: Mapping[Any, float], name: str) -> float:
@@ -178,7 +189,8 @@ class _ClockWatcher:
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
-        self.in_step, self.update_timed = False, False
+        self.in_step = False
+        self.update_timed = False
         self._losses: list[weakref.ref[torch.Tensor]] = []
         self._stand_ins: dict[int, Any] = {
             id(datetime.datetime): _Instant,
@@ -187,35 +199,41 @@ class _ClockWatcher:
         probe.listeners.append(self)
         patch(torch.Tensor, "item", self._item)
         patch(DataLoader, "__init__", self._loader_is_built)
-        for owner, wrapper, names in (
-            (time, self._read, ("time", "perf_counter", "monotonic")),
-            (statistics, self._combine, ("mean", "fmean")),
-            (sys.modules.get("numpy"), self._combine, ("mean", "sum")),
-        ):
-            for name in names if owner is not None else ():
-                original = getattr(owner, name)
-                patch(owner, name, wrapper)
-                self._stand_ins[id(original)] = getattr(owner, name)
+        for name in ("time", "perf_counter", "monotonic"):
+            self._patch_everywhere(time, name, self._read)
+        for name in ("mean", "fmean"):
+            self._patch_everywhere(statistics, name, self._combine)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            self._patch_everywhere(numpy, "mean", self._combine)
+            self._patch_everywhere(numpy, "sum", self._combine)
         timeit.default_timer = time.perf_counter
         self.forward_begin()
+
+    def _patch_everywhere(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Replace a function, later also where the script's modules have imported it by name."""
+        original = getattr(owner, name)
+        patch(owner, name, wrapper)
+        self._stand_ins[id(original)] = getattr(owner, name)
 
     def record_mean(self, weights: Mapping[Any, float], divisor: float) -> None:
         """Record that the script divides a sum of intervals."""
         unit = max(weights.values())
         ends = [reading for reading, weight in weights.items() if weight > 0]
+        since_first = sum(weight for reading, weight in weights.items() if reading.backwards)
         self.probe.record(
             "clock",
             event="mean",
             divisor=divisor,
             unit=unit,
             intervals=len(ends),
-            scale=round(sum(weights[one] for one in ends) / unit, 6),
+            scale=round(sum(weights[end] for end in ends) / unit, 6),
             steps=round(_advance(weights, "steps") / unit, 6),
             backwards=round(_advance(weights, "backwards") / unit, 6),
-            first=sum(weights[one] for one in weights if one.backwards) / unit > 0.5,
-            before_update=sum(one.in_step for one in ends),
+            first=since_first / unit > 0.5,
+            before_update=sum(end.in_step for end in ends),
             update_timed=self.update_timed,
-            device_pending=sum(one.device_pending for one in ends),
+            device_pending=sum(end.device_pending for end in ends),
             after_cut=self.probe.cutting,
             at=self.probe.place(),
         )
@@ -232,29 +250,35 @@ class _ClockWatcher:
         return _traced(original(), ({reading: 1}, 1))
 
     def _item(self, original: Any, tensor: torch.Tensor) -> Any:
+        value = original(tensor)
         storage = storage_of(tensor)
-        known = storage is not None and storage in [storage_of(one()) for one in self._losses]
-        return _traced(original(tensor), ({_LOSS: 1}, int(known)))
+        if storage is not None and any(storage_of(loss()) == storage for loss in self._losses):
+            return _traced(value, ({_LOSS: 1}, 1))
+        return value
 
     def _combine(self, original: Any, values: Any, *rest: Any, **named: Any) -> Any:
         """Call a function that averages or adds up; of a list, the sources are known."""
         result = original(values, *rest, **named)
         if not isinstance(values, (list, tuple)) or set(map(type, values)) != {_Number}:
             return result
-        known = sum(values) if original.__name__ == "sum" else sum(values) / len(values)
+        known: Any = sum(values)
+        if original.__name__ != "sum":
+            known = known / len(values)
         return _traced(float(result), (getattr(known, "of", {}), 1))
 
     def backward_begin(self, roots: list[torch.Tensor]) -> None:
         self.in_step = True
-        self._losses += [weakref.ref(one) for one in roots if one.numel() == 1]
+        for root in roots:
+            if root.numel() == 1:
+                self._losses.append(weakref.ref(root))
 
     def step_end(self, _optimizer: Any) -> None:
         self.in_step = False
 
     def communicate(self, tensors: Iterable[torch.Tensor]) -> None:
         """The losses among the tensors of a message are no longer those of one rank."""
-        exchanged = {storage_of(one) for one in tensors}
-        self._losses = [one for one in self._losses if storage_of(one()) not in exchanged]
+        exchanged = {storage_of(tensor) for tensor in tensors}
+        self._losses = [loss for loss in self._losses if storage_of(loss()) not in exchanged]
 
     def _loader_is_built(self, original: Any, *rest: Any, **named: Any) -> None:
         self.forward_begin()
@@ -262,11 +286,14 @@ class _ClockWatcher:
 
     def forward_begin(self, *_: Any) -> None:
         """Until training begins, replace what the script's own modules imported by name."""
-        for module in list(sys.modules.values()) if not self.probe.gradients.backward else ():
-            if self.probe.is_users(getattr(module, "__file__", None) or os.sep):
-                for name, value in list(vars(module).items()):
-                    if id(value) in self._stand_ins:
-                        setattr(module, name, self._stand_ins[id(value)])
+        if self.probe.gradients.backward:
+            return
+        for module in list(sys.modules.values()):
+            if not self.probe.is_users(getattr(module, "__file__", None) or os.sep):
+                continue
+            for name, value in list(vars(module).items()):
+                if id(value) in self._stand_ins:
+                    setattr(module, name, self._stand_ins[id(value)])
 
 
 def watch(probe: Probe) -> None:

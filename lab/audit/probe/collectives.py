@@ -39,7 +39,9 @@ _MESSAGES = (
 _PACKAGE = "torch.distributed"
 # The files whose Python frame is the innermost one while C++ communicates.
 _WAITING_IN = ("torch/distributed/", "torch/nn/parallel/", "torch/autograd/", __file__)
-_LOOKING, _TICK_SECONDS, _STANDS_TICKS = "lab audit looks", 0.5, 6
+_LOOKING = "lab audit looks"  # the thread's name
+_TICK_SECONDS = 0.5
+_STANDS_TICKS = 6
 _IDLE_SHARE = 0.1  # of a core: a process that uses less waits for something
 
 
@@ -52,12 +54,13 @@ class CallRecorder:
         self._numbers = itertools.count()
         self._open: dict[int, tuple[Any, Any]] = {}  # number and name of the call of each thread
         # The functions are replaced wherever torch.distributed holds them.
-        calls = {
-            function: wrapped(function, self.call)
-            for name, function in vars(sys.modules[f"{_PACKAGE}.distributed_c10d"]).items()
-            if name.startswith(_BEGINNINGS) and type(function) is FunctionType
-        }
-        for module in [one for name, one in sys.modules.items() if name.startswith(_PACKAGE)]:
+        calls = {}
+        for name, function in vars(sys.modules[f"{_PACKAGE}.distributed_c10d"]).items():
+            if name.startswith(_BEGINNINGS) and type(function) is FunctionType:
+                calls[function] = wrapped(function, self.call)
+        for module_name, module in list(sys.modules.items()):
+            if not module_name.startswith(_PACKAGE):
+                continue
             for name, function in list(vars(module).items()):
                 if type(function) is FunctionType and function in calls:
                     put(module, name, calls[function])
@@ -70,12 +73,12 @@ class CallRecorder:
         """Call a function between a record ``call`` and a record ``done``."""
         if threading.get_ident() in self._open:
             return original(*args, **kwargs)
-        name, number = original.__name__, next(self._numbers)
-        if name == "init_process_group" and all(
-            one.name != _LOOKING
-            for one in threading.enumerate()  # a forked process has no such
-        ):
-            threading.Thread(target=self._look, name=_LOOKING, daemon=True).start()
+        name = original.__name__
+        number = next(self._numbers)
+        if name == "init_process_group":
+            looking = any(thread.name == _LOOKING for thread in threading.enumerate())
+            if not looking:  # as in a forked process, whose parent has such a thread
+                threading.Thread(target=self._look, name=_LOOKING, daemon=True).start()
         fields = self._probe.guard(self._describe)(original, args, kwargs) or {}
         at = self._probe.place()
         self._probe.record("call", c=number, name=name, step=self._probe.step, **fields, at=at)
@@ -96,10 +99,12 @@ class CallRecorder:
         self, number: int, field: str, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Return what the function returns, and record how long that took."""
-        began, error, thread = time.monotonic(), None, threading.current_thread()
+        began = time.monotonic()
+        error = None
+        thread = threading.current_thread()
         # autograd's threads are unknown to Python
         own = thread is not threading.main_thread() and type(thread) is not threading._DummyThread
-        self._open[threading.get_ident()] = number, function.__name__
+        self._open[threading.get_ident()] = (number, function.__name__)
         try:
             return function(*args, **kwargs)
         except Exception as failure:
@@ -112,53 +117,81 @@ class CallRecorder:
 
     def _describe(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
         """Return the fields of a record ``call`` from its arguments by their names."""
+        name = function.__name__
         given = named(function, args, kwargs)
         every = list(tensors_in(list(given.values())))
         self._probe.tell("communicate", every)
-        tensors = list(tensors_in(next((given[key] for key in _MESSAGES if key in given), None)))
-        world = int(given.get("world_size") or -1)  # torch takes the variable's if it is -1
-        whole: Any = dist.group.WORLD  # None before init_process_group
-        group, members = given.get("group") or whole, None
-        if group is not whole:  # this rank may be no member of it
-            members = list(dist.get_process_group_ranks(group)) if dist.get_rank(group) >= 0 else []
-        training = "forward" if self._probe.forwards.training else None
+        message = _message(given)
+        group: Any = given.get("group") or dist.group.WORLD  # None before init_process_group
+        size = None
+        if group is not None:
+            size = max(dist.get_world_size(group), 0)  # -1 if this rank is no member
+        dtype = shape = None
+        if message:
+            dtype = str(message[0].dtype).split(".")[-1]
+            shape = list(message[0].shape)
         return {
-            "world": world if world > 0 else int(os.environ.get("WORLD_SIZE", 0)) or None,
+            "world": _world_size(given),
             "op": getattr(given.get("op"), "name", None),
-            "size": group and max(dist.get_world_size(group), 0),
-            "group": None if members is None else [getattr(group, "group_name", None), members],
-            "bytes": sum(one.numel() * one.element_size() for one in tensors),
-            "dtype": str(tensors[0].dtype).split(".")[-1] if tensors else None,
-            "shape": list(tensors[0].shape) if tensors else None,
-            "peer": _peer(function.__name__, given, group),
-            "async": bool(given.get("async_op")) or function.__name__ in ("isend", "irecv"),
+            "size": size,
+            "group": _subgroup(group),
+            "bytes": sum(tensor.numel() * tensor.element_size() for tensor in message),
+            "dtype": dtype,
+            "shape": shape,
+            "peer": _peer(name, given, group),
+            "async": bool(given.get("async_op")) or name in ("isend", "irecv"),
             "content": self._content(every),
-            "within": "backward" if self._probe.in_backward else training,
+            "within": self._pass_under_way(),
         }
+
+    def _pass_under_way(self) -> str | None:
+        """Return "backward", or "forward" of a model that trains, or None."""
+        if self._probe.in_backward:
+            return "backward"
+        if self._probe.forwards.training:
+            return "forward"
+        return None
 
     def _content(self, tensors: list[torch.Tensor]) -> str:
         """Return "gradient", "weights" or "other": which share their memory with the tensors."""
-        sought = {storage_of(one) for one in tensors} - {None}
-        known = list(self._probe.gradients.known.keys()) if sought else []
-        if any(one.grad is not None and storage_of(one.grad) in sought for one in known):
-            return "gradient"
-        return "weights" if any(storage_of(one) in sought for one in known) else "other"
+        sought = {storage_of(tensor) for tensor in tensors} - {None}
+        if not sought:
+            return "other"
+        parameters = list(self._probe.gradients.known.keys())
+        for parameter in parameters:
+            if parameter.grad is not None and storage_of(parameter.grad) in sought:
+                return "gradient"
+        if any(storage_of(parameter) in sought for parameter in parameters):
+            return "weights"
+        return "other"
 
     def _look(self) -> None:
         """Write ``stands`` once for each time that this process waits for others, and ``stack``."""
-        used, written, ticks, asked = time.process_time(), 0, 0, False
+        used = time.process_time()
+        written = 0
+        ticks = 0
+        asked = False
         while True:
             time.sleep(_TICK_SECONDS)
             if not asked and (self._probe.folder / "dump").exists():
-                asked, main = True, threading.main_thread().ident or 0
+                asked = True
+                main = threading.main_thread().ident or 0
                 frames = traceback.walk_stack(sys._current_frames().get(main))
                 self._probe.record("stack", at=self._probe.place(frames))
-            before, used = used, time.process_time()
-            idle = used - before < _IDLE_SHARE * _TICK_SECONDS and written == self._probe.written
-            at = self._waiting_at() if idle else None  # frames keep alive what the script frees
-            ticks = 0 if at is None else ticks + 1
+            before = used
+            used = time.process_time()
+            computes = used - before >= _IDLE_SHARE * _TICK_SECONDS
+            at = None
+            # Only where nothing happens: frames keep alive what the script frees.
+            if not computes and written == self._probe.written:
+                at = self._waiting_at()
+            if at is None:
+                ticks = 0
+            else:
+                ticks += 1
             if ticks == _STANDS_TICKS:
-                number, name = [(None, None), *self._open.values()][-1]
+                calls = list(self._open.values())
+                number, name = calls[-1] if calls else (None, None)
                 self._probe.record("stands", c=number, name=name, at=at)
             written = self._probe.written
 
@@ -171,15 +204,48 @@ class CallRecorder:
         return None
 
 
+def _message(given: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a call gives, or what it gets if it gives none."""
+    for name in _MESSAGES:
+        if name in given:
+            return list(tensors_in(given[name]))
+    return []
+
+
+def _world_size(given: dict[str, Any]) -> int | None:
+    """Return the number of ranks that a call or, as in torch, else the environment asks for."""
+    size = int(given.get("world_size") or -1)
+    if size > 0:
+        return size
+    return int(os.environ.get("WORLD_SIZE", 0)) or None
+
+
+def _subgroup(group: Any) -> list[Any] | None:
+    """Return the name and the ranks of a group; no ranks if this one is no member.
+
+    None for the group of all ranks.
+    """
+    if group is dist.group.WORLD:
+        return None
+    members: list[int] = []
+    if dist.get_rank(group) >= 0:
+        members = list(dist.get_process_group_ranks(group))
+    return [getattr(group, "group_name", None), members]
+
+
 def _peer(name: str, given: dict[str, Any], group: Any) -> int | None:
     """Return the rank, among all ranks, that the arguments name as source or destination."""
-    for one in ("src", "dst", "group_src", "group_dst"):
-        if given.get(one) is not None:
-            return int(
-                dist.get_global_rank(group, given[one]) if one.startswith("group") else given[one]
-            )
-    rooted = name.split("_")[0] in ("broadcast", "gather", "reduce", "scatter")
-    return 0 if rooted and not name.startswith("reduce_scatter") else None
+    for argument in ("src", "dst"):
+        if given.get(argument) is not None:
+            return int(given[argument])
+    for argument in ("group_src", "group_dst"):
+        if given.get(argument) is not None:
+            return int(dist.get_global_rank(group, given[argument]))
+    if name.startswith("reduce_scatter"):
+        return None
+    if name.split("_")[0] in ("broadcast", "gather", "reduce", "scatter"):
+        return 0
+    return None
 
 
 def watch(probe: Probe) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 COORDINATES = 512
+_GOLDEN = 0.6180339887498949
 
 
 def coordinates(numel: int) -> list[int]:
@@ -13,4 +14,4 @@ def coordinates(numel: int) -> list[int]:
     """
     if numel <= COORDINATES:
         return list(range(numel))
-    return [int((index * 0.6180339887498949) % 1.0 * numel) for index in range(COORDINATES)]
+    return [int(index * _GOLDEN % 1.0 * numel) for index in range(COORDINATES)]

@@ -12,6 +12,7 @@ Before each batch ``stopping`` is asked; it ends the epoch by StopIteration or S
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import os
 import zlib
@@ -39,6 +40,7 @@ from .state import Probe, patch
 # Indices of the n-th innermost dataset (of a ConcatDataset) begin at n times this.
 SEVERAL = 1 << 40
 LONGEST_REST = 5_000_000  # indices; a sampler that gives more may be endless
+LONGEST_LIST = 1000  # of a dataset's attributes, whose elements may be datasets or lists
 HASHED = 64  # numbers of a tensor, and samples of a dataset
 _NOBODYS = ("builtins", "collections", "multiprocessing", "numpy", "torch", "pandas", "h5py", "PIL")
 
@@ -48,23 +50,32 @@ _NOBODYS = ("builtins", "collections", "multiprocessing", "numpy", "torch", "pan
 
 def contents_of(batch: Any, count: int) -> list[int] | None:
     """Return a CRC-32 of each sample of a batch; None if its tensors have no row for each."""
-    parts, _ = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
-    tensors = [
-        one
-        for one in parts
-        if isinstance(one, torch.Tensor)
-        and one.layout == torch.strided
-        and not (one.is_nested or one.is_complex())
-        and one.numel()
-        and one.dim()
-        and len(one) == count
-    ]
-    texts = [repr([_plain(value) for value in row]) for row in zip(*tensors)]
-    return [zlib.crc32(text.encode()) for text in texts] or None
+    if isinstance(batch, Mapping):
+        batch = dict(batch)
+    parts, _ = tree_flatten(batch)
+    tensors = [part for part in parts if _has_rows(part, count)]
+    hashes = []
+    for row in zip(*tensors):
+        text = repr([_plain(value) for value in row])
+        hashes.append(zlib.crc32(text.encode()))
+    return hashes or None
+
+
+def _has_rows(value: Any, count: int) -> bool:
+    """Return whether a part of a batch is a tensor with a row for each of its samples."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return False
+    if value.is_nested or value.is_complex():
+        return False
+    if value.numel() == 0 or value.dim() == 0:
+        return False
+    return len(value) == count
 
 
 def _spread(values: Any) -> Any:
-    return values[:: max(1, -(-len(values) // HASHED))]
+    """Return at most ``HASHED`` of the values, at equal distances."""
+    distance = math.ceil(len(values) / HASHED)
+    return values[:: max(1, distance)]
 
 
 def held_content(dataset: Any) -> int | None:
@@ -74,48 +85,61 @@ def held_content(dataset: Any) -> int | None:
     those of several folders do not, nor do samples of which most are equal.
     """
     length = len(dataset)
+    rows = []
+    texts = []
     try:
-        held = [one for one in _attributes(dataset) if _is_sequence(one, length)]
-        some = _spread(range(length))
-        rows = [[getattr(one, "iloc", one)[index] for one in held] for index in some]
-        texts = [repr([_plain(value) for value in row]) for row in rows]
+        held = [value for value in _attributes(dataset) if _is_sequence(value, length)]
+        for index in _spread(range(length)):
+            row = [getattr(sequence, "iloc", sequence)[index] for sequence in held]
+            rows.append(row)
+            texts.append(repr([_plain(value) for value in row]))
     except Exception:  # the script's attributes may be of any class
         return None
-    tells = any(_tells(value) for row in rows[:1] for value in row)
-    if not tells or len(set(texts)) * 2 < len(texts) or " at 0x" in texts[0]:
+    if not rows or not any(_tells(value) for value in rows[0]):
+        return None
+    mostly_equal = len(set(texts)) * 2 < len(texts)
+    shows_addresses = " at 0x" in texts[0]  # they differ from rank to rank
+    if mostly_equal or shows_addresses:
         return None
     return zlib.crc32(repr(texts).encode(errors="replace"))
 
 
 def _is_sequence(value: Any, length: int) -> bool:
-    listed = isinstance(value, (list, tuple, range))
-    shape = (len(value),) if listed else getattr(value, "shape", ())
-    return bool(shape[:1] == (length,))
+    """Return whether a value has an element for each sample."""
+    if isinstance(value, (list, tuple, range)):
+        return len(value) == length
+    return bool(getattr(value, "shape", ())[:1] == (length,))
 
 
 def _plain(value: Any) -> Any:
     """Return an element of a tensor, an array or a list as what repr() shows in full."""
     if isinstance(value, torch.Tensor):
         return _spread(value.detach().reshape(-1)).tolist()
-    return value.tobytes() if hasattr(value, "tobytes") else value
+    if hasattr(value, "tobytes"):
+        return value.tobytes()
+    return value
 
 
 def _tells(value: Any) -> bool:
     """Return whether an element of a list is, or contains, an array, an image or a file's name."""
-    return any(
-        os.path.exists(part)
-        if isinstance(part, str)
-        else bool(getattr(part, "shape", getattr(part, "size", None)))
-        for part in (value if isinstance(value, (list, tuple)) else [value])
-    )
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    for part in parts:
+        if isinstance(part, str):
+            if os.path.exists(part):
+                return True
+        elif getattr(part, "shape", getattr(part, "size", None)):
+            return True
+    return False
 
 
-def _attributes(one: Any) -> Iterator[Any]:
+def _attributes(owner: Any) -> Iterator[Any]:
     """Yield what an object holds as attributes, and what short lists and dicts among them hold."""
-    for value in list(getattr(one, "__dict__", {}).values()):
+    for value in list(getattr(owner, "__dict__", {}).values()):
         yield value
-        if isinstance(value, (list, tuple, dict)) and len(value) <= 1000:
-            yield from list(value.values()) if isinstance(value, dict) else value
+        if isinstance(value, dict) and len(value) <= LONGEST_LIST:
+            yield from list(value.values())
+        elif isinstance(value, (list, tuple)) and len(value) <= LONGEST_LIST:
+            yield from value
 
 
 # Datasets that wrap others
@@ -132,43 +156,71 @@ def look_through(dataset: Any) -> tuple[list[Any], Sequence[int] | None]:
         indices = _read_indices(dataset, innermost)
     except Exception:  # the script's own class does what it likes
         indices = None
-    known = indices is not None and len(set(indices)) == len(indices)
-    return list(innermost.values()), indices if known else None
+    if indices is not None and len(set(indices)) != len(indices):
+        indices = None
+    return list(innermost.values()), indices
 
 
 def _read_indices(dataset: Any, innermost: dict[int, Any]) -> Sequence[int] | None:
-    """Return the innermost indices: of the only dataset within, at the only list of numbers.
+    """Return the innermost indices of a dataset's samples; None if they are not known.
 
-    Without such a list, as in a dataset that transforms another one, both have equally many.
-    ``innermost`` gets the datasets that wrap no others, by id.
+    ``innermost`` gets the datasets that wrap no others, by id. Raises ValueError for a dataset of
+    several others that is no ConcatDataset.
     """
-    length, held = len(dataset), list(_attributes(dataset))
-    within = [one for one in held if one is not dataset and _is_dataset(one)]
+    length = len(dataset)
+    within = []
+    for value in _attributes(dataset):
+        if value is not dataset and _is_dataset(value):
+            within.append(value)
     if not within:
         innermost[id(dataset)] = dataset
         first = list(innermost).index(id(dataset)) * SEVERAL
         return range(first, first + length)
-    parts = [_read_indices(one, innermost) for one in within]
+    parts = [_read_indices(inner, innermost) for inner in within]
     if isinstance(dataset, ConcatDataset):
-        return None if None in parts else [index for part in parts for index in part or ()]
-    (inner,) = parts
-    lists = [one for one in vars(dataset).values() if _is_index_list(one, length)]
-    if inner is None or len(lists) > 1:
+        return _one_after_the_other(parts)
+    (indices,) = parts
+    return _chosen(dataset, indices)
+
+
+def _one_after_the_other(parts: list[Sequence[int] | None]) -> list[int] | None:
+    """Return the indices of all parts; None if those of one are not known."""
+    indices: list[int] = []
+    for part in parts:
+        if part is None:
+            return None
+        indices += part
+    return indices
+
+
+def _chosen(dataset: Any, indices: Sequence[int] | None) -> Sequence[int] | None:
+    """Return those of the indices within that a dataset chooses by its only list of numbers.
+
+    Without such a list, as in a dataset that transforms another one, both have equally many.
+    """
+    length = len(dataset)
+    lists = [value for value in vars(dataset).values() if _is_index_list(value, length)]
+    if indices is None or len(lists) > 1:
         return None
     if lists:
-        return [inner[int(index)] for index in lists[0]]
-    return inner if len(inner) == length else None
+        return [indices[int(index)] for index in lists[0]]
+    if len(indices) != length:
+        return None
+    return indices
 
 
-def _is_dataset(one: Any) -> bool:
+def _is_dataset(value: Any) -> bool:
     """Return whether an object is a Dataset, or of a Python class that acts as one."""
-    methods = [getattr(type(one), name, None) for name in ("__getitem__", "__len__")]
-    other = isinstance(one, Mapping) or type(one).__module__.split(".")[0] in _NOBODYS
-    acts = not other and all(isinstance(method, FunctionType) for method in methods)
-    return acts or isinstance(one, Dataset)
+    if isinstance(value, Dataset):
+        return True
+    if isinstance(value, Mapping) or type(value).__module__.split(".")[0] in _NOBODYS:
+        return False
+    methods = [getattr(type(value), name, None) for name in ("__getitem__", "__len__")]
+    return all(isinstance(method, FunctionType) for method in methods)
 
 
 def _is_index_list(value: Any, length: int) -> bool:
+    """Return whether a value has an index for each sample."""
     try:
         return _is_sequence(value, length) and operator.index(value[0]) >= 0
     except TypeError:
@@ -176,6 +228,20 @@ def _is_index_list(value: Any, length: int) -> bool:
 
 
 # Loaders: epochs and batches
+
+
+@dataclass
+class LoaderFacts:
+    """What the record ``loader`` says of a DataLoader."""
+
+    dataset: str
+    length: int | None
+    batches: int | None
+    sampler: str | None
+    replicas: Any
+    inner_length: int | None
+    content: int | None
+    at: list[Any] | None
 
 
 @dataclass(eq=False)
@@ -186,8 +252,12 @@ class WatchedLoader:
     """
 
     number: int
-    facts: dict[str, Any]
+    facts: LoaderFacts
     epochs: list[WatchedEpoch] = field(default_factory=list)
+
+    def trained(self) -> list[WatchedEpoch]:
+        """Return the epochs that serve training."""
+        return [epoch for epoch in self.epochs if epoch.trains]
 
 
 @dataclass(eq=False)
@@ -212,9 +282,12 @@ class WatchedEpoch:
 
     def find_inner(self, indices: list[Any] | None) -> list[int] | None:
         """Return the innermost indices of some samples, if they are others."""
-        if self.inner is None or not all(isinstance(index, int) for index in indices or ()):
+        if self.inner is None:
             return None
-        return [self.inner[index] for index in indices or ()]
+        outer = indices or []
+        if not all(isinstance(index, int) for index in outer):
+            return None
+        return [self.inner[index] for index in outer]
 
 
 class LoaderWatch:
@@ -243,27 +316,36 @@ class LoaderWatch:
         original(iterator, loader, *first)
 
     def begin_epoch(self, iterator: Any, loader: DataLoader[Any]) -> None:
-        """Begin an epoch; a new loader may follow one that was thrown away."""
+        """Begin an epoch of a loader."""
         if loader not in self.loaders:
-            facts = {**_describe(loader), "at": self.probe.place()}
-            alive = list(self.loaders.values())
-            alike = [one for one in self.known if one.facts == facts and one not in alive]
-            if not alike:
-                alike = [WatchedLoader(len(self.known), facts)]
-                self.known += alike
-                self.probe.record("loader", l=alike[0].number, **facts)
-            self.loaders[loader] = alike[0]
-        watched, (_, inner) = self.loaders[loader], look_through(loader.dataset)
-        others = None if isinstance(inner, range) else inner
+            self.loaders[loader] = self.find_loader(loader)
+        watched = self.loaders[loader]
+        _, inner = look_through(loader.dataset)
+        if isinstance(inner, range):  # the sampler's own indices
+            inner = None
         names = {"l": watched.number, "epoch": len(watched.epochs)}
-        self.epochs[iterator] = epoch = WatchedEpoch(watched, names, others)
+        epoch = WatchedEpoch(watched, names, inner)
+        self.epochs[iterator] = epoch
         watched.epochs.append(epoch)
+
+    def find_loader(self, loader: DataLoader[Any]) -> WatchedLoader:
+        """Return the one, thrown away since, that a new loader follows; else record a new one."""
+        facts = _describe(loader, self.probe.place())
+        alive = list(self.loaders.values())
+        for watched in self.known:
+            if watched.facts == facts and watched not in alive:
+                return watched
+        watched = WatchedLoader(len(self.known), facts)
+        self.known.append(watched)
+        self.probe.record("loader", l=watched.number, **vars(facts))
+        return watched
 
     def give(self, original: Callable[..., Any], iterator: Any) -> Any:
         """Give the script a batch, and record which."""
-        epoch, cut = self.epochs.get(iterator), True
+        epoch = self.epochs.get(iterator)
         if epoch is None:
             return original(iterator)
+        cut = True
         try:
             self.probe.tell("batch_begin", epoch)
             cut = False
@@ -291,20 +373,22 @@ class LoaderWatch:
             contents=contents,
         )
         epoch.given += 1
-        self.fresh = [one for one in self.fresh if one.loader is not epoch.loader] + [epoch]
+        self.fresh = [other for other in self.fresh if other.loader is not epoch.loader]
+        self.fresh.append(epoch)
 
     def end(self, epoch: WatchedEpoch, iterator: Any, *, cut: bool) -> None:
         """Write the record ``epoch`` and, if it trains and was cut, ``rest`` unless endless."""
         self.probe.record("epoch", **epoch.names, batches=epoch.given, cut=cut)
         if cut and epoch.trains and not isinstance(iterator._dataset, IterableDataset):
-            more = (index for batch in iterator._sampler_iter for index in plain_indices(batch))
+            more = chain.from_iterable(map(plain_indices, iterator._sampler_iter))
             rest = [*chain(*epoch.queue), *islice(more, LONGEST_REST)]
             if len(rest) < LONGEST_REST:
                 self.probe.record("rest", **epoch.names, indices=rest, inner=epoch.find_inner(rest))
 
     def take_indices(self, original: Callable[..., Any], iterator: Any) -> Any:
         """Remember the indices of a batch, in the order in which the sampler gives them."""
-        indices, epoch = original(iterator), self.epochs.get(iterator)
+        indices = original(iterator)
+        epoch = self.epochs.get(iterator)
         if epoch is not None and not isinstance(iterator._dataset, IterableDataset):
             epoch.queue.append(self.probe.guard(plain_indices)(indices))
         return indices
@@ -316,32 +400,54 @@ class LoaderWatch:
 
     def backward_begin(self, *_: Any) -> None:
         """Note that the latest batches serve training: a backward or an update begins."""
-        for epoch in (one for one in self.fresh if not (one.over or one.trains)):
-            epoch.trains = True
-            self.probe.record("trained", **epoch.names)
+        for epoch in self.fresh:
+            if not (epoch.over or epoch.trains):
+                epoch.trains = True
+                self.probe.record("trained", **epoch.names)
         self.fresh = []
 
     step_begin = backward_begin
 
 
-def _describe(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the facts of the record ``loader``; the script's own batch sampler is asked first."""
-    own, dataset = loader.batch_sampler, loader.dataset
-    iterable = isinstance(dataset, IterableDataset)
-    samplers = [] if iterable else [own, getattr(own, "sampler", loader.sampler)]
-    samplers = [one for one in samplers if one is not None and type(one) is not BatchSampler]
+def _describe(loader: DataLoader[Any], at: list[Any] | None) -> LoaderFacts:
+    """Return the facts of a loader that the script's line ``at`` iterates over."""
+    dataset = loader.dataset
+    facts = LoaderFacts(
+        dataset=type(dataset).__name__,
+        length=None,
+        batches=None,
+        sampler=None,
+        replicas=None,
+        inner_length=None,
+        content=None,
+        at=at,
+    )
+    if isinstance(dataset, IterableDataset):
+        return facts
+    facts.length = _length(dataset)
+    facts.batches = _length(loader)
+    samplers = _samplers(loader)
+    if samplers:
+        facts.sampler = type(samplers[0]).__name__
+    replicas = [getattr(sampler, "num_replicas", None) for sampler in samplers]
+    facts.replicas = next(filter(None, replicas), None)
     innermost, indices = look_through(dataset)
-    known = [] if iterable or indices is None else innermost
-    contents = [held_content(one) for one in known]
-    return {
-        "dataset": type(dataset).__name__,
-        "length": None if iterable else _length(dataset),
-        "batches": None if iterable else _length(loader),
-        "sampler": type(samplers[0]).__name__ if samplers else None,
-        "replicas": next(filter(None, (getattr(x, "num_replicas", None) for x in samplers)), None),
-        "inner_length": sum(map(len, known)) if known else None,
-        "content": zlib.crc32(repr(contents).encode()) if contents and all(contents) else None,
-    }
+    if indices is not None:
+        facts.inner_length = sum(map(len, innermost))
+        contents = [held_content(inner) for inner in innermost]
+        if all(contents):
+            facts.content = zlib.crc32(repr(contents).encode())
+    return facts
+
+
+def _samplers(loader: DataLoader[Any]) -> list[Any]:
+    """Return the script's own batch sampler, and the sampler within it or of the loader."""
+    batch_sampler = loader.batch_sampler
+    samplers = []
+    for sampler in (batch_sampler, getattr(batch_sampler, "sampler", loader.sampler)):
+        if sampler is not None and type(sampler) is not BatchSampler:
+            samplers.append(sampler)
+    return samplers
 
 
 def _length(of: Any) -> int | None:
@@ -354,10 +460,17 @@ def _length(of: Any) -> int | None:
 
 def plain_indices(batch: Any) -> list[Any]:
     """Return the indices of a batch as a list; a loader without batches has a single one."""
-    plain = batch.tolist() if isinstance(batch, torch.Tensor) else batch
-    several = hasattr(plain, "__iter__") and not isinstance(plain, (str, bytes))
-    indices = plain if several else [plain]
-    return [int(one) if hasattr(one, "__index__") else str(one)[:100] for one in indices]
+    if isinstance(batch, torch.Tensor):
+        batch = batch.tolist()
+    if not hasattr(batch, "__iter__") or isinstance(batch, (str, bytes)):
+        batch = [batch]
+    indices: list[Any] = []
+    for index in batch:
+        if hasattr(index, "__index__"):
+            indices.append(int(index))
+        else:
+            indices.append(str(index)[:100])
+    return indices
 
 
 def watch(probe: Probe) -> None:

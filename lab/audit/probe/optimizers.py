@@ -52,16 +52,24 @@ class OwnSum:
         held : ``.grad`` of the parameter before the gradient is added to it, None if it is not.
         backward : the number of the backward pass.
         """
-        new, samples = backward != self.backward, take(gradient)
-        if self.samples is not None and not (new and held is None):
-            kept = (take(held) != 0).any() if new and held is not None else 1  # else set to zero
-            samples, self.square = wide(self.samples) * kept + samples, None
-        else:
+        is_new = backward != self.backward
+        samples = take(gradient)
+        if self.samples is None or (is_new and held is None):
             self.square = square_norm(gradient)
             if self.backwards:  # .grad vanished without a step, perhaps to be added up elsewhere
-                samples, self.backwards = samples * math.nan, 0
-        self.samples, self.backward = samples, backward
-        self.backwards += new
+                samples = samples * math.nan
+                self.backwards = 0
+        else:
+            earlier = wide(self.samples)
+            if is_new and held is not None:
+                # The script may have set it to zero: a factor, since an ``if`` waits for the GPU.
+                earlier = earlier * (take(held) != 0).any()
+            samples = earlier + samples
+            self.square = None
+        self.samples = samples
+        self.backward = backward
+        if is_new:
+            self.backwards += 1
 
 
 class WatchedOptimizer:
@@ -76,7 +84,10 @@ class WatchedOptimizer:
     """
 
     def __init__(self, built: int) -> None:
-        self.built, self.steps, self.written, self.weighed = built, 0, 0, -1
+        self.built = built
+        self.steps = 0
+        self.written = 0
+        self.weighed = -1
         self.number: int | None = None
         self.tensors: dict[Tensor, str] = {}
         self.clips: list[list[Any]] = []
@@ -94,28 +105,37 @@ class GradientWatch:
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
         self.known: Any = WeakTensorKeyDictionary()
-        self.last_seconds, self.backward, self.alone = 0.0, 0, False
+        self.last_seconds = 0.0
+        self.backward = 0
+        self.alone = False
         self._of: Any = weakref.WeakKeyDictionary()
         self._serials: Any = WeakTensorKeyDictionary()
-        self._counter, self._numbers = itertools.count(), itertools.count()
+        self._next_serial = itertools.count()
+        self._next_number = itertools.count()
         self._outermost: Optimizer | None = None  # whose step is under way
         # What its record ``step`` says of gradients, and whether this is final.
         self._sampled: dict[str, Any] = {}
         self._final = False
-        self._calls, self._scale = 0, 1.0
+        self._calls = 0
+        self._scale = 1.0
 
     def watch(self, tensor: Tensor | None) -> None:
         """See the gradients of a leaf from now on, before any hook that is added later."""
-        trains = tensor is not None and tensor.requires_grad and tensor.is_leaf
-        if tensor is None or not trains or is_sharded(tensor) or tensor in self.known:
+        if tensor is None or not (tensor.requires_grad and tensor.is_leaf):
             return
-        self.known[tensor] = own = OwnSum()
+        if is_sharded(tensor) or tensor in self.known:
+            return
+        own = OwnSum()
+        self.known[tensor] = own
         reference = weakref.ref(tensor)
 
         @self._probe.guard
         def hook(gradient: Tensor) -> None:
             leaf = reference()
-            own.add(gradient, None if self.alone or leaf is None else leaf.grad, self.backward)
+            held = None
+            if leaf is not None and not self.alone:
+                held = leaf.grad
+            own.add(gradient, held, self.backward)
             self.last_seconds = time.monotonic()
 
         hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # else saving warns
@@ -124,10 +144,17 @@ class GradientWatch:
     def zero_grad(self, original: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
         """Forget the sums of the parameters whose ``.grad`` a model or an optimiser clears."""
         original(owner, *args, **kwargs)
-        own = [{"params": owner.parameters()}] if isinstance(owner, Module) else owner.param_groups
-        for tensor in [tensor for group in own for tensor in group["params"]]:
-            if tensor in self.known:
-                self.known[tensor].samples, self.known[tensor].backwards = None, 0
+        tensors: list[Tensor] = []
+        if isinstance(owner, Module):
+            tensors += owner.parameters()
+        else:
+            for group in owner.param_groups:
+                tensors += group["params"]
+        for tensor in tensors:
+            own = self.known.get(tensor)
+            if own is not None:
+                own.samples = None
+                own.backwards = 0
 
     def of(self, optimizer: Optimizer) -> WatchedOptimizer:
         """Return what is known of an optimiser, with the parameters that it has now."""
@@ -145,13 +172,14 @@ class GradientWatch:
         """Count the backward pass, and write the weights before the first one of a step."""
         self.backward += 1
         for optimizer, watched in list(self._of.items()):
-            # another one's parameters: perhaps an optimiser within that one
-            if watched.number is not None or not any(t in self._serials for t in watched.tensors):
-                self._write_parameters(optimizer)
+            if watched.number is None and any(key in self._serials for key in watched.tensors):
+                continue  # another one's parameters: perhaps it lies within that one
+            self._write_parameters(optimizer)
 
     def communicate(self, tensors: list[Tensor]) -> None:
         """Count the collectives of a step."""
-        self._calls += bool(tensors)
+        if tensors:
+            self._calls += 1
 
     def add_param_group(self, original: Any, optimizer: Optimizer, *args: Any, **kw: Any) -> None:
         """See the gradients of parameters as soon as an optimiser gets them."""
@@ -166,17 +194,16 @@ class GradientWatch:
         return result
 
     def _clipped(self, tensors: list[Tensor], given: dict[str, Any], result: Any) -> None:
-        kind = "value" if "clip_value" in given else "norm"
-        limit = given["clip_value" if kind == "value" else "max_norm"]
-        clip = [
-            kind,
-            _plain(limit),
-            _plain(given.get("total_norm", result)),
-            self._calls,
-            self._probe.place(),
-        ]
+        if "clip_value" in given:
+            kind = "value"
+            limit = given["clip_value"]
+        else:
+            kind = "norm"
+            limit = given["max_norm"]
+        total_norm = given.get("total_norm", result)
+        clip = [kind, _plain(limit), _plain(total_norm), self._calls, self._probe.place()]
         for watched in list(self._of.values()):
-            if any(one in watched.tensors for one in tensors):
+            if any(tensor in watched.tensors for tensor in tensors):
                 watched.clips.append(clip)
 
     def scale(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +214,9 @@ class GradientWatch:
 
     def watch_step(self, original: Any, _optimizer: Optimizer, step: Any) -> Any:
         """See the ``step`` of a class of the script's, which torch gets for its hooks."""
-        return original(step if _is_torchs(step) else wrapped(step, self.step))
+        if not _is_torchs(step):
+            step = wrapped(step, self.step)
+        return original(step)
 
     def step(self, step: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call the ``step`` of a class, which may call that of its parent or of an optimiser.
@@ -200,7 +229,9 @@ class GradientWatch:
             if not closure and not self._final:
                 self._probe.guard(self._sample)(optimizer, final=_is_torchs(step))
             return step(optimizer, *args, **kwargs)
-        self._outermost, self._final, calls = optimizer, False, self._calls
+        self._outermost = optimizer
+        self._final = False
+        calls = self._calls
         try:
             self._probe.guard(self._write_parameters)(optimizer)
             self._probe.tell("step_begin", optimizer)
@@ -218,11 +249,29 @@ class GradientWatch:
         """Write the parameters that are new, and the weights unless this step's are written."""
         watched = self.of(optimizer)
         if watched.number is None:
-            watched.number = next(self._numbers)
-        new, rows = list(watched.tensors.items())[watched.written :], []
-        names = self._probe.forwards.names() if new else {}
+            watched.number = next(self._next_number)
+        new = list(watched.tensors.items())[watched.written :]
+        if new:
+            self._probe.record(
+                "params",
+                o=watched.number,
+                optimizer=type(optimizer).__name__,
+                built=watched.built,
+                rows=self._rows(watched, new),
+            )
+            watched.written = len(watched.tensors)
+        if watched.weighed < watched.steps:
+            watched.weighed = watched.steps
+            values = self._probe.samples(map(take, watched.tensors))
+            self._probe.record("weights", o=watched.number, step=watched.steps, values=values)
+
+    def _rows(self, watched: WatchedOptimizer, new: list[tuple[Tensor, str]]) -> list[list[Any]]:
+        """Return the rows of the record ``params`` for new parameters and their places."""
+        names = self._probe.forwards.names()
+        rows = []
         for tensor, place in new:
-            key, serial = f"{watched.number}.{place}", next(self._counter)
+            key = f"{watched.number}.{place}"
+            serial = self._serials.setdefault(tensor, next(self._next_serial))
             rows.append(
                 [
                     key,
@@ -230,40 +279,57 @@ class GradientWatch:
                     list(tensor.shape),
                     str(tensor.dtype)[len("torch.") :],
                     tensor.numel(),
-                    self._serials.setdefault(tensor, serial),
+                    serial,
                 ]
             )
-        if rows:
-            watched.written, kind = len(watched.tensors), type(optimizer).__name__
-            self._probe.record(
-                "params", o=watched.number, optimizer=kind, built=watched.built, rows=rows
-            )
-        if watched.weighed < watched.steps:
-            watched.weighed = watched.steps
-            values = self._probe.samples(map(take, watched.tensors))
-            self._probe.record("weights", o=watched.number, step=watched.steps, values=values)
+        return rows
 
     def _sample(self, optimizer: Optimizer, *, final: bool) -> None:
         """Sample what the outermost optimiser gets now: the fields of ``step`` on gradients."""
-        self._final, self._sampled = final, {}
-        tensors = self._of[self._outermost].tensors
+        self._final = final
+        self._sampled = {}  # stays empty if the sampling fails
+        tensors = list(self._of[self._outermost].tensors)
         scale = float(getattr(optimizer, "grad_scale", None) or 1)  # a fused one divides by it
-        zeros = [torch.zeros(min(one.numel(), COORDINATES)) for one in tensors]
-        held, owns = [one.grad for one in tensors], [self.known.get(one) for one in tensors]
-        seen = [own for own in owns if own is not None and own.samples is not None]
-        squares = [own.square for own in seen if own.square is not None]
-        self._sampled = {
-            "micro": max((own.backwards for own in seen), default=0),
-            "own": self._probe.samples(
-                zero + math.nan if own is None else zero if own.samples is None else own.samples
-                for own, zero in zip(owns, zeros)
-            ),
-            "own_norm": total(squares) if len(squares) == len(seen) else None,
-            "got": self._probe.samples(
-                zero if grad is None else take(grad) / scale for grad, zero in zip(held, zeros)
-            ),
-            "got_norm": total([square_norm(grad) for grad in held if grad is not None]) / scale,
+        self._sampled = {**self._sample_own(tensors), **self._sample_held(tensors, scale)}
+
+    def _sample_own(self, tensors: list[Tensor]) -> dict[str, Any]:
+        """Return the fields on this rank's own gradients: micro, own, own_norm."""
+        samples = []
+        backwards = 0
+        squares = []
+        all_single = True
+        for tensor in tensors:
+            own = self.known.get(tensor)
+            if own is None:
+                samples.append(_zeros(tensor) + math.nan)
+                continue
+            if own.samples is None:
+                samples.append(_zeros(tensor))
+                continue
+            samples.append(own.samples)
+            backwards = max(backwards, own.backwards)
+            if own.square is None:
+                all_single = False
+            else:
+                squares.append(own.square)
+        return {
+            "micro": backwards,
+            "own": self._probe.samples(samples),
+            "own_norm": total(squares) if all_single else None,
         }
+
+    def _sample_held(self, tensors: list[Tensor], scale: float) -> dict[str, Any]:
+        """Return the fields on what ``.grad`` holds, divided by the scale: got, got_norm."""
+        samples = []
+        squares = []
+        for tensor in tensors:
+            held = tensor.grad
+            if held is None:
+                samples.append(_zeros(tensor))
+            else:
+                samples.append(take(held) / scale)
+                squares.append(square_norm(held))
+        return {"got": self._probe.samples(samples), "got_norm": total(squares) / scale}
 
     def _end(self, optimizer: Optimizer, seconds: float) -> None:
         """Write the records of the outermost step, which has succeeded, and await the next one."""
@@ -282,10 +348,14 @@ class GradientWatch:
             at=self._probe.place(),
         )
         self._probe.record("stepped", **numbers, seconds=seconds, state=_state_of(optimizer))
-        for own in filter(None, map(self.known.get, watched.tensors)):
-            own.backwards = 0
-        watched.steps, watched.clips = watched.steps + 1, []
-        self._calls, self._scale = 0, 1.0
+        for tensor in watched.tensors:
+            own = self.known.get(tensor)
+            if own is not None:
+                own.backwards = 0
+        watched.steps += 1
+        watched.clips = []
+        self._calls = 0
+        self._scale = 1.0
         self._probe.step = max(self._probe.step, watched.steps)
         self._probe.tell("step_end", optimizer)
 
@@ -295,34 +365,46 @@ def _is_torchs(step: Any) -> bool:
     return str(step.__module__).startswith("torch.optim.")
 
 
+def _zeros(parameter: Tensor) -> Tensor:
+    """Return the samples of a gradient that never came."""
+    return torch.zeros(min(parameter.numel(), COORDINATES))
+
+
 def _state_of(optimizer: Optimizer) -> int | None:
     """Return the hash of an optimiser's state; None if it has none or shares it out."""
-    tensors = [one for one in optimizer.state if isinstance(one, Tensor)][:_STATE_PARAMETERS]
-    if type(optimizer).__name__ == "ZeroRedundancyOptimizer" or any(map(is_sharded, tensors)):
+    parameters = [key for key in optimizer.state if isinstance(key, Tensor)][:_STATE_PARAMETERS]
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer" or any(map(is_sharded, parameters)):
         return None
-    parts = [
-        take(value)
-        for one in tensors
-        for _, value in sorted(optimizer.state[one].items())
-        if isinstance(value, Tensor) and value.numel()
-    ]
-    return checksum(parts) if parts else None
+    parts = []
+    for parameter in parameters:
+        for _, value in sorted(optimizer.state[parameter].items()):
+            if isinstance(value, Tensor) and value.numel():
+                parts.append(take(value))
+    if not parts:
+        return None
+    return checksum(parts)
 
 
 def _plain(value: Any) -> float | None:
     """Return a number, also from a tensor; None without one or if it is spread over ranks."""
-    if value is None or (isinstance(value, Tensor) and (is_sharded(value) or value.numel() != 1)):
+    if value is None:
+        return None
+    if isinstance(value, Tensor) and (is_sharded(value) or value.numel() != 1):
         return None
     return float(value)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return the plain settings of an optimiser's group, without its parameters."""
-    return {
-        name: _plain(value) if isinstance(value, Tensor) else value
-        for name, value in group.items()
-        if name not in ("params", "lr") and isinstance(value, (Tensor, bool, int, float, str))
-    }
+    settings: dict[str, Any] = {}
+    for name, value in group.items():
+        if name in ("params", "lr"):
+            continue
+        if isinstance(value, Tensor):
+            settings[name] = _plain(value)
+        elif isinstance(value, (bool, int, float, str)):
+            settings[name] = value
+    return settings
 
 
 def watch(probe: Probe) -> None:
@@ -337,7 +419,7 @@ def watch(probe: Probe) -> None:
         patch(importlib.import_module("torch.nn.utils.clip_grad"), name, watched.clip)
         patch(torch.nn.utils, name, watched.clip)
     patch(getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler), "step", watched.scale)
-    for one in Optimizer.__subclasses__():  # torch's alone, so far
-        patch(one, "step", watched.step)
+    for optimizer in Optimizer.__subclasses__():  # torch's alone, so far
+        patch(optimizer, "step", watched.step)
     patch(Optimizer, "profile_hook_step", watched.watch_step)
     probe.listeners.append(watched)

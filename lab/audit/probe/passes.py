@@ -13,6 +13,7 @@ import importlib
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,9 +42,41 @@ _LOSSES = (
     "MultilabelMarginLoss",
     "CtcLoss",
 )
-_OTHERS = ("MeanBackward", "SumBackward")
-_REDUCTIONS = {0: "none", 1: "mean", 2: "sum", "MeanBackward": "mean", "SumBackward": "sum"}
-_MOST_NODES, _BUFFER_COORDINATES = 200, 64
+_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}  # torch's numbers
+# Where there is no loss function: the reductions of a loss that the script computes itself.
+_OTHERS = {"MeanBackward": "mean", "SumBackward": "sum"}
+_MOST_NODES = 200
+_BUFFER_COORDINATES = 64
+
+
+@dataclass(eq=False)
+class _Forward:
+    """A forward pass, and whether a gradient has reached its output.
+
+    root : the id of the whole model, also of layers that the script calls one by one.
+    row : what the record ``backward`` says of it.
+    """
+
+    root: int
+    row: list[Any]
+    reached: bool = False
+
+    def see_gradient(self, _gradients: Any) -> None:
+        self.reached = True
+
+
+@dataclass(eq=False)
+class _Loss:
+    """The loss of the record ``backward``; ``arriving`` is a tensor once backward has begun."""
+
+    node: str
+    reduction: str | None
+    arriving: Any
+    samples: int | None
+    target_hash: int | None
+
+    def see_gradient(self, gradients: Any) -> None:
+        self.arriving = sum(tensor.detach().sum() for tensor in tensors_in(gradients[:1]))
 
 
 class PassWatch:
@@ -61,10 +94,11 @@ class PassWatch:
         self._wrapped: Any = WeakIdKeyDictionary()  # modules within some DDP
         self._through_ddp = False
         self._synced: bool | None = None  # of the latest forward
-        self._pending: list[dict[str, Any]] = []  # forwards that a backward may reach
+        self._pending: list[_Forward] = []  # forwards that a backward may reach
         self._random: int | None = None
         self._evaluated = 0  # the latest step after which the script has evaluated
-        self._micro, self._step = 0, -1
+        self._micro = 0
+        self._step = -1
 
     # --- forward ---
 
@@ -75,12 +109,18 @@ class PassWatch:
 
     def begin(self, module: Module, _arguments: Any) -> None:
         """Note the beginning of a call, before the module's own hooks."""
-        inner = self._running() not in (None, module)  # a layer
-        if inner or self._probe.in_backward or next(module.parameters(), None) is None:
-            return  # in backward, checkpoints compute parts of the forward again
+        running = self._running()
+        if running is not None and running is not module:
+            return  # a layer
+        if self._probe.in_backward:
+            return  # checkpoints compute parts of the forward again
+        if next(module.parameters(), None) is None:
+            return
         self._running = weakref.ref(module)
         self.training = torch.is_grad_enabled() and module.training
-        self._random = _random_state() if self.training else None
+        self._random = None
+        if self.training:
+            self._random = _random_state()
         self._roots[self._root(module)] = True
         self._probe.tell("forward_begin", module)
 
@@ -100,68 +140,75 @@ class PassWatch:
 
     def _await_gradient(self, module: Module, given: Any, output: Any) -> None:
         """Keep what the record ``backward`` says of a forward, until a gradient reaches it."""
-        forward = {
-            "root": id(self._root(module)),  # of layers that the script calls one by one
-            "row": [*_samples(next(tensors_in(given), None)), self._through(module)],
-            "reached": False,
-        }
+        samples, input_hash = _samples(next(tensors_in(given), None))
+        row = [samples, input_hash, self._through(module)]
+        forward = _Forward(id(self._root(module)), row)
         self._pending.append(forward)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(lambda _: forward.update(reached=True))
+                tensor.grad_fn.register_prehook(forward.see_gradient)
 
     def _evaluates(self, module: Module) -> None:
         """Record the running statistics."""
-        self._evaluated = step = self._probe.step
-        buffers = [
-            [_plain_name(name), take(buffer)[:_BUFFER_COORDINATES].tolist()]
-            for name, buffer in module.named_buffers()
-            if name.endswith(("running_mean", "running_var")) and type(buffer) is Tensor
-        ]
-        unsynced = sum(
-            isinstance(one, _NormBase) and not isinstance(one, SyncBatchNorm)
-            for one in module.modules()
-        )
+        self._evaluated = self._probe.step
+        buffers = []
+        for name, buffer in module.named_buffers():
+            if name.endswith(("running_mean", "running_var")) and type(buffer) is Tensor:
+                samples = take(buffer)[:_BUFFER_COORDINATES]
+                buffers.append([_plain_name(name), samples.tolist()])
+        unsynced = 0
+        for layer in module.modules():
+            if isinstance(layer, _NormBase) and not isinstance(layer, SyncBatchNorm):
+                unsynced += 1
         self._probe.record(
-            "eval", step=step, buffers=buffers, batchnorm=unsynced, at=self._probe.place()
+            "eval",
+            step=self._probe.step,
+            buffers=buffers,
+            batchnorm=unsynced,
+            at=self._probe.place(),
         )
 
     def names(self) -> dict[int, str]:
         """Return the names of all parameters of the models that were called, by id."""
-        return {
-            id(one): _plain_name(name)
-            for root in list(self._roots)
-            for name, one in root.named_parameters()
-        }
+        names = {}
+        for root in list(self._roots):
+            for name, parameter in root.named_parameters():
+                names[id(parameter)] = _plain_name(name)
+        return names
 
     def _root(self, module: Module) -> Module:
         """Return the module that holds this one, at any depth; DDP itself is left out."""
         parent = self._parents.get(module, lambda: None)()
-        alone = parent is None or isinstance(parent, DistributedDataParallel)
-        return module if alone else self._root(parent)
+        if parent is None or isinstance(parent, DistributedDataParallel):
+            return module
+        return self._root(parent)
 
     def _through(self, module: Module) -> str:
         """Return whether a forward went through DDP, past it, or met none."""
         parts = list(module.modules())
         # DDP among the parts: torch.compile(DDP(model)), whose inner calls cannot be seen
-        if self._through_ddp or any(isinstance(one, DistributedDataParallel) for one in parts):
+        if self._through_ddp or any(isinstance(part, DistributedDataParallel) for part in parts):
             return "ddp"
-        return "bypass" if any(one in self._wrapped for one in parts) else "module"
+        if any(part in self._wrapped for part in parts):
+            return "bypass"
+        return "module"
 
     # --- DDP ---
 
     def build_ddp(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
         """Write the record ``ddp`` when one has been built."""
         original(ddp, *args, **kwargs)
-        nbytes = sum(
-            one.numel() * one.element_size() for one in ddp.module.parameters() if one.requires_grad
-        )
+        nbytes = 0
+        for parameter in ddp.module.parameters():
+            if parameter.requires_grad:
+                nbytes += parameter.numel() * parameter.element_size()
         self._probe.record("ddp", bytes=nbytes, at=self._probe.place())
         self._wrapped.update(dict.fromkeys(ddp.module.modules()))
 
     def call_ddp(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
         """Note that DDP runs the model, and whether it is to average the gradients."""
-        self._through_ddp, self._synced = True, getattr(ddp, "require_backward_grad_sync", None)
+        self._through_ddp = True
+        self._synced = getattr(ddp, "require_backward_grad_sync", None)
         return original(ddp, *args, **kwargs)
 
     # --- backward ---
@@ -171,12 +218,16 @@ class PassWatch:
 
         Neither counts within another pass, nor ``grad`` if it asks for no parameter's gradient.
         """
-        gradients = self._probe.gradients
-        inputs = tensors_in(args[1] if len(args) > 1 else kwargs.get("inputs"))
-        if self._probe.in_backward or (alone and all(one not in gradients.known for one in inputs)):
+        if self._probe.in_backward:
             return original(*args, **kwargs)
+        gradients = self._probe.gradients
+        if alone:
+            inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+            if all(tensor not in gradients.known for tensor in tensors_in(inputs)):
+                return original(*args, **kwargs)
         roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-        self._probe.in_backward, gradients.alone = True, alone
+        self._probe.in_backward = True
+        gradients.alone = alone
         try:
             loss = self._probe.guard(self._begin_backward)(list(tensors_in(roots)))
             begun = time.monotonic()
@@ -187,20 +238,32 @@ class PassWatch:
             self._probe.tell("backward_end")
         return result
 
-    def _begin_backward(self, roots: list[Tensor]) -> dict[str, Any] | None:
-        step = self._probe.step
-        self._micro, self._step = self._micro + 1 if step == self._step else 0, step
+    def _begin_backward(self, roots: list[Tensor]) -> _Loss | None:
+        """Count the pass, tell of it, and return its loss, which is watched from now on."""
+        if self._probe.step == self._step:
+            self._micro += 1
+        else:
+            self._step = self._probe.step
+            self._micro = 0
         self._probe.tell("backward_begin", roots)
-        node = find_loss(roots[0]) if len(roots) == 1 else None
-        return None if node is None else _watch_loss(node)
+        if len(roots) != 1:
+            return None
+        node = find_loss(roots[0])
+        if node is None:
+            return None
+        return _watch_loss(node)
 
-    def _end_backward(self, loss: dict[str, Any] | None, begun: float) -> None:
+    def _end_backward(self, loss: _Loss | None, begun: float) -> None:
         """Write the record of a pass that has succeeded."""
-        ended, latest = time.monotonic(), self._probe.gradients.last_seconds
+        ended = time.monotonic()
+        latest = self._probe.gradients.last_seconds
         if loss is not None:
-            loss["arriving"] = float(loss["arriving"])
+            loss.arriving = float(loss.arriving)
         # The first forward of each model, last model first.
-        rows = {one["root"]: one["row"] for one in self._pending[::-1] if one["reached"]}
+        rows: dict[int, list[Any]] = {}
+        for forward in self._pending[::-1]:
+            if forward.reached:
+                rows[forward.root] = forward.row
         self._pending = []  # the script may run forwards with gradients that it never uses
         self._probe.record(
             "backward",
@@ -208,7 +271,7 @@ class PassWatch:
             micro=self._micro,
             forwards=list(rows.values())[::-1],
             synced=self._synced,
-            loss=loss,
+            loss=None if loss is None else vars(loss),
             seconds=ended - begun,
             exposed_seconds=ended - latest if latest > begun else None,
             at=self._probe.place(),
@@ -219,32 +282,31 @@ def find_loss(root: Tensor) -> Any:
     """Return the node of the loss nearest to the root of a backward, else of a mean or a sum."""
     nodes: list[Any] = [] if root.grad_fn is None else [root.grad_fn]
     for node in nodes:  # breadth first: the list grows on the way
-        for following, _ in node.next_functions if len(nodes) < _MOST_NODES else ():
+        if len(nodes) >= _MOST_NODES:
+            break
+        for following, _ in node.next_functions:
             if following is not None and following not in nodes:
                 nodes.append(following)
-    pairs = ((node, names) for names in (_LOSSES, _OTHERS) for node in nodes)
-    return next((node for node, names in pairs if node.name().startswith(names)), None)
+    for names in (_LOSSES, tuple(_OTHERS)):
+        for node in nodes:
+            if node.name().startswith(names):
+                return node
+    return None
 
 
-def _watch_loss(node: Any) -> dict[str, Any]:
-    """Return the entry "loss" of the record; "arriving" is a tensor once backward has begun."""
-    name, target = node.name(), None
+def _watch_loss(node: Any) -> _Loss:
+    """Return what the record says of a loss, and see the gradient that will reach it."""
+    name = node.name()
+    target = None
     with contextlib.suppress(RuntimeError):  # an earlier backward has freed the target
         target = getattr(node, "_saved_target", None)
     samples, target_hash = _samples(target)
-    loss: dict[str, Any] = {
-        "node": name,
-        "reduction": _REDUCTIONS.get(getattr(node, "_saved_reduction", name[:-1])),
-        "arriving": 0.0,
-        "samples": samples,
-        "target_hash": target_hash,
-    }
-
-    node.register_prehook(
-        lambda gradients: loss.update(
-            arriving=sum(one.detach().sum() for one in tensors_in(gradients[:1]))
-        )
-    )
+    if hasattr(node, "_saved_reduction"):
+        reduction = _REDUCTIONS.get(node._saved_reduction)
+    else:
+        reduction = _OTHERS.get(name[:-1])  # without the number of the overload
+    loss = _Loss(name, reduction, 0.0, samples, target_hash)
+    node.register_prehook(loss.see_gradient)
     return loss
 
 
@@ -252,18 +314,23 @@ def _samples(tensor: Tensor | None) -> tuple[int | None, int | None]:
     """Return the number of samples in the first dimension of a tensor, and a hash of it."""
     if tensor is None:
         return None, None
-    return tensor.shape[0] if tensor.dim() else 1, checksum([take(tensor)])
+    count = tensor.shape[0] if tensor.dim() else 1
+    return count, checksum([take(tensor)])
 
 
 def _plain_name(name: str) -> str:
     """Return the name of a parameter or buffer without DDP's prefix."""
-    return name[len("module.") :] if name.startswith("module.") else name
+    if name.startswith("module."):
+        return name[len("module.") :]
+    return name
 
 
 def _random_state() -> int:
     """Return a hash of the generators' states; reading them draws nothing."""
-    on_gpu = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
-    return checksum([torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])])
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        states.append(torch.cuda.get_rng_state())
+    return checksum(states)
 
 
 def watch(probe: Probe) -> None:
@@ -272,8 +339,10 @@ def watch(probe: Probe) -> None:
     hooks.register_module_module_registration_hook(probe.guard(passes.child_added))
     hooks.register_module_forward_pre_hook(probe.guard(passes.begin))
     register = hooks.register_module_forward_hook
-    more = {"with_kwargs": True} if "with_kwargs" in named(register, (), {}) else {}  # torch 2.5
-    register(probe.guard(passes.end), **more)
+    if "with_kwargs" in named(register, (), {}):  # torch 2.5 and newer
+        register(probe.guard(passes.end), with_kwargs=True)
+    else:
+        register(probe.guard(passes.end))
     patch(torch.autograd, "backward", functools.partial(passes.backward, False))
     patch(torch.autograd, "grad", functools.partial(passes.backward, True))
     if torch.distributed.is_available():

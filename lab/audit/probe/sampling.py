@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .coordinates import coordinates
 
+_DEEPEST = 4  # levels of lists, dicts and the like that are searched for tensors
+
 
 @lru_cache(maxsize=4096)
 def _index(numel: int, device: torch.device) -> Tensor:
@@ -26,9 +28,12 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
         value = getattr(value, "__dict__", None)
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (dict, list, tuple)) and depth < 4:
-        for one in list(value.values()) if isinstance(value, dict) else value:
-            yield from tensors_in(one, depth + 1)
+        return
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)) and depth < _DEEPEST:
+        for part in value:
+            yield from tensors_in(part, depth + 1)
 
 
 def take(tensor: Tensor) -> Tensor:
@@ -50,27 +55,34 @@ def dense(tensor: Tensor) -> Tensor:
     plain = tensor.detach()
     if plain.layout != torch.strided:
         plain = plain.to_dense()
-    return plain.real if plain.is_complex() else plain
+    if plain.is_complex():
+        plain = plain.real
+    return plain
 
 
 def square_norm(tensor: Tensor) -> Tensor:
     """Return the sum of the squares of a tensor, a scalar on its device."""
     plain = dense(tensor)
-    small = plain.dtype in (torch.float16, torch.bfloat16) or not plain.is_floating_point()
-    norm = torch.linalg.vector_norm(plain, dtype=torch.float32 if small else None)
+    imprecise = plain.dtype in (torch.float16, torch.bfloat16)
+    if imprecise or not plain.is_floating_point():
+        norm = torch.linalg.vector_norm(plain, dtype=torch.float32)
+    else:
+        norm = torch.linalg.vector_norm(plain)
     return norm * norm
 
 
 def wide(tensor: Tensor) -> Tensor:
     """Return a tensor in float64, or in float32 where the device has no float64."""
-    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+    if tensor.device.type == "mps":
+        return tensor.to(torch.float32)
+    return tensor.to(torch.float64)
 
 
 def join(parts: Iterable[Tensor]) -> array[float]:
     """Return all numbers of flat tensors in float64, with one transfer from each device."""
     result: array[float] = array("d")
-    for _, run in groupby(parts, key=lambda one: one.device):
-        numbers = torch.cat([part.reshape(-1) for part in run])
+    for _, on_one_device in groupby(parts, key=lambda part: part.device):
+        numbers = torch.cat([part.reshape(-1) for part in on_one_device])
         result.extend(numbers.cpu().to(torch.float64).tolist())
     return result
 

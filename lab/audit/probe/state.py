@@ -49,8 +49,10 @@ class Probe:
         self.settings = settings
         self.folder = Path(settings["folder"])
         self.script = os.path.realpath(settings["script"])
-        self.written, self.step = 0, 0
-        self.cutting, self.in_backward = False, False
+        self.written = 0
+        self.step = 0
+        self.cutting = False
+        self.in_backward = False
         self.gradients: Any = None
         self.forwards: Any = None
         self.is_users = functools.lru_cache(maxsize=None)(self._is_users)
@@ -61,16 +63,20 @@ class Probe:
 
     def _open(self) -> None:
         """Open this process's own files. What a forked one's parent had open stays the parent's."""
-        own, variables = str(self.folder / str(os.getpid())), ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        own = str(self.folder / str(os.getpid()))
         self._lines = open(own + ".jsonl", "ab", buffering=0)  # noqa: SIM115
         self._numbers = open(own + ".f64", "ab", buffering=0)  # noqa: SIM115
+        variables = {}
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            if name in os.environ:
+                variables[name] = os.environ[name]
         self.record(
             "start",
             ppid=os.getppid(),
             python=sys.version.split()[0],
             executable=sys.executable,
             hint=self.settings.get("rank"),
-            variables={name: os.environ[name] for name in variables if name in os.environ},
+            variables=variables,
         )
 
     def end(self) -> None:
@@ -96,7 +102,8 @@ class Probe:
         """Write the numbers of flat tensors and return the reference [offset, count] to them."""
         from .sampling import join  # it imports torch, which the script has done by now
 
-        values, offset = join(parts), self._numbers.seek(0, os.SEEK_END) // 8
+        values = join(parts)
+        offset = self._numbers.seek(0, os.SEEK_END) // values.itemsize
         self._numbers.write(values.tobytes())  # one thread trains
         return [offset, len(values)]
 
@@ -110,7 +117,9 @@ class Probe:
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             try:
-                return None if compiling() else function(*args, **kwargs)
+                if compiling():
+                    return None
+                return function(*args, **kwargs)
             except StopIteration:
                 raise
             except Exception:
@@ -128,9 +137,9 @@ class Probe:
 
     def tell(self, event: str, *arguments: Any) -> None:
         """Call the methods of this name of all listeners, in the order of these."""
-        for one in self.listeners:
-            if hasattr(one, event):
-                self.guard(getattr(one, event))(*arguments)
+        for listener in self.listeners:
+            if hasattr(listener, event):
+                self.guard(getattr(listener, event))(*arguments)
 
     def place(self, frames: Any = None) -> list[Any] | None:
         """Return [file, line, text] of the first frame of the script's own code, or None.
@@ -146,9 +155,11 @@ class Probe:
 
     def _is_users(self, filename: str) -> bool:
         """Return whether a file belongs to the script: under its folder, not installed there."""
-        path, own = os.path.realpath(filename), os.path.dirname(os.path.realpath(__file__))
-        inside = path.startswith(self.script + os.sep) and not path.startswith(own)
-        return inside and "site-packages" not in path
+        path = os.path.realpath(filename)
+        if not path.startswith(self.script + os.sep):
+            return False
+        of_probe = path.startswith(os.path.dirname(os.path.realpath(__file__)))
+        return not of_probe and "site-packages" not in path
 
 
 def compiling() -> bool:
@@ -169,7 +180,9 @@ def wrapped(original: Function, wrapper: Callable[..., Any]) -> Function:
 
     @functools.wraps(original)
     def called(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) if compiling() else wrapper(original, *args, **kwargs)
+        if compiling():
+            return original(*args, **kwargs)
+        return wrapper(original, *args, **kwargs)
 
     return called  # type: ignore[return-value]  # it is called as the original
 
@@ -199,8 +212,10 @@ def replaced() -> list[str]:
         now = vars(owner).get(name)
         while now is not mine and hasattr(now, "__wrapped__"):
             now = now.__wrapped__
+        if now is mine:
+            continue
         module = getattr(owner, "__module__", None) or getattr(owner, "__name__", None)
-        if now is not mine and str(module).startswith("torch"):
+        if str(module).startswith("torch"):
             found.add(name)
     return sorted(found)
 
@@ -235,7 +250,9 @@ def install() -> None:
 
 def _find_torch(probe: Probe, name: str, *rest: Any) -> Any:
     """Find torch for an import, see importlib.abc.MetaPathFinder, so that it will be watched."""
-    spec = PathFinder.find_spec(name, *rest) if name == "torch" else None
+    if name != "torch":
+        return None
+    spec = PathFinder.find_spec(name, *rest)
     if spec is not None:
         patch(spec.loader, "exec_module", functools.partial(_watch, probe))
     return spec

@@ -28,11 +28,14 @@ from torch.optim import Optimizer
 from .data import WatchedEpoch
 from .state import Probe, patch, replaced
 
-BATCHES_AFTER_CUT, STEPS_AFTER_CUT = 2, 4
+BATCHES_AFTER_CUT = 2
+STEPS_AFTER_CUT = 4
 STEPS_AFTER_REPORT = 3  # so that a script that ends its loop by itself and reports is not cut
 BARRIER_SECONDS = 10.0
 BETWEEN_EPOCHS_SECONDS = 10.0
-IDLE_SECONDS, CLOCK_SECONDS, EXIT_SECONDS = 60.0, 30.0, 5.0
+IDLE_SECONDS = 60.0
+CLOCK_SECONDS = 30.0
+EXIT_SECONDS = 5.0
 
 
 class Stopping:
@@ -47,11 +50,15 @@ class Stopping:
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
-        clocks = bool(probe.settings.get("clocks"))
-        self.steps = int(probe.settings.get("steps") or 6) + STEPS_AFTER_REPORT * clocks
+        self.steps = int(probe.settings.get("steps") or 6)
+        if probe.settings.get("clocks"):
+            self.steps += STEPS_AFTER_REPORT
         self.latest: WatchedEpoch | None = None
-        self.evaluating, self.epoch_ended, self.by_hand = False, False, False
-        self.last_step, self.patience = 0.0, IDLE_SECONDS
+        self.evaluating = False
+        self.epoch_ended = False
+        self.by_hand = False
+        self.last_step = 0.0
+        self.patience = IDLE_SECONDS
         self.cut_step = 0
         probe.listeners.append(self)
         patch(os, "_exit", self.exit_at_once)
@@ -66,15 +73,17 @@ class Stopping:
         """Count the backwards as steps if the script updates its weights by hand."""
         backwards = self.probe.gradients.backward
         if backwards == self.steps and self.probe.step == 0:
-            self.by_hand = not any(issubclass(type(one), Optimizer) for one in gc.get_objects())
+            self.by_hand = not any(issubclass(type(held), Optimizer) for held in gc.get_objects())
         if self.by_hand:
             self.probe.step = backwards
             self.step_end(None)
 
     def step_end(self, optimizer: Any) -> None:
         """Cut after the last of ``steps`` updates, or let the first epoch end before."""
-        self.last_step, done = time.monotonic(), self.probe.step
-        if done > 2 * self.steps or (done >= self.steps and not self.first_epoch_ends_soon()):
+        self.last_step = time.monotonic()
+        done = self.probe.step
+        enough = done >= self.steps and not self.first_epoch_ends_soon()
+        if enough or done > 2 * self.steps:
             self.cut()
 
     def first_epoch_ends_soon(self) -> bool:
@@ -83,15 +92,18 @@ class Stopping:
         All ranks have to agree, so the sampler has to be one that gives all equally many.
         """
         epoch = self.latest
-        if epoch is None or epoch.over or sum(one.trains for one in epoch.loader.epochs) != 1:
+        if epoch is None or epoch.over or len(epoch.loader.trained()) != 1:
             return False
-        batches, replicas = (epoch.loader.facts[name] for name in ("batches", "replicas"))
-        return None not in (batches, replicas) and bool(batches - epoch.given <= self.steps)
+        facts = epoch.loader.facts
+        if facts.batches is None or facts.replicas is None:
+            return False
+        return facts.batches - epoch.given <= self.steps
 
     def cut(self) -> None:
         """Begin to end the script, unless this has been done."""
         if not self.probe.cutting:
-            self.probe.cutting, self.cut_step = True, self.probe.step
+            self.probe.cutting = True
+            self.cut_step = self.probe.step
             self.probe.record("cut", step=self.probe.step, replaced=replaced())
             self.last_step = time.monotonic()
             threading.Thread(target=self.end_late, name="lab audit", daemon=True).start()
@@ -105,15 +117,17 @@ class Stopping:
     def batch_begin(self, epoch: WatchedEpoch) -> None:
         """Let the script have a batch, or raise StopIteration or SystemExit."""
         self.cut_if_overdue()
-        self.latest, trained = epoch, [one for one in epoch.loader.epochs if one.trains]
+        self.latest = epoch
         if not self.probe.cutting:
             return
+        trained = epoch.loader.trained()
         trains = bool(trained) and (epoch.trains or not self.evaluating)
-        shown = sum(one.given >= BATCHES_AFTER_CUT for one in trained)
-        if trains and self.epoch_ended and shown >= 2:
+        shown = [past for past in trained if past.given >= BATCHES_AFTER_CUT]
+        if trains and self.epoch_ended and len(shown) >= 2:
             self.end()
         if epoch.over or epoch.given >= BATCHES_AFTER_CUT:
-            self.epoch_ended |= trains
+            if trains:
+                self.epoch_ended = True
             raise StopIteration
 
     def forward(self, module: torch.nn.Module) -> None:
@@ -125,8 +139,9 @@ class Stopping:
 
     def step_begin(self, optimizer: Any) -> None:
         """Raise SystemExit some steps after the cut, or at once if batches come from elsewhere."""
-        done = self.latest is None or self.probe.step >= self.cut_step + STEPS_AFTER_CUT
-        if self.probe.cutting and done:
+        if not self.probe.cutting:
+            return
+        if self.latest is None or self.probe.step >= self.cut_step + STEPS_AFTER_CUT:
             self.end()
 
     def end(self) -> None:
@@ -134,14 +149,19 @@ class Stopping:
 
         Files tell when: collectives are the script's. Without a group no rank waits for another.
         """
-        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-        folder, size = self.probe.folder, torch.distributed.get_world_size() if grouped else 0
+        size = 0
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            size = torch.distributed.get_world_size()
+        folder = self.probe.folder
         (folder / f"ready-{os.getpid()}").touch()
         limit = time.monotonic() + BARRIER_SECONDS
         while len(list(folder.glob("ready-*"))) < size and time.monotonic() < limit:
             time.sleep(0.02)
         self.last_step = time.monotonic()
-        self.patience = CLOCK_SECONDS if self.probe.settings.get("clocks") else EXIT_SECONDS
+        if self.probe.settings.get("clocks"):
+            self.patience = CLOCK_SECONDS
+        else:
+            self.patience = EXIT_SECONDS
         raise SystemExit(0)
 
     def end_late(self) -> None:
@@ -161,7 +181,7 @@ class Stopping:
         """See sys.excepthook. After the cut the status is 0."""
         self.record(error)
         if self.probe.cutting and isinstance(error, Exception):
-            raise SystemExit(0)
+            raise SystemExit(0)  # the cut is its cause
         original(kind, error, trace)
 
     def fail_in_thread(self, original: Callable[..., Any], arguments: Any) -> None:
@@ -184,11 +204,12 @@ class Stopping:
 
     def record(self, error: Any) -> None:
         """Write the record ``error``."""
+        frames = list(traceback.walk_tb(error.__traceback__))
         self.probe.record(
             "error",
             type=type(error).__name__,
             message=str(error),
-            at=self.probe.place(list(traceback.walk_tb(error.__traceback__))[::-1]),
+            at=self.probe.place(frames[::-1]),
             after_cut=self.probe.cutting,
         )
 

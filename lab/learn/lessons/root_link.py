@@ -5,7 +5,7 @@ import re
 from common.errors import GroupError, UserError
 from lab.learn.lessons.nodes import run_on_nodes
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
-from lab.processes.prefixed_output import say as tell
+from lab.terminal import say as tell
 
 # Nodes, MB and Gbit/s; the first case is measured.
 _CASES = ((4, 36.92, 1.0), (2, 36.92, 1.0), (8, 100.0, 1.0), (4, 36.92, 0.2))

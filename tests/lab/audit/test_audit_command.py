@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from lab.audit.cases import FOLDER
-from tests.helpers.audited import BY_FLAGS
+from tests.helpers.audited import BY_FLAGS, CASES
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_a_right_script_and_its_json(tmp_path, audit):
 
 @pytest.mark.slow
 def test_torchrun_gets_the_number_of_ranks_and_a_literal_divisor_is_a_fault(tmp_path, audit):
-    right = (FOLDER / "right_torchrun.py").read_text()
+    right = (CASES / "right_torchrun.py").read_text()
     divided = "for p in self.model.parameters():\n            p.grad /= 4"
     (tmp_path / "train.py").write_text(
         right.replace("loss.backward()", f"loss.backward()\n        {divided}")
@@ -47,7 +47,7 @@ def test_torchrun_gets_the_number_of_ranks_and_a_literal_divisor_is_a_fault(tmp_
 
 @pytest.mark.slow
 def test_a_script_that_starts_its_own_ranks_runs_once(audit):
-    status, out, _ = audit("--", "python", f"{FOLDER}/right_data_partitioner.py", 2, "{port}")
+    status, out, _ = audit("--", "python", f"{CASES}/right_data_partitioner.py", 2, "{port}")
     assert status == 0, out
     assert "fixes its number of ranks at 2" in out
     assert "3 ranks" not in out

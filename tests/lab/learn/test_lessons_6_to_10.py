@@ -6,7 +6,6 @@ from pkgutil import resolve_name
 import pytest
 
 from common.errors import UserError
-from lab.audit import cases
 from lab.audit.cases import read_scripts
 from lab.learn import gallery
 from lab.learn.course import LESSONS
@@ -102,10 +101,12 @@ def test_the_blind_scripts_are_the_audits_and_do_not_tell(tmp_path):
     assert "def read_flags" in (tmp_path / "blind/student.py").read_text()
 
 
-def test_without_the_checkouts_tests_lesson_9_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(cases, "STARTER_CODE", tmp_path / "student.py")
-    with pytest.raises(UserError, match="is missing: this needs the project's checkout"):
-        write_scripts(tmp_path)
+def test_the_package_holds_the_scripts_that_lesson_9_trains_with_alone():
+    scripts = read_scripts()
+    wanted = {*BLIND, *gallery.WAYS, *RIGHTS}
+    bases = {script.base for script in scripts.values()} - {""}
+    assert wanted <= scripts.keys()
+    assert scripts.keys() == wanted | bases
 
 
 @pytest.mark.slow
