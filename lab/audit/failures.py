@@ -5,7 +5,20 @@ import re
 from pathlib import Path
 
 from common.errors import count
-from lab.audit.recording import RankRecords, Record, code_line
+from lab.audit.recording import RankRecords
+from lab.audit.records import (
+    Backward,
+    CollectiveCall,
+    Cut,
+    Done,
+    Error,
+    Group,
+    ProcessEnd,
+    Stack,
+    Stands,
+    Start,
+    Step,
+)
 from lab.audit.runner import AuditRun
 from lab.processes.first_failure import find_root_failure, last_error_line
 
@@ -108,12 +121,11 @@ def _reason(run: AuditRun) -> str | None:
     causes = [
         error
         for one in processes
-        for error in one.by_kind["error"]
-        if not error.get("after_cut")
-        and not _CONSEQUENCE.search(f"{error['type']} {error['message']}")
+        for error in one.of(Error)
+        if not error.after_cut and not _CONSEQUENCE.search(f"{error.type} {error.message}")
     ]
-    error = min(causes, key=lambda error: error["t"], default=None)
-    whole = run.wanted_size is None and not any(one.by_kind["cut"] for one in processes)
+    error = min(causes, key=lambda error: error.t, default=None)
+    whole = run.wanted_size is None and not any(one.of(Cut) for one in processes)
     gone = _gone(run) if whole and error is None else None
     status = run.statuses[gone.rank] if gone and run.command.one_process_a_rank else None
     if gone is not None and not status:
@@ -122,17 +134,17 @@ def _reason(run: AuditRun) -> str | None:
             None: "it was stopped or killed, left by os._exit, or is stuck outside Python",
         }[status]
         return (
-            f"rank {gone.rank} is gone after {len(gone.by_kind['step'])} of {steps} steps: {how}. "
+            f"rank {gone.rank} is gone after {len(gone.of(Step))} of {steps} steps: {how}. "
             f"{_waits(run)}Find out why this rank leaves."
         )
     if run.failed:
         return _own_error(run, error, gone)
     if run.hung:
         return f"{run.hung}. {_waits(run)}\n{_connects(run)}"
-    training = [one for one in processes if one.by_kind["backward"]]
+    training = [one for one in processes if one.of(Backward)]
     cases = (
         (
-            not any(one.by_kind["start"] for one in processes),
+            not any(one.of(Start) for one in processes),
             "the audit could not enter any Python process. Give the Python command itself, without "
             "-I, -E or -S: they ignore PYTHONPATH, and so may a wrapper such as sudo or docker.",
         ),
@@ -174,18 +186,19 @@ def _gone(run: AuditRun) -> RankRecords | None:
     silent = [
         rank
         for rank in run.recording.ranks
-        if rank.by_kind["group"]
-        and not (rank.by_kind["error"] or rank.by_kind["stack"])
-        and rank.records[-1]["k"] != "stands"
+        if rank.of(Group)
+        and not rank.of(Error)
+        and not rank.of(Stack)
+        and not isinstance(rank.records[-1], Stands)
         and all(
-            (run.failed or run.hung) and end["status"] is not None and not end.get("after_cut")
-            for end in rank.by_kind["end"]
+            (run.failed or run.hung) and end.status is not None and not end.after_cut
+            for end in rank.of(ProcessEnd)
         )
     ]
-    return min(silent, key=lambda rank: rank.records[-1]["t"], default=None)
+    return min(silent, key=lambda rank: rank.records[-1].t, default=None)
 
 
-def _own_error(run: AuditRun, error: Record | None, gone: RankRecords | None) -> str:
+def _own_error(run: AuditRun, error: Error | None, gone: RankRecords | None) -> str:
     """Return the script's own last error, and what to try."""
     outputs = {number: _TORCHRUNS_OWN.sub("", run.output(number)) for number in run.failed}
     statuses = {number: run.statuses[number] or 0 for number in run.failed}
@@ -197,9 +210,8 @@ def _own_error(run: AuditRun, error: Record | None, gone: RankRecords | None) ->
         name="rank" if run.command.one_process_a_rank else "process",
     )
     if error is not None:
-        text = f"{error['type']}: {error['message']}".strip().splitlines()[0][:300]
-        at = code_line(error.get("at"))
-        message = f"{text} (at {at})" if at else text
+        text = f"{error.type}: {error.message}".strip().splitlines()[0][:300]
+        message = f"{text} (at {error.at})" if error.at else text
     printed = last_error_line(outputs[culprit]) + outputs[culprit][-4000:]
     message = _GLOOS_PLACE.sub("", message).rstrip(".")
     end = "" if message.endswith("?") else "."
@@ -220,8 +232,8 @@ def _advice(text: str, run: AuditRun) -> str:
 def _about_module(name: str, run: AuditRun) -> str:
     """Return what to do about a module that is missing: only a known package is to be installed."""
     if name in _PACKAGES:
-        starts = [start for one in run.recording.processes for start in one.by_kind["start"]]
-        python = next((start.get("executable") for start in starts), None) or run.command.words[0]
+        starts = [start for one in run.recording.processes for start in one.of(Start)]
+        python = next((start.executable for start in starts), None) or run.command.words[0]
         return (
             f"{python} has no {name}: install it there, or give the Python of the script's "
             "environment, as in lab audit -- /path/to/python main.py."
@@ -239,10 +251,10 @@ def _waits(run: AuditRun) -> str:
     """Return in which collective each rank waits, as a sentence; nothing without such a rank."""
     waits = set()
     for one in run.recording.processes:
-        done = {record["c"] for record in one.by_kind["done"] if not record.get("error")}
-        if open_calls := [call for call in one.by_kind["call"] if call["c"] not in done]:
-            at = code_line(open_calls[-1].get("at"))
-            waits.add(f"{open_calls[-1]['name']} ({at})" if at else open_calls[-1]["name"])
+        done = {record.call_number for record in one.of(Done) if not record.error}
+        if open_calls := [call for call in one.of(CollectiveCall) if call.number not in done]:
+            last = open_calls[-1]
+            waits.add(f"{last.name} ({last.at})" if last.at else last.name)
     return f"The ranks wait in {', '.join(sorted(waits))}. " if waits else ""
 
 

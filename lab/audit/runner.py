@@ -26,6 +26,7 @@ from lab.audit.findings import collectives
 from lab.audit.findings.finding import Finding
 from lab.audit.isolation import LOOPBACK, RunNetwork, end_processes, running
 from lab.audit.recording import RankRecords, Recording, RecordReader
+from lab.audit.records import AnyRecord, CollectiveCall, Cut, Step
 
 # The folder that loads the probe when it is on PYTHONPATH.
 HOOK = Path(__file__).with_name("probe") / "hook"
@@ -187,7 +188,7 @@ class AuditRun:
     @property
     def wanted_size(self) -> int | None:
         """The number of ranks for which the script waits, if it is not the one asked for."""
-        told = (one.by_kind["call"][0].get("world") for one in self._with("call"))
+        told = (one.of(CollectiveCall)[0].wanted_world_size for one in self._with(CollectiveCall))
         worlds = [world for world in told if world]
         if self.size is None or not self.command.one_process_a_rank or len(set(worlds)) != 1:
             return None
@@ -212,7 +213,7 @@ class AuditRun:
         """Return when all processes have ended, or have to be ended."""
         while not self._is_over(time.monotonic()):
             time.sleep(_POLL_SECONDS)
-        if self._with("cut"):
+        if self._with(Cut):
             self.failed.clear()
         if self.hung is not None:
             with suppress(OSError):  # the probe of each rank records its stacks
@@ -233,7 +234,7 @@ class AuditRun:
         if now > self._looked + _LOOK_SECONDS:
             self._look(now)
         quiet = now - self._recorded
-        if self._with("cut"):
+        if self._with(Cut):
             return quiet > min(max(_CUT_SECONDS, self._longest_quiet), _MOST_CUT_SECONDS)
         if self.failed:
             return now > min(self.failed.values()) + _CERTAIN_SECONDS
@@ -242,9 +243,9 @@ class AuditRun:
         self.hung = self._hang(now, quiet)
         return self.hung is not None
 
-    def _with(self, kind: str) -> list[RankRecords]:
+    def _with(self, kind: type[AnyRecord]) -> list[RankRecords]:
         """Return the processes that have written a record of this kind."""
-        return [one for one in self.reader.processes.values() if one.by_kind[kind]]
+        return [one for one in self.reader.processes.values() if one.of(kind)]
 
     def _look(self, now: float) -> None:
         """Notice whether the processes have computed or written since the last look.
@@ -266,9 +267,9 @@ class AuditRun:
     def _hang(self, now: float, quiet: float) -> str | None:
         """Return why the run is not going to end, or takes too long; None if it may go on."""
         limit = self.settings.limit_seconds
-        times = [record["t"] for one in self._with("step")[:1] for record in one.by_kind["step"]]
+        times = [step.t for one in self._with(Step)[:1] for step in one.of(Step)]
         longest = max((after - before for before, after in pairwise(times)), default=0.0)
-        idle = now - self._active if self._with("call") else 0.0
+        idle = now - self._active if self._with(CollectiveCall) else 0.0
         different = idle > _CERTAIN_SECONDS and any(
             isinstance(one, Finding) for one in collectives.check(self.reader.recording(hung=True))
         )
