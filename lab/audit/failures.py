@@ -5,7 +5,20 @@ import re
 from pathlib import Path
 
 from common.errors import count
-from lab.audit.recording import RankRecords, Record, code_line
+from lab.audit.recording import RankRecords
+from lab.audit.records import (
+    Backward,
+    CollectiveCall,
+    Cut,
+    Done,
+    Error,
+    Group,
+    ProcessEnd,
+    Stack,
+    Stands,
+    Start,
+    Step,
+)
 from lab.audit.runner import AuditRun
 from lab.processes.first_failure import find_root_failure, last_error_line
 
@@ -108,12 +121,12 @@ def explain_failure(run: AuditRun) -> str | None:
 
 def _reason(run: AuditRun) -> str | None:
     error = _first_error(run)
-    was_cut = any(process.by_kind["cut"] for process in run.recording.processes)
+    was_cut = any(process.of(Cut) for process in run.recording.processes)
     gone = None
     if error is None and run.wanted_size is None and not was_cut:
         gone = _gone(run)
     if gone is not None and (how := _how_it_left(run, gone)):
-        steps = f"{len(gone.by_kind['step'])} of {run.settings.steps} steps"
+        steps = f"{len(gone.of(Step))} of {run.settings.steps} steps"
         return (
             f"rank {gone.rank} is gone after {steps}: {how}. {_waits(run)}Find out why this rank "
             "leaves."
@@ -125,21 +138,21 @@ def _reason(run: AuditRun) -> str | None:
     return _too_little(run)
 
 
-def _first_error(run: AuditRun) -> Record | None:
+def _first_error(run: AuditRun) -> Error | None:
     """Return the script's first error that another rank's end does not explain; None without."""
     causes = []
     for process in run.recording.processes:
-        for error in process.by_kind["error"]:
-            is_consequence = _CONSEQUENCE.search(f"{error['type']} {error['message']}")
-            if not is_consequence and not error.get("after_cut"):
+        for error in process.of(Error):
+            is_consequence = _CONSEQUENCE.search(f"{error.type} {error.message}")
+            if not is_consequence and not error.after_cut:
                 causes.append(error)
-    return min(causes, key=lambda error: error["t"], default=None)
+    return min(causes, key=lambda error: error.t, default=None)
 
 
 def _gone(run: AuditRun) -> RankRecords | None:
     """Return the rank that fell silent first, not in good order; None without one."""
     silent = [rank for rank in run.recording.ranks if _is_silent(run, rank)]
-    return min(silent, key=lambda rank: rank.records[-1]["t"], default=None)
+    return min(silent, key=lambda rank: rank.records[-1].t, default=None)
 
 
 def _is_silent(run: AuditRun, rank: RankRecords) -> bool:
@@ -148,12 +161,14 @@ def _is_silent(run: AuditRun, rank: RankRecords) -> bool:
     Where ranks wait too long or fail, all that still run are asked for their stacks, and a rank
     that has left by os._exit is what the others wait for.
     """
-    if not rank.by_kind["group"]:
+    if not rank.of(Group):
         return False
-    if rank.by_kind["error"] or rank.by_kind["stack"] or rank.records[-1]["k"] == "stands":
+    if rank.of(Error):
         return False
-    for end in rank.by_kind["end"]:
-        left_early = end["status"] is not None and not end.get("after_cut")
+    if rank.of(Stack) or isinstance(rank.records[-1], Stands):
+        return False
+    for end in rank.of(ProcessEnd):
+        left_early = end.status is not None and not end.after_cut
         if not left_early or not (run.failed or run.hung):
             return False
     return True
@@ -173,8 +188,8 @@ def _too_little(run: AuditRun) -> str | None:
     """Return what is missing in a run that ended by itself; None if there is enough to check."""
     recording = run.recording
     wanted_steps = run.settings.steps
-    training = [process for process in recording.processes if process.by_kind["backward"]]
-    if not any(process.by_kind["start"] for process in recording.processes):
+    training = [process for process in recording.processes if process.of(Backward)]
+    if not any(process.of(Start) for process in recording.processes):
         return (
             "the audit could not enter any Python process. Give the Python command itself, without "
             "-I, -E or -S: they ignore PYTHONPATH, and so may a wrapper such as sudo or docker."
@@ -207,7 +222,7 @@ def _too_little(run: AuditRun) -> str | None:
     return None
 
 
-def _own_error(run: AuditRun, error: Record | None, gone: RankRecords | None) -> str:
+def _own_error(run: AuditRun, error: Error | None, gone: RankRecords | None) -> str:
     """Return the script's own last error, and what to try."""
     outputs = {number: _TORCHRUNS_OWN.sub("", run.output(number)) for number in run.failed}
     statuses = {number: run.statuses[number] or 0 for number in run.failed}
@@ -219,10 +234,10 @@ def _own_error(run: AuditRun, error: Record | None, gone: RankRecords | None) ->
         name="rank" if run.command.one_process_a_rank else "process",
     )
     if error is not None:
-        text = f"{error['type']}: {error['message']}".strip()
+        text = f"{error.type}: {error.message}".strip()
         message = text.splitlines()[0][:300]
-        if at := code_line(error.get("at")):
-            message += f" (at {at})"
+        if error.at:
+            message += f" (at {error.at})"
     printed = last_error_line(outputs[culprit]) + outputs[culprit][-4000:]
     message = _GLOOS_PLACE.sub("", message).rstrip(".")
     end = "" if message.endswith("?") else "."
@@ -261,9 +276,9 @@ def _about_module(name: str, run: AuditRun) -> str:
 
 def _python(run: AuditRun) -> str:
     """Return the interpreter that ran the script; if nothing tells, the command's first word."""
-    starts = [start for process in run.recording.processes for start in process.by_kind["start"]]
-    if starts and starts[0].get("executable"):
-        return str(starts[0]["executable"])
+    starts = [start for process in run.recording.processes for start in process.of(Start)]
+    if starts and starts[0].executable:
+        return starts[0].executable
     return run.command.words[0]
 
 
@@ -271,13 +286,12 @@ def _waits(run: AuditRun) -> str:
     """Return in which collective each rank waits, as a sentence; nothing without such a rank."""
     waits = set()
     for process in run.recording.processes:
-        done = {record["c"] for record in process.by_kind["done"] if not record.get("error")}
-        open_calls = [call for call in process.by_kind["call"] if call["c"] not in done]
+        done = {record.call_number for record in process.of(Done) if not record.error}
+        open_calls = [call for call in process.of(CollectiveCall) if call.number not in done]
         if not open_calls:
             continue
         call = open_calls[-1]
-        at = code_line(call.get("at"))
-        waits.add(f"{call['name']} ({at})" if at else call["name"])
+        waits.add(f"{call.name} ({call.at})" if call.at else call.name)
     if not waits:
         return ""
     return f"The ranks wait in {', '.join(sorted(waits))}. "

@@ -1,41 +1,35 @@
 """Read what the probe wrote: the ``Recording`` of one run of a script on a number of ranks.
 
-The format is described in probe/__init__.py. The files come from a stranger's script: they are read
-with limits, and what no probe has written is one ``UserError``.
+The records are described in probe/__init__.py and typed in records.py. The files come from a
+stranger's script: they are read with limits, and what no probe has written is one ``UserError``.
 """
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import UserError
 from common.utils.atomic_files import read_regular, whole_lines
+from lab.audit.records import (
+    AnyRecord,
+    Group,
+    Record,
+    Samples,
+    Stack,
+    Stands,
+    Start,
+    Step,
+    TorchImported,
+    decode_record,
+)
 
-Record = dict[str, Any]
 Numbers = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class CodeLine:
-    """A line of the audited script."""
-
-    file: str
-    line: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.text}" if self.text else f"{self.file}:{self.line}"
-
-
-def code_line(at: list[Any] | None) -> CodeLine | None:
-    """Return the line that a record's "at" names; None if it names none."""
-    return None if at is None else CodeLine(*at)
+Kind = TypeVar("Kind", bound=AnyRecord)
 
 
 @dataclass(eq=False)  # compared by identity
@@ -53,16 +47,30 @@ class RankRecords:
     rank: int = 0
 
     @cached_property
-    def by_kind(self) -> dict[str, list[Record]]:
-        """The records of each kind."""
-        found: dict[str, list[Record]] = defaultdict(list)
+    def _by_kind(self) -> dict[type[AnyRecord], list[Any]]:
+        found: dict[type[AnyRecord], list[Any]] = defaultdict(list)
         for record in self.records:
-            found[record["k"]].append(record)
+            found[type(record)].append(record)
         return found
 
-    def numbers(self, reference: list[int] | None) -> Numbers | None:
-        """Return the numbers that a record refers to by their place and count; None for null."""
-        return None if reference is None else self._numbers[reference[0] : sum(reference)]
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Return the records of a kind, e.g. ``of(Step)``."""
+        return self._by_kind[kind]
+
+    def add(self, record: Record) -> None:
+        """Add the record that the process wrote next."""
+        self._by_kind[type(record)].append(record)
+        self.records.append(record)
+
+    def numbers(self, samples: Samples | None) -> Numbers:
+        """Return the numbers that a record refers to.
+
+        Raises LookupError for None: the probe has failed to sample them.
+        """
+        if samples is None:
+            raise LookupError("no samples were taken")
+        first, count = samples
+        return self._numbers[first : first + count]
 
 
 @dataclass
@@ -88,10 +96,14 @@ class Recording:
     clocks: bool = False
     hung: bool = False
 
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Return the records of a kind of all ranks, rank by rank."""
+        return [record for rank in self.ranks for record in rank.of(kind)]
+
     @property
     def steps(self) -> int:
         """The most steps that a process recorded."""
-        return max((len(one.by_kind["step"]) for one in self.processes), default=0)
+        return max((len(process.of(Step)) for process in self.processes), default=0)
 
     @property
     def processes(self) -> list[RankRecords]:
@@ -100,7 +112,8 @@ class Recording:
 
 
 # Bytes of a process's files. The script of a stranger runs with the right to write there.
-MOST_RECORDS, MOST_NUMBERS = 256 * 2**20, 1024 * 2**20
+MOST_RECORDS = 256 * 2**20
+MOST_NUMBERS = 1024 * 2**20
 
 
 class RecordReader:
@@ -118,22 +131,19 @@ class RecordReader:
         ``understood`` of audit.py turns into one, for what no probe has written.
         """
         further = False
-        for path in [one for one in self._folder.iterdir() if one.suffix == ".jsonl"]:
+        for path in list(self._folder.iterdir()):
+            if path.suffix != ".jsonl":
+                continue
             pid = int(path.stem)
             process = self.processes.setdefault(pid, RankRecords(pid, []))
-            for line in whole_lines(path, most_bytes=MOST_RECORDS, follow=False)[
-                len(process.records) :
-            ]:
-                record = json.loads(line)
-                process.by_kind[record["k"]].append(record)
-                process.records.append(record)
-                further |= record["k"] not in ("stack", "stands")
-                if record["k"] == "torch" and record["version"].startswith(("0.", "1.")):
-                    raise UserError(
-                        f"the script runs with torch {record['version']}, and lab audit works with "
-                        "torch 2.0 and newer: give the Python of an environment that has one, as "
-                        "in lab audit -- /path/to/python main.py"
-                    )
+            lines = whole_lines(path, most_bytes=MOST_RECORDS, follow=False)
+            for line in lines[len(process.records) :]:
+                record = decode_record(line)
+                process.add(record)
+                if isinstance(record, TorchImported):
+                    _refuse_old_torch(record.version)
+                if not isinstance(record, Stack | Stands):
+                    further = True
         return further
 
     def recording(self, **facts: Any) -> Recording:
@@ -143,30 +153,47 @@ class RecordReader:
         """
         self.read()
         ranks: dict[int, RankRecords] = {}
-        for one in sorted(self.processes.values(), key=lambda one: len(one.by_kind["step"])):
-            path = self._folder / f"{one.pid}.f64"
-            content = (
-                read_regular(path, most_bytes=MOST_NUMBERS, follow=False)
-                if path.is_symlink() or path.exists()
-                else b""
-            )
-            one._numbers = np.frombuffer(content[: len(content) // 8 * 8], dtype=np.float64)
-            rank = _rank(one)
-            if rank is not None and (one.by_kind["step"] or one.by_kind["group"]):
-                one.rank, ranks[rank] = rank, one
-        others = [one for one in self.processes.values() if one not in ranks.values()]
-        sizes = [group["world"] for one in ranks.values() for group in one.by_kind["group"]]
+        # Of several processes of one rank, that with the most steps counts.
+        for process in sorted(self.processes.values(), key=lambda process: len(process.of(Step))):
+            process._numbers = self._read_numbers(process.pid)
+            rank = _find_rank(process)
+            takes_part = bool(process.of(Step)) or bool(process.of(Group))
+            if rank is not None and takes_part:
+                process.rank = rank
+                ranks[rank] = process
+        others = [process for process in self.processes.values() if process not in ranks.values()]
+        sizes = [group.world_size for process in ranks.values() for group in process.of(Group)]
         size = max(sizes, default=len(ranks))
-        return Recording(size, [ranks[r] for r in sorted(ranks)], others, **facts)
+        return Recording(size, [ranks[rank] for rank in sorted(ranks)], others, **facts)
+
+    def _read_numbers(self, pid: int) -> Numbers:
+        """Return the whole numbers in a process's file; none without a file."""
+        path = self._folder / f"{pid}.f64"
+        if not (path.is_symlink() or path.exists()):
+            return np.zeros(0)
+        content = read_regular(path, most_bytes=MOST_NUMBERS, follow=False)
+        whole = len(content) // 8 * 8
+        return np.frombuffer(content[:whole], dtype=np.float64)
 
 
-def _rank(one: RankRecords) -> int | None:
+def _refuse_old_torch(version: str) -> None:
+    if version.startswith(("0.", "1.")):
+        raise UserError(
+            f"the script runs with torch {version}, and lab audit works with torch 2.0 and newer: "
+            "give the Python of an environment that has one, as in lab audit -- /path/to/python "
+            "main.py"
+        )
+
+
+def _find_rank(process: RankRecords) -> int | None:
     """Return which rank a process is; None if nothing tells."""
-    starts = one.by_kind["start"]
-    said = [
-        *(group["rank"] for group in one.by_kind["group"]),
-        *(start["hint"] for start in starts),
-        *(start["variables"].get("RANK") for start in starts),
-        *(0 for _ in one.by_kind["step"]),
-    ]
-    return next((int(rank) for rank in said if rank is not None), None)
+    if groups := process.of(Group):
+        return groups[0].rank
+    starts = process.of(Start)
+    for start in starts:
+        if start.hinted_rank is not None:
+            return start.hinted_rank
+    for start in starts:
+        if "RANK" in start.variables:
+            return int(start.variables["RANK"])
+    return 0 if process.of(Step) else None

@@ -1,11 +1,13 @@
 """``AuditResult``: all that an audit has to say, and its verdict."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from lab.audit.findings.finding import FAULT, Finding
+from lab.audit.performance import Performance
 from lab.audit.recording import Recording
+from lab.audit.records import Evaluation
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class AuditResult:
     findings : one a name, faults first.
     right, unknown : sentences on what was checked and is right, and on what could not be checked.
     remarks : on the runs themselves, e.g. that the script fixes its number of ranks.
-    performance : of the largest run, see performance.py; empty if nothing was measured.
+    performance : of the largest run; None if nothing was measured.
     failure : why a run could not be audited, or not to its end, and what to try; None if all could.
     """
 
@@ -41,13 +43,13 @@ class AuditResult:
     right: Sequence[str] = ()
     unknown: Sequence[str] = ()
     remarks: Sequence[str] = ()
-    performance: Mapping[str, Any] | None = None
+    performance: Performance | None = None
     failure: str | None = None
 
     @property
     def faults(self) -> list[Finding]:
         """The findings that make the exit status 1."""
-        return [one for one in self.findings if one.entry.severity == FAULT]
+        return [finding for finding in self.findings if finding.entry.severity == FAULT]
 
     @property
     def status(self) -> int:
@@ -56,10 +58,10 @@ class AuditResult:
         Before the first step only a fault that makes the ranks fail counts: what else was found
         may be no fault of the training that never began.
         """
-        began = self.failure is None or any(one.steps for one in self.recordings)
-        counts = [one for one in self.faults if began or one.entry.fails]
-        right = self.failure is None and self.verdict.answer == "yes"
-        return 1 if counts else 0 if right else 2
+        began = self.failure is None or any(recording.steps for recording in self.recordings)
+        if any(began or fault.entry.fails for fault in self.faults):
+            return 1
+        return 0 if self.failure is None and self.verdict.answer == "yes" else 2
 
     @property
     def headline(self) -> str:
@@ -67,10 +69,13 @@ class AuditResult:
         if self.status == 1:
             probably, fault = _gravest(self.faults)
             return f"{probably}wrong: {fault}"
-        unsure = f"cannot tell: {self.verdict.why}"
-        sizes = {one.size for one in self.recordings}
+        if self.failure:
+            return self.failure
+        if self.status == 2:
+            return f"cannot tell: {self.verdict.why}"
+        sizes = {recording.size for recording in self.recordings}
         on = "" if len(sizes) > 1 else f" on {ranks_text(sizes)}"  # a literal divisor hides there
-        return self.failure or (unsure if self.status else f"right{on}: no fault was found")
+        return f"right{on}: no fault was found"
 
 
 def verdict(
@@ -88,21 +93,18 @@ def verdict(
     unknown : sentences on what could not be checked; those on gradients and weights count.
     failure : why a run could not be audited to its end: then only "no" is certain.
     """
-    if faults := [one for one in findings if one.entry.unequal]:
-        return EqualityVerdict("no", "".join(_gravest(faults)))
-    of_these = ("gradients: ", "weights: ")
-    reasons = [one.partition(": ")[2] for one in unknown if one.startswith(of_these)]
-    if any(one.name == "collectives-differ" for one in findings):
-        reasons.append("the ranks do not call the same collectives")
-    elif failure is not None or not recordings:
-        reasons.insert(0, "the script could not be run to the end of the audit")
-    if reasons:
-        return EqualityVerdict("cannot tell", reasons[0])
+    unequal = [finding for finding in findings if finding.entry.unequal]
+    if unequal:
+        return EqualityVerdict("no", "".join(_gravest(unequal)))
+    names = {finding.name for finding in findings}
+    reason = _why_unsure(recordings, names, unknown, failure)
+    if reason is not None:
+        return EqualityVerdict("cannot tell", reason)
     why = "the ranks start equal, and every watched update uses the mean of their gradients"
-    if any(one.name == "same-samples" for one in findings):
+    if "same-samples" in names:
         why += "; but the ranks train on the same samples"
-    ranks = [rank for recording in recordings for rank in recording.ranks]
-    if any(one.get("batchnorm") for rank in ranks for one in rank.by_kind["eval"]):
+    evaluations = [record for recording in recordings for record in recording.of(Evaluation)]
+    if any(evaluation.batchnorm_layers for evaluation in evaluations):
         why += (
             "; each rank's BatchNorm uses the statistics of its own share, so the mean of the "
             "shares rightly differs from one pass over the whole batch"
@@ -110,25 +112,48 @@ def verdict(
     return EqualityVerdict("yes", why)
 
 
+def _why_unsure(
+    recordings: Sequence[Recording],
+    names: set[str],
+    unknown: Sequence[str],
+    failure: str | None,
+) -> str | None:
+    """Return the first reason for which nobody can tell; None if there is none.
+
+    names : of the findings.
+    """
+    collectives_differ = "collectives-differ" in names
+    if not collectives_differ and (failure is not None or not recordings):
+        return "the script could not be run to the end of the audit"
+    for sentence in unknown:
+        subject, _, reason = sentence.partition(": ")
+        if subject in ("gradients", "weights"):
+            return reason
+    return "the ranks do not call the same collectives" if collectives_differ else None
+
+
 def _gravest(found: Sequence[Finding]) -> tuple[str, str]:
     """Return "probably " or "", and the first that is certain, else the first: a clause each.
 
     What explains others comes first.
     """
-    one = next((one for one in found if one.sure == "certain"), found[0])
-    title = titled(one)
+    certain = [finding for finding in found if finding.sure == "certain"]
+    gravest = certain[0] if certain else found[0]
+    title = titled(gravest.entry.title, gravest.sizes)
     if title.split()[0].istitle():  # not a name such as DistributedDataParallel
         title = title[:1].lower() + title[1:]
-    return "" if one.sure == "certain" else "probably ", title
+    return "" if certain else "probably ", title
 
 
-def titled(finding: Finding) -> str:
+def titled(title: str, sizes: Sequence[int]) -> str:
     """Return what was found, and on how many ranks."""
-    title = finding.entry.title
-    return f"{title} ({ranks_text(finding.sizes)})" if finding.sizes else title
+    return f"{title} ({ranks_text(sizes)})" if sizes else title
 
 
 def ranks_text(sizes: Iterable[int]) -> str:
     """Return "2 and 3 ranks" or "1 rank"; "no ranks" without any."""
-    numbers = " and ".join(str(size) for size in sorted(set(sizes)))
-    return f"{numbers or 'no'} {'rank' if numbers == '1' else 'ranks'}"
+    numbers = sorted(set(sizes))
+    if numbers == [1]:
+        return "1 rank"
+    listed = " and ".join(map(str, numbers))
+    return f"{listed or 'no'} ranks"

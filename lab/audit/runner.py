@@ -26,6 +26,7 @@ from lab.audit.findings import collectives
 from lab.audit.findings.finding import Finding
 from lab.audit.isolation import LOOPBACK, RunNetwork, end_processes, running
 from lab.audit.recording import RankRecords, Recording, RecordReader
+from lab.audit.records import AnyRecord, CollectiveCall, Cut, Step
 
 # The folder that loads the probe when it is on PYTHONPATH.
 HOOK = Path(__file__).with_name("probe") / "hook"
@@ -203,8 +204,8 @@ class AuditRun:
         if self.size is None or not self.command.one_process_a_rank:
             return None
         worlds = []
-        for process in self._with("call"):
-            world = process.by_kind["call"][0].get("world")
+        for process in self._with(CollectiveCall):
+            world = process.of(CollectiveCall)[0].wanted_world_size
             if world:
                 worlds.append(world)
         if len(set(worlds)) != 1:
@@ -237,7 +238,7 @@ class AuditRun:
         """Return when all processes have ended, or have to be ended."""
         while not self._is_over(time.monotonic()):
             time.sleep(_POLL_SECONDS)
-        if self._with("cut"):
+        if self._with(Cut):
             self.failed.clear()
         if self.hung is not None:
             with suppress(OSError):  # the probe of each rank records its stacks
@@ -259,7 +260,7 @@ class AuditRun:
         if now > self._looked + _LOOK_SECONDS:
             self._look(now)
         quiet = now - self._recorded
-        if self._with("cut"):
+        if self._with(Cut):
             patience = max(_CUT_SECONDS, self._longest_quiet)
             return quiet > min(patience, _MOST_CUT_SECONDS)
         if self.failed:
@@ -269,9 +270,9 @@ class AuditRun:
         self.hung = self._hang(now, quiet)
         return self.hung is not None
 
-    def _with(self, kind: str) -> list[RankRecords]:
+    def _with(self, kind: type[AnyRecord]) -> list[RankRecords]:
         """Return the processes that have written a record of this kind."""
-        return [process for process in self.reader.processes.values() if process.by_kind[kind]]
+        return [process for process in self.reader.processes.values() if process.of(kind)]
 
     def _look(self, now: float) -> None:
         """Notice whether the processes have computed or written since the last look.
@@ -308,7 +309,7 @@ class AuditRun:
                 f"nothing happened for {quiet:.0f} s, after steps of {longest:.1f} s (--timeout "
                 "waits longer)"
             )
-        if not self._with("call"):
+        if not self._with(CollectiveCall):
             return None
         idle = now - self._active
         if idle > self.settings.idle_seconds or (idle > _CERTAIN_SECONDS and self._calls_differ()):
@@ -317,10 +318,10 @@ class AuditRun:
 
     def _step_seconds(self) -> list[float]:
         """Return the times between the steps of the first process that trains."""
-        training = self._with("step")
+        training = self._with(Step)
         if not training:
             return []
-        times = [step["t"] for step in training[0].by_kind["step"]]
+        times = [step.t for step in training[0].of(Step)]
         return [after - before for before, after in pairwise(times)]
 
     def _calls_differ(self) -> bool:

@@ -14,6 +14,7 @@ from lab.audit.findings import clocks, collectives, gradients, notices, samples,
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, merge
 from lab.audit.findings.where import POINT_TO_POINT
 from lab.audit.recording import Recording
+from lab.audit.records import CollectiveCall, FsdpBuilt, Parameters, Trouble
 
 # ``check(recording)`` of each is run, in this order.
 CHECKS = (collectives, gradients, weights, samples, notices, clocks)
@@ -37,22 +38,23 @@ def run_checks(
         once, with the numbers of ranks if it does not hold for all runs.
     """
     found: list[Finding] = []
-    said: dict[Right | Unknown, set[int]] = defaultdict(set)
+    said: dict[Right | Unknown, set[int]] = defaultdict(set)  # by sentence, on how many ranks
     for recording in recordings:
         findings = []
-        for one in [*_check_all(recording), *_troubles(recording)]:
-            if isinstance(one, Finding):
-                findings.append(replace(one, sizes=(recording.size,)))
+        for outcome in [*_check_all(recording), *_troubles(recording)]:
+            if isinstance(outcome, Finding):
+                findings.append(replace(outcome, sizes=(recording.size,)))
             else:
-                said[one].add(recording.size)
+                said[outcome].add(recording.size)
         found += without_explained(findings)
     found += notices.compare(recordings)
-    sizes = {one.size for one in recordings}
-    right, unknown = (
-        [_on(one.text, held, sizes) for one, held in said.items() if isinstance(one, kind)]
-        for kind in (Right, Unknown)
-    )
-    return merge(gradients.resolve(found, recordings)), right, unknown
+    merged = merge(gradients.resolve(found, recordings))
+    sizes = {recording.size for recording in recordings}
+    right = [_on(told.text, held, sizes) for told, held in said.items() if isinstance(told, Right)]
+    unknown = [
+        _on(told.text, held, sizes) for told, held in said.items() if isinstance(told, Unknown)
+    ]
+    return merged, right, unknown
 
 
 def _on(text: str, held: set[int], sizes: set[int]) -> str:
@@ -67,9 +69,9 @@ def _check_all(recording: Recording) -> Iterator[Outcome]:
     one_model = is_one_model(recording)
     for part in CHECKS:
         try:
-            for one in part.check(recording):
-                hidden = one_model and part in _OF_REPLICAS and isinstance(one, Finding)
-                yield _ONE_MODEL if hidden else one
+            for outcome in part.check(recording):
+                hidden = one_model and part in _OF_REPLICAS and isinstance(outcome, Finding)
+                yield _ONE_MODEL if hidden else outcome
         except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             name = part.__name__.rpartition(".")[2]
             why = f"the records could not be read ({type(error).__name__}: {error})"
@@ -79,12 +81,12 @@ def _check_all(recording: Recording) -> Iterator[Outcome]:
 def _troubles(recording: Recording) -> Iterator[Unknown]:
     """Yield where the probe itself has failed: this tool's fault, not the script's."""
     for process in recording.processes:
-        for record in process.by_kind["trouble"]:
-            part, error = record["part"], record["text"].strip().splitlines()[-1]
-            subject = "clocks" if part in _OF_CLOCKS else "gradients"
+        for trouble in process.of(Trouble):
+            error = trouble.text.strip().splitlines()[-1]
+            subject = "clocks" if trouble.part in _OF_CLOCKS else "gradients"
             yield Unknown(
-                f"{subject}: a part of lab audit itself, {part}, failed on this script ({error}), "
-                "which is no fault of the script"
+                f"{subject}: a part of lab audit itself, {trouble.part}, failed on this script "
+                f"({error}), which is no fault of the script"
             )
 
 
@@ -95,26 +97,31 @@ def is_one_model(recording: Recording) -> bool:
     ranks that train different parameters. FSDP gathers weights in forward; DDP within Join sends a
     single number.
     """
-    calls = [
-        one
-        for rank in recording.ranks
-        for one in rank.by_kind["call"]
-        if one.get("content") == "other" and prod(one.get("shape") or ()) > 1
-    ]
-    rows = [
-        sorted(row[1:3] for one in rank.by_kind["params"] for row in one["rows"])
+    if recording.of(FsdpBuilt):
+        return False
+    parameters = [
+        sorted((row.name, row.shape) for record in rank.of(Parameters) for row in record.rows)
         for rank in recording.ranks
     ]
-    apart = any(one != rows[0] for one in rows)
-    return not any(rank.by_kind["fsdp"] for rank in recording.ranks) and any(
-        one["within"] == "forward"
-        or (one["within"] and one["name"].startswith(("all_to_all", "all_gather")))
-        or (apart and one["name"] in POINT_TO_POINT)
-        for one in calls
-    )
+    apart = any(rows != parameters[0] for rows in parameters)
+    return any(_sends_activations(call, apart=apart) for call in recording.of(CollectiveCall))
+
+
+def _sends_activations(call: CollectiveCall, *, apart: bool) -> bool:
+    """Return whether a call exchanges what is neither weights nor gradients between layers.
+
+    apart : the ranks train different parameters.
+    """
+    if call.content != "other" or prod(call.shape or ()) <= 1:
+        return False
+    if call.within == "forward":
+        return True
+    if call.within == "backward" and call.name.startswith(("all_to_all", "all_gather")):
+        return True
+    return apart and call.name in POINT_TO_POINT
 
 
 def without_explained(found: Sequence[Finding]) -> list[Finding]:
     """Return the findings of a run that do not follow from another one in it."""
-    explained = {name for one in found for name in one.entry.explains}
-    return [one for one in found if one.name not in explained]
+    explained = {name for finding in found for name in finding.entry.explains}
+    return [finding for finding in found if finding.name not in explained]

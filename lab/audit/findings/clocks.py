@@ -7,7 +7,8 @@ the script forms after the cut has fewer steps than the script meant, so its div
 from collections.abc import Iterator
 
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
-from lab.audit.recording import RankRecords, Record, Recording, code_line
+from lab.audit.recording import RankRecords, Recording
+from lab.audit.records import Clock, Step
 
 _FEWEST = 5  # a mean over fewer iterations is not checked: its divisor may mean something else
 _SHARE = 0.9
@@ -18,82 +19,88 @@ def check(recording: Recording) -> Iterator[Outcome]:
     if not recording.clocks:
         return
     means = [(rank, mean) for rank in recording.ranks for mean in _last_means(rank)]
-    faults = {one.name: one for rank, mean in reversed(means) for one in _faults(rank, mean)}
-    right: list[Outcome] = [
-        Right(f"the mean time covers {_iterations(one)} whole steps, without the first")
-        for _, one in means
-        if _is_of_steps(one) and not _divides_wrongly(one)
-    ]
-    nothing = Unknown(f"the clock: no mean time over {_FEWEST} or more whole steps could be read")
-    yield from faults.values() or right[-1:] or [nothing]
-    losses = [
-        found("loss-of-one-rank", code_line(one["at"]), rank=rank.rank)
-        for rank in recording.ranks
-        for one in rank.by_kind["clock"]
-        if one["event"] == "loss_printed" and recording.size > 1
-    ]
-    yield from losses[:1]
+    faults = {}
+    for rank, mean in reversed(means):  # the first mean of a fault is shown
+        for fault in _faults(rank, mean):
+            faults[fault.name] = fault
+    if faults:
+        yield from faults.values()
+    else:
+        yield _covered([mean for _, mean in means])
+    loss = _printed_loss(recording)
+    if loss is not None and recording.size > 1:
+        yield loss
 
 
-def _last_means(rank: RankRecords) -> list[Record]:
+def _covered(means: list[Clock]) -> Outcome:
+    """Return over how many steps the last mean of whole steps is formed, if there is one."""
+    for mean in reversed(means):
+        if _is_of_steps(mean) and not _divides_wrongly(mean):
+            covered = _iterations(mean)
+            return Right(f"the mean time covers {covered} whole steps, without the first")
+    return Unknown(f"the clock: no mean time over {_FEWEST} or more whole steps could be read")
+
+
+def _printed_loss(recording: Recording) -> Finding | None:
+    """Return the first print of a loss that is one rank's."""
+    for rank in recording.ranks:
+        for clock in rank.of(Clock):
+            if clock.event == "loss_printed":
+                return found("loss-of-one-rank", clock.at, rank=rank.rank)
+    return None
+
+
+def _last_means(rank: RankRecords) -> list[Clock]:
     """Return the last mean of steps, and of parts of a step, that each line of the script forms.
 
     A running mean is right or wrong at its end. Those after the cut count where there is no other.
     """
-    means = [
-        one
-        for one in rank.by_kind["clock"]
-        if one["event"] == "mean" and _iterations(one) >= _FEWEST
-    ]
-    early_last = sorted(means, key=lambda one: not one["after_cut"])
-    return list({(str(one["at"]), _is_of_steps(one)): one for one in early_last}.values())
+    means = [clock for clock in rank.of(Clock) if clock.event == "mean"]
+    long = [mean for mean in means if _iterations(mean) >= _FEWEST]
+    early_last = sorted(long, key=lambda mean: not mean.after_cut)
+    return list({(mean.at, _is_of_steps(mean)): mean for mean in early_last}.values())
 
 
-def _faults(rank: RankRecords, mean: Record) -> list[Finding]:
-    number, divisor, of_steps = _iterations(mean), mean["divisor"], _is_of_steps(mean)
-    untimed = bool(rank.by_kind["step"]) and not mean["update_timed"]
-    early = untimed and mean["before_update"] == mean["intervals"]
-    pending = mean["device_pending"] >= max(_FEWEST, _SHARE * mean["intervals"])
-    wrong = _divides_wrongly(mean) and not mean["after_cut"]
-    cases = (  # name, kind, whether it holds, whether it is sure
-        ("clock-wrong-divisor", None, wrong, abs(divisor - number) <= 2),
-        ("clock-first-iteration", None, mean["first"], True),
-        ("clock-before-update", "update", of_steps and early, False),
-        ("clock-before-update", "device", of_steps and pending and not early, True),
-    )
-    return [
-        found(
-            name,
-            code_line(mean["at"]),
-            kind=kind,
-            sure=sure,
-            rank=rank.rank,
-            number=number,
-            divisor=divisor,
-        )
-        for name, kind, holds, sure in cases
-        if holds
-    ]
+def _faults(rank: RankRecords, mean: Clock) -> Iterator[Finding]:
+    """Yield what is wrong with a mean."""
+    number = _iterations(mean)
+
+    def fault(name: str, *, kind: str | None = None, sure: bool = True) -> Finding:
+        values = {"rank": rank.rank, "number": number, "divisor": mean.divisor}
+        return found(name, mean.at, kind=kind, sure=sure, **values)
+
+    if _divides_wrongly(mean) and not mean.after_cut:
+        yield fault("clock-wrong-divisor", sure=abs(mean.divisor - number) <= 2)
+    if mean.first:
+        yield fault("clock-first-iteration")
+    if not _is_of_steps(mean):
+        return
+    untimed = bool(rank.of(Step)) and not mean.update_timed
+    if untimed and mean.before_update == mean.intervals:
+        yield fault("clock-before-update", kind="update", sure=False)
+    elif mean.device_pending >= max(_FEWEST, _SHARE * mean.intervals):
+        yield fault("clock-before-update", kind="device")
 
 
-def _iterations(mean: Record) -> int:
+def _iterations(mean: Clock) -> int:
     """Return over how many iterations a mean is formed: its intervals, or what long ones hold."""
-    return int(mean["intervals"] if mean["intervals"] >= _FEWEST else mean["steps"])
+    return int(mean.intervals if mean.intervals >= _FEWEST else mean.steps)
 
 
-def _is_of_steps(mean: Record) -> bool:
+def _is_of_steps(mean: Clock) -> bool:
     """Return whether a mean is one of iterations of training, and not of parts of them."""
-    return bool(mean["backwards"] >= _SHARE * _iterations(mean))
+    return mean.backwards >= _SHARE * _iterations(mean)
 
 
-def _divides_wrongly(mean: Record) -> bool:
+def _divides_wrongly(mean: Clock) -> bool:
     """Return whether the divisor is near the number of iterations, but not a number of anything.
 
     Another one, such as the number of samples, may be meant.
     """
     number = _iterations(mean)
-    divisors = {mean["divisor"], round(mean["divisor"] / mean["unit"], 6)}
-    counts = {mean[name] for name in ("intervals", "steps", "backwards", "scale")}
-    counts.add(mean["steps"] + (mean["intervals"] == 1))  # a single one may end within a step
-    near = any(max(_FEWEST, number / 2) <= one <= number * 2 for one in divisors)
+    divisors = {mean.divisor, round(mean.divisor / mean.unit, 6)}
+    counts = {mean.intervals, mean.steps, mean.backwards, mean.scale}
+    if mean.intervals == 1:  # it may end within a step
+        counts.add(mean.steps + 1)
+    near = any(max(_FEWEST, number / 2) <= divisor <= number * 2 for divisor in divisors)
     return near and not divisors & counts

@@ -15,8 +15,25 @@ import numpy as np
 
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found, gravest
 from lab.audit.findings.where import POINT_TO_POINT, SETUP, recording_exchanges
-from lab.audit.recording import RankRecords, Record, Recording, code_line
+from lab.audit.recording import RankRecords, Recording
+from lab.audit.records import (
+    CollectiveCall,
+    Cut,
+    Done,
+    Error,
+    Group,
+    ProcessEnd,
+    Stack,
+    Stands,
+    Start,
+    Step,
+)
 
+# The name and the ranks of a group; of messages, what is sent and its sender and receiver.
+Queue = tuple[str, tuple[Any, ...]]
+Wait = CollectiveCall | Stands | Error
+
+_OF_ALL: Queue = ("", ())
 _EQUAL_SIZES = ("all_reduce", "broadcast", "reduce")
 _PEER_LEFT = re.compile(r"[Cc]onnection (was )?(closed|reset)|Broken pipe|[Tt]imed out")
 _LEFT_OPEN = {
@@ -29,21 +46,27 @@ def check(recording: Recording) -> Iterator[Outcome]:
     """Yield ``collectives-differ`` or that they agree, and ``group-unused``."""
     if recording.size < 2 or len(recording.ranks) < 2:
         return
-    ranks = [_Rank(one, recording.hung) for one in recording.ranks]
-    states = {one.state for one in ranks}
+    all_here = len(recording.ranks) == recording.size
+    yield from _compare(recording, all_here=all_here)
+    if all_here and not recording_exchanges(recording):
+        yield from _unused(recording)
+
+
+def _compare(recording: Recording, *, all_here: bool) -> Iterator[Outcome]:
+    """Yield the gravest difference between the ranks' calls, or that they agree."""
+    ranks = [_Rank(rank, recording.hung) for rank in recording.ranks]
+    states = {rank.state for rank in ranks}
     outcomes: list[Outcome] = [*_differences(ranks)]
-    if len(ranks) == recording.size and "failed" not in states:  # else a death explains it
+    if all_here and "failed" not in states:  # else a death explains it
         outcomes += _in_vain(ranks)
     different = gravest(outcomes)
     if isinstance(different, Finding):
-        stands = [line for one in ranks for line in one.stands]
+        stands = [rank.stands for rank in ranks if rank.stands]
         yield replace(different, evidence=(*different.evidence, *stands))
     elif different is not None:
         yield different
     elif not recording.hung and "waits" not in states:
-        yield from _agreed([one.queues["", ()] for one in ranks])
-    if len(ranks) == recording.size and not recording_exchanges(recording):
-        yield from _unused(recording)
+        yield from _agreed([rank.queues[_OF_ALL] for rank in ranks])
 
 
 class _Rank:
@@ -53,7 +76,7 @@ class _Rank:
     ----------
     queues : its calls, in order, by the name and the ranks of their group: ("", ()) for that of all
         ranks. Those of messages have their sender, None if it may be any rank, and receiver.
-    stands : at which line it stood, in a sentence, if that is known.
+    stands : at which line it stood, in a sentence; "" if that is not known.
     state : "cut", "waits", "failed" (of itself), "ended", "busy" or "gone".
     wait : in what it waits in vain: a call, or another record with its line. A call may just have
         begun when a run of ranks that do not stand still is ended.
@@ -61,154 +84,192 @@ class _Rank:
 
     def __init__(self, records: RankRecords, hung: bool) -> None:
         self.number = records.rank
-        self.by_kind = kinds = records.by_kind
-        self.queues: dict[Any, list[Record]] = defaultdict(list)
-        before = takewhile(lambda record: record["k"] != "cut", records.records)
+        self.counts_steps = bool(records.of(Step))
         calls = [
-            one
-            for one in before
-            if one["k"] == "call" and one.get("size") and one["name"] not in SETUP
+            record
+            for record in takewhile(lambda record: not isinstance(record, Cut), records.records)
+            if isinstance(record, CollectiveCall) and record.size and record.name not in SETUP
         ]
+        self.queues: dict[Queue, list[CollectiveCall]] = defaultdict(list)
         for call in calls:
             self.queues[self.queue(call)].append(call)
-        lines = [one["at"] for one in kinds["stack"] + kinds["stands"] if one.get("at")]
-        self.stands = [f"rank {self.number} stands at {code_line(at)}" for at in lines[-1:]]
-        last = next(one for one in reversed(records.records) if one["k"] != "stack")
-        stands = [last] if last["k"] == "stands" else []
-        errors = {one["c"]: one.get("error") for one in kinds["done"]}
-        errors |= {one["c"]: "stands" for one in stands}
-        waits = [one for one in calls if errors.get(one["c"], not hung)] + stands
-        waits += [one for one in kinds["error"] if _PEER_LEFT.search(one.get("message", ""))]
-        self.wait = waits[0] if waits else {}
-        states = {
-            "cut": kinds["cut"],
-            "waits": waits,
-            "failed": kinds["error"] or any(one.get("status") for one in kinds["end"]),
-            "ended": kinds["end"],
-            "busy": hung,
-        }
-        self.state = next((state for state, holds in states.items() if holds), "gone")
+        self.stands = _where_it_stands(records)
+        self.wait = _find_wait(records, calls, hung)
+        self.state = _find_state(records, self.wait, hung)
 
-    def queue(self, call: Record) -> tuple[str, tuple[Any, ...]]:
+    def queue(self, call: CollectiveCall) -> Queue:
         """Return what tells the queue of a call."""
-        if call["name"] not in POINT_TO_POINT:
-            name, ranks = call.get("group") or ("", ())
-            return str(name), tuple(ranks)
-        ends = (self.number, call.get("peer"))
-        what = "objects" if "object" in call["name"] else "tensors"
-        return what, ends if "send" in call["name"] else ends[::-1]
+        if call.name not in POINT_TO_POINT:
+            return (
+                _OF_ALL if call.group is None else (str(call.group.name), tuple(call.group.ranks))
+            )
+        what = "objects" if "object" in call.name else "tensors"
+        sends = "send" in call.name
+        return what, (self.number, call.peer) if sends else (call.peer, self.number)
 
     def lacks(self, other: "_Rank") -> bool:
         """Return whether the other one takes part in too few calls for this wait to end.
 
         DistributedDataParallel waits in no call: it lacks any rank that has ended.
         """
-        if self.wait["k"] != "call":
+        if not isinstance(self.wait, CollectiveCall):
             return True
-        name, ranks = queue = self.queue(self.wait)
+        queue = self.queue(self.wait)
+        name, ranks = queue
+        if ranks and other.number not in ranks:
+            return False
         answers = other.queues[queue] + other.queues[name, (None, *ranks[1:])]
-        member = not ranks or other.number in ranks
-        return member and len(answers) <= self.queues[queue].index(self.wait)
+        return len(answers) <= self.queues[queue].index(self.wait)
 
 
-def _kind(call: Record) -> tuple[Any, ...]:
+def _where_it_stands(records: RankRecords) -> str:
+    lines = [stack.at for stack in records.of(Stack)] + [wait.at for wait in records.of(Stands)]
+    known = [line for line in lines if line is not None]
+    return f"rank {records.rank} stands at {known[-1]}" if known else ""
+
+
+def _find_wait(records: RankRecords, calls: list[CollectiveCall], hung: bool) -> Wait | None:
+    """Return in what a rank waits in vain: the first call that never returned, or another record.
+
+    calls : those before its cut.
+    """
+    last = next(record for record in reversed(records.records) if not isinstance(record, Stack))
+    stands = last if isinstance(last, Stands) else None
+    errors: dict[int, str | None] = {}  # of the latest return: a Work may be waited for twice
+    for done in records.of(Done):
+        errors[done.call_number] = done.error
+    for call in calls:
+        stands_here = stands is not None and stands.call_number == call.number
+        if stands_here or errors.get(call.number):
+            return call
+        if call.number not in errors and not hung:
+            return call
+    if stands is not None:
+        return stands
+    return next((error for error in records.of(Error) if _PEER_LEFT.search(error.message)), None)
+
+
+def _find_state(records: RankRecords, wait: Wait | None, hung: bool) -> str:
+    if records.of(Cut):
+        return "cut"
+    if wait is not None:
+        return "waits"
+    if records.of(Error) or any(end.status for end in records.of(ProcessEnd)):
+        return "failed"
+    if records.of(ProcessEnd):
+        return "ended"
+    return "busy" if hung else "gone"
+
+
+def _kind(call: CollectiveCall) -> tuple[Any, ...]:
     """Return what has to be the same on all ranks in one collective."""
-    sizes = (call["bytes"], call["dtype"]) if call["name"] in _EQUAL_SIZES else ()
-    return call["name"], call.get("op"), call.get("peer"), *sizes
+    kind = (call.name, call.op, call.peer)
+    return (*kind, call.nbytes, call.dtype) if call.name in _EQUAL_SIZES else kind
 
 
 def _differences(ranks: list[_Rank]) -> Iterator[Finding]:
-    """Yield the collectives that one rank calls and another one calls differently.
+    """Yield the collectives that one rank calls and another one calls differently."""
+    for one, other in combinations(ranks, 2):
+        for queue, calls in list(one.queues.items()):
+            pairs = list(zip(calls, other.queues[queue], strict=False))
+            count_steps = one.counts_steps and other.counts_steps
+            for number in _unequal(pairs, count_steps=count_steps):
+                left, right = pairs[number - 1]
+                group, members = queue
+                yield found(
+                    "collectives-differ",
+                    left.at,
+                    kind="calls",
+                    number=number,
+                    where=f" of the group of ranks {list(members)}" if group else "",
+                    one=one.number,
+                    left=_describe(left),
+                    step=left.step,
+                    other=other.number,
+                    right=_describe(right),
+                    other_step=right.step,
+                )
+
+
+def _unequal(
+    pairs: list[tuple[CollectiveCall, CollectiveCall]], *, count_steps: bool
+) -> Iterator[int]:
+    """Yield the numbers, from 1, of the pairs of two ranks' calls that are no one collective.
 
     Gradients of different steps differ, too: a rank that skips an exchange stays a step ahead.
     """
-    for one, other in combinations(ranks, 2):
-        count_steps = one.by_kind["step"] and other.by_kind["step"]
-        for (group, members), calls in list(one.queues.items()):
-            ahead = None
-            theirs = other.queues[group, members]
-            for number, (left, right) in enumerate(zip(calls, theirs, strict=False), 1):
-                now = ahead
-                if count_steps and left["content"] == right["content"] == "gradient":
-                    now = right["step"] - left["step"]
-                    ahead = now if ahead is None else ahead
-                same = _kind(left) == _kind(right) and now == ahead
-                if not same and left["name"] not in POINT_TO_POINT:
-                    yield found(
-                        "collectives-differ",
-                        code_line(left["at"]),
-                        kind="calls",
-                        number=number,
-                        where=f" of the group of ranks {list(members)}" if group else "",
-                        one=one.number,
-                        left=_describe(left),
-                        step=left["step"],
-                        other=other.number,
-                        right=_describe(right),
-                        other_step=right["step"],
-                    )
+    ahead: int | None = None
+    for number, (left, right) in enumerate(pairs, 1):
+        now = ahead
+        if count_steps and left.content == right.content == "gradient":
+            now = right.step - left.step
+            if ahead is None:
+                ahead = now
+        same = _kind(left) == _kind(right) and now == ahead
+        if not same and left.name not in POINT_TO_POINT:
+            yield number
 
 
 def _in_vain(ranks: list[_Rank]) -> Iterator[Finding | Unknown]:
     """Yield that a rank waited in vain for another one."""
     for one, other in permutations(ranks, 2):
-        if one.state != "waits" or not one.lacks(other):
+        wait = one.wait
+        if wait is None or one.state != "waits" or not one.lacks(other):
             continue
-        call = _describe(one.wait)
-        if other.state == "ended" or (other.state == "waits" and one.wait["k"] == "call"):
+        elsewhere = other.state == "waits" and isinstance(wait, CollectiveCall)
+        if elsewhere or other.state == "ended":
             yield found(
                 "collectives-differ",
-                code_line(one.wait["at"]),
+                wait.at,
                 kind=other.state,
                 one=one.number,
-                call=call,
+                call=_describe(wait),
                 other=other.number,
             )
         elif other.state in _LEFT_OPEN:
             vain = (
-                f"gradients: rank {one.number} waited in vain in {call} for rank {other.number}, "
-                f"which {_LEFT_OPEN[other.state]}"
+                f"gradients: rank {one.number} waited in vain in {_describe(wait)} for rank "
+                f"{other.number}, which {_LEFT_OPEN[other.state]}"
             )
-            yield Unknown("; ".join([vain, *other.stands]))
+            yield Unknown(f"{vain}; {other.stands}" if other.stands else vain)
 
 
-def _describe(wait: Record) -> str:
+def _describe(wait: Wait) -> str:
     """Return a call in words, with its line."""
-    size = f" of {wait['bytes']:,} bytes" if wait.get("bytes") else ""
-    root = f", rank {wait['peer']}" if wait.get("peer") is not None else ""
-    at = code_line(wait["at"])
-    name = wait.get("name") or "torch.distributed"
-    return f"{name}{size}{root}" + ("" if at is None else f" ({at})")
+    text = "torch.distributed"
+    if not isinstance(wait, Error) and wait.name:
+        text = wait.name
+    if isinstance(wait, CollectiveCall) and wait.nbytes:
+        text += f" of {wait.nbytes:,} bytes"
+    if isinstance(wait, CollectiveCall) and wait.peer is not None:
+        text += f", rank {wait.peer}"
+    return text if wait.at is None else f"{text} ({wait.at})"
 
 
-def _agreed(lists: list[list[Record]]) -> Iterator[Right]:
+def _agreed(lists: list[list[CollectiveCall]]) -> Iterator[Right]:
     """Yield that the ranks call the same collectives, if they call any."""
-    steps = Counter(call["step"] for call in min(lists, key=len))
-    if steps:
-        whole = {steps[step] for step in range(1, max(steps))}  # the first and last are not whole
-        number = f", {whole.pop()} a step" if len(whole) == 1 and 0 not in whole else ""
-        yield Right(
-            f"all ranks call the same collectives in the same order in the watched steps{number}"
-        )
+    steps = Counter(call.step for call in min(lists, key=len))
+    if not steps:
+        return
+    text = "all ranks call the same collectives in the same order in the watched steps"
+    numbers = {steps[step] for step in range(1, max(steps))}  # the first and last are not whole
+    if len(numbers) == 1 and 0 not in numbers:
+        text += f", {numbers.pop()} a step"
+    yield Right(text)
 
 
 def _unused(recording: Recording) -> Iterator[Finding]:
-    """Yield that nothing but barriers and rare objects is exchanged, by any known means.
-
-    Each rank must have joined others, or been started as one of several and joined none.
-    """
-    for rank in recording.ranks:
-        own = [_is_own(rank, step) for step in rank.by_kind["step"]]
-        hints = {one.get("hint") for one in rank.by_kind["start"]} - {None}
-        if len(own) < 2 or not all(own) or not (rank.by_kind["group"] or hints):
-            return
-    first = recording.ranks[0].by_kind
-    calls = Counter(call["name"] for call in first["call"] if call["name"] not in SETUP)
-    ended = not any(rank.by_kind["cut"] for rank in recording.ranks)
+    """Yield that nothing but barriers and rare objects is exchanged, by any known means."""
+    if not all(_trains_alone(rank) for rank in recording.ranks):
+        return
+    first = recording.ranks[0]
+    groups = first.of(Group)
+    calls = Counter(call.name for call in first.of(CollectiveCall) if call.name not in SETUP)
+    ended = not recording.of(Cut)
     yield found(
         "group-unused",
-        code_line(first["group"][0]["at"]) if first["group"] else None,
-        kind="group" if first["group"] else "alone",
+        groups[0].at if groups else None,
+        kind="group" if groups else "alone",
         sure=ended,
         steps=recording.steps,
         ranks=recording.size,
@@ -217,7 +278,20 @@ def _unused(recording: Recording) -> Iterator[Finding]:
     )
 
 
-def _is_own(rank: RankRecords, step: Record) -> bool:
+def _trains_alone(rank: RankRecords) -> bool:
+    """Return whether a rank's optimisers get its own gradients in all of several steps.
+
+    It must have joined others, or have been started as one of several.
+    """
+    steps = rank.of(Step)
+    hinted = any(start.hinted_rank is not None for start in rank.of(Start))
+    if len(steps) < 2 or not (rank.of(Group) or hinted):
+        return False
+    return all(_is_own(rank, step) for step in steps)
+
+
+def _is_own(rank: RankRecords, step: Step) -> bool:
     """Return whether what the optimiser gets is this rank's own gradient, or a multiple of it."""
-    own, got = (np.array(rank.numbers(step[name]), dtype=np.float64) for name in ("own", "got"))
+    own = rank.numbers(step.own)
+    got = rank.numbers(step.got)
     return bool(np.dot(own, got) > (1 - 1e-4) * np.linalg.norm(own) * np.linalg.norm(got))

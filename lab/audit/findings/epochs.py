@@ -7,13 +7,25 @@ sample on two ranks.
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, compress, pairwise, zip_longest
+from itertools import pairwise, zip_longest
 from statistics import mode
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from lab.audit.recording import RankRecords, Record, Recording
+from lab.audit.recording import RankRecords, Recording
+from lab.audit.records import (
+    Backward,
+    Batch,
+    CollectiveCall,
+    EpochOver,
+    Index,
+    Loader,
+    Record,
+    Rest,
+    Step,
+    Trained,
+)
 
-Index = Any  # as a sampler draws it: mostly an int, but anything that can be a key
+EpochNumber = tuple[int, int]  # a loader's number, and the epoch's
 
 
 class Epoch(NamedTuple):
@@ -27,9 +39,9 @@ class Epoch(NamedTuple):
     left : the script left it early: neither the loader nor the cut ended it.
     """
 
-    batches: list[Record]
+    batches: list[Batch]
     given: list[Index]
-    whole: list[Record]
+    whole: list[Batch | Rest]
     left: bool
 
 
@@ -46,7 +58,7 @@ class TrainingLoader:
 
     rank: int
     records: RankRecords
-    facts: Record
+    facts: Loader
     epochs: list[Epoch]
 
     @property
@@ -55,12 +67,12 @@ class TrainingLoader:
 
         They are found by epoch, batch (both from 1) and innermost index.
         """
-        return {
-            (number, b, index): content
-            for number, epoch in enumerate(self.epochs, 1)
-            for b, batch in enumerate(epoch.batches, 1)
-            for index, content in zip_longest(batch["inner"], batch.get("contents") or ())
-        }
+        found: dict[tuple[int, int, Index], Hashable] = {}
+        for number, epoch in enumerate(self.epochs, 1):
+            for b, batch in enumerate(epoch.batches, 1):
+                for index, content in zip_longest(batch.innermost, batch.contents or ()):
+                    found[number, b, index] = content
+        return found
 
 
 def training_loaders(recording: Recording) -> list[list[TrainingLoader]]:
@@ -69,52 +81,55 @@ def training_loaders(recording: Recording) -> list[list[TrainingLoader]]:
     The n-th training loader of each rank belongs to the n-th of the others. Ranks without any are
     left out, as a parameter server is; with other numbers of loaders nothing is returned.
     """
-    found = [loaders for one in recording.ranks if (loaders := _loaders_of(one))]
-    if len(found) < 2 or len(set(map(len, found))) > 1:
+    by_rank = [loaders for rank in recording.ranks if (loaders := _loaders_of(rank))]
+    if len(by_rank) < 2 or len(set(map(len, by_rank))) > 1:
         return []
-    groups = [list(group) for group in zip(*found, strict=True)]
-    return [one for one in groups if len({loader.facts.get("dataset") for loader in one}) == 1]
+    groups = [list(group) for group in zip(*by_rank, strict=True)]
+    return [group for group in groups if len({loader.facts.dataset for loader in group}) == 1]
 
 
 def _loaders_of(rank: RankRecords) -> list[TrainingLoader]:
     trained = sorted(_trained_epochs(rank))
-    loaders = [
-        TrainingLoader(
-            rank.rank, rank, facts, [_epoch(rank, at) for at in trained if at[0] == facts["l"]]
-        )
-        for facts in rank.by_kind["loader"]
-    ]
-    return [one for one in loaders if one.epochs]
+    loaders = []
+    for facts in rank.of(Loader):
+        epochs = [_epoch(rank, number) for number in trained if number[0] == facts.number]
+        if epochs:
+            loaders.append(TrainingLoader(rank.rank, rank, facts, epochs))
+    return loaders
 
 
-def _trained_epochs(rank: RankRecords) -> set[tuple[int, int]]:
-    """Return (loader, epoch) of the batches that were the last ones before a backward pass.
+def _trained_epochs(rank: RankRecords) -> set[EpochNumber]:
+    """Return the epochs of the batches that were the last ones before a backward pass.
 
     Where the probe has recorded in which epochs the optimiser stepped, only these count.
     """
-    events = [one for one in rank.records if one["k"] in ("batch", "backward")]
+    events = [record for record in rank.records if isinstance(record, Batch | Backward)]
     last = {
-        (one["l"], one["epoch"])
-        for one, following in pairwise(events)
-        if one["k"] == "batch" and following["k"] == "backward"
+        (event.loader_number, event.epoch)
+        for event, following in pairwise(events)
+        if isinstance(event, Batch) and isinstance(following, Backward)
     }
-    stepped = {(one["l"], one["epoch"]) for one in rank.by_kind["trained"]}
+    stepped = {(trained.loader_number, trained.epoch) for trained in rank.of(Trained)}
     return last & stepped if stepped else last
 
 
-def _epoch(rank: RankRecords, at: tuple[int, int]) -> Epoch:
+def _epoch(rank: RankRecords, number: EpochNumber) -> Epoch:
     """Return an epoch. It is whole if it ended uncut with all batches, or its rest is known."""
-    kinds = ("batch", "epoch", "rest")
-    records = [one for one in rank.records if one["k"] in kinds and (one["l"], one["epoch"]) == at]
-    draws = [
-        one | {"inner": one.get("inner") or one["indices"]} for one in records if one.get("indices")
+    records = [
+        record
+        for record in rank.records
+        if isinstance(record, Batch | EpochOver | Rest)
+        and (record.loader_number, record.epoch) == number
     ]
-    batches = [one for one in draws if one["k"] == "batch"]
-    given = [index for one in batches for index in one["indices"]]
-    known = all(one.get("indices", ()) is not None for one in records)
-    left = records[-1]["k"] == "batch"
-    whole = known and not left and not records[-1].get("cut")
-    return Epoch(batches, given, draws if whole else [], left)
+    drawn = [record for record in records if not isinstance(record, EpochOver)]
+    known = [draw for draw in drawn if draw.indices]
+    batches = [draw for draw in known if isinstance(draw, Batch)]
+    given = [index for batch in batches for index in batch.indices or ()]
+    last = records[-1]
+    left = isinstance(last, Batch)
+    cut = isinstance(last, EpochOver) and last.cut  # so what was left is not known
+    all_known = all(draw.indices is not None for draw in drawn)
+    return Epoch(batches, given, known if all_known and not (left or cut) else [], left)
 
 
 def same_data(one: TrainingLoader, other: TrainingLoader) -> bool | None:
@@ -123,22 +138,23 @@ def same_data(one: TrainingLoader, other: TrainingLoader) -> bool | None:
     Equal values tell, unless many samples are equal by themselves. Augmentation changes them, so
     unequal ones tell nothing; what the datasets hold does.
     """
-    mine, theirs = (
-        {index: content for (*_, index), content in loader.drawn.items()} for loader in (one, other)
-    )
+    mine = {index: content for (*_, index), content in one.drawn.items()}
+    theirs = {index: content for (*_, index), content in other.drawn.items()}
     both = mine.keys() & theirs.keys()
-    equal = {content for _, content in mine.items() & theirs.items()} - {None}
+    equal = {mine[index] for index in both if mine[index] == theirs[index]} - {None}
     varied = 2 * len({mine[index] for index in both}) > len(both)
     if varied and len(equal) >= max(2, len(both) / 10):
         return True
-    held = [loader.facts.get("content") for loader in (one, other)]
-    return None if None in held else held[0] == held[1]
+    if one.facts.content is None or other.facts.content is None:
+        return None
+    return one.facts.content == other.facts.content
 
 
 def is_sequential(indices: Sequence[Index]) -> bool:
     """Return whether indices ascend in equal strides, as they do without shuffling."""
-    numbers = set(map(type, indices)) == {int}
-    strides = {b - a for a, b in pairwise(indices)} if numbers else {0}
+    if {type(index) for index in indices} != {int}:
+        return False
+    strides = {following - index for index, following in pairwise(indices)}
     return len(strides) == 1 and min(strides) > 0
 
 
@@ -154,42 +170,66 @@ class TrainingStep:
     exchanged : the batches, counted from 1 in this step, during which gradients were exchanged by
         hand; those of DDP are not seen.
     samples : those that the losses are computed of, by the model's inputs; else those that its
-        loaders gave; 0 if not known. A loss that has another number, or with a loader none, says
-        that the inputs do not tell; so do several losses a batch.
+        loaders gave; 0 if not known.
     takes_a_part : the model gets fewer samples than the loader gave, as when ranks slice a batch.
         Inputs may have another dimension first, so a loss of the whole batch says no.
     """
 
-    def __init__(self, records: Sequence[Record], trained: Collection[tuple[int, int]]) -> None:
-        given = [one["k"] == "batch" and (one["l"], one["epoch"]) in trained for one in records]
-        indices: list[Any] = [one.get("indices") for one in compress(records, given)]
-        self.backwards = [one for one in records if one["k"] == "backward"]
-        self.scale = records[-1].get("scale") or 1.0
-        self.batches = sum(given)
+    def __init__(
+        self, records: Sequence[Record], update: Step, trained: Collection[EpochNumber]
+    ) -> None:
+        self.scale = update.scale or 1.0
+        self.backwards = [record for record in records if isinstance(record, Backward)]
+        self.exchanged: set[int] = set()
+        given: list[Batch] = []
+        for record in records:
+            if isinstance(record, Batch) and (record.loader_number, record.epoch) in trained:
+                given.append(record)
+            elif isinstance(record, CollectiveCall) and record.content == "gradient":
+                self.exchanged.add(len(given))
+        self.batches = len(given)
         self.accumulates = self.batches == len(self.backwards) > 1
-        self.exchanged = {
-            batch
-            for one, batch in zip(records, accumulate(given), strict=True)
-            if one["k"] == "call" and one.get("content") == "gradient"
-        }
-        loaded = 0 if None in indices else sum(map(len, indices))
-        inputs = sum(one["forwards"][0][0] or 0 for one in self.backwards if one["forwards"])
-        in_losses = sum((one["loss"] or {}).get("samples") or 0 for one in self.backwards)
-        told = (
-            in_losses in ([inputs] if self.batches else [inputs, 0])
-            and all(len(one["forwards"]) == 1 for one in self.backwards)
-            and not 0 < self.batches < len(self.backwards)
+        loaded = _number_of_samples(given)
+        inputs = sum(
+            backward.forwards[0].samples or 0 for backward in self.backwards if backward.forwards
         )
-        self.samples = inputs if told and inputs else loaded
+        in_losses = sum(backward.loss.samples or 0 for backward in self.backwards if backward.loss)
+        told = inputs and self._inputs_tell(inputs, in_losses)
+        self.samples = inputs if told else loaded
         self.takes_a_part = 0 < inputs < 0.9 * loaded and in_losses != loaded
+
+    def _inputs_tell(self, inputs: int, in_losses: int) -> bool:
+        """Return whether the number of the model's inputs is that of the samples.
+
+        A loss that has another number, or with a loader none, says that they do not tell; so do
+        several losses a batch.
+        """
+        unsaid = in_losses == 0 and not self.batches
+        if in_losses != inputs and not unsaid:
+            return False
+        if 0 < self.batches < len(self.backwards):
+            return False
+        return all(len(backward.forwards) == 1 for backward in self.backwards)
+
+
+def _number_of_samples(batches: Sequence[Batch]) -> int:
+    """Return how many samples batches have; 0 if that is not known of one of them."""
+    if any(batch.indices is None for batch in batches):
+        return 0
+    return sum(len(batch.indices or ()) for batch in batches)
 
 
 def training_steps(rank: RankRecords) -> list[TrainingStep]:
     """Return a rank's steps in order."""
     trained = _trained_epochs(rank)
-    first = min((one["o"] for one in rank.by_kind["step"]), default=None)
-    ends = [i for i, one in enumerate(rank.records, 1) if one["k"] == "step" and one["o"] == first]
-    return [TrainingStep(rank.records[begin:end], trained) for begin, end in pairwise([0, *ends])]
+    first = min((step.optimizer_number for step in rank.of(Step)), default=None)
+    steps = []
+    begin = 0
+    for end, record in enumerate(rank.records, 1):
+        if isinstance(record, Step) and record.optimizer_number == first:
+            steps.append(TrainingStep(rank.records[begin:end], record, trained))
+            begin = end
+    return steps
 
 
 def local_batches(recording: Recording) -> dict[int, int] | None:
@@ -203,4 +243,5 @@ def local_batches(recording: Recording) -> dict[int, int] | None:
         most = mode(counts)
         if 2 * counts.count(most) >= len(counts):
             sizes[rank.rank] = most
-    return sizes if len(sizes) == recording.size and all(sizes.values()) else None
+    all_known = len(sizes) == recording.size and all(sizes.values())
+    return sizes if all_known else None

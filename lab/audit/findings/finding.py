@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from lab.audit.recording import CodeLine
+from lab.audit.records import CodeLine
 
 FAULT = "fault"
 
@@ -104,8 +104,9 @@ Outcome = Finding | Right | Unknown
 
 def gravest(outcomes: Iterable[Outcome | None]) -> Outcome | None:
     """Return the first finding, else what is unknown, else what is right; None without any."""
-    told = [one for one in outcomes if one is not None]
-    return min(told, key=lambda one: (Finding, Unknown, Right).index(type(one)), default=None)
+    order = (Finding, Unknown, Right)
+    told = [outcome for outcome in outcomes if outcome is not None]
+    return min(told, key=lambda outcome: order.index(type(outcome)), default=None)
 
 
 @cache
@@ -117,15 +118,23 @@ def catalogue() -> dict[str, CatalogueEntry]:
 
 def merge(found: Sequence[Finding]) -> list[Finding]:
     """Return one finding a name, in the catalogue's order, with the evidence and sizes of all."""
-    by_name = {name: [one for one in found if one.name == name] for name in catalogue()}
-    return [
-        replace(
-            same[0],
-            evidence=tuple(dict.fromkeys(text for one in same for text in one.evidence)),
-            at=next((one.at for one in same if one.at), None),
-            sure="certain" if any(one.sure == "certain" for one in same) else "likely",
-            sizes=tuple(sorted({size for one in same for size in one.sizes})),
-        )
-        for same in by_name.values()
-        if same
-    ]
+    merged = []
+    for name in catalogue():
+        same = [finding for finding in found if finding.name == name]
+        if same:
+            merged.append(_merge_same(same))
+    return merged
+
+
+def _merge_same(same: Sequence[Finding]) -> Finding:
+    """Return findings of one name as one."""
+    certain = any(finding.sure == "certain" for finding in same)
+    sentences = [sentence for finding in same for sentence in finding.evidence]
+    sizes = {size for finding in same for size in finding.sizes}
+    return replace(
+        same[0],
+        evidence=tuple(dict.fromkeys(sentences)),  # each once
+        at=next((finding.at for finding in same if finding.at), None),
+        sure="certain" if certain else "likely",
+        sizes=tuple(sorted(sizes)),
+    )

@@ -6,20 +6,29 @@ not such a sum.
 """
 
 from collections.abc import Iterator
-from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lab.audit.findings.weights import Replicas, norms, side_by_side
 from lab.audit.findings.where import local_samples
-from lab.audit.recording import Numbers, Record
+from lab.audit.recording import Numbers
+from lab.audit.records import Clip
 
 # The greatest misfit of float32, and of 16-bit gradients.
-EXACT, ROUNDED = 1e-4, 2e-2
+EXACT = 1e-4
+ROUNDED = 2e-2
 _TINY = 1e-300
 
-# The kind, residue, total and texts of an update.
-Explained = tuple[str, float, float, list[str]]
+
+class Explanation(NamedTuple):
+    """What an update is; the fields are those of ``Update``."""
+
+    kind: str
+    residue: float
+    total: float
+    texts: list[str]
 
 
 class Update:
@@ -49,47 +58,80 @@ class Update:
     """
 
     def __init__(self, replicas: Replicas, step: int) -> None:
-        own, got, columns = replicas.own[step], replicas.got[step], replicas.columns
+        self.step = step
+        self.records = replicas.steps[step]
+        own = replicas.own[step]
+        got = replicas.got[step]
+        self.size = len(own)
         finite = np.asarray((np.isfinite(own) & np.isfinite(got)).all(axis=0))
-        widths = np.array([at.stop - at.start for at in columns])
-        lengths = np.linalg.norm(norms(np.where(finite, own, np.nan), columns), axis=0)
-        sizes = lengths / np.sqrt(np.maximum(widths, 1))
-        kept = np.flatnonzero(sizes > 1e-6 * np.nanmax(sizes, initial=0.0))  # the others: rounding
-        at = [j for i in kept for j in range(columns[i].start, columns[i].stop)]
+        kept = _measurable(np.where(finite, own, np.nan), replicas.columns)
         self.known = bool(finite.any() and (kept.size or not got[:, finite].any()))
-        near = (replicas.own.get(step - 1), *(replicas.weights.get(step + i) for i in (0, 1)))
-        missing = np.full_like(own, np.nan)
-        self.previous, self.before, self.after = (
-            (missing if one is None or one.shape != own.shape else one)[:, at] for one in near
-        )
-        self.own, self.got, self.size = own[:, at], got[:, at], len(own)
-        self.step, self.records = step, replicas.steps[step]
-        scale = float(self.records[0]["scale"] or 1)
-        if scale * np.linalg.norm(self.got) ** 2 < np.linalg.norm(self.own) ** 2:  # nearer with it
-            self.own, self.previous = self.own / scale, self.previous / scale
+        self.names = [replicas.names[index] for index in kept]
+        slices = [replicas.columns[index] for index in kept]
+        self.widths = _widths(slices)
+        self.columns = side_by_side(self.widths)
+        columns = [column for at in slices for column in range(at.start, at.stop)]
+        self.own = own[:, columns]
+        self.got = got[:, columns]
+        self.previous = _like(own, replicas.own.get(step - 1))[:, columns]
+        self.before = _like(own, replicas.weights.get(step))[:, columns]
+        self.after = _like(own, replicas.weights.get(step + 1))[:, columns]
+        self._unscale()
         self.mean = np.asarray(self.own.mean(axis=0))
         self.samples = local_samples(replicas.recording, step)
-        self.names = [replicas.names[i] for i in kept]
-        self.widths = widths[kept]
-        self.columns = side_by_side(self.widths)
-        short = any("16" in replicas.rows[i][3] for i in kept)
-        self.misfit, self.tolerance = (ROUNDED, 1e-2) if short else (EXACT, 1e-3)
-        apart, lengths = (norms(one, self.columns) for one in (self.own - self.own[0], self.own))
-        self.alike = bool((apart <= self.misfit * lengths).all())
-        calls, self.cuts = self.clips("norm"), np.ones(self.size)
-        if all(len(row) == 1 and row[0]["norm"] for row in calls):
-            self.cuts = np.array([min(1, one["limit"] / (one["norm"] + 1e-6)) for (one,) in calls])
+        self.misfit = EXACT
+        self.tolerance = 1e-3
+        if any("16" in replicas.rows[index].dtype for index in kept):
+            self.misfit = ROUNDED
+            self.tolerance = 1e-2
+        apart = norms(self.own - self.own[0], self.columns)
+        self.alike = bool((apart <= self.misfit * norms(self.own, self.columns)).all())
+        self.cuts = self._cuts()
         self.kind, self.residue, self.total, self.texts = _explain(self)
         self.is_mean = self.kind == "mean" and abs(self.total - 1) <= self.tolerance
 
-    def clips(self, kind: str) -> list[list[Record]]:
+    def _unscale(self) -> None:
+        """Divide the ranks' own gradients by GradScaler's scale if that is nearer to what is got.
+
+        What a fused optimiser gets is already divided by it.
+        """
+        scale = self.records[0].scale or 1.0
+        if scale * np.linalg.norm(self.got) ** 2 < np.linalg.norm(self.own) ** 2:
+            self.own = self.own / scale
+            self.previous = self.previous / scale
+
+    def _cuts(self) -> Numbers:
+        cuts = []
+        for calls in self.clips("norm"):
+            if len(calls) != 1 or not calls[0].norm or calls[0].limit is None:
+                return np.ones(self.size)
+            cuts.append(min(1, calls[0].limit / (calls[0].norm + 1e-6)))
+        return np.array(cuts)
+
+    def clips(self, kind: str) -> list[list[Clip]]:
         """Return by rank the calls of clip_grad_norm_ ("norm") or clip_grad_value_ ("value")."""
-        names = ("kind", "limit", "norm", "collectives", "at")
-        calls = [[dict(zip(names, one, strict=True)) for one in r["clips"]] for r in self.records]
         return [
-            [one for one in row if one["kind"] == kind and one["limit"] is not None]
-            for row in calls
+            [clip for clip in record.clips if clip.kind == kind and clip.limit is not None]
+            for record in self.records
         ]
+
+
+def _widths(columns: list[slice]) -> NDArray[np.int64]:
+    return np.array([at.stop - at.start for at in columns], dtype=np.int64)
+
+
+def _measurable(own: Numbers, columns: list[slice]) -> NDArray[np.int64]:
+    """Return which parameters' gradients are more than rounding errors of the greatest ones."""
+    lengths = np.linalg.norm(norms(own, columns), axis=0)
+    sizes = lengths / np.sqrt(np.maximum(_widths(columns), 1))
+    return np.flatnonzero(sizes > 1e-6 * np.nanmax(sizes, initial=0.0))
+
+
+def _like(own: Numbers, values: Numbers | None) -> Numbers:
+    """Return the values, or NaN in their shape where they are not known."""
+    if values is None or values.shape != own.shape:
+        return np.full_like(own, np.nan)
+    return values
 
 
 def misfits(basis: Numbers, weights: Numbers, got: Numbers, columns: list[slice]) -> Numbers:
@@ -114,127 +156,213 @@ def fit(basis: Numbers, got: Numbers, columns: list[slice]) -> tuple[Numbers, Nu
     return weights, misfits(basis, weights, got, columns)
 
 
-def _explain(one: Update) -> Explained:
+def _explain(update: Update) -> Explanation:
     """Explain an update by the first that fits it."""
-    if not one.got.any():
-        return "nothing", 0.0, 0.0, []
-    linear = _linear(one)
-    if linear[1] <= one.misfit:
+    if not update.got.any():
+        return Explanation("nothing", 0.0, 0.0, [])
+    linear = _linear(update)
+    if linear.residue <= update.misfit:
         return linear
-    for kind, basis, how in _bases(one):
-        weights, errors = fit(basis, one.got, one.columns)
-        if errors.max() <= one.misfit:
-            return kind, float(errors.max()), float(weights.sum(axis=1).mean()), [how]
-    return _by_number(one, linear[1], EXACT) or _by_number(one, linear[1], 2**-7, 1.2e-7) or linear
+    for kind, basis, how in _bases(update):
+        weights, errors = fit(basis, update.got, update.columns)
+        if errors.max() <= update.misfit:
+            total = float(weights.sum(axis=1).mean())
+            return Explanation(kind, float(errors.max()), total, [how])
+    by_number = _by_number(update, linear.residue, error=EXACT)
+    if by_number is None:
+        by_number = _by_number(update, linear.residue, error=2**-7, smallest=1.2e-7)
+    return by_number or linear
 
 
-def _linear(one: Update) -> Explained:
+# --- sums of the ranks' gradients ---
+
+
+def _linear(update: Update) -> Explanation:
     """A sum of the ranks' gradients, or on some ranks something else (a reduce to one rank)."""
-    weights, errors = fit(one.own, one.got, one.columns)
-    residue, total = float(errors.max()), float(weights.sum(axis=1).mean())
-    texts, factors = zip(*(_source(one, r) for r in range(one.size)), strict=True)
-    same = np.ptp(factors) <= one.tolerance * np.abs(factors).max()
+    weights, errors = fit(update.own, update.got, update.columns)
+    residue = float(errors.max())
+    total = float(weights.sum(axis=1).mean())
+    sources = [_source(update, rank) for rank in range(update.size)]
+    texts = [text for text, _ in sources]
+    factors = [factor for _, factor in sources]
+    same = np.ptp(factors) <= update.tolerance * np.abs(factors).max()
     if same and all(text.endswith("the mean") for text in texts):
-        return "mean", residue, float(np.mean(factors)), []
-    if errors.min() > one.misfit:
-        return "unknown", residue, total, []
-    if np.ptp(weights, axis=0).max() <= 1e-2 * np.abs(weights).max() and not any(texts):
-        return _weighted(one, weights.mean(axis=0), residue)
-    sums = [f"weights {' '.join(f'{weight:.3f}' for weight in row)}" for row in weights]
-    others = np.where(errors <= one.misfit, sums, "no weighted sum of the gradients")
-    listed = [text or str(other) for text, other in zip(texts, others, strict=True)]
-    return "rows", residue, total, listed
+        return Explanation("mean", residue, float(np.mean(factors)), [])
+    if errors.min() > update.misfit:
+        return Explanation("unknown", residue, total, [])
+    equal_rows = np.ptp(weights, axis=0).max() <= 1e-2 * np.abs(weights).max()
+    if equal_rows and not any(texts):
+        return _weighted(update, weights.mean(axis=0), residue)
+    listed = []
+    for text, row, error in zip(texts, weights, errors, strict=True):
+        if text:
+            listed.append(text)
+        elif error <= update.misfit:
+            listed.append(f"weights {' '.join(f'{weight:.3f}' for weight in row)}")
+        else:
+            listed.append("no weighted sum of the gradients")
+    return Explanation("rows", residue, total, listed)
 
 
-def _source(one: Update, rank: int) -> tuple[str, float]:
+def _source(update: Update, rank: int) -> tuple[str, float]:
     """Return which multiple of which gradient a rank's optimiser gets; "" if of none."""
-    alone, got, found = np.eye(one.size), one.got[[rank]], []
-    rows = {"the mean": np.full(one.size, 1 / one.size), "its own": alone[rank]}
-    for name, row in (rows | {f"rank {r}'s own": alone[r] for r in range(one.size)}).items():
-        values = row @ one.own
+    alone = np.eye(update.size)
+    got = update.got[[rank]]
+    rows = {"the mean": np.full(update.size, 1 / update.size), "its own": alone[rank]}
+    rows |= {f"rank {other}'s own": alone[other] for other in range(update.size)}
+    multiples = []
+    for name, row in rows.items():
+        values = row @ update.own
         factor = float(got[0] @ values / max(values @ values, _TINY))
-        if misfits(one.own, factor * row[None], got, one.columns)[0] <= one.misfit:
-            times = "" if abs(factor - 1) < 1e-2 else f"{factor:.3f} times "
-            found.append((times + name if factor else "nothing", factor))
-    return min(found, key=lambda item: abs(item[1] - 1) > one.tolerance, default=("", 1.0))
+        error = misfits(update.own, factor * row[None], got, update.columns)[0]
+        if error <= update.misfit:
+            multiples.append((_multiple_text(factor, name), factor))
+    for text, factor in multiples:
+        if abs(factor - 1) <= update.tolerance:
+            return text, factor
+    return multiples[0] if multiples else ("", 1.0)
 
 
-def _weighted(one: Update, shares: Numbers, residue: float) -> Explained:
+def _multiple_text(factor: float, name: str) -> str:
+    if factor == 0:
+        return "nothing"
+    return name if abs(factor - 1) < 1e-2 else f"{factor:.3f} times {name}"
+
+
+def _weighted(update: Update, shares: Numbers, residue: float) -> Explanation:
     """A sum in which the ranks count differently: by their samples, clipped, or wrong."""
-    if all(one.samples) and np.abs(shares - np.array(one.samples) / sum(one.samples)).max() < 1e-3:
-        return "mean", residue, 1.0, ["weighted by the ranks' samples"]
-    times, cuts = shares * one.size, one.cuts
-    if cuts.min() == 1:  # perhaps by hand: to one norm
-        sizes = np.array([record["own_norm"] or np.nan for record in one.records])
-        limit = np.max((times * sizes)[times < 0.999], initial=0.0) or np.inf
-        cuts = np.minimum(1, limit / sizes)
-    if cuts.min() < 1 and np.ptp(times / cuts) < 10 * one.tolerance * np.abs(times / cuts).max():
-        how = ", ".join(
-            f"rank {r}'s gradient is "
-            + (f"cut to {part:.1%} of its length" if part < 1 else "not cut")
-            for r, part in enumerate(cuts)
-        )
-        return "norm", residue, float(np.mean(times / cuts)), [how]
-    return "weighted", residue, 1.0, [", ".join(f"{share:.4f}" for share in shares)]
+    if all(update.samples):
+        by_samples = np.array(update.samples) / sum(update.samples)
+        if np.abs(shares - by_samples).max() < 1e-3:
+            return Explanation("mean", residue, 1.0, ["weighted by the ranks' samples"])
+    times = shares * update.size
+    cuts = update.cuts
+    if cuts.min() == 1:
+        cuts = _cuts_by_hand(update, times)
+    uncut = times / cuts
+    if cuts.min() < 1 and np.ptp(uncut) < 10 * update.tolerance * np.abs(uncut).max():
+        how = ", ".join(_how_cut(rank, part) for rank, part in enumerate(cuts))
+        return Explanation("norm", residue, float(np.mean(uncut)), [how])
+    return Explanation("weighted", residue, 1.0, [", ".join(f"{share:.4f}" for share in shares)])
 
 
-def _bases(one: Update) -> Iterator[tuple[str, Numbers, str]]:
-    """Yield what else the optimisers may get a sum of: a kind, the rows of the sum, and how."""
-    own, mean, got = one.own, one.mean, one.got[0]
-    if np.isfinite(one.before).all():
-        decay = one.before[0] @ (got - mean) / max(one.before[0] @ one.before[0], _TINY)
-        yield "mean", (mean + decay * one.before[0])[None], "with weight decay added"
-    called = [float(clip["limit"]) for row in one.clips("value") for clip in row]
-    limits = {*called, float(np.abs(one.got).max())}  # where all ranks' values are beyond it
-    changed = np.abs(got - mean) > one.misfit * np.abs(own).max(axis=0)
-    if changed.any():  # in most of these columns the greatest number alone is beyond it
-        greatest = np.take_along_axis(own, np.abs(own).argmax(axis=0)[None], axis=0)[0]
-        limits.add(float(np.median(np.abs(one.size * (got - mean) + greatest)[changed])))
-    for limit in limits:
+def _cuts_by_hand(update: Update, times: Numbers) -> Numbers:
+    """Return to which parts gradients are cut if each rank cuts them to one norm by hand."""
+    sizes = np.array([record.own_norm or np.nan for record in update.records])
+    limit = np.max((times * sizes)[times < 0.999], initial=0.0) or np.inf
+    return np.asarray(np.minimum(1, limit / sizes))
+
+
+def _how_cut(rank: int, part: float) -> str:
+    if part < 1:
+        return f"rank {rank}'s gradient is cut to {part:.1%} of its length"
+    return f"rank {rank}'s gradient is not cut"
+
+
+# --- sums of something else ---
+
+# A kind, the rows of the sum, and how.
+Basis = tuple[str, Numbers, str]
+
+
+def _bases(update: Update) -> Iterator[Basis]:
+    """Yield what else the optimisers may get a sum of."""
+    yield from _decayed(update)
+    yield from _clipped_by_value(update)
+    greatest = update.own.max(axis=0)
+    smallest = update.own.min(axis=0)
+    yield "extreme", greatest[None], "greatest of the ranks' gradients (ReduceOp.MAX)"
+    yield "extreme", smallest[None], "smallest of the ranks' gradients (ReduceOp.MIN)"
+    yield from _clipped_by_parameter(update)
+    yield from _with_previous(update)
+
+
+def _decayed(update: Update) -> Iterator[Basis]:
+    weights = update.before[0]
+    if np.isfinite(update.before).all():
+        decay = weights @ (update.got[0] - update.mean) / max(weights @ weights, _TINY)
+        yield "mean", (update.mean + decay * weights)[None], "with weight decay added"
+
+
+def _clipped_by_value(update: Update) -> Iterator[Basis]:
+    for limit in _value_limits(update):
         how = f"each rank limits its gradient to ±{limit:.6g}"
-        yield "value", np.clip(own, -limit, limit).mean(axis=0)[None], how
-        yield "mean", np.clip(mean, -limit, limit)[None], "then clipped by value"
-    yield "extreme", own.max(axis=0)[None], "greatest of the ranks' gradients (ReduceOp.MAX)"
-    yield "extreme", own.min(axis=0)[None], "smallest of the ranks' gradients (ReduceOp.MIN)"
-    parts = [fit(own[:, at], one.got[:, at], [slice(0, at.stop - at.start)]) for at in one.columns]
-    shares = np.clip([one.size * weights.mean(axis=0) for weights, _ in parts], 0, 1)
-    wide = one.widths >= 2 * one.size
-    if np.ptp(shares[wide], axis=1).max(initial=0.0) > 1e-2:  # else the mean is cut
-        short = (own * np.repeat(shares, one.widths, axis=0).T).mean(axis=0)
-        yield "norm", short[None], "each rank clips each parameter by itself"
-    if np.isfinite(one.previous).all() and 8 * one.size <= own.shape[1]:
-        both = np.concatenate([own, one.previous])
-        weights = np.abs(fit(both, one.got, one.columns)[0])
-        exchanged = weights[:, : one.size] * (1 - np.eye(one.size))  # of this step
-        yield "kept" if exchanged.max() > 0.05 * weights.max() else "stale", both, ""
+        yield "value", np.clip(update.own, -limit, limit).mean(axis=0)[None], how
+        yield "mean", np.clip(update.mean, -limit, limit)[None], "then clipped by value"
+
+
+def _value_limits(update: Update) -> set[float]:
+    """Return the limits by which values may be clipped: as called, or as the numbers tell."""
+    calls = [clip for of_rank in update.clips("value") for clip in of_rank]
+    limits = {clip.limit for clip in calls if clip.limit is not None}
+    limits.add(float(np.abs(update.got).max()))  # where all ranks' values are beyond it
+    moved = update.got[0] - update.mean
+    changed = np.abs(moved) > update.misfit * np.abs(update.own).max(axis=0)
+    if changed.any():  # in most of these columns the greatest number alone is beyond it
+        at = np.abs(update.own).argmax(axis=0)[None]
+        greatest = np.take_along_axis(update.own, at, axis=0)[0]
+        limits.add(float(np.median(np.abs(update.size * moved + greatest)[changed])))
+    return limits
+
+
+def _clipped_by_parameter(update: Update) -> Iterator[Basis]:
+    shares = []
+    for at in update.columns:
+        weights, _ = fit(update.own[:, at], update.got[:, at], [slice(0, at.stop - at.start)])
+        shares.append(np.clip(update.size * weights.mean(axis=0), 0, 1))
+    wide = update.widths >= 2 * update.size
+    if np.ptp(np.array(shares)[wide], axis=1).max(initial=0.0) > 1e-2:  # else the mean is cut
+        short = update.own * np.repeat(shares, update.widths, axis=0).T
+        yield "norm", short.mean(axis=0)[None], "each rank clips each parameter by itself"
+
+
+def _with_previous(update: Update) -> Iterator[Basis]:
+    """Yield the sum of this step's and the last one's gradients, if both are known well."""
+    if not np.isfinite(update.previous).all() or 8 * update.size > update.own.shape[1]:
+        return
+    both = np.concatenate([update.own, update.previous])
+    weights = np.abs(fit(both, update.got, update.columns)[0])
+    exchanged = weights[:, : update.size] * (1 - np.eye(update.size))  # of this step
+    kind = "kept" if exchanged.max() > 0.05 * weights.max() else "stale"
+    yield kind, both, ""
+
+
+# --- number by number ---
 
 
 def _by_number(
-    one: Update, residue: float, error: float, smallest: float = 0.0
-) -> Explained | None:
+    update: Update, residue: float, *, error: float, smallest: float = 0.0
+) -> Explanation | None:
     """Each number is the mean or something else: in some parameters or parts, or rounded."""
-    added = one.own.sum(axis=0)
-    multiple = float(one.got[0] @ added / (added @ added))
+    added = update.own.sum(axis=0)
+    multiple = float(update.got[0] @ added / (added @ added))
     ways = {
-        "averaged": one.mean,
-        "each rank's own": one.own,
-        "each rank's own, divided": one.own / one.size,
+        "averaged": update.mean,
+        "each rank's own": update.own,
+        "each rank's own, divided": update.own / update.size,
         "multiplied": multiple * added,
         "added up": added,
     }
-    sizes = np.linalg.norm(norms(one.own, one.columns), axis=0)
-    allowed = smallest + error * np.abs(one.own).mean(axis=0) + 1e-6 * np.repeat(sizes, one.widths)
-    fits = {way: np.abs(one.got - values) <= allowed for way, values in ways.items()}
+    sizes = np.linalg.norm(norms(update.own, update.columns), axis=0)
+    allowed = smallest + error * np.abs(update.own).mean(axis=0)
+    allowed = allowed + 1e-6 * np.repeat(sizes, update.widths)
+    fits = {way: np.abs(update.got - values) <= allowed for way, values in ways.items()}
     if not np.any([*fits.values()], axis=0).all():
         return None
-    found = [next((way for way in ways if fits[way][:, at].all()), "") for at in one.columns]
+    by_parameter = [
+        next((way for way, fitting in fits.items() if fitting[:, at].all()), "")
+        for at in update.columns
+    ]
+    found = set(by_parameter)
     if "" in found:
         shares = fits["averaged"].mean(axis=1)
-        return "rows", residue, 1.0, [f"the mean in {share:.0%} of its numbers" for share in shares]
-    if {*found} in ({"averaged"}, {"multiplied"}):
-        total = multiple * one.size if "multiplied" in found else 1.0
-        return "mean", residue, total, ["rounded to 16 bits"] if smallest else []
-    if not {"averaged", "added up"} & {*found}:
-        return "rows", residue, 1.0, ["its own"] * one.size
-    how = next(way for way in found if way != "averaged")
-    return "parameters", residue, 1.0, [how, *compress(one.names, [way == how for way in found])]
+        texts = [f"the mean in {share:.0%} of its numbers" for share in shares]
+        return Explanation("rows", residue, 1.0, texts)
+    if found in ({"averaged"}, {"multiplied"}):
+        total = multiple * update.size if "multiplied" in found else 1.0
+        return Explanation("mean", residue, total, ["rounded to 16 bits"] if smallest else [])
+    if not found & {"averaged", "added up"}:
+        return Explanation("rows", residue, 1.0, ["its own"] * update.size)
+    how = next(way for way in by_parameter if way != "averaged")
+    names = [name for name, way in zip(update.names, by_parameter, strict=True) if way == how]
+    return Explanation("parameters", residue, 1.0, [how, *names])

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,61 +15,82 @@ from lab.audit.findings.epochs import (
     training_steps,
 )
 from lab.audit.findings.finding import Finding, found
-from lab.audit.recording import Record, Recording
+from lab.audit.recording import Recording
+from lab.audit.records import Evaluation, RandomForward
+
+OfStep = TypeVar("OfStep", Evaluation, RandomForward)
+_FIRST_STEPS = 6
 
 
 def check(recording: Recording) -> Iterator[Finding]:
     """Yield the notices on a run."""
-    parts = (_batchnorm, _equal_dropout, _shares, _accumulation, _uneven_batches)
-    for part in parts if len(recording.ranks) > 1 else ():
+    if len(recording.ranks) < 2:
+        return
+    for part in (_batchnorm, _equal_dropout, _shares, _accumulation, _uneven_batches):
         yield from part(recording)
 
 
 def compare(recordings: Sequence[Recording]) -> Iterator[Finding]:
     """Yield the notices that need runs of two sizes: whether the global batch grows with them."""
-    local = {one.size: local_batches(one) for one in recordings if one.global_batch is None}
-    runs = {size: counts for size, counts in local.items() if counts}
-    if len(runs) > 1 and len({count for local in runs.values() for count in local.values()}) == 1:
-        sizes = tuple(sorted(runs))
-        totals = " and ".join(f"{sum(runs[size].values()):,} with {size} ranks" for size in sizes)
-        yield replace(found("batch-grows", totals=totals), sizes=sizes)
+    runs = {}
+    for recording in recordings:
+        if recording.global_batch is None and (local := local_batches(recording)):
+            runs[recording.size] = local
+    if len(runs) < 2 or len({count for local in runs.values() for count in local.values()}) > 1:
+        return
+    sizes = tuple(sorted(runs))
+    totals = " and ".join(f"{sum(runs[size].values()):,} with {size} ranks" for size in sizes)
+    yield replace(found("batch-grows", totals=totals), sizes=sizes)
 
 
-def _first_records(recording: Recording, kind: str) -> dict[int, dict[int, Record]]:
+def _first_records(recording: Recording, kind: type[OfStep]) -> dict[int, dict[int, OfStep]]:
     """Return by step and rank the first record of a kind."""
-    by_step: dict[int, dict[int, Record]] = defaultdict(dict)
+    by_step: dict[int, dict[int, OfStep]] = defaultdict(dict)
     for rank in recording.ranks:
-        for record in rank.by_kind[kind]:
-            by_step[record["step"]].setdefault(rank.rank, record)
+        for record in rank.of(kind):
+            by_step[record.step].setdefault(rank.rank, record)
     return by_step
+
+
+class _Difference(NamedTuple):
+    """How far a rank's buffer is from the first rank's when they evaluate after a step."""
+
+    relative: float
+    step: int
+    rank: int
+    first: int
+    buffer: str
 
 
 def _batchnorm(recording: Recording) -> Iterator[Finding]:
     """Compare the buffers with which the ranks evaluate after the same step."""
     differences = []
-    for step, records in _first_records(recording, "eval").items():
+    for step, records in _first_records(recording, Evaluation).items():
         (first, reference), *others = sorted(records.items())
-        buffers = dict(reference["buffers"]) if reference["batchnorm"] else {}
-        differences += [
-            (_difference(buffers.get(name, []), values), step, rank, first, name)
-            for rank, record in others
-            for name, values in record["buffers"]
-        ]
-    greatest, step, rank, first, name = max(differences, default=(0.0, 0, 0, 0, ""))
-    if greatest > 1e-6:
+        if not reference.batchnorm_layers:
+            continue
+        buffers = dict(reference.buffers)
+        for rank, record in others:
+            for name, values in record.buffers:
+                relative = _difference(buffers.get(name, []), values)
+                differences.append(_Difference(relative, step, rank, first, name))
+    greatest = max(differences, default=None)
+    if greatest is not None and greatest.relative > 1e-6:
         yield found(
             "batchnorm-statistics",
-            difference=greatest,
-            buffer=name,
-            step=step,
-            rank=rank,
-            first=first,
+            difference=greatest.relative,
+            buffer=greatest.buffer,
+            step=greatest.step,
+            rank=greatest.rank,
+            first=greatest.first,
         )
 
 
 def _difference(one: list[float], other: list[float]) -> float:
     """Return the relative difference of two buffers, 0 if they cannot be compared."""
-    size = np.linalg.norm(one) if len(one) == len(other) else 0.0
+    if len(one) != len(other):
+        return 0.0
+    size = np.linalg.norm(one)
     return float(np.linalg.norm(np.subtract(one, other)) / size) if 0 < size < np.inf else 0.0
 
 
@@ -79,28 +100,30 @@ def _equal_dropout(recording: Recording) -> Iterator[Finding]:
     Later one rank may have drawn alone, as by evaluating after an epoch.
     """
     states = [
-        {record["hash"] for record in records.values()}
-        for step, records in _first_records(recording, "random").items()
-        if step < 6 and len(records) == recording.size
+        {record.state_hash for record in records.values()}
+        for step, records in _first_records(recording, RandomForward).items()
+        if step < _FIRST_STEPS and len(records) == recording.size
     ]
     if len(states) >= 2 and all(len(hashes) == 1 for hashes in states):
         yield found("equal-dropout", ranks=recording.size, steps=len(states))
 
 
 def _shares(recording: Recording) -> Iterator[Finding]:
+    """Check how the ranks' loaders share the samples out: unshuffled, or a share of a share."""
     for loaders in training_loaders(recording):
-        first = [one.epochs[0] for one in loaders]
-        enough = all(len(one.batches) >= 2 and len(one.given) >= 8 for one in first)
-        if enough and all(is_sequential(one.given) for one in first):
-            yield found("no-shuffling", rank=loaders[0].rank, indices=str(first[0].given[:4])[1:-1])
-        contents = {one.facts.get("content") for one in loaders} - {None}
-        divides = all(one.facts.get("replicas") == len(loaders) for one in loaders)
+        first = [loader.epochs[0] for loader in loaders]
+        enough = all(len(epoch.batches) >= 2 and len(epoch.given) >= 8 for epoch in first)
+        if enough and all(is_sequential(epoch.given) for epoch in first):
+            indices = ", ".join(map(str, first[0].given[:4]))
+            yield found("no-shuffling", rank=loaders[0].rank, indices=indices)
+        contents = {loader.facts.content for loader in loaders} - {None}
+        divides = all(loader.facts.replicas == len(loaders) for loader in loaders)
         if divides and len(contents) == len(loaders):
             yield found(
                 "divided-twice",
                 sure=False,
                 rank=loaders[0].rank,
-                length=loaders[0].facts["length"],
+                length=loaders[0].facts.length,
                 ranks=len(loaders),
             )
 
@@ -110,31 +133,39 @@ def _accumulation(recording: Recording) -> Iterator[Finding]:
     by_rank = [
         [step for step in training_steps(rank) if step.accumulates] for rank in recording.ranks
     ]
-    steps = [*chain.from_iterable(by_rank)]
     if len(by_rank) < recording.size or min(map(len, by_rank)) < 2:
         return
+    steps = [step for of_rank in by_rank for step in of_rank]
     if all(map(_adds_up, steps)):
         yield found("summed-accumulation", micro=steps[0].batches)
-    by_ddp = all(one.get("synced") is True for step in steps for one in step.backwards)
-    if by_ddp or all(one.exchanged == set(range(1, one.batches + 1)) for one in steps):
+    backwards = [backward for step in steps for backward in step.backwards]
+    by_ddp = all(backward.synced is True for backward in backwards)
+    if by_ddp or all(step.exchanged == set(range(1, step.batches + 1)) for step in steps):
         yield found("needless-communication", micro=steps[0].batches)
 
 
 def _adds_up(step: TrainingStep) -> bool:
     """Return whether each micro-batch has a mean as its loss that arrives undivided."""
-    losses = [backward["loss"] or {} for backward in step.backwards]
-    return all(
-        loss.get("reduction") == "mean" and abs((loss.get("arriving") or 0) / step.scale - 1) < 1e-3
-        for loss in losses
-    )
+    for backward in step.backwards:
+        loss = backward.loss
+        if loss is None or loss.reduction != "mean":
+            return False
+        if not abs(loss.arriving / step.scale - 1) < 1e-3:  # also if it is NaN
+            return False
+    return True
 
 
 def _uneven_batches(recording: Recording) -> Iterator[Finding]:
     """Compare the ranks' samples in a step; by rounding alone they may differ slightly."""
-    local = sorted((count, rank) for rank, count in (local_batches(recording) or {0: 0}).items())
-    (least, fewer), (greatest, more) = local[0], local[-1]
-    steps = chain.from_iterable(map(training_steps, recording.ranks))
-    if greatest > 1.1 * least + 1 and all(map(_adds_up, steps)):
+    local = local_batches(recording)
+    if local is None:
+        return
+    by_count = sorted((count, rank) for rank, count in local.items())
+    least, fewer = by_count[0]
+    greatest, more = by_count[-1]
+    if greatest <= 1.1 * least + 1:
+        return
+    if all(_adds_up(step) for rank in recording.ranks for step in training_steps(rank)):
         yield found(
             "uneven-batches",
             least=least,

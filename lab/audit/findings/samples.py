@@ -5,14 +5,14 @@ equal samples only if the ranks hold the same data, see ``epochs.same_data``.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, combinations, pairwise, takewhile
 from math import gcd
-from typing import Any
+from typing import NamedTuple
 
 from lab.audit.findings.epochs import (
     Epoch,
-    Index,
     TrainingLoader,
     is_sequential,
     local_batches,
@@ -22,10 +22,12 @@ from lab.audit.findings.epochs import (
 )
 from lab.audit.findings.finding import Outcome, Right, Unknown, found, gravest
 from lab.audit.recording import RankRecords, Recording
+from lab.audit.records import Backward, Batch, Cut, FsdpBuilt, Index, Join, Rest
 
 Loaders = Sequence[TrainingLoader]
 _SAME = 0.9  # the share of two batches, and of all batches, from which on they are the same
 _MANY = 4  # epochs in a row that end early: the script takes one batch of each, so compare them
+_FEWEST_IN_ORDER = 4  # samples, from which on two orders can be compared
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
@@ -35,27 +37,43 @@ def check(recording: Recording) -> Iterator[Outcome]:
     if len(recording.ranks) < 2:
         return
     groups = training_loaders(recording)
-    parts = [[step.takes_a_part for step in training_steps(rank)] for rank in recording.ranks]
-    if groups and any(2 * sum(steps) > len(steps) for steps in parts):
+    if groups and any(map(_takes_parts, recording.ranks)):
         yield Unknown("the samples: the ranks compute on other samples than their loaders give")
     else:
         for loaders in groups:
-            yield from filter(None, _check_loaders(recording, loaders))
-    if not any(epoch.batches for group in groups for one in group for epoch in one.epochs):
+            yield from _check_loaders(recording, loaders)
+    epochs = [epoch for loaders in groups for loader in loaders for epoch in loader.epochs]
+    if not any(epoch.batches for epoch in epochs):
         yield _same_inputs(recording)
 
 
-def _check_loaders(recording: Recording, loaders: Loaders) -> Iterator[Outcome | None]:
+def _takes_parts(rank: RankRecords) -> bool:
+    """Return whether a rank's model gets, in most steps, fewer samples than the loader gave."""
+    steps = training_steps(rank)
+    return 2 * sum(step.takes_a_part for step in steps) > len(steps)
+
+
+def _check_loaders(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
     """Compare the ranks' loaders that belong together."""
-    pairs = [_compare(*pair) for pair in combinations(loaders, 2)]
+    pairs = [_compare(one, other) for one, other in combinations(loaders, 2)]
+    alike = [outcome for outcome, _ in pairs if not isinstance(outcome, Right)]
+    found_alike = [outcome for outcome in alike if outcome is not None]
     data = [known for _, known in pairs]
-    alike: list[Outcome | None] = [one for one, _ in pairs if not isinstance(one, Right)]
-    yield from alike or [pairs[0][0]]
-    if not any(alike) and False not in data:
-        yield _coverage(recording, loaders, one_dataset=None not in data)
+    if not alike:
+        yield Right("every rank trains on different samples")
+    yield from found_alike
+    if not found_alike and False not in data:
+        covers = _coverage(recording, loaders, one_dataset=None not in data)
+        if covers is not None:
+            yield covers
     yield from _same_order(loaders)
-    yield _batch_counts(recording, loaders)
+    counts = _batch_counts(recording, loaders)
+    if counts is not None:
+        yield counts
     yield from _padding(loaders)
+
+
+# --- how many samples ---
 
 
 def _global_batch(recording: Recording, asked: int) -> Outcome:
@@ -74,8 +92,11 @@ def _global_batch(recording: Recording, asked: int) -> Outcome:
     return found("wrong-global-batch", total=total, asked=asked, counts=_by_rank(local))
 
 
-def _by_rank(counts: dict[int, Any]) -> str:
+def _by_rank(counts: Mapping[int, int]) -> str:
     return ", ".join(f"rank {rank} has {count:,}" for rank, count in sorted(counts.items()))
+
+
+# --- the same samples on two ranks ---
 
 
 def _compare(one: TrainingLoader, other: TrainingLoader) -> tuple[Outcome | None, bool | None]:
@@ -88,32 +109,32 @@ def _compare(one: TrainingLoader, other: TrainingLoader) -> tuple[Outcome | None
     outcome : ``Right`` if no sample of a batch is in the other rank's; None if some are.
     data : whether equal indices are equal samples; None if unknown.
     """
-    mine, theirs = one.drawn, other.drawn
-    both = [at for at in mine if at in theirs]
+    mine = one.drawn
+    theirs = other.drawn
+    both = [place for place in mine if place in theirs]
     same = bool(both) and len(both) >= _SAME * min(len(mine), len(theirs))
-    data, ranks = same_data(one, other), f"ranks {one.rank} and {other.rank}"
-    passes = _passes(one.records, other.records)
-    agree = {a[1] == b[1] for a, b in passes if None not in (a[1], b[1])}
-    if same and agree == {False}:
+    data = same_data(one, other)
+    if same and _targets_never_agree(one.records, other.records):
         data = None if data else False
-    if mine and theirs and not (both and data is not False):
+    if mine and theirs and (not both or data is False):
         return Right("every rank trains on different samples"), data
     if not same:
         return None, data
+    ranks = f"ranks {one.rank} and {other.rank}"
     if data is None:
         return Unknown(
             f"whether {ranks} train on the same samples: their indices are equal, but "
             "the audit cannot tell whether they index the same data"
         ), data
-    batches = Counter(at[:2] for at in both)
-    epoch, batch = min(batches)
+    batches = Counter((epoch, batch) for epoch, batch, _ in both)
+    first = min(batches)
     return found(
         "same-samples",
         kind="indices",
         ranks=ranks,
-        epoch=epoch,
-        batch=batch,
-        count=batches[epoch, batch],
+        epoch=first[0],
+        batch=first[1],
+        count=batches[first],
         samples=_listed([index for *_, index in both]),
         batches=len(batches),
     ), data
@@ -123,20 +144,38 @@ def _listed(samples: Sequence[Index]) -> str:
     return ", ".join(map(str, samples[:4]))
 
 
-def _passes(*ranks: RankRecords) -> list[tuple[Any, Any]]:
-    """Return (inputs, target) of two ranks in each backward that both have, as hashes."""
-    mine, theirs = (
-        {
-            (one["step"], one["micro"]): (
-                tuple(forward[1] for forward in one["forwards"]),
-                (one["loss"] or {}).get("target_hash"),
-            )
-            for one in rank.by_kind["backward"]
-            if one["forwards"] and all(forward[1] is not None for forward in one["forwards"])
-        }
-        for rank in ranks
-    )
-    return [(mine[at], theirs[at]) for at in mine if at in theirs]
+class _Pass(NamedTuple):
+    """What a rank's model and loss got in a backward, as hashes; the target's may be unknown."""
+
+    inputs: tuple[int | None, ...]
+    target: int | None
+
+
+def _passes(rank: RankRecords) -> dict[tuple[int, int], _Pass]:
+    """Return by step and micro-batch each backward whose inputs are known."""
+    passes = {}
+    for backward in rank.of(Backward):
+        inputs = tuple(forward.input_hash for forward in backward.forwards)
+        if inputs and None not in inputs:
+            target = None if backward.loss is None else backward.loss.target_hash
+            passes[backward.step, backward.micro] = _Pass(inputs, target)
+    return passes
+
+
+def _both_passes(one: RankRecords, other: RankRecords) -> list[tuple[_Pass, _Pass]]:
+    """Return the passes of two ranks in each backward that both have."""
+    mine = _passes(one)
+    theirs = _passes(other)
+    return [(mine[place], theirs[place]) for place in mine if place in theirs]
+
+
+def _targets_never_agree(one: RankRecords, other: RankRecords) -> bool:
+    agree = {
+        mine.target == theirs.target
+        for mine, theirs in _both_passes(one, other)
+        if mine.target is not None and theirs.target is not None
+    }
+    return agree == {False}
 
 
 def _same_inputs(recording: Recording) -> Outcome:
@@ -145,15 +184,18 @@ def _same_inputs(recording: Recording) -> Outcome:
     Inputs that never change may be anything, so then equal targets must be known. A model that is
     sharded may rightly compute one sample on several ranks.
     """
-    sharded = any(one.by_kind["fsdp"] for one in recording.ranks)
     first, *others = recording.ranks
-    for other in () if sharded else others:
-        both = _passes(first, other)
-        telling = len({a[0] for a, _ in both}) > 1 or all(a[1] is not None for a, _ in both)
-        if len(both) >= 2 and telling and all(a == b for a, b in both):
+    for other in [] if recording.of(FsdpBuilt) else others:
+        both = _both_passes(first, other)
+        inputs_change = len({mine.inputs for mine, _ in both}) > 1
+        telling = inputs_change or all(mine.target is not None for mine, _ in both)
+        if len(both) >= 2 and telling and all(mine == theirs for mine, theirs in both):
             ranks = f"ranks {first.rank} and {other.rank}"
             return found("same-samples", kind="inputs", ranks=ranks, count=len(both))
     return Unknown("which samples each rank trains on: no DataLoader draws them by index")
+
+
+# --- each sample once in an epoch ---
 
 
 def _coverage(recording: Recording, loaders: Loaders, *, one_dataset: bool) -> Outcome | None:
@@ -161,44 +203,101 @@ def _coverage(recording: Recording, loaders: Loaders, *, one_dataset: bool) -> O
 
     An epoch of which only a part is known counts if there is none else.
     """
-    replicas, length = _common(loaders, "replicas") or 0, _common(loaders, "length") or 0
+    replicas = _replicas(loaders)
+    length = _common([loader.facts.length for loader in loaders]) or 0
     if replicas > recording.size:
+        share = -(-length // replicas)
         return found(
             "uneven-coverage",
             kind="replicas",
-            missing=length - -(-length // replicas) * recording.size,
+            missing=length - share * recording.size,
             length=length,
             replicas=replicas,
             ranks=recording.size,
         )
-    epochs = list(enumerate(zip(*(one.epochs for one in loaders), strict=False), 1))
-    whole = [one for one in epochs if all(epoch.whole for epoch in one[1])]
-    return gravest(_cover(loaders, *one, one_dataset=one_dataset) for one in whole or epochs)
+    epochs = list(enumerate(zip(*(loader.epochs for loader in loaders), strict=False), 1))
+    whole = [
+        (number, of_ranks) for number, of_ranks in epochs if all(epoch.whole for epoch in of_ranks)
+    ]
+    return gravest(
+        _Coverage(loaders, number, of_ranks).outcome(one_dataset=one_dataset)
+        for number, of_ranks in whole or epochs
+    )
 
 
-def _cover(
-    loaders: Loaders, number: int, epochs: Sequence[Epoch], *, one_dataset: bool
-) -> Outcome | None:
-    """Return whether samples come twice in an epoch or are left out of it; None without any.
+class _Coverage:
+    """What the ranks together drew in an epoch.
 
-    That they are left out is a fault only if something shows that they were meant to be seen: a
-    subset, a validation split or a limit leaves samples out on purpose.
+    Attributes
+    ----------
+    whole : all ranks' samples of the epoch are known.
+    draws : by rank, the records of what it drew.
+    counts : how often each sample was drawn.
+    repeats : how many draws there were beyond one of each sample.
+    batch : the samples of the largest first batch.
     """
-    whole = all(one.whole for one in epochs)
-    draws = [one.whole if whole else one.batches for one in epochs]
-    shares = [[index for one in rank for index in one["inner"]] for rank in draws]
-    if not all(shares):
-        return None
-    ranks, batch = len(shares), max(len(rank[0]["indices"]) for rank in draws)
-    counts = Counter(chain.from_iterable(shares))
-    repeats, rounding = counts.total() - len(counts), max(ranks, batch)
-    # Each rank may repeat a sample, or with shuffled samples fill up a batch, so that all ranks
-    # have equally many. Of the first batches some may come twice by chance.
-    in_strides = all(is_sequential(sorted(set(share))) for share in shares)
-    padding = ranks * (1 if in_strides else batch)
-    if repeats > max(padding, 0 if whole else counts.total() / 10):
-        own = max(len(share) - len(set(share)) for share in shares)
-        if own > (rounding if whole else 0):
+
+    def __init__(self, loaders: Loaders, number: int, epochs: Sequence[Epoch]) -> None:
+        self.loaders = loaders
+        self.number = number
+        self.whole = all(epoch.whole for epoch in epochs)
+        self.draws: list[list[Batch | Rest]] = [
+            epoch.whole if self.whole else [*epoch.batches] for epoch in epochs
+        ]
+        self.shares = [[index for draw in rank for index in draw.innermost] for rank in self.draws]
+        self.counts = Counter(chain.from_iterable(self.shares))
+        self.repeats = self.counts.total() - len(self.counts)
+        self.batch = max((len(rank[0].indices or ()) for rank in self.draws if rank), default=0)
+
+    @cached_property
+    def in_strides(self) -> bool:
+        """Whether each rank's samples have equal distances."""
+        return all(is_sequential(sorted(set(share))) for share in self.shares)
+
+    def outcome(self, *, one_dataset: bool) -> Outcome | None:
+        """Return whether samples come twice in the epoch or are left out of it; None without any.
+
+        one_dataset : equal indices are equal samples.
+        """
+        if not all(self.shares):
+            return None
+        if self.repeats > self._most_repeats():
+            return self._repeated(one_dataset=one_dataset)
+        if not self.whole:
+            return Unknown(
+                "the coverage of the dataset: the samples of a whole epoch are not known"
+            )
+        length = self._length()
+        holes = self._holes(length)
+        if len(holes) > self._rounding:
+            return found(
+                "uneven-coverage",
+                kind="holes",
+                epoch=self.number,
+                count=len(holes),
+                first=_listed(holes),
+            )
+        return self._left_over(length)
+
+    @property
+    def _rounding(self) -> int:
+        """So many samples may be too few or too many where ranks or batches do not divide them."""
+        return max(len(self.shares), self.batch)
+
+    def _most_repeats(self) -> float:
+        """Return how many repeats are no fault.
+
+        Each rank may repeat a sample, or with shuffled samples fill up a batch, so that all ranks
+        have equally many. Of the first batches some may come twice by chance.
+        """
+        padding = len(self.shares) * (1 if self.in_strides else self.batch)
+        by_chance = 0 if self.whole else self.counts.total() / 10
+        return max(padding, by_chance)
+
+    def _repeated(self, *, one_dataset: bool) -> Outcome:
+        """Judge samples that come twice."""
+        within_a_rank = max(len(share) - len(set(share)) for share in self.shares)
+        if within_a_rank > (self._rounding if self.whole else 0):
             return Unknown(
                 "the coverage of the dataset: the sampler draws samples repeatedly on a rank"
             )
@@ -210,88 +309,122 @@ def _cover(
         return found(
             "uneven-coverage",
             kind="repeats",
-            epoch=number,
-            different=len(counts),
-            several=sum(count > 1 for count in counts.values()),
+            epoch=self.number,
+            different=len(self.counts),
+            several=sum(count > 1 for count in self.counts.values()),
         )
-    if not whole:
-        return Unknown("the coverage of the dataset: the samples of a whole epoch are not known")
-    outer = all(one["inner"] == one["indices"] for rank in draws for one in rank)
-    length = _common(loaders, "length" if outer else "inner_length")
-    if in_strides and max(counts) < (length or 0):  # else they are those of several datasets
-        drawn = sorted(counts)
-        stride = gcd(*(one - drawn[0] for one in drawn))
-        holes = [one for one in range(drawn[0], drawn[-1], stride) if one not in counts]
-        if len(holes) > rounding:
-            return found(
-                "uneven-coverage",
-                kind="holes",
-                epoch=number,
-                count=len(holes),
-                first=_listed(holes),
+
+    def _length(self) -> int | None:
+        """Return the number of samples in the dataset whose indices are counted."""
+        outer = all(draw.innermost == draw.indices for rank in self.draws for draw in rank)
+        if outer:
+            return _common([loader.facts.length for loader in self.loaders])
+        return _common([loader.facts.inner_length for loader in self.loaders])
+
+    def _holes(self, length: int | None) -> list[int]:
+        """Return the samples left out between others, where the ranks draw in strides."""
+        # Indices beyond the length are those of several datasets.
+        if not self.in_strides or max(self.counts) >= (length or 0):
+            return []
+        drawn = sorted(self.counts)
+        stride = gcd(*(index - drawn[0] for index in drawn))
+        return [index for index in range(drawn[0], drawn[-1], stride) if index not in self.counts]
+
+    def _left_over(self, length: int | None) -> Outcome:
+        """Judge samples that are left out.
+
+        That is a fault only if something shows that they were meant to be seen: a subset, a
+        validation split or a limit leaves samples out on purpose.
+        """
+        if length is None:
+            return Right("no sample comes twice in an epoch")
+        missing = max(0, length - len(self.counts))
+        if missing > len(self.shares) * self.batch:
+            return Unknown(
+                f"whether {missing:,} of {length:,} samples are left out of each epoch on purpose"
             )
-    if length is None:
-        return Right("no sample comes twice in an epoch")
-    missing = max(0, length - len(counts))
-    if missing > ranks * batch:
-        return Unknown(
-            f"whether {missing:,} of {length:,} samples are left out of each epoch on purpose"
-        )
-    padded = f", {repeats:,} padded" if repeats else ""
-    left = f", {missing:,} left over" if missing else ""
-    return Right(f"each epoch covers the dataset once ({length:,} samples{padded}{left})")
+        details = f"{length:,} samples"
+        if self.repeats:
+            details += f", {self.repeats:,} padded"
+        if missing:
+            details += f", {missing:,} left over"
+        return Right(f"each epoch covers the dataset once ({details})")
 
 
-def _common(loaders: Loaders, name: str) -> int | None:
+def _common(values: Sequence[int | None]) -> int | None:
     """Return a number that all ranks' loaders have in common, else None."""
-    values = {one.facts.get(name) for one in loaders}
-    return values.pop() if len(values) == 1 else None
+    return values[0] if len(set(values)) == 1 else None
+
+
+def _replicas(loaders: Loaders) -> int:
+    """Return among how many ranks all ranks' samplers share the samples out; 0 if they do not."""
+    return _common([loader.facts.replicas for loader in loaders]) or 0
 
 
 def _padding(loaders: Loaders) -> Iterator[Outcome]:
     """Yield that DistributedSampler repeats samples, fewer than one a rank."""
-    replicas, length = _common(loaders, "replicas"), _common(loaders, "length") or 0
-    draws = len(loaders) * sum(len(one["indices"]) for one in loaders[0].epochs[0].whole)
-    if replicas == len(loaders) > draws - length > 0:
+    length = _common([loader.facts.length for loader in loaders]) or 0
+    of_rank = sum(len(draw.indices or ()) for draw in loaders[0].epochs[0].whole)
+    draws = len(loaders) * of_rank
+    if _replicas(loaders) == len(loaders) > draws - length > 0:
         yield found("padding-sampler", samples=length, draws=draws)
 
 
+# --- the order, and the number of batches ---
+
+
+class _Order(NamedTuple):
+    """The first samples of an epoch, from 2, and whether the epoch before began with them."""
+
+    epoch: int
+    begin: list[Index]
+    same: bool
+
+
 def _same_order(loaders: Loaders) -> Iterator[Outcome]:
-    """Compare the first batches of each epoch with those of the epoch before.
+    """Compare the first batches of each epoch with those of the epoch before."""
+    orders = [order for loader in loaders for order in _orders(loader)]
+    if len({order.same for order in orders}) == 1:
+        yield _judge_order(loaders[0], orders[0])
+    if loaders[0].facts.replicas and max(len(loader.epochs) for loader in loaders) == 1:
+        yield Unknown("whether each epoch has another order: one epoch was seen")
+
+
+def _orders(loader: TrainingLoader) -> Iterator[_Order]:
+    """Yield a rank's order in each epoch that can be compared with the one before.
 
     A single batch tells nothing. An epoch that the script left early, as to look at a batch, counts
     only if there is none else and they are many.
     """
-    seen = []
-    for one in loaders:
-        kept = [epoch for epoch in one.epochs if not epoch.left]
-        many = len(kept) < 2 and len(one.epochs) >= _MANY
-        shown = one.epochs if many else [epoch for epoch in kept if len(epoch.batches) >= 2]
-        for number, (first, second) in enumerate(pairwise(shown), 2):
-            count = min(len(first.given), len(second.given))
-            begin = first.given[:count]
-            if count >= 4 and not is_sequential(begin):
-                seen.append((number, begin, begin == second.given[:count]))
-    sampler = str(loaders[0].facts.get("sampler"))
-    if len({same for *_, same in seen}) == 1:
-        number, begin, same = seen[0]
-        if not same:
-            yield Right(f"epoch {number} has a different order from epoch {number - 1}")
-        elif "Distributed" in sampler or sampler == "RandomSampler":
-            yield found(
-                "same-order",
-                epoch=number,
-                count=len(begin),
-                rank=loaders[0].rank,
-                samples=_listed(begin),
-            )
-        else:
-            yield Unknown(
-                f"whether the order is meant to be the same in every epoch: {sampler} gives the "
-                f"same first {len(begin)} samples again"
-            )
-    if loaders[0].facts.get("replicas") and max(len(one.epochs) for one in loaders) == 1:
-        yield Unknown("whether each epoch has another order: one epoch was seen")
+    kept = [epoch for epoch in loader.epochs if not epoch.left]
+    if len(kept) < 2 and len(loader.epochs) >= _MANY:
+        shown = loader.epochs
+    else:
+        shown = [epoch for epoch in kept if len(epoch.batches) >= 2]
+    for number, (first, second) in enumerate(pairwise(shown), 2):
+        count = min(len(first.given), len(second.given))
+        begin = first.given[:count]
+        if count >= _FEWEST_IN_ORDER and not is_sequential(begin):
+            yield _Order(number, begin, begin == second.given[:count])
+
+
+def _judge_order(loader: TrainingLoader, order: _Order) -> Outcome:
+    """Judge an order that all epochs of all ranks repeat, or none."""
+    if not order.same:
+        return Right(f"epoch {order.epoch} has a different order from epoch {order.epoch - 1}")
+    sampler = str(loader.facts.sampler)
+    if "Distributed" in sampler or sampler == "RandomSampler":
+        return found(
+            "same-order",
+            epoch=order.epoch,
+            count=len(order.begin),
+            rank=loader.rank,
+            samples=_listed(order.begin),
+        )
+    return Unknown(
+        f"whether the order is meant to be the same in every epoch: {sampler} gives the "
+        f"same first {len(order.begin)} samples again"
+    )
 
 
 def _batch_counts(recording: Recording, loaders: Loaders) -> Outcome | None:
@@ -300,29 +433,34 @@ def _batch_counts(recording: Recording, loaders: Loaders) -> Outcome | None:
     Not a fault if the ranks stay in step where an epoch ends, since their loops then end alike or
     begin anew, or if Join lets those wait that have fewer.
     """
-    batches = _common(loaders, "batches")
+    batches = _common([loader.facts.batches for loader in loaders])
     if batches is not None:
         return Right(f"every rank has {batches:,} batches in an epoch")
-    counts = {one.rank: one.facts["batches"] for one in loaders}
-    if None in counts.values():
-        return None
+    counts = {}
+    for loader in loaders:
+        if loader.facts.batches is None:
+            return None
+        counts[loader.rank] = loader.facts.batches
     listed = _by_rank(counts)
-    if any(one.by_kind["join"] for one in recording.ranks):
+    if recording.of(Join):
         return Right(f"Join lets the ranks with fewer batches wait ({listed})")
-    taken = [
-        [
-            record["epoch"]
-            for record in takewhile(lambda record: record["k"] != "cut", one.records.records)
-            if record["k"] == "batch" and record["l"] == one.facts["l"]
-        ]
-        for one in loaders
-    ]
-    cut = any(one.by_kind["cut"] for one in recording.ranks)
-    ends = not cut or any(len(set(epochs)) > 1 for epochs in taken)
-    if ends and not recording.hung and len(set(map(len, taken))) == 1:
+    taken = [_epochs_of_batches(loader) for loader in loaders]
+    ends = not recording.of(Cut) or any(len(set(epochs)) > 1 for epochs in taken)
+    equally_many = len({len(epochs) for epochs in taken}) == 1
+    if ends and equally_many and not recording.hung:
         return Unknown(
             f"whether the ranks' different numbers of batches matter ({listed}): they "
             "stay in step where an epoch ends"
         )
     kind = "ends" if ends else "not seen"
     return found("different-batch-counts", kind=kind, sure=ends, counts=listed)
+
+
+def _epochs_of_batches(loader: TrainingLoader) -> list[int]:
+    """Return the epoch of each batch that a rank took before the cut."""
+    before = takewhile(lambda record: not isinstance(record, Cut), loader.records.records)
+    return [
+        record.epoch
+        for record in before
+        if isinstance(record, Batch) and record.loader_number == loader.facts.number
+    ]

@@ -3,46 +3,52 @@
 ``Replicas`` holds what all ranks have recorded of one optimiser; gradient_fit.py reads it as well.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
 from lab.audit.findings.where import first_step_apart, lasting_optimizers, recording_exchanges
 from lab.audit.probe.coordinates import coordinates
-from lab.audit.recording import Numbers, Record, Recording
+from lab.audit.recording import Numbers, Recording
+from lab.audit.records import FsdpBuilt, Parameters, Samples, Step, Stepped, Weights
 
 # Initial weights that differ by more than this, relatively, are different weights.
 START = 1e-5
 # Weights that differ by less than this a step, relatively to a parameter's norm, are rounded.
 SAME = 1e-6
+_TINY = 1e-300
+
+OfOptimizer = TypeVar("OfOptimizer", Step, Stepped, Weights)
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
     """Check the ranks' weights; see lab/audit/findings/finding.py."""
     if recording.size < 2 or len(recording.ranks) < recording.size:
         return
-    if any(rank.by_kind["fsdp"] for rank in recording.ranks):
+    if recording.of(FsdpBuilt):
         yield Unknown("weights: FSDP holds another part of them on each rank")
         return
-    families = [[Replicas(recording, o) for o in one] for one in lasting_optimizers(recording)]
-    replicas = [one for family in families for one in family]
-    exchanged, settings = recording_exchanges(recording), [*_different_settings(replicas)]
-    starts = [first for first, *_ in families if 0 in first.weights]
-    different = [one for one in starts if one.spread(0).max(initial=0.0) > START]
+    families = [
+        [Replicas(recording, number) for number in family]
+        for family in lasting_optimizers(recording)
+    ]
+    replicas = [several for family in families for several in family]
+    starts = [family[0] for family in families if 0 in family[0].weights]
+    different = [start for start in starts if start.spread(0).max(initial=0.0) > START]
+    exchanged = recording_exchanges(recording)
     if exchanged:
         yield from map(_different_start, different)
-    yield from settings
-    apart = [(one, step) for one in replicas for step in one.weights if one.is_apart(step)]
-    if not any(one.weights for one in replicas):
+    settings = _different_settings(replicas)
+    if settings is not None:
+        yield settings
+    if not any(several.weights for several in replicas):
         yield Unknown("weights: no ranks' weights of equal parameters were seen")
     elif not different:
         yield Right("all ranks start from the same weights")
-        if apart and exchanged and not settings:
-            yield _name_divergence(*apart[0])
-        elif not apart and any(max(one.weights, default=0) > 0 for one in replicas):
-            yield Right("the ranks' weights stay equal in the watched steps")
+        yield from _divergence(replicas, counts=exchanged and settings is None)
 
 
 class Replicas:
@@ -52,6 +58,8 @@ class Replicas:
     ----------
     rows : of its parameters on rank 0, see probe/__init__.py.
     names, columns : of each parameter.
+    same : the ranks' parameters are the same.
+    steps : by step, the ranks' records of it.
     own, got, weights : by step, an array of shape (ranks, columns): samples of the ranks' own
         gradients, of what their optimisers get, and of the weights before this update. It ends
         early where parameters were added later. All are empty if the ranks' parameters are not the
@@ -59,50 +67,81 @@ class Replicas:
     """
 
     def __init__(self, recording: Recording, optimizer: int) -> None:
+        self.recording = recording
+        self.optimizer = optimizer
         rows = [
-            [row for one in rank.by_kind["params"] if one["o"] == optimizer for row in one["rows"]]
+            [
+                row
+                for parameters in rank.of(Parameters)
+                if parameters.optimizer_number == optimizer
+                for row in parameters.rows
+            ]
             for rank in recording.ranks
         ]
-        self.recording, self.optimizer, self.rows = recording, optimizer, rows[0]
-        self.names = [str(row[1] or row[0]) for row in self.rows]
-        self.columns = side_by_side([len(coordinates(row[4])) for row in self.rows])
-        self.same = all([row[:3] for row in one] == [row[:3] for row in rows[0]] for one in rows)
-        self.steps = self.records("step")
-        self.own, self.got = self._read("step", "own"), self._read("step", "got")
-        trains = any(map(np.any, self.own.values())) or not any(map(np.any, self.got.values()))
-        weights = self._read("weights", "values") if trains else {}
-        self.weights = {step: one for step, one in weights.items() if np.isfinite(one).all()}
+        self.rows = rows[0]
+        self.names = [row.name or row.key for row in self.rows]
+        self.columns = side_by_side([len(coordinates(row.numel)) for row in self.rows])
+        alike = [[(row.key, row.name, row.shape) for row in several] for several in rows]
+        self.same = all(parameters == alike[0] for parameters in alike)
+        self.steps = self.records(Step)
+        self.own = self._read(
+            {step: [record.own for record in records] for step, records in self.steps.items()}
+        )
+        self.got = self._read(
+            {step: [record.got for record in records] for step, records in self.steps.items()}
+        )
+        self.weights = self._read_weights()
 
-    def records(self, kind: str) -> dict[int, list[Record]]:
+    def records(self, kind: type[OfOptimizer]) -> dict[int, list[OfOptimizer]]:
         """Return by step the ranks' records of a kind, while the ranks are in step."""
-        ranks = [
-            {one["step"]: one for one in rank.by_kind[kind] if one["o"] == self.optimizer}
+        by_rank = [
+            {
+                record.step: record
+                for record in rank.of(kind)
+                if record.optimizer_number == self.optimizer
+            }
             for rank in self.recording.ranks
         ]
-        end, common = first_step_apart(self.recording), set.intersection(*map(set, ranks))
-        return {step: [one[step] for one in ranks] for step in sorted(common) if step < end}
-
-    def _read(self, kind: str, name: str) -> dict[int, Numbers]:
-        """Return by step the ranks' samples of a name, where all ranks have equally many."""
-        ranks, records = self.recording.ranks, self.records(kind) if self.same else {}
-        pairs = {step: zip(ranks, row, strict=True) for step, row in records.items()}
-        samples = {
-            step: [np.asarray(rank.numbers(record[name])) for rank, record in both]
-            for step, both in pairs.items()
+        common = set.intersection(*map(set, by_rank))
+        end = first_step_apart(self.recording)
+        return {
+            step: [records[step] for records in by_rank] for step in sorted(common) if step < end
         }
-        return {step: np.array(row) for step, row in samples.items() if len({*map(len, row)}) == 1}
+
+    def _read(self, samples: Mapping[int, Sequence[Samples | None]]) -> dict[int, Numbers]:
+        """Return by step the ranks' numbers, where all ranks have equally many."""
+        found = {}
+        for step, references in samples.items() if self.same else ():
+            pairs = zip(self.recording.ranks, references, strict=True)
+            rows = [rank.numbers(reference) for rank, reference in pairs]
+            if len({len(row) for row in rows}) == 1:
+                found[step] = np.array(rows)
+        return found
+
+    def _read_weights(self) -> dict[int, Numbers]:
+        """Return by step the weights that are finite; none of what backward() never reaches."""
+        trains = any(map(np.any, self.own.values())) or not any(map(np.any, self.got.values()))
+        if not trains:
+            return {}
+        records = self.records(Weights)
+        weights = self._read(
+            {step: [record.values for record in several] for step, several in records.items()}
+        )
+        return {step: values for step, values in weights.items() if np.isfinite(values).all()}
 
     def spread(self, step: int) -> Numbers:
         """Return by parameter how far the ranks' weights are apart, relatively to their norm."""
         values = self.weights[step]
-        apart, sizes = norms(values - values[0], self.columns), norms(values, self.columns)
-        return np.asarray(apart.max(axis=0) / np.maximum(sizes.max(axis=0), 1e-300))
+        apart = norms(values - values[0], self.columns).max(axis=0)
+        sizes = norms(values, self.columns).max(axis=0)
+        return np.asarray(apart / np.maximum(sizes, _TINY))
 
     def is_apart(self, step: int) -> bool:
         """Return whether the ranks' weights differ by more than rounding before a step."""
-        after, before = self.weights[step], self.weights.get(step - 1, self.weights[step])
+        after = self.weights[step]
+        before = self.weights.get(step - 1, after)
         move = float(np.linalg.norm(after[:, : before.shape[1]] - before))
-        moved = move / max(float(np.linalg.norm(before)), 1e-300)
+        moved = move / max(float(np.linalg.norm(before)), _TINY)
         return self.spread(step).max(initial=0.0) > max(SAME * (step + 1), 1e-3 * moved)
 
 
@@ -119,55 +158,76 @@ def norms(rows: Numbers, columns: list[slice]) -> Numbers:
 
 def shortlist(names: Sequence[str]) -> str:
     """Return the first names, and how many there are more."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    listed = ", ".join(names[:3])
+    return f"{listed} and {len(names) - 3} more" if len(names) > 3 else listed
 
 
-def _different_start(one: Replicas) -> Finding:
-    spread = one.spread(0)
-    names = [one.names[i] for i in np.argsort(-spread) if spread[i] > START]
+def _different_start(replicas: Replicas) -> Finding:
+    spread = replicas.spread(0)
+    names = [replicas.names[index] for index in np.argsort(-spread) if spread[index] > START]
     return found(
         "different-start",
         different=len(names),
-        parameters=len(one.names),
+        parameters=len(replicas.names),
         spread=spread.max(),
         names=shortlist(names),
     )
 
 
-def _different_settings(replicas: list[Replicas]) -> Iterator[Finding]:
-    """Yield the first of the learning rates, other settings and classes that differ."""
-    for step, records in [item for one in replicas for item in one.steps.items()]:
-        settings = [_settings(one) for one in records]
+def _different_settings(replicas: list[Replicas]) -> Finding | None:
+    """Return the first of the learning rates, other settings and classes that differ."""
+    steps = [item for several in replicas for item in several.steps.items()]
+    for step, records in steps:
+        settings = [_settings(record) for record in records]
         for name in settings[0]:
-            values = [one.get(name) for one in settings]
+            values = [of_rank.get(name) for of_rank in settings]
             if len(set(values)) > 1:
-                listed = ", ".join(f"rank {r}: {value}" for r, value in enumerate(values))
-                yield found("different-learning-rates", step=step, setting=name, values=listed)
-                return
+                listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+                return found("different-learning-rates", step=step, setting=name, values=listed)
+    return None
 
 
-def _settings(record: Record) -> dict[str, str]:
+def _settings(step: Step) -> dict[str, str]:
     """Return a step's settings that are plain values, rounded, in words."""
-    rates = {f"lr of group {i}" if i else "lr": one for i, one in enumerate(record["lr"])}
-    values = {"optimizer": record["optimizer"], **record["settings"], **rates}
-    return {
-        name: f"{value:.6g}" if isinstance(value, float) else str(value)
-        for name, value in values.items()
-        if isinstance(value, int | float) or (isinstance(value, str) and " at 0x" not in value)
-    }
+    values = {"optimizer": step.optimizer, **step.settings}
+    for group, rate in enumerate(step.lr):
+        values[f"lr of group {group}" if group else "lr"] = rate
+    plain = {}
+    for name, value in values.items():
+        if isinstance(value, float):
+            plain[name] = f"{value:.6g}"
+        elif isinstance(value, int) or (isinstance(value, str) and " at 0x" not in value):
+            plain[name] = str(value)
+    return plain
 
 
-def _name_divergence(one: Replicas, step: int) -> Finding:
+def _divergence(replicas: list[Replicas], *, counts: bool) -> Iterator[Outcome]:
+    """Yield whether the weights, which were equal, stay equal.
+
+    counts : nothing else explains that they do not.
+    """
+    for several in replicas:
+        for step in several.weights:
+            if several.is_apart(step):
+                if counts:
+                    yield _name_divergence(several, step)
+                return
+    if any(max(several.weights, default=0) > 0 for several in replicas):
+        yield Right("the ranks' weights stay equal in the watched steps")
+
+
+def _name_divergence(replicas: Replicas, step: int) -> Finding:
     """Return what makes the weights differ before ``step``, which were equal before."""
-    spread, got = one.spread(step), one.got.get(step - 1)
-    states = [record["state"] for record in one.records("stepped").get(step - 1, [])]
-    other = next((r for r, state in enumerate(states) if state != states[0]), None)
+    spread = replicas.spread(step)
+    got = replicas.got.get(step - 1)
     equal = got is None or (got == got[0]).all()
+    states = [record.state for record in replicas.records(Stepped).get(step - 1, [])]
+    other = next((rank for rank, state in enumerate(states) if state != states[0]), None)
     by_state = other is not None and None not in states and equal
     return found(
         "different-optimizer-state" if by_state else "weights-diverge",
         step=step,
         spread=spread.max(),
-        worst=one.names[int(spread.argmax())],
+        worst=replicas.names[int(spread.argmax())],
         rank=other,
     )

@@ -3,44 +3,50 @@
 import sys
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Iterable, Sequence
 
-from lab.audit.recording import CodeLine, Record, Recording, code_line
+from lab.audit.recording import RankRecords, Recording
+from lab.audit.records import (
+    Backward,
+    CodeLine,
+    CollectiveCall,
+    DdpBuilt,
+    DeviceMesh,
+    Done,
+    FsdpBuilt,
+    Parameters,
+    Step,
+    Trained,
+)
 
 POINT_TO_POINT = ("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list")
 SETUP = ("init_process_group", "new_group")
 _NO_EXCHANGE = ("barrier", "object", "monitored", *SETUP)
 
 
-def by_rank(recording: Recording, kind: str, step: int | None = None) -> list[list[Record]]:
-    """Return each rank's records of a kind, only those of a step if it is given."""
-    return [
-        [one for one in rank.by_kind[kind] if step in (None, one.get("step"))]
-        for rank in recording.ranks
-    ]
-
-
 def uses_ddp(recording: Recording) -> bool:
     """Return whether the ranks built DistributedDataParallel or FSDP."""
-    return any(rank.by_kind["ddp"] or rank.by_kind["fsdp"] for rank in recording.ranks)
+    return bool(recording.of(DdpBuilt) or recording.of(FsdpBuilt))
 
 
 def bypasses_ddp(recording: Recording) -> bool:
     """Return whether every training forward runs a module that DDP wraps, but not through DDP."""
-    backwards = chain.from_iterable(by_rank(recording, "backward"))
-    through = {forward[2] for one in backwards for forward in one.get("forwards") or ()}
-    return through == {"bypass"} and all(by_rank(recording, "ddp"))
+    through = {
+        forward.through for backward in recording.of(Backward) for forward in backward.forwards
+    }
+    return through == {"bypass"} and all(rank.of(DdpBuilt) for rank in recording.ranks)
 
 
-def exchanges(recording: Recording, step: int, content: str | None = None) -> list[Record]:
+def exchanges(recording: Recording, step: int, content: str | None = None) -> list[CollectiveCall]:
     """Return the calls that exchange tensors by hand in a step; of a content if it is given."""
-    return [
-        one
-        for one in chain.from_iterable(by_rank(recording, "call", step))
-        if content in (None, one.get("content"))
-        and not any(word in one["name"] for word in _NO_EXCHANGE)
+    calls = [
+        call
+        for call in recording.of(CollectiveCall)
+        if call.step == step and not any(word in call.name for word in _NO_EXCHANGE)
     ]
+    if content is None:
+        return calls
+    return [call for call in calls if call.content == content]
 
 
 def recording_exchanges(recording: Recording) -> bool:
@@ -48,12 +54,16 @@ def recording_exchanges(recording: Recording) -> bool:
 
     Without any exchange ``group-unused`` says what is wrong, see collectives.py.
     """
-    rows = by_rank(recording, "call")
-    calls = [one for row in rows for one in row if one["name"] not in SETUP]
-    tensors = any("size" not in one or one.get("bytes") for one in calls)
-    objects = [{one.get("step") for one in row if "object" in one["name"]} for row in rows]
-    unseen = uses_ddp(recording) or any(by_rank(recording, "mesh"))
-    return unseen or tensors or any(len(steps) > 1 for steps in objects)
+    if uses_ddp(recording) or recording.of(DeviceMesh):
+        return True
+    for rank in recording.ranks:
+        calls = [call for call in rank.of(CollectiveCall) if call.name not in SETUP]
+        if any(call.nbytes or call.content is None for call in calls):
+            return True
+        steps_with_objects = {call.step for call in calls if "object" in call.name}
+        if len(steps_with_objects) > 1:
+            return True
+    return False
 
 
 def first_step_apart(recording: Recording) -> int:
@@ -63,10 +73,13 @@ def first_step_apart(recording: Recording) -> int:
     """
     epochs: dict[tuple[int, int], set[int]] = defaultdict(set)  # by optimiser and step
     for rank in recording.ranks:
-        begun = [one["t"] for one in rank.by_kind["trained"]]
-        for one in rank.by_kind["step"] if begun else ():  # other ranks may send it its data
-            epochs[one["o"], one["step"]].add(bisect(begun, one["t"]))
-    return min((step for (_, step), one in epochs.items() if len(one) > 1), default=sys.maxsize)
+        begun = [trained.t for trained in rank.of(Trained)]
+        if not begun:  # other ranks may send it its data
+            continue
+        for step in rank.of(Step):
+            epochs[step.optimizer_number, step.step].add(bisect(begun, step.t))
+    apart = [step for (_, step), seen in epochs.items() if len(seen) > 1]
+    return min(apart, default=sys.maxsize)
 
 
 def lasting_optimizers(recording: Recording) -> list[list[int]]:
@@ -76,63 +89,86 @@ def lasting_optimizers(recording: Recording) -> list[list[int]]:
     inputs that an adversary changes. If there are only such ones, each of them counts; if none has
     done a step, as in a script that failed early, all count.
     """
-    rank = max(recording.ranks, key=lambda one: len(one.by_kind["step"]))
-    built, tensor = {}, {}
-    for one in reversed(rank.by_kind["params"]):
-        built[one["o"]], tensor[one["o"]] = one["built"], min(row[-1] for row in one["rows"])
-    steps = defaultdict(list)  # by the first tensor, which an optimiser built anew shares
-    for one in rank.by_kind["step"]:
-        steps[tensor.get(one["o"])].append(one)
-    kept = [
-        mine
-        for mine in steps.values()
-        if not any(
-            other[0]["t"] > mine[-1]["t"] and len(other) >= len(mine) for other in steps.values()
-        )
+    rank = max(recording.ranks, key=lambda rank: len(rank.of(Step)))
+    first: dict[int, Parameters] = {}
+    for parameters in rank.of(Parameters):
+        first.setdefault(parameters.optimizer_number, parameters)
+    series = _steps_by_tensor(rank, first)
+    kept = [steps for steps in series if not _is_outlived(steps, series)]
+    families = [sorted({step.optimizer_number for step in steps}) for steps in kept or series]
+    if not families:
+        families = [[number] for number in sorted(first)]
+    early = [
+        family
+        for family in families
+        if any(number not in first or first[number].built == 0 for number in family)
     ]
-    families = [sorted({one["o"] for one in mine}) for mine in kept or steps.values()] or [
-        [o] for o in sorted(built)
-    ]
-    return [one for one in families if not min(built.get(o, 0) for o in one)] or families
+    return early or families
+
+
+def _steps_by_tensor(rank: RankRecords, first: dict[int, Parameters]) -> list[list[Step]]:
+    """Return a rank's steps by the first tensor, which an optimiser built anew shares."""
+    found: dict[int | None, list[Step]] = defaultdict(list)
+    for step in rank.of(Step):
+        parameters = first.get(step.optimizer_number)
+        tensor = None if parameters is None else min(row.tensor for row in parameters.rows)
+        found[tensor].append(step)
+    return list(found.values())
+
+
+def _is_outlived(mine: Sequence[Step], series: Iterable[Sequence[Step]]) -> bool:
+    """Return whether other tensors are trained afterwards, at least as often."""
+    return any(steps[0].t > mine[-1].t and len(steps) >= len(mine) for steps in series)
 
 
 def exchange_line(recording: Recording, step: int) -> CodeLine | None:
     """Return the line that exchanges gradients in a step, else one that exchanges anything."""
-    return first_line([*exchanges(recording, step, "gradient"), *exchanges(recording, step)])
+    calls = [*exchanges(recording, step, "gradient"), *exchanges(recording, step)]
+    return first_line(call.at for call in calls)
 
 
 def backward_line(recording: Recording) -> CodeLine | None:
     """Return the line of the first backward."""
-    return first_line(chain.from_iterable(by_rank(recording, "backward")))
+    return first_line(backward.at for backward in recording.of(Backward))
 
 
-def first_line(records: Iterable[Record]) -> CodeLine | None:
-    """Return the line of the first record that has one."""
-    return next((code_line(one["at"]) for one in records if one.get("at")), None)
+def first_line(lines: Iterable[CodeLine | None]) -> CodeLine | None:
+    """Return the first line that is known."""
+    return next((line for line in lines if line is not None), None)
 
 
 def ends_without_sync(recording: Recording, step: int) -> bool:
     """Return whether DDP averages in some backward of a step, but not in the last, on all ranks."""
-    rows = by_rank(recording, "backward", step)
-    synced = [[one.get("synced") for one in row] for row in rows]
-    return all(True in row and row[-1] is False for row in synced)
+    for rank in recording.ranks:
+        synced = [backward.synced for backward in rank.of(Backward) if backward.step == step]
+        if True not in synced or synced[-1] is not False:
+            return False
+    return True
 
 
 def unawaited(recording: Recording, step: int) -> int:
     """Return how many asynchronous exchanges of gradients rank 0 never waits for in a step."""
-    done, calls = by_rank(recording, "done")[0], by_rank(recording, "call", step)[0]
-    waited = {one["c"] for one in done if one.get("wait_seconds") is not None}
-    lost = [one for one in calls if one.get("async") and one["c"] not in waited]
-    return sum(one.get("content") == "gradient" for one in lost)
+    first = recording.ranks[0]
+    waited = {done.call_number for done in first.of(Done) if done.wait_seconds is not None}
+    calls = [
+        call
+        for call in first.of(CollectiveCall)
+        if call.step == step and call.content == "gradient"
+    ]
+    return sum(call.is_async and call.number not in waited for call in calls)
 
 
-def samples_of(backward: Record) -> int:
+def samples_of(backward: Backward) -> int:
     """Return on how many samples a backward trained; 0 if that is not known."""
-    in_loss = (backward.get("loss") or {}).get("samples")
-    return int(in_loss or sum(row[0] or 0 for row in backward.get("forwards") or ()))
+    if backward.loss is not None and backward.loss.samples:
+        return backward.loss.samples
+    return sum(forward.samples or 0 for forward in backward.forwards)
 
 
 def local_samples(recording: Recording, step: int) -> list[int]:
     """Return by rank how many samples it trained on in a step; 0 where that is not known."""
-    counts = (list(map(samples_of, row)) for row in by_rank(recording, "backward", step))
-    return [sum(row) if all(row) else 0 for row in counts]
+    samples = []
+    for rank in recording.ranks:
+        counts = [samples_of(backward) for backward in rank.of(Backward) if backward.step == step]
+        samples.append(sum(counts) if all(counts) else 0)
+    return samples

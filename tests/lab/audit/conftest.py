@@ -8,6 +8,7 @@ import pytest
 
 from lab.audit import runner
 from lab.audit.recording import RecordReader
+from lab.audit.records import Trouble
 from lab.cli import main
 
 
@@ -19,7 +20,7 @@ def _the_probe_had_no_trouble(monkeypatch):
     def read(reader):
         further = read_records(reader)
         for one in reader.processes.values():
-            troubles.extend(str(record["text"]) for record in one.by_kind["trouble"])
+            troubles.extend(trouble.text for trouble in one.of(Trouble))
         return further
 
     monkeypatch.setattr(RecordReader, "read", read)

@@ -5,25 +5,72 @@
 those of a script that draws samples.
 """
 
+import json
+
 import numpy as np
 
 from lab.audit.recording import RankRecords, Recording
+from lab.audit.records import CollectiveCall, Step, decode_record
 
 SHAPES = {"conv.weight": (8, 3, 3, 3), "conv.bias": (8,), "fc.weight": (10, 40), "fc.bias": (10,)}
 COLUMNS = sum(int(np.prod(shape)) for shape in SHAPES.values())
 
+LOSS = {"node": "NllLossBackward0", "reduction": "mean", "arriving": 1.0}
+LOSS |= {"samples": None, "target_hash": None}
+"""A loss as the probe writes it, of whose samples nothing is known."""
+
+FIELDS = {
+    "start": {"python": "3.11.7", "executable": None, "variables": {}, "hint": None},
+    "cut": {"step": 6, "replaced": []},
+    "error": {"after_cut": False, "at": None},
+    "end": {"status": None, "after_cut": False},
+    "group": {"rank": 0, "world": 2, "at": None},
+    "mesh": {"at": None},
+    "hook": {"at": None},
+    "call": {"c": 0, "step": 0, "at": None},
+    "done": {"c": 0, "seconds": 0.0, "own_thread": False, "error": None},
+    "ddp": {"at": None},
+    "backward": {"step": 0, "micro": 0, "forwards": [], "loss": None, "synced": None}
+    | {"seconds": 0.0, "exposed_seconds": None, "at": None},
+    "params": {"optimizer": "SGD", "built": 0},
+    "step": {"o": 0, "step": 0, "optimizer": "SGD", "lr": [0.1], "settings": {}, "scale": 1.0}
+    | {"clips": [], "at": None},
+    "stepped": {"seconds": 0.0, "state": None},
+    "loader": {"at": None, "inner_length": None, "content": None},
+    "batch": {"contents": None},
+}
+"""What a record of a kind has where a test says nothing else."""
+
+
+def probe_fields(k, **fields):
+    """Return a record as the probe writes it, with these fields."""
+    return {"k": k, "t": 0.0, **FIELDS.get(k, {}), **fields}
+
+
+def probe_record(kind, **fields):
+    """Return a record as it is read, with these fields of the probe's."""
+    return decode_record(json.dumps(probe_fields(kind, **fields)))
+
 
 class Rank(RankRecords):
-    """The records of one rank; each takes a millisecond."""
+    """The records of one rank; each takes a millisecond.
 
-    def __init__(self, rank):
+    ``changes`` are (kind, field, value) of records, or for backward of its loss; or value(rank,
+    record).
+    """
+
+    def __init__(self, rank, changes=()):
         super().__init__(100 + rank, [], rank=rank)
+        self.changes = changes
 
     def record(self, kind, **fields):
         """Add one record."""
-        record = {"k": kind, "t": len(self.records) / 1000, **fields}
-        self.by_kind[kind].append(record)
-        self.records.append(record)
+        content = probe_fields(kind, **({"t": len(self.records) / 1000} | fields))
+        for changed, field, value in self.changes:
+            if changed == kind:
+                target = content["loss"] if kind == "backward" else content
+                target[field] = value(self.rank, content) if callable(value) else value
+        self.add(decode_record(json.dumps(content)))
 
     def keep(self, values):
         """Add numbers and return the reference to them."""
@@ -33,7 +80,7 @@ class Rank(RankRecords):
 
     def call(self, name="all_reduce", *, done=True, **fields):
         """Add the records of a call; ``done`` False: the rank waits in it for ever."""
-        number = len(self.by_kind["call"])
+        number = len(self.of(CollectiveCall))
         known = {"op": "SUM", "size": 2, "group": None, "bytes": 40, "dtype": "float32"}
         known |= {"shape": [10], "step": 1, "peer": None, "async": False, "content": "gradient"}
         known |= {"within": None, "at": ["main.py", 9, "all_reduce"]}
@@ -59,9 +106,9 @@ def train(exchange=mean, *, size=3, steps=4, own=gradients, rate=0.1, changes=()
     """Return the recording of a training by SGD.
 
     ``exchange`` takes the ranks' own gradients (ranks, columns) and the step, and returns what each
-    rank gets. ``changes`` are (kind, field, value) of records and losses; or value(rank, record).
+    rank gets. ``changes`` are those of ``Rank``.
     """
-    ranks, rows = [Rank(rank) for rank in range(size)], []
+    ranks, rows = [Rank(rank, changes) for rank in range(size)], []
     for index, (name, shape) in enumerate(SHAPES.items()):
         rows.append([f"0.0.{index}", name, list(shape), "float32", int(np.prod(shape)), index])
     for one in ranks:
@@ -74,9 +121,8 @@ def train(exchange=mean, *, size=3, steps=4, own=gradients, rate=0.1, changes=()
         mine = np.array([own(rank, step) for rank in range(size)])
         got = exchange(mine, step)
         for one in ranks if step < steps else ():
-            loss = {"node": "NllLossBackward0", "reduction": "mean", "arriving": 1.0}
-            loss |= {"samples": 8, "target_hash": 0}
-            forwards, at = [[8, one.rank, "module", "Net"]], ["main.py", 8, "loss.backward()"]
+            loss = LOSS | {"samples": 8, "target_hash": 0}
+            forwards, at = [[8, one.rank, "module"]], ["main.py", 8, "loss.backward()"]
             one.record("backward", step=step, micro=0, forwards=forwards, loss=loss, at=at)
             one.call(step=step, size=size, bytes=4 * COLUMNS)
             numbers = {"own": mine[one.rank], "got": got[one.rank]}
@@ -86,11 +132,6 @@ def train(exchange=mean, *, size=3, steps=4, own=gradients, rate=0.1, changes=()
             one.record("step", o=0, step=step, micro=1, scale=1, clips=[], **fields)
             one.record("stepped", o=0, step=step, state=None)
         weights = weights - rate * got
-    for kind, field, value in changes:
-        for rank in ranks:
-            for record in rank.by_kind[kind]:
-                target = record["loss"] if kind == "backward" else record
-                target[field] = value(rank.rank, record) if callable(value) else value
     return Recording(size, ranks)
 
 
@@ -104,7 +145,7 @@ def load(draws, facts=None, *, inner=None, content=None, size=2, second=2):
     ranks = [Rank(rank) for rank in range(size)]
     for one in ranks:
         given = facts(one.rank) if callable(facts) else facts or {}
-        loader = {"dataset": "CIFAR10", "length": 960, "wraps": False, "replicas": size}
+        loader = {"dataset": "CIFAR10", "length": 960, "replicas": size}
         loader |= {"sampler": "DistributedSampler", "batches": -(-len(draws(one.rank, 0)) // 16)}
         one.record("loader", l=0, **(loader | given))
         for epoch, steps in enumerate((6, second)):
@@ -115,13 +156,12 @@ def load(draws, facts=None, *, inner=None, content=None, size=2, second=2):
 def _load_epoch(one, draws, epoch, steps, inner, content):
     names, batches = {"l": 0, "epoch": epoch}, -(-len(draws) // 16)
     for b in range(min(steps, batches)):
-        indices, step = draws[16 * b : 16 * b + 16], len(one.by_kind["step"])
+        indices, step = draws[16 * b : 16 * b + 16], len(one.of(Step))
         within = inner and [inner(one.rank, index) for index in indices]
         contents = [content(one.rank, i) if content else i * 7919 for i in within or indices]
         one.record("batch", **names, b=b, indices=indices, inner=within, contents=contents)
-        loss = {"reduction": "mean", "arriving": 1.0, "samples": None}
-        forwards = [[len(indices), None, "module", "Net"]]
-        one.record("backward", step=step, micro=0, loss=loss, forwards=forwards)
+        forwards = [[len(indices), None, "module"]]
+        one.record("backward", step=step, micro=0, loss=dict(LOSS), forwards=forwards)
         one.record("step", o=0, step=step, scale=1)
     one.record("epoch", **names, batches=min(steps, batches), cut=steps < batches)
     if rest := draws[16 * steps :]:

@@ -8,6 +8,7 @@ from lab.audit.command import parse_command
 from lab.audit.failures import explain_failure
 from lab.audit.recording import RecordReader
 from lab.audit.runner import AuditRun, RunSettings
+from tests.lab.audit.recordings import probe_fields
 
 START = {"k": "start", "ppid": 1, "hint": 0, "variables": {}}
 
@@ -18,7 +19,8 @@ def explain(folder, *processes, output="", status=0, words="python t.py --rank {
     output, status : what rank 0 printed, and how it ended.
     """
     for pid, records in enumerate(processes, 7):
-        lines = [json.dumps({"t": float(number), **one}) for number, one in enumerate(records)]
+        filled = [probe_fields(**{"t": float(number)} | one) for number, one in enumerate(records)]
+        lines = [json.dumps(one) for one in filled]
         (folder / f"{pid}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     (folder / "rank0.log").write_text(output)
     (folder / "rank1.log").touch()

@@ -6,11 +6,13 @@ Each finding has numbers that make it true, and numbers that nearly do.
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from lab.audit.findings import samples
 from lab.audit.findings.finding import Finding, Right, Unknown
-from lab.audit.recording import Recording
-from tests.lab.audit.recordings import Rank, load
+from lab.audit.recording import RankRecords, Recording
+from lab.audit.records import Backward, Batch, Cut, Forward, Rest
+from tests.lab.audit.recordings import LOSS, Rank, load
 
 OWN = {"sampler": "RandomSampler", "replicas": None}
 SUBSET = OWN | {"sampler": "SubsetRandomSampler"}
@@ -45,7 +47,7 @@ def half_shared(rank, epoch):
 
 
 def augmented(rank, index):
-    return rank, index  # another one on each rank
+    return 1000 * rank + index  # another one on each rank
 
 
 def ranges(*parts):
@@ -111,8 +113,8 @@ def test_what_cannot_be_told_is_said():
     assert "repeatedly" in texts(drawn, Unknown)
     endless = load(right)
     for rank in endless.ranks:
-        for record in rank.by_kind["rest"]:
-            record["indices"] = None
+        for rest in rank.of(Rest):
+            rest.indices = None
     assert names(endless) == []
     assert "whole epoch" in texts(endless, Unknown)
 
@@ -120,9 +122,9 @@ def test_what_cannot_be_told_is_said():
 def with_losses(recording, forward, loss):
     """Return a recording whose models got other inputs, and whose losses say more."""
     for rank in recording.ranks:
-        for backward in rank.by_kind["backward"]:
-            backward["forwards"] = [[*forward, "module", "Net"]]
-            backward["loss"] |= loss(rank.rank)
+        for backward in rank.of(Backward):
+            backward.forwards = [Forward(*forward, "module")]
+            backward.loss = replace(backward.loss, **loss(rank.rank))
     return recording
 
 
@@ -147,16 +149,23 @@ def test_losses_and_the_global_batch(recording, asked, expected):
     assert names(recording) == expected
 
 
+def recording_of(records):
+    """Return a recording of ranks with these records."""
+    ranks = [RankRecords(rank, several, rank=rank) for rank, several in enumerate(records)]
+    return Recording(len(ranks), ranks)
+
+
 def test_batch_counts_do_not_matter_where_the_loop_ends_in_step():
     recording = load(lambda r, e: KEPT[600:] if r else KEPT[:600], SUBSET)
     assert names(recording) == ["different-batch-counts"]
-    for rank in recording.ranks:
-        rank.records[:] = [one for one in rank.records if one["k"] != "cut"]
-        del rank.by_kind["cut"]
-    assert names(recording) == []
-    last = max(i for i, one in enumerate(rank.records) if one["k"] == "batch")
-    del rank.records[last]  # now one rank has loaded a batch more
-    assert names(recording) == ["different-batch-counts"]
+    uncut = [
+        [record for record in rank.records if not isinstance(record, Cut)]
+        for rank in recording.ranks
+    ]
+    assert names(recording_of(uncut)) == []
+    last = max(i for i, record in enumerate(uncut[1]) if isinstance(record, Batch))
+    del uncut[1][last]  # now one rank has loaded a batch more
+    assert names(recording_of(uncut)) == ["different-batch-counts"]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +183,6 @@ def test_without_a_loader_the_inputs_tell(inputs, targets, expected):
     for one in ranks:
         hashes = zip(inputs[one.rank], targets[one.rank], strict=True)
         for step, (given, target) in enumerate(hashes):
-            loss, forwards = {"target_hash": target}, [[8, given, "ddp", "Net"]]
+            loss, forwards = LOSS | {"target_hash": target}, [[8, given, "ddp"]]
             one.record("backward", step=step, micro=0, forwards=forwards, loss=loss)
     assert names(Recording(2, ranks)) == expected

@@ -16,14 +16,14 @@ def measured(*calls, through="module", exposed=0.0, apart=0.1, hook=False, **don
     """
     ranks = [Rank(0), Rank(1)]
     for one in ranks:
-        one.record("params", o=0, rows=[["0.0.0", "w", [1000], "torch.float32", 1000]])
+        one.record("params", o=0, rows=[["0.0.0", "w", [1000], "float32", 1000, 0]])
         one.record("ddp", bytes=4000)
         if hook:
             one.record("hook")
         for step, end in enumerate((10.0, 20.0, 30.0, 31.0, 32.0, 33.0)):
             begin = end - (10.0 if step < 3 else 1.0)
             backward = {"seconds": 0.4, "exposed_seconds": exposed, "step": step}
-            forwards = [[4, 0, through, "Net"]]
+            forwards = [[4, 0, through]]
             one.record("backward", t=begin + 0.6, forwards=forwards, **backward)
             for number, call in enumerate(calls):
                 at = begin + 0.7 + apart * number
@@ -45,12 +45,12 @@ def measured(*calls, through="module", exposed=0.0, apart=0.1, hook=False, **don
     ],
 )
 def test_seconds(facts, exposed, backward):
-    assert facts["seconds"] == pytest.approx(1.0)
-    assert facts["exposed_seconds"] == facts["exposed_share"] == pytest.approx(exposed)
-    assert facts["backward_seconds"] == pytest.approx(backward)
-    assert [one["strategy"] for one in facts["predicted"]] == ["ddp", "overlapped"]
+    assert facts.seconds == pytest.approx(1.0)
+    assert facts.exposed_seconds == facts.exposed_share == pytest.approx(exposed)
+    assert facts.backward_seconds == pytest.approx(backward)
+    assert [one.strategy for one in facts.predicted] == ["ddp", "overlapped"]
     ideal = 1.0 - exposed
-    assert all(ideal - 0.1 < one["step_seconds"] < ideal + 0.1 for one in facts["predicted"])
+    assert all(ideal - 0.1 < one.step_seconds < ideal + 0.1 for one in facts.predicted)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_seconds(facts, exposed, backward):
 )
 def test_bytes(names, options, sent):
     calls = [{"name": name, "bytes": 4000, "peer": 0} for name in names]
-    assert measured(*calls, **options)["bytes_sent"] == sent
+    assert measured(*calls, **options).bytes_sent == sent
 
 
 def test_two_optimisers_make_one_step_together():
@@ -82,5 +82,5 @@ def test_two_optimisers_make_one_step_together():
         one.record("step", t=begin + 1.0, o=0)  # a GAN's discriminator
         one.record("step", t=begin + 1.5, o=1)
     found = measure(Recording(1, [one]))
-    assert found["seconds"] == pytest.approx(1.5)
-    assert found["predicted"] == []
+    assert found.seconds == pytest.approx(1.5)
+    assert found.predicted == []

@@ -5,6 +5,7 @@ import re
 from lab.audit import runner
 from lab.audit.findings.collectives import check
 from lab.audit.findings.finding import Finding
+from lab.audit.records import CodeLine, CollectiveCall, Done, Stands
 from tests.helpers.audited import run_script
 
 JOIN = """
@@ -54,8 +55,8 @@ def run(folder, body, **settings):
 def test_calls(tmp_path):
     recording = run(tmp_path, CALLS).recording
     assert not [one for one in check(recording) if isinstance(one, Finding)]
-    calls = recording.ranks[0].by_kind["call"]
-    assert [(one["name"], one["bytes"], one["content"]) for one in calls] == [
+    calls = recording.ranks[0].of(CollectiveCall)
+    assert [(one.name, one.nbytes, one.content) for one in calls] == [
         ("init_process_group", 0, "other"),
         ("broadcast", 48, "weights"),
         ("all_reduce", 48, "gradient"),
@@ -67,12 +68,12 @@ def test_calls(tmp_path):
         ("reduce", 4, "other"),
         ("barrier", 0, "other"),
     ]
-    assert calls[0]["world"] == 2
-    assert [calls[number]["peer"] for number in (1, 2, 6, 8)] == [0, None, 1, 1]
-    assert (calls[8]["op"], calls[8]["size"], calls[8]["group"][1]) == ("MAX", 2, [0, 1])
-    assert calls[2]["at"] == ["main.py", 12, "all_reduce(model.weight.grad)"]
-    waited = [one["c"] for one in recording.ranks[0].by_kind["done"] if "wait_seconds" in one]
-    assert waited == [4, 6]
+    assert calls[0].wanted_world_size == 2
+    assert [calls[number].peer for number in (1, 2, 6, 8)] == [0, None, 1, 1]
+    assert (calls[8].op, calls[8].size, calls[8].group.ranks) == ("MAX", 2, [0, 1])
+    assert calls[2].at == CodeLine("main.py", 12, "all_reduce(model.weight.grad)")
+    waits = [one for one in recording.ranks[0].of(Done) if one.wait_seconds is not None]
+    assert [one.call_number for one in waits] == [4, 6]
 
 
 def test_ranks_that_wait_in_vain(tmp_path, monkeypatch):
@@ -83,5 +84,4 @@ def test_ranks_that_wait_in_vain(tmp_path, monkeypatch):
     (observed,) = (one for one in check(end.recording) if isinstance(one, Finding))
     assert observed.name == "collectives-differ"
     assert "rank 0 waits elsewhere" in observed.evidence[0]
-    stands = [one for rank in end.recording.ranks for one in rank.by_kind["stands"]]
-    assert [one["at"][1] for one in stands] == [12, 14]
+    assert [stands.at.line for stands in end.recording.of(Stands)] == [12, 14]

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from lab.audit import probe
 from lab.audit.probe.coordinates import coordinates
 from lab.audit.recording import RecordReader
+from lab.audit.records import Step, Trouble, Weights
 from lab.proofs.ranks import run_ranks
 
 RANKS, STEPS, FEATURES, CLASSES, BATCH = 2, 3, 60, 5, 8
@@ -191,15 +192,16 @@ def proof(tmp_path_factory):
 def test_own_got_and_weights_are_those_computed_by_hand(proof, case, rank):
     recording, ends = proof
     process = recording.ranks[rank]
-    assert not process.by_kind["trouble"]
-    numbers = list(dict.fromkeys(one["o"] for one in process.by_kind["step"]))
+    assert not process.of(Trouble)
+    numbers = list(dict.fromkeys(one.optimizer_number for one in process.of(Step)))
     number = numbers[list(CASES).index(case)]
     steps, weights = (
-        [one for one in process.by_kind[kind] if one["o"] == number] for kind in ("step", "weights")
+        [one for one in process.of(kind) if one.optimizer_number == number]
+        for kind in (Step, Weights)
     )
-    assert [record["step"] for record in steps] == list(range(STEPS))
+    assert [record.step for record in steps] == list(range(STEPS))
     for step, before, truth in zip(steps, weights, ends[rank][case][0], strict=True):
-        references = (before["values"], step["own"], step["got"])
+        references = (before.values, step.own, step.got)
         for reference, expected, near in zip(references, truth, (0, 1e-4, 0), strict=True):
             np.testing.assert_allclose(process.numbers(reference), expected, near, near * 1e-3)
 

@@ -7,6 +7,19 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from lab.audit.probe.data import contents_of, held_content, look_through
+from lab.audit.records import (
+    Backward,
+    Batch,
+    Cut,
+    Error,
+    Evaluation,
+    Loader,
+    ProcessEnd,
+    RandomForward,
+    Rest,
+    Step,
+    Trained,
+)
 from lab.audit.runner import start_process
 from tests.helpers.audited import run_script, start_forked
 
@@ -56,8 +69,8 @@ def audit(script, folder, *, status=0, cold=False, **options):
 
 
 def indices(rank, epoch, *, loader=0):
-    found = [one for one in rank.by_kind["batch"] if (one["l"], one["epoch"]) == (loader, epoch)]
-    return [one["indices"] for one in found]
+    found = [one for one in rank.of(Batch) if (one.loader_number, one.epoch) == (loader, epoch)]
+    return [one.indices for one in found]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
@@ -77,15 +90,15 @@ for epoch in range(3):
         given = json.loads(end.output(rank.rank).splitlines()[-1])
         assert given == [*batches, *indices(rank, 1)]
         assert (len(batches), len(indices(rank, 1))) == (STEPS, 2)
-        assert [one["epoch"] for one in rank.by_kind["trained"]] == [0, 1]
-        rests = [one["indices"] for one in rank.by_kind["rest"] if one["epoch"] == 0]
+        assert [one.epoch for one in rank.of(Trained)] == [0, 1]
+        rests = [one.indices for one in rank.of(Rest) if one.epoch == 0]
         every += [index for several in (*batches, *rests) for index in several]
-        rows = [(one["indices"], one["contents"]) for one in rank.by_kind["batch"]]
+        rows = [(one.indices, one.contents) for one in rank.of(Batch)]
         hashes |= {pair for row in rows for pair in zip(*row, strict=True)}
     assert sorted(every) == list(range(48))
     assert indices(ranks[0], 0)[:2] != indices(ranks[0], 1)
     assert len(hashes) == len({i for i, _ in hashes}) == len({code for _, code in hashes})
-    (content,) = {one["content"] for rank in ranks for one in rank.by_kind["loader"]}
+    (content,) = {one.content for rank in ranks for one in rank.of(Loader)}
     assert content
 
 
@@ -162,15 +175,15 @@ for epoch in range(2):
     print("after", evaluate(test), evaluate(train))
 """
     (rank,) = audit(script, tmp_path).recording.ranks
-    by_loader = {one["length"]: one["l"] for one in rank.by_kind["loader"]}
+    by_loader = {one.length: one.number for one in rank.of(Loader)}
     assert len(indices(rank, 0, loader=by_loader[40])) == 10
     assert len(indices(rank, 1, loader=by_loader[40])) == 2
-    assert {one["l"] for one in rank.by_kind["trained"]} == {by_loader[48]}
-    assert [one["epoch"] for one in rank.by_kind["trained"]] == [0, 2]
-    assert len(rank.by_kind["step"]) == STEPS + 2
-    assert [one["step"] for one in rank.by_kind["eval"]] == [STEPS]
-    assert rank.by_kind["eval"][0]["batchnorm"] == 1
-    assert len(rank.by_kind["random"]) == STEPS + 2
+    assert {one.loader_number for one in rank.of(Trained)} == {by_loader[48]}
+    assert [one.epoch for one in rank.of(Trained)] == [0, 2]
+    assert len(rank.of(Step)) == STEPS + 2
+    assert [one.step for one in rank.of(Evaluation)] == [STEPS]
+    assert rank.of(Evaluation)[0].batchnorm_layers == 1
+    assert len(rank.of(RandomForward)) == STEPS + 2
 
 
 LOOPS = {
@@ -224,17 +237,17 @@ while True:
 def test_every_loop_ends_in_good_order(loop, cold, tmp_path):
     script = f"loader = DataLoader(data, 4, shuffle=True)\n{loop}"
     (rank,) = audit(script, tmp_path, cold=cold).recording.ranks
-    assert len(rank.by_kind["cut"]) == 1
-    assert STEPS <= len(rank.by_kind["backward"]) <= STEPS + 4
-    assert all(one["after_cut"] for one in (*rank.by_kind["error"], rank.by_kind["end"][-1]))
+    assert len(rank.of(Cut)) == 1
+    assert STEPS <= len(rank.of(Backward)) <= STEPS + 4
+    assert all(one.after_cut for one in (*rank.of(Error), rank.of(ProcessEnd)[-1]))
 
 
 def test_errors_are_recorded_with_their_line(tmp_path):
     script = "for x, y in DataLoader(data, 4):\n    step(x, y)\n    1 / 0"
     (rank,) = audit(script, tmp_path, status=1, cold=True).recording.ranks
-    (error,) = rank.by_kind["error"]
-    assert (error["type"], error["after_cut"]) == ("ZeroDivisionError", False)
-    assert (error["at"][0], error["at"][2]) == ("main.py", "1 / 0")
+    (error,) = rank.of(Error)
+    assert (error.type, error.after_cut) == ("ZeroDivisionError", False)
+    assert (error.at.file, error.at.text) == ("main.py", "1 / 0")
 
 
 @pytest.mark.long
@@ -249,4 +262,4 @@ if __name__ == "__main__":
     torch.multiprocessing.spawn(main, nprocs=2)  # it spawns, so mp.spawn is no fork
 """
     end = audit(script, tmp_path, size=None, command="python {script} 0 2", cold=True)
-    assert sum(bool(one.by_kind["cut"]) for one in end.recording.processes) == 2
+    assert sum(bool(one.of(Cut)) for one in end.recording.processes) == 2

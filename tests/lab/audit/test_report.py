@@ -5,25 +5,34 @@ import json
 import re
 from dataclasses import replace
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from lab.audit.findings.finding import Finding, catalogue
-from lab.audit.recording import CodeLine, RankRecords, Recording
+from lab.audit.performance import Performance, StrategyStep
+from lab.audit.recording import RankRecords, Recording
+from lab.audit.records import CodeLine
 from lab.audit.report import OWN_FAULT, print_audit, write_json, write_page
 from lab.audit.result import AuditResult, EqualityVerdict, verdict
+from tests.lab.audit.recordings import probe_record
 
 HOSTILE = "[bold]x[/nope] \x1b[2J\u202e<script>alert(1)</script> {{ 7*7 }}"
-PREDICTED = {"strategy": "ddp", "step_seconds": 0.0155, "exposed_seconds": 5e-4, "bytes_sent": 1e6}
-PERFORMANCE = {"ranks": 3, "seconds": 0.020, "exposed_seconds": 0.005, "exposed_share": 0.25}
-PERFORMANCE |= {"backward_seconds": 0.008, "update_seconds": 0.001, "predicted": [PREDICTED]}
-PERFORMANCE |= {"bytes_sent": 1_000_000.0, "most_bytes_sent": 2_000_000.0}
-PERFORMANCE |= {
-    "note": "3 ranks share 2 cores, so a step is slower than on separate machines",
-    "source": "loopback as calibrated on a laptop, 2026-11-21",
-}
-STARTED = RankRecords(1, [{"k": "torch", "version": "2.9"}, {"k": "step"}])
-STARTED.records += [{"k": "start", "python": "3.11.7", "executable": "/env/bin/python"}]
+PERFORMANCE = Performance(
+    ranks=3,
+    seconds=0.020,
+    exposed_seconds=0.005,
+    exposed_share=0.25,
+    backward_seconds=0.008,
+    update_seconds=0.001,
+    predicted=[StrategyStep("ddp", 0.0155, 5e-4, 1e6)],
+    bytes_sent=1_000_000.0,
+    most_bytes_sent=2_000_000.0,
+    note="3 ranks share 2 cores, so a step is slower than on separate machines",
+    source="loopback as calibrated on a laptop, 2026-11-21",
+)
+STARTED = RankRecords(1, [probe_record("torch", version="2.9"), probe_record("step")])
+STARTED.records += [probe_record("start", executable="/env/bin/python")]
 SUM = Finding(
     "sum-not-mean",
     tuple(f"step {step}: weights 1.00 and 1.00" for step in range(5)),
@@ -193,7 +202,7 @@ def test_the_scripts_text_is_shown_and_never_obeyed(tmp_path):
 
 
 def test_the_json_has_stable_names_and_the_page_all_evidence(tmp_path):
-    performance = PERFORMANCE | {"seconds": 0.5, "exposed_seconds": float("nan")}
+    performance = msgspec.structs.replace(PERFORMANCE, seconds=0.5, exposed_seconds=float("nan"))
     _, page, content = shown(replace(WRONG, performance=performance), tmp_path)
     assert (content["format"], content["what"]) == (1, "audit of data-parallel-lab")
     assert (content["verdict"]["answer"], content["status"]) == ("no", 1)

@@ -16,6 +16,7 @@ from tests.helpers.audited import run_script
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import running_in, start_lab
 from tests.helpers.waiting import wait_until
+from tests.lab.audit.recordings import FIELDS
 
 TRAINING = """\
 import sys, torch, torch.distributed as dist
@@ -58,12 +59,13 @@ class Slow:
 for batch in DataLoader(Slow(), num_workers=1):
     print("started", flush=True)
 """
-WRITES = """\
+WRITES = f"""\
 import json, os, time
+FIELDS = {FIELDS}
 def write(kind, t):
-    path = f"{json.loads(os.environ['LAB_AUDIT'])['folder']}/{os.getpid()}.jsonl"
-    with open(path, "a") as file:
-        file.write(json.dumps({"k": kind, "t": t}) + "\\n")
+    folder = json.loads(os.environ["LAB_AUDIT"])["folder"]
+    with open(folder + f"/{{os.getpid()}}.jsonl", "a") as file:
+        file.write(json.dumps({{**FIELDS[kind], "k": kind, "t": t}}) + "\\n")
 """
 NAMESPACES = pytest.mark.skipif(
     bool(tools.namespaces_refused()), reason=str(tools.namespaces_refused())

@@ -1,0 +1,372 @@
+"""What the probe writes, one struct for each kind of record.
+
+probe/__init__.py describes the kinds. ``decode_record`` makes a record of a line: a field that the
+probe always writes is required; a field with a default is left out in some records, as where a part
+of the probe has failed. The probe's short keys get names here. What a script's own objects said
+(indices, ``replicas``, an exit status) may be of any type.
+"""
+
+import json
+from typing import Any, Literal
+
+import msgspec
+
+Samples = tuple[int, int]  # the place of the first of a process's numbers, and how many
+Index = Any  # as a sampler draws it: mostly an int, but anything that can be a key
+
+
+class CodeLine(msgspec.Struct, frozen=True, array_like=True):
+    """A line of the audited script."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text}" if self.text else f"{self.file}:{self.line}"
+
+
+class AnyRecord(msgspec.Struct, tag_field="k"):
+    """What all records have: ``t``, in seconds of the machine's clock."""
+
+    t: float
+
+
+# --- the process ---
+
+
+class Start(AnyRecord, tag="start"):
+    python: str
+    executable: str | None
+    variables: dict[str, str]
+    hinted_rank: int | None = msgspec.field(name="hint")
+
+
+class TorchImported(AnyRecord, tag="torch"):
+    version: str
+
+
+class Trouble(AnyRecord, tag="trouble"):
+    part: str
+    text: str
+
+
+class Cut(AnyRecord, tag="cut"):
+    step: int
+    replaced: list[str]
+
+
+class Error(AnyRecord, tag="error"):
+    type: str
+    message: str
+    at: CodeLine | None
+    after_cut: bool
+
+
+class ProcessEnd(AnyRecord, tag="end"):
+    status: Any
+    after_cut: bool
+
+
+# --- the group and its messages ---
+
+
+class Group(AnyRecord, tag="group"):
+    rank: int
+    world_size: int = msgspec.field(name="world")
+    at: CodeLine | None
+
+
+class DeviceMesh(AnyRecord, tag="mesh"):
+    at: CodeLine | None
+
+
+class Join(AnyRecord, tag="join"):
+    at: CodeLine | None
+
+
+class CallGroup(msgspec.Struct, array_like=True):
+    """The group of a call that is not that of all ranks."""
+
+    name: str | None
+    ranks: list[int]
+
+
+class CollectiveCall(AnyRecord, tag="call"):
+    """A collective began; ``content`` is None where the probe could not read its arguments."""
+
+    number: int = msgspec.field(name="c")
+    name: str
+    step: int
+    at: CodeLine | None
+    content: Literal["gradient", "weights", "other"] | None = None
+    op: str | None = None
+    size: int | None = None
+    group: CallGroup | None = None
+    nbytes: int = msgspec.field(name="bytes", default=0)
+    dtype: str | None = None
+    shape: list[int] | None = None
+    peer: int | None = None
+    is_async: bool = msgspec.field(name="async", default=False)
+    within: Literal["forward", "backward"] | None = None
+    wanted_world_size: int | None = msgspec.field(name="world", default=None)
+
+
+class Done(AnyRecord, tag="done"):
+    call_number: int = msgspec.field(name="c")
+    seconds: float
+    own_thread: bool
+    error: str | None
+    wait_seconds: float | None = None
+
+
+class Stands(AnyRecord, tag="stands"):
+    call_number: int | None = msgspec.field(name="c")
+    name: str | None
+    at: CodeLine | None
+
+
+class Stack(AnyRecord, tag="stack"):
+    at: CodeLine | None
+
+
+# --- the model and its passes ---
+
+
+class DdpBuilt(AnyRecord, tag="ddp"):
+    nbytes: int = msgspec.field(name="bytes")
+    at: CodeLine | None
+
+
+class DdpHook(AnyRecord, tag="hook"):
+    at: CodeLine | None
+
+
+class FsdpBuilt(AnyRecord, tag="fsdp"):
+    at: CodeLine | None
+
+
+class Forward(msgspec.Struct, array_like=True):
+    """A forward pass that a backward has reached; ``through`` is DDP, a bypass of it, or a module.
+
+    samples, input_hash : of the first tensor that it got; None without any.
+    """
+
+    samples: int | None
+    input_hash: int | None
+    through: Literal["ddp", "bypass", "module"]
+
+
+class Loss(msgspec.Struct):
+    """The loss from which a backward began; see probe/__init__.py."""
+
+    node: str
+    reduction: str | None
+    arriving: float
+    samples: int | None
+    target_hash: int | None
+
+
+class Backward(AnyRecord, tag="backward"):
+    step: int
+    micro: int
+    forwards: list[Forward]
+    loss: Loss | None
+    synced: bool | None
+    seconds: float
+    exposed_seconds: float | None
+    at: CodeLine | None
+
+
+class Evaluation(AnyRecord, tag="eval"):
+    step: int
+    buffers: list[tuple[str, list[float]]]
+    batchnorm_layers: int = msgspec.field(name="batchnorm")
+    at: CodeLine | None
+
+
+class RandomForward(AnyRecord, tag="random"):
+    step: int
+    state_hash: int | None = msgspec.field(name="hash")
+
+
+# --- the optimisers ---
+
+
+class Parameter(msgspec.Struct, array_like=True):
+    """A parameter of an optimiser. ``tensor`` is a number of its own, whoever holds it."""
+
+    key: str
+    name: str
+    shape: list[int]
+    dtype: str
+    numel: int
+    tensor: int
+
+
+class Parameters(AnyRecord, tag="params"):
+    optimizer_number: int = msgspec.field(name="o")
+    built: int
+    rows: list[Parameter]
+
+
+class Weights(AnyRecord, tag="weights"):
+    optimizer_number: int = msgspec.field(name="o")
+    step: int
+    values: Samples
+
+
+class Clip(msgspec.Struct, array_like=True):
+    """A call that clips gradients; ``limit`` and ``norm`` are None where they are no plain number.
+
+    collectives : the calls that this step had before it.
+    """
+
+    kind: Literal["norm", "value"]
+    limit: float | None
+    norm: float | None
+    collectives: int
+    at: CodeLine | None
+
+
+class Step(AnyRecord, tag="step"):
+    """An update of an optimiser; ``own`` and ``got`` are None where the probe failed to sample."""
+
+    optimizer_number: int = msgspec.field(name="o")
+    step: int
+    optimizer: str
+    lr: list[float | None]
+    settings: dict[str, Any]
+    scale: float
+    clips: list[Clip]
+    at: CodeLine | None
+    micro: int = 0
+    own: Samples | None = None
+    got: Samples | None = None
+    own_norm: float | None = None
+    got_norm: float | None = None
+
+
+class Stepped(AnyRecord, tag="stepped"):
+    optimizer_number: int = msgspec.field(name="o")
+    step: int
+    seconds: float
+    state: int | None
+
+
+# --- the loaders ---
+
+
+class Loader(AnyRecord, tag="loader"):
+    number: int = msgspec.field(name="l")
+    dataset: str
+    length: int | None
+    batches: int | None
+    sampler: str | None
+    replicas: Any
+    inner_length: int | None
+    content: int | None
+    at: CodeLine | None
+
+
+class Draw(AnyRecord):
+    """Samples that a loader gave in an epoch, or would still have given."""
+
+    loader_number: int = msgspec.field(name="l")
+    epoch: int
+    indices: list[Index] | None
+    inner: list[Index] | None
+
+    @property
+    def innermost(self) -> list[Index]:
+        """The indices in the innermost dataset, or where these are not known, the outer ones."""
+        return self.inner or self.indices or []
+
+
+class Batch(Draw, tag="batch"):
+    contents: list[Any] | None
+
+
+class Rest(Draw, tag="rest"):
+    pass
+
+
+class Trained(AnyRecord, tag="trained"):
+    loader_number: int = msgspec.field(name="l")
+    epoch: int
+
+
+class EpochOver(AnyRecord, tag="epoch"):
+    loader_number: int = msgspec.field(name="l")
+    epoch: int
+    batches: int
+    cut: bool
+
+
+# --- clocks ---
+
+
+class Clock(AnyRecord, tag="clock"):
+    """A mean time that the script formed, or a loss that it printed, which has no numbers.
+
+    See probe/clocks.py.
+    """
+
+    event: Literal["mean", "loss_printed"]
+    at: CodeLine | None
+    divisor: int | float = 1
+    unit: int | float = 1
+    intervals: int = 0
+    scale: float = 0.0
+    steps: float = 0.0
+    backwards: float = 0.0
+    first: bool = False
+    before_update: int = 0
+    update_timed: bool = False
+    device_pending: int = 0
+    after_cut: bool = False
+
+
+Record = (
+    Start
+    | TorchImported
+    | Trouble
+    | Cut
+    | Error
+    | ProcessEnd
+    | Group
+    | DeviceMesh
+    | Join
+    | CollectiveCall
+    | Done
+    | Stands
+    | Stack
+    | DdpBuilt
+    | DdpHook
+    | FsdpBuilt
+    | Backward
+    | Evaluation
+    | RandomForward
+    | Parameters
+    | Weights
+    | Step
+    | Stepped
+    | Loader
+    | Batch
+    | Rest
+    | Trained
+    | EpochOver
+    | Clock
+)
+
+
+def decode_record(line: bytes | str) -> Record:
+    """Return the record in a line.
+
+    Raises ValueError for a line that is not JSON, TypeError for JSON that is no record.
+    """
+    content = json.loads(line)  # which reads the NaN and Infinity that the probe writes
+    try:
+        return msgspec.convert(content, Record)
+    except msgspec.ValidationError as error:
+        raise TypeError(f"no record of the probe: {error}") from error
