@@ -1,11 +1,10 @@
 """The schemas of ``ranks.json`` and ``timeline.json``, which rank 0 writes and lab reads.
 
-Rows that results of a comparison take over unchanged are TypedDicts, the rest are Structs. A value
-that a run may not have (a loss with emulated compute) is null. Entries that earlier versions did
-not write have defaults. Imports no torch.
+A value that a run may not have (a loss with emulated compute) is null, and so is an entry that a
+foreign file lacks. Imports no torch.
 """
 
-from typing import Annotated, NotRequired, TypedDict
+from typing import Annotated
 
 from msgspec import Meta, Struct
 
@@ -28,7 +27,7 @@ FORMAT = 1  # of ranks.json and timeline.json
 StepTime = Annotated[float, Meta(ge=1e-9, le=1e9)]  # seconds of a whole step, which takes some
 
 
-class StepSeconds(TypedDict):
+class StepSeconds(Struct):
     """Seconds of a step: its sections, the whole, and the two parts of "sync".
 
     "step" is the sum of the sections in files whose run measured no more.
@@ -44,7 +43,7 @@ class StepSeconds(TypedDict):
     wire: Finite  # a difference: rounding may leave it below 0
 
 
-class RankRow(TypedDict):
+class RankRow(Struct, kw_only=True):
     """What one rank measured; ``bytes_sent`` and ``messages`` of a step, if they were counted.
 
     memory : null with emulated compute, which never updates. predicted_memory : null for a
@@ -56,9 +55,9 @@ class RankRow(TypedDict):
     threads: Ranks
     seconds: StepSeconds
     peak_memory_bytes: Count
-    peak_gpu_memory_bytes: NotRequired[Count | None]  # of the rank's GPU, if it has one
-    memory: NotRequired[Memory | None]
-    predicted_memory: NotRequired[Memory | None]
+    peak_gpu_memory_bytes: Count | None = None  # of the rank's GPU, if it has one
+    memory: Memory | None = None
+    predicted_memory: Memory | None = None
     bytes_sent: Bytes | None
     messages: Annotated[float, Meta(ge=0, le=1e9)] | None
 
@@ -74,14 +73,15 @@ class RanksFile(Struct, kw_only=True):
     ranks: Annotated[list[RankRow], Meta(min_length=1, max_length=65_536)]
 
     def __post_init__(self) -> None:
-        found, size = [row["rank"] for row in self.ranks], self.world_size or len(self.ranks)
+        found = [row.rank for row in self.ranks]
+        size = self.world_size or len(self.ranks)
         if found != list(range(size)):
             raise ValueError(
                 f"ranks: got those of {shown(found)}, expected 0 to {size - 1} in order"
             )
 
 
-class TimelineFile(TypedDict):
+class TimelineFile(Struct):
     """``timeline.json``: one recorded step of every rank."""
 
     format: Count

@@ -12,6 +12,7 @@ from common.profiling.records import KINDS, SECTIONS, Memory
 from common.reporting.console import card, say
 from common.reporting.header import unusual_methods
 from common.reporting.rank_stats import median_seconds, peak_gpu_memory_bytes, timed
+from common.reporting.run_files import StepSeconds
 from common.reporting.run_logger import RunLogger
 from common.training_engine import Predictions, TrainingEngine
 from common.training_plan import Setup
@@ -110,13 +111,13 @@ def _summary(
     setup: Setup,
     engine: TrainingEngine,
     run_logger: RunLogger,
-    seconds: Mapping[str, float] | None,
+    seconds: StepSeconds | None,
     results: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Return the entries of ``summary.json``; ``results`` : of the weights, then their average."""
     config, world, batch_size = setup.config, setup.world, setup.plan.batch_size
     history = run_logger.history
-    step = seconds["step"] if seconds else None
+    step = seconds.step if seconds else None
     iterations = [one.step_seconds for one in timed(history[1:], 0, engine.timeline)]
     nothing = {"test_loss": None, "accuracy": None}
     result, ema_result = [*results, nothing, nothing][:2]
@@ -139,9 +140,9 @@ def _summary(
         "last_step": history[-1].step if history else None,
         "step_seconds": step,
         "mean_iteration_seconds": fmean(iterations) if iterations else None,  # without the first
-        "section_seconds": {name: seconds[name] for name in SECTIONS} if seconds else None,
-        "wait_seconds": seconds["wait"] if seconds else None,
-        "sync_share": seconds["sync"] / step if seconds and step else None,
+        "section_seconds": {name: getattr(seconds, name) for name in SECTIONS} if seconds else None,
+        "wait_seconds": seconds.wait if seconds else None,
+        "sync_share": seconds.sync / step if seconds and step else None,
         "samples_per_second": batch_size / step if step else None,
         "train_loss_last_step": history[-1].loss if history else None,
         "test_loss": result["test_loss"],
