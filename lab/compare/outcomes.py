@@ -19,6 +19,7 @@ from common.reporting.run_files import RanksFile, StepTime
 from common.utils.atomic_files import read_regular
 from common.utils.typed_json import (
     Count,
+    Facts,
     Finite,
     Name,
     Ranks,
@@ -27,12 +28,12 @@ from common.utils.typed_json import (
     Step,
     Text,
     calm,
+    check_facts,
     convert,
     read_json,
     read_lines,
 )
 from lab.compare.cells import Run
-from lab.facts import Facts, check_facts
 from lab.processes.first_failure import find_root_failure
 
 # The facts of ``environment.json`` that must agree for times to be comparable.

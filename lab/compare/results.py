@@ -40,6 +40,7 @@ from common.utils.grouping import grouped
 from common.utils.typed_json import (
     Bytes,
     Count,
+    Facts,
     Finite,
     LocalTime,
     Name,
@@ -48,6 +49,7 @@ from common.utils.typed_json import (
     Share,
     Step,
     Text,
+    check_facts,
     check_version,
     convert,
     encode,
@@ -55,7 +57,6 @@ from common.utils.typed_json import (
     shown,
 )
 from lab.compare.outcomes import MachineFacts, read_run_file
-from lab.facts import Facts, check_facts
 from lab.flags import refuse
 from lab.report.view import BatchSize, CellRow, LinkRate
 

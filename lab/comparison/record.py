@@ -19,6 +19,7 @@ from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import (
     Bytes,
     Count,
+    Facts,
     Finite,
     LocalTime,
     Name,
@@ -28,13 +29,13 @@ from common.utils.typed_json import (
     Share,
     Step,
     Text,
+    check_facts,
     check_version,
     convert,
     encode,
     read_json,
     shown,
 )
-from lab.comparison.facts import Facts, check_facts
 from lab.comparison.run_files import Machine
 
 FORMAT = 1

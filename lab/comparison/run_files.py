@@ -10,6 +10,7 @@ from common.errors import UserError, file_errors
 from common.reporting.run_files import StepTime
 from common.utils.typed_json import (
     Count,
+    Facts,
     Finite,
     Name,
     Ranks,
@@ -17,10 +18,10 @@ from common.utils.typed_json import (
     Share,
     Step,
     Text,
+    check_facts,
     convert,
     read_json,
 )
-from lab.comparison.facts import Facts, check_facts
 
 T = TypeVar("T")
 

@@ -61,7 +61,7 @@ def _average(student: Namespace) -> tuple[str | None, int, int]:
     buckets = student["Buckets"](weights, 1e-4)  # smaller than a layer
     recorder, early = MessageRecorder(), list[int]()  # under way at each step's last gradient
     weights[0].register_hook(
-        lambda _: early.append(sum(one["end"] is None for one in recorder.messages))
+        lambda _: early.append(sum(message.end is None for message in recorder.messages))
     )
     weights[0].register_hook(lambda _: store.set(f"step {len(early)} of rank {rank}", ""))
     for step in (1, 2):
