@@ -12,7 +12,6 @@ from lab.compare.imported_runs import collect
 from tests.helpers.fake_part import rank_rows
 
 
-
 def write_run(
     folder, *, sync="ring", nodes=2, step=1.0, environment=(), losses=6, steps=4, **settings
 ):

@@ -1,4 +1,4 @@
-"""``results.json`` with as many cells as it may have: nothing compares each cell with all others."""
+"""The largest ``results.json`` that may be: nothing compares each cell with all others."""
 
 import time
 from contextlib import contextmanager
