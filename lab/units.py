@@ -49,18 +49,6 @@ def parse_bucket_mb(text: str | None) -> float | str | None:
     raise UserError(f"--bucket-mb: got {text!r}, give a number above 0, or {AUTO}")
 
 
-def split_variant(sync: str) -> tuple[str, float | str | None]:
-    """Return the strategy and the size of its buckets: "ddp-auto" gives "ddp" and "auto".
-
-    "ddp-9" gives "ddp" and 9.0; any other text gives itself and None.
-    """
-    strategy, dash, size = sync.partition("-")
-    with contextlib.suppress(UserError):
-        if dash:
-            return strategy, parse_bucket_mb(size)
-    return sync, None
-
-
 def _parse(text: str | None, units: Mapping[str, float], flag: str, examples: str) -> float | None:
     if text is None:
         return None

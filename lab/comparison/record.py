@@ -196,6 +196,14 @@ class Group(Struct, kw_only=True):
     git_commit: Text | None = None
 
 
+class _Known(Struct):
+    """The facts of a comparison with which a reader computes, all at once."""
+
+    settings: Group
+    environment: Machine
+    groups: dict[Text, Group]
+
+
 class Comparison(Struct, kw_only=True):
     """The whole file.
 
@@ -273,6 +281,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     entries: dict[str, Any] = to_builtins(comparison)
     for cell, plain in zip(comparison.cells, entries["cells"], strict=True):
         plain["repeats"] = [_repeat_as_json(repeat) for repeat in cell.repeats]
+    if "plan" in entries and "groups" in entries:
+        entries["groups"] = entries.pop("groups")  # of a plan they are known last
     return entries
 
 
@@ -283,27 +293,34 @@ def _repeat_as_json(repeat: Repeat) -> dict[str, Any]:
     else:
         for name in _OF_A_MEASUREMENT:
             del entries[name]
-        if repeat.started is None:
-            del entries["started"]
+        started = entries.pop("started")
+        if started is not None:
+            entries["started"] = started
     if repeat.one_process is None:
         del entries["one_process"]
     return entries
 
 
 def check(comparison: Comparison, *, name: str) -> None:
-    """Raise UserError if a fact is no plain value, or entries do not fit each other.
+    """Raise UserError if a fact is impossible, or entries do not fit each other.
 
     name : of the file, with which the message begins.
     """
+    groups: dict[str, Facts] = {}
+    if comparison.groups is not UNSET:
+        groups = comparison.groups
+    facts = {
+        "settings": comparison.settings,
+        "environment": comparison.environment,
+        "groups": groups,
+    }
+    convert(facts, _Known, name=name)
     check_facts(comparison.environment, name=f"{name}: environment")
     check_facts(comparison.settings, name=f"{name}: settings")
-    convert(comparison.settings, Group, name=f"{name}: settings")
-    convert(comparison.environment, Machine, name=f"{name}: environment")
     if comparison.prediction is not None:
         check_facts(comparison.prediction.calibration, name=f"{name}: prediction.calibration")
-    for key, facts in ({} if comparison.groups is UNSET else comparison.groups).items():
-        check_facts(facts, name=f"{name}: groups[{shown(key)}]")
-        convert(facts, Group, name=f"{name}: groups[{shown(key)}]")
+    for key, group in groups.items():
+        check_facts(group, name=f"{name}: groups[{shown(key)}]")
     ids = Counter(cell.id for cell in comparison.cells)
     for cell_id, count in ids.items():
         if count > 1:

@@ -1,6 +1,7 @@
 """Read the folder of one run: summary, settings, machine and ranks, as far as lab needs them."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,6 +22,7 @@ from common.utils.typed_json import (
     check_facts,
     convert,
     read_json,
+    read_lines,
 )
 
 T = TypeVar("T")
@@ -72,33 +74,38 @@ class Machine(Struct, kw_only=True):
     git_commit: Text | None = None
 
 
-def read_run_file(
-    path: Path, schema: type[T], *, read: Callable[[Path, type[T]], Any] = read_json
-) -> Any:
+def read_run_file(path: Path, schema: type[T]) -> T:
     """Return a JSON file of a run. UserError if it is missing or does not fit its schema."""
+    with _of_a_run(path):
+        return read_json(path, schema)
+
+
+def read_run_lines(path: Path, schema: type[T]) -> list[T]:
+    """Return the lines of a run's records; errors as those of ``read_run_file``."""
+    with _of_a_run(path):
+        return read_lines(path, schema)
+
+
+def read_known(path: Path, schema: type[T]) -> tuple[T, Facts]:
+    """Return what a reader computes with, and all facts of the same file.
+
+    schema : ``RunConfig`` or ``Machine``. Errors as those of ``read_run_file``; also UserError if a
+    fact is no plain value.
+    """
+    with _of_a_run(path):
+        facts = read_json(path, dict[str, Any])
+        known = convert(facts, schema, name=str(path))
+        check_facts(facts, name=str(path))
+    return known, facts
+
+
+@contextmanager
+def _of_a_run(path: Path) -> Iterator[None]:
+    """Say in each error about ``path`` why a run's file may be missing or incomplete."""
     try:
         with file_errors(f"{path} cannot be read"):
-            return read(path, schema)
+            yield
     except UserError as error:
         raise UserError(
             f"{error}: the run has not finished, or its folder was not copied completely"
         ) from error
-
-
-def read_facts(path: Path) -> Facts:
-    """Return the plain values in a ``config.json`` or ``environment.json``.
-
-    UserError if one of them is no plain value.
-    """
-    facts = read_json(path, dict[str, Any])
-    check_facts(facts, name=str(path))
-    return facts
-
-
-def read_known(path: Path, schema: type[T]) -> tuple[T, Facts]:
-    """Return what a reader computes with, and all plain values of the same file.
-
-    schema : ``RunConfig`` or ``Machine``. UserError as ``read_facts``, or if an entry does not fit.
-    """
-    facts = read_facts(path)
-    return convert(facts, schema, name=str(path)), facts
