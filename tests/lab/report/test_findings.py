@@ -81,8 +81,8 @@ def sends(root, others=1e6):
     return {"ring.medians.root_bytes_sent": root, "ring.medians.others_bytes_sent": others}
 
 
-def step(sync, seconds, *interval):
-    return {f"{sync}.medians.step": seconds, f"{sync}.intervals.step": interval}
+def step(sync, seconds, low=None, high=None):
+    return {f"{sync}.medians.step": seconds, f"{sync}.intervals.step": (low, high)}
 
 
 def waits(*interval):
