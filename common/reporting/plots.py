@@ -19,7 +19,9 @@ from matplotlib.ticker import MaxNLocator
 
 from common.utils.atomic_files import write_atomically
 
-INK, PAPER, ACCENT = "#1b1f23", "#fffffe", "#0b5cad"
+INK = "#1b1f23"
+PAPER = "#fffffe"
+ACCENT = "#0b5cad"
 
 RC: dict[Any, Any] = {  # Any: matplotlib types the keys as the settings of its own version
     "font.family": "DejaVu Sans",

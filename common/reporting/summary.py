@@ -124,7 +124,8 @@ def _summary(
     setup: Setup, engine: TrainingEngine, run_logger: RunLogger, steps: Sequence[StepRecord]
 ) -> RunSummary:
     """Return the summary of a run without test results. steps : those whose times count."""
-    config, world = setup.config, setup.world
+    config = setup.config
+    world = setup.world
     history = run_logger.history
     summary = RunSummary(
         part=config.part,
@@ -207,7 +208,8 @@ def _card_rows(
 
 
 def _step_text(summary: RunSummary, timed_steps: int) -> str:
-    step, sections = summary.step_seconds, summary.section_seconds
+    step = summary.step_seconds
+    sections = summary.section_seconds
     if not step or sections is None:
         return "none: nothing was left to train"
     within = min(sum(sections.values()), step)  # a sum of medians may exceed the median

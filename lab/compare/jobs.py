@@ -57,7 +57,7 @@ RUN_BY = (
     "lab/compare/cells.py",
     "lab/compare/settings.py",
 )
-_MAY_DIFFER = ("threads", "debug")  # settings of a rank that change nothing that it measures
+_FOR_A_RANK = ("threads", "debug")  # what a plan may set of each rank's own settings
 _ELSEWHERE = ("compute", "log_wandb")  # a file of this machine, a service with this user's account
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LOCK_SECONDS = 1.0  # a report takes the lock for a moment
@@ -127,7 +127,7 @@ def _flags_of_the_training() -> set[str]:
     for spec in fields(Config):
         if not spec.metadata or not spec.metadata["in_recipe"] or spec.name in _ELSEWHERE:
             continue
-        if spec.metadata["per_rank"] and spec.name not in _MAY_DIFFER:
+        if spec.metadata["per_rank"] and spec.name not in _FOR_A_RANK:
             continue
         allowed |= {flag(spec.name), *spec.metadata["flags"]}
     return allowed
@@ -226,8 +226,10 @@ def spans(numbers: Sequence[int]) -> str:
     ranges = grouped((number - place, number) for place, number in enumerate(numbers))
     texts = []
     for members in ranges.values():
-        first, last = members[0], members[-1]
-        texts.append(str(first) if first == last else f"{first}-{last}")
+        if len(members) == 1:
+            texts.append(str(members[0]))
+        else:
+            texts.append(f"{members[0]}-{members[-1]}")
     return ",".join(texts)
 
 
@@ -256,7 +258,8 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
             )
         regular_target(note).unlink(missing_ok=True)
         done = _state(run).word == "done"
-        status, failure = 0, None
+        status = 0
+        failure = None
         if not done:
             log.truncate(0)
             status, failure = _try_part(run, code, launch, log)
