@@ -15,7 +15,7 @@ from common.distributed.clock_offset import clock_offset
 from common.distributed.collectives import gather_objects
 from common.profiling.comm_trace import Timeline
 from common.profiling.memory_model import MemoryCase, predict_memory
-from common.profiling.records import Memory, Moment, RankTimeline, StepRecord
+from common.profiling.records import SECTIONS, Memory, Moment, RankTimeline, StepRecord
 from common.reporting.run_files import (
     FORMAT,
     RankRow,
@@ -38,8 +38,8 @@ class _Measured(Struct):
     """
 
     row: RankRow | None
-    lane: RankTimeline | None
-    clock_offset: Moment
+    lane: RankTimeline | None = None
+    clock_offset: Moment = 0.0
 
 
 def timed(
@@ -49,8 +49,10 @@ def timed(
 
     The first ``untimed_steps`` warm up, and recording slows the steps of the timeline.
     """
-    slowed = timeline.to_record if timeline else ()
-    return [one for one in history[untimed_steps:] if one.step not in slowed] or list(history)
+    warm = history[untimed_steps:]
+    if timeline:
+        warm = [step for step in warm if step.step not in timeline.to_record]
+    return list(warm or history)
 
 
 def median_seconds(steps: Sequence[StepRecord], period: int = 1) -> StepSeconds | None:
@@ -61,38 +63,36 @@ def median_seconds(steps: Sequence[StepRecord], period: int = 1) -> StepSeconds 
     """
     if not steps:
         return None
-    rows = [
-        step.seconds
-        | {
-            "step": step.step_seconds,
-            "wait": step.wait_seconds,
-            "wire": step.seconds["sync"] - step.wait_seconds,
-        }
-        for step in steps
-    ]
-    last = max(1, len(rows) - period + 1)
-    windows = [rows[begin : begin + period] for begin in range(0, last, period)]
-    medians = {
-        name: statistics.median(statistics.fmean(row[name] for row in window) for window in windows)
-        for name in rows[0]
+    columns: dict[str, list[float]] = {
+        name: [getattr(step, f"{name}_seconds") for step in steps] for name in SECTIONS
     }
+    columns["step"] = [step.step_seconds for step in steps]
+    columns["wait"] = [step.wait_seconds for step in steps]
+    columns["wire"] = [step.sync_seconds - step.wait_seconds for step in steps]
+    last = max(1, len(steps) - period + 1)
+    medians = {}
+    for name, column in columns.items():
+        windows = [column[begin : begin + period] for begin in range(0, last, period)]
+        medians[name] = statistics.median(map(statistics.fmean, windows))
     return StepSeconds(**medians)
 
 
 def peak_gpu_memory_bytes(device: torch.device) -> int | None:
     """Return the most memory that tensors took on a GPU so far; None on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_allocated(device)
 
 
 def gather_measurements(setup: Setup, engine: TrainingEngine, logger: RunLogger) -> None:
     """Have rank 0 write ``ranks.json`` and, if steps were recorded, ``timeline.json``."""
-    world, timeline = setup.world, engine.timeline
+    world = setup.world
+    timeline = engine.timeline
     steps = timed(logger.own_steps, setup.config.untimed_steps, timeline)
-    mine = _Measured(
-        _rank_row(setup, engine, logger, steps),
-        timeline.steps.get(timeline.busiest_step) if timeline else None,
-        clock_offset(world) if timeline else 0.0,
-    )
+    mine = _Measured(_rank_row(setup, engine, logger, steps))
+    if timeline:
+        mine.lane = timeline.steps.get(timeline.busiest_step)
+        mine.clock_offset = clock_offset(world)
     all_ranks = gather_objects(world, mine, schema=_Measured)
     if not world.is_rank0 or not steps:
         return
@@ -105,17 +105,13 @@ def gather_measurements(setup: Setup, engine: TrainingEngine, logger: RunLogger)
     )
     logger.folder.write_json("ranks.json", asdict(rows))
     if timeline and timeline.steps:
-        logger.folder.write_json(
-            "timeline.json",
-            asdict(
-                TimelineFile(
-                    format=FORMAT,
-                    sync=setup.config.sync,
-                    step=timeline.busiest_step,
-                    ranks=_on_one_clock(all_ranks),
-                )
-            ),
+        recorded = TimelineFile(
+            format=FORMAT,
+            sync=setup.config.sync,
+            step=timeline.busiest_step,
+            ranks=_on_one_clock(all_ranks),
         )
+        logger.folder.write_json("timeline.json", asdict(recorded))
 
 
 def _rank_row(
@@ -143,9 +139,10 @@ def _rank_row(
 
 
 def _predicted_memory(setup: Setup, engine: TrainingEngine) -> Memory:
-    config, world = setup.config, setup.world
+    config = setup.config
+    world = setup.world
     parameters = list(engine.model.parameters())
-    frozen = [p for p in parameters if not p.requires_grad]
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     case = MemoryCase(
         plan=engine.sync.plan,
         sizes=GradientSize.of(parameters),

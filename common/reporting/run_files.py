@@ -1,4 +1,4 @@
-"""The schemas of ``ranks.json`` and ``timeline.json``, which rank 0 writes and lab reads.
+"""What rank 0 writes at the end of a run: ``summary.json``, ``ranks.json`` and ``timeline.json``.
 
 A value that a run may not have (a loss with emulated compute) is null, and so is an entry that a
 foreign file lacks. Imports no torch.
@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from common.profiling.records import Memory, RankTimeline
+from common.profiling.records import Memory, RankTimeline, Section
 from common.utils.typed_json import (
     Bytes,
     Count,
@@ -17,6 +17,7 @@ from common.utils.typed_json import (
     Rank,
     Ranks,
     Seconds,
+    Share,
     Step,
     Text,
     shown,
@@ -88,3 +89,52 @@ class TimelineFile(Struct):
     sync: Name
     step: Step
     ranks: Annotated[list[RankTimeline], Meta(max_length=65_536)]
+
+
+class RunSummary(Struct, kw_only=True):
+    """``summary.json``: what the run did and measured. All values are seconds and bytes.
+
+    steps : of all parts of the run. step_seconds, section_seconds, wait_seconds : medians over the
+    timed steps, null without steps. mean_iteration_seconds : without the first step. sync_share :
+    of a step. ema : of the averaged weights.
+    """
+
+    part: Text
+    recipe: Text | None
+    sync: Name
+    nodes: Ranks
+    backend: Text | None
+    device: Text
+    emulated: bool
+    compute: Text
+    dataset: Text
+    model: Text
+    flip: Text
+    cutout: Count
+    tta: Text
+    global_batch_size: Step
+    steps: Count
+    last_step: Count | None = None
+    step_seconds: StepTime | None = None
+    mean_iteration_seconds: Seconds | None = None
+    section_seconds: dict[Section, Seconds] | None = None
+    wait_seconds: Seconds | None = None
+    sync_share: Finite | None = None
+    samples_per_second: Finite | None = None
+    train_loss_last_step: Finite | None = None
+    test_loss: Finite | None = None
+    test_accuracy: Share | None = None
+    ema_test_loss: Finite | None = None
+    ema_test_accuracy: Share | None = None
+    load_per_core: Finite | None
+    total_seconds: Seconds
+    wall_seconds: Seconds
+    resumed_from: Text | None
+    peak_memory_bytes: Count
+    peak_gpu_memory_bytes: Count | None
+    captured: None = None  # as not_captured: a step recorded as a CUDA graph, which no run does
+    not_captured: None = None
+    compile_seconds: Seconds
+    folder: Text
+    ranks_hold_equal_weights: bool = True
+    checkpoint: Text | None = None

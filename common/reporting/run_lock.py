@@ -65,7 +65,8 @@ def lock_folder(folder: Path, *, advice: str, run: str | None = None) -> Iterato
 
 def is_locked_by(folder: Path, run: str) -> bool:
     """Return whether the lock file in ``folder`` is of this run: its writer sees the same disk."""
-    return _read(folder / _LOCK)[0] == run
+    owner, _ = _read(folder / _LOCK)
+    return owner == run
 
 
 def _read(path: Path) -> tuple[str, str]:
@@ -74,4 +75,6 @@ def _read(path: Path) -> tuple[str, str]:
         match = _CONTENT.fullmatch(read_regular(path, most_bytes=1000).decode(errors="replace"))
     except (FileNotFoundError, UserError):
         match = None
-    return (match[1], match[2]) if match else ("", "another process")
+    if match is None:
+        return "", "another process"
+    return match[1], match[2]

@@ -148,9 +148,8 @@ def _read(folder: Path, scaling: str) -> _ImportedRun:
 
 def _cell_of(config: RunConfig) -> Cell:
     """Return the cell of a run; one with buckets of another size has another cell."""
-    sync, size = config.sync, config.bucket_mb
-    if config.world_size == 1:
-        sync = "none"
+    sync = "none" if config.world_size == 1 else config.sync
+    size = config.bucket_mb
     if size is not None and sync in STRATEGIES and has_buckets(sync):
         size_text = size if isinstance(size, str) else f"{size:g}"
         sync = f"{sync}-{size_text}"

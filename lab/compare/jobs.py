@@ -57,7 +57,7 @@ RUN_BY = (
     "lab/compare/cells.py",
     "lab/compare/settings.py",
 )
-_MAY_DIFFER = ("threads", "debug")  # settings of a rank that change nothing that it measures
+_FOR_A_RANK = ("threads", "debug")  # what a plan may set of each rank's own settings
 _ELSEWHERE = ("compute", "log_wandb")  # a file of this machine, a service with this user's account
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LOCK_SECONDS = 1.0  # a report takes the lock for a moment
@@ -127,7 +127,7 @@ def _flags_of_the_training() -> set[str]:
     for spec in fields(Config):
         if not spec.metadata or not spec.metadata["in_recipe"] or spec.name in _ELSEWHERE:
             continue
-        if spec.metadata["per_rank"] and spec.name not in _MAY_DIFFER:
+        if spec.metadata["per_rank"] and spec.name not in _FOR_A_RANK:
             continue
         allowed |= {flag(spec.name), *spec.metadata["flags"]}
     return allowed
@@ -226,8 +226,10 @@ def spans(numbers: Sequence[int]) -> str:
     ranges = grouped((number - place, number) for place, number in enumerate(numbers))
     texts = []
     for members in ranges.values():
-        first, last = members[0], members[-1]
-        texts.append(str(first) if first == last else f"{first}-{last}")
+        if len(members) == 1:
+            texts.append(str(members[0]))
+        else:
+            texts.append(f"{members[0]}-{members[-1]}")
     return ",".join(texts)
 
 
@@ -256,7 +258,8 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
             )
         regular_target(note).unlink(missing_ok=True)
         done = _state(run).word == "done"
-        status, failure = 0, None
+        status = 0
+        failure = None
         if not done:
             log.truncate(0)
             status, failure = _try_part(run, code, launch, log)
@@ -398,35 +401,43 @@ def merge_results(folder: Path, comparison: Comparison) -> Comparison:
     if measured and not (folder / "runs").exists():
         return comparison
     states = [_state(run) for run in runs]
-    done = [state for state in states if state.word == "done"]
-    kinds = [state.repeat.machine or {} for state in done if state.repeat is not None]
-    machines = by_frequency(kinds)
-    comparison.cells, comparison.timelines = gather(
-        folder,
-        [_cell_run(state) for state in states],
-        machines,
-        repeats=len(runs[0].settings.seeds_to_run),
-    )
-    if done:
-        environment = done[0].run.path / "environment.json"
-        if environment.exists():
-            _, comparison.environment = read_known(environment, Machine)
+    _fill_cells(comparison, folder, states)
+    done = [state.run for state in states if state.word == "done"]
+    if done and (done[0].path / "environment.json").exists():
+        _, comparison.environment = read_known(done[0].path / "environment.json", Machine)
     comparison.finished = len(done) == len(runs)
-    comparison.differences = differences(
-        kinds, [state.run.number for state in done], lambda numbers: f"runs {spans(numbers)}"
-    )
-    comparison.groups = {}
-    if len(machines) > 1:
-        comparison.groups = {str(number): machine for number, machine in enumerate(machines)}
-    plan.to_do = [state.run.number for state in states if state.word in ("missing", "failed")]
     comparison.warnings = _warnings(comparison, states)
+    plan.to_do = [run.number for run in _missing(states)]
     write_comparison(folder / "results.json", comparison)
     return comparison
 
 
-def _cell_run(state: RunState) -> CellRun:
-    machine = None if state.repeat is None else state.repeat.machine
-    return CellRun(state.run.cell, state.repeat, machine)
+def _fill_cells(comparison: Comparison, folder: Path, states: Sequence[RunState]) -> None:
+    """Put the repeats into cells: one for each kind of machine on which runs of the cell were."""
+    runs = []
+    kinds = []  # of the machines of finished runs
+    numbers = []  # of these runs
+    for state in states:
+        machine = None
+        if state.repeat is not None and state.repeat.done:
+            machine = state.repeat.machine or {}
+            kinds.append(machine)
+            numbers.append(state.run.number)
+        runs.append(CellRun(state.run.cell, state.repeat, machine))
+    machines = by_frequency(kinds)
+    comparison.cells, comparison.timelines = gather(
+        folder, runs, machines, repeats=len(states[0].run.settings.seeds_to_run)
+    )
+    comparison.differences = differences(
+        kinds, numbers, lambda numbers_of_kind: f"runs {spans(numbers_of_kind)}"
+    )
+    comparison.groups = {}
+    if len(machines) > 1:
+        comparison.groups = {str(group): machine for group, machine in enumerate(machines)}
+
+
+def _missing(states: Sequence[RunState]) -> list[Run]:
+    return [state.run for state in states if state.word in ("missing", "failed")]
 
 
 def _warnings(comparison: Comparison, states: Sequence[RunState]) -> list[str]:
@@ -438,9 +449,8 @@ def _warnings(comparison: Comparison, states: Sequence[RunState]) -> list[str]:
             "the folders of those on other kinds and start them again on one kind (with Slurm: "
             "sbatch --constraint or --nodelist)"
         )
-    unequal = [
-        state.run.number for state in states if state.repeat and not state.repeat.equal_weights
-    ]
+    repeats = [(state.run, state.repeat) for state in states if state.repeat is not None]
+    unequal = [run.number for run, repeat in repeats if not repeat.equal_weights]
     if unequal:
         warnings.append(f"the ranks ended with different weights in runs {spans(unequal)}")
     by_word = grouped((state.word, state.run) for state in states)
@@ -453,10 +463,10 @@ def _warnings(comparison: Comparison, states: Sequence[RunState]) -> list[str]:
     if by_word:
         others = [f"{word}: {_by_cell(runs)}" for word, runs in by_word.items()]
         warnings.append("; ".join([f"{len(done)} of {len(states)} runs are done", *others]))
-    for state in states:
-        if state.repeat is not None and not state.repeat.done:
-            warnings.append(f"failed: {name_of(state.run)}: {state.repeat.message}")
-    to_do = [state.run for state in states if state.word in ("missing", "failed")]
+    for run, repeat in repeats:
+        if not repeat.done:
+            warnings.append(f"failed: {name_of(run)}: {repeat.message}")
+    to_do = _missing(states)
     if to_do:
         warnings.append("to run them, unless they are already queued: " + how_to_run(to_do))
     return warnings

@@ -42,7 +42,8 @@ def read_repeat(folder: Path, *, seed: int, emulated: bool = False) -> Repeat:
     if (folder / "environment.json").exists():
         _, machine = read_known(folder / "environment.json", Machine)
     config = folder / "config.json"
-    started, precision = None, None
+    started = None
+    precision = None
     if config.exists():
         # Rank 0 writes config.json before the first step.
         written = datetime.fromtimestamp(config.stat().st_mtime)

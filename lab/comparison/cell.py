@@ -8,7 +8,7 @@ between groups.
 import math
 import re
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -145,13 +145,19 @@ def summarise(cell: Cell, *, repeats: int) -> None:
     cell.intervals = None
     if not measured:
         return
-    columns: dict[str, list[float]] = {}
-    for name in measured[0]:
-        values = [means[name] for means in measured]
-        columns[name] = [value for value in values if value is not None]
+    columns = _known_values(measured)
     medians = {name: statistics.median(column) for name, column in columns.items() if column}
     cell.medians = Medians(**medians)
     cell.intervals = {name: interval(column) for name, column in columns.items()}
+
+
+def _known_values(measured: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
+    """Return by name what the repeats measured, without what is unknown."""
+    columns = {}
+    for name in measured[0]:
+        values = [means[name] for means in measured]
+        columns[name] = [value for value in values if value is not None]
+    return columns
 
 
 def _status(done: int, failed: int, wanted: int) -> Status:

@@ -279,26 +279,26 @@ def write_comparison(path: Path, comparison: Comparison) -> None:
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return the comparison as the plain values of ``results.json``."""
     entries: dict[str, Any] = to_builtins(comparison)
-    for cell, plain in zip(comparison.cells, entries["cells"], strict=True):
-        plain["repeats"] = [_repeat_as_json(repeat) for repeat in cell.repeats]
+    for cell in entries["cells"]:
+        for repeat in cell["repeats"]:
+            _leave_out(repeat)
     if "plan" in entries and "groups" in entries:
         entries["groups"] = entries.pop("groups")  # of a plan they are known last
     return entries
 
 
-def _repeat_as_json(repeat: Repeat) -> dict[str, Any]:
-    entries: dict[str, Any] = to_builtins(repeat)
-    if repeat.done:
-        del entries["message"]
+def _leave_out(repeat: dict[str, Any]) -> None:
+    """Remove from a repeat what does not apply to it."""
+    if repeat["status"] == "done":
+        del repeat["message"]
     else:
         for name in _OF_A_MEASUREMENT:
-            del entries[name]
-        started = entries.pop("started")
+            del repeat[name]
+        started = repeat.pop("started")
         if started is not None:
-            entries["started"] = started
-    if repeat.one_process is None:
-        del entries["one_process"]
-    return entries
+            repeat["started"] = started
+    if repeat["one_process"] is None:
+        del repeat["one_process"]
 
 
 def check(comparison: Comparison, *, name: str) -> None:

@@ -422,4 +422,4 @@ def test_results_that_could_not_be_read_again_are_not_written(tmp_path):
 
 def test_committed_samples_are_still_read():
     load_calibration(reference_path())
-    assert read_comparison(SAMPLE)["finished"]
+    assert read_comparison(SAMPLE).finished
