@@ -10,13 +10,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from common.distributed.spawn import rank_commands, run_local_ranks
+from common.reporting.run_files import RunSummary
 from common.utils.paths import IN_CHECKOUT, REPORTS, part_command
 from common.utils.progress import duration
 from common.utils.system import free_port
@@ -40,15 +40,10 @@ def main() -> int:
     began = time.perf_counter()
     results = []
     for part, sync, ranks in WAYS:
-        settings = [*(("--sync", sync) if part == "PartTwo" else ()), *SETTINGS]
-        shown = f"{part}/main.py" if IN_CHECKOUT else shlex.join(part_command(part))
-        plural = "es" if ranks > 1 else ""
-        group = " --master-ip 127.0.0.1 --num-nodes 2 --rank 0 and 1" if ranks > 1 else ""
-        console.print(
-            f"\n[bold]{part}, {sync}, {ranks} process{plural}[/bold]: python {shown} "
-            f"{' '.join(settings)}{group}",
-            soft_wrap=True,
-        )
+        settings = [*SETTINGS]
+        if part == "PartTwo":
+            settings = ["--sync", sync, *settings]
+        _announce(part, sync, ranks, settings)
         summary = run_way([*part_command(part), *settings], ranks)
         if summary is None:
             console.print(f"{part} with {sync} failed: see its message above")
@@ -63,7 +58,23 @@ def main() -> int:
     return 0
 
 
-def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
+def _announce(part: str, sync: str, ranks: int, settings: Sequence[str]) -> None:
+    """Print what runs next, with the command that a user would type."""
+    script = shlex.join(part_command(part))
+    if IN_CHECKOUT:
+        script = f"{part}/main.py"
+    processes = "1 process"
+    command = f"python {script} {' '.join(settings)}"
+    if ranks > 1:
+        processes = f"{ranks} processes"
+        command += " --master-ip 127.0.0.1 --num-nodes 2 --rank 0 and 1"
+    console.print(
+        f"\n[bold]{part}, {sync}, {processes}[/bold]: {command}",
+        soft_wrap=True,
+    )
+
+
+def run_way(command: list[str], ranks: int) -> RunSummary | None:
     """Run one way on ``ranks`` local processes and return its summary; None if a process failed."""
     with tempfile.TemporaryFile() as errors:
         exits = run_local_ranks(
@@ -79,34 +90,35 @@ def run_way(command: list[str], ranks: int) -> dict[str, Any] | None:
     if any(exits.statuses):
         return None
     newest = max(REPORTS.glob("*/*/summary.json"), key=lambda path: path.stat().st_mtime)
-    return read_json(newest, dict[str, Any])
+    return read_json(newest, RunSummary)
 
 
-def show(results: Sequence[dict[str, Any]]) -> None:
+def show(results: Sequence[RunSummary]) -> None:
     """Print a table of the ways, and the paths of their reports."""
     table = Table(title="VGG-11 in four ways, on scikit-learn's digits", box=SIMPLE_HEAD, padding=0)
-    for heading in _HEADINGS:
-        table.add_column(
-            heading, justify="left" if heading == _HEADINGS[0] else "right", no_wrap=True
-        )
+    first, *others = _HEADINGS
+    table.add_column(first, justify="left", no_wrap=True)
+    for heading in others:
+        table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
+        exposed = "none"
         equal = "only one"
-        if result["nodes"] > 1:
-            equal = "yes" if result["ranks_hold_equal_weights"] else "NO"
+        if result.nodes > 1:
+            equal = "yes" if result.ranks_hold_equal_weights else "NO"
+            if result.section_seconds is not None:
+                exposed = f"{result.section_seconds['sync']:.3f}"
         table.add_row(
-            f"{result['part']}: {result['sync']}",
-            str(result["nodes"]),
-            f"{result['step_seconds'] or 0.0:.3f}",
-            f"{result['section_seconds']['sync']:.3f}"
-            if result["nodes"] > 1 and result["section_seconds"]
-            else "none",
-            f"{100 * (result['test_accuracy'] or 0.0):.1f} %",
+            f"{result.part}: {result.sync}",
+            str(result.nodes),
+            f"{result.step_seconds or 0.0:.3f}",
+            exposed,
+            f"{100 * (result.test_accuracy or 0.0):.1f} %",
             equal,
         )
     console.print()
     console.print(table)
     for result in results:
-        console.print(str(Path(result["folder"]) / "report.txt"), soft_wrap=True)
+        console.print(str(Path(result.folder) / "report.txt"), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,9 @@
-"""Parse what a user types: rates ("200mbit"), latencies ("0.2ms"), sizes of buckets ("auto")."""
+"""Parse what a user types with a unit: rates ("200mbit"), latencies ("0.2ms"), parameters."""
 
-import contextlib
-import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from common.errors import UserError
-from common.sync import strategy_options
-from common.sync.plans.base import AUTO
 
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -36,42 +31,6 @@ def parse_parameters(text: str | None) -> float | None:
     Raises UserError if the text is no positive number with a unit.
     """
     return _parse(text, {"k": 1e3, "m": 1e6, "b": 1e9}, "--parameters", "25.6M or 7B")
-
-
-def parse_bucket_mb(text: str | None) -> float | str | None:
-    """Return MiB, or "auto" itself; None gives None.
-
-    Raises UserError if the text is neither a positive number nor "auto".
-    """
-    if text is None or text == AUTO:
-        return text
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise UserError(f"--bucket-mb: got {text!r}, give a number above 0, or {AUTO}")
-
-
-def option_parsers() -> dict[str, Callable[[str], Any]]:
-    """Return what parses a value of each strategy's option, by the option's name.
-
-    Raises ValueError if the text is no such value.
-    """
-    parsers: dict[str, Callable[[str], Any]] = {}
-    for name, option in strategy_options().items():
-        parsers[name] = parse_bucket_mb if option.auto else option.kind
-    return parsers
-
-
-def split_variant(sync: str) -> tuple[str, float | str | None]:
-    """Return the strategy and the size of its buckets: "ddp-auto" gives "ddp" and "auto".
-
-    "ddp-9" gives "ddp" and 9.0; any other text gives itself and None.
-    """
-    strategy, dash, size = sync.partition("-")
-    with contextlib.suppress(UserError):
-        if dash:
-            return strategy, parse_bucket_mb(size)
-    return sync, None
 
 
 def _parse(text: str | None, units: Mapping[str, float], flag: str, examples: str) -> float | None:

@@ -104,24 +104,25 @@ class MessageRecorder(TorchDispatchMode):
             self._open.append((message, None if kind == "reduce_scatter" else work))
         else:
             work.get_future().add_done_callback(
-                lambda _future: message.update({"end": self._now()})
+                lambda _future: setattr(message, "end", self._now())
             )
         return result
 
     def _close_completed(self, next_kind: str | None) -> None:
         """End the open messages that have ended before the next call; None: it computes."""
-        moment, kinds = self._now(), [message["kind"] for message, _ in self._open]
+        moment = self._now()
+        kinds = [message.kind for message, _ in self._open]
         same_batch = next_kind in _POINT_TO_POINT and next_kind not in kinds
         for message, work in self._open:
             if work.is_completed() if work is not None else not same_batch:
-                message["end"] = moment
-        self._open = [entry for entry in self._open if entry[0]["end"] is _OPEN]
+                message.end = moment
+        self._open = [(message, work) for message, work in self._open if message.end is _OPEN]
 
     def finish(self) -> None:
         """End the messages still open: the step is over."""
         for message in self.messages:
-            if message["end"] is _OPEN:
-                message["end"] = self._now()
+            if message.end is _OPEN:
+                message.end = self._now()
 
 
 def _work(result: Any) -> Any:
@@ -148,6 +149,11 @@ def _bytes(kind: str, args: tuple) -> tuple[int, float]:
     root = next(iter(numbers), 0)  # the first number, if the collective has a root
     sent = sent_bytes(kind, size, rank=dist.get_rank(), ranks=dist.get_world_size(), root=root)
     return size, float(sent)
+
+
+def _host_seconds(moment: Any, timer: StepTimer) -> float:
+    """Return a moment, which may be one of a GPU's stream, in seconds of the host's clock."""
+    return moment if isinstance(moment, float) else timer.host_seconds(moment)
 
 
 class Timeline:
@@ -184,21 +190,20 @@ class Timeline:
             return
         self._recorder.finish()
         for message in self._recorder.messages:
-            for name in ("begin", "end"):
-                if not isinstance(moment := message[name], float):
-                    message[name] = timer.host_seconds(moment)
-        self.steps[step] = {
-            "rank": dist.get_rank() if dist.is_initialized() else 0,
-            "sections": timer.spans(times),
-            "messages": self._recorder.messages,
-        }
+            message.begin = _host_seconds(message.begin, timer)
+            message.end = _host_seconds(message.end, timer)
+        self.steps[step] = RankTimeline(
+            rank=dist.get_rank() if dist.is_initialized() else 0,
+            sections=timer.spans(times),
+            messages=self._recorder.messages,
+        )
 
     def sent_a_step(self) -> tuple[float, float]:
         """Return the payload bytes and the messages that this rank sent in a step.
 
         Means over the recorded steps; a collective is one message.
         """
-        sent = [m["sent_bytes"] for step in self.steps.values() for m in step["messages"]]
+        sent = [message.sent_bytes for step in self.steps.values() for message in step.messages]
         steps = max(1, len(self.steps))
         return sum(sent) / steps, len(sent) / steps
 
@@ -210,6 +215,6 @@ class Timeline:
         """
         return max(
             self.steps,
-            key=lambda step: (sum(m["bytes"] for m in self.steps[step]["messages"]), step),
+            key=lambda step: (sum(message.bytes for message in self.steps[step].messages), step),
             default=0,
         )

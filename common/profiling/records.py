@@ -6,7 +6,7 @@ that a foreign file lacks have defaults. Imports no torch.
 """
 
 import math
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypedDict, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, get_args
 
 from msgspec import Meta, Struct
 
@@ -99,7 +99,7 @@ class EpochReport(_Line, kw_only=True):
         return "; ".join(parts)
 
 
-class SentMessage(TypedDict):
+class SentMessage(Struct):
     """A collective or a message: bytes of the rank's tensor, bytes that it sends, its times."""
 
     kind: Name
@@ -109,7 +109,7 @@ class SentMessage(TypedDict):
     end: Moment
 
 
-class RankTimeline(TypedDict):
+class RankTimeline(Struct):
     """One rank's recorded step; ``sections`` holds begin and end of each part of each section."""
 
     rank: Rank

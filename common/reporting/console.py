@@ -61,8 +61,11 @@ class Progress:
         visible: bool,
         log_every: int = 1,
     ) -> None:
-        self._total, self._done_before, self._batch = total_steps, done_steps, global_batch_size
-        self._log_every, self._visible = log_every, visible
+        self._total = total_steps
+        self._done_before = done_steps
+        self._batch = global_batch_size
+        self._log_every = log_every
+        self._visible = visible
         self.bar = progress_bar(visible=visible, transient=False)
         self._task = self.bar.add_task("training", total=total_steps, completed=done_steps)
 
@@ -72,7 +75,8 @@ class Progress:
 
     def show(self, records: list[StepRecord]) -> None:
         """Show that these steps, one or more, are done; on rank 0 alone."""
-        last, now = records[-1], time.monotonic()
+        last = records[-1]
+        now = time.monotonic()
         pace = (now - self._began) / max(1, last.step - self._done_before)
         learned = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
         if math.isnan(last.local_loss):
@@ -84,14 +88,15 @@ class Progress:
             description=f"epoch {last.epoch}  {numbers}",
             refresh=True,
         )
-        due = now - self._printed >= SECONDS_BETWEEN_LINES or any(
-            one.step % self._log_every == 0 or one.step in (self._done_before + 1, self._total)
-            for one in records
-        )
-        if due and self.bar.disable:
+        due = now - self._printed >= SECONDS_BETWEEN_LINES
+        if self.bar.disable and (due or any(self._wants_line(record.step) for record in records)):
             self._printed = now
             left = duration((self._total - last.step) * pace)
             say(f"epoch {last.epoch}  step {last.step}/{self._total}  {numbers}  {left} left")
+
+    def _wants_line(self, step: int) -> bool:
+        first = self._done_before + 1
+        return step in (first, self._total) or step % self._log_every == 0
 
     def counted(
         self, loader: Iterable[tuple[Tensor, Tensor]], *, title: str, images: int

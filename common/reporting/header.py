@@ -28,18 +28,24 @@ _RECIPE_OF = {
 
 def log_header(setup: Setup, model: nn.Module, folder: RunFolder) -> None:
     """Print the notices and the header on rank 0."""
-    config, world, plan, profile = setup.config, setup.world, setup.plan, setup.profile
+    config = setup.config
+    world = setup.world
+    plan = setup.plan
     if not world.is_rank0:
         return
     for line in run_warnings(setup):
         say(f"notice: {line}")
-    sync = "no gradient exchange" if world.size == 1 else f"sync {config.sync}"
+    sync = f"sync {config.sync}"
+    threads = count(torch.get_num_threads(), "thread")
+    if world.size == 1:
+        sync = "no gradient exchange"
+    else:
+        threads += " per rank"
     say(
         f"{config.recipe or config.part}: {config.model} ({get_model_parameters(model):,} "
         f"parameters) on {config.dataset} ({plan.training_images:,} training images), {sync}, "
         f"{world.backend or 'one process'} on {world.device.type}, "
-        f"{precision_name(setup.amp[0])}, "
-        f"{count(torch.get_num_threads(), 'thread')}{' per rank' if world.size > 1 else ''}"
+        f"{precision_name(setup.amp[0])}, {threads}"
     )
     say(
         f"batch: {_batch_text(plan, world.size)}; {count(plan.total_steps, 'step')}, "
@@ -48,6 +54,7 @@ def log_header(setup: Setup, model: nn.Module, folder: RunFolder) -> None:
     )
     for name, text in unusual_methods(setup).items():
         say(f"{name}: {text}")
+    profile = setup.profile
     if profile is not None:
         say(
             f"EMULATED: layers and update sleep for the times in profile {profile.name} "
@@ -65,10 +72,11 @@ def _batch_text(plan: TrainingPlan, ranks: int) -> str:
     parts = [f"{each} per {holder}"]
     if plan.accumulation_steps > 1:
         parts.append(f"{plan.accumulation_steps} micro-batches")
-    on_ranks = "" if plan.shards == ranks else f" on {count(ranks, 'rank')}"
-    return (
-        " x ".join([*parts, count(plan.shards, holder)]) + f"{on_ranks} = {plan.batch_size} global"
-    )
+    parts.append(count(plan.shards, holder))
+    text = " x ".join(parts)
+    if plan.shards != ranks:
+        text += f" on {count(ranks, 'rank')}"
+    return f"{text} = {plan.batch_size} global"
 
 
 def unusual_methods(setup: Setup) -> dict[str, str]:
@@ -76,9 +84,12 @@ def unusual_methods(setup: Setup) -> dict[str, str]:
     config = setup.config
     methods = {}
     if config.flip != "random" or config.cutout:
-        flip = config.flip if setup.dataset.flip else "none"
-        cutout = f", cutout of {config.cutout} x {config.cutout} pixels" if config.cutout else ""
-        methods["augmentation"] = f"crop, {'no' if flip == 'none' else flip} flip{cutout}"
+        flip = config.flip
+        if flip == "none" or not setup.dataset.flip:
+            flip = "no"
+        methods["augmentation"] = f"crop, {flip} flip"
+        if config.cutout:
+            methods["augmentation"] += f", cutout of {config.cutout} x {config.cutout} pixels"
     if config.tta == "flip":
         methods["evaluation"] = "mean of each image and its mirror image (--tta flip)"
     return methods
@@ -86,47 +97,57 @@ def unusual_methods(setup: Setup) -> dict[str, str]:
 
 def run_warnings(setup: Setup) -> list[str]:
     """Return a sentence for each way in which the run differs from what the user may expect."""
-    config, launch, world, shards = setup.config, setup.launch, setup.world, setup.plan.shards
+    config = setup.config
+    world = setup.world
+    shards = setup.plan.shards
+    warnings = _batch_size_meant(setup)
     _, amp_notice = setup.amp
-    earlier = setup.entries.get("world_size", world.size)
-    recipe = {} if config.recipe is None else read_recipe(find_recipe(config.recipe))
-    per_pass = setup.plan.batch_size // (shards * config.accumulation_steps)
-    sentences = (
-        (
-            "local_batch_size" in recipe and config.batch_size not in (None, per_pass),
-            f"--batch-size {config.batch_size} counts the samples of all ranks together, so each "
-            f"pass of a rank has {per_pass}; the recipe says how many a pass has. For that give "
-            f"-b {config.batch_size}",
-        ),
-        (bool(amp_notice), amp_notice),
-        (
-            world.size > shards,
+    if amp_notice:
+        warnings.append(amp_notice)
+    if world.size > shards:
+        warnings.append(
             f"{world.size - shards} of {world.size} ranks have no shard and compute nothing. Give "
-            "--shards the largest number of ranks when you start a new job",
-        ),
-        (
-            earlier != world.size,
+            "--shards the largest number of ranks when you start a new job"
+        )
+    earlier = setup.entries.get("world_size", world.size)
+    if earlier != world.size:
+        warnings.append(
             f"the job now has {count(world.size, 'rank')} (before: {earlier}). Its "
-            f"{count(shards, 'shard')} and its global batch stay the same",
-        ),
-        (
-            config.deterministic and world.device.type == "cpu",
+            f"{count(shards, 'shard')} and its global batch stay the same"
+        )
+    if config.deterministic and world.device.type == "cpu":
+        warnings.append(
             "--deterministic changes nothing on a CPU: a run repeats bit for bit if the number of "
-            "threads is the same",
-        ),
-        (
-            config.sync_batchnorm and world.device.type == "cuda" and shards != world.size,
-            "SyncBatchNorm is off: it needs as many ranks as shards",
-        ),
-        (
-            launch.restarts > 0 and launch.stale_addresses and world.backend == "gloo",
+            "threads is the same"
+        )
+    if config.sync_batchnorm and world.device.type == "cuda" and shards != world.size:
+        warnings.append("SyncBatchNorm is off: it needs as many ranks as shards")
+    launch = setup.launch
+    if launch.restarts > 0 and launch.stale_addresses and world.backend == "gloo":
+        warnings.append(
             "torchrun may restart these workers, but with Gloo the restarted workers would read "
             "the old ranks' addresses. Stop this run and start it with "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d ... (on one "
-            "machine: --standalone)",
-        ),
-    )
-    return [sentence for applies, sentence in sentences if applies] + _recipes_meant(setup)
+            "machine: --standalone)"
+        )
+    return warnings + _recipes_meant(setup)
+
+
+def _batch_size_meant(setup: Setup) -> list[str]:
+    """Return a sentence if a recipe that gives a rank's batch size was given a global one."""
+    config = setup.config
+    if config.recipe is None or config.batch_size is None:
+        return []
+    if "local_batch_size" not in read_recipe(find_recipe(config.recipe)):
+        return []
+    per_pass = setup.plan.batch_size // (setup.plan.shards * config.accumulation_steps)
+    if config.batch_size == per_pass:
+        return []
+    return [
+        f"--batch-size {config.batch_size} counts the samples of all ranks together, so each "
+        f"pass of a rank has {per_pass}; the recipe says how many a pass has. For that give "
+        f"-b {config.batch_size}"
+    ]
 
 
 def _recipes_meant(setup: Setup) -> list[str]:

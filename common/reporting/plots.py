@@ -12,13 +12,16 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure  # without pyplot, which would look for a screen
 from matplotlib.ticker import MaxNLocator
 
 from common.utils.atomic_files import write_atomically
 
-INK, PAPER, ACCENT = "#1b1f23", "#fffffe", "#0b5cad"
+INK = "#1b1f23"
+PAPER = "#fffffe"
+ACCENT = "#0b5cad"
 
 RC: dict[Any, Any] = {  # Any: matplotlib types the keys as the settings of its own version
     "font.family": "DejaVu Sans",
@@ -60,16 +63,17 @@ def draw_loss(path: Path, *, steps: Sequence[int], losses: Sequence[float], titl
     with matplotlib.rc_context(RC):
         figure = Figure(figsize=(8.4, 4.8), layout="constrained")
         axes = figure.subplots()
-        axes.plot(
+        [line] = axes.plot(
             steps,
             losses,
             color=ACCENT,
-            alpha=0.35 if window > 1 else 1.0,
             linewidth=1,
-            marker="o" if len(steps) == 1 else None,  # a line of one point is invisible
             label="each step (global batch)",
         )
+        if len(steps) == 1:
+            line.set_marker("o")  # a line of one point is invisible
         if window > 1:
+            line.set_alpha(0.35)
             smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
             axes.plot(
                 steps[window // 2 :][: len(smooth)],
@@ -97,35 +101,46 @@ def draw_confusion_matrix(
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     count = len(class_names)
     few = count <= 20
-    side = max(5.0, 0.55 * count) if few else min(20.0, 0.16 * count + 2)
-    size = 9 if few else 6
-    style: dict[str, Any] = {} if few else {"rotation": 90}
-    if few and max(map(len, class_names)) > 3:
-        style = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    if few:
+        side = max(5.0, 0.55 * count)
+        size = 9  # of all texts
+        style: dict[str, Any] = {}
+        if max(map(len, class_names)) > 3:
+            style = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    else:
+        side = min(20.0, 0.16 * count + 2)
+        size = 18  # of all texts but the classes' names
+        style = {"rotation": 90}
     with matplotlib.rc_context(RC):
         figure = Figure(figsize=(side + 1.2, side), layout="constrained")
         axes = figure.subplots()
         image = axes.imshow(shares, cmap=_SHARES, vmin=0, vmax=1)
         figure.colorbar(image, ax=axes, label="share of the true class", fraction=0.046)
-        axes.set_xticks(range(count), class_names, fontsize=size, **style)
-        axes.set_yticks(range(count), class_names, fontsize=size)
+        names_size = size if few else 6
+        axes.set_xticks(range(count), class_names, fontsize=names_size, **style)
+        axes.set_yticks(range(count), class_names, fontsize=names_size)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        for axis, label in ((axes.xaxis, "predicted class"), (axes.yaxis, "true class")):
-            axis.set_label_text(label, fontsize=size if few else 18)
-        axes.set_title(title, loc="left", fontweight="bold", fontsize=size if few else 18)
+        axes.xaxis.set_label_text("predicted class", fontsize=size)
+        axes.yaxis.set_label_text("true class", fontsize=size)
+        axes.set_title(title, loc="left", fontweight="bold", fontsize=size)
         if few:
-            for row, column in np.argwhere(counts):
-                axes.text(
-                    column,
-                    row,
-                    f"{counts[row, column]}",
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color=PAPER if shares[row, column] > 0.4 else INK,
-                )
+            _write_numbers(axes, counts, shares)
         _save(figure, path, dpi=_DPI if few else 150)
+
+
+def _write_numbers(axes: Axes, counts: np.ndarray, shares: np.ndarray) -> None:
+    """Write each number but zero into its cell, in the colour that is seen there."""
+    for row, column in np.argwhere(counts):
+        axes.text(
+            column,
+            row,
+            f"{counts[row, column]}",
+            ha="center",
+            va="center",
+            fontsize=8,
+            color=PAPER if shares[row, column] > 0.4 else INK,
+        )
 
 
 def _save(figure: Figure, path: Path, *, dpi: int) -> None:

@@ -6,16 +6,15 @@
 import socket
 import statistics
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from common.distributed.clock_offset import clock_offset
 from common.distributed.collectives import gather_objects
 from common.profiling.comm_trace import Timeline
-from common.profiling.records import Moment, RankTimeline, StepRecord
+from common.profiling.records import SECTIONS, Moment, RankTimeline, StepRecord
 from common.reporting.run_files import (
     FORMAT,
     RankRow,
@@ -38,8 +37,8 @@ class _Measured(Struct):
     """
 
     row: RankRow | None
-    lane: RankTimeline | None
-    clock_offset: Moment
+    lane: RankTimeline | None = None
+    clock_offset: Moment = 0.0
 
 
 def timed(
@@ -49,62 +48,50 @@ def timed(
 
     The first ``untimed_steps`` warm up, and recording slows the steps of the timeline.
     """
-    slowed = timeline.to_record if timeline else ()
-    return [one for one in history[untimed_steps:] if one.step not in slowed] or list(history)
+    warm = history[untimed_steps:]
+    if timeline:
+        warm = [step for step in warm if step.step not in timeline.to_record]
+    return list(warm or history)
 
 
-def median_seconds(steps: Sequence[StepRecord], period: int = 1) -> dict[str, float] | None:
-    """Return median seconds of each section, of the "step", and of "wait" and "wire"; or None.
+def median_seconds(steps: Sequence[StepRecord], period: int = 1) -> StepSeconds | None:
+    """Return the median seconds of each section and of the whole step; None without steps.
 
     "sync" has two parts: "wait", in which the slowest rank still computed, and "wire". For a
     strategy that communicates once in ``period`` steps, medians are over means of ``period`` steps.
     """
     if not steps:
         return None
-    rows = [
-        step.seconds
-        | {
-            "step": step.step_seconds,
-            "wait": step.wait_seconds,
-            "wire": step.seconds["sync"] - step.wait_seconds,
-        }
-        for step in steps
-    ]
-    last = max(1, len(rows) - period + 1)
-    windows = [rows[begin : begin + period] for begin in range(0, last, period)]
-    return {
-        name: statistics.median(statistics.fmean(row[name] for row in window) for window in windows)
-        for name in rows[0]
+    columns: dict[str, list[float]] = {
+        name: [getattr(step, f"{name}_seconds") for step in steps] for name in SECTIONS
     }
+    columns["step"] = [step.step_seconds for step in steps]
+    columns["wait"] = [step.wait_seconds for step in steps]
+    columns["wire"] = [step.sync_seconds - step.wait_seconds for step in steps]
+    last = max(1, len(steps) - period + 1)
+    medians = {}
+    for name, column in columns.items():
+        windows = [column[begin : begin + period] for begin in range(0, last, period)]
+        medians[name] = statistics.median(map(statistics.fmean, windows))
+    return StepSeconds(**medians)
 
 
 def peak_gpu_memory_bytes(device: torch.device) -> int | None:
     """Return the most memory that tensors took on a GPU so far; None on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_allocated(device)
 
 
 def gather_measurements(setup: Setup, engine: TrainingEngine, logger: RunLogger) -> None:
     """Have rank 0 write ``ranks.json`` and, if steps were recorded, ``timeline.json``."""
-    world, timeline = setup.world, engine.timeline
+    world = setup.world
+    timeline = engine.timeline
     steps = timed(logger.own_steps, setup.config.untimed_steps, timeline)
-    bytes_sent, messages = timeline.sent_a_step() if timeline else (None, None)
-    row = RankRow(
-        rank=world.rank,
-        host=socket.gethostname(),
-        threads=torch.get_num_threads(),
-        seconds=cast(StepSeconds, median_seconds(steps, engine.sync.plan.period)),
-        peak_memory_bytes=peak_memory_bytes(),
-        peak_gpu_memory_bytes=peak_gpu_memory_bytes(world.device),
-        memory=logger.memory,
-        predicted_memory=_predicted_memory(setup, engine),
-        bytes_sent=bytes_sent,
-        messages=messages,
-    )
-    mine = _Measured(
-        row if steps else None,
-        timeline.steps.get(timeline.busiest_step) if timeline else None,
-        clock_offset(world) if timeline else 0.0,
-    )
+    mine = _Measured(_rank_row(setup, engine, logger, steps))
+    if timeline:
+        mine.lane = timeline.steps.get(timeline.busiest_step)
+        mine.clock_offset = clock_offset(world)
     all_ranks = gather_objects(world, mine, schema=_Measured)
     if not world.is_rank0 or not steps:
         return
@@ -113,25 +100,48 @@ def gather_measurements(setup: Setup, engine: TrainingEngine, logger: RunLogger)
         world_size=world.size,
         first_step=steps[0].step,
         steps=len(steps),
-        ranks=[one.row for one in all_ranks if one.row is not None],
+        ranks=[measured.row for measured in all_ranks if measured.row is not None],
     )
     logger.folder.write_json("ranks.json", asdict(rows))
     if timeline and timeline.steps:
-        logger.folder.write_json(
-            "timeline.json",
-            TimelineFile(
-                format=FORMAT,
-                sync=setup.config.sync,
-                step=timeline.busiest_step,
-                ranks=_on_one_clock(all_ranks),
-            ),
+        recorded = TimelineFile(
+            format=FORMAT,
+            sync=setup.config.sync,
+            step=timeline.busiest_step,
+            ranks=_on_one_clock(all_ranks),
         )
+        logger.folder.write_json("timeline.json", asdict(recorded))
+
+
+def _rank_row(
+    setup: Setup, engine: TrainingEngine, logger: RunLogger, steps: Sequence[StepRecord]
+) -> RankRow | None:
+    """Return what this rank measured in ``steps``; None without steps."""
+    seconds = median_seconds(steps, engine.sync.plan.period)
+    if seconds is None:
+        return None
+    row = RankRow(
+        rank=setup.world.rank,
+        host=socket.gethostname(),
+        threads=torch.get_num_threads(),
+        seconds=seconds,
+        peak_memory_bytes=peak_memory_bytes(),
+        peak_gpu_memory_bytes=peak_gpu_memory_bytes(setup.world.device),
+        memory=logger.memory,
+        predicted_memory=_predicted_memory(setup, engine),
+        bytes_sent=None,
+        messages=None,
+    )
+    if engine.timeline:
+        row.bytes_sent, row.messages = engine.timeline.sent_a_step()
+    return row
 
 
 def _predicted_memory(setup: Setup, engine: TrainingEngine) -> Memory:
-    config, world = setup.config, setup.world
+    config = setup.config
+    world = setup.world
     parameters = list(engine.model.parameters())
-    frozen = [p for p in parameters if not p.requires_grad]
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     case = MemoryCase(
         sizes=GradientSize.of(parameters),
         rank=world.rank,
@@ -145,24 +155,24 @@ def _predicted_memory(setup: Setup, engine: TrainingEngine) -> Memory:
 
 def _on_one_clock(measured: Sequence[_Measured]) -> list[RankTimeline]:
     """Return every rank's recorded step, in seconds after the first rank began it."""
-    lanes = [(one.lane, one.clock_offset) for one in measured if one.lane is not None]
+    recorded = [(rank.lane, rank.clock_offset) for rank in measured if rank.lane is not None]
     zero = min(
         begin - offset
-        for lane, offset in lanes
-        for spans in lane["sections"].values()
+        for lane, offset in recorded
+        for spans in lane.sections.values()
         for begin, _ in spans
     )
-    return [
-        RankTimeline(
-            rank=lane["rank"],
-            sections={
-                name: [(begin - shift, end - shift) for begin, end in spans]
-                for name, spans in lane["sections"].items()
-            },
-            messages=[
-                message | {"begin": message["begin"] - shift, "end": message["end"] - shift}
-                for message in lane["messages"]
-            ],
-        )
-        for lane, shift in [(lane, offset + zero) for lane, offset in lanes]
+    return [_earlier(lane, offset + zero) for lane, offset in recorded]
+
+
+def _earlier(lane: RankTimeline, shift: Moment) -> RankTimeline:
+    """Return a rank's step with all its times ``shift`` seconds earlier."""
+    sections = {
+        name: [(begin - shift, end - shift) for begin, end in spans]
+        for name, spans in lane.sections.items()
+    }
+    messages = [
+        replace(message, begin=message.begin - shift, end=message.end - shift)
+        for message in lane.messages
     ]
+    return RankTimeline(rank=lane.rank, sections=sections, messages=messages)

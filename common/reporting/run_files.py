@@ -1,15 +1,14 @@
-"""The schemas of ``ranks.json`` and ``timeline.json``, which rank 0 writes and lab reads.
+"""What rank 0 writes at the end of a run: ``summary.json``, ``ranks.json`` and ``timeline.json``.
 
-Rows that results of a comparison take over unchanged are TypedDicts, the rest are Structs. A value
-that a run may not have (a loss with emulated compute) is null. Entries that earlier versions did
-not write have defaults. Imports no torch.
+A value that a run may not have (a loss with emulated compute) is null, and so is an entry that a
+foreign file lacks. Imports no torch.
 """
 
-from typing import Annotated, NotRequired, TypedDict
+from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from common.profiling.records import RankTimeline
+from common.profiling.records import RankTimeline, Section
 from common.sync.memory_cost import Memory
 from common.utils.typed_json import (
     Bytes,
@@ -19,6 +18,7 @@ from common.utils.typed_json import (
     Rank,
     Ranks,
     Seconds,
+    Share,
     Step,
     Text,
     shown,
@@ -29,7 +29,7 @@ FORMAT = 1  # of ranks.json and timeline.json
 StepTime = Annotated[float, Meta(ge=1e-9, le=1e9)]  # seconds of a whole step, which takes some
 
 
-class StepSeconds(TypedDict):
+class StepSeconds(Struct):
     """Seconds of a step: its sections, the whole, and the two parts of "sync".
 
     "step" is the sum of the sections in files whose run measured no more.
@@ -45,7 +45,7 @@ class StepSeconds(TypedDict):
     wire: Finite  # a difference: rounding may leave it below 0
 
 
-class RankRow(TypedDict):
+class RankRow(Struct, kw_only=True):
     """What one rank measured; ``bytes_sent`` and ``messages`` of a step, if they were counted.
 
     memory : null with emulated compute, which never updates. predicted_memory : null for a
@@ -57,9 +57,9 @@ class RankRow(TypedDict):
     threads: Ranks
     seconds: StepSeconds
     peak_memory_bytes: Count
-    peak_gpu_memory_bytes: NotRequired[Count | None]  # of the rank's GPU, if it has one
-    memory: NotRequired[Memory | None]
-    predicted_memory: NotRequired[Memory | None]
+    peak_gpu_memory_bytes: Count | None = None  # of the rank's GPU, if it has one
+    memory: Memory | None = None
+    predicted_memory: Memory | None = None
     bytes_sent: Bytes | None
     messages: Annotated[float, Meta(ge=0, le=1e9)] | None
 
@@ -75,17 +75,67 @@ class RanksFile(Struct, kw_only=True):
     ranks: Annotated[list[RankRow], Meta(min_length=1, max_length=65_536)]
 
     def __post_init__(self) -> None:
-        found, size = [row["rank"] for row in self.ranks], self.world_size or len(self.ranks)
+        found = [row.rank for row in self.ranks]
+        size = self.world_size or len(self.ranks)
         if found != list(range(size)):
             raise ValueError(
                 f"ranks: got those of {shown(found)}, expected 0 to {size - 1} in order"
             )
 
 
-class TimelineFile(TypedDict):
+class TimelineFile(Struct):
     """``timeline.json``: one recorded step of every rank."""
 
     format: Count
     sync: Name
     step: Step
     ranks: Annotated[list[RankTimeline], Meta(max_length=65_536)]
+
+
+class RunSummary(Struct, kw_only=True):
+    """``summary.json``: what the run did and measured. All values are seconds and bytes.
+
+    steps : of all parts of the run. step_seconds, section_seconds, wait_seconds : medians over the
+    timed steps, null without steps. mean_iteration_seconds : without the first step. sync_share :
+    of a step. ema : of the averaged weights.
+    """
+
+    part: Text
+    recipe: Text | None
+    sync: Name
+    nodes: Ranks
+    backend: Text | None
+    device: Text
+    emulated: bool
+    compute: Text
+    dataset: Text
+    model: Text
+    flip: Text
+    cutout: Count
+    tta: Text
+    global_batch_size: Step
+    steps: Count
+    last_step: Count | None = None
+    step_seconds: StepTime | None = None
+    mean_iteration_seconds: Seconds | None = None
+    section_seconds: dict[Section, Seconds] | None = None
+    wait_seconds: Seconds | None = None
+    sync_share: Finite | None = None
+    samples_per_second: Finite | None = None
+    train_loss_last_step: Finite | None = None
+    test_loss: Finite | None = None
+    test_accuracy: Share | None = None
+    ema_test_loss: Finite | None = None
+    ema_test_accuracy: Share | None = None
+    load_per_core: Finite | None
+    total_seconds: Seconds
+    wall_seconds: Seconds
+    resumed_from: Text | None
+    peak_memory_bytes: Count
+    peak_gpu_memory_bytes: Count | None
+    captured: None = None  # as not_captured: a step recorded as a CUDA graph, which no run does
+    not_captured: None = None
+    compile_seconds: Seconds
+    folder: Text
+    ranks_hold_equal_weights: bool = True
+    checkpoint: Text | None = None

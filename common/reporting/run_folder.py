@@ -44,7 +44,8 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.report = path / "report.txt"
-        self._metrics, self._epochs = path / "metrics.jsonl", path / "epochs.jsonl"
+        self._metrics = path / "metrics.jsonl"
+        self._epochs = path / "epochs.jsonl"
 
     def log(self, rank: int) -> Path:
         """Return the path of a rank's log, one line per epoch."""
@@ -81,7 +82,9 @@ class RunFolder:
 
     def earlier_steps(self) -> list[StepRecord]:
         """Return the recorded steps, after ``cut``."""
-        return read_lines(self._metrics, StepRecord) if self._metrics.exists() else []
+        if not self._metrics.exists():
+            return []
+        return read_lines(self._metrics, StepRecord)
 
 
 def _keep(path: Path, wanted: Callable[[bytes, str], bool]) -> None:
@@ -91,7 +94,8 @@ def _keep(path: Path, wanted: Callable[[bytes, str], bool]) -> None:
     """
     if not path.exists():
         return
-    kept, damaged = [], []
+    kept = []
+    damaged = []
     for number, line in enumerate(whole_lines(path), start=1):
         try:
             if wanted(line, f"{path}, line {number}"):
@@ -99,7 +103,9 @@ def _keep(path: Path, wanted: Callable[[bytes, str], bool]) -> None:
         except UserError as error:
             damaged.append(error)
     if damaged:
-        more = f", and {len(damaged) - 1} more like it" if len(damaged) > 1 else ""
+        more = ""
+        if len(damaged) > 1:
+            more = f", and {len(damaged) - 1} more like it"
         say(f"warning: {damaged[0]}: this line{more} is removed from the records")
     write_atomically(path, b"".join(kept))
 

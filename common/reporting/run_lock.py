@@ -55,7 +55,8 @@ def lock_folder(folder: Path, *, advice: str, run: str | None = None) -> Iterato
 
 def is_locked_by(folder: Path, run: str) -> bool:
     """Return whether the lock file in ``folder`` is of this run: its writer sees the same disk."""
-    return _read(folder / _LOCK)[0] == run
+    owner, _ = _read(folder / _LOCK)
+    return owner == run
 
 
 def _read(path: Path) -> tuple[str, str]:

@@ -31,8 +31,11 @@ class RunLogger(Callback):
         trackers: Trackers,
         history: list[StepRecord],
     ) -> None:
-        self._world, self.folder, self._progress = world, folder, progress
-        self._trackers, self.history = trackers, history
+        self._world = world
+        self.folder = folder
+        self._progress = progress
+        self._trackers = trackers
+        self.history = history
         self.own_steps: list[StepRecord] = []
         self.epochs: list[EpochReport] = []
         self.total_seconds = 0.0
@@ -41,7 +44,8 @@ class RunLogger(Callback):
 
     def on_train_begin(self, engine: TrainingEngine, first_epoch: int) -> None:
         """Keep the engine, which counts the steps, and start the clock of the progress."""
-        self._engine, self._began = engine, time.perf_counter()
+        self._engine = engine
+        self._began = time.perf_counter()
         self._progress.begin()
 
     def on_steps(self, records: list[StepRecord]) -> None:
@@ -78,7 +82,10 @@ class RunLogger(Callback):
         if not self._world.is_rank0:
             return
         self.folder.append([report])
-        say(report.line() + (", best so far" if end.is_best else ""))
+        line = report.line()
+        if end.is_best:
+            line += ", best so far"
+        say(line)
         if end.stop_reason:
             say(end.stop_reason)
         self._trackers.log(

@@ -6,12 +6,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from msgspec.structs import asdict
+
 from common.errors import count
 from common.evaluation import MEAN_OVER_SAMPLES, generate_eval_report
-from common.profiling.records import SECTIONS
+from common.profiling.records import SECTIONS, StepRecord
 from common.reporting.console import card, say
 from common.reporting.header import unusual_methods
 from common.reporting.rank_stats import median_seconds, peak_gpu_memory_bytes, timed
+from common.reporting.run_files import RunSummary
 from common.reporting.run_logger import RunLogger
 from common.run_setup import Setup
 from common.sync.memory_cost import KINDS, Memory
@@ -39,29 +42,35 @@ def report(
     notes = [f"{name.capitalize()}: {text}" for name, text in unusual_methods(setup).items()]
     results = [
         generate_eval_report(
-            one.labels,
-            one.predicted,
-            one.mean_loss,
+            found.labels,
+            found.predicted,
+            found.mean_loss,
             run_logger.folder.path / f"report{stem}.txt",
             f"{checkpoint}{name}",
             class_names=setup.dataset.class_names,
             notes=notes,
             loss_is=MEAN_OVER_SAMPLES,
         )
-        for one, (stem, name) in zip(predictions, _REPORTS, strict=False)
+        for found, (stem, name) in zip(predictions, _REPORTS, strict=False)
     ]
     if results:
         _draw(setup, run_logger, results[0])
     steps = timed(run_logger.history, setup.config.untimed_steps, engine.timeline)
-    seconds = median_seconds(steps, engine.sync.plan.period)
-    summary = _summary(setup, engine, run_logger, seconds, results) | {
-        "ranks_hold_equal_weights": ranks_equal,
-        "checkpoint": str(checkpoint) if checkpoint else None,
-    }
-    run_logger.folder.write_json("summary.json", summary)
+    summary = _summary(setup, engine, run_logger, steps)
+    summary.ranks_hold_equal_weights = ranks_equal
+    if checkpoint:
+        summary.checkpoint = str(checkpoint)
+    if results:
+        summary.test_loss = results[0]["test_loss"]
+        summary.test_accuracy = results[0]["accuracy"]
+    if len(results) > 1:
+        summary.ema_test_loss = results[1]["test_loss"]
+        summary.ema_test_accuracy = results[1]["accuracy"]
+    run_logger.folder.write_json("summary.json", asdict(summary))
     title = setup.config.recipe or f"{setup.config.part}: {setup.config.sync}"
-    rows = _card_rows(setup, run_logger, summary, timed_steps=len(steps))
-    card(f"{title}, EMULATED" if setup.config.emulated else title, rows)
+    if setup.config.emulated:
+        title += ", EMULATED"
+    card(title, _card_rows(setup, run_logger, summary, timed_steps=len(steps)))
 
 
 def report_end_of_rank(setup: Setup, run_logger: RunLogger) -> None:
@@ -72,13 +81,15 @@ def report_end_of_rank(setup: Setup, run_logger: RunLogger) -> None:
     world = setup.world
     if setup.launch.local_rank is not None and world.local_rank > 0:
         return
-    log = run_logger.folder.log(world.rank)
-    say(
+    line = (
         f"rank {world.rank} of {world.size}: finished after "
         f"{count(len(run_logger.own_steps), 'step')} in "
         f"{time.perf_counter() - setup.began:.1f} s. Rank 0 writes the report"
-        + (f"; this rank's log: {log}" if log.exists() else "")
     )
+    log = run_logger.folder.log(world.rank)
+    if log.exists():
+        line += f"; this rank's log: {log}"
+    say(line)
 
 
 def _draw(setup: Setup, run_logger: RunLogger, result: Mapping[str, Any]) -> None:
@@ -88,9 +99,12 @@ def _draw(setup: Setup, run_logger: RunLogger, result: Mapping[str, Any]) -> Non
         draw_loss,
     )
 
-    config, ranks, folder = setup.config, setup.world.size, run_logger.folder
+    config = setup.config
+    folder = run_logger.folder
     folder.write_json("report.json", result)
-    way = f"{config.sync} on {ranks} ranks" if ranks > 1 else "one node"
+    way = "one node"
+    if setup.world.size > 1:
+        way = f"{config.sync} on {setup.world.size} ranks"
     title = f"{config.model} on {config.dataset}, {way}"
     draw_confusion_matrix(
         folder.path / "confusion_matrix.png",
@@ -98,119 +112,131 @@ def _draw(setup: Setup, run_logger: RunLogger, result: Mapping[str, Any]) -> Non
         class_names=setup.dataset.class_names,
         title=f"{title}: accuracy {100 * result['accuracy']:.1f} %",
     )
-    if history := run_logger.history:
+    if run_logger.history:
         draw_loss(
             folder.path / "loss.png",
-            steps=[record.step for record in history],
-            losses=[record.loss for record in history],
+            steps=[record.step for record in run_logger.history],
+            losses=[record.loss for record in run_logger.history],
             title=title,
         )
 
 
 def _summary(
-    setup: Setup,
-    engine: TrainingEngine,
-    run_logger: RunLogger,
-    seconds: Mapping[str, float] | None,
-    results: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """Return the entries of ``summary.json``; ``results`` : of the weights, then their average."""
-    config, world, batch_size = setup.config, setup.world, setup.plan.batch_size
+    setup: Setup, engine: TrainingEngine, run_logger: RunLogger, steps: Sequence[StepRecord]
+) -> RunSummary:
+    """Return the summary of a run without test results. steps : those whose times count."""
+    config = setup.config
+    world = setup.world
     history = run_logger.history
-    step = seconds["step"] if seconds else None
-    iterations = [one.step_seconds for one in timed(history[1:], 0, engine.timeline)]
-    nothing = {"test_loss": None, "accuracy": None}
-    result, ema_result = [*results, nothing, nothing][:2]
-    return {
-        "part": config.part,
-        "recipe": config.recipe,
-        "sync": config.sync,
-        "nodes": world.size,
-        "backend": world.backend,
-        "device": world.device.type,
-        "emulated": config.emulated,
-        "compute": config.compute,
-        "dataset": config.dataset,
-        "model": config.model,
-        "flip": config.flip if setup.dataset.flip else "none",
-        "cutout": config.cutout,
-        "tta": config.tta,
-        "global_batch_size": batch_size,
-        "steps": len(history),
-        "last_step": history[-1].step if history else None,
-        "step_seconds": step,
-        "mean_iteration_seconds": fmean(iterations) if iterations else None,  # without the first
-        "section_seconds": {name: seconds[name] for name in SECTIONS} if seconds else None,
-        "wait_seconds": seconds["wait"] if seconds else None,
-        "sync_share": seconds["sync"] / step if seconds and step else None,
-        "samples_per_second": batch_size / step if step else None,
-        "train_loss_last_step": history[-1].loss if history else None,
-        "test_loss": result["test_loss"],
-        "test_accuracy": result["accuracy"],
-        "ema_test_loss": ema_result["test_loss"],
-        "ema_test_accuracy": ema_result["accuracy"],
-        "load_per_core": run_logger.load_per_core,
-        "total_seconds": run_logger.total_seconds,
-        "wall_seconds": time.perf_counter() - setup.began,
-        "resumed_from": setup.resumed_from,
-        "peak_memory_bytes": peak_memory_bytes(),
-        "peak_gpu_memory_bytes": peak_gpu_memory_bytes(world.device),
-        "captured": None,  # as not_captured: earlier versions recorded steps as CUDA graphs
-        "not_captured": None,
-        "compile_seconds": engine.compile_seconds,
-        "folder": str(run_logger.folder.path),
-    }
+    summary = RunSummary(
+        part=config.part,
+        recipe=config.recipe,
+        sync=config.sync,
+        nodes=world.size,
+        backend=world.backend,
+        device=world.device.type,
+        emulated=config.emulated,
+        compute=config.compute,
+        dataset=config.dataset,
+        model=config.model,
+        flip=config.flip if setup.dataset.flip else "none",
+        cutout=config.cutout,
+        tta=config.tta,
+        global_batch_size=setup.plan.batch_size,
+        steps=len(history),
+        load_per_core=run_logger.load_per_core,
+        total_seconds=run_logger.total_seconds,
+        wall_seconds=time.perf_counter() - setup.began,
+        resumed_from=setup.resumed_from,
+        peak_memory_bytes=peak_memory_bytes(),
+        peak_gpu_memory_bytes=peak_gpu_memory_bytes(world.device),
+        compile_seconds=engine.compile_seconds,
+        folder=str(run_logger.folder.path),
+    )
+    if history:
+        summary.last_step = history[-1].step
+        summary.train_loss_last_step = history[-1].loss
+    iterations = [step.step_seconds for step in timed(history[1:], 0, engine.timeline)]
+    if iterations:
+        summary.mean_iteration_seconds = fmean(iterations)
+    seconds = median_seconds(steps, engine.sync.plan.period)
+    if seconds is not None:
+        summary.step_seconds = seconds.step
+        summary.section_seconds = {name: getattr(seconds, name) for name in SECTIONS}
+        summary.wait_seconds = seconds.wait
+        if seconds.step:
+            summary.sync_share = seconds.sync / seconds.step
+            summary.samples_per_second = setup.plan.batch_size / seconds.step
+    return summary
 
 
 def _card_rows(
-    setup: Setup, run_logger: RunLogger, summary: Mapping[str, Any], *, timed_steps: int
+    setup: Setup, run_logger: RunLogger, summary: RunSummary, *, timed_steps: int
 ) -> dict[str, Any]:
     """Return the rows of the card by name."""
-    world, folder = setup.world, run_logger.folder
-    step, sections = summary["step_seconds"], summary["section_seconds"]
-    mean = summary["mean_iteration_seconds"]
-    accuracy, ema_accuracy = summary["test_accuracy"], summary["ema_test_accuracy"]
-    step_row, sync_row = "none: nothing was left to train", "-"
-    if step:
-        within = min(sum(sections.values()), step)  # a sum of medians may exceed the median
-        step_row = (
-            f"{step:.3f} s (median of {count(timed_steps, 'step')}), of which {within:.3f} s in "
-            "the five sections"
+    rows: dict[str, Any] = {"ranks": summary.nodes}
+    rows["step time"] = _step_text(summary, timed_steps)
+    if summary.mean_iteration_seconds is not None:
+        rows["mean iteration time"] = (
+            f"{summary.mean_iteration_seconds:.3f} s, without the first iteration"
         )
-        sync_row = (
-            f"{sections['sync']:.3f} s ({100 * summary['sync_share']:.0f} % of a step), of which "
-            f"{summary['wait_seconds']:.3f} s waiting for slower ranks"
-        )
+    rows["exposed communication"] = _sync_text(summary)
     speed = _throughput(run_logger)
     if setup.config.validates:
         speed = f"with validation, {speed} without"
-    equal = "yes, on all ranks" if world.size > 1 else "only one rank"
-    if not summary["ranks_hold_equal_weights"]:
-        equal = "NO: the ranks hold different weights"
-    gpu, chance = summary["peak_gpu_memory_bytes"], 1 / len(setup.dataset.class_names)
-    rows = {
-        "ranks": world.size,
-        "step time": step_row,
-        "mean iteration time": mean is not None and f"{mean:.3f} s, without the first iteration",
-        "exposed communication": sync_row if world.size > 1 else "none: one rank",
-        "training time": f"{run_logger.total_seconds:.1f} s, {speed}",
-        "wall time": f"{summary['wall_seconds']:.1f} s, with start-up and evaluation",
-        **unusual_methods(setup),
-        "GPU memory": gpu and f"{gpu / 1e9:.2f} GB at most, on rank 0",
-        "test accuracy": accuracy is not None
-        and f"{100 * accuracy:.2f} % of {len(setup.dataset.test):,} images"
-        + (f", near chance ({100 * chance:.0f} %)" if accuracy < _NEAR_CHANCE * chance else ""),
-        "test loss": accuracy is not None and f"{summary['test_loss']:.3f}",
-        "EMA accuracy": ema_accuracy is not None
-        and f"{100 * ema_accuracy:.2f} %, averaged weights",
-        "tensors": run_logger.memory and memory_text(run_logger.memory),
-        "compile time": summary["compile_seconds"]
-        and f"{summary['compile_seconds']:.1f} s, before the first step",
-        "equal weights": equal,
-        "report": accuracy is not None and folder.report,
-        "folder": accuracy is None and folder.path,
-    }
-    return {name: value for name, value in rows.items() if value}
+    rows["training time"] = f"{run_logger.total_seconds:.1f} s, {speed}"
+    rows["wall time"] = f"{summary.wall_seconds:.1f} s, with start-up and evaluation"
+    rows |= unusual_methods(setup)
+    if summary.peak_gpu_memory_bytes:
+        rows["GPU memory"] = f"{summary.peak_gpu_memory_bytes / 1e9:.2f} GB at most, on rank 0"
+    if summary.test_accuracy is not None:
+        rows["test accuracy"] = _accuracy_text(setup, summary.test_accuracy)
+        rows["test loss"] = f"{summary.test_loss:.3f}"
+    if summary.ema_test_accuracy is not None:
+        rows["EMA accuracy"] = f"{100 * summary.ema_test_accuracy:.2f} %, averaged weights"
+    if run_logger.memory:
+        rows["tensors"] = memory_text(run_logger.memory)
+    if summary.compile_seconds:
+        rows["compile time"] = f"{summary.compile_seconds:.1f} s, before the first step"
+    rows["equal weights"] = "yes, on all ranks" if summary.nodes > 1 else "only one rank"
+    if not summary.ranks_hold_equal_weights:
+        rows["equal weights"] = "NO: the ranks hold different weights"
+    if summary.test_accuracy is None:
+        rows["folder"] = run_logger.folder.path
+    else:
+        rows["report"] = run_logger.folder.report
+    return rows
+
+
+def _step_text(summary: RunSummary, timed_steps: int) -> str:
+    step = summary.step_seconds
+    sections = summary.section_seconds
+    if not step or sections is None:
+        return "none: nothing was left to train"
+    within = min(sum(sections.values()), step)  # a sum of medians may exceed the median
+    return (
+        f"{step:.3f} s (median of {count(timed_steps, 'step')}), of which {within:.3f} s in "
+        "the five sections"
+    )
+
+
+def _sync_text(summary: RunSummary) -> str:
+    if summary.nodes == 1:
+        return "none: one rank"
+    if summary.section_seconds is None or summary.sync_share is None:
+        return "-"
+    return (
+        f"{summary.section_seconds['sync']:.3f} s ({100 * summary.sync_share:.0f} % of a step), of "
+        f"which {summary.wait_seconds:.3f} s waiting for slower ranks"
+    )
+
+
+def _accuracy_text(setup: Setup, accuracy: float) -> str:
+    text = f"{100 * accuracy:.2f} % of {len(setup.dataset.test):,} images"
+    chance = 1 / len(setup.dataset.class_names)
+    if accuracy < _NEAR_CHANCE * chance:
+        text += f", near chance ({100 * chance:.0f} %)"
+    return text
 
 
 def memory_text(memory: Memory) -> str:

@@ -43,7 +43,8 @@ class Trackers:
         settings: Mapping[str, Any],
         first_step: int = 1,
     ) -> None:
-        self._wandb = self._tensorboard = None
+        self._wandb = None
+        self._tensorboard = None
         if wandb:
             library = _library("wandb", "wandb")
             try:

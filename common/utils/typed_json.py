@@ -5,6 +5,7 @@ types below. Entries that a schema does not know are left out. A file that a mea
 its kind under "what" and its version under "format". Imports no torch.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -32,6 +33,10 @@ MOST_TEXT = 100_000
 Text = Annotated[str, Meta(max_length=MOST_TEXT, pattern=CALM)]
 Name = Annotated[str, Meta(pattern=r"^\w[\w.-]{0,99}\Z")]  # safe as a part of a path, or in HTML
 LocalTime = Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{6})?\Z")]
+# Facts about a machine or a run, which are mostly only shown.
+# Not a union of texts, lists and objects: msgspec 0.22 crashes where a text with a pattern is in
+# one. So ``check_facts`` checks them.
+Facts = dict[str, Any]
 MOST_BYTES = 32 * 2**20
 _MOST_SHOWN = 60
 
@@ -123,12 +128,36 @@ def check_version(found: Any, newest: int, *, name: str) -> None:
         )
 
 
+def check_facts(facts: Facts, *, name: str) -> None:
+    """Raise UserError unless each fact is a plain value, or a list or an object of plain values."""
+    for key, fact in facts.items():
+        if isinstance(fact, dict):
+            values = [*fact, *fact.values()]
+        elif isinstance(fact, list):
+            values = fact
+        else:
+            values = [fact]
+        if not all(map(_is_plain, [key, *values])):
+            raise UserError(
+                f"{name}[{shown(key)}]: got {shown(fact)}, expected text without control "
+                "characters, a number, true, false, null, or a list or an object of these"
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) <= MOST_TEXT and re.match(CALM, value) is not None
+    return value is None or (isinstance(value, int | float) and abs(value) <= MOST_NUMBER)
+
+
 def calm(text: str) -> str:
     """Return ``text`` as a ``Text`` that any terminal shows and none obeys, and cut if too long.
 
     Control characters, and others that are not printable, become spaces.
     """
-    return "".join(one if one.isprintable() or one in "\t\n" else " " for one in text[:MOST_TEXT])
+    return "".join(
+        letter if letter.isprintable() or letter in "\t\n" else " " for letter in text[:MOST_TEXT]
+    )
 
 
 def shown(value: Any) -> str:

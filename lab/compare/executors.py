@@ -57,15 +57,23 @@ class Executors(contextlib.ExitStack):
             new = Cluster(size, rate=rate, loopback=rate is None, fresh=rate is None)
             self._clusters[size, rate] = self.enter_context(new)
         cluster = self._clusters[size, rate]
-        group = (*_NODE_FLAGS, "--num-nodes", str(nodes)) if nodes > 1 else ()
+        program = [sys.executable, *command]
+        if nodes > 1:
+            program += [*_NODE_FLAGS, "--num-nodes", str(nodes)]
         try:
-            cluster.start([sys.executable, *command, *group], nodes=range(nodes), logs=logs)
+            cluster.start(program, nodes=range(nodes), logs=logs)
             ends = cluster.wait(limit_seconds=limit_seconds, stop_at_failure=True)
-        except (GroupError, TimeoutError) as error:
-            self._clusters.clear()  # the next run gets a new cluster
-            with contextlib.suppress(GroupError):
-                self.close()  # ends what still runs
-            late = isinstance(error, TimeoutError)
-            return f"stopped after {limit_seconds:g} s, the limit: {error}" if late else str(error)
+        except TimeoutError as error:
+            self._end_clusters()
+            return f"stopped after {limit_seconds:g} s, the limit: {error}"
+        except GroupError as error:
+            self._end_clusters()
+            return str(error)
         failed = {end.node: end.status for end in ends if end.status != 0}
         return describe_failure(failed, {node: cluster.log(node, logs) for node in failed})
+
+    def _end_clusters(self) -> None:
+        """End what still runs; the next run gets a new cluster."""
+        self._clusters.clear()
+        with contextlib.suppress(GroupError):
+            self.close()

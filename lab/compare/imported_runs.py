@@ -4,7 +4,8 @@ Call ``collect``. Runs that trained different things, or ran on different machin
 groups. No figure mixes groups, and the report names their differences first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,21 +14,38 @@ from common.config.schema import DEFAULT_LEARNING_RATE
 from common.emulation.compute_profile import Profile
 from common.errors import UserError
 from common.sync import STRATEGIES
-from lab.compare.cells import new_cell
-from lab.compare.outcomes import (
+from common.utils.typed_json import Facts
+from lab.compare.outcomes import read_repeat
+from lab.comparison.cell import CellRun, differences, distinct, gather, new_cell
+from lab.comparison.record import Cell, Comparison, Repeat
+from lab.comparison.run_files import (
     TRAINING_FACTS,
-    MachineFacts,
+    Machine,
     RunConfig,
-    read_facts,
-    read_repeat,
+    read_known,
     read_run_file,
 )
-from lab.compare.results import FORMAT, differences, distinct, gather
 from lab.predict.bucket_choice import has_buckets
 
 
-def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
-    """Return the results of these runs in the format that lab/compare/results.py documents.
+@dataclass(frozen=True)
+class _ImportedRun:
+    """What the folder of a run holds.
+
+    facts : those that must agree with the facts of other runs. environment : all facts of the
+    machine, of which ``machine`` has some.
+    """
+
+    name: str
+    config: RunConfig
+    repeat: Repeat
+    facts: Facts
+    machine: Machine
+    environment: Facts
+
+
+def collect(folders: Sequence[Path], *, scaling: str) -> Comparison:
+    """Return the comparison of these runs.
 
     UserError if a folder is missing, given twice, or without a finished run.
     """
@@ -35,57 +53,68 @@ def collect(folders: Sequence[Path], *, scaling: str) -> dict[str, Any]:
     if len(set(folders)) < len(folders):
         raise UserError("the same run was given twice: give each folder once")
     runs = [_read(folder, scaling) for folder in folders]
-    environments = [
-        read_run_file(folder / "environment.json", MachineFacts, read=read_facts)
-        for folder in folders
-    ]
-    facts, repeats = [facts for _, _, facts in runs], [repeat for _, repeat, _ in runs]
-    names = ["/".join(folder.parts[-2:]) for folder in folders]
-    groups, sizes = distinct(facts), distinct([one["batch_size"] for one in facts])
-    cells, timelines = gather(Path(), runs, groups)
-    unequal = [repeat["folder"] for repeat in repeats if not repeat["equal_weights"]]
-    warnings = {
-        "in some runs more ranks shared a machine than it has cores: their step times are not "
-        "those of separate machines": any(repeat["crowded"] for repeat in repeats),
-        "the runs were made with different commits of this project": (
-            len({environment.get("git_commit") for environment in environments}) > 1
-        ),
-        f"the ranks ended with different weights in {', '.join(unequal)}": bool(unequal),
-    }
+    names = [run.name for run in runs]
+    facts = [run.facts for run in runs]
+    groups = distinct(facts)
+    cells, timelines = gather(
+        Path(), [CellRun(_cell_of(run.config), run.repeat, run.facts) for run in runs], groups
+    )
+    for cell in cells:
+        for number, repeat in enumerate(cell.repeats):
+            repeat.repeat = number
+    return Comparison(
+        kind="report",
+        created=datetime.now().isoformat(timespec="seconds"),
+        finished=True,
+        emulated=any(run.config.compute != "real" for run in runs),
+        settings=_settings(runs, cells, scaling),
+        environment=runs[0].environment,
+        warnings=_warnings(runs),
+        differences=differences(facts, names, ", ".join),
+        groups={str(number): group for number, group in enumerate(groups)},
+        cells=cells,
+        timelines=timelines,
+    )
+
+
+def _settings(runs: Sequence[_ImportedRun], cells: Sequence[Cell], scaling: str) -> Facts:
+    """Return what the runs have in common, as a comparison's settings have it."""
+    sizes = distinct(run.facts["batch_size"] for run in runs)
     return {
-        "format": FORMAT,
-        "kind": "report",
-        "created": datetime.now().isoformat(timespec="seconds"),
-        "finished": True,
-        "emulated": any(one["compute"] != "real" for one in facts),
-        "settings": {
-            "dataset": " and ".join(dict.fromkeys(str(one["dataset"]) for one in facts)),
-            "model": " and ".join(dict.fromkeys(str(one["model"]) for one in facts)),
-            "batch_size": sizes[0] if len(sizes) == 1 else None,
-            "scaling": scaling,
-            "steps": _one_or_range([repeat["timed_steps"] for repeat in repeats]),
-            "warmup": _one_or_range([one["untimed_steps"] for one in facts]),
-            "repeats": _one_or_range([len(cell["repeats"]) for cell in cells]),
-            "seeds": sorted({repeat["seed"] for repeat in repeats}),
-            "nodes": sorted({cell["nodes"] for cell in cells}),
-            "sync": list(dict.fromkeys(cell["sync"] for cell in cells)),
-            "rates": [None],
-            "until_accuracy": None,
-            "compute": facts[0]["compute"],
-            "command": f"lab report {' '.join(names)}",
-        },
-        "environment": environments[0],
-        "warnings": [sentence for sentence, applies in warnings.items() if applies],
-        "differences": differences(facts, names, ", ".join),
-        "prediction": None,
-        "groups": {str(index): one for index, one in enumerate(groups)},
-        "cells": cells,
-        "timelines": timelines,
+        "dataset": _joined(run.facts["dataset"] for run in runs),
+        "model": _joined(run.facts["model"] for run in runs),
+        "batch_size": sizes[0] if len(sizes) == 1 else None,
+        "scaling": scaling,
+        "steps": _one_or_range([run.repeat.timed_steps for run in runs]),
+        "warmup": _one_or_range([run.config.untimed_steps for run in runs]),
+        "repeats": _one_or_range([len(cell.repeats) for cell in cells]),
+        "seeds": sorted({run.config.seed for run in runs}),
+        "nodes": sorted({cell.nodes for cell in cells}),
+        "sync": distinct(cell.sync for cell in cells),
+        "rates": [None],
+        "until_accuracy": None,
+        "compute": runs[0].facts["compute"],
+        "command": f"lab report {' '.join(run.name for run in runs)}",
     }
 
 
-def _read(folder: Path, scaling: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return a run's cell, its repeat, and the facts that must agree with those of other runs."""
+def _warnings(runs: Sequence[_ImportedRun]) -> list[str]:
+    warnings = []
+    if any(run.repeat.crowded for run in runs):
+        warnings.append(
+            "in some runs more ranks shared a machine than it has cores: their step times are not "
+            "those of separate machines"
+        )
+    if len({run.machine.git_commit for run in runs}) > 1:
+        warnings.append("the runs were made with different commits of this project")
+    unequal = [run.repeat.folder for run in runs if not run.repeat.equal_weights]
+    if unequal:
+        warnings.append(f"the ranks ended with different weights in {', '.join(unequal)}")
+    return warnings
+
+
+def _read(folder: Path, scaling: str) -> _ImportedRun:
+    """Return a run. UserError if it has not finished, or its files do not fit together."""
     if not (folder / "config.json").exists():
         runs = sorted(path.parent for path in folder.glob("*/config.json"))
         found = f". It has these: {', '.join(map(str, runs[-5:]))}" if runs else ""
@@ -93,29 +122,43 @@ def _read(folder: Path, scaling: str) -> tuple[dict[str, Any], dict[str, Any], d
             f"{folder} is not the folder of a run: it has no config.json. Give the folder that "
             f"rank 0 wrote, reports/<part>-<sync>/<time>{found}"
         )
-    config = read_run_file(folder / "config.json", RunConfig, read=read_facts)
-    compute, nodes = config.get("compute", "real"), config["world_size"]
-    repeat = read_repeat(folder, seed=config["seed"], emulated=compute != "real")
-    if len(repeat["ranks"]) != nodes:
+    config, training = read_known(folder / "config.json", RunConfig)
+    emulated = config.compute != "real"
+    repeat = read_repeat(folder, seed=config.seed, emulated=emulated)
+    if len(repeat.ranks) != config.world_size:
         raise UserError(
-            f"{folder} does not fit together: config.json has world_size {nodes}, ranks.json "
-            f"{len(repeat['ranks'])}: copy the run again"
+            f"{folder} does not fit together: config.json has world_size {config.world_size}, "
+            f"ranks.json {len(repeat.ranks)}: copy the run again"
         )
-    if compute != "real":  # name and date identify a profile
+    facts: Facts = {name: training.get(name) for name in TRAINING_FACTS}
+    facts |= repeat.machine or {}
+    facts["compute"] = config.compute
+    if emulated:  # name and date identify a profile
         profile = read_run_file(folder / "profile.json", Profile)
-        compute = f"{profile.name} of {profile.made}"
-    facts: dict[str, Any] = (
-        {name: config.get(name) for name in TRAINING_FACTS}
-        | repeat["machine"]
-        | {"compute": compute}
-    )
-    facts["learning_rate"] = facts["learning_rate"] or DEFAULT_LEARNING_RATE.get(str(facts["opt"]))
+        facts["compute"] = f"{profile.name} of {profile.made}"
+    if not facts["learning_rate"]:
+        facts["learning_rate"] = DEFAULT_LEARNING_RATE.get(str(facts["opt"]))
     if scaling == "weak":  # an epoch has fewer steps on more nodes
-        facts |= {"batch_size": facts["batch_size"] / nodes, "total_steps": None}
-    sync, size = config["sync"] if nodes > 1 else "none", config.get("bucket_mb")
+        facts["batch_size"] = config.batch_size / config.world_size
+        facts["total_steps"] = None
+    machine, environment = read_known(folder / "environment.json", Machine)
+    name = "/".join(folder.parts[-2:])
+    return _ImportedRun(name, config, repeat, facts, machine, environment)
+
+
+def _cell_of(config: RunConfig) -> Cell:
+    """Return the cell of a run; one with buckets of another size has another cell."""
+    sync = "none" if config.world_size == 1 else config.sync
+    size = config.bucket_mb
     if size is not None and sync in STRATEGIES and has_buckets(sync):
-        sync += f"-{size if isinstance(size, str) else f'{size:g}'}"  # other buckets, another cell
-    return new_cell(sync, nodes, batch_size=config["batch_size"]), repeat, facts
+        size_text = size if isinstance(size, str) else f"{size:g}"
+        sync = f"{sync}-{size_text}"
+    return new_cell(sync, config.world_size, batch_size=config.batch_size)
+
+
+def _joined(values: Iterable[Any]) -> str:
+    """Return the different values as a text, in order of appearance."""
+    return " and ".join(dict.fromkeys(map(str, values)))
 
 
 def _one_or_range(numbers: Sequence[int | None]) -> int | str | None:
@@ -123,4 +166,6 @@ def _one_or_range(numbers: Sequence[int | None]) -> int | str | None:
     known = sorted({number for number in numbers if number is not None})
     if None in numbers:
         return None
-    return known[0] if len(known) == 1 else f"{known[0]} to {known[-1]}"
+    if len(known) == 1:
+        return known[0]
+    return f"{known[0]} to {known[-1]}"

@@ -18,12 +18,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Literal
 
-from msgspec import Meta
+from msgspec import UNSET, Meta
 
 from common.config.schema import Config, flag
 from common.distributed.launch_env import LaunchSpec
@@ -36,19 +36,18 @@ from common.utils.processes import on_signals, shell_status
 from common.utils.source_hash import code_differences, code_facts
 from common.utils.typed_json import encode, shown
 from lab.compare.cells import Run, choose_buckets, in_turns, node_command, plan_cells
-from lab.compare.outcomes import (
-    MachineFacts,
-    describe_failure,
-    describe_times,
-    failed_run,
-    read_facts,
-    read_run,
-    read_run_file,
-)
-from lab.compare.results import differences, distinct, gather, read_results, write_results
+from lab.compare.outcomes import describe_failure, describe_times, failed_run, read_run
 from lab.compare.runner import open_comparison, prepare
 from lab.compare.settings import Settings
-from lab.flags import refuse
+from lab.comparison.cell import CellRun, by_frequency, differences, gather
+from lab.comparison.record import (
+    Comparison,
+    Plan,
+    Repeat,
+    read_comparison,
+    write_comparison,
+)
+from lab.comparison.run_files import Machine, read_known, read_run_file
 from lab.predict.calibration_file import calibration_path
 
 RUN_BY = (
@@ -58,6 +57,7 @@ RUN_BY = (
     "lab/compare/cells.py",
     "lab/compare/settings.py",
 )
+_FOR_A_RANK = ("threads", "debug")  # what a plan may set of each rank's own settings
 _ELSEWHERE = ("compute", "log_wandb")  # a file of this machine, a service with this user's account
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LOCK_SECONDS = 1.0  # a report takes the lock for a moment
@@ -68,13 +68,23 @@ _NO_SCRIPT = (
 )
 _Status = Annotated[int, Meta(ge=-255, le=255)]
 
+
+@dataclass(frozen=True)
+class RunState:
+    """How far a planned run is; its repeat, if it has ended."""
+
+    run: Run
+    word: Literal["done", "failed", "running", "missing"]
+    repeat: Repeat | None = None
+
+
 # --- the plan ---
 
 
 def plan_comparison(
     settings: Settings, *, reports: Path, anew: bool, command: str, predicts: bool
-) -> tuple[Path, dict[str, Any]]:
-    """Return folder and results of a planned comparison.
+) -> tuple[Path, Comparison]:
+    """Return a planned comparison and its folder.
 
     It is the newest unfinished one with the same settings and code, or a new one.
 
@@ -87,13 +97,13 @@ def plan_comparison(
             "--plan runs on real nodes, whose links cannot be set, and --rate "
             f"{' '.join(map(str, settings.rates))} needs emulated nodes: leave out one of the two"
         )
-    folder, results = open_comparison(
+    folder, comparison = open_comparison(
         settings, reports=reports, anew=anew, command=command, code=code_facts(*RUN_BY)
     )
     begun = any((folder / name).exists() for name in ("logs", "runs"))
     can_predict = not begun and calibration_path().exists()
-    prepare(settings, folder, results, None, predicts=predicts and can_predict)
-    return folder, results
+    prepare(settings, folder, comparison, None, predicts=predicts and can_predict)
+    return folder, comparison
 
 
 def _check_flags(settings: Settings, *, name: str) -> None:
@@ -102,15 +112,7 @@ def _check_flags(settings: Settings, *, name: str) -> None:
     A plan may come from somebody else. It must not choose the files that a run reads and writes on
     this machine, or the hosts that it contacts.
     """
-    allowed = {
-        one
-        for spec in fields(Config)
-        if spec.metadata
-        and spec.metadata["in_recipe"]
-        and (not spec.metadata["per_rank"] or spec.name in ("threads", "debug"))
-        and spec.name not in _ELSEWHERE
-        for one in (flag(spec.name), *spec.metadata["flags"])
-    }
+    allowed = _flags_of_the_training()
     for word in settings.flags:
         long = re.sub("^--no-", "--", word.partition("=")[0].replace("_", "-"))
         if word.startswith("-") and long not in allowed:
@@ -120,21 +122,38 @@ def _check_flags(settings: Settings, *, name: str) -> None:
             )
 
 
-def planned_runs(folder: Path, results: dict[str, Any]) -> list[Run]:
-    """Return all runs of a plan, by number. UserError unless these are the results of a plan.
+def _flags_of_the_training() -> set[str]:
+    allowed: set[str] = set()
+    for spec in fields(Config):
+        if not spec.metadata or not spec.metadata["in_recipe"] or spec.name in _ELSEWHERE:
+            continue
+        if spec.metadata["per_rank"] and spec.name not in _FOR_A_RANK:
+            continue
+        allowed |= {flag(spec.name), *spec.metadata["flags"]}
+    return allowed
 
-    The settings alone say what a run does; the cells in the file may come from somebody else.
-    """
-    if "plan" not in results:
+
+def plan_of(folder: Path, comparison: Comparison) -> Plan:
+    """Return what the nodes of a plan must agree on. UserError if it is not a plan."""
+    if comparison.plan is UNSET:
         raise UserError(
             f"{folder} is a comparison that lab compare runs itself, not a plan: give a folder "
             "that lab compare --plan made"
         )
+    return comparison.plan
+
+
+def planned_runs(folder: Path, comparison: Comparison) -> list[Run]:
+    """Return all runs of a plan, by number. UserError unless this comparison is a plan.
+
+    The settings alone say what a run does; the cells in the file may come from somebody else.
+    """
+    plan_of(folder, comparison)
     file = folder / "results.json"
-    settings = Settings.from_json(results["settings"], name=f"{file}: settings")
+    settings = Settings.from_json(comparison.settings, name=f"{file}: settings")
     _check_flags(settings, name=f"{file}: settings: flags")
     cells = plan_cells(settings)
-    choose_buckets({"cells": cells, "prediction": results["prediction"]})
+    choose_buckets(cells, comparison.prediction)
     return in_turns(folder, settings, cells)
 
 
@@ -145,32 +164,40 @@ def planned_run(folder: Path, number: int) -> tuple[Run, dict[str, str]]:
             f"{folder} is no plan on {os.uname().nodename} (it has no results.json): make one with "
             "lab compare --plan, on a file system that all nodes share (--output-dir DIR)"
         )
-    results = read_results(folder / "results.json")
-    runs = planned_runs(folder, results)
+    comparison = read_comparison(folder / "results.json")
+    runs = planned_runs(folder, comparison)
     if not 0 <= number < len(runs):
         raise UserError(f"--run: got {number}, the plan in {folder} has runs 0 to {len(runs) - 1}")
-    return runs[number], results["plan"]["code"]
+    return runs[number], plan_of(folder, comparison).code
 
 
-def describe_plan(folder: Path, results: dict[str, Any]) -> list[str]:
-    """Return lines that say how to start the missing runs of these merged results."""
-    runs = planned_runs(folder, results)
-    to_do = [runs[number] for number in results["plan"]["to_do"]]
-    numbers = grouped((run.nodes, run.number) for run in to_do)
-    places = [f"on {count(nodes, 'node')}: {spans(numbers[nodes])}" for nodes in sorted(numbers)]
-    lines = [
-        f"{len(to_do)} of {len(runs)} runs to do in {folder}{': ' * bool(to_do)}"
-        + "; ".join(places),
-        f"predicted from {calibration_path()}"
-        if results["prediction"]
-        else "no prediction: run lab calibrate on such nodes before the first run to have one",
-    ]
+def describe_plan(folder: Path, comparison: Comparison) -> list[str]:
+    """Return lines that say how to start the missing runs of this merged comparison."""
+    runs = planned_runs(folder, comparison)
+    missing = plan_of(folder, comparison).to_do
+    assert missing is not UNSET  # merge_results comes first
+    to_do = [runs[number] for number in missing]
+    summary = f"{len(to_do)} of {len(runs)} runs to do in {folder}"
+    if to_do:
+        numbers = grouped((run.nodes, run.number) for run in to_do)
+        places = [
+            f"on {count(nodes, 'node')}: {spans(numbers[nodes])}" for nodes in sorted(numbers)
+        ]
+        summary += f": {'; '.join(places)}"
+    lines = [summary]
+    if comparison.prediction is None:
+        lines.append(
+            "no prediction: run lab calibrate on such nodes before the first run to have one"
+        )
+    else:
+        lines.append(f"predicted from {calibration_path()}")
     if to_do:
         lines += [
             f"with Slurm:   {how_to_run(to_do) if IN_CHECKOUT else _NO_SCRIPT}",
             f"by hand:      {_by_hand(folder)}   # on each node of run K",
         ]
-    return [*lines, f"at any time:  lab report {folder}"]
+    lines.append(f"at any time:  lab report {folder}")
+    return lines
 
 
 def how_to_run(runs: Sequence[Run]) -> str:
@@ -178,10 +205,12 @@ def how_to_run(runs: Sequence[Run]) -> str:
 
     An installed copy of the project has no script for Slurm.
     """
-    folder, numbers = runs[0].folder.resolve(), spans([run.number for run in runs])
+    folder = runs[0].folder.resolve()
+    numbers = spans([run.number for run in runs])
     if not IN_CHECKOUT:
         return f"{_by_hand(folder)} with K = {numbers}"
-    script, nodes = REPOSITORY / "launch/slurm-compare.sbatch", max(run.nodes for run in runs)
+    nodes = max(run.nodes for run in runs)
+    script = REPOSITORY / "launch/slurm-compare.sbatch"
     paths = [str(path).removeprefix(f"{Path.cwd()}/") for path in (script, folder)]
     return shlex.join(["sbatch", f"--nodes={nodes}", f"--array={numbers}%1", *paths])
 
@@ -193,8 +222,15 @@ def _by_hand(folder: Path) -> str:
 
 def spans(numbers: Sequence[int]) -> str:
     """Return ascending numbers as ranges, e.g. "0-3,5"."""
-    ranges = grouped((number - index, number) for index, number in enumerate(numbers)).values()
-    return ",".join("-".join(map(str, sorted({one[0], one[-1]}))) for one in ranges)
+    # Within a range, numbers rise as fast as their places.
+    ranges = grouped((number - place, number) for place, number in enumerate(numbers))
+    texts = []
+    for members in ranges.values():
+        if len(members) == 1:
+            texts.append(str(members[0]))
+        else:
+            texts.append(f"{members[0]}-{members[-1]}")
+    return ",".join(texts)
 
 
 # --- one run, on each of its nodes ---
@@ -221,29 +257,43 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
                 f"this run is already running: another job holds {output}; wait until it ends"
             )
         regular_target(note).unlink(missing_ok=True)
-        failure, status, done = None, 0, _state(run)[0] == "done"
+        done = _state(run).word == "done"
+        status = 0
+        failure = None
         if not done:
             log.truncate(0)
-            try:
-                _check(run, code, launch)
-                status = _run_part(run, launch, log)
-            except (UserError, GroupError) as error:
-                failure, status = error, 2 if isinstance(error, UserError) else 1
-                log.write(f"error: {error}\n".encode())
+            status, failure = _try_part(run, code, launch, log)
         if status:
             write_atomically(note, encode(status))
     if launch.rank > 0:
         return min(status, 2)
-    if status and not failure:
+    if failure is not None:
+        raise failure
+    if status:
         # Another rank may have failed first and be about to note it.
         notes = [rank_files(run, rank)[1] for rank in range(run.nodes)]
         _within(_OTHERS_SECONDS, lambda: all(note.exists() for note in notes))
-        failure = GroupError(f"{name_of(run)}: {_why_failed(run)}")
-    if failure:
-        raise failure
-    words = " is already done; nothing to do" if done else f": {describe_times(read_run(run))}"
-    print(f"{name_of(run)}{words}", flush=True)
+        raise GroupError(f"{name_of(run)}: {_why_failed(run)}")
+    if done:
+        print(f"{name_of(run)} is already done; nothing to do", flush=True)
+    else:
+        print(f"{name_of(run)}: {describe_times(read_run(run))}", flush=True)
     return 0
+
+
+def _try_part(
+    run: Run, code: Mapping[str, str], launch: LaunchSpec, log: IO[bytes]
+) -> tuple[int, UserError | GroupError | None]:
+    """Run the part; return its exit status, and the error if it could not run to its end.
+
+    The error is also in the log.
+    """
+    try:
+        _check(run, code, launch)
+        return _run_part(run, launch, log), None
+    except (UserError, GroupError) as error:
+        log.write(f"error: {error}\n".encode())
+        return 2 if isinstance(error, UserError) else 1, error
 
 
 def name_of(run: Run) -> str:
@@ -278,20 +328,23 @@ def _lock(file: IO[bytes], kind: int) -> bool:
 
 def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
     """Raise UserError if there are too few nodes, or this node's code differs from the plan's."""
-    name, nodes = name_of(run), run.nodes
+    name = name_of(run)
+    if launch.world_size < run.nodes:
+        there_are = "there is" if launch.world_size == 1 else "there are"
+        raise UserError(
+            f"{name} needs {run.nodes} nodes, and {there_are} {launch.world_size}: start it on at "
+            f"least {run.nodes}, e.g. with sbatch --nodes={run.nodes}"
+        )
+    if run.nodes > 1 and launch.master_ip is None:
+        raise UserError(
+            f"{name} has {run.nodes} nodes: give --master-ip, --num-nodes and --rank on each"
+        )
     other = code_differences(code_facts(*RUN_BY), code)
-    problems = {
-        f"{name} needs {nodes} nodes, and there {'is' if launch.world_size == 1 else 'are'} "
-        f"{launch.world_size}: start it on at least {nodes}, e.g. with sbatch --nodes={nodes}": (
-            launch.world_size < nodes
-        ),
-        f"{name} has {nodes} nodes: give --master-ip, --num-nodes and --rank on each": (
-            nodes > 1 and launch.master_ip is None
-        ),
-        f"{os.uname().nodename} has other code than the plan ({other}), so its times would not be "
-        "comparable: restore that code, or make a new plan with lab compare --plan": bool(other),
-    }
-    refuse(problems)
+    if other:
+        raise UserError(
+            f"{os.uname().nodename} has other code than the plan ({other}), so its times would not "
+            "be comparable: restore that code, or make a new plan with lab compare --plan"
+        )
 
 
 def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> int:
@@ -299,11 +352,12 @@ def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> int:
 
     Raises GroupError if a signal stopped it: what it did until then is no measurement.
     """
-    group: list[object] = [
-        *("--master-ip", launch.master_ip, "--master-port", launch.master_port),
-        *("--num-nodes", run.nodes, "--rank", launch.rank),
-    ]
-    command = [sys.executable, *node_command(run), *map(str, group if run.nodes > 1 else [])]
+    command = [sys.executable, *node_command(run)]
+    if run.nodes > 1:
+        command += [
+            *("--master-ip", str(launch.master_ip), "--master-port", str(launch.master_port)),
+            *("--num-nodes", str(run.nodes), "--rank", str(launch.rank)),
+        ]
     with file_errors(f"{run.path} of an earlier attempt cannot be removed", ": remove it"):
         if launch.rank == 0 and run.path.exists():  # the others wait for rank 0
             shutil.rmtree(run.path)
@@ -321,95 +375,126 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 def _why_failed(run: Run) -> str | None:
     """Return which rank failed first and its error message; None if no rank noted a failure."""
-    files = {rank: rank_files(run, rank) for rank in range(run.nodes)}
-    notes = {rank: note for rank, (_, note) in files.items() if note.is_file()}
+    notes = {}
+    outputs = {}
+    for rank in range(run.nodes):
+        outputs[rank], note = rank_files(run, rank)
+        if note.is_file():
+            notes[rank] = note
     in_order = sorted(notes, key=lambda rank: notes[rank].stat().st_mtime_ns)
     statuses = {rank: read_run_file(notes[rank], _Status) for rank in in_order}
-    return describe_failure(statuses, {rank: output for rank, (output, _) in files.items()})
+    return describe_failure(statuses, outputs)
 
 
 # --- all runs ---
 
 
-def merge_results(folder: Path, results: dict[str, Any]) -> dict[str, Any]:
-    """Return ``results`` with the outcomes that runs have left in ``folder``, and write them.
+def merge_results(folder: Path, comparison: Comparison) -> Comparison:
+    """Add the outcomes that runs have left in ``folder``; write and return the comparison.
 
     Runs on different kinds of machines form different groups. If the folder of all runs is gone
-    (cleaned up, or not copied), the results stay as they are.
+    (cleaned up, or not copied), the comparison stays as it is.
     """
-    runs = planned_runs(folder, results)
-    if not (folder / "runs").exists() and any(cell["median"] for cell in results["cells"]):
-        return results
-    states = [(run, *_state(run)) for run in runs]
-    by_word = grouped((word, run) for run, word, _ in states)
-    done = by_word.get("done", [])
-    kinds = [outcome["machine"] for _, word, outcome in states if word == "done"]
-    machines = sorted(distinct(kinds), key=kinds.count, reverse=True)
-    cells, timelines = gather(
-        folder,
-        [(run.cell, outcome, outcome.get("machine")) for run, _, outcome in states],
-        machines,
-        repeats=len(runs[0].settings.seeds_to_run),
+    plan = plan_of(folder, comparison)
+    runs = planned_runs(folder, comparison)
+    measured = any(cell.medians for cell in comparison.cells)
+    if measured and not (folder / "runs").exists():
+        return comparison
+    states = [_state(run) for run in runs]
+    _fill_cells(comparison, folder, states)
+    done = [state.run for state in states if state.word == "done"]
+    if done and (done[0].path / "environment.json").exists():
+        _, comparison.environment = read_known(done[0].path / "environment.json", Machine)
+    comparison.finished = len(done) == len(runs)
+    comparison.warnings = _warnings(comparison, states)
+    plan.to_do = [run.number for run in _missing(states)]
+    write_comparison(folder / "results.json", comparison)
+    return comparison
+
+
+def _fill_cells(comparison: Comparison, folder: Path, states: Sequence[RunState]) -> None:
+    """Put the repeats into cells: one for each kind of machine on which runs of the cell were."""
+    runs = []
+    kinds = []  # of the machines of finished runs
+    numbers = []  # of these runs
+    for state in states:
+        machine = None
+        if state.repeat is not None and state.repeat.done:
+            machine = state.repeat.machine or {}
+            kinds.append(machine)
+            numbers.append(state.run.number)
+        runs.append(CellRun(state.run.cell, state.repeat, machine))
+    machines = by_frequency(kinds)
+    comparison.cells, comparison.timelines = gather(
+        folder, runs, machines, repeats=len(states[0].run.settings.seeds_to_run)
     )
-    if done and (path := done[0].path / "environment.json").exists():
-        results["environment"] = read_run_file(path, MachineFacts, read=read_facts)
-    to_do = [run for run, word, _ in states if word in ("missing", "failed")]
-    unequal = [run.number for run, _, outcome in states if not outcome.get("equal_weights", True)]
-    calibrated = ((results["prediction"] or {}).get("calibration") or {}).get("cpu")
-    cpu = results["environment"].get("cpu")
-    rest = [f"; {word}: {_by_cell(some)}" for word, some in by_word.items() if word != "done"]
-    warnings = {
-        "the runs were on different kinds of machines. To compare all runs, remove from runs/ the "
-        "folders of those on other kinds and start them again on one kind (with Slurm: sbatch "
-        "--constraint or --nodelist)": len(machines) > 1,
-        f"the ranks ended with different weights in runs {spans(unequal)}": bool(unequal),
-        f"the prediction is for {calibrated}, but the runs were on {cpu}": (
-            bool(done) and calibrated not in (None, cpu)
-        ),
-        f"{len(done)} of {len(runs)} runs are done{''.join(rest)}": bool(rest),
-        **{
-            f"failed: {name_of(run)}: {outcome['message']}": True
-            for run, word, outcome in states
-            if word == "failed"
-        },
-        "to run them, unless they are already queued: " + how_to_run(to_do or runs): bool(to_do),
-    }
-    results |= {
-        "cells": cells,
-        "timelines": timelines,
-        "finished": len(done) == len(runs),
-        "differences": differences(
-            kinds, [run.number for run in done], lambda numbers: f"runs {spans(numbers)}"
-        ),
-        "groups": {str(group): kind for group, kind in enumerate(machines) if len(machines) > 1},
-        "warnings": [sentence for sentence, applies in warnings.items() if applies],
-        "plan": results["plan"] | {"to_do": [run.number for run in to_do]},
-    }
-    write_results(folder / "results.json", results)
-    return results
+    comparison.differences = differences(
+        kinds, numbers, lambda numbers_of_kind: f"runs {spans(numbers_of_kind)}"
+    )
+    comparison.groups = {}
+    if len(machines) > 1:
+        comparison.groups = {str(group): machine for group, machine in enumerate(machines)}
 
 
-def _state(run: Run) -> tuple[str, dict[str, Any]]:
-    """Return "done", "failed", "running" or "missing", and the repeat of an ended run."""
+def _missing(states: Sequence[RunState]) -> list[Run]:
+    return [state.run for state in states if state.word in ("missing", "failed")]
+
+
+def _warnings(comparison: Comparison, states: Sequence[RunState]) -> list[str]:
+    """Return what a reader of a merged plan must know first."""
+    warnings = []
+    if comparison.groups:
+        warnings.append(
+            "the runs were on different kinds of machines. To compare all runs, remove from runs/ "
+            "the folders of those on other kinds and start them again on one kind (with Slurm: "
+            "sbatch --constraint or --nodelist)"
+        )
+    repeats = [(state.run, state.repeat) for state in states if state.repeat is not None]
+    unequal = [run.number for run, repeat in repeats if not repeat.equal_weights]
+    if unequal:
+        warnings.append(f"the ranks ended with different weights in runs {spans(unequal)}")
+    by_word = grouped((state.word, state.run) for state in states)
+    done = by_word.pop("done", [])
+    if done and comparison.prediction is not None:
+        calibrated = comparison.prediction.calibration.get("cpu")
+        cpu = comparison.environment.get("cpu")
+        if calibrated not in (None, cpu):
+            warnings.append(f"the prediction is for {calibrated}, but the runs were on {cpu}")
+    if by_word:
+        others = [f"{word}: {_by_cell(runs)}" for word, runs in by_word.items()]
+        warnings.append("; ".join([f"{len(done)} of {len(states)} runs are done", *others]))
+    for run, repeat in repeats:
+        if not repeat.done:
+            warnings.append(f"failed: {name_of(run)}: {repeat.message}")
+    to_do = _missing(states)
+    if to_do:
+        warnings.append("to run them, unless they are already queued: " + how_to_run(to_do))
+    return warnings
+
+
+def _state(run: Run) -> RunState:
+    """Return how far a planned run is."""
     with suppress(UserError):
-        return "done", read_run(run)
+        return RunState(run, "done", read_run(run))
     log, _ = rank_files(run, 0)
     with suppress(FileNotFoundError), regular_target(log).open("rb") as file:
         if not _lock(file, fcntl.LOCK_SH):
-            return "running", {}
+            return RunState(run, "running")
     why = _why_failed(run)
     if why is None and next(run.logs.glob("rank*.txt"), None) is None:
-        return "missing", {}
-    return "failed", failed_run(
-        run,
-        why
-        or "the run did not report its end: it was killed, its node was lost, or it still runs and "
-        f"the file system has no locks (its output: {log})",
-    )
+        return RunState(run, "missing")
+    if why is None:
+        why = (
+            "the run did not report its end: it was killed, its node was lost, or it still runs "
+            f"and the file system has no locks (its output: {log})"
+        )
+    return RunState(run, "failed", failed_run(run, why))
 
 
 def _by_cell(runs: Sequence[Run]) -> str:
-    return ", ".join(
-        f"{cell} (run{'s' if len(numbers) > 1 else ''} {spans(numbers)})"
-        for cell, numbers in grouped((run.cell["id"], run.number) for run in runs).items()
-    )
+    """Return the cells of these runs, each with the numbers of its runs."""
+    texts = []
+    for cell, numbers in grouped((run.cell.id, run.number) for run in runs).items():
+        runs_word = "runs" if len(numbers) > 1 else "run"
+        texts.append(f"{cell} ({runs_word} {spans(numbers)})")
+    return ", ".join(texts)

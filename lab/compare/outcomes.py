@@ -5,190 +5,128 @@
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from datetime import datetime
-from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-from msgspec import Meta, Struct
-
-from common.errors import UserError, file_errors
 from common.profiling.records import EpochReport, StepRecord
-from common.reporting.run_files import RanksFile, StepTime
+from common.reporting.run_files import RanksFile
 from common.utils.atomic_files import read_regular
-from common.utils.typed_json import (
-    Count,
-    Finite,
-    Name,
-    Ranks,
-    Seed,
-    Share,
-    Step,
-    Text,
-    calm,
-    convert,
-    read_json,
-    read_lines,
-)
+from common.utils.typed_json import Facts, calm
 from lab.compare.cells import Run
-from lab.facts import Facts, check_facts
+from lab.comparison.record import Repeat
+from lab.comparison.run_files import (
+    MACHINE_FACTS,
+    Machine,
+    RunConfig,
+    Summary,
+    read_known,
+    read_run_file,
+    read_run_lines,
+)
 from lab.processes.first_failure import find_root_failure
 
-# The facts of ``environment.json`` that must agree for times to be comparable.
-MACHINE_FACTS = ("cpu", "gpus", "torch", "usable_cores")
 _MOST_LOG_BYTES = 2**20
-_NOT_REACHED = {"seconds_to_accuracy": None, "steps_to_accuracy": None}
 
 
-class Summary(Struct, kw_only=True):
-    """The entries of ``summary.json`` that are read again; a run writes more (summary.py)."""
-
-    test_accuracy: Share | None = None
-    ranks_hold_equal_weights: bool = True
-    mean_iteration_seconds: StepTime | None = None
-    load_per_core: Finite | None = None
-
-
-class RunConfig(TypedDict):
-    """The entries of ``config.json`` with which a reader computes; a run writes all its settings.
-
-    ``TRAINING_FACTS`` names those that must agree.
-    """
-
-    world_size: Ranks
-    sync: Name
-    batch_size: Step
-    seed: Seed
-    bucket_mb: NotRequired[Annotated[float, Meta(gt=0, le=1e9)] | Literal["auto"] | None]
-    dataset: NotRequired[Text | None]
-    precision: NotRequired[Name]
-    steps_per_epoch: NotRequired[Count]
-    untimed_steps: NotRequired[Count | None]
-
-
-# The settings in ``config.json`` that must agree for two runs to be comparable.
-TRAINING_FACTS = (
-    *("dataset", "training_images", "model", "batch_size", "seed", "learning_rate", "schedule"),
-    *("warmup_steps", "warmup_epochs", "milestones", "step_factor", "scale_lr", "total_steps"),
-    *("opt", "momentum", "nesterov", "weight_decay", "label_smoothing", "clip_norm"),
-    *("accumulation_steps", "amp", "amp_dtype", "sync_batchnorm", "pretrained_weights"),
-    *("unfreeze", "input_size", "normalise", "flip", "cutout", "tta", "untimed_steps"),
-)
-
-
-class MachineFacts(TypedDict, total=False):
-    """The entries of ``environment.json`` with which a reader computes; it has many more."""
-
-    usable_cores: Ranks | None
-    git_commit: Text | None
-
-
-def read_run_file(path: Path, schema: Any, *, read: Callable[[Path, Any], Any] = read_json) -> Any:
-    """Return a JSON file of a run. UserError if it is missing or does not fit its schema."""
-    try:
-        with file_errors(f"{path} cannot be read"):
-            return read(path, schema)
-    except UserError as error:
-        raise UserError(
-            f"{error}: the run has not finished, or its folder was not copied completely"
-        ) from error
-
-
-def read_facts(path: Path, schema: Any) -> dict[str, Any]:
-    """Return the plain values in a ``config.json`` or ``environment.json``; for ``read_run_file``.
-
-    UserError if those that ``schema`` names do not fit it.
-    """
-    facts = read_json(path, Facts)
-    convert(facts, schema, name=str(path))
-    check_facts(facts, name=str(path))
-    return facts
-
-
-def read_repeat(folder: Path, *, seed: int, emulated: bool = False) -> dict[str, Any]:
-    """Return what a finished run left in ``folder``, as a repeat. UserError if it is not whole.
+def read_repeat(folder: Path, *, seed: int, emulated: bool = False) -> Repeat:
+    """Return what a finished run left in ``folder``. UserError if it is not whole.
 
     emulated : whether the compute was: such ranks need no core of their own.
     """
     summary = read_run_file(folder / "summary.json", Summary)
     ranks = read_run_file(folder / "ranks.json", RanksFile)
-    steps = read_run_file(folder / "metrics.jsonl", StepRecord, read=read_lines)
-    config, environment = folder / "config.json", folder / "environment.json"
-    machine = (
-        read_run_file(environment, MachineFacts, read=read_facts) if environment.exists() else {}
+    steps = read_run_lines(folder / "metrics.jsonl", StepRecord)
+    machine: Facts = {}
+    if (folder / "environment.json").exists():
+        _, machine = read_known(folder / "environment.json", Machine)
+    config = folder / "config.json"
+    started = None
+    precision = None
+    if config.exists():
+        # Rank 0 writes config.json before the first step.
+        written = datetime.fromtimestamp(config.stat().st_mtime)
+        started = written.isoformat(timespec="seconds")
+        recorded, _ = read_known(config, RunConfig)
+        precision = recorded.precision
+    if precision and machine.get("gpus"):
+        precision = f"{precision} on a GPU"
+    computes_on_cores = not emulated and not machine.get("gpus")
+    return Repeat(
+        folder=str(folder),
+        seed=seed,
+        status="done",
+        started=started,
+        ranks=ranks.ranks,
+        timed_steps=ranks.steps,
+        losses=[_loss(step) for step in steps],
+        test_accuracy=summary.test_accuracy,
+        precision=precision,
+        mean_iteration_seconds=summary.mean_iteration_seconds,
+        load_per_core=summary.load_per_core,
+        equal_weights=summary.ranks_hold_equal_weights,
+        machine={name: machine.get(name) for name in MACHINE_FACTS},
+        crowded=computes_on_cores and _share_cores(ranks, machine),
     )
-    recorded = read_run_file(config, RunConfig, read=read_facts) if config.exists() else {}
-    precision = recorded.get("precision")
-    hosts = [rank["host"] for rank in ranks.ranks]
-    cores = machine.get("usable_cores") or len(hosts)
-    computes = not emulated and not machine.get("gpus")
-    # Rank 0 writes config.json before the first step.
-    started = datetime.fromtimestamp(config.stat().st_mtime) if config.exists() else None
-    return {
-        "folder": str(folder),
-        "seed": seed,
-        "status": "done",
-        "started": started and started.isoformat(timespec="seconds"),
-        "ranks": ranks.ranks,
-        "timed_steps": ranks.steps,
-        "losses": [[line.step, None if math.isnan(line.loss) else line.loss] for line in steps],
-        "test_accuracy": summary.test_accuracy,
-        "precision": f"{precision} on a GPU" if precision and machine.get("gpus") else precision,
-        "mean_iteration_seconds": summary.mean_iteration_seconds,
-        "load_per_core": summary.load_per_core,
-        **_NOT_REACHED,
-        "equal_weights": summary.ranks_hold_equal_weights,
-        "machine": {name: machine.get(name) for name in MACHINE_FACTS},
-        "crowded": computes and max(map(hosts.count, hosts)) > cores,
-    }
 
 
-def read_run(run: Run) -> dict[str, Any]:
+def _loss(step: StepRecord) -> tuple[int, float | None]:
+    """Return a step and its loss, which is None with emulated compute."""
+    if math.isnan(step.loss):
+        return step.step, None
+    return step.step, step.loss
+
+
+def _share_cores(ranks: RanksFile, machine: Facts) -> bool:
+    """Return whether a host had more ranks than cores; one of unknown cores had enough."""
+    hosts = Counter(rank.host for rank in ranks.ranks)
+    cores = machine.get("usable_cores") or len(ranks.ranks)
+    return max(hosts.values()) > cores
+
+
+def read_run(run: Run) -> Repeat:
     """Return what a run of a comparison left, as a repeat. UserError if it has not finished."""
-    outcome = read_repeat(run.path, seed=run.seed, emulated=run.settings.emulated)
+    repeat = read_repeat(run.path, seed=run.seed, emulated=run.settings.emulated)
+    repeat.repeat = run.repeat
+    repeat.folder = str(run.path.relative_to(run.folder))
     if run.settings.until_accuracy is not None:
-        outcome |= time_to_accuracy(run.path, run.settings.until_accuracy)
-    return outcome | {"repeat": run.repeat, "folder": str(run.path.relative_to(run.folder))}
+        reached = time_to_accuracy(run.path, run.settings.until_accuracy)
+        if reached is not None:
+            repeat.seconds_to_accuracy, repeat.steps_to_accuracy = reached
+    return repeat
 
 
-def failed_run(run: Run, message: str) -> dict[str, Any]:
+def failed_run(run: Run, message: str) -> Repeat:
     """Return the repeat of a run that failed with this message."""
-    return {
-        "repeat": run.repeat,
-        "folder": str(run.path.relative_to(run.folder)),
-        "seed": run.seed,
-        "status": "failed",
-        "message": calm(message),
-        "ranks": [],
-        "losses": [],
-        "test_accuracy": None,
-        **_NOT_REACHED,
-    }
+    return Repeat(
+        repeat=run.repeat,
+        folder=str(run.path.relative_to(run.folder)),
+        seed=run.seed,
+        status="failed",
+        message=calm(message),
+        ranks=[],
+    )
 
 
-def time_to_accuracy(path: Path, accuracy: float) -> dict[str, float | int | None]:
+def time_to_accuracy(path: Path, accuracy: float) -> tuple[float, int] | None:
     """Return training time and steps until the end of the first epoch that reached ``accuracy``.
 
-    Evaluations do not count.
+    Evaluations do not count. None: no epoch reached it.
     """
-    config = read_run_file(path / "config.json", RunConfig, read=read_facts)
-    epochs = read_run_file(path / "epochs.jsonl", EpochReport, read=read_lines)
-    for epoch, seconds in zip(epochs, accumulate(one.seconds for one in epochs), strict=True):
+    config, _ = read_known(path / "config.json", RunConfig)
+    seconds = 0.0
+    for epoch in read_run_lines(path / "epochs.jsonl", EpochReport):
+        seconds += epoch.seconds
         if epoch.val_accuracy >= accuracy:
-            return {
-                "seconds_to_accuracy": seconds,
-                "steps_to_accuracy": epoch.epoch * config.get("steps_per_epoch", 0),
-            }
-    return dict(_NOT_REACHED)
+            return seconds, epoch.epoch * config.steps_per_epoch
+    return None
 
 
-def describe_times(outcome: Mapping[str, Any]) -> str:
+def describe_times(run: Repeat) -> str:
     """Return the means over the ranks of a finished run, for a person."""
-    step, sync = (
-        statistics.fmean(rank["seconds"][name] for rank in outcome["ranks"])
-        for name in ("step", "sync")
-    )
+    step = statistics.fmean(rank.seconds.step for rank in run.ranks)
+    sync = statistics.fmean(rank.seconds.sync for rank in run.ranks)
     return f"{step:.3f} s per step, exposed communication {sync:.3f} s"
 
 
@@ -198,13 +136,13 @@ def describe_failure(statuses: Mapping[int, int], logs: Mapping[int, Path]) -> s
     statuses : of the failed ranks, in the order in which they ended. logs : the file of each rank's
     output, of which the last 1 MiB is searched. Raises UserError if it is no regular file.
     """
-    texts = {
-        rank: read_regular(logs[rank], last_bytes=_MOST_LOG_BYTES).decode(errors="replace")
-        if logs[rank].exists()
-        else ""
-        for rank in statuses
-    }
-    if not texts:
+    if not statuses:
         return None
+    texts = {}
+    for rank in statuses:
+        texts[rank] = ""
+        if logs[rank].exists():
+            output = read_regular(logs[rank], last_bytes=_MOST_LOG_BYTES)
+            texts[rank] = output.decode(errors="replace")
     culprit, message = find_root_failure(list(statuses), statuses, texts, name="rank")
     return f"{message} (its output: {logs[culprit]})"

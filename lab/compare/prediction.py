@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from common.models import build_model
 from common.sync.message_cost import GradientSize
 from common.utils.environment import environment
 from common.utils.progress import console, duration
-from common.utils.typed_json import read_json
+from common.utils.typed_json import Facts, read_json
 from lab.calibrate.calibration import calibrate, default_ranks
-from lab.compare.cells import PROFILE, cell_suffix
+from lab.compare.cells import PROFILE
 from lab.compare.executors import Executors
-from lab.compare.outcomes import MACHINE_FACTS
 from lab.compare.settings import Settings
-from lab.flags import first_that_holds
+from lab.comparison.cell import cell_suffix
+from lab.comparison.record import Cell, Comparison, PredictedCell, Prediction
+from lab.comparison.run_files import MACHINE_FACTS
 from lab.predict.bucket_choice import with_best_buckets
 from lab.predict.calibration_file import (
     QUIET_SHARE,
@@ -39,7 +40,8 @@ from lab.predict.compute_model import StepCompute, local_samples
 from lab.predict.event_model import Network, predict_step
 from lab.predict.measured_links import MeasuredLinks, network_from
 from lab.predict.tables import compute_of, message_plans
-from lab.units import parse_rate, split_variant
+from lab.predict.variants import split_variant
+from lab.units import parse_rate
 
 _LIMIT_SECONDS = 300.0
 _NEW_ENOUGH = timedelta(days=1)
@@ -50,78 +52,83 @@ Link = tuple[int, str | None]
 
 
 def predict(
-    results: dict[str, Any], settings: Settings, folder: Path, executors: Executors | None
+    comparison: Comparison, settings: Settings, folder: Path, executors: Executors | None
 ) -> None:
-    """Set the ``prediction`` of ``results``; raises GroupError if it cannot be measured.
+    """Set the ``prediction`` of a comparison; raises GroupError if it cannot be measured.
 
     executors : start what is measured now, unless there is a calibration of today: a machine's
     speed varies from day to day. Messages of emulated nodes are always measured. None: the runs
     will be on other machines, so an earlier calibration serves, whose ranks were there.
     """
-    if executors is not None:
-        calibration = None if settings.emulated else _calibrate(results, settings, folder)
-    else:
+    calibration = None
+    if executors is None:
         calibration = load_calibration(calibration_path())
+    elif not settings.emulated:
+        calibration = _calibrate(comparison, settings, folder)
     compute_at, gradients, source = compute_on_nodes(
         settings, folder, calibration, own_machines=executors is None
     )
-    cells = results["cells"]
-    links = dict.fromkeys((cell["nodes"], cell["rate"]) for cell in cells if cell["nodes"] > 1)
-    if executors is None or not (settings.emulated or any(settings.rates)):
+    links = list(dict.fromkeys(_link(cell) for cell in comparison.cells if cell.nodes > 1))
+    if executors is not None and (settings.emulated or any(settings.rates)):
+        networks = _measure_networks(links, settings, gradients, folder, executors, calibration)
+        facts = _facts_of_networks(networks)
+    else:
         assert calibration is not None
         networks = dict.fromkeys(links, calibration.network)
-        ring = calibration.network.rate("all_reduce")
-        facts = {
-            "name": calibration.name,
-            "made": calibration.made,
-            "cpu": str(calibration.machine.get("cpu")),
-            "quick": calibration.quick,
-            "model": calibration.model,
-            "alpha": ring.alpha_seconds,
-            "beta": ring.beta_seconds_per_byte,
-            "gamma": calibration.network.gamma_seconds_per_byte,
-        }
-    else:
-        console.print(
-            f"measuring messages between the nodes for the predictions: "
-            f"{count(len(links), 'measurement')}, up to a minute each (--no-predict leaves them "
-            "out)"
-        )
-        # Messages slow down a backward pass that computes, not one that sleeps.
-        overlap_cost = 0.0 if calibration is None else calibration.network.overlap_cost
-        networks = {
-            (nodes, rate): replace(
-                _measure_network(nodes, rate, settings, gradients, folder, executors),
-                overlap_cost=overlap_cost,
-            )
-            for nodes, rate in links
-        }
-        facts = {
-            "least time of an all_reduce": {
-                f"{nodes} nodes{'' if rate is None else f', {rate}'}": (
-                    f"{network.rate('all_reduce').floor_seconds * 1e3:.2g} ms"
-                )
-                for (nodes, rate), network in networks.items()
-            }
-        }
-    measured = None if settings.emulated or calibration is None else calibration.model
-    results["prediction"] = {
-        "made": datetime.now().isoformat(timespec="seconds"),
-        "cells": forecast(
-            cells,
-            networks,
-            compute_at,
-            gradients,
-            settings.strategy_options,
-            other_model=measured if measured != settings.model else None,
-            no_network=executors is None and calibration is not None and calibration.over_loopback,
-        ),
-        "calibration": {"compute": source, **facts},
+        facts = _facts_of_calibration(calibration)
+    other_model = None
+    if calibration is not None and not settings.emulated and calibration.model != settings.model:
+        other_model = calibration.model
+    no_network = executors is None and calibration is not None and calibration.over_loopback
+    predicted = forecast(
+        comparison.cells,
+        networks,
+        compute_at,
+        gradients,
+        settings.strategy_options,
+        other_model=other_model,
+        no_network=no_network,
+    )
+    comparison.prediction = Prediction(
+        made=datetime.now().isoformat(timespec="seconds"),
+        cells=predicted,
+        calibration={"compute": source, **facts},
+    )
+
+
+def _link(cell: Cell) -> Link:
+    assert cell.rate is None or isinstance(cell.rate, str)  # a comparison's own, as it was asked
+    return cell.nodes, cell.rate
+
+
+def _facts_of_calibration(calibration: Calibration) -> Facts:
+    """Return what a report says of a calibration."""
+    ring = calibration.network.rate("all_reduce")
+    return {
+        "name": calibration.name,
+        "made": calibration.made,
+        "cpu": str(calibration.machine.get("cpu")),
+        "quick": calibration.quick,
+        "model": calibration.model,
+        "alpha": ring.alpha_seconds,
+        "beta": ring.beta_seconds_per_byte,
+        "gamma": calibration.network.gamma_seconds_per_byte,
     }
 
 
+def _facts_of_networks(networks: Mapping[Link, Network]) -> Facts:
+    """Return what a report says of networks that were measured for this comparison."""
+    least = {}
+    for (nodes, rate), network in networks.items():
+        place = f"{nodes} nodes"
+        if rate is not None:
+            place += f", {rate}"
+        least[place] = f"{network.rate('all_reduce').floor_seconds * 1e3:.2g} ms"
+    return {"least time of an all_reduce": least}
+
+
 def forecast(
-    cells: Sequence[Mapping[str, Any]],
+    cells: Sequence[Cell],
     networks: Mapping[Link, Network],
     compute_at: Callable[[int], StepCompute],
     gradients: Sequence[GradientSize],
@@ -129,7 +136,7 @@ def forecast(
     *,
     other_model: str | None = None,
     no_network: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, PredictedCell]:
     """Return what the event model predicts for each cell, by its id.
 
     In scope are the cells that the model predicts to within 20 %: exact strategies with no more
@@ -143,34 +150,43 @@ def forecast(
     other_model : the model whose compute was measured, unless it is the right one.
     no_network : messages were measured over loopback, but the nodes are machines.
     """
-    plans, found = message_plans([cell["sync"] for cell in cells], options), {}
+    plans = message_plans([cell.sync for cell in cells], options)
+    nothing_sent = Network(0.0, 0.0)  # the network of one node
+    found = {}
     for cell in cells:
-        nodes = cell["nodes"]
-        why = first_that_holds(
-            {
-                "lossy or periodic": not cell["exact"],
-                "more ranks than cores": cell["oversubscribed"],
-                "calibrated over loopback, no network": no_network and nodes > 1,
-                f"calibrated with {other_model}": other_model is not None,
-            }
+        why = _out_of_scope(cell, other_model=other_model, no_network=no_network)
+        network = networks.get(_link(cell), nothing_sent)
+        compute = compute_at(cell.nodes)
+        plan = with_best_buckets(
+            plans[cell.sync], gradients, cell.nodes, network=network, compute=compute
         )
-        network = networks.get((nodes, cell["rate"]), Network(0.0, 0.0))  # one node sends nothing
-        on_links: dict[str, Any] = {"network": network, "compute": compute_at(nodes)}
-        plan = with_best_buckets(plans[cell["sync"]], gradients, nodes, **on_links)
-        step = predict_step(plan, gradients, nodes, **on_links)
-        found[cell["id"]] = {
-            "step_seconds": step.step_seconds,
-            "compute_seconds": step.compute_seconds,
-            "sync_seconds": step.sync_seconds,
-            "in_scope": not why,
-            "why": why,
-            "bucket_mb": getattr(plan, "bucket_mb", None),
-            "bytes_sent": [
-                float(plan.bytes_sent(gradients, rank, nodes)) / plan.period
-                for rank in range(nodes)
+        step = predict_step(plan, gradients, cell.nodes, network=network, compute=compute)
+        found[cell.id] = PredictedCell(
+            step_seconds=step.step_seconds,
+            compute_seconds=step.compute_seconds,
+            sync_seconds=step.sync_seconds,
+            in_scope=not why,
+            why=why,
+            bucket_mb=getattr(plan, "bucket_mb", None),
+            bytes_sent=[
+                float(plan.bytes_sent(gradients, rank, cell.nodes)) / plan.period
+                for rank in range(cell.nodes)
             ],
-        }
+        )
     return found
+
+
+def _out_of_scope(cell: Cell, *, other_model: str | None, no_network: bool) -> str:
+    """Return why the event model may be wrong about a cell by more than 20 %; "" if it is not."""
+    if not cell.exact:
+        return "lossy or periodic"
+    if cell.oversubscribed:
+        return "more ranks than cores"
+    if no_network and cell.nodes > 1:
+        return "calibrated over loopback, no network"
+    if other_model is not None:
+        return f"calibrated with {other_model}"
+    return ""
 
 
 def compute_on_nodes(
@@ -181,23 +197,28 @@ def compute_on_nodes(
     calibration : None only if compute is emulated, by the profile in ``folder``. Raises UserError
     if the profile names other parameters than the model.
     """
-    asked: dict[str, Any] = {"batch_size": settings.batch_size, "scaling": settings.scaling}
     if calibration is not None and not settings.emulated:
-        return (
-            partial(compute_of, calibration, own_machines=own_machines, **asked),
-            calibration.gradient_sizes,
-            f"calibrated on {calibration.name}, {calibration.made}",
+        calibrated = partial(
+            compute_of,
+            calibration,
+            batch_size=settings.batch_size,
+            scaling=settings.scaling,
+            own_machines=own_machines,
         )
+        source = f"calibrated on {calibration.name}, {calibration.made}"
+        return calibrated, calibration.gradient_sizes, source
     profile = load_profile(str(folder / PROFILE), model=settings.model)
     named = build_model(profile.model, _CLASSES).named_parameters()
     trained = {name: parameter for name, parameter in named if parameter.requires_grad}
     check_parameters(profile, trained)
     sizes = dict(zip(trained, GradientSize.of(trained.values()), strict=True))
-    return (
-        lambda nodes: emulated_compute(profile, local_samples(nodes=nodes, **asked), sizes),
-        list(sizes.values()),
-        f"EMULATED by profile {profile.name} of {profile.machine}, {profile.made}",
-    )
+
+    def emulated(nodes: int) -> StepCompute:
+        samples = local_samples(settings.batch_size, nodes, scaling=settings.scaling)
+        return emulated_compute(profile, samples, sizes)
+
+    source = f"EMULATED by profile {profile.name} of {profile.machine}, {profile.made}"
+    return emulated, list(sizes.values()), source
 
 
 def emulated_compute(
@@ -207,23 +228,17 @@ def emulated_compute(
 
     gradients : of the parameters that train, by their names and in their order.
     """
-    layers, backwards = profile.layers, profile.layers[::-1]
-    forward = [layer.forward.at(samples) for layer in layers]
-    ready = accumulate(layer.backward.at(samples) for layer in backwards)
+    forward = [layer.forward.at(samples) for layer in profile.layers]
+    begins = {}  # of each parameter's forward
+    for layer, begin in zip(profile.layers, accumulate(forward, initial=0.0), strict=False):
+        begins.update(dict.fromkeys(layer.parameters, begin))
+    ends = {}  # of each parameter's backward, which goes through the layers in reverse
+    end = 0.0
+    for layer in reversed(profile.layers):
+        end += layer.backward.at(samples)
+        ends.update(dict.fromkeys(layer.parameters, end))
     return StepCompute.of_layers(
-        math.fsum(forward),
-        {
-            name: end
-            for layer, end in zip(backwards, ready, strict=True)
-            for name in layer.parameters
-        },
-        profile.update_seconds,
-        gradients,
-        needed={
-            name: begin
-            for layer, begin in zip(layers, accumulate(forward, initial=0.0), strict=False)
-            for name in layer.parameters
-        },
+        math.fsum(forward), ends, profile.update_seconds, gradients, needed=begins
     )
 
 
@@ -236,64 +251,93 @@ def kinds_of(
     """Return the kinds of operations of these strategies, for lab/calibrate/link_probe.py."""
     names = [split_variant(name)[0] for name in strategies]
     plans = message_plans(names, {**options, "bucket_mb": None}).values()
-    return sorted({one.kind for plan in plans for one in plan.operations(gradients, nodes)})
+    operations = [plan.operations(gradients, nodes) for plan in plans]
+    return sorted({operation.kind for operation in chain.from_iterable(operations)})
+
+
+def _measure_networks(
+    links: Sequence[Link],
+    settings: Settings,
+    gradients: Sequence[GradientSize],
+    folder: Path,
+    executors: Executors,
+    calibration: Calibration | None,
+) -> dict[Link, Network]:
+    """Measure each of the networks now. calibration : None if compute is emulated."""
+    console.print(
+        f"measuring messages between the nodes for the predictions: "
+        f"{count(len(links), 'measurement')}, up to a minute each (--no-predict leaves them "
+        "out)"
+    )
+    # Messages slow down a backward pass that computes, not one that sleeps.
+    overlap_cost = 0.0 if calibration is None else calibration.network.overlap_cost
+    networks = {}
+    for link in links:
+        measured = _measure_network(link, settings, gradients, folder, executors)
+        networks[link] = replace(measured, overlap_cost=overlap_cost)
+    return networks
 
 
 def _measure_network(
-    nodes: int,
-    rate: str | None,
+    link: Link,
     settings: Settings,
     gradients: Sequence[GradientSize],
     folder: Path,
     executors: Executors,
 ) -> Network:
-    """Measure the network of ``nodes`` nodes now (lab/calibrate/link_probe.py)."""
+    """Measure the network of some nodes now (lab/calibrate/link_probe.py)."""
+    nodes, rate = link
     name = f"links-{cell_suffix(nodes, rate)}"
     output = folder / f"{name}.json"
-    kinds = kinds_of(settings.sync, settings.strategy_options, gradients, nodes)
+    command = ["-m", "lab.calibrate.link_probe", "--output", str(output)]
+    if rate is not None:
+        command.append("--shaped")
+    command += ["--kinds", *kinds_of(settings.sync, settings.strategy_options, gradients, nodes)]
     message = executors.run(
-        [
-            *("-m", "lab.calibrate.link_probe", "--output", str(output)),
-            *([] if rate is None else ["--shaped"]),
-            *("--kinds", *kinds),
-        ],
-        nodes,
-        rate=rate,
-        logs=folder / "logs" / name,
-        limit_seconds=_LIMIT_SECONDS,
+        command, nodes, rate=rate, logs=folder / "logs" / name, limit_seconds=_LIMIT_SECONDS
     )
     if message is not None:
         raise GroupError(f"the messages of {nodes} nodes could not be measured: {message}")
     return network_from(read_json(output, MeasuredLinks), rate_bits=parse_rate(rate))
 
 
-def _calibrate(results: dict[str, Any], settings: Settings, folder: Path) -> Calibration:
-    """Return today's calibration of this machine or a new one, print it, and keep a copy."""
-    path, copy, now = calibration_path(), folder / "calibration.json", datetime.now()
+def _calibrate(comparison: Comparison, settings: Settings, folder: Path) -> Calibration:
+    """Return today's calibration of this machine or a new one, print it, and keep a copy.
+
+    Its warnings become those of the comparison.
+    """
+    calibration = _calibration_of_today(settings.model)
+    calibration.save(folder / "calibration.json")
+    lines = describe(calibration)
+    console.print("\n".join(lines), markup=False)
+    for line in lines:
+        if line.startswith("warning: "):
+            comparison.warnings.append(line.replace("warning: ", "calibration: "))
+    return calibration
+
+
+def _calibration_of_today(model: str) -> Calibration:
+    """Return the calibration of this machine if it describes it today; else calibrate it now."""
+    path = calibration_path()
+    now = datetime.now()
+    calibration = None
     try:
         calibration = load_calibration(path)
-        why = reason_to_calibrate(calibration, model=settings.model, here=environment(), now=now)
+        why = reason_to_calibrate(calibration, model=model, here=environment(), now=now)
     except UserError:
         why = "cannot be used"
-    if why:
+    if calibration is None or why:
         reason = f"{path} {why}" if path.exists() else "`lab calibrate` has not measured it yet"
         console.print(
             f"calibrating this machine first, for the predictions ({reason}; --no-predict leaves "
             "them out)"
         )
-        calibration = calibrate(model=settings.model)
-    else:
-        age = duration((now - datetime.fromisoformat(calibration.made)).total_seconds())
-        console.print(
-            f"predictions use {path}, measured {age} ago (`lab calibrate` measures again, "
-            "--no-predict leaves the predictions out)"
-        )
-    calibration.save(copy)
-    lines = describe(calibration)
-    console.print("\n".join(lines), markup=False)
-    results["warnings"] += [
-        line.replace("warning: ", "calibration: ") for line in lines if line.startswith("warning: ")
-    ]
+        return calibrate(model=model)
+    age = duration((now - datetime.fromisoformat(calibration.made)).total_seconds())
+    console.print(
+        f"predictions use {path}, measured {age} ago (`lab calibrate` measures again, "
+        "--no-predict leaves the predictions out)"
+    )
     return calibration
 
 
@@ -304,17 +348,20 @@ def reason_to_calibrate(
 
     here : what ``common.utils.environment.environment`` returns.
     """
-    age = now - datetime.fromisoformat(calibration.made)
+    if calibration.quick:
+        return "is quick, so its intervals are wide"
+    if not calibration.over_loopback:
+        return "was measured on several nodes"
+    if calibration.ranks != default_ranks():
+        return f"was measured with {count(calibration.ranks, 'rank')}"
+    if calibration.model != model:
+        return f"timed {calibration.model}, not {model}"
     other = [name for name in MACHINE_FACTS if calibration.machine.get(name) != here.get(name)]
-    reasons = {
-        "is quick, so its intervals are wide": calibration.quick,
-        "was measured on several nodes": not calibration.over_loopback,
-        f"was measured with {count(calibration.ranks, 'rank')}": (
-            calibration.ranks != default_ranks()
-        ),
-        f"timed {calibration.model}, not {model}": calibration.model != model,
-        f"was measured with another {', '.join(other)}": bool(other),
-        "is older than a day": not timedelta(0) <= age <= _NEW_ENOUGH,
-        "was disturbed by other processes": calibration.others_share > QUIET_SHARE,
-    }
-    return first_that_holds(reasons)
+    if other:
+        return f"was measured with another {', '.join(other)}"
+    age = now - datetime.fromisoformat(calibration.made)
+    if not timedelta(0) <= age <= _NEW_ENOUGH:
+        return "is older than a day"
+    if calibration.others_share > QUIET_SHARE:
+        return "was disturbed by other processes"
+    return ""

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from msgspec import UNSET
 
 from common.errors import INTERRUPTED, UserError
 from common.reporting.run_lock import lock_folder
@@ -12,9 +13,9 @@ from common.utils.progress import console
 from lab.compare.executors import Executors
 from lab.compare.imported_runs import collect
 from lab.compare.jobs import describe_plan, merge_results, plan_comparison
-from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison, run_comparison
 from lab.compare.settings import Settings
+from lab.comparison.record import Comparison, read_comparison, write_comparison
 from lab.report import add_recomputed, write_report
 from lab.report.terminal import print_answer
 
@@ -27,32 +28,34 @@ def compare_and_report(
     After Ctrl-C the report shows what is finished.
     """
     executors = Executors(max(settings.nodes), settings.rates)
-    folder, results = open_comparison(settings, reports=reports, anew=anew, command=command)
+    folder, comparison = open_comparison(settings, reports=reports, anew=anew, command=command)
     status = 0
     try:
         with lock_folder(folder, advice="start another comparison with --new"):
-            run_comparison(settings, folder, results, executors, predicts=predicts)
+            run_comparison(settings, folder, comparison, executors, predicts=predicts)
     except KeyboardInterrupt:
         status = INTERRUPTED
         console.print(
             "interrupted: all processes have ended, and finished runs are kept. The same command "
             f"continues {folder}",
         )
-    failed = [cell["id"] for cell in results["cells"] if cell["message"] is not None]
+    failed = [cell.id for cell in comparison.cells if cell.message is not None]
     if failed:
         console.print(f"failed: {', '.join(failed)}. The same command runs them again.")
-    _write_and_print(folder, results)
-    return status or int(bool(failed))
+    _write_and_print(folder, comparison)
+    if status == 0 and failed:
+        status = 1
+    return status
 
 
 def plan_and_describe(
     settings: Settings, *, reports: Path, anew: bool, predicts: bool, command: str
 ) -> int:
     """Plan a comparison, or find its unfinished plan, and print how to start the runs."""
-    folder, results = plan_comparison(
+    folder, comparison = plan_comparison(
         settings, reports=reports, anew=anew, command=command, predicts=predicts
     )
-    for line in describe_plan(folder, merge_results(folder, results)):
+    for line in describe_plan(folder, merge_results(folder, comparison)):
         console.print(line, markup=False)
     return 0
 
@@ -61,27 +64,28 @@ def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
     """Report on runs that were started by hand, or again on one comparison, in its own folder."""
     folder = next((run for run in runs if (run / "results.json").exists()), None)
     if folder is None:
-        results = collect(runs, scaling=scaling)
+        comparison = collect(runs, scaling=scaling)
         folder = new_folder(reports, "report")
-        write_results(folder / "results.json", results)
+        write_comparison(folder / "results.json", comparison)
     else:
         if len(runs) > 1:
             raise UserError(
                 f"{folder} is a comparison: give only this folder, or only folders of runs"
             )
         refuse_links(folder, folder.iterdir())  # the report replaces files in it
-        results = read_results(folder / "results.json")
-    lines = merge_results(folder, results)["warnings"] if "plan" in results else []
-    different = [f"not comparable: {one}" for one in results.get("differences", [])]
-    for line in [*lines, *different]:
-        console.print(line, markup=False)
-    _write_and_print(folder, results)
+        comparison = read_comparison(folder / "results.json")
+    if comparison.plan is not UNSET:
+        for warning in merge_results(folder, comparison).warnings:
+            console.print(warning, markup=False)
+    for difference in comparison.differences:
+        console.print(f"not comparable: {difference}", markup=False)
+    _write_and_print(folder, comparison)
     return 0
 
 
-def _write_and_print(folder: Path, results: dict[str, Any]) -> None:
-    if add_recomputed(results, folder):
-        write_results(folder / "results.json", results)
-    write_report(folder, results)
-    print_answer(console, results)
+def _write_and_print(folder: Path, comparison: Comparison) -> None:
+    if add_recomputed(comparison, folder):
+        write_comparison(folder / "results.json", comparison)
+    write_report(folder, comparison)
+    print_answer(console, comparison)
     console.print(f"\nreport: {folder / 'report.html'}", markup=False)

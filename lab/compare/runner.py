@@ -13,6 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET
+
 from common.emulation.compute_profile import load_profile
 from common.errors import UserError, count
 from common.utils.paths import new_folder
@@ -20,8 +22,17 @@ from common.utils.progress import console, duration, progress_bar
 from lab.compare.cells import PROFILE, Run, choose_buckets, in_turns, node_command, plan_cells
 from lab.compare.executors import Executors
 from lab.compare.outcomes import describe_times, failed_run, read_run
-from lab.compare.results import FORMAT, gather, read_results, write_results
 from lab.compare.settings import Settings
+from lab.comparison.cell import CellRun, gather
+from lab.comparison.record import (
+    Cell,
+    Comparison,
+    Plan,
+    Prediction,
+    Repeat,
+    read_comparison,
+    write_comparison,
+)
 
 _LIMIT_SECONDS = 3600
 _START_UP_SECONDS = 10.0  # of a run: imports, data, process group, model
@@ -35,8 +46,8 @@ def open_comparison(
     anew: bool = False,
     command: str = "lab compare",
     code: Mapping[str, str] | None = None,
-) -> tuple[Path, dict[str, Any]]:
-    """Return folder and results of the newest unfinished comparison of this kind, or of a new one.
+) -> tuple[Path, Comparison]:
+    """Return the newest unfinished comparison of this kind, or a new one, and its folder.
 
     Parameters
     ----------
@@ -52,70 +63,72 @@ def open_comparison(
     # Imports torch, which takes seconds: --help must not wait for it.
     from common.utils.environment import environment
 
-    here, planned = environment(), code is not None
-    now = code if code is not None else {name: here.get(name) for name in _SAME_MACHINE}
-    if not anew and (found := _find_unfinished(settings, reports, now, planned=planned)):
-        return found
-    profile = (
-        load_profile(settings.compute, model=settings.model, machine=here["cpu"])
-        if settings.emulated
-        else None
+    here = environment()
+    if not anew:
+        found = _find_unfinished(settings, reports, here, code)
+        if found is not None:
+            return found
+    profile = None
+    if settings.emulated:
+        profile = load_profile(settings.compute, model=settings.model, machine=here["cpu"])
+    share_cores = not (here["gpus"] or settings.emulated or code is not None)
+    cells = plan_cells(settings, cores=here["usable_cores"] if share_cores else math.inf)
+    folder = new_folder(reports, "compare")
+    comparison = Comparison(
+        kind="compare",
+        created=datetime.now().isoformat(timespec="seconds"),
+        finished=False,
+        emulated=settings.emulated or any(settings.rates),
+        settings=settings.as_json() | {"command": command},
+        environment=here,
+        warnings=_warnings(cells, here["usable_cores"]),
+        cells=cells,
+        timelines={},
     )
-    elsewhere = here["gpus"] or settings.emulated or planned
-    cores = math.inf if elsewhere else here["usable_cores"]
-    cells, folder = plan_cells(settings, cores=cores), new_folder(reports, "compare")
-    crowded = sorted({cell["nodes"] for cell in cells if cell["oversubscribed"]})
-    warning = (
-        f"{' and '.join(map(str, crowded))} ranks share {count(here['usable_cores'], 'core')}, so "
-        "their forward and backward passes take turns: step times do not show what as many nodes "
-        "would take, and the ranks wait longer for each other"
-    )
-    results = {
-        "format": FORMAT,
-        "kind": "compare",
-        "created": datetime.now().isoformat(timespec="seconds"),
-        "finished": False,
-        "emulated": settings.emulated or any(settings.rates),
-        "settings": settings.as_json() | {"command": command},
-        "environment": here,
-        "warnings": [warning] if crowded else [],
-        "differences": [],
-        "prediction": None,
-        "cells": cells,
-        "timelines": {},
-    }
-    if planned:
+    if code is not None:
         runs = in_turns(folder, settings, cells)
-        results["plan"] = {"code": code, "runs": [[*run.key] for run in runs]}
+        comparison.plan = Plan(code=dict(code), runs=[run.key for run in runs])
     if profile is not None:  # the comparison's own copy, which stays the same
         profile.save(folder / PROFILE)
-    write_results(folder / "results.json", results)
-    return folder, results
+    write_comparison(folder / "results.json", comparison)
+    return folder, comparison
+
+
+def _warnings(cells: Sequence[Cell], cores: int) -> list[str]:
+    crowded = sorted({cell.nodes for cell in cells if cell.oversubscribed})
+    if not crowded:
+        return []
+    return [
+        f"{' and '.join(map(str, crowded))} ranks share {count(cores, 'core')}, so "
+        "their forward and backward passes take turns: step times do not show what as many nodes "
+        "would take, and the ranks wait longer for each other"
+    ]
 
 
 def _find_unfinished(
-    settings: Settings, reports: Path, now: Mapping[str, Any], *, planned: bool
-) -> tuple[Path, dict[str, Any]] | None:
-    """Return folder and results of the newest unfinished comparison with these settings.
+    settings: Settings, reports: Path, here: Mapping[str, Any], code: Mapping[str, str] | None
+) -> tuple[Path, Comparison] | None:
+    """Return the newest unfinished comparison with these settings, and its folder.
 
-    now : facts of the machine that must be the same; of the code if ``planned``.
+    here : the facts of this machine, on which it was started; of a plan ``code`` must be the same.
     """
-    found = []
-    for path in reports.glob("compare-*/results.json"):
-        try:
-            found.append((read_results(path), path.parent))
-        except UserError as error:
-            console.print(f"notice: {error}", markup=False)
-    # By the recorded time; a folder may have been renamed.
-    for results, folder in sorted(found, key=lambda one: one[0]["created"], reverse=True):
-        asked = settings.as_json() | {"command": results["settings"].get("command")}
-        if results["finished"] or results["settings"] != asked or ("plan" in results) != planned:
+    for folder, comparison in _comparisons(reports):
+        command = comparison.settings.get("command")
+        if comparison.finished or comparison.settings != settings.as_json() | {"command": command}:
             continue
-        before = results["plan"]["code"] if planned else results["environment"]
-        differing = [name for name in now if before.get(name) != now[name]]
+        if code is None:
+            if comparison.plan is not UNSET:
+                continue
+            before = comparison.environment
+            differing = [name for name in _SAME_MACHINE if before.get(name) != here.get(name)]
+        else:
+            if comparison.plan is UNSET:
+                continue
+            planned = comparison.plan.code
+            differing = [name for name in code if planned.get(name) != code[name]]
         if not differing:
             console.print(f"resuming {folder}", markup=False)
-            return folder, results
+            return folder, comparison
         console.print(
             f"notice: {folder} has the same settings, but was started with another "
             f"{', '.join(differing)}, so a new comparison starts; the old folder stays unchanged",
@@ -124,10 +137,22 @@ def _find_unfinished(
     return None
 
 
+def _comparisons(reports: Path) -> list[tuple[Path, Comparison]]:
+    """Return all comparisons and their folders, the newest first; print which are unreadable."""
+    found = []
+    for path in reports.glob("compare-*/results.json"):
+        try:
+            found.append((path.parent, read_comparison(path)))
+        except UserError as error:
+            console.print(f"notice: {error}", markup=False)
+    # By the recorded time; a folder may have been renamed.
+    return sorted(found, key=lambda entry: entry[1].created, reverse=True)
+
+
 def run_comparison(
     settings: Settings,
     folder: Path,
-    results: dict[str, Any],
+    comparison: Comparison,
     executors: Executors,
     *,
     predicts: bool = False,
@@ -138,53 +163,63 @@ def run_comparison(
     once all processes have ended; the finished runs are saved.
     """
     with executors:
-        prepare(settings, folder, results, executors, predicts=predicts)
-        runs = in_turns(folder, settings, results["cells"])
+        prepare(settings, folder, comparison, executors, predicts=predicts)
+        runs = in_turns(folder, settings, comparison.cells)
+        # What has failed runs again.
         outcomes = {
-            (cell["id"], repeat["repeat"]): repeat
-            for cell in results["cells"]
-            for repeat in cell["repeats"]
-            if repeat["status"] == "done"  # what has failed runs again
+            (cell.id, repeat.repeat): repeat for cell in comparison.cells for repeat in cell.runs
         }
         to_do = [run for run in runs if run.key not in outcomes]
         console.print(
             f"{len(to_do)} of {count(len(runs), 'run')} to do, one after the other, "
-            f"{time_left(to_do, results['prediction'])}, in {folder}",
+            f"{time_left(to_do, comparison.prediction)}, in {folder}",
             markup=False,
         )
-        for warning in results["warnings"]:
+        for warning in comparison.warnings:
             console.print(f"warning: {warning}", markup=False)
         began = time.monotonic()
         with progress_bar() as bar:
             task = bar.add_task("", total=len(to_do))
             for number, run in enumerate(to_do, start=1):
-                title, started = f"[{number}/{len(to_do)}] {run.title}", datetime.now()
                 bar.update(task, description=run.title, completed=number - 1, refresh=True)
+                title = f"[{number}/{len(to_do)}] {run.title}"
                 if not console.is_terminal:
                     console.print(f"{title}: running", markup=False)
-                outcome = _run(run, executors) | {"started": started.isoformat(timespec="seconds")}
+                started = datetime.now()
+                outcome = _run(run, executors)
+                outcome.started = started.isoformat(timespec="seconds")
                 outcomes[run.key] = outcome
-                results["cells"], timelines = gather(
-                    folder,
-                    [(one.cell, outcomes.get(one.key, {}), None) for one in runs],
-                    repeats=len(settings.seeds_to_run),
-                )
-                results["timelines"] |= timelines
-                results["finished"] = all(cell["status"] == "done" for cell in results["cells"])
-                write_results(folder / "results.json", results)
-                failed = outcome["status"] == "failed"
-                words = f"FAILED: {outcome['message']}" if failed else describe_times(outcome)
-                words += f" (took {duration((datetime.now() - started).total_seconds())}"
+                _add_outcomes(comparison, folder, runs, outcomes)
+                took = f"took {duration((datetime.now() - started).total_seconds())}"
                 if number < len(to_do):
                     elapsed = time.monotonic() - began
-                    words += f"; {time_left(to_do, results['prediction'], number, elapsed)} left"
-                console.print(f"{title}: {words})", markup=False)
+                    left = time_left(to_do, comparison.prediction, number, elapsed)
+                    took += f"; {left} left"
+                words = describe_times(outcome) if outcome.done else f"FAILED: {outcome.message}"
+                console.print(f"{title}: {words} ({took})", markup=False)
+
+
+def _add_outcomes(
+    comparison: Comparison,
+    folder: Path,
+    runs: Sequence[Run],
+    outcomes: Mapping[tuple[str, int], Repeat],
+) -> None:
+    """Put the repeats of all runs so far into their cells, and write ``results.json``."""
+    comparison.cells, timelines = gather(
+        folder,
+        [CellRun(run.cell, outcomes.get(run.key)) for run in runs],
+        repeats=len(runs[0].settings.seeds_to_run),
+    )
+    comparison.timelines |= timelines
+    comparison.finished = all(cell.status == "done" for cell in comparison.cells)
+    write_comparison(folder / "results.json", comparison)
 
 
 def prepare(
     settings: Settings,
     folder: Path,
-    results: dict[str, Any],
+    comparison: Comparison,
     executors: Executors | None,
     *,
     predicts: bool,
@@ -193,18 +228,18 @@ def prepare(
 
     executors : None if other programs start the runs.
     """
-    if predicts and results["prediction"] is None:
+    if predicts and comparison.prediction is None:
         from lab.compare.prediction import predict
 
-        predict(results, settings, folder, executors)
-    for line in choose_buckets(results):
+        predict(comparison, settings, folder, executors)
+    for line in choose_buckets(comparison.cells, comparison.prediction):
         console.print(line, markup=False)
-    write_results(folder / "results.json", results)
+    write_comparison(folder / "results.json", comparison)
 
 
 def time_left(
     to_do: Sequence[Run],
-    prediction: Mapping[str, Any] | None,
+    prediction: Prediction | None,
     done: int = 0,
     elapsed: float = 0.0,
 ) -> str:
@@ -212,30 +247,34 @@ def time_left(
 
     A run takes its start-up, and its steps as predicted. Without a prediction all take the same.
     """
+    expected = [_START_UP_SECONDS] * len(to_do)
     steps_known = all(run.settings.until_accuracy is None for run in to_do)
-    cells = prediction["cells"] if prediction and steps_known else {}
-    if not (cells or done):
+    if prediction is not None and prediction.cells and steps_known:
+        for place, run in enumerate(to_do):
+            step_seconds = prediction.cells[run.cell.id].step_seconds
+            expected[place] += run.settings.total_steps * step_seconds
+    elif done == 0:
         return "time unknown until the first run has ended"
-    steps = [cells[run.cell["id"]]["step_seconds"] if cells else 0.0 for run in to_do]
-    expected = [
-        _START_UP_SECONDS + run.settings.total_steps * step
-        for run, step in zip(to_do, steps, strict=True)
-    ]
-    pace = elapsed / sum(expected[:done]) if done else 1.0
+    pace = 1.0
+    if done:
+        pace = elapsed / sum(expected[:done])
     return f"about {duration(pace * sum(expected[done:]))}"
 
 
-def _run(run: Run, executors: Executors) -> dict[str, Any]:
+def _run(run: Run, executors: Executors) -> Repeat:
     """Run one repeat of a cell and return it; a failure is a repeat with a message."""
+    assert run.cell.rate is None or isinstance(run.cell.rate, str)  # as --rate was given
     shutil.rmtree(run.path, ignore_errors=True)  # of a run that was interrupted
     message = executors.run(
         node_command(run),
         run.nodes,
-        rate=run.cell["rate"],
+        rate=run.cell.rate,
         logs=run.logs,
         limit_seconds=_LIMIT_SECONDS,
     )
+    if message is not None:
+        return failed_run(run, message)
     try:
-        return read_run(run) if message is None else failed_run(run, message)
+        return read_run(run)
     except UserError as error:
         return failed_run(run, str(error))

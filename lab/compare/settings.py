@@ -8,8 +8,8 @@ from typing import Any
 from common.config.schema import flag
 from common.errors import UserError
 from common.sync import build_message_plan_from
-from lab.flags import refuse
-from lab.units import option_parsers, parse_rate, split_variant
+from lab.predict.variants import option_parsers, split_variant
+from lab.units import parse_rate
 
 _MOST = 10**6
 
@@ -43,6 +43,32 @@ class Settings:
     compute: str = "real"
 
     def __post_init__(self) -> None:
+        self._check_counts()
+        if self.scaling != "weak" and max(self.nodes) > self.batch_size:
+            raise UserError(
+                f"--nodes: got {max(self.nodes)}, more than the {self.batch_size} samples of a "
+                "global batch: give fewer nodes or a larger --batch-size"
+            )
+        if not self.seeds or min(self.seeds) < 0:
+            found = " ".join(map(str, self.seeds)) or "nothing"
+            raise UserError(f"--seed: got {found}, give whole numbers of at least 0")
+        if self.until_accuracy is not None and not 0 < self.until_accuracy <= 1:
+            raise UserError(
+                f"--until-accuracy: got {self.until_accuracy}, give a fraction above 0 and of at "
+                "most 1, e.g. 0.6"
+            )
+        if len(set(map(parse_rate, self.rates))) < len(self.rates):
+            raise UserError(
+                f"--rate: got {' '.join(map(str, self.rates))}, one rate twice: give each rate once"
+            )
+        if self.emulated and self.until_accuracy is not None:
+            raise UserError(
+                f"--compute {self.compute}: an emulated model learns nothing, so it reaches no "
+                "accuracy. Leave out --until-accuracy, or --compute"
+            )
+        self._check_strategies()
+
+    def _check_counts(self) -> None:
         counts = {
             "--nodes": self.nodes,
             "--steps": (self.steps,),
@@ -51,29 +77,12 @@ class Settings:
             "--batch-size": (self.batch_size,),
             "--epochs": (self.epochs,),
         }
-        problems = {
-            **{
-                f"{flag}: got {' '.join(map(str, values)) or 'nothing'}, give whole numbers from "
-                f"1 to {_MOST:,}": not all(1 <= value <= _MOST for value in values or [0])
-                for flag, values in counts.items()
-            },
-            f"--nodes: got {max(self.nodes, default=0)}, more than the {self.batch_size} samples "
-            "of a global batch: give fewer nodes or a larger --batch-size": (
-                self.scaling != "weak" and max(self.nodes, default=0) > self.batch_size
-            ),
-            f"--seed: got {' '.join(map(str, self.seeds)) or 'nothing'}, give whole numbers of at "
-            "least 0": min(self.seeds, default=-1) < 0,
-            f"--until-accuracy: got {self.until_accuracy}, give a fraction above 0 and of at most "
-            "1, e.g. 0.6": self.until_accuracy is not None and not 0 < self.until_accuracy <= 1,
-            f"--rate: got {' '.join(map(str, self.rates))}, one rate twice: give each rate once": (
-                len({parse_rate(rate) for rate in self.rates}) < len(self.rates)
-            ),
-            f"--compute {self.compute}: an emulated model learns nothing, so it reaches no "
-            "accuracy. Leave out --until-accuracy, or --compute": (
-                self.emulated and self.until_accuracy is not None
-            ),
-        }
-        refuse(problems)
+        for name, values in counts.items():
+            if not values or min(values) < 1 or max(values) > _MOST:
+                found = " ".join(map(str, values)) or "nothing"
+                raise UserError(f"{name}: got {found}, give whole numbers from 1 to {_MOST:,}")
+
+    def _check_strategies(self) -> None:
         from lab.predict.tables import message_plans  # slow, and --help imports this file
 
         for name, plan in message_plans(self.sync, groups=("all", "exact")).items():
@@ -91,7 +100,9 @@ class Settings:
     @property
     def seeds_to_run(self) -> tuple[int, ...]:
         """The seed of each repeat."""
-        return self.seeds if self.until_accuracy is not None else self.seeds[:1] * self.repeats
+        if self.until_accuracy is not None:
+            return self.seeds
+        return self.seeds[:1] * self.repeats
 
     @property
     def total_steps(self) -> int:

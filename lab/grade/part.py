@@ -24,6 +24,7 @@ from lab.audit.cli import STEPS
 from lab.audit.command import AuditCommand
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.recording import RankRecords, Recording
+from lab.audit.records import CollectiveCall, Cut, DdpBuilt, Start, Step
 from lab.audit.report import OWN_FAULT, as_json, write_page
 from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
@@ -87,7 +88,7 @@ def _write(task: Task, result: AuditResult, ended: list[str], *, seconds: float)
         key=task.key,
         audit=convert(audit, AuditFacts, name="what the audit found"),
         used=_used(ranks),
-        whole=bool(ranks) and all(rank.by_kind["cut"] for rank in ranks),
+        whole=bool(ranks) and all(rank.of(Cut) for rank in ranks),
         doubts=_doubts(result, ended),
         seconds=seconds,
     )
@@ -102,8 +103,8 @@ def _used(ranks: Sequence[RankRecords]) -> list[str]:
     used: set[str] = set()
     for rank in ranks:
         # Longer names, and more, come from no probe.
-        used.update(str(call["name"])[:_LONGEST_NAME] for call in rank.by_kind["call"])
-        if rank.by_kind["ddp"]:
+        used.update(call.name[:_LONGEST_NAME] for call in rank.of(CollectiveCall))
+        if rank.of(DdpBuilt):
             used.add("ddp")
     return sorted(used)[:_MOST_NAMES]
 
@@ -123,16 +124,16 @@ def _doubts(result: AuditResult, ended: Sequence[str]) -> list[str]:
 def _doubts_of(recording: Recording) -> Iterator[str]:
     """Yield what looks forged or disturbed in the records of one run."""
     processes = recording.processes
-    if any(other.by_kind["step"] for other in recording.others):
+    if any(other.of(Step) for other in recording.others):
         yield "two processes wrote the records of one rank"
-    if any(process.records and process.records[0]["k"] != "start" for process in processes):
+    if any(process.records and not isinstance(process.records[0], Start) for process in processes):
         yield "records that no probe began"
-    if any(len(process.by_kind["start"]) > 1 for process in processes):
+    if any(len(process.of(Start)) > 1 for process in processes):
         yield "the records of a process begin twice"
     replaced: set[str] = set()
     for process in processes:
-        for cut in process.by_kind["cut"]:
-            replaced.update(str(name) for name in cut.get("replaced", []))
+        for cut in process.of(Cut):
+            replaced.update(cut.replaced)
     if replaced:
         names = ", ".join(sorted(replaced)[:_MOST_REPLACED])
         yield f"the script replaced what the audit watches: {names}"

@@ -8,15 +8,18 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from common.profiling.records import RankTimeline, SentMessage
 from common.utils.paths import REPOSITORY
 from lab.plot_style import DASHES, INK, PAPER, grid, style, title
 from lab.report.drawings.svg import svg
-from lab.report.drawings.timeline_figure import draw_timeline
-from lab.report.view import Json
+from lab.report.drawings.timeline_figure import Row, draw_timeline
+
+Json = Mapping[str, Any]
 
 _MODES = (
     "<style>svg{--ink:#1b1f23;--paper:#fffffe}@media(prefers-color-scheme:dark)"
@@ -49,13 +52,22 @@ def timeline(
 
     labels : of the rows, if each is a step of its own.
     """
-    group: Json = {"ranks": []}
+    steps = [_recorded(rank) for rank in ranks]
     if labels is None:
-        group = {"ranks": ranks}
-        labels = [f"rank {number}" for number in range(len(ranks))]
-    rows = [(label, group, rank) for label, rank in zip(labels, ranks, strict=True)]
+        rows = [Row(f"rank {number}", step, steps) for number, step in enumerate(steps)]
+    else:
+        rows = [Row(label, step, []) for label, step in zip(labels, steps, strict=True)]
     figure = draw_timeline(rows, heading=heading, narrow=False, emulated=False)
     return _marked(figure, marks)
+
+
+def _recorded(rank: Json) -> RankTimeline:
+    """Return a step as a run records it; a picture shows no bytes."""
+    messages = [
+        SentMessage(message["kind"], 0, 0.0, message["begin"], message["end"])
+        for message in rank["messages"]
+    ]
+    return RankTimeline(rank=0, sections=rank["sections"], messages=messages)
 
 
 def curves(

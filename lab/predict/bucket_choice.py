@@ -10,10 +10,9 @@ from typing import Any
 
 from common.sync import build_message_plan_from
 from common.sync.bucketing import MIB
-from common.sync.plans.base import MessagePlan
+from common.sync.plans.base import AUTO, MessagePlan
 from lab.predict.compute_model import StepCompute
 from lab.predict.event_model import Network, step_seconds
-from lab.units import AUTO
 
 SIZES_MB = (1.0, 2.0, 4.0, 6.0, 9.0, 14.0, 25.0, 50.0)
 LEAST_GAIN = 0.01  # over the default: less than the event model's own errors is no gain

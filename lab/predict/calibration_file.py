@@ -17,16 +17,17 @@ from common.errors import UserError, count
 from common.sync.message_cost import GradientSize
 from common.utils.paths import REPORTS
 from common.utils.typed_json import (
+    Facts,
     Finite,
     LocalTime,
     Ranks,
     Seconds,
     Text,
+    check_facts,
     label,
     read_versioned,
     write_json,
 )
-from lab.facts import Facts, check_facts
 from lab.predict.compute_model import ComputeModel
 from lab.predict.event_model import Network, Rate
 from lab.predict.readable import bandwidth_text

@@ -2,13 +2,21 @@
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.config.schema import DEFAULT_GLOBAL_BATCH_SIZE, flag
+from common.errors import UserError
 from common.sync import STRATEGIES, strategy_options
-from lab.flags import add_command, refuse
+from lab.flags import add_command
+
+if TYPE_CHECKING:  # slow to import, and --help imports this file
+    from common.sync.plans.base import MessagePlan
+    from lab.predict.calibration_file import Calibration
+    from lab.predict.scaling import ScalingLimit
+    from lab.predict.tables import PredictedStep
 
 
 def _option_flags() -> dict[str, dict[str, Any]]:
@@ -103,26 +111,62 @@ def main_predict(args: argparse.Namespace) -> int:
     args : the flags, ``rate``, ``latency`` and ``bucket_mb`` as text.
     """
     from lab.predict.calibration_file import find_calibration
-    from lab.predict.own_model import with_own_model
     from lab.predict.printing import print_rates, print_tables, summarize
-    from lab.predict.scaling import most_nodes
-    from lab.predict.tables import (
-        message_plans,
-        predict_table,
-        scaling_limits_of,
-        typical_latency,
-    )
-    from lab.units import parse_bucket_mb, parse_latency, parse_parameters, parse_rate
+    from lab.predict.tables import message_plans, predict_table, scaling_limits_of
 
-    refuse(
-        {
-            "--step-time is of your own nodes: add --rate, that of their links, e.g. --rate "
-            "10gbit": args.step_time is not None and args.rate is None
-        }
-    )
-    scaling = args.scaling or ("weak" if args.batch else "strong")
-    batch_size = args.batch_size or args.batch or DEFAULT_GLOBAL_BATCH_SIZE
+    if args.step_time is not None and args.rate is None:
+        raise UserError(
+            "--step-time is of your own nodes: add --rate, that of their links, e.g. --rate 10gbit"
+        )
     calibration, is_reference = find_calibration(args.calibration)
+    calibration = _with_own_nodes(calibration, args)
+    plans = message_plans(_wanted_strategies(args.sync), _options(args))
+    links = _links(args)
+    batch_size = args.batch_size or args.batch or DEFAULT_GLOBAL_BATCH_SIZE
+    scaling = args.scaling
+    if scaling is None:
+        scaling = "weak" if args.batch else "strong"
+
+    summaries = []
+    tables = []
+    for rate, latency in links:
+        summary = summarize(
+            calibration,
+            rate,
+            latency,
+            batch_size=batch_size,
+            scaling=scaling,
+            is_reference=is_reference,
+            own_nodes=args.step_time is not None,
+            given=[name for name in ("latency", "software_gbit") if vars(args)[name] is not None],
+        )
+        summaries.append(summary)
+        table = predict_table(args.nodes, rate, latency, plans, batch_size, scaling, calibration)
+        tables.append(table)
+    limits = scaling_limits_of(plans, calibration, *links[0], batch_size)
+    if args.figure is not None:
+        _draw(args, links[0], plans, batch_size, scaling, calibration, summaries[0])
+    if args.json:
+        _print_json(args.rate or [None], summaries[0], tables, limits)
+    elif len(links) > 1:
+        print_rates(summaries, dict(zip(args.rate, tables, strict=True)), scaling=scaling)
+    else:
+        print_tables(
+            summaries[0],
+            tables[0],
+            limits,
+            batch_size=batch_size,
+            scaling=scaling,
+            cores=calibration.cores,
+        )
+    return 0
+
+
+def _with_own_nodes(calibration: "Calibration", args: argparse.Namespace) -> "Calibration":
+    """Return the calibration with the model, the step and the software that the flags give."""
+    from lab.predict.own_model import with_own_model
+    from lab.units import parse_latency, parse_parameters
+
     calibration = with_own_model(
         calibration,
         model=args.model,
@@ -130,77 +174,91 @@ def main_predict(args: argparse.Namespace) -> int:
         step_seconds=parse_latency(args.step_time, "--step-time"),
         batch=args.batch,
     )
-    if args.software_gbit is not None:
-        refuse(
-            {
-                f"--software-gbit: got {args.software_gbit}, give more than 0": args.software_gbit
-                <= 0
-            }
-        )
-        network = calibration.network
-        network = network.faster(1e9 * args.software_gbit / network.software_bits)
-        calibration = replace(calibration, network=network)
-    names = list(STRATEGIES) if "all" in args.sync else list(dict.fromkeys(args.sync))
+    if args.software_gbit is None:
+        return calibration
+    if args.software_gbit <= 0:
+        raise UserError(f"--software-gbit: got {args.software_gbit}, give more than 0")
+    network = calibration.network
+    faster = network.faster(1e9 * args.software_gbit / network.software_bits)
+    return replace(calibration, network=faster)
+
+
+def _wanted_strategies(names: Sequence[str]) -> list[str]:
+    if "all" in names:
+        return list(STRATEGIES)
+    return list(dict.fromkeys(names))
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the strategies' options that the flags give, by name."""
+    from lab.predict.variants import parse_bucket_mb
+
     options = {}
     for name, option in strategy_options().items():
         value = getattr(args, name)
         options[name] = parse_bucket_mb(value) if option.auto else value
-    rates = [parse_rate(rate) for rate in args.rate or [None]]
-    links = [(rate, parse_latency(args.latency) or typical_latency(rate)) for rate in rates]
-    plans = message_plans(names, options)
-    setting: dict[str, Any] = {"batch_size": batch_size, "scaling": scaling}
+    return options
 
-    tables = [
-        predict_table(args.nodes, *link, plans, calibration=calibration, **setting)
-        for link in links
-    ]
-    summaries = [
-        summarize(
-            calibration,
-            *link,
-            is_reference=is_reference,
-            own_nodes=args.step_time is not None,
-            given=[one for one in ("latency", "software_gbit") if getattr(args, one) is not None],
-            **setting,
-        )
-        for link in links
-    ]
-    limits = scaling_limits_of(plans, calibration, *links[0], batch_size)
-    if args.figure is not None:
-        # matplotlib takes a second to import
-        from lab.predict.plots import RATES_TO_DRAW, draw_scaling, numbers_to_draw
 
-        nodes = numbers_to_draw(most_nodes(batch_size, scaling=scaling))
-        drawn = predict_table(nodes, *links[0], plans, calibration=calibration, **setting)
-        by_rate = {
-            rate: predict_table(
-                [max(args.nodes)], rate, links[0][1], plans, calibration=calibration, **setting
-            )
-            for rate in RATES_TO_DRAW
-        }
-        draw_scaling(
-            args.figure,
-            drawn,
-            by_rate,
-            asked=(max(args.nodes), links[0][0]),
-            scaling=scaling,
-            summary=summaries[0],
-        )
-    if args.json:
-        content = {
-            "format": 1,
-            "about": summaries[0],
-            "rows": [
-                asdict(step) | {"rate": rate}
-                for rate, steps in zip(args.rate or [None], tables, strict=True)
-                for step in steps
-            ],
-            "scaling": [asdict(limit) for limit in limits],
-        }
-        print(json.dumps(content, indent=1))
-    elif len(links) > 1:
-        print_rates(summaries, dict(zip(args.rate, tables, strict=True)), scaling=scaling)
-    else:
-        cores = calibration.cores
-        print_tables(summaries[0], tables[0], limits, cores=cores, **setting)
-    return 0
+def _links(args: argparse.Namespace) -> list[tuple[float | None, float | None]]:
+    """Return bits per second and latency of each --rate; None for what was calibrated."""
+    from lab.predict.tables import typical_latency
+    from lab.units import parse_latency, parse_rate
+
+    latency = parse_latency(args.latency)
+    links = []
+    for text in args.rate or [None]:
+        rate = parse_rate(text)
+        links.append((rate, latency or typical_latency(rate)))
+    return links
+
+
+def _draw(
+    args: argparse.Namespace,
+    link: tuple[float | None, float | None],
+    plans: "Mapping[str, MessagePlan]",
+    batch_size: int,
+    scaling: str,
+    calibration: "Calibration",
+    summary: Sequence[str],
+) -> None:
+    """Draw the steps over nodes on the first link, and over rates with the most nodes asked."""
+    # matplotlib takes a second to import
+    from lab.predict.plots import RATES_TO_DRAW, draw_scaling, numbers_to_draw
+    from lab.predict.scaling import most_nodes
+    from lab.predict.tables import predict_table
+
+    rate, latency = link
+    most = max(args.nodes)
+
+    def steps(nodes: Sequence[int], rate_bits: float | None) -> "list[PredictedStep]":
+        return predict_table(nodes, rate_bits, latency, plans, batch_size, scaling, calibration)
+
+    nodes = numbers_to_draw(most_nodes(batch_size, scaling=scaling))
+    by_rate = {rate_bits: steps([most], rate_bits) for rate_bits in RATES_TO_DRAW}
+    draw_scaling(
+        args.figure,
+        steps(nodes, rate),
+        by_rate,
+        asked=(most, rate),
+        scaling=scaling,
+        summary=summary,
+    )
+
+
+def _print_json(
+    rates: Sequence[str | None],
+    summary: Sequence[str],
+    tables: "Sequence[Sequence[PredictedStep]]",
+    limits: "Sequence[ScalingLimit]",
+) -> None:
+    rows = []
+    for rate, steps in zip(rates, tables, strict=True):
+        rows += [asdict(step) | {"rate": rate} for step in steps]
+    content = {
+        "format": 1,
+        "about": summary,
+        "rows": rows,
+        "scaling": [asdict(limit) for limit in limits],
+    }
+    print(json.dumps(content, indent=1))

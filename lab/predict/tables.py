@@ -26,7 +26,7 @@ from lab.predict.event_model import (
     step_seconds,
 )
 from lab.predict.scaling import SCALINGS, ScalingLimit, scaling_limits
-from lab.units import split_variant
+from lab.predict.variants import split_variant
 
 _LATENCIES = ((1e9, 200e-6), (10e9, 50e-6), (math.inf, 20e-6))
 _NO_EXCHANGE = "no gradient exchange: each node trains its own model"

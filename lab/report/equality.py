@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.utils.grouping import first_fit, grouped
-from lab.report.view import CellRow, ComparisonGroup, Json
+from lab.comparison.record import OneProcess, Repeat
+from lab.report.view import CellRow, ComparisonGroup, Rows
 
 STEPS = (2, 3, 4)
 GROWTH = 100.0  # of rounding, a step; from step 5 on the test would accept anything
@@ -57,6 +58,11 @@ class Curve(NamedTuple):
     seed: int
     precision: str
     losses: Mapping[int, float]
+
+    @property
+    def kind(self) -> tuple[int, str]:
+        """What two runs must share for their losses to be comparable."""
+        return self.seed, self.precision
 
 
 @dataclass
@@ -89,125 +95,154 @@ class Equality:
 def check(block: ComparisonGroup, nodes: int) -> Equality:
     """Compare the strategies on ``nodes`` nodes that claim to be exact."""
     rows = [row for row in block.at(nodes) if row.exact and row.sync != "none"]
-    curves = [
-        Curve(
-            row.sync,
-            run["seed"],
-            run.get("precision") or "unknown",
-            {1: math.nan}
-            | {step: math.nan if loss is None else loss for step, loss in run.get("losses", [])},
-        )
-        for row in rows
-        for run in row.runs
-    ]
-    result = Equality(
-        unequal_ranks=[
-            row.sync for row in rows if any(run.get("equal_weights") is False for run in row.runs)
-        ]
-    )
-    kinds = grouped(
-        ((curve.seed, curve.precision), curve) for curve in curves if math.isfinite(curve.losses[1])
-    )
-    groups = [some for kind in kinds.values() for some in _agreeing(kind, (1,))]  # start alike
+    result = Equality()
+    for row in rows:
+        if not all(run.equal_weights for run in row.runs):
+            result.unequal_ranks.append(row.sync)
+    groups = _starting_alike(rows)
     for group in groups:
-        if len({curve.sync for curve in group}) > 1:
+        if len(_names(group)) > 1:
             _compare(group, result)
-    again = [
-        (row.sync, run["one_process"]) for row in rows for run in row.runs if "one_process" in run
-    ]
+    again = _computed_again(rows)
     _decide(again, result)
-    failed = {sync: f"; in one process neither: {one['why_not']}" for sync, one in again}
     tested = {*result.equal, *result.doubtful}
     result.equal = [sync for sync in dict.fromkeys(result.equal) if sync not in result.doubtful]
-    result.untested = {
-        row.sync: _why_untested(block, row.sync, len(rows), groups) + failed.get(row.sync, "")
-        for row in rows
-        if row.sync not in tested
-    }
+    failed = {sync: f"; in one process neither: {found.why_not}" for sync, found in again}
+    for row in rows:
+        if row.sync not in tested:
+            reason = _why_untested(block, row.sync, len(rows), groups)
+            result.untested[row.sync] = reason + failed.get(row.sync, "")
     return result
 
 
 def wrong_rows(block: ComparisonGroup) -> set[CellRow]:
     """Return the rows whose strategy is doubtful on that number of nodes."""
-    doubtful = {nodes: check(block, nodes).doubtful for nodes in block.nodes_beyond_one}
-    return {row for row in block.measured if row.sync in doubtful.get(row.nodes, ())}
+    wrong: set[CellRow] = set()
+    for nodes in block.nodes_beyond_one:
+        doubtful = check(block, nodes).doubtful
+        wrong.update(row for row in block.at(nodes) if row.sync in doubtful)
+    return wrong
+
+
+def _curve(sync: str, run: Repeat) -> Curve:
+    losses = {1: math.nan}
+    for step, loss in run.losses:
+        losses[step] = math.nan if loss is None else loss
+    return Curve(sync, run.seed, run.precision or "unknown", losses)
+
+
+def _starting_alike(rows: Rows) -> list[list[Curve]]:
+    """Return the runs of one seed and number type in groups with the same loss at step 1."""
+    curves = [_curve(row.sync, run) for row in rows for run in row.runs]
+    kinds = grouped((curve.kind, curve) for curve in curves if math.isfinite(curve.losses[1]))
+    groups: list[list[Curve]] = []
+    for kind in kinds.values():
+        groups += _agreeing(kind, (1,))
+    return groups
+
+
+def _computed_again(rows: Rows) -> list[tuple[str, OneProcess]]:
+    """Return what one process found about runs, with the name of the strategy."""
+    found = []
+    for row in rows:
+        for run in row.runs:
+            if run.one_process is not None:
+                found.append((row.sync, run.one_process))
+    return found
+
+
+def _names(curves: Sequence[Curve]) -> set[str]:
+    """Return the strategies of these runs."""
+    return {curve.sync for curve in curves}
 
 
 def _agreeing(curves: Sequence[Curve], steps: Sequence[int]) -> list[list[Curve]]:
     """Return the curves in groups that agree at these steps."""
-    return first_fit(curves, lambda some, curve: _deviation(some[0], curve, steps) is None)
+    return first_fit(curves, lambda group, curve: _deviation(group[0], curve, steps) is None)
 
 
 def _deviation(one: Curve, other: Curve, steps: Sequence[int] = STEPS) -> Deviation | None:
     """Return the first step at which two runs differ by more than rounding, or None."""
+    start = START.get(one.precision, START_OF_OTHERS)
     for step in steps:
         losses = [curve.losses[step] for curve in (one, other) if step in curve.losses]
         finite = [abs(loss) for loss in losses if math.isfinite(loss)]
         if len(losses) < 2 or not finite:
             continue
-        start = START.get(one.precision, START_OF_OTHERS)
+        value = math.inf
+        if len(finite) == 2:
+            value = abs(losses[0] - losses[1])
         tolerance = start * GROWTH ** max(0, step - STEPS[0])
-        value = abs(losses[0] - losses[1]) if len(finite) == 2 else math.inf
-        if value > tolerance * max(finite):
-            return Deviation(step, value, tolerance * max(finite))
+        limit = tolerance * max(finite)
+        if value > limit:
+            return Deviation(step, value, limit)
     return None
 
 
 def _compare(group: Sequence[Curve], result: Equality) -> None:
     """Sort runs that start alike into sets that agree, and add what follows to ``result``."""
-    sets = _agreeing(group, STEPS)
-    right, *others = sorted(sets, key=_weight, reverse=True)
-    tied = [some for some in others if _weight(some) == _weight(right)]
-    result.equal += [curve.sync for curve in right] if not tied else []
-    for some in others:
-        found = result.disputed if some in tied else result.wrong
-        for curve in some:
-            if deviation := _deviation(right[0], curve):
+    right, *others = sorted(_agreeing(group, STEPS), key=_weight, reverse=True)
+    tied = [curves for curves in others if _weight(curves) == _weight(right)]
+    if not tied:
+        result.equal += [curve.sync for curve in right]
+    for curves in others:
+        found = result.disputed if curves in tied else result.wrong
+        for curve in curves:
+            deviation = _deviation(right[0], curve)
+            if deviation is not None:
                 found[curve.sync] = min(deviation, found.get(curve.sync, deviation))
-    if tied and (first := _deviation(right[0], tied[0][0])):
+    if not tied:
+        return
+    first = _deviation(right[0], tied[0][0])
+    if first is not None:
         result.disputed |= {curve.sync: first for curve in right}
 
 
-def _decide(again: Sequence[tuple[str, Json]], result: Equality) -> None:
+def _decide(again: Sequence[tuple[str, OneProcess]], result: Equality) -> None:
     """Correct ``result`` by what one process has found about runs of strategies, by name."""
-    differing = {sync: one for sync, one in again if one["agrees"] is False}
-    result.mistakes = {sync: one["mistake"] for sync, one in differing.items()}
-    unsure = {sync for sync, one in again if not one["agrees"]}
+    unsure = {sync for sync, found in again if not found.agrees}
     result.confirmed = list(dict.fromkeys(sync for sync, _ in again if sync not in unsure))
+    differing = {sync: found for sync, found in again if found.agrees is False}
+    result.mistakes = {sync: found.mistake for sync, found in differing.items()}
     if differing or result.confirmed:
-        known = result.wrong | (result.disputed if result.confirmed else {})
-        result.wrong = {sync: far for sync, far in known.items() if sync not in result.confirmed}
-        for sync, one in differing.items():
-            result.wrong[sync] = Deviation(STEPS[0], one["difference"], one["limit"])
+        known = result.wrong
+        if result.confirmed:
+            known = known | result.disputed
+        result.wrong = {
+            sync: deviation for sync, deviation in known.items() if sync not in result.confirmed
+        }
+        for sync, found in differing.items():
+            result.wrong[sync] = Deviation(STEPS[0], found.difference, found.limit)
         result.disputed = {}
     result.equal += result.confirmed
 
 
-def _weight(some: Sequence[Curve]) -> tuple[int, bool]:
+def _weight(curves: Sequence[Curve]) -> tuple[int, bool]:
     """Return the number of strategies in a set, and whether DDP is one of them."""
-    names = {curve.sync for curve in some}
+    names = _names(curves)
     return len(names), DDP in names
 
 
 def _why_untested(
     block: ComparisonGroup, sync: str, strategies: int, groups: Sequence[Sequence[Curve]]
 ) -> str:
-    own = next((group[0] for group in groups if sync in {curve.sync for curve in group}), None)
-    others = [group[0] for group in groups if group[0] != own]
-    kinds = sorted({f"{one.precision}, seed {one.seed}" for one in (own, *others) if one})
-    apart = own is not None and own[1:3] not in {curve[1:3] for curve in others}
-    reasons = {
-        "only a wrong strategy was there to compare it with": any(
-            {sync} < {curve.sync for curve in group} for group in groups
-        ),
-        "emulated compute has no losses": block.emulated_compute,
-        "no other strategy that claims to be exact was measured with these settings": (
-            strategies == 1
-        ),
-        "the losses of the first steps were not recorded": own is None,
-        "the other strategies recorded no losses": not others,
-        f"number types or seeds differ ({'; '.join(kinds)})": apart,
+    if any({sync} < _names(group) for group in groups):
+        return "only a wrong strategy was there to compare it with"
+    if block.emulated_compute:
+        return "emulated compute has no losses"
+    if strategies == 1:
+        return "no other strategy that claims to be exact was measured with these settings"
+    firsts = [group[0] for group in groups]
+    own = next((curve for curve in firsts if curve.sync == sync), None)
+    if own is None:
+        return "the losses of the first steps were not recorded"
+    others = [curve for curve in firsts if curve is not own]
+    if not others:
+        return "the other strategies recorded no losses"
+    if own.kind not in {curve.kind for curve in others}:
+        kinds = sorted({f"{curve.precision}, seed {curve.seed}" for curve in firsts})
+        return f"number types or seeds differ ({'; '.join(kinds)})"
+    return (
         "the losses differ at step 1, before any gradient is exchanged: initial weights or "
-        "batches are not the same": True,
-    }
-    return next(reason for reason, holds in reasons.items() if holds)
+        "batches are not the same"
+    )

@@ -8,17 +8,18 @@ or tied?".
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
 from common.data import DATASETS
 from common.utils.grouping import grouped
-from lab.report.equality import DDP, GROWTH, STEPS, Deviation, check
+from lab.report.equality import DDP, GROWTH, STEPS, Deviation, Equality, check
 from lab.report.losses import Difference, curves, differences
 from lab.report.view import (
     CellRow,
     ComparisonGroup,
+    Interval,
     Rows,
     interval_text,
     listed,
@@ -59,6 +60,7 @@ class ReportFinding(NamedTuple):
 
 
 Found = Iterator[ReportFinding]
+Finder = Callable[[ComparisonGroup, Rows], Found]
 
 
 def findings(block: ComparisonGroup) -> list[ReportFinding]:
@@ -69,23 +71,40 @@ def findings(block: ComparisonGroup) -> list[ReportFinding]:
     every = {nodes: block.at(nodes) for nodes in sorted({row.nodes for row in block.measured})}
     several = {nodes: rows for nodes, rows in every.items() if nodes > 1}
     whole = {0: block.measured}
-    plan = ((whole, _WHOLE), (several, _ON_NODES), (every, _LEARNED), (whole, _PREDICTION))
-    found: list[ReportFinding] = []
-    for parts, finders in plan:
-        for find in finders:
-            said = [(nodes, one) for nodes, rows in parts.items() for one in find(block, rows)]
-            found += map(_joined, grouped((one.text, (nodes, one)) for nodes, one in said).values())
-    return found
+    return [
+        *_found(block, whole, _WHOLE),
+        *_found(block, several, _ON_NODES),
+        *_found(block, every, _LEARNED),
+        *_found(block, whole, _PREDICTION),
+    ]
+
+
+def _found(block: ComparisonGroup, parts: Mapping[int, Rows], finders: Sequence[Finder]) -> Found:
+    """Yield what each finder says about the rows on each number of nodes (0: all together)."""
+    for find in finders:
+        said: dict[str, list[tuple[int, ReportFinding]]] = {}
+        for nodes, rows in parts.items():
+            for finding in find(block, rows):
+                said.setdefault(finding.text, []).append((nodes, finding))
+        yield from map(_joined, said.values())
 
 
 def _joined(members: Sequence[tuple[int, ReportFinding]]) -> ReportFinding:
     """Return findings with the same text on these numbers of nodes (0: all together) as one."""
-    numbers, first = [nodes for nodes, _ in members], members[0][1]
+    numbers = [nodes for nodes, _ in members]
+    _, first = members[0]
     if numbers == [0]:
         return first
-    each = "; ".join(f"on {nodes} nodes: {one.evidence}" for nodes, one in members if one.evidence)
-    evidence = each if len(members) > 1 else first.evidence
-    where = "On one node" if numbers == [1] else f"On {listed(list(map(str, numbers)))} nodes"
+    where = f"On {listed(list(map(str, numbers)))} nodes"
+    if numbers == [1]:
+        where = "On one node"
+    evidence = first.evidence
+    if len(members) > 1:
+        evidence = "; ".join(
+            f"on {nodes} nodes: {finding.evidence}"
+            for nodes, finding in members
+            if finding.evidence
+        )
     return first._replace(text=where + first.text, evidence=evidence)
 
 
@@ -108,8 +127,8 @@ def times_text(value: float) -> str:
     return f"{value:.2f} times" if value < 2 else f"{value:.1f} times"
 
 
-def _each(values: dict[str, float], digits: int = 0) -> list[str]:
-    return [f"{name} {percent(value, digits)}" for name, value in values.items()]
+def _each(shares: Mapping[str, float], digits: int = 0) -> list[str]:
+    return [f"{name} {percent(share, digits)}" for name, share in shares.items()]
 
 
 # --- do they compute the same ---
@@ -118,72 +137,97 @@ def _each(values: dict[str, float], digits: int = 0) -> list[str]:
 def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
     """Say which strategies compute the same, which one is wrong, and what was not comparable."""
     result = check(block, rows[0].nodes)
-    others = "ddp, PyTorch's own," if set(result.equal) == {DDP} else "the others"
-    several = len(result.equal) > 1
-    wrong = [
-        f" {sync} is not equal to {ONE_PROCESS if sync in result.mistakes else others} "
-        f"{_how_far(deviation)}. It claims to be exact, but does not compute the mean gradient"
-        f"{': ' if result.mistakes.get(sync) else '.'}{result.mistakes.get(sync, '')}"
-        for sync, deviation in result.wrong.items()
-    ]
+    evidence = ""
+    if len(result.equal) > 1:
+        evidence = f"equal to each other: {listed(result.equal)}"
+    for text in _what_is_wrong(result):
+        yield ReportFinding(EQUAL, text, evidence, wrong=True)
+    yield from _what_is_equal(result, rows)
+    for text in _what_is_unknown(result, block):
+        yield ReportFinding(EQUAL, text, caution=True)
+
+
+def _what_is_wrong(result: Equality) -> Iterator[str]:
+    others = "the others"
+    if set(result.equal) == {DDP}:
+        others = "ddp, PyTorch's own,"
+    for sync, deviation in result.wrong.items():
+        right = ONE_PROCESS if sync in result.mistakes else others
+        mistake = result.mistakes.get(sync)
+        end = f": {mistake}" if mistake else "."
+        yield (
+            f" {sync} is not equal to {right} {_how_far(deviation)}. It claims to be exact, but "
+            f"does not compute the mean gradient{end}"
+        )
     if result.disputed:
-        wrong.append(
+        yield (
             f" {listed(sorted(result.disputed))} do not compute the same "
             f"{_how_far(min(result.disputed.values()))}. At least one of them is wrong; a "
             f"comparison with ddp shows which.{_ELSEWHERE}"
         )
-    wrong += [
-        f" the ranks of {sync} ended with different weights, although {sync} claims to be exact."
-        for sync in result.unequal_ranks
-    ]
-    evidence = f"equal to each other: {listed(result.equal)}" if several else ""
-    yield from (ReportFinding(EQUAL, text, evidence, wrong=True) for text in wrong)
-    if found := differences(curves([row for row in rows if row.sync in result.equal])):
-        yield _equal(found, result.equal, of=sum(row.exact for row in rows))
-    elif right := [sync for sync in result.equal if sync in result.confirmed]:
-        yield ReportFinding(EQUAL, f" {listed(right)}: equal to {ONE_PROCESS}.")
-    reasons = grouped((why, sync) for sync, why in result.untested.items())
-    limits = [
-        f" the losses cannot show whether {listed(names)} compute{'s' if len(names) == 1 else ''} "
-        f"the mean gradient: {reason}."
-        f"{'' if block.emulated_compute else _ELSEWHERE}"
-        for reason, names in reasons.items()
-    ]
-    if (several or result.confirmed) and block.nodes_beyond_one == [2]:
-        limits.append(
-            " a strategy that divides by a literal 2 is right by chance. Compare on 3 nodes as "
-            "well."
+    for sync in result.unequal_ranks:
+        yield (
+            f" the ranks of {sync} ended with different weights, although {sync} claims to be "
+            "exact."
         )
-    yield from (ReportFinding(EQUAL, text, caution=True) for text in limits)
 
 
 def _how_far(deviation: Deviation) -> str:
-    step, value, limit = deviation
-    far = f"by {small_text(value)}" if math.isfinite(value) else "and is not finite"
+    far = "and is not finite"
+    if math.isfinite(deviation.value):
+        far = f"by {small_text(deviation.value)}"
     return (
-        f"from step {step} on: the loss differs {far}; rounding would give less than "
-        f"{small_text(limit, 1)} at that step"
+        f"from step {deviation.step} on: the loss differs {far}; rounding would give less than "
+        f"{small_text(deviation.limit, 1)} at that step"
     )
+
+
+def _what_is_equal(result: Equality, rows: Rows) -> Found:
+    found = differences(curves([row for row in rows if row.sync in result.equal]))
+    right = [sync for sync in result.equal if sync in result.confirmed]
+    if found:
+        yield _equal(found, result.equal, of=sum(row.exact for row in rows))
+    elif right:
+        yield ReportFinding(EQUAL, f" {listed(right)}: equal to {ONE_PROCESS}.")
 
 
 def _equal(found: Sequence[Difference], equal: Sequence[str], *, of: int) -> ReportFinding:
-    everyone = f"all {of} strategies that claim to be exact"
-    who = everyone if len(equal) == of > 2 else listed(equal)
+    who = listed(equal)
+    if len(equal) == of > 2:
+        who = f"all {of} strategies that claim to be exact"
     first = max((entry.value for entry in found if entry.step <= STEPS[-1]), default=0.0)
     most = max(found, key=lambda entry: entry.value)
     largest = f"{small_text(most.value)} at step {most.step}"
-    text = (
-        f"up to step {STEPS[-1]} their losses differ by {small_text(first)} at most. Rounding does "
-        f"that: it grows up to {GROWTH:.0f} times from one step to the next."
-        if most.value
-        else "their losses are equal at every step, to the last digit."
-    )
-    grown = f" The largest difference is {largest}."
+    text = "their losses are equal at every step, to the last digit."
+    if most.value:
+        text = (
+            f"up to step {STEPS[-1]} their losses differ by {small_text(first)} at most. Rounding "
+            f"does that: it grows up to {GROWTH:.0f} times from one step to the next."
+        )
+    if most.value > first:
+        text += f" The largest difference is {largest}."
     return ReportFinding(
         EQUAL,
-        f" {who} compute the same: {text}{grown if most.value > first else ''}",
+        f" {who} compute the same: {text}",
         f"{largest}, {most.one} against {most.other}, loss {most.loss:.3f}; {listed(equal)}",
     )
+
+
+def _what_is_unknown(result: Equality, block: ComparisonGroup) -> Iterator[str]:
+    reasons = grouped((why, sync) for sync, why in result.untested.items())
+    elsewhere = "" if block.emulated_compute else _ELSEWHERE
+    for reason, names in reasons.items():
+        compute = "computes" if len(names) == 1 else "compute"
+        yield (
+            f" the losses cannot show whether {listed(names)} {compute} the mean gradient: "
+            f"{reason}.{elsewhere}"
+        )
+    tested = len(result.equal) > 1 or result.confirmed
+    if tested and block.nodes_beyond_one == [2]:
+        yield (
+            " a strategy that divides by a literal 2 is right by chance. Compare on 3 nodes as "
+            "well."
+        )
 
 
 # --- which is fastest ---
@@ -192,31 +236,47 @@ def _equal(found: Sequence[Difference], equal: Sequence[str], *, of: int) -> Rep
 def speed(rows: Rows) -> str:
     """Say which of ``rows`` is fastest, as far as the intervals allow."""
     rows = sorted(rows, key=lambda row: row.step)
-    best, last, exact = rows[0], rows[-1], [row for row in rows if row.exact]
-    shortest = seconds_text(best.step, best.step)
+    best = rows[0]
     if len(rows) == 1:
-        alone = f", {times_text(best.speedup)} as fast as one node" if best.speedup else ""
-        return f"{named(best)} takes {shortest} s a step{alone}"
+        return _speed_of_one(best)
+    exact = [row for row in rows if row.exact]
+    if best.exact or not exact:
+        return _speed_of_several(rows)
+    return f"{_speed_of_several(rows)}; of the exact strategies {speed(exact)}"
+
+
+def _speed_of_one(row: CellRow) -> str:
+    text = f"{named(row)} takes {seconds_text(row.step, row.step)} s a step"
+    if row.speedup:
+        text += f", {times_text(row.speedup)} as fast as one node"
+    return text
+
+
+def _speed_of_several(rows: Rows) -> str:
+    """Say which is fastest. rows : in order of their steps."""
+    best = rows[0]
+    last = rows[-1]
+    shortest = seconds_text(best.step, best.step)
     ratio = f", {times_text(last.step / best.step)} as fast as {last.sync}"
-    of_exact = f"; of the exact strategies {speed(exact)}" if exact and not best.exact else ""
-    sure = [(row, ends) for row in rows if (ends := row.interval("step"))]
-    if len(sure) < len(rows):
-        ran = "not every strategy ran more than once" if sure else "each strategy ran once"
+    known = [(row, ends) for row in rows if (ends := row.interval("step"))]
+    if len(known) < len(rows):
+        ran = "not every strategy ran more than once" if known else "each strategy ran once"
         return (
             f"{named(best)} has the shortest step, {shortest} s{ratio}; {ran}, so the order is not "
-            f"certain{of_exact}"
+            "certain"
         )
-    tied = [row for row, (low, _) in sure if low <= sure[0][1][1]]
+    _, (_, best_high) = known[0]
+    tied = [row for row, (low, _) in known if low <= best_high]
     if len(tied) == 1:
-        return f"{named(best)} is fastest: {shortest} s a step{ratio}{of_exact}"
-    noisy = any(map(_is_noisy, tied))
-    why = "): their repeats differ too much" if noisy else "; their 95 % intervals overlap)"
-    more = "" if last in tied else "are fastest, and "
-    return (
-        f"{strategies([named(row) for row in tied], of=len(rows))} {more}cannot be told apart "
-        f"({shortest} to {seconds_text(tied[-1].step, best.step)} s{why}{ratio if more else ''}"
-        f"{of_exact}"
-    )
+        return f"{named(best)} is fastest: {shortest} s a step{ratio}"
+    why = "; their 95 % intervals overlap)"
+    if any(map(_is_noisy, tied)):
+        why = "): their repeats differ too much"
+    names = strategies([named(row) for row in tied], of=len(rows))
+    between = f"({shortest} to {seconds_text(tied[-1].step, best.step)} s{why}"
+    if last in tied:
+        return f"{names} cannot be told apart {between}"
+    return f"{names} are fastest, and cannot be told apart {between}{ratio}"
 
 
 def fastest(block: ComparisonGroup, rows: Rows) -> Found:
@@ -232,12 +292,15 @@ def iterations(_: ComparisonGroup, rows: Rows) -> Found:
     """Give the assignment's numbers: mean iteration times and the speed-ups by them."""
     means = {row: mean for row in rows if (mean := row.mean_iteration) is not None}
     most = max((row.nodes for row in means), default=0)
-    texts = [
-        f"{row.name if row.nodes > 1 else 'one node'} {seconds_text(mean, mean)} s"
-        + (f" (speed-up {row.speedup:.2f})" if row.speedup and row.nodes > 1 else "")
-        for row, mean in means.items()
-        if row.nodes in (1, most)
-    ]
+    texts = []
+    for row, mean in means.items():
+        seconds = f"{seconds_text(mean, mean)} s"
+        if row.nodes == 1:
+            texts.append(f"one node {seconds}")
+        elif row.nodes == most and row.speedup:
+            texts.append(f"{row.name} {seconds} (speed-up {row.speedup:.2f})")
+        elif row.nodes == most:
+            texts.append(f"{row.name} {seconds}")
     if texts:
         yield ReportFinding(
             ITERATION, f"The mean iteration time without the first iteration: {listed(texts)}."
@@ -246,34 +309,34 @@ def iterations(_: ComparisonGroup, rows: Rows) -> Found:
 
 def slower_than_one(block: ComparisonGroup, rows: Rows) -> Found:
     """Name the cells with a speed-up below 1."""
-    what = "slower" if not block.weak else "processing fewer samples a second"
-    slower = grouped(
-        (_how_certain(row.speedup_interval), row) for row in rows if row.speedup and row.speedup < 1
-    )
-    for certain, members in slower.items():
+    what = "processing fewer samples a second" if block.weak else "slower"
+    slower = [row for row in rows if row.speedup and row.speedup < 1]
+    by_certainty = grouped((_how_certain(row.speedup_interval), row) for row in slower)
+    for (certain, words), members in by_certainty.items():
         names = strategies([row.sync for row in members], of=len(rows))
         are = "is" if len(members) == 1 else "are"
         yield ReportFinding(
             SPEED,
-            f" {names} {are} {what} than one node{certain}",
+            f" {names} {are} {what} than one node{words}",
             "; ".join(f"{row.sync} {row.speedup:.2f} times" for row in members),
-            caution="even" not in certain,
+            caution=not certain,
         )
 
 
-def _how_certain(speedup: tuple[float, float] | None) -> str:
+def _how_certain(speedup: Interval | None) -> tuple[bool, str]:
+    """Return whether a speed-up is certainly below 1, and the words for it."""
     if speedup is None:
-        return " by the medians; without intervals (one repeat) this is not certain."
+        return False, " by the medians; without intervals (one repeat) this is not certain."
     if speedup[1] < 1:
-        return ", even at the favourable ends of both 95 % intervals."
-    return " by the medians, but the 95 % intervals overlap."
+        return True, ", even at the favourable ends of both 95 % intervals."
+    return False, " by the medians, but the 95 % intervals overlap."
 
 
 def above_ideal(_: ComparisonGroup, rows: Rows) -> Found:
     """Warn of speed-ups that are larger than the number of nodes."""
-    if above := {
-        row.sync: row.efficiency for row in rows if row.efficiency and row.efficiency > _ABOVE_IDEAL
-    }:
+    known = {row.sync: efficiency for row in rows if (efficiency := row.efficiency) is not None}
+    above = {sync: efficiency for sync, efficiency in known.items() if efficiency > _ABOVE_IDEAL}
+    if above:
         yield ReportFinding(
             SPEED,
             f" the efficiency is above the ideal 100 % ({listed(_each(above))}). The run on one "
@@ -289,63 +352,60 @@ def above_ideal(_: ComparisonGroup, rows: Rows) -> Found:
 
 def bounds(_: ComparisonGroup, rows: Rows) -> Found:
     """Say what takes the largest part of a step: compute, communication or waiting."""
-    parts = {
-        row.sync: {
-            "compute": sum(map(row.seconds, ("data", "forward", "backward", "update"))),
-            "wire": row.seconds("wire"),
-            "wait": row.seconds("wait"),
-        }
-        for row in rows
-        if row.median("wait") is not None
-    }
-    largest = {sync: max(found, key=found.__getitem__) for sync, found in parts.items()}
-    members = grouped((part, sync) for sync, part in largest.items())
+    members: dict[str, list[str]] = {part: [] for part in _PARTS}
+    shares = []
+    for row in rows:
+        seconds = _parts(row)
+        largest = max(seconds, key=seconds.__getitem__)
+        members[largest].append(row.sync)
+        share = seconds[largest] / sum(seconds.values())
+        shares.append(f"{row.sync} {percent(share)} {largest}")
     texts = [
         f"{label} with {strategies(members[part], of=len(rows))}"
         for part, label in _PARTS.items()
-        if part in members
+        if members[part]
     ]
-    shares = (
-        f"{sync} {percent(found[largest[sync]] / sum(found.values()))} {largest[sync]}"
-        for sync, found in parts.items()
+    yield ReportFinding(
+        BOUND, f" the largest part of the median step is {'; '.join(texts)}.", "; ".join(shares)
     )
-    if texts:
-        yield ReportFinding(
-            BOUND,
-            f" the largest part of the median step is {'; '.join(texts)}.",
-            "; ".join(shares),
-        )
+
+
+def _parts(row: CellRow) -> dict[str, float]:
+    """Return the seconds of each of ``_PARTS``."""
+    medians = row.medians
+    return {
+        "compute": sum((medians.data, medians.forward, medians.backward, medians.update)),
+        "wire": medians.wire,
+        "wait": medians.wait,
+    }
 
 
 def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
     """Compare the time spent waiting for slower ranks with the time of the communication."""
-    rows = [row for row in rows if row.median("wait") is not None]
     evidence = "; ".join(
-        f"{row.sync} waiting {seconds_text(row.seconds('wait'), row.step)} s, "
-        f"on the wire {seconds_text(row.seconds('wire'), row.step)} s"
+        f"{row.sync} waiting {seconds_text(row.medians.wait, row.step)} s, "
+        f"on the wire {seconds_text(row.medians.wire, row.step)} s"
         for row in rows
     )
-    late = grouped(
-        ((row.interval("wait") or (0, 0))[0] > (row.interval("wire") or (0, 0))[1], row.sync)
-        for row in rows
-        if row.seconds("wait") > row.seconds("wire")
-    )
-    for sure, names in late.items():
-        yield ReportFinding(
-            BOUND,
-            f" {listed(names)}: ranks wait longer for slower ranks than sending takes"
-            + (
-                ". A faster network would save less than half of the exposed time."
-                if sure
-                else ", but the 95 % intervals overlap."
-            ),
-            evidence,
-            caution=not sure,
-        )
-    if rows and not late:
+    late = [row for row in rows if row.medians.wait > row.medians.wire]
+    if not late:
         yield ReportFinding(
             BOUND, " no strategy waits longer for slower ranks than sending takes.", evidence
         )
+    for certain, members in grouped((_surely_waits_longer(row), row) for row in late).items():
+        text = f" {listed([row.sync for row in members])}: ranks wait longer for slower ranks than"
+        text += " sending takes"
+        if certain:
+            text += ". A faster network would save less than half of the exposed time."
+        else:
+            text += ", but the 95 % intervals overlap."
+        yield ReportFinding(BOUND, text, evidence, caution=not certain)
+
+
+def _surely_waits_longer(row: CellRow) -> bool:
+    wait = row.interval("wait")
+    wire = row.interval("wire")
+    return wait is not None and wire is not None and wait[0] > wire[1]
 
 
 def root_share(_: ComparisonGroup, rows: Rows) -> Found:
@@ -358,18 +418,25 @@ def root_share(_: ComparisonGroup, rows: Rows) -> Found:
             f" the bytes of {listed(uncounted)} were not counted: add --timeline to the runs.",
             caution=True,
         )
-    if shares:
-        equal, most = 1 / rows[0].nodes, max(shares, key=shares.__getitem__)
-        heavy = [sync for sync, share in shares.items() if share > EQUAL_SHARE * equal]
-        who = listed(heavy or list(shares)) if heavy or uncounted else "any strategy"
-        yield ReportFinding(
-            "Bytes",
-            f" rank 0 {'sends more than its share' if heavy else 'sends about its share'} with "
-            f"{who}: up to {percent(shares[most], 1)} of all bytes"
-            f"{f' ({most})' if len(heavy) > 1 else ''}; an equal share would be "
-            f"{percent(equal, 1)}.",
-            "; ".join(_each(shares, 1)),
-        )
+    if not shares:
+        return
+    equal = 1 / rows[0].nodes
+    heavy = [sync for sync, share in shares.items() if share > EQUAL_SHARE * equal]
+    if heavy:
+        text = f"sends more than its share with {listed(heavy)}"
+    elif uncounted:
+        text = f"sends about its share with {listed(list(shares))}"
+    else:
+        text = "sends about its share with any strategy"
+    most = max(shares, key=shares.__getitem__)
+    text += f": up to {percent(shares[most], 1)} of all bytes"
+    if len(heavy) > 1:
+        text += f" ({most})"
+    yield ReportFinding(
+        "Bytes",
+        f" rank 0 {text}; an equal share would be {percent(equal, 1)}.",
+        "; ".join(_each(shares, 1)),
+    )
 
 
 # --- what was learned, also on one node ---
@@ -377,42 +444,45 @@ def root_share(_: ComparisonGroup, rows: Rows) -> Found:
 
 def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
     """Compare the accuracies on the test images; near chance they show nothing."""
-    reached = {row: values for row in rows if (values := _recorded(row, "test_accuracy"))}
+    reached = {row: values for row in rows if (values := _accuracies(row))}
     evidence = "; ".join(f"{row.sync} {_spread(values)}" for row, values in reached.items())
-    classes, dataset = block.settings.get("num_classes"), block.settings.get("dataset")
-    if not classes and dataset in DATASETS:
-        classes = DATASETS[dataset].classes
-    limit = _NEAR_CHANCE / classes if classes else math.inf
-    near = [row for row, values in reached.items() if fmean(values) <= limit]
-    if near:
+    classes = block.settings.num_classes
+    if classes is None and block.settings.dataset in DATASETS:
+        classes = DATASETS[block.settings.dataset].classes
+    limit = math.inf
+    chance = "cannot be compared with guessing: the number of classes is unknown."
+    if classes:
+        limit = _NEAR_CHANCE / classes
         chance = (
             f"is near chance (at most {percent(limit, 1)} with {classes} classes). Equal "
             "accuracies there show nothing: train longer, or with a smaller learning rate."
-            if classes
-            else "cannot be compared with guessing: the number of classes is unknown."
         )
+    near = [row for row, values in reached.items() if fmean(values) <= limit]
+    above = {row: values for row, values in reached.items() if row not in near}
+    if near:
         yield ReportFinding(
-            "Accuracy",
-            f" the test accuracy{_of(near)} {chance}",
-            evidence,
-            caution=True,
+            "Accuracy", f" the test accuracy{_of(near)} {chance}", evidence, caution=True
         )
-    above = [row for row in reached if row not in near]
-    right = [row for row in above if row.exact]
-    if exact := [value for row in right for value in reached[row]]:
-        once = min(len(reached[row]) for row in above) < 2
-        yield ReportFinding(
-            "Accuracy",
-            f" the test accuracy{_of(right)} is {_between(exact)}."
-            f"{' Each ran once, so small differences show nothing.' if once else ''}",
-            evidence,
-        )
-        for row in (row for row in above if not row.exact):
+    yield from _above_chance(above, evidence)
+
+
+def _above_chance(reached: Mapping[CellRow, Sequence[float]], evidence: str) -> Found:
+    """Compare the accuracies of strategies that learned something."""
+    exact = [row for row in reached if row.exact]
+    values = [value for row in exact for value in reached[row]]
+    if not values:
+        return
+    text = f" the test accuracy{_of(exact)} is {_between(values)}."
+    if min(map(len, reached.values())) < 2:
+        text += " Each ran once, so small differences show nothing."
+    yield ReportFinding("Accuracy", text, evidence)
+    for row, own in reached.items():
+        if not row.exact:
             yield ReportFinding(
                 "Accuracy",
                 f" {row.sync}, which does not claim to be exact, reaches "
-                f"{percent(fmean(reached[row]), 1)}; the exact strategies {_between(exact)}.",
-                f"{row.sync} {_spread(reached[row])}; the exact mean {percent(fmean(exact), 1)}",
+                f"{percent(fmean(own), 1)}; the exact strategies {_between(values)}.",
+                f"{row.sync} {_spread(own)}; the exact mean {percent(fmean(values), 1)}",
             )
 
 
@@ -420,43 +490,53 @@ def _of(rows: Rows) -> str:
     return f" of {listed([row.sync for row in rows])}" if rows[0].nodes > 1 else ""
 
 
-def _recorded(row: CellRow, name: str) -> list[float]:
-    """Return ``name`` of the repeats that have it."""
-    return [run[name] for run in row.runs if run.get(name) is not None]
+def _accuracies(row: CellRow) -> list[float]:
+    """Return the accuracy of each run that has one."""
+    return [run.test_accuracy for run in row.runs if run.test_accuracy is not None]
 
 
 def _between(values: Sequence[float]) -> str:
-    low, high = percent(min(values), 1), percent(max(values), 1)
+    low = percent(min(values), 1)
+    high = percent(max(values), 1)
     return low if low == high else f"{low} to {high}"
 
 
 def _spread(values: Sequence[float]) -> str:
-    several = f" ({_between(values)}, {len(values)} repeats)" if len(values) > 1 else ""
-    return percent(fmean(values), 1) + several
+    mean = percent(fmean(values), 1)
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({_between(values)}, {len(values)} repeats)"
 
 
 def time_to_accuracy(block: ComparisonGroup, rows: Rows) -> Found:
     """Say how many seconds of training each strategy needed to reach the required accuracy."""
-    target = block.settings.get("until_accuracy") or 0.0
-    for row in rows if target else ():
-        times, tried = _recorded(row, "seconds_to_accuracy"), len(row.runs)
-        who, reached = row.sync if row.nodes > 1 else "a run", len(times)
-        if not times:
-            yield ReportFinding(
-                "Accuracy",
-                f" {who} did not reach {percent(target)} in any of {tried} runs.",
-                caution=True,
-            )
-            continue
-        spread = f"{min(times):.1f} to {max(times):.1f} s over {reached} runs"
-        missed = f"; {tried - reached} of {tried} runs did not reach it" if tried > reached else ""
-        steps = ", ".join(map(str, _recorded(row, "steps_to_accuracy"))) or "not recorded"
-        yield ReportFinding(
+    target = block.settings.until_accuracy
+    if target:
+        for row in rows:
+            yield _time_to(target, row)
+
+
+def _time_to(target: float, row: CellRow) -> ReportFinding:
+    tried = len(row.runs)
+    times = [run.seconds_to_accuracy for run in row.runs if run.seconds_to_accuracy is not None]
+    steps = [run.steps_to_accuracy for run in row.runs if run.steps_to_accuracy is not None]
+    who = row.sync if row.nodes > 1 else "a run"
+    if not times:
+        return ReportFinding(
             "Accuracy",
-            f" {who} reached {percent(target)} after {median(times):.1f} s of training "
-            f"({spread if reached > 1 else 'one run'}){missed}.",
-            f"seconds {', '.join(f'{time:.1f}' for time in times)}; steps {steps}",
+            f" {who} did not reach {percent(target)} in any of {tried} runs.",
+            caution=True,
         )
+    reached = len(times)
+    spread = "one run"
+    if reached > 1:
+        spread = f"{min(times):.1f} to {max(times):.1f} s over {reached} runs"
+    text = f" {who} reached {percent(target)} after {median(times):.1f} s of training ({spread})"
+    if reached < tried:
+        text += f"; {tried - reached} of {tried} runs did not reach it"
+    each = ", ".join(f"{seconds:.1f}" for seconds in times)
+    counted = ", ".join(map(str, steps)) or "not recorded"
+    return ReportFinding("Accuracy", f"{text}.", f"seconds {each}; steps {counted}")
 
 
 # --- limits ---
@@ -465,14 +545,15 @@ def time_to_accuracy(block: ComparisonGroup, rows: Rows) -> Found:
 def unfinished(block: ComparisonGroup, rows: Rows) -> Found:
     """Name the cells that failed, are pending, or have fewer repeats than planned."""
     for status, text in (
-        ("failed", "failed and left out of every comparison"),
-        ("pending", "not run yet"),
-        ("partial", "only partly done, with fewer good repeats than planned"),
+        ("failed", "Failed and left out of every comparison"),
+        ("pending", "Not run yet"),
+        ("partial", "Only partly done, with fewer good repeats than planned"),
     ):
-        if names := [row.name for row in block.rows if row.status == status]:
+        names = [row.name for row in block.rows if row.cell.status == status]
+        if names:
             yield ReportFinding(
                 REACH,
-                f"{text[0].upper()}{text[1:]}: {listed(names)}.",
+                f"{text}: {listed(names)}.",
                 f"{len(names)} of {len(block.rows)} cells",
                 caution=True,
             )
@@ -480,7 +561,8 @@ def unfinished(block: ComparisonGroup, rows: Rows) -> Found:
 
 def noisy(_: ComparisonGroup, rows: Rows) -> Found:
     """Name the cells whose repeats differ too much for a conclusion."""
-    if wide := list(filter(_is_noisy, rows)):
+    wide = list(filter(_is_noisy, rows))
+    if wide:
         yield ReportFinding(
             REACH,
             f"The repeats of {listed([row.name for row in wide])} differ so much that the 95 % "
@@ -492,7 +574,10 @@ def noisy(_: ComparisonGroup, rows: Rows) -> Found:
 
 
 def _is_noisy(row: CellRow) -> bool:
-    low, high = row.interval("step") or (0.0, 0.0)
+    ends = row.interval("step")
+    if ends is None:
+        return False
+    low, high = ends
     return high - low > _NOISY * row.step
 
 
@@ -501,52 +586,61 @@ def _is_noisy(row: CellRow) -> bool:
 
 def predictions(_: ComparisonGroup, rows: Rows) -> Found:
     """Say how many predicted step times lie within 20 % of the measured ones."""
-    errors = {row: row.error for row in rows if row.error is not None}
+    errors = {
+        row: row.error
+        for row in rows
+        if row.prediction and row.prediction.in_scope and row.error is not None
+    }
+    if not errors:
+        return
     texts = {row: f"{row.name}: {percent(error, 1, signed=True)}" for row, error in errors.items()}
-    inside = [row for row in errors if row.prediction.get("in_scope")]
-    if inside:
-        far = [texts[row] for row in inside if abs(errors[row]) > _WITHIN]
-        worst = max(inside, key=lambda row: abs(errors[row]))
-        yield ReportFinding(
-            "Prediction",
-            f"{len(inside) - len(far)} of {len(inside)} predictions in scope lie within "
-            f"{percent(_WITHIN)} of the measured step time; the largest error is that of "
-            f"{texts[worst]}.{f' Outside are {listed(far)}.' if far else ''}",
-            "; ".join(texts[row] for row in inside),
-            caution=bool(far),
-        )
+    far = [texts[row] for row, error in errors.items() if abs(error) > _WITHIN]
+    worst = max(errors, key=lambda row: abs(errors[row]))
+    text = (
+        f"{len(errors) - len(far)} of {len(errors)} predictions in scope lie within "
+        f"{percent(_WITHIN)} of the measured step time; the largest error is that of "
+        f"{texts[worst]}."
+    )
+    if far:
+        text += f" Outside are {listed(far)}."
+    yield ReportFinding("Prediction", text, "; ".join(texts.values()), caution=bool(far))
 
 
 def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
     """Say whether the bytes that each rank counted equal the formulas."""
-    both = {
-        row.name: (formula, counted)
-        for row in rows
-        if row.nodes > 1
-        and (formula := row.prediction.get("bytes_sent"))
-        and (counted := row.per_rank("bytes_sent"))
-    }
-    wrong = [
-        name
-        for name, (formula, counted) in both.items()
-        if len(formula) != len(counted)
-        or any(abs(one - other) > 0.5 for one, other in zip(formula, counted, strict=True))
-    ]
+    both = {}
+    for row in rows:
+        formula = row.prediction.bytes_sent if row.prediction else []
+        counted = row.per_rank("bytes_sent")
+        if row.nodes > 1 and formula and counted:
+            both[row.name] = (formula, counted)
+    if not both:
+        return
+    wrong = [name for name, (formula, counted) in both.items() if not _agree(formula, counted)]
     if wrong:
-        formula, counted = (list(map(round, values)) for values in both[wrong[0]])
+        formula, counted = both[wrong[0]]
         yield ReportFinding(
             "Prediction",
             f"The counted bytes differ from the formulas with {'; '.join(wrong)}.",
-            f"{wrong[0]}: formula {formula}, counted {counted}",
+            f"{wrong[0]}: formula {[round(value) for value in formula]}, counted "
+            f"{[round(value) for value in counted]}",
             caution=True,
         )
-    elif both:
-        yield ReportFinding(
-            "Prediction",
-            "Every rank sent as many bytes as the formulas say, in "
-            f"{'the one cell that has both' if len(both) == 1 else f'all {len(both)} cells'}.",
-            "compared for each rank and step, to half a byte",
-        )
+        return
+    cells = f"all {len(both)} cells"
+    if len(both) == 1:
+        cells = "the one cell that has both"
+    yield ReportFinding(
+        "Prediction",
+        f"Every rank sent as many bytes as the formulas say, in {cells}.",
+        "compared for each rank and step, to half a byte",
+    )
+
+
+def _agree(formula: Sequence[float], counted: Sequence[float]) -> bool:
+    if len(formula) != len(counted):
+        return False
+    return all(abs(one - other) <= 0.5 for one, other in zip(formula, counted, strict=True))
 
 
 _WHOLE = (unfinished, noisy, iterations)

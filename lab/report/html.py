@@ -1,4 +1,4 @@
-"""The page ``report.html``: hands results, findings, tables and drawings to the template.
+"""The page ``report.html``: hands findings, tables and drawings to the template.
 
 The page is one file without outside resources, and refers to no other file: it can be copied alone.
 jinja2 escapes every text; only the SVG of the figures, which this package draws, stays as it is.
@@ -6,20 +6,22 @@ jinja2 escapes every text; only the SVG of the figures, which this package draws
 
 import base64
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from common.utils.grouping import grouped
+from lab.comparison.record import Cell, Comparison
 from lab.report import tables
 from lab.report.drawings.figure_pages import Drawing
 from lab.report.findings import REACH, ReportFinding, findings
 from lab.report.settings_text import block_settings, pairs, summary
-from lab.report.verdict import verdict
-from lab.report.view import ComparisonGroup, Json, what_is_emulated
+from lab.report.tables import Line
+from lab.report.verdict import Verdict, verdict
+from lab.report.view import ComparisonGroup, what_is_emulated
 
 
 @cache
@@ -35,62 +37,83 @@ def _template() -> jinja2.Template:
     return environment.get_template("report.html.jinja")
 
 
+@dataclass
+class Section:
+    """What the page shows of a block.
+
+    id : the beginning of its ids in the page. topics : findings by topic, without ``wrong`` and
+    ``limits``. tables : names of columns by title. predicted : the lines with a prediction.
+    """
+
+    id: str
+    label: str
+    verdict: Verdict
+    wrong: Sequence[ReportFinding]
+    topics: Collection[tuple[str, Sequence[ReportFinding]]]
+    limits: Sequence[ReportFinding]
+    tables: Mapping[str, Sequence[str]]
+    lines: Sequence[Line]
+    predicted: Sequence[Line]
+    figures: Sequence[Drawing]
+    settings: Sequence[tuple[str, str]]
+
+
 def render(
-    results: Json,
+    comparison: Comparison,
     drawings: Sequence[tuple[ComparisonGroup, Sequence[Drawing]]],
     timelines: Sequence[Drawing],
 ) -> str:
-    """Return the page for ``results`` with the figures of each block and the timelines."""
-    settings, cells, prediction = results["settings"], results["cells"], results.get("prediction")
-    warnings, blocks = results["warnings"], [block for block, _ in drawings]
+    """Return the page with the figures of each block and the timelines."""
+    blocks = [block for block, _ in drawings]
     many = len(blocks) > 1
-    sections = [
-        {"id": f"part{index}-" if many else ""} | _section(block, figures, results)
-        for index, (block, figures) in enumerate(drawings, start=1)
-    ]
+    sections = []
+    for index, (block, figures) in enumerate(drawings, start=1):
+        prefix = f"part{index}-" if many else ""
+        sections.append(_section(prefix, block, figures, comparison))
+    warnings = comparison.warnings
     if len(sections) == 1:  # else they belong to no single section
-        sections[0]["limits"][:0] = [ReportFinding(REACH, warning) for warning in warnings]
+        limits = [ReportFinding(REACH, warning) for warning in warnings]
+        sections[0].limits = [*limits, *sections[0].limits]
         warnings = []
+    calibration = comparison.prediction.calibration if comparison.prediction else {}
     return _template().render(
-        compare=results["kind"] != "report",
-        created=results["created"],
-        emulated=what_is_emulated(settings) if results.get("emulated") else "",
-        finished=results["finished"],
-        done=sum(cell["status"] == "done" for cell in cells),
-        total=len(cells),
-        summary=summary(settings),
+        compare=comparison.kind != "report",
+        created=comparison.created,
+        emulated=what_is_emulated(comparison.known()) if comparison.emulated else "",
+        finished=comparison.finished,
+        done=sum(cell.status == "done" for cell in comparison.cells),
+        total=len(comparison.cells),
+        summary=summary(comparison.settings),
         warnings=warnings,
-        differences=results.get("differences", []),
+        differences=comparison.differences,
         sections=sections,
         many=many,
-        settings=settings,
-        named_settings=pairs(settings),
-        environment=pairs(results["environment"]),
+        settings=comparison.settings,
+        named_settings=pairs(comparison.settings),
+        environment=pairs(comparison.environment),
         timelines=timelines,
         columns=tables.COLUMNS,
         foretold=tables.PREDICTION,
-        failed=[
-            row
-            for block in blocks
-            for row in block.rows
-            if row.status == "failed" or (row.status == "partial" and row.message)
-        ],
-        prediction=prediction,
-        first_run=min(
-            (
-                run.get("started") or ""
-                for block in blocks
-                for row in block.rows
-                for run in row.runs
-            ),
-            default="",
-        ),
-        calibration=pairs((prediction or {}).get("calibration", {})),
+        failed=[row for block in blocks for row in block.rows if _has_failed(row.cell)],
+        prediction=comparison.prediction,
+        first_run=_first_start(blocks),
+        calibration=pairs(calibration),
         downloads={
             "table.csv": _data_address("text/csv", tables.csv_text(blocks)),
             "table.md": _data_address("text/markdown", tables.markdown(blocks)),
         },
     )
+
+
+def _has_failed(cell: Cell) -> bool:
+    """Return whether all runs of a cell failed, or some did and say why."""
+    return cell.status == "failed" or (cell.status == "partial" and bool(cell.message))
+
+
+def _first_start(blocks: Sequence[ComparisonGroup]) -> str:
+    """Return when the first run started; "" if this is not known of each of them."""
+    runs = [run for block in blocks for row in block.rows for run in row.runs]
+    return min((run.started or "" for run in runs), default="")
 
 
 def tidy(text: str) -> str:
@@ -103,26 +126,25 @@ def _data_address(kind: str, text: str) -> str:
     return f"data:{kind};charset=utf-8;base64,{base64.b64encode(text.encode()).decode()}"
 
 
-def _section(block: ComparisonGroup, figures: Sequence[Drawing], results: Json) -> dict[str, Any]:
+def _section(
+    prefix: str, block: ComparisonGroup, figures: Sequence[Drawing], comparison: Comparison
+) -> Section:
     found = findings(block)
-    names: dict[str, Sequence[str]] = {
-        "Times": tables.TIMES,
-        "Scaling, bytes, memory": tables.COSTS,
-    }
-    if any(row.memory() or row.memory("predicted_memory") for row in block.rows):
-        names["Tensors of the rank that holds most"] = tables.MEMORY
+    shown = {"Times": tables.TIMES, "Scaling, bytes, memory": tables.COSTS}
+    if any(row.memory or row.predicted_memory for row in block.rows):
+        shown["Tensors of the rank that holds most"] = tables.MEMORY
+    plain = [finding for finding in found if not finding.caution and not finding.wrong]
     lines = tables.lines(block)
-    return {
-        "label": block.label,
-        "verdict": verdict(block, found),
-        "wrong": [one for one in found if one.wrong],
-        "topics": grouped(
-            (one.topic, one) for one in found if not one.caution and not one.wrong
-        ).items(),
-        "limits": [one for one in found if one.caution],
-        "tables": names,
-        "lines": lines,
-        "predicted": [line for line in lines if line.row.prediction],
-        "figures": figures,
-        "settings": block_settings(block, results),
-    }
+    return Section(
+        id=prefix,
+        label=block.label,
+        verdict=verdict(block, found),
+        wrong=[finding for finding in found if finding.wrong],
+        topics=grouped((finding.topic, finding) for finding in plain).items(),
+        limits=[finding for finding in found if finding.caution],
+        tables=shown,
+        lines=lines,
+        predicted=[line for line in lines if line.row.prediction],
+        figures=figures,
+        settings=block_settings(block, comparison),
+    )

@@ -6,6 +6,7 @@ from statistics import mode
 from typing import NamedTuple
 
 from common.utils.grouping import grouped
+from lab.comparison.record import Repeat
 from lab.report.view import Rows
 
 Curves = Mapping[str, Mapping[int, float]]
@@ -26,29 +27,31 @@ def curves(rows: Rows) -> Curves:
 
     The runs have the same seed: the one that most have, of several the smallest.
     """
-    found = [
-        (run["seed"], row.sync, losses)
-        for row in rows
-        for run in row.runs
-        if (
-            losses := {
-                step: loss
-                for step, loss in run.get("losses", [])
-                if loss is not None and math.isfinite(loss)
-            }
-        )
-    ]
-    seed = mode(sorted(own for own, _, _ in found)) if found else None
-    return {sync: losses for own, sync, losses in reversed(found) if own == seed}
+    found = []
+    for row in rows:
+        for run in row.runs:
+            losses = _finite(run)
+            if losses:
+                found.append((run.seed, row.sync, losses))
+    if not found:
+        return {}
+    commonest = mode(sorted(seed for seed, _, _ in found))
+    return {sync: losses for seed, sync, losses in reversed(found) if seed == commonest}
 
 
-def differences(found: Curves) -> list[Difference]:
+def _finite(run: Repeat) -> dict[int, float]:
+    return {step: loss for step, loss in run.losses if loss is not None and math.isfinite(loss)}
+
+
+def differences(by_sync: Curves) -> list[Difference]:
     """Compare the losses at each step that at least two curves have."""
     points = grouped(
-        (step, (loss, sync)) for sync, curve in found.items() for step, loss in curve.items()
+        (step, (loss, sync)) for sync, curve in by_sync.items() for step, loss in curve.items()
     )
-    return [
-        Difference(max(some)[0] - min(some)[0], step, *min(some), max(some)[1])
-        for step, some in points.items()
-        if len(some) > 1
-    ]
+    found = []
+    for step, losses in points.items():
+        if len(losses) > 1:
+            low, one = min(losses)
+            high, other = max(losses)
+            found.append(Difference(high - low, step, low, one, other))
+    return found

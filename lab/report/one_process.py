@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from common.config.schema import DATA, OPTIMIZER, TRAINING, Config, settings
 from common.data import load_dataset
@@ -28,18 +29,34 @@ from common.run_setup import Setup, prepare_model
 from common.training_engine.batches import MicroBatch
 from common.training_plan import make_plan
 from common.utils.source_hash import step_digest
-from common.utils.typed_json import read_json
-from lab.report.view import Json
+from common.utils.typed_json import convert, read_json
+from lab.comparison.record import OneProcess, Repeat
 
 _MOST_SECONDS = 60.0
 # The differences, as a share of the loss, that rounding does not reach: on machines of one kind,
 # as equality.START allows fp32, and on others.
 _ROUNDING, _MACHINES = 1e-5, 1e-4
-_NOTHING = {"agrees": None, "difference": 0.0, "limit": 0.0, "mistake": "", "why_not": ""}
 _DIVISORS = (4, 1, 2, 3, 8)  # in place of the world size; the commonest first
 
 
-def recompute(folder: Path, run: Json) -> dict[str, Any]:
+class _RunSettings(Struct):
+    """The entries of ``config.json`` that decide whether one process can do the same."""
+
+    dataset: str | None = None
+    normalise: str | None = None
+    model: str | None = None
+    precision: str = "fp32"
+    clip_norm: float | None = None
+
+
+class _RunMachine(Struct):
+    """The entries of ``environment.json`` that do."""
+
+    gpus: list[str] = []
+    step_code: str | None = None
+
+
+def recompute(folder: Path, run: Repeat) -> OneProcess:
     """Compare ``run``, which wrote ``folder``, with what one process computes in its first steps.
 
     Returns whether the loss of step 2 ``agrees``, its ``difference``, the ``limit`` of rounding,
@@ -49,58 +66,81 @@ def recompute(folder: Path, run: Json) -> dict[str, Any]:
     threads = torch.get_num_threads()
     try:
         config = _config(folder, run)
-        torch.set_num_threads(run["ranks"][0]["threads"])  # which may decide how sums are rounded
-        (_, first), (_, second) = run["losses"][:2]
-        one, second_loss = _first_step(config)
-        two = second_loss(1.0)
-        if not _equal(one, first):
-            raise UserError(f"the loss of step 1 is {one:.7g} here, {first:.7g} in the run")
-        agrees = _equal(two, second)
-        mistake = "" if agrees else _mistake(config, second, len(run["ranks"]))
-        if not agrees and not mistake and _equal(two, second, _MACHINES):
-            raise UserError(f"the loss of step 2 is {two:.7g} here, {second:.7g} in the run")
-        numbers = {"difference": abs(two - second), "limit": _ROUNDING * abs(two)}
-        return _NOTHING | numbers | {"agrees": agrees, "mistake": mistake}
+        torch.set_num_threads(run.ranks[0].threads)  # which may decide how sums are rounded
+        return _compare(config, run)
     except UserError as error:
-        return _NOTHING | {"why_not": str(error)}
+        return OneProcess(agrees=None, why_not=str(error))
     finally:
         torch.set_num_threads(threads)
 
 
-def _config(folder: Path, run: Json) -> Config:
+def _compare(config: Config, run: Repeat) -> OneProcess:
+    first, second = (loss for _, loss in run.losses[:2])
+    assert first is not None  # else there is no config
+    assert second is not None
+    one, second_loss = _first_step(config)
+    two = second_loss(1.0)
+    if not _equal(one, first):
+        raise UserError(f"the loss of step 1 is {one:.7g} here, {first:.7g} in the run")
+    agrees = _equal(two, second)
+    mistake = ""
+    if not agrees:
+        mistake = _mistake(config, second, len(run.ranks))
+        if not mistake and _equal(two, second, _MACHINES):
+            raise UserError(f"the loss of step 2 is {two:.7g} here, {second:.7g} in the run")
+    return OneProcess(
+        agrees=agrees, difference=abs(two - second), limit=_ROUNDING * abs(two), mistake=mistake
+    )
+
+
+def _config(folder: Path, run: Repeat) -> Config:
     """Return the settings that decide the run's first steps. UserError if they are not enough."""
     with file_errors(f"{folder} cannot be read"):
-        config = read_json(folder / "config.json", dict[str, Any])
-        environment = read_json(folder / "environment.json", dict[str, Any])
-    begun = [step for step, loss in run["losses"][:2] if loss is not None]
-    seconds = 2 * sum(
-        rank["seconds"]["forward"] + rank["seconds"]["backward"] for rank in run["ranks"]
-    )
-    reasons = {
-        "it computed on a GPU": environment.get("gpus"),
-        f"it computed in {config.get('precision')}": config.get("precision", "fp32") != "fp32",
-        "its losses of steps 1 and 2 were not recorded, or are not finite": begun != [1, 2],
-        "it began with pretrained weights": config.get("model") in PRETRAINED,
-        "it clips its gradients": config.get("clip_norm"),
-        "its images are normalised as ImageNet's": config.get("normalise") == "imagenet",
-        "its images are a folder of your own": config.get("dataset") == "folder",
-        f"it would take about {seconds:.0f} s": seconds > _MOST_SECONDS,
-        "it ran other code, or another torch": environment.get("step_code") != step_digest(),
-    }
-    if why := next((reason for reason, holds in reasons.items() if holds), ""):
-        raise UserError(why)
+        facts = read_json(folder / "config.json", dict[str, Any])
+        known = convert(facts, _RunSettings, name=str(folder / "config.json"))
+        machine = read_json(folder / "environment.json", _RunMachine)
+    _check_that_one_process_can(run, known, machine)
     kept = {
-        name: config[name]
+        name: facts[name]
         for name, rules in settings().items()
-        if rules["group"] in (DATA, TRAINING, OPTIMIZER) and config.get(name) is not None
+        if rules["group"] in (DATA, TRAINING, OPTIMIZER) and facts.get(name) is not None
     }
+    data_dir = None
+    if "data_dir" in kept:
+        data_dir = Path(str(kept["data_dir"]))
     # The plan's numbers stand in config.json in place of the settings that they follow from.
-    derived = {
-        **{"sync": "none", "local_batch_size": None, "warmup_epochs": None, "mirror": None},
-        "shards": config.get("shards"),
-        "data_dir": Path(str(kept["data_dir"])) if "data_dir" in kept else None,
+    kept |= {
+        "sync": "none",
+        "local_batch_size": None,
+        "warmup_epochs": None,
+        "mirror": None,
+        "shards": facts.get("shards"),
+        "data_dir": data_dir,
     }
-    return Config(part="PartOne", **kept | derived)
+    return Config(part="PartOne", **kept)
+
+
+def _check_that_one_process_can(run: Repeat, known: _RunSettings, machine: _RunMachine) -> None:
+    """Raise UserError, which says why not, unless the run's first steps can be computed again."""
+    if machine.gpus:
+        raise UserError("it computed on a GPU")
+    if known.precision != "fp32":
+        raise UserError(f"it computed in {known.precision}")
+    if [step for step, loss in run.losses[:2] if loss is not None] != [1, 2]:
+        raise UserError("its losses of steps 1 and 2 were not recorded, or are not finite")
+    if known.model in PRETRAINED:
+        raise UserError("it began with pretrained weights")
+    if known.clip_norm:
+        raise UserError("it clips its gradients")
+    if known.normalise == "imagenet":
+        raise UserError("its images are normalised as ImageNet's")
+    if known.dataset == "folder":
+        raise UserError("its images are a folder of your own")
+    seconds = 2 * sum(rank.seconds.forward + rank.seconds.backward for rank in run.ranks)
+    if seconds > _MOST_SECONDS:
+        raise UserError(f"it would take about {seconds:.0f} s")
+    if machine.step_code != step_digest():
+        raise UserError("it ran other code, or another torch")
 
 
 @cache
@@ -112,7 +152,8 @@ def _first_step(
     Returns the loss of step 1, and a function that takes a factor and returns the loss of step 2
     after an update with that multiple of the gradients.
     """
-    world, launch = World(rank, ranks), LaunchSpec()
+    world = World(rank, ranks)
+    launch = LaunchSpec()
     dataset = load_dataset(config.dataset, config.data_folder, mirror="")
     loader, plan = make_plan(config, launch, world, dataset, "", {})
     setup = Setup(config, launch, world, dataset, plan, None, {}, None, 0.0)
@@ -121,7 +162,8 @@ def _first_step(
         setup, build_model(config.model, len(dataset.class_names))
     )
     batches = iter(loader)
-    first, second = (list(islice(batches, len(loader.micro_batches))) for _ in (1, 2))
+    first = list(islice(batches, len(loader.micro_batches)))
+    second = list(islice(batches, len(loader.micro_batches)))
     parameters = list(model.parameters())  # all of them train
     start = [parameter.detach().clone() for parameter in parameters]
 
@@ -134,7 +176,8 @@ def _first_step(
 
     def second_loss(factor: float) -> float:
         for parameter, value, gradient in zip(parameters, start, gradients, strict=True):
-            parameter.data, parameter.grad = value.clone(), factor * gradient
+            parameter.data = value.clone()
+            parameter.grad = factor * gradient
         optimizer.state.clear()
         optimizer.step()
         with torch.no_grad():
@@ -150,13 +193,16 @@ def _mistake(config: Config, second: float, ranks: int) -> str:
     """Return what a strategy does instead if the loss of step 2 is ``second``; "" if unknown."""
     _, second_loss = _first_step(config)
     for divisor in (*_DIVISORS, ranks * ranks):
-        if divisor != ranks and _equal(second_loss(ranks / divisor), second):
+        factor = ranks / divisor
+        if divisor != ranks and _equal(second_loss(factor), second):
             return (
-                f"its gradients are {ranks / divisor:.2f} of the mean: divided by {divisor} on "
+                f"its gradients are {factor:.2f} of the mean: divided by {divisor} on "
                 f"{ranks} ranks?"
             )
-    loss = fmean(_first_step(config, rank, ranks)[1](1.0) for rank in range(ranks))
-    return "each rank steps with its own gradients?" if _equal(loss, second) else ""
+    own = [_first_step(config, rank, ranks) for rank in range(ranks)]
+    if _equal(fmean(own_second_loss(1.0) for _, own_second_loss in own), second):
+        return "each rank steps with its own gradients?"
+    return ""
 
 
 def _equal(one: float, other: float, tolerance: float = _ROUNDING) -> bool:

@@ -4,8 +4,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from common.utils.typed_json import Facts
+from lab.comparison.record import Comparison
 from lab.predict.readable import bandwidth_text, duration_text
-from lab.report.view import ComparisonGroup, Json, rate_text
+from lab.report.view import ComparisonGroup, rate_text
 
 _LABELS = {
     "dataset": "data",
@@ -23,42 +25,50 @@ _LABELS = {
     "least time of an all_reduce": "shortest all-reduce",
 }
 _UNITS = {"alpha": duration_text, "beta": bandwidth_text, "gamma": bandwidth_text}
+# The settings of the page's second line, and how each is written; {}: its value.
+_SUMMARY = {
+    "model": "{}",
+    "dataset": "on {}",
+    "scaling": "{} scaling",
+    "batch_size": "batch {}",
+    "steps": "{} steps",
+    "repeats": "{} repeats",
+}
 
 
-def summary(settings: Json) -> str:
+def summary(settings: Facts) -> str:
     """Return the settings of the page's second line: model, data, scaling, batch, counts."""
-    parts = {
-        "model": "{}",
-        "dataset": "on {}",
-        "scaling": "{} scaling",
-        "batch_size": "batch {}",
-        "steps": "{} step" if settings.get("steps") == 1 else "{} steps",
-        "repeats": "{} repeat" if settings.get("repeats") == 1 else "{} repeats",
-    }
-    known = {name: settings[name] for name in parts if settings.get(name) is not None}
-    return ", ".join(parts[name].format(value) for name, value in known.items())
+    texts = []
+    for name, form in _SUMMARY.items():
+        value = settings.get(name)
+        if value is None:
+            continue
+        if value == 1 and name in ("steps", "repeats"):
+            form = form.removesuffix("s")
+        texts.append(form.format(value))
+    return ", ".join(texts)
 
 
-def pairs(content: Json) -> list[tuple[str, str]]:
+def pairs(facts: Facts) -> list[tuple[str, str]]:
     """Return names and values as text; the page shows the command elsewhere."""
     return [
         (_LABELS.get(name, name.replace("_", " ")), _value(name, value))
-        for name, value in content.items()
+        for name, value in facts.items()
         if name != "command"
     ]
 
 
-def block_settings(block: ComparisonGroup, results: Json) -> list[tuple[str, str]]:
+def block_settings(block: ComparisonGroup, comparison: Comparison) -> list[tuple[str, str]]:
     """Return the block's own settings, rate, batch sizes, seeds and folders."""
-    repeats = [repeat for row in block.rows for repeat in row.repeats]
-    own = {
-        **results.get("groups", {}).get(str(block.group), {}),
+    repeats = [repeat for row in block.rows for repeat in row.cell.repeats]
+    batch_sizes = {row.cell.batch_size for row in block.rows if row.cell.batch_size}
+    own = comparison.group_facts(block.group) | {
         "link rate": rate_text(block.rate),
-        "global batch size": sorted({row.batch_size for row in block.rows if row.batch_size}),
-        "seeds": sorted({repeat["seed"] for repeat in repeats}),
+        "global batch size": sorted(batch_sizes),
+        "seeds": sorted({repeat.seed for repeat in repeats}),
     }
-    if results["kind"] == "report":
-        own["runs"] = [repeat["folder"] for repeat in repeats]
+    if comparison.kind == "report":
+        own["runs"] = [repeat.folder for repeat in repeats]
     return pairs(own)
 
 
@@ -70,14 +80,18 @@ def _value(name: str, value: Any) -> str:
         return ", ".join(map(rate_text, value))
     if value in (None, [], "", [None]):
         return "none"
+    if isinstance(value, list):
+        return ", ".join(_value("", entry) for entry in value)
+    if isinstance(value, Mapping):
+        return "; ".join(
+            f"{key.replace('_', ' ')} {_value(key, entry)}" for key, entry in value.items()
+        )
+    return _plain_text(value)
+
+
+def _plain_text(value: bool | float | str) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.6g}"
-    if isinstance(value, Mapping):
-        return "; ".join(
-            f"{key.replace('_', ' ')} {_value(key, each)}" for key, each in value.items()
-        )
-    if isinstance(value, list):
-        return ", ".join(_value("", entry) for entry in value)
     return re.sub(r"(\d{4}-\d\d-\d\d)T(?=\d\d:)", r"\1 ", str(value))

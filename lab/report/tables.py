@@ -9,7 +9,9 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from common.sync.memory_cost import KINDS
+from msgspec.structs import asdict
+
+from common.sync.memory_cost import KINDS, Memory
 from lab.report.equality import wrong_rows
 from lab.report.view import (
     NOTHING,
@@ -22,6 +24,7 @@ from lab.report.view import (
     what_is_emulated,
 )
 
+_SECTIONS = ("data", "forward", "backward", "sync", "wait", "wire", "update")
 WRONG = "yes: WRONG"  # claims to be exact, but computes something else
 _MARKDOWN_ESCAPES = str.maketrans(
     {"&": "&amp;", "<": "&lt;", ">": "&gt;"} | {mark: f"\\{mark}" for mark in "\\|`*"}
@@ -106,115 +109,201 @@ MARKDOWN = (*_TIMES, *_COSTS, "optimizer_state_bytes", "tensor_bytes", *_FORETOL
 
 def lines(block: ComparisonGroup) -> list[Line]:
     """Return the rows of a block's tables."""
-    wrong, found = wrong_rows(block), []
-    for row in block.rows:
-        values, is_wrong = _values(block, row), row in wrong
-        shown = values | _readable(row, is_wrong)
-        texts = {name: _text(row, name, shown[name]) for name in COLUMNS}
-        found.append(Line(row, values, texts, is_wrong, set()))
+    wrong = wrong_rows(block)
+    found = [_line(block, row, row in wrong) for row in block.rows]
     for nodes in block.nodes_beyond_one:
         right = [line for line in found if line.row.nodes == nodes and not line.wrong]
-        for name, column in COLUMNS.items():
-            known = [line for line in right if line.values.get(name) is not None]
-            # lines with the same text are equally good; where all have it, none is best
-            if column.best and len({line.texts[name] for line in known}) > 1:
-                best = column.best(known, key=lambda line: line.values[name]).texts[name]
-                for line in known:
-                    line.best.update({name} if line.texts[name] == best else ())
+        for name in COLUMNS:
+            _mark_best(right, name)
     return found
 
 
+def _line(block: ComparisonGroup, row: CellRow, wrong: bool) -> Line:
+    values = _values(block, row)
+    shown = values | _readable(row, wrong)
+    texts = {name: _text(row, name, shown[name]) for name in COLUMNS}
+    return Line(row, values, texts, wrong, set())
+
+
+def _mark_best(lines: Sequence[Line], name: str) -> None:
+    """Mark the lines with the best value of a column, on the same number of nodes.
+
+    Lines with the same text are equally good; where all have it, none is best.
+    """
+    best = COLUMNS[name].best
+    known = [line for line in lines if line.values.get(name) is not None]
+    if best is None or len({line.texts[name] for line in known}) < 2:
+        return
+    first = best(known, key=lambda line: line.values[name])
+    for line in known:
+        if line.texts[name] == first.texts[name]:
+            line.best.add(name)
+
+
+# --- the values of the CSV, in its order ---
+
+
 def _values(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
-    low, high = row.interval("step") or (None, None)
-    in_scope = row.prediction.get("in_scope", False)
-    return {
+    settings = {
         "strategy": row.sync,
         "nodes": row.nodes,
         "group": block.group,
-        "rate": rate_text(row.rate),
+        "rate": rate_text(row.cell.rate),
         "exact": int(row.exact),
         "emulated": int(block.emulated),
-        "status": row.status,
+        "status": row.cell.status,
         "repeats": len(row.runs),
-        "global_batch_size_samples": row.batch_size,
+        "global_batch_size_samples": row.cell.batch_size,
+    }
+    return settings | _times(row) | _costs(row) | _predicted(row)
+
+
+def _times(row: CellRow) -> dict[str, Any]:
+    low, high = row.interval("step") or (None, None)
+    medians = asdict(row.cell.medians) if row.cell.medians else {}
+    return {
         "step_seconds": row.step or None,
         "step_seconds_low95": low,
         "step_seconds_high95": high,
-        **{
-            f"{name}_seconds": row.median(name)
-            for name in ("data", "forward", "backward", "sync", "wait", "wire", "update")
-        },
+        **{f"{name}_seconds": medians.get(name) for name in _SECTIONS},
         "mean_iteration_seconds": row.mean_iteration,
+    }
+
+
+def _costs(row: CellRow) -> dict[str, Any]:
+    samples_per_second = None
+    if row.cell.batch_size and row.step:
+        samples_per_second = row.cell.batch_size / row.step
+    return {
         "speedup_ratio": row.speedup,
         "efficiency_ratio": row.efficiency,
-        "samples_per_second": row.batch_size / row.step if row.batch_size and row.step else None,
-        "root_sent_bytes": row.median("root_bytes_sent"),
-        "others_sent_bytes": row.median("others_bytes_sent"),
-        "peak_memory_bytes": row.median("peak_memory_bytes"),
+        "samples_per_second": samples_per_second,
+        "root_sent_bytes": row.medians.root_bytes_sent,
+        "others_sent_bytes": row.medians.others_bytes_sent,
+        "peak_memory_bytes": row.medians.peak_memory_bytes,
         "largest_peak_memory_bytes": max(row.per_rank("peak_memory_bytes"), default=None),
-        **{f"{kind}_bytes": row.memory().get(kind) for kind in KINDS},
-        "predicted_tensor_bytes": sum(row.memory("predicted_memory").values()) or None,
-        "predicted_step_seconds": row.prediction.get("step_seconds"),
-        "prediction_error_ratio": row.error,
-        "prediction_in_scope": int(in_scope) if row.prediction else None,
+        **_by_kind(row.memory),
     }
+
+
+def _by_kind(memory: Memory) -> dict[str, int | None]:
+    return {f"{kind}_bytes": memory.get(kind) for kind in KINDS}
+
+
+def _predicted(row: CellRow) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "predicted_tensor_bytes": sum(row.predicted_memory.values()) or None,
+        "predicted_step_seconds": None,
+        "prediction_error_ratio": None,
+        "prediction_in_scope": None,
+    }
+    if row.prediction is not None:
+        values |= {
+            "predicted_step_seconds": row.prediction.step_seconds,
+            "prediction_error_ratio": row.error,
+            "prediction_in_scope": int(row.prediction.in_scope),
+        }
+    return values
+
+
+# --- the values that only readable tables have, or write in another way ---
 
 
 def _readable(row: CellRow, wrong: bool) -> dict[str, Any]:
-    """Return the values that only readable tables have, or write in another way."""
-    claim = WRONG if wrong else "yes" if row.exact else "no"
-    message = " ".join((row.message or "").split())
-    shown = message if len(message) <= 80 else f"{message[:79]}…"
-    # Emulated compute updates nothing, so it has no optimiser state to measure.
-    memory = row.memory() or row.memory("predicted_memory")
-    sync = row.median("sync") if row.step and row.nodes > 1 else None
-    share = "" if sync is None else f" ({percent(sync / row.step)})"
+    others_sent = row.medians.others_bytes_sent if row.nodes > 1 else None
     return {
         "cell": row.name,
-        "claim": claim if row.nodes > 1 else NOTHING,
-        "step_or_status": (
-            seconds_text(row.step, row.step) + interval_text(row) if row.step else row.status
-        ),
-        "exposed_share": seconds_text(sync, row.step) + share,
-        "others_sent_bytes": row.median("others_bytes_sent") if row.nodes > 1 else None,
-        **{f"{kind}_bytes": memory.get(kind) for kind in KINDS},
-        "tensor_bytes": sum(row.memory().values()) or None,
-        "predicted_compute_seconds": row.prediction.get("compute_seconds"),
-        "predicted_sync_seconds": row.prediction.get("sync_seconds"),
+        "claim": _claim(row, wrong),
+        "step_or_status": _step_or_status(row),
+        "exposed_share": _exposed_share(row),
+        "others_sent_bytes": others_sent,
+        # Emulated compute updates nothing, so it has no optimiser state to measure.
+        **_by_kind(row.memory or row.predicted_memory),
+        "tensor_bytes": sum(row.memory.values()) or None,
+        **_prediction(row),
         "measured_seconds": row.step or None,
-        "error": row.error,
-        "scope": "in scope"
-        if row.prediction.get("in_scope")
-        else f"out of scope: {row.prediction.get('why') or 'no reason given'}",
-        "state": f"{row.status}: {shown}" if shown else row.status,
+        "state": _state(row),
     }
+
+
+def _claim(row: CellRow, wrong: bool) -> str:
+    if row.nodes == 1:
+        return NOTHING
+    if wrong:
+        return WRONG
+    return "yes" if row.exact else "no"
+
+
+def _step_or_status(row: CellRow) -> str:
+    if not row.step:
+        return row.cell.status
+    return seconds_text(row.step, row.step) + interval_text(row)
+
+
+def _exposed_share(row: CellRow) -> str:
+    if not row.step or row.nodes == 1:
+        return NOTHING
+    sync = row.medians.sync
+    return f"{seconds_text(sync, row.step)} ({percent(sync / row.step)})"
+
+
+def _prediction(row: CellRow) -> dict[str, Any]:
+    prediction = row.prediction
+    if prediction is None:  # no table shows it
+        return dict.fromkeys(
+            ("predicted_compute_seconds", "predicted_sync_seconds", "error", "scope")
+        )
+    scope = "in scope"
+    if not prediction.in_scope:
+        scope = f"out of scope: {prediction.why or 'no reason given'}"
+    return {
+        "predicted_compute_seconds": prediction.compute_seconds,
+        "predicted_sync_seconds": prediction.sync_seconds,
+        "error": row.error,
+        "scope": scope,
+    }
+
+
+def _state(row: CellRow) -> str:
+    message = " ".join((row.cell.message or "").split())
+    if not message:
+        return row.cell.status
+    if len(message) > 80:
+        message = f"{message[:79]}…"
+    return f"{row.cell.status}: {message}"
 
 
 def _text(row: CellRow, name: str, value: Any) -> str:
     form = COLUMNS[name].form
     if value is None or not form:
         return value or NOTHING
+    if name == "step_seconds":
+        return seconds_text(value, row.step) + interval_text(row)
     if form == "s":
-        interval = interval_text(row) if name == "step_seconds" else ""
-        return seconds_text(value, row.step or value) + interval
-    number = value / 1e6 if name.endswith("_bytes") else value
-    return format(number, form).replace("%", " %")
+        return seconds_text(value, row.step or value)
+    if name.endswith("_bytes"):
+        return format(value / 1e6, form)
+    return format(value, form).replace("%", " %")
 
 
 def markdown(blocks: Sequence[ComparisonGroup]) -> str:
     """Return the tables of all blocks as Markdown, with headings if there are several."""
     parts = []
     for block in blocks:
-        rows = [
-            [COLUMNS[name].heading for name in MARKDOWN],
-            ["---:" if COLUMNS[name].form else "---" for name in MARKDOWN],
-            *([line.texts[name] for name in MARKDOWN] for line in lines(block)),
-        ]
-        heading = f"**{escape(block.label)}**\n\n" if len(blocks) > 1 else ""
-        emulated = f"{escape(what_is_emulated(block.settings))}\n\n" if block.emulated else ""
-        table = "".join(f"| {' | '.join(map(escape, row))} |\n" for row in rows)
-        parts.append(heading + emulated + table)
+        part = ""
+        if len(blocks) > 1:
+            part += f"**{escape(block.label)}**\n\n"
+        if block.emulated:
+            part += f"{escape(what_is_emulated(block.settings))}\n\n"
+        parts.append(part + _markdown_table(block))
     return "\n".join(parts) or "No cells.\n"
+
+
+def _markdown_table(block: ComparisonGroup) -> str:
+    headings = [COLUMNS[name].heading for name in MARKDOWN]
+    alignments = ["---:" if COLUMNS[name].form else "---" for name in MARKDOWN]
+    rows = [[line.texts[name] for name in MARKDOWN] for line in lines(block)]
+    return "".join(f"| {' | '.join(map(escape, row))} |\n" for row in (headings, alignments, *rows))
 
 
 def escape(text: str) -> str:

@@ -7,12 +7,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lab.comparison.record import Comparison
 from lab.report.findings import EQUAL, ITERATION, SPEED, ReportFinding, findings
 from lab.report.tables import lines
-from lab.report.verdict import Verdict, verdict
-from lab.report.view import ComparisonGroup, Json, blocks, what_is_emulated
+from lab.report.verdict import verdict
+from lab.report.view import ComparisonGroup, blocks, what_is_emulated
 
 _FINDINGS = 4
+_LEFT_OUT = 5  # the place of a finding that is not printed
 _WIDTH = 100  # of a file or a pipe, which has no width of its own
 _RED = "bold red"
 _COLUMNS = {
@@ -25,39 +27,54 @@ _COLUMNS = {
 }
 
 
-def print_answer(console: Console, results: Json) -> None:
-    """Print the answer, the table and the most important findings of each block of ``results``."""
+def print_answer(console: Console, comparison: Comparison) -> None:
+    """Print the answer, the table and the most important findings of each block."""
     if not console.is_terminal:
         console = Console(file=console.file, highlight=False, width=_WIDTH)
-    found = blocks(results)
+    found = blocks(comparison)
     for block in found:
         console.print()
         if len(found) > 1:
             console.print(block.label, style="bold", markup=False)
-        all_findings = findings(block)
-        answer = verdict(block, all_findings)
-        console.print(Text(answer.text, style=_RED if answer.wrong else "bold"), soft_wrap=True)
-        if answer.why:
-            console.print(Text(answer.why), soft_wrap=True)
-        if block.emulated:
-            console.print(Text(what_is_emulated(block.settings)), soft_wrap=True)
-        console.print(_table(block))
-        for one in _most_important(all_findings, answer):
-            mark, style = ("WRONG: ", _RED) if one.wrong else ("- ", "")
-            console.print(Text(mark + one.text, style=style), soft_wrap=True)
+        _print_block(console, block)
 
 
-def _most_important(found: Sequence[ReportFinding], answer: Verdict) -> list[ReportFinding]:
-    """Return at most four findings that the answer does not give: wrong ones, then answers."""
-    rest = [one for one in found if not answer.text.startswith(one.text)]
-    order = (
-        *(one for one in rest if one.wrong),
-        *(one for one in rest if one.topic == ITERATION),
-        *(one for one in rest if one.topic == EQUAL and one.caution),
-        *(one for one in rest if one.topic == SPEED and one.caution),
-        *(one for one in rest if one.topic not in (SPEED, EQUAL, ITERATION) and not one.caution),
-    )
-    return list(order)[:_FINDINGS]
+def _print_block(console: Console, block: ComparisonGroup) -> None:
+    all_findings = findings(block)
+    answer = verdict(block, all_findings)
+    console.print(Text(answer.text, style=_RED if answer.wrong else "bold"), soft_wrap=True)
+    if answer.why:
+        console.print(Text(answer.why), soft_wrap=True)
+    if block.emulated:
+        console.print(Text(what_is_emulated(block.settings)), soft_wrap=True)
+    console.print(_table(block))
+    rest = [finding for finding in all_findings if not answer.text.startswith(finding.text)]
+    for finding in _most_important(rest):
+        if finding.wrong:
+            console.print(Text(f"WRONG: {finding.text}", style=_RED), soft_wrap=True)
+        else:
+            console.print(Text(f"- {finding.text}"), soft_wrap=True)
+
+
+def _most_important(found: Sequence[ReportFinding]) -> list[ReportFinding]:
+    """Return at most four findings: wrong ones, then answers."""
+    printed = [finding for finding in found if _place(finding) < _LEFT_OUT]
+    return sorted(printed, key=_place)[:_FINDINGS]
+
+
+def _place(finding: ReportFinding) -> int:
+    """Return how early a finding is printed, or ``_LEFT_OUT``."""
+    if finding.wrong:
+        return 0
+    if finding.topic == ITERATION:
+        return 1
+    if finding.topic == EQUAL and finding.caution:
+        return 2
+    if finding.topic == SPEED and finding.caution:
+        return 3
+    if finding.topic in (EQUAL, SPEED) or finding.caution:
+        return _LEFT_OUT
+    return 4
 
 
 def _table(block: ComparisonGroup) -> Table:
@@ -67,10 +84,9 @@ def _table(block: ComparisonGroup) -> Table:
         left = name in ("strategy", "claim")
         table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for line in lines(block):
-        table.add_row(
-            *(
-                Text(line.texts[name], style=_RED if line.wrong and name == "claim" else "")
-                for name in _COLUMNS
-            )
-        )
+        cells = []
+        for name in _COLUMNS:
+            red = line.wrong and name == "claim"
+            cells.append(Text(line.texts[name], style=_RED if red else ""))
+        table.add_row(*cells)
     return table

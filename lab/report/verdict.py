@@ -47,77 +47,120 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
     found : the findings of ``block``; the first that is ``wrong`` stands first, and its strategy
     takes no part in the rest.
     """
-    wrong = [finding.text for finding in found if finding.wrong]
-    nodes = max((row.nodes for row in block.measured), default=0)
-    rows = sorted(block.at(nodes), key=lambda row: row.step)
-    if not rows:
+    if not block.measured:
         return Verdict("Nothing has been measured yet.", (), False)
+    nodes = max(row.nodes for row in block.measured)
+    rows = sorted(block.at(nodes), key=lambda row: row.step)
+    wrong = [finding.text for finding in found if finding.wrong]
     if nodes == 1:
-        alone = f"a step takes {timed(rows[0])}; no strategy on several nodes has been measured"
-        return Verdict(f"On one node {alone}{_machine(rows)}.", _numbers(rows), False)
-    link = f" at {rate_text(block.rate)}" if block.rate is not None else ""
-    where = f"On {nodes}{' emulated' if block.emulated else ''} nodes{link}"
+        return _of_one_node(rows)
     if wrong:
-        doubtful = check(block, nodes).doubtful
-        right = [row for row in rows if row.sync not in doubtful]
-        more = f" ({len(wrong) - 1} more below)" if len(wrong) > 1 else ""
-        rest = f" {where} {speed(right)}{_machine(right)}." if len(right) > 1 else ""
-        return Verdict(wrong[0] + more + rest, _numbers(right or rows), True)
-    one, most = rows[0].baseline, (rows[0].speedup_interval or (1, 1))[1]
-    faster = f"; one node alone is faster ({timed(one)})" if one and most < 1 else ""
-    text = f"{where} {speed(rows)}{faster}{_equality(block, rows)}{_machine(rows)}."
-    ends = dict.fromkeys((rows[0], rows[-1]))  # the fastest and the slowest, if there are two
-    first, last = rows[0].interval("step"), rows[-1].interval("step")
-    apart = len(ends) > 1 and not (first and last and last[0] <= first[1])
-    why = ("Why: the" if apart else "The") + " messages "
-    return Verdict(
-        text, _numbers(rows), False, why + " and those ".join(map(_messages, ends)) + "."
-    )
+        return _of_wrong_results(block, rows, wrong)
+    text = f"{_where(block, nodes)} {speed(rows)}{_one_node_alone(rows[0])}"
+    text += f"{_equality(block, rows)}{_machine(rows)}."
+    return Verdict(text, _numbers(rows), False, _why(rows))
+
+
+def _of_one_node(rows: Rows) -> Verdict:
+    text = f"On one node a step takes {timed(rows[0])}; no strategy on several nodes has been "
+    return Verdict(f"{text}measured{_machine(rows)}.", _numbers(rows), False)
+
+
+def _of_wrong_results(block: ComparisonGroup, rows: Rows, wrong: Sequence[str]) -> Verdict:
+    """Return what is wrong, and which of the other strategies is fastest."""
+    nodes = rows[0].nodes
+    doubtful = check(block, nodes).doubtful
+    right = [row for row in rows if row.sync not in doubtful]
+    text = wrong[0]
+    if len(wrong) > 1:
+        text += f" ({len(wrong) - 1} more below)"
+    if len(right) > 1:
+        text += f" {_where(block, nodes)} {speed(right)}{_machine(right)}."
+    return Verdict(text, _numbers(right or rows), True)
+
+
+def _where(block: ComparisonGroup, nodes: int) -> str:
+    emulated = " emulated" if block.emulated else ""
+    link = f" at {rate_text(block.rate)}" if block.rate is not None else ""
+    return f"On {nodes}{emulated} nodes{link}"
+
+
+def _one_node_alone(best: CellRow) -> str:
+    """Return the part of the sentence that says that even the fastest strategy loses time."""
+    interval = best.speedup_interval
+    if best.baseline is None or interval is None or interval[1] >= 1:
+        return ""
+    return f"; one node alone is faster ({timed(best.baseline)})"
+
+
+def _why(rows: Rows) -> str:
+    """Say what the messages of the fastest and of the slowest strategy do, if there are two."""
+    fastest = rows[0]
+    slowest = rows[-1]
+    if fastest is slowest:
+        return f"The messages {_messages(fastest)}."
+    begin = "The"
+    if not _overlap(fastest, slowest):
+        begin = "Why: the"
+    return f"{begin} messages {_messages(fastest)} and those {_messages(slowest)}."
+
+
+def _overlap(fastest: CellRow, slowest: CellRow) -> bool:
+    first = fastest.interval("step")
+    last = slowest.interval("step")
+    return first is not None and last is not None and last[0] <= first[1]
 
 
 def _messages(row: CellRow) -> str:
     """Say when a strategy's messages leave, or what passes rank 0's link, and what this costs."""
-    strategy = row.sync.partition("-")[0]
-    leave = plan_class(strategy).leave if strategy in STRATEGIES else MessagePlan.leave
+    exposed = f"({seconds_text(row.medians.sync, row.step)} s of a step are exposed)"
     if (row.root_share or 0.0) > EQUAL_SHARE / row.nodes:  # rank 0 receives as much as it sends
-        megabytes = 2e-6 * (row.median("root_bytes_sent") or 0.0)
-        leave = f"put {megabytes:.0f} MB a step through rank 0's link"
-    exposed = seconds_text(row.seconds("sync"), row.step)
-    return f"of {row.sync} {leave} ({exposed} s of a step are exposed)"
+        megabytes = 2e-6 * (row.medians.root_bytes_sent or 0.0)
+        return f"of {row.sync} put {megabytes:.0f} MB a step through rank 0's link {exposed}"
+    strategy = row.sync.partition("-")[0]
+    leave = MessagePlan.leave
+    if strategy in STRATEGIES:
+        leave = plan_class(strategy).leave
+    return f"of {row.sync} {leave} {exposed}"
 
 
 def _machine(rows: Rows) -> str:
     """Return the part of the sentence that says why these are not the times of quiet machines."""
-    load = max((run.get("load_per_core") or 0.0 for row in rows for run in row.runs), default=0.0)
-    reasons = {
-        "; the ranks share cores, so separate machines take other times (bytes and losses stay)": (
-            any(row.oversubscribed for row in rows)
-        ),
-        f"; the machine was busy (load {load:.1f} per core)": load > _BUSY,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    if any(row.cell.oversubscribed for row in rows):
+        return (
+            "; the ranks share cores, so separate machines take other times (bytes and losses stay)"
+        )
+    loads = [run.load_per_core for row in rows for run in row.runs if run.load_per_core is not None]
+    load = max(loads, default=0.0)
+    if load > _BUSY:
+        return f"; the machine was busy (load {load:.1f} per core)"
+    return ""
 
 
 def _equality(block: ComparisonGroup, rows: Rows) -> str:
     """Return the part of the sentence that says whether the strategies compute the same."""
     result = check(block, rows[0].nodes)
-    exact = sum(row.exact for row in rows)
     if len(result.equal) > 1:
-        every = len(rows) > exact == len(result.equal) > 2
-        who = f"the {exact} exact strategies" if every else strategies(result.equal, of=len(rows))
+        exact = sum(row.exact for row in rows)
+        who = strategies(result.equal, of=len(rows))
+        if len(rows) > exact == len(result.equal) > 2:
+            who = f"the {exact} exact strategies"
         return f"; {who} compute the same"
     if result.confirmed:
         return f"; {listed(result.confirmed)}: equal to {ONE_PROCESS}"
-    reasons = listed(list(dict.fromkeys(result.untested.values())))
+    if not result.untested:
+        return ""
     what = "they compute the same" if len(rows) > 1 else "it computes the mean gradient"
-    return f"; whether {what} was not tested ({reasons})" if reasons else ""
+    reasons = listed(list(dict.fromkeys(result.untested.values())))
+    return f"; whether {what} was not tested ({reasons})"
 
 
 def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
-    best, last = rows[0], rows[-1]
+    best = rows[0]
+    last = rows[-1]
     numbers = [("shortest step", timed(best), best.name)]
     if best.nodes > 1:
-        sync = best.seconds("sync")
+        sync = best.medians.sync
         exposed = f"{seconds_text(sync, best.step)} s ({percent(sync / best.step)})"
         numbers.append(("exposed communication", exposed, f"in a step of {best.name}"))
     if len(rows) > 1:

@@ -1,56 +1,69 @@
 """The data that tables, figures and findings read.
 
-``blocks(results)`` splits the cells by group (data, batch, seed, model) and by link rate into
+``blocks(comparison)`` splits the cells by group (data, batch, seed, model) and by link rate into
 blocks, each a ``ComparisonGroup`` of ``CellRow``. Only cells of one block are drawn or ordered
 together. ``CellRow`` alone computes speed-ups, efficiencies and prediction errors.
 """
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from statistics import fmean, median
-from typing import Annotated, Any
-
-import msgspec
-from msgspec import Meta
+from typing import Literal
 
 from common.errors import UserError, count
 from common.sync import STRATEGIES
+from common.sync.memory_cost import Memory
 from common.utils.grouping import grouped
-from common.utils.typed_json import Name, Ranks, Text
+from common.utils.typed_json import Facts, convert
+from lab.comparison.record import (
+    Cell,
+    Comparison,
+    Group,
+    LinkRate,
+    Medians,
+    PredictedCell,
+    Repeat,
+)
 from lab.units import parse_rate
 
 NOTHING = "–"
-# An object of results.json, which lab/compare/results.py has checked.
-Json = Mapping[str, Any]
-LinkRate = Annotated[str, Meta(pattern=r"^[\w. /]{1,40}\Z")] | Annotated[float, Meta(gt=0, le=1e18)]
-BatchSize = Annotated[int, Meta(ge=1, le=2**40)] | Annotated[float, Meta(gt=0, le=2**40)]
 Interval = tuple[float, float]
 _RATE_UNITS = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
+_NOT_MEASURED = Medians(
+    step=0.0, data=0.0, forward=0.0, backward=0.0, sync=0.0, update=0.0, wait=0.0, wire=0.0
+)
 
 
-class CellRow(msgspec.Struct, frozen=True, eq=False):
-    """A cell of results.json and what follows from it, in seconds, bytes and ratios.
+@dataclass(frozen=True, eq=False)
+class CellRow:
+    """A cell and what follows from it, in seconds, bytes and ratios.
 
-    What is unknown is None, except ``step``, which is then 0.
+    baseline : the one-node cell. What is unknown is None, except ``step`` and the other
+    ``medians``, which are 0 s if nothing was measured.
     """
 
-    id: Name
-    sync: Name
-    nodes: Ranks
-    rate: LinkRate | None
-    batch_size: BatchSize | None
-    exact: bool
-    oversubscribed: bool
-    status: Annotated[str, Meta(pattern=r"^(done|partial|failed|pending)\Z")]
-    message: Text | None
-    repeats: Sequence[Json]
-    medians: Json | None = msgspec.field(name="median")
-    intervals: Json | None = msgspec.field(name="interval")
-    baseline: "CellRow | None" = None  # the one-node cell
-    prediction: Json = {}  # empty if nothing was predicted
+    cell: Cell
+    baseline: "CellRow | None" = None
+    prediction: PredictedCell | None = None
+
+    @property
+    def sync(self) -> str:
+        return self.cell.sync
+
+    @property
+    def nodes(self) -> int:
+        return self.cell.nodes
+
+    @property
+    def exact(self) -> bool:
+        return self.cell.exact
+
+    @property
+    def runs(self) -> list[Repeat]:
+        """The successful repeats."""
+        return self.cell.runs
 
     @property
     def name(self) -> str:
@@ -58,109 +71,132 @@ class CellRow(msgspec.Struct, frozen=True, eq=False):
         return f"{self.sync} on {count(self.nodes, 'node')}"
 
     @property
-    def runs(self) -> list[Json]:
-        """The successful repeats."""
-        return [repeat for repeat in self.repeats if repeat["status"] == "done"]
-
-    def median(self, name: str) -> float | None:
-        """Return the median over the repeats of ``name`` (step, wait, root_bytes_sent ...)."""
-        return (self.medians or {}).get(name)
-
-    def interval(self, name: str) -> Interval | None:
-        """Return the 95 % interval over the repeats of ``name``, or None for a single repeat."""
-        low, high = (self.intervals or {}).get(name) or (None, None)
-        return None if low is None or high is None else (low, high)
-
-    def seconds(self, name: str) -> float:
-        """Return the median of a time; every run records them all, so unknown means no run."""
-        return self.median(name) or 0.0
+    def medians(self) -> Medians:
+        return self.cell.medians or _NOT_MEASURED
 
     @property
     def step(self) -> float:
-        return self.seconds("step")
+        return self.medians.step
 
-    def _over_one_node(self, one_step: float, step: float) -> float:
-        """Return the samples per second with these step times, over one node's.
-
-        In strong scaling the batches are the same, so it is the ratio of the step times.
-        """
-        samples, one = self.batch_size, self.baseline.batch_size if self.baseline else None
-        ratio = samples / one if samples and one else 1.0
-        return one_step / step * ratio if step > 0 else math.inf
+    def interval(self, name: str) -> Interval | None:
+        """Return the 95 % interval over the repeats of ``name``, or None for a single repeat."""
+        if self.cell.intervals is None or name not in self.cell.intervals:
+            return None
+        low, high = self.cell.intervals[name]
+        if low is None or high is None:
+            return None
+        return low, high
 
     @property
     def speedup(self) -> float | None:
-        one = self.baseline.step if self.baseline else 0.0
-        return self._over_one_node(one, self.step) if one and self.step else None
+        one = self.baseline
+        if one is None or not one.step or not self.step:
+            return None
+        return self._over_one_node(one, one.step, self.step)
 
     @property
     def speedup_interval(self) -> Interval | None:
         """The range of the speed-up over both step intervals; infinite if this cell's reaches 0."""
-        one = self.baseline.interval("step") if self.baseline else None
+        if self.baseline is None:
+            return None
+        one = self.baseline.interval("step")
         own = self.interval("step")
         if one is None or own is None or own[1] <= 0:
             return None
-        return self._over_one_node(one[0], own[1]), self._over_one_node(one[1], own[0])
+        slowest = self._over_one_node(self.baseline, one[0], own[1])
+        fastest = self._over_one_node(self.baseline, one[1], own[0])
+        return slowest, fastest
+
+    def _over_one_node(self, one: "CellRow", one_step: float, step: float) -> float:
+        """Return the samples per second with these step times, over one node's.
+
+        In strong scaling the batches are the same, so it is the ratio of the step times.
+        """
+        if step <= 0:
+            return math.inf
+        ratio = one_step / step
+        if self.cell.batch_size and one.cell.batch_size:
+            ratio *= self.cell.batch_size / one.cell.batch_size
+        return ratio
+
+    @property
+    def efficiency(self) -> float | None:
+        if self.speedup is None:
+            return None
+        return self.speedup / self.nodes
 
     @property
     def mean_iteration(self) -> float | None:
         """The mean time of an iteration without the first; the median over the repeats."""
-        found = [mean for run in self.runs if (mean := run.get("mean_iteration_seconds"))]
-        return median(found) if found else None
-
-    @property
-    def efficiency(self) -> float | None:
-        return None if self.speedup is None else self.speedup / self.nodes
+        means = [run.mean_iteration_seconds for run in self.runs if run.mean_iteration_seconds]
+        return median(means) if means else None
 
     @property
     def error(self) -> float | None:
         """The relative error of the predicted step time: predicted / measured - 1."""
-        predicted = self.prediction.get("step_seconds")
-        return predicted / self.step - 1 if predicted and self.step else None
+        if self.prediction is None or not self.step:
+            return None
+        return self.prediction.step_seconds / self.step - 1
 
     @property
     def root_share(self) -> float | None:
         """Rank 0's share of the bytes that all ranks send."""
-        root, others = self.median("root_bytes_sent"), self.median("others_bytes_sent")
-        return root / (root + (self.nodes - 1) * (others or 0.0)) if root else None
+        root = self.medians.root_bytes_sent
+        if not root:
+            return None
+        others = self.medians.others_bytes_sent or 0.0
+        return root / (root + (self.nodes - 1) * others)
 
-    def memory(self, name: str = "memory") -> Mapping[str, int]:
-        """Return by kind the bytes of tensors on the rank with most of them; empty if unknown.
+    @property
+    def memory(self) -> Memory:
+        """Bytes of tensors by kind on the rank with most of them; empty if unknown."""
+        return _largest(rank.memory for run in self.runs for rank in run.ranks)
 
-        name : "memory", or "predicted_memory" for the closed form.
-        """
-        found = [rank[name] for run in self.runs for rank in run["ranks"] if rank.get(name)]
-        return max(found, key=lambda memory: sum(memory.values()), default={})
+    @property
+    def predicted_memory(self) -> Memory:
+        """The same by the closed form."""
+        return _largest(rank.predicted_memory for run in self.runs for rank in run.ranks)
 
-    def per_rank(self, name: str) -> list[float]:
+    def per_rank(self, name: Literal["bytes_sent", "peak_memory_bytes"]) -> list[float]:
         """Return ``name`` of each rank that has it, averaged over the successful repeats."""
-        lists = [[rank.get(name) for rank in run["ranks"]] for run in self.runs]
-        return [fmean(values) for values in zip(*lists, strict=False) if None not in values]
+        means = []
+        for ranks in zip(*(run.ranks for run in self.runs), strict=False):
+            values = [getattr(rank, name) for rank in ranks]
+            if None not in values:
+                means.append(fmean(values))
+        return means
 
 
 Rows = Sequence[CellRow]
 
 
+def _largest(memories: Iterable[Memory | None]) -> Memory:
+    known = [memory for memory in memories if memory]
+    return max(known, key=lambda memory: sum(memory.values()), default={})
+
+
 @dataclass(frozen=True)
 class ComparisonGroup:
-    """Cells that differ only in strategy and number of nodes; ``suffix`` ends figure names."""
+    """Cells that differ only in strategy and number of nodes.
+
+    suffix : of figures' names. settings : those that all groups share, and the group's own.
+    """
 
     group: int
-    rate: Any
+    rate: LinkRate | None
     label: str
     suffix: str
     rows: Rows
     emulated: bool
-    settings: Json
-    timelines: Json
+    settings: Group
 
     @property
     def weak(self) -> bool:
-        return self.settings.get("scaling") == "weak"
+        return self.settings.scaling == "weak"
 
     @property
     def emulated_compute(self) -> bool:
-        return self.settings.get("compute") not in (None, "real")
+        return _is_emulated(self.settings.compute)
 
     @property
     def measured(self) -> list[CellRow]:
@@ -183,14 +219,22 @@ class ComparisonGroup:
     @property
     def syncs(self) -> list[str]:
         """The strategies on more than one node, in the order of ``order``."""
-        return sorted({row.sync for row in self.rows if row.nodes in self.nodes}, key=order)
+        nodes = self.nodes
+        return sorted({row.sync for row in self.rows if row.nodes in nodes}, key=order)
 
     def at(self, nodes: int) -> list[CellRow]:
         """Return the measured cells on ``nodes`` nodes."""
         return [row for row in self.measured if row.nodes == nodes]
 
     def find(self, sync: str, nodes: int) -> CellRow | None:
-        return next((row for row in self.rows if (row.sync, row.nodes) == (sync, nodes)), None)
+        for row in self.rows:
+            if row.sync == sync and row.nodes == nodes:
+                return row
+        return None
+
+
+def _is_emulated(compute: str | None) -> bool:
+    return compute not in (None, "real")
 
 
 def order(sync: str) -> tuple[int, str]:
@@ -199,73 +243,99 @@ def order(sync: str) -> tuple[int, str]:
     return ([*STRATEGIES, strategy].index(strategy), sync)
 
 
-def blocks(results: Json) -> list[ComparisonGroup]:
+def blocks(comparison: Comparison) -> list[ComparisonGroup]:
     """Split the cells into comparable blocks; each block of a group has its one-node cell."""
-    groups = grouped((cell["group"], cell) for cell in results["cells"])
-    keys = [
-        (group, rate)
-        for group, cells in sorted(groups.items())
-        for rate in dict.fromkeys(cell["rate"] for cell in cells if cell["nodes"] > 1)
-        or [cells[0]["rate"]]
-    ]
-    several = (len(groups) > 1, len({rate for _, rate in keys}) > 1)  # what tells blocks apart
-    prediction, shared = results.get("prediction") or {}, results["settings"]
-    differing = [difference.split(":")[0] for difference in results.get("differences", [])]
+    groups = grouped((cell.group, cell) for cell in comparison.cells)
+    keys = [(group, rate) for group in sorted(groups) for rate in _rates(groups[group])]
+    several_groups = len(groups) > 1
+    several_rates = len({rate for _, rate in keys}) > 1
     found = []
     for group, rate in keys:
-        ending = re.sub(r"[^\w.]+", "_", rate if isinstance(rate, str) else rate_text(rate))
-        own = results.get("groups", {}).get(str(group), {})
-        apart = [f"{name.replace('_', ' ')} {own[name]}" for name in differing if name in own]
-        name = listed(apart, limit=2) if apart else f"group {group}"
-        settings = {  # those that all groups share, and the group's own
-            **{name: value for name, value in shared.items() if name not in differing},
-            **own,
-        }
-        imitated = rate is not None or settings.get("compute") != "real"
+        settings = _settings(comparison, group)
+        imitated = rate is not None or settings.compute != "real"
+        labels = []
+        suffix = ""
+        if several_groups:
+            labels.append(_group_label(comparison, group))
+            suffix += f"-group{group}"
+        if several_rates:
+            labels.append(rate_text(rate))
+            ending = rate if isinstance(rate, str) else rate_text(rate)
+            suffix += "-" + re.sub(r"[^\w.]+", "_", ending)
         found.append(
             ComparisonGroup(
                 group=group,
                 rate=rate,
-                label=", ".join(compress((name, rate_text(rate)), several)),
-                suffix="".join(compress((f"-group{group}", f"-{ending}"), several)),
-                rows=_rows(groups[group], rate, prediction.get("cells", {})),
-                emulated=bool(results.get("emulated")) and imitated,
+                label=", ".join(labels),
+                suffix=suffix,
+                rows=_rows(comparison, groups[group], rate),
+                emulated=comparison.emulated and imitated,
                 settings=settings,
-                timelines=results["timelines"],
             )
         )
     return found
 
 
-def _rows(cells: Sequence[Json], rate: Any, predictions: Json) -> list[CellRow]:
-    """Return the rows of a block: a group's cells of this rate, and its one-node cell."""
-    # one node of this rate, or else of any
-    one = sorted(
-        (cell for cell in cells if cell["nodes"] == 1), key=lambda cell: cell["rate"] != rate
-    )[:1]
-    several = [cell for cell in cells if cell["nodes"] > 1 and cell["rate"] == rate]
-    more = {"baseline": msgspec.convert(one[0], CellRow) if one else None}
-    rows = [
-        msgspec.convert({**cell, **more, "prediction": predictions.get(cell["id"], {})}, CellRow)
-        for cell in [*one, *several]
+def _rates(cells: Sequence[Cell]) -> list[LinkRate | None]:
+    """Return the link rates between several nodes in a group, or else that of its first cell."""
+    rates = list(dict.fromkeys(cell.rate for cell in cells if cell.nodes > 1))
+    return rates or [cells[0].rate]
+
+
+def _differing(comparison: Comparison) -> list[str]:
+    """Return the names of the settings that set groups apart."""
+    return [difference.split(":")[0] for difference in comparison.differences]
+
+
+def _settings(comparison: Comparison, group: int) -> Group:
+    differing = _differing(comparison)
+    facts: Facts = {
+        name: value for name, value in comparison.settings.items() if name not in differing
+    }
+    facts |= comparison.group_facts(group)
+    return convert(facts, Group, name="settings")
+
+
+def _group_label(comparison: Comparison, group: int) -> str:
+    """Return what sets a group apart as a person writes it, or its number."""
+    own = comparison.group_facts(group)
+    apart = [
+        f"{name.replace('_', ' ')} {own[name]}" for name in _differing(comparison) if name in own
     ]
+    return listed(apart, limit=2) if apart else f"group {group}"
+
+
+def _rows(comparison: Comparison, cells: Sequence[Cell], rate: LinkRate | None) -> list[CellRow]:
+    """Return the rows of a block: a group's cells of this rate, and its one-node cell."""
+    members = [cell for cell in cells if cell.nodes > 1 and cell.rate == rate]
+    baseline = None
+    singles = [cell for cell in cells if cell.nodes == 1]
+    if singles:
+        one = min(singles, key=lambda cell: cell.rate != rate)  # of this rate, or else of any
+        members.append(one)
+        baseline = CellRow(one)
+    rows = [CellRow(cell, baseline, comparison.predicted(cell.id)) for cell in members]
     return sorted(rows, key=lambda row: (row.nodes, order(row.sync)))
 
 
-def what_is_emulated(settings: Json) -> str:
+def what_is_emulated(settings: Group) -> str:
     """Return a sentence that says what an emulated comparison imitated."""
-    profile = str(settings.get("compute")).rpartition("/")[2].removesuffix(".json")
-    rates = [rate_text(rate) for rate in settings.get("rates") or [] if rate is not None]
-    parts = {
-        f"layers and updates sleep for the times of profile '{profile}', so nothing is "
-        "learned: there are no losses and no accuracies, and memory is without activations; step "
-        "times, overlap, waiting and bytes are valid": settings.get("compute")
-        not in (None, "real"),
-        "the nodes are network namespaces of one machine, with links of "
-        f"{' and '.join(rates)}": bool(rates),
-    }
-    what = "; ".join(part for part, holds in parts.items() if holds)
-    return f"EMULATED: {what or 'network or compute were imitated on one machine'}."
+    parts = []
+    if _is_emulated(settings.compute):
+        profile = str(settings.compute).rpartition("/")[2].removesuffix(".json")
+        parts.append(
+            f"layers and updates sleep for the times of profile '{profile}', so nothing is "
+            "learned: there are no losses and no accuracies, and memory is without activations; "
+            "step times, overlap, waiting and bytes are valid"
+        )
+    rates = [rate_text(rate) for rate in settings.rates or [] if rate is not None]
+    if rates:
+        parts.append(
+            f"the nodes are network namespaces of one machine, with links of {' and '.join(rates)}"
+        )
+    if not parts:
+        parts.append("network or compute were imitated on one machine")
+    return f"EMULATED: {'; '.join(parts)}."
 
 
 def small_text(value: float, digits: int = 2) -> str:
@@ -273,37 +343,52 @@ def small_text(value: float, digits: int = 2) -> str:
     return f"{value:.{digits}g}".replace("e-0", "e-")
 
 
-def rate_text(rate: Any) -> str:
+def rate_text(rate: LinkRate | None) -> str:
     """Return a link rate as text; ``rate`` is bits per second, a text for ``--rate``, or None."""
-    if rate is None:
-        return "unshaped"
     if isinstance(rate, str):
         try:
-            rate = parse_rate(rate)
+            return rate_text(parse_rate(rate))
         except UserError:
             return rate
-    larger = (f"{rate / size:g} {unit}" for unit, size in _RATE_UNITS if rate >= size)
-    return next(larger, f"{rate:g} bit/s")
+    if rate is None:
+        return "unshaped"
+    for unit, size in _RATE_UNITS:
+        if rate >= size:
+            return f"{rate / size:g} {unit}"
+    return f"{rate:g} bit/s"
 
 
 def seconds_text(value: float | None, scale: float | None) -> str:
     """Return seconds with 3 decimals, or 4 or 5 if ``scale``, the step's time, is below 0.1 s."""
-    digits = 3 + sum((scale or 1.0) < limit for limit in (0.1, 0.01))
-    return NOTHING if value is None else f"{value:.{digits}f}"
+    if value is None:
+        return NOTHING
+    if not scale or scale >= 0.1:
+        return f"{value:.3f}"
+    if scale >= 0.01:
+        return f"{value:.4f}"
+    return f"{value:.5f}"
 
 
 def interval_text(row: CellRow) -> str:
     """Return the 95 % interval of a step as `` [0.351, 0.366]``, or an empty text without one."""
     ends = row.interval("step")
-    return f" [{', '.join(seconds_text(end, row.step) for end in ends)}]" if ends else ""
+    if ends is None:
+        return ""
+    low, high = ends
+    return f" [{seconds_text(low, row.step)}, {seconds_text(high, row.step)}]"
 
 
 def percent(share: float, digits: int = 0, *, signed: bool = False) -> str:
     """Return a share as text: ``25 %``."""
-    return f"{100 * share:{'+' if signed else ''}.{digits}f} %"
+    sign = "+" if signed else ""
+    return f"{100 * share:{sign}.{digits}f} %"
 
 
 def listed(names: Sequence[str], *, limit: int = 20) -> str:
     """Return ``a, b and c``; of more than ``limit`` names, the number of the others."""
-    names = list(names) if len(names) <= limit else [*names[:limit], f"{len(names) - limit} more"]
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    shown = list(names[:limit])
+    if len(names) > limit:
+        shown.append(f"{len(names) - limit} more")
+    if len(shown) < 2:
+        return "".join(shown)
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"

@@ -3,8 +3,8 @@
 import pytest
 
 from lab.compare.jobs import how_to_run, merge_results, plan_comparison, planned_runs
-from lab.compare.results import read_results
 from lab.compare.settings import Settings
+from lab.comparison.record import read_comparison
 from tests.helpers import ROOT, slurm_cluster
 from tests.helpers.slurm_cluster import SlurmCluster
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 
 def report(folder):
-    return merge_results(folder, read_results(folder / "results.json"))
+    return merge_results(folder, read_comparison(folder / "results.json"))
 
 
 def submit(slurm, options, *arguments):
@@ -53,25 +53,25 @@ def test_what_cannot_run_says_so_once_and_the_report_names_it(slurm, folder):
         assert slurm.wait(job) == "FAILED"
         first = next(line for line in slurm.output(job).splitlines() if line.startswith("error: "))
         assert first.startswith(f"error: {message}")
-    states = {cell["id"]: cell["status"] for cell in report(folder)["cells"]}
+    states = {cell.id: cell.status for cell in report(folder).cells}
     assert states == {"none-n1": "pending", "all_reduce-n2": "failed"}
 
 
 @pytest.mark.timeout(400)
 def test_an_array_does_the_plan_and_again_what_is_missing(slurm, folder):
-    line = how_to_run(planned_runs(folder, read_results(folder / "results.json"))).split()
+    line = how_to_run(planned_runs(folder, read_comparison(folder / "results.json"))).split()
     assert line[1:3] == ["--nodes=2", "--array=0-1%1"]
     array = submit(slurm, " ".join(line[1:3]), folder)
     for number in range(2):
         assert slurm.wait(f"{array}_{number}") == "COMPLETED", slurm.output(f"{array}_{number}")
     assert "run 0 (none on 1 node, repeat 1): " in slurm.output(f"{array}_0")
     results = report(folder)
-    assert results["finished"]
-    assert results["warnings"] == []
-    cells = {cell["id"]: cell["repeats"][0] for cell in results["cells"]}
-    hosts = {name: [rank["host"] for rank in cell["ranks"]] for name, cell in cells.items()}
+    assert results.finished
+    assert results.warnings == []
+    cells = {cell.id: cell.repeats[0] for cell in results.cells}
+    hosts = {name: [rank.host for rank in cell.ranks] for name, cell in cells.items()}
     assert hosts == {"none-n1": ["node0"], "all_reduce-n2": ["node0", "node1"]}
-    first, other = (cell["losses"][0][1] for cell in cells.values())
+    first, other = (cell.losses[0][1] for cell in cells.values())
     assert first == pytest.approx(other, rel=0.05), "the same weights and images, in two shards"
     measured = {path: path.stat().st_mtime_ns for path in folder.glob("runs/**/*")}
     again = submit(slurm, "--nodes=2 --array=1", folder)

@@ -67,9 +67,9 @@ def lab(arguments):
     def command(run):
         return [__file__, *real(run)[1:], *os.environ.get("FLAGS", "").split()]
 
-    def write_page(folder, results):
+    def write_page(folder, comparison):
         (folder / "report.html").write_text(
-            " ".join(cell["id"] for cell in results["cells"] if cell["status"] == "done")
+            " ".join(cell.id for cell in comparison.cells if cell.status == "done")
         )
         (folder / "table.md").touch()
 
@@ -91,6 +91,19 @@ def rank_row(rank, **changes):
         "messages": 3.0,
     }
     return row | changes
+
+
+def rank_rows(step=1.0, *, ranks=2, sent=(5.0, 1.0, 3.0)):
+    """Return the rows of ranks; a step of rank r takes ``step`` + r seconds."""
+    return [
+        rank_row(
+            rank,
+            seconds=SECTIONS | {"step": step + rank},
+            peak_memory_bytes=100 + rank,
+            bytes_sent=sent[rank],
+        )
+        for rank in range(ranks)
+    ]
 
 
 def _write(folder, given, size):

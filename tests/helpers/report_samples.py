@@ -1,4 +1,4 @@
-"""Invented results of ``lab compare`` for tests of the report; no number was measured.
+"""Invented comparisons for tests of the report; no number was measured.
 
 The numbers follow a rule. A step of ``none`` on one node takes 1.0 s. On N nodes compute takes 1/N
 of that, and a strategy's exchange takes ``WIRE[sync] * (N - 1)`` seconds. Repeats differ by -1 %, 0
@@ -6,6 +6,12 @@ and +1 %.
 """
 
 import math
+
+from msgspec.structs import asdict
+
+from common.profiling.records import RankTimeline, SentMessage
+from common.reporting.run_files import RankRow, StepSeconds, TimelineFile
+from lab.comparison.record import Cell, Comparison, Medians, PredictedCell, Prediction, Repeat
 
 BYTES = 36_924_456
 WIRE = {
@@ -35,9 +41,25 @@ MEMORY = {
 
 def sent(sync, nodes, rank):
     """Return the bytes that a rank sends in a step, roughly as the strategies do."""
+    if nodes == 1:
+        return 0.0
     if sync.startswith("gather_scatter"):
-        return BYTES * (nodes - 1 if rank == 0 else 1)
+        return float(BYTES * (nodes - 1 if rank == 0 else 1))
     return 2 * (nodes - 1) / nodes * BYTES * SHRINK.get(sync, 1.0)
+
+
+def step_seconds(sync, nodes, *, scale, weak):
+    compute = scale / (1 if weak else nodes)
+    wait = WAIT if nodes > 1 else 0.0
+    wire = WIRE[sync] * (nodes - 1) * scale if nodes > 1 else 0.0
+    seconds = {part: share * compute for part, share in SHARES.items()}
+    return StepSeconds(
+        **seconds, wait=wait, wire=wire, sync=wait + wire, step=compute + wait + wire
+    )
+
+
+def longer(seconds, share):
+    return StepSeconds(**{name: value * (1 + share) for name, value in asdict(seconds).items()})
 
 
 def cell(
@@ -54,64 +76,74 @@ def cell(
     loss_shift=0.0,
     precision="fp32",
     load=0.5,
+    rate=None,
+    group=0,
+    status="done",
     **entries,
 ):
     """Return a cell with these ``entries``; failed and pending cells have no numbers.
 
     losses : of each run from step 1 on; ``loss`` by default, with ``loss_shift`` from step 2 on.
     """
-    weak, rate, group = scaling == "weak", entries.get("rate"), entries.get("group")
-    result = {
-        "id": f"{sync}-n{nodes}" + (f"-{rate}" if rate else "") + (f"-g{group}" if group else ""),
-        "sync": sync,
-        "nodes": nodes,
-        "batch_size": batch * nodes if weak else batch,
-        "exact": sync not in SHRINK,
-        **{"rate": None, "group": 0, "oversubscribed": False, "status": "done", "message": None},
-        **{"repeats": [], "median": None, "interval": None},
-    } | entries
-    if result["status"] in ("failed", "pending"):
+    weak = scaling == "weak"
+    result = Cell(
+        id=f"{sync}-n{nodes}" + (f"-{rate}" if rate else "") + (f"-g{group}" if group else ""),
+        sync=sync,
+        nodes=nodes,
+        rate=rate,
+        batch_size=batch * nodes if weak else batch,
+        exact=sync not in SHRINK,
+        group=group,
+        status=status,
+        repeats=[],
+        **entries,
+    )
+    if status in ("failed", "pending"):
         return result
-    compute = scale / (1 if weak else nodes)
-    wait, wire = (WAIT, WIRE[sync] * (nodes - 1) * scale) if nodes > 1 else (0.0, 0.0)
-    seconds = {part: share * compute for part, share in SHARES.items()}
-    seconds |= {"wait": wait, "wire": wire, "sync": wait + wire, "step": compute + wait + wire}
-    counted = {
-        "peak_memory_bytes": (520 + 4 * nodes + len(sync)) * 1e6,
-        "root_bytes_sent": sent(sync, nodes, 0) if nodes > 1 else 0.0,
-        "others_bytes_sent": sent(sync, nodes, 1) if nodes > 1 else None,
-    }
+    seconds = step_seconds(sync, nodes, scale=scale, weak=weak)
+    memory = (520 + 4 * nodes + len(sync)) * 1e6
     for repeat in range(repeats):
-        seed, away = seeds[repeat % len(seeds)], repeat - (repeats - 1) // 2
-        ranks = [
-            {
-                **{"rank": rank, "host": f"node{rank}", "threads": 1, "messages": 34.0},
-                "seconds": {key: value * (1 + 0.01 * away) for key, value in seconds.items()},
-                "peak_memory_bytes": int(
-                    counted["peak_memory_bytes"] + (rank - (nodes - 1) / 2) * 4e6
-                ),
-                "bytes_sent": sent(sync, nodes, rank) if nodes > 1 else 0.0,
-                "memory": dict(MEMORY),
-                "predicted_memory": MEMORY,
-            }
-            for rank in range(nodes)
-        ]
-        known = [loss(sync, step, seed, nodes) + loss_shift * (step > 1) for step in range(1, 31)]
-        known = known if losses is None else losses
-        outcome = {
-            **{"folder": f"PartTwo-{sync}/{repeat}", "seed": seed, "status": "done"},
-            "ranks": ranks,
-            "losses": [[step, value] for step, value in enumerate(known, start=1)],
-            "test_accuracy": accuracy and accuracy + 0.002 * away,
-            **{"seconds_to_accuracy": None, "steps_to_accuracy": None},
-            **{"precision": precision, "load_per_core": load},
-            "mean_iteration_seconds": 1.1 * seconds["step"],
-        }
-        result["repeats"].append(outcome)
-    result["median"] = seconds | counted
-    result["interval"] = {
-        key: [None, None] if repeats == 1 else [value * 0.98, value * 1.02]
-        for key, value in seconds.items()
+        seed = seeds[repeat % len(seeds)]
+        away = repeat - (repeats - 1) // 2
+        known = losses
+        if known is None:
+            known = [
+                loss(sync, step, seed, nodes) + loss_shift * (step > 1) for step in range(1, 31)
+            ]
+        outcome = Repeat(
+            folder=f"PartTwo-{sync}/{repeat}",
+            seed=seed,
+            status="done",
+            ranks=[
+                RankRow(
+                    rank=rank,
+                    host=f"node{rank}",
+                    threads=1,
+                    messages=34.0,
+                    seconds=longer(seconds, 0.01 * away),
+                    peak_memory_bytes=int(memory + (rank - (nodes - 1) / 2) * 4e6),
+                    bytes_sent=sent(sync, nodes, rank),
+                    memory=dict(MEMORY),
+                    predicted_memory=dict(MEMORY),
+                )
+                for rank in range(nodes)
+            ],
+            losses=list(enumerate(known, start=1)),
+            test_accuracy=accuracy and accuracy + 0.002 * away,
+            precision=precision,
+            load_per_core=load,
+            mean_iteration_seconds=1.1 * seconds.step,
+        )
+        result.repeats.append(outcome)
+    result.medians = Medians(
+        **asdict(seconds),
+        peak_memory_bytes=memory,
+        root_bytes_sent=sent(sync, nodes, 0),
+        others_bytes_sent=sent(sync, nodes, 1) if nodes > 1 else None,
+    )
+    result.intervals = {
+        name: (None, None) if repeats == 1 else (value * 0.98, value * 1.02)
+        for name, value in asdict(seconds).items()
     }
     return result
 
@@ -139,36 +171,34 @@ def timeline(sync, nodes, *, overlapped=False):
         first, apart, length = 0.40 + 0.004 * (nodes - 1), 0.0108, 0.012
         if overlapped:
             first, apart, length = 0.22, 0.0315, 0.049
+        begins = [first + index * apart for index in range(6)]
         sends = [
-            {
-                **{"kind": "all_reduce", "bytes": BYTES // 6, "sent_bytes": BYTES / 6},
-                **{"begin": first + index * apart, "end": first + index * apart + length},
-            }
-            for index in range(6)
+            SentMessage("all_reduce", BYTES // 6, BYTES / 6, begin, begin + length)
+            for begin in begins
         ]
-        last = max(end, sends[-1]["end"])
+        last = max(end, sends[-1].end)
         sections = {
-            "data": [[0.0, 0.006]],
-            "forward": [[0.006, 0.14]],
-            "backward": [[0.14, end]],
-            "sync": [[end, last]],
-            "update": [[last, last + 0.01]],
+            "data": [(0.0, 0.006)],
+            "forward": [(0.006, 0.14)],
+            "backward": [(0.14, end)],
+            "sync": [(end, last)],
+            "update": [(last, last + 0.01)],
         }
-        ranks.append({"rank": rank, "messages": sends, "sections": sections})
-    return {"format": 1, "step": 36, "sync": sync, "ranks": ranks}
+        ranks.append(RankTimeline(rank, sections, sends))
+    return TimelineFile(format=1, sync=sync, step=36, ranks=ranks)
 
 
 def predicted(entry, error):
     """Return a prediction with the relative error ``error``, in scope up to two nodes."""
-    nodes = entry["nodes"]
-    return {
-        "step_seconds": entry["median"]["step"] * (1 + error),
-        "compute_seconds": 1 / nodes,
-        "sync_seconds": 0.1,
-        "in_scope": nodes <= 2,
-        "why": "" if nodes <= 2 else "more ranks than cores",
-        "bytes_sent": [sent(entry["sync"], nodes, r) if nodes > 1 else 0.0 for r in range(nodes)],
-    }
+    nodes = entry.nodes
+    return PredictedCell(
+        step_seconds=entry.medians.step * (1 + error),
+        compute_seconds=1 / nodes,
+        sync_seconds=0.1,
+        in_scope=nodes <= 2,
+        why="" if nodes <= 2 else "more ranks than cores",
+        bytes_sent=[sent(entry.sync, nodes, rank) for rank in range(nodes)],
+    )
 
 
 def results(
@@ -184,20 +214,25 @@ def results(
     several = [count for count in nodes if count > 1]
     for count in several:
         cells += on(count, *syncs, oversubscribed=count > 2, **options)
-    prediction = {
-        "made": "2026-11-21T14:59:58",
-        "calibration": {"made": "2026-11-21T14:50:00", "alpha": 1.2e-4, "beta": 9e-10},
-        "cells": {
-            entry["id"]: predicted(entry, 0.05 + 0.04 * (index % 6))
+    prediction = Prediction(
+        made="2026-11-21T14:59:58",
+        calibration={"made": "2026-11-21T14:50:00", "alpha": 1.2e-4, "beta": 9e-10},
+        cells={
+            entry.id: predicted(entry, 0.05 + 0.04 * (index % 6))
             for index, entry in enumerate(cells)
-            if entry["median"]
+            if entry.medians
         },
-    }
+    )
+    warnings = []
+    if max(nodes) > 2:
+        warnings.append("4 ranks share 2 cores: times are not those of machines.")
     command = ["lab compare --nodes", *map(str, nodes), "--sync", *syncs]
-    return {
-        **{"format": 1, "kind": "compare", "created": "2026-11-21T15:00:00", "finished": True},
-        "emulated": emulated,
-        "settings": {
+    return Comparison(
+        kind="compare",
+        created="2026-11-21T15:00:00",
+        finished=True,
+        emulated=emulated,
+        settings={
             **{"dataset": "cifar10", "model": "vgg11", "batch_size": 256, "steps": 30, "warmup": 5},
             "scaling": options.get("scaling", "strong"),
             "repeats": options.get("repeats", 3),
@@ -207,17 +242,16 @@ def results(
             "until_accuracy": None,
             "command": " ".join(command),
         },
-        "environment": {
+        environment={
             **{"system": "Linux-6.1-x86_64", "cpu": "a processor", "usable_cores": 2, "gpus": []},
             **{"torch": "2.15.0", "git_commit": "0" * 40, "git_changes": False},
         },
-        "warnings": ["4 ranks share 2 cores: times are not those of machines."] * (max(nodes) > 2),
-        "differences": [],
-        "prediction": prediction if predict else None,
-        "cells": cells,
-        "timelines": {
+        warnings=warnings,
+        prediction=prediction if predict else None,
+        cells=cells,
+        timelines={
             f"{sync}-n{count}": timeline(sync, count, overlapped=sync in ("overlapped", "ddp"))
             for sync in syncs[:4]
             for count in several
         },
-    }
+    )

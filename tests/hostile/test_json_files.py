@@ -19,9 +19,9 @@ from common.errors import UserError
 from lab.cli import main
 from lab.compare.imported_runs import collect
 from lab.compare.jobs import merge_results, planned_run
-from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings
+from lab.comparison.record import as_json, read_comparison, write_comparison
 from lab.predict.calibration_file import describe, load_calibration, reference_path
 from lab.predict.printing import summarize
 from lab.predict.tables import message_plans, predict_table, scaling_limits_of
@@ -186,7 +186,7 @@ def render(results):
     blocks = view.blocks(results)
     tables.markdown(blocks)
     tables.csv_text(blocks)
-    for key, step in results["timelines"].items():
+    for key, step in results.timelines.items():
         json.dumps(timeline.trace(step, key), allow_nan=False)
     page = html.render(results, [(block, []) for block in blocks], [])
     shown = io.StringIO()
@@ -198,7 +198,7 @@ def render(results):
 @CASES
 def test_results_that_are_accepted_can_be_reported(cases, tmp_path):
     check_reader(
-        tmp_path, cases, "results.json", smaller(), lambda path: render(read_results(path))
+        tmp_path, cases, "results.json", smaller(), lambda path: render(read_comparison(path))
     )
 
 
@@ -280,7 +280,7 @@ def test_a_plan_that_is_accepted_names_its_runs(cases, tmp_path):
         assert run.title
         assert run.seed >= 0
 
-    check_reader(folder, cases, "results.json", good, use)
+    check_reader(folder, cases, "results.json", as_json(good), use)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_a_plan_that_is_accepted_names_its_runs(cases, tmp_path):
 )
 def test_a_damaged_plan_is_refused(place, value, said, tmp_path):
     folder, results = plan(tmp_path, repeats=2)
-    (folder / "results.json").write_text(json.dumps(changed(results, place, value)))
+    (folder / "results.json").write_text(json.dumps(changed(as_json(results), place, value)))
     with pytest.raises(UserError, match=said):
         planned_run(folder, 1)
 
@@ -304,10 +304,11 @@ def test_what_a_plan_runs_follows_from_its_settings_alone(change, tmp_path):
     """Changed cells in the file change nothing, neither in a run nor in the report."""
     folder, results = plan(tmp_path, repeats=2)
     planned = planned_run(folder, 1)[0].cell
-    results["cells"][1].update(change)
-    (folder / "results.json").write_text(json.dumps(results))
+    content = as_json(results)
+    content["cells"][1].update(change)
+    (folder / "results.json").write_text(json.dumps(content))
     assert planned_run(folder, 1)[0].cell == planned
-    assert planned in merge_results(folder, read_results(folder / "results.json"))["cells"]
+    assert planned in merge_results(folder, read_comparison(folder / "results.json")).cells
 
 
 # of files, of places, and in each way to write a flag
@@ -391,7 +392,7 @@ def test_texts_of_a_foreign_folder_stay_texts(tmp_path, capsys):
 def test_results_that_lead_out_of_their_folder_or_lie_are_refused(place, value, said, tmp_path):
     folder = foreign(tmp_path, changed(smaller(), place, value))
     with pytest.raises(UserError, match=said) as raised, untouched(folder):
-        read_results(folder / "results.json")
+        read_comparison(folder / "results.json")
     assert str(raised.value).endswith("the file is unchanged")
 
 
@@ -413,12 +414,12 @@ def test_a_report_writes_through_no_link_and_into_no_fifo(tmp_path, capsys):
 
 def test_results_that_could_not_be_read_again_are_not_written(tmp_path):
     folder = foreign(tmp_path, smaller())
-    results = read_results(folder / "results.json")
-    results["cells"][0]["repeats"][0]["ranks"][0]["seconds"]["step"] = float("nan")
+    results = read_comparison(folder / "results.json")
+    results.cells[0].repeats[0].ranks[0].seconds.step = float("nan")
     with untouched(folder), pytest.raises(UserError, match=r"cannot be written: .*step"):
-        write_results(folder / "results.json", results)
+        write_comparison(folder / "results.json", results)
 
 
 def test_committed_samples_are_still_read():
     load_calibration(reference_path())
-    assert read_results(SAMPLE)["finished"]
+    assert read_comparison(SAMPLE).finished

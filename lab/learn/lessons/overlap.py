@@ -91,7 +91,7 @@ def _average(student: Namespace) -> Averaged:
     early: list[int] = []  # under way at each step's last gradient
 
     def at_last_gradient(_gradient: Tensor) -> None:
-        early.append(sum(message["end"] is None for message in recorder.messages))
+        early.append(sum(message.end is None for message in recorder.messages))
         store.set(f"step {len(early)} of rank {rank}", "")
 
     weights[0].register_hook(at_last_gradient)

@@ -4,10 +4,11 @@ As in ``lab.report.drawings.figures``, ``draw_loss`` returns the figure of a blo
 NothingToShowError with a sentence for the page if there is nothing to compare.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
@@ -16,26 +17,22 @@ from common.errors import count
 from lab.plot_style import DASHES, INK, NothingToShowError, color, grid, title
 from lab.report.equality import wrong_rows
 from lab.report.losses import Curves, curves, differences
-from lab.report.view import ComparisonGroup, small_text
+from lab.report.view import CellRow, ComparisonGroup, Rows, small_text
 
-Line = tuple[str, Mapping[int, float], dict[str, Any]]  # label, losses by step, look
 _ONE_LINE = 0.01  # of the axis: losses closer than this look like one line
+
+
+class Line(NamedTuple):
+    """A line of a panel; ``losses`` by step."""
+
+    label: str
+    losses: Mapping[int, float]
+    look: dict[str, Any]
 
 
 def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw the loss over the steps, with a panel per number of nodes; inexact strategies dashed."""
-    panels = {nodes: found for nodes in block.nodes if (found := curves(block.at(nodes)))}
-    if not panels:
-        raise NothingToShowError(
-            "No figure, because compute was emulated: nothing was learned."
-            if block.emulated_compute
-            else "No cell has recorded its losses yet."
-        )
-    if all(map(_coincide, panels.values())):
-        texts = "; ".join(_in_words(nodes, found) for nodes, found in panels.items())
-        raise NothingToShowError(
-            f"No figure, because the lines would lie on top of each other: {texts}."
-        )
+    panels = _numbers_of_nodes(block)
     figure, axes = grid(
         len(panels),
         narrow=narrow,
@@ -46,15 +43,11 @@ def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
     )
     handles: dict[str, Line2D] = {}
     for index, (axis, nodes) in enumerate(zip(axes, panels, strict=True)):
-        for label, curve, look in _lines(block, nodes):
-            steps, losses = zip(*sorted(curve.items()), strict=True)
-            dot = "." if len(steps) == 1 else None  # a line of one point is invisible
-            handles.setdefault(label, *axis.plot(steps, losses, marker=dot, label=label, **look))
-        axis.set(
-            xlabel="step",
-            ylabel="training loss (global batch)" if narrow or index % 2 == 0 else "",
-            title=count(nodes, "node"),
-        )
+        for line in _lines(block, nodes):
+            handles.setdefault(line.label, _draw_line(axis, line))
+        axis.set(xlabel="step", title=count(nodes, "node"))
+        if narrow or index % 2 == 0:
+            axis.set_ylabel("training loss (global batch)")
         axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axis.grid()
     figure.legend(
@@ -65,6 +58,28 @@ def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
     )
     title(figure, "Loss over steps", emulated=block.emulated)
     return figure
+
+
+def _numbers_of_nodes(block: ComparisonGroup) -> list[int]:
+    """Return the numbers of nodes that have losses; NothingToShowError if no line is apart."""
+    panels = {nodes: found for nodes in block.nodes if (found := curves(block.at(nodes)))}
+    if not panels and block.emulated_compute:
+        raise NothingToShowError("No figure, because compute was emulated: nothing was learned.")
+    if not panels:
+        raise NothingToShowError("No cell has recorded its losses yet.")
+    if all(map(_coincide, panels.values())):
+        texts = "; ".join(_in_words(nodes, found) for nodes, found in panels.items())
+        raise NothingToShowError(
+            f"No figure, because the lines would lie on top of each other: {texts}."
+        )
+    return list(panels)
+
+
+def _draw_line(axis: Axes, line: Line) -> Line2D:
+    steps, losses = zip(*sorted(line.losses.items()), strict=True)
+    marker = "." if len(steps) == 1 else None  # a line of one point is invisible
+    (drawn,) = axis.plot(steps, losses, marker=marker, label=line.label, **line.look)
+    return drawn
 
 
 def _coincide(found: Curves) -> bool:
@@ -85,24 +100,34 @@ def _in_words(nodes: int, found: Curves) -> str:
 
 
 def _lines(block: ComparisonGroup, nodes: int) -> Iterator[Line]:
-    rows, wrong = block.at(nodes), wrong_rows(block)
-    one = [block.baseline] if block.baseline and nodes > 1 and not block.weak else []
-    found = curves([*rows, *one])
-    if one and "none" in found:
-        look = {"color": color("none"), "linewidth": 1.2, "linestyle": (0, (1, 1.5))}
-        yield "none (1 node)", found["none"], look
-    apart = [row for row in rows if row.exact and row.sync in found]
-    right = {row.sync: found[row.sync] for row in apart if row not in wrong}
-    if _coincide(right):
-        apart = [row for row in apart if row in wrong]
-        what = "compute the same" if apart else "claim to be exact"
-        look = {"color": INK, "linewidth": 1.8}
-        yield f"the {len(right)} strategies that {what}", max(right.values(), key=len), look
-    for index, row in enumerate(apart):
-        width = max(1.0, 3.2 - 0.5 * index) if len(apart) > 1 else 1.8
-        label = f"✗ {row.sync}" if row in wrong else row.sync
-        yield label, found[row.sync], {"color": color(row.sync), "linewidth": width}
-    lossy = [row.sync for row in rows if not row.exact and row.sync in found]
+    rows = block.at(nodes)
+    found = curves(rows)
+    if block.baseline and nodes > 1 and not block.weak:
+        found = curves([*rows, block.baseline])
+        if "none" in found:
+            look = {"color": color("none"), "linewidth": 1.2, "linestyle": (0, (1, 1.5))}
+            yield Line("none (1 node)", found["none"], look)
+    known = [row for row in rows if row.sync in found]
+    yield from _exact_lines([row for row in known if row.exact], found, wrong_rows(block))
+    lossy = [row.sync for row in known if not row.exact]
     for sync, dashes in zip(lossy, cycle(DASHES), strict=False):
         look = {"color": color(sync), "linewidth": 1.6, "linestyle": dashes}
-        yield f"{sync} (not exact)", found[sync], look
+        yield Line(f"{sync} (not exact)", found[sync], look)
+
+
+def _exact_lines(rows: Rows, found: Curves, wrong: Set[CellRow]) -> Iterator[Line]:
+    """Yield one line for all right strategies where they look alike, and one for each other."""
+    apart = rows
+    right = {row.sync: found[row.sync] for row in rows if row not in wrong}
+    if _coincide(right):
+        apart = [row for row in rows if row in wrong]
+        what = "compute the same" if apart else "claim to be exact"
+        longest = max(right.values(), key=len)
+        look = {"color": INK, "linewidth": 1.8}
+        yield Line(f"the {len(right)} strategies that {what}", longest, look)
+    for index, row in enumerate(apart):
+        width = 1.8
+        if len(apart) > 1:
+            width = max(1.0, 3.2 - 0.5 * index)
+        label = f"✗ {row.sync}" if row in wrong else row.sync
+        yield Line(label, found[row.sync], {"color": color(row.sync), "linewidth": width})

@@ -8,13 +8,15 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from common.errors import count
+from common.reporting.run_files import TimelineFile
+from lab.comparison.record import Cell, Comparison
 from lab.plot_style import NothingToShowError, style
 from lab.report.drawings import figures
 from lab.report.drawings.curves import draw_loss
 from lab.report.drawings.svg import inline, save, svg
 from lab.report.drawings.timeline import mean_overlap, overlap
-from lab.report.drawings.timeline_figure import draw_timeline
-from lab.report.view import ComparisonGroup, Json, listed, percent, rate_text
+from lab.report.drawings.timeline_figure import Row, draw_timeline
+from lab.report.view import ComparisonGroup, listed, percent, rate_text
 
 
 class Drawing(NamedTuple):
@@ -79,37 +81,46 @@ def _drawn(folder: Path, described: Drawing, draw: Callable[..., Figure]) -> Dra
     name = described.name
     try:
         with style():
-            wide, narrow = draw(narrow=False), draw(narrow=True)
+            wide = draw(narrow=False)
+            narrow = draw(narrow=True)
             small = inline(svg(narrow), f"{name}-narrow")
             return described._replace(wide=save(wide, folder / name), narrow=small)
     except NothingToShowError as error:
         return described._replace(missing=str(error))
 
 
-def draw_timelines(folder: Path, results: Json) -> Iterator[Drawing]:
+def draw_timelines(folder: Path, comparison: Comparison) -> Iterator[Drawing]:
     """Draw each cell's recorded step, cells on one node last, since they send no messages."""
-    timelines, emulated = results["timelines"], results.get("emulated", False)
-    for cell in sorted(results["cells"], key=lambda cell: cell["nodes"] == 1):
-        if timeline := timelines.get(cell["id"]):
-            at = f" at {rate_text(cell['rate'])}" if cell["rate"] is not None else ""
-            label = f"{cell['sync']} on {count(len(timeline['ranks']), 'node')}{at}"
-            hidden = mean_overlap(timeline)
-            title = f"{label}: " + (
-                "no messages"
-                if hidden is None
-                else f"{percent(hidden)} of the message time is hidden behind backward"
-            )
-            shares = [
-                f"rank {rank['rank']}: {percent(share)} ({len(rank['messages'])} messages)"
-                for rank in timeline["ranks"]
-                if (share := overlap(rank)) is not None
-            ]
-            caption = (
-                f"Step {timeline['step']}, recorded with extra timers and not counted in the "
-                "medians. Share of the message time before the rank's last gradient: "
-                f"{listed(shares, limit=8) if shares else 'no messages'}."
-            )
-            described = Drawing(f"timeline-{cell['id']}", title, caption)
-            ranks = [(f"rank {rank['rank']}", timeline, rank) for rank in timeline["ranks"]]
-            draw = partial(draw_timeline, ranks, heading=title, emulated=emulated)
-            yield _drawn(folder, described, draw)
+    for cell in sorted(comparison.cells, key=lambda cell: cell.nodes == 1):
+        if cell.id not in comparison.timelines:
+            continue
+        timeline = comparison.timelines[cell.id]
+        title = _timeline_title(cell, timeline)
+        described = Drawing(f"timeline-{cell.id}", title, _timeline_caption(timeline))
+        rows = [Row(f"rank {rank.rank}", rank, timeline.ranks) for rank in timeline.ranks]
+        draw = partial(draw_timeline, rows, heading=title, emulated=comparison.emulated)
+        yield _drawn(folder, described, draw)
+
+
+def _timeline_title(cell: Cell, timeline: TimelineFile) -> str:
+    label = f"{cell.sync} on {count(len(timeline.ranks), 'node')}"
+    if cell.rate is not None:
+        label += f" at {rate_text(cell.rate)}"
+    hidden = mean_overlap(timeline.ranks)
+    if hidden is None:
+        return f"{label}: no messages"
+    return f"{label}: {percent(hidden)} of the message time is hidden behind backward"
+
+
+def _timeline_caption(timeline: TimelineFile) -> str:
+    shares = []
+    for rank in timeline.ranks:
+        share = overlap(rank)
+        if share is not None:
+            messages = len(rank.messages)
+            shares.append(f"rank {rank.rank}: {percent(share)} ({messages} messages)")
+    return (
+        f"Step {timeline.step}, recorded with extra timers and not counted in the medians. Share "
+        "of the message time before the rank's last gradient: "
+        f"{listed(shares, limit=8) or 'no messages'}."
+    )

@@ -5,8 +5,7 @@ figure of a block for a wide or a narrow page. It raises NothingToShowError with
 page if the figure would be empty, or if all its values are equal.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -33,7 +32,8 @@ from lab.report.view import CellRow, ComparisonGroup, seconds_text
 
 _ROW = 0.235  # inches per bar with its gap
 _EQUAL = 0.01  # values that differ by no more than this share are called equal
-_IDEAL, _ONE_NODE = (0, (4, 3)), (0, (1, 1.5))
+_IDEAL = (0, (4, 3))
+_ONE_NODE = (0, (1, 1.5))
 # the square lies within the circle where both send the same
 _ROOT: dict[str, Any] = {"marker": "s", "markersize": 5, "zorder": 4}
 _OTHERS: dict[str, Any] = {
@@ -47,39 +47,42 @@ _OTHERS: dict[str, Any] = {
 
 def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw each step by section up to its median, with its 95 % interval."""
-    steps = [row.step for row in block.measured]
-    if not steps:
+    if not block.measured:
         raise NothingToShowError("Nothing is measured yet.")
-    whiskers = [interval[1] for row in block.measured if (interval := row.interval("step"))]
-    right = min(1.5 * max(steps), max([*steps, *whiskers]))
+    longest = max(row.step for row in block.measured)
+    right = min(1.5 * longest, max(_high_end(row) for row in block.measured))
 
     def draw(axis: Axes, y: float, row: CellRow) -> None:
         for name, begin, end in section_spans(row):
-            # what lies beyond the step's own median is pale: the sections sum up to more
-            style = section_style(name) | ({"alpha": 0.35} if begin >= row.step else {})
+            style = section_style(name)
+            if begin >= row.step:  # the sections sum up to more than the step's own median
+                style["alpha"] = 0.35
             axis.barh(y, end - begin, left=begin, height=0.7, **style)
-        ends = row.interval("step") or (row.step, row.step)
-        axis.plot([row.step] * 2, [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
-        axis.plot([ends[0], min(ends[1], right)], [y, y], color=INK, linewidth=1.2)
-        _write(axis, y, f"{seconds_text(row.step, row.step)} s")
+        low, high = row.interval("step") or (row.step, row.step)
+        axis.plot([row.step, row.step], [y - 0.42, y + 0.42], color=INK, linewidth=1.2)
+        axis.plot([low, min(high, right)], [y, y], color=INK, linewidth=1.2)
+        _write_value(axis, y, f"{seconds_text(row.step, row.step)} s")
 
-    figure, _ = _row_panels(
-        block,
-        draw,
-        narrow=narrow,
-        heading="Time of a step, by section",
-        xlabel="seconds a step",
-        limits=(0, right * 1.03),
-        extra=0.75 if narrow else 0.55,
+    panels = _Panels(block, narrow=narrow, baseline=True, extra=0.75 if narrow else 0.55)
+    panels.fill(draw, xlabel="seconds a step", limits=(0, right * 1.03))
+    title(panels.figure, "Time of a step, by section", emulated=block.emulated)
+    panels.figure.legend(
         handles=[
             *map(section_patch, (*SECTIONS, "rest")),
             line_key("median, 95 % interval", linewidth=1.2, marker="|", markersize=6),
         ],
+        loc="outside lower center",
         ncols=2 if narrow else 4,
         handlelength=1.4,
         columnspacing=1.2,
     )
-    return figure
+    return panels.figure
+
+
+def _high_end(row: CellRow) -> float:
+    """Return where a row's interval ends, or its step without one."""
+    _, high = row.interval("step") or (row.step, row.step)
+    return max(row.step, high)
 
 
 def section_spans(row: CellRow) -> list[tuple[str, float, float]]:
@@ -88,27 +91,20 @@ def section_spans(row: CellRow) -> list[tuple[str, float, float]]:
     The last one, ``rest``, ends at the step's median, and is missing if the sections reach it. A
     section that goes beyond is cut in two there.
     """
-    *ends, last = accumulate(map(row.seconds, SECTIONS), initial=0.0)
-    spans = [*zip(SECTIONS, ends, [*ends[1:], last], strict=True), ("rest", last, row.step)]
-    return [
-        (name, low, high)
-        for name, begin, end in spans
-        for low, high in ((begin, min(end, row.step)), (max(begin, row.step), end))
-        if high > low
-    ]
+    spans = []
+    begin = 0.0
+    for name in SECTIONS:
+        end = begin + getattr(row.medians, name)
+        spans.append((name, begin, min(end, row.step)))
+        spans.append((name, max(begin, row.step), end))
+        begin = end
+    spans.append(("rest", begin, row.step))
+    return [(name, begin, end) for name, begin, end in spans if end > begin]
 
 
 def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw each cell's efficiency with its interval, and the speed-up at the right."""
-    rows = [row for row in block.measured if row.nodes > 1 and row.efficiency]
-    if not rows:
-        raise NothingToShowError(
-            "No cell on more than one node is measured yet."
-            if block.baseline
-            else "Without a measured cell of one node there is no speed-up."
-        )
-    ends = [row.speedup_interval[1] / row.nodes for row in rows if row.speedup_interval]
-    right = max(1.0, min(2.0, max([*(row.efficiency or 0.0 for row in rows), *ends])))
+    right = _efficiency_limit(block)
 
     def draw(axis: Axes, y: float, row: CellRow) -> None:
         speedup = row.speedup or 0.0
@@ -116,139 +112,180 @@ def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
         low, middle, high = (min(each / row.nodes, right) for each in (ends[0], speedup, ends[1]))
         axis.plot([low, high], [y, y], color=color(row.sync), linewidth=1.6)
         axis.plot(middle, y, marker="o", markersize=6, color=color(row.sync))
-        _write(axis, y, f"{speedup:.2f} times")
+        _write_value(axis, y, f"{speedup:.2f} times")
 
-    figure, axes = _row_panels(
-        block,
-        draw,
-        narrow=narrow,
-        heading=f"Speed-up and efficiency{' (weak scaling)' if block.weak else ''}",
-        xlabel="efficiency",
-        limits=(0, right * 1.03),
-        baseline=False,
-        extra=0.5 if narrow else 0.35,
+    panels = _Panels(block, narrow=narrow, baseline=False, extra=0.5 if narrow else 0.35)
+    panels.fill(draw, xlabel="efficiency", limits=(0, right * 1.03))
+    for axis, nodes in zip(panels.axes, block.nodes, strict=True):
+        axis.xaxis.set_major_formatter(PercentFormatter(1, 0, " %"))
+        axis.axvline(1, color=INK, linewidth=1, linestyle=_IDEAL)
+        axis.axvline(1 / nodes, color=INK, linewidth=1, linestyle=_ONE_NODE)
+    heading = "Speed-up and efficiency"
+    if block.weak:
+        heading += " (weak scaling)"
+    title(panels.figure, heading, emulated=block.emulated)
+    panels.figure.legend(
         handles=[
             line_key("ideal: N nodes are N times as fast", linewidth=1, linestyle=_IDEAL),
             line_key("as fast as one node", linewidth=1, linestyle=_ONE_NODE),
         ],
+        loc="outside lower center",
         ncols=1 if narrow else 2,
         handlelength=2.5,
     )
-    for axis, nodes in zip(axes, block.nodes, strict=True):
-        axis.xaxis.set_major_formatter(PercentFormatter(1, 0, " %"))
-        axis.axvline(1, color=INK, linewidth=1, linestyle=_IDEAL)
-        axis.axvline(1 / nodes, color=INK, linewidth=1, linestyle=_ONE_NODE)
-    return figure
+    return panels.figure
+
+
+def _efficiency_limit(block: ComparisonGroup) -> float:
+    """Return where the axis of efficiencies ends: at 1 to 2."""
+    highest = []
+    for row in block.measured:
+        if row.nodes > 1 and row.efficiency:
+            highest.append(row.efficiency)
+            if row.speedup_interval:
+                highest.append(row.speedup_interval[1] / row.nodes)
+    if highest:
+        return max(1.0, min(2.0, max(highest)))
+    if block.baseline:
+        raise NothingToShowError("No cell on more than one node is measured yet.")
+    raise NothingToShowError("Without a measured cell of one node there is no speed-up.")
 
 
 def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw the MB that the root and each other rank send per step, joined by a line."""
-    names = ("root_bytes_sent", "others_bytes_sent")
-    sent = {
-        row: [value / 1e6 for name in names if (value := row.median(name)) is not None]
-        for row in block.measured
-        if row.nodes > 1
-    }
-    panels = grouped((row.nodes, value) for row, values in sent.items() for value in values)
-    if not panels:
-        raise NothingToShowError("No cell on more than one node has counted its bytes yet.")
-    if all(max(values) - min(values) <= _EQUAL * max(values) for values in panels.values()):
-        each = (
-            f"{fmean(values):,.1f} MB a step on {count(nodes, 'node')}"
-            for nodes, values in panels.items()
-        )
-        raise NothingToShowError(
-            f"No figure, because every rank of every strategy sends the same: {'; '.join(each)}."
-        )
-    positive = [value for values in panels.values() for value in values if value > 0]
-    most, log = max(positive), max(positive) / min(positive) > 15
-    floor = min(positive) / 2 if log else 0.0
+    sent = {row: _megabytes(row) for row in block.measured if row.nodes > 1}
+    _check_that_bytes_differ(sent)
+    positive = [value for values in sent.values() for value in values if value > 0]
+    most = max(positive)
+    log = most / min(positive) > 15
+    xlabel = "MB sent a step"
+    floor = 0.0
+    limits = (-0.04 * most, most * 1.1)
+    if log:
+        xlabel += " (log scale)"
+        floor = min(positive) / 2
+        limits = (floor * 0.8, most * 1.7)
 
     def draw(axis: Axes, y: float, row: CellRow) -> None:
         shown = [max(value, floor) for value in sent[row]]
         if not shown:
-            _write(axis, y, "bytes not counted", 0.02, style="italic")
+            _write_reason(axis, y, "bytes not counted")
             return
         axis.plot(shown, [y] * len(shown), color=color(row.sync), linewidth=2, alpha=0.6)
         for value, look in zip(shown, (_ROOT, _OTHERS), strict=False):
             axis.plot(value, y, color=color(row.sync), **look)
 
-    figure, axes = _row_panels(
-        block,
-        draw,
-        narrow=narrow,
-        heading="Bytes sent in a step",
-        xlabel="MB sent a step" + (" (log scale)" if log else ""),
-        limits=(floor * 0.8, most * 1.7) if log else (-0.04 * most, most * 1.1),
-        baseline=False,
-        extra=0.5 if narrow else 0.35,
+    panels = _Panels(block, narrow=narrow, baseline=False, extra=0.5 if narrow else 0.35)
+    panels.fill(draw, xlabel=xlabel, limits=limits)
+    if log:
+        for axis in panels.axes:
+            axis.set_xscale("log")
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    title(panels.figure, "Bytes sent in a step", emulated=block.emulated)
+    panels.figure.legend(
         handles=[
             line_key("root (rank 0)", linestyle="", **_ROOT),
             line_key("each of the others (mean)", linestyle="", **_OTHERS),
         ],
+        loc="outside lower center",
         ncols=2,
         handlelength=1,
     )
-    for axis in axes if log else ():
-        axis.set_xscale("log")
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    return figure
+    return panels.figure
 
 
-def _row_panels(
-    block: ComparisonGroup,
-    draw: Callable[[Axes, float, CellRow], None],
-    *,
-    narrow: bool,
-    heading: str,
-    xlabel: str,
-    limits: tuple[float, float],
-    baseline: bool = True,
-    extra: float,
-    **legend: Any,
-) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure with a panel per number of nodes and a row per strategy, and its axes.
+def _megabytes(row: CellRow) -> list[float]:
+    """Return the MB a step of rank 0 and of each of the others, as far as they were counted."""
+    counted = (row.medians.root_bytes_sent, row.medians.others_bytes_sent)
+    return [value / 1e6 for value in counted if value is not None]
 
-    ``draw(axes, y, row)`` draws a row. A cell without numbers says why in its row; a strategy with
-    a wrong result has a cross before its name. With ``baseline``, the one-node cell stands first
-    in every panel. ``limits`` are those of x.
-    """
-    ones = [row for row in block.rows if row.nodes == 1 and baseline and block.nodes != [1]]
-    wrong = {row.sync for row in wrong_rows(block)}
-    labels = [
-        *(f"{row.sync} (1 node)" for row in ones),
-        *(f"✗ {sync}" if sync in wrong else sync for sync in block.syncs),
-    ]
-    columns = 1 if narrow else 2 if len(block.nodes) in (2, 4) else 3
-    figure, axes = grid(
-        len(block.nodes),
-        narrow=narrow,
-        columns=columns,
-        height=len(labels) * _ROW + 0.75,
-        extra=extra,
+
+def _check_that_bytes_differ(sent: Mapping[CellRow, Sequence[float]]) -> None:
+    """Raise NothingToShowError if nothing was counted, or all is equal on each number of nodes."""
+    panels = grouped((row.nodes, value) for row, values in sent.items() for value in values)
+    if not panels:
+        raise NothingToShowError("No cell on more than one node has counted its bytes yet.")
+    texts = []
+    for nodes, values in panels.items():
+        if max(values) - min(values) > _EQUAL * max(values):
+            return
+        texts.append(f"{fmean(values):,.1f} MB a step on {count(nodes, 'node')}")
+    raise NothingToShowError(
+        f"No figure, because every rank of every strategy sends the same: {'; '.join(texts)}."
     )
-    for index, (axis, nodes) in enumerate(zip(axes, block.nodes, strict=True)):
-        rows = [block.find(sync, nodes) for sync in block.syncs]
-        for y, row in enumerate([*ones, *rows]):
-            if row is not None and row.step:
-                draw(axis, y, row)
-            else:
-                _write(axis, y, "not run" if row is None else row.status, 0.02, style="italic")
-        axis.set(title=count(nodes, "node"), xlabel=xlabel, xlim=limits)
-        axis.set_ylim(len(labels) - 0.4, -0.6)
-        axis.xaxis.set_major_locator(MaxNLocator(5))
-        axis.set_yticks(range(len(labels)), labels)
-        axis.tick_params(axis="y", length=0, labelleft=index % columns == 0)
-        if ones:
-            axis.axhline(0.5, color=INK, linewidth=0.6, alpha=0.35)
-        axis.grid(axis="x")
-    title(figure, heading, emulated=block.emulated)
-    figure.legend(loc="outside lower center", **legend)
-    return figure, axes
 
 
-def _write(axis: Axes, y: float, text: str, x: float = 1.02, **look: Any) -> None:
-    """Write into a row: right of the panel a value, within it why there is none."""
+class _Panels:
+    """A figure with a panel per number of nodes and a row per strategy, and its ``axes``.
+
+    A strategy with a wrong result has a cross before its name. baseline : whether the one-node cell
+    stands first in every panel. extra : inches for the legend.
+    """
+
+    def __init__(
+        self, block: ComparisonGroup, *, narrow: bool, baseline: bool, extra: float
+    ) -> None:
+        self.block = block
+        self.singles: list[CellRow] = []
+        if baseline and block.nodes != [1]:
+            self.singles = [row for row in block.rows if row.nodes == 1]
+        wrong = {row.sync for row in wrong_rows(block)}
+        self.labels = [f"{row.sync} (1 node)" for row in self.singles]
+        self.labels += [f"✗ {sync}" if sync in wrong else sync for sync in block.syncs]
+        self.columns = 3
+        if narrow:
+            self.columns = 1
+        elif len(block.nodes) in (2, 4):
+            self.columns = 2
+        self.figure, self.axes = grid(
+            len(block.nodes),
+            narrow=narrow,
+            columns=self.columns,
+            height=len(self.labels) * _ROW + 0.75,
+            extra=extra,
+        )
+
+    def fill(
+        self,
+        draw: Callable[[Axes, float, CellRow], None],
+        *,
+        xlabel: str,
+        limits: tuple[float, float],
+    ) -> None:
+        """Draw each cell in its row; one without numbers says why.
+
+        draw : gets the axes, y and the cell. limits : of x.
+        """
+        for index, (axis, nodes) in enumerate(zip(self.axes, self.block.nodes, strict=True)):
+            cells = [self.block.find(sync, nodes) for sync in self.block.syncs]
+            for y, row in enumerate([*self.singles, *cells]):
+                if row is None:
+                    _write_reason(axis, y, "not run")
+                elif not row.step:
+                    _write_reason(axis, y, row.cell.status)
+                else:
+                    draw(axis, y, row)
+            axis.set(title=count(nodes, "node"), xlabel=xlabel, xlim=limits)
+            axis.set_ylim(len(self.labels) - 0.4, -0.6)
+            axis.xaxis.set_major_locator(MaxNLocator(5))
+            axis.set_yticks(range(len(self.labels)), self.labels)
+            axis.tick_params(axis="y", length=0, labelleft=index % self.columns == 0)
+            if self.singles:
+                axis.axhline(0.5, color=INK, linewidth=0.6, alpha=0.35)
+            axis.grid(axis="x")
+
+
+def _write_value(axis: Axes, y: float, text: str) -> None:
+    """Write right of the panel."""
+    _write(axis, y, text, 1.02)
+
+
+def _write_reason(axis: Axes, y: float, text: str) -> None:
+    """Write into a row why it has no value."""
+    _write(axis, y, text, 0.02, style="italic")
+
+
+def _write(axis: Axes, y: float, text: str, x: float, **look: Any) -> None:
     axis.annotate(
         text,
         (x, y),

@@ -6,12 +6,13 @@ rank has its last gradient; the rest is time on the wire. timeline_figure.py dra
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from common.profiling.records import RankTimeline, SentMessage
+from common.reporting.run_files import TimelineFile
 from common.utils.grouping import first_fit
-from lab.report.view import Json
 
 Span = tuple[float, float]
 
@@ -27,18 +28,18 @@ def union(spans: Iterable[Sequence[float]]) -> list[Span]:
     return merged
 
 
-def backward_end(rank: Json) -> float | None:
+def backward_end(rank: RankTimeline) -> float | None:
     """Return when this rank had its last gradient."""
-    return max((end for _, end in rank["sections"].get("backward", [])), default=None)
+    return max((end for _, end in rank.sections.get("backward", [])), default=None)
 
 
-def overlap(rank: Json) -> float | None:
+def overlap(rank: RankTimeline) -> float | None:
     """Return which share of the time in messages (their union) is hidden.
 
     Hidden is what lies before the end of backward and outside "sync": fsdp waits for messages
     within forward and backward.
     """
-    spans = union((message["begin"], message["end"]) for message in rank["messages"])
+    spans = union((message.begin, message.end) for message in rank.messages)
     last = backward_end(rank)
     if last is None or not spans:
         return None
@@ -46,7 +47,7 @@ def overlap(rank: Json) -> float | None:
     exposed = [
         (max(begin, start), min(end, stop))
         for begin, end in before
-        for start, stop in union(rank["sections"].get("sync", []))
+        for start, stop in union(rank.sections.get("sync", []))
     ]
     return (_length(before) - _length(exposed)) / _length(spans)
 
@@ -56,71 +57,86 @@ def _length(spans: Sequence[Span]) -> float:
     return sum(max(0.0, end - begin) for begin, end in spans)
 
 
-def mean_overlap(timeline: Json) -> float | None:
+def mean_overlap(ranks: Iterable[RankTimeline]) -> float | None:
     """Return the mean of ``overlap`` over the ranks that sent messages."""
-    shares = [share for rank in timeline["ranks"] if (share := overlap(rank)) is not None]
+    shares = [share for rank in ranks if (share := overlap(rank)) is not None]
     return fmean(shares) if shares else None
 
 
-def sync_parts(timeline: Json, rank: Json) -> dict[str, list[Span]]:
-    """Split a rank's sync at the slowest rank's last gradient into "wait" and "wire".
+def sync_parts(ranks: Iterable[RankTimeline], rank: RankTimeline) -> dict[str, list[Span]]:
+    """Split a rank's sync at the last gradient of the slowest of ``ranks`` into "wait" and "wire".
 
     What comes before the rank's own last gradient is on the wire: weights that forward waits for.
     """
-    ends = (end for other in timeline["ranks"] if (end := backward_end(other)) is not None)
-    slowest, own = max(ends, default=-math.inf), backward_end(rank) or -math.inf
-    parts: dict[str, list[Span]] = {"wait": [], "wire": []}
-    for begin, end in rank["sections"].get("sync", []):
-        split = max(begin, min(end, slowest)) if begin >= own else begin
-        parts["wait"] += [(begin, split)] if split > begin else []
-        parts["wire"] += [(split, end)] if end > split else []
-    return parts
+    ends = [end for other in ranks if (end := backward_end(other)) is not None]
+    slowest = max(ends, default=-math.inf)
+    own = backward_end(rank) or -math.inf
+    wait: list[Span] = []
+    wire: list[Span] = []
+    for begin, end in rank.sections.get("sync", []):
+        split = begin
+        if begin >= own:
+            split = max(begin, min(end, slowest))
+        if split > begin:
+            wait.append((begin, split))
+        if end > split:
+            wire.append((split, end))
+    return {"wait": wait, "wire": wire}
 
 
-def lanes(messages: Sequence[Json]) -> list[list[Json]]:
+def lanes(messages: Sequence[SentMessage]) -> list[list[SentMessage]]:
     """Distribute the messages over the fewest lanes in which no two overlap."""
-    in_order = sorted(messages, key=lambda message: (message["begin"], message["end"]))
-    return first_fit(in_order, lambda lane, message: lane[-1]["end"] <= message["begin"])
+    in_order = sorted(messages, key=lambda message: (message.begin, message.end))
+    return first_fit(in_order, lambda lane, message: lane[-1].end <= message.begin)
 
 
-def trace(timeline: Json, name: str) -> dict[str, Any]:
+def trace(timeline: TimelineFile, name: str) -> dict[str, Any]:
     """Return the step as Chrome trace events in microseconds.
 
     Each rank is a process with a thread for its sections and one or more for its messages.
     """
     events = []
-    for rank in timeline["ranks"]:
-        pid, parts = rank["rank"], sync_parts(timeline, rank)
-        sections = rank["sections"] | {f"sync: {part}": spans for part, spans in parts.items()}
-        threads = [[(part, *span, {}) for part, spans in sections.items() for span in spans]]
-        threads += [
-            [
-                (
-                    *(message["kind"], message["begin"], message["end"]),
-                    {"bytes": message["bytes"], "sent_bytes": message["sent_bytes"]},
-                )
-                for message in lane
-            ]
-            for lane in lanes(rank["messages"])
-        ]
-        events.append(_named("process_name", pid, 0, f"rank {pid}"))
-        for tid, spans in enumerate(threads):
-            label = f"messages ({tid})" if tid > 1 else "messages" if tid else "sections"
-            events.append(_named("thread_name", pid, tid, label))
-            events += [
-                {
-                    **{"ph": "X", "name": what, "cat": "message" if tid else "section"},
-                    **{"pid": pid, "tid": tid, "args": args},
-                    **{"ts": begin * 1e6, "dur": max(0.0, end - begin) * 1e6},
-                }
-                for what, begin, end, args in spans
-            ]
+    for rank in timeline.ranks:
+        events.append(_named("process_name", rank.rank, 0, f"rank {rank.rank}"))
+        events.append(_named("thread_name", rank.rank, 0, "sections"))
+        parts = sync_parts(timeline.ranks, rank)
+        sections = rank.sections | {f"sync: {part}": spans for part, spans in parts.items()}
+        for section, spans in sections.items():
+            events += [_event("section", rank.rank, 0, section, span) for span in spans]
+        for thread, lane in enumerate(lanes(rank.messages), start=1):
+            label = "messages" if thread == 1 else f"messages ({thread})"
+            events.append(_named("thread_name", rank.rank, thread, label))
+            for message in lane:
+                sent = {"bytes": message.bytes, "sent_bytes": message.sent_bytes}
+                span = (message.begin, message.end)
+                events.append(_event("message", rank.rank, thread, message.kind, span, sent))
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"cell": name, "sync": timeline["sync"], "step": timeline["step"]},
+        "otherData": {"cell": name, "sync": timeline.sync, "step": timeline.step},
     }
 
 
 def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _event(
+    category: str,
+    pid: int,
+    tid: int,
+    name: str,
+    span: Span,
+    args: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    begin, end = span
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": pid,
+        "tid": tid,
+        "args": args or {},
+        "ts": begin * 1e6,
+        "dur": max(0.0, end - begin) * 1e6,
+    }

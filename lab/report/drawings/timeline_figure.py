@@ -1,13 +1,18 @@
 """The figure of one recorded step: a row per rank with its sections, its messages below them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, cycle
 from typing import Any
 
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from common.profiling.records import RankTimeline, SentMessage
 from common.utils.grouping import grouped
 from lab.plot_style import (
     INK,
@@ -21,51 +26,61 @@ from lab.plot_style import (
     title,
 )
 from lab.report.drawings.timeline import Span, backward_end, lanes, sync_parts
-from lab.report.view import Json
 
+Look = dict[str, Any]
+_LANE = 0.55  # height of a row of messages, where a row of sections has 1
 _DRAWN_LANES = 6  # rows of messages per rank; further rows are drawn in the last one
-_LAST: dict[str, Any] = {"linewidth": 1, "linestyle": (0, (3, 2))}  # the line at the last gradient
+_LAST: Look = {"linewidth": 1, "linestyle": (0, (3, 2))}  # the line at the last gradient
 # Messages have no colour: colours are for sections. The kinds are filled, hollow, hatched ...
-_KINDS: tuple[dict[str, Any], ...] = tuple(
+_KINDS: tuple[Look, ...] = tuple(
     {"facecolor": fill, "hatch": hatch, "edgecolor": INK, "linewidth": 0.4}
     for fill, hatch in ((INK, ""), (PAPER, ""), (PAPER, "//////"), (PAPER, "....."))
 )
 
 
-def draw_timeline(
-    entries: Sequence[tuple[str, Json, Json]], *, heading: str, narrow: bool, emulated: bool
-) -> Figure:
-    """Draw steps of ranks from top to bottom; overlapping messages stand below each other.
+@dataclass
+class Row:
+    """A rank's step in the figure; ``group`` : the ranks for which it may wait, itself included."""
 
-    entries : a label, a timeline and one of its ranks.
-    """
-    ranks = [rank for _, _, rank in entries]
-    rows = [rank["sections"] | sync_parts(timeline, rank) for _, timeline, rank in entries]
-    drawn = [name for name in SECTIONS if any(row.get(name) for row in rows)]
+    label: str
+    rank: RankTimeline
+    group: Sequence[RankTimeline]
+
+    @cached_property
+    def spans(self) -> dict[str, list[Span]]:
+        """The sections, with the two parts of "sync"."""
+        sections: dict[str, list[Span]] = dict(self.rank.sections.items())
+        return sections | sync_parts(self.group, self.rank)
+
+    @cached_property
+    def lanes(self) -> list[list[SentMessage]]:
+        return lanes(self.rank.messages)
+
+    @property
+    def height(self) -> float:
+        return 1 + _LANE * min(_DRAWN_LANES, len(self.lanes))
+
+
+def draw_timeline(rows: Sequence[Row], *, heading: str, narrow: bool, emulated: bool) -> Figure:
+    """Draw steps of ranks from top to bottom; overlapping messages stand below each other."""
+    drawn = [name for name in SECTIONS if any(row.spans.get(name) for row in rows)]
     if not drawn:
         raise NothingToShowError("The recorded step has no sections.")
-    kinds = dict.fromkeys(message["kind"] for rank in ranks for message in rank["messages"])
+    kinds = dict.fromkeys(message.kind for row in rows for message in row.rank.messages)
     looks = dict(zip(kinds, cycle(_KINDS), strict=False))
-    depths = [1 + 0.55 * min(_DRAWN_LANES, len(lanes(rank["messages"]))) for rank in ranks]
     figure, (axis,) = grid(
         1,
         narrow=narrow,
         columns=1,
-        height=0.34 * sum(depths) + 0.2 * len(ranks) + 0.75,
+        height=0.34 * sum(row.height for row in rows) + 0.2 * len(rows) + 0.75,
         extra=0.6 if narrow else 0.3,
     )
-    *tops, bottom = accumulate((depth + 0.5 for depth in depths), initial=0.0)
-    for rank, row, top, depth in zip(ranks, rows, tops, depths, strict=True):
-        for name in drawn:
-            axis.broken_barh(_milliseconds(row.get(name, [])), (top, 1.0), **section_style(name))
-        for index, lane in enumerate(lanes(rank["messages"])):
-            below = top + 1.08 + 0.55 * min(index, _DRAWN_LANES - 1)
-            spans = grouped((one["kind"], (one["begin"], one["end"])) for one in lane)
-            for kind, some in spans.items():
-                axis.broken_barh(_milliseconds(some), (below, 0.45), **looks[kind])
-        if (end := backward_end(rank)) is not None:
-            axis.plot([end * 1e3] * 2, [top - 0.08, top + depth + 0.1], color=INK, **_LAST)
-    axis.set_yticks([top + 0.5 for top in tops], [label for label, _, _ in entries])
+    *tops, bottom = accumulate((row.height + 0.5 for row in rows), initial=0.0)
+    for row, top in zip(rows, tops, strict=True):
+        _draw_sections(axis, top, row, drawn)
+        _draw_messages(axis, top, row, looks)
+        _draw_last_gradient(axis, top, row)
+    axis.set_yticks([top + 0.5 for top in tops], [row.label for row in rows])
     axis.tick_params(axis="y", length=0)
     axis.set(
         xlabel="milliseconds since the step began",
@@ -76,11 +91,7 @@ def draw_timeline(
     axis.xaxis.set_major_locator(MaxNLocator(6))
     axis.grid(axis="x")
     figure.legend(
-        handles=[
-            *map(section_patch, drawn),
-            *(Patch(**look, label=f"message: {kind}") for kind, look in looks.items()),
-            *([line_key("last gradient", **_LAST)] if "backward" in drawn else []),
-        ],
+        handles=_legend(drawn, looks),
         loc="outside lower center",
         ncols=2 if narrow else 5,
         handlelength=1.4,
@@ -88,6 +99,36 @@ def draw_timeline(
     )
     title(figure, heading, emulated=emulated)
     return figure
+
+
+def _draw_sections(axis: Axes, top: float, row: Row, names: Sequence[str]) -> None:
+    for name in names:
+        spans = row.spans.get(name, [])
+        axis.broken_barh(_milliseconds(spans), (top, 1.0), **section_style(name))
+
+
+def _draw_messages(axis: Axes, top: float, row: Row, looks: Mapping[str, Look]) -> None:
+    """Draw a rank's messages below its sections."""
+    for index, lane in enumerate(row.lanes):
+        below = top + 1.08 + _LANE * min(index, _DRAWN_LANES - 1)
+        kinds = grouped((message.kind, (message.begin, message.end)) for message in lane)
+        for kind, spans in kinds.items():
+            axis.broken_barh(_milliseconds(spans), (below, 0.45), **looks[kind])
+
+
+def _draw_last_gradient(axis: Axes, top: float, row: Row) -> None:
+    end = backward_end(row.rank)
+    if end is not None:
+        bottom = top + row.height + 0.1
+        axis.plot([end * 1e3] * 2, [top - 0.08, bottom], color=INK, **_LAST)
+
+
+def _legend(sections: Sequence[str], looks: Mapping[str, Look]) -> list[Artist]:
+    entries: list[Artist] = [section_patch(name) for name in sections]
+    entries += [Patch(**look, label=f"message: {kind}") for kind, look in looks.items()]
+    if "backward" in sections:
+        entries.append(line_key("last gradient", **_LAST))
+    return entries
 
 
 def _milliseconds(spans: Sequence[Span]) -> list[Span]:

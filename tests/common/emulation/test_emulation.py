@@ -235,8 +235,8 @@ def test_a_run_shows_no_loss_and_says_that_it_is_emulated(profile_file, tmp_path
     assert summary["train_loss_last_step"] is summary["test_accuracy"] is None
     assert json_of(folder, "profile") == json.loads(profile_file.read_text())
     reported = collect([folder], scaling="strong")
-    assert reported["emulated"]
-    assert reported["settings"]["compute"] == "test of 2026-11-23T12:00:00"
+    assert reported.emulated
+    assert reported.settings["compute"] == "test of 2026-11-23T12:00:00"
     assert not (folder / "checkpoints").exists()
     assert not (folder / "report.txt").exists()
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import asdict
 from torch import nn
 
 import common.distributed.clock_offset
@@ -100,23 +101,23 @@ def recorded(rank, size):
     assert engine.timeline.busiest_step == 3
     assert engine.timeline.sent_a_step() == (132.0, 2.0)  # in a ring of two, a rank sends all once
     lane = engine.timeline.steps[3]
-    in_step = [(m["kind"], m["bytes"]) for m in lane["messages"]]
+    in_step = [(m.kind, m.bytes) for m in lane.messages]
     assert in_step == [("all_reduce", 120), ("all_reduce", 12)]
-    begin, end = lane["sections"]["sync"][0]
-    for message in lane["messages"]:
-        assert begin <= message["begin"] <= message["end"] <= end
+    begin, end = lane.sections["sync"][0]
+    for message in lane.messages:
+        assert begin <= message.begin <= message.end <= end
     single, broadcast, *others = recorder.messages
-    facts = (single["kind"], single["bytes"], single["sent_bytes"])
+    facts = (single.kind, single.bytes, single.sent_bytes)
     assert facts == [("send", 4000, 4000.0), ("recv", 4000, 0.0)][rank]
-    assert single["end"] <= after
-    assert (broadcast["kind"], broadcast["sent_bytes"]) == ("broadcast", (0.0, 4000.0)[rank])
+    assert single.end <= after
+    assert (broadcast.kind, broadcast.sent_bytes) == ("broadcast", (0.0, 4000.0)[rank])
     if rank == 0:
-        assert single["end"] - single["begin"] >= 0.05
+        assert single.end - single.begin >= 0.05
     # Half of the tensor goes to the other rank; Gloo reduces by a whole all_reduce.
-    parts = [(m["kind"], m["bytes"], m["sent_bytes"]) for m in others if m["bytes"] == 4000]
+    parts = [(m.kind, m.bytes, m.sent_bytes) for m in others if m.bytes == 4000]
     assert parts == [("all_to_all", 4000, 2000.0), ("reduce_scatter", 4000, 4000.0)]
-    assert next(m["end"] for m in others if m["kind"] == "reduce_scatter") <= reduced
-    measured = [m["kind"] for m in others[2:] if m["bytes"] in (4000, 4004)]
+    assert next(m.end for m in others if m.kind == "reduce_scatter") <= reduced
+    measured = [m.kind for m in others[2:] if m.bytes in (4000, 4004)]
     assert [kind for kind in measured if kind not in ("send", "recv")] == list(KINDS[:-2])
 
 
@@ -133,14 +134,14 @@ def recorded_in_threads(rank):
     engine.close()
     assert engine.timeline.sent_a_step()[0] == 2 * 68
     lane = engine.timeline.steps[3]
-    *exchanged, gathered = lane["messages"]
-    assert sorted((m["kind"], m["bytes"]) for m in exchanged) == [("recv", 68), ("send", 68)]
-    assert (gathered["kind"], gathered["bytes"]) == ("all_gather", 68)
-    [(begin, end_of_backward)] = lane["sections"]["backward"]
+    *exchanged, gathered = lane.messages
+    assert sorted((m.kind, m.bytes) for m in exchanged) == [("recv", 68), ("send", 68)]
+    assert (gathered.kind, gathered.bytes) == ("all_gather", 68)
+    [(begin, end_of_backward)] = lane.sections["backward"]
     # The first waits, in forward, are for the weights of the step before.
-    end = next(end for start, end in lane["sections"]["sync"] if start >= end_of_backward)
+    end = next(end for start, end in lane.sections["sync"] if start >= end_of_backward)
     for message in exchanged:
-        assert begin <= message["begin"] <= message["end"] <= end
+        assert begin <= message.begin <= message.end <= end
 
 
 def test_messages_of_a_strategys_threads_are_taken_down_too():
@@ -199,7 +200,7 @@ def test_under_nccl_a_message_ends_on_the_stream_that_waits_for_it(gpu):
     call(recorder, "c10d::allreduce_", gpu)
     call(recorder, "c10d::send", gpu)
     recorder.finish()
-    assert [(m["kind"], m["begin"], m["end"]) for m in recorder.messages] == [
+    assert [(m.kind, m.begin, m.end) for m in recorder.messages] == [
         ("all_reduce", ("current", 0), ("callback", 1)),
         ("send", ("current", 2), ("callback", 3)),
     ]
@@ -214,7 +215,7 @@ def test_messages_that_nccl_joins_end_with_their_batch(gpu):
         if follows:
             call(recorder, follows)
     recorder.finish()
-    begins, ends = zip(*((m["begin"][1], m["end"][1]) for m in recorder.messages), strict=True)
+    begins, ends = zip(*((m.begin[1], m.end[1]) for m in recorder.messages), strict=True)
     first, second, third = ends[0:2], ends[2:4], ends[4:6]
     assert first[0] == first[1] < begins[2], "the second round waits for the first"
     assert begins[3] < second[0] == second[1] < begins[4]
@@ -234,8 +235,8 @@ def test_the_timeline_of_a_gpu_is_on_the_hosts_clock(gpu):
             if recorder is not None:
                 call(recorder, "c10d::allreduce_", gpu)
         timeline.took(step, timer, {})
-    [message] = timeline.steps[2]["messages"]
-    assert (message["begin"], message["end"]) == (100.0, 101.0)
+    [message] = timeline.steps[2].messages
+    assert (message.begin, message.end) == (100.0, 101.0)
 
 
 def steps_taking(seconds):
@@ -254,9 +255,9 @@ def test_medians_leave_out_warm_up_and_timeline_and_see_what_happens_every_few_s
     steps = steps_taking([9.0, 0.0, 0.0, 0.0, 4.0, 0.0, 0.0, 0.0, 4.0, 50.0])
     kept = timed(steps, 1, Timeline(10, 10))
     assert [step.step for step in kept] == list(range(2, 10))
-    assert median_seconds(kept)["sync"] == 0.0, "most steps send nothing"
+    assert median_seconds(kept).sync == 0.0, "most steps send nothing"
     medians = median_seconds(kept, period=4)
     expected = {"forward": 1.0, "sync": 1.0, "step": 2.25, "wait": 0.5, "wire": 0.5}
-    assert medians == dict.fromkeys(SECTIONS, 0.0) | expected
+    assert asdict(medians) == dict.fromkeys(SECTIONS, 0.0) | expected
     assert median_seconds([]) is None
     assert len(timed(steps[:1], 1)) == 1, "one step is better than none"

@@ -115,7 +115,7 @@ def accumulate(rank, size, strategy, accumulation_steps):
     )
     engine.close()
     assert result.samples == sum(MICRO_BATCHES[size][rank])
-    kinds = [[one["kind"] for one in step["messages"]] for step in engine.timeline.steps.values()]
+    kinds = [[message.kind for message in step.messages] for step in engine.timeline.steps.values()]
     if isinstance(engine.model, DistributedDataParallel):
         # DDP broadcasts the new bucket order in its second step.
         kinds = [[kind for kind in step if kind != "broadcast"] for step in kinds]

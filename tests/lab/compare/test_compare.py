@@ -26,9 +26,15 @@ from lab.compare.cli import strategies
 from lab.compare.executors import Executors
 from lab.compare.outcomes import time_to_accuracy
 from lab.compare.prediction import reason_to_calibrate
-from lab.compare.results import read_results
 from lab.compare.runner import open_comparison, run_comparison, time_left
 from lab.compare.settings import Settings
+from lab.comparison.record import (
+    PredictedCell,
+    Prediction,
+    as_json,
+    read_comparison,
+    write_comparison,
+)
 from lab.predict.calibration_file import load_calibration, reference_path
 from tests.helpers import Started, fake_part, start_lab, user_environment, wait_until
 
@@ -69,12 +75,19 @@ def runs_of(settings, folder=Path("here")):
     return [Run(folder, settings, cell, 0) for cell in plan_cells(settings)]
 
 
+def predicted(cells):
+    """Return a prediction of these cells."""
+    return Prediction(made="2026-01-01T00:00:00", cells=cells)
+
+
 def test_the_time_left_is_predicted_and_then_corrected_by_the_finished_runs():
     """Ten steps of 3 s and of 1 s, with 10 s of start-up; the runs then take twice as long."""
     runs = runs_of(asks(nodes=(2,), steps=8))
     assert runs[0].settings.total_steps == 10
     seconds = {"all_reduce-n2": 3.0, "ring-n2": 1.0}
-    prediction = {"cells": {name: {"step_seconds": one} for name, one in seconds.items()}}
+    prediction = predicted(
+        {name: PredictedCell(step_seconds=step) for name, step in seconds.items()}
+    )
     assert time_left(runs, prediction) == "about 1 min 00 s", "of 40 s and of 20 s"
     assert time_left(runs, prediction, 1, 80.0) == "about 40 s"
     assert time_left(runs, None) == "time unknown until the first run has ended"
@@ -114,7 +127,8 @@ def test_the_unfinished_comparison_that_began_last_is_resumed(tmp_path):
     """Its recorded time counts, not the folder's name."""
     for name, created in (("z", "2026-01-01T00:00:00"), ("a", "2026-02-01T00:00:00")):
         folder, results = open_comparison(asks(), reports=tmp_path, anew=True)
-        (folder / "results.json").write_text(json.dumps(results | {"created": created}))
+        results.created = created
+        write_comparison(folder / "results.json", results)
         folder.rename(tmp_path / f"compare-{name}")
     assert open_comparison(asks(), reports=tmp_path)[0] == tmp_path / "compare-a"
 
@@ -126,7 +140,7 @@ def parsed(run):
     """Return the part's own Config of the command, with the part's own choices of strategies."""
     script, *flags = node_command(run)
     part = Path(script).parent.name
-    assert part == part_of(run.cell["sync"])
+    assert part == part_of(run.cell.sync)
     choices = {"PartOne": ("none",), "PartTwo": BY_HAND, "PartThree": BUILT_IN}[part]
     return parse_arguments(part, "", choices, flags)
 
@@ -150,11 +164,11 @@ def test_a_strategy_with_several_sizes_of_buckets_has_a_cell_for_each(tmp_path):
     runs = runs_of(asks(nodes=(2,), sync=names, flags=("--bucket-mb", "4")), tmp_path)
     cells = [run.cell for run in runs]
     with pytest.raises(UserError, match=r"ddp-auto.*--no-predict"):
-        choose_buckets({"prediction": None, "cells": cells})
-    predicted = {"ddp-auto-n2": {"bucket_mb": 14.0}}
-    [line] = choose_buckets({"prediction": {"cells": predicted}, "cells": cells})
+        choose_buckets(cells, None)
+    chosen = PredictedCell(step_seconds=1.0, bucket_mb=14.0)
+    [line] = choose_buckets(cells, predicted({"ddp-auto-n2": chosen}))
     assert "14 MiB" in line
-    assert [(cell["id"], cell["exact"]) for cell in cells] == [(f"{n}-n2", True) for n in names]
+    assert [(cell.id, cell.exact) for cell in cells] == [(f"{n}-n2", True) for n in names]
     configs = [parsed(run) for run in runs]
     expected = [("ddp", 4.0), ("ddp", 14.0), ("ddp", 9.0), ("sharded", 0.5)]
     assert [(config.sync, config.bucket_mb) for config in configs] == expected
@@ -170,7 +184,7 @@ def test_one_node_comes_once_and_weak_scaling_gives_each_node_the_same():
     flags = ("--averaging-period", "6")
     syncs = ("ring", "local_sgd")
     runs = runs_of(asks(nodes=(4, 1, 2), sync=syncs, scaling="weak", batch_size=32, flags=flags))
-    assert [(run.key[0], run.cell["batch_size"]) for run in runs] == [
+    assert [(run.key[0], run.cell.batch_size) for run in runs] == [
         ("none-n1", 32),
         *(("ring-n2", 64), ("local_sgd-n2", 64)),
         *(("ring-n4", 128), ("local_sgd-n4", 128)),
@@ -214,7 +228,7 @@ def test_each_rate_has_cells_of_its_own_and_one_node_has_none():
         "none-n1",
         *("all_reduce-n4-200mbit", "ring-n4-200mbit", "all_reduce-n4-1gbit", "ring-n4-1gbit"),
     ]
-    assert [run.cell["rate"] for run in runs] == [None, *["200mbit"] * 2, *["1 Gbit"] * 2]
+    assert [run.cell.rate for run in runs] == [None, *["200mbit"] * 2, *["1 Gbit"] * 2]
     assert len({run.path for run in runs}) == 5
     assert parsed(runs[1]).compute == "here/profile.json", "the comparison's own copy"
     assert parsed(runs_of(asks())[0]).compute == "real"
@@ -243,15 +257,15 @@ def test_cells_with_a_rate_run_on_one_cluster_each(fake_parts, tmp_path, monkeyp
     settings = asks(nodes=(1, 2, 3), rates=("1gbit",), repeats=1, flags=("--fail", "all_reduce"))
     folder, results = compare(settings, reports=tmp_path)
     assert entered == [1, 3], "over loopback, and once with the largest number of nodes"
-    cells = {cell["id"]: cell for cell in results["cells"]}
-    assert {name: cell["status"] for name, cell in cells.items()} == {
+    cells = {cell.id: cell for cell in results.cells}
+    assert {name: cell.status for name, cell in cells.items()} == {
         "none-n1": "done",
         **{"all_reduce-n2-1gbit": "failed", "ring-n2-1gbit": "done"},
         **{"all_reduce-n3-1gbit": "failed", "ring-n3-1gbit": "done"},
     }
     cause = "rank 1 ended with status 1: ValueError: the test wants it (its output: "
-    assert cells["all_reduce-n2-1gbit"]["message"].startswith(cause)
-    assert (results["emulated"], results["settings"]["rates"]) == (True, ["1gbit"])
+    assert cells["all_reduce-n2-1gbit"].message.startswith(cause)
+    assert (results.emulated, results.settings["rates"]) == (True, ["1gbit"])
     assert (folder / "logs" / "ring-n3-1gbit-1" / "node2.log").exists()
 
 
@@ -263,29 +277,29 @@ def test_cells_take_turns_and_medians_are_those_of_the_runs(fake_parts, tmp_path
     names = ["none-n1", "all_reduce-n2", "ring-n2"]
     first, second = [(name, 0) for name in names], [(name, 1) for name in names]
     assert fake_parts == first + second[::-1], "the second repeat goes the other way round"
-    assert results == read_results(folder / "results.json")
-    assert results["finished"]
-    ring = next(cell for cell in results["cells"] if cell["id"] == "ring-n2")
-    assert (ring["median"]["step"], ring["median"]["wait"]) == (0.83, 0.04)
-    assert (ring["median"]["root_bytes_sent"], ring["median"]["others_bytes_sent"]) == (10.0, 11.0)
-    assert ring["repeats"][0]["losses"][1] == [2, 1.0]
-    assert set(results["timelines"]) == set(names)
+    assert results == read_comparison(folder / "results.json")
+    assert results.finished
+    ring = next(cell for cell in results.cells if cell.id == "ring-n2")
+    assert (ring.medians.step, ring.medians.wait) == (0.83, 0.04)
+    assert (ring.medians.root_bytes_sent, ring.medians.others_bytes_sent) == (10.0, 11.0)
+    assert ring.repeats[0].losses[1] == (2, 1.0)
+    assert set(results.timelines) == set(names)
 
 
 def test_a_failed_cell_says_why_stops_nothing_and_is_tried_again(fake_parts, tmp_path, capsys):
     """Other settings, foreign results and those of another machine are left alone."""
     failing = asks(flags=("--fail", "all_reduce"))
     folder, results = compare(failing, reports=tmp_path)
-    cells = {cell["id"]: cell for cell in results["cells"]}
+    cells = {cell.id: cell for cell in results.cells}
     states = {"none-n1": "done", "all_reduce-n2": "failed", "ring-n2": "done"}
-    assert {name: cell["status"] for name, cell in cells.items()} == states
+    assert {name: cell.status for name, cell in cells.items()} == states
     cause = "rank 1 ended with status 1: ValueError: the test wants it"
-    assert cause in cells["all_reduce-n2"]["message"], "not rank 0's echo"
-    assert not results["finished"]
+    assert cause in cells["all_reduce-n2"].message, "not rank 0's echo"
+    assert not results.finished
     other, _ = compare(asks(nodes=(1,), repeats=1), reports=tmp_path)
     assert other != folder
-    content = json.dumps(results)
-    for name, wrong in (("cut", content[:200]), ("newer", json.dumps(results | {"format": 99}))):
+    newer = json.dumps(as_json(results) | {"format": 99})
+    for name, wrong in (("cut", newer[:200]), ("newer", newer)):
         (tmp_path / f"compare-{name}").mkdir()
         (tmp_path / f"compare-{name}" / "results.json").write_text(wrong)
     capsys.readouterr()
@@ -296,8 +310,8 @@ def test_a_failed_cell_says_why_stops_nothing_and_is_tried_again(fake_parts, tmp
     assert f"{tmp_path}/compare-cut/results.json is cut off or not JSON" in out
     assert "format 99, this version reads 1" in out
     assert len((tmp_path / "compare-cut" / "results.json").read_text()) == 200
-    environment = results["environment"] | {"torch": "1.0"}
-    (folder / "results.json").write_text(json.dumps(results | {"environment": environment}))
+    results.environment |= {"torch": "1.0"}
+    write_comparison(folder / "results.json", results)
     assert open_comparison(failing, reports=tmp_path)[0] != folder
     assert "was started with another torch" in " ".join(capsys.readouterr().out.split())
 
@@ -310,9 +324,8 @@ def test_time_to_accuracy_is_training_time_up_to_the_first_epoch_that_reaches_it
         for number, accuracy in enumerate([0.4, 0.62, 0.5, 0.9], start=1)
     ]
     (tmp_path / "epochs.jsonl").write_text("".join(json.dumps(epoch) + "\n" for epoch in epochs))
-    for accuracy, seconds, steps in ((0.6, 23.0, 44), (0.95, None, None)):
-        expected = {"seconds_to_accuracy": seconds, "steps_to_accuracy": steps}
-        assert time_to_accuracy(tmp_path, accuracy) == expected
+    assert time_to_accuracy(tmp_path, 0.6) == (23.0, 44)
+    assert time_to_accuracy(tmp_path, 0.95) is None
 
 
 # --- real runs ---
@@ -329,15 +342,15 @@ def test_real_runs_from_the_command_line_to_the_report(tmp_path):
     done = start_lab("compare", *flags, tmp_path, cold=True).end(timeout_seconds=500)
     assert done.status == 0, done
     [folder] = tmp_path.glob("compare-*")
-    cells = {cell["sync"]: cell for cell in read_results(folder / "results.json")["cells"]}
-    runs = {sync: cell["repeats"][0] for sync, cell in cells.items()}
-    losses = {sync: [loss for _, loss in run["losses"]] for sync, run in runs.items()}
+    cells = {cell.sync: cell for cell in read_comparison(folder / "results.json").cells}
+    runs = {sync: cell.repeats[0] for sync, cell in cells.items()}
+    losses = {sync: [loss for _, loss in run.losses] for sync, run in runs.items()}
     assert len(losses["ring"]) == 4
     assert losses["ddp"] == pytest.approx(losses["ring"], rel=1e-3)
     assert losses["none"][0] == pytest.approx(losses["ring"][0], rel=0.05), "in two shards"
     sizes = GradientSize.of(build_model("vgg11", 10).parameters())
     for name in ("ring", "ddp", "topk"):
-        plan, sent = build_sync(name).plan, [rank["bytes_sent"] for rank in runs[name]["ranks"]]
+        plan, sent = build_sync(name).plan, [rank.bytes_sent for rank in runs[name].ranks]
         assert sent == [float(plan.bytes_sent(sizes, rank, 2)) for rank in range(2)], name
     for name in ("report.html", "table.md", "table.csv"):
         assert (folder / name).stat().st_size > 500
@@ -345,8 +358,8 @@ def test_real_runs_from_the_command_line_to_the_report(tmp_path):
     again = start_lab("report", *folders, "--output-dir", tmp_path).end()
     assert again.status == 0, again
     [path] = tmp_path.glob("report-*/results.json")
-    medians = {cell["sync"]: cell["median"] for cell in read_results(path)["cells"]}
-    assert medians["ring"] == cells["ring"]["median"]
+    medians = {cell.sync: cell.medians for cell in read_comparison(path).cells}
+    assert medians["ring"] == cells["ring"].medians
 
 
 # --- stopped runs ---
@@ -376,7 +389,7 @@ def test_stopped_in_the_middle_nothing_is_left_and_it_goes_on(how, tmp_path):
     assert ended.status == (130 if how == signal.SIGINT else -9), ended.out + ended.err
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in workers()), "the end of all nodes")
     [results] = tmp_path.glob("compare-*/results.json")
-    status = {cell["id"]: cell["status"] for cell in read_results(results)["cells"]}
+    status = {cell.id: cell.status for cell in read_comparison(results).cells}
     assert status == {"none-n1": "done", "ring-n3": "pending"}
     if how == signal.SIGINT:  # what is finished is shown
         assert (results.parent / "report.html").read_text() == "none-n1"
@@ -386,4 +399,4 @@ def test_stopped_in_the_middle_nothing_is_left_and_it_goes_on(how, tmp_path):
     assert again.status == 0, again
     assert "resuming " in again.out
     assert len(workers()) == before + 3, "only the three nodes that were missing"
-    assert read_results(results)["finished"]
+    assert read_comparison(results).finished

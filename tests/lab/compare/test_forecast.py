@@ -11,8 +11,8 @@ from lab.calibrate.link_measurements import LARGE, LARGEST, SMALL, measure_links
 from lab.cluster.tools import namespaces_refused
 from lab.compare.cells import plan_cells
 from lab.compare.prediction import compute_on_nodes, emulated_compute, forecast, kinds_of
-from lab.compare.results import read_results
 from lab.compare.settings import Settings
+from lab.comparison.record import read_comparison
 from lab.predict.event_model import HEADERS, Network, Rate, loads
 from lab.predict.measured_links import MeasuredLinks, network_from
 from tests.helpers import run_ranks, start_lab
@@ -70,7 +70,7 @@ def test_steps_of_emulated_cells_are_those_of_the_event_model():
     cells = plan_cells(Settings(nodes=(1, 4), sync=syncs, rates=("200mbit",), compute="slow"))
     networks = {(4, "200mbit"): Network(0.0, 1e-2, kinds={"all_reduce": Rate(0.0, 1e-2, 10.0)})}
     made = forecast(cells, networks, slow_step, FOUR, {"bucket_mb": 1_500 / 2**20})
-    seconds = {name: cell["step_seconds"] for name, cell in made.items()}
+    seconds = {name: cell.step_seconds for name, cell in made.items()}
     assert seconds["none-n1"] == pytest.approx(0.8 + 10.0 + 0.5)
     each = [max(10.0, 1.5 * size * 1e-2) for size in FOUR]
     assert seconds["all_reduce-n4-200mbit"] == pytest.approx(0.8 + 10.0 + sum(each) + 0.5)
@@ -80,12 +80,12 @@ def test_steps_of_emulated_cells_are_those_of_the_event_model():
     for ready, bucket in zip((9.0, 10.0), buckets[1:], strict=True):
         ends = max(ready, ends) + bucket
     assert seconds["overlapped-n4-200mbit"] == pytest.approx(0.8 + ends + 0.5)
-    assert len(made["all_reduce-n4-200mbit"]["bytes_sent"]) == 4
-    out_of_scope = {name: cell["why"] for name, cell in made.items() if not cell["in_scope"]}
+    assert len(made["all_reduce-n4-200mbit"].bytes_sent) == 4
+    out_of_scope = {name: cell.why for name, cell in made.items() if not cell.in_scope}
     assert out_of_scope == {"topk-n4-200mbit": "lossy or periodic"}
     other = forecast(cells, networks, slow_step, FOUR, {}, other_model="vgg13", no_network=True)
-    assert other["none-n1"]["why"] == "calibrated with vgg13"
-    assert other["overlapped-n4-200mbit"]["why"] == "calibrated over loopback, no network"
+    assert other["none-n1"].why == "calibrated with vgg13"
+    assert other["overlapped-n4-200mbit"].why == "calibrated over loopback, no network"
 
 
 def test_only_what_the_strategies_send_is_measured():
@@ -153,26 +153,26 @@ def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(e
     done = start_lab("compare", "--compute", even, *flags, tmp_path).end(timeout_seconds=480)
     assert done.status == 0, done
     [folder] = tmp_path.glob("compare-*")
-    results = read_results(folder / "results.json")
-    cells, predictions = results["cells"], results["prediction"]["cells"]
+    results = read_comparison(folder / "results.json")
+    cells, predictions = results.cells, results.prediction.cells
     names = ("none-n1", *(f"{sync}-n3-500mbit" for sync in ("all_reduce_flat", "ddp", "ddp-auto")))
-    assert [(cell["id"], cell["status"]) for cell in cells] == [(name, "done") for name in names]
+    assert [(cell.id, cell.status) for cell in cells] == [(name, "done") for name in names]
     [config] = (folder / "runs" / "PartThree-ddp").glob("auto-*/config.json")
     of_auto = predictions["ddp-auto-n3-500mbit"]
-    assert json.loads(config.read_text())["bucket_mb"] == of_auto["bucket_mb"]
-    assert of_auto["step_seconds"] <= predictions["ddp-n3-500mbit"]["step_seconds"]
+    assert json.loads(config.read_text())["bucket_mb"] == of_auto.bucket_mb
+    assert of_auto.step_seconds <= predictions["ddp-n3-500mbit"].step_seconds
     for cell in cells:
-        predicted, [repeat] = predictions[cell["id"]], cell["repeats"]
-        ratio = cell["median"]["step"] / predicted["step_seconds"]
-        assert ratio > 0.9, (cell["id"], ratio)
-        assert (predicted["in_scope"], cell["oversubscribed"]) == (True, False)
-        assert repeat["test_accuracy"] is None
-        assert {loss for _, loss in repeat["losses"]} == {None}
-        sent = [rank["bytes_sent"] for rank in repeat["ranks"]]
-        assert sent == pytest.approx(predicted["bytes_sent"])
+        predicted, [repeat] = predictions[cell.id], cell.repeats
+        ratio = cell.medians.step / predicted.step_seconds
+        assert ratio > 0.9, (cell.id, ratio)
+        assert (predicted.in_scope, cell.oversubscribed) == (True, False)
+        assert repeat.test_accuracy is None
+        assert {loss for _, loss in repeat.losses} == {None}
+        sent = [rank.bytes_sent for rank in repeat.ranks]
+        assert sent == pytest.approx(predicted.bytes_sent)
     on_the_link = 2 * 2 / 3 * 36_924_456 * 8 / 5e8  # a ring sends 2(N-1)/N of the gradients
-    assert cells[1]["median"]["sync"] > on_the_link
-    assert 1 < predictions[cells[1]["id"]]["sync_seconds"] / on_the_link < 1.5
+    assert cells[1].medians.sync > on_the_link
+    assert 1 < predictions[cells[1].id].sync_seconds / on_the_link < 1.5
     page, table = (folder / "report.html").read_text(), (folder / "table.md").read_text()
     assert "EMULATED" in page
     assert "500 Mbit/s" in page

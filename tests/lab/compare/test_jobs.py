@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import psutil
@@ -16,9 +17,9 @@ from lab.cli import main
 from lab.compare import cells as cells_module
 from lab.compare import jobs, prediction, reporting
 from lab.compare.jobs import merge_results, plan_comparison, planned_runs
-from lab.compare.results import read_results, write_results
 from lab.compare.runner import open_comparison
 from lab.compare.settings import Settings
+from lab.comparison.record import read_comparison, write_comparison
 from lab.predict.calibration_file import load_calibration, reference_path
 from tests.helpers import Started, fake_part, user_environment, wait_until
 from tests.helpers.hostile import untouched
@@ -57,7 +58,7 @@ def run(folder, number, *, nodes=2, flags=""):
 
 
 def results_of(folder):
-    return read_results(folder / "results.json")
+    return read_comparison(folder / "results.json")
 
 
 def merged(folder):
@@ -66,7 +67,7 @@ def merged(folder):
 
 
 def states(results):
-    return {cell["id"]: cell["status"] for cell in results["cells"]}
+    return {cell.id: cell.status for cell in results.cells}
 
 
 # --- the plan ---
@@ -78,9 +79,9 @@ def test_a_plan_has_the_runs_in_turns_and_goes_on(tmp_path, monkeypatch, capsys)
     assert main(command) == 0
     [folder] = tmp_path.glob("compare-*")
     results = results_of(folder)
-    first = [["none-n1", 0], ["all_reduce-n2", 0], ["ring-n2", 0]]
-    second = [["ring-n2", 1], ["all_reduce-n2", 1], ["none-n1", 1]]
-    assert results["plan"]["runs"] == first + second, "as lab compare takes turns"
+    first = [("none-n1", 0), ("all_reduce-n2", 0), ("ring-n2", 0)]
+    second = [("ring-n2", 1), ("all_reduce-n2", 1), ("none-n1", 1)]
+    assert results.plan.runs == first + second, "as lab compare takes turns"
     assert set(states(results).values()) == {"pending"}
     assert [path.name for path in folder.iterdir()] == ["results.json"], "nothing was run"
     out = capsys.readouterr().out
@@ -95,7 +96,7 @@ def test_a_plan_has_the_runs_in_turns_and_goes_on(tmp_path, monkeypatch, capsys)
     assert "an installed copy has no job script. Plan in a checkout" in out
     assert "sbatch --nodes" not in out
     assert f"lab run-cell {folder} --run K --master-ip IP --num-nodes N --rank R" in out
-    assert merged(folder)["warnings"][-1].endswith("--rank R with K = 0-5")
+    assert merged(folder).warnings[-1].endswith("--rank R with K = 0-5")
 
 
 def test_plans_of_other_code_and_comparisons_of_this_machine_are_left_alone(tmp_path, monkeypatch):
@@ -116,15 +117,15 @@ def test_the_prediction_is_fixed_before_the_first_run(over_loopback, tmp_path, m
     path.write_text(json.dumps(content))
     for module in (jobs, prediction):
         monkeypatch.setattr(module, "calibration_path", lambda: path)
-    cells = results_of(plan(tmp_path, predicts=True, repeats=1))["prediction"]["cells"]
+    cells = results_of(plan(tmp_path, predicts=True, repeats=1)).prediction.cells
     alone, half = (calibration.compute.at(samples, ranks_here=1).seconds for samples in (256, 128))
-    assert cells["none-n1"]["step_seconds"] == pytest.approx(alone)
-    assert cells["ring-n2"]["compute_seconds"] == pytest.approx(half), "each is its own machine"
-    assert cells["none-n1"]["in_scope"]
-    assert cells["ring-n2"]["in_scope"] != over_loopback, "memory is no network"
+    assert cells["none-n1"].step_seconds == pytest.approx(alone)
+    assert cells["ring-n2"].compute_seconds == pytest.approx(half), "each is its own machine"
+    assert cells["none-n1"].in_scope
+    assert cells["ring-n2"].in_scope != over_loopback, "memory is no network"
     (plan(tmp_path) / "logs").mkdir()
     later = results_of(plan(tmp_path, predicts=True))
-    assert later["prediction"] is None, "a run has begun: too late"
+    assert later.prediction is None, "a run has begun: too late"
 
 
 # --- what cannot run ---
@@ -156,7 +157,7 @@ def test_each_mistake_has_one_message(tmp_path, capsys):
 def test_a_run_that_its_job_cannot_do_is_named_in_the_report(tmp_path, capsys):
     folder = plan(tmp_path)
     results = results_of(folder)
-    code = results["plan"]["code"] | {"common/sync/ring.py": "another"}
+    results.plan.code["common/sync/ring.py"] = "another"
     for place, message in (
         ("--run 1 -M 127.0.0.1", "needs 2 nodes, and there is 1: .*sbatch --nodes=2"),
         ("--run 1 -N 2", "give --master-ip, --num-nodes and --rank on each"),
@@ -166,10 +167,10 @@ def test_a_run_that_its_job_cannot_do_is_named_in_the_report(tmp_path, capsys):
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert re.search(message, error), error
-        [failed] = [cell for cell in merged(folder)["cells"] if cell["status"] == "failed"]
-        assert re.search(message, failed["message"])
+        [failed] = [cell for cell in merged(folder).cells if cell.status == "failed"]
+        assert re.search(message, failed.message)
         (folder / "logs").rename(tmp_path / f"logs of {place}")
-        write_results(folder / "results.json", results | {"plan": results["plan"] | {"code": code}})
+        write_comparison(folder / "results.json", results)
 
 
 # --- runs ---
@@ -189,12 +190,12 @@ def test_a_run_writes_its_own_folders_alone_and_is_not_done_twice(tmp_path):
     results = merged(folder)
     pending = {"none-n1": "pending", "all_reduce-n2": "pending"}
     assert states(results) == pending | {"ring-n2": "partial"}
-    assert results["cells"][2]["median"]["step"] == 0.83
-    assert results["warnings"][0] == (
+    assert results.cells[2].medians.step == 0.83
+    assert results.warnings[0] == (
         "1 of 6 runs are done; missing: none-n1 (runs 0,5), all_reduce-n2 (runs 1,4), ring-n2 "
         "(run 3)"
     )
-    assert "--array=0-1,3-5%1" in results["warnings"][1]
+    assert "--array=0-1,3-5%1" in results.warnings[1]
     done = "run 2 (ring on 2 nodes, repeat 1) is already done; nothing to do\n"
     with untouched(folder / "runs"):
         assert run(folder, 2) == ([0, 0], [done, ""])
@@ -210,13 +211,13 @@ def test_a_failed_run_says_why_and_is_tried_again(tmp_path):
     assert outputs[1] == "", "what many ranks say goes to their files"
     assert error in (folder / "logs" / "ring-n2-1" / "rank1.txt").read_text()
     results = merged(folder)
-    assert [warning for warning in results["warnings"] if cause in warning]
-    assert "--array=0%1" in results["warnings"][-1]
-    assert (states(results), results["finished"]) == ({"ring-n2": "failed"}, False)
+    assert [warning for warning in results.warnings if cause in warning]
+    assert "--array=0%1" in results.warnings[-1]
+    assert (states(results), results.finished) == ({"ring-n2": "failed"}, False)
     assert run(folder, 0)[0] == [0, 0]
     results = merged(folder)
-    assert (states(results), results["finished"]) == ({"ring-n2": "done"}, True)
-    assert results["warnings"] == []
+    assert (states(results), results.finished) == ({"ring-n2": "done"}, True)
+    assert results.warnings == []
 
 
 def test_under_way_stopped_and_killed(tmp_path):
@@ -225,7 +226,7 @@ def test_under_way_stopped_and_killed(tmp_path):
     workers = partial(fake_part.waiting, marker)
     first = start(folder, 0, nodes=1, flags=f"--wait-for {marker}")
     wait_until(lambda: len(workers()) == 1, "the part")
-    assert merged(folder)["warnings"] == ["0 of 1 runs are done; running: none-n1 (run 0)"]
+    assert merged(folder).warnings == ["0 of 1 runs are done; running: none-n1 (run 0)"]
     ended = start(folder, 0, nodes=1).end()
     assert "this run is already running: another job holds" in ended.out + ended.err
     assert ended.status == 2
@@ -233,14 +234,14 @@ def test_under_way_stopped_and_killed(tmp_path):
     ended = first.end()
     assert "stopped by SIGTERM, as at a time limit" in ended.out + ended.err
     assert ended.status == 1
-    assert "stopped by SIGTERM" in merged(folder)["cells"][0]["message"]
+    assert "stopped by SIGTERM" in merged(folder).cells[0].message
     second = start(folder, 0, nodes=1, flags=f"--wait-for {marker}")
     wait_until(lambda: len(workers()) == 2, "the part")
     second.send(signal.SIGKILL)
     second.end()
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in workers()), "the end of the part")
     killed = "the run did not report its end: it was killed"
-    assert killed in merged(folder)["cells"][0]["message"]
+    assert killed in merged(folder).cells[0].message
     assert run(folder, 0, nodes=1)[0] == [0]
     assert states(merged(folder)) == {"none-n1": "done"}
 
@@ -253,7 +254,7 @@ def fill(folder, numbers, **environment):
     machine = {"cpu": "A", "gpus": [], "torch": "2", "usable_cores": 8} | environment
     for number in numbers:
         one = planned_runs(folder, results_of(folder))[number]
-        flags = f"--sync {one.cell['sync']} --num-nodes {one.nodes} --run-name {one.path.name}"
+        flags = f"--sync {one.cell.sync} --num-nodes {one.nodes} --run-name {one.path.name}"
         fake_part.main([*flags.split(), "--output-dir", str(folder / "runs")])
         (one.path / "environment.json").write_text(json.dumps(machine))
 
@@ -266,16 +267,16 @@ def test_other_machines_are_groups_of_their_own(tmp_path, capsys, monkeypatch):
     fill(folder, [0, 1, 3])
     fill(folder, [2], cpu="B", usable_cores=1)
     results = merged(folder)
-    columns = ("id", "group", "status", "oversubscribed")
-    assert [tuple(cell[name] for name in columns) for cell in results["cells"]] == [
+    columns = attrgetter("id", "group", "status", "oversubscribed")
+    assert [columns(cell) for cell in results.cells] == [
         ("none-n1", 0, "done", False),
         ("ring-n2", 0, "partial", False),
         ("ring-n2-g1", 1, "done", True),  # two ranks of one host, which has one core
     ]
     cpus, cores = "cpu: A in runs 0-1,3; B in runs 2", "usable_cores: 8 in runs 0-1,3; 1 in runs 2"
-    assert results["differences"] == [cpus, cores]
-    assert (results["groups"]["1"]["cpu"], results["environment"]["cpu"]) == ("B", "A")
-    assert "different kinds of machines" in results["warnings"][0]
+    assert results.differences == [cpus, cores]
+    assert (results.groups["1"]["cpu"], results.environment["cpu"]) == ("B", "A")
+    assert "different kinds of machines" in results.warnings[0]
     (folder / "runs" / "Part-ring" / "n2-2").rename(tmp_path / "removed")
     assert reporting.report_on([folder], reports=tmp_path, scaling="strong") == 0
     out = capsys.readouterr().out

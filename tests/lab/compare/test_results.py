@@ -1,7 +1,6 @@
-"""``results.json`` and the runs that ``lab report`` imports: numbers, and what is refused."""
+"""The runs that ``lab report`` imports: cells, groups, warnings, and what is refused."""
 
 import json
-import math
 import os
 import shutil
 from datetime import datetime
@@ -10,68 +9,7 @@ import pytest
 
 from common.errors import UserError
 from lab.compare.imported_runs import collect
-from lab.compare.results import interval, summarise
-from tests.helpers.fake_part import SECTIONS, rank_row
-
-FAILED = {"status": "failed", "message": "why", "ranks": []}
-
-
-def rows(step=1.0, *, ranks=2, sent=(5.0, 1.0, 3.0)):
-    """Return the rows of ranks; a step of rank r takes ``step`` + r seconds."""
-    return [
-        rank_row(
-            rank,
-            seconds=SECTIONS | {"step": step + rank},
-            peak_memory_bytes=100 + rank,
-            bytes_sent=sent[rank],
-        )
-        for rank in range(ranks)
-    ]
-
-
-def done(step=1.0, **rank_rows):
-    return {"status": "done", "ranks": rows(step, **rank_rows)}
-
-
-def summary(*repeats):
-    """Return the cell of these repeats, of which two are enough."""
-    cell = {"repeats": list(repeats)}
-    summarise(cell, repeats=2)
-    return cell
-
-
-def test_median_over_repeats_of_the_mean_over_ranks():
-    """Bytes that no timeline counted are unknown, not zero."""
-    median = summary(*(done(step, ranks=3) for step in (1.0, 2.0, 9.0)))["median"]
-    assert median["step"] == 3.0  # the middle repeat's mean over 2, 3 and 4
-    assert (median["root_bytes_sent"], median["others_bytes_sent"]) == (5.0, 2.0)
-    assert median["peak_memory_bytes"] == 101.0
-    median = summary(done(sent=(None, None)))["median"]
-    assert (median["root_bytes_sent"], median["others_bytes_sent"]) == (None, None)
-
-
-def test_interval_is_students_t():
-    """By hand: mean 2, standard deviation 1, t(0.975, 2) = 4.3027."""
-    low, high = interval([1.0, 2.0, 3.0])
-    assert high == pytest.approx(2 + 4.302653 / math.sqrt(3), rel=1e-6)
-    assert low == 0.0, "no time is negative"
-    assert interval([1.0]) == [None, None]
-    assert interval([4.0, 4.0]) == [4.0, 4.0]
-
-
-def test_status_tells_how_much_is_there():
-    cells = [summary(), summary(FAILED), summary(done(), FAILED), summary(done())]
-    cells.append(summary(done(), done()))
-    assert [(cell["status"], cell["message"], cell["median"] is None) for cell in cells] == [
-        ("pending", None, True),
-        ("failed", "why", True),
-        ("partial", "why", False),
-        ("partial", None, False),
-        ("done", None, False),
-    ]
-
-
-# --- lab report ---
+from tests.helpers.fake_part import rank_rows
 
 
 def write_run(
@@ -98,7 +36,7 @@ def write_run(
     files = {
         "config.json": config | settings,
         "environment.json": machine | dict(environment),
-        "ranks.json": {"steps": steps, "ranks": rows(step, ranks=nodes)},
+        "ranks.json": {"steps": steps, "ranks": rank_rows(step, ranks=nodes)},
         "summary.json": {"test_accuracy": 0.5, "ranks_hold_equal_weights": equal},
     }
     for name, content in files.items():
@@ -120,14 +58,14 @@ def test_equal_runs_become_repeats_of_a_cell(tmp_path):
     buckets = [{"sync": "ddp", "bucket_mb": size} for size in (None, "auto", 9.0, 0.5)]
     rings = {"step": 1.0}, {"step": 3.0, "bucket_mb": "auto"}
     results = collected(tmp_path, *rings, alone, *buckets)
-    assert results["differences"] == []
-    assert {cell["group"] for cell in results["cells"]} == {0}
-    assert {cell["id"]: len(cell["repeats"]) for cell in results["cells"]} == {
+    assert results.differences == []
+    assert {cell.group for cell in results.cells} == {0}
+    assert {cell.id: len(cell.repeats) for cell in results.cells} == {
         **{"none-n1": 1, "ring-n2": 2},
         **{"ddp-n2": 1, "ddp-auto-n2": 1, "ddp-9-n2": 1, "ddp-0.5-n2": 1},
     }
-    assert results["cells"][1]["median"]["step"] == 2.5
-    assert results["settings"]["nodes"] == [1, 2]
+    assert results.cells[1].medians.step == 2.5
+    assert results.settings["nodes"] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -145,18 +83,18 @@ def test_equal_runs_become_repeats_of_a_cell(tmp_path):
 )
 def test_runs_that_differ_are_told_and_kept_apart(changed, tmp_path):
     results = collected(tmp_path / "PartTwo-ring", {}, changed)
-    [difference] = results["differences"]
+    [difference] = results.differences
     name, value = next(iter(changed.get("environment", changed).items()))
     assert difference.startswith(f"{name}: ")
     assert f"{value} in PartTwo-ring/1" in difference
-    groups = [(cell["id"], cell["group"]) for cell in results["cells"]]
+    groups = [(cell.id, cell.group) for cell in results.cells]
     assert groups == [("ring-n2", 0), ("ring-n2-g1", 1)]
 
 
 def test_weak_scaling_compares_batches_a_node(tmp_path):
     runs = {"sync": "none", "nodes": 1, "batch_size": 32, "total_steps": 12}, {"nodes": 2}
-    assert collected(tmp_path / "weak", *runs, scaling="weak")["differences"] == []
-    assert len(collected(tmp_path / "strong", *runs)["differences"]) == 2
+    assert collected(tmp_path / "weak", *runs, scaling="weak").differences == []
+    assert len(collected(tmp_path / "strong", *runs).differences) == 2
 
 
 def test_the_steps_that_a_report_names_are_those_that_were_timed(tmp_path):
@@ -164,18 +102,18 @@ def test_the_steps_that_a_report_names_are_those_that_were_timed(tmp_path):
     one = write_run(tmp_path / "a", steps=4)
     os.utime(one / "config.json", (0, 86400))
     found = collect([one], scaling="strong")
-    assert found["settings"]["steps"] == 4
-    [outcome] = found["cells"][0]["repeats"]
-    assert datetime.fromisoformat(outcome["started"]).timestamp() == 86400
+    assert found.settings["steps"] == 4
+    [outcome] = found.cells[0].repeats
+    assert datetime.fromisoformat(outcome.started).timestamp() == 86400
     runs = [one, write_run(tmp_path / "b", sync="tree", steps=3), write_run(tmp_path / "c")]
-    settings = collect(runs, scaling="strong")["settings"]
+    settings = collect(runs, scaling="strong").settings
     assert (settings["steps"], settings["repeats"], settings["warmup"]) == ("3 to 4", "1 to 2", 1)
 
 
 def test_crowded_and_unequal_runs_are_warned_of(tmp_path):
     results = collected(tmp_path, {"nodes": 3, "equal": False})
-    assert results["cells"][0]["oversubscribed"]
-    crowded, unequal = results["warnings"]
+    assert results.cells[0].oversubscribed
+    crowded, unequal = results.warnings
     assert "more ranks shared a machine" in crowded
     assert "different weights" in unequal
 

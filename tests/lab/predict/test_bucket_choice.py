@@ -4,10 +4,10 @@ import pytest
 
 from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.bucketing import MIB
+from common.sync.plans.base import AUTO
 from lab.predict.bucket_choice import LEAST_GAIN, has_buckets, with_best_buckets
 from lab.predict.compute_model import StepCompute
 from lab.predict.event_model import Network, step_seconds
-from lab.units import AUTO
 
 GRADIENTS = {f"layer{index}": MIB for index in range(8)}
 # Backward takes one second for each layer; the last layer's gradient is the first.

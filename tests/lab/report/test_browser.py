@@ -49,12 +49,12 @@ def page(tmp_path_factory):
     data = results(
         ("gather_scatter", "halving_doubling", "ddp_powersgd"), (1, 2), accuracy=0.43, emulated=True
     )
-    data["cells"].append(
+    data.cells.append(
         cell("gather_scatter_flat", 2, status="failed", message="connection to " + "a" * 200)
     )
-    data["settings"]["command"] = "lab compare --output-dir /" + "long/" * 60
-    data["warnings"] = ["/" + "path" * 60]
-    data["timelines"] = {"gather_scatter-n2": data["timelines"]["gather_scatter-n2"]}
+    data.settings["command"] = "lab compare --output-dir /" + "long/" * 60
+    data.warnings = ["/" + "path" * 60]
+    data.timelines = {"gather_scatter-n2": data.timelines["gather_scatter-n2"]}
     folder = tmp_path_factory.mktemp("browser")
     write_report(folder, data)
     path = folder / "measured.html"

@@ -1,13 +1,13 @@
 """Wrong strategies that claim to be exact: found by their losses, in numbers and in real runs."""
 
 import itertools
-import json
 import shutil
 import sys
 
 import pytest
 
 from lab.compare.reporting import report_on
+from lab.comparison.record import read_comparison
 from lab.report.equality import check
 from lab.report.findings import EQUAL, findings
 from lab.report.view import blocks
@@ -24,8 +24,10 @@ def losing(sync, *losses, seeds=(0,), **more):
 
 
 def block(*cells, **settings):
-    more = {"cells": list(cells), "settings": settings}
-    (found,) = blocks(results(predict=False) | more)
+    whole = results(predict=False)
+    whole.cells = list(cells)
+    whole.settings = settings
+    (found,) = blocks(whole)
     return found
 
 
@@ -58,7 +60,7 @@ DDP_OFF, TREE_OFF = losing("ddp", *shifted(2, 0.01)), losing("tree", *shifted(3,
 NEAR = losing("overlapped", *shifted(2, 5e-5))  # more than fp32 on a CPU allows
 OTHER_BATCHES = losing("overlapped", *shifted(1, 0.1))
 TWICE = [losing(sync, *RIGHT, seeds=(0, 0)) for sync in ("ring", "tree", "ddp")]
-TWICE[0]["repeats"][1]["losses"][1][1] = 2.7
+TWICE[0].repeats[1].losses[1] = (2, 2.7)
 FP16 = losing("ddp", *shifted(2, 0.01), precision="float16 on a GPU")
 
 
@@ -87,8 +89,10 @@ FP16 = losing("ddp", *shifted(2, 0.01), precision="float16 on a GPU")
     ],
 )
 def test_who_is_wrong(cells, precision, wrong, untested):
-    for run in (run for one in cells for run in one["repeats"] if one is not FP16):
-        run["precision"] = precision
+    for entry in cells:
+        for run in entry.repeats:
+            if entry is not FP16:
+                run.precision = precision
     result = check(block(*cells), 2)
     assert {sync: deviation.step for sync, deviation in result.wrong.items()} == wrong
     assert list(result.untested) == untested
@@ -123,7 +127,7 @@ def test_what_is_said_of_a_wrong_one(cells, text):
 def test_only_exact_strategies_promise_equal_weights():
     for sync, doubtful in (("ring", {"ring"}), ("topk", set())):
         apart = losing(sync, *RIGHT)
-        apart["repeats"][0]["equal_weights"] = False
+        apart.repeats[0].equal_weights = False
         assert check(block(apart, DDP), 2).doubtful == doubtful
 
 
@@ -180,7 +184,7 @@ def runs(tmp_path_factory):
 def reported(folders, tmp_path):
     assert report_on(folders, reports=tmp_path / "reports", scaling="strong") == 0
     [path] = (tmp_path / "reports").glob("report-*/results.json")
-    return json.loads(path.read_text()), path
+    return read_comparison(path), path
 
 
 def test_a_report_on_real_runs_names_the_wrong_strategies(runs, tmp_path, capsys):
@@ -193,7 +197,7 @@ def test_a_report_on_real_runs_names_the_wrong_strategies(runs, tmp_path, capsys
     assert set(result.wrong) == wrong
     assert set(result.unequal_ranks) == {"halving_doubling", "reduce_broadcast"}
     assert set(result.equal) == {"all_reduce", "gather_scatter"}
-    assert results["settings"]["steps"] == 4
+    assert results.settings["steps"] == 4
     assert printed.endswith(f"\nreport: {path.parent / 'report.html'}\n")
 
 

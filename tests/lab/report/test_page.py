@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from msgspec.structs import replace
 
 from lab.plot_style import NothingToShowError, plt
 from lab.report import html, tables
@@ -26,9 +27,13 @@ def page(data):
 
 
 def group(*cells, **settings):
-    whole = results(predict=False) | {"cells": [cell("none", 1), *cells], "settings": settings}
-    (found,) = blocks(whole)
+    (found,) = blocks(compared(*cells, settings=settings))
     return found
+
+
+def compared(*cells, **more):
+    """Return a comparison of these cells and one node's."""
+    return replace(results(predict=False), cells=[cell("none", 1), *cells], **more)
 
 
 def best(block, name):
@@ -43,27 +48,28 @@ def positions(text, *marks):
 
 def test_the_answer_comes_first_and_limits_are_folded():
     data = results(("gather_scatter", "ddp"), (1, 4))
-    data["cells"][1]["interval"]["step"] = [0.1, 0.9]
+    data.cells[1].intervals["step"] = (0.1, 0.9)
     text = page(data)
     places = positions(text, 'class="verdict"', 'class="cards"', 'id="findings"')
     assert places == sorted(places)
     cautions = [finding for finding in findings(blocks(data)[0]) if finding.caution]
     folded = re.search(r'<details class="limits" id="limits">(.*?)</ul> </details>', text)
-    assert f"<summary>Limits ({len(cautions) + len(data['warnings'])})</summary>" in folded[1]
-    assert all(warning in folded[1] for warning in data["warnings"])
+    assert f"<summary>Limits ({len(cautions) + len(data.warnings)})</summary>" in folded[1]
+    assert all(warning in folded[1] for warning in data.warnings)
     assert cautions
     assert "✗" not in text
 
 
 def test_what_is_wrong_stands_in_red_before_everything():
     data = results(("ring", "ddp"), (1, 2), predict=False)
-    data["cells"][1] = cell("ring", 2, loss_shift=0.1)
+    data.cells[1] = cell("ring", 2, loss_shift=0.1)
     wrong = "ring is not equal to ddp"
     places = positions(page(data), '<div class="note bad">', "✗", wrong, 'class="cards"')
     assert places == sorted(places)
     # with several groups, before all of them, and with the group's name
-    data["cells"] += [cell("none", 1, group=1), cell("ring", 2, group=1)]
-    data |= {"warnings": ["Cores are shared."], "differences": ["seed: 1 in A, 2 in B"]}
+    data.cells += [cell("none", 1, group=1), cell("ring", 2, group=1)]
+    data.warnings = ["Cores are shared."]
+    data.differences = ["seed: 1 in A, 2 in B"]
     text = page(data)
     marks = ("✗", f">group 0</a>: On 2 nodes {wrong}", "cannot be compared", "Warnings (")
     assert positions(text, *marks) == sorted(positions(text, *marks))
@@ -73,7 +79,7 @@ def test_what_is_wrong_stands_in_red_before_everything():
 def test_a_wrong_strategy_is_marked_in_tables_and_figures():
     cells = [*on(2, "tree"), *on(2, "ring", loss_shift=0.2), *on(2, "ddp")]
     found = group(*cells)
-    text = page(results(predict=False) | {"cells": [cell("none", 1), *cells]})
+    text = page(compared(*cells))
     rows = re.findall(r'<tr class="([^"]*)"><th scope="row">(\w+)</th>.*?</tr>', text)
     assert {name for status, name in rows if "wrong" in status} == {"ring"}
     assert text.count("yes: WRONG") == 1
@@ -89,14 +95,14 @@ def test_a_wrong_strategy_is_marked_in_tables_and_figures():
 
 def test_the_prediction_and_its_calibration():
     data = results(("ring",), (1, 2))
-    data["prediction"]["calibration"] |= {
+    data.prediction.calibration |= {
         "compute": "profile of a CPU, 2026-11-22T23:14:50",
         "least time of an all_reduce": {"4 nodes, 1gbit": "7.9 ms", "2 nodes": "3 ms"},
     }
-    repeats = [repeat for entry in data["cells"] for repeat in entry["repeats"]]
+    repeats = [repeat for entry in data.cells for repeat in entry.repeats]
     assert "When the first run started was not recorded." in page(data)
     for second, repeat in enumerate(reversed(repeats), start=3):
-        repeat["started"] = f"2026-11-21T15:00:{second:02}"
+        repeat.started = f"2026-11-21T15:00:{second:02}"
     text = page(data)
     for part in (
         "<dt>shortest all-reduce</dt> <dd>4 nodes, 1gbit 7.9 ms; 2 nodes 3 ms</dd>",
@@ -106,7 +112,7 @@ def test_the_prediction_and_its_calibration():
         *("120 µs", "1.11 GB/s"),  # alpha 1.2e-4 s, beta 9e-10 s a byte
     ):
         assert part in text
-    repeats[2]["started"] = "2026-11-21T14:00:03"
+    repeats[2].started = "2026-11-21T14:00:03"
     assert "<strong>before the prediction</strong>" in page(data)
 
 
@@ -117,7 +123,7 @@ def test_the_method_counts_steps_as_they_were():
         (1, 1, "The first 1 step is a warm-up and not measured; then 1 step is"),
         (None, None, "The warm-up steps are not measured. A rank's number"),
     ):
-        data["settings"] |= {"warmup": warmup, "steps": steps}
+        data.settings |= {"warmup": warmup, "steps": steps}
         assert words in page(data)
 
 
@@ -146,10 +152,11 @@ def test_tensors_are_those_of_the_rank_that_holds_most():
         ({"memory": None, "predicted_memory": None}, ["–"] * 7),
     ):
         data = results(("all_reduce",), (1, 2))
-        repeats = [repeat for entry in data["cells"] for repeat in entry["repeats"]]
-        for rank in (rank for repeat in repeats for rank in repeat["ranks"]):
-            rank["memory"]["buckets"] += 8_000_000 * rank["rank"]
-            rank |= change
+        repeats = [repeat for entry in data.cells for repeat in entry.repeats]
+        for rank in (rank for repeat in repeats for rank in repeat.ranks):
+            rank.memory["buckets"] += 8_000_000 * rank.rank
+            for name, value in change.items():
+                setattr(rank, name, value)
         line = tables.lines(*blocks(data))[1]
         assert [line.texts[name] for name in tables.MEMORY[2:]] == texts
         assert line.values["optimizer_state_bytes"] == (None if change else 2 * BYTES)
@@ -160,7 +167,7 @@ def test_a_bar_adds_up_to_its_own_median():
     entry = cell("ring", 2)
 
     def spans(step):
-        entry["median"]["step"] = step
+        entry.medians.step = step
         return figures.section_spans(group(entry).rows[1])
 
     names = ["data", "forward", "backward", "wait", "wire", "update"]

@@ -10,7 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 from matplotlib.figure import Figure
+from msgspec.structs import replace
 
+from common.profiling.records import RankTimeline, SentMessage
+from common.reporting.run_files import TimelineFile
 from lab.plot_style import spread
 from lab.report import write_report
 from lab.report.drawings.timeline import mean_overlap, overlap, sync_parts, trace, union
@@ -46,15 +49,15 @@ class Page:
 def report(tmp_path_factory):
     """Write a report with failed, pending and partial cells, and text that looks like markup."""
     data = results(("gather_scatter", "ring", "ddp_powersgd"), accuracy=0.43)
-    data["cells"][-2:] = [
+    data.cells[-2:] = [
         cell("ring", 4, status="failed", message=HOSTILE),
         cell("ddp_powersgd", 4, status="pending"),
     ]
-    data["cells"][1]["status"] = "partial"
-    data["timelines"] = {"ring-n2": data["timelines"]["ring-n2"]}
-    data["warnings"].append(HOSTILE)
-    data["settings"].update(command=f"lab compare {HOSTILE}", note=HOSTILE)
-    data["environment"][HOSTILE] = HOSTILE
+    data.cells[1].status = "partial"
+    data.timelines = {"ring-n2": data.timelines["ring-n2"]}
+    data.warnings.append(HOSTILE)
+    data.settings.update(command=f"lab compare {HOSTILE}", note=HOSTILE)
+    data.environment[HOSTILE] = HOSTILE
     folder = tmp_path_factory.mktemp("report")
     write_report(folder, data)
     return folder, data, Page(folder)
@@ -130,27 +133,27 @@ def test_numbers_in_the_page_and_in_the_csv_equal_the_data(report):
     assert "4 of 7 cells are done" in page.text
     with (folder / "table.csv").open(encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
-    for entry, line in zip(data["cells"], lines, strict=True):
-        nodes, middle = entry["nodes"], entry["median"]
-        names = [entry["sync"], str(nodes)]
+    for entry, line in zip(data.cells, lines, strict=True):
+        nodes, middle = entry.nodes, entry.medians
+        names = [entry.sync, str(nodes)]
         times, costs, _ = [row for row in page.rows if row[:2] == names]
         assert [line["strategy"], line["nodes"]] == names
-        assert (line["status"], line["exact"]) == (entry["status"], str(int(entry["exact"])))
+        assert (line["status"], line["exact"]) == (entry.status, str(int(entry.exact)))
         if not middle:
             assert times[3] == costs[2] == "–"
             assert line["step_seconds"] == ""
             continue
-        step, (low, high) = middle["step"], entry["interval"]["step"]
+        step, (low, high) = middle.step, entry.intervals["step"]
         parts = ("data", "forward", "backward", "sync", "wait", "update")
         assert times[3] == f"{step:.3f} [{low:.3f}, {high:.3f}]"
-        assert times[4:10] == [f"{middle[part]:.3f}" for part in parts]
-        largest = max(rank["peak_memory_bytes"] for rank in entry["repeats"][0]["ranks"])
-        foretold = data["prediction"]["cells"][entry["id"]]["step_seconds"]
+        assert times[4:10] == [f"{getattr(middle, part):.3f}" for part in parts]
+        largest = max(rank.peak_memory_bytes for rank in entry.repeats[0].ranks)
+        foretold = data.prediction.cells[entry.id].step_seconds
         values = {
-            "mean_iteration_seconds": entry["repeats"][0]["mean_iteration_seconds"],
+            "mean_iteration_seconds": entry.repeats[0].mean_iteration_seconds,
             **{"speedup_ratio": 1 / step, "efficiency_ratio": 1 / step / nodes},
-            **{"samples_per_second": 256 / step, "root_sent_bytes": middle["root_bytes_sent"]},
-            "peak_memory_bytes": middle["peak_memory_bytes"],
+            **{"samples_per_second": 256 / step, "root_sent_bytes": middle.root_bytes_sent},
+            "peak_memory_bytes": middle.peak_memory_bytes,
             "largest_peak_memory_bytes": largest,
             "predicted_step_seconds": foretold,
             "prediction_error_ratio": foretold / step - 1,
@@ -167,9 +170,11 @@ def test_numbers_in_the_page_and_in_the_csv_equal_the_data(report):
 
 def test_groups_and_rates_never_share_a_figure(tmp_path):
     data = results(("ring",), (1, 2), predict=False, emulated=True)
-    data.update(kind="report", differences=["compute: real in A, laptop in <B>"], timelines={})
-    data["groups"] = {"0": {"compute": "real"}, "1": {"compute": "laptop"}}
-    data["cells"] += [
+    data.kind = "report"
+    data.differences = ["compute: real in A, laptop in <B>"]
+    data.timelines = {}
+    data.groups = {"0": {"compute": "real"}, "1": {"compute": "laptop"}}
+    data.cells += [
         cell("none", 1, group=1, batch=128, seeds=(7,)),
         cell("ring", 2, group=1, batch=128, seeds=(7,), scale=2.0),
     ]
@@ -181,14 +186,16 @@ def test_groups_and_rates_never_share_a_figure(tmp_path):
     assert "These runs differ and cannot be compared" in words
     assert "global batch size 128" in words
     first, second = blocks(data)
-    assert [row.batch_size for row in first.rows] == [256, 256]
+    assert [row.cell.batch_size for row in first.rows] == [256, 256]
     assert (first.emulated, second.emulated) == (False, True)
     # compared with its own group's one-node cell
     assert second.find("ring", 2).speedup == pytest.approx(1 / 1.114)
     assert markdown([first, second]).count("| strategy |") == 2
     rated = results(("ring",), (1,), predict=False)
-    rated["cells"] += [cell("ring", 2, rate="1gbit"), cell("ring", 2, rate=2e8)]
-    assert [(part.label, part.suffix, [row.id for row in part.rows]) for part in blocks(rated)] == [
+    rated.cells += [cell("ring", 2, rate="1gbit"), cell("ring", 2, rate=2e8)]
+    assert [
+        (part.label, part.suffix, [row.cell.id for row in part.rows]) for part in blocks(rated)
+    ] == [
         ("1 Gbit/s", "-1gbit", ["none-n1", "ring-n2-1gbit"]),
         ("200 Mbit/s", "-200_Mbit_s", ["none-n1", "ring-n2-200000000.0"]),
     ]
@@ -197,9 +204,12 @@ def test_groups_and_rates_never_share_a_figure(tmp_path):
 
 # an imported run: no one-node cell, no counted bytes, a loss that was not finite
 BARE = cell("ring", 2, repeats=1)
-BARE["median"] = dict.fromkeys(BARE["median"]) | {"step": 0.004, "sync": 0.001}
-BARE["repeats"][0].update(losses=[[1, None], [2, 1.5]], ranks=[])
-STEP = {"ring-n2": {"format": 1, "sync": "ring", "step": 1, "ranks": []}}
+BARE.medians = replace(
+    BARE.medians, step=0.004, sync=0.001, root_bytes_sent=None, others_bytes_sent=None
+)
+BARE.repeats[0].losses = [(1, None), (2, 1.5)]
+BARE.repeats[0].ranks = []
+STEP = {"ring-n2": TimelineFile(1, "ring", 1, [])}
 NOTHING = {"prediction": None, "timelines": {}, "finished": False}
 
 
@@ -216,7 +226,8 @@ NOTHING = {"prediction": None, "timelines": {}, "finished": False}
     ],
 )
 def test_any_stage_of_results_makes_a_report(tmp_path, change, phrase):
-    write_report(tmp_path, results(("ring",), (1, 2), repeats=1, emulated=True) | change)
+    whole = results(("ring",), (1, 2), repeats=1, emulated=True)
+    write_report(tmp_path, replace(whole, **change))
     page = Page(tmp_path)
     assert phrase in page.text
     assert "EMULATED" in page.text
@@ -228,10 +239,10 @@ def test_any_stage_of_results_makes_a_report(tmp_path, change, phrase):
 
 def test_emulated_compute_is_told_everywhere_and_shows_no_loss(tmp_path):
     data = results(("ddp", "ring"), (1, 2), emulated=True, losses=[None] * 30)
-    for entry in data["cells"][1:]:
-        entry["rate"] = "200mbit"
-    del data["timelines"]["ring-n2"]
-    data["settings"] |= {"compute": "/somewhere/laptop.json", "rates": ["200mbit"]}
+    for entry in data.cells[1:]:
+        entry.rate = "200mbit"
+    del data.timelines["ring-n2"]
+    data.settings |= {"compute": "/somewhere/laptop.json", "rates": ["200mbit"]}
     write_report(tmp_path, data)
     page = Page(tmp_path)
     what = (
@@ -251,33 +262,34 @@ def test_emulated_compute_is_told_everywhere_and_shows_no_loss(tmp_path):
 
 def hand(rank, backward_end, *messages):
     """Return a rank; its ``messages`` have kind, begin and end."""
-    sections = {"backward": [[0.1, backward_end]], "sync": [[backward_end, 0.5]]}
-    sent = [
-        {"kind": kind, "begin": begin, "end": end, "bytes": 8, "sent_bytes": 8.0}
-        for kind, begin, end in messages
-    ]
-    return {"rank": rank, "sections": {"forward": [[0.0, 0.1]]} | sections, "messages": sent}
+    sections = {
+        "forward": [(0.0, 0.1)],
+        "backward": [(0.1, backward_end)],
+        "sync": [(backward_end, 0.5)],
+    }
+    sent = [SentMessage(kind, 8, 8.0, begin, end) for kind, begin, end in messages]
+    return RankTimeline(rank, sections, sent)
 
 
 SENT = (("all_reduce", 0.2, 0.3), ("all_reduce", 0.25, 0.4), ("broadcast", 0.4, 0.5))
-HAND = {"step": 9, "sync": "overlapped", "ranks": [hand(0, 0.3, *SENT), hand(1, 0.35)]}
+HAND = TimelineFile(1, "overlapped", 9, [hand(0, 0.3, *SENT), hand(1, 0.35)])
 
 
 def test_overlap_by_hand():
-    first, second = HAND["ranks"]
+    first, second = HAND.ranks
     assert union([(0.2, 0.3), (0.25, 0.4), (0.4, 0.5), (0.7, 0.6)]) == [(0.2, 0.5)]
     # 0.1 s of the union's 0.3 s; the sum over messages would give 0.15 / 0.35
     assert overlap(first) == pytest.approx(1 / 3)
     assert overlap(second) is None
-    assert mean_overlap(HAND) == pytest.approx(1 / 3)
-    assert mean_overlap({"ranks": [second]}) is None
-    assert sync_parts(HAND, first) == {"wait": [(0.3, 0.35)], "wire": [(0.35, 0.5)]}
-    assert sync_parts(HAND, second) == {"wait": [], "wire": [(0.35, 0.5)]}
+    assert mean_overlap(HAND.ranks) == pytest.approx(1 / 3)
+    assert mean_overlap([second]) is None
+    assert sync_parts(HAND.ranks, first) == {"wait": [(0.3, 0.35)], "wire": [(0.35, 0.5)]}
+    assert sync_parts(HAND.ranks, second) == {"wait": [], "wire": [(0.35, 0.5)]}
     # With a wait for weights within forward, and messages that block backward.
-    sync = [[0.05, 0.08], [0.2, 0.25], [0.3, 0.5]]
-    blocked = first | {"sections": first["sections"] | {"sync": sync}}
+    sync = [(0.05, 0.08), (0.2, 0.25), (0.3, 0.5)]
+    blocked = replace(first, sections=first.sections | {"sync": sync})
     assert overlap(blocked) == pytest.approx(1 / 6)
-    assert sync_parts(HAND, blocked) == {
+    assert sync_parts(HAND.ranks, blocked) == {
         "wait": [(0.3, 0.35)],
         "wire": [(0.05, 0.08), (0.2, 0.25), (0.35, 0.5)],
     }

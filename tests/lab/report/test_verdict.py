@@ -3,6 +3,7 @@
 import io
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from lab.report.findings import findings
@@ -14,7 +15,8 @@ from tests.helpers.report_samples import results as whole
 
 
 def results(*cells, **more):
-    return whole(predict=False) | {"cells": [cell("none", 1), *cells], "timelines": {}} | more
+    more = {"cells": [cell("none", 1), *cells], "timelines": {}} | more
+    return replace(whole(predict=False), **more)
 
 
 def answer(*cells, **more):
@@ -142,7 +144,7 @@ def test_a_terminal_shows_answer_table_and_four_findings():
 
 def test_what_is_wrong_is_red_and_comes_first():
     cells = on(2, "ring", "overlapped", loss_shift=0.02) + on(2, "tree", "ddp")
-    cells[1]["repeats"][0]["losses"][1][1] = 9.0
+    cells[1].repeats[0].losses[1] = (2, 9.0)
     text = shown(results(*cells), force_terminal=True, width=200)
     [first, second] = [line for line in text.splitlines() if "is not equal to the others" in line]
     assert first.startswith("\x1b[1;31mOn 2 nodes ")

@@ -1,0 +1,200 @@
+"""What a cell is, and how its status, medians and intervals follow from its repeats.
+
+``new_cell`` returns a cell without repeats. ``gather`` puts repeats into cells, those of different
+groups into different cells, and calls ``summarise`` for each. ``differences`` says what differs
+between groups.
+"""
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from common.reporting.run_files import RankRow, TimelineFile
+from common.sync import is_exact
+from common.utils.grouping import grouped
+from common.utils.typed_json import Facts
+from lab.comparison.record import TIMES, Cell, Medians, Repeat, Status
+from lab.comparison.run_files import read_run_file
+from lab.predict.variants import split_variant
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CellRun:
+    """A run of a comparison: its cell, without repeats, and the repeat that it gave, if any.
+
+    facts : what it must have in common with other runs of its cell; None if nothing.
+    """
+
+    cell: Cell
+    repeat: Repeat | None
+    facts: Facts | None = None
+
+
+def new_cell(sync: str, nodes: int, *, batch_size: float, rate: str | None = None) -> Cell:
+    """Return a cell without repeats."""
+    strategy, _ = split_variant(sync)
+    return Cell(
+        id=f"{sync}-{cell_suffix(nodes, rate)}",
+        sync=sync,
+        nodes=nodes,
+        rate=rate,
+        batch_size=batch_size,
+        exact=is_exact(strategy),
+    )
+
+
+def cell_suffix(nodes: int, rate: str | None) -> str:
+    """Return the part of a file's name for the number of nodes and the rate, e.g. "n2-1gbit"."""
+    if rate is None:
+        return f"n{nodes}"
+    return f"n{nodes}-" + re.sub(r"[^a-z0-9.]", "", rate.lower())
+
+
+def gather(
+    folder: Path, runs: Sequence[CellRun], groups: Sequence[Facts] = (), *, repeats: int = 0
+) -> tuple[list[Cell], dict[str, TimelineFile]]:
+    """Return the cells that these runs make, and a timeline of each by the cells' ids.
+
+    runs : their repeats' folders are relative to ``folder``. groups : all different facts of the
+    runs; a run whose facts are not in it belongs to the first group. repeats : those of a whole
+    cell of the first group.
+    """
+    numbers = {_hashable(facts): number for number, facts in enumerate(groups)}
+    cells: dict[str, Cell] = {}
+    timelines: dict[str, TimelineFile] = {}
+    for run in runs:
+        group = numbers.get(_hashable(run.facts), 0)
+        name = run.cell.id
+        if group > 0:
+            name += f"-g{group}"
+        if name not in cells:
+            cells[name] = replace(run.cell, id=name, group=group, repeats=[])
+        if run.repeat is None:
+            continue
+        cells[name].repeats.append(run.repeat)
+        cells[name].oversubscribed |= run.repeat.crowded
+        timeline = folder / run.repeat.folder / "timeline.json"
+        if run.repeat.done and name not in timelines and timeline.exists():
+            timelines[name] = read_run_file(timeline, TimelineFile)
+    for cell in cells.values():
+        summarise(cell, repeats=repeats if cell.group == 0 else 0)
+    return sorted(cells.values(), key=attrgetter("group", "nodes")), timelines
+
+
+def differences(
+    facts: Sequence[Facts], names: Sequence[T], show: Callable[[list[T]], str]
+) -> list[str]:
+    """Return each fact that differs between runs, with the runs of each value.
+
+    names : of the runs, which ``show`` makes a text.
+    """
+    if not facts:
+        return []
+    found = []
+    for key in facts[0]:
+        values = (str(facts_of_run[key]) for facts_of_run in facts)
+        owners = grouped(zip(values, names, strict=True))
+        if len(owners) > 1:
+            places = [f"{value} in {show(runs)}" for value, runs in owners.items()]
+            found.append(f"{key}: " + "; ".join(places))
+    return found
+
+
+def distinct(values: Iterable[T]) -> list[T]:
+    """Return each value once, in order of appearance. Values may be lists and dicts."""
+    return [equal[0] for equal in _equal_values(values)]
+
+
+def by_frequency(values: Iterable[T]) -> list[T]:
+    """Return each value once, the most frequent first, equally frequent ones as they appear."""
+    return [equal[0] for equal in sorted(_equal_values(values), key=len, reverse=True)]
+
+
+def _equal_values(values: Iterable[T]) -> list[list[T]]:
+    return list(grouped((_hashable(value), value) for value in values).values())
+
+
+def _hashable(value: Any) -> Hashable:
+    """Return a value that is equal to another one exactly if the JSON values are equal."""
+    if isinstance(value, dict):
+        return frozenset((key, _hashable(entry)) for key, entry in value.items())
+    if isinstance(value, list):
+        return tuple(map(_hashable, value))
+    return value
+
+
+def summarise(cell: Cell, *, repeats: int) -> None:
+    """Set status, message, medians and intervals of a cell from its repeats.
+
+    The cell is done when it has ``repeats`` good ones.
+    """
+    failures = [repeat.message for repeat in cell.repeats if not repeat.done]
+    measured = [_means_over_ranks(run.ranks) for run in cell.runs]
+    cell.status = _status(len(measured), len(failures), repeats)
+    cell.message = failures[-1] if failures else None
+    cell.medians = None
+    cell.intervals = None
+    if not measured:
+        return
+    columns = _known_values(measured)
+    medians = {name: statistics.median(column) for name, column in columns.items() if column}
+    cell.medians = Medians(**medians)
+    cell.intervals = {name: interval(column) for name, column in columns.items()}
+
+
+def _known_values(measured: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
+    """Return by name what the repeats measured, without what is unknown."""
+    columns = {}
+    for name in measured[0]:
+        values = [means[name] for means in measured]
+        columns[name] = [value for value in values if value is not None]
+    return columns
+
+
+def _status(done: int, failed: int, wanted: int) -> Status:
+    if done:
+        return "done" if done >= wanted else "partial"
+    return "failed" if failed else "pending"
+
+
+def _means_over_ranks(ranks: Sequence[RankRow]) -> dict[str, float | None]:
+    """Return the means over the ranks; for bytes sent, of the root and of the other ranks.
+
+    None: unknown.
+    """
+    means: dict[str, float | None] = {}
+    for name in TIMES:
+        means[name] = statistics.fmean(getattr(rank.seconds, name) for rank in ranks)
+    means["peak_memory_bytes"] = statistics.fmean(rank.peak_memory_bytes for rank in ranks)
+    means["root_bytes_sent"] = None
+    means["others_bytes_sent"] = None
+    counted = [rank.bytes_sent for rank in ranks if rank.bytes_sent is not None]
+    if len(counted) == len(ranks):
+        root, *others = counted
+        means["root_bytes_sent"] = root
+        means["others_bytes_sent"] = statistics.fmean(others or [0.0])
+    return means
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
+    """Return the 95 % interval of the mean of independent repeats, by Student's t, cut off at 0.
+
+    (None, None) for fewer than two.
+    """
+    if len(values) < 2:
+        return None, None
+    from scipy.stats import t
+
+    mean = statistics.fmean(values)
+    quantile = float(t.ppf(0.975, len(values) - 1))
+    margin = quantile * statistics.stdev(values) / math.sqrt(len(values))
+    return max(0.0, mean - margin), mean + margin
