@@ -334,8 +334,11 @@ def _how_certain(speedup: Interval | None) -> tuple[bool, str]:
 
 def above_ideal(_: ComparisonGroup, rows: Rows) -> Found:
     """Warn of speed-ups that are larger than the number of nodes."""
-    known = {row.sync: efficiency for row in rows if (efficiency := row.efficiency) is not None}
-    above = {sync: efficiency for sync, efficiency in known.items() if efficiency > _ABOVE_IDEAL}
+    above = {}
+    for row in rows:
+        efficiency = row.efficiency
+        if efficiency is not None and efficiency > _ABOVE_IDEAL:
+            above[row.sync] = efficiency
     if above:
         yield ReportFinding(
             SPEED,
@@ -410,8 +413,14 @@ def _surely_waits_longer(row: CellRow) -> bool:
 
 def root_share(_: ComparisonGroup, rows: Rows) -> Found:
     """Compare rank 0's share of all bytes sent with an equal share."""
-    shares = {row.sync: share for row in rows if (share := row.root_share) is not None}
-    uncounted = [row.sync for row in rows if row.sync not in shares]
+    shares = {}
+    uncounted = []
+    for row in rows:
+        share = row.root_share
+        if share is None:
+            uncounted.append(row.sync)
+        else:
+            shares[row.sync] = share
     if uncounted:
         yield ReportFinding(
             "Bytes",
@@ -455,8 +464,13 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
             f"is near chance (at most {percent(limit, 1)} with {classes} classes). Equal "
             "accuracies there show nothing: train longer, or with a smaller learning rate."
         )
-    near = [row for row, values in reached.items() if fmean(values) <= limit]
-    above = {row: values for row, values in reached.items() if row not in near}
+    near = []
+    above = {}
+    for row, values in reached.items():
+        if fmean(values) <= limit:
+            near.append(row)
+        else:
+            above[row] = values
     if near:
         yield ReportFinding(
             "Accuracy", f" the test accuracy{_of(near)} {chance}", evidence, caution=True
@@ -606,33 +620,34 @@ def predictions(_: ComparisonGroup, rows: Rows) -> Found:
 
 def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
     """Say whether the bytes that each rank counted equal the formulas."""
-    both = {}
+    compared = 0
+    differing = {}
     for row in rows:
-        formula = row.prediction.bytes_sent if row.prediction else []
+        if row.nodes == 1 or row.prediction is None:
+            continue
+        formula = row.prediction.bytes_sent
         counted = row.per_rank("bytes_sent")
-        if row.nodes > 1 and formula and counted:
-            both[row.name] = (formula, counted)
-    if not both:
-        return
-    wrong = [name for name, (formula, counted) in both.items() if not _agree(formula, counted)]
-    if wrong:
-        formula, counted = both[wrong[0]]
+        if not formula or not counted:
+            continue
+        compared += 1
+        if not _agree(formula, counted):
+            whole = f"formula {list(map(round, formula))}, counted {list(map(round, counted))}"
+            differing[row.name] = whole
+    if differing:
+        first = next(iter(differing))
         yield ReportFinding(
             "Prediction",
-            f"The counted bytes differ from the formulas with {'; '.join(wrong)}.",
-            f"{wrong[0]}: formula {[round(value) for value in formula]}, counted "
-            f"{[round(value) for value in counted]}",
+            f"The counted bytes differ from the formulas with {'; '.join(differing)}.",
+            f"{first}: {differing[first]}",
             caution=True,
         )
-        return
-    cells = f"all {len(both)} cells"
-    if len(both) == 1:
-        cells = "the one cell that has both"
-    yield ReportFinding(
-        "Prediction",
-        f"Every rank sent as many bytes as the formulas say, in {cells}.",
-        "compared for each rank and step, to half a byte",
-    )
+    elif compared:
+        cells = "the one cell that has both" if compared == 1 else f"all {compared} cells"
+        yield ReportFinding(
+            "Prediction",
+            f"Every rank sent as many bytes as the formulas say, in {cells}.",
+            "compared for each rank and step, to half a byte",
+        )
 
 
 def _agree(formula: Sequence[float], counted: Sequence[float]) -> bool:

@@ -66,8 +66,7 @@ def draw_timeline(rows: Sequence[Row], *, heading: str, narrow: bool, emulated: 
     drawn = [name for name in SECTIONS if any(row.spans.get(name) for row in rows)]
     if not drawn:
         raise NothingToShowError("The recorded step has no sections.")
-    kinds = dict.fromkeys(message.kind for row in rows for message in row.rank.messages)
-    looks = dict(zip(kinds, cycle(_KINDS), strict=False))
+    looks = _looks(rows)
     figure, (axis,) = grid(
         1,
         narrow=narrow,
@@ -99,6 +98,12 @@ def draw_timeline(rows: Sequence[Row], *, heading: str, narrow: bool, emulated: 
     )
     title(figure, heading, emulated=emulated)
     return figure
+
+
+def _looks(rows: Sequence[Row]) -> dict[str, Look]:
+    """Return how each kind of message is drawn."""
+    kinds = dict.fromkeys(message.kind for row in rows for message in row.rank.messages)
+    return dict(zip(kinds, cycle(_KINDS), strict=False))
 
 
 def _draw_sections(axis: Axes, top: float, row: Row, names: Sequence[str]) -> None:
