@@ -127,6 +127,10 @@ def times_text(value: float) -> str:
     return f"{value:.2f} times" if value < 2 else f"{value:.1f} times"
 
 
+def _syncs(rows: Rows) -> list[str]:
+    return [row.sync for row in rows]
+
+
 def _each(shares: Mapping[str, float], digits: int = 0) -> list[str]:
     return [f"{name} {percent(share, digits)}" for name, share in shares.items()]
 
@@ -313,14 +317,11 @@ def slower_than_one(block: ComparisonGroup, rows: Rows) -> Found:
     slower = [row for row in rows if row.speedup and row.speedup < 1]
     by_certainty = grouped((_how_certain(row.speedup_interval), row) for row in slower)
     for (certain, words), members in by_certainty.items():
-        names = strategies([row.sync for row in members], of=len(rows))
+        names = strategies(_syncs(members), of=len(rows))
         are = "is" if len(members) == 1 else "are"
-        yield ReportFinding(
-            SPEED,
-            f" {names} {are} {what} than one node{words}",
-            "; ".join(f"{row.sync} {row.speedup:.2f} times" for row in members),
-            caution=not certain,
-        )
+        text = f" {names} {are} {what} than one node{words}"
+        evidence = "; ".join(f"{row.sync} {row.speedup:.2f} times" for row in members)
+        yield ReportFinding(SPEED, text, evidence, caution=not certain)
 
 
 def _how_certain(speedup: Interval | None) -> tuple[bool, str]:
@@ -395,13 +396,13 @@ def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
         yield ReportFinding(
             BOUND, " no strategy waits longer for slower ranks than sending takes.", evidence
         )
-    for certain, members in grouped((_surely_waits_longer(row), row) for row in late).items():
-        text = f" {listed([row.sync for row in members])}: ranks wait longer for slower ranks than"
-        text += " sending takes"
+    by_certainty = grouped((_surely_waits_longer(row), row) for row in late)
+    for certain, members in by_certainty.items():
+        what = "ranks wait longer for slower ranks than sending takes"
+        end = ", but the 95 % intervals overlap."
         if certain:
-            text += ". A faster network would save less than half of the exposed time."
-        else:
-            text += ", but the 95 % intervals overlap."
+            end = ". A faster network would save less than half of the exposed time."
+        text = f" {listed(_syncs(members))}: {what}{end}"
         yield ReportFinding(BOUND, text, evidence, caution=not certain)
 
 
@@ -488,18 +489,21 @@ def _above_chance(reached: Mapping[CellRow, Sequence[float]], evidence: str) -> 
     if min(map(len, reached.values())) < 2:
         text += " Each ran once, so small differences show nothing."
     yield ReportFinding("Accuracy", text, evidence)
+    mean = percent(fmean(values), 1)
     for row, own in reached.items():
-        if not row.exact:
-            yield ReportFinding(
-                "Accuracy",
-                f" {row.sync}, which does not claim to be exact, reaches "
-                f"{percent(fmean(own), 1)}; the exact strategies {_between(values)}.",
-                f"{row.sync} {_spread(own)}; the exact mean {percent(fmean(values), 1)}",
-            )
+        if row.exact:
+            continue
+        yield ReportFinding(
+            "Accuracy",
+            f" {row.sync}, which does not claim to be exact, reaches {percent(fmean(own), 1)}; "
+            f"the exact strategies {_between(values)}.",
+            f"{row.sync} {_spread(own)}; the exact mean {mean}",
+        )
 
 
 def _of(rows: Rows) -> str:
-    return f" of {listed([row.sync for row in rows])}" if rows[0].nodes > 1 else ""
+    """Return whose accuracy it is; one node has no strategies."""
+    return f" of {listed(_syncs(rows))}" if rows[0].nodes > 1 else ""
 
 
 def _accuracies(row: CellRow) -> list[float]:
@@ -573,14 +577,14 @@ def unfinished(block: ComparisonGroup, rows: Rows) -> Found:
 
 def noisy(_: ComparisonGroup, rows: Rows) -> Found:
     """Name the cells whose repeats differ too much for a conclusion."""
-    wide = list(filter(_is_noisy, rows))
+    wide = {row.name: timed(row) for row in rows if _is_noisy(row)}
     if wide:
         yield ReportFinding(
             REACH,
-            f"The repeats of {listed([row.name for row in wide])} differ so much that the 95 % "
-            f"interval is wider than {percent(_NOISY)} of the step. Run more repeats, or use a "
-            "machine that does nothing else.",
-            "; ".join(f"{row.name}: {timed(row)}" for row in wide),
+            f"The repeats of {listed(list(wide))} differ so much that the 95 % interval is wider "
+            f"than {percent(_NOISY)} of the step. Run more repeats, or use a machine that does "
+            "nothing else.",
+            "; ".join(f"{name}: {step}" for name, step in wide.items()),
             caution=True,
         )
 

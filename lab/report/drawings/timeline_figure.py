@@ -32,10 +32,13 @@ _LANE = 0.55  # height of a row of messages, where a row of sections has 1
 _DRAWN_LANES = 6  # rows of messages per rank; further rows are drawn in the last one
 _LAST: Look = {"linewidth": 1, "linestyle": (0, (3, 2))}  # the line at the last gradient
 # Messages have no colour: colours are for sections. The kinds are filled, hollow, hatched ...
-_KINDS: tuple[Look, ...] = tuple(
-    {"facecolor": fill, "hatch": hatch, "edgecolor": INK, "linewidth": 0.4}
-    for fill, hatch in ((INK, ""), (PAPER, ""), (PAPER, "//////"), (PAPER, "....."))
+_KINDS: tuple[Look, ...] = (
+    {"facecolor": INK, "hatch": ""},
+    {"facecolor": PAPER, "hatch": ""},
+    {"facecolor": PAPER, "hatch": "//////"},
+    {"facecolor": PAPER, "hatch": "....."},
 )
+_EDGE: Look = {"edgecolor": INK, "linewidth": 0.4}
 
 
 @dataclass
@@ -103,7 +106,8 @@ def draw_timeline(rows: Sequence[Row], *, heading: str, narrow: bool, emulated: 
 def _looks(rows: Sequence[Row]) -> dict[str, Look]:
     """Return how each kind of message is drawn."""
     kinds = dict.fromkeys(message.kind for row in rows for message in row.rank.messages)
-    return dict(zip(kinds, cycle(_KINDS), strict=False))
+    looks = cycle(_KINDS)
+    return {kind: next(looks) | _EDGE for kind in kinds}
 
 
 def _draw_sections(axis: Axes, top: float, row: Row, names: Sequence[str]) -> None:
