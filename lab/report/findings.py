@@ -213,7 +213,7 @@ def _equal(found: Sequence[Difference], equal: Sequence[str], *, of: int) -> Rep
     return ReportFinding(
         EQUAL,
         f" {who} compute the same: {text}",
-        f"{largest}, {most.one} against {most.other}, loss {most.loss:.3f}; {listed(equal)}",
+        f"{largest}, {most.lowest} against {most.highest}, loss {most.loss:.3f}; {listed(equal)}",
     )
 
 
@@ -657,7 +657,8 @@ def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
 def _agree(formula: Sequence[float], counted: Sequence[float]) -> bool:
     if len(formula) != len(counted):
         return False
-    return all(abs(one - other) <= 0.5 for one, other in zip(formula, counted, strict=True))
+    pairs = zip(formula, counted, strict=True)
+    return all(abs(expected - found) <= 0.5 for expected, found in pairs)
 
 
 _WHOLE = (unfinished, noisy, iterations)
