@@ -728,17 +728,13 @@ class Config:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Return every setting but secrets as plain values, for ``config.json``.
-
-        The setting of the world size has the key "num_nodes", the flag's other name: there
-        ``config.json`` says under "world_size" how many ranks the run had.
-        """
-        plain = {
-            "num_nodes" if spec.name == "world_size" else spec.name: getattr(self, spec.name)
-            for spec in fields(self)
-            if not spec.metadata.get("secret")
-        }
-        return {k: str(value) if isinstance(value, Path) else value for k, value in plain.items()}
+        """Return every setting but secrets as plain values, for ``config.json``."""
+        plain = {}
+        for spec in fields(self):
+            if not spec.metadata.get("secret"):
+                value = getattr(self, spec.name)
+                plain[spec.name] = str(value) if isinstance(value, Path) else value
+        return plain
 
 
 def settings() -> dict[str, Mapping[str, Any]]:

@@ -153,7 +153,6 @@ def write_settings(setup: Setup, folder: RunFolder) -> None:
             "world_size": setup.world.size,
             "backend": setup.world.backend,
             "precision": precision_name(setup.amp[0]),
-            "auto_buckets": None,
             **asdict(setup.plan),
         }
         folder.write_json("config.json", settings)

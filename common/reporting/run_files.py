@@ -133,8 +133,6 @@ class RunSummary(Struct, kw_only=True):
     resumed_from: Text | None
     peak_memory_bytes: Count
     peak_gpu_memory_bytes: Count | None
-    captured: None = None  # as not_captured: a step recorded as a CUDA graph, which no run does
-    not_captured: None = None
     compile_seconds: Seconds
     folder: Text
     ranks_hold_equal_weights: bool = True

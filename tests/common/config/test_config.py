@@ -239,8 +239,8 @@ def test_config_is_frozen_and_plain_as_json():
         config.epochs = 5
     plain = json.loads(json.dumps(config.as_json()))
     names = {spec.name for spec in dataclasses.fields(Config)}
-    assert set(plain) == names - {"run_token", "world_size"} | {"num_nodes"}
-    assert (plain["data_dir"], plain["part"], plain["num_nodes"]) == ("/d", "PartTwo", 2)
+    assert set(plain) == names - {"run_token"}
+    assert (plain["data_dir"], plain["part"], plain["world_size"]) == ("/d", "PartTwo", 2)
 
 
 def test_shared_settings():
