@@ -86,7 +86,8 @@ def resolve_launch(
     Raises UserError if they contradict each other or only some of the flags are given.
     """
     master_ip, master_port = _master_address(master_ip, master_port, dist_url)
-    ip_flag, port_flag = "--master-ip", "--master-port"
+    ip_flag = "--master-ip"
+    port_flag = "--master-port"
     if dist_url not in (None, "env://"):
         ip_flag = port_flag = "--dist-url"
     if started_by_launcher(environment):
