@@ -31,7 +31,7 @@ from lab.audit.isolation import record_folder
 from lab.grade import gradescope, pages
 from lab.grade.facts import Facts
 from lab.grade.marks import Mark, Override, mark_part, override, read_overrides
-from lab.grade.rubric import Part, Rubric, load_rubric, rubric_text
+from lab.grade.rubric import Part, Rubric, check_pattern, load_rubric, rubric_text
 from lab.grade.sandbox import Task, refused
 from lab.grade.submissions import (
     Place,
@@ -130,6 +130,8 @@ def _read_map(path: Path | None, names: Mapping[str, object], rubric: Rubric) ->
     scripts: dict[Place, str] = {}
     for row in read_rows(path, ScriptRow):
         check_row(row, names, rubric, where=str(path))
+        if row.path:
+            check_pattern(row.path, where=str(path))
         scripts[row.submission, row.part] = row.path
     return scripts
 

@@ -4,6 +4,8 @@ A rubric is a TOML file; ``lab grade --print-rubric cs744`` prints one to start 
 it is checked before a submission runs.
 """
 
+import contextlib
+import os
 import shlex
 import tomllib
 from collections.abc import Set
@@ -107,11 +109,17 @@ def load_rubric(name: str) -> Rubric:
     where = f"the rubric {name}"
     with file_errors(f"{where} is not TOML"):
         rubric = convert(tomllib.loads(text), Rubric, name=where)
+    places = [os.path.normpath(at) for at in rubric.mounts]
+    twice = [place for place in rubric.mounts if places.count(os.path.normpath(place)) > 1]
+    if twice:
+        raise UserError(f"{where}: mounts: {first_of(twice)} are one place; name it once")
     for part_name, part in rubric.parts.items():
         for shares in (rubric.deductions, part.deductions):
             faults = shares.keys() - {OTHERS}
             _check_faults(faults, where=f"{where}: deductions of {part_name}")
         _check_faults(part.accepts.keys(), where=f"{where}: accepts of {part_name}")
+        for pattern in part.files:
+            check_pattern(pattern, where=f"{where}: files of {part_name}")
         _check_command(part, where=f"{where}: command of {part_name}")
     return rubric
 
@@ -128,6 +136,15 @@ def _check_faults(names: Set[str], *, where: str) -> None:
     else:
         problem = f"{first_of(wrong)}: the audit has no such fault"
     raise UserError(f"{where}: {problem}; tests/audit_cases/README.md has a list")
+
+
+def check_pattern(pattern: str, *, where: str) -> None:
+    """Raise UserError unless this is a pattern of files below a submission's folder."""
+    if ".." not in Path(pattern).parts:
+        with contextlib.suppress(NotImplementedError, ValueError, IndexError):
+            any(Path("nowhere").glob(pattern))
+            return
+    raise UserError(f"{where}: got {pattern!r}; give a path or a pattern below the submission")
 
 
 def _check_command(part: Part, *, where: str) -> None:

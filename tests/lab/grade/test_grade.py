@@ -192,8 +192,11 @@ WRONG = {
     "accepts.clipped-before-averaging": ("accepts.sum", "no such fault"),
     "python {script}": ("python main.py", "lacks {script}"),
     "--rank {rank}": ("", "lacks {rank}"),
+    '"**/part2/main.py"': ('"/part2/main.py"', "below the submission"),
+    '"**/part3/main.py"': ('"../ada/main.py"', "below the submission"),
     "ranks = [2]": ("ranks = [2, 63]", "at most"),
     "title = ": ("title ", "not TOML"),
+    "memory_gb = 3": ('mounts.data = "a"\nmounts."./data" = "b"', "data, ./data are one place"),
     "disk_gb = 0.5": ('mounts.data = "missing"', "no such folder"),
 }
 
@@ -203,6 +206,16 @@ def test_a_wrong_rubric_is_one_line_before_anything_runs(grade, ran, text):
     seen = grade({"ada": BOTH}, "--no-sandbox", rubric=RUBRIC.replace(text, WRONG[text][0]))
     assert (seen.status, ran, seen.error.count("\n")) == (2, [], 1)
     assert WRONG[text][1] in seen.error
+
+
+@pytest.mark.parametrize("place", ["/abs/main.py", "../bob/main.py", ".", "**main.py"])
+def test_a_place_outside_of_the_submission_is_refused_before_anything_runs(
+    grade, ran, tmp_path, place
+):
+    (tmp_path / "map.csv").write_text(f"submission,part,path\nada,part2,{place}\n")
+    seen = grade({"ada": BOTH}, "--no-sandbox", "--map", "map.csv")
+    assert (seen.status, ran, seen.error.count("\n")) == (2, [], 1)
+    assert f"got {place!r}; give a path or a pattern below the submission" in seen.error
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
