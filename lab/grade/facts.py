@@ -26,11 +26,6 @@ class AuditFinding(msgspec.Struct):
     at: CodePlace | None
 
     @property
-    def is_fault(self) -> bool:
-        """Whether it may cost points."""
-        return self.severity == FAULT
-
-    @property
     def is_certain(self) -> bool:
         """Whether the audit is sure of it."""
         return self.sure == "certain"
@@ -56,8 +51,13 @@ class AuditFacts(msgspec.Struct):
     runs: list[AuditRun]
 
     @property
+    def faults(self) -> list[AuditFinding]:
+        """The findings that may cost points."""
+        return [finding for finding in self.findings if finding.severity == FAULT]
+
+    @property
     def found_faults(self) -> bool:
-        """Whether what it found is a fault of the training."""
+        """Whether it says that the script is wrong."""
         return self.status == 1
 
     @property

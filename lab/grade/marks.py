@@ -54,7 +54,7 @@ def mark_part(name: str, seen: Facts | str, rubric: Rubric) -> Mark:
     part = rubric.parts[name]
     if isinstance(seen, str):
         return Mark(part=name, title=part.title, points=part.points, look=[seen])
-    faults = [finding for finding in seen.audit.findings if finding.is_fault]
+    faults = seen.audit.faults
     accepted = [fault for fault in faults if fault.name in part.accepts]
     counted: list[AuditFinding] = []
     if seen.audit.found_faults:
