@@ -109,6 +109,10 @@ def load_rubric(name: str) -> Rubric:
     where = f"the rubric {name}"
     with file_errors(f"{where} is not TOML"):
         rubric = convert(tomllib.loads(text), Rubric, name=where)
+    places = [os.path.normpath(at) for at in rubric.mounts]
+    twice = [place for place in rubric.mounts if places.count(os.path.normpath(place)) > 1]
+    if twice:
+        raise UserError(f"{where}: mounts: {first_of(twice)} are one place; name it once")
     for part_name, part in rubric.parts.items():
         for shares in (rubric.deductions, part.deductions):
             faults = shares.keys() - {OTHERS}
@@ -116,10 +120,6 @@ def load_rubric(name: str) -> Rubric:
         _check_faults(part.accepts.keys(), where=f"{where}: accepts of {part_name}")
         for pattern in part.files:
             check_pattern(pattern, where=f"{where}: files of {part_name}")
-    places = [os.path.normpath(at) for at in rubric.mounts]
-    twice = [place for place in rubric.mounts if places.count(os.path.normpath(place)) > 1]
-    if twice:
-        raise UserError(f"{where}: mounts: {first_of(twice)} are one place; name it once")
         _check_command(part, where=f"{where}: command of {part_name}")
     return rubric
 

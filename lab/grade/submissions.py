@@ -83,7 +83,7 @@ def unpack(sources: Sequence[Path], target: Path) -> None:
             _unpack_zip(source, target)
         else:
             _unpack_tar(source, target)
-        _let_everybody_read(target)
+        _let_everybody_read(target)  # first, so that no folder hides a link
         _refuse_links_outside(target)
     except UserError:
         raise
@@ -125,20 +125,14 @@ def _unpack_tar(source: Path, target: Path) -> None:
 
 def _check(entries: Sequence[Entry]) -> None:
     """Raise UserError unless all this can be unpacked without harm."""
-    outside: list[str] = []
-    links: list[str] = []
-    strange: list[str] = []
-    for entry in entries:
-        if ".." in PurePosixPath(entry.name.replace("\\", "/")).parts:
-            outside.append(entry.name)
-        if entry.is_link:
-            links.append(entry.name)
-        if entry.name.encode(errors="ignore").decode() != entry.name:
-            strange.append(ascii(entry.name))
+    names = [entry.name for entry in entries]
+    outside = [name for name in names if ".." in PurePosixPath(name.replace("\\", "/")).parts]
     if outside:
         raise UserError(f"outside of its folder: {first_of(outside, 3)}")
+    links = [entry.name for entry in entries if entry.is_link]
     if links:
         raise UserError(f"links in an archive are not followed: {first_of(links, 3)}")
+    strange = [ascii(name) for name in names if name.encode(errors="ignore").decode() != name]
     if strange:
         raise UserError(f"names that are no UTF-8: {first_of(strange, 3)}: rename them")
     total = sum(entry.size for entry in entries)
