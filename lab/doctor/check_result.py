@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from functools import partial
 
 # A run can start; a run can start, but may be slow, mislead or stop later; a run would fail.
-OK, WARNING, FAILURE = "ok", "warning", "failure"
+OK = "ok"
+WARNING = "warning"
+FAILURE = "failure"
 
 
 @dataclass(frozen=True)
@@ -16,4 +18,6 @@ class CheckResult:
     remedy: str = ""
 
 
-ok, warning, failure = (partial(CheckResult, status) for status in (OK, WARNING, FAILURE))
+ok = partial(CheckResult, OK)
+warning = partial(CheckResult, WARNING)
+failure = partial(CheckResult, FAILURE)

@@ -16,10 +16,10 @@ from pkgutil import resolve_name
 from rich.console import Console
 from rich.text import Text
 
+from common.errors import UserError, count
 from common.utils.processes import in_thread
 from common.utils.typed_json import calm
 from lab.doctor.check_result import FAILURE, WARNING, CheckResult, failure
-from lab.flags import refuse
 
 # By the names of their results. A check may return no result, or several by name.
 CHECKS = {
@@ -46,22 +46,20 @@ _STYLES = {"ok": "green", WARNING: "yellow", FAILURE: "bold red"}
 
 def check_flags(flags: argparse.Namespace) -> None:
     """Raise UserError if the flags don't go together."""
-    size, rank = flags.num_nodes, flags.rank
-    refuse(
-        {
+    size = flags.num_nodes
+    rank = flags.rank
+    lacks_master = rank is not None and flags.master_ip is None
+    if lacks_master or (size is None) != (rank is None):
+        raise UserError(
             "lab doctor: give --master-ip, --num-nodes and --rank together to test the network "
-            "between the nodes, or --master-ip alone, or none of the three": (
-                (size is None) != (rank is None) or (rank is not None and flags.master_ip is None)
-            ),
-            f"--rank: got {rank} of --num-nodes {size}; ranks count from 0": (
-                None not in (size, rank) and not 0 <= rank < size
-            ),
-            f"--master-port: got {flags.master_port}, give 1 to 65535": (
-                not 1 <= flags.master_port <= 65535
-            ),
-            f"--timeout: got {flags.timeout:g}, give seconds above 0": flags.timeout <= 0,
-        }
-    )
+            "between the nodes, or --master-ip alone, or none of the three"
+        )
+    if rank is not None and not 0 <= rank < size:
+        raise UserError(f"--rank: got {rank} of --num-nodes {size}; ranks count from 0")
+    if not 1 <= flags.master_port <= 65535:
+        raise UserError(f"--master-port: got {flags.master_port}, give 1 to 65535")
+    if flags.timeout <= 0:
+        raise UserError(f"--timeout: got {flags.timeout:g}, give seconds above 0")
 
 
 def examine(flags: argparse.Namespace) -> Iterator[tuple[str, CheckResult]]:
@@ -118,19 +116,17 @@ def main_doctor(flags: argparse.Namespace) -> int:
     if flags.json:
         print(json.dumps(summary, indent=1))
     else:
-        failures, warnings = summary["failures"], summary["warnings"]
-        counts = (
-            f"{failures} failure{'s' * (failures != 1)}, {warnings} warning{'s' * (warnings != 1)}"
-        )
-        console.print(
-            Text(f"{counts}: {'ready to run' if summary['ok'] else 'not ready'}", style="bold")
-        )
+        failures = count(summary["failures"], "failure")
+        warnings = count(summary["warnings"], "warning")
+        answer = "ready to run" if summary["ok"] else "not ready"
+        console.print(Text(f"{failures}, {warnings}: {answer}", style="bold"))
     return 0 if summary["ok"] else 1
 
 
 def show(console: Console, name: str, result: CheckResult) -> None:
     """Print a result and its remedy."""
-    text, remedy = calm(result.text), calm(result.remedy)  # they may quote other nodes
+    text = calm(result.text)  # it may quote other nodes, as the remedy may
+    remedy = calm(result.remedy)
     status = (f"{result.status:<8}", _STYLES[result.status])
     console.print(Text.assemble(status, f" {name:<13} {text}"))
     if remedy:

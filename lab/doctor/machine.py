@@ -25,7 +25,8 @@ from lab.doctor.check_result import CheckResult, failure, ok, warning
 
 _LEAST_MEMORY = 1_500_000_000
 _LEAST_SHARED_MEMORY = 256_000_000
-_FILES_BESIDE, _FILES_A_NODE = 256, 4
+_FILES_BESIDE = 256
+_FILES_A_NODE = 4
 # A checkpoint of VGG-11 with SGD's momentum: two times 9,231,114 parameters of 4 bytes.
 _CHECKPOINT_BYTES = 74_000_000
 _ROOM_FOR = 20
@@ -93,7 +94,8 @@ def check_gpu(_flags: Namespace) -> CheckResult:
 
 def check_cores(_flags: Namespace) -> CheckResult:
     """Check that the environment does not ask for more threads than this process has cores."""
-    cores, threads = usable_cores(), read_settings()["OMP_NUM_THREADS"]
+    cores = usable_cores()
+    threads = read_settings()["OMP_NUM_THREADS"]
     text = f"{cores} of {os.cpu_count()} cores usable"
     if threads > cores:
         return warning(

@@ -80,7 +80,8 @@ def check_interface(flags: Namespace) -> CheckResult | None:
 
 def check_port(flags: Namespace) -> CheckResult | None:
     """Check on rank 0's node that the port is free; if not, name the process that holds it."""
-    master, port = flags.master_ip, flags.master_port
+    master = flags.master_ip
+    port = flags.master_port
     if flags.rank or (master and not is_own(master)):
         return None
     try:

@@ -196,7 +196,8 @@ def _probe(rank: int, node: NodeReport) -> tuple[float, float]:
     The uncertainty is half of the round trip. Raises OSError if the node does not answer, UserError
     if another program does.
     """
-    began, here = time.perf_counter(), time.time()
+    began = time.perf_counter()
+    here = time.time()
     with socket.create_connection((node.address, node.port), _PROBE_SECONDS) as connection:
         answer = connection.recv(100)
     half = (time.perf_counter() - began) / 2

@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import shlex
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from common.errors import UserError, count, first_of
@@ -39,28 +39,22 @@ def collect(args: argparse.Namespace) -> int:
     UserError if no host is reached, or none has any of the runs.
     """
     launch, options, names = wanted_runs(args)
-    request = {"do": "send_runs", "reports": launch.reports, "names": names}
-    remotes = [
-        Remote(
-            Host(rank, one.given),
-            {**request, "folder": one.folder, "since": one.clock, "checkpoints": args.checkpoints},
-            options,
-        )
-        for rank, one in enumerate(launch.hosts)
-    ]
-    outcome: dict[str, str] = {}
-    runs: dict[str, dict[str, None]] = {}
-    try:
-        for remote in remotes:
-            for name, content in _received(remote):
-                if name not in outcome:
-                    outcome[name] = _store(args.output_dir, name, content)
-                if outcome[name] != "refused":
-                    runs.setdefault("/".join(name.split("/")[:2]), {})[remote.host.name] = None
-    finally:
-        for remote in remotes:
-            remote.kill()
-    unreached = {one.host: explain(one.errors, one.host) for one in remotes if not one.ready}
+    remotes = []
+    for rank, launched in enumerate(launch.hosts):
+        request = {
+            "do": "send_runs",
+            "reports": launch.reports,
+            "names": names,
+            "folder": launched.folder,
+            "since": launched.clock,
+            "checkpoints": args.checkpoints,
+        }
+        remotes.append(Remote(Host(rank, launched.given), request, options))
+    outcome, runs = _store_all(remotes, args.output_dir)
+    unreached = {}
+    for remote in remotes:
+        if not remote.ready:
+            unreached[remote.host] = explain(remote.errors, remote.host)
     if len(unreached) == len(remotes):
         refuse_hosts(unreached, of=len(remotes), what="cannot be reached; nothing was copied")
     if not runs:
@@ -70,9 +64,9 @@ def collect(args: argparse.Namespace) -> int:
             "--remote-reports"
         )
     for run, hosts in sorted(runs.items()):
-        say(f"{args.output_dir / run}: from {first_of([*hosts])}")
+        say(f"{args.output_dir / run}: from {first_of(hosts)}")
     folders = " ".join(str(args.output_dir / run) for run in sorted(runs))
-    kinds = [*outcome.values()]
+    kinds = list(outcome.values())
     say(
         f"copied {count(kinds.count('copied'), 'file')}, {kinds.count('same')} were already here; "
         f"next: lab report {folders}"
@@ -82,7 +76,32 @@ def collect(args: argparse.Namespace) -> int:
             say(f"warning: {count(len(left), 'file')} not copied: {first_of(left)}: {why}")
     for host, why in unreached.items():
         say(f"warning: nothing was copied from {host}: {why}")
-    return 1 if unreached or _LEFT.keys() & kinds else 0
+    if unreached or _LEFT.keys() & kinds:
+        return 1
+    return 0
+
+
+def _store_all(
+    remotes: Sequence[Remote], folder: Path
+) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Write what the hosts send; return what became of each file, and the hosts of each run."""
+    outcome: dict[str, str] = {}
+    runs: dict[str, list[str]] = {}
+    try:
+        for remote in remotes:
+            for name, content in _received(remote):
+                if name not in outcome:
+                    outcome[name] = _store(folder, name, content)
+                if outcome[name] == "refused":
+                    continue
+                run = "/".join(name.split("/")[:2])
+                hosts = runs.setdefault(run, [])
+                if remote.host.name not in hosts:
+                    hosts.append(remote.host.name)
+    finally:
+        for remote in remotes:
+            remote.kill()
+    return outcome, runs
 
 
 def wanted_runs(args: argparse.Namespace) -> tuple[LaunchRecord, SSHOptions, list[str]]:
@@ -99,34 +118,39 @@ def wanted_runs(args: argparse.Namespace) -> tuple[LaunchRecord, SSHOptions, lis
                 "--hosts needs the names of runs: <part>-<sync>/<time> or <part>-<sync>; or give "
                 "the folder of a launch instead of --hosts"
             )
-        launch = LaunchRecord(
-            hosts=[
-                LaunchedHost(host.given, options.workdir)
-                for host in parse_hosts(args.hosts, shares_a_port=False)
-            ]
-        )
+        hosts = parse_hosts(args.hosts, shares_a_port=False)
+        launch = LaunchRecord(hosts=[LaunchedHost(host.given, options.workdir) for host in hosts])
     else:
         folder, *things = args.things or [newest_launch(args.output_dir)]
         launch = read_launch(Path(folder))
         options.user = args.user or launch.user
-        recorded = [
-            *(("--ssh-option", one) for one in launch.ssh_options),
-            ("--ssh-config", launch.ssh_config),
-            ("--python", launch.python),
-            ("--workdir", launch.workdir),
-        ]
-        given = {*options.ssh_options, options.ssh_config, options.python, options.workdir, None}
-        missing = [word for flag, value in recorded if value not in given for word in (flag, value)]
-        if missing:
-            say(
-                "warning: the launch was given flags that can run programs, and these are not "
-                "taken from its launch.json. If it is your launch and its hosts need them, add: "
-                f"{shlex.join(map(str, missing))}"
-            )
+        _warn_of_flags_not_taken(launch, options)
     launch.reports = args.remote_reports or launch.reports
-    # The last two parts of reports/PartTwo-ring/2026-…, as a shell completes it.
-    parts = [[one for one in PurePosixPath(name).parts[-2:] if one != "reports"] for name in things]
-    return launch, options, ["/".join(one) for one in parts]
+    names = []
+    for name in things:  # such as reports/PartTwo-ring/2026-…, as a shell completes it
+        last_parts = PurePosixPath(name).parts[-2:]
+        names.append("/".join(part for part in last_parts if part != "reports"))
+    return launch, options, names
+
+
+def _warn_of_flags_not_taken(launch: LaunchRecord, options: SSHOptions) -> None:
+    recorded = [
+        *(("--ssh-option", option) for option in launch.ssh_options),
+        ("--ssh-config", launch.ssh_config),
+        ("--python", launch.python),
+        ("--workdir", launch.workdir),
+    ]
+    given = {*options.ssh_options, options.ssh_config, options.python, options.workdir}
+    missing: list[str] = []
+    for flag, value in recorded:
+        if value is not None and value not in given:
+            missing += [flag, value]
+    if missing:
+        say(
+            "warning: the launch was given flags that can run programs, and these are not "
+            "taken from its launch.json. If it is your launch and its hosts need them, add: "
+            f"{shlex.join(missing)}"
+        )
 
 
 def _received(remote: Remote) -> Iterator[tuple[str, bytes | None]]:
@@ -146,9 +170,11 @@ def _received(remote: Remote) -> Iterator[tuple[str, bytes | None]]:
                         f"{remote.host}: {calm(member.name)} has {member.size:,} bytes: copy it by "
                         "hand, e.g. with scp"
                     )
-                is_file = member.isreg() and not member.issparse()
-                file = archive.extractfile(member) if is_file else None
-                yield member.name, file.read() if file else None
+                content = None
+                if member.isreg() and not member.issparse():
+                    file = archive.extractfile(member)
+                    content = file.read() if file else None
+                yield member.name, content
             whole = True
     remote.finish()
     if remote.ready and (remote.result is None or not whole):
@@ -163,7 +189,8 @@ def _store(folder: Path, name: str, content: bytes | None) -> str:
 
     The name may be any text: it must stay in the folder, also if links on its way are followed.
     """
-    path, parts = folder / name, PurePosixPath(name).parts
+    path = folder / name
+    parts = PurePosixPath(name).parts
     hidden = any(part.startswith(".") for part in parts)  # among them ".."
     is_name = name.isprintable() and len(parts) >= 3 and not hidden
     if not is_name or content is None or not path.resolve().is_relative_to(folder.resolve()):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from common.errors import UserError
 from common.utils.environment import DEFAULT_MASTER_PORT
 from lab.cluster.program import check_placeholders, fill_in
-from lab.flags import refuse
 
 _PART = re.compile(r"(^|/)Part(One|Two|Three)/main\.py$")
 _TORCHRUN = re.compile(r"(\S*/)?(torchrun|python\S* -m torch\.distributed\.run)(?= |$)")
@@ -58,7 +57,9 @@ class NodeCommand:
         python : the host's interpreter, which replaces the word python.
         """
         words = fill_in(self.words, master=master, nodes=nodes, rank=rank, port=self.port)
-        return [python, *words[1:]] if words[0] in ("python", "python3") else words
+        if words[0] in ("python", "python3"):
+            words[0] = python
+        return words
 
 
 def read_command(typed: Sequence[str], *, nodes: int, port: int | None) -> NodeCommand:
@@ -69,7 +70,7 @@ def read_command(typed: Sequence[str], *, nodes: int, port: int | None) -> NodeC
     if not typed:
         raise UserError(f"no command: add it after --, for example {_EXAMPLE}")
     check_placeholders(typed)
-    words, flags = list(typed), _flags(typed)
+    flags = _flags(typed)
     script = next(filter(_PART.search, typed), None)
     trains_alone = script is not None and "PartOne" in script
     if trains_alone and nodes > 1:
@@ -77,19 +78,28 @@ def read_command(typed: Sequence[str], *, nodes: int, port: int | None) -> NodeC
             f"PartOne trains in one process, but --hosts names {nodes} hosts: give one host, "
             "or use PartTwo or PartThree"
         )
-    if not re.search(r"\{(master|nodes|rank|port)\}", " ".join(typed)):
-        if torchrun := _TORCHRUN.match(" ".join(typed)):
-            start = len(torchrun[0].split())
-            words[start:start] = _torchrun_flags(typed, nodes)
-            if typed[0] == "torchrun":  # as a module: no program torchrun need be in PATH
-                words[:1] = ["python", "-m", "torch.distributed.run"]
-        elif script is not None and not trains_alone:
-            _refuse(flags, _OF_PARTS)
-            words += ["--master-ip", "{master}", "--num-nodes", "{nodes}", "--rank", "{rank}"]
-            words += ["--master-port", "{port}"] if port is not None else []
-    own_port = flags.get("--master-port") or ""
-    port = port or (int(own_port) if own_port.isdecimal() else DEFAULT_MASTER_PORT)
-    return NodeCommand(words, script, port, flags)
+    words = list(typed)
+    has_placeholders = re.search(r"\{(master|nodes|rank|port)\}", " ".join(typed))
+    torchrun = _TORCHRUN.match(" ".join(typed))
+    if torchrun and not has_placeholders:
+        start = len(torchrun[0].split())
+        words[start:start] = _torchrun_flags(typed, nodes)
+        if typed[0] == "torchrun":  # as a module: no program torchrun need be in PATH
+            words[:1] = ["python", "-m", "torch.distributed.run"]
+    elif script is not None and not trains_alone and not has_placeholders:
+        _refuse(flags, _OF_PARTS)
+        words += ["--master-ip", "{master}", "--num-nodes", "{nodes}", "--rank", "{rank}"]
+        if port is not None:
+            words += ["--master-port", "{port}"]
+    return NodeCommand(words, script, port or _own_port(flags), flags)
+
+
+def _own_port(flags: Mapping[str, str | None]) -> int:
+    """Return the port that a command's flags give, or the default one."""
+    port = flags.get("--master-port") or ""
+    if port.isdecimal():
+        return int(port)
+    return DEFAULT_MASTER_PORT
 
 
 def _flags(words: Sequence[str]) -> dict[str, str | None]:
@@ -122,10 +132,9 @@ def _torchrun_flags(words: Sequence[str], nodes: int) -> list[str]:
 
 
 def _refuse(flags: Collection[str], why: Mapping[str, str]) -> None:
-    refuse(
-        {
-            f"{name} in the command: lab launch gives each host its own place: remove it; "
-            f"{why.get(name)}": name in why
-            for name in flags
-        }
-    )
+    for name in flags:
+        if name in why:
+            raise UserError(
+                f"{name} in the command: lab launch gives each host its own place: remove it; "
+                f"{why[name]}"
+            )

@@ -6,6 +6,7 @@
 import argparse
 import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -16,7 +17,6 @@ from msgspec import Meta
 from common.errors import UserError
 from common.utils.paths import BASE
 from common.utils.typed_json import shown
-from lab.flags import refuse
 
 CONNECT_SECONDS = 10
 # user@name, ssh://user@name:port, [address%interface]. A dash would begin an option of ssh, and
@@ -120,7 +120,9 @@ class Host:
     def name(self) -> str:
         """Without user and port."""
         url = re.fullmatch(r"ssh://(?:.*@)?(.*?)(?::\d+)?/?", self.given)
-        return url[1] if url is not None else self.given.rpartition("@")[2]
+        if url is not None:
+            return url[1]
+        return self.given.rpartition("@")[2]
 
     def __str__(self) -> str:
         return f"node {self.rank} ({self.name})"
@@ -133,21 +135,20 @@ def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
     allows that: the user has given a port for the ranks that share a host.
     """
     names = [name.strip() for name in text.split(",")]
+    times = Counter(names)
     for name in names:
-        refuse(
-            {
+        if re.search(HOST, name) is None:
+            raise UserError(
                 f"--hosts: got {shown(text)}, and {shown(name)} is not a host name: give names as "
-                "ssh knows them, separated by commas: --hosts node0,node1": (
-                    re.search(HOST, name) is None
-                ),
+                "ssh knows them, separated by commas: --hosts node0,node1"
+            )
+        if times[name] > 1 and not shares_a_port:
+            raise UserError(
                 f"--hosts: {name} is named twice, so two ranks would share one host: if you want "
                 "that, give --master-port, the port that they share; otherwise name each host once "
                 "and let torchrun start several ranks on each: "
-                "-- torchrun --nproc-per-node 2 PartThree/main.py": (
-                    names.count(name) > 1 and not shares_a_port
-                ),
-            }
-        )
+                "-- torchrun --nproc-per-node 2 PartThree/main.py"
+            )
     return [Host(rank, name) for rank, name in enumerate(names)]
 
 
@@ -172,8 +173,9 @@ class SSHOptions(msgspec.Struct, kw_only=True):
         """Return what the flags say. UserError on impossible values."""
         if args.silence < 1:
             raise UserError(f"--silence: got {args.silence:g}, give seconds, 1 or more")
-        # "~" is the home folder, where the login shell starts.
-        folder = str(BASE) if args.workdir is None else re.sub(r"^~/?", "", args.workdir) or "."
+        folder = str(BASE)
+        if args.workdir is not None:  # "~" is the home folder, where the login shell starts
+            folder = re.sub(r"^~/?", "", args.workdir) or "."
         return cls(
             user=args.user,
             workdir=folder,
@@ -199,13 +201,18 @@ def ssh_command(host: Host, options: SSHOptions) -> list[str]:
         "RemoteCommand=none",
         "EscapeChar=none",
     ]
-    given = () if options.python is None else (options.python,)
-    remote = shlex.join(["exec", "sh", "-c", _START_NODE, options.workdir, *given])
-    config = ["-F", options.ssh_config] if options.ssh_config is not None else []
-    user = ["-l", options.user] if options.user is not None and "@" not in host.given else []
+    remote = ["exec", "sh", "-c", _START_NODE, options.workdir]
+    if options.python is not None:
+        remote.append(options.python)
+    command = ["ssh", "-T"]
+    if options.ssh_config is not None:
+        command += ["-F", options.ssh_config]
     # The user's options come first: if an option is given twice, ssh takes the first.
-    words = [word for option in (*options.ssh_options, *defaults) for word in ("-o", option)]
-    return ["ssh", "-T", *config, *words, *user, "--", host.given, remote]
+    for option in (*options.ssh_options, *defaults):
+        command += ["-o", option]
+    if options.user is not None and "@" not in host.given:
+        command += ["-l", options.user]
+    return [*command, "--", host.given, shlex.join(remote)]
 
 
 def explain(errors: Sequence[str], host: Host) -> str:
@@ -216,18 +223,21 @@ def explain(errors: Sequence[str], host: Host) -> str:
         if found is not None:
             quoted = "" if found.startswith("@") else f" (ssh: {found[:200]})"
             return f"{what}{quoted}: {remedy.format(name=host.name, given=host.given)}"
-    return (
-        f"ssh: {lines[-1][:300]}" if lines else f"ssh ended without a message: try ssh {host.given}"
-    )
+    if not lines:
+        return f"ssh ended without a message: try ssh {host.given}"
+    return f"ssh: {lines[-1][:300]}"
 
 
 def refuse_hosts(
     problems: Mapping[Host, str], *, of: int, what: str = "cannot take part; nothing was started"
 ) -> None:
     """Raise UserError with a line for each host that has a problem, if any has."""
-    if problems:
-        lines = [f"  {host}: {problem}" for host, problem in list(problems.items())[:_MOST_NAMED]]
-        more = [f"  and {len(problems) - _MOST_NAMED} more"] if len(problems) > _MOST_NAMED else []
-        raise UserError(
-            "\n".join([f"{len(problems)} of {of} host{'s' * (of > 1)} {what}", *lines, *more])
-        )
+    if not problems:
+        return
+    noun = "hosts" if of > 1 else "host"
+    lines = [f"{len(problems)} of {of} {noun} {what}"]
+    for host, problem in list(problems.items())[:_MOST_NAMED]:
+        lines.append(f"  {host}: {problem}")
+    if len(problems) > _MOST_NAMED:
+        lines.append(f"  and {len(problems) - _MOST_NAMED} more")
+    raise UserError("\n".join(lines))

@@ -21,16 +21,17 @@ from common.utils.processes import on_signals, shell_status
 from common.utils.system import allow_most_descriptors
 from lab.processes.first_failure import find_root_failure
 from lab.processes.prefixed_output import PrefixedOutput, write_log
-from lab.ssh.command import read_command
+from lab.ssh.command import NodeCommand, read_command
 from lab.ssh.hosts import Host, SSHOptions, parse_hosts
-from lab.ssh.questions import doctor_passes, find_master, refuse_differences, run_requests
+from lab.ssh.questions import Facts, doctor_passes, find_master, refuse_differences, run_requests
 from lab.ssh.record import LaunchedHost, LaunchRecord, write_launch
 from lab.ssh.remote import OnLine, Remote, ask, running, served, signal_all, wait
 from lab.terminal import say
 
 # With more hosts the terminal shows only rank 0 and the first failure.
 _SHOWN_HOSTS = 8
-_GRACE_SECONDS, _SAVE_SECONDS = 8.0, 120.0
+_GRACE_SECONDS = 8.0
+_SAVE_SECONDS = 120.0
 _AFTER_SIGNAL_SECONDS = {signal.SIGINT: 5.0, signal.SIGTERM: _SAVE_SECONDS}
 _FAILURE_LINES = 20
 # As ssh itself reports that its connection broke.
@@ -43,7 +44,8 @@ def launch(args: argparse.Namespace) -> int:
     UserError if nothing can be started.
     """
     shares_a_port = args.master_port is not None
-    hosts, options = parse_hosts(args.hosts, shares_a_port=shares_a_port), SSHOptions.of(args)
+    hosts = parse_hosts(args.hosts, shares_a_port=shares_a_port)
+    options = SSHOptions.of(args)
     command = read_command(args.flags, nodes=len(hosts), port=args.master_port)
     allow_most_descriptors()
     facts = ask(hosts, {"do": "facts", "script": command.script}, options)
@@ -52,15 +54,7 @@ def launch(args: argparse.Namespace) -> int:
     if master is None and (args.check or "{master}" in " ".join(command.words)):
         master = find_master(hosts, facts, options, port=command.port)
     folder = args.logs or new_folder(args.output_dir, "launch")
-    to_collect = LaunchRecord(
-        **asdict(options),
-        hosts=[
-            LaunchedHost(host.given, own["folder"], own["clock"], own["python"])
-            for host, own in zip(hosts, facts, strict=True)
-        ],
-        reports=command.flags.get("--output-dir") or "reports",
-    )
-    record = asdict(to_collect) | {
+    record = asdict(_to_collect(hosts, facts, options, command)) | {
         "command": args.flags,
         "began": f"{datetime.now():%Y-%m-%dT%H:%M:%S}",
         "master": master,
@@ -77,14 +71,9 @@ def launch(args: argparse.Namespace) -> int:
         write_log(folder / f"node{node}.log", line)
         prefixed(node, line)
 
-    names = " to ".join(dict.fromkeys([hosts[0].name, hosts[-1].name]))
-    address = f"; rank 0 at {master}:{command.port}" if master is not None else ""
-    quiet = "; showing only rank 0's output and the first failure's"
-    say(
-        f"{count(len(hosts), 'host')}, {names}{address}; logs: {folder}"
-        f"{quiet if len(hosts) > _SHOWN_HOSTS else ''}"
-    )
-    began, status = time.monotonic(), INTERRUPTED
+    say(_announcement(hosts, master, command.port, folder))
+    began = time.monotonic()
+    status = INTERRUPTED
     try:
         if args.check and not doctor_passes(hosts, facts, options, command, master):
             status = 1
@@ -105,6 +94,29 @@ def launch(args: argparse.Namespace) -> int:
     return status
 
 
+def _to_collect(
+    hosts: Sequence[Host], facts: Sequence[Facts], options: SSHOptions, command: NodeCommand
+) -> LaunchRecord:
+    """Return what ``lab collect`` needs to find the launch's runs."""
+    launched = []
+    for host, own in zip(hosts, facts, strict=True):
+        launched.append(LaunchedHost(host.given, own["folder"], own["clock"], own["python"]))
+    reports = command.flags.get("--output-dir") or "reports"
+    return LaunchRecord(**asdict(options), hosts=launched, reports=reports)
+
+
+def _announcement(hosts: Sequence[Host], master: str | None, port: int, folder: Path) -> str:
+    """Return what is said before anything starts: which hosts, where rank 0 waits, the logs."""
+    names = " to ".join(dict.fromkeys([hosts[0].name, hosts[-1].name]))
+    text = f"{count(len(hosts), 'host')}, {names}"
+    if master is not None:
+        text += f"; rank 0 at {master}:{port}"
+    text += f"; logs: {folder}"
+    if len(hosts) > _SHOWN_HOSTS:
+        text += "; showing only rank 0's output and the first failure's"
+    return text
+
+
 def _run(
     hosts: Sequence[Host],
     requests: Sequence[Mapping[str, Any]],
@@ -117,7 +129,9 @@ def _run(
     """
     got: list[signal.Signals] = []
     with (
-        on_signals(_AFTER_SIGNAL_SECONDS, lambda one, _frame: got.append(signal.Signals(one))),
+        on_signals(
+            _AFTER_SIGNAL_SECONDS, lambda number, _frame: got.append(signal.Signals(number))
+        ),
         served(hosts, requests, options, on_line) as nodes,
     ):
         wait(nodes, lambda: got or not running(nodes) or _failed(nodes, 0))
@@ -151,38 +165,43 @@ def _conclude(
     silence_seconds: float,
 ) -> int:
     """Print how the launch ended, and return the exit status."""
-    failed, saved = _failed(nodes, 0, TO_BE_CONTINUED), _failed(nodes, 0)
+    failed = _failed(nodes, 0, TO_BE_CONTINUED)
+    not_done = _failed(nodes, 0)
     lost = [node for node in failed if node.status is None]
-    left = (
-        f"processes on {first_of([node.host for node in lost])} end by themselves "
-        f"{silence_seconds:g} s after the connection broke"
-    )
-    if len(saved) > len(failed) and not lost and (stopped_by or not failed):
+    some_saved = len(not_done) > len(failed)
+    if some_saved and not lost and (stopped_by or not failed):
         say(
             f"stopped after {seconds:.1f} s, after saving a checkpoint; resume with the same "
             f"command and --resume auto; output: {folder}"
         )
         return TO_BE_CONTINUED
-    if failed and stopped_by:
+    if not failed:
+        say(f"all nodes finished without errors after {seconds:.1f} s; output: {folder}")
+        return 0
+    left = (
+        f"processes on {first_of([node.host for node in lost])} end by themselves "
+        f"{silence_seconds:g} s after the connection broke"
+    )
+    if stopped_by:
         what = "interrupted" if stopped_by == signal.SIGINT else "ended by SIGTERM"
         rest = f"the other hosts have ended; {left}" if lost else "all hosts have ended"
         say(f"{what}: all processes on {rest}; output: {folder}")
         return 128 + stopped_by
-    if not failed:
-        say(f"all nodes finished without errors after {seconds:.1f} s; output: {folder}")
-        return 0
-    outputs = {node.host.rank: "\n".join(node.lines) for node in failed}
-    statuses = {node.host.rank: _LOST if node in lost else node.status or 0 for node in failed}
-    culprit, message = find_root_failure(list(outputs), statuses, outputs, name="node")
     if lost:
         culprit = lost[0].host.rank
+        status = _LOST
         message = (
             f"the connection to {lost[0].host} broke after {seconds:.1f} s "
             f"({first_of(lost[0].errors[-1:])[:200]}); the other hosts were stopped, and {left}"
         )
+    else:
+        outputs = {node.host.rank: "\n".join(node.lines) for node in failed}
+        statuses = {node.host.rank: node.status or 0 for node in failed}
+        culprit, message = find_root_failure(list(outputs), statuses, outputs, name="node")
+        status = statuses[culprit]
     if not prefixed.shows(culprit):
-        for line in [*nodes[culprit].lines][-_FAILURE_LINES:]:
+        for line in list(nodes[culprit].lines)[-_FAILURE_LINES:]:
             prefixed.show(culprit, line)
     log = folder / f"node{culprit}.log"
     print(f"error: {message} (host {nodes[culprit].host.name}; output: {log})", file=sys.stderr)
-    return shell_status(statuses[culprit])
+    return shell_status(status)

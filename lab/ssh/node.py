@@ -33,7 +33,8 @@ READY = b"lab.ssh is ready\n"
 RESULT = b"lab.ssh returns "
 _NOT_FOUND = 127
 _CONNECT_SECONDS = 4.0
-_LISTEN_SECONDS, _MOST_GUESTS = 60, 1024
+_LISTEN_SECONDS = 60
+_MOST_GUESTS = 1024
 
 
 def facts(script: str | None) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from lab.ssh.command import NodeCommand
 from lab.ssh.hosts import Host, SSHOptions, refuse_hosts
 from lab.ssh.remote import ask, running, served, wait
 
-_LISTEN_SECONDS, _DOCTOR_SECONDS = 30.0, 600.0
+_LISTEN_SECONDS = 30.0
+_DOCTOR_SECONDS = 600.0
 _DOCTOR = (
     *("python", "-m", "lab", "doctor", "--master-ip", "{master}", "--master-port", "{port}"),
     *("--num-nodes", "{nodes}", "--rank", "{rank}"),
@@ -43,7 +44,7 @@ def refuse_differences(
     problems = {}
     for host, mine in zip(hosts, facts, strict=True):
         other = code_differences(mine["code"], facts[0]["code"])
-        twin = next(one for one in hosts if facts[one.rank]["addresses"] == mine["addresses"])
+        twin = next(twin for twin in hosts if facts[twin.rank]["addresses"] == mine["addresses"])
         if not mine["script_there"]:
             problems[host] = (
                 f"{mine['folder']} has no {command.script}: give --workdir, the project's folder "
@@ -70,7 +71,8 @@ def find_master(
     A name may be known only on this machine, or resolve to 127.0.1.1 on the host itself, and a host
     may have several networks. UserError if the port is taken, or if no address is reached by all.
     """
-    first, own = hosts[0], facts[0]["addresses"]
+    first = hosts[0]
+    own = facts[0]["addresses"]
     question = {"do": "connect", "names": [first.name, facts[0]["name"], *own], "port": port}
     with served(hosts[:1], [{"do": "listen", "port": port}], options) as listening:
         wait(listening, lambda: listening[0].lines or not running(listening), _LISTEN_SECONDS)
@@ -81,19 +83,20 @@ def find_master(
             )
         answers = ask(hosts[1:], question, options)
     candidates = {address: None for answer in answers for address in answer} or dict.fromkeys(own)
-    # A router may translate an address that is not the host's own.
-    best = min(
-        candidates,
-        key=lambda one: (sum(answer.get(one) != "" for answer in answers), one not in own),
-        default="127.0.0.1",
-    )
-    problems = {
-        host: f"cannot reach {first} at {best}:{port} ({answer.get(best, 'unknown')}): open the "
-        "port there, or give another address of that host with --master-ip, or another "
-        "--master-port"
-        for host, answer in zip(hosts[1:], answers, strict=True)
-        if answer.get(best) != ""
-    }
+
+    def rank_address(address: str) -> tuple[int, bool]:
+        unreached = sum(answer.get(address) != "" for answer in answers)
+        return unreached, address not in own  # a router may translate one that is not its own
+
+    best = min(candidates, key=rank_address, default="127.0.0.1")
+    problems = {}
+    for host, answer in zip(hosts[1:], answers, strict=True):
+        error = answer.get(best, "unknown")
+        if error != "":
+            problems[host] = (
+                f"cannot reach {first} at {best}:{port} ({error}): open the port there, or give "
+                "another address of that host with --master-ip, or another --master-port"
+            )
     refuse_hosts(problems, of=len(hosts))
     return best
 
@@ -113,19 +116,24 @@ def doctor_passes(
     if recipe := values.get("--recipe"):
         with contextlib.suppress(UserError):  # the doctor there reports what is wrong
             values = {"--dataset": read_recipe(find_recipe(recipe)).get("dataset")} | values
-    passed = [word for name in _OF_DOCTOR if (value := values.get(name)) for word in (name, value)]
+    passed = []
+    for name in _OF_DOCTOR:
+        if value := values.get(name):
+            passed += [name, value]
     requests = run_requests(replace(command, words=[*_DOCTOR, *passed]), facts, master, options)
     prefixed = PrefixedOutput(len(hosts), shown=lambda node: node == 0)
     with served(hosts, requests, options, prefixed) as doctors:
         wait(doctors, lambda: not running(doctors), _DOCTOR_SECONDS)
-    failed = [one for one in doctors if one.status != 0]
-    for one in failed[:_MOST_HOSTS]:
-        failures = re.findall(r"^failure .*(?:\n +-> .*)?", "\n".join(one.lines), re.MULTILINE)
-        for line in "\n".join(failures).splitlines() or list(one.lines)[-1:]:
+    failed = [doctor for doctor in doctors if doctor.status != 0]
+    for doctor in failed[:_MOST_HOSTS]:
+        output = "\n".join(doctor.lines)
+        failures = re.findall(r"^failure .*(?:\n +-> .*)?", output, re.MULTILINE)
+        lines = "\n".join(failures).splitlines() or list(doctor.lines)[-1:]
+        for line in lines:
             if line not in doctors[0].lines:
-                prefixed.show(one.host.rank, line)
+                prefixed.show(doctor.host.rank, line)
     if failed:
-        names = first_of([one.host for one in failed])
+        names = first_of([doctor.host for doctor in failed])
         print(f"error: lab doctor found failures on {names}: nothing was started", file=sys.stderr)
     return not failed
 
@@ -143,14 +151,15 @@ def run_requests(
         # Else workers that torchrun restarts under Gloo read the addresses of their predecessors.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    return [
-        {
-            "do": "run",
-            "command": command.fill(
-                master=master or "", nodes=len(facts), rank=rank, python=own["python"]
-            ),
-            "environment": environment,
-            "silence_seconds": options.silence_seconds,
-        }
-        for rank, own in enumerate(facts)
-    ]
+    requests = []
+    for rank, own in enumerate(facts):
+        words = command.fill(master=master or "", nodes=len(facts), rank=rank, python=own["python"])
+        requests.append(
+            {
+                "do": "run",
+                "command": words,
+                "environment": environment,
+                "silence_seconds": options.silence_seconds,
+            }
+        )
+    return requests

@@ -26,9 +26,15 @@ from lab.ssh.hosts import Host, SSHOptions, explain, refuse_hosts, ssh_command
 from lab.ssh.node import READY, RESULT
 
 OnLine = Callable[[int, str], object]
-_KEPT_LINES, _LONGEST_LINE, _MOST_ERRORS = 1000, 1 << 20, 1 << 24
-_AT_ONCE, _TURN_SECONDS = 64, 20.0
-_BEAT_SECONDS, _ANSWER_SECONDS, _END_SECONDS, _SSH_SECONDS = 0.2, 60.0, 15.0, 2.0
+_KEPT_LINES = 1000
+_LONGEST_LINE = 1 << 20
+_MOST_ERRORS = 1 << 24
+_AT_ONCE = 64
+_TURN_SECONDS = 20.0
+_BEAT_SECONDS = 0.2
+_ANSWER_SECONDS = 60.0
+_END_SECONDS = 15.0
+_SSH_SECONDS = 2.0
 
 
 class Remote:
@@ -40,7 +46,9 @@ class Remote:
     """
 
     def __init__(self, host: Host, request: Mapping[str, Any], options: SSHOptions) -> None:
-        self.host, self.ready, self.ended = host, False, math.inf
+        self.host = host
+        self.ready = False
+        self.ended = math.inf
         self.lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self.result: bytes | None = None
         self.errors: list[str] = []
