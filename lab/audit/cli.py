@@ -114,12 +114,7 @@ def check_flags(args: argparse.Namespace, command: AuditCommand) -> None:
             "example torchrun --nnodes {nodes} --node-rank {rank} --master-addr {master} "
             "--master-port {port} train.py"
         )
-    for flag, path in (("--json", args.json), ("--html", args.html)):
-        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-            raise UserError(f"{flag}: {path} cannot be written: give a file in an existing folder")
-    keep = args.keep
-    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise UserError(f"--keep: {keep} is not an empty folder: give a new one")
+    _check_output(args)
 
 
 def _check_ranks(args: argparse.Namespace) -> None:
@@ -134,3 +129,12 @@ def _check_ranks(args: argparse.Namespace) -> None:
             f"--ranks: got {most}; this machine has {cores} cores: give at most "
             f"{_RANKS_PER_CORE * cores}"
         )
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    for flag, path in (("--json", args.json), ("--html", args.html)):
+        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            raise UserError(f"{flag}: {path} cannot be written: give a file in an existing folder")
+    keep = args.keep
+    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise UserError(f"--keep: {keep} is not an empty folder: give a new one")

@@ -115,6 +115,7 @@ def run_audit_size(
     for a torch that is too old, and for a script that prints without end or spoils the records.
     """
     records = network.records or folder
+    inherited = dict(os.environ)
     run = AuditRun(command, size, folder, settings, network.outside or records)
     port = free_port(address="127.0.0.1")
     variables = {
@@ -123,9 +124,9 @@ def run_audit_size(
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(max(1, usable_cores() // (size or 2))),
         "GLOO_SOCKET_IFNAME": network.interface,
-        **os.environ,  # PATH as well: ``python`` is the interpreter that a shell starts
+        **inherited,  # PATH as well: ``python`` is the interpreter that a shell starts
+        "PYTHONPATH": _path_with_hook(inherited.get("PYTHONPATH")),
     }
-    variables["PYTHONPATH"] = _path_with_hook(os.environ.get("PYTHONPATH"))
     try:
         for rank, words in enumerate(command.processes(size, master=network.master, port=port)):
             probe = {

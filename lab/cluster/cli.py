@@ -149,7 +149,8 @@ def run(args: argparse.Namespace) -> int:
 def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) -> str:
     links = "on loopback, no limit on speed"
     if not cluster.loopback:
-        first, last = cluster.address(0), cluster.address(cluster.nodes - 1)
+        first = cluster.address(0)
+        last = cluster.address(cluster.nodes - 1)
         rate = f"{args.rate} in each direction" if args.rate else "links as fast as this machine"
         delayed = cluster.latency_seconds is not None
         latency = f", {args.latency} from node to node" if delayed else ""

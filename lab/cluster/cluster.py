@@ -42,7 +42,8 @@ SUPERVISOR_CODE = (
     "import sys; sys.path.insert(0, sys.argv[1]); from lab.cluster.supervisor import main; main()"
 )
 
-_READY_SECONDS, _CLOSE_SECONDS = 180.0, 10.0
+_READY_SECONDS = 180.0
+_CLOSE_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _PORT = 29500
 
@@ -87,10 +88,13 @@ class Cluster:
     ) -> None:
         if not 1 <= nodes <= network.MOST_NODES:
             raise UserError(f"--nodes: got {nodes}, give 1 to {network.MOST_NODES}")
-        self.nodes, self.loopback = nodes, loopback
+        self.nodes = nodes
+        self.loopback = loopback
         self.warnings: list[str] = []
-        self._rate_bits, self.latency_seconds = parse_rate(rate), parse_latency(latency)
-        self.logs, self._on_line = logs, on_line
+        self._rate_bits = parse_rate(rate)
+        self.latency_seconds = parse_latency(latency)
+        self.logs = logs
+        self._on_line = on_line
         self._preload = not fresh and sys.platform == "linux"  # elsewhere forks of torch may hang
         self._check(rate, latency)
         self._program_ended = threading.Event()
@@ -342,7 +346,8 @@ class Cluster:
         Raises TimeoutError with the nodes that still run after ``limit_seconds``, GroupError if the
         cluster has ended.
         """
-        began, kill_at = time.monotonic(), math.inf
+        began = time.monotonic()
+        kill_at = math.inf
         while True:
             now = time.monotonic()
             if self._process.poll() is not None:
@@ -364,7 +369,8 @@ class Cluster:
                 kill_at = math.inf  # set anew above: kills what still runs after the same time
             self._program_ended.wait(_POLL_SECONDS)
             self._program_ended.clear()
-        ends, self._ends = self._ends, []
+        ends = self._ends
+        self._ends = []
         return ends
 
     def _check_node(self, node: int) -> None:

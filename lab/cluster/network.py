@@ -129,10 +129,13 @@ class ClusterNetwork:
         the bridge's end what it receives. Every packet has one sender, so the latency counts once.
         """
         # tbf passes packets of up to 64 KB; a smaller burst would cost a third of the rate.
-        rate, burst = link.rate_bits, "256kb" if (link.rate_bits or 0) >= 500e6 else "128kb"
-        limit = [] if rate is None else [f"tbf rate {rate:.0f}bit burst {burst} limit 2mb"]
-        latency = link.latency_seconds
-        delay = [] if latency is None else [f"netem delay {latency * 1e6:.0f}us limit 100000"]
+        limit = []
+        if link.rate_bits is not None:
+            burst = "256kb" if link.rate_bits >= 500e6 else "128kb"
+            limit.append(f"tbf rate {link.rate_bits:.0f}bit burst {burst} limit 2mb")
+        delay = []
+        if link.latency_seconds is not None:
+            delay.append(f"netem delay {link.latency_seconds * 1e6:.0f}us limit 100000")
         for (tc, device), disciplines in zip(_ends(node), (limit + delay, limit), strict=True):
             positions = ("root handle 1:", "parent 1: handle 2:")
             for discipline, position in zip(disciplines, positions, strict=False):

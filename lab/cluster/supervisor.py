@@ -49,7 +49,8 @@ def main() -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             program: NodeProgram = requests.recv()
-            control, output = recv_handle(requests), recv_handle(requests)
+            control = recv_handle(requests)
+            output = recv_handle(requests)
             if os.fork() == 0:
                 _run(program, control, output)
             os.close(control)
