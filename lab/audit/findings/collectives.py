@@ -133,7 +133,7 @@ def _find_wait(records: RankRecords, calls: list[CollectiveCall], hung: bool) ->
 
     calls : those before its cut.
     """
-    last = next(record for record in reversed(records.records) if not isinstance(record, Stack))
+    last = [record for record in records.records if not isinstance(record, Stack)][-1]
     stands = last if isinstance(last, Stands) else None
     errors: dict[int, str | None] = {}  # of the latest return: a Work may be waited for twice
     for done in records.of(Done):
@@ -146,7 +146,8 @@ def _find_wait(records: RankRecords, calls: list[CollectiveCall], hung: bool) ->
             return call
     if stands is not None:
         return stands
-    return next((error for error in records.of(Error) if _PEER_LEFT.search(error.message)), None)
+    left = [error for error in records.of(Error) if _PEER_LEFT.search(error.message)]
+    return left[0] if left else None
 
 
 def _find_state(records: RankRecords, wait: Wait | None, hung: bool) -> str:

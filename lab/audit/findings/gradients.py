@@ -412,19 +412,21 @@ class _Losses(NamedTuple):
 def _losses(recording: Recording, updates: list[Update]) -> _Losses:
     """Return what the losses of these steps say."""
     scales = {update.step: update.records[0].scale or 1.0 for update in updates}
-    backwards = [backward for backward in recording.of(Backward) if backward.step in scales]
-    weights = [
-        _loss_weight(backward, scales[backward.step], recording.size) for backward in backwards
-    ]
-    number = updates[0].records[0].optimizer_number
-    known = all(weights) and all(step.optimizer_number == number for step in recording.of(Step))
-    weight = sum(weights) / recording.size / len(scales) if known else 0.0
-    losses = [backward.loss for backward in backwards]
-    return _Losses(
-        weight,
-        {None if loss is None else loss.reduction for loss in losses},
-        all(loss is not None and loss.node.startswith(_CLASSIFIERS) for loss in losses),
-    )
+    weights: list[float] = []
+    reductions: set[str | None] = set()
+    classify = True
+    for backward in recording.of(Backward):
+        if backward.step not in scales:
+            continue
+        weights.append(_loss_weight(backward, scales[backward.step], recording.size))
+        node = "" if backward.loss is None else backward.loss.node
+        reductions.add(None if backward.loss is None else backward.loss.reduction)
+        classify &= node.startswith(_CLASSIFIERS)
+    optimizers = {step.optimizer_number for step in recording.of(Step)}
+    weight = 0.0
+    if all(weights) and len(optimizers) == 1:
+        weight = sum(weights) / recording.size / len(scales)
+    return _Losses(weight, reductions, classify)
 
 
 def _loss_weight(backward: Backward, scale: float, size: int) -> float:
@@ -456,22 +458,29 @@ def _multiple(seen: _Seen, line: CodeLine | None, *, total: float) -> Outcome:
     ddp = uses_ddp(seen.recording)
     if twice and (ddp or size > 2):
         return seen.found("averaged-twice", line, total=total)
+    of = "mean" if ddp else "sum"
     divisor = 1 / total if ddp else size / total
     whole = round(divisor)
     if 1 < whole <= 16 and _near(divisor / whole, tolerance):
-        return seen.found(
-            "literal-divisor",
-            line,
-            sure=not twice,
-            compare=total,
-            total=total,
-            of="mean" if ddp else "sum",
-            divisor=f"{whole} (or by 2 and by 2 again)" if twice else f"{whole}",
-        )
-    unseen = "; what the losses are divided by was not seen" if added else ""
-    return Unknown(
+        return _literal_divisor(seen, line, total=total, of=of, divisor=whole, twice=twice)
+    text = (
         f"gradients: the optimiser gets {total:.3f} times the mean of the {size} ranks' gradients,"
-        f" on all ranks and in all {len(seen.updates)} steps{unseen}"
+        f" on all ranks and in all {len(seen.updates)} steps"
+    )
+    return Unknown(f"{text}; what the losses are divided by was not seen" if added else text)
+
+
+def _literal_divisor(
+    seen: _Seen, line: CodeLine | None, *, total: float, of: str, divisor: int, twice: bool
+) -> Finding:
+    """Return that the gradients are divided by a constant.
+
+    of : what is divided. twice : it may also be the number of ranks, two, by which the mean is
+        divided once more.
+    """
+    shown = f"{divisor} (or by 2 and by 2 again)" if twice else f"{divisor}"
+    return seen.found(
+        "literal-divisor", line, sure=not twice, compare=total, total=total, of=of, divisor=shown
     )
 
 
