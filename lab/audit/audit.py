@@ -113,19 +113,31 @@ def run_sizes(
     while waiting:
         size = waiting.pop(0)
         ran.add(size)
-        own = folder / f"{size or 'own'}-ranks"
-        own.mkdir()
-        with network(size or 1, own) as entered:
-            run = run_audit_size(command, size, own, settings, network=entered)
-        run.failure = explain_failure(run)
-        if console.is_terminal:  # in a file the answer is the first line
-            ranks = count(run.recording.size or size or 1, "rank")
-            say(f"{ranks}: {run.recording.steps} steps watched")
+        run = _run_size(command, size, folder, settings, network)
         yield run
         failed = run.failure and (run.hung or run.recording.steps == 0)
         if run.fixed_size or failed:  # others would show the same
             wanted = run.wanted_size
             waiting = [] if wanted is None or wanted in ran else [wanted]
+
+
+def _run_size(
+    command: AuditCommand,
+    size: int | None,
+    folder: Path,
+    settings: RunSettings,
+    network: Network,
+) -> AuditRun:
+    """Run the script at a size, in a folder of its own; None: at the one that it chooses."""
+    own = folder / f"{size or 'own'}-ranks"
+    own.mkdir()
+    with network(size or 1, own) as entered:
+        run = run_audit_size(command, size, own, settings, network=entered)
+    run.failure = explain_failure(run)
+    if console.is_terminal:  # in a file the answer is the first line
+        ranks = count(run.recording.size or size or 1, "rank")
+        say(f"{ranks}: {run.recording.steps} steps watched")
+    return run
 
 
 def examine(

@@ -123,9 +123,9 @@ def _epoch(rank: RankRecords, number: EpochNumber) -> Epoch:
     last = records[-1]
     left = isinstance(last, Batch)
     cut = isinstance(last, EpochOver) and last.cut  # so what was left is not known
-    ended = not left and not cut
-    all_known = all(draw.indices is not None for draw in drawn)
-    return Epoch(batches, given, known if ended and all_known else [], left)
+    if left or cut or any(draw.indices is None for draw in drawn):
+        return Epoch(batches, given, [], left)
+    return Epoch(batches, given, known, left)
 
 
 def _epoch_records(rank: RankRecords, number: EpochNumber) -> list[Batch | EpochOver | Rest]:
@@ -196,6 +196,14 @@ class TrainingStep:
         self.batches = len(given)
         self.accumulates = self.batches == len(self.backwards) > 1
         loaded = _number_of_samples(given)
+        inputs, in_losses = self._seen_samples()
+        self.samples = loaded
+        if inputs and self._inputs_tell(inputs, in_losses):
+            self.samples = inputs
+        self.takes_a_part = 0 < inputs < 0.9 * loaded and in_losses != loaded
+
+    def _seen_samples(self) -> tuple[int, int]:
+        """Return how many samples the models' inputs have, and how many the losses' targets."""
         inputs = 0
         in_losses = 0
         for backward in self.backwards:
@@ -203,9 +211,7 @@ class TrainingStep:
                 inputs += backward.forwards[0].samples or 0
             if backward.loss is not None:
                 in_losses += backward.loss.samples or 0
-        told = inputs and self._inputs_tell(inputs, in_losses)
-        self.samples = inputs if told else loaded
-        self.takes_a_part = 0 < inputs < 0.9 * loaded and in_losses != loaded
+        return inputs, in_losses
 
     def _inputs_tell(self, inputs: int, in_losses: int) -> bool:
         """Return whether the number of the model's inputs is that of the samples.

@@ -350,17 +350,29 @@ def _by_number(
     fits = {way: np.abs(update.got - values) <= allowed for way, values in ways.items()}
     if not np.any([*fits.values()], axis=0).all():
         return None
+    explanation = _by_parameter(update, residue, fits, multiple=multiple)
+    if smallest and explanation.kind == "mean":
+        return explanation._replace(texts=["rounded to 16 bits"])
+    return explanation
+
+
+def _by_parameter(
+    update: Update, residue: float, fits: Mapping[str, NDArray[np.bool_]], *, multiple: float
+) -> Explanation:
+    """Return which ways explain the parameters.
+
+    fits : by way, which numbers it explains: (ranks, columns).
+    """
     by_parameter = [_first_way(fits, at) for at in update.columns]
     found = set(by_parameter)
     if None in found:
         shares = fits["averaged"].mean(axis=1)
         texts = [f"the mean in {share:.0%} of its numbers" for share in shares]
         return Explanation("rows", residue, 1.0, texts)
-    rounded = ["rounded to 16 bits"] if smallest else []
     if found == {"averaged"}:
-        return Explanation("mean", residue, 1.0, rounded)
+        return Explanation("mean", residue, 1.0, [])
     if found == {"multiplied"}:
-        return Explanation("mean", residue, multiple * update.size, rounded)
+        return Explanation("mean", residue, multiple * update.size, [])
     if not found & {"averaged", "added up"}:
         return Explanation("rows", residue, 1.0, ["its own"] * update.size)
     how = next(way for way in by_parameter if way is not None and way != "averaged")

@@ -256,9 +256,9 @@ class _Coverage:
         self.loaders = loaders
         self.number = number
         self.whole = all(epoch.whole for epoch in epochs)
-        self.draws: list[list[Batch | Rest]] = [
-            epoch.whole if self.whole else [*epoch.batches] for epoch in epochs
-        ]
+        self.draws: list[list[Batch | Rest]] = []
+        for epoch in epochs:
+            self.draws.append(epoch.whole if self.whole else [*epoch.batches])
         self.shares = [[index for draw in rank for index in draw.innermost] for rank in self.draws]
         self.counts = Counter(chain.from_iterable(self.shares))
         self.repeats = self.counts.total() - len(self.counts)
@@ -462,6 +462,11 @@ def _batch_counts(recording: Recording, loaders: Loaders) -> Outcome | None:
     listed = _by_rank(counts)
     if recording.of(Join):
         return Right(f"Join lets the ranks with fewer batches wait ({listed})")
+    return _unequal_batches(recording, loaders, listed)
+
+
+def _unequal_batches(recording: Recording, loaders: Loaders, listed: str) -> Outcome:
+    """Judge different numbers of batches: do the ranks stay in step where an epoch ends?"""
     taken = [_epochs_of_batches(loader) for loader in loaders]
     ends = not recording.of(Cut) or any(len(set(epochs)) > 1 for epochs in taken)
     equally_many = len({len(epochs) for epochs in taken}) == 1
