@@ -24,6 +24,7 @@ from lab.audit.cli import STEPS
 from lab.audit.command import AuditCommand
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.recording import Recording
+from lab.audit.records import CollectiveCall, Cut, DdpBuilt, Start, Step
 from lab.audit.report import OWN_FAULT, as_json, write_page
 from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
@@ -69,15 +70,15 @@ def main() -> int:
     with record_folder(None) as folder:
         result = audit_script(command, task.ranks, folder, settings, network)
     ranks = [rank for one in result.recordings for rank in one.ranks]
-    calls = {str(call["name"]) for rank in ranks for call in rank.by_kind["call"]}
+    calls = {call.name for rank in ranks for call in rank.of(CollectiveCall)}
     facts = Facts(
         key=task.key,
         audit=as_json(result),
         # Longer names, and more, come from no probe.
-        used=sorted({one[:99] for one in calls} | {"ddp" for rank in ranks if rank.by_kind["ddp"]})[
+        used=sorted({one[:99] for one in calls} | {"ddp" for rank in ranks if rank.of(DdpBuilt)})[
             :999
         ],
-        whole=bool(ranks) and all(rank.by_kind["cut"] for rank in ranks),
+        whole=bool(ranks) and all(rank.of(Cut) for rank in ranks),
         doubts=[f"it was ended: it {ended[0]}"] if ended else _doubts(result),
         seconds=time.monotonic() - began,
     )
@@ -109,17 +110,17 @@ def _doubts(result: AuditResult) -> list[str]:
 
 
 def _doubts_of(recording: Recording) -> set[str]:
-    cuts = [record for one in recording.processes for record in one.by_kind["cut"]]
-    replaced = sorted({str(name) for record in cuts for name in record.get("replaced", [])})
+    cuts = [record for one in recording.processes for record in one.of(Cut)]
+    replaced = sorted({name for record in cuts for name in record.replaced})
     sentences = {
         "two processes wrote the records of one rank": any(
-            one.by_kind["step"] for one in recording.others
+            one.of(Step) for one in recording.others
         ),
         "records that no probe began": any(
-            one.records and one.records[0]["k"] != "start" for one in recording.processes
+            one.records and not isinstance(one.records[0], Start) for one in recording.processes
         ),
         "the records of a process begin twice": any(
-            len(one.by_kind["start"]) > 1 for one in recording.processes
+            len(one.of(Start)) > 1 for one in recording.processes
         ),
         f"the script replaced what the audit watches: {', '.join(replaced[:5])}": bool(replaced),
     }
