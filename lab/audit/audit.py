@@ -12,6 +12,7 @@ from lab.audit.cli import CLOCK_STEPS, STEPS, check_flags
 from lab.audit.command import AuditCommand, parse_command
 from lab.audit.failures import explain_failure
 from lab.audit.findings import run_checks
+from lab.audit.findings.finding import Finding
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.performance import measure
 from lab.audit.report import print_audit, write_json, write_page
@@ -22,6 +23,16 @@ from lab.units import parse_rate
 
 # Makes the namespaces of a run, from its number of ranks and its folder.
 Network = Callable[[int, Path], contextlib.AbstractContextManager[RunNetwork]]
+# What code raises that reads a spoiled record or folder.
+_NONSENSE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 def main_audit(args: argparse.Namespace) -> int:
@@ -40,10 +51,12 @@ def main_audit(args: argparse.Namespace) -> int:
     network = partial(run_network, cwd=settings.cwd, isolate=args.isolate, rate=args.rate)
     with record_folder(args.keep) as folder:
         result = audit_script(command, args.ranks, folder, settings, network, rate=args.rate)
-    for path, write in ((args.json, write_json), (args.html, write_page)):
-        if path:
-            write(path, result)
-    if not any(one.steps for one in result.recordings) and not result.faults:
+    if args.json:
+        write_json(args.json, result)
+    if args.html:
+        write_page(args.html, result)
+    began = any(recording.steps for recording in result.recordings)
+    if not began and not result.faults:
         raise UserError(result.headline)  # there is nothing else to say
     print_audit(console, result)
     return result.status
@@ -78,10 +91,7 @@ def understood() -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (
-        *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
-        *(OSError, RecursionError),
-    ) as error:
+    except _NONSENSE as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
             f"the records make no sense ({type(error).__name__}: {error}, at "
@@ -98,20 +108,36 @@ def run_sizes(
     network: Network,
 ) -> Iterator[AuditRun]:
     """Run the script at each size, or at the one that it chooses itself."""
-    sizes: list[int | None] = list(asked) if command.takes_size else [None]
-    for number, size in enumerate(sizes, start=1):
-        own = folder / f"{size or 'own'}-ranks"
-        own.mkdir()
-        with network(size or 1, own) as entered:
-            run = run_audit_size(command, size, own, settings, network=entered)
-        run.failure = explain_failure(run)
-        if console.is_terminal:  # in a file the answer is the first line
-            ranks = count(run.recording.size or size or 1, "rank")
-            say(f"{ranks}: {run.recording.steps} steps watched")
+    waiting: list[int | None] = [*asked] if command.takes_size else [None]
+    ran: set[int | None] = set()
+    while waiting:
+        size = waiting.pop(0)
+        ran.add(size)
+        run = _run_size(command, size, folder, settings, network)
         yield run
         failed = run.failure and (run.hung or run.recording.steps == 0)
         if run.fixed_size or failed:  # others would show the same
-            sizes[number:] = {run.wanted_size} - {None, *sizes[:number]}
+            wanted = run.wanted_size
+            waiting = [] if wanted is None or wanted in ran else [wanted]
+
+
+def _run_size(
+    command: AuditCommand,
+    size: int | None,
+    folder: Path,
+    settings: RunSettings,
+    network: Network,
+) -> AuditRun:
+    """Run the script at a size, in a folder of its own; None: at the one that it chooses."""
+    own = folder / f"{size or 'own'}-ranks"
+    own.mkdir()
+    with network(size or 1, own) as entered:
+        run = run_audit_size(command, size, own, settings, network=entered)
+    run.failure = explain_failure(run)
+    if console.is_terminal:  # in a file the answer is the first line
+        ranks = count(run.recording.size or size or 1, "rank")
+        say(f"{ranks}: {run.recording.steps} steps watched")
+    return run
 
 
 def examine(
@@ -126,34 +152,48 @@ def examine(
 
     stopped : why there were no further runs. asked : the numbers of ranks to run.
     """
-    remarks = {
-        f"The script fixes its number of ranks at {one.fixed_size}: "
-        f"a literal divisor of {one.fixed_size} cannot be told from the number of ranks."
-        for one in runs
-        if one.fixed_size
-    }
-    skipped = set(asked) - {one.size for one in runs}
-    if command.takes_size and skipped and not remarks:
-        remarks.add(f"Not run on {ranks_text(skipped)}, because it did not run to the end before.")
-    runs = [one for one in runs if not one.wanted_size] or runs[-1:]
-    recordings = [one.recording for one in runs if not one.failure or one.recording.ranks]
+    remarks = _remarks(command, runs, asked)
+    runs = [run for run in runs if not run.wanted_size] or runs[-1:]
+    recordings = [run.recording for run in runs if not run.failure or run.recording.ranks]
     findings, right, unknown = run_checks(recordings)
-    failure = next((one.failure for one in runs if one.failure), stopped)
+    failure = next((run.failure for run in runs if run.failure), stopped)
     if failure is not None:
-        what, _, advice = failure.partition("\n")
-        explained = any(one.entry.fails for one in findings)
-        failure = " ".join(
-            [what.strip(), "The fault explains it." if explained else advice]
-        ).strip()
-    measured = [one for one in recordings if one.ranks]
+        failure = _with_advice(failure, findings)
+    measured = [recording for recording in recordings if recording.ranks]
     return AuditResult(
         command=command.text,
-        recordings=[one.recording for one in runs],
+        recordings=[run.recording for run in runs],
         findings=findings,
         verdict=verdict(recordings, findings, unknown, failure=failure),
         right=right,
         unknown=unknown,
-        remarks=sorted(remarks),
+        remarks=remarks,
         performance=measure(measured[-1], rate_bits=parse_rate(rate)) if measured else None,
         failure=failure,
     )
+
+
+def _remarks(command: AuditCommand, runs: Sequence[AuditRun], asked: Sequence[int]) -> list[str]:
+    """Return why the script did not run at some size, or at which one it insists."""
+    fixed = {run.fixed_size for run in runs if run.fixed_size}
+    if fixed:
+        return sorted(
+            f"The script fixes its number of ranks at {size}: "
+            f"a literal divisor of {size} cannot be told from the number of ranks."
+            for size in fixed
+        )
+    skipped = set(asked) - {run.size for run in runs}
+    if command.takes_size and skipped:
+        return [f"Not run on {ranks_text(skipped)}, because it did not run to the end before."]
+    return []
+
+
+def _with_advice(failure: str, findings: Sequence[Finding]) -> str:
+    """Return a failure on one line: with the advice in its second one, or that a fault explains it.
+
+    failure : see ``explain_failure``.
+    """
+    what, _, advice = failure.partition("\n")
+    if any(finding.entry.fails for finding in findings):
+        advice = "The fault explains it."
+    return f"{what.strip()} {advice}".strip()

@@ -61,7 +61,9 @@ class AuditResult:
         began = self.failure is None or any(recording.steps for recording in self.recordings)
         if any(began or fault.entry.fails for fault in self.faults):
             return 1
-        return 0 if self.failure is None and self.verdict.answer == "yes" else 2
+        if self.failure is None and self.verdict.answer == "yes":
+            return 0
+        return 2
 
     @property
     def headline(self) -> str:
@@ -74,8 +76,9 @@ class AuditResult:
         if self.status == 2:
             return f"cannot tell: {self.verdict.why}"
         sizes = {recording.size for recording in self.recordings}
-        on = "" if len(sizes) > 1 else f" on {ranks_text(sizes)}"  # a literal divisor hides there
-        return f"right{on}: no fault was found"
+        if len(sizes) > 1:
+            return "right: no fault was found"
+        return f"right on {ranks_text(sizes)}: no fault was found"  # a literal divisor may hide
 
 
 def verdict(
@@ -103,13 +106,16 @@ def verdict(
     why = "the ranks start equal, and every watched update uses the mean of their gradients"
     if "same-samples" in names:
         why += "; but the ranks train on the same samples"
-    evaluations = [record for recording in recordings for record in recording.of(Evaluation)]
-    if any(evaluation.batchnorm_layers for evaluation in evaluations):
+    if any(map(_evaluates_batchnorm, recordings)):
         why += (
             "; each rank's BatchNorm uses the statistics of its own share, so the mean of the "
             "shares rightly differs from one pass over the whole batch"
         )
     return EqualityVerdict("yes", why)
+
+
+def _evaluates_batchnorm(recording: Recording) -> bool:
+    return any(evaluation.batchnorm_layers for evaluation in recording.of(Evaluation))
 
 
 def _why_unsure(

@@ -99,13 +99,14 @@ class _Rank:
 
     def queue(self, call: CollectiveCall) -> Queue:
         """Return what tells the queue of a call."""
-        if call.name not in POINT_TO_POINT:
-            return (
-                _OF_ALL if call.group is None else (str(call.group.name), tuple(call.group.ranks))
-            )
-        what = "objects" if "object" in call.name else "tensors"
-        sends = "send" in call.name
-        return what, (self.number, call.peer) if sends else (call.peer, self.number)
+        if call.name in POINT_TO_POINT:
+            what = "objects" if "object" in call.name else "tensors"
+            if "send" in call.name:
+                return what, (self.number, call.peer)
+            return what, (call.peer, self.number)
+        if call.group is None:
+            return _OF_ALL
+        return str(call.group.name), tuple(call.group.ranks)
 
     def lacks(self, other: "_Rank") -> bool:
         """Return whether the other one takes part in too few calls for this wait to end.
@@ -133,20 +134,21 @@ def _find_wait(records: RankRecords, calls: list[CollectiveCall], hung: bool) ->
 
     calls : those before its cut.
     """
-    last = next(record for record in reversed(records.records) if not isinstance(record, Stack))
+    last = [record for record in records.records if not isinstance(record, Stack)][-1]
     stands = last if isinstance(last, Stands) else None
     errors: dict[int, str | None] = {}  # of the latest return: a Work may be waited for twice
     for done in records.of(Done):
         errors[done.call_number] = done.error
+    if stands is not None and stands.call_number is not None:
+        errors[stands.call_number] = "stands"
     for call in calls:
-        stands_here = stands is not None and stands.call_number == call.number
-        if stands_here or errors.get(call.number):
-            return call
-        if call.number not in errors and not hung:
+        returned = call.number in errors
+        if errors.get(call.number) or not (returned or hung):
             return call
     if stands is not None:
         return stands
-    return next((error for error in records.of(Error) if _PEER_LEFT.search(error.message)), None)
+    left = [error for error in records.of(Error) if _PEER_LEFT.search(error.message)]
+    return left[0] if left else None
 
 
 def _find_state(records: RankRecords, wait: Wait | None, hung: bool) -> str:
@@ -263,18 +265,24 @@ def _unused(recording: Recording) -> Iterator[Finding]:
     if not all(_trains_alone(rank) for rank in recording.ranks):
         return
     first = recording.ranks[0]
-    groups = first.of(Group)
     calls = Counter(call.name for call in first.of(CollectiveCall) if call.name not in SETUP)
-    ended = not recording.of(Cut)
+    kind = "alone"
+    at = None
+    if groups := first.of(Group):
+        kind = "group"
+        at = groups[0].at
+    more = ""
+    if was_cut := bool(recording.of(Cut)):
+        more = "; a script that exchanges weights more rarely looks the same"
     yield found(
         "group-unused",
-        groups[0].at if groups else None,
-        kind="group" if groups else "alone",
-        sure=ended,
+        at,
+        kind=kind,
+        sure=not was_cut,
         steps=recording.steps,
         ranks=recording.size,
         calls=", ".join(f"{name} {number} times" for name, number in calls.items()) or "none",
-        more="" if ended else "; a script that exchanges weights more rarely looks the same",
+        more=more,
     )
 
 

@@ -26,6 +26,7 @@ from lab.audit.records import (
 )
 
 EpochNumber = tuple[int, int]  # a loader's number, and the epoch's
+Drawn = tuple[int, int, Index]  # a sample by epoch, batch (both from 1) and innermost index
 
 
 class Epoch(NamedTuple):
@@ -62,12 +63,9 @@ class TrainingLoader:
     epochs: list[Epoch]
 
     @property
-    def drawn(self) -> dict[tuple[int, int, Index], Hashable]:
-        """Hashes of the samples as the script was given them, None where that is not known.
-
-        They are found by epoch, batch (both from 1) and innermost index.
-        """
-        found: dict[tuple[int, int, Index], Hashable] = {}
+    def drawn(self) -> dict[Drawn, Hashable]:
+        """Hashes of the samples as the script was given them, None where that is not known."""
+        found: dict[Drawn, Hashable] = {}
         for number, epoch in enumerate(self.epochs, 1):
             for b, batch in enumerate(epoch.batches, 1):
                 for index, content in zip_longest(batch.innermost, batch.contents or ()):
@@ -115,21 +113,26 @@ def _trained_epochs(rank: RankRecords) -> set[EpochNumber]:
 
 def _epoch(rank: RankRecords, number: EpochNumber) -> Epoch:
     """Return an epoch. It is whole if it ended uncut with all batches, or its rest is known."""
-    records = [
-        record
-        for record in rank.records
-        if isinstance(record, Batch | EpochOver | Rest)
-        and (record.loader_number, record.epoch) == number
-    ]
+    records = _epoch_records(rank, number)
     drawn = [record for record in records if not isinstance(record, EpochOver)]
     known = [draw for draw in drawn if draw.indices]
     batches = [draw for draw in known if isinstance(draw, Batch)]
-    given = [index for batch in batches for index in batch.indices or ()]
+    given: list[Index] = []
+    for batch in batches:
+        given += batch.indices or ()
     last = records[-1]
     left = isinstance(last, Batch)
     cut = isinstance(last, EpochOver) and last.cut  # so what was left is not known
-    all_known = all(draw.indices is not None for draw in drawn)
-    return Epoch(batches, given, known if all_known and not (left or cut) else [], left)
+    if left or cut or any(draw.indices is None for draw in drawn):
+        return Epoch(batches, given, [], left)
+    return Epoch(batches, given, known, left)
+
+
+def _epoch_records(rank: RankRecords, number: EpochNumber) -> list[Batch | EpochOver | Rest]:
+    """Return the records of an epoch, in order."""
+    kinds = Batch | EpochOver | Rest
+    of_loaders = [record for record in rank.records if isinstance(record, kinds)]
+    return [record for record in of_loaders if (record.loader_number, record.epoch) == number]
 
 
 def same_data(one: TrainingLoader, other: TrainingLoader) -> bool | None:
@@ -179,24 +182,36 @@ class TrainingStep:
         self, records: Sequence[Record], update: Step, trained: Collection[EpochNumber]
     ) -> None:
         self.scale = update.scale or 1.0
-        self.backwards = [record for record in records if isinstance(record, Backward)]
+        self.backwards: list[Backward] = []
         self.exchanged: set[int] = set()
         given: list[Batch] = []
         for record in records:
-            if isinstance(record, Batch) and (record.loader_number, record.epoch) in trained:
-                given.append(record)
+            if isinstance(record, Backward):
+                self.backwards.append(record)
+            elif isinstance(record, Batch):
+                if (record.loader_number, record.epoch) in trained:
+                    given.append(record)
             elif isinstance(record, CollectiveCall) and record.content == "gradient":
                 self.exchanged.add(len(given))
         self.batches = len(given)
         self.accumulates = self.batches == len(self.backwards) > 1
         loaded = _number_of_samples(given)
-        inputs = sum(
-            backward.forwards[0].samples or 0 for backward in self.backwards if backward.forwards
-        )
-        in_losses = sum(backward.loss.samples or 0 for backward in self.backwards if backward.loss)
-        told = inputs and self._inputs_tell(inputs, in_losses)
-        self.samples = inputs if told else loaded
+        inputs, in_losses = self._seen_samples()
+        self.samples = loaded
+        if inputs and self._inputs_tell(inputs, in_losses):
+            self.samples = inputs
         self.takes_a_part = 0 < inputs < 0.9 * loaded and in_losses != loaded
+
+    def _seen_samples(self) -> tuple[int, int]:
+        """Return how many samples the models' inputs have, and how many the losses' targets."""
+        inputs = 0
+        in_losses = 0
+        for backward in self.backwards:
+            if backward.forwards:
+                inputs += backward.forwards[0].samples or 0
+            if backward.loss is not None:
+                in_losses += backward.loss.samples or 0
+        return inputs, in_losses
 
     def _inputs_tell(self, inputs: int, in_losses: int) -> bool:
         """Return whether the number of the model's inputs is that of the samples.

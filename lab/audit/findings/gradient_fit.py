@@ -5,7 +5,7 @@ gets by the ranks' own gradients, which leaves an error of about 1e-7, and other
 not such a sum.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -193,15 +193,16 @@ def _linear(update: Update) -> Explanation:
     equal_rows = np.ptp(weights, axis=0).max() <= 1e-2 * np.abs(weights).max()
     if equal_rows and not any(texts):
         return _weighted(update, weights.mean(axis=0), residue)
-    listed = []
-    for text, row, error in zip(texts, weights, errors, strict=True):
-        if text:
-            listed.append(text)
-        elif error <= update.misfit:
-            listed.append(f"weights {' '.join(f'{weight:.3f}' for weight in row)}")
-        else:
-            listed.append("no weighted sum of the gradients")
-    return Explanation("rows", residue, total, listed)
+    for rank, text in enumerate(texts):
+        if not text:
+            texts[rank] = _row_text(weights[rank], fits=bool(errors[rank] <= update.misfit))
+    return Explanation("rows", residue, total, texts)
+
+
+def _row_text(weights: Numbers, *, fits: bool) -> str:
+    if not fits:
+        return "no weighted sum of the gradients"
+    return f"weights {' '.join(f'{weight:.3f}' for weight in weights)}"
 
 
 def _source(update: Update, rank: int) -> tuple[str, float]:
@@ -349,20 +350,36 @@ def _by_number(
     fits = {way: np.abs(update.got - values) <= allowed for way, values in ways.items()}
     if not np.any([*fits.values()], axis=0).all():
         return None
-    by_parameter = [
-        next((way for way, fitting in fits.items() if fitting[:, at].all()), "")
-        for at in update.columns
-    ]
+    explanation = _by_parameter(update, residue, fits, multiple=multiple)
+    if smallest and explanation.kind == "mean":
+        return explanation._replace(texts=["rounded to 16 bits"])
+    return explanation
+
+
+def _by_parameter(
+    update: Update, residue: float, fits: Mapping[str, NDArray[np.bool_]], *, multiple: float
+) -> Explanation:
+    """Return which ways explain the parameters.
+
+    fits : by way, which numbers it explains: (ranks, columns).
+    """
+    by_parameter = [_first_way(fits, at) for at in update.columns]
     found = set(by_parameter)
-    if "" in found:
+    if None in found:
         shares = fits["averaged"].mean(axis=1)
         texts = [f"the mean in {share:.0%} of its numbers" for share in shares]
         return Explanation("rows", residue, 1.0, texts)
-    if found in ({"averaged"}, {"multiplied"}):
-        total = multiple * update.size if "multiplied" in found else 1.0
-        return Explanation("mean", residue, total, ["rounded to 16 bits"] if smallest else [])
+    if found == {"averaged"}:
+        return Explanation("mean", residue, 1.0, [])
+    if found == {"multiplied"}:
+        return Explanation("mean", residue, multiple * update.size, [])
     if not found & {"averaged", "added up"}:
         return Explanation("rows", residue, 1.0, ["its own"] * update.size)
-    how = next(way for way in by_parameter if way != "averaged")
+    how = next(way for way in by_parameter if way is not None and way != "averaged")
     names = [name for name, way in zip(update.names, by_parameter, strict=True) if way == how]
     return Explanation("parameters", residue, 1.0, [how, *names])
+
+
+def _first_way(fits: Mapping[str, NDArray[np.bool_]], at: slice) -> str | None:
+    """Return the first way that explains all numbers of a parameter."""
+    return next((way for way, fitting in fits.items() if fitting[:, at].all()), None)

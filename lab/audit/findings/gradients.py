@@ -412,19 +412,24 @@ class _Losses(NamedTuple):
 def _losses(recording: Recording, updates: list[Update]) -> _Losses:
     """Return what the losses of these steps say."""
     scales = {update.step: update.records[0].scale or 1.0 for update in updates}
-    backwards = [backward for backward in recording.of(Backward) if backward.step in scales]
-    weights = [
-        _loss_weight(backward, scales[backward.step], recording.size) for backward in backwards
-    ]
-    number = updates[0].records[0].optimizer_number
-    known = all(weights) and all(step.optimizer_number == number for step in recording.of(Step))
-    weight = sum(weights) / recording.size / len(scales) if known else 0.0
-    losses = [backward.loss for backward in backwards]
-    return _Losses(
-        weight,
-        {None if loss is None else loss.reduction for loss in losses},
-        all(loss is not None and loss.node.startswith(_CLASSIFIERS) for loss in losses),
-    )
+    weights: list[float] = []
+    reductions: set[str | None] = set()
+    classify = True
+    for backward in recording.of(Backward):
+        if backward.step not in scales:
+            continue
+        weights.append(_loss_weight(backward, scales[backward.step], recording.size))
+        if backward.loss is None:
+            reductions.add(None)
+            classify = False
+        else:
+            reductions.add(backward.loss.reduction)
+            classify &= backward.loss.node.startswith(_CLASSIFIERS)
+    optimizers = {step.optimizer_number for step in recording.of(Step)}
+    weight = 0.0
+    if all(weights) and len(optimizers) == 1:
+        weight = sum(weights) / recording.size / len(scales)
+    return _Losses(weight, reductions, classify)
 
 
 def _loss_weight(backward: Backward, scale: float, size: int) -> float:
@@ -446,32 +451,46 @@ def _multiple(seen: _Seen, line: CodeLine | None, *, total: float) -> Outcome:
     size = first.size
     tolerance = 10 * first.tolerance
     losses = _losses(seen.recording, seen.updates)
-    micro = first.records[0].micro or 1
-    if _near(total * losses.weight, tolerance) or (micro > 1 and _near(total * micro, tolerance)):
+    micro = first.records[0].micro
+    by_micro_batches = micro > 1 and _near(total * micro, tolerance)
+    if by_micro_batches or _near(total * losses.weight, tolerance):
         return Right("the losses' scale and the exchange together give the mean of all samples")
     added = _near(total / size, tolerance)
     if added and losses.reductions == {"mean"}:
         return seen.found("sum-not-mean", line, sure=losses.weight > 0, total=total)
     twice = _near(total * size, tolerance)
-    ddp = uses_ddp(seen.recording)
-    if twice and (ddp or size > 2):
+    if twice and (uses_ddp(seen.recording) or size > 2):
         return seen.found("averaged-twice", line, total=total)
-    divisor = 1 / total if ddp else size / total
-    whole = round(divisor)
-    if 1 < whole <= 16 and _near(divisor / whole, tolerance):
-        return seen.found(
-            "literal-divisor",
-            line,
-            sure=not twice,
-            compare=total,
-            total=total,
-            of="mean" if ddp else "sum",
-            divisor=f"{whole} (or by 2 and by 2 again)" if twice else f"{whole}",
-        )
-    unseen = "; what the losses are divided by was not seen" if added else ""
-    return Unknown(
+    literal = _literal_divisor(seen, line, total=total, twice=twice)
+    if literal is not None:
+        return literal
+    text = (
         f"gradients: the optimiser gets {total:.3f} times the mean of the {size} ranks' gradients,"
-        f" on all ranks and in all {len(seen.updates)} steps{unseen}"
+        f" on all ranks and in all {len(seen.updates)} steps"
+    )
+    if added:
+        text += "; what the losses are divided by was not seen"
+    return Unknown(text)
+
+
+def _literal_divisor(
+    seen: _Seen, line: CodeLine | None, *, total: float, twice: bool
+) -> Finding | None:
+    """Return that the mean, or by hand the sum, is divided by a small whole number, if it is.
+
+    twice : that may also be two ranks, by which the mean is divided once more.
+    """
+    of = "sum"
+    divisor = seen.updates[0].size / total
+    if uses_ddp(seen.recording):
+        of = "mean"
+        divisor = 1 / total
+    whole = round(divisor)
+    if not (1 < whole <= 16 and _near(divisor / whole, 10 * seen.updates[0].tolerance)):
+        return None
+    shown = f"{whole} (or by 2 and by 2 again)" if twice else f"{whole}"
+    return seen.found(
+        "literal-divisor", line, sure=not twice, compare=total, total=total, of=of, divisor=shown
     )
 
 

@@ -136,12 +136,19 @@ def _accumulation(recording: Recording) -> Iterator[Finding]:
     if len(by_rank) < recording.size or min(map(len, by_rank)) < 2:
         return
     steps = [step for of_rank in by_rank for step in of_rank]
+    micro = steps[0].batches
     if all(map(_adds_up, steps)):
-        yield found("summed-accumulation", micro=steps[0].batches)
-    backwards = [backward for step in steps for backward in step.backwards]
-    by_ddp = all(backward.synced is True for backward in backwards)
-    if by_ddp or all(step.exchanged == set(range(1, step.batches + 1)) for step in steps):
-        yield found("needless-communication", micro=steps[0].batches)
+        yield found("summed-accumulation", micro=micro)
+    if all(map(_ddp_averages_each, steps)) or all(map(_exchanges_each, steps)):
+        yield found("needless-communication", micro=micro)
+
+
+def _ddp_averages_each(step: TrainingStep) -> bool:
+    return all(backward.synced is True for backward in step.backwards)
+
+
+def _exchanges_each(step: TrainingStep) -> bool:
+    return step.exchanged == set(range(1, step.batches + 1))
 
 
 def _adds_up(step: TrainingStep) -> bool:

@@ -12,6 +12,7 @@ from math import gcd
 from typing import NamedTuple
 
 from lab.audit.findings.epochs import (
+    Drawn,
     Epoch,
     TrainingLoader,
     is_sequential,
@@ -20,7 +21,7 @@ from lab.audit.findings.epochs import (
     training_loaders,
     training_steps,
 )
-from lab.audit.findings.finding import Outcome, Right, Unknown, found, gravest
+from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found, gravest
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import Backward, Batch, Cut, FsdpBuilt, Index, Join, Rest
 
@@ -42,9 +43,12 @@ def check(recording: Recording) -> Iterator[Outcome]:
     else:
         for loaders in groups:
             yield from _check_loaders(recording, loaders)
-    epochs = [epoch for loaders in groups for loader in loaders for epoch in loader.epochs]
-    if not any(epoch.batches for epoch in epochs):
+    if not any(_draws_by_index(loader) for loaders in groups for loader in loaders):
         yield _same_inputs(recording)
+
+
+def _draws_by_index(loader: TrainingLoader) -> bool:
+    return any(epoch.batches for epoch in loader.epochs)
 
 
 def _takes_parts(rank: RankRecords) -> bool:
@@ -55,14 +59,20 @@ def _takes_parts(rank: RankRecords) -> bool:
 
 def _check_loaders(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
     """Compare the ranks' loaders that belong together."""
-    pairs = [_compare(one, other) for one, other in combinations(loaders, 2)]
-    alike = [outcome for outcome, _ in pairs if not isinstance(outcome, Right)]
-    found_alike = [outcome for outcome in alike if outcome is not None]
-    data = [known for _, known in pairs]
-    if not alike:
+    all_differ = True
+    alike: list[Outcome] = []
+    data = set()
+    for one, other in combinations(loaders, 2):
+        outcome, equal_indices_tell = _compare(one, other)
+        data.add(equal_indices_tell)
+        if not isinstance(outcome, Right):
+            all_differ = False
+            if outcome is not None:
+                alike.append(outcome)
+    if all_differ:
         yield Right("every rank trains on different samples")
-    yield from found_alike
-    if not found_alike and False not in data:
+    yield from alike
+    if not alike and False not in data:
         covers = _coverage(recording, loaders, one_dataset=None not in data)
         if covers is not None:
             yield covers
@@ -92,7 +102,7 @@ def _global_batch(recording: Recording, asked: int) -> Outcome:
     return found("wrong-global-batch", total=total, asked=asked, counts=_by_rank(local))
 
 
-def _by_rank(counts: Mapping[int, int]) -> str:
+def _by_rank(counts: Mapping[int, int | None]) -> str:
     return ", ".join(f"rank {rank} has {count:,}" for rank, count in sorted(counts.items()))
 
 
@@ -126,18 +136,23 @@ def _compare(one: TrainingLoader, other: TrainingLoader) -> tuple[Outcome | None
             f"whether {ranks} train on the same samples: their indices are equal, but "
             "the audit cannot tell whether they index the same data"
         ), data
-    batches = Counter((epoch, batch) for epoch, batch, _ in both)
-    first = min(batches)
+    return _same_samples(ranks, both), data
+
+
+def _same_samples(ranks: str, drawn: Sequence[Drawn]) -> Finding:
+    """Return that two ranks train on the same samples: in which batches, from the first one on."""
+    batches = Counter((epoch, batch) for epoch, batch, _ in drawn)
+    epoch, batch = min(batches)
     return found(
         "same-samples",
         kind="indices",
         ranks=ranks,
-        epoch=first[0],
-        batch=first[1],
-        count=batches[first],
-        samples=_listed([index for *_, index in both]),
+        epoch=epoch,
+        batch=batch,
+        count=batches[epoch, batch],
+        samples=_listed([index for *_, index in drawn]),
         batches=len(batches),
-    ), data
+    )
 
 
 def _listed(samples: Sequence[Index]) -> str:
@@ -204,7 +219,7 @@ def _coverage(recording: Recording, loaders: Loaders, *, one_dataset: bool) -> O
     An epoch of which only a part is known counts if there is none else.
     """
     replicas = _replicas(loaders)
-    length = _common([loader.facts.length for loader in loaders]) or 0
+    length = _length(loaders) or 0
     if replicas > recording.size:
         share = -(-length // replicas)
         return found(
@@ -241,9 +256,9 @@ class _Coverage:
         self.loaders = loaders
         self.number = number
         self.whole = all(epoch.whole for epoch in epochs)
-        self.draws: list[list[Batch | Rest]] = [
-            epoch.whole if self.whole else [*epoch.batches] for epoch in epochs
-        ]
+        self.draws: list[list[Batch | Rest]] = []
+        for epoch in epochs:
+            self.draws.append(epoch.whole if self.whole else [*epoch.batches])
         self.shares = [[index for draw in rank for index in draw.innermost] for rank in self.draws]
         self.counts = Counter(chain.from_iterable(self.shares))
         self.repeats = self.counts.total() - len(self.counts)
@@ -318,7 +333,7 @@ class _Coverage:
         """Return the number of samples in the dataset whose indices are counted."""
         outer = all(draw.innermost == draw.indices for rank in self.draws for draw in rank)
         if outer:
-            return _common([loader.facts.length for loader in self.loaders])
+            return _length(self.loaders)
         return _common([loader.facts.inner_length for loader in self.loaders])
 
     def _holes(self, length: int | None) -> list[int]:
@@ -356,6 +371,11 @@ def _common(values: Sequence[int | None]) -> int | None:
     return values[0] if len(set(values)) == 1 else None
 
 
+def _length(loaders: Loaders) -> int | None:
+    """Return the number of samples in the dataset that all ranks' loaders have, else None."""
+    return _common([loader.facts.length for loader in loaders])
+
+
 def _replicas(loaders: Loaders) -> int:
     """Return among how many ranks all ranks' samplers share the samples out; 0 if they do not."""
     return _common([loader.facts.replicas for loader in loaders]) or 0
@@ -363,7 +383,7 @@ def _replicas(loaders: Loaders) -> int:
 
 def _padding(loaders: Loaders) -> Iterator[Outcome]:
     """Yield that DistributedSampler repeats samples, fewer than one a rank."""
-    length = _common([loader.facts.length for loader in loaders]) or 0
+    length = _length(loaders) or 0
     of_rank = sum(len(draw.indices or ()) for draw in loaders[0].epochs[0].whole)
     draws = len(loaders) * of_rank
     if _replicas(loaders) == len(loaders) > draws - length > 0:
@@ -436,14 +456,17 @@ def _batch_counts(recording: Recording, loaders: Loaders) -> Outcome | None:
     batches = _common([loader.facts.batches for loader in loaders])
     if batches is not None:
         return Right(f"every rank has {batches:,} batches in an epoch")
-    counts = {}
-    for loader in loaders:
-        if loader.facts.batches is None:
-            return None
-        counts[loader.rank] = loader.facts.batches
+    counts = {loader.rank: loader.facts.batches for loader in loaders}
+    if None in counts.values():
+        return None
     listed = _by_rank(counts)
     if recording.of(Join):
         return Right(f"Join lets the ranks with fewer batches wait ({listed})")
+    return _unequal_batches(recording, loaders, listed)
+
+
+def _unequal_batches(recording: Recording, loaders: Loaders, listed: str) -> Outcome:
+    """Judge different numbers of batches: do the ranks stay in step where an epoch ends?"""
     taken = [_epochs_of_batches(loader) for loader in loaders]
     ends = not recording.of(Cut) or any(len(set(epochs)) > 1 for epochs in taken)
     equally_many = len({len(epochs) for epochs in taken}) == 1

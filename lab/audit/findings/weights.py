@@ -3,7 +3,7 @@
 ``Replicas`` holds what all ranks have recorded of one optimiser; gradient_fit.py reads it as well.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
@@ -12,8 +12,8 @@ import numpy as np
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
 from lab.audit.findings.where import first_step_apart, lasting_optimizers, recording_exchanges
 from lab.audit.probe.coordinates import coordinates
-from lab.audit.recording import Numbers, Recording
-from lab.audit.records import FsdpBuilt, Parameters, Samples, Step, Stepped, Weights
+from lab.audit.recording import Numbers, RankRecords, Recording
+from lab.audit.records import FsdpBuilt, Parameter, Parameters, Samples, Step, Stepped, Weights
 
 # Initial weights that differ by more than this, relatively, are different weights.
 START = 1e-5
@@ -31,13 +31,13 @@ def check(recording: Recording) -> Iterator[Outcome]:
     if recording.of(FsdpBuilt):
         yield Unknown("weights: FSDP holds another part of them on each rank")
         return
-    families = [
-        [Replicas(recording, number) for number in family]
-        for family in lasting_optimizers(recording)
-    ]
-    replicas = [several for family in families for several in family]
-    starts = [family[0] for family in families if 0 in family[0].weights]
-    different = [start for start in starts if start.spread(0).max(initial=0.0) > START]
+    replicas: list[Replicas] = []
+    different = []
+    for family in lasting_optimizers(recording):
+        of_family = [Replicas(recording, number) for number in family]
+        replicas += of_family
+        if _starts_apart(of_family[0]):
+            different.append(of_family[0])
     exchanged = recording_exchanges(recording)
     if exchanged:
         yield from map(_different_start, different)
@@ -69,65 +69,49 @@ class Replicas:
     def __init__(self, recording: Recording, optimizer: int) -> None:
         self.recording = recording
         self.optimizer = optimizer
-        rows = [
-            [
-                row
-                for parameters in rank.of(Parameters)
-                if parameters.optimizer_number == optimizer
-                for row in parameters.rows
-            ]
-            for rank in recording.ranks
-        ]
+        rows = [_parameters(rank, optimizer) for rank in recording.ranks]
         self.rows = rows[0]
         self.names = [row.name or row.key for row in self.rows]
         self.columns = side_by_side([len(coordinates(row.numel)) for row in self.rows])
-        alike = [[(row.key, row.name, row.shape) for row in several] for several in rows]
-        self.same = all(parameters == alike[0] for parameters in alike)
+        self.same = all(_as_named(parameters) == _as_named(rows[0]) for parameters in rows)
         self.steps = self.records(Step)
-        self.own = self._read(
-            {step: [record.own for record in records] for step, records in self.steps.items()}
-        )
-        self.got = self._read(
-            {step: [record.got for record in records] for step, records in self.steps.items()}
-        )
-        self.weights = self._read_weights()
+        self.own: dict[int, Numbers] = {}
+        self.got: dict[int, Numbers] = {}
+        self.weights: dict[int, Numbers] = {}
+        if self.same:
+            for step, records in self.steps.items():
+                self._read(self.own, step, [record.own for record in records])
+                self._read(self.got, step, [record.got for record in records])
+            self._read_weights()
 
     def records(self, kind: type[OfOptimizer]) -> dict[int, list[OfOptimizer]]:
         """Return by step the ranks' records of a kind, while the ranks are in step."""
-        by_rank = [
-            {
-                record.step: record
-                for record in rank.of(kind)
-                if record.optimizer_number == self.optimizer
-            }
-            for rank in self.recording.ranks
-        ]
+        by_rank = []
+        for rank in self.recording.ranks:
+            mine = [record for record in rank.of(kind) if record.optimizer_number == self.optimizer]
+            by_rank.append({record.step: record for record in mine})
         common = set.intersection(*map(set, by_rank))
         end = first_step_apart(self.recording)
-        return {
-            step: [records[step] for records in by_rank] for step in sorted(common) if step < end
-        }
+        steps = sorted(step for step in common if step < end)
+        return {step: [records[step] for records in by_rank] for step in steps}
 
-    def _read(self, samples: Mapping[int, Sequence[Samples | None]]) -> dict[int, Numbers]:
-        """Return by step the ranks' numbers, where all ranks have equally many."""
-        found = {}
-        for step, references in samples.items() if self.same else ():
-            pairs = zip(self.recording.ranks, references, strict=True)
-            rows = [rank.numbers(reference) for rank, reference in pairs]
-            if len({len(row) for row in rows}) == 1:
-                found[step] = np.array(rows)
-        return found
+    def _read(
+        self, numbers: dict[int, Numbers], step: int, samples: Sequence[Samples | None]
+    ) -> None:
+        """Add the ranks' numbers of a step, if all ranks have equally many."""
+        pairs = zip(self.recording.ranks, samples, strict=True)
+        rows = [rank.numbers(reference) for rank, reference in pairs]
+        if len({len(row) for row in rows}) == 1:
+            numbers[step] = np.array(rows)
 
-    def _read_weights(self) -> dict[int, Numbers]:
-        """Return by step the weights that are finite; none of what backward() never reaches."""
-        trains = any(map(np.any, self.own.values())) or not any(map(np.any, self.got.values()))
-        if not trains:
-            return {}
-        records = self.records(Weights)
-        weights = self._read(
-            {step: [record.values for record in several] for step, several in records.items()}
-        )
-        return {step: values for step, values in weights.items() if np.isfinite(values).all()}
+    def _read_weights(self) -> None:
+        """Read the weights where all are finite; none of what backward() never reaches."""
+        if any(map(np.any, self.got.values())) and not any(map(np.any, self.own.values())):
+            return
+        found: dict[int, Numbers] = {}
+        for step, records in self.records(Weights).items():
+            self._read(found, step, [record.values for record in records])
+        self.weights = {step: values for step, values in found.items() if np.isfinite(values).all()}
 
     def spread(self, step: int) -> Numbers:
         """Return by parameter how far the ranks' weights are apart, relatively to their norm."""
@@ -143,6 +127,20 @@ class Replicas:
         move = float(np.linalg.norm(after[:, : before.shape[1]] - before))
         moved = move / max(float(np.linalg.norm(before)), _TINY)
         return self.spread(step).max(initial=0.0) > max(SAME * (step + 1), 1e-3 * moved)
+
+
+def _parameters(rank: RankRecords, optimizer: int) -> list[Parameter]:
+    """Return a rank's parameters of an optimiser, those that were added later too."""
+    rows = []
+    for parameters in rank.of(Parameters):
+        if parameters.optimizer_number == optimizer:
+            rows += parameters.rows
+    return rows
+
+
+def _as_named(parameters: Iterable[Parameter]) -> list[tuple[str, str, list[int]]]:
+    """Return what is the same on all ranks if they hold the same parameters."""
+    return [(row.key, row.name, row.shape) for row in parameters]
 
 
 def side_by_side(widths: Iterable[int]) -> list[slice]:
@@ -162,6 +160,10 @@ def shortlist(names: Sequence[str]) -> str:
     return f"{listed} and {len(names) - 3} more" if len(names) > 3 else listed
 
 
+def _starts_apart(replicas: Replicas) -> bool:
+    return 0 in replicas.weights and replicas.spread(0).max(initial=0.0) > START
+
+
 def _different_start(replicas: Replicas) -> Finding:
     spread = replicas.spread(0)
     names = [replicas.names[index] for index in np.argsort(-spread) if spread[index] > START]
@@ -176,15 +178,19 @@ def _different_start(replicas: Replicas) -> Finding:
 
 def _different_settings(replicas: list[Replicas]) -> Finding | None:
     """Return the first of the learning rates, other settings and classes that differ."""
-    steps = [item for several in replicas for item in several.steps.items()]
-    for step, records in steps:
-        settings = [_settings(record) for record in records]
-        for name in settings[0]:
-            values = [of_rank.get(name) for of_rank in settings]
-            if len(set(values)) > 1:
-                listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-                return found("different-learning-rates", step=step, setting=name, values=listed)
+    for several in replicas:
+        for step, records in several.steps.items():
+            settings = [_settings(record) for record in records]
+            for name in settings[0]:
+                values = [of_rank.get(name) for of_rank in settings]
+                if len(set(values)) > 1:
+                    return _different_setting(step, name, values)
     return None
+
+
+def _different_setting(step: int, name: str, values: Sequence[str | None]) -> Finding:
+    listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+    return found("different-learning-rates", step=step, setting=name, values=listed)
 
 
 def _settings(step: Step) -> dict[str, str]:

@@ -4,6 +4,7 @@ import sys
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import (
@@ -24,6 +25,14 @@ SETUP = ("init_process_group", "new_group")
 _NO_EXCHANGE = ("barrier", "object", "monitored", *SETUP)
 
 
+OfStep = TypeVar("OfStep", Backward, CollectiveCall)
+
+
+def in_step(records: Iterable[OfStep], step: int) -> list[OfStep]:
+    """Return the records of a step."""
+    return [record for record in records if record.step == step]
+
+
 def uses_ddp(recording: Recording) -> bool:
     """Return whether the ranks built DistributedDataParallel or FSDP."""
     return bool(recording.of(DdpBuilt) or recording.of(FsdpBuilt))
@@ -31,22 +40,20 @@ def uses_ddp(recording: Recording) -> bool:
 
 def bypasses_ddp(recording: Recording) -> bool:
     """Return whether every training forward runs a module that DDP wraps, but not through DDP."""
-    through = {
-        forward.through for backward in recording.of(Backward) for forward in backward.forwards
-    }
+    through: set[str] = set()
+    for backward in recording.of(Backward):
+        through.update(forward.through for forward in backward.forwards)
     return through == {"bypass"} and all(rank.of(DdpBuilt) for rank in recording.ranks)
 
 
 def exchanges(recording: Recording, step: int, content: str | None = None) -> list[CollectiveCall]:
     """Return the calls that exchange tensors by hand in a step; of a content if it is given."""
-    calls = [
-        call
-        for call in recording.of(CollectiveCall)
-        if call.step == step and not any(word in call.name for word in _NO_EXCHANGE)
-    ]
-    if content is None:
-        return calls
-    return [call for call in calls if call.content == content]
+    calls = filter(_exchanges_tensors, in_step(recording.of(CollectiveCall), step))
+    return [call for call in calls if content in (None, call.content)]
+
+
+def _exchanges_tensors(call: CollectiveCall) -> bool:
+    return not any(word in call.name for word in _NO_EXCHANGE)
 
 
 def recording_exchanges(recording: Recording) -> bool:
@@ -95,15 +102,16 @@ def lasting_optimizers(recording: Recording) -> list[list[int]]:
         first.setdefault(parameters.optimizer_number, parameters)
     series = _steps_by_tensor(rank, first)
     kept = [steps for steps in series if not _is_outlived(steps, series)]
-    families = [sorted({step.optimizer_number for step in steps}) for steps in kept or series]
+    families = [_optimizers_of(steps) for steps in kept or series]
     if not families:
         families = [[number] for number in sorted(first)]
-    early = [
-        family
-        for family in families
-        if any(number not in first or first[number].built == 0 for number in family)
-    ]
+    built_later = {number for number, parameters in first.items() if parameters.built > 0}
+    early = [family for family in families if not built_later.issuperset(family)]
     return early or families
+
+
+def _optimizers_of(steps: Iterable[Step]) -> list[int]:
+    return sorted({step.optimizer_number for step in steps})
 
 
 def _steps_by_tensor(rank: RankRecords, first: dict[int, Parameters]) -> list[list[Step]]:
@@ -140,7 +148,7 @@ def first_line(lines: Iterable[CodeLine | None]) -> CodeLine | None:
 def ends_without_sync(recording: Recording, step: int) -> bool:
     """Return whether DDP averages in some backward of a step, but not in the last, on all ranks."""
     for rank in recording.ranks:
-        synced = [backward.synced for backward in rank.of(Backward) if backward.step == step]
+        synced = [backward.synced for backward in in_step(rank.of(Backward), step)]
         if True not in synced or synced[-1] is not False:
             return False
     return True
@@ -150,12 +158,11 @@ def unawaited(recording: Recording, step: int) -> int:
     """Return how many asynchronous exchanges of gradients rank 0 never waits for in a step."""
     first = recording.ranks[0]
     waited = {done.call_number for done in first.of(Done) if done.wait_seconds is not None}
-    calls = [
-        call
-        for call in first.of(CollectiveCall)
-        if call.step == step and call.content == "gradient"
-    ]
-    return sum(call.is_async and call.number not in waited for call in calls)
+    lost = 0
+    for call in in_step(first.of(CollectiveCall), step):
+        if call.content == "gradient" and call.is_async and call.number not in waited:
+            lost += 1
+    return lost
 
 
 def samples_of(backward: Backward) -> int:
@@ -169,6 +176,6 @@ def local_samples(recording: Recording, step: int) -> list[int]:
     """Return by rank how many samples it trained on in a step; 0 where that is not known."""
     samples = []
     for rank in recording.ranks:
-        counts = [samples_of(backward) for backward in rank.of(Backward) if backward.step == step]
+        counts = [samples_of(backward) for backward in in_step(rank.of(Backward), step)]
         samples.append(sum(counts) if all(counts) else 0)
     return samples
