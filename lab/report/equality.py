@@ -95,10 +95,7 @@ class Equality:
 def check(block: ComparisonGroup, nodes: int) -> Equality:
     """Compare the strategies on ``nodes`` nodes that claim to be exact."""
     rows = [row for row in block.at(nodes) if row.exact and row.sync != "none"]
-    result = Equality()
-    for row in rows:
-        if not all(run.equal_weights for run in row.runs):
-            result.unequal_ranks.append(row.sync)
+    result = Equality(unequal_ranks=[row.sync for row in rows if _ranks_end_unequal(row)])
     groups = _starting_alike(rows)
     for group in groups:
         if len(_names(group)) > 1:
@@ -122,6 +119,10 @@ def wrong_rows(block: ComparisonGroup) -> set[CellRow]:
         doubtful = check(block, nodes).doubtful
         wrong.update(row for row in block.at(nodes) if row.sync in doubtful)
     return wrong
+
+
+def _ranks_end_unequal(row: CellRow) -> bool:
+    return not all(run.equal_weights for run in row.runs)
 
 
 def _curve(sync: str, run: Repeat) -> Curve:
@@ -200,21 +201,24 @@ def _compare(group: Sequence[Curve], result: Equality) -> None:
 
 def _decide(again: Sequence[tuple[str, OneProcess]], result: Equality) -> None:
     """Correct ``result`` by what one process has found about runs of strategies, by name."""
-    unsure = {sync for sync, found in again if not found.agrees}
-    result.confirmed = list(dict.fromkeys(sync for sync, _ in again if sync not in unsure))
-    differing = {sync: found for sync, found in again if found.agrees is False}
-    result.mistakes = {sync: found.mistake for sync, found in differing.items()}
-    if differing or result.confirmed:
-        known = result.wrong
-        if result.confirmed:
-            known = known | result.disputed
-        result.wrong = {
-            sync: deviation for sync, deviation in known.items() if sync not in result.confirmed
-        }
-        for sync, found in differing.items():
-            result.wrong[sync] = Deviation(STEPS[0], found.difference, found.limit)
-        result.disputed = {}
+    differing = {}
+    for sync, outcomes in grouped(again).items():
+        if all(outcome.agrees for outcome in outcomes):
+            result.confirmed.append(sync)
+        for outcome in outcomes:
+            if outcome.agrees is False:
+                differing[sync] = outcome
+    if not differing and not result.confirmed:
+        return
+    known = result.wrong
+    if result.confirmed:
+        known = known | result.disputed
+    result.wrong = {sync: far for sync, far in known.items() if sync not in result.confirmed}
+    result.disputed = {}
     result.equal += result.confirmed
+    for sync, outcome in differing.items():
+        result.wrong[sync] = Deviation(STEPS[0], outcome.difference, outcome.limit)
+        result.mistakes[sync] = outcome.mistake
 
 
 def _weight(curves: Sequence[Curve]) -> tuple[int, bool]:
@@ -236,11 +240,15 @@ def _why_untested(
     own = next((curve for curve in firsts if curve.sync == sync), None)
     if own is None:
         return "the losses of the first steps were not recorded"
-    others = [curve for curve in firsts if curve is not own]
+    return _why_apart(own, [curve for curve in firsts if curve is not own])
+
+
+def _why_apart(own: Curve, others: Sequence[Curve]) -> str:
+    """Return why a run did not start like any of the others."""
     if not others:
         return "the other strategies recorded no losses"
     if own.kind not in {curve.kind for curve in others}:
-        kinds = sorted({f"{curve.precision}, seed {curve.seed}" for curve in firsts})
+        kinds = sorted({f"{curve.precision}, seed {curve.seed}" for curve in (own, *others)})
         return f"number types or seeds differ ({'; '.join(kinds)})"
     return (
         "the losses differ at step 1, before any gradient is exchanged: initial weights or "

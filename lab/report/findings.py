@@ -127,6 +127,10 @@ def times_text(value: float) -> str:
     return f"{value:.2f} times" if value < 2 else f"{value:.1f} times"
 
 
+def _syncs(rows: Rows) -> list[str]:
+    return [row.sync for row in rows]
+
+
 def _each(shares: Mapping[str, float], digits: int = 0) -> list[str]:
     return [f"{name} {percent(share, digits)}" for name, share in shares.items()]
 
@@ -209,7 +213,7 @@ def _equal(found: Sequence[Difference], equal: Sequence[str], *, of: int) -> Rep
     return ReportFinding(
         EQUAL,
         f" {who} compute the same: {text}",
-        f"{largest}, {most.one} against {most.other}, loss {most.loss:.3f}; {listed(equal)}",
+        f"{largest}, {most.lowest} against {most.highest}, loss {most.loss:.3f}; {listed(equal)}",
     )
 
 
@@ -313,14 +317,11 @@ def slower_than_one(block: ComparisonGroup, rows: Rows) -> Found:
     slower = [row for row in rows if row.speedup and row.speedup < 1]
     by_certainty = grouped((_how_certain(row.speedup_interval), row) for row in slower)
     for (certain, words), members in by_certainty.items():
-        names = strategies([row.sync for row in members], of=len(rows))
+        names = strategies(_syncs(members), of=len(rows))
         are = "is" if len(members) == 1 else "are"
-        yield ReportFinding(
-            SPEED,
-            f" {names} {are} {what} than one node{words}",
-            "; ".join(f"{row.sync} {row.speedup:.2f} times" for row in members),
-            caution=not certain,
-        )
+        text = f" {names} {are} {what} than one node{words}"
+        evidence = "; ".join(f"{row.sync} {row.speedup:.2f} times" for row in members)
+        yield ReportFinding(SPEED, text, evidence, caution=not certain)
 
 
 def _how_certain(speedup: Interval | None) -> tuple[bool, str]:
@@ -334,8 +335,11 @@ def _how_certain(speedup: Interval | None) -> tuple[bool, str]:
 
 def above_ideal(_: ComparisonGroup, rows: Rows) -> Found:
     """Warn of speed-ups that are larger than the number of nodes."""
-    known = {row.sync: efficiency for row in rows if (efficiency := row.efficiency) is not None}
-    above = {sync: efficiency for sync, efficiency in known.items() if efficiency > _ABOVE_IDEAL}
+    above = {}
+    for row in rows:
+        efficiency = row.efficiency
+        if efficiency is not None and efficiency > _ABOVE_IDEAL:
+            above[row.sync] = efficiency
     if above:
         yield ReportFinding(
             SPEED,
@@ -392,13 +396,13 @@ def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
         yield ReportFinding(
             BOUND, " no strategy waits longer for slower ranks than sending takes.", evidence
         )
-    for certain, members in grouped((_surely_waits_longer(row), row) for row in late).items():
-        text = f" {listed([row.sync for row in members])}: ranks wait longer for slower ranks than"
-        text += " sending takes"
+    by_certainty = grouped((_surely_waits_longer(row), row) for row in late)
+    for certain, members in by_certainty.items():
+        what = "ranks wait longer for slower ranks than sending takes"
+        end = ", but the 95 % intervals overlap."
         if certain:
-            text += ". A faster network would save less than half of the exposed time."
-        else:
-            text += ", but the 95 % intervals overlap."
+            end = ". A faster network would save less than half of the exposed time."
+        text = f" {listed(_syncs(members))}: {what}{end}"
         yield ReportFinding(BOUND, text, evidence, caution=not certain)
 
 
@@ -410,8 +414,14 @@ def _surely_waits_longer(row: CellRow) -> bool:
 
 def root_share(_: ComparisonGroup, rows: Rows) -> Found:
     """Compare rank 0's share of all bytes sent with an equal share."""
-    shares = {row.sync: share for row in rows if (share := row.root_share) is not None}
-    uncounted = [row.sync for row in rows if row.sync not in shares]
+    shares = {}
+    uncounted = []
+    for row in rows:
+        share = row.root_share
+        if share is None:
+            uncounted.append(row.sync)
+        else:
+            shares[row.sync] = share
     if uncounted:
         yield ReportFinding(
             "Bytes",
@@ -455,8 +465,13 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
             f"is near chance (at most {percent(limit, 1)} with {classes} classes). Equal "
             "accuracies there show nothing: train longer, or with a smaller learning rate."
         )
-    near = [row for row, values in reached.items() if fmean(values) <= limit]
-    above = {row: values for row, values in reached.items() if row not in near}
+    near = []
+    above = {}
+    for row, values in reached.items():
+        if fmean(values) <= limit:
+            near.append(row)
+        else:
+            above[row] = values
     if near:
         yield ReportFinding(
             "Accuracy", f" the test accuracy{_of(near)} {chance}", evidence, caution=True
@@ -474,18 +489,21 @@ def _above_chance(reached: Mapping[CellRow, Sequence[float]], evidence: str) -> 
     if min(map(len, reached.values())) < 2:
         text += " Each ran once, so small differences show nothing."
     yield ReportFinding("Accuracy", text, evidence)
+    mean = percent(fmean(values), 1)
     for row, own in reached.items():
-        if not row.exact:
-            yield ReportFinding(
-                "Accuracy",
-                f" {row.sync}, which does not claim to be exact, reaches "
-                f"{percent(fmean(own), 1)}; the exact strategies {_between(values)}.",
-                f"{row.sync} {_spread(own)}; the exact mean {percent(fmean(values), 1)}",
-            )
+        if row.exact:
+            continue
+        yield ReportFinding(
+            "Accuracy",
+            f" {row.sync}, which does not claim to be exact, reaches {percent(fmean(own), 1)}; "
+            f"the exact strategies {_between(values)}.",
+            f"{row.sync} {_spread(own)}; the exact mean {mean}",
+        )
 
 
 def _of(rows: Rows) -> str:
-    return f" of {listed([row.sync for row in rows])}" if rows[0].nodes > 1 else ""
+    """Return whose accuracy it is; one node has no strategies."""
+    return f" of {listed(_syncs(rows))}" if rows[0].nodes > 1 else ""
 
 
 def _accuracies(row: CellRow) -> list[float]:
@@ -559,14 +577,14 @@ def unfinished(block: ComparisonGroup, rows: Rows) -> Found:
 
 def noisy(_: ComparisonGroup, rows: Rows) -> Found:
     """Name the cells whose repeats differ too much for a conclusion."""
-    wide = list(filter(_is_noisy, rows))
+    wide = {row.name: timed(row) for row in rows if _is_noisy(row)}
     if wide:
         yield ReportFinding(
             REACH,
-            f"The repeats of {listed([row.name for row in wide])} differ so much that the 95 % "
-            f"interval is wider than {percent(_NOISY)} of the step. Run more repeats, or use a "
-            "machine that does nothing else.",
-            "; ".join(f"{row.name}: {timed(row)}" for row in wide),
+            f"The repeats of {listed(list(wide))} differ so much that the 95 % interval is wider "
+            f"than {percent(_NOISY)} of the step. Run more repeats, or use a machine that does "
+            "nothing else.",
+            "; ".join(f"{name}: {step}" for name, step in wide.items()),
             caution=True,
         )
 
@@ -606,39 +624,41 @@ def predictions(_: ComparisonGroup, rows: Rows) -> Found:
 
 def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
     """Say whether the bytes that each rank counted equal the formulas."""
-    both = {}
+    compared = 0
+    differing = {}
     for row in rows:
-        formula = row.prediction.bytes_sent if row.prediction else []
+        if row.nodes == 1 or row.prediction is None:
+            continue
+        formula = row.prediction.bytes_sent
         counted = row.per_rank("bytes_sent")
-        if row.nodes > 1 and formula and counted:
-            both[row.name] = (formula, counted)
-    if not both:
-        return
-    wrong = [name for name, (formula, counted) in both.items() if not _agree(formula, counted)]
-    if wrong:
-        formula, counted = both[wrong[0]]
+        if not formula or not counted:
+            continue
+        compared += 1
+        if not _agree(formula, counted):
+            whole = f"formula {list(map(round, formula))}, counted {list(map(round, counted))}"
+            differing[row.name] = whole
+    if differing:
+        first = next(iter(differing))
         yield ReportFinding(
             "Prediction",
-            f"The counted bytes differ from the formulas with {'; '.join(wrong)}.",
-            f"{wrong[0]}: formula {[round(value) for value in formula]}, counted "
-            f"{[round(value) for value in counted]}",
+            f"The counted bytes differ from the formulas with {'; '.join(differing)}.",
+            f"{first}: {differing[first]}",
             caution=True,
         )
-        return
-    cells = f"all {len(both)} cells"
-    if len(both) == 1:
-        cells = "the one cell that has both"
-    yield ReportFinding(
-        "Prediction",
-        f"Every rank sent as many bytes as the formulas say, in {cells}.",
-        "compared for each rank and step, to half a byte",
-    )
+    elif compared:
+        cells = "the one cell that has both" if compared == 1 else f"all {compared} cells"
+        yield ReportFinding(
+            "Prediction",
+            f"Every rank sent as many bytes as the formulas say, in {cells}.",
+            "compared for each rank and step, to half a byte",
+        )
 
 
 def _agree(formula: Sequence[float], counted: Sequence[float]) -> bool:
     if len(formula) != len(counted):
         return False
-    return all(abs(one - other) <= 0.5 for one, other in zip(formula, counted, strict=True))
+    pairs = zip(formula, counted, strict=True)
+    return all(abs(expected - found) <= 0.5 for expected, found in pairs)
 
 
 _WHOLE = (unfinished, noisy, iterations)

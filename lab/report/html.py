@@ -6,14 +6,13 @@ jinja2 escapes every text; only the SVG of the figures, which this package draws
 
 import base64
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import jinja2
 
-from common.utils.grouping import grouped
 from lab.comparison.record import Cell, Comparison
 from lab.report import tables
 from lab.report.drawings.figure_pages import Drawing
@@ -49,7 +48,7 @@ class Section:
     label: str
     verdict: Verdict
     wrong: Sequence[ReportFinding]
-    topics: Collection[tuple[str, Sequence[ReportFinding]]]
+    topics: Mapping[str, Sequence[ReportFinding]]
     limits: Sequence[ReportFinding]
     tables: Mapping[str, Sequence[str]]
     lines: Sequence[Line]
@@ -130,18 +129,27 @@ def _section(
     prefix: str, block: ComparisonGroup, figures: Sequence[Drawing], comparison: Comparison
 ) -> Section:
     found = findings(block)
+    wrong = []
+    limits = []
+    topics: dict[str, list[ReportFinding]] = {}
+    for finding in found:
+        if finding.wrong:
+            wrong.append(finding)
+        elif finding.caution:
+            limits.append(finding)
+        else:
+            topics.setdefault(finding.topic, []).append(finding)
     shown = {"Times": tables.TIMES, "Scaling, bytes, memory": tables.COSTS}
     if any(row.memory or row.predicted_memory for row in block.rows):
         shown["Tensors of the rank that holds most"] = tables.MEMORY
-    plain = [finding for finding in found if not finding.caution and not finding.wrong]
     lines = tables.lines(block)
     return Section(
         id=prefix,
         label=block.label,
         verdict=verdict(block, found),
-        wrong=[finding for finding in found if finding.wrong],
-        topics=grouped((finding.topic, finding) for finding in plain).items(),
-        limits=[finding for finding in found if finding.caution],
+        wrong=wrong,
+        topics=topics,
+        limits=limits,
         tables=shown,
         lines=lines,
         predicted=[line for line in lines if line.row.prediction],

@@ -13,13 +13,13 @@ Curves = Mapping[str, Mapping[int, float]]
 
 
 class Difference(NamedTuple):
-    """The distance from the lowest loss (of strategy ``one``) to the highest (of ``other``)."""
+    """The distance from the lowest loss of a step to the highest, and whose they are."""
 
     value: float
     step: int
     loss: float  # the lowest
-    one: str
-    other: str
+    lowest: str
+    highest: str
 
 
 def curves(rows: Rows) -> Curves:
@@ -51,7 +51,7 @@ def differences(by_sync: Curves) -> list[Difference]:
     found = []
     for step, losses in points.items():
         if len(losses) > 1:
-            low, one = min(losses)
-            high, other = max(losses)
-            found.append(Difference(high - low, step, low, one, other))
+            low, lowest = min(losses)
+            high, highest = max(losses)
+            found.append(Difference(high - low, step, low, lowest, highest))
     return found

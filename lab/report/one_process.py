@@ -77,18 +77,23 @@ def _compare(config: Config, run: Repeat) -> OneProcess:
     first, second = (loss for _, loss in run.losses[:2])
     assert first is not None  # else there is no config
     assert second is not None
-    one, second_loss = _first_step(config)
-    two = second_loss(1.0)
-    if not _equal(one, first):
-        raise UserError(f"the loss of step 1 is {one:.7g} here, {first:.7g} in the run")
-    agrees = _equal(two, second)
+    first_here, second_loss = _first_step(config)
+    second_here = second_loss(1.0)
+    if not _equal(first_here, first):
+        raise UserError(f"the loss of step 1 is {first_here:.7g} here, {first:.7g} in the run")
+    agrees = _equal(second_here, second)
     mistake = ""
     if not agrees:
         mistake = _mistake(config, second, len(run.ranks))
-        if not mistake and _equal(two, second, _MACHINES):
-            raise UserError(f"the loss of step 2 is {two:.7g} here, {second:.7g} in the run")
+        if not mistake and _equal(second_here, second, _MACHINES):
+            raise UserError(
+                f"the loss of step 2 is {second_here:.7g} here, {second:.7g} in the run"
+            )
     return OneProcess(
-        agrees=agrees, difference=abs(two - second), limit=_ROUNDING * abs(two), mistake=mistake
+        agrees=agrees,
+        difference=abs(second_here - second),
+        limit=_ROUNDING * abs(second_here),
+        mistake=mistake,
     )
 
 

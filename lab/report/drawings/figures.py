@@ -7,7 +7,7 @@ page if the figure would be empty, or if all its values are equal.
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -155,19 +155,10 @@ def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
     """Draw the MB that the root and each other rank send per step, joined by a line."""
     sent = {row: _megabytes(row) for row in block.measured if row.nodes > 1}
     _check_that_bytes_differ(sent)
-    positive = [value for values in sent.values() for value in values if value > 0]
-    most = max(positive)
-    log = most / min(positive) > 15
-    xlabel = "MB sent a step"
-    floor = 0.0
-    limits = (-0.04 * most, most * 1.1)
-    if log:
-        xlabel += " (log scale)"
-        floor = min(positive) / 2
-        limits = (floor * 0.8, most * 1.7)
+    scale = _scale([value for values in sent.values() for value in values])
 
     def draw(axis: Axes, y: float, row: CellRow) -> None:
-        shown = [max(value, floor) for value in sent[row]]
+        shown = [max(value, scale.floor) for value in sent[row]]
         if not shown:
             _write_reason(axis, y, "bytes not counted")
             return
@@ -176,8 +167,8 @@ def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
             axis.plot(value, y, color=color(row.sync), **look)
 
     panels = _Panels(block, narrow=narrow, baseline=False, extra=0.5 if narrow else 0.35)
-    panels.fill(draw, xlabel=xlabel, limits=limits)
-    if log:
+    panels.fill(draw, xlabel=scale.label, limits=scale.limits)
+    if scale.floor:
         for axis in panels.axes:
             axis.set_xscale("log")
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -192,6 +183,25 @@ def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
         handlelength=1,
     )
     return panels.figure
+
+
+class _Scale(NamedTuple):
+    """The axis of MB; ``floor`` : what a logarithmic one shows in place of 0, else 0."""
+
+    label: str
+    limits: tuple[float, float]
+    floor: float = 0.0
+
+
+def _scale(values: Sequence[float]) -> _Scale:
+    """Return an axis for these values: logarithmic if they differ more than 15 times."""
+    positive = [value for value in values if value > 0]
+    most = max(positive)
+    least = min(positive)
+    if most / least <= 15:
+        return _Scale("MB sent a step", (-0.04 * most, most * 1.1))
+    floor = least / 2
+    return _Scale("MB sent a step (log scale)", (floor * 0.8, most * 1.7), floor)
 
 
 def _megabytes(row: CellRow) -> list[float]:

@@ -43,12 +43,14 @@ def overlap(rank: RankTimeline) -> float | None:
     last = backward_end(rank)
     if last is None or not spans:
         return None
-    before = [(begin, min(end, last)) for begin, end in spans]
-    exposed = [
-        (max(begin, start), min(end, stop))
-        for begin, end in before
-        for start, stop in union(rank.sections.get("sync", []))
-    ]
+    syncs = union(rank.sections.get("sync", []))
+    before: list[Span] = []
+    exposed: list[Span] = []
+    for begin, end in spans:
+        stop = min(end, last)
+        before.append((begin, stop))
+        for sync_begin, sync_end in syncs:
+            exposed.append((max(begin, sync_begin), min(stop, sync_end)))
     return (_length(before) - _length(exposed)) / _length(spans)
 
 

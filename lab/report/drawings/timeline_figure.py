@@ -32,10 +32,13 @@ _LANE = 0.55  # height of a row of messages, where a row of sections has 1
 _DRAWN_LANES = 6  # rows of messages per rank; further rows are drawn in the last one
 _LAST: Look = {"linewidth": 1, "linestyle": (0, (3, 2))}  # the line at the last gradient
 # Messages have no colour: colours are for sections. The kinds are filled, hollow, hatched ...
-_KINDS: tuple[Look, ...] = tuple(
-    {"facecolor": fill, "hatch": hatch, "edgecolor": INK, "linewidth": 0.4}
-    for fill, hatch in ((INK, ""), (PAPER, ""), (PAPER, "//////"), (PAPER, "....."))
+_KINDS: tuple[Look, ...] = (
+    {"facecolor": INK, "hatch": ""},
+    {"facecolor": PAPER, "hatch": ""},
+    {"facecolor": PAPER, "hatch": "//////"},
+    {"facecolor": PAPER, "hatch": "....."},
 )
+_EDGE: Look = {"edgecolor": INK, "linewidth": 0.4}
 
 
 @dataclass
@@ -66,8 +69,7 @@ def draw_timeline(rows: Sequence[Row], *, heading: str, narrow: bool, emulated: 
     drawn = [name for name in SECTIONS if any(row.spans.get(name) for row in rows)]
     if not drawn:
         raise NothingToShowError("The recorded step has no sections.")
-    kinds = dict.fromkeys(message.kind for row in rows for message in row.rank.messages)
-    looks = dict(zip(kinds, cycle(_KINDS), strict=False))
+    looks = _looks(rows)
     figure, (axis,) = grid(
         1,
         narrow=narrow,
@@ -99,6 +101,13 @@ def draw_timeline(rows: Sequence[Row], *, heading: str, narrow: bool, emulated: 
     )
     title(figure, heading, emulated=emulated)
     return figure
+
+
+def _looks(rows: Sequence[Row]) -> dict[str, Look]:
+    """Return how each kind of message is drawn."""
+    kinds = dict.fromkeys(message.kind for row in rows for message in row.rank.messages)
+    looks = cycle(_KINDS)
+    return {kind: next(looks) | _EDGE for kind in kinds}
 
 
 def _draw_sections(axis: Axes, top: float, row: Row, names: Sequence[str]) -> None:
