@@ -56,6 +56,7 @@ RUN_BY = (
     "PartThree/main.py",
     "lab/compare/cells.py",
     "lab/compare/settings.py",
+    "lab/comparison/cell.py",
 )
 _FOR_A_RANK = ("threads", "debug")  # what a plan may set of each rank's own settings
 _ELSEWHERE = ("compute", "log_wandb")  # a file of this machine, a service with this user's account
