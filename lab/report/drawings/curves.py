@@ -22,7 +22,7 @@ from lab.report.view import CellRow, ComparisonGroup, Rows, small_text
 _ONE_LINE = 0.01  # of the axis: losses closer than this look like one line
 
 
-class Line(NamedTuple):
+class LossLine(NamedTuple):
     """A line of a panel; ``losses`` by step."""
 
     label: str
@@ -75,7 +75,7 @@ def _numbers_of_nodes(block: ComparisonGroup) -> list[int]:
     return list(panels)
 
 
-def _draw_line(axis: Axes, line: Line) -> Line2D:
+def _draw_line(axis: Axes, line: LossLine) -> Line2D:
     steps, losses = zip(*sorted(line.losses.items()), strict=True)
     marker = "." if len(steps) == 1 else None  # a line of one point is invisible
     (drawn,) = axis.plot(steps, losses, marker=marker, label=line.label, **line.look)
@@ -99,23 +99,23 @@ def _in_words(nodes: int, found: Curves) -> str:
     )
 
 
-def _lines(block: ComparisonGroup, nodes: int) -> Iterator[Line]:
+def _lines(block: ComparisonGroup, nodes: int) -> Iterator[LossLine]:
     rows = block.at(nodes)
     found = curves(rows)
     if block.baseline and nodes > 1 and not block.weak:
         found = curves([*rows, block.baseline])
         if "none" in found:
             look = {"color": color("none"), "linewidth": 1.2, "linestyle": (0, (1, 1.5))}
-            yield Line("none (1 node)", found["none"], look)
+            yield LossLine("none (1 node)", found["none"], look)
     known = [row for row in rows if row.sync in found]
     yield from _exact_lines([row for row in known if row.exact], found, wrong_rows(block))
     lossy = [row.sync for row in known if not row.exact]
     for sync, dashes in zip(lossy, cycle(DASHES), strict=False):
         look = {"color": color(sync), "linewidth": 1.6, "linestyle": dashes}
-        yield Line(f"{sync} (not exact)", found[sync], look)
+        yield LossLine(f"{sync} (not exact)", found[sync], look)
 
 
-def _exact_lines(rows: Rows, found: Curves, wrong: Set[CellRow]) -> Iterator[Line]:
+def _exact_lines(rows: Rows, found: Curves, wrong: Set[CellRow]) -> Iterator[LossLine]:
     """Yield one line for all right strategies where they look alike, and one for each other."""
     apart = rows
     right = {row.sync: found[row.sync] for row in rows if row not in wrong}
@@ -124,10 +124,10 @@ def _exact_lines(rows: Rows, found: Curves, wrong: Set[CellRow]) -> Iterator[Lin
         what = "compute the same" if apart else "claim to be exact"
         longest = max(right.values(), key=len)
         look = {"color": INK, "linewidth": 1.8}
-        yield Line(f"the {len(right)} strategies that {what}", longest, look)
+        yield LossLine(f"the {len(right)} strategies that {what}", longest, look)
     for index, row in enumerate(apart):
         width = 1.8
         if len(apart) > 1:
             width = max(1.0, 3.2 - 0.5 * index)
         label = f"✗ {row.sync}" if row in wrong else row.sync
-        yield Line(label, found[row.sync], {"color": color(row.sync), "linewidth": width})
+        yield LossLine(label, found[row.sync], {"color": color(row.sync), "linewidth": width})
