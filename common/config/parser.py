@@ -173,6 +173,18 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def _foreign_flags(part: str, sync_choices: Sequence[str]) -> dict[str, str]:
+    """Return what to say about flags of other programs, and strategies of other parts."""
+    notes = dict.fromkeys(("--num-workers", "--workers", "-j"), _NO_WORKERS)
+    for name, ours in _ELSEWHERE.items():
+        notes[name] = f"there is no flag {name}: here it is {ours}"
+    for name, strategy in STRATEGIES.items():
+        if name not in sync_choices:
+            use = strategy.part if name == "none" else f"{strategy.part} --sync {name}"
+            notes[f"--sync {name}"] = f"--sync: {part} has no {name!r}. Use {use}"
+    return notes
+
+
 def build_parser(
     part: str,
     description: str,
@@ -195,13 +207,7 @@ def build_parser(
         formatter_class=_PartFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    notes = dict.fromkeys(("--num-workers", "--workers", "-j"), _NO_WORKERS)
-    for name, ours in _ELSEWHERE.items():
-        notes[name] = f"there is no flag {name}: here it is {ours}"
-    for name, strategy in STRATEGIES.items():
-        if name not in sync_choices:
-            use = strategy.part if name == "none" else f"{strategy.part} --sync {name}"
-            notes[f"--sync {name}"] = f"--sync: {part} has no {name!r}. Use {use}"
+    notes = _foreign_flags(part, sync_choices)
     groups = {
         heading: parser.add_argument_group(heading)
         for heading in (CLUSTER, TRAINING, OPTIMIZER, DATA, RUN, RECIPE)

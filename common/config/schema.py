@@ -653,7 +653,8 @@ def _check_together(config: Config) -> None:
             f"--stop-after-epoch: got {stop}, but the training ends after epoch "
             f"{config.epochs}: give at most that, or more --epochs"
         )
-    rank, world_size = config.rank, config.world_size
+    rank = config.rank
+    world_size = config.world_size
     if rank is not None and world_size is not None and rank >= world_size:
         raise UserError(
             f"--rank: got {rank} of --num-nodes {world_size}; ranks count from 0, so give "
