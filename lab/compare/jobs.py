@@ -18,14 +18,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO, Annotated, Literal
 
 from msgspec import UNSET, Meta
 
-from common.config.schema import Config, flag
+from common.config.schema import flag
+from common.config.schema import settings as config_settings
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.spawn import run_local_ranks
 from common.errors import GroupError, UserError, count, file_errors
@@ -125,12 +126,10 @@ def _check_flags(settings: Settings, *, name: str) -> None:
 
 def _flags_of_the_training() -> set[str]:
     allowed: set[str] = set()
-    for spec in fields(Config):
-        if not spec.metadata or not spec.metadata["in_recipe"] or spec.name in _ELSEWHERE:
-            continue
-        if spec.metadata["per_rank"] and spec.name not in _FOR_A_RANK:
-            continue
-        allowed |= {flag(spec.name), *spec.metadata["flags"]}
+    for name, known in config_settings().items():
+        is_shared = not known.per_rank or name in _FOR_A_RANK
+        if known.in_recipe and is_shared and name not in _ELSEWHERE:
+            allowed |= {flag(name), *known.flags}
     return allowed
 
 

@@ -107,8 +107,8 @@ def _config(folder: Path, run: Repeat) -> Config:
     _check_that_one_process_can(run, known, machine)
     kept = {
         name: facts[name]
-        for name, rules in settings().items()
-        if rules["group"] in (DATA, TRAINING, OPTIMIZER) and facts.get(name) is not None
+        for name, setting in settings().items()
+        if setting.group in (DATA, TRAINING, OPTIMIZER) and facts.get(name) is not None
     }
     data_dir = None
     if "data_dir" in kept:
