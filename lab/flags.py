@@ -1,4 +1,4 @@
-"""Create the subcommands of ``lab``, each with its help and its function; refuse wrong flags."""
+"""Create the subcommands of ``lab``, each with its help and its function."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -7,7 +7,6 @@ from pkgutil import resolve_name
 from typing import Any
 
 from common.config.parser import FlagFormatter
-from common.errors import UserError
 
 
 class _Help(FlagFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -47,17 +46,6 @@ def add_command(
     for names, options in (flags or {}).items():
         parser.add_argument(*names.split(), **options)
     return parser
-
-
-def refuse(problems: Mapping[str, bool]) -> None:
-    """Raise UserError with the first of these messages whose problem is there."""
-    if problem := first_that_holds(problems):
-        raise UserError(problem)
-
-
-def first_that_holds(sentences: Mapping[str, bool]) -> str:
-    """Return the first sentence that holds; "" if none does."""
-    return next((sentence for sentence, holds in sentences.items() if holds), "")
 
 
 def _run_imported(target: str, args: argparse.Namespace) -> int:

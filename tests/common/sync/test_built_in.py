@@ -132,7 +132,7 @@ def messages(rank):
     engine.sync.sync_replicas(model)
     assert all(bool(p.isfinite().all()) for p in model.parameters())
     engine.close()
-    return [(one["kind"], one["bytes"], one["sent_bytes"]) for one in recorder.messages]
+    return [(sent.kind, sent.bytes, sent.sent_bytes) for sent in recorder.messages]
 
 
 @pytest.mark.parametrize("size", [2, 3])

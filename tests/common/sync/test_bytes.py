@@ -70,7 +70,7 @@ def recorded(rank, sync, model):
     with recorder:
         steps(sync.plan.period)
     sync.close()
-    return [(one["kind"], one["bytes"], one["sent_bytes"]) for one in recorder.messages]
+    return [(sent.kind, sent.bytes, sent.sent_bytes) for sent in recorder.messages]
 
 
 def every_case(rank):
