@@ -242,7 +242,7 @@ def message_seconds(rank, device, name):
     engine.train_epoch([batches[rank] for batches in case.global_batches(2)], epoch=1)
     engine.close()
     messages = engine.timeline.steps[3].messages
-    return [message["end"] - message["begin"] for message in messages]
+    return [message.end - message.begin for message in messages]
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "ring", "ddp"])
