@@ -43,7 +43,8 @@ class Emulation:
     """
 
     def __init__(self, model: nn.Module, profile: Profile, *, rank: int, classes: int) -> None:
-        self._profile, self._classes = profile, classes
+        self._profile = profile
+        self._classes = classes
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         check_parameters(profile, trained)
         generator = torch.Generator().manual_seed(rank)
