@@ -7,7 +7,7 @@ compares runs of several sizes.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -85,7 +85,7 @@ def _check_optimizer(replicas: Replicas, whose: str) -> Iterator[Outcome]:
             " zero_grad() called between backward() and step(), or is the loss constant?)"
         )
         return
-    seen = _Seen(replicas.recording, whose, telling)
+    seen = _Seen(replicas.recording, whose, telling, bad=telling)
     yield _judge(seen)
     yield from _clipped_multiple(seen)
     if all(update.is_mean for update in telling) and not uses_ddp(seen.recording):
@@ -108,17 +108,13 @@ class _Seen:
     """The updates of an optimiser that are judged together.
 
     whose : names the optimiser.
-    bad : those of the gravest kind; None: all.
+    bad : those of the gravest kind, or all where each is the mean times a number.
     """
 
     recording: Recording
     whose: str
     updates: list[Update]
-    some: list[Update] | None = None
-
-    @property
-    def bad(self) -> list[Update]:
-        return self.some or self.updates
+    bad: list[Update]
 
     @property
     def line(self) -> CodeLine | None:
@@ -153,7 +149,7 @@ def _judge(seen: _Seen) -> Outcome:
     if not grave:
         return _mean(seen)
     bad = [update for update in seen.updates if update.kind in grave]
-    seen = _Seen(seen.recording, seen.whose, seen.updates, bad)
+    seen = replace(seen, bad=bad)
     if grave <= _UNEXPLAINED:
         return _unexplained(seen)
     if grave == {"rows"}:
@@ -386,7 +382,7 @@ def _clipped_multiple(seen: _Seen) -> Iterator[Outcome]:
     tolerance = 10 * seen.updates[0].tolerance
     constant = np.abs(totals - 1).max() >= tolerance > np.ptp(totals) / 9
     if constant and kinds <= {"mean", clipped[0].kind}:
-        of_clipped = _Seen(seen.recording, seen.whose, clipped)
+        of_clipped = replace(seen, updates=clipped, bad=clipped)
         yield _multiple(of_clipped, of_clipped.line, total=float(totals[0]))
 
 

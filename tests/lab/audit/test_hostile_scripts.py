@@ -39,8 +39,11 @@ import shutil
 time.sleep(1)
 shutil.rmtree(folder, ignore_errors=True)
 """
-NONSENSE = 'open(records, "a").write(\'{"k": "group", "rank": []}\\n\'); sys.exit()\n'
-OLD_TORCH = 'open(records, "a").write(\'{"k": "torch", "version": "1.13.1+cpu"}\\n\')\n'
+NONSENSE = """\
+open(records, "a").write('{"k": "group", "t": 0, "rank": [], "world": 2, "at": null}\\n')
+sys.exit()
+"""
+OLD_TORCH = 'open(records, "a").write(\'{"k": "torch", "t": 0, "version": "1.13.1+cpu"}\\n\')\n'
 CASES = {
     "fifo": ("os.unlink(records); os.mkfifo(records)\n", "jsonl is a FIFO, not a regular file"),
     "link": (
