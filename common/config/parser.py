@@ -138,7 +138,8 @@ class FlagParser(argparse.ArgumentParser):
             self.exit(2)
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self._refuse(next((one for one in unknown if one.startswith("-")), unknown[0]))
+            wrong_flags = [word for word in unknown if word.startswith("-")]
+            self._refuse(wrong_flags[0] if wrong_flags else unknown[0])
         return namespace, unknown
 
     def _refuse(self, unknown: str) -> NoReturn:
@@ -147,10 +148,12 @@ class FlagParser(argparse.ArgumentParser):
             raise UserError(self.notes[name])
         if not name.startswith("-"):
             self.error(f"unexpected argument {unknown!r}")
-        known = [one for one in self._option_string_actions if re.match("--(?!no-)", one)]
+        known = [word for word in self._option_string_actions if re.match("--(?!no-)", word)]
         close = closest(name, [*known, *self.notes])
-        hint = f": did you mean {close}? {self.notes.get(close, '')}" if close else ""
-        self.error(f"there is no flag {name}{hint.rstrip()}")
+        if close is None:
+            self.error(f"there is no flag {name}")
+        hint = f"did you mean {close}? {self.notes.get(close, '')}".rstrip()
+        self.error(f"there is no flag {name}: {hint}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
@@ -159,7 +162,8 @@ class FlagParser(argparse.ArgumentParser):
             raise UserError(
                 f"{self.prog}: there is no command {value!r}: {choices_text(value, action.choices)}"
             )
-        name = next((one for one in action.option_strings if one.startswith("--")), action.metavar)
+        long_names = [word for word in action.option_strings if word.startswith("--")]
+        name = long_names[0] if long_names else action.metavar
         if note := self.notes.get(f"{name} {value}"):
             raise UserError(note)
         raise UserError(
@@ -214,9 +218,7 @@ def build_parser(
     }
     trains_alone = tuple(sync_choices) == ("none",)
     for name, known in settings().items():
-        long_flags = [flag(name), *(alias for alias in known.flags if alias.startswith("--"))]
-        short_flags = [alias for alias in known.flags if not alias.startswith("--")]
-        flags = short_flags + long_flags
+        flags = _all_flags(name, known)
         if trains_alone and (name == "sync" or known.group == CLUSTER):
             for alias in flags:
                 notes[alias] = _ONE_PROCESS.format(part=part, flag=alias)
@@ -230,6 +232,13 @@ def build_parser(
     group.add_argument("-h", "--help", action="help", help="show the basic flags and exit")
     group.add_argument("--help-all", action="help", help="show all flags and exit")
     return parser
+
+
+def _all_flags(name: str, known: Setting) -> list[str]:
+    """Return the short names of a setting's flag, its own, then its other long names."""
+    short = [alias for alias in known.flags if not alias.startswith("--")]
+    long = [alias for alias in known.flags if alias.startswith("--")]
+    return [*short, flag(name), *long]
 
 
 def _add_flag(

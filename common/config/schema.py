@@ -128,8 +128,6 @@ def with_strategy_options(after: str) -> Callable[[type[T]], type[T]]:
 
 def _setting_of(option: Option) -> Any:
     text = option.help
-    if option.auto:
-        text += f"; lab predict {flag(option.name)} auto chooses one for your network"
     if option.defaults:
         text += f" (default: {option.defaults})"
     return setting(option.default, TRAINING, text)
@@ -628,18 +626,7 @@ def _check_together(config: Config) -> None:
         raise UserError(
             "--batch-size (global) and --local-batch-size (per rank) are both given: give one"
         )
-    if config.only_times and _saves_or_evaluates(config):
-        unlearned = f"--compute {config.compute}" if config.emulated else "--measure-only"
-        raise UserError(
-            f"{unlearned} evaluates and saves nothing: leave it out, or leave out --validate, "
-            "--target-accuracy, --resume, --checkpoint, --checkpoint-every and "
-            "--save-every-epochs"
-        )
-    if config.emulated and (config.ema or config.amp or config.compile or config.backend == "nccl"):
-        raise UserError(
-            f"--compute {config.compute} emulates fp32 layers and the optimiser's step, and sends "
-            "over Gloo: leave it out, or leave out --ema, --amp, --compile and --backend nccl"
-        )
+    _check_only_times(config)
     if config.warmup_steps is not None and config.warmup_epochs is not None:
         raise UserError("--warmup-steps and --warmup-epochs are both given: give one")
     stop = config.stop_after_epoch
@@ -654,6 +641,21 @@ def _check_together(config: Config) -> None:
         raise UserError(
             f"--rank: got {rank} of --num-nodes {world_size}; ranks count from 0, so give "
             f"0 to {world_size - 1}"
+        )
+
+
+def _check_only_times(config: Config) -> None:
+    if config.only_times and _saves_or_evaluates(config):
+        unlearned = f"--compute {config.compute}" if config.emulated else "--measure-only"
+        raise UserError(
+            f"{unlearned} evaluates and saves nothing: leave it out, or leave out --validate, "
+            "--target-accuracy, --resume, --checkpoint, --checkpoint-every and "
+            "--save-every-epochs"
+        )
+    if config.emulated and (config.ema or config.amp or config.compile or config.backend == "nccl"):
+        raise UserError(
+            f"--compute {config.compute} emulates fp32 layers and the optimiser's step, and sends "
+            "over Gloo: leave it out, or leave out --ema, --amp, --compile and --backend nccl"
         )
 
 
