@@ -7,6 +7,7 @@ import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from common.config.schema import (
     RUN,
     TRAINING,
     Config,
+    Setting,
     flag,
     settings,
 )
@@ -136,7 +138,8 @@ class FlagParser(argparse.ArgumentParser):
             self.exit(2)
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self._refuse(next((one for one in unknown if one.startswith("-")), unknown[0]))
+            wrong_flags = [word for word in unknown if word.startswith("-")]
+            self._refuse(wrong_flags[0] if wrong_flags else unknown[0])
         return namespace, unknown
 
     def _refuse(self, unknown: str) -> NoReturn:
@@ -145,10 +148,12 @@ class FlagParser(argparse.ArgumentParser):
             raise UserError(self.notes[name])
         if not name.startswith("-"):
             self.error(f"unexpected argument {unknown!r}")
-        known = [one for one in self._option_string_actions if re.match("--(?!no-)", one)]
+        known = [word for word in self._option_string_actions if re.match("--(?!no-)", word)]
         close = closest(name, [*known, *self.notes])
-        hint = f": did you mean {close}? {self.notes.get(close, '')}" if close else ""
-        self.error(f"there is no flag {name}{hint.rstrip()}")
+        if close is None:
+            self.error(f"there is no flag {name}")
+        hint = f"did you mean {close}? {self.notes.get(close, '')}".rstrip()
+        self.error(f"there is no flag {name}: {hint}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
@@ -157,7 +162,8 @@ class FlagParser(argparse.ArgumentParser):
             raise UserError(
                 f"{self.prog}: there is no command {value!r}: {choices_text(value, action.choices)}"
             )
-        name = next((one for one in action.option_strings if one.startswith("--")), action.metavar)
+        long_names = [word for word in action.option_strings if word.startswith("--")]
+        name = long_names[0] if long_names else action.metavar
         if note := self.notes.get(f"{name} {value}"):
             raise UserError(note)
         raise UserError(
@@ -169,6 +175,18 @@ def _path(text: str) -> Path:
     if not text:  # Path("") would be the current folder
         raise argparse.ArgumentTypeError("got '', give a path or leave the flag out")
     return Path(text)
+
+
+def _foreign_flags(part: str, sync_choices: Sequence[str]) -> dict[str, str]:
+    """Return what to say about flags of other programs, and strategies of other parts."""
+    notes = dict.fromkeys(("--num-workers", "--workers", "-j"), _NO_WORKERS)
+    for name, ours in _ELSEWHERE.items():
+        notes[name] = f"there is no flag {name}: here it is {ours}"
+    for name, strategy in STRATEGIES.items():
+        if name not in sync_choices:
+            use = strategy.part if name == "none" else f"{strategy.part} --sync {name}"
+            notes[f"--sync {name}"] = f"--sync: {part} has no {name!r}. Use {use}"
+    return notes
 
 
 def build_parser(
@@ -193,28 +211,22 @@ def build_parser(
         formatter_class=_PartFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    notes = dict.fromkeys(("--num-workers", "--workers", "-j"), _NO_WORKERS)
-    for name, ours in _ELSEWHERE.items():
-        notes[name] = f"there is no flag {name}: here it is {ours}"
-    for name, strategy in STRATEGIES.items():
-        if name not in sync_choices:
-            use = strategy.part if name == "none" else f"{strategy.part} --sync {name}"
-            notes[f"--sync {name}"] = f"--sync: {part} has no {name!r}. Use {use}"
+    notes = _foreign_flags(part, sync_choices)
     groups = {
         heading: parser.add_argument_group(heading)
         for heading in (CLUSTER, TRAINING, OPTIMIZER, DATA, RUN, RECIPE)
     }
-    for name, rules in settings().items():
-        # The short names first, then its own, then its other long names
-        flags = sorted([flag(name), *rules["flags"]], key=lambda one: one.startswith("--"))
-        if tuple(sync_choices) == ("none",) and (name == "sync" or rules["group"] == CLUSTER):
-            notes |= {name: _ONE_PROCESS.format(part=part, flag=name) for name in flags}
+    trains_alone = tuple(sync_choices) == ("none",)
+    for name, known in settings().items():
+        flags = _all_flags(name, known)
+        if trains_alone and (name == "sync" or known.group == CLUSTER):
+            for alias in flags:
+                notes[alias] = _ONE_PROCESS.format(part=part, flag=alias)
             continue
         if name == "sync":
-            rules = {**rules, "choices": sync_choices, "default": sync_choices[0]}
-        _add_flag(
-            groups[rules["group"]], name, flags, rules, hidden=not (show_all or name in _BASIC)
-        )
+            known = replace(known, choices=sync_choices, default=sync_choices[0])
+        is_shown = show_all or name in _BASIC
+        _add_flag(groups[known.group], name, flags, known, hidden=not is_shown)
     parser.notes = notes
     group = parser.add_argument_group("help")
     group.add_argument("-h", "--help", action="help", help="show the basic flags and exit")
@@ -222,38 +234,67 @@ def build_parser(
     return parser
 
 
+def _all_flags(name: str, known: Setting) -> list[str]:
+    """Return the short names of a setting's flag, its own, then its other long names."""
+    short = [alias for alias in known.flags if not alias.startswith("--")]
+    long = [alias for alias in known.flags if alias.startswith("--")]
+    return [*short, flag(name), *long]
+
+
 def _add_flag(
     group: "argparse._ArgumentGroup",
     name: str,
     flags: Sequence[str],
-    rules: Mapping[str, Any],
+    known: Setting,
     *,
     hidden: bool,
 ) -> None:
     """Add the flags of a setting; ``hidden`` ones are taken, but not in the help."""
-    kind, choices, default = rules["type"], rules["choices"], rules["default"]
-    text = argparse.SUPPRESS if hidden else rules["help"]
+    kind = known.kind
     if kind is bool:
-        # Only the flag that changes the default is worth reading, both where the default depends.
-        negated = ["--no-" + one.removeprefix("--") for one in flags if one.startswith("--")]
-        both = default is None and not hidden
-        opposite = f"the opposite of {flags[0]}" if both else argparse.SUPPRESS
-        on, off = (argparse.SUPPRESS, text) if default else (text, opposite)
-        group.add_argument(*flags, dest=name, action="store_true", help=on)
-        group.add_argument(*negated, dest=name, action="store_false", help=off)
+        _add_switch(group, name, flags, known, hidden=hidden)
         return
-    details = [f"one of {', '.join(choices)}"] if choices else []
-    details += [f"default: {default}"] if default is not None else []
-    if details and not hidden:
+    details = []
+    if known.choices:
+        details.append(f"one of {', '.join(known.choices)}")
+    if known.default is not None:
+        details.append(f"default: {known.default}")
+    text = known.help
+    if details:
         text += f" ({'; '.join(details)})"
     group.add_argument(
         *flags,
         dest=name,
-        help=text,
+        help=argparse.SUPPRESS if hidden else text,
         type=_path if kind is Path else kind,
-        choices=choices,
-        metavar="NAME" if choices else _METAVARS.get(name, _METAVARS[kind]),
+        choices=known.choices,
+        metavar="NAME" if known.choices else _METAVARS.get(name, _METAVARS[kind]),
     )
+
+
+def _add_switch(
+    group: "argparse._ArgumentGroup",
+    name: str,
+    flags: Sequence[str],
+    known: Setting,
+    *,
+    hidden: bool,
+) -> None:
+    """Add a flag without a value, and its opposite.
+
+    The help shows the one that changes the default, and both where the default depends.
+    """
+    on = argparse.SUPPRESS
+    off = argparse.SUPPRESS
+    if not hidden and not known.default:
+        on = known.help
+    if not hidden and known.default is None:
+        off = f"the opposite of {flags[0]}"
+    if not hidden and known.default:
+        off = f"switch off: {known.help}"
+    negated = ["--no-" + long.removeprefix("--") for long in flags if long.startswith("--")]
+    group.add_argument(*flags, dest=name, action="store_true", help=on)
+    group.add_argument(*negated, dest=name, action="store_false", help=off)
 
 
 def parse_arguments(

@@ -3,11 +3,10 @@
 import json
 import os
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.config.schema import Config, settings, what_to_give
+from common.config.schema import Config, Setting, settings, what_to_give
 from common.errors import UserError, file_errors
 from common.utils.atomic_files import read_regular
 from common.utils.grouping import grouped
@@ -42,28 +41,28 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """
     with file_errors(f"recipe {path} cannot be read"):
         content = tomllib.loads(read_regular(path, most_bytes=_MOST_BYTES).decode())
-    rules = _recipe_settings()
+    known = _recipe_settings()
     found: dict[str, Any] = {}
     for key, value in content.items():
         name = key.replace("-", "_")
-        if name not in rules:
-            close = closest(name, rules)
+        if name not in known:
+            close = closest(name, known)
             hint = f"did you mean {close}?" if close else "--print-config shows the keys"
             raise UserError(f"recipe {path}: unknown key {key!r}; {hint}")
         if name in found:
             raise UserError(
                 f"recipe {path}: {name} and {name.replace('_', '-')} are the same setting: give one"
             )
-        if wanted := what_to_give(value, rules[name]):
+        if wanted := what_to_give(value, known[name]):
             raise UserError(f"recipe {path}: {key}: got {shown(value)}, {wanted}")
-        kind = rules[name]["type"]
+        kind = known[name].kind
         found[name] = kind(value) if kind in (Path, float) else value
     return found
 
 
 def print_recipe(config: Config) -> str:
     """Return a run's settings as the text of a recipe; comments name those that are unset."""
-    groups = grouped((rules["group"], name) for name, rules in _recipe_settings().items())
+    groups = grouped((known.group, name) for name, known in _recipe_settings().items())
     lines = [f"# {config.part}" + (f", recipe {config.recipe}" if config.recipe else "")]
     for group, names in groups.items():
         lines += ["", f"# {group}"]
@@ -74,5 +73,5 @@ def print_recipe(config: Config) -> str:
     return "\n".join(lines)
 
 
-def _recipe_settings() -> dict[str, Mapping[str, Any]]:
-    return {name: rules for name, rules in settings().items() if rules["in_recipe"]}
+def _recipe_settings() -> dict[str, Setting]:
+    return {name: known for name, known in settings().items() if known.in_recipe}

@@ -86,7 +86,7 @@ def _recorded_name(record: Path | None) -> str:
     if record is None or not record.exists():
         return ""
     name = read_regular(record, most_bytes=1000).decode(errors="replace")
-    if not re.fullmatch(RUN_NAME[0], name):
+    if not re.fullmatch(RUN_NAME, name):
         raise UserError(f"{record} must hold the name of a run, and holds {shown(name)}: remove it")
     return name
 

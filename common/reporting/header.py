@@ -130,12 +130,12 @@ def run_warnings(setup: Setup) -> list[str]:
 def _recipes_meant(setup: Setup) -> list[str]:
     """Return a sentence for each recipe whose settings are given without it, for VGG-11."""
     config, rules = setup.config, settings()
-    if config.recipe is not None or config.model != rules["model"]["default"]:
+    if config.recipe is not None or config.model != rules["model"].default:
         return []
     given = grouped(
         (recipe, flag(name))
         for name, recipe in _RECIPE_OF.items()
-        if getattr(config, name) != rules[name]["default"] and config.dataset != "digits"
+        if getattr(config, name) != rules[name].default and config.dataset != "digits"
     )
     return [
         f"this trains {config.model} for {count(config.epochs, 'epoch')}. If you know "

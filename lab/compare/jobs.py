@@ -18,14 +18,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import IO, Annotated, Any
 
 from msgspec import Meta
 
-from common.config.schema import Config, flag
+from common.config.schema import flag
+from common.config.schema import settings as config_settings
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.spawn import run_local_ranks
 from common.errors import GroupError, UserError, count, file_errors
@@ -102,15 +102,11 @@ def _check_flags(settings: Settings, *, name: str) -> None:
     A plan may come from somebody else. It must not choose the files that a run reads and writes on
     this machine, or the hosts that it contacts.
     """
-    allowed = {
-        one
-        for spec in fields(Config)
-        if spec.metadata
-        and spec.metadata["in_recipe"]
-        and (not spec.metadata["per_rank"] or spec.name in ("threads", "debug"))
-        and spec.name not in _ELSEWHERE
-        for one in (flag(spec.name), *spec.metadata["flags"])
-    }
+    allowed: set[str] = set()
+    for setting_name, known in config_settings().items():
+        is_shared = not known.per_rank or setting_name in ("threads", "debug")
+        if known.in_recipe and is_shared and setting_name not in _ELSEWHERE:
+            allowed |= {flag(setting_name), *known.flags}
     for word in settings.flags:
         long = re.sub("^--no-", "--", word.partition("=")[0].replace("_", "-"))
         if word.startswith("-") and long not in allowed:

@@ -90,8 +90,8 @@ def _config(folder: Path, run: Json) -> Config:
         raise UserError(why)
     kept = {
         name: config[name]
-        for name, rules in settings().items()
-        if rules["group"] in (DATA, TRAINING, OPTIMIZER) and config.get(name) is not None
+        for name, known in settings().items()
+        if known.group in (DATA, TRAINING, OPTIMIZER) and config.get(name) is not None
     }
     # The plan's numbers stand in config.json in place of the settings that they follow from.
     derived = {

@@ -14,7 +14,8 @@ def bucket_option(default: float | None) -> Any:
     """Return the option ``bucket_mb`` of a plan with buckets."""
     return option(
         default,
-        "MiB of gradients that are sent together",
+        "MiB of gradients that are sent together; lab predict and lab compare --sync ddp-auto "
+        "choose one for your network",
         defaults="1 in the first bucket, then 25, like DistributedDataParallel; 1 for sharded",
         auto=True,
     )

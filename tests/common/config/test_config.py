@@ -17,9 +17,11 @@ import pytest
 
 from common.cli import _newest_checkpoint, main
 from common.config.parser import build_parser, parse_arguments
-from common.config.schema import Config
+from common.config.schema import Config, flag, settings
 from common.distributed.launch_env import LaunchSpec
 from common.errors import UserError
+from common.sync import strategy_options
+from common.utils.limits import kind_and_meta
 from common.utils.paths import REPOSITORY
 from tests.helpers import ROOT, start_part
 
@@ -49,6 +51,20 @@ _POSITIVE_NUMBERS = (
     "shards accumulation-steps patience checkpoint-every save-every-epochs keep-checkpoints "
     "reference-batch-size log-every"
 )
+
+
+def _nonsense(meta):
+    """Return what no number with these limits may be."""
+    values = ["many", "", "nan", "inf"]
+    if meta.ge is not None:
+        values.append(str(meta.ge - 1))
+    if meta.gt is not None:
+        values.append(str(meta.gt))
+    if meta.le is not None:
+        values.append(str(meta.le + 1))
+    return tuple(values)
+
+
 NONSENSE = {f"--{name}": _POSITIVE_WHOLE for name in _POSITIVE_NUMBERS.split()} | {
     "--rank": _WHOLE,
     "--master-port": ("0", "-1", "65536", "70000", "100000000000", "1.5", "http", "", "9" * 400),
@@ -85,6 +101,10 @@ NONSENSE = {f"--{name}": _POSITIVE_WHOLE for name in _POSITIVE_NUMBERS.split()} 
     "--amp-dtype": ("fp32", "float16", ""),
 }
 
+for _name, _option in strategy_options().items():  # a new one needs no entry above
+    _, _meta = kind_and_meta(_option.annotation)
+    NONSENSE.setdefault(flag(_name), _nonsense(_meta))
+
 
 def _as_shown(text):
     """Return how a message may show a value: quoted or as a number; a long one is cut."""
@@ -111,9 +131,9 @@ def test_nonsense_value_is_one_line_and_status_2(flag, capsys):
 def test_every_number_and_every_choice_has_nonsense_above():
     """A new flag with a numeric type or choices must be added to NONSENSE."""
     checked = {
-        "--" + spec.name.replace("_", "-")
-        for spec in dataclasses.fields(Config)
-        if spec.metadata and (spec.metadata["type"] in (int, float) or spec.metadata["choices"])
+        flag(name)
+        for name, known in settings().items()
+        if known.kind in (int, float) or known.choices
     }
     assert set(NONSENSE) == checked
 
@@ -189,9 +209,9 @@ def test_flags_and_synonyms(arguments, setting, expected):
 
 def test_part_one_has_no_flags_for_several_ranks():
     assert _parse(part="PartOne").sync == "none"
-    for flag in ("--rank=0", "--sync=none", "-N", "--num-nodes", "--run-token=x"):
-        with pytest.raises(UserError, match=f"PartOne has no {flag.partition('=')[0]}: it trains"):
-            _parse(flag, part="PartOne")
+    for word in ("--rank=0", "--sync=none", "-N", "--num-nodes", "--run-token=x"):
+        with pytest.raises(UserError, match=f"PartOne has no {word.partition('=')[0]}: it trains"):
+            _parse(word, part="PartOne")
 
 
 @pytest.mark.parametrize(

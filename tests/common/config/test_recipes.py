@@ -17,13 +17,15 @@ from common.checkpoint import load_checkpoint
 from common.cli import main
 from common.config.parser import parse_arguments
 from common.config.recipes import RECIPES, print_recipe
-from common.config.schema import Config, flag
+from common.config.schema import flag, settings
 from common.data import DATASETS
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.process_group import World
 from common.models import MODELS
 from common.reporting.header import run_warnings
+from common.sync import strategy_options
 from common.utils.environment import _TORCHRUN_RULES
+from common.utils.limits import kind_and_meta
 from tests.helpers import (
     ROOT,
     Started,
@@ -121,24 +123,23 @@ _VALUES = {
     "compute": ("measured", "laptop"),
     "cutout": (8, 16),
 }
-_KEYS = {
-    spec.name: spec.metadata
-    for spec in dataclasses.fields(Config)
-    if spec.metadata and spec.metadata["in_recipe"]
-}
+_KEYS = {name: known for name, known in settings().items() if known.in_recipe}
 
 
 def _two_values(name):
     """Return two different values: one for the recipe, one for the flag."""
-    rules, default = _KEYS[name], Config.__dataclass_fields__[name].default
+    known = _KEYS[name]
     if name in _VALUES:
         return _VALUES[name]
-    if rules["type"] is bool:
-        return (True, False) if not default else (False, True)
-    if rules["choices"]:
-        choices = SYNCS["PartTwo"] if name == "sync" else rules["choices"]
+    if known.kind is bool:
+        return (True, False) if not known.default else (False, True)
+    if known.choices:
+        choices = SYNCS["PartTwo"] if name == "sync" else known.choices
         return choices[-1], choices[0]
-    if rules["type"] is int:
+    if name in strategy_options() and known.kind is int:
+        _, meta = kind_and_meta(known.annotation)
+        return meta.ge, meta.ge + 1
+    if known.kind is int:
         return 37, 41
     return 0.25, 0.75
 
@@ -151,7 +152,7 @@ def test_every_flag_overrides_its_recipes_key(name, tmp_path):
         f"{name} = {json.dumps(in_recipe)}\n"
         + ("epochs = 50\n" if name == "stop_after_epoch" else "")
     )
-    kind = _KEYS[name]["type"]
+    kind = _KEYS[name].kind
     assert getattr(parse(["--recipe", str(recipe)], "PartTwo"), name) == kind(in_recipe)
     words = [flag(name), str(in_flag)]
     if kind is bool:
