@@ -24,7 +24,8 @@ class BackwardBuckets:
     """
 
     def __init__(self, buckets: Sequence[FlatBuffer], send: Callable[[int], None]) -> None:
-        self._buckets, self._send = buckets, send
+        self._buckets = buckets
+        self._send = send
         self._accumulating = False
         self.hooks = [
             parameter.register_post_accumulate_grad_hook(self._gradient_ready)

@@ -74,13 +74,17 @@ class GradientSync:
         Called before the first step; harmless when called again.
         """
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._first_pattern, self._buffers, self._filling = None, (), None
+        self._first_pattern = None
+        self._buffers = ()
+        self._filling = None
         broadcast_from_rank0([*model.parameters(), *model.buffers()])
         return model
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return the context for forward and backward of all micro-batches but a step's last."""
-        return self._filling.paused() if self._filling else nullcontext()
+        if self._filling is None:
+            return nullcontext()
+        return self._filling.paused()
 
     def synchronize(self, model: nn.Module) -> None:
         """Replace every gradient by its mean over the ranks.
@@ -121,7 +125,8 @@ class GradientSync:
             hook.remove()
         if self._shards is not None:
             self._shards.close()
-        self._hooks, self._shards = (), None
+        self._hooks = ()
+        self._shards = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs for an exact resume, as tensors and plain values."""
@@ -182,11 +187,13 @@ class GradientSync:
             self._exchanged = [p for p, n in zip(parameters, users.tolist(), strict=True) if n]
         for name, now, first in zip(self._parameters, pattern, self._first_pattern, strict=True):
             if now != first:
+                changed = "has a gradient in this step, but had none in the first step"
+                if first:
+                    changed = "has no gradient in this step, but had one in the first step"
                 raise UserError(
-                    f"parameter {name!r} {'has a' if now else 'has no'} gradient in this step, "
-                    f"but {'had none' if now else 'had one'} in the first step, in which the ranks "
-                    "agreed on the gradients that they exchange. Use every parameter in every "
-                    "step, or PyTorch's DistributedDataParallel with find_unused_parameters=True"
+                    f"parameter {name!r} {changed}, in which the ranks agreed on the gradients "
+                    "that they exchange. Use every parameter in every step, or PyTorch's "
+                    "DistributedDataParallel with find_unused_parameters=True"
                 )
         return self._exchanged
 

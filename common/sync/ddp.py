@@ -52,11 +52,13 @@ class DDPWrapper(GradientSync):
 
         Every rank gets rank 0's parameters and buffers.
         """
-        if self._wrapped is None or model not in (self._wrapped, self._wrapped.module):
-            self._wrapped = (
-                model if isinstance(model, DistributedDataParallel) else self._wrap(model)
-            )
-            self.attach_hook(self._wrapped)
+        if self._wrapped is not None and model in (self._wrapped, self._wrapped.module):
+            return self._wrapped
+        if isinstance(model, DistributedDataParallel):
+            self._wrapped = model
+        else:
+            self._wrapped = self._wrap(model)
+        self.attach_hook(self._wrapped)
         return self._wrapped
 
     def _wrap(self, model: nn.Module) -> DistributedDataParallel:

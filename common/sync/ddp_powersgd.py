@@ -74,7 +74,9 @@ class DDPPowerSGD(DDPWrapper):
 
     def _exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Run torch's hook, but first put errors and Qs into the bucket's order if that is new."""
-        index, parameters, state = bucket.index(), bucket.parameters(), self._hook_state
+        index = bucket.index()
+        parameters = bucket.parameters()
+        state = self._hook_state
         names = [self._names[p] for p in parameters]
         thin = self._thin(parameters)
         if self._layouts.get(index) != names and all(name in self._errors for name in names):

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from common.sync.ddp import DDPWrapper
 from common.sync.flat_buffer import by_type
-from common.sync.optimizer_shards import FlatWeights, OptimizerShards
+from common.sync.optimizer_shards import FlatWeights, OptimizerShards, Segment
 
 
 class DDPZero1(DDPWrapper):
@@ -46,7 +46,9 @@ class DDPZero1(DDPWrapper):
         self.close()
         self._shards = OptimizerShards(optimizer)
         self._weights = [FlatWeights(alike) for alike in by_type(model.parameters())]
-        self._segments = {p: part for one in self._weights for p, part in one.segments.items()}
+        self._segments: dict[nn.Parameter, Segment] = {}
+        for weights in self._weights:
+            self._segments |= weights.segments
         return super().prepare(model, optimizer)
 
     def synchronize(self, model: nn.Module) -> None:
@@ -63,4 +65,5 @@ class DDPZero1(DDPWrapper):
         for weights in self._weights:
             weights.start_gather().wait()
         for parameter, segment in self._segments.items():
-            parameter.grad = segment.parameter.grad = None
+            parameter.grad = None
+            segment.parameter.grad = None

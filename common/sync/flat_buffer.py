@@ -22,7 +22,8 @@ class FlatBuffer:
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, multiple_of: int = 1) -> None:
         self.parameters = list(parameters)
-        first, lengths = self.parameters[0], [p.numel() for p in self.parameters]
+        first = self.parameters[0]
+        lengths = [p.numel() for p in self.parameters]
         padded = -(-sum(lengths) // multiple_of) * multiple_of
         self.tensor = torch.zeros(padded, dtype=first.dtype, device=first.device)
         # With the parameter's own strides (channels_last too), copies and the optimiser run

@@ -29,7 +29,7 @@ Common mistake: a layer that only some ranks use, or more micro-batches on some 
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -61,7 +61,8 @@ class FSDP(GradientSync):
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
         """Shard a copy of the model and return it; a second call takes another optimiser."""
         again = self._sharded is not None and model in (self._sharded, self._sharded.whole_model)
-        model = self._sharded.whole_model if again else model
+        if again:
+            model = self._sharded.whole_model
         self.sync_replicas(model)
         self.close()
         model.to(memory_format=torch.contiguous_format)  # fully_shard takes no other strides
@@ -138,8 +139,10 @@ class FSDP(GradientSync):
     def _message(self, layer: str) -> Iterator[None]:
         """Enclose a message of that layer; in the first step, check that all ranks send it."""
         self._compare_layers(layer)
-        # NCCL's messages are only queued here.
-        with nullcontext() if dist.get_backend() == dist.Backend.NCCL else self.waiting():
+        if dist.get_backend() == dist.Backend.NCCL:  # the message is only queued here
+            yield
+            return
+        with self.waiting():
             yield
 
     def _compare_layers(self, layer: str) -> None:
@@ -162,28 +165,36 @@ def layers(model: nn.Module) -> list[list[nn.Module]]:
     with another module. One with vectors only joins the layer before it.
     """
     owners = Counter(
-        p for module in model.modules() for p in module.parameters(recurse=False) if p.requires_grad
+        parameter for module in model.modules() for parameter in _trained(module, recurse=False)
     )
     found: list[list[nn.Module]] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
-        direct = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        if module is model or module in inside or not direct:
+        owns_some = bool(_trained(module, recurse=False))
+        if module is model or module in inside or not owns_some:
             continue
         inside.update(module.modules())
-        own = [p for p in module.parameters() if p.requires_grad]
-        if found and all(p.dim() == 1 and owners[p] == 1 for p in own):
+        own = _trained(module)
+        if any(owners[parameter] > 1 for parameter in own):
+            continue
+        has_vectors_only = all(parameter.dim() == 1 for parameter in own)
+        if found and has_vectors_only:
             found[-1].append(module)
-        elif all(owners[p] == 1 for p in own):
+        else:
             found.append([module])
     return found
+
+
+def _trained(module: nn.Module, *, recurse: bool = True) -> list[nn.Parameter]:
+    return [p for p in module.parameters(recurse=recurse) if p.requires_grad]
 
 
 class ParameterRows:
     """This rank's rows of a parameter: ``whole`` of the model, ``sharded`` of the copy."""
 
     def __init__(self, whole: nn.Parameter, sharded: Any) -> None:
-        self.whole, self._sharded = whole, sharded  # the second one is a DTensor
+        self.whole = whole
+        self._sharded = sharded  # a DTensor
         self._rows = sharded.detach().to_local()
         self._first_row = dist.get_rank() * -(-len(whole) // dist.get_world_size())
         begin = self._first_row * whole[0].numel()
@@ -202,7 +213,8 @@ class ParameterRows:
 
     def pass_gradient(self) -> None:
         """Move this rank's rows of the mean gradient to the parameter that the optimiser has."""
-        gradient, self._sharded.grad = self._sharded.grad, None
+        gradient = self._sharded.grad
+        self._sharded.grad = None
         if gradient is not None and len(self.segment.parameter):
             self.segment.parameter.grad = gradient.to_local().view(-1)
 
@@ -215,7 +227,8 @@ class _LayerMessage:
         send: Callable[..., dist.Work | None],
         enclosing: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._send, self._enclosing = send, enclosing
+        self._send = send
+        self._enclosing = enclosing
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

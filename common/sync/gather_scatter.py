@@ -33,7 +33,8 @@ class GatherScatter(GradientSync):
 
 def sum_through_root(total: Tensor) -> None:
     """Sum ``total``, contiguous, over the ranks in place: rank 0 adds."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     # Only the root needs room for the N tensors that arrive.
     gathered = [torch.empty_like(total) for _ in range(size)] if rank == 0 else []
     dist.gather(total, gathered or None, dst=0)

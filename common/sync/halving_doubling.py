@@ -35,7 +35,8 @@ class HalvingDoubling(FlatSync):
 
     def sum_over_ranks(self, total: Tensor) -> None:
         """See the base class."""
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        size = dist.get_world_size()
         power = largest_power(size)
         if rank >= power:  # a surplus rank: its partner takes part on its behalf
             dist.send(total, dst=rank - power)

@@ -66,7 +66,8 @@ class GradientSize(int):
     def __new__(cls, shape: Sequence[int], itemsize: int = 4) -> "GradientSize":
         """Return the size of a gradient of that shape."""
         size = super().__new__(cls, math.prod(shape) * itemsize)
-        size.shape, size.itemsize = tuple(shape), itemsize
+        size.shape = tuple(shape)
+        size.itemsize = itemsize
         return size
 
     def __reduce__(self) -> tuple[type["GradientSize"], tuple[tuple[int, ...], int]]:
@@ -105,18 +106,24 @@ def sent_bytes(kind: str, nbytes: int, *, rank: int, ranks: int, root: int = 0) 
     Of an exchange only its plan knows the bytes. The result is a fraction because the parts of a
     ring are M/N bytes.
     """
-    at_root = rank == root
-    tensors_sent: dict[str, Fraction | int] = {
-        "all_reduce": Fraction(2 * (ranks - 1), ranks),
-        "all_gather": ranks - 1,
-        "all_to_all": Fraction(ranks - 1, ranks),
-        "reduce_scatter": Fraction(ranks - 1, ranks),
-        "reduce": Fraction(ranks - 1 if at_root else ranks, ranks),
-        "gather": 0 if at_root else 1,
-        "scatter": ranks - 1 if at_root else 0,
-        "broadcast": tree_children((rank - root) % ranks, ranks),
-    }
-    return Fraction(tensors_sent[kind] * nbytes)
+    half_a_ring = Fraction(ranks - 1, ranks)
+    tensors: Fraction | int
+    if kind == "all_reduce":
+        tensors = 2 * half_a_ring
+    elif kind == "all_gather":
+        tensors = ranks - 1
+    elif kind in ("all_to_all", "reduce_scatter"):
+        tensors = half_a_ring
+    elif kind == "reduce":
+        tensors = half_a_ring if rank == root else 1
+    elif kind == "gather":
+        tensors = 0 if rank == root else 1
+    elif kind == "scatter":
+        tensors = ranks - 1 if rank == root else 0
+    else:
+        assert kind == "broadcast", kind
+        tensors = tree_children((rank - root) % ranks, ranks)
+    return Fraction(tensors * nbytes)
 
 
 def tree_children(rank: int, ranks: int) -> int:

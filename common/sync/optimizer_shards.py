@@ -60,19 +60,23 @@ class FlatWeights:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        size, rank = dist.get_world_size(), dist.get_rank()
+        size = dist.get_world_size()
+        rank = dist.get_rank()
         buffer = FlatBuffer(parameters, multiple_of=size)
         with torch.no_grad():
             for parameter, view in buffer.views.items():
                 parameter.data = view.copy_(parameter)
-        self.parameters, self.tensor = parameters, buffer.tensor
+        self.parameters = parameters
+        self.tensor = buffer.tensor
         length = len(self.tensor) // size
         self.own = self.tensor[rank * length :][:length]
         self.segments: dict[nn.Parameter, Segment] = {}
         end = -rank * length  # of the last parameter, counted from the begin of this rank's part
         for parameter in parameters:
-            begin, end = end, end + parameter.numel()
-            first, last = max(begin, 0), max(begin, 0, min(end, length))
+            begin = end
+            end = end + parameter.numel()
+            first = max(begin, 0)
+            last = max(begin, 0, min(end, length))
             segment = nn.Parameter(self.own[first:last])
             self.segments[parameter] = Segment(segment, slice(first - begin, last - begin))
 
@@ -90,11 +94,11 @@ class OptimizerShards:
 
     def __init__(self, optimizer: Optimizer) -> None:
         if type(optimizer) not in ELEMENTWISE:
+            choices = ", ".join(optimizer_class.__name__ for optimizer_class in ELEMENTWISE)
             raise UserError(
                 f"got the optimiser {type(optimizer).__name__}, but with this strategy each rank "
                 "updates a part of the entries, so the optimiser must treat every entry by itself: "
-                f"{', '.join(one.__name__ for one in ELEMENTWISE)}. Choose one of them, or another "
-                "strategy"
+                f"{choices}. Choose one of them, or another strategy"
             )
         self._optimizer = optimizer
         self._device = next(p.device for group in optimizer.param_groups for p in group["params"])
@@ -112,7 +116,8 @@ class OptimizerShards:
         if self._whole:
             return
         self._segments = segments
-        groups, state = self._optimizer.param_groups, self._optimizer.state
+        groups = self._optimizer.param_groups
+        state = self._optimizer.state
         self._whole = [group["params"] for group in groups]
         for group in groups:
             group["params"] = [
@@ -133,7 +138,8 @@ class OptimizerShards:
         """
         if not self._whole:
             return
-        state, groups = self._optimizer.state, self._optimizer.param_groups
+        state = self._optimizer.state
+        groups = self._optimizer.param_groups
         mine = {
             str(index): state.pop(segment.parameter)
             for index, segment in enumerate(self._segments.values())
@@ -143,7 +149,7 @@ class OptimizerShards:
         self._restore()
         on_device = any(group.get("fused") or group.get("capturable") for group in groups)
         for index, parameter in enumerate(self._segments):
-            parts = [one[str(index)] for one in all_ranks if str(index) in one]
+            parts = [held[str(index)] for held in all_ranks if str(index) in held]
             if parts:
                 state[parameter] = {
                     key: _joined(key, [part[key] for part in parts], parameter, on_device)

@@ -31,12 +31,14 @@ class Ring(FlatSync):
 
     def sum_over_ranks(self, total: Tensor) -> None:
         """See the base class."""
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        size = dist.get_world_size()
         chunks = total.tensor_split(size)  # N views; the first ones may have one entry more
         ring_reduce_scatter(chunks)
         # Now rank r holds the whole sum of chunk r. It sends that chunk first.
         for step in range(size - 1):
-            mine, coming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+            mine = chunks[(rank - step) % size]
+            coming = chunks[(rank - step - 1) % size]
             send_and_receive(mine, coming, to=(rank + 1) % size, source=(rank - 1) % size)
 
 
@@ -45,11 +47,13 @@ def ring_reduce_scatter(chunks: Sequence[Tensor], *, tag: int = 0) -> None:
 
     ``chunks`` : N tensors, each as long as on the other ranks. ``tag`` : see ``send_and_receive``.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     received = torch.empty_like(max(chunks, key=len))
     # In round k (from 0) rank r passes on chunk r-k-1, the sum of k+1 ranks so far.
     for step in range(size - 1):
-        mine, coming = chunks[(rank - step - 1) % size], chunks[(rank - step - 2) % size]
+        mine = chunks[(rank - step - 1) % size]
+        coming = chunks[(rank - step - 2) % size]
         arriving = received[: len(coming)]
         send_and_receive(mine, arriving, to=(rank + 1) % size, source=(rank - 1) % size, tag=tag)
         coming += arriving

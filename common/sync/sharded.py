@@ -48,7 +48,7 @@ from common.sync.backward_buckets import BackwardBuckets
 from common.sync.base import GradientSync
 from common.sync.bucketing import buckets_in_ready_order
 from common.sync.flat_buffer import FlatBuffer
-from common.sync.optimizer_shards import FlatWeights, OptimizerShards
+from common.sync.optimizer_shards import FlatWeights, OptimizerShards, Segment
 from common.sync.plans.sharded import ShardedPlan
 from common.sync.ring import ring_reduce_scatter
 from common.utils.processes import DaemonThreads
@@ -86,9 +86,10 @@ class Sharded(GradientSync):
         if self._filling is None:
             self._filling = self._make_buckets(parameters, model)
         assert self._shards is not None, "prepare comes first"
-        self._shards.shard(
-            {p: part for one in self._buckets for p, part in one.weights.segments.items()}
-        )
+        segments: dict[nn.Parameter, Segment] = {}
+        for bucket in self._buckets:
+            segments |= bucket.weights.segments
+        self._shards.shard(segments)
         self._filling.finish()
         for bucket in self._buckets:
             bucket.finish_reduce()
@@ -113,7 +114,7 @@ class Sharded(GradientSync):
         self._threads = None if dist.get_backend() == dist.Backend.NCCL else DaemonThreads(2)
         for hook in self._hooks:
             hook.remove()
-        filling = BackwardBuckets([one.gradients for one in self._buckets], self._send)
+        filling = BackwardBuckets([bucket.gradients for bucket in self._buckets], self._send)
         self._hooks = [
             *filling.hooks,
             model.register_state_dict_pre_hook(lambda *_: self.wait_for_weights()),
@@ -160,7 +161,9 @@ class Sharded(GradientSync):
         """See the base class."""
         self.wait_for_weights()
         super().close()
-        self._filling, self._buckets, self._threads = None, (), None
+        self._filling = None
+        self._buckets = ()
+        self._threads = None
 
 
 class _Bucket:
@@ -170,7 +173,8 @@ class _Bucket:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], number: int) -> None:
-        self.parameters, self._number = parameters, number
+        self.parameters = parameters
+        self._number = number
         self.gradients = FlatBuffer(parameters, multiple_of=dist.get_world_size())
         self.weights = FlatWeights(parameters)
         self._mean = torch.empty_like(self.weights.own)  # (length,) this rank's part
@@ -199,10 +203,12 @@ class _Bucket:
             parameter.grad = nan.expand_as(parameter)  # not yet known
         if threads is None:
             work: Any = reduce_scatter_single(self._mean, self.gradients.tensor, async_op=True)
-            self.is_reduced, self._wait_for_mean = work.is_completed, work.wait
+            self.is_reduced = work.is_completed
+            self._wait_for_mean = work.wait
         else:
             future = threads.submit(ring)
-            self.is_reduced, self._wait_for_mean = future.done, future.result
+            self.is_reduced = future.done
+            self._wait_for_mean = future.result
 
     def finish_reduce(self) -> None:
         """Wait for the other ranks' gradients, give the segments the mean, and free the rest.

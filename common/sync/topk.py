@@ -52,8 +52,10 @@ class TopK(GradientSync):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See the base class; after ``prepare``. ValueError if the residuals fit no gradients."""
-        residuals, parameters = state.get("residuals", []), list(self._parameters.values())
-        entries, most = sum(r.numel() for r in residuals), sum(p.numel() for p in parameters)
+        residuals = state.get("residuals", [])
+        parameters = list(self._parameters.values())
+        entries = sum(r.numel() for r in residuals)
+        most = sum(p.numel() for p in parameters)
         if entries > most or any(r.dim() != 1 or not r.is_floating_point() for r in residuals):
             raise ValueError(f"the residuals have {entries} entries, the gradients {most}")
         self._residuals = [r.detach().clone().to(parameters[0].device) for r in residuals]

@@ -33,7 +33,8 @@ class Tree(FlatSync):
 
     def sum_over_ranks(self, total: Tensor) -> None:
         """See the base class."""
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        size = dist.get_world_size()
         children = [rank + (1 << level) for level in range(tree_children(rank, size))]
         parent = rank & (rank - 1)
         received = torch.empty_like(total if children else total[:0])  # a leaf receives no sums

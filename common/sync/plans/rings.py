@@ -134,7 +134,8 @@ def halving_rounds(entries: int, rank: int, power: int) -> list[tuple[int, slice
     distance = power // 2
     while distance:
         middle = (left.start + left.stop) // 2
-        low, high = slice(left.start, middle), slice(middle, left.stop)
+        low = slice(left.start, middle)
+        high = slice(middle, left.stop)
         kept, given = (high, low) if rank & distance else (low, high)
         rounds.append((rank ^ distance, kept, given))
         left = kept

@@ -173,7 +173,8 @@ def _flat_parts(
         part_bytes += part * itemsize
         end = -case.rank * part  # of the last parameter, counted from the begin of the rank's part
         for size in bucket:
-            begin, end = end, end + size.entries
+            begin = end
+            end = end + size.entries
             entries = min(end, part) - max(begin, 0)
             if entries > 0:
                 segments.append(entries * itemsize)
