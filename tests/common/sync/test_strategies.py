@@ -50,7 +50,9 @@ def test_a_new_strategy_belongs_to_the_part_of_its_record():
 
 @pytest.mark.usefixtures("_own")
 def test_strategies_without_a_colour_get_one_each(monkeypatch):
-    for number in range(len(SPARE_COLORS) - 1):
+    without = [name for name, strategy in STRATEGIES.items() if strategy.color is None]
+    assert NAME in without
+    for number in range(len(SPARE_COLORS) - len(without)):
         monkeypatch.setitem(STRATEGIES, f"other{number}", RECORD)
     assert len({color(name) for name in STRATEGIES}) == len(STRATEGIES)
     monkeypatch.setitem(STRATEGIES, "one_more", RECORD)
