@@ -156,7 +156,7 @@ class PredictedCell(Struct, kw_only=True):
     step_seconds: StepTime
     compute_seconds: Seconds = 0.0
     sync_seconds: Seconds = 0.0
-    in_scope: bool = True
+    in_scope: bool = False
     why: Text = ""
     bucket_mb: BucketSize | None = None
     bytes_sent: Annotated[list[Bytes], Meta(max_length=65_536)] = []

@@ -207,7 +207,7 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepPrediction:
     """One step, the mean over the strategy's period.
 
     ``compute_seconds`` : data, forward, backward and update, with ``slowed_seconds``, the time that
@@ -233,14 +233,14 @@ def predict_step(
     *,
     network: Network,
     compute: StepCompute,
-) -> Prediction:
+) -> StepPrediction:
     """Return the predicted step of ``plan`` on ``ranks`` ranks.
 
     sizes : bytes of each parameter's gradient, in the order of the parameters.
     """
     alone, slowed, sync = _busy_and_exposed(plan, sizes, ranks, network, compute)
     busy = alone + slowed
-    return Prediction(busy + sync, busy, slowed, sync, *_bytes_sent(plan, sizes, ranks))
+    return StepPrediction(busy + sync, busy, slowed, sync, *_bytes_sent(plan, sizes, ranks))
 
 
 def step_seconds(

@@ -21,7 +21,7 @@ from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples,
 from lab.predict.event_model import (
     LARGEST_NODES,
     Network,
-    Prediction,
+    StepPrediction,
     predict_step,
     step_seconds,
 )
@@ -44,7 +44,7 @@ class PredictedStep:
 
     sync: str
     nodes: int
-    prediction: Prediction
+    prediction: StepPrediction
     speedup: float
     efficiency: float
     gains: Mapping[str, float]
