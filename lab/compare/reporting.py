@@ -10,10 +10,11 @@ from common.reporting.run_lock import lock_folder
 from common.utils.atomic_files import refuse_links
 from common.utils.paths import new_folder
 from common.utils.progress import console
+from lab.compare.cells import in_turns
 from lab.compare.executors import Executors
 from lab.compare.imported_runs import collect
 from lab.compare.jobs import describe_plan, merge_results, plan_comparison
-from lab.compare.runner import open_comparison, run_comparison
+from lab.compare.runner import open_comparison, prepare, run_comparison
 from lab.compare.settings import Settings
 from lab.comparison.record import Comparison, read_comparison, write_comparison
 from lab.report import add_recomputed, write_report
@@ -31,8 +32,10 @@ def compare_and_report(
     folder, comparison = open_comparison(settings, reports=reports, anew=anew, command=command)
     status = 0
     try:
-        with lock_folder(folder, advice="start another comparison with --new"):
-            run_comparison(settings, folder, comparison, executors, predicts=predicts)
+        with lock_folder(folder, advice="start another comparison with --new"), executors:
+            prepare(settings, folder, comparison, executors, predicts=predicts)
+            runs = in_turns(folder, settings, comparison.cells)
+            run_comparison(comparison, runs, executors)
     except KeyboardInterrupt:
         status = INTERRUPTED
         console.print(

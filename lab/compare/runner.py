@@ -1,8 +1,8 @@
 """Run the cells of a comparison in turns, and save the results after each run.
 
 ``open_comparison`` finds an interrupted comparison with the same settings or begins a new one.
-``run_comparison`` then predicts, if it must, and runs what is missing; executors.py starts the
-processes.
+``prepare`` predicts, if it must, and ``run_comparison`` runs what is missing; executors.py starts
+the processes.
 """
 
 import math
@@ -149,63 +149,52 @@ def _comparisons(reports: Path) -> list[tuple[Path, Comparison]]:
     return sorted(found, key=lambda entry: entry[1].created, reverse=True)
 
 
-def run_comparison(
-    settings: Settings,
-    folder: Path,
-    comparison: Comparison,
-    executors: Executors,
-    *,
-    predicts: bool = False,
-) -> None:
-    """Run the missing runs of an opened comparison, and write ``results.json`` after each.
+def run_comparison(comparison: Comparison, runs: Sequence[Run], executors: Executors) -> None:
+    """Run those of ``runs`` that are missing, and write ``results.json`` after each.
 
-    predicts : predict the step times before the first run. Raises KeyboardInterrupt after Ctrl-C,
-    once all processes have ended; the finished runs are saved.
+    runs : all runs of the comparison, in their order. Raises KeyboardInterrupt after Ctrl-C; the
+    finished runs are saved.
     """
-    with executors:
-        prepare(settings, folder, comparison, executors, predicts=predicts)
-        runs = in_turns(folder, settings, comparison.cells)
-        # What has failed runs again.
-        outcomes = {
-            (cell.id, repeat.repeat): repeat for cell in comparison.cells for repeat in cell.runs
-        }
-        to_do = [run for run in runs if run.key not in outcomes]
-        console.print(
-            f"{len(to_do)} of {count(len(runs), 'run')} to do, one after the other, "
-            f"{time_left(to_do, comparison.prediction)}, in {folder}",
-            markup=False,
-        )
-        for warning in comparison.warnings:
-            console.print(f"warning: {warning}", markup=False)
-        began = time.monotonic()
-        with progress_bar() as bar:
-            task = bar.add_task("", total=len(to_do))
-            for number, run in enumerate(to_do, start=1):
-                bar.update(task, description=run.title, completed=number - 1, refresh=True)
-                title = f"[{number}/{len(to_do)}] {run.title}"
-                if not console.is_terminal:
-                    console.print(f"{title}: running", markup=False)
-                started = datetime.now()
-                outcome = _run(run, executors)
-                outcome.started = started.isoformat(timespec="seconds")
-                outcomes[run.key] = outcome
-                _add_outcomes(comparison, folder, runs, outcomes)
-                took = f"took {duration((datetime.now() - started).total_seconds())}"
-                if number < len(to_do):
-                    elapsed = time.monotonic() - began
-                    left = time_left(to_do, comparison.prediction, number, elapsed)
-                    took += f"; {left} left"
-                words = describe_times(outcome) if outcome.done else f"FAILED: {outcome.message}"
-                console.print(f"{title}: {words} ({took})", markup=False)
+    folder = runs[0].folder
+    # What has failed runs again.
+    outcomes = {
+        (cell.id, repeat.repeat): repeat for cell in comparison.cells for repeat in cell.runs
+    }
+    to_do = [run for run in runs if run.key not in outcomes]
+    console.print(
+        f"{len(to_do)} of {count(len(runs), 'run')} to do, one after the other, "
+        f"{time_left(to_do, comparison.prediction)}, in {folder}",
+        markup=False,
+    )
+    for warning in comparison.warnings:
+        console.print(f"warning: {warning}", markup=False)
+    began = time.monotonic()
+    with progress_bar() as bar:
+        task = bar.add_task("", total=len(to_do))
+        for number, run in enumerate(to_do, start=1):
+            bar.update(task, description=run.title, completed=number - 1, refresh=True)
+            title = f"[{number}/{len(to_do)}] {run.title}"
+            if not console.is_terminal:
+                console.print(f"{title}: running", markup=False)
+            started = datetime.now()
+            outcome = _run(run, executors)
+            outcome.started = started.isoformat(timespec="seconds")
+            outcomes[run.key] = outcome
+            _add_outcomes(comparison, runs, outcomes)
+            took = f"took {duration((datetime.now() - started).total_seconds())}"
+            if number < len(to_do):
+                elapsed = time.monotonic() - began
+                left = time_left(to_do, comparison.prediction, number, elapsed)
+                took += f"; {left} left"
+            words = describe_times(outcome) if outcome.done else f"FAILED: {outcome.message}"
+            console.print(f"{title}: {words} ({took})", markup=False)
 
 
 def _add_outcomes(
-    comparison: Comparison,
-    folder: Path,
-    runs: Sequence[Run],
-    outcomes: Mapping[tuple[str, int], Repeat],
+    comparison: Comparison, runs: Sequence[Run], outcomes: Mapping[tuple[str, int], Repeat]
 ) -> None:
     """Put the repeats of all runs so far into their cells, and write ``results.json``."""
+    folder = runs[0].folder
     comparison.cells, timelines = gather(
         folder,
         [CellRun(run.cell, outcomes.get(run.key)) for run in runs],

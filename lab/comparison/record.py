@@ -306,6 +306,13 @@ def check(comparison: Comparison, *, name: str) -> None:
 
     name : of the file, with which the message begins.
     """
+    ids = Counter(cell.id for cell in comparison.cells)
+    for cell_id, count in ids.items():
+        if count > 1:
+            raise UserError(f"{name}: two cells have the id {cell_id}")
+    for cell in comparison.cells:
+        for repeat in cell.repeats:
+            _check_repeat(repeat, cell, comparison.kind, name)
     groups: dict[str, Facts] = {}
     if comparison.groups is not UNSET:
         groups = comparison.groups
@@ -321,13 +328,6 @@ def check(comparison: Comparison, *, name: str) -> None:
         check_facts(comparison.prediction.calibration, name=f"{name}: prediction.calibration")
     for key, group in groups.items():
         check_facts(group, name=f"{name}: groups[{shown(key)}]")
-    ids = Counter(cell.id for cell in comparison.cells)
-    for cell_id, count in ids.items():
-        if count > 1:
-            raise UserError(f"{name}: two cells have the id {cell_id}")
-    for cell in comparison.cells:
-        for repeat in cell.repeats:
-            _check_repeat(repeat, cell, comparison.kind, name)
 
 
 def _check_repeat(repeat: Repeat, cell: Cell, kind: str, name: str) -> None:

@@ -21,12 +21,19 @@ from lab.cluster import Cluster
 from lab.cluster.tools import namespaces_refused
 from lab.compare import cells as cells_module
 from lab.compare import runner as runner_module
-from lab.compare.cells import Run, choose_buckets, node_command, part_of, plan_cells
+from lab.compare.cells import (
+    Run,
+    choose_buckets,
+    in_turns,
+    node_command,
+    part_of,
+    plan_cells,
+)
 from lab.compare.cli import strategies
 from lab.compare.executors import Executors
 from lab.compare.outcomes import time_to_accuracy
 from lab.compare.prediction import reason_to_calibrate
-from lab.compare.runner import open_comparison, run_comparison, time_left
+from lab.compare.runner import open_comparison, prepare, run_comparison, time_left
 from lab.compare.settings import Settings
 from lab.comparison.record import (
     PredictedCell,
@@ -61,7 +68,10 @@ def compare(settings, *, reports):
     """Run a comparison as ``lab compare`` does, without its report."""
     executors = Executors(max(settings.nodes), settings.rates)
     folder, results = open_comparison(settings, reports=reports)
-    run_comparison(settings, folder, results, executors)
+    with executors:
+        prepare(settings, folder, results, executors, predicts=False)
+        runs = in_turns(folder, settings, results.cells)
+        run_comparison(results, runs, executors)
     return folder, results
 
 
