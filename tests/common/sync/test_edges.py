@@ -76,7 +76,7 @@ def order_of_events(rank):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             before = len(self.messages)
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            events.extend(f"{one['kind']} {before}" for one in self.messages[before:])
+            events.extend(f"{sent.kind} {before}" for sent in self.messages[before:])
             return result
 
     def step(parts=1):
