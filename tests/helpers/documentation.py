@@ -20,15 +20,15 @@ _PREDICTED = re.compile(
     r"^```bash\n(lab predict [^\n]+)\n```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
 _KNOWN_ERRORS = re.compile(
-    r"(?<=^\| error \| cause \| what to do \|\n\| --- \| --- \| --- \|\n)(\|.*\n)+", re.MULTILINE
+    r"(?<=^\| error \| cause \| what to do \|\n\| -- \| -- \| -- \|\n)(\|.*\n)+", re.MULTILINE
 )
 _FINDINGS = re.compile(
     r"(?<=^\| finding \| severity \| an edit that makes it \| scripts \| not told from \|\n"
-    r"\| --- \| --- \| --- \| --- \| --- \|\n)(\|.*\n)*",
+    r"\| -- \| -- \| -- \| -- \| -- \|\n)(\|.*\n)*",
     re.MULTILINE,
 )
 _SIDES = re.compile(
-    r"^(\| right: `(\w+)` \| wrong: `(\w+)` \|\n\| --- \| --- \|\n)\|.*", re.MULTILINE
+    r"^(\| right: `(\w+)` \| wrong: `(\w+)` \|\n\| -- \| -- \|\n)\|.*", re.MULTILINE
 )
 
 
