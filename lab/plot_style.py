@@ -30,6 +30,7 @@ WIDE, NARROW = 9.0, 4.5  # inches: a page's column, and a phone
 # else. No figure relies on colour alone.
 SPARE_COLORS = ("#e619e5", "#e61942", "#a819e6", "#d2664b", "#b42db4", "#e61980")
 """For strategies that state none, in their order; for unknown ones by name."""
+SPARE_MARKERS = "1234+x"
 DASHES = [(0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (1, 1)), (0, (8, 3))]
 
 # Neighbours also differ in lightness, and waiting is hatched, so that a grey print is readable.
@@ -66,18 +67,31 @@ def color(sync: str) -> str:
     stated = STRATEGIES[sync].color
     if stated is not None:
         return stated
-    taken = {strategy.color for strategy in STRATEGIES.values()}
-    spare = [spare for spare in SPARE_COLORS if spare not in taken]
-    number = [name for name, strategy in STRATEGIES.items() if strategy.color is None].index(sync)
-    if number >= len(spare):
-        raise UserError(f"no colour is left for {sync}: state one in its record in STRATEGIES")
-    return spare[number]
+    return _spare(sync, "color", SPARE_COLORS)
 
 
 def marker(sync: str) -> str:
-    """Return the marker of a strategy."""
-    stated = STRATEGIES[sync].marker if sync in STRATEGIES else None
-    return stated or "o"
+    """Return the marker of a strategy; one that states none has a marker of its own, too."""
+    if sync not in STRATEGIES:
+        return "o"
+    stated = STRATEGIES[sync].marker
+    if stated is not None:
+        return stated
+    return _spare(sync, "marker", SPARE_MARKERS)
+
+
+def _spare(sync: str, field: str, spares: Sequence[str]) -> str:
+    """Return what no other strategy has, for one whose record leaves ``field`` out.
+
+    Raises UserError if too few are left.
+    """
+    stated = {name: getattr(strategy, field) for name, strategy in STRATEGIES.items()}
+    without = [name for name, value in stated.items() if value is None]
+    left = [spare for spare in spares if spare not in stated.values()]
+    number = without.index(sync)
+    if number >= len(left):
+        raise UserError(f"no {field} is left for {sync}: state one in its record in STRATEGIES")
+    return left[number]
 
 
 def grid(

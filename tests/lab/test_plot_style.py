@@ -1,11 +1,12 @@
 """The colours of figures: readable on light and dark pages, and each with one meaning."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 
 from common.sync import STRATEGIES
-from lab.plot_style import SECTIONS, SPARE_COLORS, color
+from lab.plot_style import SECTIONS, SPARE_COLORS, color, marker
 
 PAPERS = ("#ffffff", "#14171c")  # of style.css.jinja, light and dark
 # Linear RGB as people without red or green receptors see it (Machado et al. 2009).
@@ -65,3 +66,12 @@ def test_sections_differ_for_colour_blind_readers():
     for sight in SIGHTS:
         for one, other in combinations(shown, 2):
             assert distance(shown[one], shown[other], sight) > 15, (sight, one, other)
+
+
+def test_a_strategy_that_states_no_marker_gets_one_of_its_own(monkeypatch):
+    stated = {strategy.marker for strategy in STRATEGIES.values()}
+    for name in ("first", "second"):
+        plain = replace(STRATEGIES["ring"], marker=None)
+        monkeypatch.setitem(STRATEGIES, name, plain)
+    assert marker("first") != marker("second")
+    assert not {marker("first"), marker("second")} & stated
