@@ -148,9 +148,7 @@ def choose_backend(wanted: str | None, gpus: JobGPUs, size: int) -> tuple[str, s
     elif not gpus.count:
         return "gloo", ""
     elif wanted == "gloo":
-        idle = "1 GPU stays"
-        if gpus.count > 1:
-            idle = f"{gpus.count} GPUs stay"
+        idle = f"{gpus.count} GPUs stay" if gpus.count > 1 else "1 GPU stays"
         return "gloo", f"--backend gloo trains on the CPU: {idle} idle"
     elif gpus.obstacle:
         raise UserError(

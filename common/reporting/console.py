@@ -78,9 +78,8 @@ class Progress:
         last = records[-1]
         now = time.monotonic()
         pace = (now - self._began) / max(1, last.step - self._done_before)
-        learned = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
-        if math.isnan(last.local_loss):
-            learned = "EMULATED"
+        scores = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
+        learned = "EMULATED" if math.isnan(last.local_loss) else scores
         numbers = f"{learned}  {self._batch / max(pace, 1e-9):,.0f} samples/s"
         self.bar.update(
             self._task,

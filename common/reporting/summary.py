@@ -58,8 +58,7 @@ def report(
     steps = timed(run_logger.history, setup.config.untimed_steps, engine.timeline)
     summary = _summary(setup, engine, run_logger, steps)
     summary.ranks_hold_equal_weights = ranks_equal
-    if checkpoint:
-        summary.checkpoint = str(checkpoint)
+    summary.checkpoint = str(checkpoint) if checkpoint else None
     if results:
         summary.test_loss = results[0]["test_loss"]
         summary.test_accuracy = results[0]["accuracy"]
@@ -102,9 +101,8 @@ def _draw(setup: Setup, run_logger: RunLogger, result: Mapping[str, Any]) -> Non
     config = setup.config
     folder = run_logger.folder
     folder.write_json("report.json", result)
-    way = "one node"
-    if setup.world.size > 1:
-        way = f"{config.sync} on {setup.world.size} ranks"
+    ranks = setup.world.size
+    way = f"{config.sync} on {ranks} ranks" if ranks > 1 else "one node"
     title = f"{config.model} on {config.dataset}, {way}"
     draw_confusion_matrix(
         folder.path / "confusion_matrix.png",
@@ -174,8 +172,7 @@ def _card_rows(
     setup: Setup, run_logger: RunLogger, summary: RunSummary, *, timed_steps: int
 ) -> dict[str, Any]:
     """Return the rows of the card by name."""
-    rows: dict[str, Any] = {"ranks": summary.nodes}
-    rows["step time"] = _step_text(summary, timed_steps)
+    rows = {"ranks": summary.nodes, "step time": _step_text(summary, timed_steps)}
     if summary.mean_iteration_seconds is not None:
         rows["mean iteration time"] = (
             f"{summary.mean_iteration_seconds:.3f} s, without the first iteration"

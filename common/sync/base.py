@@ -82,9 +82,7 @@ class GradientSync:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return the context for forward and backward of all micro-batches but a step's last."""
-        if self._filling is None:
-            return nullcontext()
-        return self._filling.paused()
+        return nullcontext() if self._filling is None else self._filling.paused()
 
     def synchronize(self, model: nn.Module) -> None:
         """Replace every gradient by its mean over the ranks.

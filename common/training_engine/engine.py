@@ -323,9 +323,9 @@ class TrainingEngine:
         self, resume: str | Path | Mapping[str, Any], optimizer: "Optimizer"
     ) -> Mapping[str, Any]:
         """Load a checkpoint's weights and optimiser state, and return its entries. Collective."""
-        entries = resume
-        if not isinstance(entries, Mapping):
-            entries = broadcast_checkpoint(self.world, entries)
+        entries = (
+            resume if isinstance(resume, Mapping) else broadcast_checkpoint(self.world, resume)
+        )
         load_model_state(unwrap(self.model), entries, name="to resume from")
         load_optimizer_state(optimizer, entries, name="to resume from")
         return entries
@@ -499,8 +499,7 @@ class TrainingEngine:
         gradients are not finite on any rank.
         """
         assert self.metrics is not None  # train_epoch sets it
-        agreed = self.metrics.flush(stop=self.stop_requested, wait=wait)
-        self.stopping = agreed or self.stopping
+        self.stopping = self.metrics.flush(stop=self.stop_requested, wait=wait) or self.stopping
 
     def request_stop(self) -> None:
         """Ask all ranks to stop at the next step on which they agree; safe in a signal handler."""
@@ -589,9 +588,7 @@ class TrainingEngine:
     @property
     def evaluated_models(self) -> list[nn.Module]:
         """The model, then the moving average of its weights if there is one."""
-        if self.ema is None:
-            return [self.model]
-        return [self.model, self.ema.module]
+        return [self.model] if self.ema is None else [self.model, self.ema.module]
 
     def agree_on_buffers(self) -> None:
         """Make all ranks hold the same weights and buffers. Collective.

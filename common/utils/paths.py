@@ -9,12 +9,8 @@ from common.errors import UserError, file_errors
 REPOSITORY = Path(__file__).resolve().parents[2]
 """The checkout; if the package is installed, the folder that holds it."""
 IN_CHECKOUT = (REPOSITORY / "PartOne" / "main.py").is_file()
-if IN_CHECKOUT:
-    RECIPES = REPOSITORY / "recipes"
-    BASE = REPOSITORY
-else:
-    RECIPES = REPOSITORY / "common" / "recipes"
-    BASE = Path.cwd()
+RECIPES = REPOSITORY / ("recipes" if IN_CHECKOUT else "common/recipes")
+BASE = REPOSITORY if IN_CHECKOUT else Path.cwd()
 # BASE is the folder of data/ and reports/.
 DATA = BASE / "data"
 REPORTS = BASE / "reports"
