@@ -75,12 +75,11 @@ def visible_gpus() -> list[str]:
     """
     import torch
 
+    host = _plain(socket.gethostname())
     names = []
     for index in range(torch.cuda.device_count()):
-        name = f"{_plain(socket.gethostname())}-{index}"
-        if uuid := getattr(torch.cuda.get_device_properties(index), "uuid", None):
-            name = f"GPU-{uuid}"
-        names.append(name)
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        names.append(f"GPU-{uuid}" if uuid else f"{host}-{index}")
     return names
 
 

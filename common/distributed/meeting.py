@@ -376,9 +376,11 @@ def _missing(own: dist.Store, launch: LaunchSpec) -> list[int]:
 
 def _missing_ranks(own: dist.Store, launch: LaunchSpec, wait: _Wait) -> str:
     missing = _missing(own, launch)
-    remedy = "Start them with the same command and their --rank, or give a longer --timeout"
-    if launch.local_rank is not None:
-        remedy = "Their output says why, or give a longer --timeout"
+    remedy = (
+        "Their output says why, or give a longer --timeout"
+        if launch.local_rank is not None
+        else "Start them with the same command and their --rank, or give a longer --timeout"
+    )
     return (
         f"{launch.world_size - len(missing)} of {launch.world_size} ranks came to "
         f"{_address(launch)} within {wait.seconds:g} s; missing: {ranks_text(missing)}. {remedy}"

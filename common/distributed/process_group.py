@@ -254,9 +254,7 @@ def cleanup_distributed() -> None:
 def own_device(device: torch.device | str, local_rank: int, *, distributed: bool) -> torch.device:
     """Return ``device``; in a group, "cuda" without a number means the GPU of ``local_rank``."""
     device = torch.device(device)
-    if distributed and device == torch.device("cuda"):
-        return gpu_of(local_rank)
-    return device
+    return gpu_of(local_rank) if distributed and device == torch.device("cuda") else device
 
 
 def check_open(world_size: int, backend: str | None) -> None:

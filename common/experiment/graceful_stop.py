@@ -33,9 +33,11 @@ def stop_on_signals(
     if not engine.stopping:
         return
     why = received[0] if received else "a signal to another rank"
-    saved = f"saved as {checkpoints.newest}; resume with --resume auto"
-    if checkpoints.newest is None:
-        saved = "nothing was saved, since this run writes no checkpoints"
+    saved = (
+        "nothing was saved, since this run writes no checkpoints"
+        if checkpoints.newest is None
+        else f"saved as {checkpoints.newest}; resume with --resume auto"
+    )
     raise Stopped(f"{why}: stopped after step {engine.step}, {saved}")
 
 

@@ -12,8 +12,6 @@ from common.reporting.console import Progress, say
 from common.run_setup import Setup
 from common.training_engine import Predictions, TrainingEngine, predict
 
-_PRETRAINED_BATCH_SIZE = 500
-
 
 class CountedLoader:
     """This rank's share of the test set, which shows on rank 0 how many of its images are done.
@@ -26,7 +24,7 @@ class CountedLoader:
         world = setup.world
         # A pretrained model enlarges its images to 49 times as many pixels: large batches may not
         # fit.
-        batch_size = _PRETRAINED_BATCH_SIZE if setup.config.model in PRETRAINED else None
+        batch_size = 500 if setup.config.model in PRETRAINED else None
         self._loader = EvaluationLoader(
             dataset.test,
             mean=dataset.mean,

@@ -139,8 +139,8 @@ def _bytes(kind: str, args: tuple) -> tuple[int, float]:
         return size, 0.0
     if kind == "reduce_scatter" and dist.get_backend() == dist.Backend.GLOO:
         kind = "all_reduce"  # which Gloo runs in its place
-    numbers = [argument for argument in args if type(argument) is int]
-    root = next(iter(numbers), 0)  # the first number, if the collective has a root
+    # The first number, if the collective has a root
+    root = next((argument for argument in args if type(argument) is int), 0)
     sent = sent_bytes(kind, size, rank=dist.get_rank(), ranks=dist.get_world_size(), root=root)
     return size, float(sent)
 

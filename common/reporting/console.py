@@ -94,8 +94,7 @@ class Progress:
             say(f"epoch {last.epoch}  step {last.step}/{self._total}  {numbers}  {left} left")
 
     def _wants_line(self, step: int) -> bool:
-        first = self._done_before + 1
-        return step in (first, self._total) or step % self._log_every == 0
+        return step in (self._done_before + 1, self._total) or step % self._log_every == 0
 
     def counted(
         self, loader: Iterable[tuple[Tensor, Tensor]], *, title: str, images: int

@@ -207,10 +207,10 @@ def _card_rows(
 
 def _step_text(summary: RunSummary, timed_steps: int) -> str:
     step = summary.step_seconds
-    sections = summary.section_seconds
-    if not step or sections is None:
+    if not step or summary.section_seconds is None:
         return "none: nothing was left to train"
-    within = min(sum(sections.values()), step)  # a sum of medians may exceed the median
+    # A sum of medians may exceed the median.
+    within = min(sum(summary.section_seconds.values()), step)
     return (
         f"{step:.3f} s (median of {count(timed_steps, 'step')}), of which {within:.3f} s in "
         "the five sections"
@@ -251,6 +251,4 @@ def _throughput(run_logger: RunLogger) -> str:
     """Return the training throughput of all ranks together, over the complete epochs."""
     seconds = sum(report.seconds for report in run_logger.epochs)
     samples = sum(report.samples_per_second * report.seconds for report in run_logger.epochs)
-    if not seconds:
-        return "no epoch was completed"
-    return f"{samples / seconds:,.0f} samples/s"
+    return f"{samples / seconds:,.0f} samples/s" if seconds else "no epoch was completed"

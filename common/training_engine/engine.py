@@ -358,31 +358,28 @@ class TrainingEngine:
 
         compile_for(self, loader)  # before the callbacks' clocks start
         notify("on_train_begin", self, first_epoch)
-        try:
-            for epoch in range(first_epoch, last_epoch + 1):
-                set_epoch(loader, epoch)
-                result = self.train_epoch(
-                    loader,
-                    epoch=epoch,
-                    start_step=start_step,
-                    max_steps=max_steps,
-                    on_steps=partial(notify, "on_steps"),
-                    after_step=partial(notify, "on_step_end"),
-                    **options,
-                )
-                if not result.steps and not start_step:  # a resumed epoch may have none left
-                    break
-                start_step = 0
-                self.world.activity.enter("end of the epoch")
-                self.agree_on_buffers()
-                is_last = epoch == last_epoch or self.step == max_steps
-                end = EpochEnd(epoch, result, is_last=is_last)
-                notify("on_epoch_end", end)
-                if end.stop_reason or self.stopping:
-                    break
-            notify("on_train_end")
-        finally:
-            notify("close")
+        for epoch in range(first_epoch, last_epoch + 1):
+            set_epoch(loader, epoch)
+            result = self.train_epoch(
+                loader,
+                epoch=epoch,
+                start_step=start_step,
+                max_steps=max_steps,
+                on_steps=partial(notify, "on_steps"),
+                after_step=partial(notify, "on_step_end"),
+                **options,
+            )
+            if not result.steps and not start_step:  # a resumed epoch may have none left
+                break
+            start_step = 0
+            self.world.activity.enter("end of the epoch")
+            self.agree_on_buffers()
+            is_last = epoch == last_epoch or self.step == max_steps
+            end = EpochEnd(epoch, result, is_last=is_last)
+            notify("on_epoch_end", end)
+            if end.stop_reason or self.stopping:
+                break
+        notify("on_train_end")
 
     def train_epoch(
         self,

@@ -18,9 +18,7 @@ REPORTS = BASE / "reports"
 
 def part_command(part: str) -> list[str]:
     """Return what follows ``python`` to start a part: its file, or without a checkout a module."""
-    if IN_CHECKOUT:
-        return [str(REPOSITORY / part / "main.py")]
-    return ["-m", "common.cli", part]
+    return [str(REPOSITORY / part / "main.py")] if IN_CHECKOUT else ["-m", "common.cli", part]
 
 
 def new_folder(parent: Path, kind: str = "") -> Path:

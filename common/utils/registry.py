@@ -31,9 +31,9 @@ def choices_text(got: str, names: Iterable[str]) -> str:
     names = list(names)
     listed = ", ".join(names)
     close = closest(got, names)
-    if close is None:
-        return f"choose one of {listed}"
-    return f"did you mean {close}? Choices: {listed}"
+    return (
+        f"choose one of {listed}" if close is None else f"did you mean {close}? Choices: {listed}"
+    )
 
 
 def closest(got: str, names: Iterable[str]) -> str | None:
