@@ -6,8 +6,7 @@ The dicts hold strings, so that ``--help`` can list every choice without importi
 
 import difflib
 from collections.abc import Iterable, Mapping
-from pkgutil import resolve_name
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from common.errors import UserError
 
@@ -19,11 +18,6 @@ def find(table: Mapping[str, T], name: str, *, kind: str) -> T:
     if name not in table:
         raise UserError(f"unknown {kind} {name!r}: {choices_text(name, table)}")
     return table[name]
-
-
-def load(table: Mapping[str, str], name: str, *, kind: str) -> Any:
-    """Import and return what ``table[name]`` names; UserError as ``find``."""
-    return resolve_name(find(table, name, kind=kind))
 
 
 def choices_text(got: str, names: Iterable[str]) -> str:
