@@ -22,8 +22,7 @@ class CountedLoader:
     def __init__(self, setup: Setup, progress: Progress) -> None:
         dataset = setup.dataset
         world = setup.world
-        # A pretrained model enlarges its images to 49 times as many pixels: large batches may not
-        # fit.
+        # A pretrained model enlarges images to 49 times as many pixels: large batches may not fit.
         batch_size = 500 if setup.config.model in PRETRAINED else None
         self._loader = EvaluationLoader(
             dataset.test,
