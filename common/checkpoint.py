@@ -237,8 +237,7 @@ def load_plain_state(owner: Any, state: Mapping[str, Any], *, name: str) -> None
 def _planned(state: Mapping[str, Any]) -> list[Any]:
     """Return what the plan and the flags fix in a scheduler's state, and in that of its parts."""
     values = [state.get(key) for key in _PLANNED]
-    parts = [_planned(part) for part in state.get("_schedulers", ())]
-    return values + parts
+    return values + [_planned(part) for part in state.get("_schedulers", ())]
 
 
 def time_of_saving(path: Path) -> tuple[float, int]:

@@ -160,9 +160,7 @@ def _run(config: Config, launch: LaunchSpec) -> int:
     # torch reads it when imported. Its C++ warnings repeat this program's messages, with stacks.
     if not config.debug:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    rank = ""
-    if launch.world_size > 1:
-        rank = f" (rank {launch.rank})"
+    rank = f" (rank {launch.rank})" if launch.world_size > 1 else ""
     begun = time.time()
     try:
         from common.experiment.run import run
@@ -174,10 +172,8 @@ def _run(config: Config, launch: LaunchSpec) -> int:
     except KeyboardInterrupt:
         status = _say(f"interrupted{rank}{_newest_checkpoint(config, begun)}", INTERRUPTED)
     except Exception as error:
-        if reason := _explain(error):
-            message = f"error{rank}: {reason}"
-        else:
-            message = traceback.format_exc().rstrip()
+        reason = _explain(error)
+        message = f"error{rank}: {reason}" if reason else traceback.format_exc().rstrip()
         status = _say(message + _newest_checkpoint(config, begun), 1)
     return status
 
@@ -272,9 +268,7 @@ part_one, part_two, part_three = _PARTS.values()
 
 
 if __name__ == "__main__":  # python -m common.cli PartTwo ...
-    _part = "nothing"
-    if len(sys.argv) > 1:
-        _part = sys.argv.pop(1)
+    _part = sys.argv.pop(1) if len(sys.argv) > 1 else "nothing"
     if _part not in _PARTS:
         _choices = ", ".join(_PARTS)
         sys.exit(_say(f"error: python -m common.cli: got {_part}, give one of {_choices}", 2))

@@ -40,9 +40,7 @@ def print_to_stderr(line: str) -> None:
 
 def count(number: int, noun: str) -> str:
     """Return "1 rank", "2 ranks", "0 ranks"."""
-    if number == 1:
-        return f"{number} {noun}"
-    return f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -67,17 +65,13 @@ def first_of(names: Sequence[object], most: int = 8) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, else the name of its type."""
     lines = str(error).strip().splitlines()
-    if not lines:
-        return type(error).__name__
-    return lines[0]
+    return lines[0] if lines else type(error).__name__
 
 
 def reason_of(error: Exception) -> str:
     """Return why a file or a download failed, without the path."""
     reason = getattr(error, "reason", None) or getattr(error, "strerror", None)
-    if reason:
-        return str(reason)
-    return first_line(error)
+    return str(reason) if reason else first_line(error)
 
 
 @contextmanager

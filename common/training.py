@@ -91,8 +91,7 @@ def prepare_model_for_training(
     if distribute_flag:
         check_open(1, None)
         model = build_sync("ddp").prepare(model, optimizer)
-    criterion = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
-    return model, criterion, optimizer
+    return model, nn.CrossEntropyLoss(label_smoothing=label_smoothing), optimizer
 
 
 def _load_optimizer(optimizer: Optimizer, entries: Mapping[str, Any], name: str) -> None:

@@ -284,8 +284,7 @@ def _add_switch(
 
     The help shows the one that changes the default, and both where the default depends.
     """
-    on = argparse.SUPPRESS
-    off = argparse.SUPPRESS
+    on = off = argparse.SUPPRESS
     if not hidden and not known.default:
         on = known.help
     if not hidden and known.default is None:

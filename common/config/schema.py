@@ -5,7 +5,7 @@ parser.py makes a ``Config`` from a recipe and a command line. Nothing here impo
 meaning and its limits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -106,35 +106,29 @@ def setting(default: Any, group: str, help: str, *flags: str, **more: Any) -> An
     return field(default=default, metadata={"setting": made}, repr=not made.secret)
 
 
-def with_strategy_options(after: str) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator that adds a setting for each option of a strategy.
+def with_strategy_options(settings_class: type[T]) -> type[T]:
+    """Add a setting for each option of a strategy, after ``sync_batchnorm``.
 
-    after : the setting that comes before them. Use it below ``dataclass``.
+    A class decorator. Use it below ``dataclass``.
     """
-
-    def add(settings_class: type[T]) -> type[T]:
-        annotations: dict[str, Any] = {}
-        for name, annotation in settings_class.__annotations__.items():
-            annotations[name] = annotation
-            if name == after:
-                for option in strategy_options().values():
-                    annotations[option.name] = option.annotation
-                    setattr(settings_class, option.name, _setting_of(option))
-        settings_class.__annotations__ = annotations
-        return settings_class
-
-    return add
+    annotations: dict[str, Any] = {}
+    for name, annotation in settings_class.__annotations__.items():
+        annotations[name] = annotation
+        if name == "sync_batchnorm":
+            for option in strategy_options().values():
+                annotations[option.name] = option.annotation
+                setattr(settings_class, option.name, _setting_of(option))
+    settings_class.__annotations__ = annotations
+    return settings_class
 
 
 def _setting_of(option: Option) -> Any:
-    text = option.help
-    if option.defaults:
-        text += f" (default: {option.defaults})"
-    return setting(option.default, TRAINING, text)
+    default = f" (default: {option.defaults})" if option.defaults else ""
+    return setting(option.default, TRAINING, option.help + default)
 
 
 @dataclass(frozen=True)
-@with_strategy_options(after="sync_batchnorm")
+@with_strategy_options
 class Config:
     """Every setting of a run; a field's help text says what it means.
 
@@ -585,11 +579,9 @@ class Config:
 
     def shared_settings(self) -> dict[str, Any]:
         """Return the settings that must be the same on every rank, by flag, in field order."""
-        shared = {"--part": self.part}
-        for name, known in settings().items():
-            if not known.per_rank and name != "world_size":
-                shared[flag(name)] = getattr(self, name)
-        return shared
+        shared = [name for name, known in settings().items() if not known.per_rank]
+        shared.remove("world_size")
+        return {"--part": self.part} | {flag(name): getattr(self, name) for name in shared}
 
     def as_json(self) -> dict[str, Any]:
         """Return every setting but secrets as plain values, for ``config.json``."""

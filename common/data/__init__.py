@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from common.utils import registry
@@ -47,6 +48,5 @@ def load_dataset(name: str, data_dir: Path, *, mirror: str | None = None) -> Any
 
     Raises UserError if it is unknown, damaged or empty, or missing and cannot be downloaded.
     """
-    loaders = {name: entry.loader for name, entry in DATASETS.items()}
-    load = registry.load(loaders, name, kind="dataset")
+    load = resolve_name(registry.find(DATASETS, name, kind="dataset").loader)
     return load(Path(data_dir), mirror)

@@ -12,11 +12,10 @@ from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 
-import torch
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import check_integrity, extract_archive
 
-from common.data.dataset import Dataset, ImageSet
+from common.data.dataset import Dataset, image_set
 from common.errors import UserError, reason_of
 from common.utils.atomic_files import regular_target
 from common.utils.file_lock import FOR_EVER, lock_file
@@ -56,12 +55,14 @@ def _load(
             ) from error
     train = kind(str(data_dir), train=True)
     test = kind(str(data_dir), train=False)
-    return Dataset(name, _image_set(train), _image_set(test), tuple(train.classes), mean, std)
-
-
-def _image_set(split: CIFAR10) -> ImageSet:
-    labels = torch.tensor(split.targets, dtype=torch.int64)
-    return ImageSet(torch.from_numpy(split.data), labels)
+    return Dataset(
+        name,
+        image_set(train.data, train.targets),
+        image_set(test.data, test.targets),
+        tuple(train.classes),
+        mean,
+        std,
+    )
 
 
 def file_problems(kind: type[CIFAR10], data_dir: Path) -> str:

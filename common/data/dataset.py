@@ -1,7 +1,9 @@
 """A dataset: two sets of images in memory as bytes, and how to normalise them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +19,11 @@ class ImageSet:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+
+def image_set(images: np.ndarray, labels: Sequence[int] | np.ndarray) -> ImageSet:
+    """Return numpy's images, uint8 of shape (n, 32, 32, 3), with their labels as tensors."""
+    return ImageSet(torch.from_numpy(images), torch.as_tensor(labels, dtype=torch.int64))
 
 
 @dataclass(frozen=True)

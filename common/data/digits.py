@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from common.data.dataset import IMAGE_SIZE, Dataset, ImageSet, pixel_statistics
+from common.data.dataset import IMAGE_SIZE, Dataset, image_set, pixel_statistics
 
 _TEST_SAMPLES = 360
 _SPLIT_SEED = 0
@@ -31,13 +30,8 @@ def load_digits(data_dir: Path, mirror: str | None) -> Dataset:
         stratify=bundled.target,
         random_state=_SPLIT_SEED,
     )
-    train = _image_set(train_x, train_y)
-    test = _image_set(test_x, test_y)
+    train = image_set(train_x, train_y)
+    test = image_set(test_x, test_y)
     classes = tuple(str(digit) for digit in bundled.target_names)
     mean, std = pixel_statistics(train.images)
     return Dataset("digits", train, test, classes, mean, std, flip=False)
-
-
-def _image_set(images: np.ndarray, labels: np.ndarray) -> ImageSet:
-    contiguous = np.ascontiguousarray(images)
-    return ImageSet(torch.from_numpy(contiguous), torch.from_numpy(labels).to(torch.int64))

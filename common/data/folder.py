@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from common.data.dataset import IMAGE_SIZE, Dataset, ImageSet, pixel_statistics
+from common.data.dataset import IMAGE_SIZE, Dataset, ImageSet, image_set, pixel_statistics
 from common.errors import UserError
 from common.utils.atomic_files import regular_target
 
@@ -57,8 +56,7 @@ def _read(folder: Path, classes: list[str], *, allow_empty_classes: bool) -> Ima
         labels += [label] * len(of_class)
     if not paths:
         raise _no_image(folder)
-    images = np.stack([_read_image(path) for path in paths])
-    return ImageSet(torch.from_numpy(images), torch.tensor(labels, dtype=torch.int64))
+    return image_set(np.stack([_read_image(path) for path in paths]), labels)
 
 
 def _no_image(folder: Path) -> UserError:

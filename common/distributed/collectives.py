@@ -123,13 +123,7 @@ def _done_on_all(world: World, action: Callable[[], T]) -> Callable[[], T]:
 
 def run_on_rank0(world: World, action: Callable[[], str]) -> str:
     """Run ``action`` on rank 0 alone and return its result, or raise its error, on every rank."""
-
-    def on_rank0() -> str:
-        if not world.is_rank0:
-            return ""
-        return action()
-
-    mine = run_on_all_ranks(world, on_rank0)
+    mine = run_on_all_ranks(world, lambda: action() if world.is_rank0 else "")
     return gather_objects(world, mine, schema=str)[0]
 
 

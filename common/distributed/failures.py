@@ -185,9 +185,7 @@ class Beat(msgspec.Struct, frozen=True):
         if self.place in _STEP:
             return f"step {self.step}"
         name = _NAMES.get(self.place, f"the {self.place}")
-        if self.step == 0:
-            return name
-        return f"{name} at step {self.step}"
+        return f"{name} at step {self.step}" if self.step else name
 
     @property
     def spot(self) -> str:
@@ -229,9 +227,7 @@ def _describe(named: Mapping[int, str], beats: Mapping[int, Beat]) -> str:
     spots = Counter(beat.spot for beat in others.values() if beat.waits)
     if spots:
         [(spot, _)] = spots.most_common(1)
-        who = "the others wait"
-        if len(others) == 1:
-            who = f"rank {min(others)} waits"
+        who = f"rank {min(others)} waits" if len(others) == 1 else "the others wait"
         parts.append(f"{who} in {spot}")
     return "; ".join(parts)
 
@@ -240,9 +236,8 @@ def _silent_ranks(beats: Mapping[int, Beat], silent: Mapping[int, float]) -> dic
     """Return what the silence of each of these ranks means."""
     # A stopped rank keeps its connections: the others then wait until the timeout, or until a rank
     # that fell silent later is killed.
-    killed_since = min(silent.values()) + _APART_SECONDS
-    if any(beat.timed_out for beat in beats.values()):
-        killed_since = 0.0
+    timed_out = any(beat.timed_out for beat in beats.values())
+    killed_since = 0.0 if timed_out else min(silent.values()) + _APART_SECONDS
     least_step = max(beat.least_step for beat in beats.values() if beat.waits)
     found = {}
     for rank, seconds in silent.items():
@@ -250,8 +245,7 @@ def _silent_ranks(beats: Mapping[int, Beat], silent: Mapping[int, float]) -> dic
         if beats[rank].step < least_step:  # since its last beat it has come further
             since = f"step {least_step}"
         if seconds < killed_since:
-            silence = f"(no sign of life for {seconds:.1f} s)"
-            found[rank] = f"ended or was killed at {since} {silence}"
+            found[rank] = f"ended or was killed at {since} (no sign of life for {seconds:.1f} s)"
         else:
             found[rank] = f"has not moved since {since}, {seconds:.1f} s ago"
     return found
@@ -265,9 +259,7 @@ def _busy_ranks(beats: Mapping[int, Beat]) -> dict[int, str]:
         # DistributedDataParallel waits within backward, which looks like computing.
         in_backward = beat.place == "backward" and beat.where in backward
         if not beat.waits and not in_backward and beat.still_seconds >= _STILL_SECONDS:
-            what = beat.where
-            if beat.place in _STEP:
-                what = f"{beat.place} of {beat.where}"
+            what = f"{beat.place} of {beat.where}" if beat.place in _STEP else beat.where
             found[rank] = f"has been in {what} for {beat.still_seconds:.1f} s"
     return found
 
@@ -286,9 +278,7 @@ def _ranks_elsewhere(beats: Mapping[int, Beat]) -> dict[int, str]:
 
 
 def _name(rank: int, beat: Beat) -> str:
-    if not beat.address:
-        return f"rank {rank}"
-    return f"rank {rank} ({beat.address})"
+    return f"rank {rank} ({beat.address})" if beat.address else f"rank {rank}"
 
 
 # --- the watch ---
@@ -490,8 +480,7 @@ class FailureWatch:
             store.set(_BEAT.format(self._rank), encode(self._sample()).decode())
             return store.multi_get([_BEAT.format(rank) for rank in range(self._size)])
 
-        contents = self._ask(ask)
-        beats = [decode(content, Beat, name="a beat") for content in contents]
+        beats = [decode(content, Beat, name="a beat") for content in self._ask(ask)]
         return dict(enumerate(beats))
 
     def _tell(self, key: str, text: str) -> str:
@@ -531,11 +520,11 @@ def open_connections() -> dict[int, set[int]]:
         connections = psutil.Process().net_connections(kind="tcp")
     except psutil.Error:  # a system that keeps them secret
         return {}
-    ports = {}
-    for connection in connections:
-        if connection.raddr:  # else it only listens
-            ports[connection.fd] = {connection.laddr.port, connection.raddr.port}
-    return ports
+    return {
+        connection.fd: {connection.laddr.port, connection.raddr.port}
+        for connection in connections
+        if connection.raddr  # else it only listens
+    }
 
 
 def _close_connections(store_port: int, others: Collection[int]) -> None:
@@ -557,9 +546,7 @@ def nccl_failure() -> bool | None:
     """Return True if NCCL's watchdog saw a timeout, False if another error, None if none."""
     group = dist.distributed_c10d._get_default_group()
     error = group._get_backend(torch.device("cuda")).get_error().name
-    if error == "SUCCESS":
-        return None
-    return error == "TIMEOUT"
+    return None if error == "SUCCESS" else error == "TIMEOUT"
 
 
 class CollectiveGuard:

@@ -75,12 +75,11 @@ def visible_gpus() -> list[str]:
     """
     import torch
 
+    host = _plain(socket.gethostname())
     names = []
     for index in range(torch.cuda.device_count()):
-        name = f"{_plain(socket.gethostname())}-{index}"
-        if uuid := getattr(torch.cuda.get_device_properties(index), "uuid", None):
-            name = f"GPU-{uuid}"
-        names.append(name)
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        names.append(f"GPU-{uuid}" if uuid else f"{host}-{index}")
     return names
 
 
@@ -148,9 +147,7 @@ def choose_backend(wanted: str | None, gpus: JobGPUs, size: int) -> tuple[str, s
     elif not gpus.count:
         return "gloo", ""
     elif wanted == "gloo":
-        idle = "1 GPU stays"
-        if gpus.count > 1:
-            idle = f"{gpus.count} GPUs stay"
+        idle = f"{gpus.count} GPUs stay" if gpus.count > 1 else "1 GPU stays"
         return "gloo", f"--backend gloo trains on the CPU: {idle} idle"
     elif gpus.obstacle:
         raise UserError(

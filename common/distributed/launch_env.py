@@ -211,8 +211,9 @@ def _check_torchrun(found: TorchrunVariables) -> None:
     if found.rank >= size:
         raise _senseless(f"RANK={found.rank} of WORLD_SIZE={size}; ranks count from 0")
     if local_size and local_rank >= local_size:
-        place = f"LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size}"
-        raise _senseless(f"{place}; ranks count from 0")
+        raise _senseless(
+            f"LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size}; ranks count from 0"
+        )
     if local_size > size:
         raise _senseless(f"LOCAL_WORLD_SIZE={local_size} of WORLD_SIZE={size}")
     if not found.master_addr:
@@ -247,9 +248,8 @@ def _largest_size(found: TorchrunVariables) -> int:
     command = ""
     with contextlib.suppress(psutil.Error):  # torchrun has just ended, or hides its command line
         command = " ".join(psutil.Process(os.getppid()).cmdline())
-    nodes = re.search(r"--nnodes[= ](?:\d+:)?(\d{1,5})(?!\d)", command)
-    if nodes is None:
-        nodes = re.fullmatch(r"(?:\d+:)?(\d+)", found.pet_nnodes)
+    in_command = re.search(r"--nnodes[= ](?:\d+:)?(\d{1,5})(?!\d)", command)
+    nodes = in_command or re.fullmatch(r"(?:\d+:)?(\d+)", found.pet_nnodes)
     if nodes is None:
         return 0
     return int(nodes[1]) * (found.local_world_size or 1)
@@ -263,9 +263,11 @@ def _generation(environment: Mapping[str, str]) -> str:
     """
     if "TORCHELASTIC_RUN_ID" not in environment:
         return ""
-    in_turn = "MASTER_PORT"
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        in_turn = "TORCHELASTIC_RESTART_COUNT"
+    in_turn = (
+        "TORCHELASTIC_RESTART_COUNT"
+        if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        else "MASTER_PORT"
+    )
     names = ("TORCHELASTIC_RUN_ID", in_turn, "WORLD_SIZE")
     return " ".join(environment.get(name, "") for name in names)
 
@@ -299,15 +301,11 @@ def ranks_to_start(
             "--distributed starts all ranks on this machine, and --rank is one of them: give "
             "one of the two"
         )
-    gpus = 0
-    if gpu_ids is not None:
-        gpus = len(gpu_ids.split(","))
+    gpus = len(gpu_ids.split(",")) if gpu_ids is not None else 0
     asked = distributed or gpus > 1 or (gpus == 1 and dist_url)
     if not asked or rank is not None or started_by_launcher():
         return []
-    size = gpus
-    if distributed and world_size:
-        size = world_size
+    size = world_size if distributed and world_size else gpus
     host, port = _master_address(master_ip, master_port, dist_url)
     return _torchrun_variables(size or _default_size(), host, port)
 

@@ -102,12 +102,11 @@ def meet(
     or this rank's token is not rank 0's; UserError if the port is in use, or if rank 0 runs on
     another machine than the address that the other ranks connect to.
     """
-
-    def join(wait: _Wait) -> tuple[dist.Store, MeetingOutcome]:
-        shared = store or _open_or_connect(launch, wait)
-        return _join(shared, launch, wait)
-
-    return _within(timeout_seconds, launch, join)
+    return _within(
+        timeout_seconds,
+        launch,
+        lambda wait: _join(store or _open_or_connect(launch, wait), launch, wait),
+    )
 
 
 def shared_store(launch: LaunchSpec, timeout_seconds: float) -> dist.TCPStore:
@@ -119,9 +118,7 @@ def shared_store(launch: LaunchSpec, timeout_seconds: float) -> dist.TCPStore:
 
 
 def _open_or_connect(launch: LaunchSpec, wait: _Wait) -> dist.TCPStore:
-    if launch.rank == 0:
-        return _serve(launch, wait)
-    return _connect(launch, wait)
+    return _serve(launch, wait) if launch.rank == 0 else _connect(launch, wait)
 
 
 def _within(timeout_seconds: float, launch: LaunchSpec, join: Callable[[_Wait], T]) -> T:
@@ -299,11 +296,11 @@ def _check_rank0(store: dist.Store, own: dist.Store, launch: LaunchSpec, wait: _
             raise _lost_rank0(launch, "it has not begun to meet the others")
     size = decode(own.get(_SIZE), Ranks, name=_STORE)
     if size != launch.world_size:
-        reason = (
+        raise _end_meeting(
+            own,
             f"rank {launch.rank} was started with --num-nodes {launch.world_size}, but rank 0 with "
-            f"{size}: give the same on every node"
+            f"{size}: give the same on every node",
         )
-        raise _end_meeting(own, reason)
 
 
 def _wait_for_all(own: dist.Store, launch: LaunchSpec, wait: _Wait) -> None:
@@ -329,10 +326,7 @@ def place_ranks(peers: Sequence[Peer]) -> MeetingOutcome:
     come: Counter[str] = Counter()
     local_ranks = []
     for peer in peers:
-        local_rank = peer.local_rank
-        if local_rank is None:
-            local_rank = come[peer.host]
-        local_ranks.append(local_rank)
+        local_ranks.append(come[peer.host] if peer.local_rank is None else peer.local_rank)
         come[peer.host] += 1
     places = [
         (local_rank, sizes[peer.host]) for local_rank, peer in zip(local_ranks, peers, strict=True)
@@ -361,18 +355,18 @@ def keyed(token: str, purpose: str) -> str:
 
 
 def _fingerprint(launch: LaunchSpec) -> str:
-    if not launch.token:
-        return ""
-    return keyed(launch.token, "fingerprint")
+    return keyed(launch.token, "fingerprint") if launch.token else ""
 
 
 def explain_mismatch(*, here: bool, there: bool) -> str:
     """Return why a rank's token does not match rank 0's; here, there : whether each has one."""
     if here and there:
         return f"its {RUN_TOKEN} is not rank 0's: set the same value on every node"
-    found = "rank 0 has a run token and this rank has none"
-    if here:
-        found = "this rank has a run token and rank 0 has none"
+    found = (
+        "this rank has a run token and rank 0 has none"
+        if here
+        else "rank 0 has a run token and this rank has none"
+    )
     return f"{found}: set {RUN_TOKEN} to the same value on every node, or on none"
 
 
@@ -382,9 +376,11 @@ def _missing(own: dist.Store, launch: LaunchSpec) -> list[int]:
 
 def _missing_ranks(own: dist.Store, launch: LaunchSpec, wait: _Wait) -> str:
     missing = _missing(own, launch)
-    remedy = "Start them with the same command and their --rank, or give a longer --timeout"
-    if launch.local_rank is not None:
-        remedy = "Their output says why, or give a longer --timeout"
+    remedy = (
+        "Their output says why, or give a longer --timeout"
+        if launch.local_rank is not None
+        else "Start them with the same command and their --rank, or give a longer --timeout"
+    )
     return (
         f"{launch.world_size - len(missing)} of {launch.world_size} ranks came to "
         f"{_address(launch)} within {wait.seconds:g} s; missing: {ranks_text(missing)}. {remedy}"

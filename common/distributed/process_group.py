@@ -66,9 +66,7 @@ def current_world(device: torch.device | str | None = None) -> World:
         return World(device=torch.device(device or "cpu"))
     backend = dist.get_backend()
     if device is None:
-        device = "cpu"
-        if backend == "nccl":
-            device = f"cuda:{torch.cuda.current_device()}"
+        device = f"cuda:{torch.cuda.current_device()}" if backend == "nccl" else "cpu"
     return World(
         dist.get_rank(), dist.get_world_size(), device=torch.device(device), backend=backend
     )
@@ -91,10 +89,8 @@ def process_group(
     message and status 1.
     """
     if launch.master_ip is None:
-        device = torch.device("cpu")
-        if torch.cuda.is_available() and backend != "gloo":
-            device = torch.device("cuda")
-        yield World(device=device)
+        on_gpu = torch.cuda.is_available() and backend != "gloo"
+        yield World(device=torch.device("cuda" if on_gpu else "cpu"))
         return
     if launch.opens_store:  # so there is a guard, which names the lost rank, unlike the watchdog
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -162,10 +158,8 @@ def open_group(
     backend, reason = choose_backend(backend, outcome.gpus, launch.world_size)
     if reason and launch.rank == 0:
         print_to_stderr(reason)
-    device = torch.device("cpu")
-    gpu = None
-    if backend == "nccl":
-        device = gpu = gpu_of(local_rank)
+    gpu = gpu_of(local_rank) if backend == "nccl" else None
+    if gpu is not None:
         torch.cuda.set_device(gpu)
     try:
         dist.init_process_group(
@@ -183,6 +177,7 @@ def open_group(
             "output. If the nodes have several networks, set GLOO_SOCKET_IFNAME (or "
             "NCCL_SOCKET_IFNAME) to the interface that joins them"
         ) from error
+    device = gpu or torch.device("cpu")
     world = World(launch.rank, launch.world_size, local_rank, local_size, device, backend)
     return world, met_in if launch.opens_store else None
 
@@ -192,16 +187,13 @@ def _meet_under_torchrun(
 ) -> tuple[dist.Store, MeetingOutcome]:
     """As ``meet``, in torchrun's own store, or one that torch opens on rank 0's node."""
     assert launch.master_ip is not None
-    host = launch.master_ip
-    if ":" in host:
-        host = f"[{host}]"
+    host = f"[{launch.master_ip}]" if ":" in launch.master_ip else launch.master_ip
     address = f"{host}:{launch.master_port}"
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        found = torch_rendezvous(
-            f"tcp://{address}", launch.rank, launch.world_size, timeout=timeout
+        store, _, _ = next(
+            torch_rendezvous(f"tcp://{address}", launch.rank, launch.world_size, timeout=timeout)
         )
-        store, _, _ = next(found)
     except RuntimeError as error:
         raise GroupError(
             f"torchrun started the ranks to meet at {address}, but rank {launch.rank} found no "
@@ -262,9 +254,7 @@ def cleanup_distributed() -> None:
 def own_device(device: torch.device | str, local_rank: int, *, distributed: bool) -> torch.device:
     """Return ``device``; in a group, "cuda" without a number means the GPU of ``local_rank``."""
     device = torch.device(device)
-    if distributed and device == torch.device("cuda"):
-        return gpu_of(local_rank)
-    return device
+    return gpu_of(local_rank) if distributed and device == torch.device("cuda") else device
 
 
 def check_open(world_size: int, backend: str | None) -> None:

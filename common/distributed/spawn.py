@@ -77,9 +77,8 @@ def run_local_ranks(
     """
     environments = environments or [os.environ] * len(commands)
     outputs = outputs or [None] * len(commands)
-    token = {}
-    if len(commands) > 1:
-        token = {RUN_TOKEN: with_run_token(environments[0])[RUN_TOKEN]}
+    several = len(commands) > 1
+    token = {RUN_TOKEN: with_run_token(environments[0])[RUN_TOKEN]} if several else {}
     ranks = _Ranks(deadline=time.monotonic() + limit_seconds)
     try:
         with batch_scheduling(len(commands) > usable_cores()):
@@ -109,16 +108,17 @@ class _Ranks:
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None
     ) -> None:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output and subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=kill_on_parent_exit(),
+        self.processes.append(
+            subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output and subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=kill_on_parent_exit(),
+            )
         )
-        self.processes.append(process)
 
     def wait(
         self, stop_signal: Callable[[], int | None], stop_seconds: float, grace_seconds: float
@@ -200,8 +200,6 @@ def _status(exits: RankExits, received: signal.Signals | None) -> int:
         return 128 + received
     rank = exits.failed[0]
     status = exits.statuses[rank]
-    how = f"with status {status}"
-    if status < 0:
-        how = f"by signal {-status}"
+    how = f"by signal {-status}" if status < 0 else f"with status {status}"
     print_to_stderr(f"rank {rank} ended first, {how}; its message is above")
     return shell_status(status)

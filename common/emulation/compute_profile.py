@@ -135,8 +135,7 @@ def load_profile(
 
 
 def _size(image: tuple[int, int]) -> str:
-    height, width = image
-    return f"{height}x{width}"
+    return f"{image[0]}x{image[1]}"
 
 
 def how_to_make(choice: str, model: str) -> str:

@@ -85,8 +85,7 @@ class Emulation:
         self._pass(layer.times.forward.at(samples))
         # Looked up in each step: a strategy may have replaced them.
         parameters = [self._model.get_parameter(name) for name in layer.times.parameters]
-        backward = partial(self._backward, layer, samples)
-        return _EmulatedLayer.apply(signal, backward, *parameters)
+        return _EmulatedLayer.apply(signal, partial(self._backward, layer, samples), *parameters)
 
     def _backward(self, layer: "_Layer", samples: int) -> list[Tensor]:
         self._pass(layer.times.backward.at(samples))

@@ -32,12 +32,12 @@ def stop_on_signals(
         yield checkpoints
     if not engine.stopping:
         return
-    why = "a signal to another rank"
-    if received:
-        why = received[0]
-    saved = f"saved as {checkpoints.newest}; resume with --resume auto"
-    if checkpoints.newest is None:
-        saved = "nothing was saved, since this run writes no checkpoints"
+    why = received[0] if received else "a signal to another rank"
+    saved = (
+        "nothing was saved, since this run writes no checkpoints"
+        if checkpoints.newest is None
+        else f"saved as {checkpoints.newest}; resume with --resume auto"
+    )
     raise Stopped(f"{why}: stopped after step {engine.step}, {saved}")
 
 

@@ -17,11 +17,10 @@ from common.training_engine import AfterEachStep, Callback, StepRecord
 
 def build_progress(setup: Setup) -> Progress:
     """Return what shows the steps and the evaluated images; rank 0 alone prints."""
-    config = setup.config
     return Progress(
         setup.plan.total_steps,
         done_steps=setup.entries.get("step", 0),
-        log_every=config.log_every,
+        log_every=setup.config.log_every,
         global_batch_size=setup.plan.batch_size,
         visible=setup.world.is_rank0,
     )
@@ -52,13 +51,9 @@ def open_logger(setup: Setup, job: Job, progress: Progress) -> Iterator[RunLogge
     def take_over() -> list[StepRecord]:
         if job.keeps:
             folder.cut(step=done_steps, epoch=setup.entries.get("epoch", 0))
-        if not world.is_rank0:
-            return []
-        return folder.earlier_steps()
+        return folder.earlier_steps() if world.is_rank0 else []
 
-    history = []
-    if job.resuming:
-        history = run_on_all_ranks(world, take_over)
+    history = run_on_all_ranks(world, take_over) if job.resuming else []
     trackers = run_on_all_ranks(world, build)
     with progress.bar:
         yield RunLogger(world, folder, progress, trackers, history)

@@ -159,9 +159,8 @@ def find_checkpoint(config: Config, job: Job, world: World) -> tuple[str | None,
     of each node looks in the run's own folder if it resumes that run. Otherwise it looks in
     --checkpoint and, for a run without --run-name, in the earlier runs of the experiment.
     """
-    wanted = "auto"
-    if not job.resuming:
-        wanted = run_on_rank0(world, lambda: config.resume or "")
+    given = config.resume or ""
+    wanted = "auto" if job.resuming else run_on_rank0(world, lambda: given)
     if not wanted:
         return None, {}
     if wanted != "auto":
@@ -176,9 +175,7 @@ def find_checkpoint(config: Config, job: Job, world: World) -> tuple[str | None,
 
 def _newest_of_all(config: Config, job: Job, world: World) -> tuple[int, _Found]:
     """Return the lowest rank whose node has the newest checkpoint, and that one. Collective."""
-    mine = _Found()
-    if world.local_rank == 0:
-        mine = _newest_here(config, job)
+    mine = _newest_here(config, job) if world.local_rank == 0 else _Found()
     found = gather_objects(world, mine, schema=_Found)
 
     def newness(rank: int) -> tuple[float, int]:

@@ -45,9 +45,7 @@ def join_ranks(config: Config, launch: LaunchSpec) -> Iterator[World]:
     """
     if config.debug:
         set_debug()
-    backend = config.backend
-    if config.emulated:
-        backend = "gloo"
+    backend = "gloo" if config.emulated else config.backend
     with (
         process_group(
             launch,
@@ -98,9 +96,7 @@ def load_run_dataset(config: Config, world: World) -> tuple[Dataset, str]:
         dataset = load_dataset(config.dataset, config.data_folder, mirror=config.mirror)
         if not dataset.flip:
             _refuse_mirror_images(config, dataset.name)
-        if config.normalise == "dataset":
-            return dataset
-        return dataset.normalised_as_imagenet()
+        return dataset if config.normalise == "dataset" else dataset.normalised_as_imagenet()
 
     world.activity.enter("dataset")
     dataset = run_on_all_ranks(world, load, patient=True)
@@ -212,11 +208,8 @@ def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
 def build_validator(setup: Setup, loader: CountedLoader) -> Validator:
     """Return the callback that validates each epoch and stops at --target-accuracy."""
     config = setup.config
-    validated = None
-    if config.validates:
-        validated = loader
     return Validator(
-        validated,
+        loader if config.validates else None,
         nn.CrossEntropyLoss(),
         target_accuracy=config.target_accuracy,
         patience=config.patience,

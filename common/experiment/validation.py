@@ -12,8 +12,6 @@ from common.reporting.console import Progress, say
 from common.run_setup import Setup
 from common.training_engine import Predictions, TrainingEngine, predict
 
-_PRETRAINED_BATCH_SIZE = 500
-
 
 class CountedLoader:
     """This rank's share of the test set, which shows on rank 0 how many of its images are done.
@@ -24,10 +22,8 @@ class CountedLoader:
     def __init__(self, setup: Setup, progress: Progress) -> None:
         dataset = setup.dataset
         world = setup.world
-        batch_size = None
-        if setup.config.model in PRETRAINED:
-            # It enlarges its images to 49 times as many pixels: large batches may not fit.
-            batch_size = _PRETRAINED_BATCH_SIZE
+        # A pretrained model enlarges images to 49 times as many pixels: large batches may not fit.
+        batch_size = 500 if setup.config.model in PRETRAINED else None
         self._loader = EvaluationLoader(
             dataset.test,
             mean=dataset.mean,
@@ -40,9 +36,7 @@ class CountedLoader:
         self.ids = self._loader.ids
         self.images = len(dataset.test)
         self._progress = progress
-        self._title = "evaluation"
-        if world.size > 1:
-            self._title = "evaluation on rank 0"
+        self._title = "evaluation on rank 0" if world.size > 1 else "evaluation"
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return self._progress.counted(self._loader, title=self._title, images=len(self.ids))

@@ -1,5 +1,6 @@
 """The models by name. Each builder takes the number of classes and returns an ``nn.Module``."""
 
+from pkgutil import resolve_name
 from typing import Any
 
 from common.utils import registry
@@ -26,5 +27,5 @@ def build_model(name: str, num_classes: int, **options: Any) -> Any:
 
     ``options`` : those of the model's builder. UserError with the choices if the name is unknown.
     """
-    builder = registry.load(MODELS, name, kind="model")
+    builder = resolve_name(registry.find(MODELS, name, kind="model"))
     return builder(num_classes, **options)

@@ -31,9 +31,8 @@ class ResidualBlock(nn.Module):
         activated = F.relu(self.bn1(inputs))
         hidden = F.relu(self.bn2(self.conv1(activated)))
         residual = self.conv2(hidden)
-        if self.shortcut is None:
-            return residual + inputs
-        return residual + self.shortcut(activated)
+        shortcut = inputs if self.shortcut is None else self.shortcut(activated)
+        return residual + shortcut
 
 
 class WideResNet(nn.Module):

@@ -73,9 +73,7 @@ class MessageRecorder(TorchDispatchMode):
         super().__init__()
         self._now = gpu_clock or time.perf_counter
         self._queues = gpu_clock is not None
-        if messages is None:
-            messages = []
-        self.messages = messages
+        self.messages = [] if messages is None else messages
         self._open: list[tuple[SentMessage, Any]] = []  # without a future
 
     def for_thread(self) -> "MessageRecorder":
@@ -127,12 +125,8 @@ class MessageRecorder(TorchDispatchMode):
 
 def _work(result: Any) -> Any:
     """Return the work that a call has returned; None for one that NCCL joins with others."""
-    boxed = result
-    if isinstance(result, tuple | list):
-        boxed = result[-1]
-    if boxed is None:
-        return None
-    return torch._C._distributed_c10d.Work.unbox(boxed)
+    boxed = result[-1] if isinstance(result, tuple | list) else result
+    return None if boxed is None else torch._C._distributed_c10d.Work.unbox(boxed)
 
 
 def _bytes(kind: str, args: tuple) -> tuple[int, float]:
@@ -145,8 +139,8 @@ def _bytes(kind: str, args: tuple) -> tuple[int, float]:
         return size, 0.0
     if kind == "reduce_scatter" and dist.get_backend() == dist.Backend.GLOO:
         kind = "all_reduce"  # which Gloo runs in its place
-    numbers = [argument for argument in args if type(argument) is int]
-    root = next(iter(numbers), 0)  # the first number, if the collective has a root
+    # The first number, if the collective has a root
+    root = next((argument for argument in args if type(argument) is int), 0)
     sent = sent_bytes(kind, size, rank=dist.get_rank(), ranks=dist.get_world_size(), root=root)
     return size, float(sent)
 
@@ -177,9 +171,7 @@ class Timeline:
 
     def for_thread(self) -> AbstractContextManager:
         """Return the context of a thread that sends during a step."""
-        if self._recorder is None:
-            return nullcontext()
-        return self._recorder.for_thread()
+        return nullcontext() if self._recorder is None else self._recorder.for_thread()
 
     def took(self, step: int, timer: StepTimer, times: RawSpans) -> None:
         """Keep a recorded step's messages and sections; ``times`` is what ``timer.take`` returned.

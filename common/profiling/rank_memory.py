@@ -52,9 +52,7 @@ def rank_memory(model: nn.Module, optimizer: Optimizer, sync: GradientSync) -> M
 
 def _local(tensor: Tensor) -> Tensor:
     """Return the tensor; of a DTensor, this rank's part."""
-    if hasattr(tensor, "to_local"):
-        return tensor.to_local()
-    return tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _hidden_bytes(model: nn.Module) -> int:

@@ -78,9 +78,8 @@ class Progress:
         last = records[-1]
         now = time.monotonic()
         pace = (now - self._began) / max(1, last.step - self._done_before)
-        learned = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
-        if math.isnan(last.local_loss):
-            learned = "EMULATED"
+        scores = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
+        learned = "EMULATED" if math.isnan(last.local_loss) else scores
         numbers = f"{learned}  {self._batch / max(pace, 1e-9):,.0f} samples/s"
         self.bar.update(
             self._task,
@@ -95,8 +94,7 @@ class Progress:
             say(f"epoch {last.epoch}  step {last.step}/{self._total}  {numbers}  {left} left")
 
     def _wants_line(self, step: int) -> bool:
-        first = self._done_before + 1
-        return step in (first, self._total) or step % self._log_every == 0
+        return step in (self._done_before + 1, self._total) or step % self._log_every == 0
 
     def counted(
         self, loader: Iterable[tuple[Tensor, Tensor]], *, title: str, images: int

@@ -84,9 +84,8 @@ def unusual_methods(setup: Setup) -> dict[str, str]:
     config = setup.config
     methods = {}
     if config.flip != "random" or config.cutout:
-        flip = config.flip
-        if flip == "none" or not setup.dataset.flip:
-            flip = "no"
+        is_off = config.flip == "none" or not setup.dataset.flip
+        flip = "no" if is_off else config.flip
         methods["augmentation"] = f"crop, {flip} flip"
         if config.cutout:
             methods["augmentation"] += f", cutout of {config.cutout} x {config.cutout} pixels"

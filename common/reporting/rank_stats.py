@@ -78,9 +78,7 @@ def median_seconds(steps: Sequence[StepRecord], period: int = 1) -> StepSeconds 
 
 def peak_gpu_memory_bytes(device: torch.device) -> int | None:
     """Return the most memory that tensors took on a GPU so far; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.max_memory_allocated(device)
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def gather_measurements(setup: Setup, engine: TrainingEngine, logger: RunLogger) -> None:

@@ -82,9 +82,7 @@ class RunFolder:
 
     def earlier_steps(self) -> list[StepRecord]:
         """Return the recorded steps, after ``cut``."""
-        if not self._metrics.exists():
-            return []
-        return read_lines(self._metrics, StepRecord)
+        return read_lines(self._metrics, StepRecord) if self._metrics.exists() else []
 
 
 def _keep(path: Path, wanted: Callable[[bytes, str], bool]) -> None:
@@ -103,9 +101,7 @@ def _keep(path: Path, wanted: Callable[[bytes, str], bool]) -> None:
         except UserError as error:
             damaged.append(error)
     if damaged:
-        more = ""
-        if len(damaged) > 1:
-            more = f", and {len(damaged) - 1} more like it"
+        more = f", and {len(damaged) - 1} more like it" if len(damaged) > 1 else ""
         say(f"warning: {damaged[0]}: this line{more} is removed from the records")
     write_atomically(path, b"".join(kept))
 

@@ -58,8 +58,7 @@ def report(
     steps = timed(run_logger.history, setup.config.untimed_steps, engine.timeline)
     summary = _summary(setup, engine, run_logger, steps)
     summary.ranks_hold_equal_weights = ranks_equal
-    if checkpoint:
-        summary.checkpoint = str(checkpoint)
+    summary.checkpoint = str(checkpoint) if checkpoint else None
     if results:
         summary.test_loss = results[0]["test_loss"]
         summary.test_accuracy = results[0]["accuracy"]
@@ -102,9 +101,8 @@ def _draw(setup: Setup, run_logger: RunLogger, result: Mapping[str, Any]) -> Non
     config = setup.config
     folder = run_logger.folder
     folder.write_json("report.json", result)
-    way = "one node"
-    if setup.world.size > 1:
-        way = f"{config.sync} on {setup.world.size} ranks"
+    ranks = setup.world.size
+    way = f"{config.sync} on {ranks} ranks" if ranks > 1 else "one node"
     title = f"{config.model} on {config.dataset}, {way}"
     draw_confusion_matrix(
         folder.path / "confusion_matrix.png",
@@ -174,8 +172,7 @@ def _card_rows(
     setup: Setup, run_logger: RunLogger, summary: RunSummary, *, timed_steps: int
 ) -> dict[str, Any]:
     """Return the rows of the card by name."""
-    rows: dict[str, Any] = {"ranks": summary.nodes}
-    rows["step time"] = _step_text(summary, timed_steps)
+    rows = {"ranks": summary.nodes, "step time": _step_text(summary, timed_steps)}
     if summary.mean_iteration_seconds is not None:
         rows["mean iteration time"] = (
             f"{summary.mean_iteration_seconds:.3f} s, without the first iteration"
@@ -210,10 +207,10 @@ def _card_rows(
 
 def _step_text(summary: RunSummary, timed_steps: int) -> str:
     step = summary.step_seconds
-    sections = summary.section_seconds
-    if not step or sections is None:
+    if not step or summary.section_seconds is None:
         return "none: nothing was left to train"
-    within = min(sum(sections.values()), step)  # a sum of medians may exceed the median
+    # A sum of medians may exceed the median.
+    within = min(sum(summary.section_seconds.values()), step)
     return (
         f"{step:.3f} s (median of {count(timed_steps, 'step')}), of which {within:.3f} s in "
         "the five sections"
@@ -254,6 +251,4 @@ def _throughput(run_logger: RunLogger) -> str:
     """Return the training throughput of all ranks together, over the complete epochs."""
     seconds = sum(report.seconds for report in run_logger.epochs)
     samples = sum(report.samples_per_second * report.seconds for report in run_logger.epochs)
-    if not seconds:
-        return "no epoch was completed"
-    return f"{samples / seconds:,.0f} samples/s"
+    return f"{samples / seconds:,.0f} samples/s" if seconds else "no epoch was completed"

@@ -14,8 +14,6 @@ from typing import Any, Literal
 from common.errors import UserError
 from common.utils.environment import setting
 
-_WANDB_HOST = "api.wandb.ai"
-
 
 class Trackers:
     """The dashboards that the settings ask for; without any, every method does nothing.
@@ -103,5 +101,5 @@ def _wandb_mode() -> Literal["offline"] | None:
     """Return "offline" without WANDB_MODE and account, or wandb would ask; None: wandb decides."""
     account: object = setting("WANDB_MODE") or setting("WANDB_API_KEY")
     with suppress(OSError, NetrcParseError):
-        account = account or netrc().authenticators(_WANDB_HOST)
+        account = account or netrc().authenticators("api.wandb.ai")
     return None if account else "offline"

@@ -82,9 +82,7 @@ class GradientSync:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return the context for forward and backward of all micro-batches but a step's last."""
-        if self._filling is None:
-            return nullcontext()
-        return self._filling.paused()
+        return nullcontext() if self._filling is None else self._filling.paused()
 
     def synchronize(self, model: nn.Module) -> None:
         """Replace every gradient by its mean over the ranks.
@@ -187,9 +185,11 @@ class GradientSync:
             self._exchanged = [p for p, n in zip(parameters, users.tolist(), strict=True) if n]
         for name, now, first in zip(self._parameters, pattern, self._first_pattern, strict=True):
             if now != first:
-                changed = "has a gradient in this step, but had none in the first step"
-                if first:
-                    changed = "has no gradient in this step, but had one in the first step"
+                changed = (
+                    "has no gradient in this step, but had one in the first step"
+                    if first
+                    else "has a gradient in this step, but had none in the first step"
+                )
                 raise UserError(
                     f"parameter {name!r} {changed}, in which the ranks agreed on the gradients "
                     "that they exchange. Use every parameter in every step, or PyTorch's "

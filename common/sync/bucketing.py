@@ -23,11 +23,8 @@ def assign_buckets(sizes_in_ready_order: Sequence[int], bucket_mb: float | None)
         25 for the others. VGG-11's 36.9 MB become 9.5, 27.2 and 0.3 MB (10^6 bytes); with a limit
         of 25 they become 28.3 and 8.6.
     """
-    first_mb: float = 1
-    later_mb: float = 25
-    if bucket_mb is not None:
-        first_mb = bucket_mb
-        later_mb = bucket_mb
+    first_mb = 1 if bucket_mb is None else bucket_mb
+    later_mb = 25 if bucket_mb is None else bucket_mb
     closed: list[list[int]] = []
     opened: dict[int, list[int]] = {}  # by itemsize
     limits_mb: dict[int, float] = {}  # by itemsize, after the first bucket

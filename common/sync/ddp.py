@@ -54,10 +54,7 @@ class DDPWrapper(GradientSync):
         """
         if self._wrapped is not None and model in (self._wrapped, self._wrapped.module):
             return self._wrapped
-        if isinstance(model, DistributedDataParallel):
-            self._wrapped = model
-        else:
-            self._wrapped = self._wrap(model)
+        self._wrapped = model if isinstance(model, DistributedDataParallel) else self._wrap(model)
         self.attach_hook(self._wrapped)
         return self._wrapped
 

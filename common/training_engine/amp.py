@@ -75,9 +75,7 @@ def build_scaler(
 
 def precision_name(dtype: torch.dtype | None) -> str:
     """Return a forward pass's type for the user, e.g. "bfloat16"; "fp32" for None."""
-    if dtype is None:
-        return "fp32"
-    return str(dtype).removeprefix("torch.")
+    return "fp32" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def cpu_has_fast_bf16() -> bool:

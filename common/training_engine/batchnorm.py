@@ -38,9 +38,7 @@ def statistics(model: nn.Module) -> list[Tensor]:
 def read(model: nn.Module) -> Tensor:
     """Return all statistics in one vector, float64 of shape (entries,)."""
     tensors = [tensor.double().flatten() for tensor in statistics(model)]
-    if not tensors:
-        return torch.zeros(0)
-    return torch.cat(tensors)
+    return torch.cat(tensors) if tensors else torch.zeros(0)
 
 
 @torch.no_grad()
@@ -64,9 +62,8 @@ class ShardStatistics:
     def __init__(self, model: nn.Module, shards: int) -> None:
         self._model = model
         self._samples = [0] * shards
-        self._kept: list[Tensor] = []  # each shard's statistics, if there are several
-        if shards > 1:
-            self._kept = [read(model)] * shards
+        # Each shard's statistics, if there are several
+        self._kept = [read(model)] * shards if shards > 1 else []
 
     @contextmanager
     def of(self, shard: int, samples: int) -> Iterator[None]:
@@ -114,15 +111,12 @@ def agree_on_buffers(model: nn.Module, shards: Sequence[_Shard], size: int) -> N
     if averaged:
         _average(model, shards, size)
     if size > 1:
-        others = [buffer for buffer in model.buffers() if id(buffer) not in averaged]
-        broadcast_from_rank0(others)
+        broadcast_from_rank0([buffer for buffer in model.buffers() if id(buffer) not in averaged])
 
 
 def _average(model: nn.Module, shards: Sequence[_Shard], size: int) -> None:
     # (1 + entries,) float64: the samples, then the sums of samples x statistic
-    rows = []
-    for samples, vector in shards:
-        rows.append(samples * nn.functional.pad(vector, (1, 0), value=1.0))
+    rows = [samples * nn.functional.pad(vector, (1, 0), value=1.0) for samples, vector in shards]
     weighted = torch.stack(rows).sum(dim=0)
     if size > 1:
         dist.all_reduce(weighted)
@@ -146,9 +140,7 @@ def synchronise_batchnorm(model: nn.Module) -> nn.Module:
     The parameters stay the same objects. CUDA only.
     """
     if isinstance(model, _BatchNorm):
-        if not _trains(model):
-            return model
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model) if _trains(model) else model
     for name, child in model.named_children():
         setattr(model, name, synchronise_batchnorm(child))
     return model
@@ -173,11 +165,10 @@ def without_samples(model: nn.Module) -> Iterator[None]:
 
     SyncBatchNorm stays in training mode, since the other ranks wait for this one's statistics.
     """
-    learning = []
-    for layer in _layers(model):
-        if layer.training and not isinstance(layer, nn.SyncBatchNorm):
-            learning.append(layer)
-            layer.eval()
+    others = [layer for layer in _layers(model) if not isinstance(layer, nn.SyncBatchNorm)]
+    learning = [layer for layer in others if layer.training]
+    for layer in learning:
+        layer.eval()
     yield
     for layer in learning:
         layer.train()

@@ -62,9 +62,6 @@ class Callback:
     def on_train_end(self) -> None:
         """Act after the last epoch."""
 
-    def close(self) -> None:
-        """Release what the callback holds, also after an error; it must not communicate."""
-
 
 class AfterEachStep(Callback):
     """Calls ``action`` after every optimiser step."""

@@ -323,9 +323,9 @@ class TrainingEngine:
         self, resume: str | Path | Mapping[str, Any], optimizer: "Optimizer"
     ) -> Mapping[str, Any]:
         """Load a checkpoint's weights and optimiser state, and return its entries. Collective."""
-        entries = resume
-        if not isinstance(entries, Mapping):
-            entries = broadcast_checkpoint(self.world, entries)
+        entries = (
+            resume if isinstance(resume, Mapping) else broadcast_checkpoint(self.world, resume)
+        )
         load_model_state(unwrap(self.model), entries, name="to resume from")
         load_optimizer_state(optimizer, entries, name="to resume from")
         return entries
@@ -358,31 +358,28 @@ class TrainingEngine:
 
         compile_for(self, loader)  # before the callbacks' clocks start
         notify("on_train_begin", self, first_epoch)
-        try:
-            for epoch in range(first_epoch, last_epoch + 1):
-                set_epoch(loader, epoch)
-                result = self.train_epoch(
-                    loader,
-                    epoch=epoch,
-                    start_step=start_step,
-                    max_steps=max_steps,
-                    on_steps=partial(notify, "on_steps"),
-                    after_step=partial(notify, "on_step_end"),
-                    **options,
-                )
-                if not result.steps and not start_step:  # a resumed epoch may have none left
-                    break
-                start_step = 0
-                self.world.activity.enter("end of the epoch")
-                self.agree_on_buffers()
-                is_last = epoch == last_epoch or self.step == max_steps
-                end = EpochEnd(epoch, result, is_last=is_last)
-                notify("on_epoch_end", end)
-                if end.stop_reason or self.stopping:
-                    break
-            notify("on_train_end")
-        finally:
-            notify("close")
+        for epoch in range(first_epoch, last_epoch + 1):
+            set_epoch(loader, epoch)
+            result = self.train_epoch(
+                loader,
+                epoch=epoch,
+                start_step=start_step,
+                max_steps=max_steps,
+                on_steps=partial(notify, "on_steps"),
+                after_step=partial(notify, "on_step_end"),
+                **options,
+            )
+            if not result.steps and not start_step:  # a resumed epoch may have none left
+                break
+            start_step = 0
+            self.world.activity.enter("end of the epoch")
+            self.agree_on_buffers()
+            is_last = epoch == last_epoch or self.step == max_steps
+            end = EpochEnd(epoch, result, is_last=is_last)
+            notify("on_epoch_end", end)
+            if end.stop_reason or self.stopping:
+                break
+        notify("on_train_end")
 
     def train_epoch(
         self,
@@ -499,8 +496,7 @@ class TrainingEngine:
         gradients are not finite on any rank.
         """
         assert self.metrics is not None  # train_epoch sets it
-        agreed = self.metrics.flush(stop=self.stop_requested, wait=wait)
-        self.stopping = agreed or self.stopping
+        self.stopping = self.metrics.flush(stop=self.stop_requested, wait=wait) or self.stopping
 
     def request_stop(self) -> None:
         """Ask all ranks to stop at the next step on which they agree; safe in a signal handler."""
@@ -589,9 +585,7 @@ class TrainingEngine:
     @property
     def evaluated_models(self) -> list[nn.Module]:
         """The model, then the moving average of its weights if there is one."""
-        if self.ema is None:
-            return [self.model]
-        return [self.model, self.ema.module]
+        return [self.model] if self.ema is None else [self.model, self.ema.module]
 
     def agree_on_buffers(self) -> None:
         """Make all ranks hold the same weights and buffers. Collective.

@@ -30,16 +30,13 @@ class Predictions:
     @property
     def mean_loss(self) -> float:
         """The mean loss over samples (not over batches)."""
-        if not len(self.labels):
-            return math.nan
-        return self.loss_sum / len(self.labels)
+        return self.loss_sum / len(self.labels) if len(self.labels) else math.nan
 
     @property
     def accuracy(self) -> float:
         """The fraction of samples predicted correctly, 0 to 1."""
-        if not len(self.labels):
-            return math.nan
-        return float((self.labels == self.predicted).mean())
+        right = self.labels == self.predicted
+        return float(right.mean()) if len(right) else math.nan
 
 
 def unwrap(model: nn.Module) -> nn.Module:

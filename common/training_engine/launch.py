@@ -181,8 +181,9 @@ def _in_processes(
     """Run a worker for each rank; return how each ended, first those that failed, in order."""
     with tempfile.TemporaryDirectory(prefix="data-parallel-") as name:
         folder = Path(name)
-        call = cloudpickle.dumps((train_fn, world_size, backend, config))
-        (folder / "call.pkl").write_bytes(call)
+        (folder / "call.pkl").write_bytes(
+            cloudpickle.dumps((train_fn, world_size, backend, config))
+        )
         # This repository comes first, for `-m`; the caller's path follows, for modules pickled by
         # name. -P keeps out the current folder, whose `common` could hide ours.
         path = [str(REPOSITORY), *(entry or os.getcwd() for entry in sys.path)]

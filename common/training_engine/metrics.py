@@ -48,25 +48,19 @@ class EpochResult:
     @property
     def loss(self) -> float:
         """Mean loss over this rank's samples."""
-        if not self.samples:
-            return math.nan
-        return self.loss_sum / self.samples
+        return self.loss_sum / self.samples if self.samples else math.nan
 
     @property
     def accuracy(self) -> float:
         """Fraction of this rank's samples predicted correctly before each step's update, 0 to 1."""
-        if not self.samples:
-            return math.nan
-        return self.correct / self.samples
+        return self.correct / self.samples if self.samples else math.nan
 
     @property
     def mean_step_seconds(self) -> float:
         """Mean time of a step, without those that warm up if there are others."""
         if self.steady_steps:
             return self.steady_seconds / self.steady_steps
-        if self.steps:
-            return self.step_seconds / self.steps
-        return math.nan
+        return self.step_seconds / self.steps if self.steps else math.nan
 
 
 @dataclass(frozen=True)
@@ -184,9 +178,7 @@ class MetricsBuffer:
         wait : for the other ranks. Otherwise the next flush records these steps and answers.
         Raises GroupError on every rank if the loss or the gradients are not finite on any rank.
         """
-        stops = False
-        if self._finish is not None:
-            stops = self._finish()
+        stops = self._finish is not None and self._finish()
         self._finish = self._exchange(stop)
         if wait:
             stops = self._finish() or stops

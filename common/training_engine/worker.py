@@ -30,8 +30,9 @@ def main(folder: Path, rank: int) -> int:
     """Run the rank and return its exit status."""
     stage = "arguments"
     try:
-        call = (folder / "call.pkl").read_bytes()
-        train_fn, world_size, backend, config = cloudpickle.loads(call)
+        train_fn, world_size, backend, config = cloudpickle.loads(
+            (folder / "call.pkl").read_bytes()
+        )
         stage = "group"
         patient = _open_group(folder, rank, world_size, backend)
         stage = "training"

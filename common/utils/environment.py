@@ -112,10 +112,7 @@ def _read(
             raise UserError(
                 f"the environment has {name}={shown(text)}, but it must be {described}: {advice}"
             )
-        if isinstance(allowed, range):
-            found[name] = int(text or 0)
-        else:
-            found[name] = text or ""
+        found[name] = int(text or 0) if isinstance(allowed, range) else text or ""
     return found
 
 
@@ -145,9 +142,6 @@ def environment() -> dict[str, Any]:
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    cuda = None
-    if gpus:
-        cuda = torch.version.cuda
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -156,7 +150,7 @@ def environment() -> dict[str, Any]:
         "usable_cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "gpus": gpus,
-        "cuda": cuda,
+        "cuda": torch.version.cuda if gpus else None,
         **{name: package_version(name) for name in _PACKAGES},
         "git_commit": git("rev-parse", "HEAD"),
         "git_changes": bool(git("status", "--porcelain")),
@@ -170,9 +164,7 @@ def peak_memory_bytes() -> int:
     if "VmHWM" in status:
         return int(status["VmHWM"].split()[0]) * 1024
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform != "darwin":
-        largest *= 1024
-    return largest
+    return largest if sys.platform == "darwin" else largest * 1024
 
 
 def load_per_core() -> float:
@@ -208,6 +200,4 @@ def git(*arguments: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if done.returncode != 0:
-        return None
-    return done.stdout.strip()
+    return done.stdout.strip() if done.returncode == 0 else None

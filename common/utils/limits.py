@@ -69,8 +69,7 @@ def _fits(value: Any, kind: type, meta: Meta) -> bool:
         return False
     if kind is Path:
         kind = str
-        if isinstance(value, Path):
-            value = str(value)
+        value = str(value) if isinstance(value, Path) else value
     try:
         msgspec.convert(value, Annotated[kind, meta])
     except msgspec.ValidationError:

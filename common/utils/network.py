@@ -82,9 +82,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 def why_unreached(error: Exception) -> str:
     """Return why a connection failed, in a few words."""
-    if isinstance(error, TimeoutError):
-        return "no answer"
-    return reason_of(error).lower()
+    return "no answer" if isinstance(error, TimeoutError) else reason_of(error).lower()
 
 
 def is_loopback(address: str) -> bool:

@@ -9,12 +9,8 @@ from common.errors import UserError, file_errors
 REPOSITORY = Path(__file__).resolve().parents[2]
 """The checkout; if the package is installed, the folder that holds it."""
 IN_CHECKOUT = (REPOSITORY / "PartOne" / "main.py").is_file()
-if IN_CHECKOUT:
-    RECIPES = REPOSITORY / "recipes"
-    BASE = REPOSITORY
-else:
-    RECIPES = REPOSITORY / "common" / "recipes"
-    BASE = Path.cwd()
+RECIPES = REPOSITORY / ("recipes" if IN_CHECKOUT else "common/recipes")
+BASE = REPOSITORY if IN_CHECKOUT else Path.cwd()
 # BASE is the folder of data/ and reports/.
 DATA = BASE / "data"
 REPORTS = BASE / "reports"
@@ -22,9 +18,7 @@ REPORTS = BASE / "reports"
 
 def part_command(part: str) -> list[str]:
     """Return what follows ``python`` to start a part: its file, or without a checkout a module."""
-    if IN_CHECKOUT:
-        return [str(REPOSITORY / part / "main.py")]
-    return ["-m", "common.cli", part]
+    return [str(REPOSITORY / part / "main.py")] if IN_CHECKOUT else ["-m", "common.cli", part]
 
 
 def new_folder(parent: Path, kind: str = "") -> Path:

@@ -105,6 +105,4 @@ def descendants(pid: int) -> list[int]:
 
 def shell_status(status: int) -> int:
     """Return an exit status as a shell reports it: 128 + n if signal n ended the process (-n)."""
-    if status < 0:
-        return 128 - status
-    return status
+    return 128 - status if status < 0 else status

@@ -80,6 +80,4 @@ def duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes:02} min"
-    if minutes:
-        return f"{minutes} min {rest:02} s"
-    return f"{rest} s"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

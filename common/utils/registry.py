@@ -6,8 +6,7 @@ The dicts hold strings, so that ``--help`` can list every choice without importi
 
 import difflib
 from collections.abc import Iterable, Mapping
-from pkgutil import resolve_name
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from common.errors import UserError
 
@@ -21,19 +20,14 @@ def find(table: Mapping[str, T], name: str, *, kind: str) -> T:
     return table[name]
 
 
-def load(table: Mapping[str, str], name: str, *, kind: str) -> Any:
-    """Import and return what ``table[name]`` names; UserError as ``find``."""
-    return resolve_name(find(table, name, kind=kind))
-
-
 def choices_text(got: str, names: Iterable[str]) -> str:
     """Return what to say about a wrong name: the name most like it, if any, and all names."""
     names = list(names)
     listed = ", ".join(names)
     close = closest(got, names)
-    if close is None:
-        return f"choose one of {listed}"
-    return f"did you mean {close}? Choices: {listed}"
+    return (
+        f"choose one of {listed}" if close is None else f"did you mean {close}? Choices: {listed}"
+    )
 
 
 def closest(got: str, names: Iterable[str]) -> str | None:

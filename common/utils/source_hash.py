@@ -27,8 +27,7 @@ def code_differences(mine: Mapping[str, str], others: Mapping[str, str]) -> str:
     differing = sorted({name for name, _ in mine.items() ^ others.items()})
     described = []
     for name in differing:
-        is_file = "/" in name
-        described.append(name if is_file else f"{name} {mine.get(name)}")
+        described.append(name if "/" in name else f"{name} {mine.get(name)}")
     return first_of(described, 3)
 
 

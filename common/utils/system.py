@@ -71,9 +71,7 @@ def free_port(start: int = 0, *, address: str = "") -> int:
     start : 0: a random one below those that the system gives to connections, one of which could
         take the port before it is used. address : of this machine; "" for all of them.
     """
-    family = socket.AF_INET
-    if ":" in address:
-        family = socket.AF_INET6
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in range(start or 10_000 + secrets.randbelow(20_000), 65536):
         with socket.socket(family) as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -70,15 +70,13 @@ def encode(value: Any, *, indent: int = -1) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=indent)
 
 
-def read_json(
-    path: Path, schema: type[T], *, name: str | None = None, most_bytes: int = MOST_BYTES
-) -> T:
+def read_json(path: Path, schema: type[T], *, most_bytes: int = MOST_BYTES) -> T:
     """Return a file as a ``schema``.
 
-    name : of the file in messages; None: its path. Raises FileNotFoundError, and UserError if the
-    file is no regular file, larger than ``most_bytes``, or does not fit the schema.
+    Raises FileNotFoundError, and UserError if the file is no regular file, larger than
+    ``most_bytes``, or does not fit the schema.
     """
-    return decode(read_regular(path, most_bytes=most_bytes), schema, name=name or str(path))
+    return decode(read_regular(path, most_bytes=most_bytes), schema, name=str(path))
 
 
 def read_lines(path: Path, schema: type[T]) -> list[T]:

@@ -107,9 +107,8 @@ class MessagePlan:
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
         """Return the payload bytes that ``rank`` sends in ``period`` steps."""
         total = Fraction(0)
-        for operation in self.operations(sizes, ranks):
-            sent = sent_bytes(operation.kind, operation.nbytes, rank=rank, ranks=ranks)
-            total += operation.count * sent
+        for step in self.operations(sizes, ranks):
+            total += step.count * sent_bytes(step.kind, step.nbytes, rank=rank, ranks=ranks)
         return total
 
 

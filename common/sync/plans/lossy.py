@@ -51,9 +51,7 @@ class TopKPlan(MessagePlan):
 
     def memory(self, case: MemoryCase) -> Memory:
         """See the base class: also the residual, which has the gradients' size."""
-        held = replicated(case)
-        held["buckets"] = sum(case.sizes)
-        return held
+        return replicated(case) | {"buckets": sum(case.sizes)}
 
 
 @dataclass(kw_only=True)
@@ -94,13 +92,12 @@ class DDPPowerSGDPlan(MessagePlan):
 
     def memory(self, case: MemoryCase) -> Memory:
         """See the base class: also the errors, of the gradients' size, and P and Q of each one."""
-        held = replicated(case)
-        held["buckets"] = sum(case.sizes)
+        buckets: int = sum(case.sizes)
         for size in case.sizes:
             if is_compressed(size.shape, self.powersgd_rank):
-                p, q = thin_entries(size.shape, self.powersgd_rank)
-                held["buckets"] += (p + q) * size.itemsize
-        return held
+                entries = thin_entries(size.shape, self.powersgd_rank)
+                buckets += sum(entries) * size.itemsize
+        return replicated(case) | {"buckets": buckets}
 
 
 @dataclass(kw_only=True)

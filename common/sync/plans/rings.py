@@ -64,15 +64,12 @@ class TreePlan(RoundsPlan):
 
     def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
         """See the base class."""
-        levels = (ranks - 1).bit_length()
-        return [Operation("exchange", size, count=levels, summed_bytes=size)]
+        return [Operation("exchange", size, count=(ranks - 1).bit_length(), summed_bytes=size)]
 
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
         """See the base class: everything to the parent, and everything to each child."""
-        receivers = tree_children(rank, ranks)
-        if rank > 0:
-            receivers += 1
-        return Fraction(sum(sizes) * receivers)
+        parents = 1 if rank > 0 else 0
+        return Fraction(sum(sizes) * (parents + tree_children(rank, ranks)))
 
 
 class RingPlan(RoundsPlan):

@@ -25,10 +25,10 @@ class GatherScatterFlatPlan(ReplicatedPlan):
 def _through_root(sizes: Sequence[int], ranks: int, *, copies: int) -> list[Operation]:
     found = []
     for size in sizes:
-        found.append(
-            Operation("gather", size, summed_bytes=(ranks - 1) * size, copied_bytes=copies * size)
-        )
-        found.append(Operation("scatter", size))
+        found += [
+            Operation("gather", size, summed_bytes=(ranks - 1) * size, copied_bytes=copies * size),
+            Operation("scatter", size),
+        ]
     return found
 
 

@@ -32,11 +32,11 @@ class DDPZero1Plan(DDPPlan):
     def memory(self, case: MemoryCase) -> Memory:
         """See the base class: padded parameters, and 1/N of the optimiser's state."""
         by_itemsize = grouped((size.itemsize, size) for size in case.sizes)
-        own, segments = _flat_parts(case, list(by_itemsize.values()))
-        held = replicated(case)
-        held["parameters"] = own * case.ranks
-        held["optimizer_state"] = case.state_bytes(segments)
-        return held
+        own, segments = _flat_parts(case, [*by_itemsize.values()])
+        return replicated(case) | {
+            "parameters": own * case.ranks,
+            "optimizer_state": case.state_bytes(segments),
+        }
 
 
 @dataclass(kw_only=True)
