@@ -56,8 +56,7 @@ def contents_of(batch: Any, count: int) -> list[int] | None:
     tensors = [part for part in parts if _has_rows(part, count)]
     hashes = []
     for row in zip(*tensors):
-        text = repr([_plain(value) for value in row])
-        hashes.append(zlib.crc32(text.encode()))
+        hashes.append(zlib.crc32(repr([_plain(value) for value in row]).encode()))
     return hashes or None
 
 
@@ -65,11 +64,9 @@ def _has_rows(value: Any, count: int) -> bool:
     """Return whether a part of a batch is a tensor with a row for each of its samples."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return False
-    if value.is_nested or value.is_complex():
+    if value.is_nested or value.is_complex() or value.dim() == 0:
         return False
-    if value.numel() == 0 or value.dim() == 0:
-        return False
-    return len(value) == count
+    return value.numel() > 0 and len(value) == count
 
 
 def _spread(values: Any) -> Any:
@@ -178,19 +175,10 @@ def _read_indices(dataset: Any, innermost: dict[int, Any]) -> Sequence[int] | No
         return range(first, first + length)
     parts = [_read_indices(inner, innermost) for inner in within]
     if isinstance(dataset, ConcatDataset):
-        return _one_after_the_other(parts)
+        known = [part for part in parts if part is not None]
+        return [*chain(*known)] if len(known) == len(parts) else None
     (indices,) = parts
     return _chosen(dataset, indices)
-
-
-def _one_after_the_other(parts: list[Sequence[int] | None]) -> list[int] | None:
-    """Return the indices of all parts; None if those of one are not known."""
-    indices: list[int] = []
-    for part in parts:
-        if part is None:
-            return None
-        indices += part
-    return indices
 
 
 def _chosen(dataset: Any, indices: Sequence[int] | None) -> Sequence[int] | None:
@@ -204,9 +192,7 @@ def _chosen(dataset: Any, indices: Sequence[int] | None) -> Sequence[int] | None
         return None
     if lists:
         return [indices[int(index)] for index in lists[0]]
-    if len(indices) != length:
-        return None
-    return indices
+    return indices if len(indices) == length else None
 
 
 def _is_dataset(value: Any) -> bool:
@@ -282,10 +268,8 @@ class WatchedEpoch:
 
     def find_inner(self, indices: list[Any] | None) -> list[int] | None:
         """Return the innermost indices of some samples, if they are others."""
-        if self.inner is None:
-            return None
         outer = indices or []
-        if not all(isinstance(index, int) for index in outer):
+        if self.inner is None or not all(isinstance(index, int) for index in outer):
             return None
         return [self.inner[index] for index in outer]
 

@@ -132,9 +132,7 @@ class GradientWatch:
         @self._probe.guard
         def hook(gradient: Tensor) -> None:
             leaf = reference()
-            held = None
-            if leaf is not None and not self.alone:
-                held = leaf.grad
+            held = leaf.grad if leaf is not None and not self.alone else None
             own.add(gradient, held, self.backward)
             self.last_seconds = time.monotonic()
 
@@ -144,12 +142,10 @@ class GradientWatch:
     def zero_grad(self, original: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
         """Forget the sums of the parameters whose ``.grad`` a model or an optimiser clears."""
         original(owner, *args, **kwargs)
-        tensors: list[Tensor] = []
         if isinstance(owner, Module):
-            tensors += owner.parameters()
+            tensors = list(owner.parameters())
         else:
-            for group in owner.param_groups:
-                tensors += group["params"]
+            tensors = [tensor for group in owner.param_groups for tensor in group["params"]]
         for tensor in tensors:
             own = self.known.get(tensor)
             if own is not None:
@@ -194,12 +190,8 @@ class GradientWatch:
         return result
 
     def _clipped(self, tensors: list[Tensor], given: dict[str, Any], result: Any) -> None:
-        if "clip_value" in given:
-            kind = "value"
-            limit = given["clip_value"]
-        else:
-            kind = "norm"
-            limit = given["max_norm"]
+        kind = "value" if "clip_value" in given else "norm"
+        limit = given.get("clip_value", given.get("max_norm"))
         total_norm = given.get("total_norm", result)
         clip = [kind, _plain(limit), _plain(total_norm), self._calls, self._probe.place()]
         for watched in list(self._of.values()):
@@ -297,21 +289,17 @@ class GradientWatch:
         samples = []
         backwards = 0
         squares = []
-        all_single = True
         for tensor in tensors:
             own = self.known.get(tensor)
             if own is None:
                 samples.append(_zeros(tensor) + math.nan)
-                continue
-            if own.samples is None:
+            elif own.samples is None:
                 samples.append(_zeros(tensor))
-                continue
-            samples.append(own.samples)
-            backwards = max(backwards, own.backwards)
-            if own.square is None:
-                all_single = False
             else:
+                samples.append(own.samples)
                 squares.append(own.square)
+                backwards = max(backwards, own.backwards)
+        all_single = all(square is not None for square in squares)
         return {
             "micro": backwards,
             "own": self._probe.samples(samples),
@@ -380,18 +368,13 @@ def _state_of(optimizer: Optimizer) -> int | None:
         for _, value in sorted(optimizer.state[parameter].items()):
             if isinstance(value, Tensor) and value.numel():
                 parts.append(take(value))
-    if not parts:
-        return None
-    return checksum(parts)
+    return checksum(parts) if parts else None
 
 
 def _plain(value: Any) -> float | None:
     """Return a number, also from a tensor; None without one or if it is spread over ranks."""
-    if value is None:
-        return None
-    if isinstance(value, Tensor) and (is_sharded(value) or value.numel() != 1):
-        return None
-    return float(value)
+    several = isinstance(value, Tensor) and (is_sharded(value) or value.numel() != 1)
+    return None if value is None or several else float(value)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

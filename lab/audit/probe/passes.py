@@ -118,9 +118,7 @@ class PassWatch:
             return
         self._running = weakref.ref(module)
         self.training = torch.is_grad_enabled() and module.training
-        self._random = None
-        if self.training:
-            self._random = _random_state()
+        self._random = _random_state() if self.training else None
         self._roots[self._root(module)] = True
         self._probe.tell("forward_begin", module)
 
@@ -141,8 +139,8 @@ class PassWatch:
     def _await_gradient(self, module: Module, given: Any, output: Any) -> None:
         """Keep what the record ``backward`` says of a forward, until a gradient reaches it."""
         samples, input_hash = _samples(next(tensors_in(given), None))
-        row = [samples, input_hash, self._through(module)]
-        forward = _Forward(id(self._root(module)), row)
+        root = id(self._root(module))
+        forward = _Forward(root, [samples, input_hash, self._through(module)])
         self._pending.append(forward)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -156,15 +154,12 @@ class PassWatch:
             if name.endswith(("running_mean", "running_var")) and type(buffer) is Tensor:
                 samples = take(buffer)[:_BUFFER_COORDINATES]
                 buffers.append([_plain_name(name), samples.tolist()])
-        unsynced = 0
-        for layer in module.modules():
-            if isinstance(layer, _NormBase) and not isinstance(layer, SyncBatchNorm):
-                unsynced += 1
+        layers = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
         self._probe.record(
             "eval",
             step=self._probe.step,
             buffers=buffers,
-            batchnorm=unsynced,
+            batchnorm=sum(not isinstance(layer, SyncBatchNorm) for layer in layers),
             at=self._probe.place(),
         )
 
@@ -198,10 +193,8 @@ class PassWatch:
     def build_ddp(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
         """Write the record ``ddp`` when one has been built."""
         original(ddp, *args, **kwargs)
-        nbytes = 0
-        for parameter in ddp.module.parameters():
-            if parameter.requires_grad:
-                nbytes += parameter.numel() * parameter.element_size()
+        trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         self._probe.record("ddp", bytes=nbytes, at=self._probe.place())
         self._wrapped.update(dict.fromkeys(ddp.module.modules()))
 
@@ -246,12 +239,8 @@ class PassWatch:
             self._step = self._probe.step
             self._micro = 0
         self._probe.tell("backward_begin", roots)
-        if len(roots) != 1:
-            return None
-        node = find_loss(roots[0])
-        if node is None:
-            return None
-        return _watch_loss(node)
+        node = find_loss(roots[0]) if len(roots) == 1 else None
+        return None if node is None else _watch_loss(node)
 
     def _end_backward(self, loss: _Loss | None, begun: float) -> None:
         """Write the record of a pass that has succeeded."""
@@ -260,10 +249,8 @@ class PassWatch:
         if loss is not None:
             loss.arriving = float(loss.arriving)
         # The first forward of each model, last model first.
-        rows: dict[int, list[Any]] = {}
-        for forward in self._pending[::-1]:
-            if forward.reached:
-                rows[forward.root] = forward.row
+        reached = [forward for forward in self._pending[::-1] if forward.reached]
+        rows = {forward.root: forward.row for forward in reached}
         self._pending = []  # the script may run forwards with gradients that it never uses
         self._probe.record(
             "backward",
@@ -320,9 +307,7 @@ def _samples(tensor: Tensor | None) -> tuple[int | None, int | None]:
 
 def _plain_name(name: str) -> str:
     """Return the name of a parameter or buffer without DDP's prefix."""
-    if name.startswith("module."):
-        return name[len("module.") :]
-    return name
+    return name[len("module.") :] if name.startswith("module.") else name
 
 
 def _random_state() -> int:

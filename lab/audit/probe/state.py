@@ -66,17 +66,14 @@ class Probe:
         own = str(self.folder / str(os.getpid()))
         self._lines = open(own + ".jsonl", "ab", buffering=0)  # noqa: SIM115
         self._numbers = open(own + ".f64", "ab", buffering=0)  # noqa: SIM115
-        variables = {}
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            if name in os.environ:
-                variables[name] = os.environ[name]
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         self.record(
             "start",
             ppid=os.getppid(),
             python=sys.version.split()[0],
             executable=sys.executable,
             hint=self.settings.get("rank"),
-            variables=variables,
+            variables={name: os.environ[name] for name in names if name in os.environ},
         )
 
     def end(self) -> None:
@@ -117,9 +114,7 @@ class Probe:
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             try:
-                if compiling():
-                    return None
-                return function(*args, **kwargs)
+                return None if compiling() else function(*args, **kwargs)
             except StopIteration:
                 raise
             except Exception:
@@ -212,10 +207,8 @@ def replaced() -> list[str]:
         now = vars(owner).get(name)
         while now is not mine and hasattr(now, "__wrapped__"):
             now = now.__wrapped__
-        if now is mine:
-            continue
         module = getattr(owner, "__module__", None) or getattr(owner, "__name__", None)
-        if str(module).startswith("torch"):
+        if now is not mine and str(module).startswith("torch"):
             found.add(name)
     return sorted(found)
 
