@@ -122,9 +122,8 @@ def explain_failure(run: AuditRun) -> str | None:
 def _reason(run: AuditRun) -> str | None:
     error = _first_error(run)
     was_cut = any(process.of(Cut) for process in run.recording.processes)
-    gone = None
-    if error is None and run.wanted_size is None and not was_cut:
-        gone = _gone(run)
+    unexplained = error is None and run.wanted_size is None and not was_cut
+    gone = _gone(run) if unexplained else None
     if gone is not None and (how := _how_it_left(run, gone)):
         steps = f"{len(gone.of(Step))} of {run.settings.steps} steps"
         return (
@@ -140,12 +139,9 @@ def _reason(run: AuditRun) -> str | None:
 
 def _first_error(run: AuditRun) -> Error | None:
     """Return the script's first error that another rank's end does not explain; None without."""
-    causes = []
-    for process in run.recording.processes:
-        for error in process.of(Error):
-            is_consequence = _CONSEQUENCE.search(f"{error.type} {error.message}")
-            if not is_consequence and not error.after_cut:
-                causes.append(error)
+    errors = [error for process in run.recording.processes for error in process.of(Error)]
+    early = [error for error in errors if not error.after_cut]
+    causes = [error for error in early if not _CONSEQUENCE.search(f"{error.type} {error.message}")]
     return min(causes, key=lambda error: error.t, default=None)
 
 
@@ -161,9 +157,7 @@ def _is_silent(run: AuditRun, rank: RankRecords) -> bool:
     Where ranks wait too long or fail, all that still run are asked for their stacks, and a rank
     that has left by os._exit is what the others wait for.
     """
-    if not rank.of(Group):
-        return False
-    if rank.of(Error):
+    if rank.of(Error) or not rank.of(Group):
         return False
     if rank.of(Stack) or isinstance(rank.records[-1], Stands):
         return False
@@ -288,10 +282,9 @@ def _waits(run: AuditRun) -> str:
     for process in run.recording.processes:
         done = {record.call_number for record in process.of(Done) if not record.error}
         open_calls = [call for call in process.of(CollectiveCall) if call.number not in done]
-        if not open_calls:
-            continue
-        call = open_calls[-1]
-        waits.add(f"{call.name} ({call.at})" if call.at else call.name)
+        if open_calls:
+            call = open_calls[-1]
+            waits.add(f"{call.name} ({call.at})" if call.at else call.name)
     if not waits:
         return ""
     return f"The ranks wait in {', '.join(sorted(waits))}. "

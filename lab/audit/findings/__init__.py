@@ -114,9 +114,8 @@ def _sends_activations(call: CollectiveCall, *, apart: bool) -> bool:
     """
     if call.content != "other" or prod(call.shape or ()) <= 1:
         return False
-    if call.within == "forward":
-        return True
-    if call.within == "backward" and call.name.startswith(("all_to_all", "all_gather")):
+    between_layers = call.name.startswith(("all_to_all", "all_gather"))
+    if call.within == "forward" or (call.within == "backward" and between_layers):
         return True
     return apart and call.name in POINT_TO_POINT
 

@@ -113,7 +113,8 @@ def _trained_epochs(rank: RankRecords) -> set[EpochNumber]:
 
 def _epoch(rank: RankRecords, number: EpochNumber) -> Epoch:
     """Return an epoch. It is whole if it ended uncut with all batches, or its rest is known."""
-    records = _epoch_records(rank, number)
+    of_loaders = [record for record in rank.records if isinstance(record, Batch | EpochOver | Rest)]
+    records = [record for record in of_loaders if (record.loader_number, record.epoch) == number]
     drawn = [record for record in records if not isinstance(record, EpochOver)]
     known = [draw for draw in drawn if draw.indices]
     batches = [draw for draw in known if isinstance(draw, Batch)]
@@ -126,13 +127,6 @@ def _epoch(rank: RankRecords, number: EpochNumber) -> Epoch:
     if left or cut or any(draw.indices is None for draw in drawn):
         return Epoch(batches, given, [], left)
     return Epoch(batches, given, known, left)
-
-
-def _epoch_records(rank: RankRecords, number: EpochNumber) -> list[Batch | EpochOver | Rest]:
-    """Return the records of an epoch, in order."""
-    kinds = Batch | EpochOver | Rest
-    of_loaders = [record for record in rank.records if isinstance(record, kinds)]
-    return [record for record in of_loaders if (record.loader_number, record.epoch) == number]
 
 
 def same_data(one: TrainingLoader, other: TrainingLoader) -> bool | None:
@@ -197,9 +191,8 @@ class TrainingStep:
         self.accumulates = self.batches == len(self.backwards) > 1
         loaded = _number_of_samples(given)
         inputs, in_losses = self._seen_samples()
-        self.samples = loaded
-        if inputs and self._inputs_tell(inputs, in_losses):
-            self.samples = inputs
+        inputs_tell = inputs > 0 and self._inputs_tell(inputs, in_losses)
+        self.samples = inputs if inputs_tell else loaded
         self.takes_a_part = 0 < inputs < 0.9 * loaded and in_losses != loaded
 
     def _seen_samples(self) -> tuple[int, int]:

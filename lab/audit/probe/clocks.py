@@ -201,7 +201,7 @@ class _ClockWatcher:
         patch(DataLoader, "__init__", self._loader_is_built)
         self._patch_everywhere(time, ("time", "perf_counter", "monotonic"), self._read)
         self._patch_everywhere(statistics, ("mean", "fmean"), self._combine)
-        if "numpy" in sys.modules:
+        if sys.modules.get("numpy"):
             self._patch_everywhere(sys.modules["numpy"], ("mean", "sum"), self._combine)
         timeit.default_timer = time.perf_counter
         self.forward_begin()
