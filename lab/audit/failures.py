@@ -123,7 +123,7 @@ def _reason(run: AuditRun) -> str | None:
     error = _first_error(run)
     was_cut = any(process.of(Cut) for process in run.recording.processes)
     unexplained = error is None and run.wanted_size is None and not was_cut
-    gone = _gone(run) if unexplained else None
+    gone = _first_gone(run) if unexplained else None
     if gone is not None and (how := _how_it_left(run, gone)):
         steps = f"{len(gone.of(Step))} of {run.settings.steps} steps"
         return (
@@ -145,7 +145,7 @@ def _first_error(run: AuditRun) -> Error | None:
     return min(causes, key=lambda error: error.t, default=None)
 
 
-def _gone(run: AuditRun) -> RankRecords | None:
+def _first_gone(run: AuditRun) -> RankRecords | None:
     """Return the rank that fell silent first, not in good order; None without one."""
     silent = [rank for rank in run.recording.ranks if _is_silent(run, rank)]
     return min(silent, key=lambda rank: rank.records[-1].t, default=None)
@@ -247,9 +247,7 @@ def _advice(text: str, run: AuditRun) -> str:
         if match := re.search(pattern, text):
             name = next(filter(None, match.groups()), "NAME")
             return advice.format(name, more=(run.size or 2) + 1)
-    if " (at " in text:
-        return ""
-    return "First run the command without lab audit."
+    return "" if " (at " in text else "First run the command without lab audit."
 
 
 def _about_module(name: str, run: AuditRun) -> str:
@@ -299,8 +297,7 @@ def _connects(run: AuditRun) -> str:
         )
     outputs = [run.output(process) for process in range(len(run.statuses))]
     found = _CONNECTS_TO.search("\n".join(outputs))
-    address = found[1] if found else "ADDRESS"
     return (
         "Give the number of ranks, the address and the port that it uses: --ranks N, {master} and "
-        f"{{port}} in the command, or --isolate {address}."
+        f"{{port}} in the command, or --isolate {found[1] if found else 'ADDRESS'}."
     )

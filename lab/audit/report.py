@@ -290,8 +290,7 @@ def print_audit(console: Console, result: AuditResult) -> None:
     """Print the answer, the findings, what is right, the notices, the unknown and the speed."""
     if not console.is_terminal:
         console = Console(file=console.file, highlight=False, width=_WIDTH)
-    view = _view(result)
-    for row in _rows(view):
+    for row in _rows(_view(result)):
         _print(console, row)
 
 

@@ -61,9 +61,8 @@ class AuditResult:
         began = self.failure is None or any(recording.steps for recording in self.recordings)
         if any(began or fault.entry.fails for fault in self.faults):
             return 1
-        if self.failure is None and self.verdict.answer == "yes":
-            return 0
-        return 2
+        is_right = self.failure is None and self.verdict.answer == "yes"
+        return 0 if is_right else 2
 
     @property
     def headline(self) -> str:

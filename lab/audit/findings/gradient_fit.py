@@ -251,9 +251,8 @@ def _cuts_by_hand(update: Update, times: Numbers) -> Numbers:
 
 
 def _how_cut(rank: int, part: float) -> str:
-    if part < 1:
-        return f"rank {rank}'s gradient is cut to {part:.1%} of its length"
-    return f"rank {rank}'s gradient is not cut"
+    cut = f"cut to {part:.1%} of its length" if part < 1 else "not cut"
+    return f"rank {rank}'s gradient is {cut}"
 
 
 # --- sums of something else ---

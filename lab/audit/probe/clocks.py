@@ -197,8 +197,8 @@ class _ClockWatcher:
             id(datetime): SimpleNamespace(**{**vars(datetime), "datetime": _Instant}),
         }
         probe.listeners.append(self)
-        patch(torch.Tensor, "item", self._item)
-        patch(DataLoader, "__init__", self._loader_is_built)
+        patch(torch.Tensor, item=self._item)
+        patch(DataLoader, __init__=self._loader_is_built)
         self._patch_everywhere(time, ("time", "perf_counter", "monotonic"), self._read)
         self._patch_everywhere(statistics, ("mean", "fmean"), self._combine)
         if sys.modules.get("numpy"):
@@ -212,7 +212,7 @@ class _ClockWatcher:
         """Replace functions, later also where the script's modules have imported them by name."""
         for name in names:
             original = getattr(owner, name)
-            patch(owner, name, wrapper)
+            patch(owner, **{name: wrapper})
             self._stand_ins[id(original)] = getattr(owner, name)
 
     def record_mean(self, weights: Mapping[Any, float], divisor: float) -> None:

@@ -64,10 +64,10 @@ class CallRecorder:
             for name, function in list(vars(module).items()):
                 if type(function) is FunctionType and function in calls:
                     put(module, name, calls[function])
-        patch(dist.Work, "wait", self.wait)
+        patch(dist.Work, wait=self.wait)
         if hasattr(dist, "DeviceMesh"):
             # What is built on it communicates through functions that are not seen here.
-            patch(dist.DeviceMesh, "__init__", functools.partial(probe.note, "mesh"))
+            patch(dist.DeviceMesh, __init__=functools.partial(probe.note, "mesh"))
 
     def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function between a record ``call`` and a record ``done``."""

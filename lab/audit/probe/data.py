@@ -95,8 +95,7 @@ def held_content(dataset: Any) -> int | None:
     if not rows or not any(_tells(value) for value in rows[0]):
         return None
     mostly_equal = len(set(texts)) * 2 < len(texts)
-    shows_addresses = " at 0x" in texts[0]  # they differ from rank to rank
-    if mostly_equal or shows_addresses:
+    if mostly_equal or " at 0x" in texts[0]:  # addresses differ from rank to rank
         return None
     return zlib.crc32(repr(texts).encode(errors="replace"))
 
@@ -112,9 +111,7 @@ def _plain(value: Any) -> Any:
     """Return an element of a tensor, an array or a list as what repr() shows in full."""
     if isinstance(value, torch.Tensor):
         return _spread(value.detach().reshape(-1)).tolist()
-    if hasattr(value, "tobytes"):
-        return value.tobytes()
-    return value
+    return value.tobytes() if hasattr(value, "tobytes") else value
 
 
 def _tells(value: Any) -> bool:
@@ -287,10 +284,13 @@ class LoaderWatch:
         self.loaders: WeakKeyDictionary[Any, WatchedLoader] = WeakKeyDictionary()
         self.epochs: WeakKeyDictionary[Any, WatchedEpoch] = WeakKeyDictionary()  # by iterator
         self.fresh: list[WatchedEpoch] = []
-        patch(dataloader._BaseDataLoaderIter, "__init__", self.begin)
-        patch(dataloader._BaseDataLoaderIter, "_reset", self.begin)
-        patch(dataloader._BaseDataLoaderIter, "__next__", self.give)
-        patch(dataloader._BaseDataLoaderIter, "_next_index", self.take_indices)
+        patch(
+            dataloader._BaseDataLoaderIter,
+            __init__=self.begin,
+            _reset=self.begin,
+            __next__=self.give,
+            _next_index=self.take_indices,
+        )
         probe.listeners.append(self)
 
     def begin(self, original: Any, iterator: Any, loader: DataLoader[Any], *first: bool) -> None:
@@ -463,4 +463,4 @@ def watch(probe: Probe) -> None:
     if torch.distributed.is_available():
         from torch.distributed.algorithms.join import Join
 
-        patch(Join, "__enter__", functools.partial(probe.note, "join"))
+        patch(Join, __enter__=functools.partial(probe.note, "join"))

@@ -395,14 +395,18 @@ def watch(probe: Probe) -> None:
     probe.gradients = watched = GradientWatch(probe)
     hook = probe.guard(watched.watch)
     register_module_parameter_registration_hook(lambda _module, _name, tensor: hook(tensor))
-    patch(torch.nn.Module, "zero_grad", watched.zero_grad)
-    patch(Optimizer, "zero_grad", watched.zero_grad)
-    patch(Optimizer, "add_param_group", watched.add_param_group)
-    for name in ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
-        patch(importlib.import_module("torch.nn.utils.clip_grad"), name, watched.clip)
-        patch(torch.nn.utils, name, watched.clip)
-    patch(getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler), "step", watched.scale)
+    patch(torch.nn.Module, zero_grad=watched.zero_grad)
+    patch(
+        Optimizer,
+        zero_grad=watched.zero_grad,
+        add_param_group=watched.add_param_group,
+        profile_hook_step=watched.watch_step,
+    )
+    clips = ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_")
+    for owner in (importlib.import_module("torch.nn.utils.clip_grad"), torch.nn.utils):
+        patch(owner, **dict.fromkeys(clips, watched.clip))
+    patch(getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler), step=watched.scale)
     for optimizer in Optimizer.__subclasses__():  # torch's alone, so far
-        patch(optimizer, "step", watched.step)
-    patch(Optimizer, "profile_hook_step", watched.watch_step)
+        patch(optimizer, step=watched.step)
+
     probe.listeners.append(watched)

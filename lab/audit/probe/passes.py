@@ -112,9 +112,8 @@ class PassWatch:
         running = self._running()
         if running is not None and running is not module:
             return  # a layer
-        if self._probe.in_backward:
-            return  # checkpoints compute parts of the forward again
-        if next(module.parameters(), None) is None:
+        # within backward, checkpoints compute parts of the forward again
+        if self._probe.in_backward or next(module.parameters(), None) is None:
             return
         self._running = weakref.ref(module)
         self.training = torch.is_grad_enabled() and module.training
@@ -184,9 +183,7 @@ class PassWatch:
         # DDP among the parts: torch.compile(DDP(model)), whose inner calls cannot be seen
         if self._through_ddp or any(isinstance(part, DistributedDataParallel) for part in parts):
             return "ddp"
-        if any(part in self._wrapped for part in parts):
-            return "bypass"
-        return "module"
+        return "bypass" if any(part in self._wrapped for part in parts) else "module"
 
     # --- DDP ---
 
@@ -328,14 +325,20 @@ def watch(probe: Probe) -> None:
         register(probe.guard(passes.end), with_kwargs=True)
     else:
         register(probe.guard(passes.end))
-    patch(torch.autograd, "backward", functools.partial(passes.backward, False))
-    patch(torch.autograd, "grad", functools.partial(passes.backward, True))
+    patch(
+        torch.autograd,
+        backward=functools.partial(passes.backward, False),
+        grad=functools.partial(passes.backward, True),
+    )
     if torch.distributed.is_available():
-        patch(DistributedDataParallel, "__init__", passes.build_ddp)
-        patch(DistributedDataParallel, "forward", passes.call_ddp)
-        patch(DistributedDataParallel, "register_comm_hook", functools.partial(probe.note, "hook"))
+        patch(
+            DistributedDataParallel,
+            __init__=passes.build_ddp,
+            forward=passes.call_ddp,
+            register_comm_hook=functools.partial(probe.note, "hook"),
+        )
         sharded = functools.partial(probe.note, "fsdp")
         for name in ("fsdp", "_composable.fsdp"):  # the second one before torch 2.6
             with contextlib.suppress(ImportError):
-                patch(importlib.import_module(f"torch.distributed.{name}"), "fully_shard", sharded)
-        patch(torch.distributed.fsdp.FullyShardedDataParallel, "__init__", sharded)
+                patch(importlib.import_module(f"torch.distributed.{name}"), fully_shard=sharded)
+        patch(torch.distributed.fsdp.FullyShardedDataParallel, __init__=sharded)

@@ -185,10 +185,11 @@ def wrapped(original: Function, wrapper: Callable[..., Any]) -> Function:
 _PLACED: dict[tuple[int, str], tuple[Any, Any]] = {}  # what stands in whose attribute
 
 
-def patch(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by its ``wrapped``; do nothing if this version of torch lacks it."""
-    if hasattr(owner, name):
-        put(owner, name, wrapped(getattr(owner, name), wrapper))
+def patch(owner: Any, **wrappers: Callable[..., Any]) -> None:
+    """Replace attributes of an owner by their ``wrapped``, except those that this torch lacks."""
+    for name, wrapper in wrappers.items():
+        if hasattr(owner, name):
+            put(owner, name, wrapped(getattr(owner, name), wrapper))
 
 
 def put(owner: Any, name: str, function: Any) -> None:
@@ -247,7 +248,7 @@ def _find_torch(probe: Probe, name: str, *rest: Any) -> Any:
         return None
     spec = PathFinder.find_spec(name, *rest)
     if spec is not None:
-        patch(spec.loader, "exec_module", functools.partial(_watch, probe))
+        patch(spec.loader, exec_module=functools.partial(_watch, probe))
     return spec
 
 

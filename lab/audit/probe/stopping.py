@@ -61,11 +61,11 @@ class Stopping:
         self.patience = IDLE_SECONDS
         self.cut_step = 0
         probe.listeners.append(self)
-        patch(os, "_exit", self.exit_at_once)
-        patch(sys, "excepthook", self.fail_in_main)
-        patch(threading, "excepthook", self.fail_in_thread)
-        patch(multiprocessing.process.BaseProcess, "run", self.run)
-        patch(importlib.import_module("torch.multiprocessing.spawn"), "_wrap", self.run_spawned)
+        patch(os, _exit=self.exit_at_once)
+        patch(sys, excepthook=self.fail_in_main)
+        patch(threading, excepthook=self.fail_in_thread)
+        patch(multiprocessing.process.BaseProcess, run=self.run)
+        patch(importlib.import_module("torch.multiprocessing.spawn"), _wrap=self.run_spawned)
 
     # --- the steps ---
 
