@@ -250,8 +250,7 @@ class AuditRun:
             self._look(now)
         quiet = now - self._recorded
         if self._with(Cut):
-            patience = max(_CUT_SECONDS, self._longest_quiet)
-            return quiet > min(patience, _MOST_CUT_SECONDS)
+            return quiet > min(max(_CUT_SECONDS, self._longest_quiet), _MOST_CUT_SECONDS)
         if self.failed:
             return now > min(self.failed.values()) + _CERTAIN_SECONDS
         if wanted := self.wanted_size:

@@ -19,10 +19,8 @@ def check(recording: Recording) -> Iterator[Outcome]:
     if not recording.clocks:
         return
     means = [(rank, mean) for rank in recording.ranks for mean in _last_means(rank)]
-    faults = {}
-    for rank, mean in reversed(means):  # the first mean of a fault is shown
-        for fault in _faults(rank, mean):
-            faults[fault.name] = fault
+    found_all = [fault for rank, mean in means for fault in _faults(rank, mean)]
+    faults = {fault.name: fault for fault in reversed(found_all)}  # the first of a name is shown
     if faults:
         yield from faults.values()
     else:

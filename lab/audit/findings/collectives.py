@@ -136,9 +136,8 @@ def _find_wait(records: RankRecords, calls: list[CollectiveCall], hung: bool) ->
     """
     last = [record for record in records.records if not isinstance(record, Stack)][-1]
     stands = last if isinstance(last, Stands) else None
-    errors: dict[int, str | None] = {}  # of the latest return: a Work may be waited for twice
-    for done in records.of(Done):
-        errors[done.call_number] = done.error
+    # of the latest return: a Work may be waited for twice
+    errors = {done.call_number: done.error for done in records.of(Done)}
     if stands is not None and stands.call_number is not None:
         errors[stands.call_number] = "stands"
     for call in calls:

@@ -5,6 +5,7 @@ index in the innermost dataset, see probe/data.py; ``same_data`` says whether on
 sample on two ranks.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
@@ -88,9 +89,13 @@ def training_loaders(recording: Recording) -> list[list[TrainingLoader]]:
 
 def _loaders_of(rank: RankRecords) -> list[TrainingLoader]:
     trained = sorted(_trained_epochs(rank))
+    drawn: dict[EpochNumber, list[Batch | EpochOver | Rest]] = defaultdict(list)
+    for record in rank.records:
+        if isinstance(record, Batch | EpochOver | Rest):
+            drawn[record.loader_number, record.epoch].append(record)
     loaders = []
     for facts in rank.of(Loader):
-        epochs = [_epoch(rank, number) for number in trained if number[0] == facts.number]
+        epochs = [_epoch(drawn[number]) for number in trained if number[0] == facts.number]
         if epochs:
             loaders.append(TrainingLoader(rank.rank, rank, facts, epochs))
     return loaders
@@ -111,10 +116,8 @@ def _trained_epochs(rank: RankRecords) -> set[EpochNumber]:
     return last & stepped if stepped else last
 
 
-def _epoch(rank: RankRecords, number: EpochNumber) -> Epoch:
+def _epoch(records: Sequence[Batch | EpochOver | Rest]) -> Epoch:
     """Return an epoch. It is whole if it ended uncut with all batches, or its rest is known."""
-    of_loaders = [record for record in rank.records if isinstance(record, Batch | EpochOver | Rest)]
-    records = [record for record in of_loaders if (record.loader_number, record.epoch) == number]
     drawn = [record for record in records if not isinstance(record, EpochOver)]
     known = [draw for draw in drawn if draw.indices]
     batches = [draw for draw in known if isinstance(draw, Batch)]

@@ -139,10 +139,16 @@ def _accumulation(recording: Recording) -> Iterator[Finding]:
     micro = steps[0].batches
     if all(map(_adds_up, steps)):
         yield found("summed-accumulation", micro=micro)
-    by_ddp = all(backward.synced is True for step in steps for backward in step.backwards)
-    by_hand = all(step.exchanged == set(range(1, step.batches + 1)) for step in steps)
-    if by_ddp or by_hand:
+    if all(map(_ddp_averages_each, steps)) or all(map(_exchanges_each, steps)):
         yield found("needless-communication", micro=micro)
+
+
+def _ddp_averages_each(step: TrainingStep) -> bool:
+    return all(backward.synced is True for backward in step.backwards)
+
+
+def _exchanges_each(step: TrainingStep) -> bool:
+    return step.exchanged == set(range(1, step.batches + 1))
 
 
 def _adds_up(step: TrainingStep) -> bool:

@@ -131,11 +131,8 @@ class Replicas:
 
 def _parameters(rank: RankRecords, optimizer: int) -> list[Parameter]:
     """Return a rank's parameters of an optimiser, those that were added later too."""
-    rows = []
-    for parameters in rank.of(Parameters):
-        if parameters.optimizer_number == optimizer:
-            rows += parameters.rows
-    return rows
+    mine = [record for record in rank.of(Parameters) if record.optimizer_number == optimizer]
+    return [row for parameters in mine for row in parameters.rows]
 
 
 def _as_named(parameters: Iterable[Parameter]) -> list[tuple[str, str, list[int]]]:

@@ -40,9 +40,8 @@ def uses_ddp(recording: Recording) -> bool:
 
 def bypasses_ddp(recording: Recording) -> bool:
     """Return whether every training forward runs a module that DDP wraps, but not through DDP."""
-    through: set[str] = set()
-    for backward in recording.of(Backward):
-        through.update(forward.through for forward in backward.forwards)
+    forwards = [forward for backward in recording.of(Backward) for forward in backward.forwards]
+    through = {forward.through for forward in forwards}
     return through == {"bypass"} and all(rank.of(DdpBuilt) for rank in recording.ranks)
 
 

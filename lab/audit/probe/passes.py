@@ -164,11 +164,11 @@ class PassWatch:
 
     def names(self) -> dict[int, str]:
         """Return the names of all parameters of the models that were called, by id."""
-        names = {}
-        for root in list(self._roots):
-            for name, parameter in root.named_parameters():
-                names[id(parameter)] = _plain_name(name)
-        return names
+        return {
+            id(parameter): _plain_name(name)
+            for root in list(self._roots)
+            for name, parameter in root.named_parameters()
+        }
 
     def _root(self, module: Module) -> Module:
         """Return the module that holds this one, at any depth; DDP itself is left out."""
