@@ -25,9 +25,8 @@ def check(recording: Recording) -> Iterator[Outcome]:
         yield from faults.values()
     else:
         yield _covered([mean for _, mean in means])
-    loss = _printed_loss(recording)
-    if loss is not None and recording.size > 1:
-        yield loss
+    if recording.size > 1:
+        yield from _printed_loss(recording)
 
 
 def _covered(means: list[Clock]) -> Outcome:
@@ -38,13 +37,13 @@ def _covered(means: list[Clock]) -> Outcome:
     return Unknown(f"the clock: no mean time over {_FEWEST} or more whole steps could be read")
 
 
-def _printed_loss(recording: Recording) -> Finding | None:
-    """Return the first print of a loss that is one rank's."""
+def _printed_loss(recording: Recording) -> Iterator[Finding]:
+    """Yield the first print of a loss that is one rank's."""
     for rank in recording.ranks:
         for clock in rank.of(Clock):
             if clock.event == "loss_printed":
-                return found("loss-of-one-rank", clock.at, rank=rank.rank)
-    return None
+                yield found("loss-of-one-rank", clock.at, rank=rank.rank)
+                return
 
 
 def _last_means(rank: RankRecords) -> list[Clock]:

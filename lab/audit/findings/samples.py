@@ -468,8 +468,9 @@ def _unequal_batches(recording: Recording, loaders: Loaders, listed: str) -> Out
             f"whether the ranks' different numbers of batches matter ({listed}): they "
             "stay in step where an epoch ends"
         )
-    kind = "ends" if ends else "not seen"
-    return found("different-batch-counts", kind=kind, sure=ends, counts=listed)
+    return found(
+        "different-batch-counts", kind="ends" if ends else "not seen", sure=ends, counts=listed
+    )
 
 
 def _epochs_of_batches(loader: TrainingLoader) -> list[int]:

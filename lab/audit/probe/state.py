@@ -151,10 +151,8 @@ class Probe:
     def _is_users(self, filename: str) -> bool:
         """Return whether a file belongs to the script: under its folder, not installed there."""
         path = os.path.realpath(filename)
-        if not path.startswith(self.script + os.sep):
-            return False
-        of_probe = path.startswith(os.path.dirname(os.path.realpath(__file__)))
-        return not of_probe and "site-packages" not in path
+        below = path.startswith(self.script + os.sep) and "site-packages" not in path
+        return below and not path.startswith(os.path.dirname(os.path.realpath(__file__)))
 
 
 def compiling() -> bool:
