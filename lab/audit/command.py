@@ -67,12 +67,9 @@ class AuditCommand:
 
     def user_folder(self, cwd: Path) -> Path:
         """Return the folder of the user's code: the script's, or ``cwd`` if that is above it."""
-        folder = cwd
-        for word in self.words:
-            script = cwd / word
-            if word.endswith(".py") and script.is_file():
-                folder = script.resolve().parent
-                break
+        scripts = [cwd / word for word in self.words if word.endswith(".py")]
+        script = next(filter(Path.is_file, scripts), None)
+        folder = cwd if script is None else script.resolve().parent
         holds_python = Path(sysconfig.get_path("stdlib")).is_relative_to(cwd)
         if folder.is_relative_to(cwd) and not holds_python:
             return cwd

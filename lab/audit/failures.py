@@ -122,9 +122,8 @@ def explain_failure(run: AuditRun) -> str | None:
 def _reason(run: AuditRun) -> str | None:
     error = _first_error(run)
     was_cut = any(process.of(Cut) for process in run.recording.processes)
-    gone = None
-    if error is None and run.wanted_size is None and not was_cut:
-        gone = _gone(run)
+    unexplained = error is None and run.wanted_size is None and not was_cut
+    gone = _first_gone(run) if unexplained else None
     if gone is not None and (how := _how_it_left(run, gone)):
         steps = f"{len(gone.of(Step))} of {run.settings.steps} steps"
         return (
@@ -140,16 +139,13 @@ def _reason(run: AuditRun) -> str | None:
 
 def _first_error(run: AuditRun) -> Error | None:
     """Return the script's first error that another rank's end does not explain; None without."""
-    causes = []
-    for process in run.recording.processes:
-        for error in process.of(Error):
-            is_consequence = _CONSEQUENCE.search(f"{error.type} {error.message}")
-            if not is_consequence and not error.after_cut:
-                causes.append(error)
+    errors = [error for process in run.recording.processes for error in process.of(Error)]
+    early = [error for error in errors if not error.after_cut]
+    causes = [error for error in early if not _CONSEQUENCE.search(f"{error.type} {error.message}")]
     return min(causes, key=lambda error: error.t, default=None)
 
 
-def _gone(run: AuditRun) -> RankRecords | None:
+def _first_gone(run: AuditRun) -> RankRecords | None:
     """Return the rank that fell silent first, not in good order; None without one."""
     silent = [rank for rank in run.recording.ranks if _is_silent(run, rank)]
     return min(silent, key=lambda rank: rank.records[-1].t, default=None)
@@ -161,9 +157,7 @@ def _is_silent(run: AuditRun, rank: RankRecords) -> bool:
     Where ranks wait too long or fail, all that still run are asked for their stacks, and a rank
     that has left by os._exit is what the others wait for.
     """
-    if not rank.of(Group):
-        return False
-    if rank.of(Error):
+    if rank.of(Error) or not rank.of(Group):
         return False
     if rank.of(Stack) or isinstance(rank.records[-1], Stands):
         return False
@@ -253,9 +247,7 @@ def _advice(text: str, run: AuditRun) -> str:
         if match := re.search(pattern, text):
             name = next(filter(None, match.groups()), "NAME")
             return advice.format(name, more=(run.size or 2) + 1)
-    if " (at " in text:
-        return ""
-    return "First run the command without lab audit."
+    return "" if " (at " in text else "First run the command without lab audit."
 
 
 def _about_module(name: str, run: AuditRun) -> str:
@@ -288,10 +280,9 @@ def _waits(run: AuditRun) -> str:
     for process in run.recording.processes:
         done = {record.call_number for record in process.of(Done) if not record.error}
         open_calls = [call for call in process.of(CollectiveCall) if call.number not in done]
-        if not open_calls:
-            continue
-        call = open_calls[-1]
-        waits.add(f"{call.name} ({call.at})" if call.at else call.name)
+        if open_calls:
+            call = open_calls[-1]
+            waits.add(f"{call.name} ({call.at})" if call.at else call.name)
     if not waits:
         return ""
     return f"The ranks wait in {', '.join(sorted(waits))}. "
@@ -306,8 +297,7 @@ def _connects(run: AuditRun) -> str:
         )
     outputs = [run.output(process) for process in range(len(run.statuses))]
     found = _CONNECTS_TO.search("\n".join(outputs))
-    address = found[1] if found else "ADDRESS"
     return (
         "Give the number of ranks, the address and the port that it uses: --ranks N, {master} and "
-        f"{{port}} in the command, or --isolate {address}."
+        f"{{port}} in the command, or --isolate {found[1] if found else 'ADDRESS'}."
     )

@@ -176,8 +176,7 @@ def _isolating_commands(
     commands = ["ip link set lo up"]
     for number, name in enumerate(interfaces, start=1):
         commands.append(_INTERFACE.format(name=name, number=number))
-    for address in addresses:
-        commands.append(f"ip address replace {address}/32 dev {interfaces[0]}")
+    commands += [f"ip address replace {address}/32 dev {interfaces[0]}" for address in addresses]
     commands.append(f"mount --bind {shlex.quote(str(file))} {_HOSTS}")
     if hosts:
         commands.append(f"hostname {hosts[0]}")
@@ -198,8 +197,7 @@ def sort_names(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
             )
         found[match.lastgroup].append(name)
     interfaces = found["interface"] or ["eth1"]
-    addresses = found["address"] or ["10.9.1.1"]
-    return interfaces, addresses, found["host"]
+    return interfaces, found["address"] or ["10.9.1.1"], found["host"]
 
 
 @contextlib.contextmanager

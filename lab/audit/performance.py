@@ -23,7 +23,6 @@ from lab.audit.records import (
     DdpBuilt,
     DdpHook,
     Done,
-    Parameter,
     Parameters,
     Step,
     Stepped,
@@ -240,9 +239,7 @@ def _predict(
 
 def _gradient_sizes(rank: RankRecords) -> list[GradientSize]:
     """Return the sizes in the order in which the optimisers got the parameters."""
-    rows: dict[str, Parameter] = {}
-    for parameters in rank.of(Parameters):
-        rows |= {row.key: row for row in parameters.rows}
+    rows = {row.key: row for parameters in rank.of(Parameters) for row in parameters.rows}
     return [GradientSize(row.shape, _ITEM_BYTES.get(row.dtype, 4)) for row in rows.values()]
 
 

@@ -140,8 +140,12 @@ class RecordReader:
             for line in lines[len(process.records) :]:
                 record = decode_record(line)
                 process.add(record)
-                if isinstance(record, TorchImported):
-                    _refuse_old_torch(record.version)
+                if isinstance(record, TorchImported) and record.version.startswith(("0.", "1.")):
+                    raise UserError(
+                        f"the script runs with torch {record.version}, and lab audit works with "
+                        "torch 2.0 and newer: give the Python of an environment that has one, as "
+                        "in lab audit -- /path/to/python main.py"
+                    )
                 if not isinstance(record, Stack | Stands):
                     further = True
         return further
@@ -174,15 +178,6 @@ class RecordReader:
         content = read_regular(path, most_bytes=MOST_NUMBERS, follow=False)
         whole = len(content) // 8 * 8
         return np.frombuffer(content[:whole], dtype=np.float64)
-
-
-def _refuse_old_torch(version: str) -> None:
-    if version.startswith(("0.", "1.")):
-        raise UserError(
-            f"the script runs with torch {version}, and lab audit works with torch 2.0 and newer: "
-            "give the Python of an environment that has one, as in lab audit -- /path/to/python "
-            "main.py"
-        )
 
 
 def _find_rank(process: RankRecords) -> int | None:

@@ -32,6 +32,26 @@ class AnyRecord(msgspec.Struct, tag_field="k"):
     t: float
 
 
+class LineRecord(AnyRecord):
+    """What all records of a line of the script have: ``at``, None where it is not known."""
+
+    at: CodeLine | None
+
+
+class EpochRecord(AnyRecord):
+    """What all records of one iteration over a loader have."""
+
+    loader_number: int = msgspec.field(name="l")
+    epoch: int
+
+
+class OptimizerRecord(AnyRecord):
+    """What all records of one step of an optimiser have."""
+
+    optimizer_number: int = msgspec.field(name="o")
+    step: int
+
+
 # --- the process ---
 
 
@@ -56,10 +76,9 @@ class Cut(AnyRecord, tag="cut"):
     replaced: list[str]
 
 
-class Error(AnyRecord, tag="error"):
+class Error(LineRecord, tag="error"):
     type: str
     message: str
-    at: CodeLine | None
     after_cut: bool
 
 
@@ -71,18 +90,17 @@ class ProcessEnd(AnyRecord, tag="end"):
 # --- the group and its messages ---
 
 
-class Group(AnyRecord, tag="group"):
+class Group(LineRecord, tag="group"):
     rank: int
     world_size: int = msgspec.field(name="world")
-    at: CodeLine | None
 
 
-class DeviceMesh(AnyRecord, tag="mesh"):
-    at: CodeLine | None
+class DeviceMesh(LineRecord, tag="mesh"):
+    """A DeviceMesh was built."""
 
 
-class Join(AnyRecord, tag="join"):
-    at: CodeLine | None
+class Join(LineRecord, tag="join"):
+    """The script entered torch.distributed's Join."""
 
 
 class CallGroup(msgspec.Struct, array_like=True):
@@ -92,13 +110,12 @@ class CallGroup(msgspec.Struct, array_like=True):
     ranks: list[int]
 
 
-class CollectiveCall(AnyRecord, tag="call"):
+class CollectiveCall(LineRecord, tag="call"):
     """A collective began; ``content`` is None where the probe could not read its arguments."""
 
     number: int = msgspec.field(name="c")
     name: str
     step: int
-    at: CodeLine | None
     content: Literal["gradient", "weights", "other"] | None = None
     op: str | None = None
     size: int | None = None
@@ -120,30 +137,28 @@ class Done(AnyRecord, tag="done"):
     wait_seconds: float | None = None
 
 
-class Stands(AnyRecord, tag="stands"):
+class Stands(LineRecord, tag="stands"):
     call_number: int | None = msgspec.field(name="c")
     name: str | None
-    at: CodeLine | None
 
 
-class Stack(AnyRecord, tag="stack"):
-    at: CodeLine | None
+class Stack(LineRecord, tag="stack"):
+    """Where the main thread stood when the run had to be ended."""
 
 
 # --- the model and its passes ---
 
 
-class DdpBuilt(AnyRecord, tag="ddp"):
+class DdpBuilt(LineRecord, tag="ddp"):
     nbytes: int = msgspec.field(name="bytes")
-    at: CodeLine | None
 
 
-class DdpHook(AnyRecord, tag="hook"):
-    at: CodeLine | None
+class DdpHook(LineRecord, tag="hook"):
+    """DistributedDataParallel got a communication hook."""
 
 
-class FsdpBuilt(AnyRecord, tag="fsdp"):
-    at: CodeLine | None
+class FsdpBuilt(LineRecord, tag="fsdp"):
+    """FSDP shards a model."""
 
 
 class Forward(msgspec.Struct, array_like=True):
@@ -167,7 +182,7 @@ class Loss(msgspec.Struct):
     target_hash: int | None
 
 
-class Backward(AnyRecord, tag="backward"):
+class Backward(LineRecord, tag="backward"):
     step: int
     micro: int
     forwards: list[Forward]
@@ -175,14 +190,12 @@ class Backward(AnyRecord, tag="backward"):
     synced: bool | None
     seconds: float
     exposed_seconds: float | None
-    at: CodeLine | None
 
 
-class Evaluation(AnyRecord, tag="eval"):
+class Evaluation(LineRecord, tag="eval"):
     step: int
     buffers: list[tuple[str, list[float]]]
     batchnorm_layers: int = msgspec.field(name="batchnorm")
-    at: CodeLine | None
 
 
 class RandomForward(AnyRecord, tag="random"):
@@ -210,9 +223,7 @@ class Parameters(AnyRecord, tag="params"):
     rows: list[Parameter]
 
 
-class Weights(AnyRecord, tag="weights"):
-    optimizer_number: int = msgspec.field(name="o")
-    step: int
+class Weights(OptimizerRecord, tag="weights"):
     values: Samples
 
 
@@ -229,11 +240,9 @@ class Clip(msgspec.Struct, array_like=True):
     at: CodeLine | None
 
 
-class Step(AnyRecord, tag="step"):
+class Step(OptimizerRecord, tag="step"):
     """An update of an optimiser; ``own`` and ``got`` are None where the probe failed to sample."""
 
-    optimizer_number: int = msgspec.field(name="o")
-    step: int
     optimizer: str
     lr: list[float | None]
     settings: dict[str, Any]
@@ -247,9 +256,7 @@ class Step(AnyRecord, tag="step"):
     got_norm: float | None = None
 
 
-class Stepped(AnyRecord, tag="stepped"):
-    optimizer_number: int = msgspec.field(name="o")
-    step: int
+class Stepped(OptimizerRecord, tag="stepped"):
     seconds: float
     state: int | None
 
@@ -257,7 +264,7 @@ class Stepped(AnyRecord, tag="stepped"):
 # --- the loaders ---
 
 
-class Loader(AnyRecord, tag="loader"):
+class Loader(LineRecord, tag="loader"):
     number: int = msgspec.field(name="l")
     dataset: str
     length: int | None
@@ -266,14 +273,11 @@ class Loader(AnyRecord, tag="loader"):
     replicas: Any
     inner_length: int | None
     content: int | None
-    at: CodeLine | None
 
 
-class Draw(AnyRecord):
+class Draw(EpochRecord):
     """Samples that a loader gave in an epoch, or would still have given."""
 
-    loader_number: int = msgspec.field(name="l")
-    epoch: int
     indices: list[Index] | None
     inner: list[Index] | None
 
@@ -288,17 +292,14 @@ class Batch(Draw, tag="batch"):
 
 
 class Rest(Draw, tag="rest"):
-    pass
+    """What the script would still have been given after the cut."""
 
 
-class Trained(AnyRecord, tag="trained"):
-    loader_number: int = msgspec.field(name="l")
-    epoch: int
+class Trained(EpochRecord, tag="trained"):
+    """A backward or an update followed a batch of the iteration."""
 
 
-class EpochOver(AnyRecord, tag="epoch"):
-    loader_number: int = msgspec.field(name="l")
-    epoch: int
+class EpochOver(EpochRecord, tag="epoch"):
     batches: int
     cut: bool
 
@@ -306,14 +307,13 @@ class EpochOver(AnyRecord, tag="epoch"):
 # --- clocks ---
 
 
-class Clock(AnyRecord, tag="clock"):
+class Clock(LineRecord, tag="clock"):
     """A mean time that the script formed, or a loss that it printed, which has no numbers.
 
     See probe/clocks.py.
     """
 
     event: Literal["mean", "loss_printed"]
-    at: CodeLine | None
     divisor: int | float = 1
     unit: int | float = 1
     intervals: int = 0

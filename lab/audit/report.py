@@ -9,7 +9,6 @@ import platform
 import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,6 +110,62 @@ class AuditContent(msgspec.Struct):
     performance: Performance | None
     replay: None = None  # kept for readers of older results
 
+    # What the terminal and the page show, in sentences.
+
+    @property
+    def answer(self) -> str:
+        """The headline as a sentence."""
+        return f"{self.headline[:1].upper()}{self.headline[1:].rstrip('.')}."
+
+    @property
+    def equality(self) -> str:
+        """The question and its answer, with the reason unless the first line says it."""
+        equality = f"{QUESTION}: {self.verdict.answer}"
+        why = self.verdict.why.rstrip(".")
+        known = self.headline.endswith(why.removeprefix("probably "))
+        return f"{equality}." if known else f"{equality} — {why}."
+
+    @property
+    def watched(self) -> str:
+        """How many steps of which script were watched, and by what it ran."""
+        steps = max((run.steps for run in self.runs), default=0)
+        ran = ranks_text(run.ranks for run in self.runs)
+        return (
+            f"Watched {count(steps, 'step')} on {ran}, with Python {self.versions.python} "
+            f"({self.versions.executable}) and torch {self.versions.torch or '(none)'}: "
+            f"{self.command}"
+        )
+
+    @property
+    def incomplete(self) -> str | None:
+        """Why a run was not audited to its end, unless the headline says it."""
+        return self.failure if self.failure != self.headline else None
+
+    @property
+    def faults(self) -> list[FindingContent]:
+        """The findings that are faults."""
+        return [finding for finding in self.findings if finding.severity == FAULT]
+
+    @property
+    def notices(self) -> list[FindingContent]:
+        """The findings that are none."""
+        return [finding for finding in self.findings if finding.severity != FAULT]
+
+    @property
+    def own_faults(self) -> list[str]:
+        """Where lab audit itself failed."""
+        return [text for text in self.unknown if OWN_FAULT in text]
+
+    @property
+    def unchecked(self) -> list[str]:
+        """What could not be checked for other reasons."""
+        return [text for text in self.unknown if OWN_FAULT not in text]
+
+    @property
+    def speed(self) -> list[str]:
+        """The measured step and the predicted ones; none without a measurement."""
+        return [] if self.performance is None else _speed_lines(self.performance)
+
 
 def as_json(result: AuditResult) -> dict[str, Any]:
     """Return the content of the JSON file: plain values, texts without control characters."""
@@ -187,76 +242,11 @@ def write_json(path: Path, result: AuditResult) -> None:
     write_atomically(path, encode(as_json(result), indent=1) + b"\n")
 
 
-# --- what the terminal and the page show alike ---
+# --- the speed, for the terminal and the page ---
 
 
-@dataclass(frozen=True)
-class _View:
-    """The sentences that are shown; the page's template has them by these names.
-
-    incomplete : why a run was not audited to its end, unless ``answer`` says it.
-    own_faults : where lab audit itself failed.
-    """
-
-    command: str
-    status: int
-    answer: str
-    equality: str
-    watched: str
-    incomplete: str | None
-    remarks: Sequence[str]
-    own_faults: Sequence[str]
-    faults: Sequence[FindingContent]
-    notices: Sequence[FindingContent]
-    right: Sequence[str]
-    unknown: Sequence[str]
-    speed: Sequence[str]
-
-
-def _view(result: AuditResult) -> _View:
-    """Return the sentences on an audit, calm as well."""
-    content = _content(result)
-    headline = content.headline
-    return _View(
-        command=content.command,
-        status=content.status,
-        answer=f"{headline[:1].upper()}{headline[1:].rstrip('.')}.",
-        equality=_equality(content),
-        watched=_watched(content),
-        incomplete=content.failure if content.failure != headline else None,
-        remarks=content.remarks,
-        own_faults=[text for text in content.unknown if OWN_FAULT in text],
-        faults=[finding for finding in content.findings if finding.severity == FAULT],
-        notices=[finding for finding in content.findings if finding.severity != FAULT],
-        right=content.right,
-        unknown=[text for text in content.unknown if OWN_FAULT not in text],
-        speed=_speed_lines(content.performance),
-    )
-
-
-def _equality(content: AuditContent) -> str:
-    """Return the question and its answer, with the reason unless the first line says it."""
-    equality = f"{QUESTION}: {content.verdict.answer}"
-    why = content.verdict.why.rstrip(".")
-    known = content.headline.endswith(why.removeprefix("probably "))
-    return f"{equality}." if known else f"{equality} — {why}."
-
-
-def _watched(content: AuditContent) -> str:
-    """Return how many steps of which script were watched, and by what it ran."""
-    steps = max((run.steps for run in content.runs), default=0)
-    ran = ranks_text(run.ranks for run in content.runs)
-    versions = content.versions
-    return (
-        f"Watched {count(steps, 'step')} on {ran}, with Python {versions.python} "
-        f"({versions.executable}) and torch {versions.torch or '(none)'}: {content.command}"
-    )
-
-
-def _speed_lines(performance: Performance | None) -> list[str]:
-    """Return the measured step and the predicted ones as sentences; none without a measurement."""
-    if performance is None:
-        return []
+def _speed_lines(performance: Performance) -> list[str]:
+    """Return the measured step and the predicted ones as sentences."""
     measured = (
         f"{duration_text(performance.seconds)} a step on {ranks_text([performance.ranks])}; "
         f"exposed communication {duration_text(performance.exposed_seconds)} "
@@ -290,25 +280,24 @@ def print_audit(console: Console, result: AuditResult) -> None:
     """Print the answer, the findings, what is right, the notices, the unknown and the speed."""
     if not console.is_terminal:
         console = Console(file=console.file, highlight=False, width=_WIDTH)
-    view = _view(result)
-    for row in _rows(view):
+    for row in _rows(_content(result)):
         _print(console, row)
 
 
-def _rows(view: _View) -> Iterator[_Row]:
-    yield _Row("", view.answer, _STYLES[view.status])
-    for text in (view.equality, view.watched, *view.remarks):
+def _rows(audit: AuditContent) -> Iterator[_Row]:
+    yield _Row("", audit.answer, _STYLES[audit.status])
+    for text in (audit.equality, audit.watched, *audit.remarks):
         yield _Row("", text)
-    yield _Row("Incomplete: ", view.incomplete or "")
-    for text in view.own_faults:
+    yield _Row("Incomplete: ", audit.incomplete or "")
+    for text in audit.own_faults:
         yield _Row("Report this: ", text, _STYLES[2])
-    for fault in view.faults:
+    for fault in audit.faults:
         yield from _fault_rows(fault)
-    notices = [notice.shown for notice in view.notices]
-    yield from _list_rows("Checked and right", view.right)
+    notices = [notice.shown for notice in audit.notices]
+    yield from _list_rows("Checked and right", audit.right)
     yield from _list_rows("Notices (details: --json or --html)", notices)
-    yield from _list_rows("Could not be checked", view.unknown)
-    yield from _list_rows("Speed", view.speed)
+    yield from _list_rows("Could not be checked", audit.unchecked)
+    yield from _list_rows("Speed", audit.speed)
 
 
 def _fault_rows(fault: FindingContent) -> Iterator[_Row]:
@@ -371,4 +360,4 @@ def write_page(path: Path, result: AuditResult) -> None:
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "machine": f"{platform.platform()}, {usable_cores()} cores",
     }
-    write_atomically(path, template.render(vars(_view(result)), facts=facts).encode())
+    write_atomically(path, template.render(audit=_content(result), facts=facts).encode())

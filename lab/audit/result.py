@@ -61,9 +61,8 @@ class AuditResult:
         began = self.failure is None or any(recording.steps for recording in self.recordings)
         if any(began or fault.entry.fails for fault in self.faults):
             return 1
-        if self.failure is None and self.verdict.answer == "yes":
-            return 0
-        return 2
+        is_right = self.failure is None and self.verdict.answer == "yes"
+        return 0 if is_right else 2
 
     @property
     def headline(self) -> str:
@@ -106,16 +105,12 @@ def verdict(
     why = "the ranks start equal, and every watched update uses the mean of their gradients"
     if "same-samples" in names:
         why += "; but the ranks train on the same samples"
-    if any(map(_evaluates_batchnorm, recordings)):
+    if any(evaluation.batchnorm_layers for run in recordings for evaluation in run.of(Evaluation)):
         why += (
             "; each rank's BatchNorm uses the statistics of its own share, so the mean of the "
             "shares rightly differs from one pass over the whole batch"
         )
     return EqualityVerdict("yes", why)
-
-
-def _evaluates_batchnorm(recording: Recording) -> bool:
-    return any(evaluation.batchnorm_layers for evaluation in recording.of(Evaluation))
 
 
 def _why_unsure(

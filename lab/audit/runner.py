@@ -125,7 +125,7 @@ def run_audit_size(
         "OMP_NUM_THREADS": str(max(1, usable_cores() // (size or 2))),
         "GLOO_SOCKET_IFNAME": network.interface,
         **inherited,  # PATH as well: ``python`` is the interpreter that a shell starts
-        "PYTHONPATH": _path_with_hook(inherited.get("PYTHONPATH")),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HOOK), inherited.get("PYTHONPATH")])),
     }
     try:
         for rank, words in enumerate(command.processes(size, master=network.master, port=port)):
@@ -150,13 +150,6 @@ def run_audit_size(
         hung=run.hung is not None,
     )
     return run
-
-
-def _path_with_hook(inherited: str | None) -> str:
-    """Return PYTHONPATH with the folder of the hook before what was in it."""
-    if not inherited:
-        return str(HOOK)
-    return os.pathsep.join([str(HOOK), inherited])
 
 
 class AuditRun:
@@ -204,11 +197,8 @@ class AuditRun:
         """The number of ranks for which the script waits, if it is not the one asked for."""
         if self.size is None or not self.command.one_process_a_rank:
             return None
-        worlds = []
-        for process in self._with(CollectiveCall):
-            world = process.of(CollectiveCall)[0].wanted_world_size
-            if world:
-                worlds.append(world)
+        first_calls = [process.of(CollectiveCall)[0] for process in self._with(CollectiveCall)]
+        worlds = [call.wanted_world_size for call in first_calls if call.wanted_world_size]
         if len(set(worlds)) != 1:
             return None
         wanted: int = worlds[0]
@@ -223,9 +213,7 @@ class AuditRun:
         if wanted := self.wanted_size:
             return wanted
         size = self.recording.size
-        if size > 1 and size != self.size:
-            return size
-        return None
+        return size if size > 1 and size != self.size else None
 
     def log(self, process: int) -> Path:
         """Return the file of what a process writes, stdout and stderr."""
@@ -262,8 +250,7 @@ class AuditRun:
             self._look(now)
         quiet = now - self._recorded
         if self._with(Cut):
-            patience = max(_CUT_SECONDS, self._longest_quiet)
-            return quiet > min(patience, _MOST_CUT_SECONDS)
+            return quiet > min(max(_CUT_SECONDS, self._longest_quiet), _MOST_CUT_SECONDS)
         if self.failed:
             return now > min(self.failed.values()) + _CERTAIN_SECONDS
         if wanted := self.wanted_size:

@@ -58,11 +58,9 @@ def _read_edit(entry: str, scripts: Mapping[str, Script]) -> Script:
     """Return the script of an entry, "name] keys", a line that says what it does, and its edit."""
     header, what, *edit = entry.rstrip().split("\n")
     name, _, keys = header.partition("]")
-    base = ""
-    body = ""
-    if named := re.search(r"base: (\w+)", keys):
-        base = named[1]
-        body = scripts[base].body
+    named = re.search(r"base: (\w+)", keys)
+    base = named[1] if named else ""
+    body = scripts[base].body if named else ""
     script = Script(name, what, body, base, "\n".join(edit), keys)
     return replace(script, body=apply_edit(script))
 

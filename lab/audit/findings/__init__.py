@@ -23,7 +23,6 @@ _ONE_MODEL = Unknown(
     "gradients: the ranks exchange activations, so they may compute one model together (tensor, "
     "expert or pipeline parallel); only replicas are compared"
 )
-_OF_CLOCKS = ("clocks", "printed_losses")  # parts of the probe without which all else can be told
 
 
 def run_checks(
@@ -83,7 +82,8 @@ def _troubles(recording: Recording) -> Iterator[Unknown]:
     for process in recording.processes:
         for trouble in process.of(Trouble):
             error = trouble.text.strip().splitlines()[-1]
-            subject = "clocks" if trouble.part in _OF_CLOCKS else "gradients"
+            # without the clocks all else can be told
+            subject = "clocks" if trouble.part == "clocks" else "gradients"
             yield Unknown(
                 f"{subject}: a part of lab audit itself, {trouble.part}, failed on this script "
                 f"({error}), which is no fault of the script"
@@ -114,9 +114,8 @@ def _sends_activations(call: CollectiveCall, *, apart: bool) -> bool:
     """
     if call.content != "other" or prod(call.shape or ()) <= 1:
         return False
-    if call.within == "forward":
-        return True
-    if call.within == "backward" and call.name.startswith(("all_to_all", "all_gather")):
+    between_layers = call.name.startswith(("all_to_all", "all_gather"))
+    if call.within == "forward" or (call.within == "backward" and between_layers):
         return True
     return apart and call.name in POINT_TO_POINT
 

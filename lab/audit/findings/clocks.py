@@ -19,35 +19,31 @@ def check(recording: Recording) -> Iterator[Outcome]:
     if not recording.clocks:
         return
     means = [(rank, mean) for rank in recording.ranks for mean in _last_means(rank)]
-    faults = {}
-    for rank, mean in reversed(means):  # the first mean of a fault is shown
-        for fault in _faults(rank, mean):
-            faults[fault.name] = fault
+    found_all = [fault for rank, mean in means for fault in _faults(rank, mean)]
+    faults = {fault.name: fault for fault in reversed(found_all)}  # the first of a name is shown
     if faults:
         yield from faults.values()
     else:
         yield _covered([mean for _, mean in means])
-    loss = _printed_loss(recording)
-    if loss is not None and recording.size > 1:
-        yield loss
+    if recording.size > 1:
+        yield from _printed_loss(recording)
 
 
 def _covered(means: list[Clock]) -> Outcome:
     """Return over how many steps the last mean of whole steps is formed, if there is one."""
     for mean in reversed(means):
         if _is_of_steps(mean) and not _divides_wrongly(mean):
-            covered = _iterations(mean)
-            return Right(f"the mean time covers {covered} whole steps, without the first")
+            return Right(f"the mean time covers {_iterations(mean)} whole steps, without the first")
     return Unknown(f"the clock: no mean time over {_FEWEST} or more whole steps could be read")
 
 
-def _printed_loss(recording: Recording) -> Finding | None:
-    """Return the first print of a loss that is one rank's."""
+def _printed_loss(recording: Recording) -> Iterator[Finding]:
+    """Yield the first print of a loss that is one rank's."""
     for rank in recording.ranks:
         for clock in rank.of(Clock):
             if clock.event == "loss_printed":
-                return found("loss-of-one-rank", clock.at, rank=rank.rank)
-    return None
+                yield found("loss-of-one-rank", clock.at, rank=rank.rank)
+                return
 
 
 def _last_means(rank: RankRecords) -> list[Clock]:

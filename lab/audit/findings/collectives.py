@@ -136,9 +136,8 @@ def _find_wait(records: RankRecords, calls: list[CollectiveCall], hung: bool) ->
     """
     last = [record for record in records.records if not isinstance(record, Stack)][-1]
     stands = last if isinstance(last, Stands) else None
-    errors: dict[int, str | None] = {}  # of the latest return: a Work may be waited for twice
-    for done in records.of(Done):
-        errors[done.call_number] = done.error
+    # of the latest return: a Work may be waited for twice
+    errors = {done.call_number: done.error for done in records.of(Done)}
     if stands is not None and stands.call_number is not None:
         errors[stands.call_number] = "stands"
     for call in calls:
@@ -238,9 +237,8 @@ def _in_vain(ranks: list[_Rank]) -> Iterator[Finding | Unknown]:
 
 def _describe(wait: Wait) -> str:
     """Return a call in words, with its line."""
-    text = "torch.distributed"
-    if not isinstance(wait, Error) and wait.name:
-        text = wait.name
+    name = None if isinstance(wait, Error) else wait.name
+    text = name or "torch.distributed"
     if isinstance(wait, CollectiveCall) and wait.nbytes:
         text += f" of {wait.nbytes:,} bytes"
     if isinstance(wait, CollectiveCall) and wait.peer is not None:
@@ -266,23 +264,18 @@ def _unused(recording: Recording) -> Iterator[Finding]:
         return
     first = recording.ranks[0]
     calls = Counter(call.name for call in first.of(CollectiveCall) if call.name not in SETUP)
-    kind = "alone"
-    at = None
-    if groups := first.of(Group):
-        kind = "group"
-        at = groups[0].at
-    more = ""
-    if was_cut := bool(recording.of(Cut)):
-        more = "; a script that exchanges weights more rarely looks the same"
+    groups = first.of(Group)
+    was_cut = bool(recording.of(Cut))
+    more = "; a script that exchanges weights more rarely looks the same"
     yield found(
         "group-unused",
-        at,
-        kind=kind,
+        groups[0].at if groups else None,
+        kind="group" if groups else "alone",
         sure=not was_cut,
         steps=recording.steps,
         ranks=recording.size,
         calls=", ".join(f"{name} {number} times" for name, number in calls.items()) or "none",
-        more=more,
+        more=more if was_cut else "",
     )
 
 

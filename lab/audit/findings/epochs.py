@@ -5,6 +5,7 @@ index in the innermost dataset, see probe/data.py; ``same_data`` says whether on
 sample on two ranks.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
@@ -88,9 +89,13 @@ def training_loaders(recording: Recording) -> list[list[TrainingLoader]]:
 
 def _loaders_of(rank: RankRecords) -> list[TrainingLoader]:
     trained = sorted(_trained_epochs(rank))
+    drawn: dict[EpochNumber, list[Batch | EpochOver | Rest]] = defaultdict(list)
+    for record in rank.records:
+        if isinstance(record, Batch | EpochOver | Rest):
+            drawn[record.loader_number, record.epoch].append(record)
     loaders = []
     for facts in rank.of(Loader):
-        epochs = [_epoch(rank, number) for number in trained if number[0] == facts.number]
+        epochs = [_epoch(drawn[number]) for number in trained if number[0] == facts.number]
         if epochs:
             loaders.append(TrainingLoader(rank.rank, rank, facts, epochs))
     return loaders
@@ -111,9 +116,8 @@ def _trained_epochs(rank: RankRecords) -> set[EpochNumber]:
     return last & stepped if stepped else last
 
 
-def _epoch(rank: RankRecords, number: EpochNumber) -> Epoch:
+def _epoch(records: Sequence[Batch | EpochOver | Rest]) -> Epoch:
     """Return an epoch. It is whole if it ended uncut with all batches, or its rest is known."""
-    records = _epoch_records(rank, number)
     drawn = [record for record in records if not isinstance(record, EpochOver)]
     known = [draw for draw in drawn if draw.indices]
     batches = [draw for draw in known if isinstance(draw, Batch)]
@@ -126,13 +130,6 @@ def _epoch(rank: RankRecords, number: EpochNumber) -> Epoch:
     if left or cut or any(draw.indices is None for draw in drawn):
         return Epoch(batches, given, [], left)
     return Epoch(batches, given, known, left)
-
-
-def _epoch_records(rank: RankRecords, number: EpochNumber) -> list[Batch | EpochOver | Rest]:
-    """Return the records of an epoch, in order."""
-    kinds = Batch | EpochOver | Rest
-    of_loaders = [record for record in rank.records if isinstance(record, kinds)]
-    return [record for record in of_loaders if (record.loader_number, record.epoch) == number]
 
 
 def same_data(one: TrainingLoader, other: TrainingLoader) -> bool | None:
@@ -197,9 +194,8 @@ class TrainingStep:
         self.accumulates = self.batches == len(self.backwards) > 1
         loaded = _number_of_samples(given)
         inputs, in_losses = self._seen_samples()
-        self.samples = loaded
-        if inputs and self._inputs_tell(inputs, in_losses):
-            self.samples = inputs
+        inputs_tell = inputs > 0 and self._inputs_tell(inputs, in_losses)
+        self.samples = inputs if inputs_tell else loaded
         self.takes_a_part = 0 < inputs < 0.9 * loaded and in_losses != loaded
 
     def _seen_samples(self) -> tuple[int, int]:

@@ -79,11 +79,9 @@ class Update:
         self._unscale()
         self.mean = np.asarray(self.own.mean(axis=0))
         self.samples = local_samples(replicas.recording, step)
-        self.misfit = EXACT
-        self.tolerance = 1e-3
-        if any("16" in replicas.rows[index].dtype for index in kept):
-            self.misfit = ROUNDED
-            self.tolerance = 1e-2
+        rounded = any("16" in replicas.rows[index].dtype for index in kept)
+        self.misfit = ROUNDED if rounded else EXACT
+        self.tolerance = 1e-2 if rounded else 1e-3
         apart = norms(self.own - self.own[0], self.columns)
         self.alike = bool((apart <= self.misfit * norms(self.own, self.columns)).all())
         self.cuts = self._cuts()
@@ -168,10 +166,8 @@ def _explain(update: Update) -> Explanation:
         if errors.max() <= update.misfit:
             total = float(weights.sum(axis=1).mean())
             return Explanation(kind, float(errors.max()), total, [how])
-    by_number = _by_number(update, linear.residue, error=EXACT)
-    if by_number is None:
-        by_number = _by_number(update, linear.residue, error=2**-7, smallest=1.2e-7)
-    return by_number or linear
+    exact = _by_number(update, linear.residue, error=EXACT)
+    return exact or _by_number(update, linear.residue, error=2**-7, smallest=1.2e-7) or linear
 
 
 # --- sums of the ranks' gradients ---
@@ -255,9 +251,8 @@ def _cuts_by_hand(update: Update, times: Numbers) -> Numbers:
 
 
 def _how_cut(rank: int, part: float) -> str:
-    if part < 1:
-        return f"rank {rank}'s gradient is cut to {part:.1%} of its length"
-    return f"rank {rank}'s gradient is not cut"
+    cut = f"cut to {part:.1%} of its length" if part < 1 else "not cut"
+    return f"rank {rank}'s gradient is {cut}"
 
 
 # --- sums of something else ---

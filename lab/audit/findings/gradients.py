@@ -34,6 +34,7 @@ from lab.audit.records import Backward, CodeLine, FsdpBuilt, Step
 _CLASSIFIERS = ("NllLoss", "CrossEntropy", "BinaryCrossEntropy")
 _UNEXPLAINED = {"unknown", "kept", "stale"}
 _CLIPPED = ("norm", "value")
+_CHANGING = Unknown("gradients: the ranks' gradients are combined differently from step to step")
 # The kinds of updates of which the fit has said it all.
 _FAULTS = {
     "norm": "clipped-before-averaging",
@@ -154,13 +155,7 @@ def _judge(seen: _Seen) -> Outcome:
         return _unexplained(seen)
     if grave == {"rows"}:
         return _rows(seen)
-    if len(grave) > 1:
-        return _changing()
-    return _explained(seen)
-
-
-def _changing() -> Unknown:
-    return Unknown("gradients: the ranks' gradients are combined differently from step to step")
+    return _CHANGING if len(grave) > 1 else _explained(seen)
 
 
 def _explained(seen: _Seen) -> Outcome:
@@ -171,7 +166,7 @@ def _explained(seen: _Seen) -> Outcome:
     always = [name for name in names if all(name in update.texts for update in seen.bad)]
     changes = len(seen.bad) < len(seen.updates) and kind not in _CLIPPED
     if changes or (names and not always):
-        return _changing()
+        return _CHANGING
     line = _clip_line(seen.bad, kind)
     if line is None:
         line = exchange_line(seen.recording, first.step) if names else seen.line
@@ -344,10 +339,9 @@ def _scaled_in_loss(seen: _Seen) -> Finding | None:
     """Return that each rank divides its loss by the ranks although the exchange does, too."""
     first = seen.updates[0]
     losses = _losses(seen.recording, seen.updates)
-    if losses.reductions != {"mean"}:
-        return None
     sure = first.size > 2
-    if not (losses.classify or sure):  # half the squared error is a common loss
+    # half the squared error is a common loss
+    if not losses.are_means or not (losses.classify or sure):
         return None
     over_ranks = losses.weight * first.size
     micro = first.records[0].micro or 1
@@ -396,12 +390,12 @@ class _Losses(NamedTuple):
     weight : what those of all samples' losses in a step add up to, divided by the number of ranks:
         1 for a mean on each rank; 0 if a loss was not seen, or whose it is. Sums that are not
         divided are meant to be added up over the ranks as well.
-    reductions : how they are reduced.
+    are_means : they are all means.
     classify : they are all those of a classification.
     """
 
     weight: float
-    reductions: set[str | None]
+    are_means: bool
     classify: bool
 
 
@@ -409,23 +403,17 @@ def _losses(recording: Recording, updates: list[Update]) -> _Losses:
     """Return what the losses of these steps say."""
     scales = {update.step: update.records[0].scale or 1.0 for update in updates}
     weights: list[float] = []
-    reductions: set[str | None] = set()
-    classify = True
+    are_means = classify = True
     for backward in recording.of(Backward):
-        if backward.step not in scales:
-            continue
-        weights.append(_loss_weight(backward, scales[backward.step], recording.size))
-        if backward.loss is None:
-            reductions.add(None)
-            classify = False
-        else:
-            reductions.add(backward.loss.reduction)
-            classify &= backward.loss.node.startswith(_CLASSIFIERS)
+        if backward.step in scales:
+            loss = backward.loss
+            weights.append(_loss_weight(backward, scales[backward.step], recording.size))
+            are_means &= loss is not None and loss.reduction == "mean"
+            classify &= loss is not None and loss.node.startswith(_CLASSIFIERS)
     optimizers = {step.optimizer_number for step in recording.of(Step)}
-    weight = 0.0
-    if all(weights) and len(optimizers) == 1:
-        weight = sum(weights) / recording.size / len(scales)
-    return _Losses(weight, reductions, classify)
+    known = all(weights) and len(optimizers) == 1
+    weight = sum(weights) / recording.size / len(scales) if known else 0.0
+    return _Losses(weight, are_means and bool(weights), classify)
 
 
 def _loss_weight(backward: Backward, scale: float, size: int) -> float:
@@ -452,7 +440,7 @@ def _multiple(seen: _Seen, line: CodeLine | None, *, total: float) -> Outcome:
     if by_micro_batches or _near(total * losses.weight, tolerance):
         return Right("the losses' scale and the exchange together give the mean of all samples")
     added = _near(total / size, tolerance)
-    if added and losses.reductions == {"mean"}:
+    if added and losses.are_means:
         return seen.found("sum-not-mean", line, sure=losses.weight > 0, total=total)
     twice = _near(total * size, tolerance)
     if twice and (uses_ddp(seen.recording) or size > 2):

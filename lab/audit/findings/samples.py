@@ -59,17 +59,10 @@ def _takes_parts(rank: RankRecords) -> bool:
 
 def _check_loaders(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
     """Compare the ranks' loaders that belong together."""
-    all_differ = True
-    alike: list[Outcome] = []
-    data = set()
-    for one, other in combinations(loaders, 2):
-        outcome, equal_indices_tell = _compare(one, other)
-        data.add(equal_indices_tell)
-        if not isinstance(outcome, Right):
-            all_differ = False
-            if outcome is not None:
-                alike.append(outcome)
-    if all_differ:
+    compared = [_compare(one, other) for one, other in combinations(loaders, 2)]
+    alike = [outcome for outcome, _ in compared if isinstance(outcome, Finding | Unknown)]
+    data = {equal_indices_tell for _, equal_indices_tell in compared}
+    if all(isinstance(outcome, Right) for outcome, _ in compared):
         yield Right("every rank trains on different samples")
     yield from alike
     if not alike and False not in data:
@@ -256,9 +249,9 @@ class _Coverage:
         self.loaders = loaders
         self.number = number
         self.whole = all(epoch.whole for epoch in epochs)
-        self.draws: list[list[Batch | Rest]] = []
-        for epoch in epochs:
-            self.draws.append(epoch.whole if self.whole else [*epoch.batches])
+        self.draws: list[list[Batch | Rest]] = [
+            epoch.whole if self.whole else [*epoch.batches] for epoch in epochs
+        ]
         self.shares = [[index for draw in rank for index in draw.innermost] for rank in self.draws]
         self.counts = Counter(chain.from_iterable(self.shares))
         self.repeats = self.counts.total() - len(self.counts)
@@ -475,8 +468,9 @@ def _unequal_batches(recording: Recording, loaders: Loaders, listed: str) -> Out
             f"whether the ranks' different numbers of batches matter ({listed}): they "
             "stay in step where an epoch ends"
         )
-    kind = "ends" if ends else "not seen"
-    return found("different-batch-counts", kind=kind, sure=ends, counts=listed)
+    return found(
+        "different-batch-counts", kind="ends" if ends else "not seen", sure=ends, counts=listed
+    )
 
 
 def _epochs_of_batches(loader: TrainingLoader) -> list[int]:

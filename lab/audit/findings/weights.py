@@ -41,14 +41,13 @@ def check(recording: Recording) -> Iterator[Outcome]:
     exchanged = recording_exchanges(recording)
     if exchanged:
         yield from map(_different_start, different)
-    settings = _different_settings(replicas)
-    if settings is not None:
-        yield settings
+    settings = [*_different_settings(replicas)]
+    yield from settings
     if not any(several.weights for several in replicas):
         yield Unknown("weights: no ranks' weights of equal parameters were seen")
     elif not different:
         yield Right("all ranks start from the same weights")
-        yield from _divergence(replicas, counts=exchanged and settings is None)
+        yield from _divergence(replicas, counts=exchanged and not settings)
 
 
 class Replicas:
@@ -131,11 +130,8 @@ class Replicas:
 
 def _parameters(rank: RankRecords, optimizer: int) -> list[Parameter]:
     """Return a rank's parameters of an optimiser, those that were added later too."""
-    rows = []
-    for parameters in rank.of(Parameters):
-        if parameters.optimizer_number == optimizer:
-            rows += parameters.rows
-    return rows
+    mine = [record for record in rank.of(Parameters) if record.optimizer_number == optimizer]
+    return [row for parameters in mine for row in parameters.rows]
 
 
 def _as_named(parameters: Iterable[Parameter]) -> list[tuple[str, str, list[int]]]:
@@ -176,16 +172,16 @@ def _different_start(replicas: Replicas) -> Finding:
     )
 
 
-def _different_settings(replicas: list[Replicas]) -> Finding | None:
-    """Return the first of the learning rates, other settings and classes that differ."""
+def _different_settings(replicas: list[Replicas]) -> Iterator[Finding]:
+    """Yield the first of the learning rates, other settings and classes that differ."""
     for several in replicas:
         for step, records in several.steps.items():
             settings = [_settings(record) for record in records]
             for name in settings[0]:
                 values = [of_rank.get(name) for of_rank in settings]
                 if len(set(values)) > 1:
-                    return _different_setting(step, name, values)
-    return None
+                    yield _different_setting(step, name, values)
+                    return
 
 
 def _different_setting(step: int, name: str, values: Sequence[str | None]) -> Finding:

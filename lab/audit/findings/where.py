@@ -40,9 +40,8 @@ def uses_ddp(recording: Recording) -> bool:
 
 def bypasses_ddp(recording: Recording) -> bool:
     """Return whether every training forward runs a module that DDP wraps, but not through DDP."""
-    through: set[str] = set()
-    for backward in recording.of(Backward):
-        through.update(forward.through for forward in backward.forwards)
+    forwards = [forward for backward in recording.of(Backward) for forward in backward.forwards]
+    through = {forward.through for forward in forwards}
     return through == {"bypass"} and all(rank.of(DdpBuilt) for rank in recording.ranks)
 
 
@@ -65,10 +64,9 @@ def recording_exchanges(recording: Recording) -> bool:
         return True
     for rank in recording.ranks:
         calls = [call for call in rank.of(CollectiveCall) if call.name not in SETUP]
-        if any(call.nbytes or call.content is None for call in calls):
-            return True
         steps_with_objects = {call.step for call in calls if "object" in call.name}
-        if len(steps_with_objects) > 1:
+        of_tensors = any(call.nbytes or call.content is None for call in calls)
+        if of_tensors or len(steps_with_objects) > 1:
             return True
     return False
 
@@ -102,16 +100,12 @@ def lasting_optimizers(recording: Recording) -> list[list[int]]:
         first.setdefault(parameters.optimizer_number, parameters)
     series = _steps_by_tensor(rank, first)
     kept = [steps for steps in series if not _is_outlived(steps, series)]
-    families = [_optimizers_of(steps) for steps in kept or series]
+    families = [sorted({step.optimizer_number for step in steps}) for steps in kept or series]
     if not families:
         families = [[number] for number in sorted(first)]
     built_later = {number for number, parameters in first.items() if parameters.built > 0}
     early = [family for family in families if not built_later.issuperset(family)]
     return early or families
-
-
-def _optimizers_of(steps: Iterable[Step]) -> list[int]:
-    return sorted({step.optimizer_number for step in steps})
 
 
 def _steps_by_tensor(rank: RankRecords, first: dict[int, Parameters]) -> list[list[Step]]:

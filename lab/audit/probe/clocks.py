@@ -197,24 +197,23 @@ class _ClockWatcher:
             id(datetime): SimpleNamespace(**{**vars(datetime), "datetime": _Instant}),
         }
         probe.listeners.append(self)
-        patch(torch.Tensor, "item", self._item)
-        patch(DataLoader, "__init__", self._loader_is_built)
-        for name in ("time", "perf_counter", "monotonic"):
-            self._patch_everywhere(time, name, self._read)
-        for name in ("mean", "fmean"):
-            self._patch_everywhere(statistics, name, self._combine)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            self._patch_everywhere(numpy, "mean", self._combine)
-            self._patch_everywhere(numpy, "sum", self._combine)
+        patch(torch.Tensor, item=self._item)
+        patch(DataLoader, __init__=self._loader_is_built)
+        self._patch_everywhere(time, ("time", "perf_counter", "monotonic"), self._read)
+        self._patch_everywhere(statistics, ("mean", "fmean"), self._combine)
+        if sys.modules.get("numpy"):
+            self._patch_everywhere(sys.modules["numpy"], ("mean", "sum"), self._combine)
         timeit.default_timer = time.perf_counter
         self.forward_begin()
 
-    def _patch_everywhere(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Replace a function, later also where the script's modules have imported it by name."""
-        original = getattr(owner, name)
-        patch(owner, name, wrapper)
-        self._stand_ins[id(original)] = getattr(owner, name)
+    def _patch_everywhere(
+        self, owner: Any, names: Iterable[str], wrapper: Callable[..., Any]
+    ) -> None:
+        """Replace functions, later also where the script's modules have imported them by name."""
+        for name in names:
+            original = getattr(owner, name)
+            patch(owner, **{name: wrapper})
+            self._stand_ins[id(original)] = getattr(owner, name)
 
     def record_mean(self, weights: Mapping[Any, float], divisor: float) -> None:
         """Record that the script divides a sum of intervals."""

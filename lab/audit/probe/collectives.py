@@ -64,10 +64,10 @@ class CallRecorder:
             for name, function in list(vars(module).items()):
                 if type(function) is FunctionType and function in calls:
                     put(module, name, calls[function])
-        patch(dist.Work, "wait", self.wait)
+        patch(dist.Work, wait=self.wait)
         if hasattr(dist, "DeviceMesh"):
             # What is built on it communicates through functions that are not seen here.
-            patch(dist.DeviceMesh, "__init__", functools.partial(probe.note, "mesh"))
+            patch(dist.DeviceMesh, __init__=functools.partial(probe.note, "mesh"))
 
     def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function between a record ``call`` and a record ``done``."""
@@ -123,9 +123,8 @@ class CallRecorder:
         self._probe.tell("communicate", every)
         message = _message(given)
         group: Any = given.get("group") or dist.group.WORLD  # None before init_process_group
-        size = None
-        if group is not None:
-            size = max(dist.get_world_size(group), 0)  # -1 if this rank is no member
+        # -1 if this rank is no member
+        size = None if group is None else max(dist.get_world_size(group), 0)
         dtype = shape = None
         if message:
             dtype = str(message[0].dtype).split(".")[-1]
@@ -148,9 +147,7 @@ class CallRecorder:
         """Return "backward", or "forward" of a model that trains, or None."""
         if self._probe.in_backward:
             return "backward"
-        if self._probe.forwards.training:
-            return "forward"
-        return None
+        return "forward" if self._probe.forwards.training else None
 
     def _content(self, tensors: list[torch.Tensor]) -> str:
         """Return "gradient", "weights" or "other": which share their memory with the tensors."""
@@ -161,9 +158,8 @@ class CallRecorder:
         for parameter in parameters:
             if parameter.grad is not None and storage_of(parameter.grad) in sought:
                 return "gradient"
-        if any(storage_of(parameter) in sought for parameter in parameters):
-            return "weights"
-        return "other"
+        is_weight = any(storage_of(parameter) in sought for parameter in parameters)
+        return "weights" if is_weight else "other"
 
     def _look(self) -> None:
         """Write ``stands`` once for each time that this process waits for others, and ``stack``."""
@@ -180,15 +176,10 @@ class CallRecorder:
                 self._probe.record("stack", at=self._probe.place(frames))
             before = used
             used = time.process_time()
-            computes = used - before >= _IDLE_SHARE * _TICK_SECONDS
-            at = None
+            idle = used - before < _IDLE_SHARE * _TICK_SECONDS and written == self._probe.written
             # Only where nothing happens: frames keep alive what the script frees.
-            if not computes and written == self._probe.written:
-                at = self._waiting_at()
-            if at is None:
-                ticks = 0
-            else:
-                ticks += 1
+            at = self._waiting_at() if idle else None
+            ticks = 0 if at is None else ticks + 1
             if ticks == _STANDS_TICKS:
                 calls = list(self._open.values())
                 number, name = calls[-1] if calls else (None, None)
@@ -227,9 +218,8 @@ def _subgroup(group: Any) -> list[Any] | None:
     """
     if group is dist.group.WORLD:
         return None
-    members: list[int] = []
-    if dist.get_rank(group) >= 0:
-        members = list(dist.get_process_group_ranks(group))
+    is_member = dist.get_rank(group) >= 0
+    members = list(dist.get_process_group_ranks(group)) if is_member else []
     return [getattr(group, "group_name", None), members]
 
 
@@ -241,11 +231,8 @@ def _peer(name: str, given: dict[str, Any], group: Any) -> int | None:
     for argument in ("group_src", "group_dst"):
         if given.get(argument) is not None:
             return int(dist.get_global_rank(group, given[argument]))
-    if name.startswith("reduce_scatter"):
-        return None
-    if name.split("_")[0] in ("broadcast", "gather", "reduce", "scatter"):
-        return 0
-    return None
+    kind = "reduce_scatter" if name.startswith("reduce_scatter") else name.split("_")[0]
+    return 0 if kind in ("broadcast", "gather", "reduce", "scatter") else None
 
 
 def watch(probe: Probe) -> None:

@@ -56,8 +56,7 @@ def contents_of(batch: Any, count: int) -> list[int] | None:
     tensors = [part for part in parts if _has_rows(part, count)]
     hashes = []
     for row in zip(*tensors):
-        text = repr([_plain(value) for value in row])
-        hashes.append(zlib.crc32(text.encode()))
+        hashes.append(zlib.crc32(repr([_plain(value) for value in row]).encode()))
     return hashes or None
 
 
@@ -65,11 +64,9 @@ def _has_rows(value: Any, count: int) -> bool:
     """Return whether a part of a batch is a tensor with a row for each of its samples."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return False
-    if value.is_nested or value.is_complex():
+    if value.is_nested or value.is_complex() or value.dim() == 0:
         return False
-    if value.numel() == 0 or value.dim() == 0:
-        return False
-    return len(value) == count
+    return value.numel() > 0 and len(value) == count
 
 
 def _spread(values: Any) -> Any:
@@ -98,8 +95,7 @@ def held_content(dataset: Any) -> int | None:
     if not rows or not any(_tells(value) for value in rows[0]):
         return None
     mostly_equal = len(set(texts)) * 2 < len(texts)
-    shows_addresses = " at 0x" in texts[0]  # they differ from rank to rank
-    if mostly_equal or shows_addresses:
+    if mostly_equal or " at 0x" in texts[0]:  # addresses differ from rank to rank
         return None
     return zlib.crc32(repr(texts).encode(errors="replace"))
 
@@ -115,9 +111,7 @@ def _plain(value: Any) -> Any:
     """Return an element of a tensor, an array or a list as what repr() shows in full."""
     if isinstance(value, torch.Tensor):
         return _spread(value.detach().reshape(-1)).tolist()
-    if hasattr(value, "tobytes"):
-        return value.tobytes()
-    return value
+    return value.tobytes() if hasattr(value, "tobytes") else value
 
 
 def _tells(value: Any) -> bool:
@@ -178,19 +172,10 @@ def _read_indices(dataset: Any, innermost: dict[int, Any]) -> Sequence[int] | No
         return range(first, first + length)
     parts = [_read_indices(inner, innermost) for inner in within]
     if isinstance(dataset, ConcatDataset):
-        return _one_after_the_other(parts)
+        known = [part for part in parts if part is not None]
+        return [*chain(*known)] if len(known) == len(parts) else None
     (indices,) = parts
     return _chosen(dataset, indices)
-
-
-def _one_after_the_other(parts: list[Sequence[int] | None]) -> list[int] | None:
-    """Return the indices of all parts; None if those of one are not known."""
-    indices: list[int] = []
-    for part in parts:
-        if part is None:
-            return None
-        indices += part
-    return indices
 
 
 def _chosen(dataset: Any, indices: Sequence[int] | None) -> Sequence[int] | None:
@@ -204,9 +189,7 @@ def _chosen(dataset: Any, indices: Sequence[int] | None) -> Sequence[int] | None
         return None
     if lists:
         return [indices[int(index)] for index in lists[0]]
-    if len(indices) != length:
-        return None
-    return indices
+    return indices if len(indices) == length else None
 
 
 def _is_dataset(value: Any) -> bool:
@@ -282,10 +265,8 @@ class WatchedEpoch:
 
     def find_inner(self, indices: list[Any] | None) -> list[int] | None:
         """Return the innermost indices of some samples, if they are others."""
-        if self.inner is None:
-            return None
         outer = indices or []
-        if not all(isinstance(index, int) for index in outer):
+        if self.inner is None or not all(isinstance(index, int) for index in outer):
             return None
         return [self.inner[index] for index in outer]
 
@@ -303,10 +284,13 @@ class LoaderWatch:
         self.loaders: WeakKeyDictionary[Any, WatchedLoader] = WeakKeyDictionary()
         self.epochs: WeakKeyDictionary[Any, WatchedEpoch] = WeakKeyDictionary()  # by iterator
         self.fresh: list[WatchedEpoch] = []
-        patch(dataloader._BaseDataLoaderIter, "__init__", self.begin)
-        patch(dataloader._BaseDataLoaderIter, "_reset", self.begin)
-        patch(dataloader._BaseDataLoaderIter, "__next__", self.give)
-        patch(dataloader._BaseDataLoaderIter, "_next_index", self.take_indices)
+        patch(
+            dataloader._BaseDataLoaderIter,
+            __init__=self.begin,
+            _reset=self.begin,
+            __next__=self.give,
+            _next_index=self.take_indices,
+        )
         probe.listeners.append(self)
 
     def begin(self, original: Any, iterator: Any, loader: DataLoader[Any], *first: bool) -> None:
@@ -479,4 +463,4 @@ def watch(probe: Probe) -> None:
     if torch.distributed.is_available():
         from torch.distributed.algorithms.join import Join
 
-        patch(Join, "__enter__", functools.partial(probe.note, "join"))
+        patch(Join, __enter__=functools.partial(probe.note, "join"))

@@ -132,9 +132,7 @@ class GradientWatch:
         @self._probe.guard
         def hook(gradient: Tensor) -> None:
             leaf = reference()
-            held = None
-            if leaf is not None and not self.alone:
-                held = leaf.grad
+            held = leaf.grad if leaf is not None and not self.alone else None
             own.add(gradient, held, self.backward)
             self.last_seconds = time.monotonic()
 
@@ -144,12 +142,10 @@ class GradientWatch:
     def zero_grad(self, original: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
         """Forget the sums of the parameters whose ``.grad`` a model or an optimiser clears."""
         original(owner, *args, **kwargs)
-        tensors: list[Tensor] = []
         if isinstance(owner, Module):
-            tensors += owner.parameters()
+            tensors = list(owner.parameters())
         else:
-            for group in owner.param_groups:
-                tensors += group["params"]
+            tensors = [tensor for group in owner.param_groups for tensor in group["params"]]
         for tensor in tensors:
             own = self.known.get(tensor)
             if own is not None:
@@ -194,12 +190,8 @@ class GradientWatch:
         return result
 
     def _clipped(self, tensors: list[Tensor], given: dict[str, Any], result: Any) -> None:
-        if "clip_value" in given:
-            kind = "value"
-            limit = given["clip_value"]
-        else:
-            kind = "norm"
-            limit = given["max_norm"]
+        kind = "value" if "clip_value" in given else "norm"
+        limit = given.get("clip_value", given.get("max_norm"))
         total_norm = given.get("total_norm", result)
         clip = [kind, _plain(limit), _plain(total_norm), self._calls, self._probe.place()]
         for watched in list(self._of.values()):
@@ -297,21 +289,17 @@ class GradientWatch:
         samples = []
         backwards = 0
         squares = []
-        all_single = True
         for tensor in tensors:
             own = self.known.get(tensor)
             if own is None:
                 samples.append(_zeros(tensor) + math.nan)
-                continue
-            if own.samples is None:
+            elif own.samples is None:
                 samples.append(_zeros(tensor))
-                continue
-            samples.append(own.samples)
-            backwards = max(backwards, own.backwards)
-            if own.square is None:
-                all_single = False
             else:
+                samples.append(own.samples)
                 squares.append(own.square)
+                backwards = max(backwards, own.backwards)
+        all_single = all(square is not None for square in squares)
         return {
             "micro": backwards,
             "own": self._probe.samples(samples),
@@ -380,18 +368,13 @@ def _state_of(optimizer: Optimizer) -> int | None:
         for _, value in sorted(optimizer.state[parameter].items()):
             if isinstance(value, Tensor) and value.numel():
                 parts.append(take(value))
-    if not parts:
-        return None
-    return checksum(parts)
+    return checksum(parts) if parts else None
 
 
 def _plain(value: Any) -> float | None:
     """Return a number, also from a tensor; None without one or if it is spread over ranks."""
-    if value is None:
-        return None
-    if isinstance(value, Tensor) and (is_sharded(value) or value.numel() != 1):
-        return None
-    return float(value)
+    several = isinstance(value, Tensor) and (is_sharded(value) or value.numel() != 1)
+    return None if value is None or several else float(value)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -412,14 +395,18 @@ def watch(probe: Probe) -> None:
     probe.gradients = watched = GradientWatch(probe)
     hook = probe.guard(watched.watch)
     register_module_parameter_registration_hook(lambda _module, _name, tensor: hook(tensor))
-    patch(torch.nn.Module, "zero_grad", watched.zero_grad)
-    patch(Optimizer, "zero_grad", watched.zero_grad)
-    patch(Optimizer, "add_param_group", watched.add_param_group)
-    for name in ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
-        patch(importlib.import_module("torch.nn.utils.clip_grad"), name, watched.clip)
-        patch(torch.nn.utils, name, watched.clip)
-    patch(getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler), "step", watched.scale)
+    patch(torch.nn.Module, zero_grad=watched.zero_grad)
+    patch(
+        Optimizer,
+        zero_grad=watched.zero_grad,
+        add_param_group=watched.add_param_group,
+        profile_hook_step=watched.watch_step,
+    )
+    clips = ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_")
+    for owner in (importlib.import_module("torch.nn.utils.clip_grad"), torch.nn.utils):
+        patch(owner, **dict.fromkeys(clips, watched.clip))
+    patch(getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler), step=watched.scale)
     for optimizer in Optimizer.__subclasses__():  # torch's alone, so far
-        patch(optimizer, "step", watched.step)
-    patch(Optimizer, "profile_hook_step", watched.watch_step)
+        patch(optimizer, step=watched.step)
+
     probe.listeners.append(watched)

@@ -112,15 +112,12 @@ class PassWatch:
         running = self._running()
         if running is not None and running is not module:
             return  # a layer
-        if self._probe.in_backward:
-            return  # checkpoints compute parts of the forward again
-        if next(module.parameters(), None) is None:
+        # within backward, checkpoints compute parts of the forward again
+        if self._probe.in_backward or next(module.parameters(), None) is None:
             return
         self._running = weakref.ref(module)
         self.training = torch.is_grad_enabled() and module.training
-        self._random = None
-        if self.training:
-            self._random = _random_state()
+        self._random = _random_state() if self.training else None
         self._roots[self._root(module)] = True
         self._probe.tell("forward_begin", module)
 
@@ -141,8 +138,8 @@ class PassWatch:
     def _await_gradient(self, module: Module, given: Any, output: Any) -> None:
         """Keep what the record ``backward`` says of a forward, until a gradient reaches it."""
         samples, input_hash = _samples(next(tensors_in(given), None))
-        row = [samples, input_hash, self._through(module)]
-        forward = _Forward(id(self._root(module)), row)
+        root = id(self._root(module))
+        forward = _Forward(root, [samples, input_hash, self._through(module)])
         self._pending.append(forward)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -156,25 +153,22 @@ class PassWatch:
             if name.endswith(("running_mean", "running_var")) and type(buffer) is Tensor:
                 samples = take(buffer)[:_BUFFER_COORDINATES]
                 buffers.append([_plain_name(name), samples.tolist()])
-        unsynced = 0
-        for layer in module.modules():
-            if isinstance(layer, _NormBase) and not isinstance(layer, SyncBatchNorm):
-                unsynced += 1
+        layers = [layer for layer in module.modules() if isinstance(layer, _NormBase)]
         self._probe.record(
             "eval",
             step=self._probe.step,
             buffers=buffers,
-            batchnorm=unsynced,
+            batchnorm=sum(not isinstance(layer, SyncBatchNorm) for layer in layers),
             at=self._probe.place(),
         )
 
     def names(self) -> dict[int, str]:
         """Return the names of all parameters of the models that were called, by id."""
-        names = {}
-        for root in list(self._roots):
-            for name, parameter in root.named_parameters():
-                names[id(parameter)] = _plain_name(name)
-        return names
+        return {
+            id(parameter): _plain_name(name)
+            for root in list(self._roots)
+            for name, parameter in root.named_parameters()
+        }
 
     def _root(self, module: Module) -> Module:
         """Return the module that holds this one, at any depth; DDP itself is left out."""
@@ -189,19 +183,15 @@ class PassWatch:
         # DDP among the parts: torch.compile(DDP(model)), whose inner calls cannot be seen
         if self._through_ddp or any(isinstance(part, DistributedDataParallel) for part in parts):
             return "ddp"
-        if any(part in self._wrapped for part in parts):
-            return "bypass"
-        return "module"
+        return "bypass" if any(part in self._wrapped for part in parts) else "module"
 
     # --- DDP ---
 
     def build_ddp(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> None:
         """Write the record ``ddp`` when one has been built."""
         original(ddp, *args, **kwargs)
-        nbytes = 0
-        for parameter in ddp.module.parameters():
-            if parameter.requires_grad:
-                nbytes += parameter.numel() * parameter.element_size()
+        trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
         self._probe.record("ddp", bytes=nbytes, at=self._probe.place())
         self._wrapped.update(dict.fromkeys(ddp.module.modules()))
 
@@ -246,12 +236,8 @@ class PassWatch:
             self._step = self._probe.step
             self._micro = 0
         self._probe.tell("backward_begin", roots)
-        if len(roots) != 1:
-            return None
-        node = find_loss(roots[0])
-        if node is None:
-            return None
-        return _watch_loss(node)
+        node = find_loss(roots[0]) if len(roots) == 1 else None
+        return None if node is None else _watch_loss(node)
 
     def _end_backward(self, loss: _Loss | None, begun: float) -> None:
         """Write the record of a pass that has succeeded."""
@@ -260,10 +246,8 @@ class PassWatch:
         if loss is not None:
             loss.arriving = float(loss.arriving)
         # The first forward of each model, last model first.
-        rows: dict[int, list[Any]] = {}
-        for forward in self._pending[::-1]:
-            if forward.reached:
-                rows[forward.root] = forward.row
+        reached = [forward for forward in self._pending[::-1] if forward.reached]
+        rows = {forward.root: forward.row for forward in reached}
         self._pending = []  # the script may run forwards with gradients that it never uses
         self._probe.record(
             "backward",
@@ -320,9 +304,7 @@ def _samples(tensor: Tensor | None) -> tuple[int | None, int | None]:
 
 def _plain_name(name: str) -> str:
     """Return the name of a parameter or buffer without DDP's prefix."""
-    if name.startswith("module."):
-        return name[len("module.") :]
-    return name
+    return name[len("module.") :] if name.startswith("module.") else name
 
 
 def _random_state() -> int:
@@ -343,14 +325,20 @@ def watch(probe: Probe) -> None:
         register(probe.guard(passes.end), with_kwargs=True)
     else:
         register(probe.guard(passes.end))
-    patch(torch.autograd, "backward", functools.partial(passes.backward, False))
-    patch(torch.autograd, "grad", functools.partial(passes.backward, True))
+    patch(
+        torch.autograd,
+        backward=functools.partial(passes.backward, False),
+        grad=functools.partial(passes.backward, True),
+    )
     if torch.distributed.is_available():
-        patch(DistributedDataParallel, "__init__", passes.build_ddp)
-        patch(DistributedDataParallel, "forward", passes.call_ddp)
-        patch(DistributedDataParallel, "register_comm_hook", functools.partial(probe.note, "hook"))
+        patch(
+            DistributedDataParallel,
+            __init__=passes.build_ddp,
+            forward=passes.call_ddp,
+            register_comm_hook=functools.partial(probe.note, "hook"),
+        )
         sharded = functools.partial(probe.note, "fsdp")
         for name in ("fsdp", "_composable.fsdp"):  # the second one before torch 2.6
             with contextlib.suppress(ImportError):
-                patch(importlib.import_module(f"torch.distributed.{name}"), "fully_shard", sharded)
-        patch(torch.distributed.fsdp.FullyShardedDataParallel, "__init__", sharded)
+                patch(importlib.import_module(f"torch.distributed.{name}"), fully_shard=sharded)
+        patch(torch.distributed.fsdp.FullyShardedDataParallel, __init__=sharded)

@@ -28,7 +28,6 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
         value = getattr(value, "__dict__", None)
     if isinstance(value, Tensor):
         yield value
-        return
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)) and depth < _DEEPEST:
@@ -55,27 +54,21 @@ def dense(tensor: Tensor) -> Tensor:
     plain = tensor.detach()
     if plain.layout != torch.strided:
         plain = plain.to_dense()
-    if plain.is_complex():
-        plain = plain.real
-    return plain
+    return plain.real if plain.is_complex() else plain
 
 
 def square_norm(tensor: Tensor) -> Tensor:
     """Return the sum of the squares of a tensor, a scalar on its device."""
     plain = dense(tensor)
-    imprecise = plain.dtype in (torch.float16, torch.bfloat16)
-    if imprecise or not plain.is_floating_point():
-        norm = torch.linalg.vector_norm(plain, dtype=torch.float32)
-    else:
-        norm = torch.linalg.vector_norm(plain)
+    precise = plain.is_floating_point() and plain.dtype not in (torch.float16, torch.bfloat16)
+    norm = torch.linalg.vector_norm(plain, dtype=None if precise else torch.float32)
     return norm * norm
 
 
 def wide(tensor: Tensor) -> Tensor:
     """Return a tensor in float64, or in float32 where the device has no float64."""
-    if tensor.device.type == "mps":
-        return tensor.to(torch.float32)
-    return tensor.to(torch.float64)
+    widest = torch.float32 if tensor.device.type == "mps" else torch.float64
+    return tensor.to(widest)
 
 
 def join(parts: Iterable[Tensor]) -> array[float]:

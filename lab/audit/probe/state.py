@@ -66,17 +66,14 @@ class Probe:
         own = str(self.folder / str(os.getpid()))
         self._lines = open(own + ".jsonl", "ab", buffering=0)  # noqa: SIM115
         self._numbers = open(own + ".f64", "ab", buffering=0)  # noqa: SIM115
-        variables = {}
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            if name in os.environ:
-                variables[name] = os.environ[name]
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         self.record(
             "start",
             ppid=os.getppid(),
             python=sys.version.split()[0],
             executable=sys.executable,
             hint=self.settings.get("rank"),
-            variables=variables,
+            variables={name: os.environ[name] for name in names if name in os.environ},
         )
 
     def end(self) -> None:
@@ -117,9 +114,7 @@ class Probe:
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             try:
-                if compiling():
-                    return None
-                return function(*args, **kwargs)
+                return None if compiling() else function(*args, **kwargs)
             except StopIteration:
                 raise
             except Exception:
@@ -156,10 +151,8 @@ class Probe:
     def _is_users(self, filename: str) -> bool:
         """Return whether a file belongs to the script: under its folder, not installed there."""
         path = os.path.realpath(filename)
-        if not path.startswith(self.script + os.sep):
-            return False
-        of_probe = path.startswith(os.path.dirname(os.path.realpath(__file__)))
-        return not of_probe and "site-packages" not in path
+        below = path.startswith(self.script + os.sep) and "site-packages" not in path
+        return below and not path.startswith(os.path.dirname(os.path.realpath(__file__)))
 
 
 def compiling() -> bool:
@@ -190,10 +183,11 @@ def wrapped(original: Function, wrapper: Callable[..., Any]) -> Function:
 _PLACED: dict[tuple[int, str], tuple[Any, Any]] = {}  # what stands in whose attribute
 
 
-def patch(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by its ``wrapped``; do nothing if this version of torch lacks it."""
-    if hasattr(owner, name):
-        put(owner, name, wrapped(getattr(owner, name), wrapper))
+def patch(owner: Any, **wrappers: Callable[..., Any]) -> None:
+    """Replace attributes of an owner by their ``wrapped``, except those that this torch lacks."""
+    for name, wrapper in wrappers.items():
+        if hasattr(owner, name):
+            put(owner, name, wrapped(getattr(owner, name), wrapper))
 
 
 def put(owner: Any, name: str, function: Any) -> None:
@@ -212,10 +206,8 @@ def replaced() -> list[str]:
         now = vars(owner).get(name)
         while now is not mine and hasattr(now, "__wrapped__"):
             now = now.__wrapped__
-        if now is mine:
-            continue
         module = getattr(owner, "__module__", None) or getattr(owner, "__name__", None)
-        if str(module).startswith("torch"):
+        if now is not mine and str(module).startswith("torch"):
             found.add(name)
     return sorted(found)
 
@@ -254,7 +246,7 @@ def _find_torch(probe: Probe, name: str, *rest: Any) -> Any:
         return None
     spec = PathFinder.find_spec(name, *rest)
     if spec is not None:
-        patch(spec.loader, "exec_module", functools.partial(_watch, probe))
+        patch(spec.loader, exec_module=functools.partial(_watch, probe))
     return spec
 
 

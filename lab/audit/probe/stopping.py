@@ -61,11 +61,11 @@ class Stopping:
         self.patience = IDLE_SECONDS
         self.cut_step = 0
         probe.listeners.append(self)
-        patch(os, "_exit", self.exit_at_once)
-        patch(sys, "excepthook", self.fail_in_main)
-        patch(threading, "excepthook", self.fail_in_thread)
-        patch(multiprocessing.process.BaseProcess, "run", self.run)
-        patch(importlib.import_module("torch.multiprocessing.spawn"), "_wrap", self.run_spawned)
+        patch(os, _exit=self.exit_at_once)
+        patch(sys, excepthook=self.fail_in_main)
+        patch(threading, excepthook=self.fail_in_thread)
+        patch(multiprocessing.process.BaseProcess, run=self.run)
+        patch(importlib.import_module("torch.multiprocessing.spawn"), _wrap=self.run_spawned)
 
     # --- the steps ---
 
@@ -126,8 +126,7 @@ class Stopping:
         if trains and self.epoch_ended and len(shown) >= 2:
             self.end()
         if epoch.over or epoch.given >= BATCHES_AFTER_CUT:
-            if trains:
-                self.epoch_ended = True
+            self.epoch_ended |= trains
             raise StopIteration
 
     def forward(self, module: torch.nn.Module) -> None:
@@ -158,10 +157,7 @@ class Stopping:
         while len(list(folder.glob("ready-*"))) < size and time.monotonic() < limit:
             time.sleep(0.02)
         self.last_step = time.monotonic()
-        if self.probe.settings.get("clocks"):
-            self.patience = CLOCK_SECONDS
-        else:
-            self.patience = EXIT_SECONDS
+        self.patience = CLOCK_SECONDS if self.probe.settings.get("clocks") else EXIT_SECONDS
         raise SystemExit(0)
 
     def end_late(self) -> None:
