@@ -246,10 +246,11 @@ def _connections(nodes: Nodes) -> CheckResult:
 
 def _clocks(nodes: Nodes) -> CheckResult:
     clocks = {rank: node.clock for rank, node in nodes.items() if node.clock}
-    far = []
-    for rank, (ahead, uncertainty) in clocks.items():
-        if abs(ahead) - uncertainty > _FAR_SECONDS:
-            far.append(f"rank {rank} by {ahead:+.2f} s (±{uncertainty:.3f} s)")
+    far = [
+        f"rank {rank} by {ahead:+.2f} s (±{uncertainty:.3f} s)"
+        for rank, (ahead, uncertainty) in clocks.items()
+        if abs(ahead) - uncertainty > _FAR_SECONDS
+    ]
     if far:
         return warning(
             f"differ from rank 0's: {', '.join(far[:_MOST_NAMED])}; times in different nodes' logs "
@@ -286,10 +287,11 @@ def _backend(nodes: Nodes) -> CheckResult:
 def _cores(nodes: Nodes) -> CheckResult:
     """Compare the ranks that share a machine with its cores."""
     by_host = grouped((node.peer.host, node.cores) for node in nodes.values())
-    crowded = []
-    for host, cores in by_host.items():
-        if len(cores) > min(cores):
-            crowded.append(f"{host} has {len(cores)} ranks and {count(min(cores), 'core')}")
+    crowded = [
+        f"{host} has {len(cores)} ranks and {count(min(cores), 'core')}"
+        for host, cores in by_host.items()
+        if len(cores) > min(cores)
+    ]
     if crowded:
         return warning(
             f"{'; '.join(crowded)}: ranks wait for cores, so step times show the machine, not the "

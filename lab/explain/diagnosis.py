@@ -91,10 +91,11 @@ def explain(lines: Sequence[LogLine]) -> list[Found]:
             shown[error] = showing
             hidden.update(error.hides)
             known_lines.update(showing)
-    found = []
-    for error, showing in shown.items():
-        if error.name not in hidden:
-            found.append(Found(error, showing[0], len(showing)))
+    found = [
+        Found(error, showing[0], len(showing))
+        for error, showing in shown.items()
+        if error.name not in hidden
+    ]
     own = _own_exceptions(lines, known_lines)
     if own:
         kinds = {known.error.kind for known in found}

@@ -105,9 +105,7 @@ class Lesson:
     def page(self) -> str:
         """The path of its page from here, or in the project if this is no checkout."""
         page = f"docs/learn/{self.name}.md"
-        if IN_CHECKOUT:
-            return os.path.relpath(REPOSITORY / page)
-        return page
+        return os.path.relpath(REPOSITORY / page) if IN_CHECKOUT else page
 
 
 def _blind_scripts() -> dict[str, Exercise]:
