@@ -57,8 +57,7 @@ def write_class(out: Path, rubric: Rubric, graded: Graded, *, sandboxed: bool) -
     for name, marks in graded.items():
         folder = out / "submissions" / name
         _write_page(folder / "index.html", "student", _view(name, marks) | shared)
-        results = encode(results_json(marks), indent=1)
-        write_atomically(folder / "results.json", results + b"\n")
+        write_atomically(folder / "results.json", encode(results_json(marks), indent=1) + b"\n")
 
 
 # --- class.csv ---

@@ -57,8 +57,7 @@ def timeline(
         rows = [Row(f"rank {number}", step, steps) for number, step in enumerate(steps)]
     else:
         rows = [Row(label, step, []) for label, step in zip(labels, steps, strict=True)]
-    figure = draw_timeline(rows, heading=heading, narrow=False, emulated=False)
-    return _marked(figure, marks)
+    return _marked(draw_timeline(rows, heading=heading, narrow=False, emulated=False), marks)
 
 
 def _recorded(rank: Json) -> RankTimeline:

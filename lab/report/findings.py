@@ -267,8 +267,9 @@ def _speed_of_several(rows: Rows) -> str:
     tied = [row for row, (low, _) in known if low <= best_high]
     if len(tied) == 1:
         return f"{named(best)} is fastest: {shortest} s a step{ratio}"
-    noise = any(map(_is_noisy, tied))
-    why = "): their repeats differ too much" if noise else "; their 95 % intervals overlap)"
+    why = "; their 95 % intervals overlap)"
+    if any(map(_is_noisy, tied)):
+        why = "): their repeats differ too much"
     names = strategies([named(row) for row in tied], of=len(rows))
     between = f"({shortest} to {seconds_text(tied[-1].step, best.step)} s{why}"
     if last in tied:
