@@ -224,19 +224,15 @@ def results_of(flags: Namespace, nodes: Nodes, problem: str) -> dict[str, CheckR
 def _connections(nodes: Nodes) -> CheckResult:
     """Judge every pair of nodes, in both directions."""
     directions = len(nodes) * (len(nodes) - 1)
-    broken = []
-    unreached: Counter[int] = Counter()
-    for rank, node in nodes.items():
-        for other, why in node.unreached or ():
-            unreached[other] += 1
-            broken.append(
-                f"rank {rank} ({node.address}) does not reach rank {other} "
-                f"({nodes[other].address}): {why}"
-            )
+    broken = [(rank, *lost) for rank, node in nodes.items() for lost in node.unreached or ()]
     if not broken:
         return ok(f"every node reaches every other one ({directions} connections, at free ports)")
-    [(worst, _)] = unreached.most_common(1)
-    named = "; ".join(broken[:_MOST_NAMED])
+    [(worst, _)] = Counter(other for _, other, _ in broken).most_common(1)
+    named = "; ".join(
+        f"rank {rank} ({nodes[rank].address}) does not reach rank {other} "
+        f"({nodes[other].address}): {why}"
+        for rank, other, why in broken[:_MOST_NAMED]
+    )
     return failure(
         f"{len(broken)} of {directions} connections fail: {named}",
         f"on rank {worst}'s node, open all ports to the other nodes in the firewall (Gloo and NCCL "

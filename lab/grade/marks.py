@@ -212,6 +212,6 @@ def _decision(row: OverrideRow, rubric: Rubric, path: Path) -> Override:
 
 def override(mark: Mark, decided: Override | None) -> Mark:
     """Return the mark with what a person has decided."""
-    if decided is None:
-        return mark
-    return msgspec.structs.replace(mark, marks=decided.marks, given=decided.reason, look=[])
+    if decided:
+        mark = msgspec.structs.replace(mark, marks=decided.marks, given=decided.reason, look=[])
+    return mark

@@ -136,9 +136,7 @@ def _state(mark: Mark) -> str:
         return "given"
     if mark.marks is None:
         return "open"
-    if mark.marks == mark.points:
-        return "full"
-    return "less"
+    return "full" if mark.marks == mark.points else "less"
 
 
 def _class_view(rubric: Rubric, graded: Graded) -> dict[str, Any]:

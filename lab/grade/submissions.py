@@ -21,6 +21,7 @@ import msgspec
 
 from common.errors import UserError, count, file_errors, first_of, reason_of
 from common.utils.atomic_files import read_regular
+from common.utils.grouping import grouped
 from lab.grade.rubric import Part, Rubric
 
 MOST_BYTES = 2**30
@@ -37,10 +38,7 @@ def named(paths: Sequence[Path]) -> dict[str, list[Path]]:
 
     Several of one name are one mistake, see ``unpack``.
     """
-    found: dict[str, list[Path]] = {}
-    for path in paths:
-        found.setdefault(_name(path), []).append(path)
-    return found
+    return grouped((_name(path), path) for path in paths)
 
 
 def _name(path: Path) -> str:

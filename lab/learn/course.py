@@ -35,9 +35,9 @@ class Exercise:
         """Whether this is the answer; upper and lower case of a word do not matter."""
         if isinstance(self.answer, str):
             return str(given).casefold() == self.answer
-        if not isinstance(given, int | float):
-            return False
-        return math.isclose(given, self.answer, rel_tol=self.tolerance)
+        return isinstance(given, int | float) and math.isclose(
+            given, self.answer, rel_tol=self.tolerance
+        )
 
 
 @dataclass(frozen=True)

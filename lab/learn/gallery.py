@@ -198,9 +198,7 @@ def measure(name: str, ranks: Sequence[Trace], right: Sequence[Trace]) -> float:
         case "order":
             first, second, *_ = np.split(np.array(ranks[0].drawn), [480, 960])
             return float(np.mean(first == second))
-    samples: set[int] = set()
-    for rank in ranks:
-        samples.update(rank.drawn[: rank.until[0]])
+    samples = {sample for rank in ranks for sample in rank.drawn[: rank.until[0]]}
     return len(samples) / GLOBAL_BATCH
 
 
@@ -279,8 +277,7 @@ def _draw_panel(axis: Axes, name: str, wrong: Sequence[Trace], right: Sequence[T
     axis.set_title(name, fontsize=7.5)
     for traces, style in ((wrong, _WRONG_LINE), (right, _RIGHT_LINE)):
         for trace in traces:
-            steps = [test.step for test in trace.tests]
-            losses = [test.loss for test in trace.tests]
+            steps, losses, _ = zip(*trace.tests, strict=True)
             axis.plot(steps, losses, **style)
     axis.grid()
 

@@ -82,11 +82,9 @@ def findings(block: ComparisonGroup) -> list[ReportFinding]:
 def _found(block: ComparisonGroup, parts: Mapping[int, Rows], finders: Sequence[Finder]) -> Found:
     """Yield what each finder says about the rows on each number of nodes (0: all together)."""
     for find in finders:
-        said: dict[str, list[tuple[int, ReportFinding]]] = {}
-        for nodes, rows in parts.items():
-            for finding in find(block, rows):
-                said.setdefault(finding.text, []).append((nodes, finding))
-        yield from map(_joined, said.values())
+        said = [(nodes, found) for nodes, rows in parts.items() for found in find(block, rows)]
+        by_text = grouped((found.text, (nodes, found)) for nodes, found in said)
+        yield from map(_joined, by_text.values())
 
 
 def _joined(members: Sequence[tuple[int, ReportFinding]]) -> ReportFinding:

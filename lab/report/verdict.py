@@ -128,9 +128,7 @@ def _machine(rows: Rows) -> str:
         )
     loads = [run.load_per_core for row in rows for run in row.runs if run.load_per_core is not None]
     load = max(loads, default=0.0)
-    if load > _BUSY:
-        return f"; the machine was busy (load {load:.1f} per core)"
-    return ""
+    return f"; the machine was busy (load {load:.1f} per core)" if load > _BUSY else ""
 
 
 def _equality(block: ComparisonGroup, rows: Rows) -> str:
