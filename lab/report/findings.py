@@ -137,8 +137,9 @@ def _each(shares: Mapping[str, float], digits: int = 0) -> list[str]:
 def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
     """Say which strategies compute the same, which one is wrong, and what was not comparable."""
     result = check(block, rows[0].nodes)
-    several = len(result.equal) > 1
-    evidence = f"equal to each other: {listed(result.equal)}" if several else ""
+    evidence = ""
+    if len(result.equal) > 1:
+        evidence = f"equal to each other: {listed(result.equal)}"
     for text in _what_is_wrong(result):
         yield ReportFinding(EQUAL, text, evidence, wrong=True)
     yield from _what_is_equal(result, rows)
@@ -170,8 +171,9 @@ def _what_is_wrong(result: Equality) -> Iterator[str]:
 
 
 def _how_far(deviation: Deviation) -> str:
-    finite = math.isfinite(deviation.value)
-    far = f"by {small_text(deviation.value)}" if finite else "and is not finite"
+    far = "and is not finite"
+    if math.isfinite(deviation.value):
+        far = f"by {small_text(deviation.value)}"
     return (
         f"from step {deviation.step} on: the loss differs {far}; rounding would give less than "
         f"{small_text(deviation.limit, 1)} at that step"

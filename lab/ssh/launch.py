@@ -182,8 +182,9 @@ def _conclude(end: _End, prefixed: PrefixedOutput) -> int:
         return 0
     if end.stopped_by:
         what = "interrupted" if end.stopped_by == signal.SIGINT else "ended by SIGTERM"
-        left = f"the other hosts have ended; {_left_text(lost, end)}" if lost else ""
-        rest = left or "all hosts have ended"
+        rest = "all hosts have ended"
+        if lost:
+            rest = f"the other hosts have ended; {_left_text(lost, end)}"
         say(f"{what}: all processes on {rest}; output: {end.folder}")
         return 128 + end.stopped_by
     return _report_failure(failed, lost, end, prefixed)
