@@ -101,8 +101,7 @@ def check(block: ComparisonGroup, nodes: int) -> Equality:
     for group in groups:
         if len(_names(group)) > 1:
             _compare(group, result)
-    runs = [(row.sync, run) for row in rows for run in row.runs]
-    again = [(sync, found) for sync, run in runs if (found := run.one_process) is not None]
+    again = _computed_again(rows)
     _decide(again, result)
     tested = {*result.equal, *result.doubtful}
     result.equal = [sync for sync in dict.fromkeys(result.equal) if sync not in result.doubtful]
@@ -138,6 +137,12 @@ def _starting_alike(rows: Rows) -> list[list[Curve]]:
     for kind in kinds.values():
         groups += _agreeing(kind, (1,))
     return groups
+
+
+def _computed_again(rows: Rows) -> list[tuple[str, OneProcess]]:
+    """Return what one process found about runs, with the name of the strategy."""
+    runs = [(row.sync, run) for row in rows for run in row.runs]
+    return [(sync, found) for sync, run in runs if (found := run.one_process) is not None]
 
 
 def _names(curves: Sequence[Curve]) -> set[str]:
