@@ -72,7 +72,7 @@ def _average_known_gradients(student: Namespace, cut: bool) -> tuple[str | None,
         parameter.grad = gradient.clone().view_as(parameter)
     with MessageRecorder() as recorder:
         student["average_gradients"](model)
-    sent = sum(message["sent_bytes"] for message in recorder.messages) / before[rank].nbytes
+    sent = sum(message.sent_bytes for message in recorder.messages) / before[rank].nbytes
     after: list[Tensor] = []
     for parameter in model.parameters():
         if parameter.grad is None:
