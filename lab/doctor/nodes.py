@@ -224,19 +224,15 @@ def results_of(flags: Namespace, nodes: Nodes, problem: str) -> dict[str, CheckR
 def _connections(nodes: Nodes) -> CheckResult:
     """Judge every pair of nodes, in both directions."""
     directions = len(nodes) * (len(nodes) - 1)
-    broken = []
-    unreached: Counter[int] = Counter()
-    for rank, node in nodes.items():
-        for other, why in node.unreached or ():
-            unreached[other] += 1
-            broken.append(
-                f"rank {rank} ({node.address}) does not reach rank {other} "
-                f"({nodes[other].address}): {why}"
-            )
+    broken = [(rank, *lost) for rank, node in nodes.items() for lost in node.unreached or ()]
     if not broken:
         return ok(f"every node reaches every other one ({directions} connections, at free ports)")
-    [(worst, _)] = unreached.most_common(1)
-    named = "; ".join(broken[:_MOST_NAMED])
+    [(worst, _)] = Counter(other for _, other, _ in broken).most_common(1)
+    named = "; ".join(
+        f"rank {rank} ({nodes[rank].address}) does not reach rank {other} "
+        f"({nodes[other].address}): {why}"
+        for rank, other, why in broken[:_MOST_NAMED]
+    )
     return failure(
         f"{len(broken)} of {directions} connections fail: {named}",
         f"on rank {worst}'s node, open all ports to the other nodes in the firewall (Gloo and NCCL "
@@ -246,10 +242,11 @@ def _connections(nodes: Nodes) -> CheckResult:
 
 def _clocks(nodes: Nodes) -> CheckResult:
     clocks = {rank: node.clock for rank, node in nodes.items() if node.clock}
-    far = []
-    for rank, (ahead, uncertainty) in clocks.items():
-        if abs(ahead) - uncertainty > _FAR_SECONDS:
-            far.append(f"rank {rank} by {ahead:+.2f} s (±{uncertainty:.3f} s)")
+    far = [
+        f"rank {rank} by {ahead:+.2f} s (±{uncertainty:.3f} s)"
+        for rank, (ahead, uncertainty) in clocks.items()
+        if abs(ahead) - uncertainty > _FAR_SECONDS
+    ]
     if far:
         return warning(
             f"differ from rank 0's: {', '.join(far[:_MOST_NAMED])}; times in different nodes' logs "
@@ -286,10 +283,11 @@ def _backend(nodes: Nodes) -> CheckResult:
 def _cores(nodes: Nodes) -> CheckResult:
     """Compare the ranks that share a machine with its cores."""
     by_host = grouped((node.peer.host, node.cores) for node in nodes.values())
-    crowded = []
-    for host, cores in by_host.items():
-        if len(cores) > min(cores):
-            crowded.append(f"{host} has {len(cores)} ranks and {count(min(cores), 'core')}")
+    crowded = [
+        f"{host} has {len(cores)} ranks and {count(min(cores), 'core')}"
+        for host, cores in by_host.items()
+        if len(cores) > min(cores)
+    ]
     if crowded:
         return warning(
             f"{'; '.join(crowded)}: ranks wait for cores, so step times show the machine, not the "

@@ -91,19 +91,19 @@ def explain(lines: Sequence[LogLine]) -> list[Found]:
             shown[error] = showing
             hidden.update(error.hides)
             known_lines.update(showing)
-    found = []
-    for error, showing in shown.items():
-        if error.name not in hidden:
-            found.append(Found(error, showing[0], len(showing)))
+    found = [
+        Found(error, showing[0], len(showing))
+        for error, showing in shown.items()
+        if error.name not in hidden
+    ]
     own = _own_exceptions(lines, known_lines)
-    if own:
-        kinds = {known.error.kind for known in found}
-        if kinds & {"symptom", "echo"}:
-            cause = "A rank raised it and ended; then the connections of the other ranks broke."
-            found.append(Found(_own_error("cause", cause), own[0], len(own)))
-        elif kinds <= {"note"}:
-            cause = f"{re.sub(_PREFIX, '', own[0].text)[:SHOWN]} is not a known error."
-            found.append(Found(_own_error("note", cause), own[0], len(own)))
+    kinds = {known.error.kind for known in found}
+    if own and kinds & {"symptom", "echo"}:
+        cause = "A rank raised it and ended; then the connections of the other ranks broke."
+        found.append(Found(_own_error("cause", cause), own[0], len(own)))
+    elif own and kinds <= {"note"}:
+        cause = f"{re.sub(_PREFIX, '', own[0].text)[:SHOWN]} is not a known error."
+        found.append(Found(_own_error("note", cause), own[0], len(own)))
     return sorted(found, key=lambda known: (KINDS.index(known.error.kind), lines.index(known.line)))
 
 

@@ -56,14 +56,14 @@ def mark_part(name: str, seen: Facts | str, rubric: Rubric) -> Mark:
         return Mark(part=name, title=part.title, points=part.points, look=[seen])
     faults = seen.audit.faults
     accepted = [fault for fault in faults if fault.name in part.accepts]
-    counted: list[AuditFinding] = []
-    if seen.audit.found_faults:
-        counted = [fault for fault in faults if fault.name not in part.accepts]
+    others = [fault for fault in faults if fault.name not in part.accepts]
+    counted = others if seen.audit.found_faults else []
     lost = {fault.name: rubric.deduction(part, fault.name) for fault in counted}
     marks = max(0.0, part.points - sum(lost.values()))
     why = [_why_lost(fault, lost[fault.name]) for fault in counted]
-    for fault in accepted:
-        why.append(f"Accepted: {fault.title} ({fault.name}). {part.accepts[fault.name]}")
+    why += [
+        f"Accepted: {fault.title} ({fault.name}). {part.accepts[fault.name]}" for fault in accepted
+    ]
     mark = Mark(
         part=name,
         title=part.title,
@@ -109,7 +109,7 @@ def _unclear(part: Part, seen: Facts, counted: Sequence[AuditFinding], marks: fl
     if audit.cannot_tell:
         return [audit.headline]
     sentences: list[str] = []
-    unsure = [fault.title for fault in counted if not fault.is_certain]
+    unsure = [fault.title for fault in counted if fault.sure != "certain"]
     if unsure:
         sentences.append(
             f"if it really has this fault, it gets {marks:g}: {', '.join(unsure)} (the audit is "
@@ -213,6 +213,6 @@ def _decision(row: OverrideRow, rubric: Rubric, path: Path) -> Override:
 
 def override(mark: Mark, decided: Override | None) -> Mark:
     """Return the mark with what a person has decided."""
-    if decided is None:
-        return mark
-    return msgspec.structs.replace(mark, marks=decided.marks, given=decided.reason, look=[])
+    if decided:
+        mark = msgspec.structs.replace(mark, marks=decided.marks, given=decided.reason, look=[])
+    return mark

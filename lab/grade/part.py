@@ -100,12 +100,10 @@ def _write(task: Task, result: AuditResult, ended: list[str], *, seconds: float)
 
 def _used(ranks: Sequence[RankRecords]) -> list[str]:
     """Return the collectives that the ranks called, and "ddp" if one used it."""
-    used: set[str] = set()
-    for rank in ranks:
-        # Longer names, and more, come from no probe.
-        used.update(call.name[:_LONGEST_NAME] for call in rank.of(CollectiveCall))
-        if rank.of(DdpBuilt):
-            used.add("ddp")
+    # Longer names, and more, come from no probe.
+    used = {call.name[:_LONGEST_NAME] for rank in ranks for call in rank.of(CollectiveCall)}
+    if any(rank.of(DdpBuilt) for rank in ranks):
+        used.add("ddp")
     return sorted(used)[:_MOST_NAMES]
 
 

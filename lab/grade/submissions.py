@@ -21,6 +21,7 @@ import msgspec
 
 from common.errors import UserError, count, file_errors, first_of, reason_of
 from common.utils.atomic_files import read_regular
+from common.utils.grouping import grouped
 from lab.grade.rubric import Part, Rubric
 
 MOST_BYTES = 2**30
@@ -37,10 +38,7 @@ def named(paths: Sequence[Path]) -> dict[str, list[Path]]:
 
     Several of one name are one mistake, see ``unpack``.
     """
-    found: dict[str, list[Path]] = {}
-    for path in paths:
-        found.setdefault(_name(path), []).append(path)
-    return found
+    return grouped((_name(path), path) for path in paths)
 
 
 def _name(path: Path) -> str:
@@ -96,22 +94,19 @@ def unpack(sources: Sequence[Path], target: Path) -> None:
 
 def _copy_folder(source: Path, target: Path) -> None:
     """Copy a folder; links stay links, so that nothing outside of it is read."""
-    entries: list[Entry] = []
-    for path in source.rglob("*"):
-        relative = path.relative_to(source)
-        if not _is_ignored(relative):
-            entries.append(Entry(str(relative), path.lstat().st_size))
-    _check(entries)
+    paths = [path for path in source.rglob("*") if not _is_ignored(path.relative_to(source))]
+    _check([Entry(str(path.relative_to(source)), path.lstat().st_size) for path in paths])
     shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns(*_IGNORED))
 
 
 def _unpack_zip(source: Path, target: Path) -> None:
     with zipfile.ZipFile(source) as archive:
-        entries: list[Entry] = []
-        for info in archive.infolist():
-            is_link = stat.S_ISLNK(info.external_attr >> 16)
-            entries.append(Entry(info.filename, info.file_size, is_link))
-        _check(entries)
+        _check(
+            [
+                Entry(info.filename, info.file_size, stat.S_ISLNK(info.external_attr >> 16))
+                for info in archive.infolist()
+            ]
+        )
         archive.extractall(target)
 
 
@@ -179,9 +174,7 @@ def find_script(folder: Path, part: Part, given: str | None) -> Path | str:
 
     given : its place, by --map.
     """
-    patterns = part.files
-    if given:
-        patterns = [given]
+    patterns = [given] if given else part.files
     for pattern in patterns:
         found = [
             path

@@ -35,9 +35,9 @@ class Exercise:
         """Whether this is the answer; upper and lower case of a word do not matter."""
         if isinstance(self.answer, str):
             return str(given).casefold() == self.answer
-        if not isinstance(given, int | float):
-            return False
-        return math.isclose(given, self.answer, rel_tol=self.tolerance)
+        return isinstance(given, int | float) and math.isclose(
+            given, self.answer, rel_tol=self.tolerance
+        )
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,7 @@ class Lesson:
     def page(self) -> str:
         """The path of its page from here, or in the project if this is no checkout."""
         page = f"docs/learn/{self.name}.md"
-        if IN_CHECKOUT:
-            return os.path.relpath(REPOSITORY / page)
-        return page
+        return os.path.relpath(REPOSITORY / page) if IN_CHECKOUT else page
 
 
 def _blind_scripts() -> dict[str, Exercise]:

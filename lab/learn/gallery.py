@@ -198,9 +198,7 @@ def measure(name: str, ranks: Sequence[Trace], right: Sequence[Trace]) -> float:
         case "order":
             first, second, *_ = np.split(np.array(ranks[0].drawn), [480, 960])
             return float(np.mean(first == second))
-    samples: set[int] = set()
-    for rank in ranks:
-        samples.update(rank.drawn[: rank.until[0]])
+    samples = {sample for rank in ranks for sample in rank.drawn[: rank.until[0]]}
     return len(samples) / GLOBAL_BATCH
 
 
@@ -225,10 +223,10 @@ def describe(traces: Traces, seeds: Sequence[Trace]) -> dict[str, list[str]]:
     """
     described: dict[str, list[str]] = {}
     for script, way in WAYS.items():
-        right = _outcome(way, traces[way.right], traces[way.right])
-        wrong = _outcome(way, traces[script], traces[way.right])
-        seen_in = _seen_in(traces[way.right][0], traces[script][0], seeds)
-        described[script] = [right, f"{wrong}. Seen in: **{seen_in}**"]
+        right = traces[way.right]
+        wrong = traces[script]
+        told = f"{_outcome(way, wrong, right)}. Seen in: **{_seen_in(right[0], wrong[0], seeds)}**"
+        described[script] = [_outcome(way, right, right), told]
     return described
 
 
@@ -241,12 +239,9 @@ def _outcome(way: Way, ranks: Sequence[Trace], right: Sequence[Trace]) -> str:
 
 def _seen_in(right: Trace, wrong: Trace, seeds: Sequence[Trace]) -> str:
     """Return in which of loss and accuracy the wrong one differs more than equal programs do."""
-    seen: list[str] = []
-    for name in ("loss", "accuracy"):
-        usual = np.ptp([getattr(trace.tests[-1], name) for trace in seeds])
-        difference = getattr(wrong.tests[-1], name) - getattr(right.tests[-1], name)
-        if abs(difference) > usual:
-            seen.append(name)
+    ends = np.array([trace.tests[-1][1:] for trace in (wrong, right, *seeds)])
+    differ = abs(ends[0] - ends[1]) > np.ptp(ends[2:], axis=0)
+    seen = [name for name, apart in zip(("loss", "accuracy"), differ, strict=True) if apart]
     return " and ".join(seen) or "only the first number"
 
 
@@ -282,8 +277,7 @@ def _draw_panel(axis: Axes, name: str, wrong: Sequence[Trace], right: Sequence[T
     axis.set_title(name, fontsize=7.5)
     for traces, style in ((wrong, _WRONG_LINE), (right, _RIGHT_LINE)):
         for trace in traces:
-            steps = [test.step for test in trace.tests]
-            losses = [test.loss for test in trace.tests]
+            steps, losses, _ = zip(*trace.tests, strict=True)
             axis.plot(steps, losses, **style)
     axis.grid()
 

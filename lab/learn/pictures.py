@@ -57,8 +57,7 @@ def timeline(
         rows = [Row(f"rank {number}", step, steps) for number, step in enumerate(steps)]
     else:
         rows = [Row(label, step, []) for label, step in zip(labels, steps, strict=True)]
-    figure = draw_timeline(rows, heading=heading, narrow=False, emulated=False)
-    return _marked(figure, marks)
+    return _marked(draw_timeline(rows, heading=heading, narrow=False, emulated=False), marks)
 
 
 def _recorded(rank: Json) -> RankTimeline:
@@ -170,91 +169,6 @@ def _exchange(nodes: float, *, gbit: float = 1.0) -> float:
 # --- the pictures, by lesson ---
 
 
-def _one_process() -> Figure:
-    step = _step(
-        {
-            "forward": [(0, 0.65e-3)],
-            "backward": [(0.65e-3, 1.76e-3)],
-            "update": [(1.76e-3, 2.06e-3)],
-        }
-    )
-    return timeline(
-        "A step of one process: forward 0.65 ms, backward 1.11 ms, update 0.30 ms",
-        [step],
-        marks={"A": (0.325, 0.5), "B": (1.2, 0.5), "C": (1.91, 0.5)},
-    )
-
-
-def _two_ranks() -> Figure:
-    return curves(
-        "Samples that rank 0 has seen at least once",
-        {
-            "2 ranks, set_epoch": lambda epochs: 100 * (1 - 0.5**epochs),
-            "4 ranks, set_epoch": lambda epochs: 100 * (1 - 0.75**epochs),
-            "2 ranks, one order forever": lambda epochs: min(50.0, 50.0 * epochs),
-            "4 ranks, one order forever": lambda epochs: min(25.0, 25.0 * epochs),
-        },
-        xs=range(9),
-        labels=("epochs", "%"),
-        marks={"A": (3, 87.5), "B": (3, 50)},
-        top=100,
-    )
-
-
-def _gather_scatter() -> Figure:
-    return timeline(
-        "A step on 3 nodes at 1 Gbit/s, by the formula: 0.2 s of compute, 1.18 s of exchange",
-        [_through_root(0, 1, 2, 3), _through_root(0, 2), _through_root(1, 3)],
-        marks={
-            "A": (200, 0.5),
-            "B": (200 + 2000 * _SECONDS, 0.5),
-            "C": (200 + 4000 * _SECONDS, 0.5),
-            "D": (640, 3.35),
-        },
-    )
-
-
-def _root_link() -> Figure:
-    return curves(
-        "A step of VGG-11 with all gradients through rank 0, by the formula",
-        {
-            "1 Gbit/s": _exchange,
-            "10 Gbit/s": partial(_exchange, gbit=10),
-            "100 Gbit/s": partial(_exchange, gbit=100),
-            "compute alone": lambda nodes: 0.6 / nodes,
-        },
-        xs=range(1, 17),
-        labels=("nodes", "seconds a step"),
-        marks={
-            "A": (4, _exchange(4)),
-            "B": (3, _exchange(3, gbit=10)),
-            "C": (10, _exchange(10, gbit=100)),
-        },
-        bottom=0.03,
-        top=10,
-        scales=("linear", "log"),
-    )
-
-
-def _ring() -> Figure:
-    # 8 ms a MB; a message waits for 0.5 ms, and in a ring carries an eighth
-    return curves(
-        "Gradients of 34 tensors on 8 nodes, 1 Gbit/s and 0.5 ms a message, by the formula",
-        {
-            "through rank 0": lambda mb: 2 * 0.5 + 14 * 8 * mb,
-            "34 rings": lambda mb: 14 * (34 * 0.5 + 8 * mb / 8),
-            "one ring": lambda mb: 14 * (0.5 + 8 * mb / 8),
-            "one ring, latency alone": lambda mb: 14 * 0.5,
-        },
-        xs=[10 ** (exponent / 20) for exponent in range(-20, 41)],
-        labels=("MB of gradients", "milliseconds a step"),
-        marks={"A": (1, 21), "B": (0.3, 242), "C": (36.92, 524), "D": (2.42, 272)},
-        bottom=3,
-        top=10_000,
-        scales=("log", "log"),
-    )
-
-
 def _overlap() -> Figure:
     layers = [9.4, 9.4, 9.4, 4.7, 2.4, 1.2, 0.3]  # MB, in the order of backward
     steps = {
@@ -279,38 +193,6 @@ def _overlap_recorded() -> Figure:
     )
 
 
-def _batchnorm() -> Figure:
-    return curves(
-        "What BatchNorm makes of a number",
-        {
-            "one process: 1, 3, 5, 11": lambda x: (x - 5) / 14**0.5,
-            "rank 0: 1, 3": lambda x: x - 2.0,
-            "rank 1: 5, 11": lambda x: (x - 8) / 3,
-        },
-        xs=range(13),
-        labels=("the number", "after BatchNorm"),
-        marks={"A": (3, 1), "B": (3, -0.53), "C": (11, 1.6), "D": (11, 1)},
-        top=3,
-        bottom=-3,
-    )
-
-
-def _measuring() -> Figure:
-    return curves(
-        "A step of VGG-11 on 4 nodes if the network were faster than 1 Gbit/s, by the formula",
-        {
-            "gather_scatter": lambda times: 0.173 + 1.883 / times,
-            "all_reduce": lambda times: 0.170 + 0.544 / times,
-            "ddp": lambda times: 0.170 + 0.371 / times,
-            "computing alone": lambda times: 0.170,
-        },
-        xs=range(1, 21),
-        labels=("times as fast", "seconds a step"),
-        marks={"A": (1, 2.056), "B": (10, 0.224), "C": (19, 0.19)},
-        top=2.2,
-    )
-
-
 def _break_it() -> Figure:
     usual = [0.11] * 5
     until_killed = _steps(*usual)
@@ -331,15 +213,112 @@ def _break_it() -> Figure:
 
 
 PICTURES: Mapping[str, Callable[[], Figure]] = {
-    "01_one_process": _one_process,
-    "02_two_ranks": _two_ranks,
-    "03_gather_scatter": _gather_scatter,
-    "04_root_link": _root_link,
-    "05_ring": _ring,
+    "01_one_process": partial(
+        timeline,
+        "A step of one process: forward 0.65 ms, backward 1.11 ms, update 0.30 ms",
+        [
+            _step(
+                {
+                    "forward": [(0, 0.65e-3)],
+                    "backward": [(0.65e-3, 1.76e-3)],
+                    "update": [(1.76e-3, 2.06e-3)],
+                }
+            )
+        ],
+        marks={"A": (0.325, 0.5), "B": (1.2, 0.5), "C": (1.91, 0.5)},
+    ),
+    "02_two_ranks": partial(
+        curves,
+        "Samples that rank 0 has seen at least once",
+        {
+            "2 ranks, set_epoch": lambda epochs: 100 * (1 - 0.5**epochs),
+            "4 ranks, set_epoch": lambda epochs: 100 * (1 - 0.75**epochs),
+            "2 ranks, one order forever": lambda epochs: min(50.0, 50.0 * epochs),
+            "4 ranks, one order forever": lambda epochs: min(25.0, 25.0 * epochs),
+        },
+        xs=range(9),
+        labels=("epochs", "%"),
+        marks={"A": (3, 87.5), "B": (3, 50)},
+        top=100,
+    ),
+    "03_gather_scatter": partial(
+        timeline,
+        "A step on 3 nodes at 1 Gbit/s, by the formula: 0.2 s of compute, 1.18 s of exchange",
+        [_through_root(0, 1, 2, 3), _through_root(0, 2), _through_root(1, 3)],
+        marks={
+            "A": (200, 0.5),
+            "B": (200 + 2000 * _SECONDS, 0.5),
+            "C": (200 + 4000 * _SECONDS, 0.5),
+            "D": (640, 3.35),
+        },
+    ),
+    "04_root_link": partial(
+        curves,
+        "A step of VGG-11 with all gradients through rank 0, by the formula",
+        {
+            "1 Gbit/s": _exchange,
+            "10 Gbit/s": partial(_exchange, gbit=10),
+            "100 Gbit/s": partial(_exchange, gbit=100),
+            "compute alone": lambda nodes: 0.6 / nodes,
+        },
+        xs=range(1, 17),
+        labels=("nodes", "seconds a step"),
+        marks={
+            "A": (4, _exchange(4)),
+            "B": (3, _exchange(3, gbit=10)),
+            "C": (10, _exchange(10, gbit=100)),
+        },
+        bottom=0.03,
+        top=10,
+        scales=("linear", "log"),
+    ),
+    # 8 ms a MB; a message waits for 0.5 ms, and in a ring carries an eighth
+    "05_ring": partial(
+        curves,
+        "Gradients of 34 tensors on 8 nodes, 1 Gbit/s and 0.5 ms a message, by the formula",
+        {
+            "through rank 0": lambda mb: 2 * 0.5 + 14 * 8 * mb,
+            "34 rings": lambda mb: 14 * (34 * 0.5 + 8 * mb / 8),
+            "one ring": lambda mb: 14 * (0.5 + 8 * mb / 8),
+            "one ring, latency alone": lambda mb: 14 * 0.5,
+        },
+        xs=[10 ** (exponent / 20) for exponent in range(-20, 41)],
+        labels=("MB of gradients", "milliseconds a step"),
+        marks={"A": (1, 21), "B": (0.3, 242), "C": (36.92, 524), "D": (2.42, 272)},
+        bottom=3,
+        top=10_000,
+        scales=("log", "log"),
+    ),
     "06_overlap": _overlap,
     "06_overlap_recorded": _overlap_recorded,
-    "07_batchnorm": _batchnorm,
-    "08_measuring": _measuring,
+    "07_batchnorm": partial(
+        curves,
+        "What BatchNorm makes of a number",
+        {
+            "one process: 1, 3, 5, 11": lambda x: (x - 5) / 14**0.5,
+            "rank 0: 1, 3": lambda x: x - 2.0,
+            "rank 1: 5, 11": lambda x: (x - 8) / 3,
+        },
+        xs=range(13),
+        labels=("the number", "after BatchNorm"),
+        marks={"A": (3, 1), "B": (3, -0.53), "C": (11, 1.6), "D": (11, 1)},
+        top=3,
+        bottom=-3,
+    ),
+    "08_measuring": partial(
+        curves,
+        "A step of VGG-11 on 4 nodes if the network were faster than 1 Gbit/s, by the formula",
+        {
+            "gather_scatter": lambda times: 0.173 + 1.883 / times,
+            "all_reduce": lambda times: 0.170 + 0.544 / times,
+            "ddp": lambda times: 0.170 + 0.371 / times,
+            "computing alone": lambda times: 0.170,
+        },
+        xs=range(1, 21),
+        labels=("times as fast", "seconds a step"),
+        marks={"A": (1, 2.056), "B": (10, 0.224), "C": (19, 0.19)},
+        top=2.2,
+    ),
     "10_break_it": _break_it,
 }
 

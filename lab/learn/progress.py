@@ -20,9 +20,7 @@ Progress = dict[str, LessonProgress]  # by the lesson's name
 
 def read_progress() -> Progress:
     """Return what is kept in the current folder; nothing if there is no such file."""
-    if not _FILE.exists():
-        return {}
-    return read_json(_FILE, Progress)
+    return read_json(_FILE, Progress) if _FILE.exists() else {}
 
 
 def progress_of(lesson: Lesson) -> LessonProgress:
@@ -30,22 +28,12 @@ def progress_of(lesson: Lesson) -> LessonProgress:
     return read_progress().get(lesson.name, LessonProgress())
 
 
-def keep_prediction(lesson: Lesson, prediction: float) -> None:
-    """Keep what the student expects. Raises UserError if it is not finite."""
-    progress = progress_of(lesson)
-    progress.prediction = prediction
-    _keep(lesson, progress)
+def keep(lesson: Lesson, **values: float | bool) -> None:
+    """Keep ``prediction``, what the student expects, or ``done``, whether the last check was right.
 
-
-def keep_done(lesson: Lesson, done: bool) -> None:
-    """Keep whether all of a lesson was right when it was last checked."""
-    progress = progress_of(lesson)
-    progress.done = done
-    _keep(lesson, progress)
-
-
-def _keep(lesson: Lesson, progress: LessonProgress) -> None:
+    Raises UserError if a prediction is not finite.
+    """
     everything = read_progress()
-    everything[lesson.name] = progress
+    everything[lesson.name] = msgspec.structs.replace(progress_of(lesson), **values)
     FOLDER.mkdir(exist_ok=True)
     write_json(_FILE, msgspec.to_builtins(everything), Progress)

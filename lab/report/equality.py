@@ -95,7 +95,8 @@ class Equality:
 def check(block: ComparisonGroup, nodes: int) -> Equality:
     """Compare the strategies on ``nodes`` nodes that claim to be exact."""
     rows = [row for row in block.at(nodes) if row.exact and row.sync != "none"]
-    result = Equality(unequal_ranks=[row.sync for row in rows if _ranks_end_unequal(row)])
+    unequal = [row.sync for row in rows if not all(run.equal_weights for run in row.runs)]
+    result = Equality(unequal_ranks=unequal)
     groups = _starting_alike(rows)
     for group in groups:
         if len(_names(group)) > 1:
@@ -121,10 +122,6 @@ def wrong_rows(block: ComparisonGroup) -> set[CellRow]:
     return wrong
 
 
-def _ranks_end_unequal(row: CellRow) -> bool:
-    return not all(run.equal_weights for run in row.runs)
-
-
 def _curve(sync: str, run: Repeat) -> Curve:
     losses = {1: math.nan}
     for step, loss in run.losses:
@@ -144,12 +141,8 @@ def _starting_alike(rows: Rows) -> list[list[Curve]]:
 
 def _computed_again(rows: Rows) -> list[tuple[str, OneProcess]]:
     """Return what one process found about runs, with the name of the strategy."""
-    found = []
-    for row in rows:
-        for run in row.runs:
-            if run.one_process is not None:
-                found.append((row.sync, run.one_process))
-    return found
+    runs = [(row.sync, run) for row in rows for run in row.runs]
+    return [(sync, found) for sync, run in runs if (found := run.one_process) is not None]
 
 
 def _names(curves: Sequence[Curve]) -> set[str]:
@@ -170,9 +163,7 @@ def _deviation(one: Curve, other: Curve, steps: Sequence[int] = STEPS) -> Deviat
         finite = [abs(loss) for loss in losses if math.isfinite(loss)]
         if len(losses) < 2 or not finite:
             continue
-        value = math.inf
-        if len(finite) == 2:
-            value = abs(losses[0] - losses[1])
+        value = abs(losses[0] - losses[1]) if len(finite) == 2 else math.inf
         tolerance = start * GROWTH ** max(0, step - STEPS[0])
         limit = tolerance * max(finite)
         if value > limit:
@@ -192,27 +183,20 @@ def _compare(group: Sequence[Curve], result: Equality) -> None:
             deviation = _deviation(right[0], curve)
             if deviation is not None:
                 found[curve.sync] = min(deviation, found.get(curve.sync, deviation))
-    if not tied:
-        return
-    first = _deviation(right[0], tied[0][0])
+    first = _deviation(right[0], tied[0][0]) if tied else None
     if first is not None:
         result.disputed |= {curve.sync: first for curve in right}
 
 
 def _decide(again: Sequence[tuple[str, OneProcess]], result: Equality) -> None:
     """Correct ``result`` by what one process has found about runs of strategies, by name."""
-    differing = {}
     for sync, outcomes in grouped(again).items():
         if all(outcome.agrees for outcome in outcomes):
             result.confirmed.append(sync)
-        for outcome in outcomes:
-            if outcome.agrees is False:
-                differing[sync] = outcome
+    differing = {sync: outcome for sync, outcome in again if outcome.agrees is False}
     if not differing and not result.confirmed:
         return
-    known = result.wrong
-    if result.confirmed:
-        known = known | result.disputed
+    known = result.wrong | result.disputed if result.confirmed else result.wrong
     result.wrong = {sync: far for sync, far in known.items() if sync not in result.confirmed}
     result.disputed = {}
     result.equal += result.confirmed

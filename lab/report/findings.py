@@ -82,11 +82,9 @@ def findings(block: ComparisonGroup) -> list[ReportFinding]:
 def _found(block: ComparisonGroup, parts: Mapping[int, Rows], finders: Sequence[Finder]) -> Found:
     """Yield what each finder says about the rows on each number of nodes (0: all together)."""
     for find in finders:
-        said: dict[str, list[tuple[int, ReportFinding]]] = {}
-        for nodes, rows in parts.items():
-            for finding in find(block, rows):
-                said.setdefault(finding.text, []).append((nodes, finding))
-        yield from map(_joined, said.values())
+        said = [(nodes, found) for nodes, rows in parts.items() for found in find(block, rows)]
+        by_text = grouped((found.text, (nodes, found)) for nodes, found in said)
+        yield from map(_joined, by_text.values())
 
 
 def _joined(members: Sequence[tuple[int, ReportFinding]]) -> ReportFinding:
@@ -95,9 +93,7 @@ def _joined(members: Sequence[tuple[int, ReportFinding]]) -> ReportFinding:
     _, first = members[0]
     if numbers == [0]:
         return first
-    where = f"On {listed(list(map(str, numbers)))} nodes"
-    if numbers == [1]:
-        where = "On one node"
+    where = "On one node" if numbers == [1] else f"On {listed(list(map(str, numbers)))} nodes"
     evidence = first.evidence
     if len(members) > 1:
         evidence = "; ".join(
@@ -152,9 +148,7 @@ def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
 
 
 def _what_is_wrong(result: Equality) -> Iterator[str]:
-    others = "the others"
-    if set(result.equal) == {DDP}:
-        others = "ddp, PyTorch's own,"
+    others = "ddp, PyTorch's own," if set(result.equal) == {DDP} else "the others"
     for sync, deviation in result.wrong.items():
         right = ONE_PROCESS if sync in result.mistakes else others
         mistake = result.mistakes.get(sync)
@@ -301,10 +295,9 @@ def iterations(_: ComparisonGroup, rows: Rows) -> Found:
         seconds = f"{seconds_text(mean, mean)} s"
         if row.nodes == 1:
             texts.append(f"one node {seconds}")
-        elif row.nodes == most and row.speedup:
-            texts.append(f"{row.name} {seconds} (speed-up {row.speedup:.2f})")
         elif row.nodes == most:
-            texts.append(f"{row.name} {seconds}")
+            speedup = f" (speed-up {row.speedup:.2f})" if row.speedup else ""
+            texts.append(f"{row.name} {seconds}{speedup}")
     if texts:
         yield ReportFinding(
             ITERATION, f"The mean iteration time without the first iteration: {listed(texts)}."
@@ -335,11 +328,8 @@ def _how_certain(speedup: Interval | None) -> tuple[bool, str]:
 
 def above_ideal(_: ComparisonGroup, rows: Rows) -> Found:
     """Warn of speed-ups that are larger than the number of nodes."""
-    above = {}
-    for row in rows:
-        efficiency = row.efficiency
-        if efficiency is not None and efficiency > _ABOVE_IDEAL:
-            above[row.sync] = efficiency
+    known = {row.sync: share for row in rows if (share := row.efficiency) is not None}
+    above = {sync: share for sync, share in known.items() if share > _ABOVE_IDEAL}
     if above:
         yield ReportFinding(
             SPEED,
@@ -398,11 +388,11 @@ def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
         )
     by_certainty = grouped((_surely_waits_longer(row), row) for row in late)
     for certain, members in by_certainty.items():
-        what = "ranks wait longer for slower ranks than sending takes"
-        end = ", but the 95 % intervals overlap."
+        text = f" {listed(_syncs(members))}: ranks wait longer for slower ranks than sending takes"
         if certain:
-            end = ". A faster network would save less than half of the exposed time."
-        text = f" {listed(_syncs(members))}: {what}{end}"
+            text += ". A faster network would save less than half of the exposed time."
+        else:
+            text += ", but the 95 % intervals overlap."
         yield ReportFinding(BOUND, text, evidence, caution=not certain)
 
 
@@ -414,14 +404,8 @@ def _surely_waits_longer(row: CellRow) -> bool:
 
 def root_share(_: ComparisonGroup, rows: Rows) -> Found:
     """Compare rank 0's share of all bytes sent with an equal share."""
-    shares = {}
-    uncounted = []
-    for row in rows:
-        share = row.root_share
-        if share is None:
-            uncounted.append(row.sync)
-        else:
-            shares[row.sync] = share
+    shares = {row.sync: share for row in rows if (share := row.root_share) is not None}
+    uncounted = [row.sync for row in rows if row.root_share is None]
     if uncounted:
         yield ReportFinding(
             "Bytes",
@@ -467,17 +451,12 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
             f"is near chance (at most {percent(limit, 1)} with {classes} classes). Equal "
             "accuracies there show nothing: train longer, or with a smaller learning rate."
         )
-    near = []
-    above = {}
-    for row, values in reached.items():
-        if fmean(values) <= limit:
-            near.append(row)
-        else:
-            above[row] = values
+    near = [row for row, values in reached.items() if fmean(values) <= limit]
     if near:
         yield ReportFinding(
             "Accuracy", f" the test accuracy{_of(near)} {chance}", evidence, caution=True
         )
+    above = {row: values for row, values in reached.items() if row not in near}
     yield from _above_chance(above, evidence)
 
 
@@ -491,16 +470,14 @@ def _above_chance(reached: Mapping[CellRow, Sequence[float]], evidence: str) -> 
     if min(map(len, reached.values())) < 2:
         text += " Each ran once, so small differences show nothing."
     yield ReportFinding("Accuracy", text, evidence)
-    mean = percent(fmean(values), 1)
     for row, own in reached.items():
-        if row.exact:
-            continue
-        yield ReportFinding(
-            "Accuracy",
-            f" {row.sync}, which does not claim to be exact, reaches {percent(fmean(own), 1)}; "
-            f"the exact strategies {_between(values)}.",
-            f"{row.sync} {_spread(own)}; the exact mean {mean}",
-        )
+        if not row.exact:
+            yield ReportFinding(
+                "Accuracy",
+                f" {row.sync}, which does not claim to be exact, reaches "
+                f"{percent(fmean(own), 1)}; the exact strategies {_between(values)}.",
+                f"{row.sync} {_spread(own)}; the exact mean {percent(fmean(values), 1)}",
+            )
 
 
 def _of(rows: Rows) -> str:
@@ -593,10 +570,7 @@ def noisy(_: ComparisonGroup, rows: Rows) -> Found:
 
 def _is_noisy(row: CellRow) -> bool:
     ends = row.interval("step")
-    if ends is None:
-        return False
-    low, high = ends
-    return high - low > _NOISY * row.step
+    return ends is not None and ends[1] - ends[0] > _NOISY * row.step
 
 
 # --- predictions ---
@@ -629,11 +603,9 @@ def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
     compared = 0
     differing = {}
     for row in rows:
-        if row.nodes == 1 or row.prediction is None:
-            continue
-        formula = row.prediction.bytes_sent
+        formula = row.prediction.bytes_sent if row.prediction else None
         counted = row.per_rank("bytes_sent")
-        if not formula or not counted:
+        if row.nodes == 1 or not formula or not counted:
             continue
         compared += 1
         if not _agree(formula, counted):

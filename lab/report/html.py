@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jinja2
 
+from common.utils.grouping import grouped
 from lab.comparison.record import Cell, Comparison
 from lab.report import tables
 from lab.report.drawings.figure_pages import Drawing
@@ -129,16 +130,7 @@ def _section(
     prefix: str, block: ComparisonGroup, figures: Sequence[Drawing], comparison: Comparison
 ) -> Section:
     found = findings(block)
-    wrong = []
-    limits = []
-    topics: dict[str, list[ReportFinding]] = {}
-    for finding in found:
-        if finding.wrong:
-            wrong.append(finding)
-        elif finding.caution:
-            limits.append(finding)
-        else:
-            topics.setdefault(finding.topic, []).append(finding)
+    topics = grouped((entry.topic, entry) for entry in found if not (entry.wrong or entry.caution))
     shown = {"Times": tables.TIMES, "Scaling, bytes, memory": tables.COSTS}
     if any(row.memory or row.predicted_memory for row in block.rows):
         shown["Tensors of the rank that holds most"] = tables.MEMORY
@@ -147,9 +139,9 @@ def _section(
         id=prefix,
         label=block.label,
         verdict=verdict(block, found),
-        wrong=wrong,
+        wrong=[finding for finding in found if finding.wrong],
         topics=topics,
-        limits=limits,
+        limits=[finding for finding in found if finding.caution],
         tables=shown,
         lines=lines,
         predicted=[line for line in lines if line.row.prediction],

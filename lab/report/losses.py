@@ -27,12 +27,8 @@ def curves(rows: Rows) -> Curves:
 
     The runs have the same seed: the one that most have, of several the smallest.
     """
-    found = []
-    for row in rows:
-        for run in row.runs:
-            losses = _finite(run)
-            if losses:
-                found.append((run.seed, row.sync, losses))
+    runs = [(row.sync, run) for row in rows for run in row.runs]
+    found = [(run.seed, sync, losses) for sync, run in runs if (losses := _finite(run))]
     if not found:
         return {}
     commonest = mode(sorted(seed for seed, _, _ in found))

@@ -171,9 +171,8 @@ def _times(row: CellRow) -> dict[str, Any]:
 
 
 def _costs(row: CellRow) -> dict[str, Any]:
-    samples_per_second = None
-    if row.cell.batch_size and row.step:
-        samples_per_second = row.cell.batch_size / row.step
+    samples = row.cell.batch_size
+    samples_per_second = samples / row.step if samples and row.step else None
     return {
         "speedup_ratio": row.speedup,
         "efficiency_ratio": row.efficiency,
@@ -253,9 +252,8 @@ def _prediction(row: CellRow) -> dict[str, Any]:
         return dict.fromkeys(
             ("predicted_compute_seconds", "predicted_sync_seconds", "error", "scope")
         )
-    scope = "in scope"
-    if not prediction.in_scope:
-        scope = f"out of scope: {prediction.why or 'no reason given'}"
+    out_of_scope = f"out of scope: {prediction.why or 'no reason given'}"
+    scope = "in scope" if prediction.in_scope else out_of_scope
     return {
         "predicted_compute_seconds": prediction.compute_seconds,
         "predicted_sync_seconds": prediction.sync_seconds,

@@ -1,7 +1,5 @@
 """What a terminal shows of a report: the answer, a table of six columns and four findings."""
 
-from collections.abc import Sequence
-
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +13,14 @@ from lab.report.view import ComparisonGroup, blocks, what_is_emulated
 
 _FINDINGS = 4
 _LEFT_OUT = 5  # the place of a finding that is not printed
+# By topic, and whether it is a caution; the answer has said what is equal and fastest.
+_PLACES = {
+    (ITERATION, False): 1,
+    (EQUAL, True): 2,
+    (EQUAL, False): _LEFT_OUT,
+    (SPEED, True): 3,
+    (SPEED, False): _LEFT_OUT,
+}
 _WIDTH = 100  # of a file or a pipe, which has no width of its own
 _RED = "bold red"
 _COLUMNS = {
@@ -49,32 +55,20 @@ def _print_block(console: Console, block: ComparisonGroup) -> None:
         console.print(Text(what_is_emulated(block.settings)), soft_wrap=True)
     console.print(_table(block))
     rest = [finding for finding in all_findings if not answer.text.startswith(finding.text)]
-    for finding in _most_important(rest):
+    printed = [finding for finding in rest if _place(finding) < _LEFT_OUT]
+    for finding in sorted(printed, key=_place)[:_FINDINGS]:
         if finding.wrong:
             console.print(Text(f"WRONG: {finding.text}", style=_RED), soft_wrap=True)
         else:
             console.print(Text(f"- {finding.text}"), soft_wrap=True)
 
 
-def _most_important(found: Sequence[ReportFinding]) -> list[ReportFinding]:
-    """Return at most four findings: wrong ones, then answers."""
-    printed = [finding for finding in found if _place(finding) < _LEFT_OUT]
-    return sorted(printed, key=_place)[:_FINDINGS]
-
-
 def _place(finding: ReportFinding) -> int:
     """Return how early a finding is printed, or ``_LEFT_OUT``."""
     if finding.wrong:
         return 0
-    if finding.topic == ITERATION:
-        return 1
-    if finding.topic == EQUAL and finding.caution:
-        return 2
-    if finding.topic == SPEED and finding.caution:
-        return 3
-    if finding.topic in (EQUAL, SPEED) or finding.caution:
-        return _LEFT_OUT
-    return 4
+    other = _LEFT_OUT if finding.caution else 4
+    return _PLACES.get((finding.topic, finding.caution), other)
 
 
 def _table(block: ComparisonGroup) -> Table:

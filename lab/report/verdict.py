@@ -99,9 +99,7 @@ def _why(rows: Rows) -> str:
     slowest = rows[-1]
     if fastest is slowest:
         return f"The messages {_messages(fastest)}."
-    begin = "The"
-    if not _overlap(fastest, slowest):
-        begin = "Why: the"
+    begin = "The" if _overlap(fastest, slowest) else "Why: the"
     return f"{begin} messages {_messages(fastest)} and those {_messages(slowest)}."
 
 
@@ -118,9 +116,7 @@ def _messages(row: CellRow) -> str:
         megabytes = 2e-6 * (row.medians.root_bytes_sent or 0.0)
         return f"of {row.sync} put {megabytes:.0f} MB a step through rank 0's link {exposed}"
     strategy = row.sync.partition("-")[0]
-    leave = MessagePlan.leave
-    if strategy in STRATEGIES:
-        leave = plan_class(strategy).leave
+    leave = plan_class(strategy).leave if strategy in STRATEGIES else MessagePlan.leave
     return f"of {row.sync} {leave} {exposed}"
 
 
@@ -132,9 +128,7 @@ def _machine(rows: Rows) -> str:
         )
     loads = [run.load_per_core for row in rows for run in row.runs if run.load_per_core is not None]
     load = max(loads, default=0.0)
-    if load > _BUSY:
-        return f"; the machine was busy (load {load:.1f} per core)"
-    return ""
+    return f"; the machine was busy (load {load:.1f} per core)" if load > _BUSY else ""
 
 
 def _equality(block: ComparisonGroup, rows: Rows) -> str:

@@ -80,9 +80,7 @@ class CellRow:
 
     def interval(self, name: str) -> Interval | None:
         """Return the 95 % interval over the repeats of ``name``, or None for a single repeat."""
-        if self.cell.intervals is None or name not in self.cell.intervals:
-            return None
-        low, high = self.cell.intervals[name]
+        low, high = (self.cell.intervals or {}).get(name, (None, None))
         if low is None or high is None:
             return None
         return low, high
@@ -121,9 +119,7 @@ class CellRow:
 
     @property
     def efficiency(self) -> float | None:
-        if self.speedup is None:
-            return None
-        return self.speedup / self.nodes
+        return None if self.speedup is None else self.speedup / self.nodes
 
     @property
     def mean_iteration(self) -> float | None:
@@ -227,10 +223,7 @@ class ComparisonGroup:
         return [row for row in self.measured if row.nodes == nodes]
 
     def find(self, sync: str, nodes: int) -> CellRow | None:
-        for row in self.rows:
-            if row.sync == sync and row.nodes == nodes:
-                return row
-        return None
+        return next((row for row in self.rows if (row.sync, row.nodes) == (sync, nodes)), None)
 
 
 def _is_emulated(compute: str | None) -> bool:
@@ -292,8 +285,7 @@ def _settings(comparison: Comparison, group: int) -> Group:
     facts: Facts = {
         name: value for name, value in comparison.settings.items() if name not in differing
     }
-    facts |= comparison.group_facts(group)
-    return convert(facts, Group, name="settings")
+    return convert(facts | comparison.group_facts(group), Group, name="settings")
 
 
 def _group_label(comparison: Comparison, group: int) -> str:
@@ -358,10 +350,8 @@ def rate_text(rate: LinkRate | None) -> str:
     return f"{rate:g} bit/s"
 
 
-def seconds_text(value: float | None, scale: float | None) -> str:
+def seconds_text(value: float, scale: float) -> str:
     """Return seconds with 3 decimals, or 4 or 5 if ``scale``, the step's time, is below 0.1 s."""
-    if value is None:
-        return NOTHING
     if not scale or scale >= 0.1:
         return f"{value:.3f}"
     if scale >= 0.01:

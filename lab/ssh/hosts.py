@@ -120,10 +120,7 @@ class Host:
     def name(self) -> str:
         """Without user and port."""
         url = re.fullmatch(r"ssh://(?:.*@)?(.*?)(?::\d+)?/?", self.given)
-        if url is not None:
-            return url[1]
-        _, _, name = self.given.rpartition("@")
-        return name
+        return url[1] if url is not None else self.given.rpartition("@")[2]
 
     def __str__(self) -> str:
         return f"node {self.rank} ({self.name})"
@@ -135,29 +132,22 @@ def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
     UserError if a name is empty or impossible, or if a host is named twice. ``shares_a_port``
     allows that: the user has given a port for the ranks that share a host.
     """
-    hosts: list[Host] = []
-    for name in text.split(","):
-        host = Host(len(hosts), name.strip())
+    hosts = [Host(rank, name.strip()) for rank, name in enumerate(text.split(","))]
+    for host in hosts:
         if re.search(HOST, host.given) is None:
             raise UserError(
                 f"--hosts: got {shown(text)}, and {shown(host.given)} is not a host name: give "
                 "names as ssh knows them, separated by commas: --hosts node0,node1"
             )
-        hosts.append(host)
-    if not shares_a_port:
-        _refuse_twins(hosts)
-    return hosts
-
-
-def _refuse_twins(hosts: Sequence[Host]) -> None:
     [(name, times)] = Counter(host.given for host in hosts).most_common(1)
-    if times > 1:
+    if times > 1 and not shares_a_port:
         raise UserError(
             f"--hosts: {name} is named twice, so two ranks would share one host: if you want that, "
             "give --master-port, the port that they share; otherwise name each host once and let "
             "torchrun start several ranks on each: "
             "-- torchrun --nproc-per-node 2 PartThree/main.py"
         )
+    return hosts
 
 
 class SSHOptions(msgspec.Struct, kw_only=True):
@@ -181,13 +171,11 @@ class SSHOptions(msgspec.Struct, kw_only=True):
         """Return what the flags say. UserError on impossible values."""
         if args.silence < 1:
             raise UserError(f"--silence: got {args.silence:g}, give seconds, 1 or more")
-        folder = str(BASE)
-        if args.workdir is not None:
-            # "~" is the home folder, where the login shell starts.
-            folder = re.sub(r"^~/?", "", args.workdir) or "."
+        folder = str(BASE) if args.workdir is None else args.workdir
         return cls(
             user=args.user,
-            workdir=folder,
+            # "~" is the home folder, where the login shell starts.
+            workdir=re.sub(r"^~/?", "", folder) or ".",
             python=args.python,
             ssh_options=args.ssh_option,
             ssh_config=str(args.ssh_config.absolute()) if args.ssh_config else None,
@@ -231,9 +219,9 @@ def explain(errors: Sequence[str], host: Host) -> str:
         found = next((line for line in lines if re.search(pattern, line)), None)
         if found is not None:
             advice = remedy.format(name=host.name, given=host.given)
-            if found.startswith("@"):  # a frame around a warning
-                return f"{what}: {advice}"
-            return f"{what} (ssh: {found[:200]}): {advice}"
+            is_frame = found.startswith("@")  # around a warning
+            quoted = "" if is_frame else f" (ssh: {found[:200]})"
+            return f"{what}{quoted}: {advice}"
     if lines:
         return f"ssh: {lines[-1][:300]}"
     return f"ssh ended without a message: try ssh {host.given}"

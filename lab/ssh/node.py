@@ -55,16 +55,17 @@ class HostFacts:
 
 def facts(script: str | None) -> dict[str, Any]:
     """Return ``HostFacts`` as plain values. script : the command's file in the checkout."""
-    found = HostFacts(
-        folder=os.getcwd(),
-        script_there=script is None or os.path.isfile(script),
-        python=sys.executable,
-        code={"Python": ".".join(map(str, sys.version_info[:2])), **code_facts()},
-        name=socket.gethostname(),
-        addresses=sorted(filter(_is_ipv4, own_addresses())),
-        clock=time.time(),
+    return asdict(
+        HostFacts(
+            folder=os.getcwd(),
+            script_there=script is None or os.path.isfile(script),
+            python=sys.executable,
+            code={"Python": ".".join(map(str, sys.version_info[:2])), **code_facts()},
+            name=socket.gethostname(),
+            addresses=sorted(filter(_is_ipv4, own_addresses())),
+            clock=time.time(),
+        )
     )
-    return asdict(found)
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], silence_seconds: float) -> int:
@@ -158,9 +159,8 @@ def _is_wanted(run_folder: Path, names: Sequence[str], since: float) -> bool:
 
 def _is_sent(path: Path, checkpoints: bool) -> bool:
     """Return whether a run's file, by its path in the run, is sent: a hidden one is unfinished."""
-    if any(part.startswith(".") for part in path.parts):
-        return False
-    return checkpoints or path.parts[0] != "checkpoints"
+    hidden = any(part.startswith(".") for part in path.parts)
+    return not hidden and (checkpoints or path.parts[0] != "checkpoints")
 
 
 def _add_file(archive: tarfile.TarFile, path: Path, root: Path) -> None:

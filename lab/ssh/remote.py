@@ -174,12 +174,10 @@ def ask(
     """
     with served(hosts, [request] * len(hosts), options) as remotes:
         wait(remotes, lambda: not running(remotes), _ANSWER_SECONDS)
-    silent = {}
-    answers = []
-    for remote in remotes:
-        if remote.result is None:
-            silent[remote.host] = explain(remote.errors, remote.host)
-        else:
-            answers.append(decode(remote.result, schema, name=str(remote.host)))
-    refuse_hosts(silent, of=len(hosts))
+    answering = [(str(remote.host), remote.result) for remote in remotes]
+    answers = [decode(text, schema, name=host) for host, text in answering if text is not None]
+    silent = [remote for remote in remotes if remote.result is None]
+    refuse_hosts(
+        {remote.host: explain(remote.errors, remote.host) for remote in silent}, of=len(hosts)
+    )
     return answers

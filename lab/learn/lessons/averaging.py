@@ -72,7 +72,7 @@ def _average_known_gradients(student: Namespace, cut: bool) -> tuple[str | None,
         parameter.grad = gradient.clone().view_as(parameter)
     with MessageRecorder() as recorder:
         student["average_gradients"](model)
-    sent = sum(message["sent_bytes"] for message in recorder.messages) / before[rank].nbytes
+    sent = sum(message.sent_bytes for message in recorder.messages) / before[rank].nbytes
     after: list[Tensor] = []
     for parameter in model.parameters():
         if parameter.grad is None:
@@ -90,13 +90,8 @@ def diagnose(after: Tensor, before: Tensor, parts: Mapping[str, int]) -> str | N
     their lengths.
     """
     lengths = list(parts.values())
-    found_parts = after.split(lengths)
-    given_parts = before.split(lengths, dim=1)
-    for name, found, given in zip(parts, found_parts, given_parts, strict=True):
-        problem = _diagnose_part(name, found, given)
-        if problem:
-            return problem
-    return None
+    problems = map(_diagnose_part, parts, after.split(lengths), before.split(lengths, dim=1))
+    return next(filter(None, problems), None)
 
 
 def _diagnose_part(name: str, found: Tensor, given: Tensor) -> str | None:

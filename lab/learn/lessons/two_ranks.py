@@ -45,10 +45,8 @@ class Training(NamedTuple):
 def _problem(ranks: Sequence[Training]) -> str | None:
     """Return what is wrong with a training; None if nothing is."""
     size = len(ranks)
-    drawn: list[int] = []
-    for rank in ranks:
-        for first_epoch in rank.epochs[:1]:
-            drawn += first_epoch
+    first_epochs = [epoch for rank in ranks for epoch in rank.epochs[:1]]
+    drawn = [sample for epoch in first_epochs for sample in epoch]
     different = len(set(drawn))
     if different < _SAMPLES or len(drawn) >= _SAMPLES + size:
         return (

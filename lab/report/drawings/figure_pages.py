@@ -113,12 +113,11 @@ def _timeline_title(cell: Cell, timeline: TimelineFile) -> str:
 
 
 def _timeline_caption(timeline: TimelineFile) -> str:
-    shares = []
-    for rank in timeline.ranks:
-        share = overlap(rank)
-        if share is not None:
-            messages = len(rank.messages)
-            shares.append(f"rank {rank.rank}: {percent(share)} ({messages} messages)")
+    known = [(rank, share) for rank in timeline.ranks if (share := overlap(rank)) is not None]
+    shares = [
+        f"rank {rank.rank}: {percent(share)} ({len(rank.messages)} messages)"
+        for rank, share in known
+    ]
     return (
         f"Step {timeline.step}, recorded with extra timers and not counted in the medians. Share "
         "of the message time before the rank's last gradient: "
