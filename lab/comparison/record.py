@@ -181,7 +181,7 @@ class Plan(Struct, kw_only=True):
     to_do: list[Count] | UnsetType = UNSET
 
 
-class Group(Struct, kw_only=True):
+class GroupSettings(Struct, kw_only=True):
     """The settings of all runs, or of a group, with which a reader computes; a file has more."""
 
     dataset: Text | None = None
@@ -199,9 +199,9 @@ class Group(Struct, kw_only=True):
 class _Known(Struct):
     """The facts of a comparison with which a reader computes, all at once."""
 
-    settings: Group
+    settings: GroupSettings
     environment: Machine
-    groups: dict[Text, Group]
+    groups: dict[Text, GroupSettings]
 
 
 class Comparison(Struct, kw_only=True):
@@ -229,12 +229,12 @@ class Comparison(Struct, kw_only=True):
     timelines: dict[Name, TimelineFile]
     plan: Plan | UnsetType = UNSET
 
-    def known(self, group: int | None = None) -> Group:
+    def known(self, group: int | None = None) -> GroupSettings:
         """Return the settings with which a reader computes: the shared ones, or a group's own."""
         facts = self.settings
         if group is not None:
             facts = self.group_facts(group)
-        return convert(facts, Group, name="settings")
+        return convert(facts, GroupSettings, name="settings")
 
     def group_facts(self, group: int) -> Facts:
         """Return the facts of a group; none if all cells are of one group."""

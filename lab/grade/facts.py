@@ -26,7 +26,7 @@ class AuditFinding(msgspec.Struct):
     at: CodePlace | None
 
 
-class AuditRun(msgspec.Struct):
+class AuditedRun(msgspec.Struct):
     """A run on a number of ranks."""
 
     ranks: int
@@ -43,7 +43,7 @@ class AuditFacts(msgspec.Struct):
     failure: str | None
     unknown: list[str]
     findings: list[AuditFinding]
-    runs: list[AuditRun]
+    runs: list[AuditedRun]
 
     @property
     def faults(self) -> list[AuditFinding]:

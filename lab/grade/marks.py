@@ -15,7 +15,7 @@ from common.errors import UserError
 from lab.audit.result import ranks_text
 from lab.grade.facts import AuditFacts, AuditFinding, Facts
 from lab.grade.rubric import WAYS, Part, Rubric
-from lab.grade.submissions import Place, Row, check_row, read_rows
+from lab.grade.submissions import CsvRow, Place, check_row, read_rows
 
 # The lesson for a fault that no other lesson explains.
 _ANY_FAULT = "09_find_the_bug"
@@ -141,7 +141,7 @@ def _unchecked(part: Part, audit: AuditFacts) -> Iterator[str]:
 # --- lessons ---
 
 
-class Lesson(msgspec.Struct):
+class FaultLesson(msgspec.Struct):
     """A lesson, and the faults that it explains."""
 
     title: str
@@ -149,10 +149,10 @@ class Lesson(msgspec.Struct):
 
 
 @cache
-def _lessons() -> dict[str, Lesson]:
+def _lessons() -> dict[str, FaultLesson]:
     """Return the lessons by the names of their pages."""
     text = Path(__file__).with_name("lessons.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), dict[str, Lesson])
+    return msgspec.convert(tomllib.loads(text), dict[str, FaultLesson])
 
 
 def lesson_of(fault: str) -> str:
@@ -166,7 +166,7 @@ def lesson_of(fault: str) -> str:
 # --- what a person decides ---
 
 
-class OverrideRow(Row):
+class OverrideRow(CsvRow):
     """A row of overrides.csv."""
 
     marks: str

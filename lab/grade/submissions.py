@@ -193,20 +193,20 @@ def find_script(folder: Path, part: Part, given: str | None) -> Path | str:
 # --- tables that a person wrote ---
 
 
-class Row(msgspec.Struct):
+class CsvRow(msgspec.Struct):
     """A row about a part of a submission; derived classes add columns."""
 
     submission: str
     part: str
 
 
-class ScriptRow(Row):
+class ScriptRow(CsvRow):
     """A row of the file of --map: where a script lies in its submission."""
 
     path: str
 
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=CsvRow)
 
 
 def read_rows(path: Path, kind: type[R]) -> list[R]:
@@ -227,7 +227,7 @@ def read_rows(path: Path, kind: type[R]) -> list[R]:
     return [kind(*((row[column] or "").strip() for column in columns)) for row in rows]
 
 
-def check_row(row: Row, names: Mapping[str, object], rubric: Rubric, *, where: str) -> None:
+def check_row(row: CsvRow, names: Mapping[str, object], rubric: Rubric, *, where: str) -> None:
     """Raise UserError if a row names a submission or a part that is not there."""
     if row.submission not in names:
         raise UserError(

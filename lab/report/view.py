@@ -20,7 +20,7 @@ from common.utils.typed_json import Facts, convert
 from lab.comparison.record import (
     Cell,
     Comparison,
-    Group,
+    GroupSettings,
     LinkRate,
     Medians,
     PredictedCell,
@@ -184,7 +184,7 @@ class ComparisonGroup:
     suffix: str
     rows: Rows
     emulated: bool
-    settings: Group
+    settings: GroupSettings
 
     @property
     def weak(self) -> bool:
@@ -280,12 +280,12 @@ def _differing(comparison: Comparison) -> list[str]:
     return [difference.split(":")[0] for difference in comparison.differences]
 
 
-def _settings(comparison: Comparison, group: int) -> Group:
+def _settings(comparison: Comparison, group: int) -> GroupSettings:
     differing = _differing(comparison)
     facts: Facts = {
         name: value for name, value in comparison.settings.items() if name not in differing
     }
-    return convert(facts | comparison.group_facts(group), Group, name="settings")
+    return convert(facts | comparison.group_facts(group), GroupSettings, name="settings")
 
 
 def _group_label(comparison: Comparison, group: int) -> str:
@@ -310,7 +310,7 @@ def _rows(comparison: Comparison, cells: Sequence[Cell], rate: LinkRate | None) 
     return sorted(rows, key=lambda row: (row.nodes, order(row.sync)))
 
 
-def what_is_emulated(settings: Group) -> str:
+def what_is_emulated(settings: GroupSettings) -> str:
     """Return a sentence that says what an emulated comparison imitated."""
     parts = []
     if _is_emulated(settings.compute):

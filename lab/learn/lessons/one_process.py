@@ -45,7 +45,7 @@ def check(student: StudentFile, say: Say) -> float:
     return training.seconds["backward"] / training.seconds["forward"]
 
 
-class Training(NamedTuple):
+class TimedTraining(NamedTuple):
     """What the student's training did, by two clocks.
 
     losses, seconds : of a whole training: of each step, and of each section.
@@ -58,11 +58,11 @@ class Training(NamedTuple):
     false_seconds: dict[str, float]
 
 
-def _train_by_two_clocks(student: Namespace) -> Training:
+def _train_by_two_clocks(student: Namespace) -> TimedTraining:
     """Train, then train again for an epoch by the false clock."""
     losses, seconds = student["train"]()
     calls, false_seconds = _train_by_false_clock(student)
-    return Training(losses, dict(seconds), calls, false_seconds)
+    return TimedTraining(losses, dict(seconds), calls, false_seconds)
 
 
 def _train_by_false_clock(student: Namespace) -> tuple[list[str], dict[str, float]]:

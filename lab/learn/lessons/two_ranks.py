@@ -29,7 +29,7 @@ def check(student: StudentFile, say: Say) -> float:
     return 100 * len(seen) / _SAMPLES
 
 
-class Training(NamedTuple):
+class RankTraining(NamedTuple):
     """What a rank's training did.
 
     epochs : the samples of each, in their order.
@@ -42,7 +42,7 @@ class Training(NamedTuple):
     end: float
 
 
-def _problem(ranks: Sequence[Training]) -> str | None:
+def _problem(ranks: Sequence[RankTraining]) -> str | None:
     """Return what is wrong with a training; None if nothing is."""
     size = len(ranks)
     first_epochs = [epoch for rank in ranks for epoch in rank.epochs[:1]]
@@ -70,7 +70,7 @@ def _problem(ranks: Sequence[Training]) -> str | None:
     return None
 
 
-def _train_noted(student: Namespace) -> Training:
+def _train_noted(student: Namespace) -> RankTraining:
     """Train, and note the samples of each epoch."""
     epochs: list[list[int]] = []
     samples_of = DistributedSampler.__iter__
@@ -82,7 +82,7 @@ def _train_noted(student: Namespace) -> Training:
     with patch.object(DistributedSampler, "__iter__", noted):
         first = student["build_model"]()
         losses, last = student["train"](_EPOCHS)
-    return Training(epochs, len(losses), _sum(first), _sum(last))
+    return RankTraining(epochs, len(losses), _sum(first), _sum(last))
 
 
 def _sum(model: nn.Module) -> float:
