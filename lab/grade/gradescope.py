@@ -8,15 +8,13 @@ it in /autograder/submission and writes /autograder/results/results.json.
 import io
 import shlex
 import zipfile
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from common.errors import UserError
 from common.utils.atomic_files import write_atomically
 from common.utils.paths import REPOSITORY
 
-# What ``lab grade`` needs there.
 _FOLDERS = ("common", "lab", "recipes")
 _FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 _SETUP = """\
@@ -66,8 +64,15 @@ def write_autograder(path: Path, rubric: str, mounts: Iterable[str]) -> None:
             entry = zipfile.ZipInfo(name)
             entry.external_attr = 0o755 << 16  # what Gradescope runs
             archive.writestr(entry, text)
-        folders = [sorted((REPOSITORY / name).rglob("*")) for name in _FOLDERS]
-        for file in [*chain(*folders), *(REPOSITORY / name for name in _FILES)]:
+        for file in _project_files():
             if file.is_file() and "__pycache__" not in file.parts:
                 archive.write(file, file.relative_to(REPOSITORY))
     write_atomically(path, content.getvalue())
+
+
+def _project_files() -> Iterator[Path]:
+    """Yield the files of the project that ``lab grade`` needs there."""
+    for name in _FOLDERS:
+        yield from sorted((REPOSITORY / name).rglob("*"))
+    for name in _FILES:
+        yield REPOSITORY / name

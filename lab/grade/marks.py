@@ -103,9 +103,8 @@ def _unclear(part: Part, seen: Facts, counted: Sequence[AuditFinding], marks: fl
     """
     audit = seen.audit
     if part.ranks == [1]:
-        if seen.whole:
-            return []
-        return [f"it does not train to the audit's end: {audit.headline}"]
+        no_end = f"it does not train to the audit's end: {audit.headline}"
+        return [] if seen.whole else [no_end]
     if audit.cannot_tell:
         return [audit.headline]
     sentences: list[str] = []

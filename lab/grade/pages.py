@@ -57,7 +57,8 @@ def write_class(out: Path, rubric: Rubric, graded: Graded, *, sandboxed: bool) -
     for name, marks in graded.items():
         folder = out / "submissions" / name
         _write_page(folder / "index.html", "student", _view(name, marks) | shared)
-        write_atomically(folder / "results.json", encode(results_json(marks), indent=1) + b"\n")
+        results = encode(results_json(marks), indent=1)
+        write_atomically(folder / "results.json", results + b"\n")
 
 
 # --- class.csv ---

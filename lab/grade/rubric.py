@@ -115,7 +115,8 @@ def load_rubric(name: str) -> Rubric:
         raise UserError(f"{where}: mounts: {first_of(twice)} are one place; name it once")
     for part_name, part in rubric.parts.items():
         for shares in (rubric.deductions, part.deductions):
-            _check_faults(shares.keys() - {OTHERS}, where=f"{where}: deductions of {part_name}")
+            faults = shares.keys() - {OTHERS}
+            _check_faults(faults, where=f"{where}: deductions of {part_name}")
         _check_faults(part.accepts.keys(), where=f"{where}: accepts of {part_name}")
         for pattern in part.files:
             check_pattern(pattern, where=f"{where}: files of {part_name}")

@@ -188,9 +188,11 @@ def _copy_in(task: Task, enter: Sequence[str]) -> None:
 
     The links lie in folders of the run's own: scripts may write beside the data.
     """
-    links = [["-s", f"{source}/.", at] for at, source in task.links.items()]
-    for words in [["-P", "/submission/.", task.submission], *links]:
-        command = [*enter, "/", "cp", "-r", *words]
+    in_root = [*enter, "/"]
+    copies = [["-P", "/submission/.", task.submission]]
+    copies += [["-s", f"{source}/.", at] for at, source in task.links.items()]
+    for words in copies:
+        command = [*in_root, "cp", "-r", *words]
         subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120)
 
 

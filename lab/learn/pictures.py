@@ -57,7 +57,8 @@ def timeline(
         rows = [Row(f"rank {number}", step, steps) for number, step in enumerate(steps)]
     else:
         rows = [Row(label, step, []) for label, step in zip(labels, steps, strict=True)]
-    return _marked(draw_timeline(rows, heading=heading, narrow=False, emulated=False), marks)
+    figure = draw_timeline(rows, heading=heading, narrow=False, emulated=False)
+    return _marked(figure, marks)
 
 
 def _recorded(rank: Json) -> RankTimeline:

@@ -20,7 +20,9 @@ Progress = dict[str, LessonProgress]  # by the lesson's name
 
 def read_progress() -> Progress:
     """Return what is kept in the current folder; nothing if there is no such file."""
-    return read_json(_FILE, Progress) if _FILE.exists() else {}
+    if not _FILE.exists():
+        return {}
+    return read_json(_FILE, Progress)
 
 
 def progress_of(lesson: Lesson) -> LessonProgress:

@@ -63,4 +63,5 @@ def write_report(folder: Path, comparison: Comparison) -> None:
         (folder / f"trace-{cell}.json").write_text(trace, encoding="utf-8")
     drawings = [(block, list(figure_pages.draw_block(folder, block))) for block in groups]
     timelines = list(figure_pages.draw_timelines(folder, comparison))
-    (folder / "report.html").write_text(html.render(comparison, drawings, timelines), "utf-8")
+    page = html.render(comparison, drawings, timelines)
+    (folder / "report.html").write_text(page, encoding="utf-8")

@@ -95,8 +95,7 @@ class Equality:
 def check(block: ComparisonGroup, nodes: int) -> Equality:
     """Compare the strategies on ``nodes`` nodes that claim to be exact."""
     rows = [row for row in block.at(nodes) if row.exact and row.sync != "none"]
-    unequal = [row.sync for row in rows if not all(run.equal_weights for run in row.runs)]
-    result = Equality(unequal_ranks=unequal)
+    result = Equality(unequal_ranks=[row.sync for row in rows if _ranks_end_unequal(row)])
     groups = _starting_alike(rows)
     for group in groups:
         if len(_names(group)) > 1:
@@ -120,6 +119,10 @@ def wrong_rows(block: ComparisonGroup) -> set[CellRow]:
         doubtful = check(block, nodes).doubtful
         wrong.update(row for row in block.at(nodes) if row.sync in doubtful)
     return wrong
+
+
+def _ranks_end_unequal(row: CellRow) -> bool:
+    return not all(run.equal_weights for run in row.runs)
 
 
 def _curve(sync: str, run: Repeat) -> Curve:

@@ -137,9 +137,8 @@ def _each(shares: Mapping[str, float], digits: int = 0) -> list[str]:
 def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
     """Say which strategies compute the same, which one is wrong, and what was not comparable."""
     result = check(block, rows[0].nodes)
-    evidence = ""
-    if len(result.equal) > 1:
-        evidence = f"equal to each other: {listed(result.equal)}"
+    several = len(result.equal) > 1
+    evidence = f"equal to each other: {listed(result.equal)}" if several else ""
     for text in _what_is_wrong(result):
         yield ReportFinding(EQUAL, text, evidence, wrong=True)
     yield from _what_is_equal(result, rows)
@@ -171,9 +170,8 @@ def _what_is_wrong(result: Equality) -> Iterator[str]:
 
 
 def _how_far(deviation: Deviation) -> str:
-    far = "and is not finite"
-    if math.isfinite(deviation.value):
-        far = f"by {small_text(deviation.value)}"
+    finite = math.isfinite(deviation.value)
+    far = f"by {small_text(deviation.value)}" if finite else "and is not finite"
     return (
         f"from step {deviation.step} on: the loss differs {far}; rounding would give less than "
         f"{small_text(deviation.limit, 1)} at that step"
@@ -267,9 +265,8 @@ def _speed_of_several(rows: Rows) -> str:
     tied = [row for row, (low, _) in known if low <= best_high]
     if len(tied) == 1:
         return f"{named(best)} is fastest: {shortest} s a step{ratio}"
-    why = "; their 95 % intervals overlap)"
-    if any(map(_is_noisy, tied)):
-        why = "): their repeats differ too much"
+    noise = any(map(_is_noisy, tied))
+    why = "): their repeats differ too much" if noise else "; their 95 % intervals overlap)"
     names = strategies([named(row) for row in tied], of=len(rows))
     between = f"({shortest} to {seconds_text(tied[-1].step, best.step)} s{why}"
     if last in tied:

@@ -172,11 +172,10 @@ def _times(row: CellRow) -> dict[str, Any]:
 
 def _costs(row: CellRow) -> dict[str, Any]:
     samples = row.cell.batch_size
-    samples_per_second = samples / row.step if samples and row.step else None
     return {
         "speedup_ratio": row.speedup,
         "efficiency_ratio": row.efficiency,
-        "samples_per_second": samples_per_second,
+        "samples_per_second": samples / row.step if samples and row.step else None,
         "root_sent_bytes": row.medians.root_bytes_sent,
         "others_sent_bytes": row.medians.others_bytes_sent,
         "peak_memory_bytes": row.medians.peak_memory_bytes,
@@ -252,13 +251,12 @@ def _prediction(row: CellRow) -> dict[str, Any]:
         return dict.fromkeys(
             ("predicted_compute_seconds", "predicted_sync_seconds", "error", "scope")
         )
-    out_of_scope = f"out of scope: {prediction.why or 'no reason given'}"
-    scope = "in scope" if prediction.in_scope else out_of_scope
+    why = prediction.why or "no reason given"
     return {
         "predicted_compute_seconds": prediction.compute_seconds,
         "predicted_sync_seconds": prediction.sync_seconds,
         "error": row.error,
-        "scope": scope,
+        "scope": "in scope" if prediction.in_scope else f"out of scope: {why}",
     }
 
 

@@ -1,5 +1,7 @@
 """What a terminal shows of a report: the answer, a table of six columns and four findings."""
 
+from collections.abc import Sequence
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -55,12 +57,17 @@ def _print_block(console: Console, block: ComparisonGroup) -> None:
         console.print(Text(what_is_emulated(block.settings)), soft_wrap=True)
     console.print(_table(block))
     rest = [finding for finding in all_findings if not answer.text.startswith(finding.text)]
-    printed = [finding for finding in rest if _place(finding) < _LEFT_OUT]
-    for finding in sorted(printed, key=_place)[:_FINDINGS]:
+    for finding in _most_important(rest):
         if finding.wrong:
             console.print(Text(f"WRONG: {finding.text}", style=_RED), soft_wrap=True)
         else:
             console.print(Text(f"- {finding.text}"), soft_wrap=True)
+
+
+def _most_important(found: Sequence[ReportFinding]) -> list[ReportFinding]:
+    """Return at most four findings: wrong ones, then answers."""
+    printed = [finding for finding in found if _place(finding) < _LEFT_OUT]
+    return sorted(printed, key=_place)[:_FINDINGS]
 
 
 def _place(finding: ReportFinding) -> int:

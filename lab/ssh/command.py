@@ -99,17 +99,21 @@ def _flags(words: Sequence[str]) -> dict[str, str | None]:
     A flag that takes no value gets the word after it, or None at the end.
     """
     flags: dict[str, str | None] = {}
+    value: str | None
     for word, following in itertools.zip_longest(words, words[1:]):
         name, equals, value = word.partition("=")
         if name.startswith("-"):
-            flags[name.replace("_", "-")] = value if equals else following
+            if not equals:
+                value = following
+            flags[name.replace("_", "-")] = value
     return flags
 
 
 def _with_torchrun_flags(typed: Sequence[str], start: int, nodes: int) -> list[str]:
     """Return a command of torchrun with the flags that place a host, from word ``start`` on."""
-    module = ["python", "-m", "torch.distributed.run"]  # no program torchrun need be in PATH
-    program = module if typed[0] == "torchrun" else typed[:start]
+    program = list(typed[:start])
+    if typed[0] == "torchrun":  # as a module: no program torchrun need be in PATH
+        program = ["python", "-m", "torch.distributed.run"]
     return [*program, *_torchrun_flags(typed, nodes), *typed[start:]]
 
 

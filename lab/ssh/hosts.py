@@ -139,15 +139,20 @@ def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
                 f"--hosts: got {shown(text)}, and {shown(host.given)} is not a host name: give "
                 "names as ssh knows them, separated by commas: --hosts node0,node1"
             )
+    if not shares_a_port:
+        _refuse_twins(hosts)
+    return hosts
+
+
+def _refuse_twins(hosts: Sequence[Host]) -> None:
     [(name, times)] = Counter(host.given for host in hosts).most_common(1)
-    if times > 1 and not shares_a_port:
+    if times > 1:
         raise UserError(
             f"--hosts: {name} is named twice, so two ranks would share one host: if you want that, "
             "give --master-port, the port that they share; otherwise name each host once and let "
             "torchrun start several ranks on each: "
             "-- torchrun --nproc-per-node 2 PartThree/main.py"
         )
-    return hosts
 
 
 class SSHOptions(msgspec.Struct, kw_only=True):

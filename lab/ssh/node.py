@@ -55,17 +55,16 @@ class HostFacts:
 
 def facts(script: str | None) -> dict[str, Any]:
     """Return ``HostFacts`` as plain values. script : the command's file in the checkout."""
-    return asdict(
-        HostFacts(
-            folder=os.getcwd(),
-            script_there=script is None or os.path.isfile(script),
-            python=sys.executable,
-            code={"Python": ".".join(map(str, sys.version_info[:2])), **code_facts()},
-            name=socket.gethostname(),
-            addresses=sorted(filter(_is_ipv4, own_addresses())),
-            clock=time.time(),
-        )
+    found = HostFacts(
+        folder=os.getcwd(),
+        script_there=script is None or os.path.isfile(script),
+        python=sys.executable,
+        code={"Python": ".".join(map(str, sys.version_info[:2])), **code_facts()},
+        name=socket.gethostname(),
+        addresses=sorted(filter(_is_ipv4, own_addresses())),
+        clock=time.time(),
     )
+    return asdict(found)
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], silence_seconds: float) -> int:

@@ -174,10 +174,7 @@ def ask(
     """
     with served(hosts, [request] * len(hosts), options) as remotes:
         wait(remotes, lambda: not running(remotes), _ANSWER_SECONDS)
-    answering = [(str(remote.host), remote.result) for remote in remotes]
-    answers = [decode(text, schema, name=host) for host, text in answering if text is not None]
     silent = [remote for remote in remotes if remote.result is None]
-    refuse_hosts(
-        {remote.host: explain(remote.errors, remote.host) for remote in silent}, of=len(hosts)
-    )
-    return answers
+    problems = {remote.host: explain(remote.errors, remote.host) for remote in silent}
+    refuse_hosts(problems, of=len(hosts))
+    return [decode(remote.result or b"", schema, name=str(remote.host)) for remote in remotes]

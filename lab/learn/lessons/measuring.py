@@ -50,4 +50,4 @@ def _covered(student: Namespace) -> float:
     """Return the share of intervals that hold the true median."""
     draws = np.random.default_rng(0).exponential(1 / np.log(2), (TRIES, STEPS))  # median 1
     intervals = [student["median_interval"](draw) for draw in draws.tolist()]
-    return sum(1 for low, _, high in intervals if low <= 1 <= high) / TRIES
+    return sum(low <= 1 <= high for low, _, high in intervals) / TRIES

@@ -25,8 +25,8 @@ def save(figure: Figure, path: Path) -> str:
 def svg(figure: Figure) -> str:
     """Return the figure as SVG, without metadata, and close it."""
     buffer = io.StringIO()
-    unwanted = ("Date", "Creator", "Format", "Type")
-    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(unwanted))
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(buffer, format="svg", metadata=metadata)
     plt.close(figure)
     return buffer.getvalue().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
 

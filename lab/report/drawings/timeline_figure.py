@@ -106,7 +106,8 @@ def draw_timeline(rows: Sequence[Row], *, heading: str, narrow: bool, emulated: 
 def _looks(rows: Sequence[Row]) -> dict[str, Look]:
     """Return how each kind of message is drawn."""
     kinds = dict.fromkeys(message.kind for row in rows for message in row.rank.messages)
-    return {kind: look | _EDGE for kind, look in zip(kinds, cycle(_KINDS), strict=False)}
+    looks = cycle(_KINDS)
+    return {kind: next(looks) | _EDGE for kind in kinds}
 
 
 def _draw_sections(axis: Axes, top: float, row: Row, names: Sequence[str]) -> None:
