@@ -65,8 +65,9 @@ def check_flags(flags: argparse.Namespace) -> None:
 def examine(flags: argparse.Namespace) -> Iterator[tuple[str, CheckResult]]:
     """Run every check, in order; yield the name and the result of each that applies."""
     for name, place in CHECKS.items():
-        waiting = 3 * flags.timeout if name == "nodes" else 0.0  # which wait for each other
-        limit_seconds = _CHECK_SECONDS + waiting
+        limit_seconds = _CHECK_SECONDS
+        if name == "nodes":  # which wait for each other
+            limit_seconds += 3 * flags.timeout
         try:
             check = resolve_name(f"{__package__}.{place}")
             found = in_thread(partial(check, flags)).result(limit_seconds)

@@ -136,7 +136,9 @@ def check_open_files(flags: Namespace) -> CheckResult:
             f"limit {limit} per process, and a rank may need {needed}",
             f"ulimit -n {max(needed, 4096)}",
         )
-    return ok("no limit" if limit == resource.RLIM_INFINITY else f"limit {limit} per process")
+    if limit == resource.RLIM_INFINITY:
+        return ok("no limit")
+    return ok(f"limit {limit} per process")
 
 
 def check_code(_flags: Namespace) -> CheckResult:

@@ -242,11 +242,10 @@ def _connections(nodes: Nodes) -> CheckResult:
 
 def _clocks(nodes: Nodes) -> CheckResult:
     clocks = {rank: node.clock for rank, node in nodes.items() if node.clock}
-    far = [
-        f"rank {rank} by {ahead:+.2f} s (±{uncertainty:.3f} s)"
-        for rank, (ahead, uncertainty) in clocks.items()
-        if abs(ahead) - uncertainty > _FAR_SECONDS
-    ]
+    far = []
+    for rank, (ahead, uncertainty) in clocks.items():
+        if abs(ahead) - uncertainty > _FAR_SECONDS:
+            far.append(f"rank {rank} by {ahead:+.2f} s (±{uncertainty:.3f} s)")
     if far:
         return warning(
             f"differ from rank 0's: {', '.join(far[:_MOST_NAMED])}; times in different nodes' logs "
@@ -283,11 +282,10 @@ def _backend(nodes: Nodes) -> CheckResult:
 def _cores(nodes: Nodes) -> CheckResult:
     """Compare the ranks that share a machine with its cores."""
     by_host = grouped((node.peer.host, node.cores) for node in nodes.values())
-    crowded = [
-        f"{host} has {len(cores)} ranks and {count(min(cores), 'core')}"
-        for host, cores in by_host.items()
-        if len(cores) > min(cores)
-    ]
+    crowded = []
+    for host, cores in by_host.items():
+        if len(cores) > min(cores):
+            crowded.append(f"{host} has {len(cores)} ranks and {count(min(cores), 'core')}")
     if crowded:
         return warning(
             f"{'; '.join(crowded)}: ranks wait for cores, so step times show the machine, not the "

@@ -91,11 +91,10 @@ def explain(lines: Sequence[LogLine]) -> list[Found]:
             shown[error] = showing
             hidden.update(error.hides)
             known_lines.update(showing)
-    found = [
-        Found(error, showing[0], len(showing))
-        for error, showing in shown.items()
-        if error.name not in hidden
-    ]
+    found = []
+    for error, showing in shown.items():
+        if error.name not in hidden:
+            found.append(Found(error, showing[0], len(showing)))
     own = _own_exceptions(lines, known_lines)
     kinds = {known.error.kind for known in found}
     if own and kinds & {"symptom", "echo"}:

@@ -72,8 +72,14 @@ def _print(console: Console, found: Found, *, heading: str, several: bool) -> No
 
 def _excerpt(text: str, patterns: Sequence[str]) -> str:
     """Return of a long line the part that shows the error."""
-    matches = filter(None, (re.search(pattern, text) for pattern in patterns))
-    begin = max(0, max((match.end() for match in matches), default=0) - SHOWN)
-    before = "…" if begin > 0 else ""
-    after = "…" if begin + SHOWN < len(text) else ""
-    return f"{before}{text[begin : begin + SHOWN]}{after}"
+    end = 0
+    for pattern in patterns:
+        if match := re.search(pattern, text):
+            end = max(end, match.end())
+    begin = max(0, end - SHOWN)
+    excerpt = text[begin : begin + SHOWN]
+    if begin > 0:
+        excerpt = f"…{excerpt}"
+    if begin + SHOWN < len(text):
+        excerpt = f"{excerpt}…"
+    return excerpt

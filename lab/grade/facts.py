@@ -25,6 +25,11 @@ class AuditFinding(msgspec.Struct):
     sure: str
     at: CodePlace | None
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether the audit is sure of it."""
+        return self.sure == "certain"
+
 
 class AuditedRun(msgspec.Struct):
     """A run on a number of ranks."""

@@ -24,7 +24,6 @@ import psutil
 import lab
 from common.errors import UserError, count, first_of
 from common.utils.environment import setting
-from common.utils.grouping import grouped
 from common.utils.processes import kill_on_parent_exit
 from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, read_json
@@ -115,12 +114,13 @@ def _check_mounts(rubric: Rubric, *, sandboxed: bool) -> None:
         raise UserError(
             f"the rubric mounts {first_of(absent)}: there is no such folder: put the data there"
         )
-    fixed = [at for at in rubric.mounts if os.path.isabs(at)]
-    not_there = [at for at in fixed if not Path(at).is_dir()]
-    if not_there and not sandboxed:
-        raise UserError(
-            f"without a sandbox {first_of(not_there)} must be there: link your folder there"
-        )
+    if not sandboxed:
+        fixed = [at for at in rubric.mounts if os.path.isabs(at)]
+        not_there = [at for at in fixed if not Path(at).is_dir()]
+        if not_there:
+            raise UserError(
+                f"without a sandbox {first_of(not_there)} must be there: link your folder there"
+            )
 
 
 def _read_map(path: Path | None, names: Mapping[str, object], rubric: Rubric) -> dict[Place, str]:
@@ -179,14 +179,18 @@ class Gradebook:
 
     def mark(self, place: Place) -> Mark:
         """Return the mark that the rubric gives for what is known now of a part."""
-        return mark_part(place[1], self.seen[place], self.rubric)
+        _, part_name = place
+        return mark_part(part_name, self.seen[place], self.rubric)
 
     def write(self) -> int:
         """Write all pages from what is known now; return how many marks are open."""
-        marks = {place: override(self.mark(place), self.decided.get(place)) for place in self.seen}
-        graded = grouped((name, mark) for (name, _), mark in marks.items())
+        graded: dict[str, list[Mark]] = {}
+        for place in self.seen:
+            name, _ = place
+            mark = override(self.mark(place), self.decided.get(place))
+            graded.setdefault(name, []).append(mark)
         pages.write_class(self.out, self.rubric, graded, sandboxed=self.sandboxed)
-        return pages.count_open(marks.values())
+        return pages.count_open(mark for marks in graded.values() for mark in marks)
 
 
 # --- running ---

@@ -56,14 +56,14 @@ def mark_part(name: str, seen: Facts | str, rubric: Rubric) -> Mark:
         return Mark(part=name, title=part.title, points=part.points, look=[seen])
     faults = seen.audit.faults
     accepted = [fault for fault in faults if fault.name in part.accepts]
-    others = [fault for fault in faults if fault.name not in part.accepts]
-    counted = others if seen.audit.found_faults else []
+    counted: list[AuditFinding] = []
+    if seen.audit.found_faults:
+        counted = [fault for fault in faults if fault.name not in part.accepts]
     lost = {fault.name: rubric.deduction(part, fault.name) for fault in counted}
     marks = max(0.0, part.points - sum(lost.values()))
     why = [_why_lost(fault, lost[fault.name]) for fault in counted]
-    why += [
-        f"Accepted: {fault.title} ({fault.name}). {part.accepts[fault.name]}" for fault in accepted
-    ]
+    for fault in accepted:
+        why.append(f"Accepted: {fault.title} ({fault.name}). {part.accepts[fault.name]}")
     mark = Mark(
         part=name,
         title=part.title,
@@ -103,12 +103,13 @@ def _unclear(part: Part, seen: Facts, counted: Sequence[AuditFinding], marks: fl
     """
     audit = seen.audit
     if part.ranks == [1]:
-        no_end = f"it does not train to the audit's end: {audit.headline}"
-        return [] if seen.whole else [no_end]
+        if seen.whole:
+            return []
+        return [f"it does not train to the audit's end: {audit.headline}"]
     if audit.cannot_tell:
         return [audit.headline]
     sentences: list[str] = []
-    unsure = [fault.title for fault in counted if fault.sure != "certain"]
+    unsure = [fault.title for fault in counted if not fault.is_certain]
     if unsure:
         sentences.append(
             f"if it really has this fault, it gets {marks:g}: {', '.join(unsure)} (the audit is "

@@ -17,7 +17,6 @@ import msgspec
 
 from common.errors import count
 from common.utils.atomic_files import write_atomically
-from common.utils.grouping import grouped
 from common.utils.typed_json import calm, encode
 from lab.audit.findings.finding import catalogue
 from lab.audit.report import page_template
@@ -71,20 +70,28 @@ def _table(rubric: Rubric, graded: Graded) -> str:
     rows.writerow(
         ["submission", *rubric.parts, "total", "faults", "seconds", "by hand", "overridden"]
     )
-    rows.writerows(map(_harmless, _cells(name, marks)) for name, marks in graded.items())
+    for name, marks in graded.items():
+        rows.writerow([_harmless(cell) for cell in _cells(name, marks)])
     return text.getvalue()
 
 
 def _harmless(cell: str) -> str:
     """Return a cell; one that a spreadsheet would take for a formula begins with a quote."""
-    return f"'{cell}" if cell.startswith(_FORMULA_SIGNS) else cell
+    if cell.startswith(_FORMULA_SIGNS):
+        return f"'{cell}"
+    return cell
 
 
 def _cells(name: str, marks: Sequence[Mark]) -> list[str]:
     """Return a submission's row; the cell of an open mark, and then that of the total, is empty."""
-    faults = [f"{mark.part}:{fault}" for mark in marks for fault in mark.faults]
-    looks = [f"{mark.part}: {look}" for mark in marks for look in mark.look]
-    overridden = [f"{mark.part}: {mark.given}" for mark in marks if mark.given]
+    faults: list[str] = []
+    looks: list[str] = []
+    overridden: list[str] = []
+    for mark in marks:
+        faults += [f"{mark.part}:{fault}" for fault in mark.faults]
+        looks += [f"{mark.part}: {look}" for look in mark.look]
+        if mark.given:
+            overridden.append(f"{mark.part}: {mark.given}")
     total = "" if count_open(marks) else f"{_total(marks):g}"
     seconds = sum(mark.seconds for mark in marks)
     return [
@@ -107,7 +114,10 @@ def _shown(mark: Mark, *, unknown: str) -> str:
 
 def _view(name: str, marks: Sequence[Mark]) -> dict[str, Any]:
     """Return what the pages show of a submission, with all texts calm."""
-    looks = grouped((calm(look), mark.part) for mark in marks for look in mark.look)
+    looks: dict[str, list[str]] = {}
+    for mark in marks:
+        for look in mark.look:
+            looks.setdefault(calm(look), []).append(mark.part)
     points = sum(mark.points for mark in marks)
     return {
         "name": name,

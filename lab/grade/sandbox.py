@@ -178,9 +178,11 @@ def _enter(task: Task, root: Path, first: int) -> list[str]:
     words += [str(root), "setpriv"]
     if not is_root:
         words += ["--bounding-set=-all"]
-    limits = [f"--data={task.memory_bytes}", f"--fsize={2 * task.disk_bytes}", "--as=unlimited"]
-    words += ["--no-new-privs", "prlimit", f"--nproc={task.processes}", *limits, "--core=0"]
-    return [*words, "--", "choom", "-n", "1000", "--", "env", "--chdir"]
+    words += ["--no-new-privs", "prlimit", f"--nproc={task.processes}"]
+    words += [f"--data={task.memory_bytes}", f"--fsize={2 * task.disk_bytes}"]
+    words += ["--as=unlimited", "--core=0", "--"]
+    words += ["choom", "-n", "1000", "--", "env", "--chdir"]
+    return words
 
 
 def _copy_in(task: Task, enter: Sequence[str]) -> None:
@@ -219,33 +221,39 @@ def _namespaces(task: Task, root: Path, records: Path) -> tuple[list[str], list[
     bubblewrap = shutil.which("bwrap", path=tools.search_path())
     if bubblewrap:
         return _bubblewrap(bubblewrap, system, _lines(_BUBBLEWRAP, mounts, root)), []
-    words = ["unshare", *_NAMESPACES, "--fork", "--kill-child"]
+    words = ["unshare"]
     if os.geteuid() != 0:
         words += ["--user", "--map-root-user"]
+    words += [name for name in _NAMESPACES if name != "--mount"]
+    words += ["--mount", "--fork", "--kill-child"]
     return words, ["ip link set lo up", *_lines(_MOUNT, mounts, root)]
 
 
 def _lines(kinds: Mapping[str, str], mounts: Sequence[Mount], root: Path) -> list[str]:
     """Return the words of bubblewrap, or the shell's commands, that mount all this in ``root``."""
-    return [
-        kinds[mount.kind].format(
-            at=shlex.quote(f"{root}{mount.at}"), source=shlex.quote(str(mount.source))
-        )
-        for mount in mounts
-    ]
+    lines: list[str] = []
+    for mount in mounts:
+        at = shlex.quote(f"{root}{mount.at}")
+        source = shlex.quote(str(mount.source))
+        lines.append(kinds[mount.kind].format(at=at, source=source))
+    return lines
 
 
 def _bubblewrap(program: str, system: Sequence[Path], lines: Sequence[str]) -> list[str]:
     """Return the words that make the namespaces with bubblewrap."""
     words = [program, "--die-with-parent", "--as-pid-1", "--chdir", "/"]
-    words += [name.replace("--", "--unshare-") for name in _NAMESPACES if name != "--mount"]
+    for name in _NAMESPACES:
+        if name != "--mount":
+            words.append(name.replace("--", "--unshare-"))
     if os.geteuid() != 0:
         # The first process keeps all that an ordinary user's namespace allows: then those inside,
         # who have less, cannot trace it. It is outside of the chroot.
         words += ["--unshare-user", "--uid", "0", "--gid", "0", "--cap-add", "ALL"]
     for folder in system:  # for the first process, which stays outside of the chroot
         words += ["--ro-bind", str(folder), str(folder)]
-    return [*words, *shlex.split(" ".join(lines)), "--remount-ro", "/"]
+    for line in lines:
+        words += shlex.split(line)
+    return [*words, "--remount-ro", "/"]
 
 
 def _mounts(task: Task, system: Sequence[Path], records: Path) -> list[Mount]:
@@ -301,7 +309,9 @@ def _own_folders(task: Task, system: Sequence[Path]) -> list[Path]:
 
 def _is_in(folder: Path, system: Sequence[Path]) -> bool:
     """Return whether a folder needs no mount of its own; nor may "/", which holds everything."""
-    return folder == Path("/") or any(folder.is_relative_to(place) for place in system)
+    if folder == Path("/"):
+        return True
+    return any(folder.is_relative_to(place) for place in system)
 
 
 # --- the limits that the kernel does not keep ---

@@ -94,19 +94,22 @@ def unpack(sources: Sequence[Path], target: Path) -> None:
 
 def _copy_folder(source: Path, target: Path) -> None:
     """Copy a folder; links stay links, so that nothing outside of it is read."""
-    paths = [path for path in source.rglob("*") if not _is_ignored(path.relative_to(source))]
-    _check([Entry(str(path.relative_to(source)), path.lstat().st_size) for path in paths])
+    entries: list[Entry] = []
+    for path in source.rglob("*"):
+        relative = path.relative_to(source)
+        if not _is_ignored(relative):
+            entries.append(Entry(str(relative), path.lstat().st_size))
+    _check(entries)
     shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns(*_IGNORED))
 
 
 def _unpack_zip(source: Path, target: Path) -> None:
     with zipfile.ZipFile(source) as archive:
-        _check(
-            [
-                Entry(info.filename, info.file_size, stat.S_ISLNK(info.external_attr >> 16))
-                for info in archive.infolist()
-            ]
-        )
+        entries: list[Entry] = []
+        for info in archive.infolist():
+            is_link = stat.S_ISLNK(info.external_attr >> 16)
+            entries.append(Entry(info.filename, info.file_size, is_link))
+        _check(entries)
         archive.extractall(target)
 
 
@@ -174,7 +177,9 @@ def find_script(folder: Path, part: Part, given: str | None) -> Path | str:
 
     given : its place, by --map.
     """
-    patterns = [given] if given else part.files
+    patterns = part.files
+    if given:
+        patterns = [given]
     for pattern in patterns:
         found = [
             path

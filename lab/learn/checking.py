@@ -16,7 +16,7 @@ from typing import Any
 from common.errors import INTERRUPTED
 from common.utils.processes import adopt_orphans
 from lab.learn.course import Lesson
-from lab.learn.progress import keep, progress_of
+from lab.learn.progress import keep_done, progress_of
 from lab.learn.student_file import Mistake, StudentFile
 from lab.processes.supervision import kill_descendants
 from lab.terminal import say
@@ -47,7 +47,9 @@ def check_apart(lesson: Lesson) -> int:
     process = context.Process(target=_check_here, args=(lesson,))
     process.start()
     process.join()
-    return process.exitcode if process.exitcode in (RIGHT, WRONG, NOT_YET) else INTERRUPTED
+    if process.exitcode in (RIGHT, WRONG, NOT_YET):
+        return process.exitcode
+    return INTERRUPTED
 
 
 def _prepare_ranks() -> None:
@@ -87,7 +89,7 @@ def check(lesson: Lesson, student: StudentFile) -> int:
         return WRONG
     status = _check_answers(lesson, answers)
     say(lesson.question.compare(progress_of(lesson).prediction, measured))
-    keep(lesson, done=status == RIGHT)
+    keep_done(lesson, status == RIGHT)
     return status
 
 
@@ -104,4 +106,8 @@ def _check_answers(lesson: Lesson, answers: Mapping[str, Any]) -> int:
         else:
             say(f"wrong: exercise {name}, {given}: {exercise.hint}")
             statuses.add(WRONG)
-    return next((status for status in (WRONG, NOT_YET) if status in statuses), RIGHT)
+    if WRONG in statuses:
+        return WRONG
+    if NOT_YET in statuses:
+        return NOT_YET
+    return RIGHT

@@ -7,7 +7,7 @@ from common.errors import UserError
 from lab.flags import add_command
 from lab.learn.checking import check_apart, watch
 from lab.learn.course import FOLDER, LESSONS, Lesson
-from lab.learn.progress import keep, progress_of
+from lab.learn.progress import keep_prediction, progress_of
 from lab.terminal import say
 
 
@@ -42,14 +42,16 @@ def main_learn(args: argparse.Namespace) -> int:
         return _list_lessons()
     lesson = _lesson(args.lesson)
     if args.predict is not None:
-        keep(lesson, prediction=lesson.question.parse(args.predict))
+        keep_prediction(lesson, lesson.question.parse(args.predict))
         say(f"Kept: {args.predict}. A check compares it with formula and measurement.")
         return 0
     if not (args.check or args.watch):
         return _begin(lesson)
     if not lesson.file.exists():
         raise UserError(f"{lesson.file} is missing: lab learn {lesson.number} writes it")
-    return watch(lesson) if args.watch else check_apart(lesson)
+    if args.watch:
+        return watch(lesson)
+    return check_apart(lesson)
 
 
 def _lesson(number: int) -> Lesson:

@@ -105,7 +105,9 @@ class Lesson:
     def page(self) -> str:
         """The path of its page from here, or in the project if this is no checkout."""
         page = f"docs/learn/{self.name}.md"
-        return os.path.relpath(REPOSITORY / page) if IN_CHECKOUT else page
+        if IN_CHECKOUT:
+            return os.path.relpath(REPOSITORY / page)
+        return page
 
 
 def _blind_scripts() -> dict[str, Exercise]:

@@ -223,10 +223,10 @@ def describe(traces: Traces, seeds: Sequence[Trace]) -> dict[str, list[str]]:
     """
     described: dict[str, list[str]] = {}
     for script, way in WAYS.items():
-        right = traces[way.right]
-        wrong = traces[script]
-        told = f"{_outcome(way, wrong, right)}. Seen in: **{_seen_in(right[0], wrong[0], seeds)}**"
-        described[script] = [_outcome(way, right, right), told]
+        right = _outcome(way, traces[way.right], traces[way.right])
+        wrong = _outcome(way, traces[script], traces[way.right])
+        seen_in = _seen_in(traces[way.right][0], traces[script][0], seeds)
+        described[script] = [right, f"{wrong}. Seen in: **{seen_in}**"]
     return described
 
 
@@ -239,9 +239,12 @@ def _outcome(way: Way, ranks: Sequence[Trace], right: Sequence[Trace]) -> str:
 
 def _seen_in(right: Trace, wrong: Trace, seeds: Sequence[Trace]) -> str:
     """Return in which of loss and accuracy the wrong one differs more than equal programs do."""
-    ends = np.array([trace.tests[-1][1:] for trace in (wrong, right, *seeds)])
-    differ = abs(ends[0] - ends[1]) > np.ptp(ends[2:], axis=0)
-    seen = [name for name, apart in zip(("loss", "accuracy"), differ, strict=True) if apart]
+    seen: list[str] = []
+    for name in ("loss", "accuracy"):
+        usual = np.ptp([getattr(trace.tests[-1], name) for trace in seeds])
+        difference = getattr(wrong.tests[-1], name) - getattr(right.tests[-1], name)
+        if abs(difference) > usual:
+            seen.append(name)
     return " and ".join(seen) or "only the first number"
 
 

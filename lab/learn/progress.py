@@ -30,12 +30,22 @@ def progress_of(lesson: Lesson) -> LessonProgress:
     return read_progress().get(lesson.name, LessonProgress())
 
 
-def keep(lesson: Lesson, **values: float | bool) -> None:
-    """Keep ``prediction``, what the student expects, or ``done``, whether the last check was right.
+def keep_prediction(lesson: Lesson, prediction: float) -> None:
+    """Keep what the student expects. Raises UserError if it is not finite."""
+    progress = progress_of(lesson)
+    progress.prediction = prediction
+    _keep(lesson, progress)
 
-    Raises UserError if a prediction is not finite.
-    """
+
+def keep_done(lesson: Lesson, done: bool) -> None:
+    """Keep whether all of a lesson was right when it was last checked."""
+    progress = progress_of(lesson)
+    progress.done = done
+    _keep(lesson, progress)
+
+
+def _keep(lesson: Lesson, progress: LessonProgress) -> None:
     everything = read_progress()
-    everything[lesson.name] = msgspec.structs.replace(progress_of(lesson), **values)
+    everything[lesson.name] = progress
     FOLDER.mkdir(exist_ok=True)
     write_json(_FILE, msgspec.to_builtins(everything), Progress)

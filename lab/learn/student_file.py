@@ -86,17 +86,24 @@ class StudentFile:
                 )
             except RankError as error:
                 stacks = {path.name: path.read_text() for path in Path(folder).glob("rank *")}
-                hangs = any(stacks.values())
-                message = self._hang(stacks) if hangs else self._failure(str(error).strip())
+                if any(stacks.values()):
+                    message = self._hang(stacks)
+                else:
+                    message = self._failure(str(error).strip())
                 raise Mistake(message) from None
 
     def _hang(self, stacks: Mapping[str, str]) -> str:
         """Return where each rank was when the time was over."""
         lines = ["the ranks hang. A collective needs every rank:"]
         for rank, stack in sorted(stacks.items()):
-            ended = "is done" if stack else "has failed"
-            states = [*self._places(stack), ended]
-            lines.append(f"  {rank}: {states[0]}")
+            places = self._places(stack)
+            if places:
+                state = places[0]
+            elif stack:
+                state = "is done"
+            else:
+                state = "has failed"
+            lines.append(f"  {rank}: {state}")
         return "\n".join(lines)
 
     def _failure(self, error: str) -> str:
@@ -112,10 +119,10 @@ class StudentFile:
         """Return the student's lines in a traceback or a dump of faulthandler, in its order."""
         lines = self.path.read_text(encoding="utf-8").splitlines()
         pattern = rf'/{re.escape(self.path.name)}", line (\d+),? in (\S+)'
-        return [
-            f"line {number}, in {function}: {lines[int(number) - 1].strip()}"
-            for number, function in re.findall(pattern, stack)
-        ]
+        places: list[str] = []
+        for number, function in re.findall(pattern, stack):
+            places.append(f"line {number}, in {function}: {lines[int(number) - 1].strip()}")
+        return places
 
 
 def _is_answers(node: ast.AST) -> bool:

@@ -93,7 +93,9 @@ def _joined(members: Sequence[tuple[int, ReportFinding]]) -> ReportFinding:
     _, first = members[0]
     if numbers == [0]:
         return first
-    where = "On one node" if numbers == [1] else f"On {listed(list(map(str, numbers)))} nodes"
+    where = f"On {listed(list(map(str, numbers)))} nodes"
+    if numbers == [1]:
+        where = "On one node"
     evidence = first.evidence
     if len(members) > 1:
         evidence = "; ".join(
@@ -137,8 +139,9 @@ def _each(shares: Mapping[str, float], digits: int = 0) -> list[str]:
 def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
     """Say which strategies compute the same, which one is wrong, and what was not comparable."""
     result = check(block, rows[0].nodes)
-    several = len(result.equal) > 1
-    evidence = f"equal to each other: {listed(result.equal)}" if several else ""
+    evidence = ""
+    if len(result.equal) > 1:
+        evidence = f"equal to each other: {listed(result.equal)}"
     for text in _what_is_wrong(result):
         yield ReportFinding(EQUAL, text, evidence, wrong=True)
     yield from _what_is_equal(result, rows)
@@ -147,7 +150,9 @@ def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
 
 
 def _what_is_wrong(result: Equality) -> Iterator[str]:
-    others = "ddp, PyTorch's own," if set(result.equal) == {DDP} else "the others"
+    others = "the others"
+    if set(result.equal) == {DDP}:
+        others = "ddp, PyTorch's own,"
     for sync, deviation in result.wrong.items():
         right = ONE_PROCESS if sync in result.mistakes else others
         mistake = result.mistakes.get(sync)
@@ -170,8 +175,9 @@ def _what_is_wrong(result: Equality) -> Iterator[str]:
 
 
 def _how_far(deviation: Deviation) -> str:
-    finite = math.isfinite(deviation.value)
-    far = f"by {small_text(deviation.value)}" if finite else "and is not finite"
+    far = "and is not finite"
+    if math.isfinite(deviation.value):
+        far = f"by {small_text(deviation.value)}"
     return (
         f"from step {deviation.step} on: the loss differs {far}; rounding would give less than "
         f"{small_text(deviation.limit, 1)} at that step"
@@ -265,8 +271,9 @@ def _speed_of_several(rows: Rows) -> str:
     tied = [row for row, (low, _) in known if low <= best_high]
     if len(tied) == 1:
         return f"{named(best)} is fastest: {shortest} s a step{ratio}"
-    noise = any(map(_is_noisy, tied))
-    why = "): their repeats differ too much" if noise else "; their 95 % intervals overlap)"
+    why = "; their 95 % intervals overlap)"
+    if any(map(_is_noisy, tied)):
+        why = "): their repeats differ too much"
     names = strategies([named(row) for row in tied], of=len(rows))
     between = f"({shortest} to {seconds_text(tied[-1].step, best.step)} s{why}"
     if last in tied:
@@ -292,9 +299,10 @@ def iterations(_: ComparisonGroup, rows: Rows) -> Found:
         seconds = f"{seconds_text(mean, mean)} s"
         if row.nodes == 1:
             texts.append(f"one node {seconds}")
+        elif row.nodes == most and row.speedup:
+            texts.append(f"{row.name} {seconds} (speed-up {row.speedup:.2f})")
         elif row.nodes == most:
-            speedup = f" (speed-up {row.speedup:.2f})" if row.speedup else ""
-            texts.append(f"{row.name} {seconds}{speedup}")
+            texts.append(f"{row.name} {seconds}")
     if texts:
         yield ReportFinding(
             ITERATION, f"The mean iteration time without the first iteration: {listed(texts)}."
@@ -325,8 +333,11 @@ def _how_certain(speedup: Interval | None) -> tuple[bool, str]:
 
 def above_ideal(_: ComparisonGroup, rows: Rows) -> Found:
     """Warn of speed-ups that are larger than the number of nodes."""
-    known = {row.sync: share for row in rows if (share := row.efficiency) is not None}
-    above = {sync: share for sync, share in known.items() if share > _ABOVE_IDEAL}
+    above = {}
+    for row in rows:
+        efficiency = row.efficiency
+        if efficiency is not None and efficiency > _ABOVE_IDEAL:
+            above[row.sync] = efficiency
     if above:
         yield ReportFinding(
             SPEED,
@@ -385,11 +396,11 @@ def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
         )
     by_certainty = grouped((_surely_waits_longer(row), row) for row in late)
     for certain, members in by_certainty.items():
-        text = f" {listed(_syncs(members))}: ranks wait longer for slower ranks than sending takes"
+        what = "ranks wait longer for slower ranks than sending takes"
+        end = ", but the 95 % intervals overlap."
         if certain:
-            text += ". A faster network would save less than half of the exposed time."
-        else:
-            text += ", but the 95 % intervals overlap."
+            end = ". A faster network would save less than half of the exposed time."
+        text = f" {listed(_syncs(members))}: {what}{end}"
         yield ReportFinding(BOUND, text, evidence, caution=not certain)
 
 
@@ -401,8 +412,14 @@ def _surely_waits_longer(row: CellRow) -> bool:
 
 def root_share(_: ComparisonGroup, rows: Rows) -> Found:
     """Compare rank 0's share of all bytes sent with an equal share."""
-    shares = {row.sync: share for row in rows if (share := row.root_share) is not None}
-    uncounted = [row.sync for row in rows if row.root_share is None]
+    shares = {}
+    uncounted = []
+    for row in rows:
+        share = row.root_share
+        if share is None:
+            uncounted.append(row.sync)
+        else:
+            shares[row.sync] = share
     if uncounted:
         yield ReportFinding(
             "Bytes",
@@ -448,12 +465,17 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
             f"is near chance (at most {percent(limit, 1)} with {classes} classes). Equal "
             "accuracies there show nothing: train longer, or with a smaller learning rate."
         )
-    near = [row for row, values in reached.items() if fmean(values) <= limit]
+    near = []
+    above = {}
+    for row, values in reached.items():
+        if fmean(values) <= limit:
+            near.append(row)
+        else:
+            above[row] = values
     if near:
         yield ReportFinding(
             "Accuracy", f" the test accuracy{_of(near)} {chance}", evidence, caution=True
         )
-    above = {row: values for row, values in reached.items() if row not in near}
     yield from _above_chance(above, evidence)
 
 
@@ -467,14 +489,16 @@ def _above_chance(reached: Mapping[CellRow, Sequence[float]], evidence: str) -> 
     if min(map(len, reached.values())) < 2:
         text += " Each ran once, so small differences show nothing."
     yield ReportFinding("Accuracy", text, evidence)
+    mean = percent(fmean(values), 1)
     for row, own in reached.items():
-        if not row.exact:
-            yield ReportFinding(
-                "Accuracy",
-                f" {row.sync}, which does not claim to be exact, reaches "
-                f"{percent(fmean(own), 1)}; the exact strategies {_between(values)}.",
-                f"{row.sync} {_spread(own)}; the exact mean {percent(fmean(values), 1)}",
-            )
+        if row.exact:
+            continue
+        yield ReportFinding(
+            "Accuracy",
+            f" {row.sync}, which does not claim to be exact, reaches {percent(fmean(own), 1)}; "
+            f"the exact strategies {_between(values)}.",
+            f"{row.sync} {_spread(own)}; the exact mean {mean}",
+        )
 
 
 def _of(rows: Rows) -> str:
@@ -567,7 +591,10 @@ def noisy(_: ComparisonGroup, rows: Rows) -> Found:
 
 def _is_noisy(row: CellRow) -> bool:
     ends = row.interval("step")
-    return ends is not None and ends[1] - ends[0] > _NOISY * row.step
+    if ends is None:
+        return False
+    low, high = ends
+    return high - low > _NOISY * row.step
 
 
 # --- predictions ---
@@ -600,9 +627,11 @@ def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
     compared = 0
     differing = {}
     for row in rows:
-        formula = row.prediction.bytes_sent if row.prediction else None
+        if row.nodes == 1 or row.prediction is None:
+            continue
+        formula = row.prediction.bytes_sent
         counted = row.per_rank("bytes_sent")
-        if row.nodes == 1 or not formula or not counted:
+        if not formula or not counted:
             continue
         compared += 1
         if not _agree(formula, counted):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import jinja2
 
-from common.utils.grouping import grouped
 from lab.comparison.record import Cell, Comparison
 from lab.report import tables
 from lab.report.drawings.figure_pages import Drawing
@@ -130,7 +129,16 @@ def _section(
     prefix: str, block: ComparisonGroup, figures: Sequence[Drawing], comparison: Comparison
 ) -> Section:
     found = findings(block)
-    topics = grouped((entry.topic, entry) for entry in found if not (entry.wrong or entry.caution))
+    wrong = []
+    limits = []
+    topics: dict[str, list[ReportFinding]] = {}
+    for finding in found:
+        if finding.wrong:
+            wrong.append(finding)
+        elif finding.caution:
+            limits.append(finding)
+        else:
+            topics.setdefault(finding.topic, []).append(finding)
     shown = {"Times": tables.TIMES, "Scaling, bytes, memory": tables.COSTS}
     if any(row.memory or row.predicted_memory for row in block.rows):
         shown["Tensors of the rank that holds most"] = tables.MEMORY
@@ -139,9 +147,9 @@ def _section(
         id=prefix,
         label=block.label,
         verdict=verdict(block, found),
-        wrong=[finding for finding in found if finding.wrong],
+        wrong=wrong,
         topics=topics,
-        limits=[finding for finding in found if finding.caution],
+        limits=limits,
         tables=shown,
         lines=lines,
         predicted=[line for line in lines if line.row.prediction],

@@ -27,8 +27,12 @@ def curves(rows: Rows) -> Curves:
 
     The runs have the same seed: the one that most have, of several the smallest.
     """
-    runs = [(row.sync, run) for row in rows for run in row.runs]
-    found = [(run.seed, sync, losses) for sync, run in runs if (losses := _finite(run))]
+    found = []
+    for row in rows:
+        for run in row.runs:
+            losses = _finite(run)
+            if losses:
+                found.append((run.seed, row.sync, losses))
     if not found:
         return {}
     commonest = mode(sorted(seed for seed, _, _ in found))

@@ -171,11 +171,13 @@ def _times(row: CellRow) -> dict[str, Any]:
 
 
 def _costs(row: CellRow) -> dict[str, Any]:
-    samples = row.cell.batch_size
+    samples_per_second = None
+    if row.cell.batch_size and row.step:
+        samples_per_second = row.cell.batch_size / row.step
     return {
         "speedup_ratio": row.speedup,
         "efficiency_ratio": row.efficiency,
-        "samples_per_second": samples / row.step if samples and row.step else None,
+        "samples_per_second": samples_per_second,
         "root_sent_bytes": row.medians.root_bytes_sent,
         "others_sent_bytes": row.medians.others_bytes_sent,
         "peak_memory_bytes": row.medians.peak_memory_bytes,
@@ -251,12 +253,14 @@ def _prediction(row: CellRow) -> dict[str, Any]:
         return dict.fromkeys(
             ("predicted_compute_seconds", "predicted_sync_seconds", "error", "scope")
         )
-    why = prediction.why or "no reason given"
+    scope = "in scope"
+    if not prediction.in_scope:
+        scope = f"out of scope: {prediction.why or 'no reason given'}"
     return {
         "predicted_compute_seconds": prediction.compute_seconds,
         "predicted_sync_seconds": prediction.sync_seconds,
         "error": row.error,
-        "scope": "in scope" if prediction.in_scope else f"out of scope: {why}",
+        "scope": scope,
     }
 
 

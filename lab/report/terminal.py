@@ -15,14 +15,6 @@ from lab.report.view import ComparisonGroup, blocks, what_is_emulated
 
 _FINDINGS = 4
 _LEFT_OUT = 5  # the place of a finding that is not printed
-# By topic, and whether it is a caution; the answer has said what is equal and fastest.
-_PLACES = {
-    (ITERATION, False): 1,
-    (EQUAL, True): 2,
-    (EQUAL, False): _LEFT_OUT,
-    (SPEED, True): 3,
-    (SPEED, False): _LEFT_OUT,
-}
 _WIDTH = 100  # of a file or a pipe, which has no width of its own
 _RED = "bold red"
 _COLUMNS = {
@@ -74,8 +66,15 @@ def _place(finding: ReportFinding) -> int:
     """Return how early a finding is printed, or ``_LEFT_OUT``."""
     if finding.wrong:
         return 0
-    other = _LEFT_OUT if finding.caution else 4
-    return _PLACES.get((finding.topic, finding.caution), other)
+    if finding.topic == ITERATION:
+        return 1
+    if finding.topic == EQUAL and finding.caution:
+        return 2
+    if finding.topic == SPEED and finding.caution:
+        return 3
+    if finding.topic in (EQUAL, SPEED) or finding.caution:
+        return _LEFT_OUT
+    return 4
 
 
 def _table(block: ComparisonGroup) -> Table:

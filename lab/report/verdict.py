@@ -99,7 +99,9 @@ def _why(rows: Rows) -> str:
     slowest = rows[-1]
     if fastest is slowest:
         return f"The messages {_messages(fastest)}."
-    begin = "The" if _overlap(fastest, slowest) else "Why: the"
+    begin = "The"
+    if not _overlap(fastest, slowest):
+        begin = "Why: the"
     return f"{begin} messages {_messages(fastest)} and those {_messages(slowest)}."
 
 
@@ -116,7 +118,9 @@ def _messages(row: CellRow) -> str:
         megabytes = 2e-6 * (row.medians.root_bytes_sent or 0.0)
         return f"of {row.sync} put {megabytes:.0f} MB a step through rank 0's link {exposed}"
     strategy = row.sync.partition("-")[0]
-    leave = plan_class(strategy).leave if strategy in STRATEGIES else MessagePlan.leave
+    leave = MessagePlan.leave
+    if strategy in STRATEGIES:
+        leave = plan_class(strategy).leave
     return f"of {row.sync} {leave} {exposed}"
 
 

@@ -120,7 +120,10 @@ class Host:
     def name(self) -> str:
         """Without user and port."""
         url = re.fullmatch(r"ssh://(?:.*@)?(.*?)(?::\d+)?/?", self.given)
-        return url[1] if url is not None else self.given.rpartition("@")[2]
+        if url is not None:
+            return url[1]
+        _, _, name = self.given.rpartition("@")
+        return name
 
     def __str__(self) -> str:
         return f"node {self.rank} ({self.name})"
@@ -132,13 +135,15 @@ def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
     UserError if a name is empty or impossible, or if a host is named twice. ``shares_a_port``
     allows that: the user has given a port for the ranks that share a host.
     """
-    hosts = [Host(rank, name.strip()) for rank, name in enumerate(text.split(","))]
-    for host in hosts:
+    hosts: list[Host] = []
+    for name in text.split(","):
+        host = Host(len(hosts), name.strip())
         if re.search(HOST, host.given) is None:
             raise UserError(
                 f"--hosts: got {shown(text)}, and {shown(host.given)} is not a host name: give "
                 "names as ssh knows them, separated by commas: --hosts node0,node1"
             )
+        hosts.append(host)
     if not shares_a_port:
         _refuse_twins(hosts)
     return hosts
@@ -176,11 +181,13 @@ class SSHOptions(msgspec.Struct, kw_only=True):
         """Return what the flags say. UserError on impossible values."""
         if args.silence < 1:
             raise UserError(f"--silence: got {args.silence:g}, give seconds, 1 or more")
-        folder = str(BASE) if args.workdir is None else args.workdir
+        folder = str(BASE)
+        if args.workdir is not None:
+            # "~" is the home folder, where the login shell starts.
+            folder = re.sub(r"^~/?", "", args.workdir) or "."
         return cls(
             user=args.user,
-            # "~" is the home folder, where the login shell starts.
-            workdir=re.sub(r"^~/?", "", folder) or ".",
+            workdir=folder,
             python=args.python,
             ssh_options=args.ssh_option,
             ssh_config=str(args.ssh_config.absolute()) if args.ssh_config else None,
@@ -224,9 +231,9 @@ def explain(errors: Sequence[str], host: Host) -> str:
         found = next((line for line in lines if re.search(pattern, line)), None)
         if found is not None:
             advice = remedy.format(name=host.name, given=host.given)
-            is_frame = found.startswith("@")  # around a warning
-            quoted = "" if is_frame else f" (ssh: {found[:200]})"
-            return f"{what}{quoted}: {advice}"
+            if found.startswith("@"):  # a frame around a warning
+                return f"{what}: {advice}"
+            return f"{what} (ssh: {found[:200]}): {advice}"
     if lines:
         return f"ssh: {lines[-1][:300]}"
     return f"ssh ended without a message: try ssh {host.given}"

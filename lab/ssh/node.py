@@ -158,8 +158,9 @@ def _is_wanted(run_folder: Path, names: Sequence[str], since: float) -> bool:
 
 def _is_sent(path: Path, checkpoints: bool) -> bool:
     """Return whether a run's file, by its path in the run, is sent: a hidden one is unfinished."""
-    hidden = any(part.startswith(".") for part in path.parts)
-    return not hidden and (checkpoints or path.parts[0] != "checkpoints")
+    if any(part.startswith(".") for part in path.parts):
+        return False
+    return checkpoints or path.parts[0] != "checkpoints"
 
 
 def _add_file(archive: tarfile.TarFile, path: Path, root: Path) -> None:

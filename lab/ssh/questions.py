@@ -142,8 +142,11 @@ def _doctor_flags(command: NodeCommand) -> list[str]:
     if recipe := values.get("--recipe"):
         with contextlib.suppress(UserError):  # the doctor there reports what is wrong
             values.setdefault("--dataset", read_recipe(find_recipe(recipe)).get("dataset"))
-    given = {name: value for name in _OF_DOCTOR if (value := values.get(name))}
-    return [word for pair in given.items() for word in pair]
+    words: list[str] = []
+    for name in _OF_DOCTOR:
+        if value := values.get(name):
+            words += [name, value]
+    return words
 
 
 def _failure_lines(doctor: Remote) -> list[str]:

@@ -174,7 +174,12 @@ def ask(
     """
     with served(hosts, [request] * len(hosts), options) as remotes:
         wait(remotes, lambda: not running(remotes), _ANSWER_SECONDS)
-    silent = [remote for remote in remotes if remote.result is None]
-    problems = {remote.host: explain(remote.errors, remote.host) for remote in silent}
-    refuse_hosts(problems, of=len(hosts))
-    return [decode(remote.result or b"", schema, name=str(remote.host)) for remote in remotes]
+    silent = {}
+    answers = []
+    for remote in remotes:
+        if remote.result is None:
+            silent[remote.host] = explain(remote.errors, remote.host)
+        else:
+            answers.append(decode(remote.result, schema, name=str(remote.host)))
+    refuse_hosts(silent, of=len(hosts))
+    return answers

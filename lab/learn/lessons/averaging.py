@@ -90,8 +90,13 @@ def diagnose(after: Tensor, before: Tensor, parts: Mapping[str, int]) -> str | N
     their lengths.
     """
     lengths = list(parts.values())
-    problems = map(_diagnose_part, parts, after.split(lengths), before.split(lengths, dim=1))
-    return next(filter(None, problems), None)
+    found_parts = after.split(lengths)
+    given_parts = before.split(lengths, dim=1)
+    for name, found, given in zip(parts, found_parts, given_parts, strict=True):
+        problem = _diagnose_part(name, found, given)
+        if problem:
+            return problem
+    return None
 
 
 def _diagnose_part(name: str, found: Tensor, given: Tensor) -> str | None:

@@ -45,8 +45,10 @@ class RankTraining(NamedTuple):
 def _problem(ranks: Sequence[RankTraining]) -> str | None:
     """Return what is wrong with a training; None if nothing is."""
     size = len(ranks)
-    first_epochs = [epoch for rank in ranks for epoch in rank.epochs[:1]]
-    drawn = [sample for epoch in first_epochs for sample in epoch]
+    drawn: list[int] = []
+    for rank in ranks:
+        for first_epoch in rank.epochs[:1]:
+            drawn += first_epoch
     different = len(set(drawn))
     if different < _SAMPLES or len(drawn) >= _SAMPLES + size:
         return (

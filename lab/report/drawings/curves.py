@@ -126,6 +126,8 @@ def _exact_lines(rows: Rows, found: Curves, wrong: Set[CellRow]) -> Iterator[Los
         look = {"color": INK, "linewidth": 1.8}
         yield LossLine(f"the {len(right)} strategies that {what}", longest, look)
     for index, row in enumerate(apart):
-        width = max(1.0, 3.2 - 0.5 * index) if len(apart) > 1 else 1.8
+        width = 1.8
+        if len(apart) > 1:
+            width = max(1.0, 3.2 - 0.5 * index)
         label = f"✗ {row.sync}" if row in wrong else row.sync
         yield LossLine(label, found[row.sync], {"color": color(row.sync), "linewidth": width})

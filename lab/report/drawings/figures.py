@@ -120,8 +120,10 @@ def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
         axis.xaxis.set_major_formatter(PercentFormatter(1, 0, " %"))
         axis.axvline(1, color=INK, linewidth=1, linestyle=_IDEAL)
         axis.axvline(1 / nodes, color=INK, linewidth=1, linestyle=_ONE_NODE)
-    scaling = " (weak scaling)" if block.weak else ""
-    title(panels.figure, f"Speed-up and efficiency{scaling}", emulated=block.emulated)
+    heading = "Speed-up and efficiency"
+    if block.weak:
+        heading += " (weak scaling)"
+    title(panels.figure, heading, emulated=block.emulated)
     panels.figure.legend(
         handles=[
             line_key("ideal: N nodes are N times as fast", linewidth=1, linestyle=_IDEAL),

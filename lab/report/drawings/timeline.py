@@ -76,7 +76,9 @@ def sync_parts(ranks: Iterable[RankTimeline], rank: RankTimeline) -> dict[str, l
     wait: list[Span] = []
     wire: list[Span] = []
     for begin, end in rank.sections.get("sync", []):
-        split = max(begin, min(end, slowest)) if begin >= own else begin
+        split = begin
+        if begin >= own:
+            split = max(begin, min(end, slowest))
         if split > begin:
             wait.append((begin, split))
         if end > split:
