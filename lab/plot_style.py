@@ -67,7 +67,7 @@ def color(sync: str) -> str:
     stated = STRATEGIES[sync].color
     if stated is not None:
         return stated
-    return _spare(sync, "color", SPARE_COLORS)
+    return _spare(sync, "color", SPARE_COLORS, called="colour")
 
 
 def marker(sync: str) -> str:
@@ -77,10 +77,10 @@ def marker(sync: str) -> str:
     stated = STRATEGIES[sync].marker
     if stated is not None:
         return stated
-    return _spare(sync, "marker", SPARE_MARKERS)
+    return _spare(sync, "marker", SPARE_MARKERS, called="marker")
 
 
-def _spare(sync: str, field: str, spares: Sequence[str]) -> str:
+def _spare(sync: str, field: str, spares: Sequence[str], *, called: str) -> str:
     """Return what no other strategy has, for one whose record leaves ``field`` out.
 
     Raises UserError if too few are left.
@@ -90,7 +90,7 @@ def _spare(sync: str, field: str, spares: Sequence[str]) -> str:
     left = [spare for spare in spares if spare not in stated.values()]
     number = without.index(sync)
     if number >= len(left):
-        raise UserError(f"no {field} is left for {sync}: state one in its record in STRATEGIES")
+        raise UserError(f"no {called} is left for {sync}: state one in its record in STRATEGIES")
     return left[number]
 
 

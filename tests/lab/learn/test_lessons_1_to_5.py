@@ -144,7 +144,7 @@ def test_skeletons_are_short_and_have_pages_and_pictures(number):
     statements = [one for one in nodes if isinstance(one, ast.stmt)]
     assert sum(not isinstance(one, ast.Import | ast.ImportFrom) for one in statements) <= 44
     page = (ROOT / f"docs/learn/{lesson.name}.md").read_text()
-    assert len(page.splitlines()) <= 120
+    assert len(page.splitlines()) <= 130  # of 100 columns
     for words in (f"lab learn {number} --predict", f"images/{lesson.name}.svg", "**a**", "**c**"):
         assert words in page
     assert list(lesson.exercises)[-3:] == ["a", "b", "c"]
