@@ -83,12 +83,7 @@ def scaling_limits(
     nodes, with its samples in ``scaling`` ("strong" or "weak") at ``batch_size``.
     """
     limit = most_nodes(batch_size, scaling=scaling)
-    # In strong scaling the step jumps where the busiest node has one sample less.
-    jumps: list[int] = []
-    if scaling == "strong":
-        few_samples = range(1, _FEWEST_SAMPLES_TRIED + 1)
-        jumps = [math.ceil(batch_size / samples) for samples in few_samples]
-    tried = numbers_of_nodes(limit, also=jumps)
+    tried = numbers_of_nodes(limit, also=_jumps(batch_size, scaling))
     compute_at = cache(compute_at)
 
     def at(plan: MessagePlan, nodes: int) -> MessagePlan:
@@ -102,6 +97,10 @@ def scaling_limits(
         ratio = seconds(plan, 1) / seconds(plan, nodes)
         return nodes * ratio if scaling == "weak" else ratio
 
+    def longest_term(plan: MessagePlan, nodes: int) -> str:
+        terms = message_terms(at(plan, nodes), sizes, nodes, network=network)
+        return max(terms, key=terms.__getitem__)
+
     compute_nodes, _, _ = _search(cache(partial(speedup, NoSyncPlan())), tried)
     found = []
     for name, plan in plans.items():
@@ -112,23 +111,29 @@ def scaling_limits(
         elif compute_nodes is not None and nodes >= compute_nodes:
             held_by = "compute"
         else:
-            several = max(2, nodes)
-            terms = message_terms(at(plan, several), sizes, several, network=network)
-            held_by = max(terms, key=terms.__getitem__)
+            held_by = longest_term(plan, max(2, nodes))
         found.append(
             ScalingLimit(
-                name,
-                scaling,
-                limit,
-                half,
-                nodes,
-                speed(nodes or limit),
-                fastest,
-                speed(fastest),
-                held_by,
+                sync=name,
+                scaling=scaling,
+                limit=limit,
+                half_nodes=half,
+                nodes=nodes,
+                speedup=speed(nodes or limit),
+                fastest_nodes=fastest,
+                fastest_speedup=speed(fastest),
+                held_by=held_by,
             )
         )
     return found
+
+
+def _jumps(batch_size: int, scaling: str) -> list[int]:
+    """Return the numbers of nodes at which the busiest node has one sample less."""
+    if scaling == "weak":
+        return []
+    few_samples = range(1, _FEWEST_SAMPLES_TRIED + 1)
+    return [math.ceil(batch_size / samples) for samples in few_samples]
 
 
 def _search(speed: Callable[[int], float], tried: Sequence[int]) -> tuple[int | None, int, int]:
