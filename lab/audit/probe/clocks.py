@@ -206,8 +206,8 @@ def _advance(weights: Mapping[Any, float], name: str) -> float:
 def _spans_first_backward(weights: Mapping[Any, float], unit: float) -> bool:
     """Return whether an interval begins before the first backward and ends after it.
 
-    All weights add up to 0, so those of the readings after it add up to 0, too, unless such an
-    interval lost its beginning: then its own weight, one unit, is left.
+    Of the readings after the first backward, those of a later interval add up to 0. Of an interval
+    that spans it, only the end is among these: one unit is left.
     """
     after_first = sum(weight for reading, weight in weights.items() if reading.backwards)
     return after_first / unit > 0.5
@@ -294,9 +294,9 @@ class _ClockWatcher:
         return value
 
     def _combine(self, original: Any, values: Any, *rest: Any, **named: Any) -> Any:
-        """Call a function that averages or adds up; of a list of times, the result knows its sources.
+        """Call a function that averages or adds up; of a list of numbers, the sources are known.
 
-        Adding and dividing the list here records the mean.
+        Dividing their sum here records the mean, as if the script had divided.
         """
         result = original(values, *rest, **named)
         if not isinstance(values, (list, tuple)) or set(map(type, values)) != {_Number}:
