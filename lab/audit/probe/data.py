@@ -78,8 +78,8 @@ def _spread(values: Any) -> Any:
 def held_content(dataset: Any) -> int | None:
     """Return a hash of what a dataset holds of some of its samples.
 
-    None if that does not tell which samples these are. Arrays, images and paths of files tell; single
-    labels and mere names of files do not, nor do samples of which most are equal.
+    None if that does not tell which samples these are. Arrays, images and paths of files tell;
+    single labels and mere names of files do not, nor do samples of which most are equal.
     """
     length = len(dataset)
     rows = []
@@ -183,7 +183,7 @@ def _chosen(dataset: Any, indices: Sequence[int] | None) -> Sequence[int] | None
     """Return which of the indices within a dataset chooses, as a Subset does by its only list.
 
     Without such a list it has them all, as a dataset that transforms another one. None if it has
-    several lists, or not as many samples as there are indices.
+    several lists, or without one another number of samples.
     """
     length = len(dataset)
     lists = [value for value in vars(dataset).values() if _is_index_list(value, length)]
