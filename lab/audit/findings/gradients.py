@@ -71,6 +71,10 @@ def check(recording: Recording) -> Iterator[Outcome]:
 
 
 def _check_optimizer(replicas: Replicas, whose: str) -> Iterator[Outcome]:
+    """Check what one optimiser gets in all its steps.
+
+    whose : names it in sentences.
+    """
     steps = sorted(replicas.own.keys() & replicas.got.keys())
     updates = [update for step in steps if (update := Update(replicas, step)).known]
     if not updates:
@@ -185,6 +189,7 @@ def _explained(seen: _Seen) -> Outcome:
 
 
 def _clip_line(updates: list[Update], kind: str) -> CodeLine | None:
+    """Return the first line that clips, by norm or by value; None if none does by a call."""
     return first_line(
         clip.at for update in updates for calls in update.clips(kind) for clip in calls
     )
@@ -306,6 +311,7 @@ def _mean(seen: _Seen) -> Outcome:
 
     A sum is right if each rank divides its loss by the number of ranks, and a mean of such losses
     is not: what counts is that number times the weight with which the losses are differentiated.
+    The number must be the same in all steps, clipping of the mean aside.
     """
     first = seen.updates[0]
     totals, cuts = _totals_before_clipping(seen.updates)
@@ -318,7 +324,7 @@ def _mean(seen: _Seen) -> Outcome:
         return _multiple(seen, seen.line, total=float(totals[0]))
     if all(update.alike for update in seen.updates):
         return _all_alike(seen)
-    cut = cuts.min()
+    cut = cuts.min()  # 1: no step clips
     scaled = _scaled_in_loss(seen) if cut > 0.999 else None
     return scaled or _right_mean(seen, clipped=cut < 0.999)
 
@@ -370,6 +376,7 @@ def _scaled_in_loss(seen: _Seen) -> Finding | None:
 
 
 def _right_mean(seen: _Seen, *, clipped: bool) -> Right:
+    """Return that the optimiser gets the mean, with the relative error and what else was done."""
     extras = {text for update in seen.updates for text in update.texts}
     if clipped:
         extras.add("then clipped")

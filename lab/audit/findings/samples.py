@@ -113,8 +113,8 @@ def _compare(one: TrainingLoader, other: TrainingLoader) -> tuple[Outcome | None
 
     Returns
     -------
-    outcome : ``Right`` if no sample of a batch is in the other rank's; a finding, or ``Unknown`` if
-        ``data`` is, where nearly all are; None where some are.
+    outcome : ``Right`` if no sample of a batch is in the other rank's, or their data differ; where
+        nearly all are, a finding, or ``Unknown`` if ``data`` is unknown; None where some are.
     data : whether equal indices are equal samples; None if unknown.
     """
     mine = one.drawn
