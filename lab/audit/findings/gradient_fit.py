@@ -54,8 +54,7 @@ class Update:
     alike : all ranks computed the same gradient: the mean then equals each rank's own.
     cuts : to which part each rank's clip_grad_norm_ cut what it got; 1 without one.
     samples : by rank, how many it trained on; 0 where that is not known.
-    kind : "mean" (times ``total``); "rows" (each rank gets what ``texts`` says, a multiple of one
-        of ``gradients``); "weighted" (all
+    kind : "mean" (times ``total``); "rows" (each rank gets what ``texts`` says); "weighted" (all
         ranks the same sum, with unequal weights); "norm" and "value" (by which each rank clips
         before averaging); "extreme" (the ranks' greatest or smallest numbers); "parameters"
         (``texts`` says how, and which); "stale"; "kept" (old gradients are still there); "nothing"

@@ -313,7 +313,7 @@ class LoaderWatch:
             self.loaders[loader] = self.find_loader(loader)
         watched = self.loaders[loader]
         _, inner = look_through(loader.dataset)
-        if isinstance(inner, range):  # no other dataset within: the sampler's own indices
+        if isinstance(inner, range):  # nothing is selected: the sampler's indices are the innermost
             inner = None
         names = {"l": watched.number, "epoch": len(watched.epochs)}
         epoch = WatchedEpoch(watched, names, inner)

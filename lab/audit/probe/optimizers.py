@@ -52,8 +52,7 @@ class OwnSum:
 
         held : ``.grad`` of the parameter before the gradient is added to it; None if it is empty,
             or the gradient is not added to it.
-        backward : the number of the backward pass. The hook is called several times in one pass
-            if the parameter is used several times.
+        backward : the number of the backward pass, in which the hook may be called several times.
         """
         is_new = backward != self.backward
         samples = take(gradient)
