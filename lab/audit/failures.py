@@ -286,7 +286,7 @@ def _python(run: AuditRun) -> str:
 
 
 def _waits(run: AuditRun) -> str:
-    """Return in which collective each rank waits, as a sentence; nothing without such a rank."""
+    """Return in which collectives ranks wait, as a sentence; "" if none waits in any."""
     waits = set()
     for process in run.recording.processes:
         done = {record.call_number for record in process.of(Done) if not record.error}
@@ -300,7 +300,7 @@ def _waits(run: AuditRun) -> str:
 
 
 def _connects(run: AuditRun) -> str:
-    """Return what to try where ranks wait: for each other's addresses, or for anything else."""
+    """Return what to try where ranks wait: to connect to each other, or in a later call."""
     if not _waits(run).startswith("The ranks wait in init_process_group"):
         return (
             "Check that every rank reaches the same call; if the run is only slow, use less data "

@@ -34,14 +34,16 @@ DEFAULT_LIMIT_SECONDS = 300.0
 # Bytes that a process may print before the run is ended.
 MOST_OUTPUT = 256 * 2**20
 _POLL_SECONDS = 0.1
+# After the cut the run ends when nothing is recorded for so long, or for as long as before the cut,
+# up to the second number.
 _CUT_SECONDS = 8.0
 _MOST_CUT_SECONDS = 30.0
-# After a failure, for other ranks to fail as well; and until it is certain that ranks are
-# missing, or that those that call different collectives wait in them.
+# How long other ranks may take to fail after the first one, missing ranks to come, and ranks that
+# call different collectives to go on.
 _CERTAIN_SECONDS = 8.0
-_STACK_SECONDS = 2.0
-_TERMINATE_SECONDS = 5.0
-_LOOK_SECONDS = 2.0
+_STACK_SECONDS = 2.0  # for the ranks to record their stacks
+_TERMINATE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+_LOOK_SECONDS = 2.0  # between two looks at what the processes compute
 _IDLE_SHARE = 0.05  # of one core: ranks that wait for each other use less
 # Without --timeout, a run ends if it records nothing for so long, or for the time of 20 steps.
 _QUIET_SECONDS = 60.0

@@ -29,7 +29,7 @@ from lab.audit.records import (
     Step,
 )
 
-# The name and the ranks of a group; of messages, what is sent and its sender and receiver.
+# What tells which calls of two ranks may belong together, see ``_Rank.queue``.
 Queue = tuple[str, tuple[Any, ...]]
 Wait = CollectiveCall | Stands | Error
 

@@ -358,7 +358,9 @@ def _value_limits(update: Update) -> set[float]:
     limits.add(float(np.abs(update.got).max()))  # where all ranks' values are beyond it
     moved = update.got[0] - update.mean
     changed = np.abs(moved) > update.misfit * np.abs(update.own).max(axis=0)
-    if changed.any():  # in most of these columns the greatest number alone is beyond it
+    if changed.any():
+        # In most of these columns only one rank's number is beyond the limit, the greatest g: then
+        # the mean moves by (limit - g) / ranks.
         at = np.abs(update.own).argmax(axis=0)[None]
         greatest = np.take_along_axis(update.own, at, axis=0)[0]
         limits.add(float(np.median(np.abs(update.size * moved + greatest)[changed])))
@@ -366,12 +368,13 @@ def _value_limits(update: Update) -> set[float]:
 
 
 def _clipped_by_parameter(update: Update) -> Iterator[Basis]:
-    shares = []
+    shares = []  # by parameter and rank, to which part a rank cut its gradient
     for at in update.columns:
         weights, _ = fit(update.own[:, at], update.got[:, at], [slice(0, at.stop - at.start)])
         shares.append(np.clip(update.size * weights.mean(axis=0), 0, 1))
-    wide = update.widths >= 2 * update.size
-    if np.ptp(np.array(shares)[wide], axis=1).max(initial=0.0) > 1e-2:  # else the mean is cut
+    wide = update.widths >= 2 * update.size  # enough numbers for a fit of all ranks
+    # Equal shares of all ranks would mean that the mean is cut, not each rank's gradient.
+    if np.ptp(np.array(shares)[wide], axis=1).max(initial=0.0) > 1e-2:
         short = update.own * np.repeat(shares, update.widths, axis=0).T
         yield "norm", short.mean(axis=0)[None], "each rank clips each parameter by itself"
 
@@ -385,7 +388,8 @@ def _with_previous(update: Update) -> Iterator[Basis]:
         return
     both = np.concatenate([update.own, update.previous])
     weights = np.abs(fit(both, update.got, update.columns)[0])
-    exchanged = weights[:, : update.size] * (1 - np.eye(update.size))  # of this step
+    # the weights of other ranks' gradients of this step
+    exchanged = weights[:, : update.size] * (1 - np.eye(update.size))
     kind = "kept" if exchanged.max() > 0.05 * weights.max() else "stale"
     yield kind, both, ""
 

@@ -276,7 +276,7 @@ def _what_each_gets(seen: _Seen, all_own: bool) -> Finding:
 def _ends_equal(update: Update) -> bool:
     """Return whether the ranks got different gradients, and yet have equal weights afterwards.
 
-    Equal up to rounding, and up to a part of the move; weights that hardly move tell nothing.
+    Equal means up to rounding, and up to 1 % of the move; weights that hardly move tell nothing.
     """
     size = np.linalg.norm(update.before[0])
     moved = np.linalg.norm(update.after[0] - update.before[0])

@@ -258,7 +258,10 @@ def _find_torch(probe: Probe, name: str, *rest: Any) -> Any:
 
 
 def _watch(probe: Probe, execute: Callable[[Any], None], module: Any) -> None:
-    """Execute torch, and start the parts. One that fails is recorded; the others go on."""
+    """Execute the module torch, then start the parts. One that fails is recorded; the others go on.
+
+    execute : runs the code of the module, as its loader does.
+    """
     execute(module)
     probe.record("torch", version=str(sys.modules["torch"].__version__))
     for part in ("optimizers", "passes", "collectives", "data", "stopping", "clocks"):
