@@ -76,7 +76,7 @@ def audit_script(
     stopped = None
     try:
         with understood():
-            # keeps the runs before an error
+            # of a generator: the runs before an error are kept
             runs.extend(run_sizes(command, sizes, folder, settings, network))
     except UserError as error:
         stopped = f"could not be run: {error}"
@@ -107,7 +107,11 @@ def run_sizes(
     settings: RunSettings,
     network: Network,
 ) -> Iterator[AuditRun]:
-    """Run the script at each size, or at the one that it chooses itself."""
+    """Run the script at each size, or at the one that it chooses itself.
+
+    No further size follows a run that failed before its first step, or hung, or fixed its number
+    of ranks; only the number for which the script waited.
+    """
     waiting: list[int | None] = [*asked] if command.takes_size else [None]
     ran: set[int | None] = set()
     while waiting:
@@ -115,8 +119,8 @@ def run_sizes(
         ran.add(size)
         run = _run_size(command, size, folder, settings, network)
         yield run
-        failed = run.failure and (run.hung or run.recording.steps == 0)
-        if run.fixed_size or failed:  # others would show the same
+        failed_early = run.failure and (run.hung or run.recording.steps == 0)
+        if run.fixed_size or failed_early:  # others would show the same
             wanted = run.wanted_size
             waiting = [] if wanted is None or wanted in ran else [wanted]
 
@@ -150,9 +154,12 @@ def examine(
 ) -> AuditResult:
     """Return what is wrong and right in all runs.
 
-    stopped : why there were no further runs. asked : the numbers of ranks to run.
+    stopped : why there were no further runs; None if all were made.
+    asked : the numbers of ranks to run.
+    rate : see ``run_network``.
     """
     remarks = _remarks(command, runs, asked)
+    # A run in which the script waited for other ranks than it had counts only if there is no other.
     runs = [run for run in runs if not run.wanted_size] or runs[-1:]
     recordings = [run.recording for run in runs if not run.failure or run.recording.ranks]
     findings, right, unknown = run_checks(recordings)
@@ -174,7 +181,7 @@ def examine(
 
 
 def _remarks(command: AuditCommand, runs: Sequence[AuditRun], asked: Sequence[int]) -> list[str]:
-    """Return why the script did not run at some size, or at which one it insists."""
+    """Return why the script did not run at some size, or which number of ranks it fixes."""
     fixed = {run.fixed_size for run in runs if run.fixed_size}
     if fixed:
         return sorted(

@@ -13,10 +13,11 @@ from pathlib import Path
 from common.errors import UserError
 from lab.cluster.program import check_placeholders, fill_in
 
-# What the words end with that start a program which starts the ranks.
+# The end of the words that start a launcher.
 _LAUNCHER = re.compile(
     r"(?:^|[/ ])(torchrun|-m torch\.distributed\.(?:run|launch)|accelerate launch)$"
 )
+# By launcher, its flags for the number of ranks and the port; others have those of torchrun.
 _FLAGS = {"accelerate launch": ("--num_processes", "--main_process_port")}
 
 
@@ -70,6 +71,7 @@ class AuditCommand:
         scripts = [cwd / word for word in self.words if word.endswith(".py")]
         script = next(filter(Path.is_file, scripts), None)
         folder = cwd if script is None else script.resolve().parent
+        # then Python's own modules would count as the user's
         holds_python = Path(sysconfig.get_path("stdlib")).is_relative_to(cwd)
         if folder.is_relative_to(cwd) and not holds_python:
             return cwd
@@ -107,8 +109,9 @@ def _words_of_rank0(text: str) -> tuple[str, ...]:
 def _with_flags(words: tuple[str, ...]) -> tuple[str, ...]:
     """Return a launcher's words with flags for the number of ranks and the port; others unchanged.
 
-    The flags come right before the script: of several the last one counts.
+    The flags come right before the script, so they overrule the same flags before it.
     """
+    # the fewest first words that end in a launcher
     for end in range(1, len(words) + 1):
         launcher = _LAUNCHER.search(" ".join(words[:end]))
         if launcher is None:

@@ -22,6 +22,7 @@ from lab.audit.records import (
 from lab.audit.runner import AuditRun
 from lab.processes.first_failure import find_root_failure, last_error_line
 
+# Of errors that another rank's end causes.
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Process(Raised|Exited)|ChildFailed|"
     "Socket (Timeout|closed)"
@@ -43,6 +44,8 @@ _PACKAGES = (
     *("tensorboard", "tensorboardX", "timm", "tokenizers", "torch", "torchaudio", "torchmetrics"),
     *("torchtext", "torchvision", "tqdm", "transformers", "wandb", "yaml"),
 )
+# Patterns of errors, of which the first that is found counts, and what to try. {0} is what a group
+# of the pattern has matched, {more} a greater number of ranks; {{master}} stays in the text.
 _HINTS = (
     (
         r"Unable to find address for: (\S+)|(?:interface|device) (\w+)[^\n]*(?:not found|unknown)",
@@ -120,6 +123,10 @@ def explain_failure(run: AuditRun) -> str | None:
 
 
 def _reason(run: AuditRun) -> str | None:
+    """Return what went wrong, and on a second line what to try; None if nothing did.
+
+    In this order: a rank left in silence, the script failed, it hung, it trained too little.
+    """
     error = _first_error(run)
     was_cut = any(process.of(Cut) for process in run.recording.processes)
     unexplained = error is None and run.wanted_size is None and not was_cut
@@ -138,7 +145,7 @@ def _reason(run: AuditRun) -> str | None:
 
 
 def _first_error(run: AuditRun) -> Error | None:
-    """Return the script's first error that another rank's end does not explain; None without."""
+    """Return the first error before the cut that another rank's end does not explain, or None."""
     errors = [error for process in run.recording.processes for error in process.of(Error)]
     early = [error for error in errors if not error.after_cut]
     causes = [error for error in early if not _CONSEQUENCE.search(f"{error.type} {error.message}")]
@@ -154,8 +161,8 @@ def _first_gone(run: AuditRun) -> RankRecords | None:
 def _is_silent(run: AuditRun, rank: RankRecords) -> bool:
     """Return whether a rank has told nothing of its end, or left by os._exit before the others.
 
-    Where ranks wait too long or fail, all that still run are asked for their stacks, and a rank
-    that has left by os._exit is what the others wait for.
+    Where ranks wait too long, all that still run are asked for their stacks, so a rank with one is
+    not silent; and where they wait or fail, they do so for a rank that has left by os._exit.
     """
     if rank.of(Error) or not rank.of(Group):
         return False
@@ -217,7 +224,11 @@ def _too_little(run: AuditRun) -> str | None:
 
 
 def _own_error(run: AuditRun, error: Error | None, gone: RankRecords | None) -> str:
-    """Return the script's own last error, and what to try."""
+    """Return the error of the rank that failed first, and on a second line what to try.
+
+    error : as recorded; None: the last one that the rank printed is returned.
+    gone : a rank that left in silence, and with an error's status; it counts as the first.
+    """
     outputs = {number: _TORCHRUNS_OWN.sub("", run.output(number)) for number in run.failed}
     statuses = {number: run.statuses[number] or 0 for number in run.failed}
     failed = [gone.rank] if gone is not None and gone.rank in statuses else list(run.failed)
@@ -232,21 +243,21 @@ def _own_error(run: AuditRun, error: Error | None, gone: RankRecords | None) -> 
         message = text.splitlines()[0][:300]
         if error.at:
             message += f" (at {error.at})"
-    printed = last_error_line(outputs[culprit]) + outputs[culprit][-4000:]
+    printed = last_error_line(outputs[culprit]) + outputs[culprit][-4000:]  # for the advice
     message = _GLOOS_PLACE.sub("", message).rstrip(".")
     end = "" if message.endswith("?") else "."
     return f"{message}{end}\n{_advice(message + printed, run)}"
 
 
 def _advice(text: str, run: AuditRun) -> str:
-    """Return what to try after an error of the script, from its text."""
+    """Return what to try after an error of the script, from its text; "" if it names its line."""
     if missing := _MODULE.search(text):
         package, _, _ = missing[1].partition(".")
         return _about_module(package, run)
     for pattern, advice in _HINTS:
         if match := re.search(pattern, text):
-            name = next(filter(None, match.groups()), "NAME")
-            return advice.format(name, more=(run.size or 2) + 1)
+            missing_name = next(filter(None, match.groups()), "NAME")
+            return advice.format(missing_name, more=(run.size or 2) + 1)
     return "" if " (at " in text else "First run the command without lab audit."
 
 
@@ -275,7 +286,7 @@ def _python(run: AuditRun) -> str:
 
 
 def _waits(run: AuditRun) -> str:
-    """Return in which collective each rank waits, as a sentence; nothing without such a rank."""
+    """Return in which collectives ranks wait, as a sentence; "" if none waits in any."""
     waits = set()
     for process in run.recording.processes:
         done = {record.call_number for record in process.of(Done) if not record.error}
@@ -289,7 +300,7 @@ def _waits(run: AuditRun) -> str:
 
 
 def _connects(run: AuditRun) -> str:
-    """Return what to try where ranks wait: for each other's addresses, or for anything else."""
+    """Return what to try where ranks wait: to connect to each other, or in a later call."""
     if not _waits(run).startswith("The ranks wait in init_process_group"):
         return (
             "Check that every rank reaches the same call; if the run is only slow, use less data "

@@ -76,10 +76,11 @@ LOOPBACK = RunNetwork()
 
 @contextlib.contextmanager
 def record_folder(keep: Path | None) -> Iterator[Path]:
-    """Make a folder for the records; at the end, or if this process is killed, leave nothing.
+    """Make a folder for the records; at the end, or if this process is killed, remove it.
 
     SIGTERM and SIGHUP end this process as Ctrl-C does.
-    keep : a folder that stays.
+
+    keep : the folder to use instead, which stays.
     """
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -88,7 +89,8 @@ def record_folder(keep: Path | None) -> Iterator[Path]:
         folder = keep or Path(tempfile.mkdtemp(prefix="lab-audit-"))
         folder.mkdir(parents=True, exist_ok=True)
         if keep is None:
-            remove = ["sh", "-c", _REMOVE, str(folder)]  # it ends after its stdin has been closed
+            # Its stdin is closed when this process ends in any way: then it removes the folder.
+            remove = ["sh", "-c", _REMOVE, str(folder)]
             stack.enter_context(
                 subprocess.Popen(remove, stdin=subprocess.PIPE, start_new_session=True)
             )
@@ -99,8 +101,11 @@ def record_folder(keep: Path | None) -> Iterator[Path]:
 
 
 def running(pids: Iterable[int], folder: Path) -> list[psutil.Process]:
-    """Return what still runs of a run: these processes, their descendants, and others with its
-    settings in their environment, which name its folder."""
+    """Return the processes of a run that still run.
+
+    These are those with the given ids, their descendants, and all whose environment holds the
+    probe's settings with the folder of the run.
+    """
     wanted: set[int] = set()
     for pid in pids:
         wanted |= {pid, *descendants(pid)}
@@ -119,11 +124,11 @@ def end_processes(pids: Iterable[int], folder: Path, *, grace_seconds: float) ->
     Returns after some seconds even if the kernel cannot end one that waits for a dead file system.
     """
     left = running(pids, folder)
-    for number, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, _KILL_SECONDS)):
+    for number, wait_seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, _KILL_SECONDS)):
         for process in left:
             with contextlib.suppress(psutil.Error):  # it has ended; psutil knows a reused id
                 process.send_signal(number)
-        until = time.monotonic() + seconds
+        until = time.monotonic() + wait_seconds
         while left and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
             left = running([process.pid for process in left], folder)
@@ -137,6 +142,9 @@ def run_network(
     nodes: int, folder: Path, cwd: Path, *, isolate: Sequence[str] | None, rate: str | None
 ) -> Iterator[RunNetwork]:
     """Make the namespaces in which the ranks of a run start; all that is in them ends with it.
+
+    Without ``rate`` and ``isolate`` the ranks use this machine's loopback, and get process ids of
+    their own, or nothing at all where the machine allows no namespaces.
 
     isolate : give all ranks one network with these interfaces, addresses and host names.
     rate : give each rank a node of an emulated cluster with links of this rate, see ``Cluster``.
@@ -155,9 +163,10 @@ def run_network(
         interfaces, addresses, hosts = sort_names(isolate)
         if refused := tools.namespaces_refused():
             raise UserError(f"--isolate: this machine allows no network namespaces: {refused}")
-        unshare = [*(tools.unshare_command() or ()), "--uts"]
+        unshare = tools.unshare_command()
+        assert unshare is not None  # since namespaces are not refused
         commands = _isolating_commands(interfaces, addresses, hosts, folder)
-        with held_namespaces(unshare, commands) as pid:
+        with held_namespaces([*unshare, "--uts"], commands) as pid:
             yield RunNetwork(addresses[0], interfaces[0], [_enter(pid, cwd, "--uts", "--net")])
     elif own_processes := tools.unshare_command(_OWN_PROCESSES, "--map-current-user"):
         with held_namespaces(own_processes, []) as pid:
@@ -202,7 +211,10 @@ def sort_names(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 @contextlib.contextmanager
 def held_namespaces(unshare: Sequence[str], commands: Sequence[str]) -> Iterator[int]:
-    """Keep namespaces that ``commands`` have set up; yield the id of their first process."""
+    """Keep namespaces that ``commands`` have set up; yield the id of their first process.
+
+    Raises UserError if a command fails.
+    """
     script = "\n".join(["set -e", *commands, "echo ready", "exec cat"])
     with subprocess.Popen(
         [*unshare, "sh", "-c", script],
@@ -218,7 +230,7 @@ def held_namespaces(unshare: Sequence[str], commands: Sequence[str]) -> Iterator
         if said != "ready":
             raise UserError(f"could not set up the namespaces of the ranks: {said}")
         try:
-            inner = descendants(holder.pid)
+            inner = descendants(holder.pid)  # with --fork the shell is a child of unshare
             yield inner[0] if inner else holder.pid
         finally:
             cast(IO[str], holder.stdin).close()
@@ -231,7 +243,7 @@ def held_namespaces(unshare: Sequence[str], commands: Sequence[str]) -> Iterator
 
 def _enter(pid: int, cwd: Path, *kinds: str) -> list[str]:
     """Return the words that start a command in the namespaces of a process, in the folder cwd."""
-    own = Path(f"/proc/{pid}/ns/user").samefile("/proc/self/ns/user")
-    users = () if own else ("--user", "--preserve-credentials")
+    same_users = Path(f"/proc/{pid}/ns/user").samefile("/proc/self/ns/user")
+    users = () if same_users else ("--user", "--preserve-credentials")
     change_folder = ["sh", "-c", 'cd "$0" && exec "$@"', str(cwd)]
     return ["nsenter", f"--target={pid}", *users, "--mount", "--pid", *kinds, "--", *change_folder]

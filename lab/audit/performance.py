@@ -100,6 +100,7 @@ def measure(recording: Recording, *, rate_bits: float | None = None) -> Performa
     rate_bits : bits a second of each emulated node's link; None: the ranks share this machine.
     """
     by_rank = [_steps(rank, recording.size) for rank in recording.ranks]
+    # The median over a rank's steps of each of their times, then the mean of it over the ranks.
     observed = [steps for steps in by_rank if steps]
     if not observed:
         return None
@@ -134,12 +135,16 @@ def _steps(rank: RankRecords, size: int) -> list[_StepTimes]:
     updates = [step.t for step in steps if step.optimizer_number == steps[0].optimizer_number]
     windows = list(pairwise(updates))
     blocked = _blocked(rank)
-    measured = windows[WARM_UP:] or windows[-1:]
+    measured = windows[WARM_UP:] or windows[-1:]  # of a short run the last one
     return [_observe(rank, size, blocked, begin, end) for begin, end in measured]
 
 
 def _observe(rank: RankRecords, size: int, blocked: Spans, begin: float, end: float) -> _StepTimes:
-    """Return what a rank did between two times."""
+    """Return what a rank did between two times.
+
+    blocked : when calls held the script up.
+    begin, end : seconds, as ``t`` of the records, which are written at the end of what they tell.
+    """
     backwards = _between(rank.of(Backward), begin, end)
     exposed = sum(backward.exposed_seconds or 0.0 for backward in backwards)
     computed = sum(
@@ -171,7 +176,8 @@ def _blocked(rank: RankRecords) -> Spans:
     for done in rank.of(Done):
         begin = done.t - done.seconds - (done.wait_seconds or 0.0)
         if done.own_thread:
-            begin = max([begin, *(last for first, last in passes if first < done.t)])
+            ends_of_backwards = [last for first, last in passes if first < done.t]
+            begin = max([begin, *ends_of_backwards])
         spans.append((begin, done.t))
     return union(spans)
 
@@ -196,14 +202,15 @@ def _sent(call: CollectiveCall, rank: int) -> float:
 def _sent_by_ddp(rank: RankRecords, size: int, backwards: Sequence[Backward]) -> float:
     """Return the bytes that DDP sends in C++, where no call is seen, in a step's backwards.
 
-    It does so in each backward outside no_sync(). A communication hook's calls are seen.
+    It does so in each backward outside no_sync(), at least once a step. 0 with a communication
+    hook, whose calls are seen.
     """
     forwards = [forward for backward in backwards for forward in backward.forwards]
     if rank.of(DdpHook) or not any(forward.through == "ddp" for forward in forwards):
         return 0.0
     models = rank.of(DdpBuilt)
     synced = sum(backward.synced is True for backward in backwards)
-    times = max(1, synced // max(1, len(models)))
+    times = max(1, synced // max(1, len(models)))  # each model has backwards of its own
     nbytes = times * sum(model.nbytes for model in models)
     return float(sent_bytes("all_reduce", nbytes, rank=rank.rank, ranks=size))
 
@@ -214,7 +221,10 @@ def _sent_by_ddp(rank: RankRecords, size: int, backwards: Sequence[Backward]) ->
 def _predict(
     rank: RankRecords, size: int, mean: _StepTimes, rate_bits: float | None
 ) -> tuple[list[StrategyStep], str]:
-    """Return the step with each strategy, and the source of these predictions."""
+    """Return the step with each strategy, and the source of these predictions.
+
+    There are none without gradients or other ranks, nor without a calibration, as the source says.
+    """
     sizes = _gradient_sizes(rank)
     if size < 2 or not sum(sizes) or not mean.backward_seconds:
         return [], ""
@@ -244,7 +254,10 @@ def _gradient_sizes(rank: RankRecords) -> list[GradientSize]:
 
 
 def _compute(sizes: Sequence[GradientSize], mean: _StepTimes) -> StepCompute:
-    """Return the measured step without messages; backward's time is spread by bytes."""
+    """Return the measured step without messages.
+
+    Backward has the gradients ready in reversed order, each after a share of its time by bytes.
+    """
     others = mean.exposed_seconds + mean.backward_seconds + mean.update_seconds
     ready = list(accumulate(reversed(sizes)))
     return StepCompute(

@@ -126,9 +126,12 @@ class RecordReader:
     def read(self) -> bool:
         """Add the records written since the last call; return whether the script came further.
 
-        A line that a killed process left unfinished is left out. Raises UserError for a torch that
-        is too old: the hooks that the probe needs came with 2.0. Raises UserError as well, or what
-        ``understood`` of audit.py turns into one, for what no probe has written.
+        Stacks and where a rank waits are no progress. A line that a killed process left unfinished
+        is left out.
+
+        Raises UserError for a torch that is too old: the hooks that the probe needs came with 2.0.
+        Raises UserError as well, or what ``understood`` of audit.py turns into one, for what no
+        probe has written.
         """
         further = False
         for path in list(self._folder.iterdir()):
@@ -181,7 +184,10 @@ class RecordReader:
 
 
 def _find_rank(process: RankRecords) -> int | None:
-    """Return which rank a process is; None if nothing tells."""
+    """Return which rank a process is; None if nothing tells.
+
+    Its process group tells, else the audit's own number, else RANK; one that trains alone is 0.
+    """
     if groups := process.of(Group):
         return groups[0].rank
     starts = process.of(Start)

@@ -310,7 +310,7 @@ class EpochOver(EpochRecord, tag="epoch"):
 class Clock(LineRecord, tag="clock"):
     """A mean time that the script formed, or a loss that it printed, which has no numbers.
 
-    See probe/clocks.py.
+    probe/clocks.py says what the numbers mean.
     """
 
     event: Literal["mean", "loss_printed"]

@@ -29,7 +29,7 @@ from lab.audit.result import AuditResult, ranks_text, titled
 from lab.predict.readable import bytes_text, duration_text
 
 FORMAT = 1
-# Is in what the findings say where the probe has failed.
+# Part of each sentence on a failure of the probe, see ``_troubles`` of findings/__init__.py.
 OWN_FAULT = "a part of lab audit itself"
 QUESTION = "Same updates as one process that computes each rank's share and averages the gradients"
 _STYLES = {0: "bold green", 1: "bold red", 2: "bold yellow"}
@@ -122,8 +122,8 @@ class AuditContent(msgspec.Struct):
         """The question and its answer, with the reason unless the first line says it."""
         equality = f"{QUESTION}: {self.verdict.answer}"
         why = self.verdict.why.rstrip(".")
-        known = self.headline.endswith(why.removeprefix("probably "))
-        return f"{equality}." if known else f"{equality} — {why}."
+        headline_says_it = self.headline.endswith(why.removeprefix("probably "))
+        return f"{equality}." if headline_says_it else f"{equality} — {why}."
 
     @property
     def watched(self) -> str:
@@ -174,7 +174,7 @@ def as_json(result: AuditResult) -> dict[str, Any]:
 
 
 def _content(result: AuditResult) -> AuditContent:
-    """Return what an audit says, all texts calm."""
+    """Return what an audit says, its texts without control characters."""
     content = AuditContent(
         command=result.command,
         status=result.status,
@@ -229,12 +229,14 @@ def _listed(texts: Iterable[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return plain values with all texts calm."""
+    """Return a plain value with all texts in it, at any depth, without control characters."""
     if isinstance(value, str):
         return calm(value)
     if isinstance(value, dict):
         return {calm(str(key)): _plain(held) for key, held in value.items()}
-    return [_plain(held) for held in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(held) for held in value]
+    return value
 
 
 def write_json(path: Path, result: AuditResult) -> None:
@@ -269,7 +271,11 @@ def _speed_lines(performance: Performance) -> list[str]:
 
 
 class _Row(NamedTuple):
-    """A text after ``start``; nothing is printed of an empty text."""
+    """A text on the terminal; nothing is printed of an empty text.
+
+    start : stands before its first line; further lines are indented as far.
+    style : of the whole row, as ``rich`` names it.
+    """
 
     start: str
     text: str
@@ -285,6 +291,7 @@ def print_audit(console: Console, result: AuditResult) -> None:
 
 
 def _rows(audit: AuditContent) -> Iterator[_Row]:
+    """Yield all rows, in the order of ``print_audit``."""
     yield _Row("", audit.answer, _STYLES[audit.status])
     for text in (audit.equality, audit.watched, *audit.remarks):
         yield _Row("", text)
@@ -325,15 +332,15 @@ def _list_rows(heading: str, texts: Sequence[str]) -> Iterator[_Row]:
 
 def _print(console: Console, row: _Row) -> None:
     """Print a row; its further lines are indented as far as its start."""
-    space = " " * len(row.start.lstrip("\n"))
+    indent = " " * len(row.start.lstrip("\n"))
     for index, line in enumerate(row.text.splitlines()[:_MOST_LINES]):
         wrapped = textwrap.wrap(
             line,
             min(console.width, _WIDTH),
-            initial_indent=space if index else row.start,
-            subsequent_indent=space,
+            initial_indent=indent if index else row.start,
+            subsequent_indent=indent,
             break_on_hyphens=False,
-            max_lines=_MOST_LINES // 2,
+            max_lines=_MOST_LINES // 2,  # a text from the script may be endless
             placeholder=" …",
         )
         console.print(Text("\n".join(wrapped), style=row.style), soft_wrap=True)

@@ -123,7 +123,7 @@ def _why_unsure(
 
     names : of the findings.
     """
-    collectives_differ = "collectives-differ" in names
+    collectives_differ = "collectives-differ" in names  # which explains a run that failed
     if not collectives_differ and (failure is not None or not recordings):
         return "the script could not be run to the end of the audit"
     for sentence in unknown:
@@ -134,14 +134,15 @@ def _why_unsure(
 
 
 def _gravest(found: Sequence[Finding]) -> tuple[str, str]:
-    """Return "probably " or "", and the first that is certain, else the first: a clause each.
+    """Return "" and the first finding that is certain, else "probably " and the first one.
 
-    What explains others comes first.
+    A finding that explains others comes before these. It is told by its title, in a sentence.
     """
     certain = [finding for finding in found if finding.sure == "certain"]
     gravest = certain[0] if certain else found[0]
     title = titled(gravest.entry.title, gravest.sizes)
-    if title.split()[0].istitle():  # not a name such as DistributedDataParallel
+    first_word = title.split()[0]
+    if first_word.istitle():  # not a name such as DistributedDataParallel
         title = title[:1].lower() + title[1:]
     return "" if certain else "probably ", title
 

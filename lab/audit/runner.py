@@ -34,14 +34,16 @@ DEFAULT_LIMIT_SECONDS = 300.0
 # Bytes that a process may print before the run is ended.
 MOST_OUTPUT = 256 * 2**20
 _POLL_SECONDS = 0.1
+# After the cut the run ends when nothing is recorded for so long, or for as long as before the cut,
+# up to the second number.
 _CUT_SECONDS = 8.0
 _MOST_CUT_SECONDS = 30.0
-# After a failure, for other ranks to fail as well; and until it is certain that ranks are
-# missing, or that those that call different collectives wait in them.
+# How long other ranks may take to fail after the first one, missing ranks to come, and ranks that
+# call different collectives to go on.
 _CERTAIN_SECONDS = 8.0
-_STACK_SECONDS = 2.0
-_TERMINATE_SECONDS = 5.0
-_LOOK_SECONDS = 2.0
+_STACK_SECONDS = 2.0  # for the ranks to record their stacks
+_TERMINATE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+_LOOK_SECONDS = 2.0  # between two looks at what the processes compute
 _IDLE_SHARE = 0.05  # of one core: ranks that wait for each other use less
 # Without --timeout, a run ends if it records nothing for so long, or for the time of 20 steps.
 _QUIET_SECONDS = 60.0
@@ -114,7 +116,7 @@ def run_audit_size(
     Returns when every process has ended. Raises OSError if a process cannot be started, UserError
     for a torch that is too old, and for a script that prints without end or spoils the records.
     """
-    records = network.records or folder
+    records = network.records or folder  # as the probe finds the folder; this process: ``outside``
     inherited = dict(os.environ)
     run = AuditRun(command, size, folder, settings, network.outside or records)
     port = free_port(address="127.0.0.1")
@@ -164,8 +166,16 @@ class AuditRun:
     statuses : exit status of each; None if it had to be ended.
     failed : those that ended with an error before the script was cut, and when; the earliest first.
     hung : why, if the ranks waited for each other, or ran longer than the limit.
-    recording : what was recorded; complete once all has ended.
+    reader : reads the records while the processes write them.
+    recording : what was recorded; without ranks until all processes have ended.
     failure : why the script could not be audited, or not to its end; see failures.py.
+
+    These times are of time.monotonic(), in seconds:
+    _began : the run began.
+    _recorded : a process last wrote a record.
+    _active : a process last wrote a record, or was last seen to compute.
+    _looked : ``_look`` last measured ``_work``, the seconds that all processes have computed.
+    _longest_quiet : the longest time without a record so far, in seconds.
     """
 
     def __init__(
@@ -186,15 +196,21 @@ class AuditRun:
         self.failed: dict[int, float] = {}
         self.hung: str | None = None
         self.reader = RecordReader(self.records)
-        self.recording = Recording(0, [])
+        self.recording = Recording(size=0, ranks=[])
         self.failure: str | None = None
-        self._began = self._active = self._recorded = self._looked = time.monotonic()
+        self._began = time.monotonic()
+        self._recorded = self._began
+        self._active = self._began
+        self._looked = self._began
         self._work = 0.0
         self._longest_quiet = 0.0
 
     @property
     def wanted_size(self) -> int | None:
-        """The number of ranks for which the script waits, if it is not the one asked for."""
+        """The number of ranks for which the script waits, if it is not the one asked for.
+
+        None also if the ranks ask for different numbers, or too few have asked yet.
+        """
         if self.size is None or not self.command.one_process_a_rank:
             return None
         first_calls = [process.of(CollectiveCall)[0] for process in self._with(CollectiveCall)]
@@ -224,10 +240,13 @@ class AuditRun:
         return read_regular(self.log(process), last_bytes=2**20).decode(errors="replace")
 
     def wait(self) -> None:
-        """Return when all processes have ended, or have to be ended."""
+        """Wait until all processes have ended, or have to be ended.
+
+        Errors after the cut do not count. In a run that hung, each rank records its stack.
+        """
         while not self._is_over(time.monotonic()):
             time.sleep(_POLL_SECONDS)
-        if self._with(Cut):
+        if self._with(Cut):  # the cut itself makes ranks fail
             self.failed.clear()
         if self.hung is not None:
             with suppress(OSError):  # the probe of each rank records its stacks
@@ -236,7 +255,11 @@ class AuditRun:
             time.sleep(_STACK_SECONDS)
 
     def _is_over(self, now: float) -> bool:
-        """Return whether all processes have ended, or have to be ended now."""
+        """Return whether all processes have ended, or have to be ended now.
+
+        They have to be some seconds after the cut or the first failure, when the script waits for
+        ranks that were not started, and when it hangs.
+        """
         self.statuses = tuple(process.poll() for process in self.started)
         for number, status in enumerate(self.statuses):
             if status:
@@ -263,9 +286,9 @@ class AuditRun:
         return [process for process in self.reader.processes.values() if process.of(kind)]
 
     def _look(self, now: float) -> None:
-        """Notice whether the processes have computed or written since the last look.
+        """Set ``_active`` if the processes have computed or written files since the last look.
 
-        A MB that is written to files counts as 0.1 s of computing.
+        A MB that is written counts as 0.1 s of computing.
         Raises UserError if a process has printed too much.
         """
         work = 0.0
@@ -284,12 +307,16 @@ class AuditRun:
                 )
 
     def _hang(self, now: float, quiet: float) -> str | None:
-        """Return why the run is not going to end, or takes too long; None if it may go on."""
+        """Return why the run is not going to end, or takes too long; None if it may go on.
+
+        quiet : seconds since the last record.
+        """
         limit = self.settings.limit_seconds
         step_seconds = self._step_seconds()
         longest = max(step_seconds, default=0.0)
         since_begin = now - self._began
-        if since_begin > (limit or max(DEFAULT_LIMIT_SECONDS, _QUIET_STEPS * longest)):
+        most = limit or max(DEFAULT_LIMIT_SECONDS, _QUIET_STEPS * longest)
+        if since_begin > most:
             return f"the script did not end within {since_begin:.0f} s"
         may_be_quiet = max(_QUIET_SECONDS, _QUIET_STEPS * longest)
         if limit is None and step_seconds and quiet > may_be_quiet:
@@ -297,7 +324,7 @@ class AuditRun:
                 f"nothing happened for {quiet:.0f} s, after steps of {longest:.1f} s (--timeout "
                 "waits longer)"
             )
-        if not self._with(CollectiveCall):
+        if not self._with(CollectiveCall):  # ranks wait for each other only in collectives
             return None
         idle = now - self._active
         if idle > self.settings.idle_seconds or (idle > _CERTAIN_SECONDS and self._calls_differ()):

@@ -68,6 +68,9 @@ def _read_edit(entry: str, scripts: Mapping[str, Script]) -> Script:
 def apply_edit(script: Script) -> str:
     """Return the body, which is still the base's, with the edit.
 
+    The places of an edit are separated by a line "...". In each a line that begins with "-" goes,
+    one with "+" comes, and one with a space stays.
+
     Raises ValueError if the old lines of one of its places do not stand in it exactly once.
     """
     if not script.edit:
@@ -87,6 +90,6 @@ def apply_edit(script: Script) -> str:
         if times != 1:
             raise ValueError(f"{script.name}: {times} times, not once, in its base:\n{old}")
         places.append((body.index(f"\n{old}") + 1, old, new))
-    for begin, old, new in sorted(places, reverse=True):
+    for begin, old, new in sorted(places, reverse=True):  # the last first: it moves no other
         body = body[:begin] + new + body[begin + len(old) :]
     return body[1:]

@@ -57,13 +57,15 @@ def run_checks(
 
 
 def _on(text: str, held: set[int], sizes: set[int]) -> str:
+    """Return a sentence, with the numbers of ranks on which it held unless these are all."""
     return text if held == sizes else f"{text} (on {' and '.join(map(str, sorted(held)))} ranks)"
 
 
 def _check_all(recording: Recording) -> Iterator[Outcome]:
-    """Yield the outcomes of all checks; no faults of replicas where the ranks may hold none.
+    """Yield the outcomes of all checks.
 
-    What a check cannot read, it cannot check.
+    Where the ranks may compute one model together, a finding about replicas becomes unknown. So
+    does a check that fails on the records.
     """
     one_model = is_one_model(recording)
     for part in CHECKS:
@@ -82,7 +84,7 @@ def _troubles(recording: Recording) -> Iterator[Unknown]:
     for process in recording.processes:
         for trouble in process.of(Trouble):
             error = trouble.text.strip().splitlines()[-1]
-            # without the clocks all else can be told
+            # What is unknown about gradients makes the verdict "cannot tell"; clocks do not.
             subject = "clocks" if trouble.part == "clocks" else "gradients"
             yield Unknown(
                 f"{subject}: a part of lab audit itself, {trouble.part}, failed on this script "
@@ -93,31 +95,34 @@ def _troubles(recording: Recording) -> Iterator[Unknown]:
 def is_one_model(recording: Recording) -> bool:
     """Return whether the ranks compute one model together, by exchanging activations.
 
-    They do so within the forward pass, by all_to_all or all_gather within backward, or between
-    ranks that train different parameters. FSDP gathers weights in forward; DDP within Join sends a
-    single number.
+    ``_sends_activations`` tells by which calls.
     """
-    if recording.of(FsdpBuilt):
+    if recording.of(FsdpBuilt):  # what it gathers in forward are weights
         return False
     parameters = [
         sorted((row.name, row.shape) for record in rank.of(Parameters) for row in record.rows)
         for rank in recording.ranks
     ]
-    apart = any(rows != parameters[0] for rows in parameters)
-    return any(_sends_activations(call, apart=apart) for call in recording.of(CollectiveCall))
+    different_parameters = any(rows != parameters[0] for rows in parameters)
+    return any(
+        _sends_activations(call, different_parameters=different_parameters)
+        for call in recording.of(CollectiveCall)
+    )
 
 
-def _sends_activations(call: CollectiveCall, *, apart: bool) -> bool:
-    """Return whether a call exchanges what is neither weights nor gradients between layers.
+def _sends_activations(call: CollectiveCall, *, different_parameters: bool) -> bool:
+    """Return whether a call exchanges activations: neither weights nor gradients of parameters.
 
-    apart : the ranks train different parameters.
+    Any call within forward does, all_to_all and all_gather within backward, and send and recv
+    anywhere if the ranks train different parameters, as the stages of a pipeline do.
     """
-    if call.content != "other" or prod(call.shape or ()) <= 1:
+    single_number = prod(call.shape or ()) <= 1  # as DDP sends within Join
+    if call.content != "other" or single_number:
         return False
     between_layers = call.name.startswith(("all_to_all", "all_gather"))
     if call.within == "forward" or (call.within == "backward" and between_layers):
         return True
-    return apart and call.name in POINT_TO_POINT
+    return different_parameters and call.name in POINT_TO_POINT
 
 
 def without_explained(found: Sequence[Finding]) -> list[Finding]:

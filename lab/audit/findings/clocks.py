@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
 from lab.audit.recording import RankRecords, Recording
-from lab.audit.records import Clock, Step
+from lab.audit.records import Clock, CodeLine, Step
 
 _FEWEST = 5  # a mean over fewer iterations is not checked: its divisor may mean something else
-_SHARE = 0.9
+_SHARE = 0.9  # of the iterations: from this share on something holds for all of them
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
@@ -49,16 +49,24 @@ def _printed_loss(recording: Recording) -> Iterator[Finding]:
 def _last_means(rank: RankRecords) -> list[Clock]:
     """Return the last mean of steps, and of parts of a step, that each line of the script forms.
 
-    A running mean is right or wrong at its end. Those after the cut count where there is no other.
+    A running mean is right or wrong at its end. A mean formed after the cut counts only where the
+    line formed none before.
     """
     means = [clock for clock in rank.of(Clock) if clock.event == "mean"]
     long = [mean for mean in means if _iterations(mean) >= _FEWEST]
-    early_last = sorted(long, key=lambda mean: not mean.after_cut)
-    return list({(mean.at, _is_of_steps(mean)): mean for mean in early_last}.values())
+    # the last mean of each line replaces its earlier ones
+    after_cut = {_line_and_subject(mean): mean for mean in long if mean.after_cut}
+    before_cut = {_line_and_subject(mean): mean for mean in long if not mean.after_cut}
+    return list((after_cut | before_cut).values())
+
+
+def _line_and_subject(mean: Clock) -> tuple[CodeLine | None, bool]:
+    """Return the line that forms a mean, and whether it is one of whole steps."""
+    return mean.at, _is_of_steps(mean)
 
 
 def _faults(rank: RankRecords, mean: Clock) -> Iterator[Finding]:
-    """Yield what is wrong with a mean."""
+    """Yield what is wrong with a mean; of a part of a step, only divisor and first iteration."""
     number = _iterations(mean)
 
     def fault(name: str, *, kind: str | None = None, sure: bool = True) -> Finding:
@@ -79,7 +87,10 @@ def _faults(rank: RankRecords, mean: Clock) -> Iterator[Finding]:
 
 
 def _iterations(mean: Clock) -> int:
-    """Return over how many iterations a mean is formed: its intervals, or what long ones hold."""
+    """Return over how many iterations a mean is formed.
+
+    Five or more intervals are one an iteration; fewer are long ones, which hold several steps each.
+    """
     return int(mean.intervals if mean.intervals >= _FEWEST else mean.steps)
 
 
@@ -89,12 +100,15 @@ def _is_of_steps(mean: Clock) -> bool:
 
 
 def _divides_wrongly(mean: Clock) -> bool:
-    """Return whether the divisor is near the number of iterations, but not a number of anything.
+    """Return whether the divisor is near the number of iterations, but counts nothing in the mean.
 
-    Another one, such as the number of samples, may be meant.
+    A divisor that is far from it, such as the number of samples, may be meant.
     """
     number = _iterations(mean)
-    divisors = {mean.divisor, round(mean.divisor / mean.unit, 6)}
+    divisors = {
+        mean.divisor,
+        round(mean.divisor / mean.unit, 6),
+    }  # with and without the intervals' factor
     counts = {mean.intervals, mean.steps, mean.backwards, mean.scale}
     if mean.intervals == 1:  # it may end within a step
         counts.add(mean.steps + 1)

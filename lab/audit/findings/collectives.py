@@ -29,7 +29,7 @@ from lab.audit.records import (
     Step,
 )
 
-# The name and the ranks of a group; of messages, what is sent and its sender and receiver.
+# What tells which calls of two ranks may belong together, see ``_Rank.queue``.
 Queue = tuple[str, tuple[Any, ...]]
 Wait = CollectiveCall | Stands | Error
 
@@ -74,8 +74,9 @@ class _Rank:
 
     Attributes
     ----------
-    queues : its calls, in order, by the name and the ranks of their group: ("", ()) for that of all
-        ranks. Those of messages have their sender, None if it may be any rank, and receiver.
+    number : the rank.
+    counts_steps : it takes steps, so that its calls tell in which step they were made.
+    queues : its calls, in order, by ``queue``: those that must match calls of other ranks.
     stands : at which line it stood, in a sentence; "" if that is not known.
     state : "cut", "waits", "failed" (of itself), "ended", "busy" or "gone".
     wait : in what it waits in vain: a call, or another record with its line. A call may just have
@@ -98,7 +99,12 @@ class _Rank:
         self.state = _find_state(records, self.wait, hung)
 
     def queue(self, call: CollectiveCall) -> Queue:
-        """Return what tells the queue of a call."""
+        """Return the key of a call in ``queues``.
+
+        That is the name and the ranks of its group: ("", ()) for the group of all ranks. For a
+        point-to-point message it is "tensors" or "objects", and the sender and the receiver. The
+        sender is None if it may be any rank.
+        """
         if call.name in POINT_TO_POINT:
             what = "objects" if "object" in call.name else "tensors"
             if "send" in call.name:
@@ -119,30 +125,37 @@ class _Rank:
         name, ranks = queue
         if ranks and other.number not in ranks:
             return False
-        answers = other.queues[queue] + other.queues[name, (None, *ranks[1:])]
-        return len(answers) <= self.queues[queue].index(self.wait)
+        from_any_rank = (None, *ranks[1:])  # a receive that also answers this sender
+        answers = other.queues[queue] + other.queues[name, from_any_rank]
+        calls_before = self.queues[queue].index(self.wait)
+        return len(answers) <= calls_before
 
 
 def _where_it_stands(records: RankRecords) -> str:
+    """Return the sentence ``_Rank.stands``."""
     lines = [stack.at for stack in records.of(Stack)] + [wait.at for wait in records.of(Stands)]
     known = [line for line in lines if line is not None]
     return f"rank {records.rank} stands at {known[-1]}" if known else ""
 
 
 def _find_wait(records: RankRecords, calls: list[CollectiveCall], hung: bool) -> Wait | None:
-    """Return in what a rank waits in vain: the first call that never returned, or another record.
+    """Return in what a rank waits in vain; None if it does not.
+
+    It is the first call that failed or never returned, else its last record if that says where it
+    stands, else an error since another rank has left.
 
     calls : those before its cut.
     """
     last = [record for record in records.records if not isinstance(record, Stack)][-1]
     stands = last if isinstance(last, Stands) else None
-    # of the latest return: a Work may be waited for twice
+    # By call, the error of its latest return: a Work may be waited for twice. None: it succeeded.
     errors = {done.call_number: done.error for done in records.of(Done)}
     if stands is not None and stands.call_number is not None:
-        errors[stands.call_number] = "stands"
+        errors[stands.call_number] = "stands"  # counts as failed
     for call in calls:
-        returned = call.number in errors
-        if errors.get(call.number) or not (returned or hung):
+        never_returned = call.number not in errors
+        # in a run that hung, a call without a return may just have begun
+        if errors.get(call.number) or (never_returned and not hung):
             return call
     if stands is not None:
         return stands
@@ -151,6 +164,7 @@ def _find_wait(records: RankRecords, calls: list[CollectiveCall], hung: bool) ->
 
 
 def _find_state(records: RankRecords, wait: Wait | None, hung: bool) -> str:
+    """Return ``_Rank.state``: what its records say, the first that applies."""
     if records.of(Cut):
         return "cut"
     if wait is not None:
@@ -169,7 +183,10 @@ def _kind(call: CollectiveCall) -> tuple[Any, ...]:
 
 
 def _differences(ranks: list[_Rank]) -> Iterator[Finding]:
-    """Yield the collectives that one rank calls and another one calls differently."""
+    """Yield the collectives that one rank calls and another one calls differently.
+
+    The n-th calls of two ranks in one group are compared with each other.
+    """
     for one, other in combinations(ranks, 2):
         for queue, calls in list(one.queues.items()):
             pairs = list(zip(calls, other.queues[queue], strict=False))
@@ -197,28 +214,32 @@ def _unequal(
 ) -> Iterator[int]:
     """Yield the numbers, from 1, of the pairs of two ranks' calls that are no one collective.
 
-    Gradients of different steps differ, too: a rank that skips an exchange stays a step ahead.
+    Gradients of different steps differ, too: a rank that skips an exchange stays a step ahead. It
+    may be ahead from the first exchange on.
     """
-    ahead: int | None = None
+    first_lead: int | None = None  # in steps, of the right rank at the first exchange
     for number, (left, right) in enumerate(pairs, 1):
-        now = ahead
+        lead = first_lead
         if count_steps and left.content == right.content == "gradient":
-            now = right.step - left.step
-            if ahead is None:
-                ahead = now
-        same = _kind(left) == _kind(right) and now == ahead
+            lead = right.step - left.step
+            if first_lead is None:
+                first_lead = lead
+        same = _kind(left) == _kind(right) and lead == first_lead
         if not same and left.name not in POINT_TO_POINT:
             yield number
 
 
 def _in_vain(ranks: list[_Rank]) -> Iterator[Finding | Unknown]:
-    """Yield that a rank waited in vain for another one."""
+    """Yield that a rank waited in vain for another one.
+
+    It is a finding if that one waits elsewhere or has ended; unknown if nobody knows what it did.
+    """
     for one, other in permutations(ranks, 2):
         wait = one.wait
         if wait is None or one.state != "waits" or not one.lacks(other):
             continue
-        elsewhere = other.state == "waits" and isinstance(wait, CollectiveCall)
-        if elsewhere or other.state == "ended":
+        waits_elsewhere = other.state == "waits" and isinstance(wait, CollectiveCall)
+        if waits_elsewhere or other.state == "ended":
             yield found(
                 "collectives-differ",
                 wait.at,
@@ -259,7 +280,7 @@ def _agreed(lists: list[list[CollectiveCall]]) -> Iterator[Right]:
 
 
 def _unused(recording: Recording) -> Iterator[Finding]:
-    """Yield that nothing but barriers and rare objects is exchanged, by any known means."""
+    """Yield that each rank trains alone: nothing but barriers and rare objects was exchanged."""
     if not all(_trains_alone(rank) for rank in recording.ranks):
         return
     first = recording.ranks[0]
@@ -295,4 +316,5 @@ def _is_own(rank: RankRecords, step: Step) -> bool:
     """Return whether what the optimiser gets is this rank's own gradient, or a multiple of it."""
     own = rank.numbers(step.own)
     got = rank.numbers(step.got)
+    # the cosine of their angle is 1
     return bool(np.dot(own, got) > (1 - 1e-4) * np.linalg.norm(own) * np.linalg.norm(got))

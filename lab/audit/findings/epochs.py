@@ -33,11 +33,10 @@ Drawn = tuple[int, int, Index]  # a sample by epoch, batch (both from 1) and inn
 class Epoch(NamedTuple):
     """One iteration of a rank over a loader.
 
-    batches : the records of those that the script was given and whose indices are known. Outer
-        indices, ``indices``, stand for innermost ones, ``inner``, that are not known.
-    given : their outer indices.
-    whole : these records and that of what was left when the run was cut; empty if that is not all
-        known.
+    batches : the records of those that the script was given and whose indices are known.
+    given : their outer indices, of the loader's own dataset.
+    whole : these records and that of what was left when the run was cut, together all samples of
+        the epoch; empty if they are not all known.
     left : the script left it early: neither the loader nor the cut ended it.
     """
 
@@ -104,7 +103,7 @@ def _loaders_of(rank: RankRecords) -> list[TrainingLoader]:
 def _trained_epochs(rank: RankRecords) -> set[EpochNumber]:
     """Return the epochs of the batches that were the last ones before a backward pass.
 
-    Where the probe has recorded in which epochs the optimiser stepped, only these count.
+    Where the probe has recorded which epochs serve training, only these count.
     """
     events = [record for record in rank.records if isinstance(record, Batch | Backward)]
     last = {
@@ -112,12 +111,15 @@ def _trained_epochs(rank: RankRecords) -> set[EpochNumber]:
         for event, following in pairwise(events)
         if isinstance(event, Batch) and isinstance(following, Backward)
     }
-    stepped = {(trained.loader_number, trained.epoch) for trained in rank.of(Trained)}
-    return last & stepped if stepped else last
+    recorded = {(trained.loader_number, trained.epoch) for trained in rank.of(Trained)}
+    return last & recorded if recorded else last
 
 
 def _epoch(records: Sequence[Batch | EpochOver | Rest]) -> Epoch:
-    """Return an epoch. It is whole if it ended uncut with all batches, or its rest is known."""
+    """Return an epoch from its records.
+
+    It is whole if it ended uncut with all batches, or its rest is known.
+    """
     drawn = [record for record in records if not isinstance(record, EpochOver)]
     known = [draw for draw in drawn if draw.indices]
     batches = [draw for draw in known if isinstance(draw, Batch)]
@@ -126,7 +128,7 @@ def _epoch(records: Sequence[Batch | EpochOver | Rest]) -> Epoch:
         given += batch.indices or ()
     last = records[-1]
     left = isinstance(last, Batch)
-    cut = isinstance(last, EpochOver) and last.cut  # so what was left is not known
+    cut = isinstance(last, EpochOver) and last.cut  # without a ``Rest``: what was left is not known
     if left or cut or any(draw.indices is None for draw in drawn):
         return Epoch(batches, given, [], left)
     return Epoch(batches, given, known, left)
@@ -135,14 +137,15 @@ def _epoch(records: Sequence[Batch | EpochOver | Rest]) -> Epoch:
 def same_data(one: TrainingLoader, other: TrainingLoader) -> bool | None:
     """Return whether equal inner indices mean equal samples on two ranks; None if unknown.
 
-    Equal values tell, unless many samples are equal by themselves. Augmentation changes them, so
-    unequal ones tell nothing; what the datasets hold does.
+    The same values at enough indices tell that they do, unless many samples of one rank are equal
+    anyway. Other values tell nothing, since augmentation changes them: then what the datasets
+    hold tells.
     """
     mine = {index: content for (*_, index), content in one.drawn.items()}
     theirs = {index: content for (*_, index), content in other.drawn.items()}
     both = mine.keys() & theirs.keys()
     equal = {mine[index] for index in both if mine[index] == theirs[index]} - {None}
-    varied = 2 * len({mine[index] for index in both}) > len(both)
+    varied = 2 * len({mine[index] for index in both}) > len(both)  # most samples differ
     if varied and len(equal) >= max(2, len(both) / 10):
         return True
     if one.facts.content is None or other.facts.content is None:
@@ -191,12 +194,13 @@ class TrainingStep:
             elif isinstance(record, CollectiveCall) and record.content == "gradient":
                 self.exchanged.add(len(given))
         self.batches = len(given)
-        self.accumulates = self.batches == len(self.backwards) > 1
+        self.accumulates = self.batches > 1 and self.batches == len(self.backwards)
         loaded = _number_of_samples(given)
         inputs, in_losses = self._seen_samples()
         inputs_tell = inputs > 0 and self._inputs_tell(inputs, in_losses)
         self.samples = inputs if inputs_tell else loaded
-        self.takes_a_part = 0 < inputs < 0.9 * loaded and in_losses != loaded
+        fewer_inputs = 0 < inputs < 0.9 * loaded
+        self.takes_a_part = fewer_inputs and in_losses != loaded
 
     def _seen_samples(self) -> tuple[int, int]:
         """Return how many samples the models' inputs have, and how many the losses' targets."""
@@ -215,10 +219,11 @@ class TrainingStep:
         A loss that has another number, or with a loader none, says that they do not tell; so do
         several losses a batch.
         """
-        unsaid = in_losses == 0 and not self.batches
-        if in_losses != inputs and not unsaid:
+        nothing_else_tells = in_losses == 0 and not self.batches
+        if in_losses != inputs and not nothing_else_tells:
             return False
-        if 0 < self.batches < len(self.backwards):
+        several_losses_a_batch = 0 < self.batches < len(self.backwards)
+        if several_losses_a_batch:
             return False
         return all(len(backward.forwards) == 1 for backward in self.backwards)
 
@@ -236,7 +241,7 @@ def training_steps(rank: RankRecords) -> list[TrainingStep]:
     first = min((step.optimizer_number for step in rank.of(Step)), default=None)
     steps = []
     begin = 0
-    for end, record in enumerate(rank.records, 1):
+    for end, record in enumerate(rank.records, 1):  # a step's records end with its update's
         if isinstance(record, Step) and record.optimizer_number == first:
             steps.append(TrainingStep(rank.records[begin:end], record, trained))
             begin = end
@@ -251,8 +256,8 @@ def local_batches(recording: Recording) -> dict[int, int] | None:
     sizes = {}
     for rank in recording.ranks:
         counts = [step.samples for step in training_steps(rank)] or [0]
-        most = mode(counts)
-        if 2 * counts.count(most) >= len(counts):
-            sizes[rank.rank] = most
+        usual = mode(counts)
+        if 2 * counts.count(usual) >= len(counts):
+            sizes[rank.rank] = usual
     all_known = len(sizes) == recording.size and all(sizes.values())
     return sizes if all_known else None

@@ -5,8 +5,8 @@ gets by the ranks' own gradients, which leaves an error of about 1e-7, and other
 not such a sum.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,10 @@ ROUNDED = 2e-2
 _TINY = 1e-300
 
 
+# What a rank's optimiser gets a multiple of; "none" of nothing, or of nothing else in this list.
+Gradient = Literal["the mean", "its own", "another rank's own", "none"]
+
+
 class Explanation(NamedTuple):
     """What an update is; the fields are those of ``Update``."""
 
@@ -29,6 +33,7 @@ class Explanation(NamedTuple):
     residue: float
     total: float
     texts: list[str]
+    gradients: Sequence[Gradient] = ()
 
 
 class Update:
@@ -55,6 +60,11 @@ class Update:
         (``texts`` says how, and which); "stale"; "kept" (old gradients are still there); "nothing"
         (no gradient, or zeros); "unknown".
     residue : the greatest relative error.
+    total : the multiple of the mean; for "norm" and "value", of the clipped gradients' mean; for
+        "unknown", of the nearest sum.
+    texts : what each rank gets if the kind is "rows"; else how the update comes about.
+    gradients : by rank, which gradient it gets a multiple of; empty unless the kind is "rows".
+    is_mean : what the optimisers get is the mean itself, not a multiple.
     """
 
     def __init__(self, replicas: Replicas, step: int) -> None:
@@ -85,8 +95,18 @@ class Update:
         apart = norms(self.own - self.own[0], self.columns)
         self.alike = bool((apart <= self.misfit * norms(self.own, self.columns)).all())
         self.cuts = self._cuts()
-        self.kind, self.residue, self.total, self.texts = _explain(self)
+        self.kind, self.residue, self.total, self.texts, self.gradients = _explain(self)
         self.is_mean = self.kind == "mean" and abs(self.total - 1) <= self.tolerance
+
+    @property
+    def all_get_own(self) -> bool:
+        """Whether each rank's optimiser gets a multiple of the rank's own gradient."""
+        return set(self.gradients) == {"its own"}
+
+    @property
+    def all_get_one(self) -> bool:
+        """Whether each rank's optimiser gets a multiple of one rank's gradient or of the mean."""
+        return bool(self.gradients) and "none" not in self.gradients
 
     def _unscale(self) -> None:
         """Divide the ranks' own gradients by GradScaler's scale if that is nearer to what is got.
@@ -99,11 +119,12 @@ class Update:
             self.previous = self.previous / scale
 
     def _cuts(self) -> Numbers:
+        """Return ``cuts``; 1 for all ranks if any rank clips several times or never."""
         cuts = []
         for calls in self.clips("norm"):
             if len(calls) != 1 or not calls[0].norm or calls[0].limit is None:
                 return np.ones(self.size)
-            cuts.append(min(1, calls[0].limit / (calls[0].norm + 1e-6)))
+            cuts.append(min(1, calls[0].limit / (calls[0].norm + 1e-6)))  # as torch computes it
         return np.array(cuts)
 
     def clips(self, kind: str) -> list[list[Clip]]:
@@ -155,7 +176,11 @@ def fit(basis: Numbers, got: Numbers, columns: list[slice]) -> tuple[Numbers, Nu
 
 
 def _explain(update: Update) -> Explanation:
-    """Explain an update by the first that fits it."""
+    """Explain an update: by the ranks' gradients, by other sums, or number by number.
+
+    The first that fits is returned. If none does, its kind is "unknown", or "rows" if the ranks'
+    gradients explain at least one rank's.
+    """
     if not update.got.any():
         return Explanation("nothing", 0.0, 0.0, [])
     linear = _linear(update)
@@ -167,32 +192,40 @@ def _explain(update: Update) -> Explanation:
             total = float(weights.sum(axis=1).mean())
             return Explanation(kind, float(errors.max()), total, [how])
     exact = _by_number(update, linear.residue, error=EXACT)
-    return exact or _by_number(update, linear.residue, error=2**-7, smallest=1.2e-7) or linear
+    if exact is not None:
+        return exact
+    # the precision of bfloat16, and twice the smallest number of float16
+    rounded = _by_number(update, linear.residue, error=2**-7, smallest=1.2e-7)
+    return linear if rounded is None else rounded
 
 
 # --- sums of the ranks' gradients ---
 
 
 def _linear(update: Update) -> Explanation:
-    """A sum of the ranks' gradients, or on some ranks something else (a reduce to one rank)."""
+    """Explain an update by the ranks' gradients.
+
+    The kind is "mean", or "weighted" if all ranks get the same sum, or "rows" if they get different
+    ones, or some ranks get something else (a reduce to one rank), or "unknown" if all do.
+    """
     weights, errors = fit(update.own, update.got, update.columns)
     residue = float(errors.max())
     total = float(weights.sum(axis=1).mean())
-    sources = [_source(update, rank) for rank in range(update.size)]
-    texts = [text for text, _ in sources]
-    factors = [factor for _, factor in sources]
-    same = np.ptp(factors) <= update.tolerance * np.abs(factors).max()
-    if same and all(text.endswith("the mean") for text in texts):
+    sources = [_find_source(update, rank) for rank in range(update.size)]
+    gradients = [source.gradient for source in sources]
+    factors = [source.factor for source in sources]
+    same_factor = np.ptp(factors) <= update.tolerance * np.abs(factors).max()
+    if same_factor and set(gradients) == {"the mean"}:
         return Explanation("mean", residue, float(np.mean(factors)), [])
     if errors.min() > update.misfit:
         return Explanation("unknown", residue, total, [])
     equal_rows = np.ptp(weights, axis=0).max() <= 1e-2 * np.abs(weights).max()
-    if equal_rows and not any(texts):
+    if equal_rows and not any(source.text for source in sources):
         return _weighted(update, weights.mean(axis=0), residue)
-    for rank, text in enumerate(texts):
-        if not text:
-            texts[rank] = _row_text(weights[rank], fits=bool(errors[rank] <= update.misfit))
-    return Explanation("rows", residue, total, texts)
+    texts = []
+    for source, of_rank, error in zip(sources, weights, errors, strict=True):
+        texts.append(source.text or _row_text(of_rank, fits=bool(error <= update.misfit)))
+    return Explanation("rows", residue, total, texts, gradients)
 
 
 def _row_text(weights: Numbers, *, fits: bool) -> str:
@@ -201,38 +234,63 @@ def _row_text(weights: Numbers, *, fits: bool) -> str:
     return f"weights {' '.join(f'{weight:.3f}' for weight in weights)}"
 
 
-def _source(update: Update, rank: int) -> tuple[str, float]:
-    """Return which multiple of which gradient a rank's optimiser gets; "" if of none."""
+class _Source(NamedTuple):
+    """What one rank's optimiser gets: a multiple of a gradient.
+
+    text : in words; "" if it is no multiple of a gradient.
+    """
+
+    gradient: Gradient
+    factor: float
+    text: str
+
+
+def _find_source(update: Update, rank: int) -> _Source:
+    """Return which multiple of which gradient a rank's optimiser gets.
+
+    Where several fit, as if ranks computed the same, a gradient itself comes before a multiple.
+    """
     alone = np.eye(update.size)
     got = update.got[[rank]]
-    rows = {"the mean": np.full(update.size, 1 / update.size), "its own": alone[rank]}
-    rows |= {f"rank {other}'s own": alone[other] for other in range(update.size)}
-    multiples = []
-    for name, row in rows.items():
+    candidates: list[tuple[Gradient, str, Numbers]] = [
+        ("the mean", "the mean", np.full(update.size, 1 / update.size)),
+        ("its own", "its own", alone[rank]),
+    ]
+    for other in range(update.size):
+        candidates.append(("another rank's own", f"rank {other}'s own", alone[other]))
+    fitting = []
+    for gradient, name, row in candidates:
         values = row @ update.own
         factor = float(got[0] @ values / max(values @ values, _TINY))
         error = misfits(update.own, factor * row[None], got, update.columns)[0]
         if error <= update.misfit:
-            multiples.append((_multiple_text(factor, name), factor))
-    for text, factor in multiples:
-        if abs(factor - 1) <= update.tolerance:
-            return text, factor
-    return multiples[0] if multiples else ("", 1.0)
+            fitting.append(_multiple(gradient, name, factor))
+    for source in fitting:
+        if abs(source.factor - 1) <= update.tolerance:
+            return source
+    return fitting[0] if fitting else _Source("none", 1.0, "")
 
 
-def _multiple_text(factor: float, name: str) -> str:
+def _multiple(gradient: Gradient, name: str, factor: float) -> _Source:
     if factor == 0:
-        return "nothing"
-    return name if abs(factor - 1) < 1e-2 else f"{factor:.3f} times {name}"
+        return _Source("none", factor, "nothing")
+    text = name if abs(factor - 1) < 1e-2 else f"{factor:.3f} times {name}"
+    return _Source(gradient, factor, text)
 
 
 def _weighted(update: Update, shares: Numbers, residue: float) -> Explanation:
-    """A sum in which the ranks count differently: by their samples, clipped, or wrong."""
+    """Explain a sum in which the ranks count differently.
+
+    The kind is "mean" if they count by their samples, "norm" if each rank clipped its gradient,
+    else "weighted".
+
+    shares : the weight of each rank's gradient.
+    """
     if all(update.samples):
         by_samples = np.array(update.samples) / sum(update.samples)
         if np.abs(shares - by_samples).max() < 1e-3:
             return Explanation("mean", residue, 1.0, ["weighted by the ranks' samples"])
-    times = shares * update.size
+    times = shares * update.size  # 1 where a rank counts as in the mean
     cuts = update.cuts
     if cuts.min() == 1:
         cuts = _cuts_by_hand(update, times)
@@ -244,9 +302,13 @@ def _weighted(update: Update, shares: Numbers, residue: float) -> Explanation:
 
 
 def _cuts_by_hand(update: Update, times: Numbers) -> Numbers:
-    """Return to which parts gradients are cut if each rank cuts them to one norm by hand."""
+    """Return to which parts gradients are cut if each rank cuts them to one norm by hand.
+
+    times : the weights in the mean, by rank; smaller than 1 where a rank cut its gradient.
+    """
     sizes = np.array([record.own_norm or np.nan for record in update.records])
-    limit = np.max((times * sizes)[times < 0.999], initial=0.0) or np.inf
+    lengths_after = times * sizes
+    limit = np.max(lengths_after[times < 0.999], initial=0.0) or np.inf  # inf: nobody cut
     return np.asarray(np.minimum(1, limit / sizes))
 
 
@@ -265,6 +327,7 @@ def _bases(update: Update) -> Iterator[Basis]:
     """Yield what else the optimisers may get a sum of."""
     yield from _decayed(update)
     yield from _clipped_by_value(update)
+    # [None] makes a basis of one row
     greatest = update.own.max(axis=0)
     smallest = update.own.min(axis=0)
     yield "extreme", greatest[None], "greatest of the ranks' gradients (ReduceOp.MAX)"
@@ -276,6 +339,7 @@ def _bases(update: Update) -> Iterator[Basis]:
 def _decayed(update: Update) -> Iterator[Basis]:
     weights = update.before[0]
     if np.isfinite(update.before).all():
+        # the number of times the weights that fits best what was added to the mean
         decay = weights @ (update.got[0] - update.mean) / max(weights @ weights, _TINY)
         yield "mean", (update.mean + decay * weights)[None], "with weight decay added"
 
@@ -294,7 +358,9 @@ def _value_limits(update: Update) -> set[float]:
     limits.add(float(np.abs(update.got).max()))  # where all ranks' values are beyond it
     moved = update.got[0] - update.mean
     changed = np.abs(moved) > update.misfit * np.abs(update.own).max(axis=0)
-    if changed.any():  # in most of these columns the greatest number alone is beyond it
+    if changed.any():
+        # In most of these columns only one rank's number is beyond the limit, the greatest g: then
+        # the mean moves by (limit - g) / ranks.
         at = np.abs(update.own).argmax(axis=0)[None]
         greatest = np.take_along_axis(update.own, at, axis=0)[0]
         limits.add(float(np.median(np.abs(update.size * moved + greatest)[changed])))
@@ -302,23 +368,28 @@ def _value_limits(update: Update) -> set[float]:
 
 
 def _clipped_by_parameter(update: Update) -> Iterator[Basis]:
-    shares = []
+    shares = []  # by parameter and rank, to which part a rank cut its gradient
     for at in update.columns:
         weights, _ = fit(update.own[:, at], update.got[:, at], [slice(0, at.stop - at.start)])
         shares.append(np.clip(update.size * weights.mean(axis=0), 0, 1))
-    wide = update.widths >= 2 * update.size
-    if np.ptp(np.array(shares)[wide], axis=1).max(initial=0.0) > 1e-2:  # else the mean is cut
+    wide = update.widths >= 2 * update.size  # enough numbers for a fit of all ranks
+    # Equal shares of all ranks would mean that the mean is cut, not each rank's gradient.
+    if np.ptp(np.array(shares)[wide], axis=1).max(initial=0.0) > 1e-2:
         short = update.own * np.repeat(shares, update.widths, axis=0).T
         yield "norm", short.mean(axis=0)[None], "each rank clips each parameter by itself"
 
 
 def _with_previous(update: Update) -> Iterator[Basis]:
-    """Yield the sum of this step's and the last one's gradients, if both are known well."""
+    """Yield this step's and the last one's gradients, if enough numbers are known to fit both.
+
+    The kind is "kept" if gradients of this step are exchanged too, else "stale".
+    """
     if not np.isfinite(update.previous).all() or 8 * update.size > update.own.shape[1]:
         return
     both = np.concatenate([update.own, update.previous])
     weights = np.abs(fit(both, update.got, update.columns)[0])
-    exchanged = weights[:, : update.size] * (1 - np.eye(update.size))  # of this step
+    # the weights of other ranks' gradients of this step
+    exchanged = weights[:, : update.size] * (1 - np.eye(update.size))
     kind = "kept" if exchanged.max() > 0.05 * weights.max() else "stale"
     yield kind, both, ""
 
@@ -329,7 +400,12 @@ def _with_previous(update: Update) -> Iterator[Basis]:
 def _by_number(
     update: Update, residue: float, *, error: float, smallest: float = 0.0
 ) -> Explanation | None:
-    """Each number is the mean or something else: in some parameters or parts, or rounded."""
+    """Explain an update whose every number is the mean, the sum or a rank's own; None if it is not.
+
+    So some parameters, or parts of them, may be left out of an exchange.
+
+    error, smallest : how far a number may be off, relatively to the gradients and absolutely.
+    """
     added = update.own.sum(axis=0)
     multiple = float(update.got[0] @ added / (added @ added))
     ways = {
@@ -354,22 +430,24 @@ def _by_number(
 def _by_parameter(
     update: Update, residue: float, fits: Mapping[str, NDArray[np.bool_]], *, multiple: float
 ) -> Explanation:
-    """Return which ways explain the parameters.
+    """Return whether all parameters are explained in one way, or which ones are the exception.
 
-    fits : by way, which numbers it explains: (ranks, columns).
+    fits : by way, which numbers it explains: (ranks, columns); the first way that fits counts.
+    multiple : the number in the way "multiplied".
     """
     by_parameter = [_first_way(fits, at) for at in update.columns]
     found = set(by_parameter)
-    if None in found:
+    if None in found:  # a parameter of which no single way explains all numbers
         shares = fits["averaged"].mean(axis=1)
         texts = [f"the mean in {share:.0%} of its numbers" for share in shares]
-        return Explanation("rows", residue, 1.0, texts)
+        return Explanation("rows", residue, 1.0, texts, ["none"] * update.size)
     if found == {"averaged"}:
         return Explanation("mean", residue, 1.0, [])
     if found == {"multiplied"}:
         return Explanation("mean", residue, multiple * update.size, [])
     if not found & {"averaged", "added up"}:
-        return Explanation("rows", residue, 1.0, ["its own"] * update.size)
+        own: list[Gradient] = ["its own"] * update.size
+        return Explanation("rows", residue, 1.0, ["its own"] * update.size, own)
     how = next(way for way in by_parameter if way is not None and way != "averaged")
     names = [name for name, way in zip(update.names, by_parameter, strict=True) if way == how]
     return Explanation("parameters", residue, 1.0, [how, *names])

@@ -71,6 +71,10 @@ def check(recording: Recording) -> Iterator[Outcome]:
 
 
 def _check_optimizer(replicas: Replicas, whose: str) -> Iterator[Outcome]:
+    """Check what one optimiser gets in all its steps.
+
+    whose : names it in sentences.
+    """
     steps = sorted(replicas.own.keys() & replicas.got.keys())
     updates = [update for step in steps if (update := Update(replicas, step)).known]
     if not updates:
@@ -96,7 +100,8 @@ def _check_optimizer(replicas: Replicas, whose: str) -> Iterator[Outcome]:
 def _telling(updates: list[Update]) -> list[Update]:
     """Return the updates that say what the ranks exchange; none where no optimiser gets anything.
 
-    First choice are those that follow a backward, and in which the ranks' gradients differ.
+    These are the updates that follow a backward, if there are any. Of them, those in which the
+    mean equals each rank's own gradient tell nothing, so they count only if all are such.
     """
     computed = [update for update in updates if any(record.micro for record in update.records)]
     received = [update for update in computed or updates if update.kind != "nothing"]
@@ -146,6 +151,7 @@ class _Seen:
 def _judge(seen: _Seen) -> Outcome:
     """Judge the updates by the gravest kind among them."""
     kinds = {update.kind for update in seen.updates}
+    # the gravest first: a kind counts only where there is none of those before it
     grave = kinds & _UNEXPLAINED or kinds & {"rows"} or kinds - {"mean"}
     if not grave:
         return _mean(seen)
@@ -162,7 +168,7 @@ def _explained(seen: _Seen) -> Outcome:
     """Judge updates of one kind of which the fit has said how they come about."""
     first = seen.bad[0]
     kind = first.kind
-    how, *names = first.texts
+    how, *names = first.texts  # names: of the parameters, for the kind "parameters"
     always = [name for name in names if all(name in update.texts for update in seen.bad)]
     changes = len(seen.bad) < len(seen.updates) and kind not in _CLIPPED
     if changes or (names and not always):
@@ -183,6 +189,7 @@ def _explained(seen: _Seen) -> Outcome:
 
 
 def _clip_line(updates: list[Update], kind: str) -> CodeLine | None:
+    """Return the first line that clips, by norm or by value; None if none does by a call."""
     return first_line(
         clip.at for update in updates for calls in update.clips(kind) for clip in calls
     )
@@ -216,9 +223,12 @@ def _unexplained(seen: _Seen) -> Outcome:
 
 
 def _rows(seen: _Seen) -> Outcome:
-    """Judge updates with one rank's own gradient: what do the ranks exchange in its place?"""
+    """Judge updates in which the ranks get different things, often their own gradients.
+
+    What they exchange in place of gradients tells why.
+    """
     recording = seen.recording
-    all_own = all(text.endswith("its own") for update in seen.bad for text in update.texts)
+    all_own = all(update.all_get_own for update in seen.bad)
     if all_own and bypasses_ddp(recording):
         return seen.found("ddp-bypassed", backward_line(recording))
     if not recording_exchanges(recording):  # group-unused says it if they were to train together
@@ -233,7 +243,7 @@ def _rows(seen: _Seen) -> Outcome:
         return Unknown(
             f"gradients: the optimisers get the mean in all steps but step {seen.bad[0].step}"
         )
-    return _own_rows(seen, all_own)
+    return _what_each_gets(seen, all_own)
 
 
 def _mixing_weights(seen: _Seen) -> list[Update]:
@@ -243,29 +253,31 @@ def _mixing_weights(seen: _Seen) -> list[Update]:
     return mixing if 2 * len(mixing) >= len(seen.bad) and not averaging else []
 
 
-def _own_rows(seen: _Seen, all_own: bool) -> Finding:
-    """Name what each rank gets.
+def _what_each_gets(seen: _Seen, all_own: bool) -> Finding:
+    """Return the finding that lists what each rank gets in the first bad step.
 
     all_own : it is its own gradient in all steps.
     """
-    texts = seen.bad[0].texts
-    single = all(text.endswith(("own", "the mean")) for text in texts)
-    lost = unawaited(seen.recording, seen.bad[0].step)
+    first = seen.bad[0]
+    lost = unawaited(seen.recording, first.step)
     kind = "rows"
     if all_own:
         kind = "unawaited" if lost else "own"
     return seen.found(
-        "own-gradient" if single else "not-the-mean",
+        "own-gradient" if first.all_get_one else "not-the-mean",
         seen.line,
         kind=kind,
         sure=len(seen.bad) == len(seen.updates),
-        rows="; ".join(f"rank {rank} gets {text}" for rank, text in enumerate(texts)),
+        rows="; ".join(f"rank {rank} gets {text}" for rank, text in enumerate(first.texts)),
         lost=lost,
     )
 
 
 def _ends_equal(update: Update) -> bool:
-    """Return whether the weights are the same on all ranks after an update that was not."""
+    """Return whether the ranks got different gradients, and yet have equal weights afterwards.
+
+    Equal means up to rounding, and up to 1 % of the move; weights that hardly move tell nothing.
+    """
     size = np.linalg.norm(update.before[0])
     moved = np.linalg.norm(update.after[0] - update.before[0])
     apart = np.linalg.norm(update.after - update.after[0], axis=1).max()
@@ -275,16 +287,19 @@ def _ends_equal(update: Update) -> bool:
 
 
 def _equal_weights(update: Update, all_own: bool) -> Outcome:
-    """Judge ranks that make their weights equal: do they all take those of one rank?"""
+    """Judge ranks that make their weights equal: do they all take those of one rank?
+
+    They do if the weights move along the gradient of that rank alone.
+    """
     if not all_own:
         return Unknown(
             f"gradients: in step {update.step} the optimisers get different gradients, but"
             " afterwards the ranks make their weights equal"
         )
     weights, errors = fit(update.got, update.after[:1] - update.before[:1], update.columns)
-    along = np.flatnonzero(np.abs(weights[0]) > 1e-2 * np.abs(weights).max())
-    if errors[0] < 1e-2 and len(along) == 1:
-        return found("own-gradient", kind="copied", step=update.step, rank=along[0])
+    sources = np.flatnonzero(np.abs(weights[0]) > 1e-2 * np.abs(weights).max())  # ranks
+    if errors[0] < 1e-2 and len(sources) == 1:
+        return found("own-gradient", kind="copied", step=update.step, rank=sources[0])
     return found("weights-averaged", kind="equal", step=update.step)
 
 
@@ -296,6 +311,7 @@ def _mean(seen: _Seen) -> Outcome:
 
     A sum is right if each rank divides its loss by the number of ranks, and a mean of such losses
     is not: what counts is that number times the weight with which the losses are differentiated.
+    The number must be the same in all steps, clipping of the mean aside.
     """
     first = seen.updates[0]
     totals, cuts = _totals_before_clipping(seen.updates)
@@ -308,18 +324,23 @@ def _mean(seen: _Seen) -> Outcome:
         return _multiple(seen, seen.line, total=float(totals[0]))
     if all(update.alike for update in seen.updates):
         return _all_alike(seen)
-    cut = cuts.min()
+    cut = cuts.min()  # 1: no step clips
     scaled = _scaled_in_loss(seen) if cut > 0.999 else None
     return scaled or _right_mean(seen, clipped=cut < 0.999)
 
 
 def _totals_before_clipping(updates: list[Update]) -> tuple[Numbers, Numbers]:
-    """Return by which numbers the mean is multiplied, and to which parts it is then clipped."""
+    """Return by update the multiple of the mean, and to which part it is then clipped.
+
+    A part of 0.3 means: multiplied by 0.3 to limit its norm; 1 means not clipped.
+    """
     totals = np.array([update.total for update in updates])
     cuts = np.array([update.cuts[0] if np.ptp(update.cuts) < 1e-3 else 1.0 for update in updates])
-    sizes = [update.records[0].got_norm or 0.0 for update in updates if not update.is_mean]
-    one_norm = len(sizes) > 1 and np.ptp(sizes) < 1e-3 * max(sizes)
-    if one_norm and totals.max() < 1.001 and np.ptp(totals) > 1e-2:  # cut to it by hand
+    # Without a call of clip_grad_norm_: shortened by different parts, all to the same norm.
+    lengths = [update.records[0].got_norm or 0.0 for update in updates if not update.is_mean]
+    one_norm = len(lengths) > 1 and np.ptp(lengths) < 1e-3 * max(lengths)
+    shortened = totals.max() < 1.001 and np.ptp(totals) > 1e-2
+    if one_norm and shortened:
         cuts = totals
     return totals / cuts, cuts
 
@@ -336,22 +357,26 @@ def _all_alike(seen: _Seen) -> Outcome:
 
 
 def _scaled_in_loss(seen: _Seen) -> Finding | None:
-    """Return that each rank divides its loss by the ranks although the exchange does, too."""
+    """Return that each rank divides its loss by the ranks although the exchange does, too.
+
+    None if the losses are not divided so. On two ranks half a squared error looks the same, a
+    common loss, so there only a classification's counts, and it is not certain.
+    """
     first = seen.updates[0]
     losses = _losses(seen.recording, seen.updates)
     sure = first.size > 2
-    # half the squared error is a common loss
     if not losses.are_means or not (losses.classify or sure):
         return None
-    over_ranks = losses.weight * first.size
-    micro = first.records[0].micro or 1
-    again = _near(over_ranks) or _near(over_ranks / micro)
-    if not again or _near(losses.weight):
+    times_ranks = losses.weight * first.size
+    micro_batches = first.records[0].micro or 1
+    divided_by_ranks = _near(times_ranks) or _near(times_ranks / micro_batches)
+    if not divided_by_ranks or _near(losses.weight):
         return None
     return seen.found("scaled-in-loss", backward_line(seen.recording), sure=sure)
 
 
 def _right_mean(seen: _Seen, *, clipped: bool) -> Right:
+    """Return that the optimiser gets the mean, with the relative error and what else was done."""
     extras = {text for update in seen.updates for text in update.texts}
     if clipped:
         extras.add("then clipped")
@@ -374,8 +399,9 @@ def _clipped_multiple(seen: _Seen) -> Iterator[Outcome]:
     kinds = {update.kind for update in seen.updates}
     totals = np.array([update.total for update in clipped])
     tolerance = 10 * seen.updates[0].tolerance
-    constant = np.abs(totals - 1).max() >= tolerance > np.ptp(totals) / 9
-    if constant and kinds <= {"mean", clipped[0].kind}:
+    not_the_mean = np.abs(totals - 1).max() >= tolerance
+    constant = np.ptp(totals) / 9 < tolerance
+    if not_the_mean and constant and kinds <= {"mean", clipped[0].kind}:
         of_clipped = replace(seen, updates=clipped, bad=clipped)
         yield _multiple(of_clipped, of_clipped.line, total=float(totals[0]))
 
@@ -387,9 +413,8 @@ def _near(value: float, tolerance: float = 1e-3) -> bool:
 class _Losses(NamedTuple):
     """The losses of an optimiser's steps.
 
-    weight : what those of all samples' losses in a step add up to, divided by the number of ranks:
-        1 for a mean on each rank; 0 if a loss was not seen, or whose it is. Sums that are not
-        divided are meant to be added up over the ranks as well.
+    weight : the weights of all samples' losses in a step, added up and divided by the number of
+        ranks: 1 for a mean on each rank; 0 if a loss was not seen, or it is not known whose it is.
     are_means : they are all means.
     classify : they are all those of a classification.
     """
@@ -407,7 +432,9 @@ def _losses(recording: Recording, updates: list[Update]) -> _Losses:
     for backward in recording.of(Backward):
         if backward.step in scales:
             loss = backward.loss
-            weights.append(_loss_weight(backward, scales[backward.step], recording.size))
+            weights.append(
+                _loss_weight(backward, scales[backward.step], recording.size)
+            )  # 0: unknown
             are_means &= loss is not None and loss.reduction == "mean"
             classify &= loss is not None and loss.node.startswith(_CLASSIFIERS)
     optimizers = {step.optimizer_number for step in recording.of(Step)}
@@ -417,30 +444,41 @@ def _losses(recording: Recording, updates: list[Update]) -> _Losses:
 
 
 def _loss_weight(backward: Backward, scale: float, size: int) -> float:
-    """Return the weight of all samples of a backward in its loss; 0 if that is not known."""
+    """Return the weight of all samples of a backward in its loss; 0 if that is not known.
+
+    scale : GradScaler's, which the loss is multiplied by.
+    """
     loss = backward.loss
     if loss is None:
         return 0.0
     arriving = abs(loss.arriving) / scale
     if loss.reduction in ("mean", "none"):
         return arriving
+    if loss.reduction == "sum" and _near(arriving):
+        return arriving / size  # undivided: it is meant to be added up over the ranks as well
     if loss.reduction == "sum":
-        return arriving * (1 / size if _near(arriving) else samples_of(backward))
+        return arriving * samples_of(backward)
     return 0.0
 
 
 def _multiple(seen: _Seen, line: CodeLine | None, *, total: float) -> Outcome:
-    """Judge a constant multiple of the mean."""
+    """Judge a constant multiple of the mean, by what may have multiplied it.
+
+    It is right if the scale of the losses makes up for it. Otherwise the gradients were added up,
+    or divided by the ranks twice, or by a number that stands in the script, or nobody knows.
+
+    total : the optimisers get this number times the mean.
+    """
     first = seen.updates[0]
     size = first.size
     tolerance = 10 * first.tolerance
     losses = _losses(seen.recording, seen.updates)
     micro = first.records[0].micro
-    by_micro_batches = micro > 1 and _near(total * micro, tolerance)
+    by_micro_batches = micro > 1 and _near(total * micro, tolerance)  # a sum divided by hand
     if by_micro_batches or _near(total * losses.weight, tolerance):
         return Right("the losses' scale and the exchange together give the mean of all samples")
-    added = _near(total / size, tolerance)
-    if added and losses.are_means:
+    added_up = _near(total / size, tolerance)
+    if added_up and losses.are_means:
         return seen.found("sum-not-mean", line, sure=losses.weight > 0, total=total)
     twice = _near(total * size, tolerance)
     if twice and (uses_ddp(seen.recording) or size > 2):
@@ -452,7 +490,7 @@ def _multiple(seen: _Seen, line: CodeLine | None, *, total: float) -> Outcome:
         f"gradients: the optimiser gets {total:.3f} times the mean of the {size} ranks' gradients,"
         f" on all ranks and in all {len(seen.updates)} steps"
     )
-    if added:
+    if added_up:
         text += "; what the losses are divided by was not seen"
     return Unknown(text)
 
@@ -460,15 +498,16 @@ def _multiple(seen: _Seen, line: CodeLine | None, *, total: float) -> Outcome:
 def _literal_divisor(
     seen: _Seen, line: CodeLine | None, *, total: float, twice: bool
 ) -> Finding | None:
-    """Return that the mean, or by hand the sum, is divided by a small whole number, if it is.
+    """Return that the gradients are divided by a whole number from 2 to 16; None if they are not.
 
-    twice : that may also be two ranks, by which the mean is divided once more.
+    twice : the number may also be that of the two ranks, by which the mean is divided once more.
     """
-    of = "sum"
-    divisor = seen.updates[0].size / total
-    if uses_ddp(seen.recording):
+    if uses_ddp(seen.recording):  # which has averaged before the script divides
         of = "mean"
         divisor = 1 / total
+    else:
+        of = "sum"
+        divisor = seen.updates[0].size / total
     whole = round(divisor)
     if not (1 < whole <= 16 and _near(divisor / whole, 10 * seen.updates[0].tolerance)):
         return None
@@ -491,7 +530,7 @@ def _early_clips(seen: _Seen) -> Iterator[Finding]:
 def _clips_early(update: Update, kind: str) -> bool:
     """Return whether each rank clips before any collective of a step.
 
-    A limit of a hundred times the norm is there to measure the norm, not to limit it.
+    A limit of a hundred times the norm does not count: the call only measures the norm.
     """
     for calls, record in zip(update.clips(kind), update.records, strict=True):
         most = 100 * max(record.got_norm or 0.0, 1)
@@ -522,25 +561,29 @@ def _contradicted(
     divisor of 4 on two ranks may be 2 times 2, which three ranks tell apart. The same multiple of
     the mean on all sizes is a rate, and so is a sum whose learning rate is divided by the ranks.
     """
-    at: dict[str, dict[int, float | None]] = defaultdict(dict)
+    values: dict[str, dict[int, float | None]] = defaultdict(dict)  # by name and size
     for finding in findings:
-        at[finding.name] |= dict.fromkeys(finding.sizes, finding.value)
+        values[finding.name] |= dict.fromkeys(finding.sizes, finding.value)
     contradicted = set()
     rates = {_rate_of_the_mean(recording) for recording in recordings}
     if len(rates) == 1 and None not in rates:
         contradicted.add("sum-not-mean")
-    if at["scaled-in-loss"].keys() < sizes:
+    if values["scaled-in-loss"].keys() < sizes:
         contradicted.add("scaled-in-loss")
-    literal = at["literal-divisor"]
+    literal = values["literal-divisor"]
     constant = literal.keys() == sizes and np.ptp([*literal.values()]) < 1e-3
-    twice = literal.keys() == {2} and max(at["averaged-twice"], default=0) > 2
+    twice = literal.keys() == {2} and max(values["averaged-twice"], default=0) > 2
     if constant or twice:
         contradicted.add("literal-divisor")
     return contradicted
 
 
 def _rate_of_the_mean(recording: Recording) -> float | None:
-    """Return the first learning rate times the ranks, if the update is linear in the gradient."""
+    """Return the first learning rate times the ranks; None without plain SGD.
+
+    With it the update is linear in the gradient, so a sum with this rate divided by the ranks is
+    the mean.
+    """
     steps = recording.ranks[0].of(Step) if recording.ranks else []
     if not steps or steps[0].optimizer != "SGD" or steps[0].settings.get("weight_decay"):
         return None

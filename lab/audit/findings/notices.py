@@ -32,11 +32,12 @@ def check(recording: Recording) -> Iterator[Finding]:
 
 def compare(recordings: Sequence[Recording]) -> Iterator[Finding]:
     """Yield the notices that need runs of two sizes: whether the global batch grows with them."""
-    runs = {}
+    runs = {}  # by number of ranks, the local batch of each rank
     for recording in recordings:
         if recording.global_batch is None and (local := local_batches(recording)):
             runs[recording.size] = local
-    if len(runs) < 2 or len({count for local in runs.values() for count in local.values()}) > 1:
+    local_sizes = {count for local in runs.values() for count in local.values()}
+    if len(runs) < 2 or len(local_sizes) > 1:
         return
     sizes = tuple(sorted(runs))
     totals = " and ".join(f"{sum(runs[size].values()):,} with {size} ranks" for size in sizes)
@@ -53,7 +54,10 @@ def _first_records(recording: Recording, kind: type[OfStep]) -> dict[int, dict[i
 
 
 class _Difference(NamedTuple):
-    """How far a rank's buffer is from the first rank's when they evaluate after a step."""
+    """How far a rank's buffer is from the first rank's when they evaluate after a step.
+
+    relative : first, so that the greatest of several is the one that differs most.
+    """
 
     relative: float
     step: int
@@ -91,7 +95,9 @@ def _difference(one: list[float], other: list[float]) -> float:
     if len(one) != len(other):
         return 0.0
     size = np.linalg.norm(one)
-    return float(np.linalg.norm(np.subtract(one, other)) / size) if 0 < size < np.inf else 0.0
+    if not 0 < size < np.inf:
+        return 0.0
+    return float(np.linalg.norm(np.subtract(one, other)) / size)
 
 
 def _equal_dropout(recording: Recording) -> Iterator[Finding]:
@@ -117,8 +123,9 @@ def _shares(recording: Recording) -> Iterator[Finding]:
             indices = ", ".join(map(str, first[0].given[:4]))
             yield found("no-shuffling", rank=loaders[0].rank, indices=indices)
         contents = {loader.facts.content for loader in loaders} - {None}
-        divides = all(loader.facts.replicas == len(loaders) for loader in loaders)
-        if divides and len(contents) == len(loaders):
+        sampler_divides = all(loader.facts.replicas == len(loaders) for loader in loaders)
+        different_data = len(contents) == len(loaders)
+        if sampler_divides and different_data:
             yield found(
                 "divided-twice",
                 sure=False,

@@ -54,14 +54,18 @@ def _draws_by_index(loader: TrainingLoader) -> bool:
 def _takes_parts(rank: RankRecords) -> bool:
     """Return whether a rank's model gets, in most steps, fewer samples than the loader gave."""
     steps = training_steps(rank)
-    return 2 * sum(step.takes_a_part for step in steps) > len(steps)
+    partial = sum(step.takes_a_part for step in steps)
+    return 2 * partial > len(steps)
 
 
 def _check_loaders(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
-    """Compare the ranks' loaders that belong together."""
+    """Compare the ranks' loaders that belong together.
+
+    Coverage is checked unless two ranks may have the same samples, or hold different data.
+    """
     compared = [_compare(one, other) for one, other in combinations(loaders, 2)]
     alike = [outcome for outcome, _ in compared if isinstance(outcome, Finding | Unknown)]
-    data = {equal_indices_tell for _, equal_indices_tell in compared}
+    data = {equal_indices_tell for _, equal_indices_tell in compared}  # True, False or None
     if all(isinstance(outcome, Right) for outcome, _ in compared):
         yield Right("every rank trains on different samples")
     yield from alike
@@ -82,7 +86,7 @@ def _check_loaders(recording: Recording, loaders: Loaders) -> Iterator[Outcome]:
 def _global_batch(recording: Recording, asked: int) -> Outcome:
     """Compare the samples of a step on all ranks with what was asked for.
 
-    A local batch may be rounded either way, in each micro-batch.
+    Each rank may round each of its micro-batches up or down by less than one sample.
     """
     local = local_batches(recording)
     if local is None:
@@ -109,7 +113,8 @@ def _compare(one: TrainingLoader, other: TrainingLoader) -> tuple[Outcome | None
 
     Returns
     -------
-    outcome : ``Right`` if no sample of a batch is in the other rank's; None if some are.
+    outcome : ``Right`` if no sample of a batch is in the other rank's, or their data differ; where
+        nearly all are, a finding, or ``Unknown`` if ``data`` is unknown; None where some are.
     data : whether equal indices are equal samples; None if unknown.
     """
     mine = one.drawn
@@ -213,8 +218,8 @@ def _coverage(recording: Recording, loaders: Loaders, *, one_dataset: bool) -> O
     """
     replicas = _replicas(loaders)
     length = _length(loaders) or 0
-    if replicas > recording.size:
-        share = -(-length // replicas)
+    if replicas > recording.size:  # the samplers also share out to ranks that do not exist
+        share = -(-length // replicas)  # rounded up
         return found(
             "uneven-coverage",
             kind="replicas",
@@ -238,11 +243,13 @@ class _Coverage:
 
     Attributes
     ----------
+    number : of the epoch, from 1.
     whole : all ranks' samples of the epoch are known.
     draws : by rank, the records of what it drew.
+    shares : by rank, the samples that it drew.
     counts : how often each sample was drawn.
     repeats : how many draws there were beyond one of each sample.
-    batch : the samples of the largest first batch.
+    batch : how many samples the largest first batch of a rank has.
     """
 
     def __init__(self, loaders: Loaders, number: int, epochs: Sequence[Epoch]) -> None:
@@ -263,7 +270,9 @@ class _Coverage:
         return all(is_sequential(sorted(set(share))) for share in self.shares)
 
     def outcome(self, *, one_dataset: bool) -> Outcome | None:
-        """Return whether samples come twice in the epoch or are left out of it; None without any.
+        """Return whether samples come twice in the epoch or are left out of it.
+
+        None if a rank drew no samples.
 
         one_dataset : equal indices are equal samples.
         """
@@ -289,21 +298,24 @@ class _Coverage:
 
     @property
     def _rounding(self) -> int:
-        """So many samples may be too few or too many where ranks or batches do not divide them."""
+        """How many samples may be missing or repeated since ranks or batches do not divide them."""
         return max(len(self.shares), self.batch)
 
     def _most_repeats(self) -> float:
         """Return how many repeats are no fault.
 
-        Each rank may repeat a sample, or with shuffled samples fill up a batch, so that all ranks
-        have equally many. Of the first batches some may come twice by chance.
+        So that all ranks have equally many, each rank may repeat a sample, or with shuffled samples
+        fill up a batch. Where only the first batches are known, a tenth may come twice by chance.
         """
         padding = len(self.shares) * (1 if self.in_strides else self.batch)
         by_chance = 0 if self.whole else self.counts.total() / 10
         return max(padding, by_chance)
 
     def _repeated(self, *, one_dataset: bool) -> Outcome:
-        """Judge samples that come twice."""
+        """Judge samples that come twice: a fault if ranks share them, and one rank alone does not.
+
+        one_dataset : equal indices are equal samples.
+        """
         within_a_rank = max(len(share) - len(set(share)) for share in self.shares)
         if within_a_rank > (self._rounding if self.whole else 0):
             return Unknown(
@@ -324,18 +336,18 @@ class _Coverage:
 
     def _length(self) -> int | None:
         """Return the number of samples in the dataset whose indices are counted."""
-        outer = all(draw.innermost == draw.indices for rank in self.draws for draw in rank)
-        if outer:
+        all_outer = all(draw.innermost == draw.indices for rank in self.draws for draw in rank)
+        if all_outer:
             return _length(self.loaders)
         return _common([loader.facts.inner_length for loader in self.loaders])
 
     def _holes(self, length: int | None) -> list[int]:
-        """Return the samples left out between others, where the ranks draw in strides."""
+        """Return the samples left out between others; none unless the ranks draw in strides."""
         # Indices beyond the length are those of several datasets.
         if not self.in_strides or max(self.counts) >= (length or 0):
             return []
         drawn = sorted(self.counts)
-        stride = gcd(*(index - drawn[0] for index in drawn))
+        stride = gcd(*(index - drawn[0] for index in drawn))  # of all ranks together: mostly 1
         return [index for index in range(drawn[0], drawn[-1], stride) if index not in self.counts]
 
     def _left_over(self, length: int | None) -> Outcome:
@@ -379,7 +391,8 @@ def _padding(loaders: Loaders) -> Iterator[Outcome]:
     length = _length(loaders) or 0
     of_rank = sum(len(draw.indices or ()) for draw in loaders[0].epochs[0].whole)
     draws = len(loaders) * of_rank
-    if _replicas(loaders) == len(loaders) > draws - length > 0:
+    repeated = draws - length
+    if _replicas(loaders) == len(loaders) and 0 < repeated < len(loaders):
         yield found("padding-sampler", samples=length, draws=draws)
 
 
@@ -387,7 +400,12 @@ def _padding(loaders: Loaders) -> Iterator[Outcome]:
 
 
 class _Order(NamedTuple):
-    """The first samples of an epoch, from 2, and whether the epoch before began with them."""
+    """How an epoch begins.
+
+    epoch : its number, from 2.
+    begin : the first samples of the epoch before, as many as both epochs have.
+    same : the epoch begins with the same ones.
+    """
 
     epoch: int
     begin: list[Index]
@@ -395,9 +413,13 @@ class _Order(NamedTuple):
 
 
 def _same_order(loaders: Loaders) -> Iterator[Outcome]:
-    """Compare the first batches of each epoch with those of the epoch before."""
+    """Compare the first batches of each epoch with those of the epoch before.
+
+    Nothing is said where some epochs repeat the order and others do not.
+    """
     orders = [order for loader in loaders for order in _orders(loader)]
-    if len({order.same for order in orders}) == 1:
+    all_alike = len({order.same for order in orders}) == 1
+    if all_alike:
         yield _judge_order(loaders[0], orders[0])
     if loaders[0].facts.replicas and max(len(loader.epochs) for loader in loaders) == 1:
         yield Unknown("whether each epoch has another order: one epoch was seen")
@@ -422,7 +444,7 @@ def _orders(loader: TrainingLoader) -> Iterator[_Order]:
 
 
 def _judge_order(loader: TrainingLoader, order: _Order) -> Outcome:
-    """Judge an order that all epochs of all ranks repeat, or none."""
+    """Judge an order that all epochs of all ranks repeat, or that none repeats."""
     if not order.same:
         return Right(f"epoch {order.epoch} has a different order from epoch {order.epoch - 1}")
     sampler = str(loader.facts.sampler)
@@ -444,7 +466,7 @@ def _batch_counts(recording: Recording, loaders: Loaders) -> Outcome | None:
     """Compare how many batches the ranks have in an epoch.
 
     Not a fault if the ranks stay in step where an epoch ends, since their loops then end alike or
-    begin anew, or if Join lets those wait that have fewer.
+    begin anew, or if Join lets those wait that have fewer. None if a number is not known.
     """
     batches = _common([loader.facts.batches for loader in loaders])
     if batches is not None:
@@ -461,15 +483,19 @@ def _batch_counts(recording: Recording, loaders: Loaders) -> Outcome | None:
 def _unequal_batches(recording: Recording, loaders: Loaders, listed: str) -> Outcome:
     """Judge different numbers of batches: do the ranks stay in step where an epoch ends?"""
     taken = [_epochs_of_batches(loader) for loader in loaders]
-    ends = not recording.of(Cut) or any(len(set(epochs)) > 1 for epochs in taken)
+    # an end of an epoch was seen: the script ended by itself, or a rank went on to a further epoch
+    end_seen = not recording.of(Cut) or any(len(set(epochs)) > 1 for epochs in taken)
     equally_many = len({len(epochs) for epochs in taken}) == 1
-    if ends and equally_many and not recording.hung:
+    if end_seen and equally_many and not recording.hung:
         return Unknown(
             f"whether the ranks' different numbers of batches matter ({listed}): they "
             "stay in step where an epoch ends"
         )
     return found(
-        "different-batch-counts", kind="ends" if ends else "not seen", sure=ends, counts=listed
+        "different-batch-counts",
+        kind="ends" if end_seen else "not seen",
+        sure=end_seen,
+        counts=listed,
     )
 
 

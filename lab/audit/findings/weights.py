@@ -25,27 +25,32 @@ OfOptimizer = TypeVar("OfOptimizer", Step, Stepped, Weights)
 
 
 def check(recording: Recording) -> Iterator[Outcome]:
-    """Check the ranks' weights; see lab/audit/findings/finding.py."""
+    """Check the ranks' weights, and the settings of their optimisers.
+
+    Ranks that never exchange anything may well start apart: ``group-unused`` tells of them. Of
+    optimisers that share a tensor only the first one's start is compared. Whether weights diverge
+    is told only if they started equal, and no different setting explains it.
+    """
     if recording.size < 2 or len(recording.ranks) < recording.size:
         return
     if recording.of(FsdpBuilt):
         yield Unknown("weights: FSDP holds another part of them on each rank")
         return
     replicas: list[Replicas] = []
-    different = []
+    different_starts = []
     for family in lasting_optimizers(recording):
         of_family = [Replicas(recording, number) for number in family]
         replicas += of_family
         if _starts_apart(of_family[0]):
-            different.append(of_family[0])
+            different_starts.append(of_family[0])
     exchanged = recording_exchanges(recording)
     if exchanged:
-        yield from map(_different_start, different)
+        yield from map(_different_start, different_starts)
     settings = [*_different_settings(replicas)]
     yield from settings
     if not any(several.weights for several in replicas):
         yield Unknown("weights: no ranks' weights of equal parameters were seen")
-    elif not different:
+    elif not different_starts:
         yield Right("all ranks start from the same weights")
         yield from _divergence(replicas, counts=exchanged and not settings)
 
@@ -56,7 +61,7 @@ class Replicas:
     Attributes
     ----------
     rows : of its parameters on rank 0, see probe/__init__.py.
-    names, columns : of each parameter.
+    names, columns : of each parameter: its name, and where its samples are in the arrays below.
     same : the ranks' parameters are the same.
     steps : by step, the ranks' records of it.
     own, got, weights : by step, an array of shape (ranks, columns): samples of the ranks' own
@@ -105,7 +110,9 @@ class Replicas:
 
     def _read_weights(self) -> None:
         """Read the weights where all are finite; none of what backward() never reaches."""
-        if any(map(np.any, self.got.values())) and not any(map(np.any, self.own.values())):
+        some_got = any(map(np.any, self.got.values()))
+        some_own = any(map(np.any, self.own.values()))
+        if some_got and not some_own:  # the script sets the .grad of copies itself
             return
         found: dict[int, Numbers] = {}
         for step, records in self.records(Weights).items():
@@ -120,9 +127,13 @@ class Replicas:
         return np.asarray(apart / np.maximum(sizes, _TINY))
 
     def is_apart(self, step: int) -> bool:
-        """Return whether the ranks' weights differ by more than rounding before a step."""
+        """Return whether the ranks' weights differ by more than rounding before a step.
+
+        Rounding is allowed to grow by ``SAME`` a step, or to a thousandth of the latest move.
+        """
         after = self.weights[step]
         before = self.weights.get(step - 1, after)
+        # parameters that were added in between have no weights before
         move = float(np.linalg.norm(after[:, : before.shape[1]] - before))
         moved = move / max(float(np.linalg.norm(before)), _TINY)
         return self.spread(step).max(initial=0.0) > max(SAME * (step + 1), 1e-3 * moved)
@@ -173,7 +184,7 @@ def _different_start(replicas: Replicas) -> Finding:
 
 
 def _different_settings(replicas: list[Replicas]) -> Iterator[Finding]:
-    """Yield the first of the learning rates, other settings and classes that differ."""
+    """Yield a finding for the first setting that differs between the ranks, or nothing."""
     for several in replicas:
         for step, records in several.steps.items():
             settings = [_settings(record) for record in records]
@@ -204,9 +215,9 @@ def _settings(step: Step) -> dict[str, str]:
 
 
 def _divergence(replicas: list[Replicas], *, counts: bool) -> Iterator[Outcome]:
-    """Yield whether the weights, which were equal, stay equal.
+    """Yield whether the weights, which were equal, stay equal; nothing if they were seen once only.
 
-    counts : nothing else explains that they do not.
+    counts : nothing else explains it if they do not, so that is a finding.
     """
     for several in replicas:
         for step in several.weights:
@@ -219,13 +230,17 @@ def _divergence(replicas: list[Replicas], *, counts: bool) -> Iterator[Outcome]:
 
 
 def _name_divergence(replicas: Replicas, step: int) -> Finding:
-    """Return what makes the weights differ before ``step``, which were equal before."""
+    """Return what makes the weights differ before ``step``, which were equal before.
+
+    It is the optimisers' state if they got equal gradients in the step before, and yet have
+    different states; else it is not known.
+    """
     spread = replicas.spread(step)
     got = replicas.got.get(step - 1)
-    equal = got is None or (got == got[0]).all()
+    equal_gradients = got is None or (got == got[0]).all()
     states = [record.state for record in replicas.records(Stepped).get(step - 1, [])]
     other = next((rank for rank, state in enumerate(states) if state != states[0]), None)
-    by_state = other is not None and None not in states and equal
+    by_state = other is not None and None not in states and equal_gradients
     return found(
         "different-optimizer-state" if by_state else "weights-diverge",
         step=step,

@@ -75,6 +75,7 @@ def first_step_apart(recording: Recording) -> int:
     """Return the first step in which a rank is in another epoch than the others.
 
     From there on steps of equal numbers do not belong together, as within torch's ``Join``.
+    sys.maxsize if the ranks stay together.
     """
     epochs: dict[tuple[int, int], set[int]] = defaultdict(set)  # by optimiser and step
     for rank in recording.ranks:
@@ -82,7 +83,8 @@ def first_step_apart(recording: Recording) -> int:
         if not begun:  # other ranks may send it its data
             continue
         for step in rank.of(Step):
-            epochs[step.optimizer_number, step.step].add(bisect(begun, step.t))
+            epoch = bisect(begun, step.t)  # the number of epochs that began before the step
+            epochs[step.optimizer_number, step.step].add(epoch)
     apart = [step for (_, step), seen in epochs.items() if len(seen) > 1]
     return min(apart, default=sys.maxsize)
 
@@ -92,10 +94,11 @@ def lasting_optimizers(recording: Recording) -> list[list[int]]:
 
     Others come and go with tensors that are thrown away: copies of the model for one task, or
     inputs that an adversary changes. If there are only such ones, each of them counts; if none has
-    done a step, as in a script that failed early, all count.
+    done a step, as in a script that failed early, all count. Those that are built before the first
+    step count alone, if there are any.
     """
     rank = max(recording.ranks, key=lambda rank: len(rank.of(Step)))
-    first: dict[int, Parameters] = {}
+    first: dict[int, Parameters] = {}  # by optimiser, its first parameters
     for parameters in rank.of(Parameters):
         first.setdefault(parameters.optimizer_number, parameters)
     series = _steps_by_tensor(rank, first)
@@ -150,10 +153,10 @@ def ends_without_sync(recording: Recording, step: int) -> bool:
 
 def unawaited(recording: Recording, step: int) -> int:
     """Return how many asynchronous exchanges of gradients rank 0 never waits for in a step."""
-    first = recording.ranks[0]
-    waited = {done.call_number for done in first.of(Done) if done.wait_seconds is not None}
+    rank0 = recording.ranks[0]
+    waited = {done.call_number for done in rank0.of(Done) if done.wait_seconds is not None}
     lost = 0
-    for call in in_step(first.of(CollectiveCall), step):
+    for call in in_step(rank0.of(CollectiveCall), step):
         if call.content == "gradient" and call.is_async and call.number not in waited:
             lost += 1
     return lost

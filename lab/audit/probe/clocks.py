@@ -50,7 +50,12 @@ _LOSS = "loss"
 
 
 class _Reading:
-    """How far training was when a clock was read: events counted since the start."""
+    """How far training was when a clock was read.
+
+    backwards, steps : how many had begun, and ended, since the start.
+    in_step : a backward of the current step had begun, but not yet ended its update.
+    device_pending : the GPU was still computing.
+    """
 
     def __init__(self, watcher: _ClockWatcher) -> None:
         self.backwards = watcher.probe.gradients.backward
@@ -65,7 +70,11 @@ class _Reading:
 
 
 class _Traced:
-    """A number or a time that knows its sources: ``of`` holds the weight of each."""
+    """A number or a time that knows its sources.
+
+    of : the weight of each source: a ``_Reading``, or ``_LOSS``.
+    watcher : gets what the script does with it; set by ``watch``.
+    """
 
     of: Mapping[Any, float] = MappingProxyType({})
     watcher: _ClockWatcher
@@ -79,7 +88,7 @@ class _Traced:
     def __sub__(self, other: Any) -> Any:
         result = super().__sub__(other)  # type: ignore[misc]  # mixed in
         difference = _traced(result, (self.of, 1), (getattr(other, "of", {}), -1))
-        weights = getattr(difference, "of", {})
+        weights = getattr(difference, "of", {})  # none if a plain value came out
         if _is_time(weights) and _advance(weights, "steps") > 0:
             self.watcher.update_timed = True
         return difference
@@ -91,7 +100,7 @@ class _Traced:
 
     def __truediv__(self, divisor: Any) -> Any:
         quotient = super().__truediv__(divisor)  # type: ignore[misc]  # mixed in
-        if type(divisor) not in (int, float):
+        if type(divisor) not in (int, float):  # such as an array: what comes out is no mean
             return quotient
         if divisor in _UNITS or not _is_time(self.of):
             return _traced(quotient, (self.of, 1 / divisor))
@@ -110,7 +119,8 @@ class _Traced:
         return super().__repr__()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return copy.copy, (+self,)  # type: ignore[operator]  # a plain one
+        # pickle and copy give a plain value: the unary plus leaves the sources out
+        return copy.copy, (+self,)  # type: ignore[operator]  # mixed in
 
 
 class _Number(_Traced, float):
@@ -152,9 +162,12 @@ _KINDS: dict[type, Any] = {
 
 
 def _traced(value: Any, *terms: tuple[Mapping[Any, float], Any]) -> Any:
-    """Return a value with the sources of the sum of its terms: weights, and a factor.
+    """Return a value that knows its sources: those of all terms, with their weights added up.
 
-    It stays as it is if it cannot hold them, there are many, or a factor is no plain number.
+    terms : of each, the weights of its sources, and the factor by which they count.
+
+    The value stays plain if its type cannot hold sources, none or too many are left, or a factor
+    is no plain number.
     """
     if type(value) not in _KINDS:
         return value
@@ -173,19 +186,42 @@ def _traced(value: Any, *terms: tuple[Mapping[Any, float], Any]) -> Any:
 
 
 def _is_time(weights: Mapping[Any, float]) -> bool:
-    """Return whether a value is a sum of intervals, not what a clock or a loss says."""
+    """Return whether a value is a sum of intervals, not what a clock or a loss says.
+
+    An interval is the difference of two readings, so the weights of all readings add up to 0.
+    """
     if not weights or _LOSS in weights:
         return False
     return abs(sum(weights.values())) <= 1e-9 * max(weights.values())
 
 
 def _advance(weights: Mapping[Any, float], name: str) -> float:
-    """Return how far training advances in a sum of intervals."""
+    """Return how many events training advances in a sum of intervals, each by its weight.
+
+    name : the attribute of ``_Reading`` that counts the events.
+    """
     return sum(weight * getattr(reading, name) for reading, weight in weights.items())
 
 
+def _spans_first_backward(weights: Mapping[Any, float], unit: float) -> bool:
+    """Return whether an interval begins before the first backward and ends after it.
+
+    Of the readings after the first backward, those of a later interval add up to 0. Of an interval
+    that spans it, only the end is among these: one unit is left.
+    """
+    after_first = sum(weight for reading, weight in weights.items() if reading.backwards)
+    return after_first / unit > 0.5
+
+
 class _ClockWatcher:
-    """Counts the events of training, and makes readings of the clocks."""
+    """Counts the events of training, and makes readings of the clocks.
+
+    in_step : see ``_Reading``.
+    update_timed : an interval so far held an update.
+    _losses : the tensors from which backwards began, while they live and are one rank's.
+    _stand_ins : what replaces a function, class or module that a module of the script has imported
+        by name: by the id of the original.
+    """
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
@@ -203,8 +239,8 @@ class _ClockWatcher:
         self._patch_everywhere(statistics, ("mean", "fmean"), self._combine)
         if sys.modules.get("numpy"):
             self._patch_everywhere(sys.modules["numpy"], ("mean", "sum"), self._combine)
-        timeit.default_timer = time.perf_counter
-        self.forward_begin()
+        timeit.default_timer = time.perf_counter  # replaced above, but timeit holds the original
+        self._replace_imported_names()
 
     def _patch_everywhere(
         self, owner: Any, names: Iterable[str], wrapper: Callable[..., Any]
@@ -217,9 +253,8 @@ class _ClockWatcher:
 
     def record_mean(self, weights: Mapping[Any, float], divisor: float) -> None:
         """Record that the script divides a sum of intervals."""
-        unit = max(weights.values())
+        unit = max(weights.values())  # the weight of a single interval
         ends = [reading for reading, weight in weights.items() if weight > 0]
-        since_first = sum(weight for reading, weight in weights.items() if reading.backwards)
         self.probe.record(
             "clock",
             event="mean",
@@ -229,7 +264,7 @@ class _ClockWatcher:
             scale=round(sum(weights[end] for end in ends) / unit, 6),
             steps=round(_advance(weights, "steps") / unit, 6),
             backwards=round(_advance(weights, "backwards") / unit, 6),
-            first=since_first / unit > 0.5,
+            first=_spans_first_backward(weights, unit),
             before_update=sum(end.in_step for end in ends),
             update_timed=self.update_timed,
             device_pending=sum(end.device_pending for end in ends),
@@ -243,12 +278,15 @@ class _ClockWatcher:
             self.probe.record("clock", event="loss_printed", at=self.probe.place())
 
     def _read(self, original: Any) -> Any:
+        """Read a clock; in the script's own code, the time knows its reading."""
+        # frame 0 is this one, 1 the wrapper of ``patch``, and 2 the caller's
         if not self.probe.is_users(sys._getframe(2).f_code.co_filename):
             return original()
         reading = _Reading(self)  # before the clock is read, so that it does not count
         return _traced(original(), ({reading: 1}, 1))
 
     def _item(self, original: Any, tensor: torch.Tensor) -> Any:
+        """Return ``tensor.item()``; of this rank's loss, a number that knows it."""
         value = original(tensor)
         storage = storage_of(tensor)
         if storage is not None and any(storage_of(loss()) == storage for loss in self._losses):
@@ -256,7 +294,10 @@ class _ClockWatcher:
         return value
 
     def _combine(self, original: Any, values: Any, *rest: Any, **named: Any) -> Any:
-        """Call a function that averages or adds up; of a list, the sources are known."""
+        """Call a function that averages or adds up; of a list of numbers, the sources are known.
+
+        Dividing their sum here records the mean, as if the script had divided.
+        """
         result = original(values, *rest, **named)
         if not isinstance(values, (list, tuple)) or set(map(type, values)) != {_Number}:
             return result
@@ -266,6 +307,7 @@ class _ClockWatcher:
         return _traced(float(result), (getattr(known, "of", {}), 1))
 
     def backward_begin(self, roots: list[torch.Tensor]) -> None:
+        """Begin a step, unless one has begun, and remember the losses."""
         self.in_step = True
         for root in roots:
             if root.numel() == 1:
@@ -275,16 +317,23 @@ class _ClockWatcher:
         self.in_step = False
 
     def communicate(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The losses among the tensors of a message are no longer those of one rank."""
+        """Forget the losses among the tensors of a message: they are no longer one rank's."""
         exchanged = {storage_of(tensor) for tensor in tensors}
         self._losses = [loss for loss in self._losses if storage_of(loss()) not in exchanged]
 
     def _loader_is_built(self, original: Any, *rest: Any, **named: Any) -> None:
-        self.forward_begin()
+        self._replace_imported_names()
         original(*rest, **named)
 
     def forward_begin(self, *_: Any) -> None:
-        """Until training begins, replace what the script's own modules imported by name."""
+        """Replace what modules have imported since the last forward."""
+        self._replace_imported_names()
+
+    def _replace_imported_names(self) -> None:
+        """Put stand-ins for what the script's own modules imported by name, until training begins.
+
+        ``from time import perf_counter`` keeps the original, which ``patch`` does not reach.
+        """
         if self.probe.gradients.backward:
             return
         for module in list(sys.modules.values()):

@@ -46,15 +46,19 @@ _IDLE_SHARE = 0.1  # of a core: a process that uses less waits for something
 
 
 class CallRecorder:
-    """Records the calls of this process, numbered from 0, and where it waits."""
+    """Records the calls of this process, numbered from 0, and where it waits.
+
+    _works : the number of the asynchronous call that returned each Work.
+    _open : by thread, the number and the name of the call that it is in.
+    """
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
         self._works: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._numbers = itertools.count()
-        self._open: dict[int, tuple[Any, Any]] = {}  # number and name of the call of each thread
+        self._open: dict[int, tuple[Any, Any]] = {}
         # The functions are replaced wherever torch.distributed holds them.
-        calls = {}
+        calls = {}  # by original
         for name, function in vars(sys.modules[f"{_PACKAGE}.distributed_c10d"]).items():
             if name.startswith(_BEGINNINGS) and type(function) is FunctionType:
                 calls[function] = wrapped(function, self.call)
@@ -70,7 +74,10 @@ class CallRecorder:
             patch(dist.DeviceMesh, __init__=functools.partial(probe.note, "mesh"))
 
     def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function between a record ``call`` and a record ``done``."""
+        """Call a function between a record ``call`` and a record ``done``.
+
+        A call within another one of the same thread is only passed on.
+        """
         if threading.get_ident() in self._open:
             return original(*args, **kwargs)
         name = original.__name__
@@ -98,7 +105,10 @@ class CallRecorder:
     def _timed(
         self, number: int, field: str, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Return what the function returns, and record how long that took."""
+        """Return what the function returns, and write a record ``done``.
+
+        field : which of its fields gets the time: "seconds" of a call, "wait_seconds" of a wait.
+        """
         began = time.monotonic()
         error = None
         thread = threading.current_thread()
@@ -112,8 +122,9 @@ class CallRecorder:
             raise
         finally:
             self._open.pop(threading.get_ident(), None)
-            seconds = {"seconds": 0.0, field: time.monotonic() - began}
-            self._probe.record("done", c=number, **seconds, own_thread=own, error=error)
+            # ``seconds`` is 0 in the record of a wait
+            times = {"seconds": 0.0, field: time.monotonic() - began}
+            self._probe.record("done", c=number, **times, own_thread=own, error=error)
 
     def _describe(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
         """Return the fields of a record ``call`` from its arguments by their names."""
@@ -150,7 +161,7 @@ class CallRecorder:
         return "forward" if self._probe.forwards.training else None
 
     def _content(self, tensors: list[torch.Tensor]) -> str:
-        """Return "gradient", "weights" or "other": which share their memory with the tensors."""
+        """Return whether the tensors share memory with a gradient or weights; "other" if not."""
         sought = {storage_of(tensor) for tensor in tensors} - {None}
         if not sought:
             return "other"
@@ -162,15 +173,19 @@ class CallRecorder:
         return "weights" if is_weight else "other"
 
     def _look(self) -> None:
-        """Write ``stands`` once for each time that this process waits for others, and ``stack``."""
+        """Run in a thread: see where the other threads stand, without end.
+
+        Writes ``stands`` once each time that this process has waited for others for some ticks, and
+        ``stack`` once the audit asks for it by the file "dump".
+        """
         used = time.process_time()
         written = 0
         ticks = 0
-        asked = False
+        has_dumped = False
         while True:
             time.sleep(_TICK_SECONDS)
-            if not asked and (self._probe.folder / "dump").exists():
-                asked = True
+            if not has_dumped and (self._probe.folder / "dump").exists():
+                has_dumped = True
                 main = threading.main_thread().ident or 0
                 frames = traceback.walk_stack(sys._current_frames().get(main))
                 self._probe.record("stack", at=self._probe.place(frames))
@@ -224,13 +239,17 @@ def _subgroup(group: Any) -> list[Any] | None:
 
 
 def _peer(name: str, given: dict[str, Any], group: Any) -> int | None:
-    """Return the rank, among all ranks, that the arguments name as source or destination."""
+    """Return the rank, among all ranks, that the arguments name as source or destination.
+
+    None if they name none, as in an all-reduce or a receive from any rank.
+    """
     for argument in ("src", "dst"):
         if given.get(argument) is not None:
             return int(given[argument])
     for argument in ("group_src", "group_dst"):
         if given.get(argument) is not None:
             return int(dist.get_global_rank(group, given[argument]))
+    # torch's default is rank 0; a reduce_scatter is no reduce
     kind = "reduce_scatter" if name.startswith("reduce_scatter") else name.split("_")[0]
     return 0 if kind in ("broadcast", "gather", "reduce", "scatter") else None
 

@@ -14,4 +14,5 @@ def coordinates(numel: int) -> list[int]:
     """
     if numel <= COORDINATES:
         return list(range(numel))
-    return [int(index * _GOLDEN % 1.0 * numel) for index in range(COORDINATES)]
+    fractions = [index * _GOLDEN % 1.0 for index in range(COORDINATES)]
+    return [int(fraction * numel) for fraction in fractions]

@@ -78,8 +78,8 @@ def _spread(values: Any) -> Any:
 def held_content(dataset: Any) -> int | None:
     """Return a hash of what a dataset holds of some of its samples.
 
-    None if that does not tell which samples these are: single labels and file names that may be
-    those of several folders do not, nor do samples of which most are equal.
+    None if that does not tell which samples these are. Arrays, images and paths of files tell;
+    single labels and mere names of files do not, nor do samples of which most are equal.
     """
     length = len(dataset)
     rows = []
@@ -142,8 +142,8 @@ def _attributes(owner: Any) -> Iterator[Any]:
 def look_through(dataset: Any) -> tuple[list[Any], Sequence[int] | None]:
     """Return the innermost datasets, and the index within these of each sample, all different.
 
-    The indices are None if they are not known. They are read from what the wrapping datasets hold.
-    These are not asked for a sample: they may count their samples, or draw random numbers.
+    The indices are None if they are not known. They are read from the attributes of the wrapping
+    datasets, which are not asked for a sample: they may count these, or draw random numbers.
     """
     innermost: dict[int, Any] = {}
     try:
@@ -168,20 +168,22 @@ def _read_indices(dataset: Any, innermost: dict[int, Any]) -> Sequence[int] | No
             within.append(value)
     if not within:
         innermost[id(dataset)] = dataset
-        first = list(innermost).index(id(dataset)) * SEVERAL
+        number = list(innermost).index(id(dataset))
+        first = number * SEVERAL
         return range(first, first + length)
     parts = [_read_indices(inner, innermost) for inner in within]
     if isinstance(dataset, ConcatDataset):
         known = [part for part in parts if part is not None]
         return [*chain(*known)] if len(known) == len(parts) else None
-    (indices,) = parts
+    (indices,) = parts  # raises ValueError for several
     return _chosen(dataset, indices)
 
 
 def _chosen(dataset: Any, indices: Sequence[int] | None) -> Sequence[int] | None:
-    """Return those of the indices within that a dataset chooses by its only list of numbers.
+    """Return which of the indices within a dataset chooses, as a Subset does by its only list.
 
-    Without such a list, as in a dataset that transforms another one, both have equally many.
+    Without such a list it has them all, as a dataset that transforms another one. None if it has
+    several lists, or without one another number of samples.
     """
     length = len(dataset)
     lists = [value for value in vars(dataset).values() if _is_index_list(value, length)]
@@ -247,10 +249,10 @@ class WatchedLoader:
 class WatchedEpoch:
     """One iteration over a loader.
 
-    names : what its records call it.
-    inner : the innermost index of each sample, if that is another and known.
-    queue : the indices that the sampler has given ahead of the batches.
-    given : its batches.
+    names : the fields of its records that name it: l and epoch.
+    inner : the innermost index of each sample; None if it is the same or not known.
+    queue : by batch, the indices that the sampler has given and the script has not got yet.
+    given : how many batches the script got.
     over : it has ended, or was ended.
     trains : a backward or an update followed one of its batches.
     """
@@ -274,6 +276,9 @@ class WatchedEpoch:
 class LoaderWatch:
     """Writes the records of all loaders of this process.
 
+    known : all loaders so far, by their number.
+    loaders : the loaders that still live, by torch's DataLoader.
+    epochs : the epochs, by torch's iterator.
     fresh : the epochs that gave a batch since the last backward, the newest last. Those of other
         loaders are no longer fresh after a forward without gradients.
     """
@@ -282,7 +287,7 @@ class LoaderWatch:
         self.probe = probe
         self.known: list[WatchedLoader] = []
         self.loaders: WeakKeyDictionary[Any, WatchedLoader] = WeakKeyDictionary()
-        self.epochs: WeakKeyDictionary[Any, WatchedEpoch] = WeakKeyDictionary()  # by iterator
+        self.epochs: WeakKeyDictionary[Any, WatchedEpoch] = WeakKeyDictionary()
         self.fresh: list[WatchedEpoch] = []
         patch(
             dataloader._BaseDataLoaderIter,
@@ -294,7 +299,10 @@ class LoaderWatch:
         probe.listeners.append(self)
 
     def begin(self, original: Any, iterator: Any, loader: DataLoader[Any], *first: bool) -> None:
-        """See an iterator begin: a new one, or with persistent workers the loader's only one."""
+        """See an iterator begin: a new one, or with persistent workers the loader's only one.
+
+        first : what torch's ``_reset`` gets: True within ``__init__``, which is seen already.
+        """
         if get_worker_info() is None and not any(first):
             self.probe.guard(self.begin_epoch)(iterator, loader)
         original(iterator, loader, *first)
@@ -305,7 +313,7 @@ class LoaderWatch:
             self.loaders[loader] = self.find_loader(loader)
         watched = self.loaders[loader]
         _, inner = look_through(loader.dataset)
-        if isinstance(inner, range):  # the sampler's own indices
+        if isinstance(inner, range):  # nothing is selected: the sampler's indices are the innermost
             inner = None
         names = {"l": watched.number, "epoch": len(watched.epochs)}
         epoch = WatchedEpoch(watched, names, inner)
@@ -313,7 +321,10 @@ class LoaderWatch:
         watched.epochs.append(epoch)
 
     def find_loader(self, loader: DataLoader[Any]) -> WatchedLoader:
-        """Return the one, thrown away since, that a new loader follows; else record a new one."""
+        """Return the watched loader that a new DataLoader continues, else record a new one.
+
+        It continues one with the same facts whose own DataLoader has been thrown away.
+        """
         facts = _describe(loader, self.probe.place())
         alive = list(self.loaders.values())
         for watched in self.known:
@@ -331,7 +342,7 @@ class LoaderWatch:
             return original(iterator)
         cut = True
         try:
-            self.probe.tell("batch_begin", epoch)
+            self.probe.tell("batch_begin", epoch)  # ``stopping`` may end the epoch
             cut = False
             batch = original(iterator)
         except (StopIteration, SystemExit):
@@ -345,6 +356,7 @@ class LoaderWatch:
     def record_batch(self, epoch: WatchedEpoch, iterator: Any, batch: Any) -> None:
         """Write the record ``batch``."""
         indices = contents = None
+        # workers may give the batches in another order than the sampler
         if epoch.queue and getattr(iterator, "_in_order", True):
             indices = epoch.queue.pop(0)
             contents = self.probe.guard(contents_of)(batch, len(indices))

@@ -38,7 +38,8 @@ class OwnSum:
 
     samples : None until a gradient arrives; NaN where nobody knows what the sum should hold.
     square : the sum of the squares of all numbers of a single gradient; None for a sum of several.
-    backwards : the backward passes since the last step or clearing; ``backward`` is the latest.
+    backwards : how many backward passes reached it since the last step or clearing.
+    backward : the number of the latest of these in the process; -1 before the first.
     """
 
     samples: Tensor | None = None
@@ -49,8 +50,9 @@ class OwnSum:
     def add(self, gradient: Tensor, held: Tensor | None, backward: int) -> None:
         """Add the gradient of one call of the hook.
 
-        held : ``.grad`` of the parameter before the gradient is added to it, None if it is not.
-        backward : the number of the backward pass.
+        held : ``.grad`` of the parameter before the gradient is added to it; None if it is empty,
+            or the gradient is not added to it.
+        backward : the number of the backward pass, in which the hook may be called several times.
         """
         is_new = backward != self.backward
         samples = take(gradient)
@@ -76,10 +78,11 @@ class WatchedOptimizer:
     """The parameters of one optimiser, and what is known of its current step.
 
     built : the step at which it was first seen.
+    steps : how many it has done.
     number : None until its parameters are written.
     tensors : "group.index" of its parameters; FSDP2's, which are sharded, are left out.
-    written : the number of those that are written.
-    weighed : the step whose weights have been written.
+    written : how many of these are in a record ``params``.
+    weighed : the step whose weights have been written; -1 before the first.
     clips : see the record ``step``.
     """
 
@@ -97,9 +100,19 @@ class GradientWatch:
     """All optimisers of this process, and the own gradients of all parameters.
 
     An optimiser gets its number at the first backward, or at its first step if another one holds
-    its parameters too. ``known`` holds the own gradients by parameter, as far as they can be seen.
-    ``last_seconds`` is the time of the latest one (time.monotonic()), ``backward`` the number of
-    backward passes so far; ``alone`` is True within torch.autograd.grad.
+    its parameters too.
+
+    known : the own gradients by parameter, as far as they can be seen.
+    last_seconds : time.monotonic() when the latest gradient arrived.
+    backward : the number of backward passes so far.
+    alone : within torch.autograd.grad, which leaves ``.grad`` as it is.
+    _of : what is known of each optimiser.
+    _serials : by tensor, the number of its own, the same in all optimisers.
+    _outermost : the optimiser whose step is under way, as called by the script.
+    _sampled : what its record ``step`` will say of gradients.
+    _final : nothing can change these gradients before the update any more.
+    _calls : the collectives since the last step.
+    _scale : of GradScaler in this step, or 1.
     """
 
     def __init__(self, probe: Probe) -> None:
@@ -112,8 +125,7 @@ class GradientWatch:
         self._serials: Any = WeakTensorKeyDictionary()
         self._next_serial = itertools.count()
         self._next_number = itertools.count()
-        self._outermost: Optimizer | None = None  # whose step is under way
-        # What its record ``step`` says of gradients, and whether this is final.
+        self._outermost: Optimizer | None = None
         self._sampled: dict[str, Any] = {}
         self._final = False
         self._calls = 0
@@ -215,6 +227,9 @@ class GradientWatch:
 
         The first of torch.optim's knows when the update begins. A class of the script's may still
         average the gradients, and a closure computes them: then they are sampled at the end.
+
+        The call from the script sets ``_outermost`` and calls this function again, which then
+        takes the first branch, as all calls within it do.
         """
         closure = bool(args or kwargs.get("closure"))
         if self._outermost is not None:
@@ -223,14 +238,15 @@ class GradientWatch:
             return step(optimizer, *args, **kwargs)
         self._outermost = optimizer
         self._final = False
-        calls = self._calls
+        calls_before = self._calls
         try:
             self._probe.guard(self._write_parameters)(optimizer)
             self._probe.tell("step_begin", optimizer)
             begun = time.monotonic()
             result = self.step(step, optimizer, *args, **kwargs)
             seconds = time.monotonic() - begun
-            if (closure or calls != self._calls) and not self._final:
+            may_have_changed = closure or calls_before != self._calls
+            if may_have_changed and not self._final:
                 self._probe.guard(self._sample)(optimizer, final=True)
             self._probe.guard(self._end)(optimizer, seconds)
         finally:
@@ -258,26 +274,27 @@ class GradientWatch:
             self._probe.record("weights", o=watched.number, step=watched.steps, values=values)
 
     def _rows(self, watched: WatchedOptimizer, new: list[tuple[Tensor, str]]) -> list[list[Any]]:
-        """Return the rows of the record ``params`` for new parameters and their places."""
+        """Return the rows of the record ``params`` for new parameters and their places.
+
+        A row is [key, name, shape, dtype, numel, serial].
+        """
         names = self._probe.forwards.names()
         rows = []
         for tensor, place in new:
             key = f"{watched.number}.{place}"
-            serial = self._serials.setdefault(tensor, next(self._next_serial))
-            rows.append(
-                [
-                    key,
-                    names.get(id(tensor), key),
-                    list(tensor.shape),
-                    str(tensor.dtype)[len("torch.") :],
-                    tensor.numel(),
-                    serial,
-                ]
-            )
+            name = names.get(id(tensor), key)
+            dtype = str(tensor.dtype)[len("torch.") :]
+            # drawn in vain if the tensor has one, from another optimiser: they need only differ
+            new_serial = next(self._next_serial)
+            serial = self._serials.setdefault(tensor, new_serial)
+            rows.append([key, name, list(tensor.shape), dtype, tensor.numel(), serial])
         return rows
 
     def _sample(self, optimizer: Optimizer, *, final: bool) -> None:
-        """Sample what the outermost optimiser gets now: the fields of ``step`` on gradients."""
+        """Sample what the outermost optimiser gets now: the fields of ``step`` on gradients.
+
+        optimizer : the one whose ``step`` is called, which may lie within the outermost.
+        """
         self._final = final
         self._sampled = {}  # stays empty if the sampling fails
         tensors = list(self._of[self._outermost].tensors)

@@ -82,21 +82,31 @@ class _Loss:
 class PassWatch:
     """The passes of this process.
 
-    ``training`` is whether a forward pass that trains is under way.
+    training : a forward pass that trains is under way.
+    _running : returns the outermost module whose forward is under way, or None.
+    _parents : by module, a reference to the one that holds it.
+    _roots : the whole models that were called.
+    _wrapped : the modules within some DDP.
+    _through_ddp : DDP has been called in this forward.
+    _synced : whether DDP was to average after its latest forward; None without DDP.
+    _pending : the forwards that a backward may reach.
+    _random : a hash of the random state when the forward began.
+    _evaluated : the latest step after which the script has evaluated.
+    _micro : the number of this backward in ``_step``, from 0.
     """
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
         self.training = False
-        self._running: Callable[[], Module | None] = lambda: None  # the outermost module
+        self._running: Callable[[], Module | None] = lambda: None
         self._parents: Any = WeakIdKeyDictionary()
         self._roots: Any = WeakIdKeyDictionary()
-        self._wrapped: Any = WeakIdKeyDictionary()  # modules within some DDP
+        self._wrapped: Any = WeakIdKeyDictionary()
         self._through_ddp = False
-        self._synced: bool | None = None  # of the latest forward
-        self._pending: list[_Forward] = []  # forwards that a backward may reach
+        self._synced: bool | None = None
+        self._pending: list[_Forward] = []
         self._random: int | None = None
-        self._evaluated = 0  # the latest step after which the script has evaluated
+        self._evaluated = 0
         self._micro = 0
         self._step = -1
 
@@ -108,12 +118,16 @@ class PassWatch:
             self._parents[child] = weakref.ref(parent)
 
     def begin(self, module: Module, _arguments: Any) -> None:
-        """Note the beginning of a call, before the module's own hooks."""
+        """Note the beginning of a forward, before the module's own hooks.
+
+        Only the outermost module with parameters counts, not the layers that it calls.
+        """
         running = self._running()
         if running is not None and running is not module:
             return  # a layer
+        has_parameters = next(module.parameters(), None) is not None
         # within backward, checkpoints compute parts of the forward again
-        if self._probe.in_backward or next(module.parameters(), None) is None:
+        if self._probe.in_backward or not has_parameters:
             return
         self._running = weakref.ref(module)
         self.training = torch.is_grad_enabled() and module.training
@@ -122,13 +136,16 @@ class PassWatch:
         self._probe.tell("forward_begin", module)
 
     def end(self, module: Module, arguments: Any, *rest: Any) -> None:
-        """Note the end of a call; ``rest`` is [the named arguments] and the output."""
+        """Note the end of the outermost forward.
+
+        rest : the output; with torch 2.5 and newer, the named arguments before it.
+        """
         if self._running() is not module:
             return
         self._running = lambda: None
         if torch.is_grad_enabled():
             self._await_gradient(module, (arguments, *rest[:-1]), rest[-1])
-        if self.training and self._random != _random_state():
+        if self.training and self._random != _random_state():  # it has drawn, as dropout does
             self._probe.record("random", step=self._probe.step, hash=self._random)
         if not self.training and self._evaluated != self._probe.step:
             self._evaluates(module)
@@ -146,7 +163,7 @@ class PassWatch:
                 tensor.grad_fn.register_prehook(forward.see_gradient)
 
     def _evaluates(self, module: Module) -> None:
-        """Record the running statistics."""
+        """Record the running statistics with which a model evaluates."""
         self._evaluated = self._probe.step
         buffers = []
         for name, buffer in module.named_buffers():
@@ -178,7 +195,7 @@ class PassWatch:
         return self._root(parent)
 
     def _through(self, module: Module) -> str:
-        """Return whether a forward went through DDP, past it, or met none."""
+        """Return "ddp" if a forward went through DDP, "bypass" if past it, "module" without DDP."""
         parts = list(module.modules())
         # DDP among the parts: torch.compile(DDP(model)), whose inner calls cannot be seen
         if self._through_ddp or any(isinstance(part, DistributedDataParallel) for part in parts):
@@ -207,6 +224,7 @@ class PassWatch:
         """Call torch.autograd.backward, or torch.autograd.grad (alone), as one backward pass.
 
         Neither counts within another pass, nor ``grad`` if it asks for no parameter's gradient.
+        A pass that fails writes no record.
         """
         if self._probe.in_backward:
             return original(*args, **kwargs)
@@ -245,7 +263,7 @@ class PassWatch:
         latest = self._probe.gradients.last_seconds
         if loss is not None:
             loss.arriving = float(loss.arriving)
-        # The first forward of each model, last model first.
+        # Of each model the first forward counts: in reversed order it replaces the later ones.
         reached = [forward for forward in self._pending[::-1] if forward.reached]
         rows = {forward.root: forward.row for forward in reached}
         self._pending = []  # the script may run forwards with gradients that it never uses
@@ -271,7 +289,7 @@ def find_loss(root: Tensor) -> Any:
         for following, _ in node.next_functions:
             if following is not None and following not in nodes:
                 nodes.append(following)
-    for names in (_LOSSES, tuple(_OTHERS)):
+    for names in (_LOSSES, tuple(_OTHERS)):  # any loss comes before any mean or sum
         for node in nodes:
             if node.name().startswith(names):
                 return node

@@ -19,11 +19,15 @@ _DEEPEST = 4  # levels of lists, dicts and the like that are searched for tensor
 
 @lru_cache(maxsize=4096)
 def _index(numel: int, device: torch.device) -> Tensor:
+    """Return the flat coordinates of the samples of a tensor with ``numel`` numbers."""
     return torch.tensor(coordinates(numel), dtype=torch.int64, device=device)
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Yield the tensors within lists, tuples, dicts and objects such as ModelOutput."""
+    """Yield the tensors within lists, tuples, dicts and dataclasses such as ModelOutput.
+
+    depth : how many levels lie above ``value``.
+    """
     if hasattr(value, "__dataclass_fields__") and not isinstance(value, dict):
         value = getattr(value, "__dict__", None)
     if isinstance(value, Tensor):
@@ -60,6 +64,7 @@ def dense(tensor: Tensor) -> Tensor:
 def square_norm(tensor: Tensor) -> Tensor:
     """Return the sum of the squares of a tensor, a scalar on its device."""
     plain = dense(tensor)
+    # 16 bits and integers are added up in float32
     precise = plain.is_floating_point() and plain.dtype not in (torch.float16, torch.bfloat16)
     norm = torch.linalg.vector_norm(plain, dtype=None if precise else torch.float32)
     return norm * norm
@@ -86,5 +91,5 @@ def checksum(parts: Iterable[Tensor]) -> int:
 
 
 def total(squares: Sequence[Tensor]) -> float:
-    """Return the norm that belongs to sums of squares."""
+    """Return the norm of several tensors together, from the sum of the squares of each."""
     return sum(join(squares)) ** 0.5

@@ -39,10 +39,15 @@ ENVIRONMENT = "LAB_AUDIT"
 class Probe:
     """Writes the records of one process.
 
-    ``written`` counts them. ``step`` counts the updates that have ended: of the optimiser that has
-    done the most, so that the two optimisers of a GAN count one step an iteration. ``cutting`` is
-    True once the script is being ended. ``in_backward`` is True within a backward pass.
-    ``gradients`` and ``forwards`` are set by the parts ``optimizers`` and ``passes``.
+    settings : see ``ENVIRONMENT``.
+    script : the folder of the user's code.
+    written : the number of records.
+    step : the updates that have ended, of the optimiser that has done the most: so the two
+        optimisers of a GAN count one step an iteration.
+    cutting : the script is being ended, see stopping.py.
+    in_backward : a backward pass is under way.
+    gradients, forwards : the ``GradientWatch`` and the ``PassWatch``, set by their modules.
+    listeners : the objects that hear of events, see ``tell``.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -81,7 +86,7 @@ class Probe:
         if self.cutting:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(0)  # which stopping records
+            os._exit(0)  # patched: stopping.py writes the record
         self.record("end", status=None, after_cut=False)
 
     def record(self, kind: str, **fields: Any) -> None:
@@ -139,7 +144,8 @@ class Probe:
     def place(self, frames: Any = None) -> list[Any] | None:
         """Return [file, line, text] of the first frame of the script's own code, or None.
 
-        frames : pairs of a frame and its line, by default of the caller's stack, innermost first.
+        frames : pairs of a frame and its line number; by default those of the caller's stack, the
+            innermost first.
         """
         for frame, number in frames or traceback.walk_stack(sys._getframe(1)):
             if self.is_users(frame.f_code.co_filename):
@@ -180,7 +186,8 @@ def wrapped(original: Function, wrapper: Callable[..., Any]) -> Function:
     return called  # type: ignore[return-value]  # it is called as the original
 
 
-_PLACED: dict[tuple[int, str], tuple[Any, Any]] = {}  # what stands in whose attribute
+# By the owner's id and the attribute's name: the owner, and what the probe has put there.
+_PLACED: dict[tuple[int, str], tuple[Any, Any]] = {}
 
 
 def patch(owner: Any, **wrappers: Callable[..., Any]) -> None:
@@ -197,9 +204,9 @@ def put(owner: Any, name: str, function: Any) -> None:
 
 
 def replaced() -> list[str]:
-    """Return the names of torch's that the probe has placed, and other code has replaced since.
+    """Return the names in torch that the probe has replaced, and other code has replaced since.
 
-    torch itself wraps some, and says what in ``__wrapped__``.
+    A function that wraps the probe's, and says so in ``__wrapped__`` as torch does, is none.
     """
     found = set()
     for (_, name), (owner, mine) in _PLACED.items():
@@ -251,7 +258,10 @@ def _find_torch(probe: Probe, name: str, *rest: Any) -> Any:
 
 
 def _watch(probe: Probe, execute: Callable[[Any], None], module: Any) -> None:
-    """Execute torch, and start the parts. One that fails is recorded; the others go on."""
+    """Execute the module torch, then start the parts. One that fails is recorded; the others go on.
+
+    execute : runs the code of the module, as its loader does.
+    """
     execute(module)
     probe.record("torch", version=str(sys.modules["torch"].__version__))
     for part in ("optimizers", "passes", "collectives", "data", "stopping", "clocks"):

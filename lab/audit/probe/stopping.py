@@ -41,11 +41,14 @@ EXIT_SECONDS = 5.0
 class Stopping:
     """Counts steps and batches of this process, and ends it; records how it ends.
 
-    latest : the epoch that was asked for a batch last.
+    steps : the updates after which the script is cut.
+    latest : the epoch that was asked for a batch last; None before the first.
     evaluating : the last forward was without gradients.
     epoch_ended : a training epoch has been ended after the cut.
-    last_step, patience : time.monotonic() of the last step, and the seconds from then on after
-        which the process is ended, once it is cut.
+    by_hand : the script has no optimiser and updates its weights itself.
+    cut_step : the step at which the script was cut.
+    last_step, patience : time.monotonic() of the last step, of the cut or of the end, and the
+        seconds from then on after which the process is ended, once it is cut.
     """
 
     def __init__(self, probe: Probe) -> None:
@@ -70,7 +73,10 @@ class Stopping:
     # --- the steps ---
 
     def backward_end(self) -> None:
-        """Count the backwards as steps if the script updates its weights by hand."""
+        """Count the backwards as steps if the script updates its weights by hand.
+
+        It does if it has done enough backwards, and no optimiser exists.
+        """
         backwards = self.probe.gradients.backward
         if backwards == self.steps and self.probe.step == 0:
             self.by_hand = not any(issubclass(type(held), Optimizer) for held in gc.get_objects())
@@ -79,7 +85,7 @@ class Stopping:
             self.step_end(None)
 
     def step_end(self, optimizer: Any) -> None:
-        """Cut after the last of ``steps`` updates, or let the first epoch end before."""
+        """Cut after ``steps`` updates, or up to twice as many if the first epoch ends soon."""
         self.last_step = time.monotonic()
         done = self.probe.step
         enough = done >= self.steps and not self.first_epoch_ends_soon()
@@ -87,7 +93,7 @@ class Stopping:
             self.cut()
 
     def first_epoch_ends_soon(self) -> bool:
-        """Return whether the last batch is one of the last in the first epoch that trains.
+        """Return whether at most ``steps`` batches are left of the first epoch that trains.
 
         All ranks have to agree, so the sampler has to be one that gives all equally many.
         """
@@ -109,13 +115,17 @@ class Stopping:
             threading.Thread(target=self.end_late, name="lab audit", daemon=True).start()
 
     def cut_if_overdue(self) -> None:
-        """Cut if the script has done enough steps, and other things for a while."""
+        """Cut if the script has done enough steps, and no further one for a while."""
         idle = time.monotonic() > self.last_step + BETWEEN_EPOCHS_SECONDS
         if idle and self.probe.step >= self.steps:
             self.cut()
 
     def batch_begin(self, epoch: WatchedEpoch) -> None:
-        """Let the script have a batch, or raise StopIteration or SystemExit."""
+        """Let the script have a batch, or raise StopIteration or SystemExit.
+
+        Before the cut it gets every batch. After it StopIteration ends each epoch with two batches,
+        and SystemExit the script once two training epochs have shown their order.
+        """
         self.cut_if_overdue()
         self.latest = epoch
         if not self.probe.cutting:
@@ -130,23 +140,24 @@ class Stopping:
             raise StopIteration
 
     def forward(self, module: torch.nn.Module) -> None:
-        """Note what the batches are for, and end a loop that takes none from a loader."""
+        """Note what the batches are for, and end a training loop that takes none from a loader."""
         self.cut_if_overdue()
         self.evaluating = not torch.is_grad_enabled()
         if module.training and not self.evaluating:
             self.step_begin(None)
 
     def step_begin(self, optimizer: Any) -> None:
-        """Raise SystemExit some steps after the cut, or at once if batches come from elsewhere."""
+        """After the cut, raise SystemExit: at once without a loader, else some steps later."""
         if not self.probe.cutting:
             return
         if self.latest is None or self.probe.step >= self.cut_step + STEPS_AFTER_CUT:
             self.end()
 
     def end(self) -> None:
-        """Raise SystemExit as soon as every rank has come so far.
+        """Raise SystemExit as soon as every rank has come so far, or after ``BARRIER_SECONDS``.
 
-        Files tell when: collectives are the script's. Without a group no rank waits for another.
+        Each rank tells the others by a file, since collectives are the script's. Without a group no
+        rank waits for another.
         """
         size = 0
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -161,7 +172,7 @@ class Stopping:
         raise SystemExit(0)
 
     def end_late(self) -> None:
-        """End the process when it has done no step for too long."""
+        """Run in a thread after the cut: end the process when it has done no step for too long."""
         while time.monotonic() < self.last_step + self.patience:
             time.sleep(0.1)
         self.probe.end()
