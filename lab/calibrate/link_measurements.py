@@ -37,6 +37,8 @@ _MEMORY_PAIRS = 4
 
 
 class _TimedSize(NamedTuple):
+    """A size of messages: ``rounds`` times the mean over ``calls`` in a row is taken."""
+
     nbytes: int
     calls: int
     rounds: int
@@ -152,7 +154,10 @@ def _seconds(
 
 
 def parts_of(arena: Tensor, nbytes: int, repeats: int) -> list[Tensor]:
-    """Return ``repeats`` parts of ``arena`` of ``nbytes`` each, spread like gradients in memory."""
+    """Return ``repeats`` parts of ``arena`` of ``nbytes`` each, spread like gradients in memory.
+
+    At the arena's end they begin again at its front.
+    """
     count = max(1, nbytes // FLOAT_BYTES)
     offsets = range(0, repeats * (count + SPREAD), count + SPREAD)
     return [arena[offset % (len(arena) - count) :][:count] for offset in offsets]

@@ -167,7 +167,7 @@ class Cluster:
                 self._nodes.network.build(self.nodes, link)
             self._await_supervisor()  # it has imported torch meanwhile
         except BaseException as error:
-            with contextlib.closing(self):
+            with contextlib.closing(self):  # ends what has started
                 if isinstance(error, Exception):
                     why = error if isinstance(error, UserError) else self._why_ended()
                     raise GroupError(f"the cluster did not start: {why}") from error
@@ -185,7 +185,7 @@ class Cluster:
             self._process.wait(_CLOSE_SECONDS)
         self._errors.seek(0)
         errors = self._errors.read().decode(errors="replace").strip().splitlines()
-        last = ["its first process has ended", *errors][-1]
+        last = errors[-1] if errors else "its first process has ended"
         return re.sub(r"^unshare: ", "unshare says: ", last)
 
     def __exit__(self, *_error: object) -> None:
@@ -243,8 +243,9 @@ class Cluster:
             filled = fill_in(
                 command, master=self.address(0), nodes=self.nodes, rank=node, port=self._port
             )
-            has_rank = any("{rank}" in word for word in command)
-            self._names[node] = f"node {node}{f', rank {node},' if has_rank else ''}"
+            self._names[node] = f"node {node}"
+            if any("{rank}" in word for word in command):
+                self._names[node] += f", rank {node},"
             folder = str(cwd or Path.cwd())
             self._start(
                 NodeProgram(node, self.nodes, self.loopback, filled, node_variables, folder),
@@ -252,6 +253,11 @@ class Cluster:
             )
 
     def _start(self, program: NodeProgram, log: Path) -> None:
+        """Send a program to the supervisor, and follow it in a thread.
+
+        The supervisor gets a socket, by which signals go and the exit status comes, and a pipe for
+        the program's output.
+        """
         append_text(log, "", name=str(log), advice=": give another folder")
         control, far = socket.socketpair()
         reader, writer = os.pipe()

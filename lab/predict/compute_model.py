@@ -55,12 +55,14 @@ class StepCompute:
         sizes : bytes of the gradients, by name, in the order of the parameters. needed : seconds of
         "before" until forward uses each parameter; None: see ``needed_shares``.
         """
-        backward = max(ready.values())
+        backward = max(ready.values())  # seconds
         in_turn = list(sizes)[::-1]
         ready_shares = [ready[name] / backward for name in in_turn]
         needed_shares = []
         if needed:
             needed_shares = [needed[name] / before_seconds for name in in_turn]
+        # A count is reached with the latest of its gradients, and needed with the earliest of its
+        # parameters.
         return cls(
             before_seconds,
             backward,
@@ -86,6 +88,7 @@ class StepCompute:
         """Return the seconds until forward uses a parameter beyond the first ``nbytes`` bytes."""
         if not self.ready_bytes:
             return 0.0
+        # ``ready_bytes`` counts from the last parameter on.
         index = bisect.bisect_left(self.ready_bytes, self.ready_bytes[-1] - nbytes)
         if self.needed_shares:
             return self.needed_shares[index] * self.before_seconds

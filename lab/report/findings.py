@@ -108,7 +108,9 @@ def _joined(members: Sequence[tuple[int, ReportFinding]]) -> ReportFinding:
 
 def strategies(names: Sequence[str], *, of: int) -> str:
     """Return the names as a list; ``all 5 strategies`` if these are all of more than two."""
-    return f"all {of} strategies" if len(names) == of > 2 else listed(names)
+    if len(names) == of and of > 2:
+        return f"all {of} strategies"
+    return listed(names)
 
 
 def timed(row: CellRow) -> str:
@@ -186,27 +188,31 @@ def _how_far(deviation: Deviation) -> str:
 
 def _what_is_equal(result: Equality, rows: Rows) -> Found:
     found = differences(curves([row for row in rows if row.sync in result.equal]))
-    right = [sync for sync in result.equal if sync in result.confirmed]
+    confirmed = [sync for sync in result.equal if sync in result.confirmed]
     if found:
         yield _equal(found, result.equal, of=sum(row.exact for row in rows))
-    elif right:
-        yield ReportFinding(EQUAL, f" {listed(right)}: equal to {ONE_PROCESS}.")
+    elif confirmed:  # a single strategy has no other to differ from
+        yield ReportFinding(EQUAL, f" {listed(confirmed)}: equal to {ONE_PROCESS}.")
 
 
 def _equal(found: Sequence[Difference], equal: Sequence[str], *, of: int) -> ReportFinding:
+    """Say by how much the losses of equal strategies differ, early on and at most.
+
+    found : their differences, one a step. of : how many strategies claim to be exact.
+    """
     who = listed(equal)
-    if len(equal) == of > 2:
+    if len(equal) == of and of > 2:
         who = f"all {of} strategies that claim to be exact"
-    first = max((entry.value for entry in found if entry.step <= STEPS[-1]), default=0.0)
+    early = max((entry.value for entry in found if entry.step <= STEPS[-1]), default=0.0)
     most = max(found, key=lambda entry: entry.value)
     largest = f"{small_text(most.value)} at step {most.step}"
     text = "their losses are equal at every step, to the last digit."
     if most.value:
         text = (
-            f"up to step {STEPS[-1]} their losses differ by {small_text(first)} at most. Rounding "
+            f"up to step {STEPS[-1]} their losses differ by {small_text(early)} at most. Rounding "
             f"does that: it grows up to {GROWTH:.0f} times from one step to the next."
         )
-    if most.value > first:
+    if most.value > early:
         text += f" The largest difference is {largest}."
     return ReportFinding(
         EQUAL,
@@ -255,7 +261,7 @@ def _speed_of_one(row: CellRow) -> str:
 
 
 def _speed_of_several(rows: Rows) -> str:
-    """Say which is fastest. rows : in order of their steps."""
+    """Say which is fastest, or that the intervals of several overlap. rows : in order of steps."""
     best = rows[0]
     last = rows[-1]
     shortest = seconds_text(best.step, best.step)
@@ -267,7 +273,7 @@ def _speed_of_several(rows: Rows) -> str:
             f"{named(best)} has the shortest step, {shortest} s{ratio}; {ran}, so the order is not "
             "certain"
         )
-    _, (_, best_high) = known[0]
+    _, (_, best_high) = known[0]  # the best one's
     tied = [row for row, (low, _) in known if low <= best_high]
     if len(tied) == 1:
         return f"{named(best)} is fastest: {shortest} s a step{ratio}"
@@ -291,7 +297,10 @@ def fastest(block: ComparisonGroup, rows: Rows) -> Found:
 
 
 def iterations(_: ComparisonGroup, rows: Rows) -> Found:
-    """Give the assignment's numbers: mean iteration times and the speed-ups by them."""
+    """Give the assignment's numbers: mean iteration times, and the speed-ups.
+
+    Of one node and of the largest number of nodes.
+    """
     means = {row: mean for row in rows if (mean := row.mean_iteration) is not None}
     most = max((row.nodes for row in means), default=0)
     texts = []
@@ -457,7 +466,7 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
     classes = block.settings.num_classes
     if classes is None and block.settings.dataset in DATASETS:
         classes = DATASETS[block.settings.dataset].classes
-    limit = math.inf
+    limit = math.inf  # no accuracy is known to be above chance
     chance = "cannot be compared with guessing: the number of classes is unknown."
     if classes:
         limit = _NEAR_CHANCE / classes

@@ -144,6 +144,7 @@ def _mark_best(lines: Sequence[Line], name: str) -> None:
 
 
 def _values(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
+    """Return a row of the CSV; what is unknown is None."""
     settings = {
         "strategy": row.sync,
         "nodes": row.nodes,
@@ -210,6 +211,7 @@ def _predicted(row: CellRow) -> dict[str, Any]:
 
 
 def _readable(row: CellRow, wrong: bool) -> dict[str, Any]:
+    """Return what readable tables show besides ``_values``, or in place of it."""
     others_sent = row.medians.others_bytes_sent if row.nodes > 1 else None
     return {
         "cell": row.name,
@@ -274,6 +276,7 @@ def _state(row: CellRow) -> str:
 
 
 def _text(row: CellRow, name: str, value: Any) -> str:
+    """Return a value as its column writes it; NOTHING if it is None."""
     form = COLUMNS[name].form
     if value is None or not form:
         return value or NOTHING

@@ -141,7 +141,8 @@ def _equality(block: ComparisonGroup, rows: Rows) -> str:
     if len(result.equal) > 1:
         exact = sum(row.exact for row in rows)
         who = strategies(result.equal, of=len(rows))
-        if len(rows) > exact == len(result.equal) > 2:
+        all_exact_agree = len(result.equal) == exact
+        if all_exact_agree and len(rows) > exact > 2:
             who = f"the {exact} exact strategies"
         return f"; {who} compute the same"
     if result.confirmed:

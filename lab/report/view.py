@@ -233,7 +233,8 @@ def _is_emulated(compute: str | None) -> bool:
 def order(sync: str) -> tuple[int, str]:
     """Return the sort key of a strategy: known ones first, in their own order."""
     strategy = sync.partition("-")[0]  # "ddp-auto" follows "ddp"
-    return ([*STRATEGIES, strategy].index(strategy), sync)
+    places = [*STRATEGIES, strategy]  # an unknown one finds itself at the end
+    return places.index(strategy), sync
 
 
 def blocks(comparison: Comparison) -> list[ComparisonGroup]:
