@@ -3,6 +3,7 @@
 Figures draw lines and text in ``INK`` on ``PAPER`` (common/reporting/plots.py).
 """
 
+import math
 import textwrap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -109,7 +110,7 @@ def grid(
     Each row is ``height`` inches high; the figure is ``extra`` inches higher than its rows.
     """
     columns = max(1, min(columns, count))
-    rows = -(-count // columns)
+    rows = math.ceil(count / columns)
     figure, axes = plt.subplots(
         rows,
         columns,

@@ -39,6 +39,7 @@ def _parse(text: str | None, units: Mapping[str, float], flag: str, examples: st
     match = re.fullmatch(
         r"\s*(\d+\.?\d*|\.\d+)\s*([a-zµ]+?)(/s|ps)?\s*", text.lower().replace("µ", "u")
     )
+    # "/s" belongs to a rate, never to a time.
     if match is None or match[2] not in units or (match[3] and "s" in units):
         raise UserError(
             f"{flag}: got {text!r}, give a number with a unit ({', '.join(units)}), "

@@ -28,7 +28,7 @@ class LayerTimer:
     its parameters belong to the first call, whose backward comes last.
 
     ``_names`` holds the names of the trained parameters by id, ``_calls`` the step's calls so far.
-    A gradient that arrives after every other one is the end of the step: ``_last_gradient``.
+    ``_last_gradient`` is when the latest gradient was ready, which ends backward.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LayerTimer:
         end = self._last_gradient
         for call in self._calls:  # the first layer's backward comes last
             begin = call.backward_began
-            if begin is None:  # on a GPU or not, a layer without gradients takes no time
+            if begin is None:  # no gradient passes it: its backward takes no time
                 begin = end
             backward.append(seconds_between(begin, end))
             end = begin

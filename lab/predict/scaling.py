@@ -102,6 +102,7 @@ def scaling_limits(
         ratio = seconds(plan, 1) / seconds(plan, nodes)
         return nodes * ratio if scaling == "weak" else ratio
 
+    # Where computing alone stops scaling: NoSyncPlan sends nothing.
     compute_nodes, _, _ = _search(cache(partial(speedup, NoSyncPlan())), tried)
     found = []
     for name, plan in plans.items():
@@ -112,7 +113,7 @@ def scaling_limits(
         elif compute_nodes is not None and nodes >= compute_nodes:
             held_by = "compute"
         else:
-            several = max(2, nodes)
+            several = max(2, nodes)  # one node sends nothing
             terms = message_terms(at(plan, several), sizes, several, network=network)
             held_by = max(terms, key=terms.__getitem__)
         found.append(
@@ -137,7 +138,7 @@ def _search(speed: Callable[[int], float], tried: Sequence[int]) -> tuple[int | 
     enough = speed(fastest) / WORTHWHILE
     nodes = next(nodes for nodes in tried if speed(nodes) >= enough)
     half = max(nodes for nodes in tried if 2 * speed(nodes) >= nodes)
-    if nodes > tried[-1] // 2:
+    if nodes > tried[-1] // 2:  # the last doubling was still worthwhile
         return None, fastest, half
     return nodes, fastest, half
 

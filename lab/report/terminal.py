@@ -48,6 +48,7 @@ def _print_block(console: Console, block: ComparisonGroup) -> None:
     if block.emulated:
         console.print(Text(what_is_emulated(block.settings)), soft_wrap=True)
     console.print(_table(block))
+    # Without the one with which the answer begins.
     rest = [finding for finding in all_findings if not answer.text.startswith(finding.text)]
     for finding in _most_important(rest):
         if finding.wrong:

@@ -103,6 +103,7 @@ REFUSALS = (
         "read sshd's log there (the cause may be MaxStartups, MaxSessions or a firewall)",
     ),
 )
+# Lines of ssh that are never the reason of a failure.
 _NO_REASON = "Permanently added|Could not chdir to home directory"
 
 
@@ -150,6 +151,7 @@ def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
 
 
 def _refuse_twins(hosts: Sequence[Host]) -> None:
+    """Raise UserError if a host is named twice."""
     [(name, times)] = Counter(host.given for host in hosts).most_common(1)
     if times > 1:
         raise UserError(
@@ -167,6 +169,7 @@ class SSHOptions(msgspec.Struct, kw_only=True):
     user : on hosts that are given without one.
     python : the interpreter there; None: WORKDIR/.venv/bin/python if it exists, else python3.
     ssh_config, ssh_options : of ssh (-F, -o).
+    silence_seconds : after so long without a sign of life a host ends what runs on it.
     """
 
     user: Annotated[str, Meta(pattern=rf"^{USER}\Z")] | None = None
