@@ -34,6 +34,7 @@ def parse_parameters(text: str | None) -> float | None:
 
 
 def _parse(text: str | None, units: Mapping[str, float], flag: str, examples: str) -> float | None:
+    """Return a number times its unit; None for None. UserError for any other text."""
     if text is None:
         return None
     match = re.fullmatch(

@@ -107,7 +107,8 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
             threads=threads,
             environment=environment(),
         )
-        for done in range(measures.number - measures.step_rounds, measures.number):
+        messages_done = measures.number - measures.step_rounds
+        for done in range(messages_done, measures.number):
             show(done)
             found.together += trainer.time_steps(
                 own_samples, steps=measures.steps, after_step=barrier

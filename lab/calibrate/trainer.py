@@ -147,6 +147,7 @@ class Trainer:
         return seconds
 
     def _loader(self, samples: int) -> TrainLoader:
+        """Return a loader of all images in batches of ``samples``."""
         return TrainLoader(
             self._dataset,
             GlobalBatchSampler(len(self._dataset.train), batch_size=samples),

@@ -42,7 +42,7 @@ SUPERVISOR_CODE = (
     "import sys; sys.path.insert(0, sys.argv[1]); from lab.cluster.supervisor import main; main()"
 )
 
-_READY_SECONDS = 180.0
+_READY_SECONDS = 180.0  # for the supervisor to import torch
 _CLOSE_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _PORT = 29500
@@ -102,12 +102,13 @@ class Cluster:
         self._threads: list[threading.Thread] = []
         self._names: dict[int, str] = {}  # "node 2", or "node 2, rank 2," if it knows its rank
         self._stopped: dict[int, str] = {}  # why ``wait`` has stopped a node
-        self._ends: list[End] = []
-        self._output: dict[int, list[str]] = {node: [] for node in range(nodes)}
-        self._port = _PORT
+        self._ends: list[End] = []  # since the last ``wait``
+        self._output: dict[int, list[str]] = {node: [] for node in range(nodes)}  # lines
+        self._port = _PORT  # of the ranks' store on node 0
         self.token = with_run_token(os.environ)[RUN_TOKEN]
 
     def _check(self, rate: str | None, latency: str | None) -> None:
+        """Raise UserError if this machine cannot make such links; a latency may only be ignored."""
         if self.loopback:
             if rate is not None or latency is not None:
                 raise UserError(
@@ -175,6 +176,7 @@ class Cluster:
         return self
 
     def _await_supervisor(self) -> None:
+        """Wait for the supervisor's next message, of the two that it sends while it starts."""
         if not self._requests.poll(_READY_SECONDS):
             raise UserError(f"not ready within {_READY_SECONDS:g} s")
         self._requests.recv()

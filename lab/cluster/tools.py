@@ -100,6 +100,7 @@ def has_tbf() -> bool:
 
 
 def _has_qdisc(discipline: str) -> bool:
+    """Return whether a queueing discipline can be added in a namespace of this user."""
     unshare = unshare_command()
     return (
         unshare is not None

@@ -125,6 +125,7 @@ def _check_flags(settings: Settings, *, name: str) -> None:
 
 
 def _flags_of_the_training() -> set[str]:
+    """Return the flags that a plan may have: of the training, alike on all nodes, without files."""
     allowed: set[str] = set()
     for name, known in config_settings().items():
         is_shared = not known.per_rank or name in _FOR_A_RANK
@@ -265,7 +266,7 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
         status = 0
         failure = None
         if not done:
-            log.truncate(0)
+            log.truncate(0)  # the run begins anew, whatever an earlier attempt did
             status, failure = _try_part(run, code, launch, log)
         if status:
             write_atomically(note, encode(status))

@@ -69,6 +69,7 @@ def predict(
         settings, folder, calibration, own_machines=executors is None
     )
     links = list(dict.fromkeys(_link(cell) for cell in comparison.cells if cell.nodes > 1))
+    # Emulated nodes or links are measured themselves; else the calibration has their network.
     if executors is not None and (settings.emulated or any(settings.rates)):
         networks = _measure_networks(links, settings, gradients, folder, executors, calibration)
         facts = _facts_of_networks(networks)

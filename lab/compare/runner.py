@@ -96,6 +96,7 @@ def open_comparison(
 
 
 def _warnings(cells: Sequence[Cell], cores: int) -> list[str]:
+    """Return a warning if ranks share cores, else nothing."""
     crowded = sorted({cell.nodes for cell in cells if cell.oversubscribed})
     if not crowded:
         return []

@@ -172,7 +172,7 @@ def _means_over_ranks(ranks: Sequence[RankRow]) -> dict[str, float | None]:
 
     None: unknown.
     """
-    means: dict[str, float | None] = {}
+    means: dict[str, float | None] = {}  # by the fields of ``Medians``
     for name in TIMES:
         means[name] = statistics.fmean(getattr(rank.seconds, name) for rank in ranks)
     means["peak_memory_bytes"] = statistics.fmean(rank.peak_memory_bytes for rank in ranks)

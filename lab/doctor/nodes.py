@@ -147,6 +147,7 @@ def exchange_reports(
     own = probe_nodes(rank, _read(store, here))
     store.set(f"node {rank}", encode(own).decode())
     store.set(f"probed {rank}", "")
+    # A node that is not done by then has left, which its report shows.
     turns = 1 + len(here) // _AT_ONCE  # of a node that waits in vain for each of the others
     are_set(store, [f"probed {node}" for node in here], turns * _PROBE_SECONDS + _GRACE_SECONDS)
     nodes = _read(store, here)
@@ -157,6 +158,7 @@ def exchange_reports(
 
 
 def _read(store: dist.Store, ranks: list[int]) -> Nodes:
+    """Return the reports that these ranks have left in the store so far."""
     return {
         rank: decode(store.get(f"node {rank}"), NodeReport, name=f"the report of rank {rank}")
         for rank in ranks
@@ -187,6 +189,7 @@ def probe_nodes(rank: int, nodes: Nodes) -> NodeReport:
 
 
 def _why_unreached(rank: int, node: NodeReport) -> str:
+    """Return why this node does not reach another one; "" if it does."""
     try:
         _probe(rank, node)
     except (OSError, UserError) as error:
@@ -245,6 +248,7 @@ def _connections(nodes: Nodes) -> CheckResult:
 
 
 def _clocks(nodes: Nodes) -> CheckResult:
+    """Warn of clocks that differ from rank 0's by more than a second beyond the uncertainty."""
     clocks = {rank: node.clock for rank, node in nodes.items() if node.clock}
     far = []
     for rank, (ahead, uncertainty) in clocks.items():
@@ -273,6 +277,7 @@ def _compare(nodes: Nodes, name: str) -> CheckResult:
 
 
 def _backend(nodes: Nodes) -> CheckResult:
+    """Say which backend a run on these nodes chooses; warn if GPUs would stay unused."""
     gpus = place_ranks([node.peer for node in nodes.values()]).gpus
     try:
         backend, why = choose_backend(None, gpus, len(nodes))

@@ -161,12 +161,13 @@ class ComputeModel:
         """
         ranks = [profile.ranks for profile in self.profiles]
         above = bisect.bisect_right(ranks, ranks_here)
+        # The profiles on both sides of ``ranks_here``; beyond the first or last, that one twice.
         low = self.profiles[max(0, above - 1)]
         high = self.profiles[min(above, len(ranks) - 1)]
         share = 0.0  # 0 at low, 1 at high
         if low.ranks < ranks_here < high.ranks:
             share = math.log(ranks_here / low.ranks, high.ranks / low.ranks)
-        crowding = max(1.0, ranks_here / ranks[-1])
+        crowding = max(1.0, ranks_here / ranks[-1])  # above 1 beyond the last profile
 
         def fixed(at_low: float, at_high: float) -> float:
             return crowding * (at_low + share * (at_high - at_low))

@@ -266,6 +266,7 @@ def message_terms(
 def _costs(
     plan: MessagePlan, sizes: Sequence[int], ranks: int, network: Network
 ) -> list[tuple[Operation, Terms]]:
+    """Return the operations of a period, in order, each with its seconds; none for one rank."""
     if ranks == 1:
         return []
     operations = plan.operations(sizes, ranks)

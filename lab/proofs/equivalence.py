@@ -181,6 +181,7 @@ def check_group(
 
 
 def _as_strategy(strategy: GradientSync | Synchronise | str) -> GradientSync:
+    """Return the strategy that a name or a function stands for. UserError for anything else."""
     if isinstance(strategy, str):
         return proof_sync(strategy)
     if isinstance(strategy, GradientSync):

@@ -132,6 +132,7 @@ def _syncs(rows: Rows) -> list[str]:
 
 
 def _each(shares: Mapping[str, float], digits: int = 0) -> list[str]:
+    """Return each name with its share in percent."""
     return [f"{name} {percent(share, digits)}" for name, share in shares.items()]
 
 
@@ -152,6 +153,7 @@ def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
 
 
 def _what_is_wrong(result: Equality) -> Iterator[str]:
+    """Yield a sentence for each strategy that is wrong, and for a dispute that nothing settles."""
     others = "the others"
     if set(result.equal) == {DDP}:
         others = "ddp, PyTorch's own,"
@@ -177,6 +179,7 @@ def _what_is_wrong(result: Equality) -> Iterator[str]:
 
 
 def _how_far(deviation: Deviation) -> str:
+    """Return from which step on two losses differ, by how much, and how much rounding allows."""
     far = "and is not finite"
     if math.isfinite(deviation.value):
         far = f"by {small_text(deviation.value)}"
@@ -187,6 +190,7 @@ def _how_far(deviation: Deviation) -> str:
 
 
 def _what_is_equal(result: Equality, rows: Rows) -> Found:
+    """Say which strategies compute the same as each other, or a single one as one process."""
     found = differences(curves([row for row in rows if row.sync in result.equal]))
     confirmed = [sync for sync in result.equal if sync in result.confirmed]
     if found:
@@ -222,6 +226,7 @@ def _equal(found: Sequence[Difference], equal: Sequence[str], *, of: int) -> Rep
 
 
 def _what_is_unknown(result: Equality, block: ComparisonGroup) -> Iterator[str]:
+    """Yield why strategies were not tested, and what 2 nodes alone cannot show."""
     reasons = grouped((why, sync) for sync, why in result.untested.items())
     elsewhere = "" if block.emulated_compute else _ELSEWHERE
     for reason, names in reasons.items():
@@ -414,6 +419,7 @@ def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
 
 
 def _surely_waits_longer(row: CellRow) -> bool:
+    """Return whether the 95 % interval of waiting lies above that of sending."""
     wait = row.interval("wait")
     wire = row.interval("wire")
     return wait is not None and wire is not None and wait[0] > wire[1]
@@ -542,6 +548,7 @@ def time_to_accuracy(block: ComparisonGroup, rows: Rows) -> Found:
 
 
 def _time_to(target: float, row: CellRow) -> ReportFinding:
+    """Say after how many seconds of training a cell's runs reached the accuracy, and how many."""
     tried = len(row.runs)
     times = [run.seconds_to_accuracy for run in row.runs if run.seconds_to_accuracy is not None]
     steps = [run.steps_to_accuracy for run in row.runs if run.steps_to_accuracy is not None]
@@ -599,6 +606,7 @@ def noisy(_: ComparisonGroup, rows: Rows) -> Found:
 
 
 def _is_noisy(row: CellRow) -> bool:
+    """Return whether the 95 % interval is wider than half of the step."""
     ends = row.interval("step")
     if ends is None:
         return False
@@ -664,6 +672,7 @@ def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
 
 
 def _agree(formula: Sequence[float], counted: Sequence[float]) -> bool:
+    """Return whether the bytes of each rank are equal, to half a byte."""
     if len(formula) != len(counted):
         return False
     pairs = zip(formula, counted, strict=True)

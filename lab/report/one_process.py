@@ -204,7 +204,7 @@ def _mistake(config: Config, second: float, ranks: int) -> str:
     """Return what a strategy does instead if the loss of step 2 is ``second``; "" if unknown."""
     _, second_loss = _first_step(config)
     for divisor in (*_DIVISORS, ranks * ranks):
-        factor = ranks / divisor
+        factor = ranks / divisor  # the sum over this divisor, in means
         if divisor != ranks and _equal(second_loss(factor), second):
             return (
                 f"its gradients are {factor:.2f} of the mean: divided by {divisor} on "

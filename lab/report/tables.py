@@ -229,6 +229,7 @@ def _readable(row: CellRow, wrong: bool) -> dict[str, Any]:
 
 
 def _claim(row: CellRow, wrong: bool) -> str:
+    """Return whether the strategy claims to be exact, and whether that is wrong."""
     if row.nodes == 1:
         return NOTHING
     if wrong:
@@ -250,6 +251,7 @@ def _exposed_share(row: CellRow) -> str:
 
 
 def _prediction(row: CellRow) -> dict[str, Any]:
+    """Return what readable tables show of a prediction that the CSV has not."""
     prediction = row.prediction
     if prediction is None:  # no table shows it
         return dict.fromkeys(
@@ -267,6 +269,7 @@ def _prediction(row: CellRow) -> dict[str, Any]:
 
 
 def _state(row: CellRow) -> str:
+    """Return the cell's status, with the beginning of its message, if it has one."""
     message = " ".join((row.cell.message or "").split())
     if not message:
         return row.cell.status

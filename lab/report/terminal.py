@@ -40,6 +40,7 @@ def print_answer(console: Console, comparison: Comparison) -> None:
 
 
 def _print_block(console: Console, block: ComparisonGroup) -> None:
+    """Print a block's answer, its table, and findings that the answer does not give."""
     all_findings = findings(block)
     answer = verdict(block, all_findings)
     console.print(Text(answer.text, style=_RED if answer.wrong else "bold"), soft_wrap=True)

@@ -282,6 +282,7 @@ def _differing(comparison: Comparison) -> list[str]:
 
 
 def _settings(comparison: Comparison, group: int) -> GroupSettings:
+    """Return a group's settings; of the comparison's own, only those in which no groups differ."""
     differing = _differing(comparison)
     facts: Facts = {
         name: value for name, value in comparison.settings.items() if name not in differing

@@ -47,6 +47,7 @@ def collect(args: argparse.Namespace) -> int:
     try:
         for remote in remotes:
             for name, content in _received(remote):
+                # Rank 0 comes first, and of several hosts with a file the first counts.
                 if name not in outcomes:
                     outcomes[name] = _store(args.output_dir, name, content)
                 if outcomes[name] != "refused":
@@ -172,7 +173,7 @@ def _received(remote: Remote) -> Iterator[tuple[str, bytes | None]]:
 
     UserError if they do not all arrive. Nothing if the host is not reached.
     """
-    whole = False
+    whole = False  # whether the archive was read to its end
     if remote.skip_login():
         with (
             contextlib.suppress(tarfile.TarError),

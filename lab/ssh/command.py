@@ -136,6 +136,7 @@ def _torchrun_flags(words: Sequence[str], nodes: int) -> list[str]:
 
 
 def _refuse(flags: Collection[str], why: Mapping[str, str]) -> None:
+    """Raise UserError for a flag that ``why`` has, with what it says."""
     for name in flags:
         if name in why:
             raise UserError(

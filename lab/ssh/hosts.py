@@ -25,6 +25,7 @@ USER = r"[\w.+][\w.+-]*"
 HOST = rf"^(?:ssh://)?(?:{USER}@)?[\w.:\[][\w.:%\[\]-]*/?\Z"
 # Without control characters, which a terminal would obey.
 Plain = Annotated[str, Meta(max_length=10_000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
+# For sh -c: $0 is the project's folder, $1 the interpreter, if the user has given one.
 _START_NODE = (
     'cd -- "$0" || exit; test -x .venv/bin/python && set -- "${1:-.venv/bin/python}"; '
     'exec "${1:-python3}" -m lab.ssh'

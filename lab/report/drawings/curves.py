@@ -90,6 +90,7 @@ def _coincide(found: Curves) -> bool:
 
 
 def _in_words(nodes: int, found: Curves) -> str:
+    """Return what a panel of coinciding curves would show."""
     curve = next(iter(found.values()))
     most = small_text(max(differences(found)).value)
     return (
