@@ -60,7 +60,7 @@ def predict(
     speed varies from day to day. Messages of emulated nodes are always measured. None: the runs
     will be on other machines, so an earlier calibration serves, whose ranks were there.
     """
-    calibration = None  # stays None on emulated nodes with emulated compute
+    calibration = None  # stays None if compute is emulated on this machine
     if executors is None:
         calibration = load_calibration(calibration_path())
     elif not settings.emulated:
@@ -74,9 +74,7 @@ def predict(
         networks = _measure_networks(links, settings, gradients, folder, executors, calibration)
         facts = _facts_of_networks(networks)
     else:
-        assert (
-            calibration is not None
-        )  # loaded or made above, as compute is real or no node is here
+        assert calibration is not None  # loaded, or made since compute is real
         networks = dict.fromkeys(links, calibration.network)
         facts = _facts_of_calibration(calibration)
     other_model = None

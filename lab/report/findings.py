@@ -548,7 +548,7 @@ def time_to_accuracy(block: ComparisonGroup, rows: Rows) -> Found:
 
 
 def _time_to(target: float, row: CellRow) -> ReportFinding:
-    """Say after how many seconds of training a cell's runs reached the accuracy, and how many."""
+    """Say how many of a cell's runs reached the accuracy, and after how much training."""
     tried = len(row.runs)
     times = [run.seconds_to_accuracy for run in row.runs if run.seconds_to_accuracy is not None]
     steps = [run.steps_to_accuracy for run in row.runs if run.steps_to_accuracy is not None]

@@ -251,7 +251,7 @@ def _exposed_share(row: CellRow) -> str:
 
 
 def _prediction(row: CellRow) -> dict[str, Any]:
-    """Return what readable tables show of a prediction that the CSV has not."""
+    """Return what readable tables show of a prediction that the CSV does not have."""
     prediction = row.prediction
     if prediction is None:  # no table shows it
         return dict.fromkeys(
