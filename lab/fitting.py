@@ -40,8 +40,10 @@ def fit(
     unknown = measured
     if known is not None:
         unknown = measured - np.asarray(known, dtype=float)
+    # Each measurement is divided by its seconds, so that residuals are relative errors.
     matrix = np.asarray(columns, dtype=float).T / measured[:, None]
     target = unknown / measured
+    # Columns of equal size: messages and bytes differ by many orders of magnitude.
     scale = np.abs(matrix).max(axis=0)
     scale[scale == 0] = 1.0
     scaled = matrix / scale

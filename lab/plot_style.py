@@ -3,6 +3,7 @@
 Figures draw lines and text in ``INK`` on ``PAPER`` (common/reporting/plots.py).
 """
 
+import math
 import textwrap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -109,7 +110,7 @@ def grid(
     Each row is ``height`` inches high; the figure is ``extra`` inches higher than its rows.
     """
     columns = max(1, min(columns, count))
-    rows = -(-count // columns)
+    rows = math.ceil(count / columns)
     figure, axes = plt.subplots(
         rows,
         columns,
@@ -136,6 +137,7 @@ def label_beside(axis: Axes, points: Sequence[tuple[str, float, float, str]], ga
     """
     axis.autoscale_view()  # else the limits are computed later
     to_axes = axis.transScale + axis.transLimits  # from data to 0..1
+    # Each point after its height on the axis, 0 to 1.
     placed = sorted((float(to_axes.transform(point[1:3])[1]), *point) for point in points)
     heights = spread([place[0] for place in placed], min(gap, 1 / max(1, len(placed))))
     for (_, text, x, y, line_color), height in zip(placed, heights, strict=True):

@@ -34,11 +34,13 @@ def parse_parameters(text: str | None) -> float | None:
 
 
 def _parse(text: str | None, units: Mapping[str, float], flag: str, examples: str) -> float | None:
+    """Return a number times its unit; None for None. UserError for any other text."""
     if text is None:
         return None
     match = re.fullmatch(
         r"\s*(\d+\.?\d*|\.\d+)\s*([a-zµ]+?)(/s|ps)?\s*", text.lower().replace("µ", "u")
     )
+    # "/s" belongs to a rate, never to a time.
     if match is None or match[2] not in units or (match[3] and "s" in units):
         raise UserError(
             f"{flag}: got {text!r}, give a number with a unit ({', '.join(units)}), "

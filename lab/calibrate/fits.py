@@ -81,7 +81,7 @@ def others_share(turns: Sequence[Turn], sharing: Sharing) -> float:
     seconds = 0.0
     for turn in turns:
         first = turn[0].cpu
-        if len(turn) <= sharing.ranks_here:
+        if len(turn) <= sharing.ranks_here:  # all of them ran on rank 0's machine
             own = sum(rank.cpu.own for rank in turn)
         else:  # on several machines, rank 0 stands for every rank of its machine
             own = first.own * sharing.ranks_here
@@ -171,16 +171,16 @@ def _overlap_cost(turns: Sequence[Turn[OverlapTimes]]) -> float:
 
 
 def _fit_profile(
-    ranks: int, threads: int, steps: Sequence[Turn[StepTimes]], sharing: Sharing
+    ranks: int, threads: int, turns: Sequence[Turn[StepTimes]], sharing: Sharing
 ) -> tuple[ComputeProfile, dict[str, Fit]]:
-    """Fit the line of each section over the samples.
+    """Fit the line of each section over the samples; return both lines also by their names.
 
     Among ranks that compute together, the slowest one's step counts.
     """
     calm: list[Turn[StepTimes]] = []
-    for samples in dict.fromkeys(step[0].samples for step in steps):
-        calm += quiet([step for step in steps if step[0].samples == samples], sharing)
-    slowest = [max(step, key=lambda rank: rank.before + rank.backward) for step in calm]
+    for samples in dict.fromkeys(turn[0].samples for turn in turns):
+        calm += quiet([turn for turn in turns if turn[0].samples == samples], sharing)
+    slowest = [max(turn, key=lambda rank: rank.before + rank.backward) for turn in calm]
     before = fit_line(*_medians((step.samples, step.before) for step in slowest))
     backward = fit_line(*_medians((step.samples, step.backward) for step in slowest))
     update = statistics.median(rank.update for rank in chain.from_iterable(calm))

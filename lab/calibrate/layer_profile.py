@@ -25,7 +25,8 @@ from lab.calibrate.trainer import IMAGE, Trainer
 from lab.predict.calibration_file import noise_warning
 
 SAMPLES = (16, 48, 112, 256)
-_ROUNDS, _STEPS = 5, 2
+_ROUNDS = 5
+_STEPS = 2  # of each number of samples, in a round
 _LEAST_SECONDS = 1e-9  # of a layer that does nothing
 
 
@@ -104,7 +105,7 @@ def _timed_steps(trainer: Trainer, timer: LayerTimer, samples: int) -> list[_Lay
     steps = trainer.time_steps(
         [samples], steps=_STEPS, after_step=lambda _: taken.append(timer.take())
     )
-    warm = taken[-len(steps) :]
+    warm = taken[-len(steps) :]  # without the steps of the warm-up
     return [_LayerStep(step, *layers) for step, layers in zip(steps, warm, strict=True)]
 
 

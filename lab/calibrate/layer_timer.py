@@ -26,6 +26,9 @@ class LayerTimer:
 
     Call ``take`` after each step. A layer that runs several times in a step has a call for each;
     its parameters belong to the first call, whose backward comes last.
+
+    ``_names`` holds the names of the trained parameters by id, ``_calls`` the step's calls so far.
+    ``_last_gradient`` is when the latest gradient was ready, which ends backward.
     """
 
     def __init__(
@@ -60,7 +63,9 @@ class LayerTimer:
         backward = []
         end = self._last_gradient
         for call in self._calls:  # the first layer's backward comes last
-            begin = end if call.backward_began is None else call.backward_began
+            begin = call.backward_began
+            if begin is None:  # no gradient passes it: its backward takes no time
+                begin = end
             backward.append(seconds_between(begin, end))
             end = begin
         return tuple(self._calls), forward, backward
@@ -70,6 +75,7 @@ class LayerTimer:
         self._began = now(self._device)
 
     def _end_layer(self, name: str, layer: nn.Module, _inputs: Any, output: Tensor) -> None:
+        """Record the end of a layer's forward, and let its backward record when it begins."""
         claimed = {parameter for call in self._calls for parameter in call.parameters}
         own = [self._names[id(p)] for p in layer.parameters(recurse=False) if id(p) in self._names]
         call = Call(name, tuple(p for p in own if p not in claimed), now(self._device))

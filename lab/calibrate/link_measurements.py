@@ -37,6 +37,8 @@ _MEMORY_PAIRS = 4
 
 
 class _TimedSize(NamedTuple):
+    """A size of messages: ``rounds`` times the mean over ``calls`` in a row is taken."""
+
     nbytes: int
     calls: int
     rounds: int
@@ -76,6 +78,7 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
 
 
 def _two_rings(tensor: Tensor, *, size: int, threads: DaemonThreads) -> None:
+    """Reduce-scatter both halves of the tensor at once, each in a thread."""
     rings = [
         threads.submit(partial(ring_reduce_scatter, half.tensor_split(size), tag=tag))
         for tag, half in enumerate(tensor.tensor_split(2))
@@ -152,7 +155,10 @@ def _seconds(
 
 
 def parts_of(arena: Tensor, nbytes: int, repeats: int) -> list[Tensor]:
-    """Return ``repeats`` parts of ``arena`` of ``nbytes`` each, spread like gradients in memory."""
+    """Return ``repeats`` parts of ``arena`` of ``nbytes`` each, spread like gradients in memory.
+
+    At the arena's end they begin again at its front.
+    """
     count = max(1, nbytes // FLOAT_BYTES)
     offsets = range(0, repeats * (count + SPREAD), count + SPREAD)
     return [arena[offset % (len(arena) - count) :][:count] for offset in offsets]
@@ -204,6 +210,7 @@ def time_memory(arena: Tensor) -> dict[str, list[MemoryRow]]:
 def _seconds_in_memory(
     act: Callable[[Tensor, Tensor], object], arena: Tensor, nbytes: int
 ) -> float:
+    """Return this rank's mean seconds of an action on two parts of ``nbytes`` each."""
     parts = parts_of(arena, nbytes, 2 * _MEMORY_PAIRS)
     over_ranks(0.0, dist.ReduceOp.MAX)
     began = time.perf_counter()

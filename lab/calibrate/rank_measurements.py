@@ -46,7 +46,8 @@ from lab.calibrate.trainer import WARM_UP_STEPS, Trainer, cpu_seconds, spent
 _LIMIT_SECONDS = 600
 _WARM_UP_ROUNDS = 1
 _OVERLAP_BYTES = 8_000_000
-_PROBE_SAMPLES, _LONGEST_BACKWARD_SECONDS = 4, 6.0
+_PROBE_SAMPLES = 4  # of the backward whose time tells how many samples are affordable
+_LONGEST_BACKWARD_SECONDS = 6.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
             threads=threads,
             environment=environment(),
         )
-        for done in range(measures.number - measures.step_rounds, measures.number):
+        messages_done = measures.number - measures.step_rounds
+        for done in range(messages_done, measures.number):
             show(done)
             found.together += trainer.time_steps(
                 own_samples, steps=measures.steps, after_step=barrier
@@ -171,7 +173,7 @@ def _overlap(trainer: Trainer, samples: int) -> OverlapTimes:
     fitting = max(1.0, 0.5 * alone / one_message)
     count = int(over_ranks(fitting, dist.ReduceOp.MIN))
     messages = seconds_of_call(lambda part: _wait(_send(count, part)), [tensor])
-    works: list[dist.Work] = []
+    works: list[dist.Work] = []  # messages under way
     both = trainer.backward_seconds(samples, before=lambda: works.extend(_send(count, tensor)))
     _wait(works)
     return OverlapTimes(alone, messages, both, cpu=spent(began, cpu_seconds()))
@@ -197,6 +199,7 @@ def _affordable(trainer: Trainer, samples: Sequence[int], ranks_here: int) -> tu
     seconds_per_sample = trainer.backward_seconds(_PROBE_SAMPLES) / _PROBE_SAMPLES
     seconds = seconds_per_sample * max(samples) / ranks_here
     share = over_ranks(min(1.0, _LONGEST_BACKWARD_SECONDS / seconds), dist.ReduceOp.MIN)
+    # At least two samples a rank, which BatchNorm needs, and numbers that differ, for the line.
     return tuple(
         max(2 * position * ranks_here, int(count * share))
         for position, count in enumerate(sorted(samples), start=1)
@@ -210,6 +213,6 @@ def _alone(
     if rank == 0:
         torch.set_num_threads(cores)
         return trainer.time_steps(samples, steps=steps, after_step=barrier)
-    for _ in range(len(samples) * (WARM_UP_STEPS + steps)):
+    for _ in range(len(samples) * (WARM_UP_STEPS + steps)):  # one for each of rank 0's steps
         barrier()
     return []

@@ -30,7 +30,8 @@ def cpu_seconds() -> CpuSeconds:
     """Return the clock, and the CPU seconds of this process and of all processes, until now."""
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "steal", 0.0)
-    return CpuSeconds(time.monotonic(), time.process_time(), sum(times[:8]) - idle)
+    all_kinds = sum(times[:8])  # what follows, guests' time, is a part of the first two
+    return CpuSeconds(time.monotonic(), time.process_time(), all_kinds - idle)
 
 
 def spent(began: CpuSeconds, ended: CpuSeconds) -> CpuSeconds:
@@ -91,19 +92,20 @@ class Trainer:
     def _train(
         self, samples: int, steps: int, after_step: Callable[[int], None]
     ) -> list[tuple[StepRecord, CpuSeconds]]:
-        """Train, and return each step's record and its CPU time, ``after_step`` included."""
+        """Train ``steps`` steps; return each one's record and CPU time, ``after_step`` included."""
         records: list[StepRecord] = []
-        ends = [cpu_seconds()]
+        ends = [cpu_seconds()]  # the start of the first step, then the end of each
 
         def end_step(step: int) -> None:
             after_step(step)
             ends.append(cpu_seconds())
 
+        last_step = self._engine.step + steps  # the engine goes on counting from call to call
         self._engine.train_epoch(
             self._loader(samples),
             epoch=1,
             seed=_SEED,
-            max_steps=self._engine.step + steps,
+            max_steps=last_step,
             on_steps=records.extend,
             after_step=end_step,
         )
@@ -124,8 +126,9 @@ class Trainer:
         shares: list[list[float]] = []
         for _ in range(WARM_UP_STEPS + repeats):
             self.backward_seconds(samples, before=lambda: starts.append(time.perf_counter()))
-            whole = max(ready) - starts[-1]
-            shares.append([(moment - starts[-1]) / whole for moment in ready])
+            began = starts[-1]
+            whole = max(ready) - began
+            shares.append([(moment - began) / whole for moment in ready])
         for hook in hooks:
             hook.remove()
         return [statistics.median(column) for column in zip(*shares[WARM_UP_STEPS:], strict=True)]
@@ -144,6 +147,7 @@ class Trainer:
         return seconds
 
     def _loader(self, samples: int) -> TrainLoader:
+        """Return a loader of all images in batches of ``samples``."""
         return TrainLoader(
             self._dataset,
             GlobalBatchSampler(len(self._dataset.train), batch_size=samples),

@@ -147,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) -> str:
+    """Return what was started: nodes and links. seconds : that this took."""
     links = "on loopback, no limit on speed"
     if not cluster.loopback:
         first = cluster.address(0)

@@ -42,7 +42,7 @@ SUPERVISOR_CODE = (
     "import sys; sys.path.insert(0, sys.argv[1]); from lab.cluster.supervisor import main; main()"
 )
 
-_READY_SECONDS = 180.0
+_READY_SECONDS = 180.0  # for the supervisor to import torch
 _CLOSE_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _PORT = 29500
@@ -102,12 +102,13 @@ class Cluster:
         self._threads: list[threading.Thread] = []
         self._names: dict[int, str] = {}  # "node 2", or "node 2, rank 2," if it knows its rank
         self._stopped: dict[int, str] = {}  # why ``wait`` has stopped a node
-        self._ends: list[End] = []
-        self._output: dict[int, list[str]] = {node: [] for node in range(nodes)}
-        self._port = _PORT
+        self._ends: list[End] = []  # since the last ``wait``
+        self._output: dict[int, list[str]] = {node: [] for node in range(nodes)}  # lines
+        self._port = _PORT  # of the ranks' store on node 0
         self.token = with_run_token(os.environ)[RUN_TOKEN]
 
     def _check(self, rate: str | None, latency: str | None) -> None:
+        """Raise UserError if this machine cannot make such links; a latency may only be ignored."""
         if self.loopback:
             if rate is not None or latency is not None:
                 raise UserError(
@@ -167,7 +168,7 @@ class Cluster:
                 self._nodes.network.build(self.nodes, link)
             self._await_supervisor()  # it has imported torch meanwhile
         except BaseException as error:
-            with contextlib.closing(self):
+            with contextlib.closing(self):  # ends what has started
                 if isinstance(error, Exception):
                     why = error if isinstance(error, UserError) else self._why_ended()
                     raise GroupError(f"the cluster did not start: {why}") from error
@@ -175,6 +176,7 @@ class Cluster:
         return self
 
     def _await_supervisor(self) -> None:
+        """Wait for the supervisor's next message, of the two that it sends while it starts."""
         if not self._requests.poll(_READY_SECONDS):
             raise UserError(f"not ready within {_READY_SECONDS:g} s")
         self._requests.recv()
@@ -185,7 +187,7 @@ class Cluster:
             self._process.wait(_CLOSE_SECONDS)
         self._errors.seek(0)
         errors = self._errors.read().decode(errors="replace").strip().splitlines()
-        last = ["its first process has ended", *errors][-1]
+        last = errors[-1] if errors else "its first process has ended"
         return re.sub(r"^unshare: ", "unshare says: ", last)
 
     def __exit__(self, *_error: object) -> None:
@@ -243,8 +245,9 @@ class Cluster:
             filled = fill_in(
                 command, master=self.address(0), nodes=self.nodes, rank=node, port=self._port
             )
-            has_rank = any("{rank}" in word for word in command)
-            self._names[node] = f"node {node}{f', rank {node},' if has_rank else ''}"
+            self._names[node] = f"node {node}"
+            if any("{rank}" in word for word in command):
+                self._names[node] += f", rank {node},"
             folder = str(cwd or Path.cwd())
             self._start(
                 NodeProgram(node, self.nodes, self.loopback, filled, node_variables, folder),
@@ -252,6 +255,11 @@ class Cluster:
             )
 
     def _start(self, program: NodeProgram, log: Path) -> None:
+        """Send a program to the supervisor, and follow it in a thread.
+
+        The supervisor gets a socket, by which signals go and the exit status comes, and a pipe for
+        the program's output.
+        """
         append_text(log, "", name=str(log), advice=": give another folder")
         control, far = socket.socketpair()
         reader, writer = os.pipe()

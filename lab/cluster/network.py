@@ -151,17 +151,15 @@ class ClusterNetwork:
             link["ifname"]: link["stats64"]
             for link in json.loads(self._run("ip", "-json", "-statistics", "link", "show"))
         }
-        # The bridge's end receives (rx) what the node sends.
-        return {
-            node: Traffic(
-                *(
-                    links[_bridge_end(node)][direction][unit]
-                    for direction in ("rx", "tx")
-                    for unit in ("bytes", "packets")
-                )
+        found = {}
+        for node in range(nodes):
+            bridge_end = links[_bridge_end(node)]
+            sent = bridge_end["rx"]  # it receives what the node sends
+            received = bridge_end["tx"]
+            found[node] = Traffic(
+                sent["bytes"], sent["packets"], received["bytes"], received["packets"]
             )
-            for node in range(nodes)
-        }
+        return found
 
     def pids(self, node: int) -> list[int]:
         """Return the processes on a node, as seen from outside."""

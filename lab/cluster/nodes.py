@@ -51,8 +51,10 @@ class Nodes:
     @cached_property
     def host_pid(self) -> int:
         """The first process in the namespaces, as seen from outside."""
-        started = [] if self.loopback else descendants(self.process)  # parents come first
-        return [*started, self.process][0]
+        if self.loopback:
+            return self.process
+        started = descendants(self.process)  # by ``unshare``; parents come first
+        return started[0] if started else self.process
 
     @property
     def network(self) -> ClusterNetwork:

@@ -34,7 +34,7 @@ _PRELOADED = ("common.experiment.run", "common.models.vgg", "sklearn.datasets", 
 
 @dataclass(frozen=True)
 class PythonProgram:
-    """A Python command: a file or a ``module``, and its arguments."""
+    """A Python command: its arguments, and a file as ``target``, or a module if ``module``."""
 
     target: str
     arguments: tuple[str, ...]
@@ -81,7 +81,10 @@ def parse_python(command: Sequence[str]) -> PythonProgram | None:
     """
     if not _is_this_interpreter(command[0]):
         return None
-    match command[2:] if command[1:2] == ["-u"] else command[1:]:
+    words = command[1:]
+    if words[:1] == ["-u"]:
+        words = words[1:]
+    match words:
         case ["-m", module, *arguments]:
             return PythonProgram(module, tuple(arguments), module=True)
         case [script, *arguments] if not script.startswith("-") and Path(script).is_file():

@@ -16,6 +16,7 @@ _PROBE_SECONDS = 10.0
 _PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _NAMESPACES = ("--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 _MOST_NAMESPACES = Path("/proc/sys/user/max_user_namespaces")
+# By file: the value that refuses user namespaces, and the setting that allows them.
 _SWITCHES = {
     "/proc/sys/kernel/unprivileged_userns_clone": ("0", "kernel.unprivileged_userns_clone=1"),
     "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": (
@@ -99,6 +100,7 @@ def has_tbf() -> bool:
 
 
 def _has_qdisc(discipline: str) -> bool:
+    """Return whether a queueing discipline can be added in a namespace of this user."""
     unshare = unshare_command()
     return (
         unshare is not None

@@ -33,7 +33,7 @@ class Executors(contextlib.ExitStack):
         self._most_nodes = most_nodes
         self._clusters: dict[tuple[int, str | None], Cluster] = {}
         for rate in filter(None, rates):
-            Cluster(most_nodes, rate=rate)
+            Cluster(most_nodes, rate=rate)  # starts nothing, but checks that it could
 
     def run(
         self,
@@ -51,6 +51,7 @@ class Executors(contextlib.ExitStack):
         Raises GroupError if the cluster cannot be made.
         """
         shutil.rmtree(logs, ignore_errors=True)  # of a run that was interrupted
+        # At a rate, runs on fewer nodes use a part of the largest cluster.
         size = nodes if rate is None else self._most_nodes
         if (size, rate) not in self._clusters:
             # Over loopback each rank is a new interpreter, as if a user had started it by hand.

@@ -99,6 +99,7 @@ def _settings(runs: Sequence[_ImportedRun], cells: Sequence[Cell], scaling: str)
 
 
 def _warnings(runs: Sequence[_ImportedRun]) -> list[str]:
+    """Return what a reader of these runs must know first."""
     warnings = []
     if any(run.repeat.crowded for run in runs):
         warnings.append(

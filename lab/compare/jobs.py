@@ -63,7 +63,7 @@ _FOR_A_RANK = ("threads", "debug")  # what a plan may set of each rank's own set
 _ELSEWHERE = ("compute", "log_wandb")  # a file of this machine, a service with this user's account
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _LOCK_SECONDS = 1.0  # a report takes the lock for a moment
-_OTHERS_SECONDS = 2.0
+_OTHERS_SECONDS = 2.0  # until the other ranks of a failed run have noted their exit statuses
 _NO_SCRIPT = (
     "an installed copy has no job script. Plan in a checkout of the project, which has "
     "launch/slurm-compare.sbatch, or start the runs by hand"
@@ -125,6 +125,7 @@ def _check_flags(settings: Settings, *, name: str) -> None:
 
 
 def _flags_of_the_training() -> set[str]:
+    """Return the flags that a plan may have: of the training, alike on all nodes, without files."""
     allowed: set[str] = set()
     for name, known in config_settings().items():
         is_shared = not known.per_rank or name in _FOR_A_RANK
@@ -241,7 +242,11 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
 
     launch : rank and number of nodes; if the cell has fewer nodes, the last ones have nothing to
     do. Raises UserError if another job holds the run. Rank 0 also raises UserError if the run
-    cannot start as it is and GroupError if it failed; the other ranks' logs hold their reasons.
+    cannot start as it is and GroupError if it failed; the other ranks' logs hold their reasons, and
+    they return 1 or 2.
+
+    The lock on the rank's log marks the run as running. It is released when this process and the
+    part that it started have ended, however they end.
     """
     run, code = planned_run(folder, number)
     if launch.rank >= run.nodes:
@@ -256,12 +261,12 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
             raise UserError(
                 f"this run is already running: another job holds {output}; wait until it ends"
             )
-        regular_target(note).unlink(missing_ok=True)
+        regular_target(note).unlink(missing_ok=True)  # of an earlier attempt
         done = _state(run).word == "done"
         status = 0
         failure = None
         if not done:
-            log.truncate(0)
+            log.truncate(0)  # the run begins anew, whatever an earlier attempt did
             status, failure = _try_part(run, code, launch, log)
         if status:
             write_atomically(note, encode(status))
@@ -473,7 +478,10 @@ def _warnings(comparison: Comparison, states: Sequence[RunState]) -> list[str]:
 
 
 def _state(run: Run) -> RunState:
-    """Return how far a planned run is."""
+    """Return how far a planned run is.
+
+    "running": a process holds the lock on rank 0's log. "missing": no rank has begun a log.
+    """
     with suppress(UserError):
         return RunState(run, "done", read_run(run))
     log, _ = rank_files(run, 0)

@@ -60,7 +60,7 @@ def predict(
     speed varies from day to day. Messages of emulated nodes are always measured. None: the runs
     will be on other machines, so an earlier calibration serves, whose ranks were there.
     """
-    calibration = None
+    calibration = None  # stays None if compute is emulated on this machine
     if executors is None:
         calibration = load_calibration(calibration_path())
     elif not settings.emulated:
@@ -69,11 +69,12 @@ def predict(
         settings, folder, calibration, own_machines=executors is None
     )
     links = list(dict.fromkeys(_link(cell) for cell in comparison.cells if cell.nodes > 1))
+    # Emulated nodes or links are measured themselves; else the calibration has their network.
     if executors is not None and (settings.emulated or any(settings.rates)):
         networks = _measure_networks(links, settings, gradients, folder, executors, calibration)
         facts = _facts_of_networks(networks)
     else:
-        assert calibration is not None
+        assert calibration is not None  # loaded, or made since compute is real
         networks = dict.fromkeys(links, calibration.network)
         facts = _facts_of_calibration(calibration)
     other_model = None
@@ -192,10 +193,14 @@ def _out_of_scope(cell: Cell, *, other_model: str | None, no_network: bool) -> s
 def compute_on_nodes(
     settings: Settings, folder: Path, calibration: Calibration | None, *, own_machines: bool
 ) -> tuple[Callable[[int], StepCompute], Sequence[GradientSize], str]:
-    """Return a rank's step by number of nodes, the gradients' sizes, and the source of the times.
+    """Return how long a rank computes, the gradients' sizes, and the source of the times.
 
-    calibration : None only if compute is emulated, by the profile in ``folder``. Raises UserError
-    if the profile names other parameters than the model.
+    The first is a function: it takes the number of nodes, which decides a rank's samples, and
+    returns the rank's step.
+
+    calibration : the source of the times, unless compute is emulated: then it is not used, may be
+    None, and the times are those of the profile in ``folder``. own_machines : see ``compute_of``.
+    Raises UserError if the profile names other parameters than the model.
     """
     if calibration is not None and not settings.emulated:
         calibrated = partial(

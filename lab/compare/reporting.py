@@ -87,6 +87,7 @@ def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
 
 
 def _write_and_print(folder: Path, comparison: Comparison) -> None:
+    """Settle doubts about right strategies, write the report, and print its answer."""
     if add_recomputed(comparison, folder):
         write_comparison(folder / "results.json", comparison)
     write_report(folder, comparison)

@@ -71,6 +71,7 @@ def open_comparison(
     profile = None
     if settings.emulated:
         profile = load_profile(settings.compute, model=settings.model, machine=here["cpu"])
+    # Ranks on GPUs, with emulated compute or on other machines do not take this machine's cores.
     share_cores = not (here["gpus"] or settings.emulated or code is not None)
     cells = plan_cells(settings, cores=here["usable_cores"] if share_cores else math.inf)
     folder = new_folder(reports, "compare")
@@ -95,6 +96,7 @@ def open_comparison(
 
 
 def _warnings(cells: Sequence[Cell], cores: int) -> list[str]:
+    """Return a warning if ranks share cores, else nothing."""
     crowded = sorted({cell.nodes for cell in cells if cell.oversubscribed})
     if not crowded:
         return []
@@ -244,7 +246,7 @@ def time_left(
             expected[place] += run.settings.total_steps * step_seconds
     elif done == 0:
         return "time unknown until the first run has ended"
-    pace = 1.0
+    pace = 1.0  # how many times as long as expected the finished runs took
     if done:
         pace = elapsed / sum(expected[:done])
     return f"about {duration(pace * sum(expected[done:]))}"

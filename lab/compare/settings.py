@@ -69,6 +69,7 @@ class Settings:
         self._check_strategies()
 
     def _check_counts(self) -> None:
+        """Raise UserError unless all counts are from 1 to ``_MOST``."""
         counts = {
             "--nodes": self.nodes,
             "--steps": (self.steps,),
@@ -83,6 +84,7 @@ class Settings:
                 raise UserError(f"{name}: got {found}, give whole numbers from 1 to {_MOST:,}")
 
     def _check_strategies(self) -> None:
+        """Raise UserError for an unknown strategy, or a size of buckets for one without buckets."""
         from lab.predict.tables import message_plans  # slow, and --help imports this file
 
         for name, plan in message_plans(self.sync, groups=("all", "exact")).items():

@@ -65,8 +65,8 @@ def gather(
     """Return the cells that these runs make, and a timeline of each by the cells' ids.
 
     runs : their repeats' folders are relative to ``folder``. groups : all different facts of the
-    runs; a run whose facts are not in it belongs to the first group. repeats : those of a whole
-    cell of the first group.
+    runs; a run whose facts are not in it belongs to the first group. repeats : how many a complete
+    cell of the first group has; a cell of another group is complete with any.
     """
     numbers = {_hashable(facts): number for number, facts in enumerate(groups)}
     cells: dict[str, Cell] = {}
@@ -161,6 +161,7 @@ def _known_values(measured: Sequence[Mapping[str, float | None]]) -> dict[str, l
 
 
 def _status(done: int, failed: int, wanted: int) -> Status:
+    """Return a cell's status from its numbers of good, failed and wanted repeats."""
     if done:
         return "done" if done >= wanted else "partial"
     return "failed" if failed else "pending"
@@ -171,7 +172,7 @@ def _means_over_ranks(ranks: Sequence[RankRow]) -> dict[str, float | None]:
 
     None: unknown.
     """
-    means: dict[str, float | None] = {}
+    means: dict[str, float | None] = {}  # by the fields of ``Medians``
     for name in TIMES:
         means[name] = statistics.fmean(getattr(rank.seconds, name) for rank in ranks)
     means["peak_memory_bytes"] = statistics.fmean(rank.peak_memory_bytes for rank in ranks)

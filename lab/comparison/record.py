@@ -296,7 +296,7 @@ def _leave_out(repeat: dict[str, Any]) -> None:
             del repeat[name]
         started = repeat.pop("started")
         if started is not None:
-            repeat["started"] = started
+            repeat["started"] = started  # as the last entry
     if repeat["one_process"] is None:
         del repeat["one_process"]
 
@@ -331,6 +331,10 @@ def check(comparison: Comparison, *, name: str) -> None:
 
 
 def _check_repeat(repeat: Repeat, cell: Cell, kind: str, name: str) -> None:
+    """Raise UserError if a repeat's folder may be outside of its comparison, or a rank is missing.
+
+    kind : of the comparison; a report's runs may be anywhere.
+    """
     path = PurePath(repeat.folder)
     if kind == "compare" and (path.is_absolute() or ".." in path.parts):
         raise UserError(

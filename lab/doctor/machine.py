@@ -27,11 +27,11 @@ from lab.doctor.check_result import CheckResult, failure, ok, warning
 
 _LEAST_MEMORY = 1_500_000_000
 _LEAST_SHARED_MEMORY = 256_000_000
-_FILES_BESIDE = 256
-_FILES_A_NODE = 4
+_FILES_BESIDE = 256  # that a rank may open besides its sockets
+_FILES_A_NODE = 4  # sockets for each node
 # A checkpoint of VGG-11 with SGD's momentum: two times 9,231,114 parameters of 4 bytes.
 _CHECKPOINT_BYTES = 74_000_000
-_ROOM_FOR = 20
+_ROOM_FOR = 20  # checkpoints; with less there is a warning
 
 
 def check_python(_flags: Namespace) -> CheckResult:
@@ -131,13 +131,13 @@ def check_open_files(flags: Namespace) -> CheckResult:
     """Check how many files a process may open: Gloo needs a few sockets for each other rank."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _FILES_BESIDE + _FILES_A_NODE * (flags.num_nodes or 1)
-    if resource.RLIM_INFINITY != limit < needed:
+    if limit == resource.RLIM_INFINITY:
+        return ok("no limit")
+    if limit < needed:
         return warning(
             f"limit {limit} per process, and a rank may need {needed}",
             f"ulimit -n {max(needed, 4096)}",
         )
-    if limit == resource.RLIM_INFINITY:
-        return ok("no limit")
     return ok(f"limit {limit} per process")
 
 
@@ -180,6 +180,7 @@ def check_dataset(flags: Namespace) -> CheckResult:
 
 
 def _check_folder(folder: Path) -> CheckResult:
+    """Check a dataset of the user's own; its digest tells nodes with other files apart."""
     from common.data.folder import classes_of
 
     try:
@@ -188,7 +189,7 @@ def _check_folder(folder: Path) -> CheckResult:
         return failure(str(error), "give the folder that contains them as --data-dir")
     sizes = {
         str(path.relative_to(folder)): path.stat().st_size
-        for path in sorted(folder.glob("t*/*/**/*"))
+        for path in sorted(folder.glob("t*/*/**/*"))  # of train and test
         if path.is_file()
     }
     digest = hashlib.sha256(repr(sizes).encode()).hexdigest()[:12]
@@ -214,7 +215,7 @@ def check_disk(flags: Namespace) -> CheckResult:
     if free < 2 * _CHECKPOINT_BYTES:  # an old one is deleted only after the new one is written
         return failure(text, "free some space, or give an --output-dir on another disk")
     if free < _ROOM_FOR * _CHECKPOINT_BYTES:
-        most = max(1, free // _CHECKPOINT_BYTES - 1)
+        most = max(1, free // _CHECKPOINT_BYTES - 1)  # beside one that is being written
         return warning(text, f"free some space, or give --keep-checkpoints {most}")
     return ok(text)
 

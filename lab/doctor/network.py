@@ -34,8 +34,8 @@ def check_host_name(flags: Namespace) -> CheckResult:
         text = f"{socket.gethostname()} resolves to {address}"
         if not is_loopback(str(address)):
             return ok(text)
-    others = flags.num_nodes != 1 and flags.master_ip and resolve(flags.master_ip)
-    if not others or all(map(is_loopback, others)):
+    alone = flags.num_nodes == 1 or not flags.master_ip
+    if alone or all(map(is_loopback, resolve(flags.master_ip))):
         return ok(f"{text}: fine on one machine")
     return warning(
         f"{text}; Gloo would send this address to the other nodes, but a run of this project "

@@ -43,10 +43,10 @@ from common.utils.typed_json import Finite, Rank, Ranks, Text, decode, encode
 from lab.doctor.check_result import CheckResult, failure, ok, warning
 from lab.doctor.machine import check_dataset, commit, versions
 
-_PROBE_SECONDS = 5.0
-_GRACE_SECONDS = 5.0
-_AT_ONCE = 16
-_ROUND_TRIPS = 8
+_PROBE_SECONDS = 5.0  # to connect to a node
+_GRACE_SECONDS = 5.0  # for nodes that are a little later than this one
+_AT_ONCE = 16  # nodes to which a node connects at a time
+_ROUND_TRIPS = 8  # to compare clocks: the shortest is the most exact
 _FAR_SECONDS = 1.0  # clocks further apart: times in the logs of two nodes cannot be compared
 _MOST_NAMED = 8
 _SAME_SETUP = (
@@ -118,6 +118,9 @@ def exchange_reports(
 ) -> tuple[Nodes, str]:
     """Return the reports of the nodes that came, and why not all did ("" if all did).
 
+    The store's keys: "node R", the report of rank R, completed after the probes; "here", the ranks
+    that came; "probed R" and "end R", how far rank R is.
+
     Raises GroupError or UserError if this node is none of them; DistError if rank 0 is lost.
     """
     rank = flags.rank
@@ -127,6 +130,7 @@ def exchange_reports(
     server = shared_store(launch, flags.timeout)
     server.set_timeout(timedelta(seconds=flags.timeout + _GRACE_SECONDS))
     store = dist.PrefixStore(keyed(launch.token, "lab doctor"), server)
+    # Sets the key only if it is new: the report of the first node that came with this rank.
     first = store.compare_set(f"node {rank}", "", encode(own).decode())
     problem = ""
     try:
@@ -143,7 +147,8 @@ def exchange_reports(
     own = probe_nodes(rank, _read(store, here))
     store.set(f"node {rank}", encode(own).decode())
     store.set(f"probed {rank}", "")
-    turns = 1 + len(here) // _AT_ONCE
+    # A node that is not done by then has left, which its report shows.
+    turns = 1 + len(here) // _AT_ONCE  # of a node that waits in vain for each of the others
     are_set(store, [f"probed {node}" for node in here], turns * _PROBE_SECONDS + _GRACE_SECONDS)
     nodes = _read(store, here)
     store.set(f"end {rank}", "")
@@ -153,6 +158,7 @@ def exchange_reports(
 
 
 def _read(store: dist.Store, ranks: list[int]) -> Nodes:
+    """Return the reports that these ranks have left in the store so far."""
     return {
         rank: decode(store.get(f"node {rank}"), NodeReport, name=f"the report of rank {rank}")
         for rank in ranks
@@ -183,6 +189,7 @@ def probe_nodes(rank: int, nodes: Nodes) -> NodeReport:
 
 
 def _why_unreached(rank: int, node: NodeReport) -> str:
+    """Return why this node does not reach another one; "" if it does."""
     try:
         _probe(rank, node)
     except (OSError, UserError) as error:
@@ -241,6 +248,7 @@ def _connections(nodes: Nodes) -> CheckResult:
 
 
 def _clocks(nodes: Nodes) -> CheckResult:
+    """Warn of clocks that differ from rank 0's by more than a second beyond the uncertainty."""
     clocks = {rank: node.clock for rank, node in nodes.items() if node.clock}
     far = []
     for rank, (ahead, uncertainty) in clocks.items():
@@ -269,6 +277,7 @@ def _compare(nodes: Nodes, name: str) -> CheckResult:
 
 
 def _backend(nodes: Nodes) -> CheckResult:
+    """Say which backend a run on these nodes chooses; warn if GPUs would stay unused."""
     gpus = place_ranks([node.peer for node in nodes.values()]).gpus
     try:
         backend, why = choose_backend(None, gpus, len(nodes))
@@ -280,12 +289,14 @@ def _backend(nodes: Nodes) -> CheckResult:
 
 
 def _cores(nodes: Nodes) -> CheckResult:
-    """Compare the ranks that share a machine with its cores."""
+    """Compare the number of ranks that share a machine with its cores."""
     by_host = grouped((node.peer.host, node.cores) for node in nodes.values())
     crowded = []
-    for host, cores in by_host.items():
-        if len(cores) > min(cores):
-            crowded.append(f"{host} has {len(cores)} ranks and {count(min(cores), 'core')}")
+    for host, cores_of_ranks in by_host.items():
+        ranks = len(cores_of_ranks)
+        cores = min(cores_of_ranks)  # a container may give one of the ranks fewer
+        if ranks > cores:
+            crowded.append(f"{host} has {ranks} ranks and {count(cores, 'core')}")
     if crowded:
         return warning(
             f"{'; '.join(crowded)}: ranks wait for cores, so step times show the machine, not the "

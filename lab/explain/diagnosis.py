@@ -83,8 +83,8 @@ def explain(lines: Sequence[LogLine]) -> list[Found]:
     ranks echo it, or a note if no other error is found. ``lines`` may join the logs of several
     ranks.
     """
-    shown = {}
-    hidden: set[str] = set()
+    shown = {}  # the lines of each known error that occurs
+    hidden: set[str] = set()  # names of entries that another one explains
     known_lines: set[LogLine] = set()
     for error in known_errors():
         if showing := _showing(error, lines):

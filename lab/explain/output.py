@@ -36,6 +36,7 @@ def main_explain(args: argparse.Namespace) -> int:
 
 
 def _nothing_known(lines: Sequence[LogLine]) -> str:
+    """Return what to read or try when the table has no error of these lines."""
     if not lines:
         return (
             "The log is empty. A rank that printed nothing was killed or did not start: check how "
@@ -56,6 +57,7 @@ def _nothing_known(lines: Sequence[LogLine]) -> str:
 
 
 def _print(console: Console, found: Found, *, heading: str, several: bool) -> None:
+    """Print an error with its line, cause and cure. several : whether there are several logs."""
     error = found.error
     line = found.line
     title = Text.assemble(heading, (error.title, "bold"))

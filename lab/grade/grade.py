@@ -204,6 +204,7 @@ def _task(
     words = [shutil.which(program, path=_environment()["PATH"]) or program]
     for argument in arguments:
         words.append(script.name if argument == "{script}" else argument)
+    # The folders and the key come last: the key must not depend on where the copies lie.
     task = Task(
         words=words,
         ranks=sorted(set(part.ranks)),

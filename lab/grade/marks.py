@@ -202,7 +202,7 @@ def _decision(row: OverrideRow, rubric: Rubric, path: Path) -> Override:
     try:
         marks = float(row.marks)
     except ValueError:
-        marks = -1.0
+        marks = -1.0  # refused below
     if not 0 <= marks <= points or not row.reason:
         raise UserError(
             f"{path}, {row.submission} {row.part}: give marks from 0 to {points:g} and a reason, "

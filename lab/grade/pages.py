@@ -178,6 +178,7 @@ def _faults_view(graded: Graded) -> list[dict[str, Any]]:
 
 def _bins_view(finished: Sequence[float], points: float) -> list[dict[str, Any]]:
     """Return how many submissions have how many tenths of the points, the best first."""
+    # Full marks lie in the tenth from 9 to 10.
     submissions = Counter(min(int(10 * marks / points), 9) for marks in finished)
     most = max(submissions.values(), default=1)
     bins: list[dict[str, Any]] = []

@@ -270,7 +270,8 @@ def _mounts(task: Task, system: Sequence[Path], records: Path) -> list[Mount]:
     links = [at for at in task.links if not Path(at).is_relative_to(task.submission)]
     parents: list[str] = []
     for place in [*readable, *links, task.submission, str(records)]:
-        parents += [str(parent) for parent in reversed(Path(place).parents[:-1])]
+        above = Path(place).parents[:-1]  # without "/"
+        parents += [str(parent) for parent in reversed(above)]
 
     mounts = [Mount("folder", ""), _memory(task, "")]
     mounts += [Mount("folder", at) for at in ("/proc", "/dev", "/tmp")]

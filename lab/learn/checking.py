@@ -41,8 +41,11 @@ def watch(lesson: Lesson) -> int:
 
 
 def check_apart(lesson: Lesson) -> int:
-    """Check the file in a process that ends all that it has started; return the exit status."""
-    # elsewhere forks of a process with torch may hang
+    """Check the file in a process of its own, which ends all that it has started.
+
+    Returns the exit status: RIGHT, WRONG or NOT_YET; INTERRUPTED if the process ended otherwise.
+    """
+    # Outside Linux the fork of a process with torch may hang.
     context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     process = context.Process(target=_check_here, args=(lesson,))
     process.start()
@@ -63,6 +66,7 @@ def _prepare_ranks() -> None:
 
 
 def _check_here(lesson: Lesson) -> None:
+    """Check the file, end what it has started, and exit with the status."""
     adopt_orphans()
     try:
         sys.exit(check(lesson, StudentFile(lesson.file)))

@@ -51,7 +51,7 @@ def main_learn(args: argparse.Namespace) -> int:
         raise UserError(f"{lesson.file} is missing: lab learn {lesson.number} writes it")
     if args.watch:
         return watch(lesson)
-    return check_apart(lesson)
+    return check_apart(lesson)  # in a process of its own
 
 
 def _lesson(number: int) -> Lesson:

@@ -93,13 +93,16 @@ class StudentFile:
                 raise Mistake(message) from None
 
     def _hang(self, stacks: Mapping[str, str]) -> str:
-        """Return where each rank was when the time was over."""
+        """Return where each rank was when the time was over.
+
+        stacks : each rank's stack then, "" if the rank had already failed.
+        """
         lines = ["the ranks hang. A collective needs every rank:"]
         for rank, stack in sorted(stacks.items()):
             places = self._places(stack)
             if places:
                 state = places[0]
-            elif stack:
+            elif stack:  # it waits in ``_on_rank``
                 state = "is done"
             else:
                 state = "has failed"
@@ -142,6 +145,11 @@ def _on_rank(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> Any:
+    """Run the file and the function on this rank, and wait for the others.
+
+    At the deadline the file "rank R" in ``folder`` gets this rank's stack; it stays empty if the
+    rank ends before. A file "done R" says that the function has returned.
+    """
     import torch.distributed as dist
 
     with (folder / f"rank {rank}").open("w") as stacks:

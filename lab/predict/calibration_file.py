@@ -206,6 +206,7 @@ def noise_warning(others_share: float, command: str) -> list[str]:
 
 
 def _describe_rate(kind: str, rate: Rate, fit: FitRecord) -> str:
+    """Return a kind's line: alpha with its interval, bandwidth, and the fit's largest error."""
     low, high = fit.intervals[0]
     return (
         f"  {kind:<10}  {rate.alpha_seconds * 1e3:.3f} ms per message ({low * 1e3:.3f} to "

@@ -55,12 +55,14 @@ class StepCompute:
         sizes : bytes of the gradients, by name, in the order of the parameters. needed : seconds of
         "before" until forward uses each parameter; None: see ``needed_shares``.
         """
-        backward = max(ready.values())
+        backward = max(ready.values())  # seconds
         in_turn = list(sizes)[::-1]
         ready_shares = [ready[name] / backward for name in in_turn]
         needed_shares = []
         if needed:
             needed_shares = [needed[name] / before_seconds for name in in_turn]
+        # A count is reached with the latest of its gradients, and needed with the earliest of its
+        # parameters.
         return cls(
             before_seconds,
             backward,
@@ -86,6 +88,7 @@ class StepCompute:
         """Return the seconds until forward uses a parameter beyond the first ``nbytes`` bytes."""
         if not self.ready_bytes:
             return 0.0
+        # ``ready_bytes`` counts from the last parameter on.
         index = bisect.bisect_left(self.ready_bytes, self.ready_bytes[-1] - nbytes)
         if self.needed_shares:
             return self.needed_shares[index] * self.before_seconds
@@ -158,12 +161,13 @@ class ComputeModel:
         """
         ranks = [profile.ranks for profile in self.profiles]
         above = bisect.bisect_right(ranks, ranks_here)
+        # The profiles on both sides of ``ranks_here``; beyond the first or last, that one twice.
         low = self.profiles[max(0, above - 1)]
         high = self.profiles[min(above, len(ranks) - 1)]
         share = 0.0  # 0 at low, 1 at high
         if low.ranks < ranks_here < high.ranks:
             share = math.log(ranks_here / low.ranks, high.ranks / low.ranks)
-        crowding = max(1.0, ranks_here / ranks[-1])
+        crowding = max(1.0, ranks_here / ranks[-1])  # above 1 beyond the last profile
 
         def fixed(at_low: float, at_high: float) -> float:
             return crowding * (at_low + share * (at_high - at_low))

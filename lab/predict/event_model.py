@@ -266,6 +266,7 @@ def message_terms(
 def _costs(
     plan: MessagePlan, sizes: Sequence[int], ranks: int, network: Network
 ) -> list[tuple[Operation, Terms]]:
+    """Return the operations of a period, in order, each with its seconds; none for one rank."""
     if ranks == 1:
         return []
     operations = plan.operations(sizes, ranks)
@@ -335,6 +336,7 @@ def _bytes_sent(plan: MessagePlan, sizes: Sequence[int], ranks: int) -> tuple[fl
     """Return the bytes that rank 0 sends in a step, and the mean over some other ranks."""
     if ranks == 1:
         return 0.0, 0.0
+    # Evenly spread over all other ranks, the first and the last among them.
     spread = {1 + (ranks - 2) * index // (_SAMPLED_RANKS - 1) for index in range(_SAMPLED_RANKS)}
     root = float(plan.bytes_sent(sizes, 0, ranks))
     others = [float(plan.bytes_sent(sizes, rank, ranks)) / plan.period for rank in sorted(spread)]
@@ -388,7 +390,7 @@ def ends_in_pairs(seconds: Sequence[float]) -> list[float]:
     now = 0.0
     ends = [0.0] * len(seconds)
     waiting = list(enumerate(seconds))
-    under_way: list[tuple[float, int]] = []
+    under_way: list[tuple[float, int]] = []  # seconds left if alone on the link, index
     while waiting or under_way:
         while waiting and len(under_way) < 2:
             index, left = waiting.pop(0)
@@ -397,4 +399,4 @@ def ends_in_pairs(seconds: Sequence[float]) -> list[float]:
         now += shortest * len(under_way)
         ends[ended] = now
         under_way = [(left - shortest, index) for left, index in under_way if index != ended]
-    return list(accumulate(ends, max))
+    return list(accumulate(ends, max))  # a short message waits for the longer one before it

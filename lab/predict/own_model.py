@@ -54,7 +54,7 @@ def with_own_model(
             network=Network(calibration.network.rate("all_reduce").alpha_seconds, _AT_ONCE),
         )
     if other_model:
-        gradients = _gradients(model) if model else _equal(parameters or 0)
+        gradients = _gradients(model) if model else _equal_matrices(parameters or 0)
         compute = _spread_by_bytes(calibration.compute, gradients)
         calibration = replace(calibration, model=name, gradients=gradients, compute=compute)
     return calibration
@@ -93,7 +93,8 @@ def _gradients(model: str) -> tuple[GradientShape, ...]:
     return tuple(GradientShape(tuple(p.shape), p.itemsize) for p in built.parameters())
 
 
-def _equal(parameters: float) -> tuple[GradientShape, ...]:
+def _equal_matrices(parameters: float) -> tuple[GradientShape, ...]:
+    """Return the gradients of a model of so many parameters, in ``_TENSORS`` equal matrices."""
     of_a_tensor = parameters / _TENSORS
     rows = max(1, round(of_a_tensor**0.5))
     columns = max(1, round(of_a_tensor / rows))

@@ -3,6 +3,7 @@
 ``numbers_to_draw`` returns the numbers of nodes to predict, ``draw_scaling`` draws the predictions.
 """
 
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -113,8 +114,9 @@ def _panel(
             linewidth=1.4,
         )
         ends.append((", ".join(names), counts[-1], values[-1], color(first)))
+    every = math.ceil(len(counts) / _TICKS)  # how many counts stand from one tick to the next
     axis.xaxis.set(
-        major_locator=FixedLocator(counts[:: -(-len(counts) // _TICKS)]),
+        major_locator=FixedLocator(counts[::every]),
         minor_locator=NullLocator(),
         major_formatter=FuncFormatter(lambda nodes, _: f"{nodes:,g}"),
     )

@@ -155,12 +155,11 @@ class _Setting:
         seconds = step.step_seconds
         doubled = min(2 * nodes, LARGEST_NODES)
         more_samples = doubled / nodes if self.scaling == "weak" else 1
+        doubled_seconds = self._seconds(asked, doubled, self.network, self._compute(doubled))
         gains = {
             "network": seconds / self._seconds(asked, nodes, self.faster, compute),
             "compute": seconds / self._seconds(asked, nodes, self.network, times(compute, 0.5)),
-            "nodes": more_samples
-            * seconds
-            / self._seconds(asked, doubled, self.network, self._compute(doubled)),
+            "nodes": more_samples * seconds / doubled_seconds,
             "no messages": seconds / compute.seconds,
         }
         note = self._note(name, nodes)

@@ -36,12 +36,13 @@ def supervise(pid: int, control: int, *, heard: Callable[[], object] = lambda: N
 
 
 def _pass_signals_on(group: int, control: int, heard: Callable[[], object]) -> None:
+    """Send each byte of ``control`` to the process group as a signal, SIGKILL at its end."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread handles them
     numbers = b"\0"
     while numbers:
         numbers = os.read(control, 256)
         heard()
-        for number in numbers or [signal.SIGKILL]:
+        for number in numbers or [signal.SIGKILL]:  # no bytes: it is closed
             try:
                 os.killpg(group, number)
             except OSError:  # it has ended, or does not lead its group yet

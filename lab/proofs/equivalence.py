@@ -181,6 +181,7 @@ def check_group(
 
 
 def _as_strategy(strategy: GradientSync | Synchronise | str) -> GradientSync:
+    """Return the strategy that a name or a function stands for. UserError for anything else."""
     if isinstance(strategy, str):
         return proof_sync(strategy)
     if isinstance(strategy, GradientSync):
@@ -209,9 +210,11 @@ def errors_on_this_rank(rank: int, size: int, strategy: GradientSync, case: Case
     The ranks begin with different weights, so a strategy must first distribute rank 0's. The
     reference is a plain loop in this process, not the engine.
     """
-    batches, references = case.global_batches(size), _train_in_one_process(size, case)
+    batches = case.global_batches(size)
+    references = _train_in_one_process(size, case)
     torch.manual_seed(100 + rank)
-    model, found = ProofModel(case), RankErrors()
+    model = ProofModel(case)
+    found = RankErrors()
     engine = TrainingEngine(
         model,
         case.device,
@@ -227,6 +230,7 @@ def errors_on_this_rank(rank: int, size: int, strategy: GradientSync, case: Case
         found.by_parameter.append(parameter_errors(model, references[len(found.digests)]))
         found.digests.append(digest(model.state_dict()))
 
+    # A global batch has ``accumulation_steps`` parts for each rank, in the order of the ranks.
     own = slice(rank * case.accumulation_steps, (rank + 1) * case.accumulation_steps)
     engine.train_epoch(
         [part for parts in batches for part in parts[own]], epoch=1, after_step=compare
@@ -279,9 +283,6 @@ def combine(size: int, case: Case, by_rank: Sequence[RankErrors]) -> Equivalence
             for name, error in found.by_parameter[index].items()
         ]
         error, rank, name = max(errors, key=lambda found: found[0])
-        steps.append(
-            StepDifference(
-                index + 1, error, rank, name, len({found.digests[index] for found in by_rank}) == 1
-            )
-        )
+        digests = {found.digests[index] for found in by_rank}
+        steps.append(StepDifference(index + 1, error, rank, name, equal_bits=len(digests) == 1))
     return Equivalence(size, case, tuple(steps))

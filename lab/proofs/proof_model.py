@@ -64,13 +64,12 @@ class Case:
         count = size * self.accumulation_steps
         if not self.uneven:
             return [(3,) * count] * STEPS
-        # The first micro-batch is never empty: its first sample uses the layer ``sometimes``.
-        return [
-            tuple(
-                max(int(part == 0), SAMPLES[(part + step) % len(SAMPLES)]) for part in range(count)
-            )
-            for step in range(STEPS)
-        ]
+        steps = []
+        for step in range(STEPS):
+            sizes = [SAMPLES[(part + step) % len(SAMPLES)] for part in range(count)]
+            sizes[0] = max(1, sizes[0])  # its first sample uses the layer ``sometimes``
+            steps.append(tuple(sizes))
+        return steps
 
     def global_batches(self, size: int) -> list[list[MicroBatch]]:
         """Return for each step the micro-batches of all ranks, rank 0's first.
@@ -78,12 +77,14 @@ class Case:
         A micro-batch is images of shape (n, 3, 8, 8) and labels of shape (n,). Rank 0 has the first
         sample of each step, the one that uses the layer ``sometimes``.
         """
-        generator, batches = torch.Generator().manual_seed(7), []
+        generator = torch.Generator().manual_seed(7)
+        batches = []
         for shares in self.shard_sizes(size):
             images = torch.randn(sum(shares), 3, 8, 8, generator=generator, dtype=torch.float64)
-            images[0, 0, 0, 0] = 9.0
+            images[0, 0, 0, 0] = 9.0  # the mark of a sample that uses ``sometimes``
             labels = torch.randint(0, 4, (sum(shares),), generator=generator)
-            images, labels = images.to(self.device, self.dtype), labels.to(self.device)
+            images = images.to(self.device, self.dtype)
+            labels = labels.to(self.device)
             batches.append(list(zip(images.split(shares), labels.split(shares), strict=True)))
         return batches
 
@@ -99,7 +100,8 @@ class ProofModel(nn.Module):
         case = case or Case()
         self.conv = nn.Conv2d(3, 6, 3, padding=1)
         self.frozen = nn.Conv2d(6, 6, 1).requires_grad_(not case.frozen)
-        self.square, self.tied = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.square = nn.Linear(6, 6)
+        self.tied = nn.Linear(6, 6)
         if case.tied:
             self.tied.weight = self.square.weight
         self.unused = nn.Linear(3, 3) if case.unused else None
@@ -114,7 +116,7 @@ class ProofModel(nn.Module):
         hidden = torch.tanh(self.frozen(torch.tanh(self.conv(images)))).mean(dim=(2, 3))
         hidden = self.tied(torch.tanh(self.square(hidden)))
         outputs = self.head(hidden)
-        marked = images[:, 0, 0, 0] > 5
+        marked = images[:, 0, 0, 0] > 5  # see ``Case.global_batches``
         if self.sometimes is not None and bool(marked.any()):
             outputs = outputs + self.sometimes(hidden) * marked[:, None]
         return outputs

@@ -110,6 +110,10 @@ def _without_main() -> Iterator[None]:
 
 
 def _collect(results: Any, ranks: Sequence[Any], timeout_seconds: float) -> list[Any]:
+    """Return the ranks' results, by rank.
+
+    Raises RankError with the first error that arrives, or if a rank ends or is late without answer.
+    """
     found: dict[int, Any] = {}
     deadline = time.monotonic() + timeout_seconds
     while len(found) < len(ranks):
@@ -147,6 +151,10 @@ def _rank_main(
     payload: bytes,
     results: Any,
 ) -> None:
+    """Call the function of ``payload`` in a process group, and put its result or error.
+
+    results : gets (rank, traceback or None, result).
+    """
     import torch
     import torch.distributed as dist
 

@@ -46,16 +46,14 @@ class Wrong:
         module, path = self.target.split(":")
         *owners, name = path.split(".")
         owner = functools.reduce(getattr, owners, import_module(module))
-        getattr(owner, name)
+        getattr(owner, name)  # raises if it is not there
         setattr(owner, name, self.replacement)
 
 
 _SYNC = "tests/common/sync/test_sync.py::test_equals_one_process_after_every_step"
-_SHARDING, _ENGINE, _CHECKPOINT = (
-    "tests/common/data/test_sharding.py",
-    "tests/common/training_engine/test_engine.py",
-    "tests/common/test_checkpoint.py",
-)
+_SHARDING = "tests/common/data/test_sharding.py"
+_ENGINE = "tests/common/training_engine/test_engine.py"
+_CHECKPOINT = "tests/common/test_checkpoint.py"
 _DIFFERS = r"differs from one process by .+ \(allowed"
 
 
@@ -67,6 +65,10 @@ def _strategy(
     where: str = "",
     group: str = "strategy",
 ) -> Wrong:
+    """Return a wrong strategy, which takes the place of a right one in the test of all strategies.
+
+    ranks : of that test. where : the parameter that the test's message must name, if it is certain.
+    """
     names = {
         "AllReduce": "all_reduce",
         "Ring": "ring",

@@ -19,8 +19,10 @@ from common.sync.base import GradientSync, broadcast_from_rank0
 from common.training_engine import TrainingEngine, batchnorm
 
 # Keep the right code here, since planting binds its names to the wrong code.
-_right_average, _right_state = batchnorm._average, TrainingEngine.state
-_right_digest, _right_train_step = checkpoint.digest, TrainingEngine.train_step
+_right_average = batchnorm._average
+_right_state = TrainingEngine.state
+_right_digest = checkpoint.digest
+_right_train_step = TrainingEngine.train_step
 _right_total = TrainingEngine.sum_over_ranks
 
 
@@ -77,7 +79,8 @@ def state_without_momentum(engine: TrainingEngine, **progress: Any) -> dict[str,
 
 def epochs_counted_from_the_start(sampler: GlobalBatchSampler, epoch: int) -> None:
     attributes = vars(sampler)
-    attributes["calls"] = sampler.epoch = attributes.get("calls", 0) + 1
+    attributes["calls"] = attributes.get("calls", 0) + 1
+    sampler.epoch = attributes["calls"]
 
 
 def clip_before_averaging(engine: TrainingEngine, micro_batches: Any, **more: Any) -> Any:
@@ -107,11 +110,9 @@ def save_without_hash(path: Path, entries: dict[str, Any]) -> None:
 
 
 def hash_of_the_weights_alone(value: Any) -> str:
-    return _right_digest(
-        value["model_state_dict"]
-        if isinstance(value, dict) and "model_state_dict" in value
-        else value
-    )
+    if isinstance(value, dict) and "model_state_dict" in value:
+        value = value["model_state_dict"]
+    return _right_digest(value)
 
 
 def no_sync_that_does_nothing(sync: GradientSync) -> nullcontext:

@@ -93,7 +93,10 @@ class Equality:
 
 
 def check(block: ComparisonGroup, nodes: int) -> Equality:
-    """Compare the strategies on ``nodes`` nodes that claim to be exact."""
+    """Compare the strategies on ``nodes`` nodes that claim to be exact.
+
+    First with each other, among runs that start alike; then by what one process has computed.
+    """
     rows = [row for row in block.at(nodes) if row.exact and row.sync != "none"]
     result = Equality(unequal_ranks=[row.sync for row in rows if _ranks_end_unequal(row)])
     groups = _starting_alike(rows)
@@ -104,11 +107,12 @@ def check(block: ComparisonGroup, nodes: int) -> Equality:
     _decide(again, result)
     tested = {*result.equal, *result.doubtful}
     result.equal = [sync for sync in dict.fromkeys(result.equal) if sync not in result.doubtful]
-    failed = {sync: f"; in one process neither: {found.why_not}" for sync, found in again}
+    # Of the strategies below, which nothing has tested, one process could not compute the runs.
+    not_again = {sync: f"; in one process neither: {found.why_not}" for sync, found in again}
     for row in rows:
         if row.sync not in tested:
             reason = _why_untested(block, row.sync, len(rows), groups)
-            result.untested[row.sync] = reason + failed.get(row.sync, "")
+            result.untested[row.sync] = reason + not_again.get(row.sync, "")
     return result
 
 
@@ -166,7 +170,9 @@ def _deviation(one: Curve, other: Curve, steps: Sequence[int] = STEPS) -> Deviat
         finite = [abs(loss) for loss in losses if math.isfinite(loss)]
         if len(losses) < 2 or not finite:
             continue
-        value = abs(losses[0] - losses[1]) if len(finite) == 2 else math.inf
+        value = math.inf  # if one of the two is not finite
+        if len(finite) == 2:
+            value = abs(losses[0] - losses[1])
         tolerance = start * GROWTH ** max(0, step - STEPS[0])
         limit = tolerance * max(finite)
         if value > limit:
@@ -175,7 +181,11 @@ def _deviation(one: Curve, other: Curve, steps: Sequence[int] = STEPS) -> Deviat
 
 
 def _compare(group: Sequence[Curve], result: Equality) -> None:
-    """Sort runs that start alike into sets that agree, and add what follows to ``result``."""
+    """Sort runs that start alike into sets that agree, and add what follows to ``result``.
+
+    The set with the largest ``_weight`` is right and the others are wrong; sets that share the
+    largest weight dispute who is right.
+    """
     right, *others = sorted(_agreeing(group, STEPS), key=_weight, reverse=True)
     tied = [curves for curves in others if _weight(curves) == _weight(right)]
     if not tied:
@@ -185,6 +195,7 @@ def _compare(group: Sequence[Curve], result: Equality) -> None:
         for curve in curves:
             deviation = _deviation(right[0], curve)
             if deviation is not None:
+                # Of several runs of a strategy, the one that deviates at the earliest step.
                 found[curve.sync] = min(deviation, found.get(curve.sync, deviation))
     first = _deviation(right[0], tied[0][0]) if tied else None
     if first is not None:
@@ -192,7 +203,11 @@ def _compare(group: Sequence[Curve], result: Equality) -> None:
 
 
 def _decide(again: Sequence[tuple[str, OneProcess]], result: Equality) -> None:
-    """Correct ``result`` by what one process has found about runs of strategies, by name."""
+    """Correct ``result`` by what one process has found about runs of strategies, by name.
+
+    If it confirms a strategy, those that disagree with it are wrong. If it only contradicts some,
+    the others in their dispute become untested.
+    """
     for sync, outcomes in grouped(again).items():
         if all(outcome.agrees for outcome in outcomes):
             result.confirmed.append(sync)
@@ -217,6 +232,12 @@ def _weight(curves: Sequence[Curve]) -> tuple[int, bool]:
 def _why_untested(
     block: ComparisonGroup, sync: str, strategies: int, groups: Sequence[Sequence[Curve]]
 ) -> str:
+    """Return why a strategy could not be compared.
+
+    strategies : how many claim to be exact on this number of nodes. groups : see
+    ``_starting_alike``.
+    """
+    # It started like another strategy, and that one turned out to be wrong.
     if any({sync} < _names(group) for group in groups):
         return "only a wrong strategy was there to compare it with"
     if block.emulated_compute:

@@ -108,7 +108,9 @@ def _joined(members: Sequence[tuple[int, ReportFinding]]) -> ReportFinding:
 
 def strategies(names: Sequence[str], *, of: int) -> str:
     """Return the names as a list; ``all 5 strategies`` if these are all of more than two."""
-    return f"all {of} strategies" if len(names) == of > 2 else listed(names)
+    if len(names) == of and of > 2:
+        return f"all {of} strategies"
+    return listed(names)
 
 
 def timed(row: CellRow) -> str:
@@ -130,6 +132,7 @@ def _syncs(rows: Rows) -> list[str]:
 
 
 def _each(shares: Mapping[str, float], digits: int = 0) -> list[str]:
+    """Return each name with its share in percent."""
     return [f"{name} {percent(share, digits)}" for name, share in shares.items()]
 
 
@@ -150,6 +153,7 @@ def equal_results(block: ComparisonGroup, rows: Rows) -> Found:
 
 
 def _what_is_wrong(result: Equality) -> Iterator[str]:
+    """Yield a sentence for each strategy that is wrong, and for a dispute that nothing settles."""
     others = "the others"
     if set(result.equal) == {DDP}:
         others = "ddp, PyTorch's own,"
@@ -175,6 +179,7 @@ def _what_is_wrong(result: Equality) -> Iterator[str]:
 
 
 def _how_far(deviation: Deviation) -> str:
+    """Return from which step on two losses differ, by how much, and how much rounding allows."""
     far = "and is not finite"
     if math.isfinite(deviation.value):
         far = f"by {small_text(deviation.value)}"
@@ -185,28 +190,33 @@ def _how_far(deviation: Deviation) -> str:
 
 
 def _what_is_equal(result: Equality, rows: Rows) -> Found:
+    """Say which strategies compute the same as each other, or a single one as one process."""
     found = differences(curves([row for row in rows if row.sync in result.equal]))
-    right = [sync for sync in result.equal if sync in result.confirmed]
+    confirmed = [sync for sync in result.equal if sync in result.confirmed]
     if found:
         yield _equal(found, result.equal, of=sum(row.exact for row in rows))
-    elif right:
-        yield ReportFinding(EQUAL, f" {listed(right)}: equal to {ONE_PROCESS}.")
+    elif confirmed:  # a single strategy has no other to differ from
+        yield ReportFinding(EQUAL, f" {listed(confirmed)}: equal to {ONE_PROCESS}.")
 
 
 def _equal(found: Sequence[Difference], equal: Sequence[str], *, of: int) -> ReportFinding:
+    """Say by how much the losses of equal strategies differ, early on and at most.
+
+    found : their differences, one a step. of : how many strategies claim to be exact.
+    """
     who = listed(equal)
-    if len(equal) == of > 2:
+    if len(equal) == of and of > 2:
         who = f"all {of} strategies that claim to be exact"
-    first = max((entry.value for entry in found if entry.step <= STEPS[-1]), default=0.0)
+    early = max((entry.value for entry in found if entry.step <= STEPS[-1]), default=0.0)
     most = max(found, key=lambda entry: entry.value)
     largest = f"{small_text(most.value)} at step {most.step}"
     text = "their losses are equal at every step, to the last digit."
     if most.value:
         text = (
-            f"up to step {STEPS[-1]} their losses differ by {small_text(first)} at most. Rounding "
+            f"up to step {STEPS[-1]} their losses differ by {small_text(early)} at most. Rounding "
             f"does that: it grows up to {GROWTH:.0f} times from one step to the next."
         )
-    if most.value > first:
+    if most.value > early:
         text += f" The largest difference is {largest}."
     return ReportFinding(
         EQUAL,
@@ -216,6 +226,7 @@ def _equal(found: Sequence[Difference], equal: Sequence[str], *, of: int) -> Rep
 
 
 def _what_is_unknown(result: Equality, block: ComparisonGroup) -> Iterator[str]:
+    """Yield why strategies were not tested, and what 2 nodes alone cannot show."""
     reasons = grouped((why, sync) for sync, why in result.untested.items())
     elsewhere = "" if block.emulated_compute else _ELSEWHERE
     for reason, names in reasons.items():
@@ -255,7 +266,7 @@ def _speed_of_one(row: CellRow) -> str:
 
 
 def _speed_of_several(rows: Rows) -> str:
-    """Say which is fastest. rows : in order of their steps."""
+    """Say which is fastest, or that the intervals of several overlap. rows : in order of steps."""
     best = rows[0]
     last = rows[-1]
     shortest = seconds_text(best.step, best.step)
@@ -267,7 +278,7 @@ def _speed_of_several(rows: Rows) -> str:
             f"{named(best)} has the shortest step, {shortest} s{ratio}; {ran}, so the order is not "
             "certain"
         )
-    _, (_, best_high) = known[0]
+    _, (_, best_high) = known[0]  # the best one's
     tied = [row for row, (low, _) in known if low <= best_high]
     if len(tied) == 1:
         return f"{named(best)} is fastest: {shortest} s a step{ratio}"
@@ -291,7 +302,10 @@ def fastest(block: ComparisonGroup, rows: Rows) -> Found:
 
 
 def iterations(_: ComparisonGroup, rows: Rows) -> Found:
-    """Give the assignment's numbers: mean iteration times and the speed-ups by them."""
+    """Give the assignment's numbers: mean iteration times, and the speed-ups.
+
+    Of one node and of the largest number of nodes.
+    """
     means = {row: mean for row in rows if (mean := row.mean_iteration) is not None}
     most = max((row.nodes for row in means), default=0)
     texts = []
@@ -405,6 +419,7 @@ def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
 
 
 def _surely_waits_longer(row: CellRow) -> bool:
+    """Return whether the 95 % interval of waiting lies above that of sending."""
     wait = row.interval("wait")
     wire = row.interval("wire")
     return wait is not None and wire is not None and wait[0] > wire[1]
@@ -457,7 +472,7 @@ def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
     classes = block.settings.num_classes
     if classes is None and block.settings.dataset in DATASETS:
         classes = DATASETS[block.settings.dataset].classes
-    limit = math.inf
+    limit = math.inf  # no accuracy is known to be above chance
     chance = "cannot be compared with guessing: the number of classes is unknown."
     if classes:
         limit = _NEAR_CHANCE / classes
@@ -533,6 +548,7 @@ def time_to_accuracy(block: ComparisonGroup, rows: Rows) -> Found:
 
 
 def _time_to(target: float, row: CellRow) -> ReportFinding:
+    """Say how many of a cell's runs reached the accuracy, and after how much training."""
     tried = len(row.runs)
     times = [run.seconds_to_accuracy for run in row.runs if run.seconds_to_accuracy is not None]
     steps = [run.steps_to_accuracy for run in row.runs if run.steps_to_accuracy is not None]
@@ -590,6 +606,7 @@ def noisy(_: ComparisonGroup, rows: Rows) -> Found:
 
 
 def _is_noisy(row: CellRow) -> bool:
+    """Return whether the 95 % interval is wider than half of the step."""
     ends = row.interval("step")
     if ends is None:
         return False
@@ -655,6 +672,7 @@ def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
 
 
 def _agree(formula: Sequence[float], counted: Sequence[float]) -> bool:
+    """Return whether the bytes of each rank are equal, to half a byte."""
     if len(formula) != len(counted):
         return False
     pairs = zip(formula, counted, strict=True)

@@ -128,6 +128,7 @@ def _data_address(kind: str, text: str) -> str:
 def _section(
     prefix: str, block: ComparisonGroup, figures: Sequence[Drawing], comparison: Comparison
 ) -> Section:
+    """Return what the page shows of a block, with its findings sorted into their places."""
     found = findings(block)
     wrong = []
     limits = []

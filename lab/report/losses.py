@@ -36,6 +36,7 @@ def curves(rows: Rows) -> Curves:
     if not found:
         return {}
     commonest = mode(sorted(seed for seed, _, _ in found))
+    # Reversed: of several runs of a strategy the first stays.
     return {sync: losses for seed, sync, losses in reversed(found) if seed == commonest}
 
 

@@ -75,6 +75,11 @@ def recompute(folder: Path, run: Repeat) -> OneProcess:
 
 
 def _compare(config: Config, run: Repeat) -> OneProcess:
+    """Compare the run's first two losses with those computed here.
+
+    UserError if nothing can be said: step 1 differs, or step 2 differs by no more than another kind
+    of machine explains.
+    """
     first, second = (loss for _, loss in run.losses[:2])
     assert first is not None  # else there is no config
     assert second is not None
@@ -179,18 +184,19 @@ def _first_step(
         ]
         return torch.stack(parts).sum()
 
+    loss = loss_of(first)
+    loss.backward()
+    gradients = [each.grad for each in parameters if each.grad is not None]
+
     def second_loss(factor: float) -> float:
         for parameter, value, gradient in zip(parameters, start, gradients, strict=True):
             parameter.data = value.clone()
             parameter.grad = factor * gradient
-        optimizer.state.clear()
+        optimizer.state.clear()  # an earlier call has stepped
         optimizer.step()
         with torch.no_grad():
             return loss_of(second).item()
 
-    loss = loss_of(first)
-    loss.backward()
-    gradients = [each.grad for each in parameters if each.grad is not None]
     return loss.item(), second_loss
 
 
@@ -198,7 +204,7 @@ def _mistake(config: Config, second: float, ranks: int) -> str:
     """Return what a strategy does instead if the loss of step 2 is ``second``; "" if unknown."""
     _, second_loss = _first_step(config)
     for divisor in (*_DIVISORS, ranks * ranks):
-        factor = ranks / divisor
+        factor = ranks / divisor  # the sum over this divisor, in means
         if divisor != ranks and _equal(second_loss(factor), second):
             return (
                 f"its gradients are {factor:.2f} of the mean: divided by {divisor} on "

@@ -144,6 +144,7 @@ def _mark_best(lines: Sequence[Line], name: str) -> None:
 
 
 def _values(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
+    """Return a row of the CSV; what is unknown is None."""
     settings = {
         "strategy": row.sync,
         "nodes": row.nodes,
@@ -210,6 +211,7 @@ def _predicted(row: CellRow) -> dict[str, Any]:
 
 
 def _readable(row: CellRow, wrong: bool) -> dict[str, Any]:
+    """Return what readable tables show besides ``_values``, or in place of it."""
     others_sent = row.medians.others_bytes_sent if row.nodes > 1 else None
     return {
         "cell": row.name,
@@ -227,6 +229,7 @@ def _readable(row: CellRow, wrong: bool) -> dict[str, Any]:
 
 
 def _claim(row: CellRow, wrong: bool) -> str:
+    """Return whether the strategy claims to be exact, and whether that is wrong."""
     if row.nodes == 1:
         return NOTHING
     if wrong:
@@ -248,6 +251,7 @@ def _exposed_share(row: CellRow) -> str:
 
 
 def _prediction(row: CellRow) -> dict[str, Any]:
+    """Return what readable tables show of a prediction that the CSV does not have."""
     prediction = row.prediction
     if prediction is None:  # no table shows it
         return dict.fromkeys(
@@ -265,6 +269,7 @@ def _prediction(row: CellRow) -> dict[str, Any]:
 
 
 def _state(row: CellRow) -> str:
+    """Return the cell's status, with the beginning of its message, if it has one."""
     message = " ".join((row.cell.message or "").split())
     if not message:
         return row.cell.status
@@ -274,6 +279,7 @@ def _state(row: CellRow) -> str:
 
 
 def _text(row: CellRow, name: str, value: Any) -> str:
+    """Return a value as its column writes it; NOTHING if it is None."""
     form = COLUMNS[name].form
     if value is None or not form:
         return value or NOTHING

@@ -40,6 +40,7 @@ def print_answer(console: Console, comparison: Comparison) -> None:
 
 
 def _print_block(console: Console, block: ComparisonGroup) -> None:
+    """Print a block's answer, its table, and findings that the answer does not give."""
     all_findings = findings(block)
     answer = verdict(block, all_findings)
     console.print(Text(answer.text, style=_RED if answer.wrong else "bold"), soft_wrap=True)
@@ -48,6 +49,7 @@ def _print_block(console: Console, block: ComparisonGroup) -> None:
     if block.emulated:
         console.print(Text(what_is_emulated(block.settings)), soft_wrap=True)
     console.print(_table(block))
+    # Without the one with which the answer begins.
     rest = [finding for finding in all_findings if not answer.text.startswith(finding.text)]
     for finding in _most_important(rest):
         if finding.wrong:

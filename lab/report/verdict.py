@@ -80,6 +80,7 @@ def _of_wrong_results(block: ComparisonGroup, rows: Rows, wrong: Sequence[str]) 
 
 
 def _where(block: ComparisonGroup, nodes: int) -> str:
+    """Return where it was measured: ``On 4 emulated nodes at 1 Gbit/s``."""
     emulated = " emulated" if block.emulated else ""
     link = f" at {rate_text(block.rate)}" if block.rate is not None else ""
     return f"On {nodes}{emulated} nodes{link}"
@@ -106,6 +107,7 @@ def _why(rows: Rows) -> str:
 
 
 def _overlap(fastest: CellRow, slowest: CellRow) -> bool:
+    """Return whether both steps have intervals, and these overlap."""
     first = fastest.interval("step")
     last = slowest.interval("step")
     return first is not None and last is not None and last[0] <= first[1]
@@ -141,7 +143,8 @@ def _equality(block: ComparisonGroup, rows: Rows) -> str:
     if len(result.equal) > 1:
         exact = sum(row.exact for row in rows)
         who = strategies(result.equal, of=len(rows))
-        if len(rows) > exact == len(result.equal) > 2:
+        all_exact_agree = len(result.equal) == exact
+        if all_exact_agree and len(rows) > exact > 2:
             who = f"the {exact} exact strategies"
         return f"; {who} compute the same"
     if result.confirmed:
@@ -154,6 +157,7 @@ def _equality(block: ComparisonGroup, rows: Rows) -> str:
 
 
 def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
+    """Return the ``numbers`` of a verdict. rows : the fastest first."""
     best = rows[0]
     last = rows[-1]
     numbers = [("shortest step", timed(best), best.name)]

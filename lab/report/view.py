@@ -233,7 +233,8 @@ def _is_emulated(compute: str | None) -> bool:
 def order(sync: str) -> tuple[int, str]:
     """Return the sort key of a strategy: known ones first, in their own order."""
     strategy = sync.partition("-")[0]  # "ddp-auto" follows "ddp"
-    return ([*STRATEGIES, strategy].index(strategy), sync)
+    places = [*STRATEGIES, strategy]  # an unknown one finds itself at the end
+    return places.index(strategy), sync
 
 
 def blocks(comparison: Comparison) -> list[ComparisonGroup]:
@@ -281,6 +282,7 @@ def _differing(comparison: Comparison) -> list[str]:
 
 
 def _settings(comparison: Comparison, group: int) -> GroupSettings:
+    """Return a group's settings; of the comparison's own, only those in which no groups differ."""
     differing = _differing(comparison)
     facts: Facts = {
         name: value for name, value in comparison.settings.items() if name not in differing

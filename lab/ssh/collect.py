@@ -47,6 +47,7 @@ def collect(args: argparse.Namespace) -> int:
     try:
         for remote in remotes:
             for name, content in _received(remote):
+                # Rank 0 comes first, and of several hosts with a file the first counts.
                 if name not in outcomes:
                     outcomes[name] = _store(args.output_dir, name, content)
                 if outcomes[name] != "refused":
@@ -135,7 +136,7 @@ def wanted_runs(args: argparse.Namespace) -> Wanted:
         folder, *things = args.things or [newest_launch(args.output_dir)]
         launch = read_launch(Path(folder))
         options.user = args.user or launch.user
-        if missing := _not_taken(launch, options):
+        if missing := _flags_not_repeated(launch, options):
             say(
                 "warning: the launch was given flags that can run programs, and these are not "
                 "taken from its launch.json. If it is your launch and its hosts need them, add: "
@@ -145,7 +146,7 @@ def wanted_runs(args: argparse.Namespace) -> Wanted:
     return Wanted(launch, options, [_run_name(thing) for thing in things])
 
 
-def _not_taken(launch: LaunchRecord, options: SSHOptions) -> list[str]:
+def _flags_not_repeated(launch: LaunchRecord, options: SSHOptions) -> list[str]:
     """Return the flags of the launch that can run programs and were not given again."""
     words = []
     for option in launch.ssh_options:
@@ -172,7 +173,7 @@ def _received(remote: Remote) -> Iterator[tuple[str, bytes | None]]:
 
     UserError if they do not all arrive. Nothing if the host is not reached.
     """
-    whole = False
+    whole = False  # whether the archive was read to its end
     if remote.skip_login():
         with (
             contextlib.suppress(tarfile.TarError),
@@ -210,7 +211,9 @@ def _store(folder: Path, name: str, content: bytes | None) -> str:
     old = path.read_bytes() if path.is_file() else None
     if old == content:
         return "same"
-    if path.exists() and (old is None or not content.startswith(old)):
-        return "kept"
+    if path.exists():
+        has_only_grown = old is not None and content.startswith(old)
+        if not has_only_grown:
+            return "kept"
     write_atomically(path, content)
     return "copied"

@@ -16,6 +16,7 @@ from lab.cluster.program import check_placeholders, fill_in
 _PART = re.compile(r"(^|/)Part(One|Two|Three)/main\.py$")
 _TORCHRUN = re.compile(r"(\S*/)?(torchrun|python\S* -m torch\.distributed\.run)(?= |$)")
 _BEFORE = "give --master-ip and --master-port to lab launch, before --"
+# Flags that lab launch sets itself, and what to do instead, or why.
 _OF_PARTS = {
     "-M": _BEFORE,
     "--master-ip": _BEFORE,
@@ -29,7 +30,7 @@ _OF_PARTS = {
         "--hosts says which and how many there are",
     ),
 }
-# Flags that lab launch sets itself, and what to do instead, or why.
+# Likewise those of torchrun.
 _OF_TORCHRUN = {
     "--standalone": "it is for one machine",
     "--node-rank": "--hosts says which there are",
@@ -121,6 +122,7 @@ def _torchrun_flags(words: Sequence[str], nodes: int) -> list[str]:
     """Return the flags of torchrun to add. UserError on a contradiction."""
     given = _flags(list(itertools.takewhile(lambda word: not word.endswith(".py"), words)))
     _refuse(given, _OF_TORCHRUN)
+    # N, or MIN:MAX for an elastic run.
     numbers = re.fullmatch(r"(\d+)(?::(\d+))?", given.get("--nnodes", str(nodes)) or "")
     if numbers is None or not int(numbers[1]) <= nodes <= int(numbers[2] or numbers[1]):
         raise UserError(
@@ -134,6 +136,7 @@ def _torchrun_flags(words: Sequence[str], nodes: int) -> list[str]:
 
 
 def _refuse(flags: Collection[str], why: Mapping[str, str]) -> None:
+    """Raise UserError for a flag that ``why`` has, with what it says."""
     for name in flags:
         if name in why:
             raise UserError(

@@ -25,6 +25,7 @@ USER = r"[\w.+][\w.+-]*"
 HOST = rf"^(?:ssh://)?(?:{USER}@)?[\w.:\[][\w.:%\[\]-]*/?\Z"
 # Without control characters, which a terminal would obey.
 Plain = Annotated[str, Meta(max_length=10_000, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
+# For sh -c: $0 is the project's folder, $1 the interpreter, if the user has given one.
 _START_NODE = (
     'cd -- "$0" || exit; test -x .venv/bin/python && set -- "${1:-.venv/bin/python}"; '
     'exec "${1:-python3}" -m lab.ssh'
@@ -103,6 +104,7 @@ REFUSALS = (
         "read sshd's log there (the cause may be MaxStartups, MaxSessions or a firewall)",
     ),
 )
+# Lines of ssh that are never the reason of a failure.
 _NO_REASON = "Permanently added|Could not chdir to home directory"
 
 
@@ -150,6 +152,7 @@ def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
 
 
 def _refuse_twins(hosts: Sequence[Host]) -> None:
+    """Raise UserError if a host is named twice."""
     [(name, times)] = Counter(host.given for host in hosts).most_common(1)
     if times > 1:
         raise UserError(
@@ -167,6 +170,7 @@ class SSHOptions(msgspec.Struct, kw_only=True):
     user : on hosts that are given without one.
     python : the interpreter there; None: WORKDIR/.venv/bin/python if it exists, else python3.
     ssh_config, ssh_options : of ssh (-F, -o).
+    silence_seconds : after so long without a sign of life a host ends what runs on it.
     """
 
     user: Annotated[str, Meta(pattern=rf"^{USER}\Z")] | None = None

@@ -76,7 +76,7 @@ def launch(args: argparse.Namespace) -> int:
         prefixed(node, line)
 
     began = time.monotonic()
-    status = INTERRUPTED
+    status = INTERRUPTED  # unless one of the lines below sets another
     try:
         if args.check and not doctor_passes(hosts, facts, options, command, master):
             status = 1
@@ -134,6 +134,7 @@ def _run(
         ),
         served(hosts, requests, options, on_line) as nodes,
     ):
+        # Each wait also ends with a signal, and when all nodes have ended.
         wait(nodes, lambda: got or not running(nodes) or _failed(nodes, 0))
         # If those that ended were stopped and have saved, rank 0 may still write.
         wait(
@@ -141,6 +142,7 @@ def _run(
             lambda: got or not running(nodes) or _failed(nodes, 0, TO_BE_CONTINUED),
             _SAVE_SECONDS,
         )
+        # After a failure the others may report why they end, too.
         wait(nodes, lambda: got or not running(nodes), _GRACE_SECONDS)
         if got and running(nodes):
             say(f"{got[0].name}: sent to every node; Ctrl-C ends all at once")
@@ -169,7 +171,7 @@ class _End:
 def _conclude(end: _End, prefixed: PrefixedOutput) -> int:
     """Print how the launch ended, and return the exit status."""
     failed = _failed(end.nodes, 0, TO_BE_CONTINUED)
-    saved = len(_failed(end.nodes, 0)) - len(failed)
+    saved = len(_failed(end.nodes, 0)) - len(failed)  # ended with TO_BE_CONTINUED
     lost = [node for node in failed if node.status is None]
     if saved and not lost and (end.stopped_by or not failed):
         say(
@@ -186,7 +188,7 @@ def _conclude(end: _End, prefixed: PrefixedOutput) -> int:
         if lost:
             rest = f"the other hosts have ended; {_left_text(lost, end)}"
         say(f"{what}: all processes on {rest}; output: {end.folder}")
-        return 128 + end.stopped_by
+        return 128 + end.stopped_by  # as a shell reports a signal
     return _report_failure(failed, lost, end, prefixed)
 
 

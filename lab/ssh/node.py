@@ -33,8 +33,8 @@ READY = b"lab.ssh is ready\n"
 RESULT = b"lab.ssh returns "
 _NOT_FOUND = 127
 _CONNECT_SECONDS = 4.0
-_LISTEN_SECONDS = 60
-_MOST_GUESTS = 1024
+_LISTEN_SECONDS = 60  # a test of connections lasts no longer
+_MOST_GUESTS = 1024  # connections that wait at the port
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,10 @@ def run(command: Sequence[str], environment: Mapping[str, str], silence_seconds:
 def listen(port: int) -> None:
     """Let others connect to the port, until the terminal leaves or asks for the end.
 
-    Nothing is accepted or read: guests that connect and stay delay nobody.
+    After ``_LISTEN_SECONDS`` SIGALRM ends this process, see ``main``. Nothing is accepted or read:
+    guests that connect and stay delay nobody.
     """
-    signal.alarm(_LISTEN_SECONDS)
+    signal.alarm(_LISTEN_SECONDS)  # if the terminal is lost without a word
     with socket.create_server(("", port), backlog=_MOST_GUESTS):
         print("listening", flush=True)
         while os.read(0, 1) == b"\0":  # a sign of life

@@ -28,8 +28,9 @@ _DOCTOR = (
     *("python", "-m", "lab", "doctor", "--master-ip", "{master}", "--master-port", "{port}"),
     *("--num-nodes", "{nodes}", "--rank", "{rank}"),
 )
+# The flags of a command that lab doctor takes, too.
 _OF_DOCTOR = ("--dataset", "--data-dir", "--output-dir", "--timeout")
-_MOST_HOSTS = 8
+_MOST_HOSTS = 8  # whose failures are shown
 
 
 def refuse_differences(
@@ -43,6 +44,7 @@ def refuse_differences(
     problems = {}
     for host, own in zip(hosts, facts, strict=True):
         other = code_differences(own.code, facts[0].code)
+        # The first host with the same addresses: the host itself, unless it is named twice.
         twin = next(twin for twin in hosts if facts[twin.rank].addresses == own.addresses)
         if not own.script_there:
             problems[host] = (

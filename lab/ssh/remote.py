@@ -32,10 +32,10 @@ _LONGEST_LINE = 1 << 20  # bytes, as the next one
 _MOST_ERRORS = 1 << 24
 _AT_ONCE = 64  # logins
 _TURN_SECONDS = 20.0
-_BEAT_SECONDS = 0.2
+_BEAT_SECONDS = 0.2  # from one sign of life to the next
 _ANSWER_SECONDS = 60.0
-_END_SECONDS = 15.0
-_SSH_SECONDS = 2.0
+_END_SECONDS = 15.0  # for commands to end after SIGKILL, and then for ssh
+_SSH_SECONDS = 2.0  # from the end of ssh's output to its own
 
 
 class Remote:
@@ -96,7 +96,8 @@ class Remote:
             text = os.pread(self._stderr.fileno(), _MOST_ERRORS, 0)
         lines = calm(text.decode(errors="replace")).splitlines()
         self.errors = [line.strip() for line in lines if line.strip()]
-        self.result = next(iter(re.findall(rb"^%b(.*)\n" % RESULT, text, re.MULTILINE)), None)
+        found = re.search(rb"^%b(.*)\n" % RESULT, text, re.MULTILINE)
+        self.result = found[1] if found else None
         self.ended = time.monotonic()
 
     @property
@@ -118,6 +119,8 @@ def served(
     on_line: OnLine = lambda node, line: None,
 ) -> Iterator[list[Remote]]:
     """Serve a request on each host; end the commands, then the connections, and return then.
+
+    At most ``_AT_ONCE`` logins are under way, unless one takes longer than ``_TURN_SECONDS``.
 
     on_line : called with a host's rank and each line that its command writes.
     """
@@ -154,7 +157,7 @@ def signal_all(remotes: Sequence[Remote], number: int) -> None:
 def wait(
     remotes: Sequence[Remote], condition: Callable[[], object], limit_seconds: float = math.inf
 ) -> None:
-    """Wait until ``condition`` holds, for at most ``limit_seconds``."""
+    """Wait until ``condition`` holds, for at most ``limit_seconds``, and send signs of life."""
     deadline = time.monotonic() + limit_seconds
     while not condition() and time.monotonic() < deadline:
         signal_all(remotes, 0)

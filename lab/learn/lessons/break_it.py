@@ -14,7 +14,8 @@ from lab.learn.student_file import Mistake, Say, StudentFile
 NODES = 3
 STEPS = "20"
 SLOW_RATE = "40mbit"
-FAULTS = (("kill", 1, 1), ("pause", 2, 2), ("slow", 1, None))  # of which node, the culprit
+# Each fault, the node that has it, and what find_culprit must return.
+FAULTS = (("kill", 1, 1), ("pause", 2, 2), ("slow", 1, None))
 # Sync times on the slow link over those before (AMD EPYC, 2 virtual cores, torch 2.14).
 RECORDED_RATIO = 5.1
 _BEGIN_SECONDS = 60.0

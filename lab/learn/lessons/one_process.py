@@ -11,6 +11,7 @@ from torch import nn
 
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
+# The calls of a step that are noted, and the classes whose methods they are.
 _OWNERS = {
     "forward": nn.Sequential,
     "backward": torch.Tensor,
@@ -19,6 +20,7 @@ _OWNERS = {
 }
 # What each call takes by a false clock: a section's time tells which calls are in it.
 _SECONDS = {"forward": 1, "backward": 10, "step": 100, "zero_grad": 1000}
+# The seconds that are right: with zero_grad in the section, or without.
 _SECTIONS = {"forward": (1,), "backward": (10, 1010), "update": (100, 1100)}
 
 

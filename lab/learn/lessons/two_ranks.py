@@ -47,7 +47,7 @@ def _problem(ranks: Sequence[RankTraining]) -> str | None:
     size = len(ranks)
     drawn: list[int] = []
     for rank in ranks:
-        for first_epoch in rank.epochs[:1]:
+        for first_epoch in rank.epochs[:1]:  # there is none if the rank uses no sampler
             drawn += first_epoch
     different = len(set(drawn))
     if different < _SAMPLES or len(drawn) >= _SAMPLES + size:

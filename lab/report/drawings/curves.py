@@ -90,6 +90,7 @@ def _coincide(found: Curves) -> bool:
 
 
 def _in_words(nodes: int, found: Curves) -> str:
+    """Return what a panel of coinciding curves would show."""
     curve = next(iter(found.values()))
     most = small_text(max(differences(found)).value)
     return (
@@ -100,6 +101,7 @@ def _in_words(nodes: int, found: Curves) -> str:
 
 
 def _lines(block: ComparisonGroup, nodes: int) -> Iterator[LossLine]:
+    """Yield the lines of a panel: one node's, if its batches are the same, exact ones, the rest."""
     rows = block.at(nodes)
     found = curves(rows)
     if block.baseline and nodes > 1 and not block.weak:

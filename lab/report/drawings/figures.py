@@ -230,6 +230,9 @@ class _Panels:
 
     A strategy with a wrong result has a cross before its name. baseline : whether the one-node cell
     stands first in every panel. extra : inches for the legend.
+
+    ``singles`` holds that one-node cell, or nothing; ``labels`` the names of a panel's rows, from
+    top to bottom; ``columns`` how many panels stand side by side.
     """
 
     def __init__(

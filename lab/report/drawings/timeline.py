@@ -44,14 +44,14 @@ def overlap(rank: RankTimeline) -> float | None:
     if last is None or not spans:
         return None
     syncs = union(rank.sections.get("sync", []))
-    before: list[Span] = []
-    exposed: list[Span] = []
+    under_backward: list[Span] = []
+    exposed: list[Span] = []  # of these, what lies in "sync"
     for begin, end in spans:
         stop = min(end, last)
-        before.append((begin, stop))
+        under_backward.append((begin, stop))
         for sync_begin, sync_end in syncs:
             exposed.append((max(begin, sync_begin), min(stop, sync_end)))
-    return (_length(before) - _length(exposed)) / _length(spans)
+    return (_length(under_backward) - _length(exposed)) / _length(spans)
 
 
 def _length(spans: Sequence[Span]) -> float:
