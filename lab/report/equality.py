@@ -244,6 +244,7 @@ def _why_untested(
         return "emulated compute has no losses"
     if strategies == 1:
         return "no other strategy that claims to be exact was measured with these settings"
+    # The strategy shares its group with no other one, or a return above has said why.
     firsts = [group[0] for group in groups]
     own = next((curve for curve in firsts if curve.sync == sync), None)
     if own is None:

@@ -196,7 +196,10 @@ def _clip_line(updates: list[Update], kind: str) -> CodeLine | None:
 
 
 def _unexplained(seen: _Seen) -> Outcome:
-    """Judge updates that are no sum of the ranks' gradients, or one with old gradients."""
+    """Judge updates whose gradient is no sum of what the ranks computed, or that of an older step.
+
+    Step 0 has no older gradient, so it does not tell whether gradients are stale.
+    """
     first = seen.bad[0]
     where = f"gradients: in step {first.step}"
     if {update.kind for update in seen.updates if update.step > 0} == {"stale"}:
@@ -341,7 +344,8 @@ def _totals_before_clipping(updates: list[Update]) -> tuple[Numbers, Numbers]:
     one_norm = len(lengths) > 1 and np.ptp(lengths) < 1e-3 * max(lengths)
     shortened = totals.max() < 1.001 and np.ptp(totals) > 1e-2
     if one_norm and shortened:
-        cuts = totals
+        # Each update was the mean before it was shortened.
+        return np.ones_like(totals), totals
     return totals / cuts, cuts
 
 

@@ -217,7 +217,7 @@ def _settings(step: Step) -> dict[str, str]:
 def _divergence(replicas: list[Replicas], *, counts: bool) -> Iterator[Outcome]:
     """Yield whether the weights, which were equal, stay equal; nothing if they were seen once only.
 
-    counts : nothing else explains it if they do not, so that is a finding.
+    counts : whether weights that part are a finding; not if another finding explains them.
     """
     for several in replicas:
         for step in several.weights:

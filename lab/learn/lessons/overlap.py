@@ -94,13 +94,14 @@ def _average(student: Namespace) -> Averaged:
         early.append(sum(message.end is None for message in recorder.messages))
         store.set(f"step {len(early)} of rank {rank}", "")
 
+    # Backward begins with the last loss, so the first weight's gradient comes last.
     weights[0].register_hook(at_last_gradient)
     for step in (1, 2):
         torch.manual_seed(step)
         given = torch.randn(size, LAYERS * _LENGTH, dtype=torch.float64)
         weights.zero_grad()
         with recorder:
-            if rank > 0:
+            if rank > 0:  # begin when rank 0 has its last gradient, or after 3 s
                 with suppress(RuntimeError):
                     store.wait([f"step {step} of rank 0"], timedelta(seconds=3))
                 time.sleep(0.2)  # so that what does not wait for rank 1 misses its gradient
