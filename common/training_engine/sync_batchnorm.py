@@ -1,0 +1,157 @@
+"""SyncBatchNorm: BatchNorm over the batches of all ranks, on CPUs and with Gloo too.
+
+PyTorch's own SyncBatchNorm refuses CPU tensors. This one sends one message in forward and one in
+backward, and works on any device. A layer calls ``moments_over_ranks``, then ``_Normalise``.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class SyncBatchNorm(_BatchNorm):
+    """A BatchNorm layer that trains on the global batch: the ranks' batches taken together.
+
+    Ranks may have batches of different sizes, and some ranks none. Input and output have shape
+    (samples, channels, ...). In evaluation mode, and without a process group, it is BatchNorm.
+
+    Each training step sends two messages a layer: 8 (2 C + 1) bytes in forward, and 2 C numbers of
+    the layer's type in backward, for C channels. Nothing else can run meanwhile, so on most
+    networks they cost two latencies.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of 2 dimensions or more, got {input.dim()}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input. Collective in training mode."""
+        if not self.training or not dist.is_initialized():
+            return super().forward(input)
+        self._check_input_dim(input)
+        count, mean, variance = moments_over_ranks(input.detach())
+        self._learn(count, mean, variance)
+        return _Normalise.apply(input, self.weight, self.bias, count, mean, variance, self.eps)
+
+    @torch.no_grad()
+    def _learn(self, count: Tensor, mean: Tensor, variance: Tensor) -> None:
+        """Move the running statistics towards those of this batch."""
+        if self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None  # it exists with the other two
+        self.num_batches_tracked += 1
+        share = self.momentum
+        if share is None:  # a plain mean over all batches
+            share = 1 / int(self.num_batches_tracked)
+        # Evaluation estimates the variance of all data, hence N - 1; training divides by N.
+        unbiased = variance * count / (count - 1)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+
+
+@torch.no_grad()
+def moments_over_ranks(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how many values a channel has on all ranks, their mean and variance. Collective.
+
+    The message has the sums of 1, of x and of x squared. The variance is the difference of two
+    large numbers if the mean is large, in which float32 would lose every digit at a mean of 1,000
+    standard deviations. So each rank sums the squares of x - its own mean, which is sound in
+    float32, and the sums of all ranks are made of these in float64.
+
+    Returns float64 tensors of shape (), (channels,) and (channels,). Raises ValueError on every
+    rank if a channel has fewer than two values, on CPUs alone: GPUs would have to wait for it.
+    """
+    channels = input.shape[1]
+    count = input.numel() // channels
+    sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
+    if count:
+        dims = _all_but_channels(input)
+        wide = _wide(input)
+        mean = wide.mean(dims)
+        squares = (wide - _by_channel(mean, input)).square().sum(dims).double()
+        mean = mean.double()
+        sums[0] = count
+        sums[1 : channels + 1] = count * mean
+        sums[channels + 1 :] = squares + count * mean.square()
+    dist.all_reduce(sums)
+    total = sums[0]
+    if not input.is_cuda and total < 2:
+        raise ValueError(
+            f"BatchNorm needs two values of each channel in training, and all ranks have "
+            f"{int(total)}: use a larger batch"
+        )
+    mean = sums[1 : channels + 1] / total
+    variance = sums[channels + 1 :] / total - mean.square()
+    return total, mean, variance.clamp_min(0)
+
+
+class _Normalise(torch.autograd.Function):
+    """y = weight * z + bias with z = (x - mean) / std, where mean and std are of all ranks.
+
+    Backward. Let L be the sum of the ranks' losses, and g = dL/dy. Each x moves its own z, and by
+    mean and std also the z of every other value of its channel, on every rank. Of N values,
+
+        d mean / dx_i = 1 / N        and        d std / dx_i = z_i / N,
+
+    so that, with sums over all N values of the channel,
+
+        dL/dx_i = weight / std * (g_i - sum(g) / N - z_i * sum(g * z) / N).
+
+    A rank's own part of sum(g) is its gradient of bias, and that of sum(g * z) its gradient of
+    weight; these are averaged over the ranks later, like those of all parameters.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        count: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        eps: float,
+    ) -> Tensor:
+        wide = torch.promote_types(input.dtype, torch.float32)
+        mean = mean.to(wide)
+        ctx.save_for_backward(input, weight, count, mean, (variance + eps).rsqrt().to(wide))
+        return nn.functional.batch_norm(
+            input, mean, variance.to(wide), weight, bias, training=False, eps=eps
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, count, mean, inverse_std = ctx.saved_tensors
+        dims = _all_but_channels(input)
+        z = (_wide(input) - _by_channel(mean, input)) * _by_channel(inverse_std, input)
+        g = _wide(grad_output)
+        own = torch.stack([g.sum(dims), (g * z).sum(dims)])  # (2, channels)
+        sums = own.clone()
+        dist.all_reduce(sums)
+        mean_g, mean_gz = sums / count.to(sums.dtype)
+        grad = g - _by_channel(mean_g, input) - z * _by_channel(mean_gz, input)
+        grad *= _by_channel(inverse_std, input)
+        if weight is None:  # affine=False
+            return grad.to(input.dtype), None, None, None, None, None, None
+        grad *= _by_channel(weight, input)
+        grad_bias, grad_weight = own
+        return grad.to(input.dtype), grad_weight, grad_bias, None, None, None, None
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return the values in float32 or float64: bf16 and fp16 are too coarse for sums."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _all_but_channels(input: Tensor) -> list[int]:
+    return [dim for dim in range(input.dim()) if dim != 1]
+
+
+def _by_channel(values: Tensor, input: Tensor) -> Tensor:
+    """Return (channels,) as (1, channels, 1, ...), to be combined with the input."""
+    return values.view(1, -1, *[1] * (input.dim() - 2))
