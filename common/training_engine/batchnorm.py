@@ -5,7 +5,7 @@ training. Before an evaluation or a checkpoint, the running means and variances 
 the shards, weighted by the samples that each has seen. Other buffers are copied from rank 0.
 Afterwards all ranks hold the same buffers, bit for bit.
 
-``synchronise_batchnorm`` normalises over all ranks in every step instead, on GPUs.
+``synchronise_batchnorm`` normalises over all ranks in every step instead.
 ``ShardStatistics`` serves a rank that computes several shards in turn.
 """
 
@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
 from common.sync.base import broadcast_from_rank0
+from common.training_engine.sync_batchnorm import SyncBatchNorm
 
+_SYNCHRONISED = (nn.SyncBatchNorm, SyncBatchNorm)
 _Shard = tuple[int, Tensor]  # its samples, and its statistics as ``read`` returns them
 
 
@@ -124,25 +125,23 @@ def _average(model: nn.Module, shards: Sequence[_Shard], size: int) -> None:
         _write(model, weighted[1:] / weighted[0])
 
 
-def synchronise_where_possible(model: nn.Module, device: torch.device) -> tuple[nn.Module, str]:
-    """Return the model, on GPUs with SyncBatchNorm, and a notice for the user (may be empty)."""
-    if device.type == "cuda":
-        wrapped = isinstance(model, DistributedDataParallel)
-        return (model if wrapped else synchronise_batchnorm(model)), ""
-    if not any(_trains(layer) for layer in _layers(model)):
-        return model, ""
-    return model, "each rank's BatchNorm uses only its own batch: SyncBatchNorm runs on GPUs only"
+def synchronise_batchnorm(model: nn.Module, *, ours: bool) -> nn.Module:
+    """Replace every BatchNorm layer that trains by SyncBatchNorm and return the model.
 
+    The parameters and buffers stay the same objects. A model that DistributedDataParallel wraps is
+    changed within it.
 
-def synchronise_batchnorm(model: nn.Module) -> nn.Module:
-    """Replace every BatchNorm layer that trains by torch's SyncBatchNorm and return the model.
-
-    The parameters stay the same objects. CUDA only.
+    ours : use this project's SyncBatchNorm (sync_batchnorm.py) rather than PyTorch's, which needs
+        a GPU.
     """
     if isinstance(model, _BatchNorm):
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model) if _trains(model) else model
+        if isinstance(model, _SYNCHRONISED) or not _trains(model):
+            return model
+        if ours:
+            return SyncBatchNorm.in_place_of(model)
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for name, child in model.named_children():
-        setattr(model, name, synchronise_batchnorm(child))
+        setattr(model, name, synchronise_batchnorm(child, ours=ours))
     return model
 
 
@@ -165,7 +164,7 @@ def without_samples(model: nn.Module) -> Iterator[None]:
 
     SyncBatchNorm stays in training mode, since the other ranks wait for this one's statistics.
     """
-    others = [layer for layer in _layers(model) if not isinstance(layer, nn.SyncBatchNorm)]
+    others = [layer for layer in _layers(model) if not isinstance(layer, _SYNCHRONISED)]
     learning = [layer for layer in others if layer.training]
     for layer in learning:
         layer.eval()

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -87,8 +87,9 @@ class TrainingEngine:
         and with a strategy that is not exact. ``amp_dtype`` (torch.float16, torch.bfloat16) chooses
         the type instead.
     use_ema : keep, evaluate and save an exponential moving average of the weights, too (ema.py).
-    sync_batchnorm : in a group on GPUs, BatchNorm layers that train normalise over all ranks.
-        Otherwise each rank normalises its own batch.
+    sync_batchnorm : in a group, BatchNorm layers that train normalise over all ranks, on GPUs with
+        PyTorch's SyncBatchNorm, else (or with "ours") with that of sync_batchnorm.py. False: each
+        rank normalises its own batch.
     accumulation_steps : micro-batches (the loader's batches) of one optimiser step; ranks
         communicate once for all of them.
     sync : a strategy or its name, see common/sync; used if ``distributed``.
@@ -121,7 +122,7 @@ class TrainingEngine:
         amp_dtype: torch.dtype | None = None,
         use_ema: bool = False,
         ema_decay: float = 0.9999,
-        sync_batchnorm: bool = True,
+        sync_batchnorm: bool | Literal["ours"] = True,
         accumulation_steps: int = 1,
         sync: GradientSync | str = "ddp",
         clip_norm: float | None = None,
@@ -155,8 +156,8 @@ class TrainingEngine:
         self.world.activity.period = self.sync.plan.period
         model = model_to_device(model, self.device)
         if sync_batchnorm and self.world.size > 1:
-            model, notice = batchnorm.synchronise_where_possible(model, self.device)
-            self.notice(notice)
+            ours = sync_batchnorm == "ours" or self.device.type != "cuda"
+            model = batchnorm.synchronise_batchnorm(model, ours=ours)
         self.model = model
         self.ema = WeightAverage(unwrap(model), ema_decay) if use_ema else None
         self.accumulation_steps = accumulation_steps

@@ -24,6 +24,21 @@ class SyncBatchNorm(_BatchNorm):
     networks they cost two latencies.
     """
 
+    @classmethod
+    def in_place_of(cls, layer: _BatchNorm) -> "SyncBatchNorm":
+        """Return a layer with the settings, the parameters and the buffers of a BatchNorm layer."""
+        made = cls(
+            layer.num_features, layer.eps, layer.momentum, affine=False, track_running_stats=False
+        )
+        made.affine = layer.affine
+        made.track_running_stats = layer.track_running_stats
+        made.weight = layer.weight
+        made.bias = layer.bias
+        made.running_mean = layer.running_mean
+        made.running_var = layer.running_var
+        made.num_batches_tracked = layer.num_batches_tracked
+        return made.train(layer.training)
+
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected an input of 2 dimensions or more, got {input.dim()}")

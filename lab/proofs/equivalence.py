@@ -8,12 +8,12 @@ process. ``errors_on_this_rank`` computes one rank's part in an open process gro
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import UserError
 from common.sync import build_sync
@@ -266,11 +266,23 @@ def parameter_errors(
 ) -> dict[str, float]:
     """Return each parameter's difference from ``reference``: its norm over the reference's norm.
 
-    A norm below ``floor`` counts as ``floor``. This matters for the bias of a convolution before
-    BatchNorm: its true gradient is zero, so it consists of rounding errors.
+    So too for the running means and variances of BatchNorm. A norm below ``floor`` counts as
+    ``floor``. This matters for the bias of a convolution before BatchNorm: its true gradient is
+    zero, so it consists of rounding errors.
     """
-    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
-    return {name: float((p - q).norm() / q.norm().clamp_min(floor)) for (name, p), q in pairs}
+    mine = dict(_trained(model))
+    return {
+        name: float((mine[name] - right).norm() / right.norm().clamp_min(floor))
+        for name, right in _trained(reference)
+    }
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what training changes, by name: parameters, and running means and variances."""
+    yield from model.named_parameters()
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            yield name, buffer
 
 
 def combine(size: int, case: Case, by_rank: Sequence[RankErrors]) -> Equivalence:

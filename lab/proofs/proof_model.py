@@ -28,6 +28,9 @@ class Case:
         micro-batch has three samples.
     tied, frozen : two layers share a weight; one layer does not train.
     unused : no rank uses one layer, and only rank 0 uses another.
+    batchnorm : a layer normalises over the samples of all ranks (SyncBatchNorm), as BatchNorm does
+        in one process on the whole batch. With accumulation there is no such layer, since
+        micro-batches rightly have statistics of their own.
     momentum, weight_decay : of SGD, whose learning rate is 0.1.
     accumulation_steps : micro-batches per optimiser step on each rank.
     clip_norm : largest allowed norm of all gradients together; None: no clipping.
@@ -40,6 +43,7 @@ class Case:
     tied: bool = True
     frozen: bool = True
     unused: bool = True
+    batchnorm: bool = True
     momentum: float = 0.9
     weight_decay: float = 0.01
     accumulation_steps: int = 1
@@ -90,7 +94,7 @@ class Case:
 
 
 class ProofModel(nn.Module):
-    """A small network without BatchNorm, with the kinds of parameters that break wrong strategies.
+    """A small network with BatchNorm and the kinds of parameters that break wrong strategies.
 
     It maps (batch, 3, 8, 8) to (batch, 4).
     """
@@ -99,6 +103,8 @@ class ProofModel(nn.Module):
         super().__init__()
         case = case or Case()
         self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        normalises = case.batchnorm and case.accumulation_steps == 1
+        self.norm = nn.BatchNorm2d(6) if normalises else nn.Identity()
         self.frozen = nn.Conv2d(6, 6, 1).requires_grad_(not case.frozen)
         self.square = nn.Linear(6, 6)
         self.tied = nn.Linear(6, 6)
@@ -113,7 +119,8 @@ class ProofModel(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
-        hidden = torch.tanh(self.frozen(torch.tanh(self.conv(images)))).mean(dim=(2, 3))
+        hidden = torch.tanh(self.norm(self.conv(images)))
+        hidden = torch.tanh(self.frozen(hidden)).mean(dim=(2, 3))
         hidden = self.tied(torch.tanh(self.square(hidden)))
         outputs = self.head(hidden)
         marked = images[:, 0, 0, 0] > 5  # see ``Case.global_batches``
