@@ -11,6 +11,7 @@ Afterwards all ranks hold the same buffers, bit for bit.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.sync.base import broadcast_from_rank0
-from common.training_engine.sync_batchnorm import SyncBatchNorm
+from common.training_engine.sync_batchnorm import MessageGroup, SyncBatchNorm
 
 _SYNCHRONISED = (nn.SyncBatchNorm, SyncBatchNorm)
 _Shard = tuple[int, Tensor]  # its samples, and its statistics as ``read`` returns them
@@ -126,7 +127,7 @@ def _average(model: nn.Module, shards: Sequence[_Shard], size: int) -> None:
 
 
 def synchronise_batchnorm(model: nn.Module, *, ours: bool) -> nn.Module:
-    """Replace every BatchNorm layer that trains by SyncBatchNorm and return the model.
+    """Replace every BatchNorm layer that trains by SyncBatchNorm, and return the model. Collective.
 
     The parameters and buffers stay the same objects. A model that DistributedDataParallel wraps is
     changed within it.
@@ -134,15 +135,26 @@ def synchronise_batchnorm(model: nn.Module, *, ours: bool) -> nn.Module:
     ours : use this project's SyncBatchNorm (sync_batchnorm.py) rather than PyTorch's, which needs
         a GPU.
     """
-    if isinstance(model, _BatchNorm):
-        if isinstance(model, _SYNCHRONISED) or not _trains(model):
-            return model
-        if ours:
-            return SyncBatchNorm.in_place_of(model)
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    for name, child in model.named_children():
-        setattr(model, name, synchronise_batchnorm(child, ours=ours))
-    return model
+    if not any(map(_can_be_synchronised, model.modules())):
+        return model
+    return _convert(model, MessageGroup() if ours else None)
+
+
+def _convert(module: nn.Module, messages: MessageGroup | None) -> nn.Module:
+    """Return the module with its layers replaced; by PyTorch's without ``messages``."""
+    if _can_be_synchronised(module):
+        if messages is None:
+            return nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        return SyncBatchNorm.in_place_of(module, messages)
+    for name, child in module.named_children():
+        setattr(module, name, _convert(child, messages))
+    return module
+
+
+def _can_be_synchronised(module: nn.Module) -> TypeGuard[_BatchNorm]:
+    if not isinstance(module, _BatchNorm) or isinstance(module, _SYNCHRONISED):
+        return False
+    return _trains(module)
 
 
 def hold_frozen_batchnorm(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ PyTorch's own SyncBatchNorm refuses CPU tensors. This one sends one message in f
 backward, and works on any device. A layer calls ``moments_over_ranks``, then ``_Normalise``.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,21 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
+class MessageGroup:
+    """A process group for the messages of a model's layers alone. Collective.
+
+    Strategies send gradients during backward as well, and a layer that a rank does not use may
+    change their place among the layers' messages. In one group these would then be mixed up.
+    """
+
+    def __init__(self) -> None:
+        self.group: Any = dist.new_group()
+
+    def __deepcopy__(self, memo: object) -> "MessageGroup":
+        """Return this one: a copy of a model, as for its moving average, sends nothing more."""
+        return self
+
+
 class SyncBatchNorm(_BatchNorm):
     """A BatchNorm layer that trains on the global batch: the ranks' batches taken together.
 
@@ -20,16 +36,19 @@ class SyncBatchNorm(_BatchNorm):
     (samples, channels, ...). In evaluation mode, and without a process group, it is BatchNorm.
 
     Each training step sends two messages a layer: 8 (2 C + 1) bytes in forward, and 2 C numbers of
-    the layer's type in backward, for C channels. Nothing else can run meanwhile, so on most
-    networks they cost two latencies.
+    the layer's type in backward, for C channels. The layer waits for each, so on most networks
+    they cost two latencies.
     """
 
+    messages: MessageGroup
+
     @classmethod
-    def in_place_of(cls, layer: _BatchNorm) -> "SyncBatchNorm":
+    def in_place_of(cls, layer: _BatchNorm, messages: MessageGroup) -> "SyncBatchNorm":
         """Return a layer with the settings, the parameters and the buffers of a BatchNorm layer."""
         made = cls(
             layer.num_features, layer.eps, layer.momentum, affine=False, track_running_stats=False
         )
+        made.messages = messages
         made.affine = layer.affine
         made.track_running_stats = layer.track_running_stats
         made.weight = layer.weight
@@ -45,15 +64,15 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input. Collective in training mode."""
-        if not self.training or not dist.is_initialized():
+        if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        count, mean, variance = moments_over_ranks(input.detach())
-        self._learn(count, mean, variance)
-        return _Normalise.apply(input, self.weight, self.bias, count, mean, variance, self.eps)
+        moments = moments_over_ranks(input.detach(), self.messages)
+        self._learn(moments)
+        return _Normalise.apply(input, self.weight, self.bias, moments, self.eps, self.messages)
 
     @torch.no_grad()
-    def _learn(self, count: Tensor, mean: Tensor, variance: Tensor) -> None:
+    def _learn(self, moments: "Moments") -> None:
         """Move the running statistics towards those of this batch."""
         if self.running_mean is None or self.running_var is None:
             return
@@ -63,22 +82,34 @@ class SyncBatchNorm(_BatchNorm):
         if share is None:  # a plain mean over all batches
             share = 1 / int(self.num_batches_tracked)
         # Evaluation estimates the variance of all data, hence N - 1; training divides by N.
-        unbiased = variance * count / (count - 1)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        unbiased = moments.variance * moments.values / (moments.values - 1)
+        self.running_mean.lerp_(moments.mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
 
 
+@dataclass(frozen=True)
+class Moments:
+    """How many values each channel has on all ranks, their mean and their variance, in float64.
+
+    Of shape (), (channels,) and (channels,).
+    """
+
+    values: Tensor
+    mean: Tensor
+    variance: Tensor
+
+
 @torch.no_grad()
-def moments_over_ranks(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how many values a channel has on all ranks, their mean and variance. Collective.
+def moments_over_ranks(input: Tensor, messages: MessageGroup) -> Moments:
+    """Return the moments of the values on all ranks. Collective.
 
     The message has the sums of 1, of x and of x squared. The variance is the difference of two
     large numbers if the mean is large, in which float32 would lose every digit at a mean of 1,000
     standard deviations. So each rank sums the squares of x - its own mean, which is sound in
     float32, and the sums of all ranks are made of these in float64.
 
-    Returns float64 tensors of shape (), (channels,) and (channels,). Raises ValueError on every
-    rank if a channel has fewer than two values, on CPUs alone: GPUs would have to wait for it.
+    Raises ValueError on every rank if a channel has fewer than two values, on CPUs alone: a GPU
+    would have to be waited for.
     """
     channels = input.shape[1]
     count = input.numel() // channels
@@ -92,7 +123,7 @@ def moments_over_ranks(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sums[0] = count
         sums[1 : channels + 1] = count * mean
         sums[channels + 1 :] = squares + count * mean.square()
-    dist.all_reduce(sums)
+    dist.all_reduce(sums, group=messages.group)
     total = sums[0]
     if not input.is_cuda and total < 2:
         raise ValueError(
@@ -101,7 +132,7 @@ def moments_over_ranks(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         )
     mean = sums[1 : channels + 1] / total
     variance = sums[channels + 1 :] / total - mean.square()
-    return total, mean, variance.clamp_min(0)
+    return Moments(total, mean, variance.clamp_min(0))
 
 
 class _Normalise(torch.autograd.Function):
@@ -126,16 +157,18 @@ class _Normalise(torch.autograd.Function):
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        count: Tensor,
-        mean: Tensor,
-        variance: Tensor,
+        moments: Moments,
         eps: float,
+        messages: MessageGroup,
     ) -> Tensor:
         wide = torch.promote_types(input.dtype, torch.float32)
-        mean = mean.to(wide)
-        ctx.save_for_backward(input, weight, count, mean, (variance + eps).rsqrt().to(wide))
+        mean = moments.mean.to(wide)
+        variance = moments.variance.to(wide)
+        inverse_std = (moments.variance + eps).rsqrt().to(wide)
+        ctx.save_for_backward(input, weight, moments.values, mean, inverse_std)
+        ctx.messages = messages
         return nn.functional.batch_norm(
-            input, mean, variance.to(wide), weight, bias, training=False, eps=eps
+            input, mean, variance, weight, bias, training=False, eps=eps
         )
 
     @staticmethod
@@ -147,15 +180,15 @@ class _Normalise(torch.autograd.Function):
         g = _wide(grad_output)
         own = torch.stack([g.sum(dims), (g * z).sum(dims)])  # (2, channels)
         sums = own.clone()
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=ctx.messages.group)
         mean_g, mean_gz = sums / count.to(sums.dtype)
         grad = g - _by_channel(mean_g, input) - z * _by_channel(mean_gz, input)
         grad *= _by_channel(inverse_std, input)
         if weight is None:  # affine=False
-            return grad.to(input.dtype), None, None, None, None, None, None
+            return grad.to(input.dtype), None, None, None, None, None
         grad *= _by_channel(weight, input)
         grad_bias, grad_weight = own
-        return grad.to(input.dtype), grad_weight, grad_bias, None, None, None, None
+        return grad.to(input.dtype), grad_weight, grad_bias, None, None, None
 
 
 def _wide(tensor: Tensor) -> Tensor:
