@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from common.models.sync_batchnorm import MessageGroup, SyncBatchNorm
 from common.sync.base import broadcast_from_rank0
-from common.training_engine.sync_batchnorm import MessageGroup, SyncBatchNorm
 
 _SYNCHRONISED = (nn.SyncBatchNorm, SyncBatchNorm)
 _Shard = tuple[int, Tensor]  # its samples, and its statistics as ``read`` returns them

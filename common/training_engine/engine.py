@@ -88,7 +88,7 @@ class TrainingEngine:
         the type instead.
     use_ema : keep, evaluate and save an exponential moving average of the weights, too (ema.py).
     sync_batchnorm : in a group, BatchNorm layers that train normalise over all ranks, on GPUs with
-        PyTorch's SyncBatchNorm, else (or with "ours") with that of sync_batchnorm.py. False: each
+        PyTorch's SyncBatchNorm, else (or with "ours") with that of models/sync_batchnorm.py. False: each
         rank normalises its own batch.
     accumulation_steps : micro-batches (the loader's batches) of one optimiser step; ranks
         communicate once for all of them.

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from common.checkpoint import load_checkpoint
 from common.distributed.process_group import current_world
 from common.errors import UserError
+from common.models.sync_batchnorm import SyncBatchNorm
 from common.profiling.comm_trace import Timeline
 from common.training_engine import Callback, TrainingEngine, batchnorm, validate
-from common.training_engine.sync_batchnorm import SyncBatchNorm
 from common.utils.hashing import digest
 from lab.proofs.equivalence import parameter_errors
 from tests.helpers import free_port, run_ranks

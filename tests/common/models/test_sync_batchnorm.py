@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from common.models import build_model
+from common.models.sync_batchnorm import MessageGroup, SyncBatchNorm
 from common.profiling.comm_trace import MessageRecorder
-from common.training_engine.sync_batchnorm import MessageGroup, SyncBatchNorm
 from lab.proofs.equivalence import parameter_errors
 from tests.helpers import RankError, run_ranks
 from tests.helpers.engines import prepared
