@@ -87,9 +87,9 @@ class TrainingEngine:
         and with a strategy that is not exact. ``amp_dtype`` (torch.float16, torch.bfloat16) chooses
         the type instead.
     use_ema : keep, evaluate and save an exponential moving average of the weights, too (ema.py).
-    sync_batchnorm : in a group, BatchNorm layers that train normalise over all ranks, on GPUs with
-        PyTorch's SyncBatchNorm, else (or with "ours") with that of models/sync_batchnorm.py. False: each
-        rank normalises its own batch.
+    sync_batchnorm : in a group, BatchNorm layers that train normalise over all ranks: on GPUs with
+        PyTorch's SyncBatchNorm, on CPUs, and with "ours", with common/models/sync_batchnorm.py.
+        False: each rank normalises its own batch.
     accumulation_steps : micro-batches (the loader's batches) of one optimiser step; ranks
         communicate once for all of them.
     sync : a strategy or its name, see common/sync; used if ``distributed``.
