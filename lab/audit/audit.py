@@ -162,18 +162,19 @@ def examine(
     # A run in which the script waited for other ranks than it had counts only if there is no other.
     runs = [run for run in runs if not run.wanted_size] or runs[-1:]
     recordings = [run.recording for run in runs if not run.failure or run.recording.ranks]
-    findings, right, unknown = run_checks(recordings)
+    checked = run_checks(recordings)
     failure = next((run.failure for run in runs if run.failure), stopped)
     if failure is not None:
-        failure = _with_advice(failure, findings)
+        failure = _with_advice(failure, checked.findings)
     measured = [recording for recording in recordings if recording.ranks]
     return AuditResult(
         command=command.text,
         recordings=[run.recording for run in runs],
-        findings=findings,
-        verdict=verdict(recordings, findings, unknown, failure=failure),
-        right=right,
-        unknown=unknown,
+        findings=checked.findings,
+        possible=checked.possible,
+        verdict=verdict(recordings, checked.findings, checked.unknown, failure=failure),
+        right=checked.right,
+        unknown=checked.unknown,
         remarks=remarks,
         performance=measure(measured[-1], rate_bits=parse_rate(rate)) if measured else None,
         failure=failure,

@@ -150,7 +150,11 @@ class Stack(LineRecord, tag="stack"):
 
 
 class DdpBuilt(LineRecord, tag="ddp"):
+    """DDP was built; it averages the gradients of so many numbers over a group of a size."""
+
     nbytes: int = msgspec.field(name="bytes")
+    numbers: int = 0
+    size: int | None = None
 
 
 class DdpHook(LineRecord, tag="hook"):
@@ -180,6 +184,7 @@ class Loss(msgspec.Struct):
     arriving: float
     samples: int | None
     target_hash: int | None
+    value: float | None = None
 
 
 class Backward(LineRecord, tag="backward"):

@@ -25,7 +25,7 @@ from lab.audit.findings.finding import FAULT, Finding
 from lab.audit.performance import Performance
 from lab.audit.recording import Recording
 from lab.audit.records import CodeLine, Start, TorchImported
-from lab.audit.result import AuditResult, ranks_text, titled
+from lab.audit.result import AuditResult, in_sentence, ranks_text, titled
 from lab.predict.readable import bytes_text, duration_text
 
 FORMAT = 1
@@ -76,6 +76,17 @@ class FindingContent(msgspec.Struct):
         return titled(self.title, self.ranks)
 
 
+class PossibleContent(FindingContent):
+    """A finding that holds on a condition which nobody can tell."""
+
+    condition: str
+
+    @property
+    def shown(self) -> str:
+        """Its heading."""
+        return f"If {self.condition}: {in_sentence(titled(self.title, self.ranks))}"
+
+
 class RunContent(msgspec.Struct):
     """A run of the script."""
 
@@ -102,6 +113,7 @@ class AuditContent(msgspec.Struct):
     failure: str | None
     verdict: VerdictContent
     findings: list[FindingContent]
+    possible: list[PossibleContent]
     right: Sequence[str]
     unknown: Sequence[str]
     remarks: Sequence[str]
@@ -181,7 +193,10 @@ def _content(result: AuditResult) -> AuditContent:
         headline=result.headline,
         failure=result.failure,
         verdict=VerdictContent(QUESTION, result.verdict.answer, result.verdict.why),
-        findings=[_finding_content(finding) for finding in result.findings],
+        findings=[FindingContent(*_told(finding)) for finding in result.findings],
+        possible=[
+            PossibleContent(*_told(finding), finding.condition) for finding in result.possible
+        ],
         right=result.right,
         unknown=result.unknown,
         remarks=result.remarks,
@@ -195,17 +210,19 @@ def _content(result: AuditResult) -> AuditContent:
     return msgspec.convert(_plain(msgspec.to_builtins(content)), AuditContent)
 
 
-def _finding_content(finding: Finding) -> FindingContent:
-    return FindingContent(
-        name=finding.name,
-        severity=finding.entry.severity,
-        title=finding.entry.title,
-        evidence=list(finding.evidence),
-        at=_line_content(finding.at),
-        cause=finding.entry.cause,
-        cure=finding.entry.cure,
-        sure=finding.sure,
-        ranks=list(finding.sizes),
+def _told(finding: Finding) -> tuple[Any, ...]:
+    """Return the fields of ``FindingContent``, in their order."""
+    entry = finding.entry
+    return (
+        finding.name,
+        entry.severity,
+        entry.title,
+        list(finding.evidence),
+        _line_content(finding.at),
+        entry.cause,
+        entry.cure,
+        finding.sure,
+        list(finding.sizes),
     )
 
 
@@ -299,7 +316,9 @@ def _rows(audit: AuditContent) -> Iterator[_Row]:
     for text in audit.own_faults:
         yield _Row("Report this: ", text, _STYLES[2])
     for fault in audit.faults:
-        yield from _fault_rows(fault)
+        yield from _fault_rows("\nFAULT: ", fault, _STYLES[1])
+    for possible in audit.possible:
+        yield from _fault_rows("\nPOSSIBLE: ", possible, _STYLES[2])
     notices = [notice.shown for notice in audit.notices]
     yield from _list_rows("Checked and right", audit.right)
     yield from _list_rows("Notices (details: --json or --html)", notices)
@@ -307,9 +326,10 @@ def _rows(audit: AuditContent) -> Iterator[_Row]:
     yield from _list_rows("Speed", audit.speed)
 
 
-def _fault_rows(fault: FindingContent) -> Iterator[_Row]:
+def _fault_rows(start: str, fault: FindingContent, style: str) -> Iterator[_Row]:
+    """Yield what is said of a fault, or of a possible one, under its heading."""
     first, *others = fault.evidence
-    yield _Row("\nFAULT: ", fault.shown, _STYLES[1])
+    yield _Row(start, fault.shown, style)
     yield _Row("  found ", first)
     for sentence in others[: _MOST_EVIDENCE - 1]:
         yield _Row("        ", sentence)

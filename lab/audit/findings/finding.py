@@ -47,6 +47,7 @@ class Finding:
     sure : "certain" if the numbers leave no other explanation, else "likely".
     sizes : the numbers of ranks at which it was found.
     value : a number to compare with those of other sizes.
+    condition : what it supposes and the records leave open, as "the ranks are replicas".
     """
 
     name: str
@@ -55,6 +56,7 @@ class Finding:
     sure: str = "certain"
     sizes: tuple[int, ...] = ()
     value: float | None = None
+    condition: str = ""
 
     @property
     def entry(self) -> CatalogueEntry:

@@ -23,7 +23,8 @@ torch    version; torch has been imported
 trouble  part (module of the probe), text (traceback): the probe itself failed in one place, and the
          script went on
 group    init_process_group: rank, world, at
-ddp      DistributedDataParallel was built: bytes (of the parameters that it averages), at
+ddp      DistributedDataParallel was built: bytes and numbers (of the parameters that it averages),
+         size (of its group), at
 hook     DistributedDataParallel got a communication hook, whose calls are seen: at
 fsdp     fully_shard or FSDP1: at
 params   new parameters of optimiser o: optimizer (class), built (step at which the probe first saw
@@ -34,10 +35,11 @@ weights  at the first backward after ``step`` steps of optimiser o: o, step, val
 backward step (as Probe.step counts), micro (number of this backward in the step, from 0), forwards
          [[samples, input_hash, through ("ddp", "module" or "bypass": a module that DDP has wrapped,
          but not through DDP)]], one if model.forward() is called directly, loss {node, reduction,
-         arriving, samples, target_hash} or null (arriving: the gradient that reaches the loss node,
-         added up; 0 without one), synced (whether DDP was to average after its latest forward; null
-         without DDP), seconds, exposed_seconds (from this rank's last gradient to the end of
-         backward), at
+         arriving, samples, target_hash, value} or null (arriving: the gradient that reaches the
+         loss node, added up; 0 without one; value: of the tensor from which the pass began), synced
+         (whether DDP was to average after its latest forward; null without DDP), seconds,
+         exposed_seconds (from this rank's last gradient to the end of backward), optimizers (the
+         numbers of those whose parameters got a gradient), at
 step     an update of an optimiser: o, step (from 0), optimizer, micro (backwards since the last
          step), own (samples: this rank's own gradients, added up since .grad was last cleared; 0
          where none arrived, NaN where nobody knows), got (samples of what the optimiser gets, right

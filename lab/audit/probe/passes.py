@@ -67,13 +67,14 @@ class _Forward:
 
 @dataclass(eq=False)
 class _Loss:
-    """The loss of the record ``backward``; ``arriving`` is a tensor once backward has begun."""
+    """The loss of the record ``backward``; ``arriving``, ``value``: tensors until it has ended."""
 
     node: str
     reduction: str | None
     arriving: Any
     samples: int | None
     target_hash: int | None
+    value: Any = None
 
     def see_gradient(self, gradients: Any) -> None:
         self.arriving = sum(tensor.detach().sum() for tensor in tensors_in(gradients[:1]))
@@ -209,7 +210,13 @@ class PassWatch:
         original(ddp, *args, **kwargs)
         trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         nbytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        self._probe.record("ddp", bytes=nbytes, at=self._probe.place())
+        self._probe.record(
+            "ddp",
+            bytes=nbytes,
+            numbers=sum(parameter.numel() for parameter in trained),
+            size=torch.distributed.get_world_size(ddp.process_group),
+            at=self._probe.place(),
+        )
         self._wrapped.update(dict.fromkeys(ddp.module.modules()))
 
     def call_ddp(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +262,12 @@ class PassWatch:
             self._micro = 0
         self._probe.tell("backward_begin", roots)
         node = find_loss(roots[0]) if len(roots) == 1 else None
-        return None if node is None else _watch_loss(node)
+        if node is None:
+            return None
+        loss = _watch_loss(node)
+        if roots[0].numel() == 1:
+            loss.value = roots[0].detach()
+        return loss
 
     def _end_backward(self, loss: _Loss | None, begun: float) -> None:
         """Write the record of a pass that has succeeded."""
@@ -263,6 +275,7 @@ class PassWatch:
         latest = self._probe.gradients.last_seconds
         if loss is not None:
             loss.arriving = float(loss.arriving)
+            loss.value = None if loss.value is None else float(loss.value)
         # Of each model the first forward counts: in reversed order it replaces the later ones.
         reached = [forward for forward in self._pending[::-1] if forward.reached]
         rows = {forward.root: forward.row for forward in reached}
