@@ -13,6 +13,7 @@ from lab.audit.command import AuditCommand, parse_command
 from lab.audit.failures import explain_failure
 from lab.audit.findings import run_checks
 from lab.audit.findings.finding import Finding
+from lab.audit.findings.private import shared_part
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.performance import measure
 from lab.audit.report import print_audit, write_json, write_page
@@ -161,6 +162,8 @@ def examine(
     remarks = _remarks(command, runs, asked)
     # A run in which the script waited for other ranks than it had counts only if there is no other.
     runs = [run for run in runs if not run.wanted_size] or runs[-1:]
+    for run in runs:
+        run.recording = shared_part(run.recording)
     recordings = [run.recording for run in runs if not run.failure or run.recording.ranks]
     checked = run_checks(recordings)
     failure = next((run.failure for run in runs if run.failure), stopped)
@@ -175,7 +178,10 @@ def examine(
         verdict=verdict(recordings, checked.findings, checked.unknown, failure=failure),
         right=checked.right,
         unknown=checked.unknown,
-        remarks=remarks,
+        remarks=[
+            *remarks,
+            *dict.fromkeys(text for run in runs for text in run.recording.set_aside),
+        ],
         performance=measure(measured[-1], rate_bits=parse_rate(rate)) if measured else None,
         failure=failure,
     )

@@ -195,6 +195,7 @@ class Backward(LineRecord, tag="backward"):
     synced: bool | None
     seconds: float
     exposed_seconds: float | None
+    optimizers: list[int] | None = None
 
 
 class Evaluation(LineRecord, tag="eval"):
@@ -224,8 +225,11 @@ class Parameter(msgspec.Struct, array_like=True):
 
 class Parameters(AnyRecord, tag="params"):
     optimizer_number: int = msgspec.field(name="o")
+    optimizer: str
     built: int
     rows: list[Parameter]
+    at: CodeLine | None = None
+    model: CodeLine | None = None
 
 
 class Weights(OptimizerRecord, tag="weights"):

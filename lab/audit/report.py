@@ -58,7 +58,10 @@ class LineContent(msgspec.Struct):
 
 
 class FindingContent(msgspec.Struct):
-    """A finding, with the catalogue's texts; ``ranks`` are the numbers of ranks."""
+    """A finding, with the catalogue's texts; ``ranks`` are the numbers of ranks.
+
+    condition : what it supposes and nobody can tell; None for a finding that holds.
+    """
 
     name: str
     severity: str
@@ -69,22 +72,13 @@ class FindingContent(msgspec.Struct):
     cure: str
     sure: str
     ranks: list[int]
+    condition: str | None
 
     @property
     def shown(self) -> str:
         """Its heading."""
-        return titled(self.title, self.ranks)
-
-
-class PossibleContent(FindingContent):
-    """A finding that holds on a condition which nobody can tell."""
-
-    condition: str
-
-    @property
-    def shown(self) -> str:
-        """Its heading."""
-        return f"If {self.condition}: {in_sentence(titled(self.title, self.ranks))}"
+        heading = titled(self.title, self.ranks)
+        return f"If {self.condition}: {in_sentence(heading)}" if self.condition else heading
 
 
 class RunContent(msgspec.Struct):
@@ -113,7 +107,7 @@ class AuditContent(msgspec.Struct):
     failure: str | None
     verdict: VerdictContent
     findings: list[FindingContent]
-    possible: list[PossibleContent]
+    possible: list[FindingContent]
     right: Sequence[str]
     unknown: Sequence[str]
     remarks: Sequence[str]
@@ -193,10 +187,8 @@ def _content(result: AuditResult) -> AuditContent:
         headline=result.headline,
         failure=result.failure,
         verdict=VerdictContent(QUESTION, result.verdict.answer, result.verdict.why),
-        findings=[FindingContent(*_told(finding)) for finding in result.findings],
-        possible=[
-            PossibleContent(*_told(finding), finding.condition) for finding in result.possible
-        ],
+        findings=[_finding_content(finding) for finding in result.findings],
+        possible=[_finding_content(finding) for finding in result.possible],
         right=result.right,
         unknown=result.unknown,
         remarks=result.remarks,
@@ -210,19 +202,18 @@ def _content(result: AuditResult) -> AuditContent:
     return msgspec.convert(_plain(msgspec.to_builtins(content)), AuditContent)
 
 
-def _told(finding: Finding) -> tuple[Any, ...]:
-    """Return the fields of ``FindingContent``, in their order."""
-    entry = finding.entry
-    return (
-        finding.name,
-        entry.severity,
-        entry.title,
-        list(finding.evidence),
-        _line_content(finding.at),
-        entry.cause,
-        entry.cure,
-        finding.sure,
-        list(finding.sizes),
+def _finding_content(finding: Finding) -> FindingContent:
+    return FindingContent(
+        name=finding.name,
+        severity=finding.entry.severity,
+        title=finding.entry.title,
+        evidence=list(finding.evidence),
+        at=_line_content(finding.at),
+        cause=finding.entry.cause,
+        cure=finding.entry.cure,
+        sure=finding.sure,
+        ranks=list(finding.sizes),
+        condition=finding.condition or None,
     )
 
 

@@ -1,8 +1,8 @@
 """Do the ranks compute one model together, and what does a finding suppose where that is open?
 
 Ranks that exchange activations may be tensor, expert, sequence or pipeline parallel: most findings
-then say nothing. They may as well be replicas, with BatchNorm over all ranks or a loss over gathered
-features. ``Exchange.doubt`` says what a finding supposes that the records do not show.
+then say nothing. They may as well be replicas, with BatchNorm over all ranks or a loss over
+gathered features. ``Exchange.doubt`` says what a finding supposes that the records do not show.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from lab.audit.records import (
     Step,
 )
 
-# A difference of gradients, relatively, up to which they are the same, and from which on they are not.
+# Gradients whose relative difference is below the first are the same; above the second, different.
 _EQUAL = 1e-4
 _APART = 1e-3
 _SAME_LOSS = 1e-3
@@ -121,7 +121,7 @@ class Exchange:
 
 
 def exchanges_activations(recording: Recording) -> bool:
-    """Return whether the ranks exchange activations; ``_sends_activations`` tells by which calls."""
+    """Return whether the ranks exchange activations, by a call of ``_sends_activations``."""
     if recording.of(FsdpBuilt):  # what it gathers in forward are weights
         return False
     parameters = [
@@ -212,7 +212,7 @@ def _gets_exchanged(replicas: Replicas) -> bool:
 
 
 def _apart(rows: Numbers, columns: list[slice]) -> Numbers:
-    """Return by parameter how far the ranks' numbers are from rank 0's, relatively to their norm."""
+    """Return by parameter how far the ranks' numbers are from rank 0's, relatively to a norm."""
     sizes = norms(rows, columns).max(axis=0)
     apart = norms(rows - rows[0], columns).max(axis=0)
     return np.divide(apart, sizes, out=np.zeros_like(apart), where=sizes > 0)
@@ -225,4 +225,3 @@ def _loss_values(rank: RankRecords) -> dict[tuple[int, int], float]:
         for backward in rank.of(Backward)
         if backward.loss is not None and backward.loss.value is not None
     }
-

@@ -28,9 +28,9 @@ ddp      DistributedDataParallel was built: bytes and numbers (of the parameters
 hook     DistributedDataParallel got a communication hook, whose calls are seen: at
 fsdp     fully_shard or FSDP1: at
 params   new parameters of optimiser o: optimizer (class), built (step at which the probe first saw
-         the optimiser), rows [[key, name, shape, dtype, numel, serial]]: key is "o.group.index",
-         serial is the tensor's own, whichever optimiser holds it. Sharded parameters (FSDP2) are
-         left out
+         the optimiser), at (the line that made it), model (the line that made the model), rows
+         [[key, name, shape, dtype, numel, serial]]: key is "o.group.index", serial is the tensor's
+         own, whichever optimiser holds it. Sharded parameters (FSDP2) are left out
 weights  at the first backward after ``step`` steps of optimiser o: o, step, values (samples)
 backward step (as Probe.step counts), micro (number of this backward in the step, from 0), forwards
          [[samples, input_hash, through ("ddp", "module" or "bypass": a module that DDP has wrapped,

@@ -289,6 +289,7 @@ class PassWatch:
             loss=None if loss is None else vars(loss),
             seconds=ended - begun,
             exposed_seconds=ended - latest if latest > begun else None,
+            optimizers=self._probe.gradients.reached(),
             at=self._probe.place(),
         )
 

@@ -5,7 +5,8 @@ all ranks, it follows the first update of the next epoch: what happens between e
 After the cut every epoch ends by StopIteration once it has given two batches, so that the script
 goes on as after a whole one: it evaluates, and another epoch of the training loader shows its
 order. Then SystemExit follows, on all ranks at the same step; also after some further steps, and at
-once where no loader is used. A script that is still alive some seconds later is ended. Errors after
+once where no loader is used. A rank's steps count once all ranks compute: before, it may train a
+model of its own. A script that is still alive some seconds later is ended. Errors after
 the cut have the cut as their cause: they are recorded as such, and the exit status is 0.
 """
 
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -36,6 +38,7 @@ BETWEEN_EPOCHS_SECONDS = 10.0
 IDLE_SECONDS = 60.0
 CLOCK_SECONDS = 30.0
 EXIT_SECONDS = 5.0
+ALONE_SECONDS = 30.0  # for which steps do not count while other ranks compute nothing
 
 
 class Stopping:
@@ -45,8 +48,9 @@ class Stopping:
     latest : the epoch that was asked for a batch last; None before the first.
     evaluating : the last forward was without gradients.
     epoch_ended : a training epoch has been ended after the cut.
+    done : the updates that count, of the optimiser that has done the most.
     by_hand : the script has no optimiser and updates its weights itself.
-    cut_step : the step at which the script was cut.
+    cut_step : ``done`` when the script was cut.
     last_step, patience : time.monotonic() of the last step, of the cut or of the end, and the
         seconds from then on after which the process is ended, once it is cut.
     """
@@ -60,6 +64,10 @@ class Stopping:
         self.evaluating = False
         self.epoch_ended = False
         self.by_hand = False
+        self.done = 0
+        self._done_by: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._alone_since: float | None = None  # the first step, until all ranks compute
+        self._all_compute = False
         self.last_step = 0.0
         self.patience = IDLE_SECONDS
         self.cut_step = 0
@@ -78,18 +86,37 @@ class Stopping:
         It does if it has done enough backwards, and no optimiser exists.
         """
         backwards = self.probe.gradients.backward
+        if backwards == 1:
+            (self.probe.folder / f"computes-{os.getpid()}").touch()
         if backwards == self.steps and self.probe.step == 0:
             self.by_hand = not any(issubclass(type(held), Optimizer) for held in gc.get_objects())
         if self.by_hand:
-            self.probe.step = backwards
-            self.step_end(None)
+            self.probe.step = self.done = backwards
+            self.cut_if_enough()
 
     def step_end(self, optimizer: Any) -> None:
+        """Count the update."""
+        if self.all_compute():
+            self._done_by[optimizer] = self._done_by.get(optimizer, 0) + 1
+            self.done = max(self.done, self._done_by[optimizer])
+        self.cut_if_enough()
+
+    def all_compute(self) -> bool:
+        """Return whether all ranks of the group have computed gradients, or had time to begin."""
+        now = time.monotonic()
+        if self._alone_since is None:
+            self._alone_since = now
+        if not self._all_compute:
+            computing = len(list(self.probe.folder.glob("computes-*")))
+            waited = now > self._alone_since + ALONE_SECONDS
+            self._all_compute = waited or computing >= group_size()
+        return self._all_compute
+
+    def cut_if_enough(self) -> None:
         """Cut after ``steps`` updates, or up to twice as many if the first epoch ends soon."""
         self.last_step = time.monotonic()
-        done = self.probe.step
-        enough = done >= self.steps and not self.first_epoch_ends_soon()
-        if enough or done > 2 * self.steps:
+        enough = self.done >= self.steps and not self.first_epoch_ends_soon()
+        if enough or self.done > 2 * self.steps:
             self.cut()
 
     def first_epoch_ends_soon(self) -> bool:
@@ -109,7 +136,7 @@ class Stopping:
         """Begin to end the script, unless this has been done."""
         if not self.probe.cutting:
             self.probe.cutting = True
-            self.cut_step = self.probe.step
+            self.cut_step = self.done
             self.probe.record("cut", step=self.probe.step, replaced=replaced())
             self.last_step = time.monotonic()
             threading.Thread(target=self.end_late, name="lab audit", daemon=True).start()
@@ -117,7 +144,7 @@ class Stopping:
     def cut_if_overdue(self) -> None:
         """Cut if the script has done enough steps, and no further one for a while."""
         idle = time.monotonic() > self.last_step + BETWEEN_EPOCHS_SECONDS
-        if idle and self.probe.step >= self.steps:
+        if idle and self.done >= self.steps:
             self.cut()
 
     def batch_begin(self, epoch: WatchedEpoch) -> None:
@@ -150,7 +177,7 @@ class Stopping:
         """After the cut, raise SystemExit: at once without a loader, else some steps later."""
         if not self.probe.cutting:
             return
-        if self.latest is None or self.probe.step >= self.cut_step + STEPS_AFTER_CUT:
+        if self.latest is None or self.done >= self.cut_step + STEPS_AFTER_CUT:
             self.end()
 
     def end(self) -> None:
@@ -159,9 +186,7 @@ class Stopping:
         Each rank tells the others by a file, since collectives are the script's. Without a group no
         rank waits for another.
         """
-        size = 0
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            size = torch.distributed.get_world_size()
+        size = group_size()
         folder = self.probe.folder
         (folder / f"ready-{os.getpid()}").touch()
         limit = time.monotonic() + BARRIER_SECONDS
@@ -219,6 +244,13 @@ class Stopping:
             at=self.probe.place(frames[::-1]),
             after_cut=self.probe.cutting,
         )
+
+
+def group_size() -> int:
+    """Return the number of ranks in the group of all; 0 without one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return 0
 
 
 def watch(probe: Probe) -> None:
