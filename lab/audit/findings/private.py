@@ -22,6 +22,7 @@ from lab.audit.records import (
     CollectiveCall,
     Evaluation,
     OptimizerRecord,
+    Parameter,
     Parameters,
     RandomForward,
     Record,
@@ -97,7 +98,14 @@ def shared_part(recording: Recording) -> Recording:
     for number, rank in enumerate(recording.ranks):
         aside = [*(private[number] or ()), *(of_ranks[number] for of_ranks in everywhere)]
         ranks.append(_without(rank, {o for model in aside for o in model.numbers}))
+    names = {row.key: row.name for row in _rows(ranks[models.index(fewest)])}
+    for row in (row for rank in ranks for row in _rows(rank)):
+        row.name = names.get(row.key, row.name)
     return replace(recording, ranks=ranks, set_aside=sentences)
+
+
+def _rows(rank: RankRecords) -> list[Parameter]:
+    return [row for parameters in rank.of(Parameters) for row in parameters.rows]
 
 
 def _models(rank: RankRecords) -> list[_Model]:
@@ -213,7 +221,12 @@ def _without(rank: RankRecords, private: set[int]) -> RankRecords:
                 continue
             record = replace_fields(record, optimizer_number=places[record.optimizer_number])
         if isinstance(record, Parameters):
-            record = replace_fields(record, built=min(record.built, step))
+            number = record.optimizer_number
+            rows = [
+                replace_fields(row, key=f"{number}.{row.key.partition('.')[2]}")
+                for row in record.rows
+            ]
+            record = replace_fields(record, built=min(record.built, step), rows=rows)
         if isinstance(record, Batch) and record.loader_number not in loaders:
             continue
         if isinstance(record, Backward):

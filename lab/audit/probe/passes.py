@@ -223,6 +223,7 @@ class PassWatch:
         """Note that DDP runs the model, and whether it is to average the gradients."""
         self._through_ddp = True
         self._synced = getattr(ddp, "require_backward_grad_sync", None)
+        self._probe.tell("ddp_forward")
         return original(ddp, *args, **kwargs)
 
     # --- backward ---

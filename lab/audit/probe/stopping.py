@@ -5,9 +5,10 @@ all ranks, it follows the first update of the next epoch: what happens between e
 After the cut every epoch ends by StopIteration once it has given two batches, so that the script
 goes on as after a whole one: it evaluates, and another epoch of the training loader shows its
 order. Then SystemExit follows, on all ranks at the same step; also after some further steps, and at
-once where no loader is used. A rank's steps count once all ranks compute: before, it may train a
-model of its own. A script that is still alive some seconds later is ended. Errors after
+once where no loader is used. A script that is still alive some seconds later is ended. Errors after
 the cut have the cut as their cause: they are recorded as such, and the exit status is 0.
+
+Updates without communication do not count for a while: a rank may first train a model by itself.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ BETWEEN_EPOCHS_SECONDS = 10.0
 IDLE_SECONDS = 60.0
 CLOCK_SECONDS = 30.0
 EXIT_SECONDS = 5.0
-ALONE_SECONDS = 30.0  # for which steps do not count while other ranks compute nothing
+# After so long, or so many updates, those without communication count.
+ALONE_SECONDS = 20.0
+ALONE_STEPS = 500
 
 
 class Stopping:
@@ -49,6 +52,9 @@ class Stopping:
     evaluating : the last forward was without gradients.
     epoch_ended : a training epoch has been ended after the cut.
     done : the updates that count, of the optimiser that has done the most.
+    counted, silent : by optimiser, its updates that count, and those since its last communication.
+    spoke : the ranks have communicated since the last update.
+    last_spoke : time.monotonic() when they did.
     by_hand : the script has no optimiser and updates its weights itself.
     cut_step : ``done`` when the script was cut.
     last_step, patience : time.monotonic() of the last step, of the cut or of the end, and the
@@ -65,9 +71,10 @@ class Stopping:
         self.epoch_ended = False
         self.by_hand = False
         self.done = 0
-        self._done_by: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._alone_since: float | None = None  # the first step, until all ranks compute
-        self._all_compute = False
+        self.counted: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.silent: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.spoke = False
+        self.last_spoke = time.monotonic()
         self.last_step = 0.0
         self.patience = IDLE_SECONDS
         self.cut_step = 0
@@ -86,8 +93,6 @@ class Stopping:
         It does if it has done enough backwards, and no optimiser exists.
         """
         backwards = self.probe.gradients.backward
-        if backwards == 1:
-            (self.probe.folder / f"computes-{os.getpid()}").touch()
         if backwards == self.steps and self.probe.step == 0:
             self.by_hand = not any(issubclass(type(held), Optimizer) for held in gc.get_objects())
         if self.by_hand:
@@ -95,22 +100,36 @@ class Stopping:
             self.cut_if_enough()
 
     def step_end(self, optimizer: Any) -> None:
-        """Count the update."""
-        if self.all_compute():
-            self._done_by[optimizer] = self._done_by.get(optimizer, 0) + 1
-            self.done = max(self.done, self._done_by[optimizer])
+        """Count the update: at once if the ranks communicated before it, else when they do again.
+
+        More updates without communication than ``steps`` train something else, and never count;
+        unless nothing else comes.
+        """
+        silent = self.silent.get(optimizer, 0) + 1
+        counted = self.counted.get(optimizer, 0)
+        waited = time.monotonic() > self.last_spoke + ALONE_SECONDS or silent > ALONE_STEPS
+        if self.spoke or waited or self.speaks_unseen():
+            counted += silent if waited or silent <= self.steps else 1
+            silent = 0
+        self.counted[optimizer] = counted
+        self.silent[optimizer] = silent
+        self.spoke = False
+        self.done = max(self.done, counted)
         self.cut_if_enough()
 
-    def all_compute(self) -> bool:
-        """Return whether all ranks of the group have computed gradients, or had time to begin."""
-        now = time.monotonic()
-        if self._alone_since is None:
-            self._alone_since = now
-        if not self._all_compute:
-            computing = len(list(self.probe.folder.glob("computes-*")))
-            waited = now > self._alone_since + ALONE_SECONDS
-            self._all_compute = waited or computing >= group_size()
-        return self._all_compute
+    def communicate(self, tensors: list[torch.Tensor]) -> None:
+        """Note that the ranks exchange tensors."""
+        if tensors:
+            self.ddp_forward()
+
+    def ddp_forward(self) -> None:
+        """Note that the ranks will exchange gradients."""
+        self.spoke = True
+        self.last_spoke = time.monotonic()
+
+    def speaks_unseen(self) -> bool:
+        """Return whether the ranks may communicate unseen, or there is no other rank."""
+        return group_size() < 2 or bool(self.probe.noted & {"fsdp", "mesh"})
 
     def cut_if_enough(self) -> None:
         """Cut after ``steps`` updates, or up to twice as many if the first epoch ends soon."""
