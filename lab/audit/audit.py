@@ -12,12 +12,12 @@ from lab.audit.cli import CLOCK_STEPS, STEPS, check_flags
 from lab.audit.command import AuditCommand, parse_command
 from lab.audit.failures import explain_failure
 from lab.audit.findings import run_checks
-from lab.audit.findings.finding import Finding
+from lab.audit.findings.finding import Finding, ranks_text
 from lab.audit.findings.private import shared_part
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.performance import measure
 from lab.audit.report import print_audit, write_json, write_page
-from lab.audit.result import AuditResult, ranks_text, verdict
+from lab.audit.result import AuditResult, verdict
 from lab.audit.runner import AuditRun, RunSettings, run_audit_size
 from lab.terminal import console, say
 from lab.units import parse_rate

@@ -207,6 +207,7 @@ class Evaluation(LineRecord, tag="eval"):
 class RandomForward(AnyRecord, tag="random"):
     step: int
     state_hash: int | None = msgspec.field(name="hash")
+    at: CodeLine | None = None
 
 
 # --- the optimisers ---
@@ -282,6 +283,12 @@ class Loader(LineRecord, tag="loader"):
     replicas: Any
     inner_length: int | None
     content: int | None
+    made: CodeLine | None = None
+
+    @property
+    def line(self) -> CodeLine | None:
+        """The line that made it, else one that iterates over it."""
+        return self.made or self.at
 
 
 class Draw(EpochRecord):

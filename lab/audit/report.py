@@ -21,11 +21,11 @@ from common.errors import count
 from common.utils.atomic_files import write_atomically
 from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, label
-from lab.audit.findings.finding import FAULT, Finding
+from lab.audit.findings.finding import FAULT, Finding, ranks_text
 from lab.audit.performance import Performance
 from lab.audit.recording import Recording
 from lab.audit.records import CodeLine, Start, TorchImported
-from lab.audit.result import AuditResult, in_sentence, ranks_text, titled
+from lab.audit.result import AuditResult, in_sentence, titled
 from lab.predict.readable import bytes_text, duration_text
 
 FORMAT = 1

@@ -1,10 +1,10 @@
 """``AuditResult``: all that an audit has to say, and its verdict."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lab.audit.findings.finding import FAULT, Finding
+from lab.audit.findings.finding import FAULT, Finding, ranks_text
 from lab.audit.performance import Performance
 from lab.audit.recording import Recording
 from lab.audit.records import Evaluation
@@ -157,12 +157,3 @@ def in_sentence(title: str) -> str:
 def titled(title: str, sizes: Sequence[int]) -> str:
     """Return what was found, and on how many ranks."""
     return f"{title} ({ranks_text(sizes)})" if sizes else title
-
-
-def ranks_text(sizes: Iterable[int]) -> str:
-    """Return "2 and 3 ranks" or "1 rank"; "no ranks" without any."""
-    numbers = sorted(set(sizes))
-    if numbers == [1]:
-        return "1 rank"
-    listed = " and ".join(map(str, numbers))
-    return f"{listed or 'no'} ranks"

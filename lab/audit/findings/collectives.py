@@ -282,7 +282,7 @@ def _agreed(lists: list[list[CollectiveCall]]) -> Iterator[Right]:
 
 def _unused(recording: Recording) -> Iterator[Outcome]:
     """Yield that each rank trains alone: nothing but barriers and rare objects was exchanged."""
-    idle = [rank.rank for rank in recording.ranks if not rank.of(Backward)]
+    idle = [rank.rank for rank in recording.ranks if not any((rank.of(Backward), rank.of(Step)))]
     training = [rank for rank in recording.ranks if rank.rank not in idle]
     if not training or not all(_trains_alone(rank) for rank in training):
         return

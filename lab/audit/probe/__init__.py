@@ -51,7 +51,7 @@ stepped  follows it at once: o, step, seconds (of the update), state (hash of sa
          optimiser's state; null if it has none)
 loader   l (its number), dataset, length, batches, sampler, replicas, inner_length (of the innermost
          datasets; null where the indices within are not known), content (hash of samples that these
-         hold, or null), at
+         hold, or null), at (a line that iterates over it), made (the line that made it)
 batch    given to the script: l, epoch (iterations over l so far, from 0), b, indices (of the
          sampler), inner (the same as indices of the innermost dataset; null if no dataset lies
          within, or its indices are not known; those of the n-th innermost dataset of a
@@ -75,7 +75,7 @@ mesh     a DeviceMesh was built, so some communication may not be seen: at
 eval     first forward without gradients after ``step`` steps: step, buffers [[name, samples as a
          list]], batchnorm (number of BatchNorm layers), at
 random   a training forward that draws, as by dropout: step, hash (of the generators' states
-         before it)
+         before it), at
 stands   this process has waited for 3 s in a function that communicates, and done nothing else: c
          and name of the call (null if it waits elsewhere, such as in DDP's backward), at; written
          once for each wait, so a rank still waits if this is its last record but ``stack``

@@ -147,7 +147,9 @@ class PassWatch:
         if torch.is_grad_enabled():
             self._await_gradient(module, (arguments, *rest[:-1]), rest[-1])
         if self.training and self._random != _random_state():  # it has drawn, as dropout does
-            self._probe.record("random", step=self._probe.step, hash=self._random)
+            self._probe.record(
+                "random", step=self._probe.step, hash=self._random, at=self._probe.place()
+            )
         if not self.training and self._evaluated != self._probe.step:
             self._evaluates(module)
         self.training = self._through_ddp = False
