@@ -137,8 +137,14 @@ def _is_outlived(mine: Sequence[Step], series: Iterable[Sequence[Step]]) -> bool
 
 
 def exchange_line(recording: Recording, step: int) -> CodeLine | None:
-    """Return the line that exchanges gradients in a step, else one that exchanges anything."""
-    calls = [*exchanges(recording, step, "gradient"), *exchanges(recording, step)]
+    """Return the line that exchanges gradients, if possible in a step; else another one of the step.
+
+    Calls within forward exchange no gradients.
+    """
+    every = recording.of(CollectiveCall)
+    anywhere = [call for call in every if call.content == "gradient"]
+    others = [call for call in exchanges(recording, step) if call.within != "forward"]
+    calls = [*exchanges(recording, step, "gradient"), *anywhere, *others]
     return first_line(call.at for call in calls)
 
 
