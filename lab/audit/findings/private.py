@@ -239,7 +239,7 @@ def _without(rank: RankRecords, private: set[int]) -> RankRecords:
         if isinstance(record, Step):
             done[record.optimizer_number] += 1
         kept.append(record)
-    return replace(rank, records=kept)
+    return RankRecords(rank.pid, kept, rank._numbers, rank=rank.rank)
 
 
 def _is_private(backward: Backward, private: set[int]) -> bool:
