@@ -70,12 +70,14 @@ class Exchange:
 
         Each epoch's order has nothing to do with the other ranks.
         """
-        if finding.name == "same-order" or not self._activations:
+        if finding.name == "same-order":
             return None
-        if not self._replicas:
+        if self._activations and not self._replicas:
             return _REPLICAS
-        if finding.name in _OF_MULTIPLES and self._common_loss:
+        if finding.name in _OF_MULTIPLES and self._shares_loss:
             return _OWN_LOSS
+        if not self._activations:
+            return None
         if finding.name == "same-samples" and not self._alike:
             return _WHOLE_SAMPLES
         return None
@@ -102,6 +104,18 @@ class Exchange:
         return all(map(_gets_exchanged, self._trained))
 
     @cached_property
+    def _shares_loss(self) -> bool:
+        """Whether the ranks may compute one loss, each with the gradients of its own samples.
+
+        If they gather the loss's features outside the model and exchange something in backward,
+        that brings each rank the gradients of all.
+        """
+        calls = self._recording.of(CollectiveCall)
+        in_backward = any(call.content == "other" and call.within == "backward" for call in calls)
+        gathers = _exchanges_before_backward(self._recording.ranks[0]) and not in_backward
+        return (self._activations or gathers) and self._common_loss
+
+    @property
     def _common_loss(self) -> bool:
         """Whether no ranks are known to differentiate losses of different values."""
         by_rank = [_loss_values(rank) for rank in self._recording.ranks]
@@ -216,6 +230,19 @@ def _apart(rows: Numbers, columns: list[slice]) -> Numbers:
     sizes = norms(rows, columns).max(axis=0)
     apart = norms(rows - rows[0], columns).max(axis=0)
     return np.divide(apart, sizes, out=np.zeros_like(apart), where=sizes > 0)
+
+
+def _exchanges_before_backward(rank: RankRecords) -> bool:
+    """Return whether a rank exchanges several numbers between an update and a backward."""
+    before_backward = False
+    for record in rank.records:
+        if isinstance(record, Backward | Step):
+            before_backward = isinstance(record, Step)
+        elif isinstance(record, CollectiveCall) and before_backward:
+            several = prod(record.shape or ()) > 1
+            if several and record.content == "other" and record.within is None:
+                return True
+    return False
 
 
 def _loss_values(rank: RankRecords) -> dict[tuple[int, int], float]:

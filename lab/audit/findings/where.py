@@ -137,7 +137,7 @@ def _is_outlived(mine: Sequence[Step], series: Iterable[Sequence[Step]]) -> bool
 
 
 def exchange_line(recording: Recording, step: int) -> CodeLine | None:
-    """Return the line that exchanges gradients, if possible in a step; else another one of the step.
+    """Return the line that exchanges gradients, best in a step; else another exchange of the step.
 
     Calls within forward exchange no gradients.
     """
