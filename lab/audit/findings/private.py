@@ -20,6 +20,7 @@ from lab.audit.records import (
     Batch,
     CodeLine,
     CollectiveCall,
+    EpochRecord,
     Evaluation,
     OptimizerRecord,
     Parameter,
@@ -27,6 +28,7 @@ from lab.audit.records import (
     RandomForward,
     Record,
     Step,
+    Trained,
 )
 
 # What a backward computed with: hashes of the inputs, and of the targets.
@@ -211,6 +213,7 @@ def _without(rank: RankRecords, private: set[int]) -> RankRecords:
     numbers = {parameters.optimizer_number for parameters in rank.of(Parameters)} - private
     places = {number: place for place, number in enumerate(sorted(numbers))}
     loaders = _loaders_of(rank, private)
+    epochs = _private_epochs(rank, private)
     done: Counter[int] = Counter()  # updates by optimiser
     micro: Counter[int] = Counter()  # backwards by step
     kept: list[Record] = []
@@ -227,8 +230,10 @@ def _without(rank: RankRecords, private: set[int]) -> RankRecords:
                 for row in record.rows
             ]
             record = replace_fields(record, built=min(record.built, step), rows=rows)
-        if isinstance(record, Batch) and record.loader_number not in loaders:
-            continue
+        if isinstance(record, EpochRecord):
+            epoch = (record.loader_number, record.epoch)
+            if epoch in epochs or record.loader_number not in loaders:
+                continue
         if isinstance(record, Backward):
             if _is_private(record, private):
                 continue
@@ -245,6 +250,20 @@ def _without(rank: RankRecords, private: set[int]) -> RankRecords:
 def _is_private(backward: Backward, private: set[int]) -> bool:
     reached = backward.optimizers
     return bool(reached) and private.issuperset(reached or ())
+
+
+def _private_epochs(rank: RankRecords, private: set[int]) -> set[tuple[int, int]]:
+    """Return the loaders and epochs of which the first backward is a private one."""
+    epochs: set[tuple[int, int]] = set()
+    begun: list[Trained] = []  # each is written right before the backward that uses its batch
+    for record in rank.records:
+        if isinstance(record, Trained):
+            begun.append(record)
+        if isinstance(record, Backward):
+            if _is_private(record, private):
+                epochs.update((trained.loader_number, trained.epoch) for trained in begun)
+            begun = []
+    return epochs
 
 
 def _loaders_of(rank: RankRecords, private: set[int]) -> set[int]:
