@@ -95,7 +95,7 @@ def test_interrupt_of_one_rank_that_waits_for_the_other(tmp_path):
 def test_interrupt_inside_a_collective_is_told_to_the_rank_that_still_computes(tmp_path):
     """Rank 0 computes for long; rank 1 waits for it in the exchange, where it sees no signal."""
     place = ("-M", "127.0.0.1", "-N", 2, "--master-port", free_port(), "--output-dir", tmp_path)
-    flags = (*PACED, *QUICK, "--sync", "all_reduce", "--max-steps", MANY, *place, "-R")
+    flags = (*PACED, *QUICK, "--sync", "all_reduce", "--max-steps", MANY, *place, "--rank")
     command = [sys.executable, *map(str, flags)]
     how = {"cwd": tmp_path, "env": user_environment(**set_pace(tmp_path, 0)), "forked": True}
     ranks = [Started([*command, str(rank)], **how) for rank in range(2)]
