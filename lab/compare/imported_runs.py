@@ -175,9 +175,7 @@ def _read(folder: Path, scaling: str) -> _ImportedRun:
 def _check_is_run(folder: Path) -> None:
     """Raise UserError, with advice, unless ``folder`` is that of a run."""
     if (folder / "results.json").exists():
-        raise UserError(
-            f"{folder} is a comparison: give only this folder, or only folders of runs"
-        )
+        raise UserError(f"{folder} is a comparison: give only this folder, or only folders of runs")
     if (folder / "config.json").exists():
         return
     runs = sorted(path.parent for path in folder.glob("*/config.json"))

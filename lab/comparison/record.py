@@ -213,8 +213,8 @@ class Comparison(Struct, kw_only=True):
     settings : what was asked for, environment : of the machine, and groups : of each group by its
     number, may hold facts that are only shown. ``known`` reads those with which a reader computes.
     warnings : what a reader must know first. differences : why runs cannot be compared. skipped :
-    folders without a run to report, and why. prediction : made before the first run, if any. plan : if other programs start the runs.
-    timelines : by cell, one step.
+    folders without a run to report, and why. prediction : made without these runs, if any. plan :
+    if other programs start the runs. timelines : by cell, one step.
     """
 
     format: Count = FORMAT

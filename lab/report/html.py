@@ -85,6 +85,7 @@ def render(
         summary=summary(comparison.settings),
         warnings=warnings,
         differences=comparison.differences,
+        skipped=comparison.skipped,
         sections=sections,
         many=many,
         settings=comparison.settings,
@@ -92,6 +93,7 @@ def render(
         environment=pairs(comparison.environment),
         timelines=timelines,
         columns=tables.COLUMNS,
+        heading=tables.heading,
         foretold=tables.PREDICTION,
         failed=[row for block in blocks for row in block.rows if _has_failed(row.cell)],
         prediction=comparison.prediction,
@@ -117,7 +119,8 @@ def _first_start(blocks: Sequence[ComparisonGroup]) -> str:
 
 def tidy(text: str) -> str:
     """Keep a number and its unit on one line."""
-    return re.sub(r"(\d\]?) (%|s|ms|MB|nodes?|points|cells|times)(?=\W|$)", "\\1\u00a0\\2", text)
+    units = r"(\d\]?) (%|s|ms|MB|nodes?|ranks?|points|cells|times)(?=\W|$)"
+    return re.sub(units, "\\1\u00a0\\2", text)
 
 
 def _data_address(kind: str, text: str) -> str:

@@ -17,6 +17,7 @@ from lab.report.view import (
     NOTHING,
     CellRow,
     ComparisonGroup,
+    Place,
     interval_text,
     percent,
     rate_text,
@@ -105,6 +106,11 @@ PREDICTION = (
     *("measured_seconds", "error", "scope"),
 )
 MARKDOWN = (*_TIMES, *_COSTS, "optimizer_state_bytes", "tensor_bytes", *_FORETOLD, "state")
+
+
+def heading(name: str, place: Place) -> str:
+    """Return a column's heading. place : what the numbers of ``nodes`` count in this table."""
+    return f"{place}s" if name == "nodes" else COLUMNS[name].heading
 
 
 def lines(block: ComparisonGroup) -> list[Line]:
@@ -306,7 +312,7 @@ def markdown(blocks: Sequence[ComparisonGroup]) -> str:
 
 
 def _markdown_table(block: ComparisonGroup) -> str:
-    headings = [COLUMNS[name].heading for name in MARKDOWN]
+    headings = [heading(name, block.place) for name in MARKDOWN]
     alignments = ["---:" if COLUMNS[name].form else "---" for name in MARKDOWN]
     rows = [[line.texts[name] for name in MARKDOWN] for line in lines(block)]
     return "".join(f"| {' | '.join(map(escape, row))} |\n" for row in (headings, alignments, *rows))

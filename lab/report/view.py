@@ -29,6 +29,7 @@ from lab.comparison.record import (
 from lab.units import parse_rate
 
 NOTHING = "–"
+Place = Literal["node", "rank"]
 Interval = tuple[float, float]
 _RATE_UNITS = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
 _NOT_MEASURED = Medians(
@@ -40,13 +41,15 @@ _NOT_MEASURED = Medians(
 class CellRow:
     """A cell and what follows from it, in seconds, bytes and ratios.
 
-    baseline : the one-node cell. What is unknown is None, except ``step`` and the other
+    baseline : the cell of a single rank. place : "node" if each rank has a machine of its own,
+    a real or an emulated one, else "rank". What is unknown is None, except ``step`` and the other
     ``medians``, which are 0 s if nothing was measured.
     """
 
     cell: Cell
     baseline: "CellRow | None" = None
     prediction: PredictedCell | None = None
+    place: Place = "rank"
 
     @property
     def sync(self) -> str:
@@ -67,8 +70,8 @@ class CellRow:
 
     @property
     def name(self) -> str:
-        """The cell as a person writes it: ``overlapped on 2 nodes``."""
-        return f"{self.sync} on {count(self.nodes, 'node')}"
+        """The cell as a person writes it: ``overlapped on 2 ranks``."""
+        return f"{self.sync} on {count(self.nodes, self.place)}"
 
     @property
     def medians(self) -> Medians:
@@ -199,6 +202,11 @@ class ComparisonGroup:
         return [row for row in self.rows if row.step]
 
     @property
+    def place(self) -> Place:
+        """What the numbers of ``nodes`` count; see ``CellRow``."""
+        return self.rows[0].place if self.rows else "rank"
+
+    @property
     def baseline(self) -> CellRow | None:
         return next((row for row in self.measured if row.nodes == 1), None)
 
@@ -307,9 +315,22 @@ def _rows(comparison: Comparison, cells: Sequence[Cell], rate: LinkRate | None) 
     if singles:
         one = min(singles, key=lambda cell: cell.rate != rate)  # of this rate, or else of any
         members.append(one)
-        baseline = CellRow(one)
-    rows = [CellRow(cell, baseline, comparison.predicted(cell.id)) for cell in members]
+        baseline = CellRow(one, place=_place(members))
+    rows = [
+        CellRow(cell, baseline, comparison.predicted(cell.id), _place(members)) for cell in members
+    ]
     return sorted(rows, key=lambda row: (row.nodes, order(row.sync)))
+
+
+def _place(cells: Sequence[Cell]) -> Place:
+    """Return "node" if no two ranks of any of these cells shared a machine."""
+    several = [cell for cell in cells if cell.nodes > 1]
+    linked = any(cell.rate is not None for cell in several)
+    if linked:  # each rank has a network namespace
+        return "node"
+    runs = [(cell, run) for cell in several for run in cell.runs]
+    apart = [len({rank.host for rank in run.ranks}) == cell.nodes for cell, run in runs]
+    return "node" if apart and all(apart) else "rank"
 
 
 def what_is_emulated(settings: GroupSettings) -> str:

@@ -45,7 +45,7 @@ def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
     for index, (axis, nodes) in enumerate(zip(axes, panels, strict=True)):
         for line in _lines(block, nodes):
             handles.setdefault(line.label, _draw_line(axis, line))
-        axis.set(xlabel="step", title=count(nodes, "node"))
+        axis.set(xlabel="step", title=count(nodes, block.place))
         if narrow or index % 2 == 0:
             axis.set_ylabel("training loss (global batch)")
         axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -108,7 +108,7 @@ def _lines(block: ComparisonGroup, nodes: int) -> Iterator[LossLine]:
         found = curves([*rows, block.baseline])
         if "none" in found:
             look = {"color": color("none"), "linewidth": 1.2, "linestyle": (0, (1, 1.5))}
-            yield LossLine("none (1 node)", found["none"], look)
+            yield LossLine(f"none (1 {block.place})", found["none"], look)
     known = [row for row in rows if row.sync in found]
     yield from _exact_lines([row for row in known if row.exact], found, wrong_rows(block))
     lossy = [row.sync for row in known if not row.exact]
