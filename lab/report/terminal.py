@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
