@@ -57,7 +57,7 @@ def plan_and_describe(
 ) -> int:
     """Plan a comparison, or find its unfinished plan, and print how to start the runs."""
     folder, comparison = plan_comparison(
-        settings, reports=reports, anew=anew, command=command, predicts=predicts
+        settings, reports=reports.resolve(), anew=anew, command=command, predicts=predicts
     )
     for line in describe_plan(folder, merge_results(folder, comparison)):
         console.print(line, markup=False)

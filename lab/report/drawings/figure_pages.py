@@ -11,7 +11,7 @@ from common.reporting.run_files import TimelineFile
 from lab.comparison.record import Comparison
 from lab.plot_style import NothingToShowError, style
 from lab.report.drawings import figures
-from lab.report.drawings.curves import draw_loss
+from lab.report.drawings.curves import draw_iterations, draw_loss, draw_ranks, loss_caption
 from lab.report.drawings.svg import inline, save, svg
 from lab.report.drawings.timeline import mean_overlap, overlap
 from lab.report.drawings.timeline_figure import Row, draw_timeline
@@ -29,8 +29,10 @@ class Drawing(NamedTuple):
     missing: str = ""
 
 
+Caption = str | Callable[[ComparisonGroup], str]
+
 # By the name of its files: title, function and caption.
-FIGURES = {
+FIGURES: dict[str, tuple[str, Callable[..., Figure], Caption]] = {
     "step_time": (
         "Time of a step",
         figures.draw_step_time,
@@ -58,13 +60,20 @@ FIGURES = {
         "that send only every few steps: the mean). The square is rank 0, the circle the mean of "
         "the other ranks; a square inside its circle: rank 0 sends as much as the others.",
     ),
-    "loss": (
-        "Loss over steps",
-        draw_loss,
-        "Training loss over the global batch, of one seed. Strategies that claim to be exact must "
-        "have the same loss; they are drawn as one line where no difference is visible. The others "
-        "are dashed.",
+    "ranks": (
+        "Over the number of ranks",
+        draw_ranks,
+        "The median step, and the speed-up: how many times as many samples a second as one rank. "
+        "Ideal is N times with N ranks. Lines lead from the single rank to each strategy.",
     ),
+    "iterations": (
+        "Time of each iteration",
+        draw_iterations,
+        "The time of every step of a strategy's first run on rank 0, without the first step, as "
+        "the assignment asks. Even steps show a quiet machine; single peaks are other programs, or "
+        "steps that --timeline recorded. The medians leave recorded steps out.",
+    ),
+    "loss": ("Loss over steps", draw_loss, loss_caption),
 }
 
 
@@ -72,7 +81,8 @@ def draw_block(folder: Path, block: ComparisonGroup) -> Iterator[Drawing]:
     """Draw every figure of ``block`` into ``folder``, and yield them for the page."""
     label = f", {block.label}" if block.label else ""
     for name, (title, draw, caption) in FIGURES.items():
-        described = Drawing(name + block.suffix, title + label, caption)
+        text = caption(block) if callable(caption) else caption
+        described = Drawing(name + block.suffix, title + label, text)
         yield _drawn(folder, described, partial(draw, block))
 
 
