@@ -15,6 +15,7 @@ from lab.compare.cells import in_turns
 from lab.compare.executors import Executors
 from lab.compare.imported_runs import collect
 from lab.compare.jobs import describe_plan, merge_results, plan_comparison
+from lab.compare.prediction import predict_imported
 from lab.compare.runner import open_comparison, prepare, run_comparison
 from lab.compare.settings import Settings
 from lab.comparison.record import Comparison, read_comparison, write_comparison
@@ -69,6 +70,7 @@ def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
     [folder, *others] = runs
     if others or not (folder / "results.json").exists():
         comparison = collect(runs, scaling=scaling)
+        predict_imported(comparison)
         folder = new_folder(reports, "report")
         write_comparison(folder / "results.json", comparison)
     else:

@@ -299,7 +299,7 @@ def fastest(block: ComparisonGroup, rows: Rows) -> Found:
 
 
 def iterations(_: ComparisonGroup, rows: Rows) -> Found:
-    """Give the assignment's numbers: mean iteration times, and the speed-ups.
+    """Give the assignment's numbers: mean iteration times, and how many times as fast as one rank.
 
     Of one rank and of the largest number of ranks.
     """
@@ -310,8 +310,8 @@ def iterations(_: ComparisonGroup, rows: Rows) -> Found:
         seconds = f"{seconds_text(mean, mean)} s"
         if row.nodes == 1:
             texts.append(f"one {row.place} {seconds}")
-        elif row.nodes == most and row.speedup:
-            texts.append(f"{row.name} {seconds} (speed-up {row.speedup:.2f})")
+        elif row.nodes == most and row.mean_iteration_ratio:
+            texts.append(f"{row.name} {seconds} ({row.mean_iteration_ratio:.2f} times as fast)")
         elif row.nodes == most:
             texts.append(f"{row.name} {seconds}")
     if texts:

@@ -131,6 +131,34 @@ class CellRow:
         return median(means) if means else None
 
     @property
+    def mean_iteration_ratio(self) -> float | None:
+        """One rank's mean iteration over this one's; the speed-up is that of the median steps."""
+        own = self.mean_iteration
+        one = self.baseline.mean_iteration if self.baseline is not None else None
+        if self.baseline is None or one is None or not own:
+            return None
+        return self._over_one_node(self.baseline, one, own)
+
+    @property
+    def last_loss(self) -> float | None:
+        """The training loss of the last step; the median over the repeats."""
+        lasts = [run.losses[-1][1] for run in self.runs if run.losses]
+        known = [loss for loss in lasts if loss is not None]
+        return median(known) if known else None
+
+    @property
+    def test_accuracy(self) -> float | None:
+        """The mean accuracy on the test images over the repeats that have one."""
+        found = [run.test_accuracy for run in self.runs if run.test_accuracy is not None]
+        return fmean(found) if found else None
+
+    @property
+    def test_loss(self) -> float | None:
+        """The mean loss on the test images over the repeats that have one."""
+        found = [run.test_loss for run in self.runs if run.test_loss is not None]
+        return fmean(found) if found else None
+
+    @property
     def error(self) -> float | None:
         """The relative error of the predicted step time: predicted / measured - 1."""
         if self.prediction is None or not self.step:

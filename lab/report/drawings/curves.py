@@ -210,14 +210,15 @@ def draw_ranks(block: ComparisonGroup, *, narrow: bool) -> Figure:
         speedups = {row.nodes: row.speedup for row in rows if row.speedup is not None}
         if block.baseline:
             _draw_points(axes[1], sync, speedups)
-    axes[0].set(ylabel="seconds a step", ylim=(0, None))
+    axes[0].set_ylabel("seconds a step")
     handles, _ = axes[0].get_legend_handles_labels()
     if block.baseline:
         axes[1].plot(numbers, numbers, color=INK, linewidth=1, linestyle=(0, (4, 3)))
-        axes[1].set(ylabel="speed-up", ylim=(0, None))
+        axes[1].set_ylabel("speed-up")
         handles.append(line_key("ideal", linewidth=1, linestyle=(0, (4, 3))))
     for axis in axes:
         axis.set(xlabel=places, xticks=numbers)
+        axis.set_ylim(bottom=0)
         axis.grid()
     figure.legend(handles=handles, loc="outside lower center", ncols=2 if narrow else 4)
     title(figure, f"Step and speed-up over the {places}", emulated=block.emulated)
