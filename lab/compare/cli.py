@@ -124,6 +124,11 @@ REPORT_FLAGS: dict[str, dict[str, Any]] = {
         "default": REPORTS,
         "help": "write report-<time>/ to this folder",
     },
+    "--format": {
+        "choices": ["html", "latex"],
+        "default": "html",
+        "help": "latex: also write the tables and figures as report.tex",
+    },
 }
 RUN_CELL_FLAGS: dict[str, dict[str, Any]] = {
     "folder": {
@@ -240,7 +245,7 @@ def _compare(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from lab.compare.reporting import report_on
 
-    return report_on(args.runs, reports=args.output_dir, scaling=args.scaling)
+    return report_on(args.runs, reports=args.output_dir, scaling=args.scaling, form=args.format)
 
 
 def _run_cell(args: argparse.Namespace) -> int:

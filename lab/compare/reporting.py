@@ -65,8 +65,11 @@ def plan_and_describe(
     return 0
 
 
-def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
-    """Report on runs that were started by hand, or again on one comparison, in its own folder."""
+def report_on(runs: Sequence[Path], *, reports: Path, scaling: str, form: str = "html") -> int:
+    """Report on runs that were started by hand, or again on one comparison, in its own folder.
+
+    form : "latex" also writes report.tex.
+    """
     [folder, *others] = runs
     if others or not (folder / "results.json").exists():
         comparison = collect(runs, scaling=scaling)
@@ -83,14 +86,16 @@ def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
         console.print(calm(f"skipped: {reason}"), markup=False)  # it may quote a file
     for difference in comparison.differences:
         console.print(f"not comparable: {difference}", markup=False)
-    _write_and_print(folder, comparison)
+    _write_and_print(folder, comparison, latex=form == "latex")
     return 0
 
 
-def _write_and_print(folder: Path, comparison: Comparison) -> None:
+def _write_and_print(folder: Path, comparison: Comparison, *, latex: bool = False) -> None:
     """Settle doubts about right strategies, write the report, and print its answer."""
     if add_recomputed(comparison, folder):
         write_comparison(folder / "results.json", comparison)
-    write_report(folder, comparison)
+    write_report(folder, comparison, latex=latex)
     print_answer(console, comparison)
     console.print(f"\nreport: {folder / 'report.html'}", markup=False)
+    if latex:
+        console.print(f"LaTeX: {folder / 'report.tex'}", markup=False)

@@ -105,12 +105,14 @@ def _machine(rows: Rows) -> str:
         return (
             "; the ranks share cores, so separate machines take other times (bytes and losses stay)"
         )
-    busy = [row for row in rows if load(row) > BUSY]
+    alone = [rows[0].baseline] if rows[0].baseline is not None and rows[0].nodes > 1 else []
+    measured = [*alone, *rows]  # speed-ups compare with the run on one rank
+    busy = [row for row in measured if load(row) > BUSY]
     if not busy:
         return ""
     text = f"load {max(map(load, busy)):.1f} per core"
-    if len(busy) < len(rows):
-        text = f"{text} during {listed([row.sync for row in busy])}"
+    if len(busy) < len(measured):
+        text = f"{text} during {listed([row.name for row in busy])}"
     return f"; the machine was busy ({text})"
 
 

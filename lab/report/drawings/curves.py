@@ -218,7 +218,7 @@ def draw_ranks(block: ComparisonGroup, *, narrow: bool) -> Figure:
         handles.append(line_key("ideal", linewidth=1, linestyle=(0, (4, 3))))
     for axis in axes:
         axis.set(xlabel=places, xticks=numbers)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
         axis.grid()
     figure.legend(handles=handles, loc="outside lower center", ncols=2 if narrow else 4)
     title(figure, f"Step and speed-up over the {places}", emulated=block.emulated)
@@ -254,11 +254,11 @@ def _coincide(found: Curves) -> bool:
 def _in_words(where: str, found: Curves) -> str:
     """Return what coinciding curves show."""
     curve = next(iter(found.values()))
-    most = small_text(max(differences(found)).value)
+    most = max(differences(found)).value
+    apart = f"differ by at most {small_text(most)}" if most else "have the same loss at every step"
     return (
         f"on {where} the loss goes from {curve[min(curve)]:.3f} to "
-        f"{curve[max(curve)]:.3f} in {len(curve)} steps, and the {len(found)} strategies differ "
-        f"by at most {most}"
+        f"{curve[max(curve)]:.3f} in {len(curve)} steps, and the {len(found)} strategies {apart}"
     )
 
 
