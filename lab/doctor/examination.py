@@ -6,6 +6,7 @@ daemon thread and is abandoned after a time limit, so none can hang the command.
 
 import argparse
 import json
+import os
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -107,6 +108,8 @@ def main_doctor(flags: argparse.Namespace) -> int:
 
     Raises UserError if the flags don't go together.
     """
+    # torch reads it when imported: its C++ warnings repeat what the checks say, with stacks.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     check_flags(flags)
     console = Console(highlight=False, soft_wrap=True)
     found = {}

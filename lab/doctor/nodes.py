@@ -127,14 +127,14 @@ def exchange_reports(
     launch = LaunchSpec(
         rank, flags.num_nodes, flags.master_ip, flags.master_port, generation="lab doctor"
     )
-    server = shared_store(launch, flags.timeout)
+    server = shared_store(launch, flags.timeout, flag="--timeout")
     server.set_timeout(timedelta(seconds=flags.timeout + _GRACE_SECONDS))
     store = dist.PrefixStore(keyed(launch.token, "lab doctor"), server)
     # Sets the key only if it is new: the report of the first node that came with this rank.
     first = store.compare_set(f"node {rank}", "", encode(own).decode())
     problem = ""
     try:
-        meet(launch, flags.timeout, store=server)
+        meet(launch, flags.timeout, store=server, flag="--timeout")
     except MeetingError as error:  # those that are here still test their connections
         problem = str(error)
     if rank == 0:
