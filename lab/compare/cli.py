@@ -39,7 +39,7 @@ COMPARE_FLAGS: dict[str, dict[str, Any]] = {
     "--repeats": {
         "type": int,
         "default": Settings.repeats,
-        "help": "runs of each strategy on each number of nodes",
+        "help": "runs of each strategy on each number of ranks",
     },
     "--dataset": {
         "default": Settings.dataset,
@@ -50,12 +50,12 @@ COMPARE_FLAGS: dict[str, dict[str, Any]] = {
     "--batch-size": {
         "type": int,
         "default": Settings.batch_size,
-        "help": "global batch; with --scaling weak that of one node",
+        "help": "global batch; with --scaling weak that of one rank",
     },
     "--scaling": {
         "choices": ["strong", "weak"],
         "default": Settings.scaling,
-        "help": "strong: the global batch stays the same; weak: the batch of a node does",
+        "help": "strong: the global batch stays the same; weak: the batch of a rank does",
     },
     "--seed": {
         "type": int,
@@ -117,7 +117,7 @@ REPORT_FLAGS: dict[str, dict[str, Any]] = {
     "--scaling": {
         "choices": ["strong", "weak"],
         "default": "strong",
-        "help": "strong: compare runs of equal global batches; weak: of equal batches of a node",
+        "help": "strong: compare runs of equal global batches; weak: of equal batches of a rank",
     },
     "--output-dir": {
         "type": Path,
@@ -169,7 +169,7 @@ def add_compare(commands: argparse._SubParsersAction) -> None:
         run=_compare,
         flags=COMPARE_FLAGS,
         passes_flags=True,
-        help="compare strategies: train with each one on each number of nodes, and report which is "
+        help="compare strategies: train with each one on each number of ranks, and report which is "
         "fastest and why, and whether all compute the same; flags after -- go to every run",
     )
 

@@ -122,9 +122,7 @@ def _facts_of_networks(networks: Mapping[Link, Network]) -> Facts:
     """Return what a report says of networks that were measured for this comparison."""
     least = {}
     for (nodes, rate), network in networks.items():
-        place = f"{nodes} nodes"
-        if rate is not None:
-            place += f", {rate}"
+        place = f"{nodes} ranks" if rate is None else f"{nodes} nodes, {rate}"
         least[place] = f"{network.rate('all_reduce').floor_seconds * 1e3:.2g} ms"
     return {"least time of an all_reduce": least}
 
@@ -271,7 +269,7 @@ def _measure_networks(
 ) -> dict[Link, Network]:
     """Measure each of the networks now. calibration : None if compute is emulated."""
     console.print(
-        f"measuring messages between the nodes for the predictions: "
+        f"measuring messages between the ranks for the predictions: "
         f"{count(len(links), 'measurement')}, up to a minute each (--no-predict leaves them "
         "out)"
     )
@@ -303,7 +301,7 @@ def _measure_network(
         command, nodes, rate=rate, logs=folder / "logs" / name, limit_seconds=_LIMIT_SECONDS
     )
     if message is not None:
-        raise GroupError(f"the messages of {nodes} nodes could not be measured: {message}")
+        raise GroupError(f"the messages of {nodes} ranks could not be measured: {message}")
     return network_from(read_json(output, MeasuredLinks), rate_bits=parse_rate(rate))
 
 

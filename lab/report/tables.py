@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import asdict
 
 from common.sync.memory_cost import KINDS, Memory
+from lab.report.causes import Gap
 from lab.report.equality import wrong_rows
 from lab.report.losses import loss_table
 from lab.report.view import (
@@ -19,6 +20,7 @@ from lab.report.view import (
     CellRow,
     ComparisonGroup,
     Place,
+    Rows,
     interval_text,
     percent,
     rate_text,
@@ -119,6 +121,10 @@ MARKDOWN = (
 )
 
 
+# What follows from the whole step: best only where the strategies make the difference.
+_BY_TIME = ("step_seconds", "speedup_ratio", "efficiency_ratio", "samples_per_second")
+
+
 def heading(name: str, place: Place) -> str:
     """Return a column's heading. place : what the numbers of ``nodes`` count in this table."""
     return f"{place}s" if name == "nodes" else COLUMNS[name].heading
@@ -135,9 +141,17 @@ def lines(block: ComparisonGroup) -> list[Line]:
     found = [_line(block, row, row in wrong) for row in block.rows]
     for nodes in block.nodes_beyond_one:
         right = [line for line in found if line.row.nodes == nodes and not line.wrong]
+        certain = _differ_by_strategy([line.row for line in right if line.row.step])
         for name in COLUMNS:
-            _mark_best(right, name)
+            if certain or name not in _BY_TIME:
+                _mark_best(right, name)
     return found
+
+
+def _differ_by_strategy(rows: Rows) -> bool:
+    """Return whether communication makes most of the difference between these steps."""
+    in_order = sorted(rows, key=lambda row: row.step)
+    return len(rows) > 1 and Gap(in_order[0], in_order[-1]).by_messages
 
 
 def _line(block: ComparisonGroup, row: CellRow, wrong: bool) -> Line:
