@@ -17,6 +17,7 @@ import yaml
 
 from common.models import MODELS
 from lab.cluster import tools
+from lab.report.drawings.figure_pages import FIGURES
 from tests.helpers import ROOT, Started, needs_cifar10, user_environment
 from tests.helpers.cluster import needs_namespaces
 from tests.helpers.documentation import pages, with_copies
@@ -212,6 +213,25 @@ def test_the_readme_sends_a_student_to_three_pages():
         "learn/gallery.md",
         "assignment.md",
     ]
+
+
+def test_the_assignment_s_page_leads_from_an_empty_folder_to_the_report():
+    """Ten steps, every way on two and on four nodes, and figures that a report draws."""
+    page = PAGES["docs/assignment.md"]
+    numbers = [int(number) for number in re.findall(r"^\*\*(\d+)\. ", page.text, re.MULTILINE)]
+    assert numbers == list(range(1, 11))
+    by_hand = [line for line in page.commands() if "--run-name" in line and "10.10.1.1" in line]
+    ways = {re.sub(r"-[24] | --num-nodes [24]", " ", command) for command in by_hand}
+    assert len(ways) == 3
+    assert len(by_hand) == len(set(by_hand)) == 2 * len(ways)
+    figures = re.findall(r"`(\w+)\.png`", page.text)
+    assert {"loss", "iterations", "step_time", "ranks"} <= set(figures) <= set(FIGURES)
+
+
+def test_a_short_run_of_the_assignment_leaves_out_the_evaluation_of_10000_images():
+    short = [line for line in documented() if "cs744" in line and "--max-steps" in line]
+    assert short
+    assert [line for line in short if "--measure-only" not in line] == []
 
 
 NODE_WITH_TWO_NETWORKS = """
