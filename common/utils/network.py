@@ -118,7 +118,7 @@ def what_is_no_store(host: str, port: int, timeout_seconds: float) -> str:
     if not answer:
         return f"it says nothing within {timeout_seconds:.2g} s, as a rank 0 that stands still"
     first_line = answer.partition(b"\r\n")[0][:60].decode("ascii", errors="backslashreplace")
-    return f"it says {calm(first_line)!r}"
+    return f"it says '{calm(first_line)}'"
 
 
 def _answer(connection: socket.socket, question: bytes, *, nbytes: int) -> bytes:
