@@ -9,6 +9,7 @@ import re
 import runpy
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,23 @@ class Namespace(dict):
     def __missing__(self, name: str) -> Any:
         raise Mistake(f"there is no {name} in the file any more: the check calls it")
 
+    def call(self, name: str, *inputs: Any, number: bool = False) -> Any:
+        """Call a function of the student's with ``inputs``.
+
+        Raises Mistake with the call if it raises, or with ``number`` returns no number.
+        """
+        function = self[name]
+        told = f"{name}({', '.join(map(repr, inputs))})"
+        try:
+            returned = function(*inputs)
+        except Mistake:
+            raise
+        except Exception as error:
+            raise Mistake(f"{told} fails{_where(function, error)}: {_in_words(error)}") from error
+        if number and (isinstance(returned, bool) or not isinstance(returned, int | float)):
+            raise Mistake(f"{told} returns {returned!r}, and must return a number")
+        return returned
+
 
 @dataclass(frozen=True)
 class StudentFile:
@@ -41,14 +59,14 @@ class StudentFile:
     def blanks(self) -> list[int]:
         """Return the lines whose ``...`` waits for code; an index as in x[..., 0] is none.
 
-        The file's ANSWERS do not count. Raises Mistake if the file is no Python.
+        The file's ANSWERS do not count. Raises Mistake if the file is not valid Python.
         """
         with file_errors(f"{self.path} cannot be read"):
             text = self.path.read_text(encoding="utf-8")
         try:
             tree = ast.parse(text)
         except SyntaxError as error:
-            raise Mistake(f"line {error.lineno} is no Python: {error.msg}") from error
+            raise Mistake(f"line {error.lineno} is not valid Python: {error.msg}") from error
         skipped: set[ast.AST] = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.Subscript) or _is_answers(node):
@@ -112,10 +130,13 @@ class StudentFile:
     def _failure(self, error: str) -> str:
         """Return which rank failed, where and why, from the text of a RankError."""
         who, _, trace = error.partition(":\n")
-        told = [who, *self._places(trace)[-1:]]
+        told = [who.removesuffix("rank 0 of 1"), *self._places(trace)[-1:]]
         if trace:
             last_line = trace.splitlines()[-1]
-            told.append(re.sub(r"^lab\S+Mistake: ", "", last_line))
+            mistake = re.match(r"lab\S+Mistake: (.*)", last_line)
+            if mistake:  # it says by itself what is wrong, and where
+                return mistake[1]
+            told.append(last_line)
         return ": ".join(text for text in told if text)
 
     def _places(self, stack: str) -> list[str]:
@@ -126,6 +147,21 @@ class StudentFile:
         for number, function in re.findall(pattern, stack):
             places.append(f"line {number}, in {function}: {lines[int(number) - 1].strip()}")
         return places
+
+
+def _where(function: Callable[..., Any], error: Exception) -> str:
+    """Return the line of the function's file in which an error was raised, as " in line 3 (x)"."""
+    file = getattr(getattr(function, "__code__", None), "co_filename", None)
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if not lines:
+        return ""
+    return f" in line {lines[-1].lineno} ({lines[-1].line})"
+
+
+def _in_words(error: Exception) -> str:
+    """Return an error as a sentence would name it."""
+    kind = type(error).__name__
+    return f"{kind}: {error}" if str(error) else kind
 
 
 def _is_answers(node: ast.AST) -> bool:

@@ -1,17 +1,22 @@
 """Lessons 3 and 5: ``average_gradients`` leaves the mean over all ranks in every gradient."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.profiling.comm_trace import MessageRecorder
+from lab.learn.causes import Numbers, cause, explain_average
+from lab.learn.lessons.whole_program import check_program
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 from lab.proofs import Case
 from lab.proofs.equivalence import FunctionSync, RankErrors, combine, errors_on_this_rank
 
 _CASE = Case(unused=False)
+_TRAINING = "03_gather_scatter.py"  # lesson 5 trains with lesson 3's loop
+_NUMBERS = 60  # of all gradients: 2, 3 and 5 equal chunks
 
 
 def check_gather_scatter(student: StudentFile, say: Say) -> float:
@@ -31,22 +36,26 @@ def check_ring(student: StudentFile, say: Say) -> float:
 
 
 def _check_averaging(student: StudentFile, say: Say, *, cut: bool) -> list[float]:
-    """Check ``average_gradients`` on 2, 3 and 5 ranks.
+    """Check ``average_gradients`` on 2, 3 and 5 ranks, and then the whole program.
 
     Returns how many times the gradients' size each of 5 ranks has sent. With ``cut``, problems are
     told of a ring's chunks, else of each parameter.
     """
     for size in (2, 3, 5):  # on 2 ranks a literal 2 passes, and a ring in the wrong direction
-        found = student.on_ranks(size, _average_known_gradients, cut)
-        sent = [times for _, times in found]
-        for rank, (problem, _) in enumerate(found):
-            if problem:
-                raise Mistake(f"rank {rank} ends with {problem}")
+        found = student.on_ranks(size, _average_known_gradients)
+        problem = _problem(found, cut=cut)
+        if problem:
+            raise Mistake(problem)
         errors = student.on_ranks(size, _train)
         result = combine(size, _CASE, errors)
         if not result:
             raise Mistake(f"the mean of equal shards is right, but not with others: {result}")
         say(f"each gradient becomes the mean of all ranks'. Trained on {result}")
+    sent = [rank.sent for rank in found]
+    training = StudentFile(student.path.with_name(_TRAINING)) if cut else student
+    for size in (3, 2):
+        check_program(student, size, training=training)
+    say("the whole program trains as one process does on the ranks' batches together")
     return sent
 
 
@@ -60,65 +69,95 @@ def _train(student: Namespace) -> RankErrors:
     return errors_on_this_rank(dist.get_rank(), dist.get_world_size(), FunctionSync(average), _CASE)
 
 
-def _average_known_gradients(student: Namespace, cut: bool) -> tuple[str | None, float]:
-    """Return what is wrong with this rank's gradients, and how many times their size it sent."""
-    rank = dist.get_rank()
-    size = dist.get_world_size()
-    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double()  # 60: equal chunks
+class Averaged(NamedTuple):
+    """What ``average_gradients`` did on a rank.
+
+    gradients : its gradients afterwards, of shape (60,); None if one is None.
+    moved : whether it has changed the weights.
+    sent : how many times the gradients' size this rank sent.
+    """
+
+    gradients: Numbers | None
+    moved: bool
+    sent: float
+
+
+def _known_gradients(size: int) -> Tensor:
+    """Return the gradients with which the ranks begin, of shape (size, 60)."""
     seeded = torch.Generator().manual_seed(1)
-    before = torch.randn(size, 60, dtype=torch.float64, generator=seeded)
-    parts = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    own = before[rank].split(list(parts.values()))
-    for parameter, gradient in zip(model.parameters(), own, strict=True):
+    return torch.randn(size, _NUMBERS, dtype=torch.float64, generator=seeded)
+
+
+def _small_model() -> nn.Module:
+    """Return a model of 60 parameters, which 2, 3 and 5 ranks cut into equal chunks."""
+    return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double()
+
+
+def _average_known_gradients(student: Namespace) -> Averaged:
+    """Let the student's function average known gradients."""
+    before = _known_gradients(dist.get_world_size())[dist.get_rank()]
+    torch.manual_seed(dist.get_rank())  # other weights on each rank: a mean of them would show
+    model = _small_model()
+    lengths = [parameter.numel() for parameter in model.parameters()]
+    for parameter, gradient in zip(model.parameters(), before.split(lengths), strict=True):
         parameter.grad = gradient.clone().view_as(parameter)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
     with MessageRecorder() as recorder:
         student["average_gradients"](model)
-    sent = sum(message.sent_bytes for message in recorder.messages) / before[rank].nbytes
-    after: list[Tensor] = []
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            return "a gradient that is None", sent
-        after.append(parameter.grad.flatten())
+    moved = False
+    gradients: list[Tensor] = []
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        moved |= not torch.equal(parameter, weight)
+        if parameter.grad is not None:
+            gradients.append(parameter.grad.flatten())
+    complete = len(gradients) == len(weights)
+    sent = sum(message.sent_bytes for message in recorder.messages) / before.nbytes
+    return Averaged(torch.cat(gradients).numpy() if complete else None, moved, sent)
+
+
+def _problem(found: Sequence[Averaged], *, cut: bool) -> str | None:
+    """Return what is wrong with the ranks' gradients; None if nothing is."""
+    size = len(found)
+    moved = [rank for rank, averaged in enumerate(found) if averaged.moved]
+    if moved:
+        return cause(
+            "weights-averaged",
+            f"average_gradients changes the weights on rank {moved[0]}. Exchange parameter.grad, "
+            "and leave the parameter itself to the optimizer",
+        )
+    gradients = [averaged.gradients for averaged in found if averaged.gradients is not None]
+    if len(gradients) < size:
+        return cause("not-the-mean", "a gradient is None after average_gradients")
+    if all(averaged.sent == 0 for averaged in found):
+        return cause("group-unused", "average_gradients sends nothing to any rank")
+    parts = {name: weight.numel() for name, weight in _small_model().named_parameters()}
     if cut:
-        parts = {f"chunk {number} of {size}": 60 // size for number in range(size)}
-    return diagnose(torch.cat(after), before, parts), sent
+        parts = {f"chunk {number} of {size}": _NUMBERS // size for number in range(size)}
+    return explain_parts(gradients, _known_gradients(size).numpy(), parts)
 
 
-def diagnose(after: Tensor, before: Tensor, parts: Mapping[str, int]) -> str | None:
-    """Say what is wrong with a rank's gradients, which should be the mean; None if nothing is.
+def explain_parts(
+    after: Sequence[Numbers], before: Numbers, parts: Mapping[str, int]
+) -> str | None:
+    """Say what is wrong with the ranks' gradients, which should be the mean; None if nothing is.
 
-    after : of shape (n,). before : of shape (ranks, n). parts : names of consecutive parts, with
-    their lengths.
+    after : by rank, of shape (n,). before : of shape (ranks, n). parts : names of consecutive
+    parts, with their lengths.
     """
-    lengths = list(parts.values())
-    found_parts = after.split(lengths)
-    given_parts = before.split(lengths, dim=1)
-    for name, found, given in zip(parts, found_parts, given_parts, strict=True):
-        problem = _diagnose_part(name, found, given)
+    problems: dict[str, str] = {}
+    first = 0
+    for name, length in parts.items():
+        own = slice(first, first + length)
+        first += length
+        found = [gradients[own] for gradients in after]
+        problem = explain_average(found, before[:, own], where=f" in {name}")
         if problem:
-            return problem
-    return None
-
-
-def _diagnose_part(name: str, found: Tensor, given: Tensor) -> str | None:
-    """Say what is wrong with a part. found : of shape (n,). given : of shape (ranks, n)."""
-    size = len(given)
-    shares = torch.linalg.lstsq(given.T, found).solution  # found = shares @ given
-    if not torch.allclose(shares @ given, found):
-        return (
-            f"numbers in {name} that are no sum of the ranks' gradients there: has another "
-            "part got into it?"
-        )
-    if not torch.allclose(shares, shares[0]):
-        told = " + ".join(f"{share:z.3f} g{rank}" for rank, share in enumerate(shares.tolist()))
-        return (
-            f"{told} in {name}, where g0 is rank 0's own gradient: it should be "
-            f"{1 / size:.3f} of each"
-        )
-    if torch.allclose(shares * size, torch.ones_like(shares)):
+            problems[name] = problem
+    if not problems:
         return None
-    times = float(shares.sum())
-    told = f"{times:.3f} times the mean"
-    if round(times, 3) == size:
-        told = f"the sum, {told}"
-    return f"{told} on {size} ranks, in {name}: divide the sum by the number of ranks, once"
+    told = next(iter(problems.values()))
+    keeps_own = told.startswith(cause("own-gradient", ""))
+    if keeps_own and len(problems) < len(parts):
+        names = ", ".join(problems)
+        return cause("some-parameters", f"every rank keeps its own gradient in {names}")
+    return told

@@ -47,7 +47,7 @@ def check(student: StudentFile, say: Say) -> float:
 
 def _normalise(student: Namespace) -> list[list[float]]:
     """Return what the student's BatchNorm makes of each of VALUES."""
-    return [student["normalise"](list(values)) for values in VALUES]
+    return [student.call("normalise", list(values)) for values in VALUES]
 
 
 class Differences(NamedTuple):

@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from common.errors import GroupError, UserError
 from common.profiling.comm_trace import MessageRecorder
-from lab.learn.lessons.averaging import diagnose
+from lab.learn.causes import Numbers
+from lab.learn.lessons.averaging import explain_parts
 from lab.learn.lessons.nodes import run_on_nodes
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
@@ -28,8 +30,10 @@ RECORDED_SECONDS = 0.52
 def check(student: StudentFile, say: Say) -> float:
     """Check lesson 6; return the exposed seconds of one bucket on 4 emulated nodes."""
     for size in SIZES:
-        for rank, averaged in enumerate(student.on_ranks(size, _average)):
-            _check_rank(averaged, rank=rank, size=size)
+        found = student.on_ranks(size, _average)
+        _check_gradients(found)
+        for rank, averaged in enumerate(found):
+            _check_messages(averaged, rank=rank, size=size)
         say(f"on {size} ranks the gradients become means, and all buckets but the last leave early")
     try:
         printed = run_on_nodes(student.path, 4, rate="1gbit")[0]
@@ -49,20 +53,34 @@ def check(student: StudentFile, say: Say) -> float:
 class Averaged(NamedTuple):
     """What two steps of a rank did.
 
-    problem : what is wrong with the gradients; None if nothing is.
+    gradients : after each step, of shape (LAYERS x _LENGTH,).
     early : messages under way at the last gradient, in the step with fewer.
     sent : all messages.
     """
 
-    problem: str | None
-    early: int = 0
-    sent: int = 0
+    gradients: list[Numbers]
+    early: int
+    sent: int
 
 
-def _check_rank(averaged: Averaged, *, rank: int, size: int) -> None:
-    """Raise Mistake unless the gradients are right, and the messages leave early."""
-    if averaged.problem:
-        raise Mistake(f"rank {rank} of {size} ends {averaged.problem}")
+def _given(step: int, size: int) -> Tensor:
+    """Return the ranks' own gradients in a step, of shape (size, LAYERS x _LENGTH)."""
+    seeded = torch.Generator().manual_seed(step)
+    return torch.randn(size, LAYERS * _LENGTH, dtype=torch.float64, generator=seeded)
+
+
+def _check_gradients(found: Sequence[Averaged]) -> None:
+    """Raise Mistake unless each step leaves the mean on every rank."""
+    layers = {f"layer {number}": _LENGTH for number in range(LAYERS)}
+    steps = zip(*(averaged.gradients for averaged in found), strict=True)
+    for step, gradients in enumerate(steps, 1):
+        problem = explain_parts(gradients, _given(step, len(found)).numpy(), layers)
+        if problem:
+            raise Mistake(f"on {len(found)} ranks, step {step}: {problem}")
+
+
+def _check_messages(averaged: Averaged, *, rank: int, size: int) -> None:
+    """Raise Mistake unless the messages leave early."""
     all_sent = averaged.sent == 2 * LAYERS
     # Another rank's messages may have ended by then.
     leave_early = rank > 0 or averaged.early == LAYERS - 1
@@ -85,9 +103,9 @@ def _average(student: Namespace) -> Averaged:
     size = dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     weights = nn.ParameterList(torch.zeros(LAYERS, _LENGTH, dtype=torch.float64).unbind())
-    layers = {str(number): _LENGTH for number in range(LAYERS)}
     buckets = student["Buckets"](weights, 1e-4)  # smaller than a layer
     recorder = MessageRecorder()
+    after: list[Numbers] = []
     early: list[int] = []  # under way at each step's last gradient
 
     def at_last_gradient(_gradient: Tensor) -> None:
@@ -97,8 +115,7 @@ def _average(student: Namespace) -> Averaged:
     # Backward begins with the last loss, so the first weight's gradient comes last.
     weights[0].register_hook(at_last_gradient)
     for step in (1, 2):
-        torch.manual_seed(step)
-        given = torch.randn(size, LAYERS * _LENGTH, dtype=torch.float64)
+        given = _given(step, size)
         weights.zero_grad()
         with recorder:
             if rank > 0:  # begin when rank 0 has its last gradient, or after 3 s
@@ -109,8 +126,5 @@ def _average(student: Namespace) -> Averaged:
             losses = [(weight * part).sum() for weight, part in zip(weights, parts, strict=True)]
             torch.stack(losses).sum().backward()
             buckets.finish()
-        after = torch.cat([weight.grad for weight in weights])
-        problem = diagnose(after, given, layers)
-        if problem:
-            return Averaged(f"step {step} with {problem}")
-    return Averaged(None, min(early), len(recorder.messages))
+        after.append(torch.cat([weight.grad for weight in weights]).numpy())
+    return Averaged(after, min(early), len(recorder.messages))
