@@ -28,7 +28,7 @@ def explain_average(after: Sequence[Numbers], before: Numbers, *, where: str = "
     found = np.stack(list(after))
     size = len(before)
     weights, *_ = np.linalg.lstsq(before.T, found.T)
-    shares: Numbers = weights.T  # found = shares @ before
+    shares = np.asarray(weights.T, dtype=np.float64)  # found = shares @ before
     scale = float(np.abs(before).max())
     if not np.allclose(shares @ before, found, rtol=1e-4, atol=1e-5 * scale):
         return cause(
