@@ -1,122 +1,225 @@
-"""What a wrong average is called: the titles of the audit's catalogue, and what was seen.
+"""Say why an averaging is wrong, from what each rank's gradient is made of.
 
-``explain_average`` names what each rank's gradient has become; ``cause`` writes the sentence.
+``shares_of`` writes what a rank ended with as a sum of all ranks' own gradients; ``cause_of`` names
+the mistake that such sums show, with the audit's name for it and the audit's advice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from lab.audit.findings.finding import catalogue
 
-Numbers = NDArray[np.float64]
-_NEAR = 1e-6
+_TOLERANCE = 1e-4
+MEAN_IN_A_COPY = "the mean never reaches parameter.grad: nothing brings it back, or a copy gets it"
 
 
-def cause(name: str, what: str) -> str:
-    """Return the catalogue's title of a fault, and what shows it here."""
-    return f"{catalogue()[name].title}: {what}"
+def told(finding: str, sentence: str, evidence: str, cure: str | None = None) -> str:
+    """Return a cause in one sentence, its evidence, and the audit's advice and name for it.
 
-
-def explain_average(after: Sequence[Numbers], before: Numbers, *, where: str = "") -> str | None:
-    """Say what is wrong with the ranks' gradients, which should be their mean; None if nothing is.
-
-    after : by rank, of shape (n,). before : the ranks' own gradients, of shape (ranks, n), without
-    two that are alike. where : which numbers these are, e.g. " in 0.weight".
+    cure : what to do, if that is not what the audit's catalogue says.
     """
-    found = np.stack(list(after))
-    size = len(before)
-    weights, *_ = np.linalg.lstsq(before.T, found.T)
-    shares = np.asarray(weights.T, dtype=np.float64)  # found = shares @ before
-    scale = float(np.abs(before).max())
-    if not np.allclose(shares @ before, found, rtol=1e-4, atol=1e-5 * scale):
-        return cause(
-            "not-the-mean",
-            f"the numbers{where} are no sum of the ranks' gradients there. Has another part, or an "
-            "older gradient, got into them?",
-        )
-    mean: Numbers = np.full(size, 1 / size)
-    right = [_near(row, mean) for row in shares]
-    if all(right):
+    advice = cure or catalogue()[finding].cure
+    return f"{sentence}: {evidence}. {advice} (lab audit calls this {finding}.)"
+
+
+def shares_of(found: Tensor, given: Tensor) -> Tensor | None:
+    """Return how much of each given gradient is in ``found``; None if it is no sum of them.
+
+    found : of shape (n,). given : of shape (gradients, n). The result: of shape (gradients,).
+    """
+    found = found.double()
+    given = given.double()
+    shares = torch.linalg.lstsq(given @ given.T, given @ found).solution
+    apart = (shares @ given - found).norm()
+    scale = found.norm() + (shares.abs() @ given.norm(dim=1))
+    return None if apart > _TOLERANCE * scale else shares
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the gradients on all ranks.
+
+    name : as a message calls it, e.g. "0.weight".
+    rows : by rank what it ended with: ``shares_of`` the ranks' own gradients.
+    """
+
+    name: str
+    rows: Sequence[Tensor | None]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.rows)
+
+    @property
+    def matrix(self) -> Tensor:
+        """The shares, of shape (ranks, ranks); NaN in the rows of ranks that hold no such sum."""
+        unknown = torch.full((self.size,), torch.nan, dtype=torch.float64)
+        return torch.stack([unknown if row is None else row for row in self.rows])
+
+    @property
+    def right(self) -> bool:
+        """Whether every rank holds the mean."""
+        return _close(self.matrix, torch.full((self.size, self.size), 1 / self.size))
+
+    def evidence(self) -> str:
+        """Return what the first rank that does not hold the mean ended with."""
+        for rank, row in enumerate(self.rows):
+            if row is None:
+                return (
+                    f"rank {rank} ends with numbers in {self.name} that are no sum of the ranks' "
+                    "gradients there"
+                )
+            if not _close(row, torch.full((self.size,), 1 / self.size)):
+                return f"rank {rank} ends with {_sum_of(row)} in {self.name}"
+        raise AssertionError("this part is right")
+
+
+def parts_of(after: Tensor, before: Tensor, lengths: Mapping[str, int]) -> list[Part]:
+    """Return the parts of gradients.
+
+    after, before : what each rank ended with and its own gradient, both of shape (ranks, n).
+    lengths : of the consecutive parts, by name.
+    """
+    widths = list(lengths.values())
+    split_after = after.split(widths, dim=1)
+    split_before = before.split(widths, dim=1)
+    parts: list[Part] = []
+    for name, found, given in zip(lengths, split_after, split_before, strict=True):
+        parts.append(Part(name, [shares_of(row, given) for row in found]))
+    return parts
+
+
+def cause_of(parts: Sequence[Part], *, exchanged: bool = True) -> str | None:
+    """Return what is wrong with gradients that should be the mean; None if nothing is.
+
+    exchanged : whether the ranks sent each other anything.
+    """
+    wrong = [part for part in parts if not part.right]
+    if not wrong:
         return None
-    own = np.eye(size)
-    keeps_own = [_near(shares[rank], own[rank]) for rank in range(size)]
-    if all(keeps_own):
-        return cause(
-            "own-gradient",
-            f"every rank keeps its own gradient{where}. Does the mean reach parameter.grad itself, "
-            "or only a copy of it?",
-        )
-    if all(good or kept for good, kept in zip(right, keeps_own, strict=True)):
-        return cause(
+    part = wrong[0]
+    keep_own = all(bool(_own_alone(other.matrix).all()) for other in wrong)
+    if len(wrong) < len(parts) and keep_own:
+        names = " and ".join(other.name for other in wrong)
+        sentence = f"only some parameters are averaged, and {names} left out"
+        return told("some-parameters", sentence, part.evidence())
+    return _cause_of_part(part, exchanged=exchanged)
+
+
+def _cause_of_part(part: Part, *, exchanged: bool) -> str:
+    """Return what is wrong with a part."""
+    size = part.size
+    matrix = part.matrix
+    if matrix.isnan().any():
+        return told(
             "not-the-mean",
-            f"only {_ranks(right)} gets the mean{where}; {_ranks(keeps_own)} keeps its own "
-            "gradient. How does the mean come back to every rank?",
+            "another part has got into a gradient, or not only gradients",
+            part.evidence(),
         )
-    if np.abs(shares - shares[0]).max() < _NEAR:
-        return _explain_equal(shares[0], where)
-    return cause("not-the-mean", f"{_rows(shares)}{where}, where g0 is rank 0's own gradient")
+    if _close(matrix, matrix[0, 0].expand(size, size)):
+        return _wrong_factor(part, float(matrix[0].sum()))
+    own = _own_alone(matrix)
+    if own.all():
+        return _own_gradient(part, exchanged=exchanged)
+    means = [_close(row, torch.full((size,), 1 / size)) for row in matrix]
+    if any(means):
+        having = _ranks(rank for rank in range(size) if means[rank])
+        return told("own-gradient", f"only {having} gets the mean", part.evidence())
+    if _close(matrix, matrix[0].expand(size, size)):
+        return _unequal_weights(part, matrix[0])
+    if _close(matrix.diagonal(), torch.zeros(size)) and not _one_gradient(matrix).all():
+        return told(
+            "not-the-mean", "each rank leaves its own gradient out of the sum", part.evidence()
+        )
+    if _one_gradient(matrix).all():
+        return told(
+            "not-the-mean",
+            "each rank gets one rank's gradient, and nothing is added up",
+            part.evidence(),
+        )
+    return told(
+        "not-the-mean", f"the ranks' gradients count unequally, not 1/{size} each", part.evidence()
+    )
 
 
-def _explain_equal(shares: Numbers, where: str) -> str:
-    """Say what is wrong with a sum that all ranks get alike. shares : of shape (ranks,)."""
+def _wrong_factor(part: Part, times: float) -> str:
+    """Return the cause if all ranks hold a multiple of the mean."""
+    size = part.size
+    evidence = f"rank 0 ends with {times:.3f} times the mean on {size} ranks, in {part.name}"
+    divisor = size / times if times else 0.0
+    if abs(times) < _TOLERANCE:
+        return told("not-the-mean", "the gradients are zero after the averaging", evidence)
+    if abs(divisor - 1) < _TOLERANCE:
+        evidence = (
+            f"rank 0 ends with the sum, {times:.3f} times the mean on {size} ranks, in {part.name}"
+        )
+        return told("sum-not-mean", "the gradients are added up and never divided", evidence)
+    if abs(divisor - size**2) < _TOLERANCE * size:
+        return told("averaged-twice", f"the sum is divided by {size} twice", evidence)
+    if abs(divisor - round(divisor)) < _TOLERANCE * size:
+        sentence = f"the sum is divided by {round(divisor)}, not by the number of ranks"
+        return told("literal-divisor", sentence, evidence)
+    return told("not-the-mean", "every gradient is multiplied by a wrong number", evidence)
+
+
+def _own_gradient(part: Part, *, exchanged: bool) -> str:
+    """Return the cause if each rank ends with its own gradient."""
+    if not exchanged:
+        return told("group-unused", "the ranks exchange nothing", part.evidence())
+    return told(
+        "own-gradient",
+        MEAN_IN_A_COPY,
+        part.evidence(),
+    )
+
+
+def _unequal_weights(part: Part, weights: Tensor) -> str:
+    """Return the cause if all ranks hold one sum in which the gradients do not count alike."""
+    size = part.size
+    usual = float(weights.median())
+    if _close(weights.sort().values[:-1], torch.zeros(size - 1)):
+        rank = int(weights.argmax())
+        return told("own-gradient", f"every rank gets rank {rank}'s gradient", part.evidence())
+    if size == 2:
+        usual = float(weights.min())
+    odd = [rank for rank in range(size) if abs(float(weights[rank]) - usual) > _TOLERANCE]
+    rank = odd[0]
+    ratio = float(weights[rank]) / usual
+    sentence = f"rank {rank}'s gradient counts {ratio:.3g} times as much as the others'"
+    if abs(ratio) < _TOLERANCE:
+        sentence = f"rank {rank}'s own gradient is missing from the sum"
+    elif abs(ratio - 2) < _TOLERANCE:
+        sentence = f"rank {rank}'s gradient is counted twice"
+    return told("not-the-mean", sentence, part.evidence(), "Count each rank's gradient once.")
+
+
+def _own_alone(matrix: Tensor) -> Tensor:
+    """Return for each rank whether it holds a multiple of its own gradient."""
+    others = matrix - torch.diag(matrix.diagonal())
+    return others.abs().amax(dim=1) < _TOLERANCE
+
+
+def _one_gradient(matrix: Tensor) -> Tensor:
+    """Return for each rank whether it holds a multiple of one rank's gradient."""
+    return (matrix.abs() > _TOLERANCE).sum(dim=1) <= 1
+
+
+def _close(found: Tensor, right: Tensor) -> bool:
+    return bool(((found - right).abs() < _TOLERANCE).all())
+
+
+def _ranks(numbers: Iterable[int]) -> str:
+    """Return "rank 0" or "ranks 0 and 2"."""
+    listed = [str(number) for number in numbers]
+    return f"rank {listed[0]}" if len(listed) == 1 else f"ranks {' and '.join(listed)}"
+
+
+def _sum_of(shares: Tensor) -> str:
+    """Return a sum such as "1.000 g0 + 0.000 g1", and what g0 is."""
+    told = " + ".join(f"{share:z.3f} g{rank}" for rank, share in enumerate(shares.tolist()))
     size = len(shares)
-    counted = np.abs(shares) > _NEAR
-    rank = int(shares.argmax())
-    if counted.sum() == 1 and abs(float(shares[rank]) - 1) < _NEAR:
-        return cause(
-            "own-gradient", f"every rank ends with rank {rank}'s own{where}. Nothing is averaged"
-        )
-    if not counted.all():
-        left_out = _ranks([not some for some in counted.tolist()])
-        return cause(
-            "not-the-mean",
-            f"the gradient of {left_out} is left out{where}: {_rows(shares[None])}. Does a rank's "
-            "own gradient count?",
-        )
-    if float(shares.max() - shares.min()) > _NEAR:
-        most = int(shares.argmax())
-        times = float(shares[most] / shares.min())
-        return cause(
-            "not-the-mean",
-            f"rank {most} counts {times:.3g} times as much as others{where}: {_rows(shares[None])}",
-        )
-    return _explain_multiple(float(shares.sum()), size, where)
-
-
-def _explain_multiple(times: float, size: int, where: str) -> str:
-    """Say what is wrong with a multiple of the mean."""
-    on = f"{times:.3f} times the mean on {size} ranks{where}"
-    if abs(times - size) < _NEAR * size:
-        return cause("sum-not-mean", f"it is the sum, {on}. Divide it by the number of ranks, once")
-    if abs(times * size - 1) < _NEAR:
-        return cause("averaged-twice", f"{on}. Divide the sum by the number of ranks, once")
-    divisor = round(size / times)
-    if divisor > 1 and abs(size / times - divisor) < _NEAR * divisor:
-        return cause(
-            "literal-divisor",
-            f"the sum is divided by {divisor}: {on}. Divide it by dist.get_world_size()",
-        )
-    return cause("not-the-mean", on)
-
-
-def _near(row: Numbers, wanted: Numbers) -> bool:
-    return bool(np.abs(row - wanted).max() < _NEAR)
-
-
-def _ranks(chosen: Sequence[bool]) -> str:
-    """Return the ranks of which it holds, e.g. "rank 1" or "each of ranks 1 and 2"."""
-    numbers = [str(rank) for rank, holds in enumerate(chosen) if holds]
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    return f"each of ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
-
-
-def _rows(shares: Numbers) -> str:
-    """Return sums in words, e.g. "rank 0 ends with 1.000 g0 + 0.000 g1"; a single one alone."""
-    rows = []
-    for rank, row in enumerate(shares.tolist()):
-        terms = " + ".join(f"{share:z.3f} g{other}" for other, share in enumerate(row))
-        rows.append(terms if len(shares) == 1 else f"rank {rank} ends with {terms}")
-    return "; ".join(rows)
+    return f"{told} (g0 is rank 0's own gradient; right is {1 / size:.3f} of each)"

@@ -6,6 +6,7 @@ Whatever is wrong with it becomes a ``Mistake``, with the student's own line.
 import ast
 import faulthandler
 import re
+import reprlib
 import runpy
 import tempfile
 import time
@@ -32,22 +33,47 @@ class Namespace(dict):
     def __missing__(self, name: str) -> Any:
         raise Mistake(f"there is no {name} in the file any more: the check calls it")
 
-    def call(self, name: str, *inputs: Any, number: bool = False) -> Any:
-        """Call a function of the student's with ``inputs``.
+    def call(self, name: str, *inputs: Any, **options: Any) -> Any:
+        """Call a function of the student's.
 
-        Raises Mistake with the call if it raises, or with ``number`` returns no number.
+        Raises Mistake with the call, the error and the student's line if it raises.
         """
         function = self[name]
-        told = f"{name}({', '.join(map(repr, inputs))})"
         try:
-            returned = function(*inputs)
+            return function(*inputs, **options)
         except Mistake:
             raise
         except Exception as error:
-            raise Mistake(f"{told} fails{_where(function, error)}: {_in_words(error)}") from error
-        if number and (isinstance(returned, bool) or not isinstance(returned, int | float)):
-            raise Mistake(f"{told} returns {returned!r}, and must return a number")
+            place = _where(function, error)
+            raise Mistake(
+                f"{shown_call(name, *inputs, **options)} fails{place}: {_in_words(error)}"
+            ) from error
+
+    def call_for_number(self, name: str, *inputs: Any) -> float:
+        """Call a function of the student's; also raise Mistake unless it returns a number."""
+        returned = self.call(name, *inputs)
+        if isinstance(returned, bool) or not isinstance(returned, int | float):
+            raise Mistake(
+                f"{shown_call(name, *inputs)} returns {shown(returned)}, and must return a number"
+            )
         return returned
+
+
+def shown_call(name: str, *inputs: Any, **options: Any) -> str:
+    """Return a call as a message shows it, e.g. "exchange_seconds(4, 36.92, 1.0)"."""
+    told = [shown(value) for value in inputs]
+    told += [f"{key}={shown(value)}" for key, value in options.items()]
+    return f"{name}({', '.join(told)})"
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it; of a model or a function only what it is."""
+    if value is None or isinstance(value, int | float | str | list | tuple):
+        return reprlib.repr(value)
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return f"a tensor of shape {tuple(shape)}"
+    return f"a {type(value).__name__}"
 
 
 @dataclass(frozen=True)
@@ -130,22 +156,30 @@ class StudentFile:
     def _failure(self, error: str) -> str:
         """Return which rank failed, where and why, from the text of a RankError."""
         who, _, trace = error.partition(":\n")
-        told = [who.removesuffix("rank 0 of 1"), *self._places(trace)[-1:]]
-        if trace:
-            last_line = trace.splitlines()[-1]
-            mistake = re.match(r"lab\S+Mistake: (.*)", last_line)
-            if mistake:  # it says by itself what is wrong, and where
-                return mistake[1]
-            told.append(last_line)
+        *_, last_line = ["", *trace.splitlines()]
+        places = self._places(trace)[-1:]
+        mistake = re.search(r"^lab\S+Mistake: (.*)", trace, re.MULTILINE | re.DOTALL)
+        if mistake:  # it says by itself what is wrong, and where
+            places = []
+            last_line = mistake[1]
+        told = [who.removesuffix("rank 0 of 1"), *places, last_line]
         return ": ".join(text for text in told if text)
 
     def _places(self, stack: str) -> list[str]:
-        """Return the student's lines in a traceback or a dump of faulthandler, in its order."""
-        lines = self.path.read_text(encoding="utf-8").splitlines()
-        pattern = rf'/{re.escape(self.path.name)}", line (\d+),? in (\S+)'
+        """Return the student's lines in a traceback or a dump of faulthandler, in its order.
+
+        Files beside this one are the student's, too: lesson 5 trains with lesson 3's.
+        """
+        folder = re.escape(self.path.parent.name)
+        pattern = rf'[/"]{folder}/([^/"]+\.py)", line (\d+),? in (\S+)'
         places: list[str] = []
-        for number, function in re.findall(pattern, stack):
-            places.append(f"line {number}, in {function}: {lines[int(number) - 1].strip()}")
+        for file, number, function in re.findall(pattern, stack):
+            path = self.path.with_name(file)
+            if not path.exists():
+                continue
+            line = path.read_text(encoding="utf-8").splitlines()[int(number) - 1].strip()
+            prefix = "" if file == self.path.name else f"{file}, "
+            places.append(f"{prefix}line {number}, in {function}: {line}")
         return places
 
 

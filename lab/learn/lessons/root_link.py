@@ -38,4 +38,4 @@ def check(student: StudentFile, say: Say) -> float:
 
 def _exchange_seconds(student: Namespace) -> list[float]:
     """Return what the student's formula gives for each case."""
-    return [student.call("exchange_seconds", *case, number=True) for case in _CASES]
+    return [student.call_for_number("exchange_seconds", *case) for case in _CASES]
