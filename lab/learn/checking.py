@@ -15,7 +15,7 @@ from typing import Any
 
 from common.errors import INTERRUPTED
 from common.utils.processes import adopt_orphans
-from lab.learn.course import Lesson
+from lab.learn.course import LESSONS, Lesson
 from lab.learn.progress import keep_done, progress_of
 from lab.learn.student_file import Mistake, StudentFile
 from lab.processes.supervision import kill_descendants
@@ -84,6 +84,8 @@ def check(lesson: Lesson, student: StudentFile) -> int:
             lines = ", ".join(map(str, blanks))
             say(f"not yet: replace each ... of {student.path}, in lines {lines}")
             return NOT_YET
+        if _lacks_earlier(lesson):
+            return NOT_YET
         _prepare_ranks()
         check_code = resolve_name(lesson.check)
         measured = check_code(student, lambda text: say(f"right: {text}"))
@@ -95,6 +97,25 @@ def check(lesson: Lesson, student: StudentFile) -> int:
     say(lesson.question.compare(progress_of(lesson).prediction, measured))
     keep_done(lesson, status == RIGHT)
     return status
+
+
+def _lacks_earlier(lesson: Lesson) -> bool:
+    """Say which lesson comes first, if this one loads its file and that is not written."""
+    for earlier in LESSONS:
+        if earlier.number != lesson.uses:
+            continue
+        state = "is missing"
+        if earlier.file.exists():
+            blanks = StudentFile(earlier.file).blanks()
+            if not blanks:
+                return False
+            state = f"has blanks in lines {', '.join(map(str, blanks))}"
+        say(
+            f"not yet: do lesson {earlier.number} first. This lesson loads {earlier.file}, which "
+            f"{state}: lab learn {earlier.number}"
+        )
+        return True
+    return False
 
 
 def _check_answers(lesson: Lesson, answers: Mapping[str, Any]) -> int:

@@ -1,4 +1,7 @@
-"""``lab learn``: list the lessons, write a lesson's skeleton, keep a prediction, check the file."""
+"""``lab learn``: list the lessons, write a lesson's skeleton, keep a prediction, check the file.
+
+It also shows a lesson's hints, and a solution beside the student's file.
+"""
 
 import argparse
 import shutil
@@ -6,8 +9,9 @@ import shutil
 from common.errors import UserError
 from lab.flags import add_command
 from lab.learn.checking import check_apart, watch
-from lab.learn.course import FOLDER, LESSONS, Lesson
-from lab.learn.progress import keep_prediction, progress_of
+from lab.learn.course import FOLDER, LESSONS, Lesson, missing_lesson
+from lab.learn.progress import keep_hints, keep_prediction, progress_of
+from lab.learn.solutions import beside
 from lab.terminal import say
 
 
@@ -32,12 +36,29 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
     action.add_argument(
         "--watch", action="store_true", help="check your file now, and again whenever you save it"
     )
+    action.add_argument(
+        "--hint",
+        type=int,
+        choices=(1, 2, 3),
+        nargs="?",
+        const=0,
+        help="show the next of three hints, from a question to the line; or the one of this number",
+    )
+    action.add_argument(
+        "--solution",
+        action="store_true",
+        help="show how your file differs from a solution; after a check in which all was right, or "
+        "with --give-up",
+    )
+    parser.add_argument(
+        "--give-up", action="store_true", help="show the solution of a lesson that is not done"
+    )
 
 
 def main_learn(args: argparse.Namespace) -> int:
     """Do what the flags ask for and return the exit status. Raises UserError on wrong input."""
     if args.lesson is None:
-        if args.predict or args.check or args.watch:
+        if args.predict or args.check or args.watch or args.hint is not None or _wants(args):
             raise UserError("which lesson? Give its number, e.g. lab learn 3 --check")
         return _list_lessons()
     lesson = _lesson(args.lesson)
@@ -45,6 +66,10 @@ def main_learn(args: argparse.Namespace) -> int:
         keep_prediction(lesson, lesson.question.parse(args.predict))
         say(f"Kept: {args.predict}. A check compares it with formula and measurement.")
         return 0
+    if args.hint is not None:
+        return _hint(lesson, args.hint)
+    if _wants(args) and not (args.check or args.watch):
+        return _solution(lesson, give_up=args.give_up)
     if not (args.check or args.watch):
         return _begin(lesson)
     if not lesson.file.exists():
@@ -52,6 +77,40 @@ def main_learn(args: argparse.Namespace) -> int:
     if args.watch:
         return watch(lesson)
     return check_apart(lesson)  # in a process of its own
+
+
+def _wants(args: argparse.Namespace) -> bool:
+    """Return whether a solution is asked for."""
+    return args.solution or args.give_up
+
+
+def _hint(lesson: Lesson, number: int) -> int:
+    """Show a hint; 0: the next one, after the last one the last again."""
+    hints = lesson.hints()
+    number = number or min(progress_of(lesson).hints + 1, len(hints))
+    keep_hints(lesson, number)
+    say(f"Hint {number} of {len(hints)}: {hints[number - 1]}")
+    if number == len(hints):
+        say(f"That was the last one. The solution: lab learn {lesson.number} --give-up")
+    return 0
+
+
+def _solution(lesson: Lesson, *, give_up: bool) -> int:
+    """Show how the student's file differs from a solution. Raises UserError before it is right."""
+    if not (give_up or progress_of(lesson).done):
+        raise UserError(
+            f"lesson {lesson.number} is not done yet. Check it with lab learn {lesson.number} "
+            f"--check, ask for a hint with --hint, or add --give-up to see the solution"
+        )
+    own = ""
+    if lesson.file.exists():
+        own = lesson.file.read_text(encoding="utf-8")
+    differences = beside(own, lesson)
+    if not differences:
+        say(f"{lesson.file} is this solution, word for word.")
+        return 0
+    say(f"Lines with - are yours, lines with + a solution. Others are right, too.\n\n{differences}")
+    return 0
 
 
 def _lesson(number: int) -> Lesson:
@@ -88,6 +147,10 @@ def _begin(lesson: Lesson) -> int:
     say(
         f"Its page: {lesson.page}\n\n{lesson.question.text}\n\n"
         f"lab learn {lesson.number} --predict ANSWER   keeps what you expect\n"
-        f"lab learn {lesson.number} --check            checks the file (--watch: at each save)"
+        f"lab learn {lesson.number} --check            checks the file (--watch: at each save)\n"
+        f"lab learn {lesson.number} --hint             shows a hint, each time one more of three"
     )
+    earlier = missing_lesson(lesson)
+    if earlier is not None:
+        say(f"\nIt uses {earlier.file}: do lesson {earlier.number} first.")
     return 0

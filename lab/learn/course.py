@@ -5,6 +5,7 @@ Imports no torch. The text of an exercise is on the lesson's page and in its ske
 
 import math
 import os
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,7 @@ class Lesson:
     minutes : what a student needs, reading included.
     check : "module:function" of ``check(student, say)``, see checking.py.
     exercises : by the names under which ``ANSWERS`` in the student's file holds the answers.
+    uses : the lesson whose file this one's program loads; None if it stands alone.
     """
 
     number: int
@@ -85,6 +87,7 @@ class Lesson:
     check: str
     question: Question
     exercises: Mapping[str, Exercise]
+    uses: int | None = None
 
     @property
     def name(self) -> str:
@@ -108,6 +111,11 @@ class Lesson:
         if IN_CHECKOUT:
             return os.path.relpath(REPOSITORY / page)
         return page
+
+    def hints(self) -> list[str]:
+        """Return its three hints, from a question to the line."""
+        text = Path(__file__).with_name("hints.toml").read_text(encoding="utf-8")
+        return tomllib.loads(text)[str(self.number)]["hints"]
 
 
 def _blind_scripts() -> dict[str, Exercise]:
@@ -238,6 +246,7 @@ LESSONS: Sequence[Lesson] = (
                 "a step takes 0.6 s / 4 and then the exchange",
             ),
         },
+        uses=3,
     ),
     Lesson(
         5,
@@ -259,6 +268,7 @@ LESSONS: Sequence[Lesson] = (
                 238, "34 x 14 x 0.5 ms", "34 rings, one after the other, each with 2(N-1) rounds"
             ),
         },
+        uses=3,
     ),
     Lesson(
         6,
@@ -400,3 +410,11 @@ LESSONS: Sequence[Lesson] = (
         },
     ),
 )
+
+
+def missing_lesson(lesson: Lesson) -> Lesson | None:
+    """Return the earlier lesson whose file this one loads, if it is not there."""
+    for earlier in LESSONS:
+        if earlier.number == lesson.uses and not earlier.file.exists():
+            return earlier
+    return None

@@ -74,7 +74,7 @@ def _judge(
 def _before_training(ranks: Sequence[_Rank]) -> str | None:
     """Say what keeps the ranks from training at all."""
     for number, rank in enumerate(ranks):
-        if not rank.joined:
+        if len(ranks) > 1 and not rank.joined:
             return f"rank {number} never calls init_process_group: it must meet the other ranks"
         if not rank.batches:
             return f"rank {number} computes no batch: does the program call train()?"
@@ -225,7 +225,8 @@ def _same_order(ranks: Sequence[_Rank]) -> str | None:
     first, *later = ranks[0].batches
     if first in later:
         evidence = f"step {2 + later.index(first)} has the samples of step 1"
-        return told("same-order", "every epoch has the same order", evidence)
+        cure = None if len(ranks) > 1 else "Let the loader shuffle anew in each epoch."
+        return told("same-order", "every epoch has the same order", evidence, cure)
     return None
 
 

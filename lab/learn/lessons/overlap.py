@@ -113,9 +113,9 @@ def _check_messages(averaged: Averaged, *, rank: int, size: int) -> None:
     if not (all_sent and leave_early):
         raise Mistake(
             f"{BUCKETS} buckets need {STEPS * BUCKETS} messages in {STEPS} steps, and "
-            f"{BUCKETS - 1} of a step's are under way at its last gradient. Rank {rank} of {size} sent "
-            f"{averaged.sent}, and {averaged.early} were under way: does `ready` wait for a "
-            "message?"
+            f"{BUCKETS - 1} of a step's are under way at its last gradient. Rank {rank} of "
+            f"{size} sent {averaged.sent}, and {averaged.early} were under way: does `ready` wait "
+            "for a message?"
         )
 
 

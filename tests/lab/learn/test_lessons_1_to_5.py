@@ -13,11 +13,12 @@ from lab.learn import pictures
 from lab.learn.course import LESSONS
 from lab.learn.lessons import nodes, root_link
 from lab.learn.lessons.averaging import diagnose
+from lab.learn.solutions import SOLUTIONS
 from lab.learn.student_file import Mistake, StudentFile
 from tests.helpers import ROOT, start_lab
 from tests.helpers.cluster import needs_namespaces
 from tests.helpers.processes import running_in
-from tests.lab.learn.solutions import SOLUTIONS, solve
+from tests.lab.learn.solutions import solve
 
 LESSON = {lesson.number: lesson for lesson in LESSONS}
 BY_NUMBER = pytest.mark.parametrize("number", SOLUTIONS)
