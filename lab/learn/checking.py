@@ -79,12 +79,12 @@ def _check_here(lesson: Lesson) -> None:
 def check(lesson: Lesson, student: StudentFile) -> int:
     """Say what is right and what is not, keep whether all is, and return the exit status."""
     try:
+        if _lacks_earlier(lesson):
+            return NOT_YET
         blanks = student.blanks()
         if blanks:
             lines = ", ".join(map(str, blanks))
             say(f"not yet: replace each ... of {student.path}, in lines {lines}")
-            return NOT_YET
-        if _lacks_earlier(lesson):
             return NOT_YET
         _prepare_ranks()
         check_code = resolve_name(lesson.check)
