@@ -30,7 +30,7 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
     action.add_argument(
         "--predict",
         metavar="ANSWER",
-        help="keep your answer to the lesson's question, e.g. 1.8s; --check compares it",
+        help="keep your answer to the lesson's question, a number; --check compares it",
     )
     action.add_argument("--check", action="store_true", help="check your file of the lesson")
     action.add_argument(

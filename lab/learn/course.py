@@ -46,28 +46,31 @@ class Question:
     """What a student predicts before anything runs.
 
     formula : in words, what the answer follows from.
+    left_out : why a measurement differs from it; "" if it hardly does.
     """
 
     text: str
     answer: float
     formula: str
     unit: str
+    left_out: str = ""
 
     def parse(self, text: str) -> float:
         """Return a prediction such as "1.8s", "1.8 s" or "1.8". Raises UserError."""
         try:
             return float(text.removesuffix(self.unit))
         except ValueError as error:
-            example = f"{2 * self.answer:.2g}{self.unit}"
-            raise UserError(
-                f"--predict: got {text!r}, give a number in {self.unit}, e.g. {example}"
-            ) from error
+            form = f"a number in {self.unit}" if self.unit else "a number"
+            raise UserError(f"--predict: got {text!r}, give {form} in place of ANSWER") from error
 
     def compare(self, prediction: float | None, measured: float | None) -> str:
         """Return the student's prediction, the formula's, and what was measured, if anything."""
         values = {"you": prediction, "formula": self.answer, "measured": measured}
         told = [f"{who} {value:.3g} {self.unit}" for who, value in values.items() if value]
-        return f"Prediction: {', '.join(told)}. The formula: {self.formula}"
+        sentences = [f"Prediction: {', '.join(told)}.", f"The formula: {self.formula}."]
+        if measured is not None and self.left_out:
+            sentences.append(f"Why the measurement differs: {self.left_out}.")
+        return " ".join(sentences)
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,7 @@ LESSONS: Sequence[Lesson] = (
             "each layer takes one matrix product forward and two backward, for its weights and for "
             "its input",
             "times",
+            left_out="the first layer needs no gradient of its input, and not all work is products",
         ),
         {
             "a": Exercise(
@@ -180,6 +184,7 @@ LESSONS: Sequence[Lesson] = (
             87.5,
             "a sample goes to rank 0 with probability 1/2 in each epoch: 1 - 1/2^3",
             "%",
+            left_out="the formula is an expectation, your order one draw",
         ),
         {
             "a": Exercise(
@@ -230,8 +235,9 @@ LESSONS: Sequence[Lesson] = (
             "4 nodes average VGG-11's gradients (36.92 MB) through rank 0, over links of "
             "1 Gbit/s. How long does a step's exchange take?",
             1.772,
-            "2(N-1)M/B = 2 x 3 x 36.92 MB x 8 bit / 1,000 Mbit/s",
+            "2(N-1)M/R = 2 x 3 x 36.92 MB x 8 bit / 1,000 Mbit/s",
             "s",
+            left_out="headers add 4 to 6 %, and copying in and out of the kernel takes time, too",
         ),
         {
             "a": Exercise(4.135, "2 x 7 x 0.2954 s", "only N-1 changes: 7 in place of 3"),
@@ -282,6 +288,7 @@ LESSONS: Sequence[Lesson] = (
             0.442,
             "2(N-1)/N x 36.8 MB x 8 bits / 1,000 Mbit/s; one bucket is complete when backward ends",
             "s",
+            left_out="headers, latency, adding, and few cores for four nodes",
         ),
         {
             "a": Exercise(
@@ -390,6 +397,7 @@ LESSONS: Sequence[Lesson] = (
             5,
             "200 / 40: every chunk passes every link, so the slowest sets the pace",
             "times",
+            left_out="noise, and the time before is the median of three steps",
         ),
         {
             "a": Exercise(

@@ -79,9 +79,10 @@ def _check_by_hand(student: Namespace, path: Path) -> None:
         printed = [line.format(rank) for rank, line in enumerate(lines)]
         found = _find_culprit(student, printed)
         if found != culprit or isinstance(found, bool):
+            told = "\n  ".join(printed)
             raise Mistake(
-                f"find_culprit returns {found}, and must {culprit}, if the ranks' last lines are\n  "
-                + "\n  ".join(printed)
+                f"find_culprit returns {found}, and must {culprit}, if the ranks' last lines are\n"
+                f"  {told}"
             )
 
 

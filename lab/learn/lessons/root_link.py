@@ -24,7 +24,7 @@ def check(student: StudentFile, say: Say) -> float:
                 f"{seconds / right:.3g} times what rank 0's link needs. Do N-1 gradients come in, "
                 "and N-1 means go out? Does a byte have 8 bits, a Gbit 1,000 Mbit?"
             )
-    say("the formula is 2(N-1)M/B")
+    say("the formula is 2(N-1)M/R")
     try:
         printed, *_ = run_on_nodes(student.path, 4, rate="1gbit")
     except (UserError, GroupError) as error:
