@@ -33,25 +33,9 @@ class Namespace(dict):
     def __missing__(self, name: str) -> Any:
         raise Mistake(f"there is no {name} in the file any more: the check calls it")
 
-    def call(self, name: str, *inputs: Any, **options: Any) -> Any:
-        """Call a function of the student's.
-
-        Raises Mistake with the call, the error and the student's line if it raises.
-        """
-        function = self[name]
-        try:
-            return function(*inputs, **options)
-        except Mistake:
-            raise
-        except Exception as error:
-            place = _where(function, error)
-            raise Mistake(
-                f"{shown_call(name, *inputs, **options)} fails{place}: {_in_words(error)}"
-            ) from error
-
     def call_for_number(self, name: str, *inputs: Any) -> float:
-        """Call a function of the student's; also raise Mistake unless it returns a number."""
-        returned = self.call(name, *inputs)
+        """Call a function of the student's. Raises Mistake unless it returns a number."""
+        returned = self[name](*inputs)
         if isinstance(returned, bool) or not isinstance(returned, int | float):
             raise Mistake(
                 f"{shown_call(name, *inputs)} returns {shown(returned)}, and must return a number"
@@ -183,19 +167,32 @@ class StudentFile:
         return places
 
 
-def _where(function: Callable[..., Any], error: Exception) -> str:
-    """Return the line of the function's file in which an error was raised, as " in line 3 (x)"."""
-    file = getattr(getattr(function, "__code__", None), "co_filename", None)
-    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    if not lines:
-        return ""
-    return f" in line {lines[-1].lineno} ({lines[-1].line})"
+def _in_words(error: Exception, folder: Path) -> str | None:
+    """Return which call of the student's fails, with its inputs and its line; None without one.
+
+    folder : of the student's files.
+    """
+    call: str | None = None
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        path = Path(code.co_filename)
+        in_comprehension = code.co_name.startswith("<") and code.co_name != "<module>"
+        if path.parent.name != folder.name or not path.exists() or in_comprehension:
+            continue
+        inputs = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
+        told = "the program" if code.co_name == "<module>" else shown_call(code.co_name, *inputs)
+        line = path.read_text(encoding="utf-8").splitlines()[number - 1].strip()
+        call = f"{told} fails in line {number} of {path.name} ({line})"
+    if call is None:
+        return None
+    return f"{call}: {type(error).__name__}: {error}{_meaning(error)}"
 
 
-def _in_words(error: Exception) -> str:
-    """Return an error as a sentence would name it."""
-    kind = type(error).__name__
-    return f"{kind}: {error}" if str(error) else kind
+def _meaning(error: Exception) -> str:
+    """Return what Python's words mean here, where they do not say it; else ""."""
+    if "NoneType" in str(error):
+        return ". Something is None there: a gradient that backward() has not computed yet is"
+    return ""
 
 
 def _is_answers(node: ast.AST) -> bool:
@@ -225,10 +222,25 @@ def _on_rank(
     with (folder / f"rank {rank}").open("w") as stacks:
         faulthandler.dump_traceback_later(max(0.1, deadline - time.monotonic()), file=stacks)
         try:
-            found = function(student.load(), *arguments)
+            found = _run_function(student, function, arguments)
             (folder / f"done {rank}").touch()
             while len([*folder.glob("done *")]) < dist.get_world_size():
                 time.sleep(_LOOK_SECONDS)  # a collective would go with one too many of another rank
             return found
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+
+def _run_function(
+    student: StudentFile, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
+    """Run the file and the function. Raises Mistake with the student's line if that fails."""
+    try:
+        return function(student.load(), *arguments)
+    except Mistake:
+        raise
+    except Exception as error:
+        sentence = _in_words(error, student.path.parent)
+        if sentence is None:
+            raise
+        raise Mistake(sentence) from error

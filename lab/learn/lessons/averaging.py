@@ -1,8 +1,9 @@
 """Lessons 3 and 5: the mean over all ranks in every gradient, in a training that uses it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from lab.proofs.equivalence import FunctionSync, RankErrors, combine, errors_on_
 SIZES = (3, 2, 5)
 GLOBAL_BATCH = 64
 _CASE = Case(unused=False)
+_NUMBERS = 60  # of known gradients: 2, 3 and 5 equal chunks
 
 
 def check_gather_scatter(student: StudentFile, say: Say) -> float:
@@ -101,26 +103,81 @@ def _average_known_gradients(student: Namespace, ring: bool) -> tuple[str | None
     rank = dist.get_rank()
     size = dist.get_world_size()
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double()  # 60: equal chunks
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double()
     seeded = torch.Generator().manual_seed(1)
-    before = torch.randn(size, 60, dtype=torch.float64, generator=seeded)
+    before = torch.randn(size, _NUMBERS, dtype=torch.float64, generator=seeded)
     lengths = {name: parameter.numel() for name, parameter in model.named_parameters()}
     own = before[rank].split(list(lengths.values()))
     for parameter, gradient in zip(model.parameters(), own, strict=True):
         parameter.grad = gradient.clone().view_as(parameter)
     weights = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    with MessageRecorder() as recorder:
+    with _Halfway(student) as halfway, MessageRecorder() as recorder:
         student["average_gradients"](model)
     sent = sum(message.sent_bytes for message in recorder.messages) / before[rank].nbytes
     moved = nn.utils.parameters_to_vector(model.parameters()).detach() - weights
-    after = [
-        p.new_full((p.numel(),), torch.nan) if p.grad is None else p.grad.flatten()
-        for p in model.parameters()
-    ]
-    rows = _from_all_ranks(torch.cat([torch.cat(after), moved, torch.tensor([sent])]))
+    found = Averaged(
+        _from_all_ranks(_gradients(model)),
+        _from_all_ranks(moved),
+        _from_all_ranks(halfway.numbers),
+        bool(_from_all_ranks(torch.tensor([sent])).any()),
+    )
     if ring:
-        lengths = {f"chunk {number} of {size}": 60 // size for number in range(size)}
-    return _problem_of(rows, before, lengths, ring=ring), sent
+        lengths = {f"chunk {number} of {size}": _NUMBERS // size for number in range(size)}
+    return _problem_of(found, before, lengths, ring=ring), sent
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """What ``average_gradients`` did to known gradients, of shape (ranks, 60) each.
+
+    after : the gradients; not-a-number where one is None.
+    moved : what was added to the weights.
+    halfway : the ring's buffer when the second loop began.
+    exchanged : whether any rank sent anything.
+    """
+
+    after: Tensor
+    moved: Tensor
+    halfway: Tensor
+    exchanged: bool
+
+
+def _gradients(model: nn.Module) -> Tensor:
+    """Return all gradients in one tensor; not-a-number for those that are None."""
+    found: list[Tensor] = []
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        found.append(torch.full_like(parameter, torch.nan) if gradient is None else gradient)
+    return torch.cat([gradient.detach().flatten() for gradient in found])
+
+
+class _Halfway:
+    """Context manager that keeps a ring's buffer as it is when the second loop begins.
+
+    numbers : the buffer, of shape (60,); zeros if there is none.
+    """
+
+    def __init__(self, student: Namespace) -> None:
+        self.numbers = torch.zeros(_NUMBERS, dtype=torch.float64)
+        self._calls = 0
+        self._exchange: Any = student.get("exchange")  # lesson 5's
+        self._names = student["average_gradients"].__globals__
+
+    def __enter__(self) -> "_Halfway":
+        if self._exchange is not None:
+            self._names["exchange"] = self._noted
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._exchange is not None:
+            self._names["exchange"] = self._exchange
+
+    def _noted(self, outgoing: Tensor, incoming: Tensor) -> None:
+        """Note the buffer, of which ``outgoing`` is a view, and exchange."""
+        self._calls += 1
+        if self._calls == dist.get_world_size() and outgoing._base is not None:
+            self.numbers = outgoing._base.detach().clone().flatten()
+        self._exchange(outgoing, incoming)
 
 
 def _from_all_ranks(row: Tensor) -> Tensor:
@@ -130,52 +187,42 @@ def _from_all_ranks(row: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def _problem_of(rows: Tensor, before: Tensor, lengths: dict[str, int], *, ring: bool) -> str | None:
-    """Return what is wrong with the ranks' gradients.
-
-    rows : by rank the 60 gradients after the averaging, what it added to the 60 weights, and what
-    was sent. before : of shape (ranks, 60).
-    """
-    after = rows[:, :60]
-    moved = rows[:, 60:120].norm(dim=1)
-    exchanged = bool(rows[:, 120].any())
-    if after.isnan().any():
-        rank = int(after.isnan().any(dim=1).int().argmax())
+def _problem_of(
+    found: Averaged, before: Tensor, lengths: Mapping[str, int], *, ring: bool
+) -> str | None:
+    """Return what is wrong with the ranks' gradients. before : of shape (ranks, 60)."""
+    gone = found.after.isnan().any(dim=1)
+    if gone.any():
+        rank = int(gone.int().argmax())
         return f"rank {rank} ends with a gradient that is None (or no number): leave the mean in it"
+    moved = found.moved.abs().amax(dim=1)
     if moved.any():
         rank = int(moved.argmax())
         evidence = f"average_gradients changes rank {rank}'s parameters and must change their .grad"
-        if torch.allclose(after, before):
-            return told(
-                "weights-averaged", "the weights are averaged in place of the gradients", evidence
-            )
+        if torch.allclose(found.after, before):
+            sentence = "the weights are averaged in place of the gradients"
+            return told("weights-averaged", sentence, evidence)
         return f"the weights change: {evidence} alone. optimizer.step() changes them"
-    parts = parts_of(after, before, lengths)
-    if ring and exchanged:
-        return _wrong_chunk(parts) or cause_of(parts, exchanged=exchanged)
-    return cause_of(parts, exchanged=exchanged)
+    parts = parts_of(found.after, before, lengths)
+    cause = _wrong_chunk(parts, found.halfway, before) if ring and found.exchanged else None
+    return cause or cause_of(parts, exchanged=found.exchanged)
 
 
-def _wrong_chunk(parts: Sequence[Part]) -> str | None:
-    """Say which of a ring's loops sends a wrong chunk; None if the chunks are alike or right."""
+def _wrong_chunk(parts: Sequence[Part], halfway: Tensor, before: Tensor) -> str | None:
+    """Say which of a ring's loops has a wrong chunk; None if all chunks are right, or wrong alike.
+
+    halfway : see ``Averaged``. Then rank r should hold the sum in chunk r + 1.
+    """
     wrong = [part for part in parts if not part.right]
-    matrices = [part.matrix for part in parts]
-    alike = all(torch.allclose(matrix, matrices[0], atol=1e-6) for matrix in matrices)
+    alike = all(torch.allclose(part.matrix, parts[0].matrix, atol=1e-6) for part in parts)
     if not wrong or alike:
         return None
-    complete = [_has_mean(part) for part in parts]
-    loop = "the second loop passes on a wrong chunk, or replaces a wrong one"
-    if not all(complete):
-        loop = "the first loop adds a wrong chunk, or sends one"
-    return told(
-        "not-the-mean",
-        loop,
-        wrong[0].evidence(),
-        "Follow one chunk through the page's table.",
-    )
-
-
-def _has_mean(part: Part) -> bool:
-    """Return whether some rank holds the mean of this part."""
-    right = torch.full((part.size,), 1 / part.size, dtype=torch.float64)
-    return any(row is not None and torch.allclose(row, right, atol=1e-6) for row in part.rows)
+    size = len(parts)
+    sums = before.sum(0).tensor_split(size)
+    loop = "the second loop passes on or replaces a wrong chunk"
+    for rank, numbers in enumerate(halfway):
+        complete = (rank + 1) % size
+        if not torch.allclose(numbers.tensor_split(size)[complete], sums[complete]):
+            loop = "the first loop sends a wrong chunk or adds to one"
+    cure = "Follow one chunk through the page's table."
+    return told("not-the-mean", loop, wrong[0].evidence(), cure)

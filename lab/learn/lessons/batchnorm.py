@@ -84,7 +84,7 @@ def _wrong_ways(values: NDArray) -> dict[str, NDArray]:
 
 def _normalise(student: Namespace) -> list[Any]:
     """Return what the student's BatchNorm makes of each of VALUES."""
-    return [student.call("normalise", list(values)) for values in VALUES]
+    return [student["normalise"](list(values)) for values in VALUES]
 
 
 class Differences(NamedTuple):
@@ -136,8 +136,8 @@ def _compare_with_ranks(student: Namespace, norm: bool) -> Differences:
     own_labels = labels.chunk(size)[rank]
 
     def gradient(images: Tensor, labels: Tensor, shards: int) -> Any:
-        model = student.call("build_model", norm)
-        return student.call("gradient_of_shards", model, images, labels, shards)
+        model = student["build_model"](norm)
+        return student["gradient_of_shards"](model, images, labels, shards)
 
     model = student["build_model"](norm)
     cross_entropy(model(own_images), own_labels).backward()

@@ -60,7 +60,7 @@ def check(student: StudentFile, say: Say) -> float:
 
 def _find_culprit(student: Namespace, printed: list[str]) -> Any:
     """Return whom the student's function blames."""
-    return student.call("find_culprit", printed)
+    return student["find_culprit"](printed)
 
 
 def _check_by_hand(student: Namespace, path: Path) -> None:

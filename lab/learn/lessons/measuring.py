@@ -74,7 +74,7 @@ def _measure(student: Namespace) -> Measured:
 
 def _interval(student: Namespace, seconds: list[float]) -> tuple[float, float, float]:
     """Return the student's interval. Raises Mistake unless it is three numbers."""
-    interval = student.call("median_interval", seconds)
+    interval = student["median_interval"](seconds)
     if not isinstance(interval, tuple | list) or len(interval) != 3 or None in interval:
         call = shown_call("median_interval", seconds)
         raise Mistake(f"{call} returns {shown(interval)}, and must return (low, median, high)")
@@ -92,7 +92,7 @@ def _time_steps(student: Namespace) -> tuple[list[Any], int]:
         now += 9.0 if calls < WARM_UP else 1.0
         calls += 1
 
-    seconds = student.call("time_steps", step, warmup=WARM_UP, steps=STEPS, clock=lambda: now)
+    seconds = student["time_steps"](step, warmup=WARM_UP, steps=STEPS, clock=lambda: now)
     if not isinstance(seconds, list):
         raise Mistake(f"time_steps returns {shown(seconds)}, and must return a list of seconds")
     return seconds, calls

@@ -94,6 +94,6 @@ def _train_by_false_clock(student: Namespace) -> Calls:
 
         clock = Mock(side_effect=false_clock)
         patches.enter_context(patch.object(time, "perf_counter", clock))
-        losses, seconds = student.call("train", 1)
+        losses, seconds = student["train"](1)
     step_seconds = {section: total / len(losses) for section, total in seconds.items()}
     return Calls([name for name, _, _ in spy.mock_calls], step_seconds)
