@@ -9,7 +9,7 @@ import shutil
 from common.errors import UserError
 from lab.flags import add_command
 from lab.learn.checking import check_apart, watch
-from lab.learn.course import FOLDER, LESSONS, Lesson, missing_lesson
+from lab.learn.course import FOLDER, LESSONS, Lesson, missing_lesson, page_path
 from lab.learn.progress import keep_hints, keep_prediction, progress_of
 from lab.learn.solutions import beside
 from lab.terminal import say
@@ -133,6 +133,7 @@ def _list_lessons() -> int:
             next_is_listed = True
         line = f"{lesson.number:>3}  {lesson.title:<24}{lesson.minutes:>3} min  {state}"
         say(line.rstrip())
+    say(f"\nFrom the lessons to a program of your own: {page_path('your_own_program')}")
     return 0
 
 

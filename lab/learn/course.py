@@ -18,6 +18,14 @@ from lab.learn.lessons.find_the_bug import BLIND
 FOLDER = Path("learn")
 
 
+def page_path(name: str) -> str:
+    """Return the path of a page from here, or in the project if this is no checkout."""
+    page = f"docs/learn/{name}.md"
+    if IN_CHECKOUT:
+        return os.path.relpath(REPOSITORY / page)
+    return page
+
+
 @dataclass(frozen=True)
 class Exercise:
     """A question whose answer is a number or a word.
@@ -109,11 +117,8 @@ class Lesson:
 
     @property
     def page(self) -> str:
-        """The path of its page from here, or in the project if this is no checkout."""
-        page = f"docs/learn/{self.name}.md"
-        if IN_CHECKOUT:
-            return os.path.relpath(REPOSITORY / page)
-        return page
+        """The path of its page, see ``page_path``."""
+        return page_path(self.name)
 
     def hints(self) -> list[str]:
         """Return its three hints, from a question to the line."""

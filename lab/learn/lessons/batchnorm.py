@@ -101,8 +101,13 @@ class Differences(NamedTuple):
     wrong_shards: str | None
 
 
-def _wrong_shards(found: Any, true: Tensor, shards: int) -> str | None:
-    """Say what is wrong with a gradient of shards; None if nothing is. true : of shape (n,)."""
+def _wrong_shards(found: Any, own: Tensor) -> str | None:
+    """Say what is wrong with a gradient of shards; None if nothing is.
+
+    own : each shard's own gradient, of shape (shards, n).
+    """
+    shards = len(own)
+    true = own.mean(0)
     call = f"gradient_of_shards(model, images, labels, {shards})"
     if not isinstance(found, list) or not all(isinstance(part, Tensor) for part in found):
         return f"{call} returns {shown(found)}, and must return the list of gradients"
@@ -115,13 +120,18 @@ def _wrong_shards(found: Any, true: Tensor, shards: int) -> str | None:
             f"{told}: it is zero, nothing was added. Change `gradient` itself, with +=: a new "
             "tensor is lost when the loop goes on"
         )
-    share = shares_of(flat, true.unsqueeze(0))
-    if share is None:
+    shares = shares_of(flat, own)
+    if shares is None:
         return f"{told}: add each shard's own gradient, divided by `shards`"
-    times = float(share)
+    times = float(shares.sum())
+    if not torch.allclose(shares, shares[0]):
+        parts = " + ".join(f"{share:z.3g} g{shard}" for shard, share in enumerate(shares.tolist()))
+        return (
+            f"{told}: it is {parts}, where g0 is the first shard's. Add to what is there, with +="
+        )
     if abs(times - shards) < _EQUAL * shards:
         return f"{told}: it is the sum, {times:.3g} times the mean. Divide each part by `shards`"
-    return f"{told}: it is {times:.3g} times the mean. Each part is divided by `shards`, once"
+    return f"{told}: it is {times:.3g} times the mean. Divide each part by `shards`, once"
 
 
 def _compare_with_ranks(student: Namespace, norm: bool) -> Differences:
@@ -142,14 +152,14 @@ def _compare_with_ranks(student: Namespace, norm: bool) -> Differences:
     model = student["build_model"](norm)
     cross_entropy(model(own_images), own_labels).backward()
     own = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    mean = own.clone()
-    dist.all_reduce(mean)
-    mean /= size
+    rows = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(rows, own)
+    mean = torch.stack(rows).mean(0)
     whole = gradient(images, labels, 1)
     one = gradient(own_images, own_labels, 1)
     in_turn = gradient(images, labels, size)
-    wrong_one = _wrong_shards(one, own, 1)
-    wrong_shards = _wrong_shards(in_turn, mean, size)
+    wrong_one = _wrong_shards(one, own.unsqueeze(0))
+    wrong_shards = _wrong_shards(in_turn, torch.stack(rows))
     if wrong_one or wrong_shards:
         return Differences(0, 0, wrong_one, wrong_shards)
     difference = student["difference"]

@@ -274,19 +274,19 @@ OTHERS = [
     WrongSolution(
         "bytes",
         4,
-        ("0.125 times what rank 0's link",),
+        ("0.125 times what rank 0's link", "Bytes are taken for bits"),
         {0: "2 * (nodes - 1) * gradient_mb / 1000 / rate_gbit"},
     ),
     WrongSolution(
         "in alone",
         4,
-        ("gives 0.8861 s, 0.5 times",),
+        ("gives 0.8861 s, 0.5 times", "one direction"),
         {0: "(nodes - 1) * gradient_mb * 8 / 1000 / rate_gbit"},
     ),
     WrongSolution(
         "rank 0 to itself",
         4,
-        ("1.33 times",),
+        ("1.33 times", "nothing to itself"),
         {0: "2 * nodes * gradient_mb * 8 / 1000 / rate_gbit"},
     ),
     WrongSolution("nothing", 4, (r"exchange_seconds\(4, 36.92, 1.0\) returns None",), {0: "None"}),
@@ -353,6 +353,9 @@ OTHERS = [
         {2: "(value - mean) / (variance + 1e-5)"},
     ),
     WrongSolution("no numbers", 7, (r"normalise\(.*returns \[None",), {2: "print(value)"}),
+    WrongSolution(
+        "last shard alone", 7, (r"0.25 g3", "with \\+="), {3: "gradient.copy_(part / shards)"}
+    ),
     WrongSolution("sum", 7, ("it is the sum, 4 times",), {3: "gradient += part"}),
     WrongSolution("literal 4", 7, ("1 shard .* 0.25 times",), {3: "gradient += part / 4"}),
     WrongSolution(
