@@ -58,30 +58,31 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
 def main_learn(args: argparse.Namespace) -> int:
     """Do what the flags ask for and return the exit status. Raises UserError on wrong input."""
     if args.lesson is None:
-        if args.predict or args.check or args.watch or args.hint is not None or _wants(args):
+        chosen = (args.predict, args.check, args.watch, args.hint, args.solution, args.give_up)
+        if any(value not in (None, False) for value in chosen):
             raise UserError("which lesson? Give its number, e.g. lab learn 3 --check")
         return _list_lessons()
     lesson = _lesson(args.lesson)
+    if args.check or args.watch:
+        return _check(lesson, again=args.watch)
     if args.predict is not None:
         keep_prediction(lesson, lesson.question.parse(args.predict))
         say(f"Kept: {args.predict}. A check compares it with formula and measurement.")
         return 0
     if args.hint is not None:
         return _hint(lesson, args.hint)
-    if _wants(args) and not (args.check or args.watch):
+    if args.solution or args.give_up:
         return _solution(lesson, give_up=args.give_up)
-    if not (args.check or args.watch):
-        return _begin(lesson)
+    return _begin(lesson)
+
+
+def _check(lesson: Lesson, *, again: bool) -> int:
+    """Check the student's file, with ``again`` at each save. Raises UserError if there is none."""
     if not lesson.file.exists():
         raise UserError(f"{lesson.file} is missing: lab learn {lesson.number} writes it")
-    if args.watch:
+    if again:
         return watch(lesson)
     return check_apart(lesson)  # in a process of its own
-
-
-def _wants(args: argparse.Namespace) -> bool:
-    """Return whether a solution is asked for."""
-    return args.solution or args.give_up
 
 
 def _hint(lesson: Lesson, number: int) -> int:

@@ -3,7 +3,7 @@
 Each rank calls ``judge_ranks`` after ``run_program``; rank 0 compares what all ranks recorded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lab.learn.causes import MEAN_IN_A_COPY, cause_of, parts_of, shares_of, told
-from lab.learn.program import KEPT_STEPS, Recording, Step
+from lab.learn.program import Recording, Step
 
 # Relative, of float32 gradients and weights after a few steps.
 _EQUAL = 1e-4
@@ -130,73 +130,60 @@ def _added_up(ranks: Sequence[_Rank]) -> str | None:
 
 def _wrong_exchange(ranks: Sequence[_Rank], recording: Recording) -> str | None:
     """Say what the optimisers get in place of the mean."""
-    size = len(ranks)
     for number, _ in enumerate(ranks[0].steps):
         steps = [rank.steps[number] for rank in ranks]
-        used = torch.stack([step.own if step.used is None else step.used for step in steps])
         own = torch.stack([step.own for step in steps])
-        mean = own.double().mean(0)
-        if all(_apart(row.double(), mean) < _EQUAL for row in used):
+        used = torch.stack([step.own if step.used is None else step.used for step in steps])
+        if _alike(used, own.double().mean(0)):
             continue
-        late = [step.sent_late for step in steps]
-        weights = [rank.steps[number + 1].start for rank in ranks if number + 1 < len(rank.steps)]
-        equal_again = len(weights) == size and all(_apart(w, weights[0]) < _EQUAL for w in weights)
-        evidence = f"step {number + 1} on {size} ranks"
+        where = f"step {number + 1} on {len(ranks)} ranks"
         if all(_apart(row, step.own) < _EQUAL for row, step in zip(used, steps, strict=True)):
-            return _own_gradients(steps, late, equal_again, evidence)
-        if number:
-            before = torch.stack([rank.steps[number - 1].own for rank in ranks])
-            if all(_is_mean_of(row, before) for row in used):
-                return told(
-                    "stale-gradient", "the optimiser gets the mean of the step before", evidence
-                )
+            later = [rank.steps[number + 1].start for rank in ranks if number + 1 < len(rank.steps)]
+            equal_again = bool(later) and _alike(later, later[0])
+            return _own_gradients(steps, equal_again=equal_again, where=where)
+        if number and _alike(used, torch.stack([r.steps[number - 1].own for r in ranks]).mean(0)):
+            return told("stale-gradient", "the optimiser gets the mean of the step before", where)
         parts = parts_of(used, own, recording.lengths)
         return cause_of(parts, exchanged=any(step.sent for step in steps))
     return None
 
 
-def _own_gradients(
-    steps: Sequence[Step], late: Sequence[int], equal_again: bool, evidence: str
-) -> str:
-    """Say why each rank's optimiser gets its own gradient."""
-    evidence = f"in {evidence} each optimiser gets its own rank's gradient"
+def _alike(rows: Iterable[Tensor], right: Tensor) -> bool:
+    """Return whether all rows are ``right``, up to rounding."""
+    return all(_apart(row, right) < _EQUAL for row in rows)
+
+
+def _own_gradients(steps: Sequence[Step], *, equal_again: bool, where: str) -> str:
+    """Say why each rank's optimiser gets its own gradient.
+
+    equal_again : whether all weights are equal when the next step begins.
+    """
+    evidence = f"in {where} each optimiser gets its own rank's gradient"
+    between = "Average after loss.backward() and before optimizer.step()."
     if equal_again:
         return told(
             "weights-averaged",
             "the weights are averaged in place of the gradients",
             f"{evidence}, and afterwards all weights are equal again",
         )
-    if any(late):
+    if any(step.sent_late for step in steps):
         return told(
             "own-gradient",
             "the ranks' weights differ, since the average comes after the step",
             f"{evidence}, and messages follow when optimizer.step() is over",
-            "Average after loss.backward() and before optimizer.step().",
+            between,
         )
     if any(step.sent for step in steps):
-        return told(
-            "own-gradient",
-            MEAN_IN_A_COPY,
-            evidence,
-        )
+        return told("own-gradient", MEAN_IN_A_COPY, evidence)
     if any(step.sent_early for step in steps):
-        return told(
-            "own-gradient",
-            "the average comes before backward(), which computes the gradients",
-            evidence,
-            "Average after loss.backward() and before optimizer.step().",
-        )
+        sentence = "the average comes before backward(), which computes the gradients"
+        return told("own-gradient", sentence, evidence, between)
     return told(
         "group-unused",
         "the training never averages: between backward() and step() nothing is exchanged",
         evidence,
         "Call average(model) in each step, after loss.backward() and before optimizer.step().",
     )
-
-
-def _is_mean_of(found: Tensor, given: Tensor) -> bool:
-    shares = shares_of(found, given)
-    return shares is not None and bool(((shares - 1 / len(given)).abs() < 1e-3).all())
 
 
 def _weights_apart(ranks: Sequence[_Rank]) -> str | None:
@@ -249,11 +236,7 @@ def _unlike_one_process(ranks: Sequence[_Rank], recording: Recording) -> str | N
             return _wrong_loss(mean, whole, len(ranks))
         optimizer.step()
         after = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        found = ranks[0].end
-        if number + 1 < len(ranks[0].steps):
-            found = ranks[0].steps[number + 1].start
-        elif ranks[0].updates > KEPT_STEPS:
-            found = None  # not kept
+        found = _weights_after(ranks[0], number)
         if found is not None and _apart(found, after) > _EQUAL:
             return (
                 f"after step {number + 1} the weights differ from one process's by "
@@ -261,6 +244,13 @@ def _unlike_one_process(ranks: Sequence[_Rank], recording: Recording) -> str | N
                 "optimizer.step() come once a step, and does nothing else change the weights?"
             )
     return None
+
+
+def _weights_after(rank: _Rank, number: int) -> Tensor | None:
+    """Return the weights after a kept step; None if they were not kept."""
+    if number + 1 < len(rank.steps):
+        return rank.steps[number + 1].start
+    return rank.end if rank.updates == len(rank.steps) else None
 
 
 def _wrong_loss(mean: Tensor, whole: Tensor, size: int) -> str:
