@@ -68,7 +68,7 @@ class Question:
         try:
             return float(text.removesuffix(self.unit))
         except ValueError as error:
-            form = f"a number in {self.unit}" if self.unit else "a number"
+            form = f"a number ({self.unit})" if self.unit else "a number"
             raise UserError(f"--predict: got {text!r}, give {form} in place of ANSWER") from error
 
     def compare(self, prediction: float | None, measured: float | None) -> str:

@@ -67,7 +67,7 @@ def test_a_lesson_from_its_skeleton_to_done(tmp_path):
         ([99], "lesson 99: there are lessons 1 to"),
         (
             [1, "--predict", "long"],
-            "--predict: got 'long', give a number in times in place of ANSWER",
+            "--predict: got 'long', give a number (times) in place of ANSWER",
         ),
         ([1, "--predict", "2", "--check"], "not allowed with"),
     ],
