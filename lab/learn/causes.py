@@ -105,7 +105,7 @@ def cause_of(parts: Sequence[Part], *, exchanged: bool = True) -> str | None:
     keep_own = all(bool(_own_alone(other.matrix).all()) for other in wrong)
     if len(wrong) < len(parts) and keep_own:
         names = " and ".join(other.name for other in wrong)
-        sentence = f"only some parameters are averaged, and {names} left out"
+        sentence = f"only some parameters are averaged; left out: {names}"
         return told("some-parameters", sentence, part.evidence())
     return _cause_of_part(part, exchanged=exchanged)
 
@@ -128,7 +128,7 @@ def _cause_of_part(part: Part, *, exchanged: bool) -> str:
     means = [_close(row, torch.full((size,), 1 / size)) for row in matrix]
     if any(means):
         having = _ranks(rank for rank in range(size) if means[rank])
-        return told("own-gradient", f"only {having} gets the mean", part.evidence())
+        return told("own-gradient", f"the mean comes to {having} only", part.evidence())
     if _close(matrix, matrix[0].expand(size, size)):
         return _unequal_weights(part, matrix[0])
     if _close(matrix.diagonal(), torch.zeros(size)) and not _one_gradient(matrix).all():
@@ -170,11 +170,7 @@ def _own_gradient(part: Part, *, exchanged: bool) -> str:
     """Return the cause if each rank ends with its own gradient."""
     if not exchanged:
         return told("group-unused", "the ranks exchange nothing", part.evidence())
-    return told(
-        "own-gradient",
-        MEAN_IN_A_COPY,
-        part.evidence(),
-    )
+    return told("own-gradient", MEAN_IN_A_COPY, part.evidence())
 
 
 def _unequal_weights(part: Part, weights: Tensor) -> str:

@@ -94,7 +94,7 @@ def _wrong_samples(ranks: Sequence[_Rank], global_batch: int) -> str | None:
         if number and rank.batches[0] == ranks[0].batches[0]:
             evidence = f"on {size} ranks, rank {number}'s first batch is rank 0's"
             return told("same-samples", "the ranks train on the same samples", evidence)
-    samples = sum(len(rank.steps[0].labels) for rank in ranks)
+    samples = sum(len(rank.steps[0].images) for rank in ranks)
     if samples > global_batch or samples <= global_batch - size:
         evidence = f"on {size} ranks a step has {samples} samples in all, not {global_batch}"
         return told(
@@ -228,6 +228,8 @@ def _unlike_one_process(ranks: Sequence[_Rank], recording: Recording) -> str | N
         steps = [rank.steps[number] for rank in ranks]
         images = torch.cat([step.images for step in steps])
         labels = torch.cat([step.labels for step in steps])
+        if len(labels) != len(images):  # another loss
+            return None
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images), labels).backward()
         whole = _flat_gradients(model)

@@ -70,7 +70,7 @@ LESSON_3 = [
     WrongSolution(
         "only rank 0",
         3,
-        ("only rank 0 gets the mean", "own-gradient"),
+        ("the mean comes to rank 0 only", "own-gradient"),
         {2: "rank == 0 and parameter.grad.copy_(means[0])"},
     ),
     WrongSolution(
@@ -127,13 +127,13 @@ LESSON_3 = [
     WrongSolution(
         "last left out",
         3,
-        ("1.bias left out", "some-parameters"),
+        ("left out: 1.bias:", "some-parameters"),
         edit=("model.parameters()", "list(model.parameters())[:-1]"),
     ),
     WrongSolution(
         "biases left out",
         3,
-        ("0.bias and 1.bias left out", "some-parameters"),
+        ("left out: 0.bias and 1.bias:", "some-parameters"),
         edit=("if parameter.grad is None", "if parameter.grad is None or parameter.dim() < 2"),
     ),
     WrongSolution("gone", 3, ("a gradient that is None",), {2: "parameter.grad = None"}),
