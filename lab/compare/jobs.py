@@ -8,7 +8,6 @@ notes its exit status in ``rank<r>.failed.json`` there. No run writes ``results.
 ``merge_results`` does, from what the runs have left, at any moment.
 """
 
-import fcntl
 import os
 import re
 import shlex
@@ -31,6 +30,7 @@ from common.distributed.launch_env import LaunchSpec
 from common.distributed.spawn import run_local_ranks
 from common.errors import GroupError, UserError, count, file_errors
 from common.utils.atomic_files import refuse_links, regular_target, write_atomically
+from common.utils.file_lock import lock_open_file
 from common.utils.grouping import grouped
 from common.utils.paths import IN_CHECKOUT, REPOSITORY
 from common.utils.processes import on_signals, shell_status
@@ -257,7 +257,7 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
         output.parent.mkdir(parents=True, exist_ok=True)
         log = regular_target(output).open("ab")
     with log:
-        if not _within(_LOCK_SECONDS, lambda: _lock(log, fcntl.LOCK_EX)):
+        if not _within(_LOCK_SECONDS, lambda: _lock(log)):
             raise UserError(
                 f"this run is already running: another job holds {output}; wait until it ends"
             )
@@ -319,16 +319,15 @@ def _within(seconds: float, holds: Callable[[], bool]) -> bool:
     return held
 
 
-def _lock(file: IO[bytes], kind: int) -> bool:
-    """Lock an open file (LOCK_EX or LOCK_SH); return False if another process holds the lock.
+def _lock(file: IO[bytes], *, shared: bool = False) -> bool:
+    """Lock the log of a rank; return False if another process holds the lock.
 
     A run's part inherits the lock on its log. True on a file system without locks.
     """
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)
-    return True
+        return lock_open_file(file, shared=shared)
+    except OSError:
+        return True
 
 
 def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
@@ -486,7 +485,7 @@ def _state(run: Run) -> RunState:
         return RunState(run, "done", read_run(run))
     log, _ = rank_files(run, 0)
     with suppress(FileNotFoundError), regular_target(log).open("rb") as file:
-        if not _lock(file, fcntl.LOCK_SH):
+        if not _lock(file, shared=True):
             return RunState(run, "running")
     why = _why_failed(run)
     if why is None and next(run.logs.glob("rank*.txt"), None) is None:

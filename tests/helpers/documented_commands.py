@@ -74,6 +74,9 @@ CHECKS = {
     # lessons: a skeleton with blanks is not right yet
     r"lab learn \d --check": Elsewhere("tests/lab/learn checks the solution of every lesson"),
     " learn/0|lab.learn.pictures": Elsewhere("tests/lab/learn runs the solutions, and draws"),
+    "--predict ANSWER": Elsewhere("ANSWER stands for the student's own number; tests/lab/learn"),
+    "main_gather": Elsewhere("tests/lab/learn/test_your_own_program.py runs and audits it"),
+    "lab learn .*(--hint|--give-up)": quick(prints=r"Hint \d of 3|a solution"),
     "lab learn": quick(prints=r"Wrote learn/|stays as it is|Kept: "),
     # lab
     "ddp-auto": quick(prints=r"ddp-auto takes (the default buckets|buckets of \d+ MiB)"),
