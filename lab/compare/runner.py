@@ -102,7 +102,7 @@ def _warnings(cells: Sequence[Cell], cores: int) -> list[str]:
         return []
     return [
         f"{' and '.join(map(str, crowded))} ranks share {count(cores, 'core')}, so "
-        "their forward and backward passes take turns: step times do not show what as many nodes "
+        "their forward and backward passes take turns: step times do not show what as many machines "
         "would take, and the ranks wait longer for each other"
     ]
 

@@ -2,9 +2,9 @@
 
 ``add_recomputed`` settles doubts, ``write_report`` writes the files, ``terminal.print_answer``
 prints the answer. Reading order: ``view`` (the cells and what follows from them), ``losses``,
-``equality`` (do the strategies compute the same), ``one_process`` (which one is wrong),
-``findings`` (all sentences), ``verdict`` (the answer), ``tables``, ``drawings`` (all figures),
-``html`` (with ``settings_text``).
+``equality`` (do the strategies compute the same), ``one_process`` (which one is wrong), ``causes``
+(what makes a difference), ``findings`` (all sentences), ``verdict`` (the answer), ``tables``,
+``drawings`` (all figures), ``html`` (with ``settings_text``) and ``latex``.
 """
 
 import json
@@ -44,10 +44,11 @@ def _doubtful_runs(block: ComparisonGroup) -> list[Repeat]:
     return runs
 
 
-def write_report(folder: Path, comparison: Comparison) -> None:
+def write_report(folder: Path, comparison: Comparison, *, latex: bool = False) -> None:
     """Write the report of ``comparison`` into ``folder``, and replace an earlier report's files.
 
-    Writes table.md, table.csv, each figure as PNG and SVG, trace-<cell>.json and report.html.
+    Writes table.md, table.csv, each figure as PNG and SVG, trace-<cell>.json, report.html and, with
+    ``latex``, report.tex.
     ``comparison`` may be unfinished: the report says what it cannot show yet. Raises OSError if it
     cannot write.
     """
@@ -65,3 +66,7 @@ def write_report(folder: Path, comparison: Comparison) -> None:
     timelines = list(figure_pages.draw_timelines(folder, comparison))
     page = html.render(comparison, drawings, timelines)
     (folder / "report.html").write_text(page, encoding="utf-8")
+    if latex:
+        from lab.report.latex import document
+
+        (folder / "report.tex").write_text(document(comparison, drawings), encoding="utf-8")
