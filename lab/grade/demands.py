@@ -23,7 +23,8 @@ from lab.grade.rubric import has_placeholder
 from lab.grade.sandbox import Task
 
 _MOST_PRINTED = 2**16  # bytes of each rank
-_MOST_SCRIPT = 2**22
+_MOST_SCRIPT = 2**20
+_MOST_SOURCES = 20  # files beside the script
 
 # What an option or a variable wants, by its name in small letters without - and _.
 _URL = "tcp://{master}:{port}"
@@ -59,19 +60,24 @@ class Refusal(msgspec.Struct):
     kind, message : the first error of a rank; "" without one.
     printed : the ends of what all ranks printed.
     alone : whether the ranks trained, each by itself.
-    script : the text of the script.
+    sources : the texts of the script and of what lies beside it.
     """
 
     kind: str
     message: str
     printed: str
     alone: bool
-    script: str
+    sources: list[str]
 
     @property
     def text(self) -> str:
         """All that was said."""
         return f"{self.kind}: {self.message}\n{self.printed}"
+
+    @property
+    def code(self) -> str:
+        """The whole text of the script and of what lies beside it."""
+        return "\n".join(self.sources)
 
 
 def refusal_of(task: Task, result: AuditResult, folder: Path) -> Refusal | None:
@@ -92,8 +98,15 @@ def refusal_of(task: Task, result: AuditResult, folder: Path) -> Refusal | None:
         message=first.message if first else "",
         printed="\n".join(_text(log, last_bytes=_MOST_PRINTED) for log in logs),
         alone=bool(trained) or (result.failure is not None and "none joins" in result.failure),
-        script=_text(Path(task.submission) / task.script, last_bytes=_MOST_SCRIPT),
+        sources=[_text(file, last_bytes=_MOST_SCRIPT) for file in _sources(task)],
     )
+
+
+def _sources(task: Task) -> list[Path]:
+    """Return the script, then the Python files beside it."""
+    script = Path(task.submission) / task.script
+    beside = [file for file in sorted(script.parent.glob("*.py")) if file.is_file()]
+    return [script, *(file for file in beside[:_MOST_SOURCES] if file != script)]
 
 
 def _text(path: Path, *, last_bytes: int) -> str:
@@ -277,9 +290,11 @@ def _script_place(task: Task) -> int:
 def _positionals(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
     """Give it what it reads from sys.argv."""
     misread = refusal.kind in ("IndexError", "ValueError") or "usage" in refusal.printed.lower()
-    if "sys.argv" not in refusal.script or not misread:
+    if not misread:
         return None
-    names = _argv_names(refusal.script)
+    names: dict[int, str] = {}
+    for source in reversed(refusal.sources):
+        names |= _argv_names(source)
     values: list[str] = []
     for number in range(1, max(names, default=0) + 1):
         value = _wanted([_plain(names.get(number, ""))], task, required=True)
@@ -358,13 +373,13 @@ def _reads_torchruns(refusal: Refusal) -> bool:
         return True
     if refusal.kind == "KeyError":
         return _OF_TORCHRUN.fullmatch(refusal.message) is not None
-    reads = _OF_TORCHRUN.search(refusal.script) or "init_process_group" in refusal.script
+    reads = _OF_TORCHRUN.search(refusal.code) or "init_process_group" in refusal.code
     failed = refusal.kind in ("TypeError", "AssertionError", "ValueError")
     return reads is not None and (refusal.alone or (failed and _reads_env(refusal)))
 
 
 def _reads_env(refusal: Refusal) -> bool:
-    return _OF_TORCHRUN.search(refusal.script) is not None
+    return _OF_TORCHRUN.search(refusal.code) is not None
 
 
 def _pairs(arguments: Sequence[str]) -> Iterator[list[str]]:
@@ -421,7 +436,7 @@ def _missing_interface(refusal: Refusal) -> str | None:
     if match := re.search(r"Unable to find address for: ([\w.-]+)", refusal.text):
         return match[1].rstrip(".")
     if re.search(r"No such device|valid interface name", refusal.text):
-        named = _INTERFACE.search(refusal.script)
+        named = _INTERFACE.search(refusal.code)
         return named[1] if named else None
     return None
 

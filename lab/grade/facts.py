@@ -118,7 +118,8 @@ class Facts(msgspec.Struct, kw_only=True):
     script : its path in the submission.
     command : of which all this was seen.
     changes : in what it differs from the demanded command; see demands.py.
-    tries : the commands before it, the demanded one first.
+    refused : whether the script refused it, too.
+    tries : the other commands that it refused.
     """
 
     key: str
@@ -130,4 +131,5 @@ class Facts(msgspec.Struct, kw_only=True):
     script: str = ""
     command: str = ""
     changes: list[str] = []
+    refused: bool = False
     tries: list[Try] = []

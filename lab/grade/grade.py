@@ -320,7 +320,7 @@ def _run_all(tasks: Mapping[Place, Task], book: Gradebook, jobs: int | None) -> 
             book.seen[place] = future.result()
             line = f"[{ended}/{len(new)}] {' '.join(place)}: {pages.marks_text(book.mark(place))}"
             seconds_left = (time.monotonic() - began) / ended * (len(new) - ended)
-            if seconds_left:
+            if seconds_left >= 1:
                 line += f"; about {_about(seconds_left)} left"
             say(line)
             book.write(only=place[0])

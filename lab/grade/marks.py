@@ -68,7 +68,7 @@ def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
     why = [_why_lost(fault, lost[fault.name]) for fault in counted]
     for fault in accepted:
         why.append(f"Accepted: {fault.title} ({fault.name}). {part.accepts[fault.name]}")
-    cost = rubric.other_command * part.points if seen.changes else 0.0
+    cost = rubric.other_command * part.points if seen.changes and not seen.refused else 0.0
     if cost:
         why.append(f"-{cost:g}: the demanded command does not start it.")
     marks = max(0.0, part.points - sum(lost.values()) - cost)
@@ -81,8 +81,8 @@ def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
         faults=list(lost),
         lessons=sorted({lesson_of(fault) for fault in lost}),
         script=seen.script,
-        command=seen.command,
-        changes=seen.changes,
+        command="" if seen.refused else seen.command,
+        changes=[] if seen.refused else seen.changes,
         seconds=round(seen.seconds, 1),
         page=f"{name}.html",
     )
@@ -147,9 +147,11 @@ def _undecided(seen: Facts) -> Look:
     advice = [
         f"If {finding.condition}: {finding.title} ({finding.place})." for finding in audit.possible
     ]
-    if seen.tries:
-        tried = "; ".join(attempt.command for attempt in seen.tries)
-        advice.append(f"Before, it refused: {tried}.")
+    if seen.refused:
+        tried = [attempt.command for attempt in seen.tries] + [seen.command]
+        advice.append(
+            f"It refused: {'; '.join(tried)}. If another command starts it, name that with --map."
+        )
     return Look(f"{audit.headline.rstrip('.')}.", grader=" ".join(advice))
 
 

@@ -29,7 +29,7 @@ from lab.audit.records import CollectiveCall, Cut, DdpBuilt, Start, Step
 from lab.audit.report import OWN_FAULT, as_json
 from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
-from lab.grade.demands import next_task, refusal_of, shown_command
+from lab.grade.demands import Refusal, next_task, refusal_of, shown_command
 from lab.grade.facts import AuditFacts, Facts, Try
 from lab.grade.sandbox import Task, sandbox
 
@@ -55,57 +55,56 @@ def main() -> int:
     os.environ.pop("PYTHONPATH", None)  # it led to this program, and is not the script's
     began = time.monotonic()
     with record_folder(None) as folder:
-        outcome = _audit_as_demanded(task, folder)
-    _write(outcome, seconds=time.monotonic() - began)
+        outcomes = _audit_as_demanded(task, folder)
+    _write(outcomes, seconds=time.monotonic() - began)
     return 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The audit that counts.
+    """An audit with one command.
 
-    task : as it was run at last.
+    task : as it was run.
     ended : the reason if a sandbox ended the run.
-    tries : the commands before, which the script refused.
+    refusal : how the script refused the command; None if it trained.
     """
 
     task: Task
     result: AuditResult
     ended: list[str]
-    tries: list[Try]
+    refusal: Refusal | None
 
 
-def _audit_as_demanded(task: Task, folder: Path) -> Outcome:
-    """Audit a script; one that refuses its command is tried with what it demands instead."""
-    began = time.monotonic()
-    tries: list[Try] = []
-    while True:
-        ended: list[str] = []
-        own = folder / f"try{len(tries)}"
-        own.mkdir()
-        result = _audit(task, own, ended)
-        outcome = Outcome(task, result, ended, tries)
-        late = time.monotonic() - began > task.limit_seconds or len(tries) == _MOST_TRIES
-        refusal = refusal_of(task, result, own)
-        if refusal is None or ended or late or not task.may_change:
-            return outcome
-        changed = next_task(task, refusal)
-        if changed is None:
-            return outcome
-        tries.append(Try(shown_command(task), result.headline))
-        task = changed
+def _audit_as_demanded(task: Task, folder: Path) -> list[Outcome]:
+    """Audit a script; one that refuses its command is tried with what it demands instead.
 
-
-def _audit(task: Task, folder: Path, ended: list[str]) -> AuditResult:
-    """Audit a script with the command of a task.
-
-    ended : gets the reason if a sandbox ends a run.
+    Returns an audit for each command; the last one counts.
     """
+    began = time.monotonic()
+    outcomes = [_audit(task, folder / "demanded")]
+    while (refusal := outcomes[-1].refusal) and not outcomes[-1].ended:
+        late = time.monotonic() - began > task.limit_seconds or len(outcomes) > _MOST_TRIES
+        changed = next_task(outcomes[-1].task, refusal)
+        if changed is None or late or not task.may_change:
+            break
+        outcomes.append(_audit(changed, folder / f"try{len(outcomes)}"))
+    ran_alone = outcomes[0].refusal is not None and outcomes[0].refusal.alone
+    if ran_alone and outcomes[-1].refusal:
+        outcomes.append(outcomes.pop(0))  # what was seen of ranks that train says most
+    return outcomes
+
+
+def _audit(task: Task, folder: Path) -> Outcome:
+    """Audit a script with the command of a task."""
+    folder.mkdir()
     os.environ.update(task.environment)
     os.chdir(task.cwd)
+    ended: list[str] = []
     settings = RunSettings(steps=STEPS, limit_seconds=task.limit_seconds)
     network = partial(_network, task, ended)
-    return audit_script(AuditCommand(tuple(task.words)), task.ranks, folder, settings, network)
+    command = AuditCommand(tuple(task.words))
+    result = audit_script(command, task.ranks, folder, settings, network)
+    return Outcome(task, result, ended, refusal_of(task, result, folder))
 
 
 def _network(
@@ -129,9 +128,11 @@ def _network(
 # --- what was seen ---
 
 
-def _write(outcome: Outcome, *, seconds: float) -> None:
+def _write(outcomes: Sequence[Outcome], *, seconds: float) -> None:
     """Write the facts with the whole audit in them; its page is written once it has a mark."""
-    task, result = outcome.task, outcome.result
+    *before, last = outcomes
+    task = last.task
+    result = last.result
     audit = as_json(result)
     ranks = [rank for recording in result.recordings for rank in recording.ranks]
     facts = Facts(
@@ -139,12 +140,13 @@ def _write(outcome: Outcome, *, seconds: float) -> None:
         audit=convert(audit, AuditFacts, name="what the audit found"),
         used=_used(ranks),
         whole=bool(ranks) and all(rank.of(Cut) for rank in ranks),
-        doubts=_doubts(result, outcome.ended),
+        doubts=_doubts(result, last.ended),
         seconds=seconds,
         script=task.script,
         command=shown_command(task),
         changes=task.changes,
-        tries=outcome.tries,
+        refused=last.refusal is not None,
+        tries=[Try(shown_command(other.task), other.result.headline) for other in before],
     )
     text = encode(msgspec.to_builtins(facts) | {"audit": audit}, indent=1)
     # Nobody finds the copy of the submission again.

@@ -6,6 +6,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from common.utils.atomic_files import write_atomically
@@ -18,8 +19,17 @@ from lab.grade.rubric import FOLDER
 from tests.helpers.paths import ROOT
 from tests.lab.grade.conftest import RUBRIC
 
-RUNS = {"runs": [{"ranks": 2}, {"ranks": 3}]}
-ENTRY = {"severity": "fault", "at": None, "title": "T", "cure": "C."}
+AUDIT = {
+    **{"command": "python main.py", "status": 0, "headline": "why", "failure": None},
+    **{"verdict": {"question": "", "answer": "yes", "why": ""}, "performance": None},
+    **{"versions": {"python": "", "executable": "", "torch": ""}, "findings": []},
+    **dict.fromkeys(("possible", "right", "unknown", "remarks"), []),
+    "runs": [{"ranks": ranks, "asked_ranks": ranks, "steps": 6, "hung": False} for ranks in (2, 3)],
+}
+ENTRY = {
+    **{"severity": "fault", "at": None, "title": "T", "cure": "C.", "cause": "", "evidence": []},
+    **{"ranks": [], "condition": None},
+}
 BOTH = {"part2": "right", "part3": "right"}
 # Gradescope, "Autograder Specifications": what results.json and each of its tests may hold
 RESULT = (
@@ -56,7 +66,7 @@ def ran(monkeypatch):
         text = (task.cwd / "main.py").read_text()
         scripts.append(text)
         findings, other, _ = ANSWERS.get(text, ({}, {}, ""))
-        audit = {"status": 0, "headline": "why", "failure": None, "unknown": [], **RUNS, **other}
+        audit = AUDIT | other
         audit["findings"] = [ENTRY | {"name": one, "sure": sure} for one, sure in findings.items()]
         used = ["all_reduce"] if text == "no-ddp" else ["ddp"]
         facts = Facts(
@@ -67,7 +77,8 @@ def ran(monkeypatch):
             seconds=1,
             doubts=other.get("doubts", []),
         )
-        write_atomically(Path(task.facts), encode(facts))
+        whole = msgspec.to_builtins(facts) | {"audit": audit}
+        write_atomically(Path(task.facts), encode(whole))
         return facts
 
     monkeypatch.setattr(grading, "_run", run)
