@@ -12,11 +12,12 @@ from lab.audit.cli import CLOCK_STEPS, STEPS, check_flags
 from lab.audit.command import AuditCommand, parse_command
 from lab.audit.failures import explain_failure
 from lab.audit.findings import run_checks
-from lab.audit.findings.finding import Finding
+from lab.audit.findings.finding import Finding, ranks_text
+from lab.audit.findings.private import shared_part
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.performance import measure
 from lab.audit.report import print_audit, write_json, write_page
-from lab.audit.result import AuditResult, ranks_text, verdict
+from lab.audit.result import AuditResult, verdict
 from lab.audit.runner import AuditRun, RunSettings, run_audit_size
 from lab.terminal import console, say
 from lab.units import parse_rate
@@ -161,20 +162,26 @@ def examine(
     remarks = _remarks(command, runs, asked)
     # A run in which the script waited for other ranks than it had counts only if there is no other.
     runs = [run for run in runs if not run.wanted_size] or runs[-1:]
+    for run in runs:
+        run.recording = shared_part(run.recording)
     recordings = [run.recording for run in runs if not run.failure or run.recording.ranks]
-    findings, right, unknown = run_checks(recordings)
+    checked = run_checks(recordings)
     failure = next((run.failure for run in runs if run.failure), stopped)
     if failure is not None:
-        failure = _with_advice(failure, findings)
+        failure = _with_advice(failure, checked.findings)
     measured = [recording for recording in recordings if recording.ranks]
     return AuditResult(
         command=command.text,
         recordings=[run.recording for run in runs],
-        findings=findings,
-        verdict=verdict(recordings, findings, unknown, failure=failure),
-        right=right,
-        unknown=unknown,
-        remarks=remarks,
+        findings=checked.findings,
+        possible=checked.possible,
+        verdict=verdict(recordings, checked.findings, checked.unknown, failure=failure),
+        right=checked.right,
+        unknown=checked.unknown,
+        remarks=[
+            *remarks,
+            *dict.fromkeys(text for run in runs for text in run.recording.set_aside),
+        ],
         performance=measure(measured[-1], rate_bits=parse_rate(rate)) if measured else None,
         failure=failure,
     )

@@ -1,10 +1,10 @@
 """``AuditResult``: all that an audit has to say, and its verdict."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lab.audit.findings.finding import FAULT, Finding
+from lab.audit.findings.finding import FAULT, Finding, ranks_text
 from lab.audit.performance import Performance
 from lab.audit.recording import Recording
 from lab.audit.records import Evaluation
@@ -30,6 +30,7 @@ class AuditResult:
     command : as typed, with its placeholders.
     recordings : one a number of ranks.
     findings : one a name, faults first.
+    possible : what is found on a condition that nobody can tell; it makes no status.
     right, unknown : sentences on what was checked and is right, and on what could not be checked.
     remarks : on the runs themselves, e.g. that the script fixes its number of ranks.
     performance : of the largest run; None if nothing was measured.
@@ -40,6 +41,7 @@ class AuditResult:
     recordings: Sequence[Recording]
     findings: Sequence[Finding]
     verdict: EqualityVerdict
+    possible: Sequence[Finding] = ()
     right: Sequence[str] = ()
     unknown: Sequence[str] = ()
     remarks: Sequence[str] = ()
@@ -140,22 +142,18 @@ def _gravest(found: Sequence[Finding]) -> tuple[str, str]:
     """
     certain = [finding for finding in found if finding.sure == "certain"]
     gravest = certain[0] if certain else found[0]
-    title = titled(gravest.entry.title, gravest.sizes)
+    title = in_sentence(titled(gravest.entry.title, gravest.sizes))
+    return "" if certain else "probably ", title
+
+
+def in_sentence(title: str) -> str:
+    """Return a title as it stands within a sentence: without its capital, unless that is a name."""
     first_word = title.split()[0]
     if first_word.istitle():  # not a name such as DistributedDataParallel
-        title = title[:1].lower() + title[1:]
-    return "" if certain else "probably ", title
+        return title[:1].lower() + title[1:]
+    return title
 
 
 def titled(title: str, sizes: Sequence[int]) -> str:
     """Return what was found, and on how many ranks."""
     return f"{title} ({ranks_text(sizes)})" if sizes else title
-
-
-def ranks_text(sizes: Iterable[int]) -> str:
-    """Return "2 and 3 ranks" or "1 rank"; "no ranks" without any."""
-    numbers = sorted(set(sizes))
-    if numbers == [1]:
-        return "1 rank"
-    listed = " and ".join(map(str, numbers))
-    return f"{listed or 'no'} ranks"

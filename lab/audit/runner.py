@@ -24,6 +24,7 @@ from common.utils.system import free_port, usable_cores
 from lab.audit.command import AuditCommand
 from lab.audit.findings import collectives
 from lab.audit.findings.finding import Finding
+from lab.audit.findings.private import shared_part
 from lab.audit.isolation import LOOPBACK, RunNetwork, end_processes, running
 from lab.audit.recording import RankRecords, Recording, RecordReader
 from lab.audit.records import AnyRecord, CollectiveCall, Cut, Step
@@ -341,5 +342,5 @@ class AuditRun:
 
     def _calls_differ(self) -> bool:
         """Return whether the ranks are known to wait in different collectives."""
-        findings = collectives.check(self.reader.recording(hung=True))
+        findings = collectives.check(shared_part(self.reader.recording(hung=True)))
         return any(isinstance(found, Finding) for found in findings)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from common.errors import UserError
-from lab.audit.result import ranks_text
+from lab.audit.findings.finding import ranks_text
 from lab.grade.facts import AuditFacts, AuditFinding, Facts, Look
 from lab.grade.rubric import WAYS, Part, Rubric
 from lab.grade.submissions import CsvRow, Place, check_row, read_rows
