@@ -23,7 +23,7 @@ AUDIT = {
     **{"command": "python main.py", "status": 0, "headline": "why", "failure": None},
     **{"verdict": {"question": "", "answer": "yes", "why": ""}, "performance": None},
     **{"versions": {"python": "", "executable": "", "torch": ""}, "findings": []},
-    **dict.fromkeys(("possible", "right", "unknown", "remarks"), []),
+    **{key: [] for key in ("possible", "right", "unknown", "remarks")},
     "runs": [{"ranks": ranks, "asked_ranks": ranks, "steps": 6, "hung": False} for ranks in (2, 3)],
 }
 ENTRY = {
