@@ -373,13 +373,10 @@ def _reads_torchruns(refusal: Refusal) -> bool:
         return True
     if refusal.kind == "KeyError":
         return _OF_TORCHRUN.fullmatch(refusal.message) is not None
-    reads = _OF_TORCHRUN.search(refusal.code) or "init_process_group" in refusal.code
-    failed = refusal.kind in ("TypeError", "AssertionError", "ValueError")
-    return reads is not None and (refusal.alone or (failed and _reads_env(refusal)))
-
-
-def _reads_env(refusal: Refusal) -> bool:
-    return _OF_TORCHRUN.search(refusal.code) is not None
+    reads_them = _OF_TORCHRUN.search(refusal.code) is not None
+    if refusal.alone:
+        return reads_them or "init_process_group" in refusal.code
+    return reads_them and refusal.kind in ("TypeError", "AssertionError", "ValueError")
 
 
 def _pairs(arguments: Sequence[str]) -> Iterator[list[str]]:
