@@ -70,7 +70,7 @@ def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
         why.append(f"Accepted: {fault.title} ({fault.name}). {part.accepts[fault.name]}")
     cost = rubric.other_command * part.points if seen.changes and not seen.refused else 0.0
     if cost:
-        why.append(f"-{cost:g}: the demanded command does not start it.")
+        why.append(f"-{cost:g}: it does not run as demanded.")
     marks = max(0.0, part.points - sum(lost.values()) - cost)
     mark = Mark(
         part=name,
@@ -137,7 +137,7 @@ def _unclear(part: Part, seen: Facts, counted: Sequence[AuditFinding], marks: fl
             )
         )
     if not counted:
-        looks += map(Look, _unchecked(part, audit))
+        looks += _unchecked(part, audit)
     return looks
 
 
@@ -155,17 +155,17 @@ def _undecided(seen: Facts) -> Look:
     return Look(f"{audit.headline.rstrip('.')}.", grader=" ".join(advice))
 
 
-def _unchecked(part: Part, audit: AuditFacts) -> Iterator[str]:
+def _unchecked(part: Part, audit: AuditFacts) -> Iterator[Look]:
     """Yield what the audit could not check of a part in which no fault counts."""
     ran = {run.ranks for run in audit.runs}
     if len(ran) < len(part.ranks):
-        yield f"it ran on {ranks_text(ran)} only: look at its divisor."
+        yield Look(f"it ran on {ranks_text(ran)} only.", grader="Look at its divisor.")
     if audit.found_faults:
         for sentence in audit.unknown:
             if sentence.startswith(("gradients: ", "weights: ")):
-                yield f"beside an accepted fault, this could not be checked: {sentence}"
+                yield Look(f"beside an accepted fault, this could not be checked: {sentence}")
     if audit.failure:
-        yield f"beside an accepted fault, the run ended early: {audit.failure}"
+        yield Look(f"beside an accepted fault, the run ended early: {audit.failure}")
 
 
 # --- lessons ---

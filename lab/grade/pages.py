@@ -183,7 +183,7 @@ def _ran(mark: Mark) -> str:
     if not mark.changes:
         return f"Ran {mark.script}: {mark.command}"
     how = ", ".join(mark.changes)
-    return f"The demanded command does not start {mark.script}. It ran {how}: {mark.command}"
+    return f"{mark.script} does not run as demanded. It ran {how}: {mark.command}"
 
 
 def _state(mark: Mark) -> str:

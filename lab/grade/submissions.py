@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from common.errors import UserError, count, file_errors, first_of, reason_of
+from common.errors import UserError, file_errors, first_of, reason_of
 from common.utils.atomic_files import read_regular
 from common.utils.grouping import grouped
 from lab.grade.facts import Look
@@ -38,7 +38,7 @@ Place = tuple[str, str]
 def named(paths: Sequence[Path]) -> dict[str, list[Path]]:
     """Return the submissions by their names, which are their files' without the ending.
 
-    Several of one name are one mistake, see ``unpack``.
+    Several of one name are one mistake.
     """
     return grouped((_name(path), path) for path in paths)
 
@@ -68,14 +68,11 @@ class Entry(NamedTuple):
     is_link: bool = False
 
 
-def unpack(sources: Sequence[Path], target: Path) -> None:
+def unpack(source: Path, target: Path) -> None:
     """Copy a submission to a new folder that everybody can read.
 
     Raises UserError, in one line, for what is no submission or not harmless.
     """
-    if len(sources) > 1:
-        raise UserError(f"{count(len(sources), 'submission')} have this name: rename them")
-    [source] = sources
     try:
         if source.is_dir():
             _copy_folder(source, target)
