@@ -13,6 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from common.errors import file_errors
+from common.utils.typed_json import without_colours
 
 # In printed order: what began a failure, what followed, what other ranks print about it, and
 # what is no error.
@@ -22,7 +23,6 @@ _TABLE = Path(__file__).with_name("known_errors.toml")
 _LONGEST_LINE = 4000
 _NEAR = 40  # lines, of a traceback
 SHOWN = 160  # characters of a line
-_COLOURS = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _PREFIX = (
     r"^(?:\[?(?:rank|node )?\d+\]?[:|] ?)?\s*"  # of a launcher: "[rank1]: ", "node 2| ", "3: "
 )
@@ -72,6 +72,18 @@ class Found:
     error: KnownError
     line: LogLine
     count: int
+
+    @property
+    def advice(self) -> str:
+        """What to change in the command of ``lab audit``, with the words of the line filled in."""
+        words: dict[str, str] = {}
+        for pattern in self.error.patterns:
+            if match := re.search(pattern, self.line.text):
+                words = {name: word for name, word in match.groupdict().items() if word}
+                break
+        return re.sub(
+            r"<(\w+)>", lambda name: words.get(name[1], name[1].upper()), self.error.audit
+        )
 
 
 @cache
@@ -172,11 +184,6 @@ def lines_of(text: str, *, file: str = "") -> list[LogLine]:
         if plain.strip():
             lines.append(LogLine(file, number, plain))
     return lines
-
-
-def without_colours(text: str) -> str:
-    """Return a text without the codes that terminals obey."""
-    return _COLOURS.sub("", text)
 
 
 def read_lines(source: str) -> list[LogLine]:
