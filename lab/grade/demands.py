@@ -97,7 +97,7 @@ def refusal_of(task: Task, result: AuditResult, folder: Path) -> Refusal | None:
         kind=first.type if first else "",
         message=first.message if first else "",
         printed="\n".join(_text(log, last_bytes=_MOST_PRINTED) for log in logs),
-        alone=bool(trained) or (result.failure is not None and "none joins" in result.failure),
+        alone=alone,
         sources=[_text(file, last_bytes=_MOST_SCRIPT) for file in _sources(task)],
     )
 

@@ -62,6 +62,21 @@ class AuditFinding(msgspec.Struct):
         return self.sure == "certain"
 
 
+class Diagnosis(msgspec.Struct):
+    """Why a run could not be audited to its end, in the fields of the audit's ``Failure``."""
+
+    how: str
+    reason: str
+    cause: str
+    cure: str
+    advice: str
+
+    @property
+    def what(self) -> str:
+        """What happened and why, for every reader."""
+        return f"{self.how}: {self.reason} {self.cause}".strip()
+
+
 class AuditedRun(msgspec.Struct):
     """A run on a number of ranks."""
 
@@ -82,6 +97,7 @@ class AuditFacts(msgspec.Struct):
     findings: list[AuditFinding]
     runs: list[AuditedRun]
     possible: list[AuditFinding] = []
+    diagnosis: Diagnosis | None = None
 
     @property
     def faults(self) -> list[AuditFinding]:

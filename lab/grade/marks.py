@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from common.errors import UserError
-from lab.audit.findings.finding import ranks_text
+from lab.audit.findings.finding import FAULT, ranks_text
 from lab.grade.facts import AuditFacts, AuditFinding, Facts, Look
 from lab.grade.rubric import WAYS, Part, Rubric
 from lab.grade.submissions import CsvRow, Place, check_row, read_rows
@@ -144,15 +144,21 @@ def _unclear(part: Part, seen: Facts, counted: Sequence[AuditFinding], marks: fl
 def _undecided(seen: Facts) -> Look:
     """Return why the audit could not judge a part at all, with what it found on a condition."""
     audit = seen.audit
+    look = Look(f"{audit.headline.rstrip('.')}.")
+    if audit.diagnosis:
+        look = Look(audit.diagnosis.what, student=audit.diagnosis.cure)
     advice = [
-        f"If {finding.condition}: {finding.title} ({finding.place})." for finding in audit.possible
+        f"If {finding.condition}: {finding.title} ({finding.place})."
+        for finding in audit.possible
+        if finding.severity == FAULT
     ]
     if seen.refused:
         tried = [attempt.command for attempt in seen.tries] + [seen.command]
-        advice.append(
-            f"It refused: {'; '.join(tried)}. If another command starts it, name that with --map."
-        )
-    return Look(f"{audit.headline.rstrip('.')}.", grader=" ".join(advice))
+        advice.append(f"Tried: {'; '.join(tried)}.")
+        if not look.student:
+            advice.append("If another command starts it, name that with --map.")
+    look.grader = " ".join(advice)
+    return look
 
 
 def _unchecked(part: Part, audit: AuditFacts) -> Iterator[Look]:
@@ -164,8 +170,8 @@ def _unchecked(part: Part, audit: AuditFacts) -> Iterator[Look]:
         for sentence in audit.unknown:
             if sentence.startswith(("gradients: ", "weights: ")):
                 yield Look(f"beside an accepted fault, this could not be checked: {sentence}")
-    if audit.failure:
-        yield Look(f"beside an accepted fault, the run ended early: {audit.failure}")
+    if audit.diagnosis:
+        yield Look(f"beside an accepted fault, the run ended early: {audit.diagnosis.what}")
 
 
 # --- lessons ---

@@ -22,6 +22,7 @@ from tests.lab.grade.conftest import RUBRIC
 
 AUDIT = {
     **{"command": "python main.py", "status": 0, "headline": "why", "failure": None},
+    "diagnosis": None,
     **{"verdict": {"question": "", "answer": "yes", "why": ""}, "performance": None},
     **{"versions": {"python": "", "executable": "", "torch": ""}, "findings": []},
     **{key: [] for key in ("possible", "right", "unknown", "remarks")},
