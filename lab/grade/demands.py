@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from common.utils.atomic_files import read_regular
+from lab.audit.recording import RankRecords
 from lab.audit.records import Error, Group
 from lab.audit.result import AuditResult
 from lab.grade.rubric import has_placeholder
@@ -40,6 +41,8 @@ _ROLES = {
     "gloo": "backend distbackend",
     "1": "gpus ngpus numgpus gpuspernode ngpuspernode nprocpernode localworldsize",
 }
+# These may mean something else: only where it is required, or no other argument has that role.
+_WEAK = {"n", "num", "size", "r", "id", "index", "node", "root", "server", "host", "world", "ranks"}
 # Only where the script requires them.
 _REQUIRED = {
     "/tmp": "outputdir outdir outputpath savedir savepath logdir output checkpointdir ckptdir",
@@ -49,6 +52,7 @@ _REQUIRED = {
 }
 _OF_TORCHRUN = re.compile(r"""["'](?:RANK|WORLD_SIZE|LOCAL_RANK)["']""")
 _INTERFACE = re.compile(r"""["']((?:eth|en|eno|ens|enp|ib|wlan|bond|br)\d[\w.-]{0,12})["']""")
+_ARGUMENT = re.compile(r"(\[)?(?:(--?[\w-]+)(?:[ =](\{[^}]*\}|[A-Z][\w-]*))?|(\{[^}]*\}|\w[\w-]*))")
 _USAGE = re.compile(r"^usage: \S+ ?(.*?)^\S[^\n]*: error: ", re.DOTALL | re.MULTILINE)
 
 
@@ -90,8 +94,7 @@ def refusal_of(task: Task, result: AuditResult, folder: Path) -> Refusal | None:
     alone = trained and task.ranks != [1] and not any(process.of(Group) for process in processes)
     if not alone and (trained or result.status != 2):
         return None
-    errors = [error for process in processes for error in process.of(Error) if not error.after_cut]
-    first = min(errors, key=lambda error: error.t, default=None)
+    first = _first_error(processes)
     logs = sorted(folder.glob("*-ranks/rank*.log"))
     return Refusal(
         kind=first.type if first else "",
@@ -100,6 +103,13 @@ def refusal_of(task: Task, result: AuditResult, folder: Path) -> Refusal | None:
         alone=alone,
         sources=[_text(file, last_bytes=_MOST_SCRIPT) for file in _sources(task)],
     )
+
+
+def _first_error(processes: Sequence[RankRecords]) -> Error | None:
+    """Return the first error of any process before the cut; None without one."""
+    errors = [error for process in processes for error in process.of(Error)]
+    early = [error for error in errors if not error.after_cut]
+    return min(early, key=lambda error: error.t, default=None)
 
 
 def _sources(task: Task) -> list[Path]:
@@ -184,7 +194,9 @@ def _own_module(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
     match = re.search(r"No module named '?([\w.]+)", refusal.text)
     if match is None or "PYTHONPATH" in task.environment:
         return None
-    name = match[1].partition(".")[0]
+    name = match[1].strip(".").partition(".")[0]
+    if not name:
+        return None
     top = Path(task.submission)
     for found in sorted([*top.rglob(f"{name}.py"), *top.rglob(name)]):
         if (found.is_file() and found.suffix == ".py") or found.is_dir():
@@ -208,11 +220,17 @@ class Option(msgspec.Struct):
 
     name : as it is typed; "" for a positional argument.
     means : the names that tell what it wants.
+    takes : whether a value follows.
     """
 
     name: str
     means: list[str]
+    takes: bool
     required: bool
+
+    def words(self, value: str) -> list[str]:
+        """Return it as it is typed with a value."""
+        return [self.name, value] if self.name else [value]
 
 
 def _other_flags(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
@@ -220,50 +238,43 @@ def _other_flags(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
     usage = _USAGE.search(refusal.printed)
     if usage is None:
         return None
-    options = _options(" ".join(usage[1].split()))
+    options = list(_options(" ".join(usage[1].split())))
     place = _script_place(task)
+    given = {_plain(option): values for option, *values in _pairs(task.words[place + 1 :])}
     arguments: list[str] = []
     for option in options:
-        if kept := _value_kept(option, task.words[place + 1 :]):
-            arguments += [option.name, *kept]
+        values = given.get(option.means[0])
+        if values is not None and not any(map(has_placeholder, values)):
+            arguments += [option.name, *values]
             continue
         value = _wanted(option.means, task, required=option.required)
-        if value is not None:
-            arguments += [option.name, value] if option.name else [value]
-        elif option.required:
+        if option.required and value is None:
             return None
+        if value is not None and option.takes and not _is_doubtful(option, value, options):
+            arguments += option.words(value)
     words = [*task.words[: place + 1], *arguments]
     if words == task.words or ("{rank}" in arguments and _has_torchrun(task)):
         return None
-    return msgspec.structs.replace(task, words=words), " ".join(arguments) or "none"
+    return msgspec.structs.replace(task, words=words), ""
 
 
 def _options(usage: str) -> Iterator[Option]:
-    """Yield the options in a usage, such as ``[-h] [--lr LR] --rank RANK master_ip``."""
-    pattern = re.compile(
-        r"(\[)?(?:(--?[\w-]+)(?:[ =](\{[^}]*\}|[A-Z][\w-]*))?|(\{[^}]*\}|\w[\w-]*))"
-    )
-    depth_text = re.sub(r"\[(\w[^][]*)\]", "", usage)  # optional positional arguments
-    for match in pattern.finditer(depth_text):
-        bracket, name, metavar, positional = match.groups()
+    """Yield the arguments in a usage, such as ``[-h] [--lr LR] --rank RANK master_ip``."""
+    without_optional_positionals = re.sub(r"\[(\w[^][]*)\]", "", usage)
+    for bracket, name, metavar, positional in _ARGUMENT.findall(without_optional_positionals):
         if positional:
-            yield Option(name="", means=[_plain(positional)], required=True)
-        elif metavar:
+            yield Option("", [_plain(positional)], takes=True, required=True)
+        else:
             means = [_plain(name), _plain(metavar)]
-            yield Option(name=name, means=means, required=not bracket)
+            yield Option(name, means, takes=bool(metavar), required=not bracket)
 
 
-def _value_kept(option: Option, words: Sequence[str]) -> list[str]:
-    """Return the words that the demanded command gives for an option; none if they are a role's."""
-    for place, word in enumerate(words):
-        if word.startswith("--") and _plain(word) in option.means:
-            values: list[str] = []
-            for value in words[place + 1 :]:
-                if value.startswith("--"):
-                    break
-                values.append(value)
-            return [] if any(map(has_placeholder, values)) else values
-    return []
+def _is_doubtful(option: Option, value: str, options: Sequence[Option]) -> bool:
+    """Return whether an option may not want this value, since another one surely does."""
+    if option.required or not set(option.means) <= {*_WEAK, ""}:
+        return False
+    others = [other for other in options if other is not option and not set(other.means) <= _WEAK]
+    return any(set(other.means) & set(_ROLES[value].split()) for other in others)
 
 
 def _plain(name: str) -> str:
@@ -359,12 +370,18 @@ def _torchrun(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
     if _has_torchrun(task) or task.words[0] == "env" or not _reads_torchruns(refusal):
         return None
     place = _script_place(task)
-    kept: list[str] = []
-    for option, *values in _pairs(task.words[place + 1 :]):
-        if not any(map(has_placeholder, [option, *values])):
-            kept += [option, *values]
+    kept = _without(task.words[place + 1 :], has_placeholder)
     words = [task.program, "-m", "torch.distributed.run", task.words[place], *kept]
     return msgspec.structs.replace(task, words=words), "torchrun"
+
+
+def _without(arguments: Sequence[str], is_dropped: Callable[[str], bool]) -> list[str]:
+    """Return arguments without the options of which one word is to be dropped."""
+    kept: list[str] = []
+    for pair in _pairs(arguments):
+        if not any(map(is_dropped, pair)):
+            kept += pair
+    return kept
 
 
 def _reads_torchruns(refusal: Refusal) -> bool:
@@ -397,24 +414,32 @@ def _has_torchrun(task: Task) -> bool:
 
 def _variables(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
     """Put what it reads from the environment there, for each rank."""
-    wanted = re.fullmatch(r"'(\w+)'", refusal.message) if refusal.kind == "KeyError" else None
+    missing = re.fullmatch(r"'(\w+)'", refusal.message) if refusal.kind == "KeyError" else None
     variables: dict[str, str] = {}
-    if wanted and not _has_torchrun(task):
-        value = _wanted(
-            [_plain(re.sub("SLURM_|OMPI_COMM_|PMI_", "", wanted[1]))], task, required=False
-        )
-        if value is None:
-            return None
-        variables = {wanted[1]: value}
+    if missing and not _has_torchrun(task):
+        name = _plain(re.sub("SLURM_|OMPI_COMM_|PMI_", "", missing[1]))
+        if value := _wanted([name], task, required=False):
+            variables = {missing[1]: value}
     elif _has_torchrun(task) and _USAGE.search(refusal.printed):
         # It also wants flags that differ from rank to rank, which torchrun cannot give.
         variables = {"RANK": "{rank}", "LOCAL_RANK": "{rank}", "WORLD_SIZE": "{nodes}"}
-    set_already = [word.partition("=")[0] for word in task.words]
-    new = [f"{name}={value}" for name, value in variables.items() if name not in set_already]
+    already = [word.partition("=")[0] for word in task.words]
+    new = [f"{name}={value}" for name, value in variables.items() if name not in already]
     if not new:
         return None
     words = [word for word in task.words if word not in ("env", "-m", "torch.distributed.run")]
     return msgspec.structs.replace(task, words=["env", *new, *words]), " ".join(new)
+
+
+def _own_ranks(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
+    """Start it once, where each of its processes would start all ranks."""
+    starts = re.search(r"mp\.spawn|multiprocessing", refusal.code)
+    meets_itself = re.search(r"Address already in use|EADDRINUSE", refusal.text)
+    if "{rank}" not in task.words or not starts or not meets_itself:
+        return None
+    place = _script_place(task)
+    kept = _without(task.words[place + 1 :], lambda word: word == "{rank}")
+    return msgspec.structs.replace(task, words=[*task.words[: place + 1], *kept]), ""
 
 
 # --- another network, or a folder ---
@@ -485,6 +510,7 @@ DEMANDS = (
     Demand("with the address as {0}", _url),
     Demand("started by {0}", _torchrun),
     Demand("with {0} in the environment", _variables),
+    Demand("started once, since it starts its ranks itself", _own_ranks),
     Demand("in a network with {0}", _network),
     Demand("with a new folder {0}", _output_folder),
 )

@@ -59,38 +59,42 @@ def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
     part = rubric.parts[name]
     if isinstance(seen, Look):
         return Mark(part=name, title=part.title, points=part.points, look=[seen])
-    faults = seen.audit.faults
-    accepted = [fault for fault in faults if fault.name in part.accepts]
     counted: list[AuditFinding] = []
     if seen.audit.found_faults:
-        counted = [fault for fault in faults if fault.name not in part.accepts]
+        counted = [fault for fault in seen.audit.faults if fault.name not in part.accepts]
     lost = {fault.name: rubric.deduction(part, fault.name) for fault in counted}
+    changes = [] if seen.refused else seen.changes
+    cost = rubric.other_command * part.points if changes else 0.0
+    marks = max(0.0, part.points - sum(lost.values()) - cost)
+    look = _doubted(seen) or _unclear(part, seen, counted, marks)
     why = [_why_lost(fault, lost[fault.name]) for fault in counted]
-    for fault in accepted:
-        why.append(f"Accepted: {fault.title} ({fault.name}). {part.accepts[fault.name]}")
-    cost = rubric.other_command * part.points if seen.changes and not seen.refused else 0.0
+    if not look and not counted:
+        why.append(_why_full(part))
+    why += _accepted(part, seen)
     if cost:
         why.append(f"-{cost:g}: it does not run as demanded.")
-    marks = max(0.0, part.points - sum(lost.values()) - cost)
-    mark = Mark(
+    return Mark(
         part=name,
         title=part.title,
         points=part.points,
+        marks=None if look else marks,
         why=why,
-        look=_doubted(seen) or _unclear(part, seen, counted, marks),
+        look=look,
         faults=list(lost),
         lessons=sorted({lesson_of(fault) for fault in lost}),
         script=seen.script,
         command="" if seen.refused else seen.command,
-        changes=[] if seen.refused else seen.changes,
+        changes=changes,
         seconds=round(seen.seconds, 1),
         page=f"{name}.html",
     )
-    if not mark.look:
-        mark.marks = marks
-        if not counted:
-            mark.why = [_why_full(part), *why]
-    return mark
+
+
+def _accepted(part: Part, seen: Facts) -> Iterator[str]:
+    """Yield a sentence for each fault that the course asks for."""
+    for fault in seen.audit.faults:
+        if fault.name in part.accepts:
+            yield f"Accepted: {fault.title} ({fault.name}). {part.accepts[fault.name]}"
 
 
 def _why_lost(fault: AuditFinding, points: float) -> str:

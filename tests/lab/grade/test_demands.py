@@ -69,6 +69,14 @@ COMMANDS = {  # by how the script refuses: the arguments of the next command
         refusal(printed=USAGE.format("[--num_nodes NUM] --rank RANK [--init-method URL] [--gpu]")),
         "python3 main.py --num_nodes {nodes} --rank {rank} --init-method tcp://{master}:{port}",
     ),
+    "size-of-a-picture": (
+        refusal(printed=USAGE.format("[--size SIZE] [--world-size N] [--rank RANK] [--host HOST]")),
+        "python3 main.py --world-size {nodes} --rank {rank} --host {master}",
+    ),
+    "spawn": (
+        refusal("RuntimeError", "Address already in use", "", "mp.spawn(train, nprocs=2)"),
+        "python3 main.py --master-ip {master} --num-nodes {nodes}",
+    ),
     "required": (
         refusal(printed=USAGE.format("--node-rank R --epochs EPOCHS --data-dir DATA_DIR")),
         "python3 main.py --node-rank {rank} --epochs 1 --data-dir data",
@@ -109,6 +117,14 @@ def test_torchrun_and_flags_of_a_rank_meet_in_the_environment(task):
     assert "RANK={rank}" in told.words
     assert shown_command(next_task(told, asks)).endswith("python3 main.py --rank {rank}")
     assert len(next_task(told, asks).changes) == 3
+
+
+def test_what_the_demanded_command_gives_besides_stays(task):
+    own = ["--do_train", "--model", "bert", "--lr", "2e-5", "--max-steps", "9"]
+    task = msgspec.structs.replace(task, words=[*task.words[:2], *own, *task.words[2:]])
+    asks = refusal(printed=USAGE.format("[--model {bert,gpt}] [--do_train] --rank RANK"))
+    kept = ["--model", "bert", "--do_train", "--rank", "{rank}", "--lr", "2e-5"]
+    assert next_task(task, asks).words[2:] == kept
 
 
 @pytest.mark.parametrize(
