@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from lab.audit.findings.private import shared_part
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.performance import measure
 from lab.audit.report import print_audit, write_json, write_page
-from lab.audit.result import AuditResult, verdict
+from lab.audit.result import AuditResult, Failure, verdict
 from lab.audit.runner import AuditRun, RunSettings, run_audit_size
 from lab.terminal import console, say
 from lab.units import parse_rate
@@ -74,13 +75,13 @@ def audit_script(
 ) -> AuditResult:
     """Run the script at each size; return what is wrong and right, or why it could not be run."""
     runs: list[AuditRun] = []
-    stopped = None
+    stopped: Failure | None = None
     try:
         with understood():
             # of a generator: the runs before an error are kept
             runs.extend(run_sizes(command, sizes, folder, settings, network))
     except UserError as error:
-        stopped = f"could not be run: {error}"
+        stopped = Failure(str(error))
     with understood():
         return examine(command, runs, stopped, asked=sizes, rate=rate)
 
@@ -148,7 +149,7 @@ def _run_size(
 def examine(
     command: AuditCommand,
     runs: Sequence[AuditRun],
-    stopped: str | None,
+    stopped: Failure | None,
     *,
     asked: Sequence[int],
     rate: str | None,
@@ -168,7 +169,7 @@ def examine(
     checked = run_checks(recordings)
     failure = next((run.failure for run in runs if run.failure), stopped)
     if failure is not None:
-        failure = _with_advice(failure, checked.findings)
+        failure = _with_finding(failure, checked.findings)
     measured = [recording for recording in recordings if recording.ranks]
     return AuditResult(
         command=command.text,
@@ -202,12 +203,8 @@ def _remarks(command: AuditCommand, runs: Sequence[AuditRun], asked: Sequence[in
     return []
 
 
-def _with_advice(failure: str, findings: Sequence[Finding]) -> str:
-    """Return a failure on one line: with the advice in its second one, or that a fault explains it.
-
-    failure : see ``explain_failure``.
-    """
-    what, _, advice = failure.partition("\n")
+def _with_finding(failure: Failure, findings: Sequence[Finding]) -> Failure:
+    """Return the failure, with no other explanation than a fault that makes the ranks fail."""
     if any(finding.entry.fails for finding in findings):
-        advice = "The fault explains it."
-    return f"{what.strip()} {advice}".strip()
+        return dataclasses.replace(failure, cause="", cure="", advice="The fault explains it.")
+    return failure

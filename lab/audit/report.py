@@ -25,7 +25,7 @@ from lab.audit.findings.finding import FAULT, Finding, ranks_text
 from lab.audit.performance import Performance
 from lab.audit.recording import Recording
 from lab.audit.records import CodeLine, Start, TorchImported
-from lab.audit.result import AuditResult, in_sentence, titled
+from lab.audit.result import AuditResult, Failure, in_sentence, titled
 from lab.predict.readable import bytes_text, duration_text
 
 FORMAT = 1
@@ -98,6 +98,18 @@ class VersionsContent(msgspec.Struct):
     torch: str
 
 
+class DiagnosisContent(msgspec.Struct):
+    """Why a script could not be audited, or not to its end; see ``Failure`` of result.py."""
+
+    how: str
+    reason: str
+    at: LineContent | None
+    cause: str
+    cure: str
+    advice: str
+    known_error: str | None
+
+
 class AuditContent(msgspec.Struct):
     """All that an audit says."""
 
@@ -105,6 +117,7 @@ class AuditContent(msgspec.Struct):
     status: int
     headline: str
     failure: str | None
+    diagnosis: DiagnosisContent | None
     verdict: VerdictContent
     findings: list[FindingContent]
     possible: list[FindingContent]
@@ -185,7 +198,8 @@ def _content(result: AuditResult) -> AuditContent:
         command=result.command,
         status=result.status,
         headline=result.headline,
-        failure=result.failure,
+        failure=None if result.failure is None else result.failure.text,
+        diagnosis=_diagnosis_content(result.failure),
         verdict=VerdictContent(QUESTION, result.verdict.answer, result.verdict.why),
         findings=[_finding_content(finding) for finding in result.findings],
         possible=[_finding_content(finding) for finding in result.possible],
@@ -214,6 +228,20 @@ def _finding_content(finding: Finding) -> FindingContent:
         sure=finding.sure,
         ranks=list(finding.sizes),
         condition=finding.condition or None,
+    )
+
+
+def _diagnosis_content(failure: Failure | None) -> DiagnosisContent | None:
+    if failure is None:
+        return None
+    return DiagnosisContent(
+        how=failure.how,
+        reason=failure.reason,
+        at=_line_content(failure.at),
+        cause=failure.cause,
+        cure=failure.cure,
+        advice=failure.advice,
+        known_error=failure.known_error,
     )
 
 
@@ -371,11 +399,26 @@ def page_template(file: Path) -> jinja2.Template:
     ).get_template(file.name)
 
 
+class MarkNote(msgspec.Struct):
+    """The mark that a grader has given for what was audited; it replaces the answer's colour.
+
+    state : "full", "less" or "open".
+    """
+
+    text: str
+    state: str
+
+
 def write_page(path: Path, result: AuditResult) -> None:
     """Write the page of an audit atomically; jinja2 escapes every text."""
+    write_content(path, _content(result))
+
+
+def write_content(path: Path, content: AuditContent, *, mark: MarkNote | None = None) -> None:
+    """Write the page of what an audit said, as ``write_page`` does, with a mark at its top."""
     template = page_template(Path(__file__).with_name("page.html.jinja"))
     facts = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "machine": f"{platform.platform()}, {usable_cores()} cores",
     }
-    write_atomically(path, template.render(audit=_content(result), facts=facts).encode())
+    write_atomically(path, template.render(audit=content, facts=facts, mark=mark).encode())

@@ -7,7 +7,7 @@ from typing import Literal
 from lab.audit.findings.finding import FAULT, Finding, ranks_text
 from lab.audit.performance import Performance
 from lab.audit.recording import Recording
-from lab.audit.records import Evaluation
+from lab.audit.records import CodeLine, Evaluation
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,35 @@ class EqualityVerdict:
 
     answer: Literal["yes", "no", "cannot tell"]
     why: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a script could not be audited, or not to its end.
+
+    Parameters
+    ----------
+    reason : what happened, as a sentence, with the script's error and its line.
+    how : "could not be run on 2 ranks", for example.
+    at : the line of the script at which it happened; None if nothing tells.
+    cause, cure : why, and what to change in the script; they suit its author. "" if unknown.
+    advice : what to change in the command of ``lab audit``; it suits who runs the audit.
+    known_error : the name of the error in lab/explain/known_errors.toml, or None.
+    """
+
+    reason: str
+    how: str = "could not be run"
+    at: CodeLine | None = None
+    cause: str = ""
+    cure: str = ""
+    advice: str = ""
+    known_error: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All of it for who runs the audit, on one line."""
+        sentences = (f"{self.how}: {self.reason}", self.cause, self.advice or self.cure)
+        return " ".join(filter(None, sentences))
 
 
 @dataclass(frozen=True)
@@ -34,7 +63,7 @@ class AuditResult:
     right, unknown : sentences on what was checked and is right, and on what could not be checked.
     remarks : on the runs themselves, e.g. that the script fixes its number of ranks.
     performance : of the largest run; None if nothing was measured.
-    failure : why a run could not be audited, or not to its end, and what to try; None if all could.
+    failure : why a run could not be audited, or not to its end; None if all could.
     """
 
     command: str
@@ -46,7 +75,7 @@ class AuditResult:
     unknown: Sequence[str] = ()
     remarks: Sequence[str] = ()
     performance: Performance | None = None
-    failure: str | None = None
+    failure: Failure | None = None
 
     @property
     def faults(self) -> list[Finding]:
@@ -73,7 +102,7 @@ class AuditResult:
             probably, fault = _gravest(self.faults)
             return f"{probably}wrong: {fault}"
         if self.failure:
-            return self.failure
+            return self.failure.text
         if self.status == 2:
             return f"cannot tell: {self.verdict.why}"
         sizes = {recording.size for recording in self.recordings}
@@ -87,7 +116,7 @@ def verdict(
     findings: Sequence[Finding],
     unknown: Sequence[str] = (),
     *,
-    failure: str | None = None,
+    failure: Failure | None = None,
 ) -> EqualityVerdict:
     """Return the verdict on all runs of a script.
 
@@ -119,7 +148,7 @@ def _why_unsure(
     recordings: Sequence[Recording],
     names: set[str],
     unknown: Sequence[str],
-    failure: str | None,
+    failure: Failure | None,
 ) -> str | None:
     """Return the first reason for which nobody can tell; None if there is none.
 

@@ -28,6 +28,7 @@ from lab.audit.findings.private import shared_part
 from lab.audit.isolation import LOOPBACK, RunNetwork, end_processes, running
 from lab.audit.recording import RankRecords, Recording, RecordReader
 from lab.audit.records import AnyRecord, CollectiveCall, Cut, Step
+from lab.audit.result import Failure
 
 # The folder that loads the probe when it is on PYTHONPATH.
 HOOK = Path(__file__).with_name("probe") / "hook"
@@ -198,7 +199,7 @@ class AuditRun:
         self.hung: str | None = None
         self.reader = RecordReader(self.records)
         self.recording = Recording(size=0, ranks=[])
-        self.failure: str | None = None
+        self.failure: Failure | None = None
         self._began = time.monotonic()
         self._recorded = self._began
         self._active = self._began

@@ -21,6 +21,7 @@ import inspect
 import json
 import linecache
 import os
+import re
 import sys
 import time
 import traceback
@@ -34,6 +35,8 @@ Function = TypeVar("Function", bound=Any)
 # Holds the settings as JSON: folder, script (folder of the user's code), steps, rank (or null),
 # clocks.
 ENVIRONMENT = "LAB_AUDIT"
+# Folders of packages, and of Python's own modules, which may lie under the user's folder.
+_INSTALLED = re.compile(r"[/\\](?:(?:site|dist)-packages|lib(?:64)?[/\\]python[\d.]+)[/\\]")
 
 
 class Probe:
@@ -160,8 +163,15 @@ class Probe:
     def _is_users(self, filename: str) -> bool:
         """Return whether a file belongs to the script: under its folder, not installed there."""
         path = os.path.realpath(filename)
-        below = path.startswith(self.script + os.sep) and "site-packages" not in path
-        return below and not path.startswith(os.path.dirname(os.path.realpath(__file__)))
+        own = os.path.dirname(os.path.realpath(__file__))
+        return belongs_to(filename, self.script) and not path.startswith(own)
+
+
+def belongs_to(filename: str, folder: str) -> bool:
+    """Return whether a file lies under a folder, and is neither installed nor Python's own."""
+    path = os.path.realpath(filename)
+    is_file = not filename.startswith("<")  # as "<frozen os>"
+    return is_file and path.startswith(folder + os.sep) and _INSTALLED.search(path) is None
 
 
 def compiling() -> bool:
