@@ -57,6 +57,10 @@ def test_a_script_that_starts_its_own_ranks_runs_once(audit):
     ("words", "message"),
     [
         ("", "no command: add it after --"),
+        ("train.py", "Type: lab audit -- python train.py. Add the script's flags, with {rank}"),
+        ("--ranks 2 train.py {rank}", "Type: lab audit --ranks 2 -- python train.py {rank}"),
+        ("--json a.json torchrun --nproc-per-node 2 train.py", "a.json -- torchrun --nproc-per"),
+        ("-- train.py --rank {rank}", "Type: lab audit -- python train.py --rank {rank}"),
         ("--ranks 1 -- python train.py {rank}", "--ranks: got 1"),
         ("--ranks 2 999 -- python train.py {rank}", "--ranks: got 999; this machine has"),
         ("--steps 0 -- python train.py {rank}", "--steps: got 0; give more than 0"),
