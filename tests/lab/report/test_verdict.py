@@ -87,7 +87,10 @@ def test_the_answer_is_one_sentence(cells, sentence):
         ),
         (on(2, "gather_scatter"), "The messages of gather_scatter leave after backward (0.084 s"),
         (on(4, "ring", oversubscribed=True, load=4), "the ranks share cores, so separate machines"),
-        (on(4, "ring", load=1.6), "settings); the machine was busy (load 1.6 per core)."),
+        (
+            on(4, "ring", load=1.6),
+            "settings); the machine was busy (load 1.6 per core during ring on 4 nodes).",
+        ),
         (on(4, "ring", load=1.4), "settings). The"),
     ],
 )
