@@ -453,6 +453,9 @@ class FailureWatch:
                 store.set(key, self._beat())
                 if self._rank > 0:
                     self._rank0 = decode(store.get(_BEAT.format(0)), Beat, name="a beat")
+                elif _told(store):  # Gloo often notices a lost rank only at its timeout
+                    _close_connections(self._store_port, self._others)
+                    break
                 began = time.monotonic()
                 self._closing.wait(BEAT_SECONDS)
                 if INTERRUPT.is_set():
