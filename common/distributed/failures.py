@@ -120,7 +120,7 @@ def explain_lost_rank(collective: str) -> str:
     """Return a message for the user if nobody knows which rank ``collective`` lost."""
     return (
         f"{collective} broke: another rank has ended, or did not answer in time. Its output shows "
-        "why; if it shows nothing, its process was killed or its node was lost."
+        "why; if it shows nothing, its process was killed or its machine was lost."
     )
 
 
