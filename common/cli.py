@@ -247,7 +247,7 @@ _PARTS = {
         main,
         "PartOne",
         path=None,
-        description="Part One: train on a single node.",
+        description="Part One: train with one process.",
         sync_choices=("none",),
     ),
     "PartTwo": partial(

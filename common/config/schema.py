@@ -32,7 +32,7 @@ DEFAULT_LEARNING_RATE = {"sgd": 0.02, "adamw": 0.001}
 BY_HAND_SECONDS = 600.0  # for somebody to start the other ranks in other terminals
 
 RECIPE = "recipe"
-CLUSTER = "ranks and network (the same on every node, except --rank)"
+CLUSTER = "ranks and network (the same on every rank, except --rank)"
 DATA = "data"
 TRAINING = "training"
 OPTIMIZER = "optimiser and schedule"

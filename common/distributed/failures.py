@@ -120,7 +120,7 @@ def explain_lost_rank(collective: str) -> str:
     """Return a message for the user if nobody knows which rank ``collective`` lost."""
     return (
         f"{collective} broke: another rank has ended, or did not answer in time. Its output shows "
-        "why; if it shows nothing, its process was killed or its node was lost."
+        "why; if it shows nothing, its process was killed or its machine was lost."
     )
 
 
@@ -453,6 +453,9 @@ class FailureWatch:
                 store.set(key, self._beat())
                 if self._rank > 0:
                     self._rank0 = decode(store.get(_BEAT.format(0)), Beat, name="a beat")
+                elif _told(store):  # Gloo often notices a lost rank only at its timeout
+                    _close_connections(self._store_port, self._others)
+                    break
                 began = time.monotonic()
                 self._closing.wait(BEAT_SECONDS)
                 if INTERRUPT.is_set():

@@ -163,7 +163,7 @@ def _master_address(
     url = re.fullmatch(r"tcp://(\[[^][/?#@]+\]|[^][/?#@:]+):(\d{1,5})", dist_url)
     if url is None or not 1 <= int(url[2]) <= 65_535:
         raise UserError(
-            f"--dist-url: got {dist_url!r}, give tcp://ADDRESS:PORT of rank 0's node, e.g. "
+            f"--dist-url: got {dist_url!r}, give tcp://ADDRESS:PORT of rank 0's machine, e.g. "
             "tcp://127.0.0.1:23456"
         )
     host = url[1].strip("[]")
@@ -234,7 +234,7 @@ def _check_interface(environment: Mapping[str, str]) -> None:
     if missing:
         raise UserError(
             f"the environment has GLOO_SOCKET_IFNAME={chosen}, but this machine has no interface "
-            f"{missing[0]}, only {', '.join(own)}: set it to the one that joins the nodes, or "
+            f"{missing[0]}, only {', '.join(own)}: set it to the one that joins the machines, or "
             "unset it"
         )
 

@@ -208,7 +208,7 @@ def _serve(launch: LaunchSpec, wait: _Wait) -> dist.TCPStore:
     if reason:
         print_to_stderr(
             f"rank 0: {reason}, so port {launch.master_port} is open on all addresses of this "
-            "machine: let a firewall close it to all but the nodes"
+            "machine: let a firewall close it to all but the machines of the ranks"
         )
     return store
 
@@ -431,13 +431,13 @@ def _fingerprint(launch: LaunchSpec) -> str:
 def explain_mismatch(*, here: bool, there: bool) -> str:
     """Return why a rank's token does not match rank 0's; here, there : whether each has one."""
     if here and there:
-        return f"its {RUN_TOKEN} is not rank 0's: set the same value on every rank"
+        return f"its {RUN_TOKEN} is not rank 0's: set the same value on every node"
     found = (
         "this rank has a run token and rank 0 has none"
         if here
         else "rank 0 has a run token and this rank has none"
     )
-    return f"{found}: set {RUN_TOKEN} to the same value on every rank, or on none"
+    return f"{found}: set {RUN_TOKEN} to the same value on every node, or on none"
 
 
 def _missing(own: dist.Store, launch: LaunchSpec) -> list[int]:

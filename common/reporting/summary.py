@@ -103,7 +103,7 @@ def _draw(setup: Setup, run_logger: RunLogger, result: Mapping[str, Any]) -> Non
     folder = run_logger.folder
     folder.write_json("report.json", result)
     ranks = setup.world.size
-    way = f"{config.sync} on {ranks} ranks" if ranks > 1 else "one node"
+    way = f"{config.sync} on {ranks} ranks" if ranks > 1 else "one process"
     title = f"{config.model} on {config.dataset}, {way}"
     draw_confusion_matrix(
         folder.path / "confusion_matrix.png",

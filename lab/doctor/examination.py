@@ -53,7 +53,7 @@ def check_flags(flags: argparse.Namespace) -> None:
     if incomplete or (rank is not None and flags.master_ip is None):
         raise UserError(
             "lab doctor: give --master-ip, --num-nodes and --rank together to test the network "
-            "between the nodes, or --master-ip alone, or none of the three"
+            "between the ranks, or --master-ip alone, or none of the three"
         )
     if rank is not None and not 0 <= rank < size:
         raise UserError(f"--rank: got {rank} of --num-nodes {size}; ranks count from 0")

@@ -92,7 +92,7 @@ def check_port(flags: Namespace) -> CheckResult | None:
     except OSError:
         return failure(
             f"{port} is in use by {port_holder(port)}",
-            "end that process, or give another --master-port on every node",
+            "end that process, or give another --master-port on every rank",
         )
     return ok(f"{port} is free")
 

@@ -104,10 +104,10 @@ def test_interrupt_inside_a_collective_is_told_to_the_rank_that_still_computes(t
     time.sleep(1)
     ranks[1].send(signal.SIGINT)
     ended = ranks[1].end(timeout_seconds=20)
-    assert_told(ended, "interrupted: another rank did not answer", status=130)
+    assert_told(ended, "interrupted", status=130)
     set_pace(tmp_path, 0)
     told = r"error \(rank 0\): rank 1 was interrupted \(Ctrl-C\)\."
-    assert_told(ranks[0].end(timeout_seconds=30), told)
+    assert_told(ranks[0].end(timeout_seconds=30), told)  # not at Gloo's timeout
 
 
 def test_interrupt_while_the_report_is_written(tmp_path):

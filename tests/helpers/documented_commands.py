@@ -50,9 +50,7 @@ CHECKS = {
     "pytest": Elsewhere("part of make test, test-slow and test-engines"),
     "pip install": Elsewhere("needs a package index"),
     "^tensorboard": Elsewhere("runs until you stop it"),
-    r"submissions| train\.py| main_gather\.py": Elsewhere(
-        "tests/lab/audit and tests/lab/grade do it with cases"
-    ),
+    r"submissions| train\.py": Elsewhere("tests/lab/audit and tests/lab/grade do it with cases"),
     r" learn/(blind|10)|lab learn 10 --check|lab\.learn\.gallery": Elsewhere(
         "tests/lab/learn checks, breaks and draws the same"
     ),
@@ -76,7 +74,6 @@ CHECKS = {
     " learn/0|lab.learn.pictures": Elsewhere("tests/lab/learn runs the solutions, and draws"),
     "--predict ANSWER": Elsewhere("ANSWER stands for the student's own number; tests/lab/learn"),
     "main_gather": Elsewhere("tests/lab/learn/test_your_own_program.py runs and audits it"),
-    "lab learn .*(--hint|--give-up)": quick(prints=r"Hint \d of 3|a solution"),
     "lab learn": quick(prints=r"Wrote learn/|stays as it is|Kept: "),
     # lab
     "ddp-auto": quick(prints=r"ddp-auto takes (the default buckets|buckets of \d+ MiB)"),

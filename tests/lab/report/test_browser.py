@@ -83,8 +83,11 @@ def browse(page, *flags):
 
 
 def measured(page, width, *flags):
-    """Return how many tables scroll without a visible hint, and how many tables there are, and
-    frame width, scroll width, overflowing elements, smallest text, background and ink."""
+    """Return what MEASURE found, in a frame of this width.
+
+    The tables that scroll without a visible hint, the number of tables, frame width, scroll width,
+    overflowing elements, smallest text, background and ink.
+    """
     around = page.with_name(f"around-{width}.html")
     around.write_text(AROUND.replace("WIDTH", str(width)), encoding="utf-8")
     found = re.search(
