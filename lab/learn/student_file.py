@@ -114,10 +114,11 @@ class StudentFile:
                 )
             except RankError as error:
                 stacks = {path.name: path.read_text() for path in Path(folder).glob("rank *")}
-                if any(stacks.values()):
-                    message = self._hang(stacks)
-                else:
-                    message = self._failure(str(error).strip())
+                text = str(error).strip()
+                failed = re.match(r"(rank \d+) of \d+:\n", text)
+                in_time = failed is not None and not stacks.get(failed[1])
+                hangs = any(stacks.values()) and not in_time  # else others wait for that rank
+                message = self._hang(stacks) if hangs else self._failure(text)
                 raise Mistake(message) from None
 
     def _hang(self, stacks: Mapping[str, str]) -> str:
