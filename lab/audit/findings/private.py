@@ -20,6 +20,7 @@ from lab.audit.records import (
     Batch,
     CodeLine,
     CollectiveCall,
+    EpochRecord,
     Evaluation,
     OptimizerRecord,
     Parameter,
@@ -27,6 +28,7 @@ from lab.audit.records import (
     RandomForward,
     Record,
     Step,
+    Trained,
 )
 
 # What a backward computed with: hashes of the inputs, and of the targets.
@@ -78,30 +80,34 @@ def shared_part(recording: Recording) -> Recording:
         return recording
     models = [_models(rank) for rank in recording.ranks]
     fewest = min(models, key=len)
-    if not fewest:
+    surplus = [_surplus(of_rank, fewest) for of_rank in models]
+    if not fewest or None in surplus:
         return recording
-    private = [_surplus(of_rank, fewest) for of_rank in models]
-    if None in private:
-        return recording
-    kept = [
-        [model for model in of_rank if model not in (surplus or ())]
-        for of_rank, surplus in zip(models, private, strict=True)
-    ]
-    everywhere = [] if exchanges_activations(recording) else _on_every_rank(kept)
-    sentences = [
-        *_told(private, fewest),
-        *(_told_everywhere(of_ranks[0]) for of_ranks in everywhere),
-    ]
-    if not any(private) and not everywhere:
+    private = [of_rank or [] for of_rank in surplus]
+    sentences = [*_told(private, fewest)]
+    if not exchanges_activations(recording):
+        for of_ranks in _on_every_rank(models, private):
+            sentences.append(_told_everywhere(of_ranks[0]))
+            for of_rank, model in zip(private, of_ranks, strict=True):
+                of_rank.append(model)
+    if not any(private):
         return recording
     ranks = []
-    for number, rank in enumerate(recording.ranks):
-        aside = [*(private[number] or ()), *(of_ranks[number] for of_ranks in everywhere)]
-        ranks.append(_without(rank, {o for model in aside for o in model.numbers}))
-    names = {row.key: row.name for row in _rows(ranks[models.index(fewest)])}
-    for row in (row for rank in ranks for row in _rows(rank)):
-        row.name = names.get(row.key, row.name)
+    for rank, of_rank in zip(recording.ranks, private, strict=True):
+        ranks.append(_without(rank, {number for model in of_rank for number in model.numbers}))
+    _name_alike(ranks, ranks[models.index(fewest)])
     return replace(recording, ranks=ranks, set_aside=sentences)
+
+
+def _name_alike(ranks: Sequence[RankRecords], named: RankRecords) -> None:
+    """Give all ranks' parameters the names of one rank's.
+
+    A rank that trains a private model first has seen no forward that names the others.
+    """
+    names = {row.key: row.name for row in _rows(named)}
+    for rank in ranks:
+        for row in _rows(rank):
+            row.name = names.get(row.key, row.name)
 
 
 def _rows(rank: RankRecords) -> list[Parameter]:
@@ -163,9 +169,17 @@ def _surplus(models: Sequence[_Model], fewest: Sequence[_Model]) -> list[_Model]
     return left if all(model.alone for model in left) else None
 
 
-def _on_every_rank(models: Sequence[Sequence[_Model]]) -> list[tuple[_Model, ...]]:
-    """Return the models that every rank trains alone on the same inputs, while sharing another."""
-    groups = list(zip(*models, strict=True))
+def _on_every_rank(
+    models: Sequence[Sequence[_Model]], private: Sequence[Sequence[_Model]]
+) -> list[tuple[_Model, ...]]:
+    """Return the models that every rank trains alone on the same inputs, while sharing another.
+
+    private : by rank, those that are known to be none of these.
+    """
+    kept = []
+    for of_rank, aside in zip(models, private, strict=True):
+        kept.append([model for model in of_rank if model not in aside])
+    groups = list(zip(*kept, strict=True))
     alone = [group for group in groups if all(model.alone for model in group)]
     if len(alone) == len(groups):
         return []
@@ -179,14 +193,14 @@ def _same_inputs(models: Sequence[_Model]) -> bool:
     return known and all(model.inputs[:compared] == first[:compared] for model in models)
 
 
-def _told(private: Sequence[list[_Model] | None], fewest: Sequence[_Model]) -> Iterator[str]:
+def _told(private: Sequence[Sequence[_Model]], fewest: Sequence[_Model]) -> Iterator[str]:
     """Yield a sentence on each private model of a rank.
 
     None on what the ranks make in different numbers, as an optimiser a batch.
     """
     made_often = [model.shapes for model in fewest if model.alone]
     for rank, models in enumerate(private):
-        for model in models or ():
+        for model in models:
             if model.shapes not in made_often:
                 yield (
                     f"Rank {rank} also trains another model by itself ({_described(model)}): "
@@ -211,6 +225,7 @@ def _without(rank: RankRecords, private: set[int]) -> RankRecords:
     numbers = {parameters.optimizer_number for parameters in rank.of(Parameters)} - private
     places = {number: place for place, number in enumerate(sorted(numbers))}
     loaders = _loaders_of(rank, private)
+    epochs = _private_epochs(rank, private)
     done: Counter[int] = Counter()  # updates by optimiser
     micro: Counter[int] = Counter()  # backwards by step
     kept: list[Record] = []
@@ -227,8 +242,10 @@ def _without(rank: RankRecords, private: set[int]) -> RankRecords:
                 for row in record.rows
             ]
             record = replace_fields(record, built=min(record.built, step), rows=rows)
-        if isinstance(record, Batch) and record.loader_number not in loaders:
-            continue
+        if isinstance(record, EpochRecord):
+            epoch = (record.loader_number, record.epoch)
+            if epoch in epochs or record.loader_number not in loaders:
+                continue
         if isinstance(record, Backward):
             if _is_private(record, private):
                 continue
@@ -245,6 +262,20 @@ def _without(rank: RankRecords, private: set[int]) -> RankRecords:
 def _is_private(backward: Backward, private: set[int]) -> bool:
     reached = backward.optimizers
     return bool(reached) and private.issuperset(reached or ())
+
+
+def _private_epochs(rank: RankRecords, private: set[int]) -> set[tuple[int, int]]:
+    """Return the loaders and epochs of which the first backward is a private one."""
+    epochs: set[tuple[int, int]] = set()
+    begun: list[Trained] = []  # each is written right before the backward that uses its batch
+    for record in rank.records:
+        if isinstance(record, Trained):
+            begun.append(record)
+        if isinstance(record, Backward):
+            if _is_private(record, private):
+                epochs.update((trained.loader_number, trained.epoch) for trained in begun)
+            begun = []
+    return epochs
 
 
 def _loaders_of(rank: RankRecords, private: set[int]) -> set[int]:
