@@ -68,9 +68,9 @@ def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
     marks = max(0.0, part.points - sum(lost.values()) - cost)
     look = _doubted(seen) or _unclear(part, seen, counted, marks)
     why = [_why_lost(fault, lost[fault.name]) for fault in counted]
-    if not look and not counted:
-        why.append(_why_full(part))
     why += _accepted(part, seen)
+    if not look and not why:
+        why.append(_why_full(part))
     if cost:
         why.append(f"-{cost:g}: it does not run as demanded.")
     return Mark(

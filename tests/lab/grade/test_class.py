@@ -80,12 +80,12 @@ def handed_in(script, *edits, **files):
 
 
 # Twelve submissions to a course whose rubric demands DEMANDED: a folder for each, its files, the
-# mark of 6 points ("" if it is left to a person), what was found, and a text in the command that
-# starts it.
+# mark of 6 points ("" if it is left to a person), what was found, and how it runs otherwise than
+# demanded ("" if it does not).
 DEMANDED = "python {script} --master-ip {master} --num-nodes {nodes} --rank {rank}"
 SAVES = '\n    open(f"output/{args.rank}.txt", "w")\n    train(args)\n'
 TWELVE = {
-    "asked": ("part2", handed_in(RIGHT), "6", "", DEMANDED[16:]),
+    "asked": ("part2", handed_in(RIGHT), "6", "", ""),
     "url": ("part2", handed_in(RIGHT, AS_URL), "6", "", "tcp://{master}:{port}"),
     "url-sum": ("part2", handed_in(SUM, AS_URL), "0", "sum-not-mean", "tcp://{master}:{port}"),
     "torchrun": (
@@ -95,8 +95,14 @@ TWELVE = {
         "",
         "torchrun main.py",
     ),
-    "eth1": ("part2", handed_in("start_seed_of_the_rank", ETH1), "0", "different-start", ""),
-    "output": ("part2", handed_in(RIGHT.replace("\n    train(args)\n", SAVES)), "6", "", ""),
+    "eth1": ("part2", handed_in("start_seed_of_the_rank", ETH1), "0", "different-start", "eth1"),
+    "output": (
+        "part2",
+        handed_in(RIGHT.replace("\n    train(args)\n", SAVES)),
+        "6",
+        "",
+        "new folder output",
+    ),
     "flags": (
         "part2",
         handed_in("samples_order_without_set_epoch", *RENAMED, AS_URL, ETH1),
@@ -121,12 +127,18 @@ TWELVE = {
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_class_of_twelve_that_no_single_command_starts(grade):
-    demanded = "environment.TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD = 1\nother_command = 0\n"
-    rubric = f"{demanded}{ON_TWO_RANKS}".replace(BY_FLAGS, DEMANDED)
+    rubric = ON_TWO_RANKS.replace(BY_FLAGS, DEMANDED)
     seen = grade({name: {part: files} for name, (part, files, *_) in TWELVE.items()}, rubric=rubric)
     marks = {name: row["part2"] for name, row in seen.rows.items()}
     assert marks == {name: mark for name, (_, _, mark, _, _) in TWELVE.items()}
     assert sum(not mark for mark in marks.values()) <= 3
+    for name, (_, _, mark, fault, otherwise) in TWELVE.items():
+        row = seen.rows[name]
+        assert row["faults"] == (f"part2:{fault}" if fault else ""), name
+        assert bool(row["other commands"]) == bool(otherwise), name
+        assert otherwise in row["other commands"], name
+        assert bool(row["by hand"]) == (not mark), name
+    assert "Python 2" in seen.rows["python2"]["by hand"]
 
 
 @pytest.mark.slow

@@ -269,12 +269,20 @@ def test_tables_are_written_after_each_part_and_each_reader_has_his_own_sentence
     assert not any("--map" in page or "same command" in page for page in pages.values())
 
 
-def test_the_audits_page_has_the_colour_of_the_mark(grade, ran, tmp_path):
+def test_the_audits_page_has_the_colour_of_the_mark_and_no_advice_on_the_audits_flags(
+    grade, ran, tmp_path, monkeypatch
+):
     (tmp_path / "out").mkdir()
     given = "submission,part,marks,reason\nset,part2,6,shown to me\n"
     (tmp_path / "out/overrides.csv").write_text(given)
     scripts = {"set": "unclear", "open": "unclear", "half": "half", "accepted": "accepted"}
+    told = {"how": "not run", "reason": "R.", "cause": "", "cure": "C.", "advice": "--isolate x"}
+    told |= {"at": None, "known_error": None}
+    lost = {"diagnosis": told, "failure": "R. --isolate x", "headline": "R. --isolate x"}
+    monkeypatch.setitem(ANSWERS, "unclear", ({}, {"status": 2, **lost}, ""))
     grade({name: {"part2": script} for name, script in scripts.items()}, "--no-sandbox")
+    for path in (tmp_path / "out/submissions/open").glob("*.html"):
+        assert ("C." in path.read_text(), "--isolate" in path.read_text()) == (True, False)
     notes = {}
     for name in scripts:
         page = (tmp_path / f"out/submissions/{name}/part2.html").read_text()
