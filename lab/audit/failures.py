@@ -49,6 +49,7 @@ _TORCHRUN = "lab audit -- torchrun --nproc-per-node 2 SCRIPT"
 _GLOOS_PLACE = re.compile(r"\[enforce fail at [^\]]*\]\s*")
 # A frame of a printed traceback; that of a SyntaxError has no function.
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+).*\n(?: {4,}(\S.*))?', re.MULTILINE)
+_ERROR = re.compile(r"[Ee]rror|Exception|printed nothing")
 _UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
 _PRINTED = 4000  # characters of a rank's output that are read for the cause
 _MODULE = re.compile(r"No module named '?([\w.]+)")
@@ -196,17 +197,20 @@ def _own_error(run: AuditRun, error: Error | None, gone: RankRecords | None) -> 
     told = f"{message}\n{_last_error(printed)}"
     at = None
     if error is not None:
-        told = without_colours(f"{error.type}: {error.message}".strip())
+        kind_and_text = (error.type, without_colours(error.message).strip())
+        told = ": ".join(filter(None, kind_and_text))
         message = textwrap.shorten(told.splitlines()[0], 300, placeholder=" …")
         at = error.at
     if at is None or error is None or error.type in _UNREADABLE:
         at = next(_printed_places(printed, run), at)
+    found = _known(told, f"{at or ''}\n{printed[-_PRINTED:]}")
     if at is not None:
         message = f"{message.rstrip('.')} (at {at})"
+    elif error is None and found is None and not _ERROR.search(message):
+        message = message.replace(": ", ", and last printed: ", 1)
     message = _GLOOS_PLACE.sub("", message).rstrip(".")
     end = "" if message.endswith("?") else "."
-    around = f"{at or ''}\n{printed[-_PRINTED:]}"
-    return _explained(Failure(f"{message}{end}", at=at), _known(told, around), run)
+    return _explained(Failure(f"{message}{end}", at=at), found, run)
 
 
 def _last_error(printed: str) -> str:
@@ -253,8 +257,9 @@ def _explained(failure: Failure, found: Found | None, run: AuditRun) -> Failure:
     if module is not None and error.name == "missing_package":
         package, _, _ = module[1].partition(".")
         return replace(known, cause="", advice=_about_module(package, run))
-    more = (run.size or 2) + 1
-    return replace(known, advice=found.advice.replace("MORE", str(more)))
+    script = next((word for word in run.command.words if word.endswith(".py")), "SCRIPT")
+    advice = found.advice(script=script, more=str((run.size or 2) + 1))
+    return replace(known, advice=advice)
 
 
 def _about_module(name: str, run: AuditRun) -> str:
@@ -324,7 +329,6 @@ def _hang(run: AuditRun, why: str) -> Failure:
     found = _CONNECTS_TO.search("\n".join(outputs))
     return Failure(
         reason,
-        cause="The ranks did not meet.",
         cure="Take the address, the port and the number of ranks from flags.",
         advice="Give the number of ranks, the address and the port that it uses: --ranks N, "
         f"{{master}} and {{port}} in the command, or --isolate {found[1] if found else 'ADDRESS'}.",

@@ -73,13 +73,16 @@ class Found:
     line: LogLine
     count: int
 
-    @property
-    def advice(self) -> str:
-        """What to change in the command of ``lab audit``, with the words of the line filled in."""
-        words: dict[str, str] = {}
+    def advice(self, **words: str) -> str:
+        """Return what to change in the command of ``lab audit``.
+
+        words : what stands for <name> in the entry's text, for each name; the groups of the
+            pattern that matched the line come first.
+        """
         for pattern in self.error.patterns:
             if match := re.search(pattern, self.line.text):
-                words = {name: word for name, word in match.groupdict().items() if word}
+                matched = {name: word for name, word in match.groupdict().items() if word}
+                words = words | matched
                 break
         return re.sub(
             r"<(\w+)>", lambda name: words.get(name[1], name[1].upper()), self.error.audit
