@@ -182,6 +182,25 @@ def _own_error(run: AuditRun, error: Error | None, gone: RankRecords | None) -> 
     error : as recorded; None: the last one that the rank printed is returned.
     gone : a rank that left in silence, and with an error's status; it counts as the first.
     """
+    message, printed = _first_to_fail(run, gone)
+    told = f"{message}\n{_last_error(printed)}"
+    if error is not None:
+        kind_and_text = (error.type, without_colours(error.message).strip())
+        told = ": ".join(filter(None, kind_and_text))
+        message = textwrap.shorten(told.splitlines()[0], 300, placeholder=" …")
+    at = _place(error, printed, run)
+    found = _known(told, f"{at or ''}\n{printed[-_PRINTED:]}")
+    if at is not None:
+        message = f"{message.rstrip('.')} (at {at})"
+    elif found is None and not _ERROR.search(message):
+        message = message.replace(": ", ", and last printed: ", 1)
+    message = _GLOOS_PLACE.sub("", message).rstrip(".")
+    end = "" if message.endswith("?") else "."
+    return _explained(Failure(f"{message}{end}", at=at), found, run)
+
+
+def _first_to_fail(run: AuditRun, gone: RankRecords | None) -> tuple[str, str]:
+    """Return how the rank ended that failed first, and what it printed; see ``_own_error``."""
     outputs = {
         number: _TORCHRUNS_OWN.sub("", without_colours(run.output(number))) for number in run.failed
     }
@@ -193,24 +212,19 @@ def _own_error(run: AuditRun, error: Error | None, gone: RankRecords | None) -> 
         outputs,
         name="rank" if run.command.one_process_a_rank else "process",
     )
-    printed = outputs[culprit]
-    told = f"{message}\n{_last_error(printed)}"
-    at = None
-    if error is not None:
-        kind_and_text = (error.type, without_colours(error.message).strip())
-        told = ": ".join(filter(None, kind_and_text))
-        message = textwrap.shorten(told.splitlines()[0], 300, placeholder=" …")
-        at = error.at
-    if at is None or error is None or error.type in _UNREADABLE:
-        at = next(_printed_places(printed, run), at)
-    found = _known(told, f"{at or ''}\n{printed[-_PRINTED:]}")
-    if at is not None:
-        message = f"{message.rstrip('.')} (at {at})"
-    elif error is None and found is None and not _ERROR.search(message):
-        message = message.replace(": ", ", and last printed: ", 1)
-    message = _GLOOS_PLACE.sub("", message).rstrip(".")
-    end = "" if message.endswith("?") else "."
-    return _explained(Failure(f"{message}{end}", at=at), found, run)
+    return message, outputs[culprit]
+
+
+def _place(error: Error | None, printed: str, run: AuditRun) -> CodeLine | None:
+    """Return the line of the script at which it failed, or None.
+
+    The probe records the line that imports a file which Python cannot read; the printed traceback
+    names the line in that file.
+    """
+    if error is not None and error.at is not None and error.type not in _UNREADABLE:
+        return error.at
+    recorded = None if error is None else error.at
+    return next(_printed_places(printed, run), recorded)
 
 
 def _last_error(printed: str) -> str:
