@@ -71,7 +71,9 @@ def explain_failure(run: AuditRun) -> Failure | None:
         return None
     steps = run.recording.steps
     how = f"stopped after {count(steps, 'step')}" if steps else "could not be run"
-    return replace(failure, how=how if run.size is None else f"{how} on {run.size} ranks")
+    if run.size is not None:
+        how += f" on {run.size} ranks"
+    return replace(failure, how=how)
 
 
 def _failure(run: AuditRun) -> Failure | None:
@@ -221,10 +223,12 @@ def _place(error: Error | None, printed: str, run: AuditRun) -> CodeLine | None:
     The probe records the line that imports a file which Python cannot read; the printed traceback
     names the line in that file.
     """
-    if error is not None and error.at is not None and error.type not in _UNREADABLE:
-        return error.at
-    recorded = None if error is None else error.at
-    return next(_printed_places(printed, run), recorded)
+    printed_place = next(_printed_places(printed, run), None)
+    if error is None:
+        return printed_place
+    if error.type in _UNREADABLE:
+        return printed_place or error.at
+    return error.at or printed_place
 
 
 def _last_error(printed: str) -> str:
@@ -239,8 +243,8 @@ def _printed_places(printed: str, run: AuditRun) -> Iterator[CodeLine]:
     cwd = run.settings.cwd
     folder = os.path.realpath(run.command.user_folder(cwd))
     for file, number, text in reversed(_FRAME.findall(printed)):
-        path = file if file.startswith("<") else os.path.realpath(cwd / file)
-        if belongs_to(path, folder):
+        path = os.path.realpath(cwd / file)
+        if not file.startswith("<") and belongs_to(path, folder):
             yield CodeLine(os.path.relpath(path, folder), int(number), text)
 
 
