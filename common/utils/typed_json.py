@@ -30,8 +30,7 @@ Finite = Annotated[float, Meta(ge=-MOST_NUMBER, le=MOST_NUMBER)]
 # No control character that a terminal obeys; tab and newline are harmless.
 CALM = r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f]*\Z"
 MOST_TEXT = 100_000
-# as for colours, titles and links
-_TERMINAL_CODES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+_TERMINAL_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # as for colours
 Text = Annotated[str, Meta(max_length=MOST_TEXT, pattern=CALM)]
 Name = Annotated[str, Meta(pattern=r"^\w[\w.-]{0,99}\Z")]  # safe as a part of a path, or in HTML
 LocalTime = Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{6})?\Z")]

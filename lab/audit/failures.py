@@ -49,6 +49,7 @@ _TORCHRUN = "lab audit -- torchrun --nproc-per-node 2 SCRIPT"
 _GLOOS_PLACE = re.compile(r"\[enforce fail at [^\]]*\]\s*")
 # A frame of a printed traceback; that of a SyntaxError has no function.
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+).*\n(?: {4,}(\S.*))?', re.MULTILINE)
+_ERROR = re.compile(r"[Ee]rror|Exception|printed nothing")
 _UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
 _PRINTED = 4000  # characters of a rank's output that are read for the cause
 _MODULE = re.compile(r"No module named '?([\w.]+)")
@@ -70,7 +71,9 @@ def explain_failure(run: AuditRun) -> Failure | None:
         return None
     steps = run.recording.steps
     how = f"stopped after {count(steps, 'step')}" if steps else "could not be run"
-    return replace(failure, how=how if run.size is None else f"{how} on {run.size} ranks")
+    if run.size is not None:
+        how += f" on {run.size} ranks"
+    return replace(failure, how=how)
 
 
 def _failure(run: AuditRun) -> Failure | None:
@@ -181,6 +184,25 @@ def _own_error(run: AuditRun, error: Error | None, gone: RankRecords | None) -> 
     error : as recorded; None: the last one that the rank printed is returned.
     gone : a rank that left in silence, and with an error's status; it counts as the first.
     """
+    message, printed = _first_to_fail(run, gone)
+    told = f"{message}\n{_last_error(printed)}"
+    if error is not None:
+        kind_and_text = (error.type, without_colours(error.message).strip())
+        told = ": ".join(filter(None, kind_and_text))
+        message = textwrap.shorten(told.splitlines()[0], 300, placeholder=" …")
+    at = _place(error, printed, run)
+    found = _known(told, f"{at or ''}\n{printed[-_PRINTED:]}")
+    if at is not None:
+        message = f"{message.rstrip('.')} (at {at})"
+    elif found is None and not _ERROR.search(message):
+        message = message.replace(": ", ", and last printed: ", 1)
+    message = _GLOOS_PLACE.sub("", message).rstrip(".")
+    end = "" if message.endswith("?") else "."
+    return _explained(Failure(f"{message}{end}", at=at), found, run)
+
+
+def _first_to_fail(run: AuditRun, gone: RankRecords | None) -> tuple[str, str]:
+    """Return how the rank ended that failed first, and what it printed; see ``_own_error``."""
     outputs = {
         number: _TORCHRUNS_OWN.sub("", without_colours(run.output(number))) for number in run.failed
     }
@@ -192,21 +214,21 @@ def _own_error(run: AuditRun, error: Error | None, gone: RankRecords | None) -> 
         outputs,
         name="rank" if run.command.one_process_a_rank else "process",
     )
-    printed = outputs[culprit]
-    told = f"{message}\n{_last_error(printed)}"
-    at = None
-    if error is not None:
-        told = without_colours(f"{error.type}: {error.message}".strip())
-        message = textwrap.shorten(told.splitlines()[0], 300, placeholder=" …")
-        at = error.at
-    if at is None or error is None or error.type in _UNREADABLE:
-        at = next(_printed_places(printed, run), at)
-    if at is not None:
-        message = f"{message.rstrip('.')} (at {at})"
-    message = _GLOOS_PLACE.sub("", message).rstrip(".")
-    end = "" if message.endswith("?") else "."
-    around = f"{at or ''}\n{printed[-_PRINTED:]}"
-    return _explained(Failure(f"{message}{end}", at=at), _known(told, around), run)
+    return message, outputs[culprit]
+
+
+def _place(error: Error | None, printed: str, run: AuditRun) -> CodeLine | None:
+    """Return the line of the script at which it failed, or None.
+
+    The probe records the line that imports a file which Python cannot read; the printed traceback
+    names the line in that file.
+    """
+    printed_place = next(_printed_places(printed, run), None)
+    if error is None:
+        return printed_place
+    if error.type in _UNREADABLE:
+        return printed_place or error.at
+    return error.at or printed_place
 
 
 def _last_error(printed: str) -> str:
@@ -221,8 +243,8 @@ def _printed_places(printed: str, run: AuditRun) -> Iterator[CodeLine]:
     cwd = run.settings.cwd
     folder = os.path.realpath(run.command.user_folder(cwd))
     for file, number, text in reversed(_FRAME.findall(printed)):
-        path = file if file.startswith("<") else os.path.realpath(cwd / file)
-        if belongs_to(path, folder):
+        path = os.path.realpath(cwd / file)
+        if not file.startswith("<") and belongs_to(path, folder):
             yield CodeLine(os.path.relpath(path, folder), int(number), text)
 
 
@@ -253,8 +275,9 @@ def _explained(failure: Failure, found: Found | None, run: AuditRun) -> Failure:
     if module is not None and error.name == "missing_package":
         package, _, _ = module[1].partition(".")
         return replace(known, cause="", advice=_about_module(package, run))
-    more = (run.size or 2) + 1
-    return replace(known, advice=found.advice.replace("MORE", str(more)))
+    script = next((word for word in run.command.words if word.endswith(".py")), "SCRIPT")
+    advice = found.advice(script=script, more=str((run.size or 2) + 1))
+    return replace(known, advice=advice)
 
 
 def _about_module(name: str, run: AuditRun) -> str:
@@ -324,7 +347,6 @@ def _hang(run: AuditRun, why: str) -> Failure:
     found = _CONNECTS_TO.search("\n".join(outputs))
     return Failure(
         reason,
-        cause="The ranks did not meet.",
         cure="Take the address, the port and the number of ranks from flags.",
         advice="Give the number of ranks, the address and the port that it uses: --ranks N, "
         f"{{master}} and {{port}} in the command, or --isolate {found[1] if found else 'ADDRESS'}.",

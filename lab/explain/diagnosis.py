@@ -73,13 +73,16 @@ class Found:
     line: LogLine
     count: int
 
-    @property
-    def advice(self) -> str:
-        """What to change in the command of ``lab audit``, with the words of the line filled in."""
-        words: dict[str, str] = {}
+    def advice(self, **words: str) -> str:
+        """Return what to change in the command of ``lab audit``.
+
+        words : what stands for <name> in the entry's text, for each name; the groups of the
+            pattern that matched the line come first.
+        """
         for pattern in self.error.patterns:
             if match := re.search(pattern, self.line.text):
-                words = {name: word for name, word in match.groupdict().items() if word}
+                matched = {name: word for name, word in match.groupdict().items() if word}
+                words = words | matched
                 break
         return re.sub(
             r"<(\w+)>", lambda name: words.get(name[1], name[1].upper()), self.error.audit
@@ -100,21 +103,7 @@ def explain(lines: Sequence[LogLine]) -> list[Found]:
     is known follows from another failure, as a note if nothing is known. ``lines`` may join the
     logs of several ranks.
     """
-    shown = {}  # the lines of each known error that occurs
-    hidden: set[str] = set()  # names of entries that another one explains
-    known_lines: set[LogLine] = set()
-    text = "\n".join(line.text for line in lines)
-    for error in known_errors():
-        # a search in the whole text is several times as fast as one in each line
-        occurs = any(re.search(pattern, text, re.MULTILINE) for pattern in error.patterns)
-        if occurs and (showing := _showing(error, lines)):
-            shown[error] = showing
-            hidden.update(error.hides)
-            known_lines.update(showing)
-    found = []
-    for error, showing in shown.items():
-        if error.name not in hidden:
-            found.append(Found(error, showing[0], len(showing)))
+    found, known_lines = _known(lines)
     kinds = {known.error.kind for known in found}
     own = _own_exceptions(lines, known_lines)
     if own and kinds & {"symptom", "echo"} and "cause" not in kinds:
@@ -128,6 +117,25 @@ def explain(lines: Sequence[LogLine]) -> list[Found]:
         explained or found,
         key=lambda known: (KINDS.index(known.error.kind), lines.index(known.line)),
     )
+
+
+def _known(lines: Sequence[LogLine]) -> tuple[list[Found], set[LogLine]]:
+    """Return the table's errors in the lines, without hidden ones, and all lines that show any."""
+    text = "\n".join(line.text for line in lines)
+    shown = {}  # the lines of each error
+    hidden: set[str] = set()  # names of entries that another one explains
+    for error in known_errors():
+        # a search in the whole text is several times as fast as one in each line
+        occurs = any(re.search(pattern, text, re.MULTILINE) for pattern in error.patterns)
+        if occurs and (showing := _showing(error, lines)):
+            shown[error] = showing
+            hidden.update(error.hides)
+    found = [
+        Found(error, showing[0], len(showing))
+        for error, showing in shown.items()
+        if error.name not in hidden
+    ]
+    return found, {line for showing in shown.values() for line in showing}
 
 
 def _own_exceptions(lines: Sequence[LogLine], known: Container[LogLine]) -> list[LogLine]:

@@ -138,6 +138,31 @@ def test_a_printed_traceback_gives_the_line_of_the_script(tmp_path, printed, pla
         assert "mkdir -p out;" in failure.advice
 
 
+@pytest.mark.parametrize(
+    ("printed", "reason"),
+    [
+        ("reading the data", "rank 0 ended with status 1, and last printed: reading the data."),
+        ("error: no data", "rank 0 ended with status 1: error: no data."),
+        ("", "rank 0 ended with status 1: it printed nothing."),
+    ],
+)
+def test_an_exit_without_a_message_is_told_as_one(tmp_path, printed, reason):
+    failure = explain(tmp_path, [START], output=f"{printed}\n", status=1)
+    assert (failure.reason, failure.known_error) == (reason, None)
+
+
+def test_an_error_without_text_or_with_an_empty_first_line(tmp_path):
+    bare = ERRORS[1] | {"type": "AssertionError", "message": ""}
+    failure = explain(tmp_path, [START, bare], status=1)
+    assert failure.reason == "AssertionError (at t.py:3: x[9])."
+    assert failure.known_error == "assertion"
+    start = "\n        An attempt has been made to start a new process before the\n    current"
+    guard = ERRORS[1] | {"type": "RuntimeError", "message": start}
+    failure = explain(tmp_path, [START, guard], status=1)
+    assert failure.reason.startswith("RuntimeError: An attempt has been made")
+    assert failure.known_error == "spawn_guard"
+
+
 def test_a_message_counts_and_not_what_was_printed_long_before(tmp_path):
     """A script may go on without a package: its last error has to explain itself."""
     printed = "No module named 'apex', going on without\n"

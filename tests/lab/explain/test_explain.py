@@ -94,6 +94,8 @@ def test_no_sentence_is_built_from_a_cut_line(tmp_path, capsys):
     log.write_text(f"FrobError: {'a long message ' * 30}expected\n")
     (sentence,) = re.findall(r"cause: (.*)", told(log, capsys=capsys))
     assert "long message" not in sentence
+    shown = re.search(r"line 1: (.*) …", told(log, capsys=capsys))
+    assert set(shown[1].split()) == {"FrobError:", "a", "long", "message"}, "whole words"
     assert sentence.endswith(".")
 
 
