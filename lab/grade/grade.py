@@ -29,6 +29,7 @@ from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, read_json
 from lab.audit.isolation import record_folder
 from lab.grade import gradescope, pages
+from lab.grade.driven import DRIVERS, PLACEHOLDER
 from lab.grade.facts import Facts
 from lab.grade.marks import Mark, Override, mark_part, override, read_overrides
 from lab.grade.rubric import Part, Rubric, check_pattern, load_rubric, rubric_text
@@ -202,8 +203,9 @@ def _task(
     """Return what to run of a submission; its key stays the same as long as the outcome does."""
     program, *arguments = shlex.split(part.command)
     words = [shutil.which(program, path=_environment()["PATH"]) or program]
+    filled = {"{script}": script.name, PLACEHOLDER: str(DRIVERS)}
     for argument in arguments:
-        words.append(script.name if argument == "{script}" else argument)
+        words.append(filled.get(argument, argument))
     # The folders and the key come last: the key must not depend on where the copies lie.
     task = Task(
         words=words,
@@ -219,7 +221,7 @@ def _task(
         limit_seconds=rubric.limit_seconds,
         sandboxed=sandboxed,
     )
-    sources = [digest(copy), digest(Path(lab.__file__).parent / "audit")]
+    sources = [digest(copy), digest(Path(lab.__file__).parent / "audit"), digest(DRIVERS)]
     key = sha256(encode([task, *sources])).hexdigest()
     return msgspec.structs.replace(task, submission=str(copy), facts=str(facts), key=key)
 

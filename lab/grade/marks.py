@@ -73,11 +73,11 @@ def mark_part(name: str, seen: Facts | str, rubric: Rubric) -> Mark:
         faults=list(lost),
         lessons=sorted({lesson_of(fault) for fault in lost}),
         seconds=round(seen.seconds, 1),
-        page=f"{name}.html",
+        page=None if part.is_driven else f"{name}.html",
     )
     if not mark.look:
         mark.marks = marks
-        mark.why = why or [_why_full(part)]
+        mark.why = why or [_why_full(part, seen)]
     return mark
 
 
@@ -89,7 +89,9 @@ def _why_lost(fault: AuditFinding, points: float) -> str:
     return f"-{points:g}: {fault.title} ({name}). {fault.cure}"
 
 
-def _why_full(part: Part) -> str:
+def _why_full(part: Part, seen: Facts) -> str:
+    if part.is_driven:
+        return seen.audit.headline
     if part.ranks == [1]:
         return "It trains on one process; only this was checked."
     return "No fault was found: the same updates as one process that averages all gradients."

@@ -28,6 +28,7 @@ from lab.audit.records import CollectiveCall, Cut, DdpBuilt, Start, Step
 from lab.audit.report import OWN_FAULT, as_json, write_page
 from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
+from lab.grade import driven
 from lab.grade.facts import AuditFacts, Facts
 from lab.grade.sandbox import Task, sandbox
 
@@ -52,12 +53,14 @@ def main() -> int:
     os.chdir(task.cwd)
     began = time.monotonic()
     ended: list[str] = []
-    settings = RunSettings(steps=STEPS, limit_seconds=task.limit_seconds)
+    steps = driven.STEPS if task.is_driven else STEPS
+    settings = RunSettings(steps=steps, limit_seconds=task.limit_seconds)
     command = AuditCommand(tuple(task.words))
     with record_folder(None) as folder:
         network = partial(_network, task, ended)
         result = audit_script(command, task.ranks, folder, settings, network)
-    _write(task, result, ended, seconds=time.monotonic() - began)
+        checked = driven.driven_facts(result, folder, task.ranks) if task.is_driven else None
+    _write(task, result, checked, ended, seconds=time.monotonic() - began)
     return 0
 
 
@@ -80,19 +83,30 @@ def _network(
 # --- what was seen ---
 
 
-def _write(task: Task, result: AuditResult, ended: list[str], *, seconds: float) -> None:
-    """Write the page of the audit, and the facts with the whole audit in them."""
-    audit = as_json(result)
+def _write(
+    task: Task,
+    result: AuditResult,
+    checked: AuditFacts | None,
+    ended: list[str],
+    *,
+    seconds: float,
+) -> None:
+    """Write the page of the audit, and the facts with the whole audit in them.
+
+    checked : what a driver found; then there is no page, for the audit's would speak of the driver.
+    """
+    audit = msgspec.to_builtins(checked) if checked else as_json(result)
     ranks = [rank for recording in result.recordings for rank in recording.ranks]
     facts = Facts(
         key=task.key,
         audit=convert(audit, AuditFacts, name="what the audit found"),
         used=_used(ranks),
-        whole=bool(ranks) and all(rank.of(Cut) for rank in ranks),
+        whole=bool(ranks) and all(rank.of(Cut) for rank in ranks) and checked is None,
         doubts=_doubts(result, ended),
         seconds=seconds,
     )
-    write_page(Path(task.facts).with_suffix(".html"), result)
+    if checked is None:
+        write_page(Path(task.facts).with_suffix(".html"), result)
     text = encode(msgspec.to_builtins(facts) | {"audit": audit}, indent=1)
     # Nobody finds the copy of the submission again.
     write_atomically(Path(task.facts), text.replace(f"{task.submission}/".encode(), b""))

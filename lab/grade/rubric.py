@@ -19,8 +19,9 @@ from common.errors import UserError, file_errors, first_of
 from common.utils.atomic_files import read_regular
 from common.utils.system import usable_cores
 from common.utils.typed_json import Name, Seconds, Share, Text, convert
-from lab.audit.findings.finding import FAULT, catalogue
+from lab.audit.findings.finding import FAULT
 from lab.cluster.program import check_placeholders
+from lab.grade.driven import PLACEHOLDER, entries
 
 FOLDER = Path(__file__).with_name("rubrics")
 # The entry of ``deductions`` for the faults that it does not name.
@@ -40,7 +41,8 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     ----------
     files : patterns of its script below the submission's folder; the first that fits counts.
     command : starts a rank in the script's folder; {script} is replaced by the script's name, the
-        others as in ``lab audit``.
+        others as in ``lab audit``, and {driver} by the folder of the programs that call a student's
+        functions, see drivers/.
     ranks : the numbers of ranks to run it on; [1] for a part that exchanges nothing.
     uses : collectives, or "ddp", that this part has to call; without them a person has to look.
     deductions : the share of the points that a fault costs, by its name in the audit.
@@ -57,6 +59,11 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     uses: list[Text] = []
     deductions: dict[str, Share] = {}
     accepts: dict[str, Text] = {}
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a driver calls the student's functions; else the script is audited."""
+        return PLACEHOLDER in self.command
 
 
 class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -126,11 +133,11 @@ def load_rubric(name: str) -> Rubric:
 
 def _check_faults(names: Set[str], *, where: str) -> None:
     """Raise UserError unless these are the audit's names of faults."""
-    faults = {name for name, entry in catalogue().items() if entry.severity == FAULT}
+    faults = {name for name, entry in entries().items() if entry.severity == FAULT}
     wrong = sorted(names - faults)
     if not wrong:
         return
-    notices = [name for name in wrong if name in catalogue()]
+    notices = [name for name in wrong if name in entries()]
     if notices:
         problem = f"{first_of(notices)}: a notice never costs points"
     else:
@@ -153,7 +160,7 @@ def _check_command(part: Part, *, where: str) -> None:
         words = shlex.split(part.command)
     if "{script}" not in words:
         raise UserError(f"{where} lacks {{script}}: for example python {{script}} --rank {{rank}}")
-    check_placeholders([word for word in words if word != "{script}"])
+    check_placeholders([word for word in words if word not in ("{script}", PLACEHOLDER)])
     if part.ranks != [1] and "{rank}" not in part.command and "torchrun" not in part.command:
         raise UserError(f"{where} lacks {{rank}}: without it the ranks cannot be told apart")
     most = _RANKS_PER_CORE * usable_cores()
