@@ -59,6 +59,9 @@ def mark_part(name: str, seen: Facts | str, rubric: Rubric) -> Mark:
     counted: list[AuditFinding] = []
     if seen.audit.found_faults:
         counted = [fault for fault in faults if fault.name not in part.accepts]
+    if not seen.audit.cannot_tell:
+        demanded = set(part.demands)
+        counted += [found for found in seen.audit.findings if found.name in demanded]
     lost = {fault.name: rubric.deduction(part, fault.name) for fault in counted}
     marks = max(0.0, part.points - sum(lost.values()))
     why = [_why_lost(fault, lost[fault.name]) for fault in counted]

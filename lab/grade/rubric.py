@@ -47,6 +47,7 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     uses : collectives, or "ddp", that this part has to call; without them a person has to look.
     deductions : the share of the points that a fault costs, by its name in the audit.
     accepts : faults that this course asks for, and why.
+    demands : notices that are faults in this course.
     """
 
     title: Text
@@ -59,6 +60,7 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     uses: list[Text] = []
     deductions: dict[str, Share] = {}
     accepts: dict[str, Text] = {}
+    demands: list[Text] = []
 
     @property
     def is_driven(self) -> bool:
@@ -122,9 +124,14 @@ def load_rubric(name: str) -> Rubric:
         raise UserError(f"{where}: mounts: {first_of(twice)} are one place; name it once")
     for part_name, part in rubric.parts.items():
         for shares in (rubric.deductions, part.deductions):
-            faults = shares.keys() - {OTHERS}
+            faults = shares.keys() - {OTHERS, *part.demands}
             _check_faults(faults, where=f"{where}: deductions of {part_name}")
         _check_faults(part.accepts.keys(), where=f"{where}: accepts of {part_name}")
+        unknown = [name for name in part.demands if name not in entries()]
+        if unknown:
+            raise UserError(
+                f"{where}: demands of {part_name}: {first_of(unknown)}: the audit has no such notice"
+            )
         for pattern in part.files:
             check_pattern(pattern, where=f"{where}: files of {part_name}")
         _check_command(part, where=f"{where}: command of {part_name}")
