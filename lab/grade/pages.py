@@ -46,18 +46,30 @@ def _total(marks: Sequence[Mark]) -> float:
 
 
 def write_class(out: Path, rubric: Rubric, graded: Graded, *, sandboxed: bool) -> None:
-    """Write all files of a class."""
+    """Write the table and the page of a class, and a table for overrides if there is none."""
     write_atomically(out / "class.csv", _table(rubric, graded).encode())
-    shared = {"rubric": rubric, "sandboxed": sandboxed, "date": time.strftime("%Y-%m-%d %H:%M")}
-    _write_page(out / "class.html", "class", _class_view(rubric, graded) | shared)
+    view = _class_view(rubric, graded) | _shared(rubric, sandboxed)
+    _write_page(out / "class.html", "class", view)
     if not (out / "overrides.csv").exists():
         header = ",".join(OverrideRow.__struct_fields__)
         write_atomically(out / "overrides.csv", f"{header}\n".encode())
-    for name, marks in graded.items():
-        folder = out / "submissions" / name
-        _write_page(folder / "index.html", "student", _view(name, marks) | shared)
-        results = encode(results_json(marks), indent=1)
-        write_atomically(folder / "results.json", results + b"\n")
+
+
+def write_submission(
+    out: Path, rubric: Rubric, name: str, marks: Sequence[Mark], *, sandboxed: bool
+) -> None:
+    """Write the page of a student, the audit's pages of his parts, and results.json."""
+    folder = out / "submissions" / name
+    _write_page(folder / "index.html", "student", _view(name, marks) | _shared(rubric, sandboxed))
+    for mark in marks:
+        if mark.page:
+            _write_audit(folder / mark.page, mark)
+    results = encode(results_json(marks), indent=1)
+    write_atomically(folder / "results.json", results + b"\n")
+
+
+def _shared(rubric: Rubric, sandboxed: bool) -> dict[str, Any]:
+    return {"rubric": rubric, "sandboxed": sandboxed, "date": time.strftime("%Y-%m-%d %H:%M")}
 
 
 # --- class.csv ---
@@ -69,6 +81,7 @@ def _table(rubric: Rubric, graded: Graded) -> str:
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(
         ["submission", *rubric.parts, "total", "faults", "seconds", "by hand", "overridden"]
+        + ["other commands"]
     )
     for name, marks in graded.items():
         rows.writerow([_harmless(cell) for cell in _cells(name, marks)])
@@ -87,9 +100,12 @@ def _cells(name: str, marks: Sequence[Mark]) -> list[str]:
     faults: list[str] = []
     looks: list[str] = []
     overridden: list[str] = []
+    commands: list[str] = []
     for mark in marks:
         faults += [f"{mark.part}:{fault}" for fault in mark.faults]
-        looks += [f"{mark.part}: {look}" for look in mark.look]
+        looks += [f"{mark.part}: {look.for_grader}" for look in mark.look]
+        if mark.changes:
+            commands.append(f"{mark.part}: {mark.command} ({', '.join(mark.changes)})")
         if mark.given:
             overridden.append(f"{mark.part}: {mark.given}")
     total = "" if count_open(marks) else f"{_total(marks):g}"
@@ -102,6 +118,7 @@ def _cells(name: str, marks: Sequence[Mark]) -> list[str]:
         f"{seconds:.0f}",
         calm("; ".join(looks)),
         "; ".join(overridden),
+        calm("; ".join(commands)),
     ]
 
 
@@ -117,7 +134,7 @@ def _view(name: str, marks: Sequence[Mark]) -> dict[str, Any]:
     looks: dict[str, list[str]] = {}
     for mark in marks:
         for look in mark.look:
-            looks.setdefault(calm(look), []).append(mark.part)
+            looks.setdefault(calm(look.for_grader), []).append(mark.part)
     points = sum(mark.points for mark in marks)
     return {
         "name": name,
@@ -136,9 +153,20 @@ def _part_view(mark: Mark) -> dict[str, Any]:
         "of": f"{mark.points:g}",
         "state": _state(mark),
         "why": [calm(sentence) for sentence in mark.why],
-        "look": [calm(sentence) for sentence in mark.look],
+        "look": [calm(look.for_student) for look in mark.look],
+        "ran": calm(_ran(mark)),
         "given": calm(mark.given or ""),
     }
+
+
+def _ran(mark: Mark) -> str:
+    """Return which script ran and with which command, as a sentence; "" if none did."""
+    if not mark.command:
+        return ""
+    sentence = f"Ran {mark.script}: {mark.command}"
+    if mark.changes:
+        sentence += f". This is not the demanded command, which did not start it: it was run {', '.join(mark.changes)}"
+    return f"{sentence}."
 
 
 def _state(mark: Mark) -> str:
@@ -234,7 +262,9 @@ def _test(mark: Mark) -> GradescopeTest:
     if mark.given:
         lines.append(f"Set by your grader: {mark.given}")
     lines += mark.why
-    lines += [f"A person will look at this: {look}" for look in mark.look]
+    lines += [f"A person will look at this: {look.for_student}" for look in mark.look]
+    if mark.changes:
+        lines.append(_ran(mark))
     lines += [f"Read {lesson}." for lesson in mark.lessons]
     test = GradescopeTest(
         name=mark.title,

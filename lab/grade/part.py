@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,8 @@ from lab.audit.report import OWN_FAULT, as_json, write_page
 from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
 from lab.grade import driven
-from lab.grade.facts import AuditFacts, Facts
+from lab.grade.demands import next_task, refusal_of, shown_command
+from lab.grade.facts import AuditFacts, Facts, Try
 from lab.grade.sandbox import Task, sandbox
 
 # Bytes of address space for reading the records.
@@ -38,6 +40,8 @@ _MOST_MEMORY = 8 * 2**30
 _MOST_NAMES = 999
 _LONGEST_NAME = 99
 _MOST_REPLACED = 5
+# Other commands for a script that refuses the demanded one; they begin within its time limit.
+_MOST_TRIES = 7
 # <asm/unistd.h> and <linux/keyctl.h>
 _KEYCTL = {"x86_64": 250, "aarch64": 219}
 _JOIN_SESSION_KEYRING = 1
@@ -50,18 +54,64 @@ def main() -> int:
         syscall(_KEYCTL.get(platform.machine(), -1), _JOIN_SESSION_KEYRING, None)
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, resource.RLIM_INFINITY))
     os.environ.pop("PYTHONPATH", None)  # it led to this program, and is not the script's
-    os.chdir(task.cwd)
     began = time.monotonic()
-    ended: list[str] = []
+    with record_folder(None) as folder:
+        outcome = _audit_as_demanded(task, folder)
+    _write(outcome, seconds=time.monotonic() - began)
+    return 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The audit that counts.
+
+    task : as it was run at last.
+    ended : the reason if a sandbox ended the run.
+    tries : the commands before, which the script refused.
+    checked : what a driver found; None without one.
+    """
+
+    task: Task
+    result: AuditResult
+    ended: list[str]
+    tries: list[Try]
+    checked: AuditFacts | None = None
+
+
+def _audit_as_demanded(task: Task, folder: Path) -> Outcome:
+    """Audit a script; one that refuses its command is tried with what it demands instead."""
+    began = time.monotonic()
+    tries: list[Try] = []
+    while True:
+        ended: list[str] = []
+        own = folder / f"try{len(tries)}"
+        own.mkdir()
+        result = _audit(task, own, ended)
+        if task.is_driven:
+            return Outcome(task, result, ended, [], driven.driven_facts(result, own, task.ranks))
+        outcome = Outcome(task, result, ended, tries)
+        late = time.monotonic() - began > task.limit_seconds or len(tries) == _MOST_TRIES
+        refusal = refusal_of(task, result, own)
+        if refusal is None or ended or late or not task.may_change:
+            return outcome
+        changed = next_task(task, refusal)
+        if changed is None:
+            return outcome
+        tries.append(Try(shown_command(task), result.headline))
+        task = changed
+
+
+def _audit(task: Task, folder: Path, ended: list[str]) -> AuditResult:
+    """Audit a script with the command of a task.
+
+    ended : gets the reason if a sandbox ends a run.
+    """
+    os.environ.update(task.environment)
+    os.chdir(task.cwd)
     steps = driven.STEPS if task.is_driven else STEPS
     settings = RunSettings(steps=steps, limit_seconds=task.limit_seconds)
-    command = AuditCommand(tuple(task.words))
-    with record_folder(None) as folder:
-        network = partial(_network, task, ended)
-        result = audit_script(command, task.ranks, folder, settings, network)
-        checked = driven.driven_facts(result, folder, task.ranks) if task.is_driven else None
-    _write(task, result, checked, ended, seconds=time.monotonic() - began)
-    return 0
+    network = partial(_network, task, ended)
+    return audit_script(AuditCommand(tuple(task.words)), task.ranks, folder, settings, network)
 
 
 def _network(
@@ -77,35 +127,35 @@ def _network(
         place = Path(os.path.normpath(task.cwd / at))
         if place.is_relative_to(task.submission) and not os.path.lexists(place):
             place.symlink_to(path)
+    for made in task.folders:
+        Path(made).mkdir(parents=True, exist_ok=True)
     return run_network(size, folder, task.cwd, isolate=None, rate=None)
 
 
 # --- what was seen ---
 
 
-def _write(
-    task: Task,
-    result: AuditResult,
-    checked: AuditFacts | None,
-    ended: list[str],
-    *,
-    seconds: float,
-) -> None:
+def _write(outcome: Outcome, *, seconds: float) -> None:
     """Write the page of the audit, and the facts with the whole audit in them.
 
-    checked : what a driver found; then there is no page, for the audit's would speak of the driver.
+    What a driver found has no page: the audit's would speak of the driver.
     """
-    audit = msgspec.to_builtins(checked) if checked else as_json(result)
+    task, result = outcome.task, outcome.result
+    audit = msgspec.to_builtins(outcome.checked) if outcome.checked else as_json(result)
     ranks = [rank for recording in result.recordings for rank in recording.ranks]
     facts = Facts(
         key=task.key,
         audit=convert(audit, AuditFacts, name="what the audit found"),
         used=_used(ranks),
-        whole=bool(ranks) and all(rank.of(Cut) for rank in ranks) and checked is None,
-        doubts=_doubts(result, ended),
+        whole=bool(ranks) and all(rank.of(Cut) for rank in ranks),
+        doubts=_doubts(result, outcome.ended),
         seconds=seconds,
+        script=task.script,
+        command=shown_command(task),
+        changes=task.changes,
+        tries=outcome.tries,
     )
-    if checked is None:
+    if outcome.checked is None:
         write_page(Path(task.facts).with_suffix(".html"), result)
     text = encode(msgspec.to_builtins(facts) | {"audit": audit}, indent=1)
     # Nobody finds the copy of the submission again.
