@@ -4,6 +4,7 @@ It is a process of its own: whatever a submission's records make of it, the othe
 they are.
 """
 
+import dataclasses
 import os
 import platform
 import resource
@@ -86,9 +87,9 @@ def _audit_as_demanded(task: Task, folder: Path) -> Outcome:
         ended: list[str] = []
         own = folder / f"try{len(tries)}"
         own.mkdir()
-        result = _audit(task, own, ended)
         if task.is_driven:
-            return Outcome(task, result, ended, [], driven.driven_facts(result, own, task.ranks))
+            return _checked(task, own, ended)
+        result = _audit(task, own, ended)
         outcome = Outcome(task, result, ended, tries)
         late = time.monotonic() - began > task.limit_seconds or len(tries) == _MOST_TRIES
         refusal = refusal_of(task, result, own)
@@ -99,6 +100,20 @@ def _audit_as_demanded(task: Task, folder: Path) -> Outcome:
             return outcome
         tries.append(Try(shown_command(task), result.headline))
         task = changed
+
+
+def _checked(task: Task, folder: Path, ended: list[str]) -> Outcome:
+    """Let a driver check a part on each number of ranks, whatever comes of the others."""
+    runs: list[AuditResult] = []
+    for size in task.ranks:
+        runs.append(_audit(msgspec.structs.replace(task, ranks=[size]), folder, ended))
+    result = dataclasses.replace(
+        runs[-1],
+        recordings=[recording for run in runs for recording in run.recordings],
+        findings=[finding for run in runs for finding in run.findings],
+        failure=next((run.failure for run in runs if run.failure), None),
+    )
+    return Outcome(task, result, ended, [], driven.driven_facts(result, folder, task.ranks))
 
 
 def _audit(task: Task, folder: Path, ended: list[str]) -> AuditResult:
