@@ -165,9 +165,9 @@ def run_network(
             raise UserError(f"--isolate: this machine allows no network namespaces: {refused}")
         unshare = tools.unshare_command()
         assert unshare is not None  # since namespaces are not refused
-        file = write_hosts(folder, addresses[0], hosts)
+        hosts_file = write_hosts(folder, addresses[0], hosts)
         commands = ["ip link set lo up", *interface_commands(interfaces, addresses)]
-        commands.append(f"mount --bind {shlex.quote(str(file))} {HOSTS}")
+        commands.append(f"mount --bind {shlex.quote(str(hosts_file))} {HOSTS}")
         if hosts:
             commands.append(f"hostname {hosts[0]}")
         with held_namespaces([*unshare, "--uts"], commands) as pid:

@@ -360,11 +360,26 @@ def page_template(file: Path) -> jinja2.Template:
     ).get_template(file.name)
 
 
+class MarkNote(msgspec.Struct):
+    """The mark that a grader has given for what was audited; it replaces the answer's colour.
+
+    state : "full", "less" or "open".
+    """
+
+    text: str
+    state: str
+
+
 def write_page(path: Path, result: AuditResult) -> None:
     """Write the page of an audit atomically; jinja2 escapes every text."""
+    write_content(path, _content(result))
+
+
+def write_content(path: Path, content: AuditContent, *, mark: MarkNote | None = None) -> None:
+    """Write the page of what an audit said, as ``write_page`` does, with a mark at its top."""
     template = page_template(Path(__file__).with_name("page.html.jinja"))
     facts = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "machine": f"{platform.platform()}, {usable_cores()} cores",
     }
-    write_atomically(path, template.render(audit=_content(result), facts=facts).encode())
+    write_atomically(path, template.render(audit=content, facts=facts, mark=mark).encode())

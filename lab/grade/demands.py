@@ -9,6 +9,7 @@ also takes a URL is met in two steps.
 import ast
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,7 @@ from pathlib import Path
 import msgspec
 
 from common.utils.atomic_files import read_regular
-from lab.audit.command import AuditCommand
-from lab.audit.records import Error
+from lab.audit.records import Error, Group
 from lab.audit.result import AuditResult
 from lab.grade.rubric import has_placeholder
 from lab.grade.sandbox import Task
@@ -32,8 +32,8 @@ _ROLES = {
     "address host hostname ipaddress ipaddr server serverip serveraddr leader root rootip",
     _URL: "initmethod disturl distinit distinitmethod initurl url rendezvous",
     "{port}": "port masterport distport serverport",
-    "{nodes}": "numnodes nodes nnodes nnode numnode nodecount worldsize world size ws n num numranks "
-    "nranks ranks nprocs nproc numprocs numprocesses numreplicas nummachines machines ntasks",
+    "{nodes}": "numnodes nodes nnodes nnode numnode nodecount worldsize world size ws n num ranks "
+    "numranks nranks nprocs nproc numprocs numprocesses numreplicas nummachines machines ntasks",
     "{rank}": "rank noderank localrank globalrank r nr id nodeid nodeindex workerid workerrank "
     "machinerank machineid node procid processid rankid myrank index localid",
     "gloo": "backend distbackend",
@@ -79,14 +79,12 @@ def refusal_of(task: Task, result: AuditResult, folder: Path) -> Refusal | None:
 
     folder : that of ``audit_script``, with what the ranks printed.
     """
-    fewest = min(2, *task.ranks)
-    trained = [recording for recording in result.recordings if recording.steps]
-    if result.status != 2 or any(recording.size >= fewest for recording in trained):
+    processes = [process for recording in result.recordings for process in recording.processes]
+    trained = any(recording.steps for recording in result.recordings)
+    alone = trained and task.ranks != [1] and not any(process.of(Group) for process in processes)
+    if not alone and (trained or result.status != 2):
         return None
-    errors: list[Error] = []
-    for recording in result.recordings:
-        for process in recording.processes:
-            errors += [error for error in process.of(Error) if not error.after_cut]
+    errors = [error for process in processes for error in process.of(Error) if not error.after_cut]
     first = min(errors, key=lambda error: error.t, default=None)
     logs = sorted(folder.glob("*-ranks/rank*.log"))
     return Refusal(
@@ -128,9 +126,15 @@ def next_task(task: Task, refusal: Refusal) -> Task | None:
 
 def shown_command(task: Task) -> str:
     """Return the command as a person would type it in the folder in which it starts."""
-    names = {task.program: Path(task.program).name}
-    text = AuditCommand(tuple(names.get(word, word) for word in task.words)).text
-    return text.replace(f"{names[task.program]} -m torch.distributed.run", "torchrun")
+    program = Path(task.program).name
+    words = [program if word == task.program else _typed(word) for word in task.words]
+    return " ".join(words).replace(f"{program} -m torch.distributed.run", "torchrun")
+
+
+def _typed(word: str) -> str:
+    """Return a word as a shell needs it; placeholders need no quotes."""
+    bare = re.sub("[{}]", "", word)
+    return word if shlex.quote(bare) == bare else shlex.quote(word)
 
 
 # --- another folder ---
@@ -424,7 +428,8 @@ def _missing_interface(refusal: Refusal) -> str | None:
 
 def _missing_address(refusal: Refusal) -> str | None:
     """Return the address or host name at which a script expects rank 0; None if it is not that."""
-    pattern = r"(?:connect to |addresses of )[\[(]?([\w.-]+)\]?[:,]"
+    # Not those that torch names after "connect to": it garbles them where no network is.
+    pattern = r"(?:to host |address(?:es)? of )[\[(]?([\w.-]+)\]?[:,]"
     for name in re.findall(pattern, refusal.text):
         if name != "localhost" and not name.startswith("127."):
             return str(name)
@@ -463,8 +468,8 @@ def _missing_folder(task: Task, refusal: Refusal) -> Path | None:
 DEMANDS = (
     Demand("started in {0}", _other_folder),
     Demand("with {0} on PYTHONPATH", _own_module),
-    Demand("with other arguments: {0}", _other_flags),
-    Demand("with positional arguments: {0}", _positionals),
+    Demand("with other arguments", _other_flags),
+    Demand("with positional arguments", _positionals),
     Demand("with the address as {0}", _url),
     Demand("started by {0}", _torchrun),
     Demand("with {0} in the environment", _variables),

@@ -56,7 +56,6 @@ from lab.grade.submissions import (
 from lab.terminal import say
 
 _CORES_A_JOB = 2
-_MOST_FACTS = 64 * 2**20
 _NOT_YET = Look("it has not been run yet.", grader="Start the same command again.")
 _AGAIN = "Start the same command again, or look at its code."
 # For the audit around the runs of a part.
@@ -351,7 +350,7 @@ def _jobs(book: Gradebook) -> int:
 
 
 def _read_facts(task: Task) -> Facts:
-    return read_json(Path(task.facts), Facts, most_bytes=_MOST_FACTS)
+    return read_json(Path(task.facts), Facts, most_bytes=pages.MOST_FACTS)
 
 
 def _run(task: Task) -> Facts | Look:

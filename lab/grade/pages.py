@@ -17,14 +17,15 @@ import msgspec
 
 from common.errors import count
 from common.utils.atomic_files import write_atomically
-from common.utils.typed_json import calm, encode
-from lab.audit.report import page_template
+from common.utils.typed_json import calm, encode, read_json
+from lab.audit.report import AuditContent, MarkNote, page_template, write_content
 from lab.grade.driven import entries
 from lab.grade.marks import Mark, OverrideRow, lesson_of
 from lab.grade.rubric import Rubric
 
 # The marks of each submission's parts.
 Graded = Mapping[str, Sequence[Mark]]
+MOST_FACTS = 64 * 2**20
 _FORMULA_SIGNS = ("=", "+", "-", "@", "\t")
 
 
@@ -63,9 +64,22 @@ def write_submission(
     _write_page(folder / "index.html", "student", _view(name, marks) | _shared(rubric, sandboxed))
     for mark in marks:
         if mark.page:
-            _write_audit(folder / mark.page, mark)
+            _write_audit_page(folder / mark.page, mark)
     results = encode(results_json(marks), indent=1)
     write_atomically(folder / "results.json", results + b"\n")
+
+
+class _AuditedPart(msgspec.Struct):
+    """What part.py has written of a part: the whole audit."""
+
+    audit: AuditContent
+
+
+def _write_audit_page(path: Path, mark: Mark) -> None:
+    """Write the audit's page of a part, in the colour of its mark."""
+    facts = read_json(path.with_suffix(".json"), _AuditedPart, most_bytes=MOST_FACTS)
+    note = MarkNote(f"{mark.title}: {marks_text(mark)}", _colour(mark))
+    write_content(path, facts.audit, mark=note)
 
 
 def _shared(rubric: Rubric, sandboxed: bool) -> dict[str, Any]:
@@ -80,8 +94,10 @@ def _table(rubric: Rubric, graded: Graded) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(
-        ["submission", *rubric.parts, "total", "faults", "seconds", "by hand", "overridden"]
-        + ["other commands"]
+        [
+            *("submission", *rubric.parts, "total", "faults", "seconds"),
+            *("by hand", "overridden", "other commands"),
+        ]
     )
     for name, marks in graded.items():
         rows.writerow([_harmless(cell) for cell in _cells(name, marks)])
@@ -141,6 +157,7 @@ def _view(name: str, marks: Sequence[Mark]) -> dict[str, Any]:
         "total": f"{_total(marks):g}",
         "points": f"{points:g}",
         "open": count_open(marks),
+        "of_parts": count(len(marks), "part"),
         "looks": {look: ", ".join(parts) for look, parts in looks.items()},
         "parts": [_part_view(mark) for mark in marks],
     }
@@ -163,16 +180,19 @@ def _ran(mark: Mark) -> str:
     """Return which script ran and with which command, as a sentence; "" if none did."""
     if not mark.command:
         return ""
-    sentence = f"Ran {mark.script}: {mark.command}"
-    if mark.changes:
-        sentence += f". This is not the demanded command, which did not start it: it was run {', '.join(mark.changes)}"
-    return f"{sentence}."
+    if not mark.changes:
+        return f"Ran {mark.script}: {mark.command}"
+    how = ", ".join(mark.changes)
+    return f"The demanded command does not start {mark.script}. It ran {how}: {mark.command}"
 
 
 def _state(mark: Mark) -> str:
     """Return the name by which the pages' style and filters know a mark."""
-    if mark.given is not None:
-        return "given"
+    return "given" if mark.given is not None else _colour(mark)
+
+
+def _colour(mark: Mark) -> str:
+    """Return "full", "less" or "open"."""
     if mark.marks is None:
         return "open"
     return "full" if mark.marks == mark.points else "less"
@@ -187,6 +207,7 @@ def _class_view(rubric: Rubric, graded: Graded) -> dict[str, Any]:
         "rows": [_view(name, marks) for name, marks in graded.items()],
         "faults": _faults_view(graded),
         "bins": _bins_view(finished, points),
+        "submissions": count(len(graded), "submission"),
         "finished": count(len(finished), "submission"),
         "by_hand": count(open_marks, "part"),
     }

@@ -27,7 +27,7 @@ from lab.audit.command import AuditCommand
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import CollectiveCall, Cut, DdpBuilt, Start, Step
-from lab.audit.report import OWN_FAULT, as_json, write_page
+from lab.audit.report import OWN_FAULT, as_json
 from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
 from lab.grade import driven
@@ -151,7 +151,7 @@ def _network(
 
 
 def _write(outcome: Outcome, *, seconds: float) -> None:
-    """Write the page of the audit, and the facts with the whole audit in them.
+    """Write the facts with the whole audit in them; its page is written once it has a mark.
 
     What a driver found has no page: the audit's would speak of the driver.
     """
@@ -170,8 +170,6 @@ def _write(outcome: Outcome, *, seconds: float) -> None:
         changes=task.changes,
         tries=outcome.tries,
     )
-    if outcome.checked is None:
-        write_page(Path(task.facts).with_suffix(".html"), result)
     text = encode(msgspec.to_builtins(facts) | {"audit": audit}, indent=1)
     # Nobody finds the copy of the submission again.
     write_atomically(Path(task.facts), text.replace(f"{task.submission}/".encode(), b""))
