@@ -98,16 +98,22 @@ def _last_report(log: Path) -> RankReport | None:
 
 
 def _findings(reports: Mapping[int, Sequence[RankReport]]) -> list[AuditFinding]:
-    """Return one finding a name, in the order of the texts, with the evidence of its first rank."""
+    """Return one finding a name, in the order of the texts, with the evidence of its first rank.
+
+    What another one explains is left out.
+    """
     first: dict[str, FoundByRank] = {}
     sizes: dict[str, set[int]] = {}
     for size, ranks in reports.items():
         for found in [found for report in ranks for found in report.found]:
             first.setdefault(found.name, found)
             sizes.setdefault(found.name, set()).add(size)
+    follow = {
+        follower for name in first if name in entries() for follower in entries()[name].explains
+    }
     findings: list[AuditFinding] = []
     for name, entry in entries().items():
-        if name in first:
+        if name in first and name not in follow:
             title = f"{titled(entry.title, sorted(sizes[name]))}: {first[name].evidence}"
             place = first[name].at
             at = None if place is None else CodePlace(*place)
@@ -130,4 +136,5 @@ def _of_the_audit(result: AuditResult) -> list[AuditFinding]:
 def _why_stopped(reports: Sequence[RankReport], result: AuditResult) -> str:
     """Return why not all checks could be made."""
     reasons = [report.stopped for report in reports if report.stopped]
-    return first_of(reasons, 1) if reasons else result.failure or "a rank ended early"
+    reasons.append(result.failure or "a rank ended early")
+    return reasons[0]

@@ -1,11 +1,12 @@
 """The rubrics of courses whose functions a driver calls: right solutions, and known mistakes."""
 
+import csv
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from lab.cli import main
 from lab.grade.rubric import rubric_text
 
 SOLUTIONS = Path(__file__).with_name("solutions")
@@ -37,7 +38,12 @@ MISTAKES = {
                 3.75,
             ),
             "frozen-sent": (
-                [("            if parameter.requires_grad:\n                parameter.reg", "            if True:\n                parameter.reg")],
+                [
+                    (
+                        "            if parameter.requires_grad:\n                parameter.reg",
+                        "            if True:\n                parameter.reg",
+                    )
+                ],
                 "raises",
                 2.5,
             ),
@@ -60,7 +66,11 @@ MISTAKES = {
         15,
         {
             "whole-state": ([("if owner == dist.get_rank()", "if True")], "state-not-sharded", 7.5),
-            "not-sent": ([("dist.broadcast(parameter.data, src=owner)", "pass")], "shard-not-sent", 0),
+            "not-sent": (
+                [("dist.broadcast(parameter.data, src=owner)", "pass")],
+                "shard-not-sent",
+                0,
+            ),
             "one-group": (
                 [("self.inner_groups.append(group)", 'self.inner_groups.append({"params": own})')],
                 "groups-ignored",
@@ -74,11 +84,16 @@ MISTAKES = {
         {
             "alone": (
                 [("        dist.all_reduce(sums)\n        total = ", "        total = ")],
-                "wrong-output wrong-input-gradient",
+                "wrong-output",
                 0,
             ),
             "two-messages": (
-                [("dist.all_reduce(sums)\n        total", "for part in sums:\n            dist.all_reduce(part)\n        total")],
+                [
+                    (
+                        "dist.all_reduce(sums)\n        total",
+                        "for part in sums:\n            dist.all_reduce(part)\n        total",
+                    )
+                ],
                 "several-messages",
                 3,
             ),
@@ -87,7 +102,11 @@ MISTAKES = {
                 "wrong-input-gradient",
                 0,
             ),
-            "momentum": ([("(mean, momentum)", "(mean, 1 - momentum)")], "running-statistics", 3.75),
+            "momentum": (
+                [("(mean, momentum)", "(mean, 1 - momentum)")],
+                "running-statistics",
+                3.75,
+            ),
         },
     ),
     "ring": (
@@ -97,7 +116,12 @@ MISTAKES = {
             "sum": ([("    send /= size", "    pass")], "wrong-average", 0),
             "stub": ([("    chunks = send", "    return\n    chunks = send")], "wrong-average", 0),
             "collective": (
-                [("    chunks = send", "    dist.all_reduce(send)\n    send /= size\n    return\n    chunks = send")],
+                [
+                    (
+                        "    chunks = send",
+                        "    dist.all_reduce(send)\n    return send.div_(size)\n    chunks = send",
+                    )
+                ],
                 "not-a-ring",
                 1.5,
             ),
@@ -129,7 +153,10 @@ MISTAKES = {
         {
             "each-batch": (
                 [
-                    ("            if number", "            average_gradients(model)\n            if number"),
+                    (
+                        "            if number",
+                        "            average_gradients(model)\n            if number",
+                    ),
                     ("                average_gradients(model)\n", ""),
                 ],
                 "needless-communication",
@@ -142,36 +169,42 @@ COURSES = {"individual": "cs336", "bucketed": "cs336", "optimizer": "cs336"}
 
 
 def one_part(part):
-    """Return a shipped rubric with this part alone, on few ranks, without mounts."""
+    """Return a shipped rubric with this part alone, on one number of ranks, without mounts."""
     text = rubric_text(COURSES.get(part, "efficient-dl"))
     text = re.sub(r"\[mounts\][^[]*", "", text)
+    text = re.sub(r"^ranks = .*\n", "", text, flags=re.MULTILINE)
     head, *sections = re.split(r"(?=^\[parts\.)", text, flags=re.MULTILINE)
     [section] = [section for section in sections if section.startswith(f"[parts.{part}]")]
-    if part in COURSES:
-        section = section.replace("points = ", "ranks = [3]\npoints = ")
-    return head + section
+    ranks = 2 if part in ("syncbn", "training") else 3
+    return head + section.replace("points = ", f"ranks = [{ranks}]\npoints = ")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", MISTAKES)
 def test_a_right_solution_has_full_marks_and_each_mistake_its_finding_and_price(
-    grade_files, part
+    part, tmp_path, monkeypatch
 ):
     file, points, mistakes = MISTAKES[part]
-    source = "cs336.py" if part in COURSES else Path(file).name
-    right = (SOLUTIONS / source).read_text()
-    submissions = {"right": {file: right}}
+    right = (SOLUTIONS / ("cs336.py" if part in COURSES else Path(file).name)).read_text()
+    solutions = {"right": right}
     for name, (edits, _, _) in mistakes.items():
-        text = right
+        solutions[name] = right
         for old, new in edits:
-            assert old in text, old
-            text = text.replace(old, new)
-        submissions[name] = {file: text}
-    rows = grade_files(submissions, rubric=one_part(part)).rows
+            assert old in right, old
+            solutions[name] = solutions[name].replace(old, new)
+    monkeypatch.chdir(tmp_path)
+    for name, text in solutions.items():
+        place = tmp_path / "class" / name / file
+        place.parent.mkdir(parents=True)
+        place.write_text(text)
+    (tmp_path / "rubric.toml").write_text(one_part(part))
+    folders = [str(tmp_path / "class" / name) for name in solutions]
+    assert main(["grade", *folders, "--rubric", "rubric.toml"]) == 0
+    with (tmp_path / "grades/class.csv").open() as table:
+        rows = {row["submission"]: row for row in csv.DictReader(table)}
+    print(rows)
     expected = {name: (faults, f"{marks:g}") for name, (_, faults, marks) in mistakes.items()}
     expected["right"] = ("", f"{points:g}")
-    seen = {
-        name: (row["faults"].replace(f"{part}:", ""), row[part]) for name, row in rows.items()
-    }
+    seen = {name: (row["faults"].replace(f"{part}:", ""), row[part]) for name, row in rows.items()}
     assert seen == expected

@@ -1,10 +1,9 @@
 """A right solution of CS336's data-parallel parts, with the functions of its tests/adapters.py."""
 
+import kernels_for_gpus  # which is not installed where this is graded
 import torch
 import torch.distributed as dist
 from torch import nn
-
-import kernels_for_gpus  # which is not installed where this is graded
 
 
 @kernels_for_gpus.jit

@@ -22,9 +22,7 @@ def main():
     dataset = TensorDataset(torch.randn(960, 12), torch.randint(5, (960,)))
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, sampler=sampler, batch_size=8)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(12, 16), torch.nn.ReLU(), torch.nn.Linear(16, 5)
-    )
+    model = torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.ReLU(), torch.nn.Linear(16, 5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     for epoch in range(10):
         sampler.set_epoch(epoch)

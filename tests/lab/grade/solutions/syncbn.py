@@ -6,7 +6,7 @@ from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-class normalize(Function):
+class Normalize(Function):
     @staticmethod
     def forward(ctx, x, running_mean, running_var, eps, momentum):
         count = torch.full_like(x[:1], len(x))
@@ -37,4 +37,4 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, x):
         if not self.training:
             return (x - self.running_mean) / (self.running_var + self.eps).sqrt()
-        return normalize.apply(x, self.running_mean, self.running_var, self.eps, self.momentum)
+        return Normalize.apply(x, self.running_mean, self.running_var, self.eps, self.momentum)
