@@ -143,7 +143,7 @@ MISTAKES = {
             "equal-only": (
                 [("    chunks = send", "    assert len(send) % size == 0\n    chunks = send")],
                 "raises",
-                1.5,
+                2.25,
             ),
         },
     ),
