@@ -37,7 +37,8 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
             "--map": {
                 "type": Path,
                 "metavar": "FILE",
-                "help": "a CSV file (submission,part,path) for scripts with other names",
+                "help": "a CSV file (submission,part,path,command) for scripts with other names "
+                "or commands; path or command may be empty",
             },
             "--jobs": {
                 "type": int,

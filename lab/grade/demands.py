@@ -17,13 +17,15 @@ from pathlib import Path
 import msgspec
 
 from common.utils.atomic_files import read_regular
+from lab.audit.recording import RankRecords
 from lab.audit.records import Error, Group
 from lab.audit.result import AuditResult
 from lab.grade.rubric import has_placeholder
 from lab.grade.sandbox import Task
 
 _MOST_PRINTED = 2**16  # bytes of each rank
-_MOST_SCRIPT = 2**22
+_MOST_SCRIPT = 2**20
+_MOST_SOURCES = 20  # files beside the script
 
 # What an option or a variable wants, by its name in small letters without - and _.
 _URL = "tcp://{master}:{port}"
@@ -39,6 +41,8 @@ _ROLES = {
     "gloo": "backend distbackend",
     "1": "gpus ngpus numgpus gpuspernode ngpuspernode nprocpernode localworldsize",
 }
+# These may mean something else: only where it is required, or no other argument has that role.
+_WEAK = {"n", "num", "size", "r", "id", "index", "node", "root", "server", "host", "world", "ranks"}
 # Only where the script requires them.
 _REQUIRED = {
     "/tmp": "outputdir outdir outputpath savedir savepath logdir output checkpointdir ckptdir",
@@ -48,6 +52,7 @@ _REQUIRED = {
 }
 _OF_TORCHRUN = re.compile(r"""["'](?:RANK|WORLD_SIZE|LOCAL_RANK)["']""")
 _INTERFACE = re.compile(r"""["']((?:eth|en|eno|ens|enp|ib|wlan|bond|br)\d[\w.-]{0,12})["']""")
+_ARGUMENT = re.compile(r"(\[)?(?:(--?[\w-]+)(?:[ =](\{[^}]*\}|[A-Z][\w-]*))?|(\{[^}]*\}|\w[\w-]*))")
 _USAGE = re.compile(r"^usage: \S+ ?(.*?)^\S[^\n]*: error: ", re.DOTALL | re.MULTILINE)
 
 
@@ -59,19 +64,24 @@ class Refusal(msgspec.Struct):
     kind, message : the first error of a rank; "" without one.
     printed : the ends of what all ranks printed.
     alone : whether the ranks trained, each by itself.
-    script : the text of the script.
+    sources : the texts of the script and of what lies beside it.
     """
 
     kind: str
     message: str
     printed: str
     alone: bool
-    script: str
+    sources: list[str]
 
     @property
     def text(self) -> str:
         """All that was said."""
         return f"{self.kind}: {self.message}\n{self.printed}"
+
+    @property
+    def code(self) -> str:
+        """The whole text of the script and of what lies beside it."""
+        return "\n".join(self.sources)
 
 
 def refusal_of(task: Task, result: AuditResult, folder: Path) -> Refusal | None:
@@ -84,16 +94,29 @@ def refusal_of(task: Task, result: AuditResult, folder: Path) -> Refusal | None:
     alone = trained and task.ranks != [1] and not any(process.of(Group) for process in processes)
     if not alone and (trained or result.status != 2):
         return None
-    errors = [error for process in processes for error in process.of(Error) if not error.after_cut]
-    first = min(errors, key=lambda error: error.t, default=None)
+    first = _first_error(processes)
     logs = sorted(folder.glob("*-ranks/rank*.log"))
     return Refusal(
         kind=first.type if first else "",
         message=first.message if first else "",
         printed="\n".join(_text(log, last_bytes=_MOST_PRINTED) for log in logs),
-        alone=bool(trained) or (result.failure is not None and "none joins" in result.failure),
-        script=_text(Path(task.submission) / task.script, last_bytes=_MOST_SCRIPT),
+        alone=alone,
+        sources=[_text(file, last_bytes=_MOST_SCRIPT) for file in _sources(task)],
     )
+
+
+def _first_error(processes: Sequence[RankRecords]) -> Error | None:
+    """Return the first error of any process before the cut; None without one."""
+    errors = [error for process in processes for error in process.of(Error)]
+    early = [error for error in errors if not error.after_cut]
+    return min(early, key=lambda error: error.t, default=None)
+
+
+def _sources(task: Task) -> list[Path]:
+    """Return the script, then the Python files beside it."""
+    script = Path(task.submission) / task.script
+    beside = [file for file in sorted(script.parent.glob("*.py")) if file.is_file()]
+    return [script, *(file for file in beside[:_MOST_SOURCES] if file != script)]
 
 
 def _text(path: Path, *, last_bytes: int) -> str:
@@ -171,7 +194,9 @@ def _own_module(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
     match = re.search(r"No module named '?([\w.]+)", refusal.text)
     if match is None or "PYTHONPATH" in task.environment:
         return None
-    name = match[1].partition(".")[0]
+    name = match[1].strip(".").partition(".")[0]
+    if not name:
+        return None
     top = Path(task.submission)
     for found in sorted([*top.rglob(f"{name}.py"), *top.rglob(name)]):
         if (found.is_file() and found.suffix == ".py") or found.is_dir():
@@ -195,11 +220,17 @@ class Option(msgspec.Struct):
 
     name : as it is typed; "" for a positional argument.
     means : the names that tell what it wants.
+    takes : whether a value follows.
     """
 
     name: str
     means: list[str]
+    takes: bool
     required: bool
+
+    def words(self, value: str) -> list[str]:
+        """Return it as it is typed with a value."""
+        return [self.name, value] if self.name else [value]
 
 
 def _other_flags(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
@@ -207,50 +238,43 @@ def _other_flags(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
     usage = _USAGE.search(refusal.printed)
     if usage is None:
         return None
-    options = _options(" ".join(usage[1].split()))
+    options = list(_options(" ".join(usage[1].split())))
     place = _script_place(task)
+    given = {_plain(option): values for option, *values in _pairs(task.words[place + 1 :])}
     arguments: list[str] = []
     for option in options:
-        if kept := _value_kept(option, task.words[place + 1 :]):
-            arguments += [option.name, *kept]
+        values = given.get(option.means[0])
+        if values is not None and not any(map(has_placeholder, values)):
+            arguments += [option.name, *values]
             continue
         value = _wanted(option.means, task, required=option.required)
-        if value is not None:
-            arguments += [option.name, value] if option.name else [value]
-        elif option.required:
+        if option.required and value is None:
             return None
+        if value is not None and option.takes and not _is_doubtful(option, value, options):
+            arguments += option.words(value)
     words = [*task.words[: place + 1], *arguments]
     if words == task.words or ("{rank}" in arguments and _has_torchrun(task)):
         return None
-    return msgspec.structs.replace(task, words=words), " ".join(arguments) or "none"
+    return msgspec.structs.replace(task, words=words), ""
 
 
 def _options(usage: str) -> Iterator[Option]:
-    """Yield the options in a usage, such as ``[-h] [--lr LR] --rank RANK master_ip``."""
-    pattern = re.compile(
-        r"(\[)?(?:(--?[\w-]+)(?:[ =](\{[^}]*\}|[A-Z][\w-]*))?|(\{[^}]*\}|\w[\w-]*))"
-    )
-    depth_text = re.sub(r"\[(\w[^][]*)\]", "", usage)  # optional positional arguments
-    for match in pattern.finditer(depth_text):
-        bracket, name, metavar, positional = match.groups()
+    """Yield the arguments in a usage, such as ``[-h] [--lr LR] --rank RANK master_ip``."""
+    without_optional_positionals = re.sub(r"\[(\w[^][]*)\]", "", usage)
+    for bracket, name, metavar, positional in _ARGUMENT.findall(without_optional_positionals):
         if positional:
-            yield Option(name="", means=[_plain(positional)], required=True)
-        elif metavar:
+            yield Option("", [_plain(positional)], takes=True, required=True)
+        else:
             means = [_plain(name), _plain(metavar)]
-            yield Option(name=name, means=means, required=not bracket)
+            yield Option(name, means, takes=bool(metavar), required=not bracket)
 
 
-def _value_kept(option: Option, words: Sequence[str]) -> list[str]:
-    """Return the words that the demanded command gives for an option; none if they are a role's."""
-    for place, word in enumerate(words):
-        if word.startswith("--") and _plain(word) in option.means:
-            values: list[str] = []
-            for value in words[place + 1 :]:
-                if value.startswith("--"):
-                    break
-                values.append(value)
-            return [] if any(map(has_placeholder, values)) else values
-    return []
+def _is_doubtful(option: Option, value: str, options: Sequence[Option]) -> bool:
+    """Return whether an option may not want this value, since another one surely does."""
+    if option.required or not set(option.means) <= {*_WEAK, ""}:
+        return False
+    others = [other for other in options if other is not option and not set(other.means) <= _WEAK]
+    return any(set(other.means) & set(_ROLES[value].split()) for other in others)
 
 
 def _plain(name: str) -> str:
@@ -277,9 +301,11 @@ def _script_place(task: Task) -> int:
 def _positionals(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
     """Give it what it reads from sys.argv."""
     misread = refusal.kind in ("IndexError", "ValueError") or "usage" in refusal.printed.lower()
-    if "sys.argv" not in refusal.script or not misread:
+    if not misread:
         return None
-    names = _argv_names(refusal.script)
+    names: dict[int, str] = {}
+    for source in reversed(refusal.sources):
+        names |= _argv_names(source)
     values: list[str] = []
     for number in range(1, max(names, default=0) + 1):
         value = _wanted([_plain(names.get(number, ""))], task, required=True)
@@ -344,12 +370,18 @@ def _torchrun(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
     if _has_torchrun(task) or task.words[0] == "env" or not _reads_torchruns(refusal):
         return None
     place = _script_place(task)
-    kept: list[str] = []
-    for option, *values in _pairs(task.words[place + 1 :]):
-        if not any(map(has_placeholder, [option, *values])):
-            kept += [option, *values]
+    kept = _without(task.words[place + 1 :], has_placeholder)
     words = [task.program, "-m", "torch.distributed.run", task.words[place], *kept]
     return msgspec.structs.replace(task, words=words), "torchrun"
+
+
+def _without(arguments: Sequence[str], is_dropped: Callable[[str], bool]) -> list[str]:
+    """Return arguments without the options of which one word is to be dropped."""
+    kept: list[str] = []
+    for pair in _pairs(arguments):
+        if not any(map(is_dropped, pair)):
+            kept += pair
+    return kept
 
 
 def _reads_torchruns(refusal: Refusal) -> bool:
@@ -358,13 +390,10 @@ def _reads_torchruns(refusal: Refusal) -> bool:
         return True
     if refusal.kind == "KeyError":
         return _OF_TORCHRUN.fullmatch(refusal.message) is not None
-    reads = _OF_TORCHRUN.search(refusal.script) or "init_process_group" in refusal.script
-    failed = refusal.kind in ("TypeError", "AssertionError", "ValueError")
-    return reads is not None and (refusal.alone or (failed and _reads_env(refusal)))
-
-
-def _reads_env(refusal: Refusal) -> bool:
-    return _OF_TORCHRUN.search(refusal.script) is not None
+    reads_them = _OF_TORCHRUN.search(refusal.code) is not None
+    if refusal.alone:
+        return reads_them or "init_process_group" in refusal.code
+    return reads_them and refusal.kind in ("TypeError", "AssertionError", "ValueError")
 
 
 def _pairs(arguments: Sequence[str]) -> Iterator[list[str]]:
@@ -385,24 +414,32 @@ def _has_torchrun(task: Task) -> bool:
 
 def _variables(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
     """Put what it reads from the environment there, for each rank."""
-    wanted = re.fullmatch(r"'(\w+)'", refusal.message) if refusal.kind == "KeyError" else None
+    missing = re.fullmatch(r"'(\w+)'", refusal.message) if refusal.kind == "KeyError" else None
     variables: dict[str, str] = {}
-    if wanted and not _has_torchrun(task):
-        value = _wanted(
-            [_plain(re.sub("SLURM_|OMPI_COMM_|PMI_", "", wanted[1]))], task, required=False
-        )
-        if value is None:
-            return None
-        variables = {wanted[1]: value}
+    if missing and not _has_torchrun(task):
+        name = _plain(re.sub("SLURM_|OMPI_COMM_|PMI_", "", missing[1]))
+        if value := _wanted([name], task, required=False):
+            variables = {missing[1]: value}
     elif _has_torchrun(task) and _USAGE.search(refusal.printed):
         # It also wants flags that differ from rank to rank, which torchrun cannot give.
         variables = {"RANK": "{rank}", "LOCAL_RANK": "{rank}", "WORLD_SIZE": "{nodes}"}
-    set_already = [word.partition("=")[0] for word in task.words]
-    new = [f"{name}={value}" for name, value in variables.items() if name not in set_already]
+    already = [word.partition("=")[0] for word in task.words]
+    new = [f"{name}={value}" for name, value in variables.items() if name not in already]
     if not new:
         return None
     words = [word for word in task.words if word not in ("env", "-m", "torch.distributed.run")]
     return msgspec.structs.replace(task, words=["env", *new, *words]), " ".join(new)
+
+
+def _own_ranks(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
+    """Start it once, where each of its processes would start all ranks."""
+    starts = re.search(r"mp\.spawn|multiprocessing", refusal.code)
+    meets_itself = re.search(r"Address already in use|EADDRINUSE", refusal.text)
+    if "{rank}" not in task.words or not starts or not meets_itself:
+        return None
+    place = _script_place(task)
+    kept = _without(task.words[place + 1 :], lambda word: word == "{rank}")
+    return msgspec.structs.replace(task, words=[*task.words[: place + 1], *kept]), ""
 
 
 # --- another network, or a folder ---
@@ -421,7 +458,7 @@ def _missing_interface(refusal: Refusal) -> str | None:
     if match := re.search(r"Unable to find address for: ([\w.-]+)", refusal.text):
         return match[1].rstrip(".")
     if re.search(r"No such device|valid interface name", refusal.text):
-        named = _INTERFACE.search(refusal.script)
+        named = _INTERFACE.search(refusal.code)
         return named[1] if named else None
     return None
 
@@ -473,6 +510,7 @@ DEMANDS = (
     Demand("with the address as {0}", _url),
     Demand("started by {0}", _torchrun),
     Demand("with {0} in the environment", _variables),
+    Demand("started once, since it starts its ranks itself", _own_ranks),
     Demand("in a network with {0}", _network),
     Demand("with a new folder {0}", _output_folder),
 )

@@ -56,15 +56,16 @@ class RankReport(msgspec.Struct):
     stopped: _Line
 
 
-def driven_facts(result: AuditResult, folder: Path, sizes: Sequence[int]) -> AuditFacts:
+def driven_facts(result: AuditResult, folders: Mapping[int, Path]) -> AuditFacts:
     """Return what the drivers of all runs have found.
 
     result : of the audit around them; it knows why a run failed or hung.
-    folder : has a folder for each run, with the logs of its ranks.
+    folders : with the logs of the ranks, by their number.
     """
+    sizes = list(folders)
     reports: dict[int, list[RankReport]] = {}
-    for size in sizes:
-        logs = [folder / f"{size}-ranks" / f"rank{rank}.log" for rank in range(size)]
+    for size, folder in folders.items():
+        logs = [folder / f"rank{rank}.log" for rank in range(size)]
         reports[size] = [report for report in map(_last_report, logs) if report]
     runs = [AuditedRun(size) for size in sizes if reports[size]]
     every = [report for size in sizes for report in reports[size]]
@@ -136,5 +137,5 @@ def _of_the_audit(result: AuditResult) -> list[AuditFinding]:
 def _why_stopped(reports: Sequence[RankReport], result: AuditResult) -> str:
     """Return why not all checks could be made."""
     reasons = [report.stopped for report in reports if report.stopped]
-    reasons.append(result.failure or "a rank ended early")
+    reasons.append(result.failure.reason if result.failure else "a rank ended early")
     return reasons[0]

@@ -62,6 +62,21 @@ class AuditFinding(msgspec.Struct):
         return self.sure == "certain"
 
 
+class Diagnosis(msgspec.Struct):
+    """Why a run could not be audited to its end, in the fields of the audit's ``Failure``."""
+
+    how: str
+    reason: str
+    cause: str
+    cure: str
+    advice: str
+
+    @property
+    def what(self) -> str:
+        """What happened and why, for every reader."""
+        return f"{self.how}: {self.reason} {self.cause}".strip()
+
+
 class AuditedRun(msgspec.Struct):
     """A run on a number of ranks."""
 
@@ -82,6 +97,7 @@ class AuditFacts(msgspec.Struct):
     findings: list[AuditFinding]
     runs: list[AuditedRun]
     possible: list[AuditFinding] = []
+    diagnosis: Diagnosis | None = None
 
     @property
     def faults(self) -> list[AuditFinding]:
@@ -118,7 +134,8 @@ class Facts(msgspec.Struct, kw_only=True):
     script : its path in the submission.
     command : of which all this was seen.
     changes : in what it differs from the demanded command; see demands.py.
-    tries : the commands before it, the demanded one first.
+    refused : whether the script refused it, too.
+    tries : the other commands that it refused.
     """
 
     key: str
@@ -130,4 +147,5 @@ class Facts(msgspec.Struct, kw_only=True):
     script: str = ""
     command: str = ""
     changes: list[str] = []
+    refused: bool = False
     tries: list[Try] = []

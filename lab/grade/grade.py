@@ -172,13 +172,11 @@ class Gradebook:
 
         Why a part cannot be run is then ``seen`` of it. scripts : by --map.
         """
-        try:
-            unpack(sources, copy)
-        except UserError as error:
-            problem = " ".join(calm(str(error)).split())  # it quotes names of files
-            say(f"{name}: {problem}")
+        problem = _unpacked(sources, copy)
+        if problem is not None:
+            say(f"{name}: {problem.for_grader}")
             for part_name in self.rubric.parts:
-                self.seen[name, part_name] = Look(f"{problem}.", grader="Ask for a new file.")
+                self.seen[name, part_name] = problem
             return {}
         tasks: dict[Place, Task] = {}
         for part_name, part in self.rubric.parts.items():
@@ -221,6 +219,19 @@ class Gradebook:
         return pages.count_open(mark for marks in graded.values() for mark in marks)
 
 
+def _unpacked(sources: list[Path], copy: Path) -> Look | None:
+    """Unpack a submission; return None, or why it cannot be."""
+    if len(sources) > 1:
+        twice = f"{count(len(sources), 'submission')} have this name."
+        return Look(twice, grader="Rename them.")
+    try:
+        unpack(sources[0], copy)
+    except UserError as error:
+        problem = " ".join(calm(str(error)).split())  # it quotes names of files
+        return Look(f"{problem}.", student="Hand it in anew.", grader="Ask for a new file.")
+    return None
+
+
 # --- running ---
 
 
@@ -259,7 +270,7 @@ def _task(
             name: value for name, value in variables.items() if not has_placeholder(value)
         },
         may_change=command is None and not part.is_driven,
-        changes=[] if command is None else ["with the command in your grader's map"],
+        changes=[] if command is None else ["with a command given by the grader"],
         facts="",
         key="",
         mounts={at: str(path) for at, path in rubric.mounted().items()},
@@ -322,7 +333,7 @@ def _run_all(tasks: Mapping[Place, Task], book: Gradebook, jobs: int | None) -> 
             book.seen[place] = future.result()
             line = f"[{ended}/{len(new)}] {' '.join(place)}: {pages.marks_text(book.mark(place))}"
             seconds_left = (time.monotonic() - began) / ended * (len(new) - ended)
-            if seconds_left:
+            if seconds_left >= 1:
                 line += f"; about {_about(seconds_left)} left"
             say(line)
             book.write(only=place[0])

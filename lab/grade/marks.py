@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from common.errors import UserError
-from lab.audit.result import ranks_text
+from lab.audit.findings.finding import FAULT, ranks_text
 from lab.grade.facts import AuditFacts, AuditFinding, Facts, Look
 from lab.grade.rubric import WAYS, Part, Rubric
 from lab.grade.submissions import CsvRow, Place, check_row, read_rows
@@ -59,41 +59,45 @@ def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
     part = rubric.parts[name]
     if isinstance(seen, Look):
         return Mark(part=name, title=part.title, points=part.points, look=[seen])
-    faults = seen.audit.faults
-    accepted = [fault for fault in faults if fault.name in part.accepts]
     counted: list[AuditFinding] = []
     if seen.audit.found_faults:
-        counted = [fault for fault in faults if fault.name not in part.accepts]
+        counted = [fault for fault in seen.audit.faults if fault.name not in part.accepts]
     if not seen.audit.cannot_tell:
         demanded = set(part.demands)
         counted += [found for found in seen.audit.findings if found.name in demanded]
     lost = {fault.name: rubric.deduction(part, fault.name) for fault in counted}
-    why = [_why_lost(fault, lost[fault.name]) for fault in counted]
-    for fault in accepted:
-        why.append(f"Accepted: {fault.title} ({fault.name}). {part.accepts[fault.name]}")
-    cost = rubric.other_command * part.points if seen.changes else 0.0
-    if cost:
-        why.append(f"-{cost:g}: the demanded command does not start it.")
+    changes = [] if seen.refused else seen.changes
+    cost = rubric.other_command * part.points if changes else 0.0
     marks = max(0.0, part.points - sum(lost.values()) - cost)
-    mark = Mark(
+    look = _doubted(seen) or _unclear(part, seen, counted, marks)
+    why = [_why_lost(fault, lost[fault.name]) for fault in counted]
+    why += _accepted(part, seen)
+    if not look and not why:
+        why.append(_why_full(part, seen))
+    if cost:
+        why.append(f"-{cost:g}: it does not run as demanded.")
+    return Mark(
         part=name,
         title=part.title,
         points=part.points,
+        marks=None if look else marks,
         why=why,
-        look=_doubted(seen) or _unclear(part, seen, counted, marks),
+        look=look,
         faults=list(lost),
         lessons=sorted({lesson_of(fault) for fault in lost}),
         script=seen.script,
-        command=seen.command,
-        changes=seen.changes,
+        command="" if seen.refused else seen.command,
+        changes=changes,
         seconds=round(seen.seconds, 1),
         page=None if part.is_driven else f"{name}.html",
     )
-    if not mark.look:
-        mark.marks = marks
-        if not counted:
-            mark.why = [_why_full(part, seen), *why]
-    return mark
+
+
+def _accepted(part: Part, seen: Facts) -> Iterator[str]:
+    """Yield a sentence for each fault that the course asks for."""
+    for fault in seen.audit.faults:
+        if fault.name in part.accepts:
+            yield f"Accepted: {fault.title} ({fault.name}). {part.accepts[fault.name]}"
 
 
 def _why_lost(fault: AuditFinding, points: float) -> str:
@@ -142,33 +146,41 @@ def _unclear(part: Part, seen: Facts, counted: Sequence[AuditFinding], marks: fl
             )
         )
     if not counted:
-        looks += map(Look, _unchecked(part, audit))
+        looks += _unchecked(part, audit)
     return looks
 
 
 def _undecided(seen: Facts) -> Look:
     """Return why the audit could not judge a part at all, with what it found on a condition."""
     audit = seen.audit
+    look = Look(f"{audit.headline.rstrip('.')}.")
+    if audit.diagnosis:
+        look = Look(audit.diagnosis.what, student=audit.diagnosis.cure)
     advice = [
-        f"If {finding.condition}: {finding.title} ({finding.place})." for finding in audit.possible
+        f"If {finding.condition}: {finding.title} ({finding.place})."
+        for finding in audit.possible
+        if finding.severity == FAULT
     ]
-    if seen.tries:
-        tried = "; ".join(attempt.command for attempt in seen.tries)
-        advice.append(f"Before, it refused: {tried}.")
-    return Look(f"{audit.headline.rstrip('.')}.", grader=" ".join(advice))
+    if seen.refused:
+        tried = [attempt.command for attempt in seen.tries] + [seen.command]
+        advice.append(f"Tried: {'; '.join(tried)}.")
+        if not look.student:
+            advice.append("If another command starts it, name that with --map.")
+    look.grader = " ".join(advice)
+    return look
 
 
-def _unchecked(part: Part, audit: AuditFacts) -> Iterator[str]:
+def _unchecked(part: Part, audit: AuditFacts) -> Iterator[Look]:
     """Yield what the audit could not check of a part in which no fault counts."""
     ran = {run.ranks for run in audit.runs}
     if len(ran) < len(part.ranks):
-        yield f"it ran on {ranks_text(ran)} only: look at its divisor."
+        yield Look(f"it ran on {ranks_text(ran)} only.", grader="Look at its divisor.")
     if audit.found_faults:
         for sentence in audit.unknown:
             if sentence.startswith(("gradients: ", "weights: ")):
-                yield f"beside an accepted fault, this could not be checked: {sentence}"
-    if audit.failure:
-        yield f"beside an accepted fault, the run ended early: {audit.failure}"
+                yield Look(f"beside an accepted fault, this could not be checked: {sentence}")
+    if audit.diagnosis:
+        yield Look(f"beside an accepted fault, the run ended early: {audit.diagnosis.what}")
 
 
 # --- lessons ---

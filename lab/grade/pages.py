@@ -79,7 +79,17 @@ def _write_audit_page(path: Path, mark: Mark) -> None:
     """Write the audit's page of a part, in the colour of its mark."""
     facts = read_json(path.with_suffix(".json"), _AuditedPart, most_bytes=MOST_FACTS)
     note = MarkNote(f"{mark.title}: {marks_text(mark)}", _colour(mark))
-    write_content(path, facts.audit, mark=note)
+    write_content(path, _for_student(facts.audit), mark=note)
+
+
+def _for_student(audit: AuditContent) -> AuditContent:
+    """Return what an audit said, without its advice to who runs ``lab audit``."""
+    told = audit.diagnosis
+    if told is None:
+        return audit
+    failure = " ".join(filter(None, (f"{told.how}: {told.reason}", told.cause, told.cure)))
+    headline = failure if audit.headline == audit.failure else audit.headline
+    return msgspec.structs.replace(audit, headline=headline, failure=failure)
 
 
 def _shared(rubric: Rubric, sandboxed: bool) -> dict[str, Any]:
@@ -183,7 +193,7 @@ def _ran(mark: Mark) -> str:
     if not mark.changes:
         return f"Ran {mark.script}: {mark.command}"
     how = ", ".join(mark.changes)
-    return f"The demanded command does not start {mark.script}. It ran {how}: {mark.command}"
+    return f"{mark.script} does not run as demanded. It ran {how}: {mark.command}"
 
 
 def _state(mark: Mark) -> str:

@@ -31,7 +31,7 @@ from lab.audit.report import OWN_FAULT, as_json
 from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
 from lab.grade import driven
-from lab.grade.demands import next_task, refusal_of, shown_command
+from lab.grade.demands import Refusal, next_task, refusal_of, shown_command
 from lab.grade.facts import AuditFacts, Facts, Try
 from lab.grade.sandbox import Task, sandbox
 
@@ -57,76 +57,78 @@ def main() -> int:
     os.environ.pop("PYTHONPATH", None)  # it led to this program, and is not the script's
     began = time.monotonic()
     with record_folder(None) as folder:
-        outcome = _audit_as_demanded(task, folder)
-    _write(outcome, seconds=time.monotonic() - began)
+        outcomes = [_checked(task, folder)] if task.is_driven else _audit_as_demanded(task, folder)
+    _write(outcomes, seconds=time.monotonic() - began)
     return 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The audit that counts.
+    """An audit with one command.
 
-    task : as it was run at last.
+    task : as it was run.
     ended : the reason if a sandbox ended the run.
-    tries : the commands before, which the script refused.
+    refusal : how the script refused the command; None if it trained.
     checked : what a driver found; None without one.
     """
 
     task: Task
     result: AuditResult
     ended: list[str]
-    tries: list[Try]
+    refusal: Refusal | None
     checked: AuditFacts | None = None
 
 
-def _audit_as_demanded(task: Task, folder: Path) -> Outcome:
-    """Audit a script; one that refuses its command is tried with what it demands instead."""
-    began = time.monotonic()
-    tries: list[Try] = []
-    while True:
-        ended: list[str] = []
-        own = folder / f"try{len(tries)}"
-        own.mkdir()
-        if task.is_driven:
-            return _checked(task, own, ended)
-        result = _audit(task, own, ended)
-        outcome = Outcome(task, result, ended, tries)
-        late = time.monotonic() - began > task.limit_seconds or len(tries) == _MOST_TRIES
-        refusal = refusal_of(task, result, own)
-        if refusal is None or ended or late or not task.may_change:
-            return outcome
-        changed = next_task(task, refusal)
-        if changed is None:
-            return outcome
-        tries.append(Try(shown_command(task), result.headline))
-        task = changed
+def _audit_as_demanded(task: Task, folder: Path) -> list[Outcome]:
+    """Audit a script; one that refuses its command is tried with what it demands instead.
 
-
-def _checked(task: Task, folder: Path, ended: list[str]) -> Outcome:
-    """Let a driver check a part on each number of ranks, whatever comes of the others."""
-    runs: list[AuditResult] = []
-    for size in task.ranks:
-        runs.append(_audit(msgspec.structs.replace(task, ranks=[size]), folder, ended))
-    result = dataclasses.replace(
-        runs[-1],
-        recordings=[recording for run in runs for recording in run.recordings],
-        findings=[finding for run in runs for finding in run.findings],
-        failure=next((run.failure for run in runs if run.failure), None),
-    )
-    return Outcome(task, result, ended, [], driven.driven_facts(result, folder, task.ranks))
-
-
-def _audit(task: Task, folder: Path, ended: list[str]) -> AuditResult:
-    """Audit a script with the command of a task.
-
-    ended : gets the reason if a sandbox ends a run.
+    Returns an audit for each command; the last one counts.
     """
+    began = time.monotonic()
+    outcomes = [_audit(task, folder / "demanded")]
+    while (refusal := outcomes[-1].refusal) and not outcomes[-1].ended:
+        late = time.monotonic() - began > task.limit_seconds or len(outcomes) > _MOST_TRIES
+        changed = next_task(outcomes[-1].task, refusal)
+        if changed is None or late or not task.may_change:
+            break
+        outcomes.append(_audit(changed, folder / f"try{len(outcomes)}"))
+    ran_alone = outcomes[0].refusal is not None and outcomes[0].refusal.alone
+    if ran_alone and outcomes[-1].refusal:
+        outcomes.append(outcomes.pop(0))  # what was seen of ranks that train says most
+    return outcomes
+
+
+def _checked(task: Task, folder: Path) -> Outcome:
+    """Let a driver check a part on each number of ranks, whatever comes of the others."""
+    outcomes: list[Outcome] = []
+    logs: dict[int, Path] = {}
+    for size in task.ranks:
+        own = folder / f"driven{size}"
+        outcomes.append(_audit(msgspec.structs.replace(task, ranks=[size]), own))
+        logs[size] = own / f"{size}-ranks"
+    results = [outcome.result for outcome in outcomes]
+    result = dataclasses.replace(
+        results[-1],
+        recordings=[recording for each in results for recording in each.recordings],
+        findings=[finding for each in results for finding in each.findings],
+        failure=next((each.failure for each in results if each.failure), None),
+    )
+    ended = [reason for outcome in outcomes for reason in outcome.ended]
+    return Outcome(task, result, ended, None, driven.driven_facts(result, logs))
+
+
+def _audit(task: Task, folder: Path) -> Outcome:
+    """Audit a script with the command of a task."""
+    folder.mkdir()
     os.environ.update(task.environment)
     os.chdir(task.cwd)
+    ended: list[str] = []
     steps = driven.STEPS if task.is_driven else STEPS
     settings = RunSettings(steps=steps, limit_seconds=task.limit_seconds)
     network = partial(_network, task, ended)
-    return audit_script(AuditCommand(tuple(task.words)), task.ranks, folder, settings, network)
+    command = AuditCommand(tuple(task.words))
+    result = audit_script(command, task.ranks, folder, settings, network)
+    return Outcome(task, result, ended, refusal_of(task, result, folder))
 
 
 def _network(
@@ -150,25 +152,26 @@ def _network(
 # --- what was seen ---
 
 
-def _write(outcome: Outcome, *, seconds: float) -> None:
-    """Write the facts with the whole audit in them; its page is written once it has a mark.
-
-    What a driver found has no page: the audit's would speak of the driver.
-    """
-    task, result = outcome.task, outcome.result
-    audit = msgspec.to_builtins(outcome.checked) if outcome.checked else as_json(result)
+def _write(outcomes: Sequence[Outcome], *, seconds: float) -> None:
+    """Write the facts with the whole audit in them; its page is written once it has a mark."""
+    *before, last = outcomes
+    task = last.task
+    result = last.result
+    # What a driver found has no page: the audit's would speak of the driver.
+    audit = msgspec.to_builtins(last.checked) if last.checked else as_json(result)
     ranks = [rank for recording in result.recordings for rank in recording.ranks]
     facts = Facts(
         key=task.key,
         audit=convert(audit, AuditFacts, name="what the audit found"),
         used=_used(ranks),
         whole=bool(ranks) and all(rank.of(Cut) for rank in ranks),
-        doubts=_doubts(result, outcome.ended),
+        doubts=_doubts(result, last.ended),
         seconds=seconds,
         script=task.script,
         command=shown_command(task),
         changes=task.changes,
-        tries=outcome.tries,
+        refused=last.refusal is not None,
+        tries=[Try(shown_command(other.task), other.result.headline) for other in before],
     )
     text = encode(msgspec.to_builtins(facts) | {"audit": audit}, indent=1)
     # Nobody finds the copy of the submission again.

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from common.errors import UserError, count, file_errors, first_of, reason_of
+from common.errors import UserError, file_errors, first_of, reason_of
 from common.utils.atomic_files import read_regular
 from common.utils.grouping import grouped
 from lab.grade.facts import Look
@@ -28,6 +28,7 @@ from lab.grade.rubric import Part, Rubric
 MOST_BYTES = 2**30
 MOST_FILES = 20_000
 _SUFFIXES = (".zip", ".tgz", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz")
+_TRAINS = re.compile(r"\.backward\(|init_process_group|DistributedDataParallel")
 _IGNORED = ("__MACOSX", "__pycache__", ".git", ".venv", "venv")
 
 # The names of a submission and of a part.
@@ -37,7 +38,7 @@ Place = tuple[str, str]
 def named(paths: Sequence[Path]) -> dict[str, list[Path]]:
     """Return the submissions by their names, which are their files' without the ending.
 
-    Several of one name are one mistake, see ``unpack``.
+    Several of one name are one mistake.
     """
     return grouped((_name(path), path) for path in paths)
 
@@ -67,14 +68,11 @@ class Entry(NamedTuple):
     is_link: bool = False
 
 
-def unpack(sources: Sequence[Path], target: Path) -> None:
+def unpack(source: Path, target: Path) -> None:
     """Copy a submission to a new folder that everybody can read.
 
     Raises UserError, in one line, for what is no submission or not harmless.
     """
-    if len(sources) > 1:
-        raise UserError(f"{count(len(sources), 'submission')} have this name: rename them")
-    [source] = sources
     try:
         if source.is_dir():
             _copy_folder(source, target)
@@ -184,14 +182,14 @@ def find_script(folder: Path, name: str, rubric: Rubric, given: str | None) -> P
     patterns = [given] if given else part.files
     for pattern in patterns:
         if found := _fitting(folder, pattern):
-            return _one_of(folder, found, part)
+            return _one_of(folder, found)
     if not given:
         others = _scripts_of_others(folder, name, rubric)
         left = [path for path in _fitting(folder, "**/*.py") if path not in others]
         for is_alike in _likenesses(name, part):
             alike = [path for path in left if is_alike.search(str(path.relative_to(folder)))]
             if alike:
-                return _one_of(folder, alike, part)
+                return _one_of(folder, alike)
     here = _listed(folder, _fitting(folder, "**/*.py"))
     return Look(
         f"no file fits {', '.join(patterns)}; here are {here}.",
@@ -242,14 +240,13 @@ def _likenesses(name: str, part: Part) -> Iterator[re.Pattern[str]]:
         yield re.compile(rf"(?<![a-z0-9]){text}(?![a-z0-9])", re.IGNORECASE)
 
 
-def _one_of(folder: Path, found: Sequence[Path], part: Part) -> Path | Look:
+def _one_of(folder: Path, found: Sequence[Path]) -> Path | Look:
     """Return the one file that others do not import and that trains, or why it cannot be told."""
     texts = {path: read_regular(path, last_bytes=2**20).decode(errors="replace") for path in found}
     imported = {path for path in found if any(_imports(text, path.stem) for text in texts.values())}
     left = [path for path in found if path not in imported] or list(found)
     if len(left) > 1:
-        needs = "backward" if part.ranks == [1] else "init_process_group"
-        left = [path for path in left if needs in texts[path]] or left
+        left = [path for path in left if _TRAINS.search(texts[path])] or left
     if len(left) == 1:
         return left[0]
     return Look(

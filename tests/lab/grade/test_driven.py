@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lab.audit.findings.finding import FAULT, found
-from lab.audit.result import AuditResult, EqualityVerdict
+from lab.audit.result import AuditResult, EqualityVerdict, Failure
 from lab.grade.driven import driven_facts, entries
 from lab.grade.drivers.mark import MARK
 from lab.grade.facts import Facts
@@ -43,7 +43,7 @@ CASES = {  # the last reports of 2 ranks, then of 3; the findings, and the marks
 
 def audited(*findings):
     verdict = EqualityVerdict("cannot tell", "a driver")
-    return AuditResult("python", [], findings, verdict, failure="the ranks hung")
+    return AuditResult("python", [], findings, verdict, failure=Failure("the ranks hung"))
 
 
 def write_logs(folder, size, reports):
@@ -53,14 +53,14 @@ def write_logs(folder, size, reports):
         before = f"hello\n{MARK}{json.dumps(GOING_ON)}\n"
         text = before if report is None else f"{before}{MARK}{json.dumps(report)}\nbye\n"
         (place / f"rank{rank}.log").write_text(text)
+    return {size: place}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_reports_of_all_ranks_and_sizes_become_one_mark(tmp_path, name):
     of_two, of_three, names, marks = CASES[name]
-    write_logs(tmp_path, 2, of_two)
-    write_logs(tmp_path, 3, of_three)
-    audit = driven_facts(audited(), tmp_path, [2, 3])
+    logs = write_logs(tmp_path, 2, of_two) | write_logs(tmp_path, 3, of_three)
+    audit = driven_facts(audited(), logs)
     seen = Facts(key="", audit=audit, used=[], whole=False, doubts=[], seconds=1.0)
     mark = mark_part("optimizer", seen, load_rubric("cs336"))
     assert ([finding.name for finding in audit.findings], mark.marks) == (names, marks)
@@ -75,10 +75,10 @@ def test_reports_of_all_ranks_and_sizes_become_one_mark(tmp_path, name):
 
 
 def test_ranks_that_wait_for_each_other_are_the_audits_finding(tmp_path):
-    write_logs(tmp_path, 2, [GOING_ON, GOING_ON])
+    logs = write_logs(tmp_path, 2, [GOING_ON, GOING_ON])
     values = {"one": 0, "call": "all_reduce", "other": 1}
     differ = found("collectives-differ", kind="waits", **values)
-    audit = driven_facts(audited(differ), tmp_path, [2])
+    audit = driven_facts(audited(differ), logs)
     assert [finding.name for finding in audit.findings] == ["collectives-differ"]
     assert (audit.status, audit.findings[0].is_certain) == (1, True)
 
