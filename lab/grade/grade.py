@@ -29,6 +29,7 @@ from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, read_json
 from lab.audit.isolation import record_folder
 from lab.grade import gradescope, pages
+from lab.grade.driven import DRIVERS, PLACEHOLDER
 from lab.grade.facts import Facts, Look
 from lab.grade.marks import Mark, Override, mark_part, override, read_overrides
 from lab.grade.rubric import (
@@ -251,8 +252,9 @@ def _task(
     start = parse_command(part.command if command is None else command)
     program, *arguments = start.words
     words = [shutil.which(program, path=_environment()["PATH"]) or program]
+    filled = {"{script}": script.name, PLACEHOLDER: str(DRIVERS)}
     for argument in arguments:
-        words.append(script.name if argument == "{script}" else argument)
+        words.append(filled.get(argument, argument))
     variables = rubric.variables(part) | start.variables
     of_a_rank = [f"{name}={value}" for name, value in variables.items() if has_placeholder(value)]
     if of_a_rank:
@@ -267,7 +269,7 @@ def _task(
         environment={
             name: value for name, value in variables.items() if not has_placeholder(value)
         },
-        may_change=command is None,
+        may_change=command is None and not part.is_driven,
         changes=[] if command is None else ["with a command given by the grader"],
         facts="",
         key="",
@@ -278,7 +280,7 @@ def _task(
         limit_seconds=rubric.limit_seconds,
         sandboxed=sandboxed,
     )
-    sources = [digest(copy), digest(Path(lab.__file__).parent / "audit")]
+    sources = [digest(copy), digest(Path(lab.__file__).parent / "audit"), digest(DRIVERS)]
     key = sha256(encode([task, *sources])).hexdigest()
     return msgspec.structs.replace(task, submission=str(copy), facts=str(facts), key=key)
 

@@ -62,6 +62,9 @@ def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
     counted: list[AuditFinding] = []
     if seen.audit.found_faults:
         counted = [fault for fault in seen.audit.faults if fault.name not in part.accepts]
+    if not seen.audit.cannot_tell:
+        demanded = set(part.demands)
+        counted += [found for found in seen.audit.findings if found.name in demanded]
     lost = {fault.name: rubric.deduction(part, fault.name) for fault in counted}
     changes = [] if seen.refused else seen.changes
     cost = rubric.other_command * part.points if changes else 0.0
@@ -70,7 +73,7 @@ def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
     why = [_why_lost(fault, lost[fault.name]) for fault in counted]
     why += _accepted(part, seen)
     if not look and not why:
-        why.append(_why_full(part))
+        why.append(_why_full(part, seen))
     if cost:
         why.append(f"-{cost:g}: it does not run as demanded.")
     return Mark(
@@ -86,7 +89,7 @@ def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
         command="" if seen.refused else seen.command,
         changes=changes,
         seconds=round(seen.seconds, 1),
-        page=f"{name}.html",
+        page=None if part.is_driven else f"{name}.html",
     )
 
 
@@ -102,7 +105,9 @@ def _why_lost(fault: AuditFinding, points: float) -> str:
     return f"-{points:g}: {fault.title} ({fault.place}). {fault.cure}"
 
 
-def _why_full(part: Part) -> str:
+def _why_full(part: Part, seen: Facts) -> str:
+    if part.is_driven:
+        return seen.audit.headline
     if part.ranks == [1]:
         return "It trains on one process; only this was checked."
     return "No fault was found: the same updates as one process that averages all gradients."

@@ -18,8 +18,8 @@ import msgspec
 from common.errors import count
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import calm, encode, read_json
-from lab.audit.findings.finding import catalogue
 from lab.audit.report import AuditContent, MarkNote, page_template, write_content
+from lab.grade.driven import entries
 from lab.grade.marks import Mark, OverrideRow, lesson_of
 from lab.grade.rubric import Rubric
 
@@ -228,9 +228,8 @@ def _faults_view(graded: Graded) -> list[dict[str, Any]]:
     times: Counter[str] = Counter()
     for marks in graded.values():
         times.update({fault for mark in marks for fault in mark.faults})
-    entries = catalogue()
     return [
-        {"entry": entries[fault], "lesson": lesson_of(fault), "times": count(number, "time")}
+        {"entry": entries()[fault], "lesson": lesson_of(fault), "times": count(number, "time")}
         for fault, number in times.most_common()
     ]
 

@@ -4,6 +4,7 @@ It is a process of its own: whatever a submission's records make of it, the othe
 they are.
 """
 
+import dataclasses
 import os
 import platform
 import resource
@@ -29,6 +30,7 @@ from lab.audit.records import CollectiveCall, Cut, DdpBuilt, Start, Step
 from lab.audit.report import OWN_FAULT, as_json
 from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
+from lab.grade import driven
 from lab.grade.demands import Refusal, next_task, refusal_of, shown_command
 from lab.grade.facts import AuditFacts, Facts, Try
 from lab.grade.sandbox import Task, sandbox
@@ -55,7 +57,7 @@ def main() -> int:
     os.environ.pop("PYTHONPATH", None)  # it led to this program, and is not the script's
     began = time.monotonic()
     with record_folder(None) as folder:
-        outcomes = _audit_as_demanded(task, folder)
+        outcomes = [_checked(task, folder)] if task.is_driven else _audit_as_demanded(task, folder)
     _write(outcomes, seconds=time.monotonic() - began)
     return 0
 
@@ -67,12 +69,14 @@ class Outcome:
     task : as it was run.
     ended : the reason if a sandbox ended the run.
     refusal : how the script refused the command; None if it trained.
+    checked : what a driver found; None without one.
     """
 
     task: Task
     result: AuditResult
     ended: list[str]
     refusal: Refusal | None
+    checked: AuditFacts | None = None
 
 
 def _audit_as_demanded(task: Task, folder: Path) -> list[Outcome]:
@@ -94,13 +98,33 @@ def _audit_as_demanded(task: Task, folder: Path) -> list[Outcome]:
     return outcomes
 
 
+def _checked(task: Task, folder: Path) -> Outcome:
+    """Let a driver check a part on each number of ranks, whatever comes of the others."""
+    outcomes: list[Outcome] = []
+    logs: dict[int, Path] = {}
+    for size in task.ranks:
+        own = folder / f"driven{size}"
+        outcomes.append(_audit(msgspec.structs.replace(task, ranks=[size]), own))
+        logs[size] = own / f"{size}-ranks"
+    results = [outcome.result for outcome in outcomes]
+    result = dataclasses.replace(
+        results[-1],
+        recordings=[recording for each in results for recording in each.recordings],
+        findings=[finding for each in results for finding in each.findings],
+        failure=next((each.failure for each in results if each.failure), None),
+    )
+    ended = [reason for outcome in outcomes for reason in outcome.ended]
+    return Outcome(task, result, ended, None, driven.driven_facts(result, logs))
+
+
 def _audit(task: Task, folder: Path) -> Outcome:
     """Audit a script with the command of a task."""
     folder.mkdir()
     os.environ.update(task.environment)
     os.chdir(task.cwd)
     ended: list[str] = []
-    settings = RunSettings(steps=STEPS, limit_seconds=task.limit_seconds)
+    steps = driven.STEPS if task.is_driven else STEPS
+    settings = RunSettings(steps=steps, limit_seconds=task.limit_seconds)
     network = partial(_network, task, ended)
     command = AuditCommand(tuple(task.words))
     result = audit_script(command, task.ranks, folder, settings, network)
@@ -133,7 +157,8 @@ def _write(outcomes: Sequence[Outcome], *, seconds: float) -> None:
     *before, last = outcomes
     task = last.task
     result = last.result
-    audit = as_json(result)
+    # What a driver found has no page: the audit's would speak of the driver.
+    audit = msgspec.to_builtins(last.checked) if last.checked else as_json(result)
     ranks = [rank for recording in result.recordings for rank in recording.ranks]
     facts = Facts(
         key=task.key,

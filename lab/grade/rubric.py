@@ -20,8 +20,9 @@ from common.errors import UserError, file_errors, first_of
 from common.utils.atomic_files import read_regular
 from common.utils.system import usable_cores
 from common.utils.typed_json import Name, Seconds, Share, Text, convert
-from lab.audit.findings.finding import FAULT, catalogue
+from lab.audit.findings.finding import FAULT
 from lab.cluster.program import check_placeholders
+from lab.grade.driven import PLACEHOLDER, entries
 
 FOLDER = Path(__file__).with_name("rubrics")
 # The entry of ``deductions`` for the faults that it does not name.
@@ -51,11 +52,13 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     ----------
     files : patterns of its script below the submission's folder; the first that fits counts.
     command : starts a rank in the script's folder; {script} is replaced by the script's name, the
-        others as in ``lab audit``.
+        others as in ``lab audit``, and {driver} by the folder of the programs that call a student's
+        functions, see drivers/.
     ranks : the numbers of ranks to run it on; [1] for a part that exchanges nothing.
     uses : collectives, or "ddp", that this part has to call; without them a person has to look.
     deductions : the share of the points that a fault costs, by its name in the audit.
     accepts : faults that this course asks for, and why.
+    demands : notices that are faults in this course.
     environment : variables for its processes; they come before those of the rubric.
     """
 
@@ -69,7 +72,13 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     uses: list[Text] = []
     deductions: dict[str, Share] = {}
     accepts: dict[str, Text] = {}
+    demands: list[Text] = []
     environment: dict[str, Text | int] = {}
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a driver calls the student's functions; else the script is audited."""
+        return PLACEHOLDER in self.command
 
 
 class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -138,9 +147,13 @@ def load_rubric(name: str) -> Rubric:
         raise UserError(f"{where}: mounts: {first_of(twice)} are one place; name it once")
     for part_name, part in rubric.parts.items():
         for shares in (rubric.deductions, part.deductions):
-            faults = shares.keys() - {OTHERS}
+            faults = shares.keys() - {OTHERS, *part.demands}
             _check_faults(faults, where=f"{where}: deductions of {part_name}")
         _check_faults(part.accepts.keys(), where=f"{where}: accepts of {part_name}")
+        unknown = [name for name in part.demands if name not in entries()]
+        if unknown:
+            problem = f"{first_of(unknown)}: the audit has no such notice"
+            raise UserError(f"{where}: demands of {part_name}: {problem}")
         for pattern in part.files:
             check_pattern(pattern, where=f"{where}: files of {part_name}")
         check_command(part.command, part, where=f"{where}: command of {part_name}")
@@ -151,11 +164,11 @@ def load_rubric(name: str) -> Rubric:
 
 def _check_faults(names: Set[str], *, where: str) -> None:
     """Raise UserError unless these are the audit's names of faults."""
-    faults = {name for name, entry in catalogue().items() if entry.severity == FAULT}
+    faults = {name for name, entry in entries().items() if entry.severity == FAULT}
     wrong = sorted(names - faults)
     if not wrong:
         return
-    notices = [name for name in wrong if name in catalogue()]
+    notices = [name for name in wrong if name in entries()]
     if notices:
         problem = f"{first_of(notices)}: a notice never costs points"
     else:
@@ -178,7 +191,8 @@ def check_command(text: str, part: Part, *, where: str) -> None:
         start = parse_command(text)
     if "{script}" not in start.words:
         raise UserError(f"{where} lacks {{script}}: for example python {{script}} --rank {{rank}}")
-    check_placeholders([word for word in start.words if word != "{script}"])
+    own = ("{script}", PLACEHOLDER)
+    check_placeholders([word for word in start.words if word not in own])
     for name, value in start.variables.items():
         _check_variable(name, value, where=where)
     if part.ranks != [1] and "{rank}" not in text and "torchrun" not in text:

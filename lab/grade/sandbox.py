@@ -37,6 +37,7 @@ from lab.audit.isolation import (
 )
 from lab.audit.runner import HOOK
 from lab.cluster import tools
+from lab.grade.driven import DRIVERS
 from lab.processes.first_failure import last_error_line
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
@@ -110,6 +111,11 @@ class Task(msgspec.Struct, kw_only=True):
     processes: int
     limit_seconds: float
     sandboxed: bool
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a program of ``DRIVERS`` checks it."""
+        return str(DRIVERS) in self.words
 
     @property
     def cwd(self) -> Path:
@@ -357,7 +363,7 @@ def _own_folders(task: Task, system: Sequence[Path]) -> list[Path]:
         folder = file.parents[1]
         if (folder / "pyvenv.cfg").exists() or any(folder.glob("lib*/python3*")):
             folders.append(folder)
-    folders.append(HOOK.parent)
+    folders += [HOOK.parent, DRIVERS]
     return [folder for folder in folders if not _is_in(folder, system)]
 
 
