@@ -450,7 +450,8 @@ class Config:
     output_dir: TextPath | None = setting(
         None,
         RUN,
-        "folder in which the run writes <experiment>/<time>/ (default: reports/ in the current folder)",
+        "folder in which the run writes <experiment>/<time>/ (default: reports/ in the "
+        "current folder)",
         per_rank=True,
     )
     checkpoint_every: Positive | None = setting(
