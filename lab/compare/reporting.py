@@ -19,7 +19,7 @@ from lab.compare.prediction import predict_imported
 from lab.compare.runner import open_comparison, prepare, run_comparison
 from lab.compare.settings import Settings
 from lab.comparison.record import Comparison, read_comparison, write_comparison
-from lab.report import add_recomputed, write_report
+from lab.report import add_recomputed, write_latex, write_report
 from lab.report.terminal import print_answer
 
 
@@ -94,8 +94,8 @@ def _write_and_print(folder: Path, comparison: Comparison, *, latex: bool = Fals
     """Settle doubts about right strategies, write the report, and print its answer."""
     if add_recomputed(comparison, folder):
         write_comparison(folder / "results.json", comparison)
-    write_report(folder, comparison, latex=latex)
+    write_report(folder, comparison)
     print_answer(console, comparison)
     console.print(f"\nreport: {folder / 'report.html'}", markup=False)
     if latex:
-        console.print(f"LaTeX: {folder / 'report.tex'}", markup=False)
+        console.print(f"LaTeX: {write_latex(folder, comparison)}", markup=False)

@@ -44,11 +44,10 @@ def _doubtful_runs(block: ComparisonGroup) -> list[Repeat]:
     return runs
 
 
-def write_report(folder: Path, comparison: Comparison, *, latex: bool = False) -> None:
+def write_report(folder: Path, comparison: Comparison) -> None:
     """Write the report of ``comparison`` into ``folder``, and replace an earlier report's files.
 
-    Writes table.md, table.csv, each figure as PNG and SVG, trace-<cell>.json, report.html and, with
-    ``latex``, report.tex.
+    Writes table.md, table.csv, each figure as PNG and SVG, trace-<cell>.json and report.html.
     ``comparison`` may be unfinished: the report says what it cannot show yet. Raises OSError if it
     cannot write.
     """
@@ -66,7 +65,12 @@ def write_report(folder: Path, comparison: Comparison, *, latex: bool = False) -
     timelines = list(figure_pages.draw_timelines(folder, comparison))
     page = html.render(comparison, drawings, timelines)
     (folder / "report.html").write_text(page, encoding="utf-8")
-    if latex:
-        from lab.report.latex import document
 
-        (folder / "report.tex").write_text(document(comparison, drawings), encoding="utf-8")
+
+def write_latex(folder: Path, comparison: Comparison) -> Path:
+    """Write ``report.tex`` beside the figures of ``write_report``, and return its path."""
+    from lab.report.latex import document
+
+    path = folder / "report.tex"
+    path.write_text(document(comparison, folder), encoding="utf-8")
+    return path

@@ -5,14 +5,15 @@ Needs no package but graphicx. Tables are plain ``tabular``; figures are the PNG
 
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from lab.comparison.record import Comparison
 from lab.report import tables
-from lab.report.drawings.figure_pages import Drawing
+from lab.report.drawings.figure_pages import Drawing, describe_block
 from lab.report.findings import findings
 from lab.report.losses import loss_table
 from lab.report.verdict import verdict
-from lab.report.view import ComparisonGroup, what_is_emulated
+from lab.report.view import ComparisonGroup, blocks, what_is_emulated
 
 _WIDTH = 100
 _SPECIAL = {mark: f"\\{mark}" for mark in "&%$#_{}"} | {
@@ -30,14 +31,15 @@ _BEGIN = r"""\documentclass{article}
 """
 
 
-def document(
-    comparison: Comparison, drawings: Sequence[tuple[ComparisonGroup, Sequence[Drawing]]]
-) -> str:
-    """Return the whole document. drawings : the figures of each block, which lie beside it."""
+def document(comparison: Comparison, folder: Path) -> str:
+    """Return the whole document. folder : where it will lie, with the figures that were drawn."""
     parts = [_BEGIN]
-    for number, (block, figures) in enumerate(drawings, start=1):
-        prefix = f"group{number}-" if len(drawings) > 1 else ""
-        parts += _block(block, figures, prefix)
+    groups = blocks(comparison)
+    for number, block in enumerate(groups, start=1):
+        drawn = [
+            figure for figure in describe_block(block) if (folder / f"{figure.name}.png").exists()
+        ]
+        parts += _block(block, drawn, f"group{number}-" if len(groups) > 1 else "")
     parts += [f"{_paragraph(f'Not in this report: {reason}')}\n" for reason in comparison.skipped]
     return "\n".join([*parts, r"\end{document}", ""])
 
@@ -64,7 +66,7 @@ def _block(block: ComparisonGroup, figures: Sequence[Drawing], prefix: str) -> l
     if losses is not None:
         caption = "Training loss over the global batch, by step"
         parts.append(_table(f"{prefix}losses", caption, losses.headings, losses.rows))
-    return parts + [_figure(figure) for figure in figures if not figure.missing]
+    return parts + [_figure(figure) for figure in figures]
 
 
 _MEDIANS = "Medians over the repeats of the mean over the ranks; in brackets the 95 % interval"
