@@ -180,7 +180,8 @@ def _in_words(error: Exception, folder: Path) -> str | None:
         in_comprehension = code.co_name.startswith("<") and code.co_name != "<module>"
         if path.parent.name != folder.name or not path.exists() or in_comprehension:
             continue
-        inputs = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
+        names = code.co_varnames[: code.co_argcount]
+        inputs = [frame.f_locals.get(name) for name in names if name != "self"]
         told = "the program" if code.co_name == "<module>" else shown_call(code.co_name, *inputs)
         line = path.read_text(encoding="utf-8").splitlines()[number - 1].strip()
         call = f"{told} fails in line {number} of {path.name} ({line})"
@@ -192,7 +193,7 @@ def _in_words(error: Exception, folder: Path) -> str | None:
 def _meaning(error: Exception) -> str:
     """Return what Python's words mean here, where they do not say it; else ""."""
     if "NoneType" in str(error):
-        return ". Something is None there: a gradient that backward() has not computed yet is"
+        return ". Something is None there, such as a gradient that backward() has not computed yet"
     return ""
 
 

@@ -61,7 +61,8 @@ def test_the_program_runs_in_two_terminals(tmp_path):
 def test_the_audit_calls_the_program_right(tmp_path):
     write_program(tmp_path)
     [command] = [line for line in PAGE.commands() if line.startswith("lab audit")]
-    ended = start_lab(*shlex.split(command)[1:], cwd=tmp_path).end(timeout_seconds=280)
+    words = [sys.executable if word == "python" else word for word in shlex.split(command)[1:]]
+    ended = start_lab(*words, cwd=tmp_path).end(timeout_seconds=280)
     assert ended.status == 0, ended
     assert ended.out.startswith("Right: ")
     notices = ended.out.partition("Notices")[2].partition("\n\n")[0].splitlines()[1:]

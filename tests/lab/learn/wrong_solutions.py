@@ -262,6 +262,7 @@ OTHERS = [
         "no sampler",
         2,
         ("train on the same samples", "same-samples"),
+        {4: "pass"},
         edit=("sampler=sampler)  # all", "shuffle=False)  # all"),
     ),
     WrongSolution(
@@ -319,7 +320,10 @@ OTHERS = [
         edit=('["train"](average_gradients)', '["train"](lambda model: None)'),
     ),
     WrongSolution(
-        "never sent", 6, (r"ready\(\d, a Parameter\) fails", "Something is None"), {0: "-1"}
+        "never sent",
+        6,
+        (r"ready\(\d, a tensor of shape \(5,\)\) fails", "Something is None"),
+        {0: "-1"},
     ),
     WrongSolution("not awaited", 6, ("before its sum has arrived",), {2: "pass"}),
     WrongSolution("literal 2", 6, ("divided by 2", "literal-divisor"), {3: "2"}),
