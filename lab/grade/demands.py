@@ -328,16 +328,28 @@ def _argv_names(script: str) -> dict[int, str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg:
             names |= _named(node.value, node.arg)
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            names |= _named(node.value, node.targets[0].id)
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
-            targets = [getattr(target, "id", "") for target in node.targets[0].elts]
-            values = node.value.elts if isinstance(node.value, ast.Tuple) else []
-            for name, value in zip(targets, values, strict=False):
-                names |= _named(value, name)
-            if re.search(r"sys\.argv\[1:", ast.unparse(node.value)):
-                names |= dict(enumerate(targets, start=1))
+        elif isinstance(node, ast.Assign):
+            names |= _assigned(node.targets[0], node.value)
     return names
+
+
+def _assigned(target: ast.expr, value: ast.expr) -> dict[int, str]:
+    """Return the numbers of the arguments that an assignment names, with their names."""
+    if not isinstance(target, ast.Tuple):
+        return _named(value, _last_name(target))
+    targets = [_last_name(element) for element in target.elts]
+    if re.search(r"sys\.argv\[1:", ast.unparse(value)):
+        return dict(enumerate(targets, start=1))
+    names: dict[int, str] = {}
+    values = value.elts if isinstance(value, ast.Tuple) else []
+    for name, element in zip(targets, values, strict=False):
+        names |= _named(element, name)
+    return names
+
+
+def _last_name(target: ast.expr) -> str:
+    """Return "rank" of ``rank`` and of ``args.rank``."""
+    return ast.unparse(target).rpartition(".")[2]
 
 
 def _named(value: ast.expr, name: str) -> dict[int, str]:

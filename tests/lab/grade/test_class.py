@@ -106,7 +106,7 @@ TWELVE = {
     "flags": (
         "part2",
         handed_in("samples_order_without_set_epoch", *RENAMED, AS_URL, ETH1),
-        "4.5",
+        "0",
         "same-order",
         "--master_addr tcp://{master}:{port} --world-size {nodes} --id {rank}",
     ),

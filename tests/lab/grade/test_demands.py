@@ -10,7 +10,7 @@ DEMANDED = "--master-ip {master} --num-nodes {nodes} --rank {rank}"
 USAGE = (
     "usage: main.py [-h] {}\n               [--lr LR]\nmain.py: error: unrecognized arguments: -x\n"
 )
-ARGV = "import sys\nrank, world_size = int(sys.argv[1]), int(sys.argv[2])\nhost = sys.argv[3]\n"
+ARGV = "import sys\nrank, a.world_size = int(sys.argv[1]), int(sys.argv[2])\na.ip = sys.argv[3]\n"
 READS_RANK = 'rank = int(os.environ["RANK"])\n'
 INIT = "Error initializing torch.distributed using"
 
