@@ -234,7 +234,7 @@ def _check_interface(environment: Mapping[str, str]) -> None:
     if missing:
         raise UserError(
             f"the environment has GLOO_SOCKET_IFNAME={chosen}, but this machine has no interface "
-            f"{missing[0]}, only {', '.join(own)}: set it to the one that joins the machines, or "
+            f"{missing[0]}, only {', '.join(own)}: set it to the one that joins the nodes, or "
             "unset it"
         )
 

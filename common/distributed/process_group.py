@@ -177,7 +177,7 @@ def open_group(
         raise GroupError(
             f"the ranks met at {launch.master_ip}:{launch.master_port}, but {backend} could not "
             f"connect them: {cause_of(error)}. A rank may have ended since: read the others' "
-            "output. If the machines have several networks, set GLOO_SOCKET_IFNAME (or "
+            "output. If the nodes have several networks, set GLOO_SOCKET_IFNAME (or "
             "NCCL_SOCKET_IFNAME) to the interface that joins them"
         ) from error
     device = gpu or torch.device("cpu")

@@ -7,6 +7,7 @@ on each node, which outlives them. All ranks resume from the newest checkpoint o
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from common.utils.atomic_files import (
 )
 from common.utils.paths import new_folder
 from common.utils.typed_json import shown
+
+_ANOTHER_NAME = "give another --run-name"
 
 
 @dataclass(frozen=True)
@@ -129,13 +132,14 @@ def _check_paths(config: Config, *, is_rank0: bool) -> None:
 
 def _lock(folder: Path, world: World, locks: ExitStack) -> bool:
     """Lock the folder on each disk; return whether this rank holds the lock of its. Collective."""
-    advice = "give another --run-name"
-    run = run_on_rank0(world, lambda: locks.enter_context(lock_folder(folder, advice=advice)))
+    run = run_on_rank0(
+        world, lambda: locks.enter_context(lock_folder(folder, advice=_ANOTHER_NAME))
+    )
     keeps = world.is_rank0 or (world.local_rank == 0 and not is_locked_by(folder, run))
 
     def lock_own() -> None:
         if keeps and not world.is_rank0:
-            locks.enter_context(lock_folder(folder, advice=advice, run=run))
+            locks.enter_context(lock_folder(folder, advice=_ANOTHER_NAME, run=run))
 
     run_on_all_ranks(world, lock_own)
     return keeps
@@ -150,11 +154,23 @@ def _has_files(folder: Path) -> bool:
     return folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
 
 
+def _check_ended(folder: Path, *, is_rank0: bool) -> None:
+    """Raise UserError on rank 0 if a run writes to the folder."""
+    if is_rank0 and _has_files(folder):
+        with lock_folder(folder, advice=_ANOTHER_NAME):
+            return
+
+
 def _unused_name(parent: Path, name: str, world: World) -> str:
-    """Return ``name``, or name-2, name-3, … if a run on any node has that name. Collective."""
+    """Return ``name``, or name-2, name-3, … if a run on any node has that name. Collective.
+
+    Raises UserError on all ranks if one of these runs has not ended.
+    """
+
     chosen = name
     number = 1
     while any(gather_objects(world, _has_files(parent / chosen), schema=bool)):
+        run_on_all_ranks(world, partial(_check_ended, parent / chosen, is_rank0=world.is_rank0))
         number += 1
         chosen = f"{name}-{number}"
     if chosen != name and world.is_rank0:

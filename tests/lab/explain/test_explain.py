@@ -208,7 +208,7 @@ as torchrun sets them, but no
 this machine has no interface
 and could not be downloaded
 could not be written (
-something other than rank 0 answers
+but it is not this program
 lost rank 0 at
 is not an address and no known host name"""
 
