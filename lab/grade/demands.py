@@ -215,7 +215,7 @@ def _missing_path(refusal: Refusal) -> str | None:
 # --- other arguments ---
 
 
-class Option(msgspec.Struct):
+class ScriptArgument(msgspec.Struct):
     """An option or a positional argument in argparse's usage.
 
     name : as it is typed; "" for a positional argument.
@@ -258,18 +258,18 @@ def _other_flags(task: Task, refusal: Refusal) -> tuple[Task, str] | None:
     return msgspec.structs.replace(task, words=words), ""
 
 
-def _options(usage: str) -> Iterator[Option]:
+def _options(usage: str) -> Iterator[ScriptArgument]:
     """Yield the arguments in a usage, such as ``[-h] [--lr LR] --rank RANK master_ip``."""
     without_optional_positionals = re.sub(r"\[(\w[^][]*)\]", "", usage)
     for bracket, name, metavar, positional in _ARGUMENT.findall(without_optional_positionals):
         if positional:
-            yield Option("", [_plain(positional)], takes=True, required=True)
+            yield ScriptArgument("", [_plain(positional)], takes=True, required=True)
         else:
             means = [_plain(name), _plain(metavar)]
-            yield Option(name, means, takes=bool(metavar), required=not bracket)
+            yield ScriptArgument(name, means, takes=bool(metavar), required=not bracket)
 
 
-def _is_doubtful(option: Option, value: str, options: Sequence[Option]) -> bool:
+def _is_doubtful(option: ScriptArgument, value: str, options: Sequence[ScriptArgument]) -> bool:
     """Return whether an option may not want this value, since another one surely does."""
     if option.required or not set(option.means) <= {*_WEAK, ""}:
         return False

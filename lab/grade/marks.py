@@ -164,7 +164,9 @@ def _undecided(seen: Facts) -> Look:
     if seen.refused:
         tried = [attempt.command for attempt in seen.tries] + [seen.command]
         advice.append(f"Tried: {'; '.join(tried)}.")
-        if not look.student:
+        if look.student:
+            advice.append("Ask its author to change that, or mark it in overrides.csv.")
+        else:
             advice.append("If another command starts it, name that with --map.")
     look.grader = " ".join(advice)
     return look

@@ -108,7 +108,7 @@ TWELVE = {
         handed_in("samples_order_without_set_epoch", *RENAMED, AS_URL, ETH1),
         "0",
         "same-order",
-        "--master_addr tcp://{master}:{port} --world-size {nodes} --id {rank}",
+        "tcp://{master}:{port} --port {port} --world-size {nodes} --id {rank}",
     ),
     "argv": ("part2", handed_in(RIGHT, (FLAGS, FROM_ARGV)), "6", "", "{rank} {nodes} {master}"),
     "named": (
