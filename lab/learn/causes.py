@@ -39,7 +39,7 @@ def shares_of(found: Tensor, given: Tensor) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class Part:
+class GradientPart:
     """A part of the gradients on all ranks.
 
     name : as a message calls it, e.g. "0.weight".
@@ -78,7 +78,7 @@ class Part:
         raise AssertionError("this part is right")
 
 
-def parts_of(after: Tensor, before: Tensor, lengths: Mapping[str, int]) -> list[Part]:
+def parts_of(after: Tensor, before: Tensor, lengths: Mapping[str, int]) -> list[GradientPart]:
     """Return the parts of gradients.
 
     after, before : what each rank ended with and its own gradient, both of shape (ranks, n).
@@ -87,13 +87,13 @@ def parts_of(after: Tensor, before: Tensor, lengths: Mapping[str, int]) -> list[
     widths = list(lengths.values())
     split_after = after.split(widths, dim=1)
     split_before = before.split(widths, dim=1)
-    parts: list[Part] = []
+    parts: list[GradientPart] = []
     for name, found, given in zip(lengths, split_after, split_before, strict=True):
-        parts.append(Part(name, [shares_of(row, given) for row in found]))
+        parts.append(GradientPart(name, [shares_of(row, given) for row in found]))
     return parts
 
 
-def cause_of(parts: Sequence[Part], *, exchanged: bool = True) -> str | None:
+def cause_of(parts: Sequence[GradientPart], *, exchanged: bool = True) -> str | None:
     """Return what is wrong with gradients that should be the mean; None if nothing is.
 
     exchanged : whether the ranks sent each other anything.
@@ -110,7 +110,7 @@ def cause_of(parts: Sequence[Part], *, exchanged: bool = True) -> str | None:
     return _cause_of_part(part, exchanged=exchanged)
 
 
-def _cause_of_part(part: Part, *, exchanged: bool) -> str:
+def _cause_of_part(part: GradientPart, *, exchanged: bool) -> str:
     """Return what is wrong with a part."""
     size = part.size
     matrix = part.matrix
@@ -146,7 +146,7 @@ def _cause_of_part(part: Part, *, exchanged: bool) -> str:
     )
 
 
-def _wrong_factor(part: Part, times: float) -> str:
+def _wrong_factor(part: GradientPart, times: float) -> str:
     """Return the cause if all ranks hold a multiple of the mean."""
     size = part.size
     evidence = f"rank 0 ends with {times:.3f} times the mean on {size} ranks, in {part.name}"
@@ -166,14 +166,14 @@ def _wrong_factor(part: Part, times: float) -> str:
     return told("not-the-mean", "every gradient is multiplied by a wrong number", evidence)
 
 
-def _own_gradient(part: Part, *, exchanged: bool) -> str:
+def _own_gradient(part: GradientPart, *, exchanged: bool) -> str:
     """Return the cause if each rank ends with its own gradient."""
     if not exchanged:
         return told("group-unused", "the ranks exchange nothing", part.evidence())
     return told("own-gradient", MEAN_IN_A_COPY, part.evidence())
 
 
-def _unequal_weights(part: Part, weights: Tensor) -> str:
+def _unequal_weights(part: GradientPart, weights: Tensor) -> str:
     """Return the cause if all ranks hold one sum in which the gradients do not count alike."""
     size = part.size
     usual = float(weights.median())

@@ -34,7 +34,7 @@ class _Enough(BaseException):
 
 
 @dataclass
-class Step:
+class ProgramStep:
     """One step of a rank; all tensors are flat and hold all parameters, in their order.
 
     images, labels : the batch.
@@ -58,7 +58,7 @@ class Step:
 
 
 @dataclass
-class Recording:
+class ProgramRecording:
     """What a rank's program did.
 
     joined : whether it called init_process_group.
@@ -78,7 +78,7 @@ class Recording:
     model: nn.Module | None = None
     lengths: dict[str, int] = field(default_factory=dict)
     optimizer: tuple[type[Optimizer], dict[str, Any]] | None = None
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ProgramStep] = field(default_factory=list)
     batches: list[float] = field(default_factory=list)
     updates: int = 0
     foreign: bool = False
@@ -89,7 +89,7 @@ class Recording:
 
 def run_program(
     path: Path, arguments: Sequence[str] = (), *, steps: int | None = None
-) -> Recording:
+) -> ProgramRecording:
     """Run the file as a program on this rank of the open process group; return what it did.
 
     arguments : what follows the file's name on the command line.
@@ -121,13 +121,13 @@ class _Watch:
     """Record a program's steps, from torch's hooks."""
 
     def __init__(self, limit: int | None) -> None:
-        self.recording = Recording()
+        self.recording = ProgramRecording()
         self._limit = limit
         self._recorder = MessageRecorder()
         self._model: nn.Module | None = None
         self._depth = 0  # of modules that are computing
         self._batch: tuple[Tensor, Tensor] | None = None
-        self._step: Step | None = None  # the last one
+        self._step: ProgramStep | None = None  # the last one
         self._mark = 0  # messages that have been counted
 
     @contextlib.contextmanager
@@ -209,7 +209,7 @@ class _Watch:
         images, labels = self._batch
         own = _gradients(self._model) - before
         start = _flat(self._model.parameters())
-        step = Step(images, labels, start, before, own, sent_early=self._count_messages())
+        step = ProgramStep(images, labels, start, before, own, sent_early=self._count_messages())
         self._step = step
         if len(self.recording.steps) < KEPT_STEPS:
             self.recording.steps.append(step)

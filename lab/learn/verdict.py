@@ -3,39 +3,42 @@
 Each rank calls ``judge_ranks`` after ``run_program``; rank 0 compares what all ranks recorded.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.distributed.collectives import gather_objects, gather_states
+from common.distributed.process_group import current_world
 from lab.learn.causes import MEAN_IN_A_COPY, cause_of, parts_of, shares_of, told
-from lab.learn.program import Recording, Step
+from lab.learn.program import ProgramRecording, ProgramStep
 
 # Relative, of float32 gradients and weights after a few steps.
 _EQUAL = 1e-4
 
 
 @dataclass(frozen=True)
-class _Rank:
-    """What rank 0 compares of a rank: fields of ``Recording``."""
+class _RankTraining:
+    """What rank 0 compares of a rank: fields of ``ProgramRecording``."""
 
     joined: bool
-    steps: Sequence[Step]
+    steps: Sequence[ProgramStep]
     batches: Sequence[float]
     updates: int
     foreign: bool
     end: Tensor | None
 
 
-def judge_ranks(recording: Recording, *, global_batch: int, averages: bool = True) -> str | None:
+def judge_ranks(
+    recording: ProgramRecording, *, global_batch: int, averages: bool = True
+) -> str | None:
     """Return on every rank what is wrong with their training; None if nothing is. Collective.
 
     averages : whether the ranks should average their gradients.
     """
-    own = _Rank(
+    own = _RankTraining(
         recording.joined,
         recording.steps,
         recording.batches,
@@ -43,19 +46,22 @@ def judge_ranks(recording: Recording, *, global_batch: int, averages: bool = Tru
         recording.foreign,
         recording.end,
     )
-    rank = dist.get_rank()
-    size = dist.get_world_size()
-    gathered: list[Any] | None = [None] * size if rank == 0 else None
-    dist.gather_object(own, gathered)
-    verdict: list[str | None] = [None]
-    if gathered is not None:
-        verdict = [_judge(gathered, recording, global_batch, averages)]
-    dist.broadcast_object_list(verdict)
-    return verdict[0]
+    world = current_world(torch.device("cpu"))
+    ranks = [_as_rank(state) for state in gather_states(world, asdict(own))]
+    verdict = None
+    if world.is_rank0:
+        verdict = _judge(ranks, recording, global_batch, averages)
+    return gather_objects(world, verdict or "", schema=str)[0] or None
+
+
+def _as_rank(state: Mapping[str, Any]) -> _RankTraining:
+    """Return what ``asdict`` has made of a rank's training."""
+    steps = [ProgramStep(**step) for step in state["steps"]]
+    return _RankTraining(**{**state, "steps": steps})
 
 
 def _judge(
-    ranks: Sequence[_Rank], recording: Recording, global_batch: int, averages: bool
+    ranks: Sequence[_RankTraining], recording: ProgramRecording, global_batch: int, averages: bool
 ) -> str | None:
     problem = (
         _before_training(ranks)
@@ -71,7 +77,7 @@ def _judge(
     return problem
 
 
-def _before_training(ranks: Sequence[_Rank]) -> str | None:
+def _before_training(ranks: Sequence[_RankTraining]) -> str | None:
     """Say what keeps the ranks from training at all."""
     for number, rank in enumerate(ranks):
         if len(ranks) > 1 and not rank.joined:
@@ -87,7 +93,7 @@ def _before_training(ranks: Sequence[_Rank]) -> str | None:
     return None
 
 
-def _wrong_samples(ranks: Sequence[_Rank], global_batch: int) -> str | None:
+def _wrong_samples(ranks: Sequence[_RankTraining], global_batch: int) -> str | None:
     """Say which ranks train on the same samples, or how many samples a step has."""
     size = len(ranks)
     for number, rank in enumerate(ranks):
@@ -106,7 +112,7 @@ def _wrong_samples(ranks: Sequence[_Rank], global_batch: int) -> str | None:
     return None
 
 
-def _wrong_start(ranks: Sequence[_Rank]) -> str | None:
+def _wrong_start(ranks: Sequence[_RankTraining]) -> str | None:
     """Say which rank begins with other weights."""
     right = ranks[0].steps[0].start
     for number, rank in enumerate(ranks):
@@ -117,7 +123,7 @@ def _wrong_start(ranks: Sequence[_Rank]) -> str | None:
     return None
 
 
-def _added_up(ranks: Sequence[_Rank]) -> str | None:
+def _added_up(ranks: Sequence[_RankTraining]) -> str | None:
     """Say whether gradients of several steps add up."""
     for step in ranks[0].steps:
         if step.stale.any():
@@ -128,7 +134,7 @@ def _added_up(ranks: Sequence[_Rank]) -> str | None:
     return None
 
 
-def _wrong_exchange(ranks: Sequence[_Rank], recording: Recording) -> str | None:
+def _wrong_exchange(ranks: Sequence[_RankTraining], recording: ProgramRecording) -> str | None:
     """Say what the optimisers get in place of the mean."""
     for number, _ in enumerate(ranks[0].steps):
         steps = [rank.steps[number] for rank in ranks]
@@ -153,7 +159,7 @@ def _alike(rows: Iterable[Tensor], right: Tensor) -> bool:
     return all(_apart(row, right) < _EQUAL for row in rows)
 
 
-def _own_gradients(steps: Sequence[Step], *, equal_again: bool, where: str) -> str:
+def _own_gradients(steps: Sequence[ProgramStep], *, equal_again: bool, where: str) -> str:
     """Say why each rank's optimiser gets its own gradient.
 
     equal_again : whether all weights are equal when the next step begins.
@@ -186,7 +192,7 @@ def _own_gradients(steps: Sequence[Step], *, equal_again: bool, where: str) -> s
     )
 
 
-def _weights_apart(ranks: Sequence[_Rank]) -> str | None:
+def _weights_apart(ranks: Sequence[_RankTraining]) -> str | None:
     """Say when the ranks' weights begin to differ."""
     size = len(ranks)
     for number in range(1, len(ranks[0].steps)):
@@ -207,7 +213,7 @@ def _weights_apart(ranks: Sequence[_Rank]) -> str | None:
     return None
 
 
-def _same_order(ranks: Sequence[_Rank]) -> str | None:
+def _same_order(ranks: Sequence[_RankTraining]) -> str | None:
     """Say whether an epoch has the order of the one before."""
     first, *later = ranks[0].batches
     if first in later:
@@ -217,7 +223,7 @@ def _same_order(ranks: Sequence[_Rank]) -> str | None:
     return None
 
 
-def _unlike_one_process(ranks: Sequence[_Rank], recording: Recording) -> str | None:
+def _unlike_one_process(ranks: Sequence[_RankTraining], recording: ProgramRecording) -> str | None:
     """Say where the weights leave those of one process that takes the whole batches."""
     if recording.model is None or recording.optimizer is None:
         return None
@@ -248,7 +254,7 @@ def _unlike_one_process(ranks: Sequence[_Rank], recording: Recording) -> str | N
     return None
 
 
-def _weights_after(rank: _Rank, number: int) -> Tensor | None:
+def _weights_after(rank: _RankTraining, number: int) -> Tensor | None:
     """Return the weights after a kept step; None if they were not kept."""
     if number + 1 < len(rank.steps):
         return rank.steps[number + 1].start

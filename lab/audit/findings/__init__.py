@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from lab.audit.findings import clocks, collectives, gradients, notices, samples, weights
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, merge
-from lab.audit.findings.one_model import Exchange
+from lab.audit.findings.one_model import ActivationExchange
 from lab.audit.recording import Recording
 from lab.audit.records import Trouble
 
@@ -76,7 +76,7 @@ def _check_all(recording: Recording) -> Iterator[Outcome]:
     A finding on replicas may suppose what nobody can tell; then that is unknown. So is a check that
     fails on the records.
     """
-    exchange = Exchange(recording)
+    exchange = ActivationExchange(recording)
     for part in CHECKS:
         try:
             for outcome in part.check(recording):

@@ -2,7 +2,8 @@
 
 Ranks that exchange activations may be tensor, expert, sequence or pipeline parallel: most findings
 then say nothing. They may as well be replicas, with BatchNorm over all ranks or a loss over
-gathered features. ``Exchange.doubt`` says what a finding supposes that the records do not show.
+gathered features. ``ActivationExchange.doubt`` says what a finding supposes that the records do not
+show.
 """
 
 from collections import Counter
@@ -59,7 +60,7 @@ _WHOLE_SAMPLES = Doubt(
 )
 
 
-class Exchange:
+class ActivationExchange:
     """What is known of ranks that exchange activations; see ``doubt``."""
 
     def __init__(self, recording: Recording) -> None:

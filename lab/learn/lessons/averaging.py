@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.profiling.comm_trace import MessageRecorder
-from lab.learn.causes import Part, cause_of, parts_of, told
+from lab.learn.causes import GradientPart, cause_of, parts_of, told
 from lab.learn.program import KEPT_STEPS, run_program
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 from lab.learn.verdict import judge_ranks
@@ -208,7 +208,7 @@ def _problem_of(
     return cause or cause_of(parts, exchanged=found.exchanged)
 
 
-def _wrong_chunk(parts: Sequence[Part], halfway: Tensor, before: Tensor) -> str | None:
+def _wrong_chunk(parts: Sequence[GradientPart], halfway: Tensor, before: Tensor) -> str | None:
     """Say which of a ring's loops has a wrong chunk; None if all chunks are right, or wrong alike.
 
     halfway : see ``Averaged``. Then rank r should hold the sum in chunk r + 1.

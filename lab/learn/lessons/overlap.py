@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from common.errors import GroupError, UserError
 from common.profiling.comm_trace import MessageRecorder
-from lab.learn.causes import Part, cause_of, parts_of, told
+from lab.learn.causes import GradientPart, cause_of, parts_of, told
 from lab.learn.lessons.nodes import run_on_nodes, run_on_ranks
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 
@@ -62,7 +62,7 @@ def _exposed_seconds(printed: str) -> list[float]:
     return [float(seconds) for seconds in re.findall(r"(\d+\.\d+) s exposed", printed)]
 
 
-class Averaged(NamedTuple):
+class TwoSteps(NamedTuple):
     """What two steps of a rank did.
 
     gradients : after each step, of shape (sum(_LENGTHS),).
@@ -81,7 +81,7 @@ def _given(step: int, size: int) -> Tensor:
     return torch.randn(size, sum(_LENGTHS), dtype=torch.float64, generator=seeded)
 
 
-def _check_gradients(found: Sequence[Averaged]) -> None:
+def _check_gradients(found: Sequence[TwoSteps]) -> None:
     """Raise Mistake unless each step leaves the mean on every rank."""
     size = len(found)
     layers = {f"layer {number}": length for number, length in enumerate(_LENGTHS)}
@@ -97,7 +97,7 @@ def _check_gradients(found: Sequence[Averaged]) -> None:
             raise Mistake(f"on {size} ranks {cause}")
 
 
-def _not_awaited(parts: Sequence[Part]) -> str | None:
+def _not_awaited(parts: Sequence[GradientPart]) -> str | None:
     """Say whether a rank divides its own gradient, before those of the others have arrived."""
     for part in parts:
         own = torch.eye(part.size) / part.size
@@ -113,7 +113,7 @@ def _not_awaited(parts: Sequence[Part]) -> str | None:
     return None
 
 
-def _check_messages(averaged: Averaged, *, rank: int, size: int) -> None:
+def _check_messages(averaged: TwoSteps, *, rank: int, size: int) -> None:
     """Raise Mistake unless the messages leave early."""
     all_sent = averaged.sent == STEPS * BUCKETS
     # Another rank's messages may have ended by then.
@@ -127,7 +127,7 @@ def _check_messages(averaged: Averaged, *, rank: int, size: int) -> None:
         )
 
 
-def _average(student: Namespace) -> Averaged:
+def _average(student: Namespace) -> TwoSteps:
     """Average known gradients in two steps, each layer in a bucket of its own.
 
     The other ranks begin when rank 0 has its last gradient, so that none of its messages can end
@@ -161,7 +161,7 @@ def _average(student: Namespace) -> Averaged:
             torch.stack(losses).sum().backward()
             buckets.finish()
         after.append(torch.cat([_gradient(weight) for weight in weights]).numpy())
-    return Averaged(after, min(early), len(recorder.messages))
+    return TwoSteps(after, min(early), len(recorder.messages))
 
 
 def _gradient(weight: Tensor) -> Tensor:
