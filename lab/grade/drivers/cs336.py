@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .checking import Check, Message, Messages, Mistake, close
+from .checking import Check, Flaw, Message, Messages, close
 
 _STEPS = 5
 _LOCAL_BATCH = 4
@@ -162,7 +162,7 @@ class Training:
         self.local = _seeded(model, dist.get_rank())
         self.sent: list[Message] = []
 
-    def run(self) -> Iterator[Mistake]:
+    def run(self) -> Iterator[Flaw]:
         """Build the wrapper and train."""
         ddp = self.wrapper.build(self.local)
         yield from self._start(ddp)
@@ -181,7 +181,7 @@ class Training:
         for (name, value), own in zip(expected, actual):
             yield name, own, value
 
-    def _start(self, ddp: nn.Module) -> Iterator[Mistake]:
+    def _start(self, ddp: nn.Module) -> Iterator[Flaw]:
         different = [
             name
             for name, actual, expected in self._weights(ddp)
@@ -190,7 +190,7 @@ class Training:
         if different:
             rank = dist.get_rank()
             evidence = f"rank {rank} does not have rank 0's values in {_listed(different)}"
-            yield Mistake("different-start", evidence)
+            yield Flaw("different-start", evidence)
             self._repair(ddp)
 
     def _repair(self, ddp: nn.Module) -> None:
@@ -198,9 +198,7 @@ class Training:
             for _, actual, expected in self._weights(ddp):
                 actual.copy_(expected)
 
-    def _step(
-        self, ddp: nn.Module, optimizer: torch.optim.Optimizer, step: int
-    ) -> Iterator[Mistake]:
+    def _step(self, ddp: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Flaw]:
         x, y = _batch(step, self.reference)
         own = _gradients(self.reference, _share(x), _share(y))
         mean = _gradients(self.reference, x, y)
@@ -228,7 +226,7 @@ class Training:
             if not torch.allclose(actual, expected, atol=_TOLERANCE)
         ]
         if different and not wrong:
-            yield Mistake("differs-from-one-process", f"step {step + 1}: {_listed(different)}")
+            yield Flaw("differs-from-one-process", f"step {step + 1}: {_listed(different)}")
         if different or wrong:
             self._repair(ddp)
 
@@ -238,7 +236,7 @@ def _judge(
     mean: dict[str, torch.Tensor],
     own: dict[str, torch.Tensor],
     step: int,
-) -> Mistake | None:
+) -> Flaw | None:
     """Return what the gradients are, unless they are the mean of the ranks' gradients."""
     kinds = {name: _kind(got[name], mean[name], own[name]) for name in mean}
     wrong = {name: kind for name, kind in kinds.items() if kind}
@@ -249,8 +247,8 @@ def _judge(
     evidence += f" in {_listed(list(wrong))}"
     names = {name for name, _ in said}
     if len(wrong) < len(mean) and names <= {"own-gradient"}:
-        return Mistake("some-parameters", evidence)
-    return Mistake(names.pop() if len(names) == 1 else "not-the-mean", evidence)
+        return Flaw("some-parameters", evidence)
+    return Flaw(names.pop() if len(names) == 1 else "not-the-mean", evidence)
 
 
 def _kind(
@@ -281,11 +279,11 @@ def _listed(names: list[str]) -> str:
 
 def _train(
     model: type[nn.Module], wrapper: Callable[[Any], Wrapper], module: Any
-) -> Iterator[Mistake]:
+) -> Iterator[Flaw]:
     yield from Training(wrapper(module), model).run()
 
 
-def _count_individual(module: Any) -> Iterator[Mistake]:
+def _count_individual(module: Any) -> Iterator[Flaw]:
     """Check the messages of a step: one for each parameter, begun during backward()."""
     training = Training(_individual(module), Equal)
     list(training.run())  # what is wrong with the values was found before
@@ -293,17 +291,17 @@ def _count_individual(module: Any) -> Iterator[Mistake]:
     at = next((message.at for message in sent), None)
     if sent and len(sent) != _LAYERS:
         evidence = f"{len(sent)} in a step, and {_LAYERS} parameters"
-        yield Mistake("messages-per-parameter", evidence, at)
+        yield Flaw("messages-per-parameter", evidence, at)
     yield from _overlap(sent)
 
 
-def _overlap(sent: list[Message]) -> Iterator[Mistake]:
+def _overlap(sent: list[Message]) -> Iterator[Flaw]:
     if sent and not any(message.phase == "backward" for message in sent):
         evidence = f"all {len(sent)} begin after it"
-        yield Mistake("not-overlapped", evidence, sent[0].at)
+        yield Flaw("not-overlapped", evidence, sent[0].at)
 
 
-def _count_buckets(bucket_layers: float, least: int, most: int, module: Any) -> Iterator[Mistake]:
+def _count_buckets(bucket_layers: float, least: int, most: int, module: Any) -> Iterator[Flaw]:
     """Check the number of messages of a step for buckets of a size in layers of ``Equal``."""
     bucket_mb = bucket_layers * _WIDTH**2 * 4 / _MB
     training = Training(_bucketed(module, bucket_mb=bucket_mb), Equal)
@@ -315,7 +313,7 @@ def _count_buckets(bucket_layers: float, least: int, most: int, module: Any) -> 
             f"{len(sent)} messages in a step for {_LAYERS} gradients of 1 KiB in buckets of "
             f"{bucket_mb:.3g} MB; right is {right}"
         )
-        yield Mistake("bucket-size", evidence, sent[0].at)
+        yield Flaw("bucket-size", evidence, sent[0].at)
     yield from _overlap(sent)
 
 
@@ -326,7 +324,7 @@ _ADAMW: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.999),
 
 def _optimize(
     module: Any, model: type[nn.Module], arrange: Callable[[nn.Module], Any], steps: int
-) -> Iterator[Mistake]:
+) -> Iterator[Flaw]:
     """Compare the sharded optimiser with AdamW, which gets the same gradients.
 
     arrange : what the optimisers get of a model: its parameters, or groups of them.
@@ -350,7 +348,7 @@ def _compare(
     expected: nn.Module,
     before: dict[str, torch.Tensor],
     step: int,
-) -> Iterator[Mistake]:
+) -> Iterator[Flaw]:
     """Yield what is wrong with the weights after a step, and set them right."""
     unsent: list[str] = []
     different: list[str] = []
@@ -361,9 +359,9 @@ def _compare(
         (unsent if is_old else different).append(name)
     where = f"step {step + 1}, rank {dist.get_rank()}: "
     if unsent:
-        yield Mistake("shard-not-sent", f"{where}{_listed(unsent)}")
+        yield Flaw("shard-not-sent", f"{where}{_listed(unsent)}")
     if different:
-        yield Mistake("differs-from-one-process", f"{where}{_listed(different)}")
+        yield Flaw("differs-from-one-process", f"{where}{_listed(different)}")
     if unsent or different:
         with torch.no_grad():
             for name, value in expected.named_parameters():
@@ -381,17 +379,17 @@ def _two_groups(model: nn.Module) -> Any:
     return [{"params": values[:half]}, {"params": values[half:], "lr": 0.01, "weight_decay": 0.0}]
 
 
-def _sharded(model: type[nn.Module], module: Any) -> Iterator[Mistake]:
+def _sharded(model: type[nn.Module], module: Any) -> Iterator[Flaw]:
     yield from _optimize(module, model, _all, steps=10)
 
 
-def _groups(module: Any) -> Iterator[Mistake]:
+def _groups(module: Any) -> Iterator[Flaw]:
     found = list(_optimize(module, Equal, _two_groups, steps=2))
     if found:
-        yield Mistake("groups-ignored", found[0].evidence, found[0].at)
+        yield Flaw("groups-ignored", found[0].evidence, found[0].at)
 
 
-def _state_share(module: Any) -> Iterator[Mistake]:
+def _state_share(module: Any) -> Iterator[Flaw]:
     """Check that this rank's optimisers hold about 1/N of AdamW's state."""
     known = _optimizers()
     model = _seeded(Equal, 42)
@@ -416,7 +414,7 @@ def _state_share(module: Any) -> Iterator[Mistake]:
     size = dist.get_world_size()
     if own / whole > 1 / size + 0.1:
         evidence = f"rank {dist.get_rank()} of {size} holds {own / whole:.0%} of the state"
-        yield Mistake("state-not-sharded", evidence)
+        yield Flaw("state-not-sharded", evidence)
 
 
 def _optimizers() -> list[torch.optim.Optimizer]:
