@@ -1,9 +1,8 @@
 """Run the checks of a part in one rank, count its messages, and report what was found.
 
 ``run_part`` imports the student's file with ``load`` and runs each check, which yields each
-``WrongResult`` that it finds. After each check a line on stdout, marked with ``MARK``, holds the
-``Report`` so far: the grader reads the last one, so what was found before a crash or a hang is not
-lost.
+``Flaw``. After each check a line on stdout, marked with ``MARK``, holds the ``Report`` so far:
+the grader reads the last one, so what was found before a crash or a hang is not lost.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Place = tuple[str, int]  # a file of the submission, relative to its folder, and
 
 
 @dataclass
-class WrongResult:
+class Flaw:
     """Something wrong: ``name`` is an entry of checks.toml, or of the audit's catalogue."""
 
     name: str
@@ -60,7 +59,7 @@ class Check:
     """
 
     title: str
-    run: Callable[[Any], Iterator[WrongResult]]
+    run: Callable[[Any], Iterator[Flaw]]
     raises_as: str = "raises"
 
 
@@ -76,7 +75,7 @@ class Report:
     stopped : that error, on one line.
     """
 
-    found: list[WrongResult] = field(default_factory=list)
+    found: list[Flaw] = field(default_factory=list)
     passed: list[str] = field(default_factory=list)
     end: str = ""
     stopped: str = ""
@@ -111,7 +110,7 @@ def run_part(checks: Sequence[Check], script: str, *, address: str, size: int, r
 
 def _run(check: Check, module: Any, report: Report) -> None:
     """Run a check; an error counts as found where it can only be the student's mistake."""
-    found: list[WrongResult] = []
+    found: list[Flaw] = []
     try:
         for wrong in check.run(module):  # those before an error are kept
             if wrong.name not in {earlier.name for earlier in found}:
@@ -120,7 +119,7 @@ def _run(check: Check, module: Any, report: Report) -> None:
         report.stopped = f"{check.title}: {_told(error)}{_absent_text()}"
         if name := _finding_of(error, check, report):
             report.end = "fault"
-            found.append(WrongResult(name, report.stopped, student_place(error)))
+            found.append(Flaw(name, report.stopped, student_place(error)))
         raise
     finally:
         report.found += found

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .checking import Check, Message, Messages, WrongResult, close
+from .checking import Check, Flaw, Message, Messages, close
 
 _STEPS = 5
 _LOCAL_BATCH = 4
@@ -29,7 +29,7 @@ _MB = 2**20
 _TOLERANCE = 1e-4
 
 
-class PlainModel(nn.Module):
+class Plain(nn.Module):
     """Three layers; all parameters are trained."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class PlainModel(nn.Module):
         return self.fc3(self.fc2(self.fc1(x).relu()).relu())
 
 
-class Frozen(PlainModel):
+class Frozen(Plain):
     """The same with a frozen bias, and a frozen parameter that no forward pass uses."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ def _nothing(**_: object) -> None:
     """Stand for a function that the course does not ask for."""
 
 
-class DrivenTraining:
+class Training:
     """Some steps through the student's wrapper, each beside the same step of one process.
 
     ``run`` yields what is wrong; the weights are set right after each step, so that one mistake is
@@ -162,7 +162,7 @@ class DrivenTraining:
         self.local = _seeded(model, dist.get_rank())
         self.sent: list[Message] = []
 
-    def run(self) -> Iterator[WrongResult]:
+    def run(self) -> Iterator[Flaw]:
         """Build the wrapper and train."""
         ddp = self.wrapper.build(self.local)
         yield from self._start(ddp)
@@ -181,7 +181,7 @@ class DrivenTraining:
         for (name, value), own in zip(expected, actual):
             yield name, own, value
 
-    def _start(self, ddp: nn.Module) -> Iterator[WrongResult]:
+    def _start(self, ddp: nn.Module) -> Iterator[Flaw]:
         different = [
             name
             for name, actual, expected in self._weights(ddp)
@@ -190,7 +190,7 @@ class DrivenTraining:
         if different:
             rank = dist.get_rank()
             evidence = f"rank {rank} does not have rank 0's values in {_listed(different)}"
-            yield WrongResult("different-start", evidence)
+            yield Flaw("different-start", evidence)
             self._repair(ddp)
 
     def _repair(self, ddp: nn.Module) -> None:
@@ -198,9 +198,7 @@ class DrivenTraining:
             for _, actual, expected in self._weights(ddp):
                 actual.copy_(expected)
 
-    def _step(
-        self, ddp: nn.Module, optimizer: torch.optim.Optimizer, step: int
-    ) -> Iterator[WrongResult]:
+    def _step(self, ddp: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Flaw]:
         x, y = _batch(step, self.reference)
         own = _gradients(self.reference, _share(x), _share(y))
         mean = _gradients(self.reference, x, y)
@@ -228,7 +226,7 @@ class DrivenTraining:
             if not torch.allclose(actual, expected, atol=_TOLERANCE)
         ]
         if different and not wrong:
-            yield WrongResult("differs-from-one-process", f"step {step + 1}: {_listed(different)}")
+            yield Flaw("differs-from-one-process", f"step {step + 1}: {_listed(different)}")
         if different or wrong:
             self._repair(ddp)
 
@@ -238,7 +236,7 @@ def _judge(
     mean: dict[str, torch.Tensor],
     own: dict[str, torch.Tensor],
     step: int,
-) -> WrongResult | None:
+) -> Flaw | None:
     """Return what the gradients are, unless they are the mean of the ranks' gradients."""
     kinds = {name: _kind(got[name], mean[name], own[name]) for name in mean}
     wrong = {name: kind for name, kind in kinds.items() if kind}
@@ -249,8 +247,8 @@ def _judge(
     evidence += f" in {_listed(list(wrong))}"
     names = {name for name, _ in said}
     if len(wrong) < len(mean) and names <= {"own-gradient"}:
-        return WrongResult("some-parameters", evidence)
-    return WrongResult(names.pop() if len(names) == 1 else "not-the-mean", evidence)
+        return Flaw("some-parameters", evidence)
+    return Flaw(names.pop() if len(names) == 1 else "not-the-mean", evidence)
 
 
 def _kind(
@@ -281,34 +279,32 @@ def _listed(names: list[str]) -> str:
 
 def _train(
     model: type[nn.Module], wrapper: Callable[[Any], Wrapper], module: Any
-) -> Iterator[WrongResult]:
-    yield from DrivenTraining(wrapper(module), model).run()
+) -> Iterator[Flaw]:
+    yield from Training(wrapper(module), model).run()
 
 
-def _count_individual(module: Any) -> Iterator[WrongResult]:
+def _count_individual(module: Any) -> Iterator[Flaw]:
     """Check the messages of a step: one for each parameter, begun during backward()."""
-    training = DrivenTraining(_individual(module), Equal)
+    training = Training(_individual(module), Equal)
     list(training.run())  # what is wrong with the values was found before
     sent = training.sent
     at = next((message.at for message in sent), None)
     if sent and len(sent) != _LAYERS:
         evidence = f"{len(sent)} in a step, and {_LAYERS} parameters"
-        yield WrongResult("messages-per-parameter", evidence, at)
+        yield Flaw("messages-per-parameter", evidence, at)
     yield from _overlap(sent)
 
 
-def _overlap(sent: list[Message]) -> Iterator[WrongResult]:
+def _overlap(sent: list[Message]) -> Iterator[Flaw]:
     if sent and not any(message.phase == "backward" for message in sent):
         evidence = f"all {len(sent)} begin after it"
-        yield WrongResult("not-overlapped", evidence, sent[0].at)
+        yield Flaw("not-overlapped", evidence, sent[0].at)
 
 
-def _count_buckets(
-    bucket_layers: float, least: int, most: int, module: Any
-) -> Iterator[WrongResult]:
+def _count_buckets(bucket_layers: float, least: int, most: int, module: Any) -> Iterator[Flaw]:
     """Check the number of messages of a step for buckets of a size in layers of ``Equal``."""
     bucket_mb = bucket_layers * _WIDTH**2 * 4 / _MB
-    training = DrivenTraining(_bucketed(module, bucket_mb=bucket_mb), Equal)
+    training = Training(_bucketed(module, bucket_mb=bucket_mb), Equal)
     yield from training.run()
     sent = training.sent
     if sent and not least <= len(sent) <= most:
@@ -317,7 +313,7 @@ def _count_buckets(
             f"{len(sent)} messages in a step for {_LAYERS} gradients of 1 KiB in buckets of "
             f"{bucket_mb:.3g} MB; right is {right}"
         )
-        yield WrongResult("bucket-size", evidence, sent[0].at)
+        yield Flaw("bucket-size", evidence, sent[0].at)
     yield from _overlap(sent)
 
 
@@ -328,7 +324,7 @@ _ADAMW: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.999),
 
 def _optimize(
     module: Any, model: type[nn.Module], arrange: Callable[[nn.Module], Any], steps: int
-) -> Iterator[WrongResult]:
+) -> Iterator[Flaw]:
     """Compare the sharded optimiser with AdamW, which gets the same gradients.
 
     arrange : what the optimisers get of a model: its parameters, or groups of them.
@@ -352,7 +348,7 @@ def _compare(
     expected: nn.Module,
     before: dict[str, torch.Tensor],
     step: int,
-) -> Iterator[WrongResult]:
+) -> Iterator[Flaw]:
     """Yield what is wrong with the weights after a step, and set them right."""
     unsent: list[str] = []
     different: list[str] = []
@@ -363,9 +359,9 @@ def _compare(
         (unsent if is_old else different).append(name)
     where = f"step {step + 1}, rank {dist.get_rank()}: "
     if unsent:
-        yield WrongResult("shard-not-sent", f"{where}{_listed(unsent)}")
+        yield Flaw("shard-not-sent", f"{where}{_listed(unsent)}")
     if different:
-        yield WrongResult("differs-from-one-process", f"{where}{_listed(different)}")
+        yield Flaw("differs-from-one-process", f"{where}{_listed(different)}")
     if unsent or different:
         with torch.no_grad():
             for name, value in expected.named_parameters():
@@ -383,17 +379,17 @@ def _two_groups(model: nn.Module) -> Any:
     return [{"params": values[:half]}, {"params": values[half:], "lr": 0.01, "weight_decay": 0.0}]
 
 
-def _sharded(model: type[nn.Module], module: Any) -> Iterator[WrongResult]:
+def _sharded(model: type[nn.Module], module: Any) -> Iterator[Flaw]:
     yield from _optimize(module, model, _all, steps=10)
 
 
-def _groups(module: Any) -> Iterator[WrongResult]:
+def _groups(module: Any) -> Iterator[Flaw]:
     found = list(_optimize(module, Equal, _two_groups, steps=2))
     if found:
-        yield WrongResult("groups-ignored", found[0].evidence, found[0].at)
+        yield Flaw("groups-ignored", found[0].evidence, found[0].at)
 
 
-def _state_share(module: Any) -> Iterator[WrongResult]:
+def _state_share(module: Any) -> Iterator[Flaw]:
     """Check that this rank's optimisers hold about 1/N of AdamW's state."""
     known = _optimizers()
     model = _seeded(Equal, 42)
@@ -418,7 +414,7 @@ def _state_share(module: Any) -> Iterator[WrongResult]:
     size = dist.get_world_size()
     if own / whole > 1 / size + 0.1:
         evidence = f"rank {dist.get_rank()} of {size} holds {own / whole:.0%} of the state"
-        yield WrongResult("state-not-sharded", evidence)
+        yield Flaw("state-not-sharded", evidence)
 
 
 def _optimizers() -> list[torch.optim.Optimizer]:
@@ -432,13 +428,13 @@ def _middle_buckets(module: Any) -> Wrapper:
 
 PARTS = {
     "individual": [
-        Check("five steps equal one process", partial(_train, PlainModel, _individual)),
+        Check("five steps equal one process", partial(_train, Plain, _individual)),
         Check("a frozen parameter", partial(_train, Frozen, _individual)),
         Check("tied weights", partial(_train, Tied, _individual)),
         Check("a message for each parameter, during backward()", _count_individual),
     ],
     "bucketed": [
-        Check("five steps equal one process", partial(_train, PlainModel, _middle_buckets)),
+        Check("five steps equal one process", partial(_train, Plain, _middle_buckets)),
         Check("a frozen parameter", partial(_train, Frozen, _middle_buckets)),
         Check("tied weights", partial(_train, Tied, _middle_buckets)),
         Check("one bucket", partial(_count_buckets, 1000.0, 1, 1), "bucket-size"),
@@ -447,7 +443,7 @@ PARTS = {
         Check("a bucket a layer", partial(_count_buckets, 0.1, _LAYERS, _LAYERS), "bucket-size"),
     ],
     "optimizer": [
-        Check("ten steps equal AdamW", partial(_sharded, PlainModel)),
+        Check("ten steps equal AdamW", partial(_sharded, Plain)),
         Check("a frozen parameter", partial(_sharded, Frozen)),
         Check("tied weights", partial(_sharded, Tied)),
         Check("each rank holds its share of the state", _state_share),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .checking import Check, Message, Messages, WrongResult, close
+from .checking import Check, Flaw, Message, Messages, close
 
 # --- synchronised batch normalisation ---
 
@@ -38,7 +38,7 @@ def _layer(module: Any, features: int) -> Any:
     return module.SyncBatchNorm(features, eps=_EPS, momentum=_MOMENTUM)
 
 
-def _normalises(features: int, batch: int, module: Any) -> Iterator[WrongResult]:
+def _normalises(features: int, batch: int, module: Any) -> Iterator[Flaw]:
     """Check output, input gradient and messages of one pass in each direction."""
     x = _activations(features, batch)
     weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
@@ -59,26 +59,26 @@ def _normalises(features: int, batch: int, module: Any) -> Iterator[WrongResult]
         alone = torch.nn.BatchNorm1d(features, _EPS, affine=False)(own.detach())
         is_alone = close(output.detach(), alone)
         how = "each rank normalises by itself" if is_alone else f"off by up to {error:.2g}"
-        yield WrongResult("wrong-output", f"{where}{how}")
+        yield Flaw("wrong-output", f"{where}{how}")
     assert expected.grad is not None
     gradient = _rows(expected.grad, batch)
     if own.grad is None or not close(own.grad, gradient, 2e-3):
         off = float("nan") if own.grad is None else (own.grad - gradient).abs().max().item()
         largest = gradient.abs().max().item()
         evidence = f"{where}off by up to {off:.2g}, where the largest is {largest:.2g}"
-        yield WrongResult("wrong-input-gradient", evidence)
+        yield Flaw("wrong-input-gradient", evidence)
     yield from _one_message(messages.sent)
 
 
-def _one_message(sent: list[Message]) -> Iterator[WrongResult]:
+def _one_message(sent: list[Message]) -> Iterator[Flaw]:
     for phase in ("forward", "backward"):
         of_phase = [message for message in sent if message.phase == phase]
         if len(of_phase) > 1:
             evidence = f"{len(of_phase)} in a {phase} pass"
-            yield WrongResult("several-messages", evidence, of_phase[-1].at)
+            yield Flaw("several-messages", evidence, of_phase[-1].at)
 
 
-def _running(module: Any) -> Iterator[WrongResult]:
+def _running(module: Any) -> Iterator[Flaw]:
     """Check what the layer uses in eval() after one pass in train().
 
     The task's template keeps a running deviation, torch a running unbiased variance: both are
@@ -102,16 +102,16 @@ def _running(module: Any) -> Iterator[WrongResult]:
         rights.append(1 - _MOMENTUM + _MOMENTUM * variance.sqrt())
     if not close(mean, right_mean, 2e-2):
         evidence = f"the mean is {mean[0]:.3g}, right is {right_mean[0]:.3g}"
-        yield WrongResult("running-statistics", f"after one pass, momentum {_MOMENTUM}: {evidence}")
+        yield Flaw("running-statistics", f"after one pass, momentum {_MOMENTUM}: {evidence}")
     elif not any(close(deviation, right, 2e-2) for right in rights):
         evidence = f"the deviation is {deviation[0]:.3g}, right is {rights[0][0]:.3g}"
-        yield WrongResult("running-statistics", f"after one pass, momentum {_MOMENTUM}: {evidence}")
+        yield Flaw("running-statistics", f"after one pass, momentum {_MOMENTUM}: {evidence}")
 
 
 # --- the ring ---
 
 
-def _averages(length: int, module: Any) -> Iterator[WrongResult]:
+def _averages(length: int, module: Any) -> Iterator[Flaw]:
     """Check the result, the bytes and the neighbours for a vector of a length.
 
     length : 0 stands for the number of ranks.
@@ -127,7 +127,7 @@ def _averages(length: int, module: Any) -> Iterator[WrongResult]:
     where = f"{length:,} elements on {size} ranks"
     wrong = _difference(tensor, every, rank)
     if wrong:
-        yield WrongResult("wrong-average", f"{where}: {wrong}")
+        yield Flaw("wrong-average", f"{where}: {wrong}")
     yield from _ring(messages.sent, length, where, is_right=wrong is None)
 
 
@@ -144,27 +144,27 @@ def _difference(tensor: torch.Tensor, every: torch.Tensor, rank: int) -> str | N
     return f"rank {rank} has {wrong:,} wrong elements"
 
 
-def _ring(sent: list[Message], length: int, where: str, *, is_right: bool) -> Iterator[WrongResult]:
+def _ring(sent: list[Message], length: int, where: str, *, is_right: bool) -> Iterator[Flaw]:
     """Yield what a ring does not send: collectives, to ranks that are no neighbours, too much."""
     rank = dist.get_rank()
     size = dist.get_world_size()
     collectives = [message for message in sent if message.name != "send"]
     if collectives:
         evidence = f"{where}: it calls {collectives[0].name.strip('_')}"
-        yield WrongResult("not-a-ring", evidence, collectives[0].at)
+        yield Flaw("not-a-ring", evidence, collectives[0].at)
         return
     neighbours = {(rank + 1) % size, (rank - 1) % size}
     strangers = [message for message in sent if message.peer not in neighbours]
     if strangers:
         evidence = f"{where}: rank {rank} sends to rank {strangers[0].peer}"
-        yield WrongResult("not-a-ring", evidence, strangers[0].at)
+        yield Flaw("not-a-ring", evidence, strangers[0].at)
         return
     chunk = -(-length // size) * 4  # bytes
     most = 1.1 * 2 * (size - 1) * chunk
     total = sum(message.nbytes for message in sent)
     if is_right and total > most:
         evidence = f"{where}: rank {rank} sends {total:,} bytes, a ring {2 * (size - 1) * chunk:,}"
-        yield WrongResult("too-many-bytes", evidence, sent[0].at)
+        yield Flaw("too-many-bytes", evidence, sent[0].at)
 
 
 PARTS = {
