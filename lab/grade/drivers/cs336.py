@@ -149,7 +149,7 @@ def _nothing(**_: object) -> None:
     """Stand for a function that the course does not ask for."""
 
 
-class Training:
+class DrivenTraining:
     """Some steps through the student's wrapper, each beside the same step of one process.
 
     ``run`` yields what is wrong; the weights are set right after each step, so that one mistake is
@@ -280,12 +280,12 @@ def _listed(names: list[str]) -> str:
 def _train(
     model: type[nn.Module], wrapper: Callable[[Any], Wrapper], module: Any
 ) -> Iterator[Flaw]:
-    yield from Training(wrapper(module), model).run()
+    yield from DrivenTraining(wrapper(module), model).run()
 
 
 def _count_individual(module: Any) -> Iterator[Flaw]:
     """Check the messages of a step: one for each parameter, begun during backward()."""
-    training = Training(_individual(module), Equal)
+    training = DrivenTraining(_individual(module), Equal)
     list(training.run())  # what is wrong with the values was found before
     sent = training.sent
     at = next((message.at for message in sent), None)
@@ -304,7 +304,7 @@ def _overlap(sent: list[Message]) -> Iterator[Flaw]:
 def _count_buckets(bucket_layers: float, least: int, most: int, module: Any) -> Iterator[Flaw]:
     """Check the number of messages of a step for buckets of a size in layers of ``Equal``."""
     bucket_mb = bucket_layers * _WIDTH**2 * 4 / _MB
-    training = Training(_bucketed(module, bucket_mb=bucket_mb), Equal)
+    training = DrivenTraining(_bucketed(module, bucket_mb=bucket_mb), Equal)
     yield from training.run()
     sent = training.sent
     if sent and not least <= len(sent) <= most:

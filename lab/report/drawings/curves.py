@@ -34,7 +34,7 @@ _DOTTED = (0, (1, 1.5))  # the line of a single rank
 _LOSS_AXIS = "training loss (global batch)"
 
 
-class Curve(NamedTuple):
+class DrawnLine(NamedTuple):
     """A line of a panel; ``values`` by step."""
 
     label: str
@@ -57,7 +57,7 @@ def draw_loss(block: ComparisonGroup, *, narrow: bool) -> Figure:
 
 def _draw_panels(
     block: ComparisonGroup,
-    panels: Mapping[int, Sequence[Curve]],
+    panels: Mapping[int, Sequence[DrawnLine]],
     heading: str,
     ylabel: str,
     *,
@@ -131,7 +131,7 @@ def _draw_apart(block: ComparisonGroup, found: Mapping[int, Curves], *, narrow: 
         sharey=True,
     )
     for axis, (heading, line_color, losses) in zip(axes, panels, strict=True):
-        _draw_line(axis, Curve(heading, losses, {"color": line_color, "linewidth": 1.4}))
+        _draw_line(axis, DrawnLine(heading, losses, {"color": line_color, "linewidth": 1.4}))
         _label_panel(axis, heading)
         axis.tick_params(labelbottom=True)
     figure.supylabel(_LOSS_AXIS, fontsize=9)
@@ -170,7 +170,7 @@ def draw_iterations(block: ComparisonGroup, *, narrow: bool) -> Figure:
     return figure
 
 
-def _time_lines(block: ComparisonGroup, nodes: int) -> Iterator[Curve]:
+def _time_lines(block: ComparisonGroup, nodes: int) -> Iterator[DrawnLine]:
     """Yield the first run of each strategy, and of a single rank."""
     rows = block.at(nodes)
     if block.baseline and nodes > 1:
@@ -184,7 +184,7 @@ def _time_lines(block: ComparisonGroup, nodes: int) -> Iterator[Curve]:
             look["linestyle"] = _DOTTED
             label = f"{row.sync} (1 {block.place})"
         if times:
-            yield Curve(label, times, look)
+            yield DrawnLine(label, times, look)
 
 
 def draw_ranks(block: ComparisonGroup, *, narrow: bool) -> Figure:
@@ -237,7 +237,7 @@ def _draw_points(axis: Axes, sync: str, values: Mapping[int, float]) -> None:
     )
 
 
-def _draw_line(axis: Axes, line: Curve) -> Line2D:
+def _draw_line(axis: Axes, line: DrawnLine) -> Line2D:
     steps, values = zip(*sorted(line.values.items()), strict=True)
     point = "." if len(steps) == 1 else None  # a line of one point is invisible
     (drawn,) = axis.plot(steps, values, marker=point, label=line.label, **line.look)
@@ -262,7 +262,7 @@ def _in_words(where: str, found: Curves) -> str:
     )
 
 
-def _lines(block: ComparisonGroup, nodes: int) -> Iterator[Curve]:
+def _lines(block: ComparisonGroup, nodes: int) -> Iterator[DrawnLine]:
     """Yield the lines of a panel: one rank's, if its batches are the same, exact ones, the rest."""
     rows = block.at(nodes)
     found = curves(rows)
@@ -270,16 +270,16 @@ def _lines(block: ComparisonGroup, nodes: int) -> Iterator[Curve]:
         found = curves([*rows, block.baseline])
         if "none" in found:
             look = {"color": color("none"), "linewidth": 1.2, "linestyle": _DOTTED}
-            yield Curve(f"none (1 {block.place})", found["none"], look)
+            yield DrawnLine(f"none (1 {block.place})", found["none"], look)
     known = [row for row in rows if row.sync in found]
     yield from _exact_lines([row for row in known if row.exact], found, wrong_rows(block))
     lossy = [row.sync for row in known if not row.exact]
     for sync, dashes in zip(lossy, cycle(DASHES), strict=False):
         look = {"color": color(sync), "linewidth": 1.6, "linestyle": dashes}
-        yield Curve(f"{sync} (not exact)", found[sync], look)
+        yield DrawnLine(f"{sync} (not exact)", found[sync], look)
 
 
-def _exact_lines(rows: Rows, found: Curves, wrong: Set[CellRow]) -> Iterator[Curve]:
+def _exact_lines(rows: Rows, found: Curves, wrong: Set[CellRow]) -> Iterator[DrawnLine]:
     """Yield one line for all right strategies where they look alike, and one for each other."""
     apart = rows
     right = {row.sync: found[row.sync] for row in rows if row not in wrong}
@@ -288,10 +288,10 @@ def _exact_lines(rows: Rows, found: Curves, wrong: Set[CellRow]) -> Iterator[Cur
         what = "compute the same" if apart else "claim to be exact"
         longest = max(right.values(), key=len)
         look = {"color": INK, "linewidth": 1.8}
-        yield Curve(f"the {len(right)} strategies that {what}", longest, look)
+        yield DrawnLine(f"the {len(right)} strategies that {what}", longest, look)
     for index, row in enumerate(apart):
         width = 1.8
         if len(apart) > 1:
             width = max(1.0, 3.2 - 0.5 * index)
         label = f"✗ {row.sync}" if row in wrong else row.sync
-        yield Curve(label, found[row.sync], {"color": color(row.sync), "linewidth": width})
+        yield DrawnLine(label, found[row.sync], {"color": color(row.sync), "linewidth": width})
