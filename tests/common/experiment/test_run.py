@@ -244,7 +244,7 @@ def test_the_demo_compares_all_four_ways(change, least):
     assert done.status == 0, done
     for way in ("One: none", "Two: gather_scatter", "Two: all_reduce", "Three: ddp"):
         assert f"Part{way}" in done.out
-    reports = re.findall(r"^(/.*report\.txt)$", done.out, re.MULTILINE)
-    summaries = [json_of(Path(path).parent, "summary") for path in reports]
+    reports = re.findall(r"^(\S*report\.txt)$", done.out, re.MULTILINE)
+    summaries = [json_of(ROOT / Path(path).parent, "summary") for path in reports]
     assert len(summaries) == 4
     assert min(summary["test_accuracy"] for summary in summaries) > least
