@@ -68,6 +68,12 @@ def main_grade(args: argparse.Namespace) -> int:
     Raises UserError for wrong flags or files and for a missing sandbox, before anything runs.
     """
     if args.print_rubric:
+        if args.submissions:
+            surplus = args.submissions[0]
+            raise UserError(
+                f"--print-rubric grades nothing, and got {surplus}: to print another rubric, give "
+                f"--rubric {surplus}"
+            )
         print(rubric_text(args.rubric), end="")
         return 0
     rubric = load_rubric(args.rubric)

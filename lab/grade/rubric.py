@@ -1,7 +1,7 @@
 """The rubric: the parts of an assignment, how each is run, and what a finding costs.
 
-A rubric is a TOML file; ``lab grade --print-rubric cs744`` prints one to start from. Everything in
-it is checked before a submission runs.
+A rubric is a TOML file; ``lab grade --print-rubric --rubric cs744`` prints one to start from.
+Everything in it is checked before a submission runs.
 """
 
 import contextlib

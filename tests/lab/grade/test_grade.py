@@ -334,6 +334,13 @@ def test_the_shipped_rubrics_can_be_used(grade, path):
     assert grade({"ada": {"part2a": "x"}}, "--no-sandbox", rubric=rubric).status == 0
 
 
+def test_a_rubric_is_printed_by_its_flag_alone(grade):
+    """The name of a rubric in the place of a submission is not passed over."""
+    seen = grade({"ada": BOTH}, "--print-rubric")
+    assert (seen.status, seen.error.count("\n")) == (2, 1)
+    assert re.search(r"--rubric \S*ada", seen.error)
+
+
 def test_every_fault_has_its_lesson():
     lessons = {lesson_of(name) for name, one in catalogue().items() if one.severity == FAULT}
     assert len(lessons) == 6
