@@ -40,10 +40,10 @@ from common.errors import (
 )
 from common.sync import BUILT_IN, BY_HAND
 from common.utils.environment import read_settings
-from common.utils.processes import end_process
+from common.utils.processes import INTERRUPT, end_process
 from common.utils.typed_json import calm
 
-_GRACE_SECONDS = 3.0
+_GRACE_SECONDS = 4.0
 _OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory")
 COMMANDS = {"PartOne": "part-one", "PartTwo": "part-two", "PartThree": "part-three"}
 """The commands that an installed package has in place of ``python PartX/main.py``."""
@@ -232,6 +232,7 @@ def _end_soon_after_interrupt() -> None:
     def watch() -> None:
         while reader.recv(1)[0] != signal.SIGINT:
             pass
+        INTERRUPT.set()  # the other ranks are told
         time.sleep(_GRACE_SECONDS)
         os._exit(_say("interrupted: another rank did not answer", INTERRUPTED))
 
@@ -246,7 +247,7 @@ _PARTS = {
         main,
         "PartOne",
         path=None,
-        description="Part One: train on a single node.",
+        description="Part One: train with one process.",
         sync_choices=("none",),
     ),
     "PartTwo": partial(

@@ -15,6 +15,7 @@ from common.errors import INTERRUPTED, GroupError, UserError, explain
 from common.utils.environment import read_settings
 from common.utils.typed_json import calm
 from lab.audit.cli import add_flags as add_audit
+from lab.audit.cli import require_dashes
 from lab.calibrate.cli import add_flags as add_calibrate
 from lab.cluster.cli import add_flags as add_cluster
 from lab.compare.cli import add_compare, add_report, add_run_cell
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = given[end + 1 :]
     gc.set_threshold(100_000, 50, 100)  # else collections take a fifth of importing torch
     try:
+        if given[:1] == ["audit"]:
+            require_dashes(given[1:])
         args = build_parser().parse_args(given[:end])
         args.flags = flags
         read_settings()

@@ -16,6 +16,8 @@ import pytest
 import yaml
 
 from common.models import MODELS
+from lab.cluster import tools
+from lab.report.drawings.figure_pages import FIGURES
 from tests.helpers import ROOT, Started, needs_cifar10, user_environment
 from tests.helpers.cluster import needs_namespaces
 from tests.helpers.documentation import pages, with_copies
@@ -59,7 +61,8 @@ def checks():
             marks = [] if check.tier == "quick" else [getattr(pytest.mark, check.tier)]
             marks += [pytest.mark.timeout(LIMIT_SECONDS[check.tier] + 20)]
             marks += [pytest.mark.cifar, needs_cifar10] if check.cifar else []
-            marks += [needs_namespaces] if " --rate " in command or " cluster " in command else []
+            emulated = re.search(r" --rate | cluster |^ip ", command)
+            marks += [needs_namespaces] if emulated else []
             name = f"{check.tier}: {command} {check.more}".strip()
             found.append(pytest.param(command, check, marks=marks, id=name))
     return found
@@ -197,9 +200,71 @@ def test_no_page_is_too_long():
     assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
 
 
-def test_the_readme_links_every_page():
+def test_the_readme_or_the_page_of_the_assignment_links_every_page():
     linked = re.findall(r"\]\(docs/([\w-]+\.md)", PAGES["README.md"].text)
+    linked += re.findall(r"\]\(([\w-]+\.md)", PAGES["docs/assignment.md"].text)
     assert set(linked) == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_readme_sends_a_student_to_three_pages():
+    row = re.search(r"^\| a student \|.*", PAGES["README.md"].text, re.MULTILINE)[0]
+    assert re.findall(r"\]\(docs/([^)]+)\)", row) == [
+        "learn/01_one_process.md",
+        "learn/gallery.md",
+        "assignment.md",
+    ]
+
+
+def test_the_assignment_s_page_leads_from_an_empty_folder_to_the_report():
+    """Ten steps, every way on two and on four nodes, and figures that a report draws."""
+    page = PAGES["docs/assignment.md"]
+    numbers = [int(number) for number in re.findall(r"^\*\*(\d+)\. ", page.text, re.MULTILINE)]
+    assert numbers == list(range(1, 11))
+    by_hand = [line for line in page.commands() if "--run-name" in line and "10.10.1.1" in line]
+    ways = {re.sub(r"-[24] | --num-nodes [24]", " ", command) for command in by_hand}
+    assert len(ways) == 3
+    assert len(by_hand) == len(set(by_hand)) == 2 * len(ways)
+    figures = re.findall(r"`(\w+)\.png`", page.text)
+    assert {"loss", "iterations", "step_time", "ranks"} <= set(figures) <= set(FIGURES)
+
+
+def test_a_short_run_of_the_assignment_leaves_out_the_evaluation_of_10000_images():
+    short = [line for line in documented() if "cs744" in line and "--max-steps" in line]
+    assert short
+    assert [line for line in short if "--measure-only" not in line] == []
+
+
+NODE_WITH_TWO_NETWORKS = """
+ip link set lo up
+for network in eno1:128.105.144.71/22 eno1d1:10.10.1.1/24; do
+  name=${network%:*}
+  ip link add $name type bridge
+  ip link add to-$name type veth peer name of-$name
+  ip link set of-$name master $name
+  for link in $name of-$name to-$name; do ip link set $link up; done
+  ip address add ${network#*:} dev $name
+done
+ip -4 -br addr
+"$0" -c "
+from argparse import Namespace
+from lab.doctor.network import check_interface
+print(check_interface(Namespace(master_ip='10.10.1.1', rank=0)).text)"
+"""
+
+
+@needs_namespaces
+def test_a_node_with_two_networks_shows_the_addresses_of_the_page():
+    """As CloudLab's nodes have them; and `lab doctor` finds the interface of the private one."""
+    typed = [*tools.unshare_command(), "bash", "-ec", NODE_WITH_TWO_NETWORKS, sys.executable]
+    ended = Started(typed, cwd=ROOT, env=user_environment()).end(timeout_seconds=30)
+    page = PAGES["docs/running.md"].text
+    shown = re.search(r"ip -4 -br addr\n```\n(?:.*\n)*?```text\n((?:.*\n)*?)```", page)[1]
+    *listed, routed = ended.out.splitlines()
+    addresses = [line.split()[::2] for line in shown.splitlines()]
+    assert [line.split()[::2] for line in listed] == addresses, ended.err
+    assert addresses[2] == ["eno1d1", "10.10.1.1/24"]
+    said = re.search(r"`(\S+ \(10\.10\.1\.1\) routes to 10\.10\.1\.1)`", page)[1]
+    assert routed.startswith(said)
 
 
 def test_blocks_are_commands_outputs_or_python_and_can_be_copied_whole():

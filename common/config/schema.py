@@ -32,7 +32,7 @@ DEFAULT_LEARNING_RATE = {"sgd": 0.02, "adamw": 0.001}
 BY_HAND_SECONDS = 600.0  # for somebody to start the other ranks in other terminals
 
 RECIPE = "recipe"
-CLUSTER = "ranks and network (the same on every node, except --rank)"
+CLUSTER = "ranks and network (the same on every rank, except --rank)"
 DATA = "data"
 TRAINING = "training"
 OPTIMIZER = "optimiser and schedule"
@@ -450,7 +450,8 @@ class Config:
     output_dir: TextPath | None = setting(
         None,
         RUN,
-        "folder in which the run writes <experiment>/<time>/ (default: reports/)",
+        "folder in which the run writes <experiment>/<time>/ (default: reports/ in the "
+        "current folder)",
         per_rank=True,
     )
     checkpoint_every: Positive | None = setting(
@@ -510,7 +511,9 @@ class Config:
         False, RUN, "send the numbers to Weights & Biases (offline if there is no account)"
     )
     log_tensorboard: bool = setting(False, RUN, "write the numbers for TensorBoard")
-    log_every: Positive = setting(10, RUN, "steps between two lines of output")
+    log_every: Positive = setting(
+        10, RUN, "print the loss after every this many steps, and after the last one"
+    )
     debug: bool = setting(
         False, RUN, "log more: set TORCH_DISTRIBUTED_DEBUG=INFO and NCCL_DEBUG=INFO", per_rank=True
     )

@@ -30,7 +30,7 @@ from msgspec import Meta
 from common.distributed.launch_env import LaunchSpec
 from common.errors import GroupError, UserError, first_line
 from common.utils.network import route_to
-from common.utils.processes import in_thread
+from common.utils.processes import INTERRUPT, in_thread
 from common.utils.typed_json import Count, Seconds, decode, encode
 
 T = TypeVar("T")
@@ -40,6 +40,7 @@ _COMPARE_SECONDS = 4.0
 _STILL_SECONDS = 3.0  # a rank that works in one place for longer may be what the others wait for
 _APART_SECONDS = 1.5  # at most, the last beats of ranks that were killed together
 _ANSWER_SECONDS = 3.0
+_INTERRUPT_SECONDS = 2.0  # rank 0 keeps the store so long after Ctrl-C: for one beat of the others
 _LEAVE_SECONDS = 8.0  # rank 0 keeps the store no longer for ranks that have not noticed yet
 _POLL_SECONDS = 0.05
 _JOIN_SECONDS = 0.5
@@ -119,7 +120,7 @@ def explain_lost_rank(collective: str) -> str:
     """Return a message for the user if nobody knows which rank ``collective`` lost."""
     return (
         f"{collective} broke: another rank has ended, or did not answer in time. Its output shows "
-        "why; if it shows nothing, its process was killed or its node was lost."
+        "why; if it shows nothing, its process was killed or its machine was lost."
     )
 
 
@@ -162,6 +163,7 @@ class Beat(msgspec.Struct, frozen=True):
     still_seconds : since it came to ``place``.
     collective : the one in which it waits, or that broke; empty: none.
     broken : whether the group broke for this rank; timed_out : because nobody answered in time.
+    interrupted : by Ctrl-C.
     """
 
     seconds: Seconds = 0.0
@@ -173,6 +175,7 @@ class Beat(msgspec.Struct, frozen=True):
     collective: _Name = ""
     broken: bool = False
     timed_out: bool = False
+    interrupted: bool = False
 
     @property
     def waits(self) -> bool:
@@ -317,6 +320,7 @@ class FailureWatch:
         self._rank0 = Beat()  # its last one that this rank has read
         self._broken: tuple[str, bool] | None = None  # the collective, whether it timed out
         self._keep_store_seconds = 0.0  # at most, once this rank has failed
+        self._is_interrupted = False
         self._ended_ranks = 0
         self._began = self._arrived = time.monotonic()
         self._changes = 0
@@ -329,7 +333,7 @@ class FailureWatch:
         """Start to give signs of life. Collective: the ranks' clocks of beats start together."""
         if self._store is None:
             return
-        self._store.set(_BEAT.format(self._rank), encode(self._sample()).decode())
+        self._store.set(_BEAT.format(self._rank), self._beat())
         dist.barrier()
         self._began = time.monotonic()
         self._thread.start()
@@ -351,6 +355,16 @@ class FailureWatch:
         self._tell(_MESSAGE, f"rank {self._rank} stopped: {reason}")
         return None
 
+    def interrupted(self) -> None:
+        """Tell the other ranks that Ctrl-C ends this one; again without effect."""
+        if self._store is None or self._is_interrupted:
+            return
+        self._is_interrupted = True
+        self._keep_store_seconds = _INTERRUPT_SECONDS
+        with contextlib.suppress(*_NO_ANSWER):
+            self._ask(lambda store: store.set(_BEAT.format(self._rank), self._beat()))
+        self._tell(_MESSAGE, _was_interrupted(self._rank))
+
     def explain_broken(self, collective: str, *, timed_out: bool) -> str | None:
         """Return which rank this one waited for when ``collective`` broke; None if nobody knows.
 
@@ -370,13 +384,16 @@ class FailureWatch:
                 f"{self._sample().where}: it was stopped, or its machine swapped or slept. "
                 f"{broke_here})"
             )
+        another_ended = f"{broke_here}: another rank has ended)"
+        if self._rank0.interrupted:  # and its store may have ended with it
+            return f"{_was_interrupted(0)}. {another_ended}"
         try:
             before = self._read_beats()
             deadline = time.monotonic() + _COMPARE_SECONDS
             while time.monotonic() < deadline:
                 if message := self._ask(_told):
                     self._keep_store_seconds = self._timeout
-                    return f"{message}. {broke_here}: another rank has ended)"
+                    return f"{message}. {another_ended}"
                 time.sleep(_POLL_SECONDS)
             beats = self._read_beats()
         except _NO_ANSWER as error:
@@ -433,11 +450,16 @@ class FailureWatch:
         key = _BEAT.format(self._rank)
         with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError):  # rank 0 is lost
             while not self._closing.is_set():
-                store.set(key, encode(self._sample()).decode())
+                store.set(key, self._beat())
                 if self._rank > 0:
                     self._rank0 = decode(store.get(_BEAT.format(0)), Beat, name="a beat")
+                elif _told(store):  # Gloo often notices a lost rank only at its timeout
+                    _close_connections(self._store_port, self._others)
+                    break
                 began = time.monotonic()
                 self._closing.wait(BEAT_SECONDS)
+                if INTERRUPT.is_set():
+                    self.interrupted()
                 pause = time.monotonic() - began
                 if pause > self._timeout:
                     self._long_pause = (time.monotonic(), pause)
@@ -460,7 +482,11 @@ class FailureWatch:
             collective,
             self._broken is not None,
             timed_out,
+            self._is_interrupted,
         )
+
+    def _beat(self) -> str:
+        return encode(self._sample()).decode()
 
     def _collective(self) -> str:
         """Return the collective in which the training thread is; "" if it is in none."""
@@ -477,7 +503,7 @@ class FailureWatch:
         """Write this rank's beat, and return every rank's last one."""
 
         def ask(store: dist.Store) -> list[bytes]:
-            store.set(_BEAT.format(self._rank), encode(self._sample()).decode())
+            store.set(_BEAT.format(self._rank), self._beat())
             return store.multi_get([_BEAT.format(rank) for rank in range(self._size)])
 
         beats = [decode(content, Beat, name="a beat") for content in self._ask(ask)]
@@ -505,6 +531,10 @@ def _own_address(launch: LaunchSpec) -> str:
         return route_to(launch.master_ip or "")
     except OSError:
         return socket.gethostname()
+
+
+def _was_interrupted(rank: int) -> str:
+    return f"rank {rank} was interrupted (Ctrl-C)"
 
 
 def _told(store: dist.Store) -> str:

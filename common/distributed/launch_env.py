@@ -163,7 +163,7 @@ def _master_address(
     url = re.fullmatch(r"tcp://(\[[^][/?#@]+\]|[^][/?#@:]+):(\d{1,5})", dist_url)
     if url is None or not 1 <= int(url[2]) <= 65_535:
         raise UserError(
-            f"--dist-url: got {dist_url!r}, give tcp://ADDRESS:PORT of rank 0's node, e.g. "
+            f"--dist-url: got {dist_url!r}, give tcp://ADDRESS:PORT of rank 0's machine, e.g. "
             "tcp://127.0.0.1:23456"
         )
     host = url[1].strip("[]")

@@ -13,6 +13,7 @@ until its timeout.
 """
 
 import concurrent.futures
+import contextlib
 import errno
 import hashlib
 import hmac
@@ -37,6 +38,8 @@ from common.utils.network import (
     listen,
     listening_address,
     own_addresses,
+    port_holder,
+    what_is_no_store,
     why_unreached,
 )
 from common.utils.processes import in_thread
@@ -55,6 +58,9 @@ _STORE = "what is in the store where the ranks meet"
 _POLL_SECONDS = 0.05
 _TOKEN_SECONDS = 1.0  # for rank 0 to set the first keys, before its token is compared
 _PROBE_SECONDS = 3.0
+_ANSWER_SECONDS = 5.0  # for a store to answer
+_AGAIN_SECONDS = 1.0  # until a program that did not answer as a store is asked once more
+_BEGIN_SECONDS = 15.0  # for rank 0 to set the first keys in the store that it has opened
 _FETCH_SECONDS = 1.0  # for the other ranks to read why there is no run, before the store ends
 _LOST_SECONDS = 3.0  # after the timeout, until a store that does not answer is given up
 _FIRST_NOTICE_SECONDS = 5.0
@@ -80,11 +86,16 @@ class MeetingError(GroupError):
 
 @dataclass
 class _Wait:
-    """How long this rank waits, and for whom; ``whom`` changes as the ranks meet."""
+    """How long this rank waits, and for whom; ``whom`` changes as the ranks meet.
+
+    flag : the one that sets ``seconds``. own : where the ranks meet, once this one has come there.
+    """
 
     seconds: float
     deadline: float
     whom: Callable[[], str]
+    flag: str
+    own: dist.Store | None = None
 
     @property
     def left(self) -> float:
@@ -92,11 +103,16 @@ class _Wait:
 
 
 def meet(
-    launch: LaunchSpec, timeout_seconds: float, *, store: dist.Store | None = None
+    launch: LaunchSpec,
+    timeout_seconds: float,
+    *,
+    store: dist.Store | None = None,
+    flag: str = "--meeting-timeout",
 ) -> tuple[dist.Store, MeetingOutcome]:
     """Wait until all ranks have come; return the store that they share and every rank's place.
 
     ``store`` : the launcher's, which may hold what earlier ranks wrote; None: rank 0 opens one.
+    ``flag`` : the one with which the user sets ``timeout_seconds``.
     Raises GroupError if rank 0 cannot be reached or is lost, ranks are missing after
     ``timeout_seconds``, a rank was started twice, the ranks were given different numbers of nodes,
     or this rank's token is not rank 0's; UserError if the port is in use, or if rank 0 runs on
@@ -106,41 +122,61 @@ def meet(
         timeout_seconds,
         launch,
         lambda wait: _join(store or _open_or_connect(launch, wait), launch, wait),
+        flag,
     )
 
 
-def shared_store(launch: LaunchSpec, timeout_seconds: float) -> dist.TCPStore:
+def shared_store(launch: LaunchSpec, timeout_seconds: float, *, flag: str) -> dist.TCPStore:
     """Return the store at rank 0's address, for ``meet`` and for what the ranks exchange besides.
 
     Raises the errors of ``meet`` that concern rank 0.
     """
-    return _within(timeout_seconds, launch, lambda wait: _open_or_connect(launch, wait))
+    return _within(timeout_seconds, launch, lambda wait: _open_or_connect(launch, wait), flag)
 
 
 def _open_or_connect(launch: LaunchSpec, wait: _Wait) -> dist.TCPStore:
     return _serve(launch, wait) if launch.rank == 0 else _connect(launch, wait)
 
 
-def _within(timeout_seconds: float, launch: LaunchSpec, join: Callable[[_Wait], T]) -> T:
+def _within(timeout_seconds: float, launch: LaunchSpec, join: Callable[[_Wait], T], flag: str) -> T:
     """Return the result of ``join``, and meanwhile print for whom this rank waits."""
     deadline = time.monotonic() + timeout_seconds
-    wait = _Wait(timeout_seconds, deadline, lambda: f"rank 0 at {_address(launch)}")
+    wait = _Wait(timeout_seconds, deadline, lambda: f"rank 0 at {_address(launch)}", flag)
     # If rank 0's node pauses or its link is cut, the store's operations block until TCP times out.
     # A thread lets this rank give up before that.
     joining = in_thread(lambda: join(wait))
+    try:
+        _wait_for(joining, launch, wait)
+    except KeyboardInterrupt:
+        if wait.own is not None:
+            _tell_interrupt(wait.own, launch)
+        raise
+    return joining.result()
+
+
+def _wait_for(joining: concurrent.futures.Future, launch: LaunchSpec, wait: _Wait) -> None:
     pause = _FIRST_NOTICE_SECONDS
     while not concurrent.futures.wait([joining], min(pause, wait.left + _LOST_SECONDS)).done:
         if wait.left + _LOST_SECONDS <= 0:
             raise GroupError(
                 f"lost rank 0 at {_address(launch)} while the ranks were meeting: it no longer "
-                "answers. Its node is paused or down, or the link to it is cut"
+                "answers. Its machine is paused or down, or the link to it is cut"
             )
         if wait.left >= 1:
             print_to_stderr(
                 f"rank {launch.rank}: waiting for {wait.whom()} ({wait.left:.0f} s left)"
             )
         pause = _NOTICE_SECONDS
-    return joining.result()
+
+
+def _tell_interrupt(own: dist.Store, launch: LaunchSpec) -> None:
+    """Tell the ranks that wait that somebody ends this one; for at most a second."""
+    reason = f"rank {launch.rank} was interrupted while the ranks were meeting"
+    # On a connection of its own: this rank's other one waits for the outcome.
+    telling = in_thread(lambda: _end_meeting(own.clone(), reason))
+    concurrent.futures.wait([telling], _FETCH_SECONDS)
+    if launch.rank == 0:
+        time.sleep(_FETCH_SECONDS)
 
 
 def _serve(launch: LaunchSpec, wait: _Wait) -> dist.TCPStore:
@@ -155,12 +191,9 @@ def _serve(launch: LaunchSpec, wait: _Wait) -> dist.TCPStore:
     except OSError as error:
         where = f"rank 0 cannot listen at {_address(launch)} ({error.strerror})"
         if error.errno == errno.EADDRINUSE:
-            where = (
-                f"port {launch.master_port} is taken on this machine, by another run or by another "
-                "rank 0 of this one: end that one, or"
-            )
+            where = f"port {launch.master_port} is taken on this machine{_by_whom(launch)}: end it,"
         free = free_port(max(1024, launch.master_port + 1), address=address)
-        raise UserError(f"{where} add --master-port {free} on every node") from error
+        raise UserError(f"{where} or add --master-port {free} on every rank") from error
     # torch's store keeps every connection, also of strangers, and refuses all without a descriptor.
     allow_most_descriptors()
     # torch closes the descriptor with the store, and does not if the store cannot be opened.
@@ -175,24 +208,30 @@ def _serve(launch: LaunchSpec, wait: _Wait) -> dist.TCPStore:
     if reason:
         print_to_stderr(
             f"rank 0: {reason}, so port {launch.master_port} is open on all addresses of this "
-            "machine: let a firewall close it to all but the nodes"
+            "machine: let a firewall close it to all but the machines of the ranks"
         )
     return store
+
+
+def _by_whom(launch: LaunchSpec) -> str:
+    """Rank 0: return what has the port that it cannot open."""
+    stranger = ""
+    with contextlib.suppress(OSError):  # it listens at another of this machine's addresses
+        stranger = _ask(launch, _AGAIN_SECONDS)
+    if stranger:
+        holder = port_holder(launch.master_port)
+        return f": something answers there, but it is not this program ({stranger}; {holder})"
+    return ", by another run or by another rank 0 of this one"
 
 
 def _is_reached(store: dist.TCPStore, launch: LaunchSpec) -> bool:
     """Rank 0: return whether the address given leads to this process's store, as with NAT."""
     mark = secrets.token_hex(8)
     store.set(mark, "")
-
-    def probe() -> bool:
-        # A plain socket first: torch's client would try again until its timeout.
-        _greet(launch, _PROBE_SECONDS)
-        return _open_store(replace(launch, rank=1), _PROBE_SECONDS).check([mark])
-
     try:
-        # In a thread: torch's client waits without limit for a server that is no store.
-        return in_thread(probe).result(_PROBE_SECONDS)
+        if _ask(launch, _PROBE_SECONDS):
+            return False
+        return _open_store(replace(launch, rank=1), _PROBE_SECONDS).check([mark])
     except (OSError, dist.DistStoreError, dist.DistNetworkError):
         return False
 
@@ -200,36 +239,60 @@ def _is_reached(store: dist.TCPStore, launch: LaunchSpec) -> bool:
 def _connect(launch: LaunchSpec, wait: _Wait) -> dist.TCPStore:
     """Any other rank: connect to rank 0's store, as soon as rank 0 has opened it."""
     reason = "no answer"
+    stranger = ""
     wait.whom = lambda: f"rank 0 at {_address(launch)}, {reason}"
     while (left := wait.left) > 0:
         try:
-            _greet(launch, min(left, 5.0))  # a plain socket's errors come at once, with the cause
-            return _open_store(launch, max(left, 1.0))
+            found = _ask(launch, min(left, _ANSWER_SECONDS))
+            if not found:
+                return _open_store(launch, max(left, 1.0))
         except OSError as error:
+            stranger = ""
             reason = why_unreached(error)
             time.sleep(_POLL_SECONDS)
+            continue
         except (dist.DistStoreError, dist.DistNetworkError) as error:
-            raise GroupError(
-                f"something other than rank 0 answers at {_address(launch)}, or rank 0 has just "
-                f"ended ({first_line(error)}): read rank 0's output; if it still waits, give "
-                "another --master-port on every node"
-            ) from error
+            raise _lost_rank0(launch, first_line(error)) from error
+        if stranger:
+            break  # twice in a row, so it is no rank 0 that has just ended
+        stranger = reason = found
+        time.sleep(_AGAIN_SECONDS)
+    if stranger:
+        raise _met_stranger(launch, stranger)
     raise GroupError(
         f"rank {launch.rank} could not reach rank 0 at {_address(launch)} within "
-        f"{wait.seconds:g} s ({reason}): start rank 0, check that --master-ip is its node's "
-        "address, that --master-port is the same on every node, and that no firewall closes it"
+        f"{wait.seconds:g} s ({reason}): start rank 0, check that --master-ip is its machine's "
+        "address, that --master-port is the same on every rank, and that no firewall closes it; "
+        f"or give a longer {wait.flag}"
     )
 
 
-def _greet(launch: LaunchSpec, timeout_seconds: float) -> None:
-    """Connect to rank 0's address, and close. Raises OSError; GroupError if the name is unknown."""
+def _met_stranger(launch: LaunchSpec, stranger: str) -> GroupError:
+    return GroupError(
+        f"something answers at {_address(launch)}, but it is not this program ({stranger}): end "
+        "it, or give another --master-port on every rank"
+    )
+
+
+def refuse_stranger(launch: LaunchSpec) -> None:
+    """Raise GroupError if something else than a store of torch answers at the ranks' address."""
+    with contextlib.suppress(OSError):
+        if stranger := _ask(launch, _ANSWER_SECONDS):
+            raise _met_stranger(launch, stranger)
+
+
+def _ask(launch: LaunchSpec, timeout_seconds: float) -> str:
+    """Return what answers at rank 0's address instead of a store; "" if one does.
+
+    Raises OSError if nothing answers; GroupError if the name is unknown.
+    """
+    assert launch.master_ip is not None
     try:
-        address = (launch.master_ip, launch.master_port)
-        socket.create_connection(address, timeout=timeout_seconds).close()
+        return what_is_no_store(launch.master_ip, launch.master_port, timeout_seconds)
     except socket.gaierror as error:
         raise GroupError(
             f"--master-ip {launch.master_ip} is not an address and no known host name ({error}): "
-            "give the IP address of rank 0's node"
+            "give the IP address of rank 0's machine"
         ) from error
 
 
@@ -250,6 +313,7 @@ def _open_store(
 def _join(store: dist.Store, launch: LaunchSpec, wait: _Wait) -> tuple[dist.Store, MeetingOutcome]:
     """Leave this rank's ``Peer`` and wait for the outcome."""
     own = dist.PrefixStore(keyed(launch.token, f"meeting {launch.generation}"), store)
+    wait.own = own
     try:
         if launch.rank == 0:
             own.set(_SIZE, str(launch.world_size))
@@ -263,7 +327,7 @@ def _join(store: dist.Store, launch: LaunchSpec, wait: _Wait) -> tuple[dist.Stor
             raise _end_meeting(
                 own,
                 f"rank {launch.rank} was started twice: on {other.host} (process {other.pid}) and "
-                f"on {peer.host} (process {peer.pid}); give each node a --rank of its own",
+                f"on {peer.host} (process {peer.pid}); give each its own --rank",
             )
         own.add(_JOINED, 1)
         if launch.rank == 0:
@@ -284,6 +348,10 @@ def _join(store: dist.Store, launch: LaunchSpec, wait: _Wait) -> tuple[dist.Stor
 
 def _check_rank0(store: dist.Store, own: dist.Store, launch: LaunchSpec, wait: _Wait) -> None:
     """Any other rank: raise GroupError unless rank 0 has this rank's token and number of ranks."""
+    deadline = wait.deadline
+    if launch.opens_store:  # then rank 0 has, and sets its keys at once
+        deadline = min(deadline, time.monotonic() + _BEGIN_SECONDS)
+    wait.whom = lambda: f"rank 0 to begin at {_address(launch)}, where a store answers"
     while not are_set(own, [_SIZE], min(wait.left, _TOKEN_SECONDS)):
         if store.check([_FINGERPRINT]):
             there = store.get(_FINGERPRINT)
@@ -292,14 +360,16 @@ def _check_rank0(store: dist.Store, own: dist.Store, launch: LaunchSpec, wait: _
                 raise GroupError(
                     f"rank 0 at {_address(launch)} refused rank {launch.rank}: {reason}"
                 )
-        if wait.left <= 0:
+        if time.monotonic() >= deadline:
+            if launch.opens_store:
+                raise _met_stranger(launch, "it is the store of another run, or of lab doctor")
             raise _lost_rank0(launch, "it has not begun to meet the others")
     size = decode(own.get(_SIZE), Ranks, name=_STORE)
     if size != launch.world_size:
         raise _end_meeting(
             own,
             f"rank {launch.rank} was started with --num-nodes {launch.world_size}, but rank 0 with "
-            f"{size}: give the same on every node",
+            f"{size}: give the same on every rank",
         )
 
 
@@ -376,14 +446,13 @@ def _missing(own: dist.Store, launch: LaunchSpec) -> list[int]:
 
 def _missing_ranks(own: dist.Store, launch: LaunchSpec, wait: _Wait) -> str:
     missing = _missing(own, launch)
-    remedy = (
-        "Their output says why, or give a longer --timeout"
-        if launch.local_rank is not None
-        else "Start them with the same command and their --rank, or give a longer --timeout"
-    )
+    remedy = "Start them with the same command and their --rank"
+    if launch.local_rank is not None:
+        remedy = "Their output says why"
     return (
         f"{launch.world_size - len(missing)} of {launch.world_size} ranks came to "
-        f"{_address(launch)} within {wait.seconds:g} s; missing: {ranks_text(missing)}. {remedy}"
+        f"{_address(launch)} within {wait.seconds:g} s; missing: {ranks_text(missing)}. {remedy}, "
+        f"or give a longer {wait.flag}"
     )
 
 

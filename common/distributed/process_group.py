@@ -27,7 +27,7 @@ from common.distributed.failures import (
 )
 from common.distributed.gpus import choose_backend, gpu_of
 from common.distributed.launch_env import LaunchSpec, launch_from_environment
-from common.distributed.meeting import MeetingOutcome, meet
+from common.distributed.meeting import MeetingOutcome, meet, refuse_stranger
 from common.errors import GroupError, Stopped, UserError, first_line, print_to_stderr
 from common.utils.network import interface_of, route_to
 from common.utils.typed_json import calm
@@ -113,6 +113,9 @@ def process_group(
     except Stopped:  # on all ranks alike
         dist.barrier()
         raise
+    except KeyboardInterrupt:
+        watch.interrupted()
+        raise
     except Exception as error:
         guard.close()
         closes = world.backend not in _ASYNCHRONOUS  # it would wait for the lost rank
@@ -190,6 +193,8 @@ def _meet_under_torchrun(
     host = f"[{launch.master_ip}]" if ":" in launch.master_ip else launch.master_ip
     address = f"{host}:{launch.master_port}"
     timeout = timedelta(seconds=timeout_seconds)
+    if launch.rank > 0 or launch.agent is not None:  # else torch opens the store in this process
+        refuse_stranger(launch)
     try:
         store, _, _ = next(
             torch_rendezvous(f"tcp://{address}", launch.rank, launch.world_size, timeout=timeout)

@@ -7,6 +7,7 @@ on each node, which outlives them. All ranks resume from the newest checkpoint o
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from common.utils.atomic_files import (
 )
 from common.utils.paths import new_folder
 from common.utils.typed_json import shown
+
+_ANOTHER_NAME = "give another --run-name"
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ class Job:
 def open_job(config: Config, launch: LaunchSpec, world: World, locks: ExitStack) -> Job:
     """Choose, create and lock the run's folder, with the same name on every node. Collective.
 
-    ``locks`` releases the lock. Raises UserError if the folder cannot be written or another process
-    writes there, or if --run-name exists already and --resume is missing.
+    ``locks`` releases the lock. A --run-name that exists already, without --resume, gets a number.
+    Raises UserError if the folder cannot be written or another process writes there.
     """
     run_on_all_ranks(world, lambda: _check_paths(config, is_rank0=world.is_rank0))
     parent = config.reports_folder / config.experiment_name
@@ -79,10 +82,14 @@ def open_job(config: Config, launch: LaunchSpec, world: World, locks: ExitStack)
     resuming = name != ""
     if not resuming:
         name = run_on_rank0(world, lambda: config.run_name or new_folder(parent).name)
+    if not resuming and config.run_name is not None:
+        given = run_on_rank0(world, lambda: config.resume or "")
+        if given:
+            resuming = any(gather_objects(world, _is_run(parent / name), schema=bool))
+        else:
+            name = _unused_name(parent, name, world)
     folder = run_on_all_ranks(world, lambda: RunFolder(parent / name))
     keeps = _lock(folder.path, world, locks)
-    if not resuming and config.run_name is not None:
-        resuming = _exists(config, folder.path, world)
     if record is not None and world.local_rank == 0:
         write_atomically(record, name.encode())
     may_start_again = record is not None
@@ -125,29 +132,53 @@ def _check_paths(config: Config, *, is_rank0: bool) -> None:
 
 def _lock(folder: Path, world: World, locks: ExitStack) -> bool:
     """Lock the folder on each disk; return whether this rank holds the lock of its. Collective."""
-    advice = "give another --run-name"
-    run = run_on_rank0(world, lambda: locks.enter_context(lock_folder(folder, advice=advice)))
+    run = run_on_rank0(
+        world, lambda: locks.enter_context(lock_folder(folder, advice=_ANOTHER_NAME))
+    )
     keeps = world.is_rank0 or (world.local_rank == 0 and not is_locked_by(folder, run))
 
     def lock_own() -> None:
         if keeps and not world.is_rank0:
-            locks.enter_context(lock_folder(folder, advice=advice, run=run))
+            locks.enter_context(lock_folder(folder, advice=_ANOTHER_NAME, run=run))
 
     run_on_all_ranks(world, lock_own)
     return keeps
 
 
-def _exists(config: Config, folder: Path, world: World) -> bool:
-    """Return whether any node has an earlier part of this run; UserError without --resume."""
-    exists = (folder / "config.json").exists()
-    refused = exists and world.is_rank0 and config.resume is None
-    nodes = gather_objects(world, (exists, refused), schema=tuple[bool, bool])
-    if any(refused for _, refused in nodes):
-        raise UserError(
-            f"--run-name: {folder} holds a run already: add --resume auto to resume it, or give "
-            "another name"
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.json").exists()
+
+
+def _has_files(folder: Path) -> bool:
+    """Return whether a run has left anything in the folder; a lock is hidden."""
+    return folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
+
+
+def _check_ended(folder: Path, *, is_rank0: bool) -> None:
+    """Raise UserError on rank 0 if a run writes to the folder."""
+    if is_rank0 and _has_files(folder):
+        with lock_folder(folder, advice=_ANOTHER_NAME):
+            return
+
+
+def _unused_name(parent: Path, name: str, world: World) -> str:
+    """Return ``name``, or name-2, name-3, … if a run on any node has that name. Collective.
+
+    Raises UserError on all ranks if one of these runs has not ended.
+    """
+
+    chosen = name
+    number = 1
+    while any(gather_objects(world, _has_files(parent / chosen), schema=bool)):
+        run_on_all_ranks(world, partial(_check_ended, parent / chosen, is_rank0=world.is_rank0))
+        number += 1
+        chosen = f"{name}-{number}"
+    if chosen != name and world.is_rank0:
+        say(
+            f"{parent / name} holds a run already: this one writes to {chosen}. To continue the "
+            "earlier one, add --resume auto"
         )
-    return any(exists for exists, _ in nodes)
+    return chosen
 
 
 def find_checkpoint(config: Config, job: Job, world: World) -> tuple[str | None, dict[str, Any]]:

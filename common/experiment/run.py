@@ -89,13 +89,15 @@ def run(config: "Config", launch: "LaunchSpec") -> None:
                     log_every=config.log_every,
                 )
 
-            gather_measurements(setup, engine, logger)
-            predictions = predict_test_set(setup, engine, test_loader)
+            measured = gather_measurements(setup, engine, logger)
+            predictions = predict_test_set(setup, engine, test_loader, logger.own_steps)
             digests = gather_objects(world, digest(unwrap(engine.model).state_dict()), schema=str)
         # The group is closed: no rank waits while rank 0 draws.
         if world.is_rank0:
             newest = checkpoints.newest or checkpoint
             equal = len(set(digests)) == 1
-            interruptible(report, setup, engine, logger, predictions, newest, ranks_equal=equal)
+            interruptible(
+                report, setup, engine, logger, measured, predictions, newest, ranks_equal=equal
+            )
         else:
             report_end_of_rank(setup, logger)

@@ -1,6 +1,7 @@
 """Evaluate the test set after each epoch and at the end, shared among the ranks, unpadded."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,8 @@ from common.distributed.collectives import gather_tensors
 from common.models import PRETRAINED
 from common.reporting.console import Progress, say
 from common.run_setup import Setup
-from common.training_engine import Predictions, TrainingEngine, predict
+from common.training_engine import Predictions, StepRecord, TrainingEngine, predict
+from common.utils.progress import duration
 
 
 class CountedLoader:
@@ -43,22 +45,33 @@ class CountedLoader:
 
 
 def predict_test_set(
-    setup: Setup, engine: TrainingEngine, loader: CountedLoader
+    setup: Setup, engine: TrainingEngine, loader: CountedLoader, steps: Sequence[StepRecord]
 ) -> list[Predictions]:
     """Return the predictions for the whole test set, in order, on every rank. Collective.
 
     The first entry uses the weights, the second their moving average, if there is one. None if the
-    run only measures times.
+    run only measures times. steps : of this process's training, which tell how long it takes.
     """
     if setup.config.only_times:
         return []
+    flip = setup.config.tta == "flip"
+    models = engine.evaluated_models
     if setup.world.is_rank0:
         what = f"{loader.images:,} test images"
         if setup.world.size > 1:
             what += f" on {setup.world.size} ranks"
+        passes = len(models) * (2 if flip else 1)
+        seconds = _forward_seconds(steps, images=len(loader.ids) * passes)
+        if seconds is not None:
+            what += f" takes about {duration(seconds)}: --measure-only leaves it out"
         say(f"evaluating {what}")
-    flip = setup.config.tta == "flip"
-    return [_predict_all(model, loader, engine, flip=flip) for model in engine.evaluated_models]
+    return [_predict_all(model, loader, engine, flip=flip) for model in models]
+
+
+def _forward_seconds(steps: Sequence[StepRecord], *, images: int) -> float | None:
+    """Return how long a forward pass of so many images takes on this rank; None without steps."""
+    per_image = [step.forward_seconds / step.local_samples for step in steps if step.local_samples]
+    return median(per_image) * images if per_image else None
 
 
 def _predict_all(

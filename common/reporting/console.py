@@ -41,15 +41,16 @@ def say(text: str) -> None:
 class Progress:
     """Shows loss, samples per second and time left of ``total_steps`` steps.
 
-    Enter the attribute ``bar`` around the training. Off a terminal a line is printed for the first
-    step, every ``log_every`` steps, every ten seconds, and for the last step.
+    Enter the attribute ``bar`` around the training. A line with the loss is printed for every step
+    that ``log_every`` divides, and for the last one. Off a terminal, where there is no bar, ten
+    seconds without a line are followed by one with the progress alone.
 
     Parameters
     ----------
     done_steps : steps of an earlier part of the run.
     global_batch_size : samples of a step over all ranks.
     visible : False on all ranks but 0.
-    log_every : steps between plain lines.
+    log_every : steps between two lines with the loss.
     """
 
     def __init__(
@@ -78,23 +79,29 @@ class Progress:
         last = records[-1]
         now = time.monotonic()
         pace = (now - self._began) / max(1, last.step - self._done_before)
-        scores = f"loss {last.loss:.3f}  accuracy {last.accuracy:.3f}"
-        learned = "EMULATED" if math.isnan(last.local_loss) else scores
-        numbers = f"{learned}  {self._batch / max(pace, 1e-9):,.0f} samples/s"
+        speed = f"{self._batch / max(pace, 1e-9):,.0f} samples/s"
         self.bar.update(
             self._task,
             completed=last.step,
-            description=f"epoch {last.epoch}  {numbers}",
+            description=f"epoch {last.epoch}  {_learned(last)}  {speed}",
             refresh=True,
         )
-        due = now - self._printed >= SECONDS_BETWEEN_LINES
-        if self.bar.disable and (due or any(self._wants_line(record.step) for record in records)):
+        logged = [record for record in records if self._has_line(record.step)]
+        for record in logged:
+            self._say(record, f"{_learned(record)}  {speed}", pace)
+        is_silent = now - self._printed >= SECONDS_BETWEEN_LINES
+        if self.bar.disable and is_silent and not logged:
+            self._say(last, speed, pace)
+        if logged or is_silent:
             self._printed = now
-            left = duration((self._total - last.step) * pace)
-            say(f"epoch {last.epoch}  step {last.step}/{self._total}  {numbers}  {left} left")
 
-    def _wants_line(self, step: int) -> bool:
-        return step in (self._done_before + 1, self._total) or step % self._log_every == 0
+    def _say(self, record: StepRecord, numbers: str, pace: float) -> None:
+        """Print the line of a step. pace : seconds of a step."""
+        left = duration((self._total - record.step) * pace)
+        say(f"epoch {record.epoch}  step {record.step}/{self._total}  {numbers}  {left} left")
+
+    def _has_line(self, step: int) -> bool:
+        return step == self._total or step % self._log_every == 0
 
     def counted(
         self, loader: Iterable[tuple[Tensor, Tensor]], *, title: str, images: int
@@ -109,6 +116,12 @@ class Progress:
                 yield batch, labels
                 done += len(labels)
                 show(done)
+
+
+def _learned(record: StepRecord) -> str:
+    if math.isnan(record.local_loss):
+        return "EMULATED"
+    return f"loss {record.loss:.3f}  accuracy {record.accuracy:.3f}"
 
 
 def card(title: str, rows: Mapping[str, Any]) -> None:

@@ -81,8 +81,13 @@ def peak_gpu_memory_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def gather_measurements(setup: Setup, engine: TrainingEngine, logger: RunLogger) -> None:
-    """Have rank 0 write ``ranks.json`` and, if steps were recorded, ``timeline.json``."""
+def gather_measurements(
+    setup: Setup, engine: TrainingEngine, logger: RunLogger
+) -> RanksFile | None:
+    """Have rank 0 write ``ranks.json`` and, if steps were recorded, ``timeline.json``. Collective.
+
+    Returns the content of ``ranks.json``; None on the other ranks, or if no step was trained.
+    """
     world = setup.world
     timeline = engine.timeline
     steps = timed(logger.own_steps, setup.config.untimed_steps, timeline)
@@ -92,7 +97,7 @@ def gather_measurements(setup: Setup, engine: TrainingEngine, logger: RunLogger)
         mine.clock_offset = clock_offset(world)
     all_ranks = gather_objects(world, mine, schema=_Measured)
     if not world.is_rank0 or not steps:
-        return
+        return None
     rows = RanksFile(
         sync=setup.config.sync,
         world_size=world.size,
@@ -109,6 +114,7 @@ def gather_measurements(setup: Setup, engine: TrainingEngine, logger: RunLogger)
             ranks=_on_one_clock(all_ranks),
         )
         logger.folder.write_json("timeline.json", asdict(recorded))
+    return rows
 
 
 def _rank_row(

@@ -4,6 +4,7 @@ A value that a run may not have (a loss with emulated compute) is null, and so i
 foreign file lacks. Imports no torch.
 """
 
+from statistics import fmean
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -82,6 +83,15 @@ class RanksFile(Struct, kw_only=True):
                 f"ranks: got those of {shown(found)}, expected 0 to {size - 1} in order"
             )
 
+    def mean_seconds(self) -> StepSeconds:
+        """Return the mean over the ranks of each time, as the run's end and ``lab report`` show."""
+        measured = [row.seconds for row in self.ranks]
+        means = {
+            name: fmean(getattr(seconds, name) for seconds in measured)
+            for name in StepSeconds.__struct_fields__
+        }
+        return StepSeconds(**means)
+
 
 class TimelineFile(Struct):
     """``timeline.json``: one recorded step of every rank."""
@@ -95,9 +105,10 @@ class TimelineFile(Struct):
 class RunSummary(Struct, kw_only=True):
     """``summary.json``: what the run did and measured. All values are seconds and bytes.
 
-    steps : of all parts of the run. step_seconds, section_seconds, wait_seconds : medians over the
-    timed steps, null without steps. mean_iteration_seconds : without the first step. sync_share :
-    of a step. ema : of the averaged weights.
+    steps : of all parts of the run. step_seconds, section_seconds, wait_seconds : the mean over the
+    ranks in ranks.json, each rank's a median over its timed steps; null if this process trained no
+    step. mean_iteration_seconds : rank 0's, over all steps but the first. sync_share : of a step.
+    ema : of the averaged weights.
     """
 
     part: Text

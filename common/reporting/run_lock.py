@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+import psutil
+
 from common.errors import UserError, file_errors
 from common.utils.atomic_files import read_regular, regular_target
 from common.utils.file_lock import lock_file
@@ -57,6 +59,21 @@ def is_locked_by(folder: Path, run: str) -> bool:
     """Return whether the lock file in ``folder`` is of this run: its writer sees the same disk."""
     owner, _ = _read(folder / _LOCK)
     return owner == run
+
+
+def lock_holder(folder: Path) -> str:
+    """Return the process that holds the lock on ``folder``, or "" if none is known to.
+
+    A lock file whose process on this host has ended was left behind by a run that was killed.
+    """
+    path = folder / _LOCK
+    if not path.exists():
+        return ""
+    _, holder = _read(path)
+    found = re.match(r"process (\d+) on (\S+) ", holder)
+    if found and found[2] == socket.gethostname() and not psutil.pid_exists(int(found[1])):
+        return ""
+    return holder
 
 
 def _read(path: Path) -> tuple[str, str]:

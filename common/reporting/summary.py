@@ -10,11 +10,11 @@ from msgspec.structs import asdict
 
 from common.errors import count
 from common.evaluation import MEAN_OVER_SAMPLES, generate_eval_report
-from common.profiling.records import SECTIONS, StepRecord
+from common.profiling.records import SECTIONS
 from common.reporting.console import card, say
 from common.reporting.header import unusual_methods
-from common.reporting.rank_stats import median_seconds, peak_gpu_memory_bytes, timed
-from common.reporting.run_files import RunSummary
+from common.reporting.rank_stats import peak_gpu_memory_bytes
+from common.reporting.run_files import RanksFile, RunSummary
 from common.reporting.run_logger import RunLogger
 from common.run_setup import Setup
 from common.sync.memory_cost import KINDS, Memory
@@ -30,6 +30,7 @@ def report(
     setup: Setup,
     engine: TrainingEngine,
     run_logger: RunLogger,
+    measured: RanksFile | None,
     predictions: Sequence[Predictions],
     checkpoint: Path | str | None,
     *,
@@ -37,6 +38,7 @@ def report(
 ) -> None:
     """Write this run's report.txt, figures and summary, and print the card; on rank 0 alone.
 
+    measured : what ``gather_measurements`` returned.
     predictions : of the weights, then of their moving average; none if only times were measured.
     """
     notes = [f"{name.capitalize()}: {text}" for name, text in unusual_methods(setup).items()]
@@ -55,8 +57,7 @@ def report(
     ]
     if results:
         _draw(setup, run_logger, results[0])
-    steps = timed(run_logger.history, setup.config.untimed_steps, engine.timeline)
-    summary = _summary(setup, engine, run_logger, steps)
+    summary = _summary(setup, engine, run_logger, measured)
     summary.ranks_hold_equal_weights = ranks_equal
     summary.checkpoint = str(checkpoint) if checkpoint else None
     if results:
@@ -69,7 +70,7 @@ def report(
     title = setup.config.recipe or f"{setup.config.part}: {setup.config.sync}"
     if setup.config.emulated:
         title += ", EMULATED"
-    card(title, _card_rows(setup, run_logger, summary, timed_steps=len(steps)))
+    card(title, _card_rows(setup, engine, run_logger, measured, summary))
 
 
 def report_end_of_rank(setup: Setup, run_logger: RunLogger) -> None:
@@ -102,7 +103,7 @@ def _draw(setup: Setup, run_logger: RunLogger, result: Mapping[str, Any]) -> Non
     folder = run_logger.folder
     folder.write_json("report.json", result)
     ranks = setup.world.size
-    way = f"{config.sync} on {ranks} ranks" if ranks > 1 else "one node"
+    way = f"{config.sync} on {ranks} ranks" if ranks > 1 else "one process"
     title = f"{config.model} on {config.dataset}, {way}"
     draw_confusion_matrix(
         folder.path / "confusion_matrix.png",
@@ -120,9 +121,9 @@ def _draw(setup: Setup, run_logger: RunLogger, result: Mapping[str, Any]) -> Non
 
 
 def _summary(
-    setup: Setup, engine: TrainingEngine, run_logger: RunLogger, steps: Sequence[StepRecord]
+    setup: Setup, engine: TrainingEngine, run_logger: RunLogger, measured: RanksFile | None
 ) -> RunSummary:
-    """Return the summary of a run without test results. steps : those whose times count."""
+    """Return the summary of a run without test results."""
     config = setup.config
     world = setup.world
     history = run_logger.history
@@ -154,34 +155,45 @@ def _summary(
     if history:
         summary.last_step = history[-1].step
         summary.train_loss_last_step = history[-1].loss
-    iterations = [step.step_seconds for step in timed(history[1:], 0, engine.timeline)]
+    iterations = [step.step_seconds for step in history[1:]]
     if iterations:
         summary.mean_iteration_seconds = fmean(iterations)
-    seconds = median_seconds(steps, engine.sync.plan.period)
-    if seconds is not None:
+    if measured is not None:
+        seconds = measured.mean_seconds()
         summary.step_seconds = seconds.step
         summary.section_seconds = {name: getattr(seconds, name) for name in SECTIONS}
         summary.wait_seconds = seconds.wait
-        if seconds.step:
-            summary.sync_share = seconds.sync / seconds.step
-            summary.samples_per_second = setup.plan.batch_size / seconds.step
+        summary.sync_share = seconds.sync / seconds.step
+        summary.samples_per_second = setup.plan.batch_size / seconds.step
     return summary
 
 
 def _card_rows(
-    setup: Setup, run_logger: RunLogger, summary: RunSummary, *, timed_steps: int
+    setup: Setup,
+    engine: TrainingEngine,
+    run_logger: RunLogger,
+    measured: RanksFile | None,
+    summary: RunSummary,
 ) -> dict[str, Any]:
     """Return the rows of the card by name."""
-    rows = {"ranks": summary.nodes, "step time": _step_text(summary, timed_steps)}
+    rows = {"ranks": summary.nodes, "step time": _step_text(summary, measured)}
     if summary.mean_iteration_seconds is not None:
         rows["mean iteration time"] = (
             f"{summary.mean_iteration_seconds:.3f} s, without the first iteration"
         )
+    if engine.timeline and engine.timeline.steps:
+        recorded = ", ".join(map(str, engine.timeline.steps))
+        rows["recorded"] = (
+            f"step {recorded}, for --timeline: counts in the mean iteration time, not in the "
+            "median, since recording slows a step a little"
+        )
     rows["exposed communication"] = _sync_text(summary)
-    speed = _throughput(run_logger)
-    if setup.config.validates:
-        speed = f"with validation, {speed} without"
-    rows["training time"] = f"{run_logger.total_seconds:.1f} s, {speed}"
+    if summary.samples_per_second is not None:
+        rows["throughput"] = (
+            f"{summary.samples_per_second:,.0f} samples/s: global batch / step time"
+        )
+    with_validation = ", with validation" if setup.config.validates else ""
+    rows["training time"] = f"{run_logger.total_seconds:.1f} s{with_validation}"
     rows["wall time"] = f"{summary.wall_seconds:.1f} s, with start-up and evaluation"
     rows |= unusual_methods(setup)
     if summary.peak_gpu_memory_bytes:
@@ -205,16 +217,15 @@ def _card_rows(
     return rows
 
 
-def _step_text(summary: RunSummary, timed_steps: int) -> str:
-    step = summary.step_seconds
-    if not step or summary.section_seconds is None:
+def _step_text(summary: RunSummary, measured: RanksFile | None) -> str:
+    if measured is None or summary.step_seconds is None or summary.section_seconds is None:
         return "none: nothing was left to train"
     # A sum of medians may exceed the median.
-    within = min(sum(summary.section_seconds.values()), step)
-    return (
-        f"{step:.3f} s (median of {count(timed_steps, 'step')}), of which {within:.3f} s in "
-        "the five sections"
-    )
+    within = min(sum(summary.section_seconds.values()), summary.step_seconds)
+    over = f"median of {count(measured.steps or 0, 'step')}"
+    if summary.nodes > 1:
+        over += f", mean over {summary.nodes} ranks"
+    return f"{summary.step_seconds:.3f} s ({over}), of which {within:.3f} s in the five sections"
 
 
 def _sync_text(summary: RunSummary) -> str:
@@ -245,10 +256,3 @@ def memory_text(memory: Memory) -> str:
         if memory[kind] > whole / 1000
     ]
     return f"{whole / 1e6:.1f} MB on rank 0: {', '.join(parts)}"
-
-
-def _throughput(run_logger: RunLogger) -> str:
-    """Return the training throughput of all ranks together, over the complete epochs."""
-    seconds = sum(report.seconds for report in run_logger.epochs)
-    samples = sum(report.samples_per_second * report.seconds for report in run_logger.epochs)
-    return f"{samples / seconds:,.0f} samples/s" if seconds else "no epoch was completed"

@@ -1,6 +1,6 @@
 """Dashboards: Weights & Biases and TensorBoard, each an optional dependency.
 
-``Trackers`` takes the numbers of every step and epoch; docs/running.md explains each field.
+``Trackers`` takes the numbers of every step and epoch; docs/settings.md explains each field.
 """
 
 import math

@@ -1,12 +1,23 @@
-"""This machine's addresses and interfaces, and its route to another machine. No torch here."""
+"""This machine's addresses and interfaces, its route to another machine, and what answers there.
+
+No torch here.
+"""
 
 import contextlib
+import secrets
 import socket
 from itertools import chain
 
 import psutil
 
 from common.errors import reason_of
+from common.utils.typed_json import calm
+
+# What a client of torch's TCP store sends first: VALIDATE with its magic number, then PING with
+# four bytes, which the store sends back (torch/csrc/distributed/c10d/TCPStore.cpp).
+_VALIDATE = b"\x00" + (0x3C85F7CE).to_bytes(4, "little")
+_PING = b"\x0d"
+_PROMPT_SECONDS = 1.0  # for a program that waits for a line
 
 
 def resolve(host: str) -> set[str]:
@@ -88,3 +99,60 @@ def why_unreached(error: Exception) -> str:
 def is_loopback(address: str) -> bool:
     """Return whether the address reaches no other machine."""
     return address.startswith("127.") or address in ("::1", "localhost")
+
+
+def what_is_no_store(host: str, port: int, timeout_seconds: float) -> str:
+    """Connect, and return what answers there instead of a TCP store of torch; "" if one does.
+
+    torch's own client waits for a silent program without limit, and prints its stack after a wrong
+    answer. Raises OSError if nothing accepts the connection within ``timeout_seconds``.
+    """
+    number = secrets.token_bytes(4)
+    with socket.create_connection((host, port), timeout_seconds) as connection:
+        try:
+            answer = _answer(connection, _VALIDATE + _PING + number, nbytes=len(number))
+        except OSError:
+            return "it closes the connection"
+    if answer == number:
+        return ""
+    if not answer:
+        return f"it says nothing within {timeout_seconds:.2g} s, as a rank 0 that stands still"
+    first_line = answer.partition(b"\r\n")[0][:60].decode("ascii", errors="backslashreplace")
+    return f"it says '{calm(first_line)}'"
+
+
+def _answer(connection: socket.socket, question: bytes, *, nbytes: int) -> bytes:
+    """Return at least ``nbytes`` of the answer to a question; none if there is no answer in time.
+
+    Raises ConnectionError if the connection ends before.
+    """
+    connection.sendall(question)
+    answer = b""
+    with contextlib.suppress(TimeoutError):
+        while len(answer) < nbytes:
+            answer += _receive(connection)
+    if not answer:
+        connection.settimeout(_PROMPT_SECONDS)
+        connection.sendall(b"\r\n\r\n")  # a web server answers an empty line
+        with contextlib.suppress(TimeoutError):
+            answer = _receive(connection)
+    return answer
+
+
+def _receive(connection: socket.socket) -> bytes:
+    part = connection.recv(200)
+    if not part:
+        raise ConnectionError
+    return part
+
+
+def port_holder(port: int) -> str:
+    """Return the id and command of the process that listens on a port, if this user may know."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections(kind="tcp"):
+            # laddr is () where a socket has no address
+            here = connection.laddr and connection.laddr.port == port
+            if here and connection.status == psutil.CONN_LISTEN and connection.pid:
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+                return f"process {connection.pid}: {command[:100]}"
+    return f"a process of another user (sudo ss -ltnp 'sport = :{port}' shows it)"

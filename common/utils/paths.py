@@ -1,4 +1,4 @@
-"""The folders of code, recipes, data and reports, in a checkout or an installed package."""
+"""The folders of code, recipes and data, in a checkout or an installed package, and of reports."""
 
 from contextlib import suppress
 from datetime import datetime
@@ -11,9 +11,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 IN_CHECKOUT = (REPOSITORY / "PartOne" / "main.py").is_file()
 RECIPES = REPOSITORY / ("recipes" if IN_CHECKOUT else "common/recipes")
 BASE = REPOSITORY if IN_CHECKOUT else Path.cwd()
-# BASE is the folder of data/ and reports/.
 DATA = BASE / "data"
-REPORTS = BASE / "reports"
+REPORTS = Path("reports")
+"""Where every command writes and looks: in the current folder, also if the package is elsewhere."""
 
 
 def part_command(part: str) -> list[str]:

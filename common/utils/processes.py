@@ -16,6 +16,8 @@ import psutil
 from common.utils.system import libc_function
 
 T = TypeVar("T")
+INTERRUPT = threading.Event()
+"""Set by Ctrl-C, also while the main thread is in a collective, where Python sees no signal."""
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _PR_SET_CHILD_SUBREAPER = 36
 

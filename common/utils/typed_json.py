@@ -30,6 +30,7 @@ Finite = Annotated[float, Meta(ge=-MOST_NUMBER, le=MOST_NUMBER)]
 # No control character that a terminal obeys; tab and newline are harmless.
 CALM = r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f]*\Z"
 MOST_TEXT = 100_000
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # for colours
 Text = Annotated[str, Meta(max_length=MOST_TEXT, pattern=CALM)]
 Name = Annotated[str, Meta(pattern=r"^\w[\w.-]{0,99}\Z")]  # safe as a part of a path, or in HTML
 LocalTime = Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{6})?\Z")]
@@ -151,11 +152,15 @@ def _is_plain(value: Any) -> bool:
 def calm(text: str) -> str:
     """Return ``text`` as a ``Text`` that any terminal shows and none obeys, and cut if too long.
 
-    Control characters, and others that are not printable, become spaces.
+    Colours are left out. Control characters, and others that are not printable, become spaces.
     """
-    return "".join(
-        letter if letter.isprintable() or letter in "\t\n" else " " for letter in text[:MOST_TEXT]
-    )
+    plain = without_colours(text[:MOST_TEXT])
+    return "".join(letter if letter.isprintable() or letter in "\t\n" else " " for letter in plain)
+
+
+def without_colours(text: str) -> str:
+    """Return a text without the codes with which terminals change colours."""
+    return _COLOURS.sub("", text)
 
 
 def shown(value: Any) -> str:

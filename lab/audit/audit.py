@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -12,11 +13,12 @@ from lab.audit.cli import CLOCK_STEPS, STEPS, check_flags
 from lab.audit.command import AuditCommand, parse_command
 from lab.audit.failures import explain_failure
 from lab.audit.findings import run_checks
-from lab.audit.findings.finding import Finding
+from lab.audit.findings.finding import Finding, ranks_text
+from lab.audit.findings.private import shared_part
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.performance import measure
 from lab.audit.report import print_audit, write_json, write_page
-from lab.audit.result import AuditResult, ranks_text, verdict
+from lab.audit.result import AuditResult, Failure, verdict
 from lab.audit.runner import AuditRun, RunSettings, run_audit_size
 from lab.terminal import console, say
 from lab.units import parse_rate
@@ -73,13 +75,13 @@ def audit_script(
 ) -> AuditResult:
     """Run the script at each size; return what is wrong and right, or why it could not be run."""
     runs: list[AuditRun] = []
-    stopped = None
+    stopped: Failure | None = None
     try:
         with understood():
             # of a generator: the runs before an error are kept
             runs.extend(run_sizes(command, sizes, folder, settings, network))
     except UserError as error:
-        stopped = f"could not be run: {error}"
+        stopped = Failure(str(error))
     with understood():
         return examine(command, runs, stopped, asked=sizes, rate=rate)
 
@@ -147,7 +149,7 @@ def _run_size(
 def examine(
     command: AuditCommand,
     runs: Sequence[AuditRun],
-    stopped: str | None,
+    stopped: Failure | None,
     *,
     asked: Sequence[int],
     rate: str | None,
@@ -161,20 +163,26 @@ def examine(
     remarks = _remarks(command, runs, asked)
     # A run in which the script waited for other ranks than it had counts only if there is no other.
     runs = [run for run in runs if not run.wanted_size] or runs[-1:]
+    for run in runs:
+        run.recording = shared_part(run.recording)
     recordings = [run.recording for run in runs if not run.failure or run.recording.ranks]
-    findings, right, unknown = run_checks(recordings)
+    checked = run_checks(recordings)
     failure = next((run.failure for run in runs if run.failure), stopped)
     if failure is not None:
-        failure = _with_advice(failure, findings)
+        failure = _with_finding(failure, checked.findings)
     measured = [recording for recording in recordings if recording.ranks]
     return AuditResult(
         command=command.text,
         recordings=[run.recording for run in runs],
-        findings=findings,
-        verdict=verdict(recordings, findings, unknown, failure=failure),
-        right=right,
-        unknown=unknown,
-        remarks=remarks,
+        findings=checked.findings,
+        possible=checked.possible,
+        verdict=verdict(recordings, checked.findings, checked.unknown, failure=failure),
+        right=checked.right,
+        unknown=checked.unknown,
+        remarks=[
+            *remarks,
+            *dict.fromkeys(text for run in runs for text in run.recording.set_aside),
+        ],
         performance=measure(measured[-1], rate_bits=parse_rate(rate)) if measured else None,
         failure=failure,
     )
@@ -195,12 +203,8 @@ def _remarks(command: AuditCommand, runs: Sequence[AuditRun], asked: Sequence[in
     return []
 
 
-def _with_advice(failure: str, findings: Sequence[Finding]) -> str:
-    """Return a failure on one line: with the advice in its second one, or that a fault explains it.
-
-    failure : see ``explain_failure``.
-    """
-    what, _, advice = failure.partition("\n")
+def _with_finding(failure: Failure, findings: Sequence[Finding]) -> Failure:
+    """Return the failure, with no other explanation than a fault that makes the ranks fail."""
     if any(finding.entry.fails for finding in findings):
-        advice = "The fault explains it."
-    return f"{what.strip()} {advice}".strip()
+        return dataclasses.replace(failure, cause="", cure="", advice="The fault explains it.")
+    return failure

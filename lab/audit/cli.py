@@ -2,17 +2,22 @@
 
 import argparse
 import os
+import re
+import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import UserError
 from common.utils.system import usable_cores
-from lab.audit.command import AuditCommand
+from lab.audit.command import AuditCommand, with_python
 from lab.flags import add_command
 
 STEPS = 6  # of the optimiser, to watch
 CLOCK_STEPS = 40  # with --clocks, as many as the assignment's report of times needs
 _RANKS_PER_CORE = 4
+_TEXT_FLAGS = ("--rank0", "--json", "--html", "--keep")
+_PROGRAM = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|mpirun|srun|env|bash|sh)")
 
 
 def add_flags(commands: argparse._SubParsersAction) -> None:
@@ -91,6 +96,32 @@ def _add_flags_of_the_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def require_dashes(given: Sequence[str]) -> None:
+    """Raise UserError if a command follows lab audit without --, and say what to type.
+
+    given : the words after ``lab audit``.
+    """
+    if "--" in given:
+        return
+    for place, word in enumerate(given):
+        is_value = place > 0 and given[place - 1] in _TEXT_FLAGS
+        if not is_value and (word.endswith(".py") or _PROGRAM.fullmatch(word)):
+            typed = _whole_command(given[:place], given[place:])
+            raise UserError(f"the script's command goes after --. Type: {typed}")
+
+
+def _whole_command(flags: Sequence[str], words: Sequence[str]) -> str:
+    """Return the command line to type, with what is missing in it as a sentence."""
+    command = AuditCommand(tuple(with_python(words)))
+    typed = " ".join(["lab audit", *map(shlex.quote, flags), "--", command.text])
+    if command.tells_rank:
+        return typed
+    return (
+        f"{typed}. Add the script's flags, with {{rank}}, {{nodes}}, {{master}} and {{port}} for "
+        "the values, or write torchrun in place of python"
+    )
+
+
 def check_flags(args: argparse.Namespace, command: AuditCommand) -> None:
     """Raise UserError for flags that cannot work, before anything runs. Sorts ``args.ranks``."""
     _check_ranks(args)
@@ -101,9 +132,12 @@ def check_flags(args: argparse.Namespace, command: AuditCommand) -> None:
     ):
         if value is not None and not value > 0:  # as NaN is not
             raise UserError(f"{flag}: got {value}; give more than 0")
-    if shutil.which(command.words[0]) is None:
+    program = command.words[0]
+    if program.endswith(".py") and shutil.which(program) is None:
+        raise UserError(f"{program} is no program. Type: {_whole_command([], command.words)}")
+    if shutil.which(program) is None:
         raise UserError(
-            f"{command.words[0]} cannot be started: there is no such program. Give the command as "
+            f"{program} cannot be started: there is no such program. Give the command as "
             "in a shell, for example python main.py; use `sh -c '...'` for a shell's own syntax"
         )
     if args.rate is not None and args.isolate is not None:

@@ -43,6 +43,11 @@ class AuditCommand:
         return self.rank0 is not None or "{rank}" in self.text
 
     @property
+    def tells_rank(self) -> bool:
+        """Whether the ranks are told their numbers, by a placeholder or a launcher."""
+        return self.one_process_a_rank or self.started != self.words
+
+    @property
     def started(self) -> tuple[str, ...]:
         """The words that start a rank, or the launcher of all, which is told their number."""
         return self.words if self.one_process_a_rank else _with_flags(self.words)
@@ -94,6 +99,11 @@ def parse_command(words: Sequence[str], rank0: str | None) -> AuditCommand:
         )
     check_placeholders([*command.words, *(command.rank0 or ())])
     return command
+
+
+def with_python(words: Sequence[str]) -> list[str]:
+    """Return a command's words, with ``python`` before a script that stands alone."""
+    return ["python", *words] if words[0].endswith(".py") else list(words)
 
 
 def _words_of_rank0(text: str) -> tuple[str, ...]:

@@ -1,13 +1,23 @@
-"""Why a script could not be run to the end of the audit: what happened, and what to try."""
+"""Why a script could not be run to the end of the audit: what happened, and what to try.
+
+Errors of the script are looked up in the table of ``lab explain``, lab/explain/known_errors.toml.
+"""
 
 import difflib
+import os
 import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from common.errors import count
+from common.utils.typed_json import without_colours
+from lab.audit.probe.state import belongs_to
 from lab.audit.recording import RankRecords
 from lab.audit.records import (
     Backward,
+    CodeLine,
     CollectiveCall,
     Cut,
     Done,
@@ -19,7 +29,9 @@ from lab.audit.records import (
     Start,
     Step,
 )
+from lab.audit.result import Failure
 from lab.audit.runner import AuditRun
+from lab.explain.diagnosis import OWN, Found, explain, lines_of
 from lab.processes.first_failure import find_root_failure, last_error_line
 
 # Of errors that another rank's end causes.
@@ -35,8 +47,14 @@ _TORCHRUNS_OWN = re.compile(
 )
 _TORCHRUN = "lab audit -- torchrun --nproc-per-node 2 SCRIPT"
 _GLOOS_PLACE = re.compile(r"\[enforce fail at [^\]]*\]\s*")
+# A frame of a printed traceback; that of a SyntaxError has no function.
+_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+).*\n(?: {4,}(\S.*))?', re.MULTILINE)
+_ERROR = re.compile(r"[Ee]rror|Exception|printed nothing")
+_UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
+_PRINTED = 4000  # characters of a rank's output that are read for the cause
 _MODULE = re.compile(r"No module named '?([\w.]+)")
-# Modules that scripts import from packages of others: no other one is ever advised.
+_MOST_FILES = 20_000  # to look at for a module of the user's own
+# Modules that scripts import from packages of others, for misspelt ones.
 _PACKAGES = (
     *("accelerate", "albumentations", "cv2", "datasets", "einops", "evaluate", "h5py", "hydra"),
     *("lightning", "matplotlib", "nltk", "numpy", "omegaconf", "pandas", "peft", "PIL", "psutil"),
@@ -44,86 +62,22 @@ _PACKAGES = (
     *("tensorboard", "tensorboardX", "timm", "tokenizers", "torch", "torchaudio", "torchmetrics"),
     *("torchtext", "torchvision", "tqdm", "transformers", "wandb", "yaml"),
 )
-# Patterns of errors, of which the first that is found counts, and what to try. {0} is what a group
-# of the pattern has matched, {more} a greater number of ranks; {{master}} stays in the text.
-_HINTS = (
-    (
-        r"Unable to find address for: (\S+)|(?:interface|device) (\w+)[^\n]*(?:not found|unknown)",
-        "The script needs a network interface that is missing here: try --isolate {0}.",
-    ),
-    (
-        r"(?:getaddrinfo|gaierror|Name or service not known|name resolution)[^\n]*",
-        "The script looks up a host name: try --isolate NAME, or give {{master}} in the command.",
-    ),
-    (
-        r"Cannot assign requested address|[Nn]o route to host|Network is unreachable",
-        "The script needs a certain address: try --isolate ADDRESS, or give {{master}} in the "
-        "command.",
-    ),
-    (
-        r"UnpicklingError|Ran out of input|pickle data was truncated|BadZipFile",
-        "A cached file is broken, as when two ranks write it at once: delete it, run the command "
-        "once on a single rank, or let rank 0 write the file while the others wait in a barrier.",
-    ),
-    (r"EOFError", "The script reads stdin, which is empty here: pass the answers as flags."),
-    (
-        r"URLError|HTTP Error|HTTPError|ConnectionError|Max retries",
-        "A download or connection failed: put the data where the script looks for them.",
-    ),
-    (
-        r"environment variable (\w+) expected|KeyError: '(?:RANK|WORLD_SIZE|LOCAL_RANK)'",
-        f"The script is written for torchrun: try {_TORCHRUN}.",
-    ),
-    (
-        r"error: (?:unrecognized arguments|the following arguments|argument |invalid choice)",
-        "Give the flags that the script asks for; {{master}}, {{port}}, {{nodes}} and {{rank}} are "
-        "replaced by their values.",
-    ),
-    (
-        r"can't open file|FileNotFoundError|No such file|not found or corrupted|Dataset not found",
-        "A file is missing: cd to the folder in which the script normally runs, then repeat.",
-    ),
-    (
-        r"Address already in use|EADDRINUSE",
-        "Another program uses this port: stop it, or give {{port}} in the command.",
-    ),
-    (
-        r"MemoryError|out of memory|allocate memory",
-        "The run needs too much memory: use a smaller batch, or fewer --ranks.",
-    ),
-    (
-        r"CUDA|NVIDIA|[Nn][Cc][Cc][Ll]",
-        "The script needs a GPU: use a machine that has one, or pass the script's CPU flag.",
-    ),
-    (
-        r"new group's (?:world size|rank)",
-        "The script makes a group of a fixed number of ranks: give that number with --ranks.",
-    ),
-    (
-        r"AssertionError",
-        "If that is about the number of ranks, give one that the script takes: --ranks {more}.",
-    ),
-    (r"usage:", "Give the flags that the script asks for."),
-)
 
 
-def explain_failure(run: AuditRun) -> str | None:
-    """Return why a run could not be audited, or not to its end; None if nothing went wrong.
-
-    What to try may follow in a line of its own.
-    """
-    reason = _reason(run)
-    if reason is None:
+def explain_failure(run: AuditRun) -> Failure | None:
+    """Return why a run could not be audited, or not to its end; None if nothing went wrong."""
+    failure = _failure(run)
+    if failure is None:
         return None
     steps = run.recording.steps
     how = f"stopped after {count(steps, 'step')}" if steps else "could not be run"
-    if run.size is None:
-        return f"{how}: {reason}"
-    return f"{how} on {run.size} ranks: {reason}"
+    if run.size is not None:
+        how += f" on {run.size} ranks"
+    return replace(failure, how=how)
 
 
-def _reason(run: AuditRun) -> str | None:
-    """Return what went wrong, and on a second line what to try; None if nothing did.
+def _failure(run: AuditRun) -> Failure | None:
+    """Return what went wrong and what to try; None if nothing did.
 
     In this order: a rank left in silence, the script failed, it hung, it trained too little.
     """
@@ -133,14 +87,12 @@ def _reason(run: AuditRun) -> str | None:
     gone = _first_gone(run) if unexplained else None
     if gone is not None and (how := _how_it_left(run, gone)):
         steps = f"{len(gone.of(Step))} of {run.settings.steps} steps"
-        return (
-            f"rank {gone.rank} is gone after {steps}: {how}. {_waits(run)}Find out why this rank "
-            "leaves."
-        )
+        reason = f"rank {gone.rank} is gone after {steps}: {how}. {_waits(run)}".strip()
+        return Failure(reason, cure="Find out why this rank leaves.")
     if run.failed:
         return _own_error(run, error, gone)
     if run.hung:
-        return f"{run.hung}. {_waits(run)}\n{_connects(run)}"
+        return _hang(run, run.hung)
     return _too_little(run)
 
 
@@ -185,51 +137,75 @@ def _how_it_left(run: AuditRun, gone: RankRecords) -> str | None:
     return None
 
 
-def _too_little(run: AuditRun) -> str | None:
+def _too_little(run: AuditRun) -> Failure | None:
     """Return what is missing in a run that ended by itself; None if there is enough to check."""
     recording = run.recording
     wanted_steps = run.settings.steps
     training = [process for process in recording.processes if process.of(Backward)]
     if not any(process.of(Start) for process in recording.processes):
-        return (
-            "the audit could not enter any Python process. Give the Python command itself, without "
-            "-I, -E or -S: they ignore PYTHONPATH, and so may a wrapper such as sudo or docker."
+        return Failure(
+            "the audit could not enter any Python process.",
+            advice="Give the Python command itself, without -I, -E or -S: they ignore PYTHONPATH, "
+            "and so may a wrapper such as sudo or docker.",
         )
     if recording.steps == 0 and training:
-        return (
-            "the script computes gradients, but no torch.optim optimiser uses them. Use one for "
-            "the audit."
+        return Failure(
+            "the script computes gradients, but no torch.optim optimiser uses them.",
+            advice="Use one for the audit.",
         )
     if recording.steps == 0:
-        return (
-            "the script ended before any torch.optim optimiser took a step. Give the command that "
-            "trains."
+        return Failure(
+            "the script ended before any torch.optim optimiser took a step.",
+            advice="Give the command that trains.",
         )
     if recording.size < 2 and len(training) > 1:
-        return (
-            f"{len(training)} of its processes train, but none joins a process group. The audit "
-            "does not see gradients sent by torch.distributed.rpc, MPI or shared memory."
+        return Failure(
+            f"{len(training)} of its processes train, but none joins a process group.",
+            advice="The audit does not see gradients sent by torch.distributed.rpc, MPI or shared "
+            "memory.",
         )
     if recording.size < 2:
-        return (
-            "the script trains on one rank only, so there is nothing to compare. Pass {nodes} and "
-            f"{{rank}} to it, or start it with torchrun: {_TORCHRUN}."
+        return Failure(
+            "the script trains on one rank only, so there is nothing to compare.",
+            advice=f"Pass {{nodes}} and {{rank}} to it, or start it with torchrun: {_TORCHRUN}.",
         )
     if recording.steps <= min(wanted_steps / 2, 3):
-        return (
+        return Failure(
             f"the script ended after {recording.steps} of {wanted_steps} steps, although no error "
-            f"was seen. Let it train longer, or pass --steps {recording.steps}."
+            "was seen.",
+            advice=f"Let it train longer, or pass --steps {recording.steps}.",
         )
     return None
 
 
-def _own_error(run: AuditRun, error: Error | None, gone: RankRecords | None) -> str:
-    """Return the error of the rank that failed first, and on a second line what to try.
+def _own_error(run: AuditRun, error: Error | None, gone: RankRecords | None) -> Failure:
+    """Return the error of the rank that failed first, with its cause and what to try.
 
     error : as recorded; None: the last one that the rank printed is returned.
     gone : a rank that left in silence, and with an error's status; it counts as the first.
     """
-    outputs = {number: _TORCHRUNS_OWN.sub("", run.output(number)) for number in run.failed}
+    message, printed = _first_to_fail(run, gone)
+    told = f"{message}\n{_last_error(printed)}"
+    if error is not None:
+        kind_and_text = (error.type, without_colours(error.message).strip())
+        told = ": ".join(filter(None, kind_and_text))
+        message = textwrap.shorten(told.splitlines()[0], 300, placeholder=" …")
+    at = _place(error, printed, run)
+    found = _known(told, f"{at or ''}\n{printed[-_PRINTED:]}")
+    if at is not None:
+        message = f"{message.rstrip('.')} (at {at})"
+    elif found is None and not _ERROR.search(message):
+        message = message.replace(": ", ", and last printed: ", 1)
+    message = _GLOOS_PLACE.sub("", message).rstrip(".")
+    end = "" if message.endswith("?") else "."
+    return _explained(Failure(f"{message}{end}", at=at), found, run)
+
+
+def _first_to_fail(run: AuditRun, gone: RankRecords | None) -> tuple[str, str]:
+    """Return how the rank ended that failed first, and what it printed; see ``_own_error``."""
+    outputs = {
+        number: _TORCHRUNS_OWN.sub("", without_colours(run.output(number))) for number in run.failed
+    }
     statuses = {number: run.statuses[number] or 0 for number in run.failed}
     failed = [gone.rank] if gone is not None and gone.rank in statuses else list(run.failed)
     culprit, message = find_root_failure(
@@ -238,43 +214,100 @@ def _own_error(run: AuditRun, error: Error | None, gone: RankRecords | None) -> 
         outputs,
         name="rank" if run.command.one_process_a_rank else "process",
     )
-    if error is not None:
-        text = f"{error.type}: {error.message}".strip()
-        message = text.splitlines()[0][:300]
-        if error.at:
-            message += f" (at {error.at})"
-    printed = last_error_line(outputs[culprit]) + outputs[culprit][-4000:]  # for the advice
-    message = _GLOOS_PLACE.sub("", message).rstrip(".")
-    end = "" if message.endswith("?") else "."
-    return f"{message}{end}\n{_advice(message + printed, run)}"
+    return message, outputs[culprit]
 
 
-def _advice(text: str, run: AuditRun) -> str:
-    """Return what to try after an error of the script, from its text; "" if it names its line."""
-    if missing := _MODULE.search(text):
-        package, _, _ = missing[1].partition(".")
-        return _about_module(package, run)
-    for pattern, advice in _HINTS:
-        if match := re.search(pattern, text):
-            missing_name = next(filter(None, match.groups()), "NAME")
-            return advice.format(missing_name, more=(run.size or 2) + 1)
-    return "" if " (at " in text else "First run the command without lab audit."
+def _place(error: Error | None, printed: str, run: AuditRun) -> CodeLine | None:
+    """Return the line of the script at which it failed, or None.
+
+    The probe records the line that imports a file which Python cannot read; the printed traceback
+    names the line in that file.
+    """
+    printed_place = next(_printed_places(printed, run), None)
+    if error is None:
+        return printed_place
+    if error.type in _UNREADABLE:
+        return printed_place or error.at
+    return error.at or printed_place
+
+
+def _last_error(printed: str) -> str:
+    """Return the last line that names an error, and what follows it."""
+    line = last_error_line(printed).removesuffix(" …")
+    place = printed.rfind(line)
+    return printed[place:][:_PRINTED]
+
+
+def _printed_places(printed: str, run: AuditRun) -> Iterator[CodeLine]:
+    """Yield the lines of the script in the printed tracebacks, the last first."""
+    cwd = run.settings.cwd
+    folder = os.path.realpath(run.command.user_folder(cwd))
+    for file, number, text in reversed(_FRAME.findall(printed)):
+        path = os.path.realpath(cwd / file)
+        if not file.startswith("<") and belongs_to(path, folder):
+            yield CodeLine(os.path.relpath(path, folder), int(number), text)
+
+
+def _known(told: str, around: str) -> Found | None:
+    """Return the known error that a rank's message shows, or None.
+
+    told : the message.
+    around : what else the rank printed, with the lines of its traceback: it can support what the
+        message shows, but is no error by itself.
+    """
+    lines = lines_of(told)
+    last = lines[-1].number if lines else 0
+    for found in explain(lines_of(f"{told}\n{around}")):
+        shown = found.error.name != OWN and found.error.kind != "note"
+        if shown and found.line.number <= last:
+            return found
+    return None
+
+
+def _explained(failure: Failure, found: Found | None, run: AuditRun) -> Failure:
+    """Return a failure with the cause and the cure of the known error, and what to try."""
+    if found is None:
+        advice = "" if failure.at else "First run the command without lab audit."
+        return replace(failure, advice=advice)
+    error = found.error
+    known = replace(failure, cause=error.cause, cure=error.cure, known_error=error.name)
+    module = _MODULE.search(found.line.text)
+    if module is not None and error.name == "missing_package":
+        package, _, _ = module[1].partition(".")
+        return replace(known, cause="", advice=_about_module(package, run))
+    script = next((word for word in run.command.words if word.endswith(".py")), "SCRIPT")
+    advice = found.advice(script=script, more=str((run.size or 2) + 1))
+    return replace(known, advice=advice)
 
 
 def _about_module(name: str, run: AuditRun) -> str:
-    """Return what to do about a module that is missing: only a known package is to be installed."""
-    if name in _PACKAGES:
-        return (
-            f"{_python(run)} has no {name}: install it there, or give the Python of the script's "
-            "environment, as in lab audit -- /path/to/python main.py."
-        )
-    own = [path.stem for path in run.command.user_folder(Path.cwd()).iterdir()]
-    if close := difflib.get_close_matches(name, [*_PACKAGES, *own], n=1, cutoff=0.8):
+    """Return what to do about a module that is missing: misspelt, elsewhere, or not installed."""
+    folder = run.command.user_folder(Path.cwd())
+    own = [path.stem for path in folder.iterdir()]
+    close = difflib.get_close_matches(name, [*_PACKAGES, *own], n=1, cutoff=0.8)
+    if close and close[0] != name:
         return f"Did you mean {close[0]}?"
+    if place := _folder_with(name, folder):
+        return f"{name} is in {place}: cd to that folder, or set PYTHONPATH={place}."
     return (
-        f"lab audit does not know {name}: cd to the folder in which the script normally runs, and "
-        "first run the command without lab audit."
+        f"{_python(run)} has no package {name}: install it there, or give the Python of the "
+        "script's environment, as in lab audit -- /path/to/python main.py."
     )
+
+
+def _folder_with(name: str, folder: Path) -> str | None:
+    """Return the folder below the user's in which a module lies, as a relative path, or None."""
+    seen = 0
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(set(folders) - {"site-packages", "node_modules", name})
+        folders[:] = [inner for inner in folders if not inner.startswith(".")]
+        seen += len(files)
+        is_package = (Path(root) / name / "__init__.py").is_file()
+        if is_package or f"{name}.py" in files:
+            return os.path.relpath(root, folder)
+        if seen > _MOST_FILES:
+            break
+    return None
 
 
 def _python(run: AuditRun) -> str:
@@ -299,16 +332,22 @@ def _waits(run: AuditRun) -> str:
     return f"The ranks wait in {', '.join(sorted(waits))}. "
 
 
-def _connects(run: AuditRun) -> str:
-    """Return what to try where ranks wait: to connect to each other, or in a later call."""
-    if not _waits(run).startswith("The ranks wait in init_process_group"):
-        return (
+def _hang(run: AuditRun, why: str) -> Failure:
+    """Return where ranks wait: to connect to each other, or in a later call."""
+    waits = _waits(run)
+    reason = f"{why}. {waits}".strip()
+    if not waits.startswith("The ranks wait in init_process_group"):
+        cure = "Check that every rank reaches the same call."
+        advice = (
             "Check that every rank reaches the same call; if the run is only slow, use less data "
             "or raise --timeout."
         )
+        return Failure(reason, cure=cure, advice=advice)
     outputs = [run.output(process) for process in range(len(run.statuses))]
     found = _CONNECTS_TO.search("\n".join(outputs))
-    return (
-        "Give the number of ranks, the address and the port that it uses: --ranks N, {master} and "
-        f"{{port}} in the command, or --isolate {found[1] if found else 'ADDRESS'}."
+    return Failure(
+        reason,
+        cure="Take the address, the port and the number of ranks from flags.",
+        advice="Give the number of ranks, the address and the port that it uses: --ranks N, "
+        f"{{master}} and {{port}} in the command, or --isolate {found[1] if found else 'ADDRESS'}.",
     )

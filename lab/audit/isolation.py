@@ -37,7 +37,7 @@ _NAMES = re.compile(
     r"(?P<address>\d{1,3}(?:\.\d{1,3}){3})|"
     r"(?P<host>(?![\d.]+$)[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?)"
 )
-_HOSTS = Path("/etc/hosts")
+HOSTS = Path("/etc/hosts")
 _INTERFACE = """\
 ip link add {name} type veth peer name peer{number}
 ip link set peer{number} up
@@ -165,7 +165,11 @@ def run_network(
             raise UserError(f"--isolate: this machine allows no network namespaces: {refused}")
         unshare = tools.unshare_command()
         assert unshare is not None  # since namespaces are not refused
-        commands = _isolating_commands(interfaces, addresses, hosts, folder)
+        hosts_file = write_hosts(folder, addresses[0], hosts)
+        commands = ["ip link set lo up", *interface_commands(interfaces, addresses)]
+        commands.append(f"mount --bind {shlex.quote(str(hosts_file))} {HOSTS}")
+        if hosts:
+            commands.append(f"hostname {hosts[0]}")
         with held_namespaces([*unshare, "--uts"], commands) as pid:
             yield RunNetwork(addresses[0], interfaces[0], [_enter(pid, cwd, "--uts", "--net")])
     elif own_processes := tools.unshare_command(_OWN_PROCESSES, "--map-current-user"):
@@ -175,20 +179,20 @@ def run_network(
         yield LOOPBACK
 
 
-def _isolating_commands(
-    interfaces: Sequence[str], addresses: Sequence[str], hosts: Sequence[str], folder: Path
-) -> list[str]:
-    """Return the commands that set up new namespaces, and write the file of their hosts."""
-    lines = [f"{addresses[0]} {host}\n" for host in hosts]
+def write_hosts(folder: Path, address: str, hosts: Sequence[str]) -> Path:
+    """Write a file of hosts in which these names, too, have an address; return its path."""
     file = folder / "hosts"
-    file.write_text("".join(lines) + _HOSTS.read_text())
-    commands = ["ip link set lo up"]
+    lines = [f"{address} {host}\n" for host in hosts]
+    file.write_text("".join(lines) + HOSTS.read_text())
+    return file
+
+
+def interface_commands(interfaces: Sequence[str], addresses: Sequence[str]) -> list[str]:
+    """Return the commands that make these interfaces; the first one gets the addresses."""
+    commands = []
     for number, name in enumerate(interfaces, start=1):
         commands.append(_INTERFACE.format(name=name, number=number))
     commands += [f"ip address replace {address}/32 dev {interfaces[0]}" for address in addresses]
-    commands.append(f"mount --bind {shlex.quote(str(file))} {_HOSTS}")
-    if hosts:
-        commands.append(f"hostname {hosts[0]}")
     return commands
 
 

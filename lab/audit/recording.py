@@ -5,6 +5,7 @@ stranger's script: they are read with limits, and what no probe has written is o
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -86,6 +87,7 @@ class Recording:
     global_batch : what ``--global-batch`` says, or None.
     clocks : whether clocks are checked.
     hung : the run did not end and was ended; the ranks' stacks are recorded.
+    set_aside : a sentence on each model that is left out, see findings/private.py.
     """
 
     size: int
@@ -95,6 +97,7 @@ class Recording:
     global_batch: int | None = None
     clocks: bool = False
     hung: bool = False
+    set_aside: Sequence[str] = ()
 
     def of(self, kind: type[Kind]) -> list[Kind]:
         """Return the records of a kind of all ranks, rank by rank."""

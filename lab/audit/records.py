@@ -150,7 +150,11 @@ class Stack(LineRecord, tag="stack"):
 
 
 class DdpBuilt(LineRecord, tag="ddp"):
+    """DDP was built; it averages the gradients of so many numbers over a group of a size."""
+
     nbytes: int = msgspec.field(name="bytes")
+    numbers: int = 0
+    size: int | None = None
 
 
 class DdpHook(LineRecord, tag="hook"):
@@ -180,6 +184,7 @@ class Loss(msgspec.Struct):
     arriving: float
     samples: int | None
     target_hash: int | None
+    value: float | None = None
 
 
 class Backward(LineRecord, tag="backward"):
@@ -190,6 +195,7 @@ class Backward(LineRecord, tag="backward"):
     synced: bool | None
     seconds: float
     exposed_seconds: float | None
+    optimizers: list[int] | None = None
 
 
 class Evaluation(LineRecord, tag="eval"):
@@ -201,6 +207,7 @@ class Evaluation(LineRecord, tag="eval"):
 class RandomForward(AnyRecord, tag="random"):
     step: int
     state_hash: int | None = msgspec.field(name="hash")
+    at: CodeLine | None = None
 
 
 # --- the optimisers ---
@@ -219,8 +226,11 @@ class Parameter(msgspec.Struct, array_like=True):
 
 class Parameters(AnyRecord, tag="params"):
     optimizer_number: int = msgspec.field(name="o")
+    optimizer: str
     built: int
     rows: list[Parameter]
+    at: CodeLine | None = None
+    model: CodeLine | None = None
 
 
 class Weights(OptimizerRecord, tag="weights"):
@@ -273,6 +283,12 @@ class Loader(LineRecord, tag="loader"):
     replicas: Any
     inner_length: int | None
     content: int | None
+    made: CodeLine | None = None
+
+    @property
+    def line(self) -> CodeLine | None:
+        """The line that made it, else one that iterates over it."""
+        return self.made or self.at
 
 
 class Draw(EpochRecord):

@@ -21,11 +21,11 @@ from common.errors import count
 from common.utils.atomic_files import write_atomically
 from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, label
-from lab.audit.findings.finding import FAULT, Finding
+from lab.audit.findings.finding import FAULT, Finding, ranks_text
 from lab.audit.performance import Performance
 from lab.audit.recording import Recording
 from lab.audit.records import CodeLine, Start, TorchImported
-from lab.audit.result import AuditResult, ranks_text, titled
+from lab.audit.result import AuditResult, Failure, in_sentence, titled
 from lab.predict.readable import bytes_text, duration_text
 
 FORMAT = 1
@@ -58,7 +58,10 @@ class LineContent(msgspec.Struct):
 
 
 class FindingContent(msgspec.Struct):
-    """A finding, with the catalogue's texts; ``ranks`` are the numbers of ranks."""
+    """A finding, with the catalogue's texts; ``ranks`` are the numbers of ranks.
+
+    condition : what it supposes and nobody can tell; None for a finding that holds.
+    """
 
     name: str
     severity: str
@@ -69,11 +72,13 @@ class FindingContent(msgspec.Struct):
     cure: str
     sure: str
     ranks: list[int]
+    condition: str | None
 
     @property
     def shown(self) -> str:
         """Its heading."""
-        return titled(self.title, self.ranks)
+        heading = titled(self.title, self.ranks)
+        return f"If {self.condition}: {in_sentence(heading)}" if self.condition else heading
 
 
 class RunContent(msgspec.Struct):
@@ -93,6 +98,18 @@ class VersionsContent(msgspec.Struct):
     torch: str
 
 
+class DiagnosisContent(msgspec.Struct):
+    """Why a script could not be audited, or not to its end; see ``Failure`` of result.py."""
+
+    how: str
+    reason: str
+    at: LineContent | None
+    cause: str
+    cure: str
+    advice: str
+    known_error: str | None
+
+
 class AuditContent(msgspec.Struct):
     """All that an audit says."""
 
@@ -100,8 +117,10 @@ class AuditContent(msgspec.Struct):
     status: int
     headline: str
     failure: str | None
+    diagnosis: DiagnosisContent | None
     verdict: VerdictContent
     findings: list[FindingContent]
+    possible: list[FindingContent]
     right: Sequence[str]
     unknown: Sequence[str]
     remarks: Sequence[str]
@@ -179,9 +198,11 @@ def _content(result: AuditResult) -> AuditContent:
         command=result.command,
         status=result.status,
         headline=result.headline,
-        failure=result.failure,
+        failure=None if result.failure is None else result.failure.text,
+        diagnosis=_diagnosis_content(result.failure),
         verdict=VerdictContent(QUESTION, result.verdict.answer, result.verdict.why),
         findings=[_finding_content(finding) for finding in result.findings],
+        possible=[_finding_content(finding) for finding in result.possible],
         right=result.right,
         unknown=result.unknown,
         remarks=result.remarks,
@@ -206,6 +227,21 @@ def _finding_content(finding: Finding) -> FindingContent:
         cure=finding.entry.cure,
         sure=finding.sure,
         ranks=list(finding.sizes),
+        condition=finding.condition or None,
+    )
+
+
+def _diagnosis_content(failure: Failure | None) -> DiagnosisContent | None:
+    if failure is None:
+        return None
+    return DiagnosisContent(
+        how=failure.how,
+        reason=failure.reason,
+        at=_line_content(failure.at),
+        cause=failure.cause,
+        cure=failure.cure,
+        advice=failure.advice,
+        known_error=failure.known_error,
     )
 
 
@@ -299,7 +335,9 @@ def _rows(audit: AuditContent) -> Iterator[_Row]:
     for text in audit.own_faults:
         yield _Row("Report this: ", text, _STYLES[2])
     for fault in audit.faults:
-        yield from _fault_rows(fault)
+        yield from _fault_rows("\nFAULT: ", fault, _STYLES[1])
+    for possible in audit.possible:
+        yield from _fault_rows("\nPOSSIBLE: ", possible, _STYLES[2])
     notices = [notice.shown for notice in audit.notices]
     yield from _list_rows("Checked and right", audit.right)
     yield from _list_rows("Notices (details: --json or --html)", notices)
@@ -307,9 +345,10 @@ def _rows(audit: AuditContent) -> Iterator[_Row]:
     yield from _list_rows("Speed", audit.speed)
 
 
-def _fault_rows(fault: FindingContent) -> Iterator[_Row]:
+def _fault_rows(start: str, fault: FindingContent, style: str) -> Iterator[_Row]:
+    """Yield what is said of a fault, or of a possible one, under its heading."""
     first, *others = fault.evidence
-    yield _Row("\nFAULT: ", fault.shown, _STYLES[1])
+    yield _Row(start, fault.shown, style)
     yield _Row("  found ", first)
     for sentence in others[: _MOST_EVIDENCE - 1]:
         yield _Row("        ", sentence)
@@ -360,11 +399,26 @@ def page_template(file: Path) -> jinja2.Template:
     ).get_template(file.name)
 
 
+class MarkNote(msgspec.Struct):
+    """The mark that a grader has given for what was audited; it replaces the answer's colour.
+
+    state : "full", "less" or "open".
+    """
+
+    text: str
+    state: str
+
+
 def write_page(path: Path, result: AuditResult) -> None:
     """Write the page of an audit atomically; jinja2 escapes every text."""
+    write_content(path, _content(result))
+
+
+def write_content(path: Path, content: AuditContent, *, mark: MarkNote | None = None) -> None:
+    """Write the page of what an audit said, as ``write_page`` does, with a mark at its top."""
     template = page_template(Path(__file__).with_name("page.html.jinja"))
     facts = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "machine": f"{platform.platform()}, {usable_cores()} cores",
     }
-    write_atomically(path, template.render(audit=_content(result), facts=facts).encode())
+    write_atomically(path, template.render(audit=content, facts=facts, mark=mark).encode())

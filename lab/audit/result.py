@@ -1,13 +1,13 @@
 """``AuditResult``: all that an audit has to say, and its verdict."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lab.audit.findings.finding import FAULT, Finding
+from lab.audit.findings.finding import FAULT, Finding, ranks_text
 from lab.audit.performance import Performance
 from lab.audit.recording import Recording
-from lab.audit.records import Evaluation
+from lab.audit.records import CodeLine, Evaluation
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,35 @@ class EqualityVerdict:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why a script could not be audited, or not to its end.
+
+    Parameters
+    ----------
+    reason : what happened, as a sentence, with the script's error and its line.
+    how : "could not be run on 2 ranks", for example.
+    at : the line of the script at which it happened; None if nothing tells.
+    cause, cure : why, and what to change in the script; they suit its author. "" if unknown.
+    advice : what to change in the command of ``lab audit``; it suits who runs the audit.
+    known_error : the name of the error in lab/explain/known_errors.toml, or None.
+    """
+
+    reason: str
+    how: str = "could not be run"
+    at: CodeLine | None = None
+    cause: str = ""
+    cure: str = ""
+    advice: str = ""
+    known_error: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All of it for who runs the audit, on one line."""
+        sentences = (f"{self.how}: {self.reason}", self.cause, self.advice or self.cure)
+        return " ".join(filter(None, sentences))
+
+
+@dataclass(frozen=True)
 class AuditResult:
     """What was found in all runs of a script.
 
@@ -30,21 +59,23 @@ class AuditResult:
     command : as typed, with its placeholders.
     recordings : one a number of ranks.
     findings : one a name, faults first.
+    possible : what is found on a condition that nobody can tell; it makes no status.
     right, unknown : sentences on what was checked and is right, and on what could not be checked.
     remarks : on the runs themselves, e.g. that the script fixes its number of ranks.
     performance : of the largest run; None if nothing was measured.
-    failure : why a run could not be audited, or not to its end, and what to try; None if all could.
+    failure : why a run could not be audited, or not to its end; None if all could.
     """
 
     command: str
     recordings: Sequence[Recording]
     findings: Sequence[Finding]
     verdict: EqualityVerdict
+    possible: Sequence[Finding] = ()
     right: Sequence[str] = ()
     unknown: Sequence[str] = ()
     remarks: Sequence[str] = ()
     performance: Performance | None = None
-    failure: str | None = None
+    failure: Failure | None = None
 
     @property
     def faults(self) -> list[Finding]:
@@ -71,7 +102,7 @@ class AuditResult:
             probably, fault = _gravest(self.faults)
             return f"{probably}wrong: {fault}"
         if self.failure:
-            return self.failure
+            return self.failure.text
         if self.status == 2:
             return f"cannot tell: {self.verdict.why}"
         sizes = {recording.size for recording in self.recordings}
@@ -85,7 +116,7 @@ def verdict(
     findings: Sequence[Finding],
     unknown: Sequence[str] = (),
     *,
-    failure: str | None = None,
+    failure: Failure | None = None,
 ) -> EqualityVerdict:
     """Return the verdict on all runs of a script.
 
@@ -117,7 +148,7 @@ def _why_unsure(
     recordings: Sequence[Recording],
     names: set[str],
     unknown: Sequence[str],
-    failure: str | None,
+    failure: Failure | None,
 ) -> str | None:
     """Return the first reason for which nobody can tell; None if there is none.
 
@@ -140,22 +171,18 @@ def _gravest(found: Sequence[Finding]) -> tuple[str, str]:
     """
     certain = [finding for finding in found if finding.sure == "certain"]
     gravest = certain[0] if certain else found[0]
-    title = titled(gravest.entry.title, gravest.sizes)
+    title = in_sentence(titled(gravest.entry.title, gravest.sizes))
+    return "" if certain else "probably ", title
+
+
+def in_sentence(title: str) -> str:
+    """Return a title as it stands within a sentence: without its capital, unless that is a name."""
     first_word = title.split()[0]
     if first_word.istitle():  # not a name such as DistributedDataParallel
-        title = title[:1].lower() + title[1:]
-    return "" if certain else "probably ", title
+        return title[:1].lower() + title[1:]
+    return title
 
 
 def titled(title: str, sizes: Sequence[int]) -> str:
     """Return what was found, and on how many ranks."""
     return f"{title} ({ranks_text(sizes)})" if sizes else title
-
-
-def ranks_text(sizes: Iterable[int]) -> str:
-    """Return "2 and 3 ranks" or "1 rank"; "no ranks" without any."""
-    numbers = sorted(set(sizes))
-    if numbers == [1]:
-        return "1 rank"
-    listed = " and ".join(map(str, numbers))
-    return f"{listed or 'no'} ranks"

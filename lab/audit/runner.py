@@ -24,9 +24,11 @@ from common.utils.system import free_port, usable_cores
 from lab.audit.command import AuditCommand
 from lab.audit.findings import collectives
 from lab.audit.findings.finding import Finding
+from lab.audit.findings.private import shared_part
 from lab.audit.isolation import LOOPBACK, RunNetwork, end_processes, running
 from lab.audit.recording import RankRecords, Recording, RecordReader
 from lab.audit.records import AnyRecord, CollectiveCall, Cut, Step
+from lab.audit.result import Failure
 
 # The folder that loads the probe when it is on PYTHONPATH.
 HOOK = Path(__file__).with_name("probe") / "hook"
@@ -197,7 +199,7 @@ class AuditRun:
         self.hung: str | None = None
         self.reader = RecordReader(self.records)
         self.recording = Recording(size=0, ranks=[])
-        self.failure: str | None = None
+        self.failure: Failure | None = None
         self._began = time.monotonic()
         self._recorded = self._began
         self._active = self._began
@@ -341,5 +343,5 @@ class AuditRun:
 
     def _calls_differ(self) -> bool:
         """Return whether the ranks are known to wait in different collectives."""
-        findings = collectives.check(self.reader.recording(hung=True))
+        findings = collectives.check(shared_part(self.reader.recording(hung=True)))
         return any(isinstance(found, Finding) for found in findings)

@@ -54,8 +54,9 @@ class Run:
 
     @property
     def title(self) -> str:
-        """For a person, e.g. "ring on 2 nodes at 1gbit, repeat 1"."""
-        name = f"{self.cell.sync} on {count(self.nodes, 'node')}"
+        """For a person, e.g. "ring on 2 ranks, repeat 1"; with a rate each has an emulated node."""
+        place = "rank" if self.cell.rate is None else "node"
+        name = f"{self.cell.sync} on {count(self.nodes, place)}"
         if self.cell.rate is not None:
             name += f" at {self.cell.rate}"
         return f"{name}, repeat {self.repeat + 1}"
@@ -95,8 +96,8 @@ def plan_cells(settings: Settings, *, cores: float = math.inf) -> list[Cell]:
         ]
     if not cells:
         raise UserError(
-            "--sync none runs on one node only, so there is nothing to compare on "
-            f"{' and '.join(map(str, settings.nodes))} nodes: add a strategy, or 1 to --nodes"
+            "--sync none runs on one rank only, so there is nothing to compare on "
+            f"{' and '.join(map(str, settings.nodes))} ranks: add a strategy, or 1 to --nodes"
         )
     for cell in cells:
         cell.oversubscribed = cell.nodes > cores

@@ -39,7 +39,7 @@ COMPARE_FLAGS: dict[str, dict[str, Any]] = {
     "--repeats": {
         "type": int,
         "default": Settings.repeats,
-        "help": "runs of each strategy on each number of nodes",
+        "help": "runs of each strategy on each number of ranks",
     },
     "--dataset": {
         "default": Settings.dataset,
@@ -50,12 +50,12 @@ COMPARE_FLAGS: dict[str, dict[str, Any]] = {
     "--batch-size": {
         "type": int,
         "default": Settings.batch_size,
-        "help": "global batch; with --scaling weak that of one node",
+        "help": "global batch; with --scaling weak that of one rank",
     },
     "--scaling": {
         "choices": ["strong", "weak"],
         "default": Settings.scaling,
-        "help": "strong: the global batch stays the same; weak: the batch of a node does",
+        "help": "strong: the global batch stays the same; weak: the batch of a rank does",
     },
     "--seed": {
         "type": int,
@@ -117,12 +117,17 @@ REPORT_FLAGS: dict[str, dict[str, Any]] = {
     "--scaling": {
         "choices": ["strong", "weak"],
         "default": "strong",
-        "help": "strong: compare runs of equal global batches; weak: of equal batches of a node",
+        "help": "strong: compare runs of equal global batches; weak: of equal batches of a rank",
     },
     "--output-dir": {
         "type": Path,
         "default": REPORTS,
         "help": "write report-<time>/ to this folder",
+    },
+    "--format": {
+        "choices": ["html", "latex"],
+        "default": "html",
+        "help": "latex: also write the tables and figures as report.tex",
     },
 }
 RUN_CELL_FLAGS: dict[str, dict[str, Any]] = {
@@ -164,7 +169,7 @@ def add_compare(commands: argparse._SubParsersAction) -> None:
         run=_compare,
         flags=COMPARE_FLAGS,
         passes_flags=True,
-        help="compare strategies: train with each one on each number of nodes, and report which is "
+        help="compare strategies: train with each one on each number of ranks, and report which is "
         "fastest and why, and whether all compute the same; flags after -- go to every run",
     )
 
@@ -240,7 +245,7 @@ def _compare(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from lab.compare.reporting import report_on
 
-    return report_on(args.runs, reports=args.output_dir, scaling=args.scaling)
+    return report_on(args.runs, reports=args.output_dir, scaling=args.scaling, form=args.format)
 
 
 def _run_cell(args: argparse.Namespace) -> int:

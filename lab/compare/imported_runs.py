@@ -1,7 +1,8 @@
 """``lab report``: turn the folders of runs that were started by hand into a comparison's results.
 
-Call ``collect``. Runs that trained different things, or ran on different machines, form different
-groups. No figure mixes groups, and the report names their differences first.
+Call ``collect``. Folders without a finished run are left out and named. Runs that trained different
+things, or ran on different machines, form different groups. No figure mixes groups, and the report
+names their differences first.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,10 @@ from typing import Any
 
 from common.config.schema import DEFAULT_LEARNING_RATE
 from common.emulation.compute_profile import Profile
-from common.errors import UserError
+from common.errors import UserError, count
+from common.profiling.records import StepRecord
+from common.reporting.run_files import TimelineFile
+from common.reporting.run_lock import lock_holder
 from common.sync import STRATEGIES
 from common.utils.typed_json import Facts
 from lab.compare.outcomes import read_repeat
@@ -24,6 +28,7 @@ from lab.comparison.run_files import (
     RunConfig,
     read_known,
     read_run_file,
+    read_run_lines,
 )
 from lab.predict.bucket_choice import has_buckets
 
@@ -32,8 +37,8 @@ from lab.predict.bucket_choice import has_buckets
 class _ImportedRun:
     """What the folder of a run holds.
 
-    facts : those that must agree with the facts of other runs. environment : all facts of the
-    machine, of which ``machine`` has some.
+    name : the end of its folder's path. facts : those that must agree with the facts of other runs.
+    environment : all facts of the machine, of which ``machine`` has some.
     """
 
     name: str
@@ -43,17 +48,31 @@ class _ImportedRun:
     machine: Machine
     environment: Facts
 
+    @property
+    def heading(self) -> str:
+        """The run as a reader knows it: ``cs744/mine (all_reduce, 2 ranks)``."""
+        cell = _cell_of(self.config)
+        return f"{self.name} ({cell.sync}, {count(cell.nodes, 'rank')})"
+
 
 def collect(folders: Sequence[Path], *, scaling: str) -> Comparison:
-    """Return the comparison of these runs.
+    """Return the comparison of these runs; its ``skipped`` names folders without a finished run.
 
-    UserError if a folder is missing, given twice, or without a finished run.
+    UserError if a folder is given twice, or none of them has a finished run.
     """
     folders = [folder.resolve() for folder in folders]
     if len(set(folders)) < len(folders):
         raise UserError("the same run was given twice: give each folder once")
-    runs = [_read(folder, scaling) for folder in folders]
-    names = [run.name for run in runs]
+    runs = []
+    skipped = []
+    for folder in folders:
+        try:
+            runs.append(_read(folder, scaling))
+        except UserError as error:
+            skipped.append(str(error))
+    if not runs:
+        raise UserError(_no_run(skipped))
+    names = [run.heading for run in runs]
     facts = [run.facts for run in runs]
     groups = distinct(facts)
     cells, timelines = gather(
@@ -71,6 +90,7 @@ def collect(folders: Sequence[Path], *, scaling: str) -> Comparison:
         environment=runs[0].environment,
         warnings=_warnings(runs),
         differences=differences(facts, names, ", ".join),
+        skipped=skipped,
         groups={str(number): group for number, group in enumerate(groups)},
         cells=cells,
         timelines=timelines,
@@ -108,22 +128,25 @@ def _warnings(runs: Sequence[_ImportedRun]) -> list[str]:
         )
     if len({run.machine.git_commit for run in runs}) > 1:
         warnings.append("the runs were made with different commits of this project")
-    unequal = [run.repeat.folder for run in runs if not run.repeat.equal_weights]
+    unequal = [run.heading for run in runs if not run.repeat.equal_weights]
     if unequal:
         warnings.append(f"the ranks ended with different weights in {', '.join(unequal)}")
     return warnings
 
 
+def _no_run(reasons: Sequence[str]) -> str:
+    """Return why there is nothing to report."""
+    if len(reasons) == 1:
+        return reasons[0]
+    return f"none of these {len(reasons)} is a finished run: {'; '.join(reasons)}"
+
+
 def _read(folder: Path, scaling: str) -> _ImportedRun:
     """Return a run. UserError if it has not finished, or its files do not fit together."""
-    if not (folder / "config.json").exists():
-        runs = sorted(path.parent for path in folder.glob("*/config.json"))
-        found = f". It has these: {', '.join(map(str, runs[-5:]))}" if runs else ""
-        raise UserError(
-            f"{folder} is not the folder of a run: it has no config.json. Give the folder that "
-            f"rank 0 wrote, reports/<part>-<sync>/<time>{found}"
-        )
+    _check_is_run(folder)
     config, training = read_known(folder / "config.json", RunConfig)
+    if not (folder / "summary.json").exists():
+        raise UserError(_unfinished(folder, config))
     emulated = config.compute != "real"
     repeat = read_repeat(folder, seed=config.seed, emulated=emulated)
     if len(repeat.ranks) != config.world_size:
@@ -143,8 +166,40 @@ def _read(folder: Path, scaling: str) -> _ImportedRun:
         facts["batch_size"] = config.batch_size / config.world_size
         facts["total_steps"] = None
     machine, environment = read_known(folder / "environment.json", Machine)
+    if (folder / "timeline.json").exists():
+        read_run_file(folder / "timeline.json", TimelineFile)
     name = "/".join(folder.parts[-2:])
     return _ImportedRun(name, config, repeat, facts, machine, environment)
+
+
+def _check_is_run(folder: Path) -> None:
+    """Raise UserError, with advice, unless ``folder`` is that of a run."""
+    if (folder / "results.json").exists():
+        raise UserError(f"{folder} is a comparison: give only this folder, or only folders of runs")
+    if (folder / "config.json").exists():
+        return
+    runs = sorted(path.parent for path in folder.glob("*/config.json"))
+    found = f". It has these: {', '.join(map(str, runs[-5:]))}" if runs else ""
+    raise UserError(
+        f"{folder} is not the folder of a run: it has no config.json. Give the folder that "
+        f"rank 0 wrote, reports/<part>-<sync>/<time>{found}"
+    )
+
+
+def _unfinished(folder: Path, config: RunConfig) -> str:
+    """Say how far a run without a summary came, and whether it still runs."""
+    metrics = folder / "metrics.jsonl"
+    steps = len(read_run_lines(metrics, StepRecord)) if metrics.exists() else 0
+    progress = count(steps, "step")
+    if config.total_steps:
+        progress = f"{steps} of {count(config.total_steps, 'step')}"
+    holder = lock_holder(folder)
+    if holder:
+        return f"{folder} has not finished: {progress} recorded, and {holder} still runs"
+    return (
+        f"{folder} has not finished: it ended after {progress}. The same command with --resume "
+        "auto finishes it, if it has a checkpoint"
+    )
 
 
 def _cell_of(config: RunConfig) -> Cell:

@@ -61,7 +61,9 @@ def read_repeat(folder: Path, *, seed: int, emulated: bool = False) -> Repeat:
         ranks=ranks.ranks,
         timed_steps=ranks.steps,
         losses=[_loss(step) for step in steps],
+        step_seconds=[(step.step, seconds) for step in steps if (seconds := _whole(step))],
         test_accuracy=summary.test_accuracy,
+        test_loss=summary.test_loss,
         precision=precision,
         mean_iteration_seconds=summary.mean_iteration_seconds,
         load_per_core=summary.load_per_core,
@@ -76,6 +78,11 @@ def _loss(step: StepRecord) -> tuple[int, float | None]:
     if math.isnan(step.loss):
         return step.step, None
     return step.step, step.loss
+
+
+def _whole(step: StepRecord) -> float:
+    """Return the seconds of a whole step; of its sections in records that have no more."""
+    return step.step_seconds or math.fsum(step.seconds.values())
 
 
 def _share_cores(ranks: RanksFile, machine: Facts) -> bool:

@@ -17,6 +17,7 @@ from common.emulation.compute_profile import Profile, load_profile
 from common.emulation.emulated_model import check_parameters
 from common.errors import GroupError, UserError, count
 from common.models import build_model
+from common.sync import STRATEGIES
 from common.sync.message_cost import GradientSize
 from common.utils.environment import environment
 from common.utils.progress import console, duration
@@ -121,9 +122,7 @@ def _facts_of_networks(networks: Mapping[Link, Network]) -> Facts:
     """Return what a report says of networks that were measured for this comparison."""
     least = {}
     for (nodes, rate), network in networks.items():
-        place = f"{nodes} nodes"
-        if rate is not None:
-            place += f", {rate}"
+        place = f"{nodes} ranks" if rate is None else f"{nodes} nodes, {rate}"
         least[place] = f"{network.rate('all_reduce').floor_seconds * 1e3:.2g} ms"
     return {"least time of an all_reduce": least}
 
@@ -270,7 +269,7 @@ def _measure_networks(
 ) -> dict[Link, Network]:
     """Measure each of the networks now. calibration : None if compute is emulated."""
     console.print(
-        f"measuring messages between the nodes for the predictions: "
+        f"measuring messages between the ranks for the predictions: "
         f"{count(len(links), 'measurement')}, up to a minute each (--no-predict leaves them "
         "out)"
     )
@@ -302,8 +301,68 @@ def _measure_network(
         command, nodes, rate=rate, logs=folder / "logs" / name, limit_seconds=_LIMIT_SECONDS
     )
     if message is not None:
-        raise GroupError(f"the messages of {nodes} nodes could not be measured: {message}")
+        raise GroupError(f"the messages of {nodes} ranks could not be measured: {message}")
     return network_from(read_json(output, MeasuredLinks), rate_bits=parse_rate(rate))
+
+
+def predict_imported(comparison: Comparison) -> None:
+    """Set the prediction of runs that were started by hand, from an earlier calibration.
+
+    It is the file that ``lab calibrate`` writes; without it, or if none of the runs were on that
+    machine with that model in fp32, there is no prediction.
+    """
+    path = calibration_path()
+    if not path.exists():
+        return
+    try:
+        calibration = load_calibration(path)
+    except UserError as error:
+        comparison.warnings.append(f"no prediction: {error}")
+        return
+    predicted: dict[str, PredictedCell] = {}
+    for cell in comparison.cells:
+        if _calibrated_for(comparison.group_facts(cell.group), calibration):
+            predicted |= _forecast_imported(cell, calibration)
+    if predicted:
+        source = f"calibrated on {calibration.name}, {calibration.made}"
+        comparison.prediction = Prediction(
+            made=calibration.made,
+            cells=predicted,
+            calibration={"compute": source, **_facts_of_calibration(calibration)},
+        )
+        comparison.warnings += _warnings_of(calibration)
+
+
+def _calibrated_for(facts: Facts, calibration: Calibration) -> bool:
+    """Return whether runs with these facts computed what was timed, on the same machine."""
+    here = all(facts.get(name) == calibration.machine.get(name) for name in MACHINE_FACTS)
+    plain = facts.get("compute") == "real" and not facts.get("amp")
+    plain = plain and facts.get("accumulation_steps") in (None, 1)
+    return here and plain and facts.get("model") == calibration.model
+
+
+def _forecast_imported(cell: Cell, calibration: Calibration) -> dict[str, PredictedCell]:
+    """Return the prediction of a cell whose runs have ended; {} for an unknown strategy."""
+    strategy, _ = split_variant(cell.sync)
+    if strategy not in STRATEGIES or cell.batch_size is None:
+        return {}
+    hosts = {rank.host for run in cell.runs for rank in run.ranks}
+    apart = len(hosts) > 1
+    compute_at = partial(
+        compute_of,
+        calibration,
+        batch_size=int(cell.batch_size),
+        scaling="strong",  # the cell's batch is the global one
+        own_machines=apart,
+    )
+    return forecast(
+        [cell],
+        {_link(cell): calibration.network},
+        compute_at,
+        calibration.gradient_sizes,
+        {},
+        no_network=apart and calibration.over_loopback,
+    )
 
 
 def _calibrate(comparison: Comparison, settings: Settings, folder: Path) -> Calibration:
@@ -313,12 +372,17 @@ def _calibrate(comparison: Comparison, settings: Settings, folder: Path) -> Cali
     """
     calibration = _calibration_of_today(settings.model)
     calibration.save(folder / "calibration.json")
-    lines = describe(calibration)
-    console.print("\n".join(lines), markup=False)
-    for line in lines:
-        if line.startswith("warning: "):
-            comparison.warnings.append(line.replace("warning: ", "calibration: "))
+    console.print("\n".join(describe(calibration)), markup=False)
+    comparison.warnings += _warnings_of(calibration)
     return calibration
+
+
+def _warnings_of(calibration: Calibration) -> list[str]:
+    """Return what a reader of predictions from this calibration must know."""
+    lines = describe(calibration)
+    return [
+        line.replace("warning: ", "calibration: ") for line in lines if line.startswith("warning: ")
+    ]
 
 
 def _calibration_of_today(model: str) -> Calibration:

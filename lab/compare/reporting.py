@@ -5,19 +5,21 @@ from pathlib import Path
 
 from msgspec import UNSET
 
-from common.errors import INTERRUPTED, UserError
+from common.errors import INTERRUPTED
 from common.reporting.run_lock import lock_folder
 from common.utils.atomic_files import refuse_links
 from common.utils.paths import new_folder
 from common.utils.progress import console
+from common.utils.typed_json import calm
 from lab.compare.cells import in_turns
 from lab.compare.executors import Executors
 from lab.compare.imported_runs import collect
 from lab.compare.jobs import describe_plan, merge_results, plan_comparison
+from lab.compare.prediction import predict_imported
 from lab.compare.runner import open_comparison, prepare, run_comparison
 from lab.compare.settings import Settings
 from lab.comparison.record import Comparison, read_comparison, write_comparison
-from lab.report import add_recomputed, write_report
+from lab.report import add_recomputed, write_latex, write_report
 from lab.report.terminal import print_answer
 
 
@@ -56,40 +58,44 @@ def plan_and_describe(
 ) -> int:
     """Plan a comparison, or find its unfinished plan, and print how to start the runs."""
     folder, comparison = plan_comparison(
-        settings, reports=reports, anew=anew, command=command, predicts=predicts
+        settings, reports=reports.resolve(), anew=anew, command=command, predicts=predicts
     )
     for line in describe_plan(folder, merge_results(folder, comparison)):
         console.print(line, markup=False)
     return 0
 
 
-def report_on(runs: Sequence[Path], *, reports: Path, scaling: str) -> int:
-    """Report on runs that were started by hand, or again on one comparison, in its own folder."""
-    folder = next((run for run in runs if (run / "results.json").exists()), None)
-    if folder is None:
+def report_on(runs: Sequence[Path], *, reports: Path, scaling: str, form: str = "html") -> int:
+    """Report on runs that were started by hand, or again on one comparison, in its own folder.
+
+    form : "latex" also writes report.tex.
+    """
+    [folder, *others] = runs
+    if others or not (folder / "results.json").exists():
         comparison = collect(runs, scaling=scaling)
+        predict_imported(comparison)
         folder = new_folder(reports, "report")
         write_comparison(folder / "results.json", comparison)
     else:
-        if len(runs) > 1:
-            raise UserError(
-                f"{folder} is a comparison: give only this folder, or only folders of runs"
-            )
         refuse_links(folder, folder.iterdir())  # the report replaces files in it
         comparison = read_comparison(folder / "results.json")
     if comparison.plan is not UNSET:
         for warning in merge_results(folder, comparison).warnings:
             console.print(warning, markup=False)
+    for reason in comparison.skipped:
+        console.print(calm(f"skipped: {reason}"), markup=False)  # it may quote a file
     for difference in comparison.differences:
         console.print(f"not comparable: {difference}", markup=False)
-    _write_and_print(folder, comparison)
+    _write_and_print(folder, comparison, latex=form == "latex")
     return 0
 
 
-def _write_and_print(folder: Path, comparison: Comparison) -> None:
+def _write_and_print(folder: Path, comparison: Comparison, *, latex: bool = False) -> None:
     """Settle doubts about right strategies, write the report, and print its answer."""
     if add_recomputed(comparison, folder):
         write_comparison(folder / "results.json", comparison)
     write_report(folder, comparison)
     print_answer(console, comparison)
     console.print(f"\nreport: {folder / 'report.html'}", markup=False)
+    if latex:
+        console.print(f"LaTeX: {write_latex(folder, comparison)}", markup=False)

@@ -102,8 +102,8 @@ def _warnings(cells: Sequence[Cell], cores: int) -> list[str]:
         return []
     return [
         f"{' and '.join(map(str, crowded))} ranks share {count(cores, 'core')}, so "
-        "their forward and backward passes take turns: step times do not show what as many nodes "
-        "would take, and the ranks wait longer for each other"
+        "their forward and backward passes take turns: step times do not show what as many "
+        "machines would take, and the ranks wait longer for each other"
     ]
 
 

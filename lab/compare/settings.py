@@ -47,7 +47,7 @@ class Settings:
         if self.scaling != "weak" and max(self.nodes) > self.batch_size:
             raise UserError(
                 f"--nodes: got {max(self.nodes)}, more than the {self.batch_size} samples of a "
-                "global batch: give fewer nodes or a larger --batch-size"
+                "global batch: give fewer ranks or a larger --batch-size"
             )
         if not self.seeds or min(self.seeds) < 0:
             found = " ".join(map(str, self.seeds)) or "nothing"

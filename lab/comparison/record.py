@@ -63,7 +63,8 @@ class Repeat(Struct, kw_only=True):
     """A run of a cell. One that failed has a message, and measured nothing.
 
     folder : relative to the comparison's, or absolute in a report on runs started by hand.
-    losses : step and loss; None with emulated compute. machine : ``MACHINE_FACTS`` of the run.
+    losses : step and loss; None with emulated compute. step_seconds : step and its whole time on
+    rank 0, the first and the recorded ones too. machine : ``MACHINE_FACTS`` of the run.
     """
 
     repeat: Count = 0
@@ -75,7 +76,9 @@ class Repeat(Struct, kw_only=True):
     ranks: Annotated[list[RankRow], Meta(max_length=65_536)]
     timed_steps: Step | None = None
     losses: Annotated[list[tuple[Step, Finite | None]], Meta(max_length=10_000_000)] = []
+    step_seconds: Annotated[list[tuple[Step, Seconds]], Meta(max_length=10_000_000)] = []
     test_accuracy: Share | None = None
+    test_loss: Finite | None = None
     precision: Text | None = None
     mean_iteration_seconds: StepTime | None = None
     load_per_core: Finite | None = None
@@ -94,7 +97,7 @@ class Repeat(Struct, kw_only=True):
 # What a repeat that failed leaves out.
 _OF_A_MEASUREMENT = (
     *("timed_steps", "precision", "mean_iteration_seconds", "load_per_core", "equal_weights"),
-    *("machine", "crowded"),
+    *("machine", "crowded", "step_seconds", "test_loss"),
 )
 
 
@@ -209,9 +212,9 @@ class Comparison(Struct, kw_only=True):
 
     settings : what was asked for, environment : of the machine, and groups : of each group by its
     number, may hold facts that are only shown. ``known`` reads those with which a reader computes.
-    warnings : what a reader must know first. differences : why runs cannot be compared.
-    prediction : made before the first run, if any. plan : if other programs start the runs.
-    timelines : by cell, one step.
+    warnings : what a reader must know first. differences : why runs cannot be compared. skipped :
+    folders without a run to report, and why. prediction : made without these runs, if any. plan :
+    if other programs start the runs. timelines : by cell, one step.
     """
 
     format: Count = FORMAT
@@ -223,6 +226,7 @@ class Comparison(Struct, kw_only=True):
     environment: Facts
     warnings: _Texts
     differences: _Texts = []
+    skipped: _Texts = []
     prediction: Prediction | None = None
     groups: dict[Text, Facts] | UnsetType = UNSET
     cells: Annotated[list[Cell], Meta(max_length=100_000)]

@@ -44,6 +44,7 @@ class Summary(Struct, kw_only=True):
     """The entries of ``summary.json`` that are read again; a run writes more (summary.py)."""
 
     test_accuracy: Share | None = None
+    test_loss: Finite | None = None
     ranks_hold_equal_weights: bool = True
     mean_iteration_seconds: StepTime | None = None
     load_per_core: Finite | None = None
@@ -63,6 +64,7 @@ class RunConfig(Struct, kw_only=True):
     dataset: Text | None = None
     precision: Name | None = None
     steps_per_epoch: Count = 0
+    total_steps: Count | None = None
     untimed_steps: Count | None = None
     compute: Text = "real"
 

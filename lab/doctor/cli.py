@@ -14,9 +14,9 @@ DOCTOR_FLAGS: dict[str, dict[str, Any]] = {
     "--master-port": {"type": int, "default": DEFAULT_MASTER_PORT, "help": "rank 0's port"},
     "-N --num-nodes --world-size": {
         "type": int,
-        "help": "number of nodes; every node then connects to every other one",
+        "help": "number of ranks; each then connects to every other one",
     },
-    "-R --rank": {"type": int, "help": "this node's rank, from 0"},
+    "-R --rank": {"type": int, "help": "this process's rank, from 0"},
     "--dataset": {
         "default": "cifar10",
         "choices": list(DATASETS),
@@ -24,7 +24,7 @@ DOCTOR_FLAGS: dict[str, dict[str, Any]] = {
     },
     "--data-dir": {"type": Path, "default": DATA, "help": "folder of the dataset"},
     "--output-dir": {"type": Path, "default": REPORTS, "help": "folder that runs write to"},
-    "--timeout": {"type": float, "default": 60.0, "help": "seconds to wait for the other nodes"},
+    "--timeout": {"type": float, "default": 60.0, "help": "seconds to wait for the other ranks"},
     "--json": {"action": "store_true", "help": "print the findings as JSON"},
 }
 
@@ -37,6 +37,6 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
         run="lab.doctor.examination:main_doctor",
         flags=DOCTOR_FLAGS,
         help="check what would make a run fail: versions, cores, dataset, disk, network; with "
-        "--master-ip, --num-nodes and --rank, started on every node at the same time, also every "
-        "pair of nodes; exit status 1 if a run would fail",
+        "--master-ip, --num-nodes and --rank, started for every rank at the same time, also every "
+        "pair of ranks; exit status 1 if a run would fail",
     )

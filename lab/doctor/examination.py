@@ -6,6 +6,7 @@ daemon thread and is abandoned after a time limit, so none can hang the command.
 
 import argparse
 import json
+import os
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -52,7 +53,7 @@ def check_flags(flags: argparse.Namespace) -> None:
     if incomplete or (rank is not None and flags.master_ip is None):
         raise UserError(
             "lab doctor: give --master-ip, --num-nodes and --rank together to test the network "
-            "between the nodes, or --master-ip alone, or none of the three"
+            "between the ranks, or --master-ip alone, or none of the three"
         )
     if rank is not None and not 0 <= rank < size:
         raise UserError(f"--rank: got {rank} of --num-nodes {size}; ranks count from 0")
@@ -107,6 +108,8 @@ def main_doctor(flags: argparse.Namespace) -> int:
 
     Raises UserError if the flags don't go together.
     """
+    # torch reads it when imported: its C++ warnings repeat what the checks say, with stacks.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     check_flags(flags)
     console = Console(highlight=False, soft_wrap=True)
     found = {}

@@ -17,8 +17,10 @@ from common.utils.network import (
     listen,
     listening_address,
     own_addresses,
+    port_holder,
     resolve,
     route_to,
+    what_is_no_store,
     why_unreached,
 )
 from lab.doctor.check_result import CheckResult, failure, ok, warning
@@ -89,31 +91,19 @@ def check_port(flags: Namespace) -> CheckResult | None:
         return failure(f"only root may use {port}", "give a --master-port of 1024 or more")
     except OSError:
         return failure(
-            f"{port} is in use by {_holder(port)}",
-            "end that process, or give another --master-port on every node",
+            f"{port} is in use by {port_holder(port)}",
+            "end that process, or give another --master-port on every rank",
         )
     return ok(f"{port} is free")
-
-
-def _holder(port: int) -> str:
-    """Return the name and id of the process that listens on a port, if this user may know."""
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections(kind="tcp"):
-            # laddr is () where a socket has no address
-            here = connection.laddr and connection.laddr.port == port
-            if here and connection.status == psutil.CONN_LISTEN and connection.pid:
-                command = " ".join(psutil.Process(connection.pid).cmdline())
-                return f"process {connection.pid}: {command[:100]}"
-    return f"a process of another user (sudo ss -ltnp 'sport = :{port}' shows it)"
 
 
 def check_master(flags: Namespace) -> CheckResult | None:
     """Check that the master's node answers, if there are no other ranks to connect to."""
     if not flags.master_ip or flags.num_nodes or is_own(flags.master_ip):
         return None
-    place = (flags.master_ip, flags.master_port)
+    seconds = min(_PROBE_SECONDS, flags.timeout)
     try:
-        socket.create_connection(place, timeout=min(_PROBE_SECONDS, flags.timeout)).close()
+        stranger = what_is_no_store(flags.master_ip, flags.master_port, seconds)
     except ConnectionRefusedError:
         return ok(f"{flags.master_ip} answers; nothing listens on {flags.master_port} yet")
     except OSError as error:
@@ -121,4 +111,10 @@ def check_master(flags: Namespace) -> CheckResult | None:
             f"{flags.master_ip}:{flags.master_port} cannot be reached ({why_unreached(error)})",
             f"check the address, and open port {flags.master_port} on that node",
         )
-    return ok(f"{flags.master_ip}:{flags.master_port} answers, and something listens there")
+    if stranger:
+        return failure(
+            f"something answers at {flags.master_ip}:{flags.master_port}, but it is not this "
+            f"program ({stranger})",
+            "end it, or give another --master-port on every rank",
+        )
+    return ok(f"{flags.master_ip}:{flags.master_port} answers, and a run waits there")

@@ -50,8 +50,8 @@ _ROUND_TRIPS = 8  # to compare clocks: the shortest is the most exact
 _FAR_SECONDS = 1.0  # clocks further apart: times in the logs of two nodes cannot be compared
 _MOST_NAMED = 8
 _SAME_SETUP = (
-    "start lab doctor on every node within --timeout, with the same --master-ip and --num-nodes "
-    "everywhere and a different --rank on each"
+    "start lab doctor for every rank within --timeout, with the same --master-ip and --num-nodes "
+    "everywhere and a different --rank for each"
 )
 # The facts that the nodes compare: the result if they differ, and what to do then.
 _COMPARED: dict[str, tuple[Callable[[str, str], CheckResult], str]] = {
@@ -127,14 +127,14 @@ def exchange_reports(
     launch = LaunchSpec(
         rank, flags.num_nodes, flags.master_ip, flags.master_port, generation="lab doctor"
     )
-    server = shared_store(launch, flags.timeout)
+    server = shared_store(launch, flags.timeout, flag="--timeout")
     server.set_timeout(timedelta(seconds=flags.timeout + _GRACE_SECONDS))
     store = dist.PrefixStore(keyed(launch.token, "lab doctor"), server)
     # Sets the key only if it is new: the report of the first node that came with this rank.
     first = store.compare_set(f"node {rank}", "", encode(own).decode())
     problem = ""
     try:
-        meet(launch, flags.timeout, store=server)
+        meet(launch, flags.timeout, store=server, flag="--timeout")
     except MeetingError as error:  # those that are here still test their connections
         problem = str(error)
     if rank == 0:
@@ -216,10 +216,10 @@ def _probe(rank: int, node: NodeReport) -> tuple[float, float]:
 
 def results_of(flags: Namespace, nodes: Nodes, problem: str) -> dict[str, CheckResult]:
     """Return the results by name, from what ``exchange_reports`` returns."""
-    came = f"{len(nodes)} of {flags.num_nodes} nodes connected"
+    came = f"{len(nodes)} of {flags.num_nodes} ranks connected"
     text = problem or f"{came} at {flags.master_ip}:{flags.master_port}"
     if left := [rank for rank, node in nodes.items() if node.unreached is None]:
-        text += f"; {ranks_text(left)} left before reporting which nodes it reaches"
+        text += f"; {ranks_text(left)} left before reporting which ranks it reaches"
     found = {"nodes": failure(text, _SAME_SETUP) if problem or left else ok(text)}
     if len(nodes) > 1:
         found |= {"connections": _connections(nodes), "clocks": _clocks(nodes)}
@@ -233,7 +233,7 @@ def _connections(nodes: Nodes) -> CheckResult:
     directions = len(nodes) * (len(nodes) - 1)
     broken = [(rank, *lost) for rank, node in nodes.items() for lost in node.unreached or ()]
     if not broken:
-        return ok(f"every node reaches every other one ({directions} connections, at free ports)")
+        return ok(f"every rank reaches every other one ({directions} connections, at free ports)")
     [(worst, _)] = Counter(other for _, other, _ in broken).most_common(1)
     named = "; ".join(
         f"rank {rank} ({nodes[rank].address}) does not reach rank {other} "
@@ -272,8 +272,8 @@ def _compare(nodes: Nodes, name: str) -> CheckResult:
     values = [f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_by_value.items()]
     if_different, remedy = _COMPARED[name]
     if len(values) > 1:
-        return if_different(f"the nodes differ: {', '.join(values)}", remedy)
-    return ok(f"{next(iter(ranks_by_value))} on every node")
+        return if_different(f"the ranks differ: {', '.join(values)}", remedy)
+    return ok(f"{next(iter(ranks_by_value))} on every rank")
 
 
 def _backend(nodes: Nodes) -> CheckResult:

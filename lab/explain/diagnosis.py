@@ -9,10 +9,11 @@ import tomllib
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import dropwhile, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 
 from common.errors import file_errors
+from common.utils.typed_json import without_colours
 
 # In printed order: what began a failure, what followed, what other ranks print about it, and
 # what is no error.
@@ -20,8 +21,8 @@ KINDS = ("cause", "symptom", "echo", "note")
 OWN = "own_exception"
 _TABLE = Path(__file__).with_name("known_errors.toml")
 _LONGEST_LINE = 4000
+_NEAR = 40  # lines, of a traceback
 SHOWN = 160  # characters of a line
-_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = (
     r"^(?:\[?(?:rank|node )?\d+\]?[:|] ?)?\s*"  # of a launcher: "[rank1]: ", "node 2| ", "3: "
 )
@@ -29,7 +30,7 @@ _PREFIX = (
 OWN_MESSAGE = re.compile(_PREFIX + r"error(?: \(rank \d+\))?: ")
 _EXCEPTION = re.compile(
     _PREFIX + r"(?!.*(?:ChildFailedError|DistBackendError|Caught \w+ in DataLoader worker"
-    r"|KeyboardInterrupt|SystemExit))(?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?::|$)"
+    r"|Process(?:Raised|Exited)Exception|KeyboardInterrupt|SystemExit))(?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?::|$)"
 )
 _CHAINED = re.compile(
     _PREFIX + "(?:The above exception was the direct cause of"
@@ -47,8 +48,12 @@ class KnownError:
     cause: str
     cure: str
     patterns: Sequence[str] = ()
+    near: str = ""
     after: str = ""
+    least: int = 1
     hides: Sequence[str] = ()
+    alone: bool = False
+    audit: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,21 @@ class Found:
     line: LogLine
     count: int
 
+    def advice(self, **words: str) -> str:
+        """Return what to change in the command of ``lab audit``.
+
+        words : what stands for <name> in the entry's text, for each name; the groups of the
+            pattern that matched the line come first.
+        """
+        for pattern in self.error.patterns:
+            if match := re.search(pattern, self.line.text):
+                matched = {name: word for name, word in match.groupdict().items() if word}
+                words = words | matched
+                break
+        return re.sub(
+            r"<(\w+)>", lambda name: words.get(name[1], name[1].upper()), self.error.audit
+        )
+
 
 @cache
 def known_errors() -> list[KnownError]:
@@ -79,31 +99,43 @@ def known_errors() -> list[KnownError]:
 def explain(lines: Sequence[LogLine]) -> list[Found]:
     """Return the known errors in the lines, sorted by kind (see KINDS), then by line.
 
-    An exception that the table does not know becomes a cause named ``own_exception`` if other
-    ranks echo it, or a note if no other error is found. ``lines`` may join the logs of several
-    ranks.
+    An exception that the table does not know is added as ``own_exception``: as a cause if all that
+    is known follows from another failure, as a note if nothing is known. ``lines`` may join the
+    logs of several ranks.
     """
-    shown = {}  # the lines of each known error that occurs
-    hidden: set[str] = set()  # names of entries that another one explains
-    known_lines: set[LogLine] = set()
-    for error in known_errors():
-        if showing := _showing(error, lines):
-            shown[error] = showing
-            hidden.update(error.hides)
-            known_lines.update(showing)
-    found = []
-    for error, showing in shown.items():
-        if error.name not in hidden:
-            found.append(Found(error, showing[0], len(showing)))
-    own = _own_exceptions(lines, known_lines)
+    found, known_lines = _known(lines)
     kinds = {known.error.kind for known in found}
-    if own and kinds & {"symptom", "echo"}:
-        cause = "A rank raised it and ended; then the connections of the other ranks broke."
+    own = _own_exceptions(lines, known_lines)
+    if own and kinds & {"symptom", "echo"} and "cause" not in kinds:
+        cause = "A rank raised it and ended; what the other ranks report follows from that."
         found.append(Found(_own_error("cause", cause), own[0], len(own)))
     elif own and kinds <= {"note"}:
-        cause = f"{re.sub(_PREFIX, '', own[0].text)[:SHOWN]} is not a known error."
+        cause = "The table does not know this error, so it is likely the program's own."
         found.append(Found(_own_error("note", cause), own[0], len(own)))
-    return sorted(found, key=lambda known: (KINDS.index(known.error.kind), lines.index(known.line)))
+    explained = [known for known in found if not known.error.alone]
+    return sorted(
+        explained or found,
+        key=lambda known: (KINDS.index(known.error.kind), lines.index(known.line)),
+    )
+
+
+def _known(lines: Sequence[LogLine]) -> tuple[list[Found], set[LogLine]]:
+    """Return the table's errors in the lines, without hidden ones, and all lines that show any."""
+    text = "\n".join(line.text for line in lines)
+    shown = {}  # the lines of each error
+    hidden: set[str] = set()  # names of entries that another one explains
+    for error in known_errors():
+        # a search in the whole text is several times as fast as one in each line
+        occurs = any(re.search(pattern, text, re.MULTILINE) for pattern in error.patterns)
+        if occurs and (showing := _showing(error, lines)):
+            shown[error] = showing
+            hidden.update(error.hides)
+    found = [
+        Found(error, showing[0], len(showing))
+        for error, showing in shown.items()
+        if error.name not in hidden
+    ]
+    return found, {line for showing in shown.values() for line in showing}
 
 
 def _own_exceptions(lines: Sequence[LogLine], known: Container[LogLine]) -> list[LogLine]:
@@ -130,21 +162,46 @@ def _own_error(kind: str, cause: str) -> KnownError:
 
 
 def _showing(error: KnownError, lines: Sequence[LogLine]) -> list[LogLine]:
-    """Return the lines that show the error, from the first one that matches ``after``."""
-    rest = dropwhile(lambda line: not re.search(error.after, line.text), lines)
+    """Return the lines that show the error, where its conditions hold."""
     patterns = [re.compile(pattern) for pattern in error.patterns]
-    return [line for line in rest if any(pattern.search(line.text) for pattern in patterns)]
+    begun = not error.after
+    places = []
+    for place, line in enumerate(lines):
+        begun = begun or re.search(error.after, line.text) is not None
+        if begun and any(pattern.search(line.text) for pattern in patterns):
+            places.append(place)
+    if error.near:
+        places = [place for place in places if _is_near(error.near, place, lines)]
+    if len(places) < error.least:
+        return []
+    return [lines[place] for place in places]
+
+
+def _is_near(pattern: str, place: int, lines: Sequence[LogLine]) -> bool:
+    """Return whether a line around ``place`` matches, in the same log."""
+    around = lines[max(0, place - _NEAR) : place + _NEAR + 1]
+    file = lines[place].file
+    return any(line.file == file and re.search(pattern, line.text) for line in around)
+
+
+def lines_of(text: str, *, file: str = "") -> list[LogLine]:
+    """Return the lines of a text with their numbers, without colours and blank ones."""
+    lines = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        plain = without_colours(line[:_LONGEST_LINE])
+        if plain.strip():
+            lines.append(LogLine(file, number, plain))
+    return lines
 
 
 def read_lines(source: str) -> list[LogLine]:
-    """Return the lines of a file, or of standard input for "-", without blank ones.
+    """Return the lines of a file, or of standard input for "-"; see ``lines_of``.
 
     Raises UserError if the file cannot be read.
     """
     is_input = source == "-"
     opened = 0 if is_input else source
     name = source.removeprefix("-")
-    lines = []
     with (
         file_errors(
             f"lab explain: {source} cannot be read",
@@ -152,8 +209,4 @@ def read_lines(source: str) -> list[LogLine]:
         ),
         open(opened, encoding="utf-8", errors="replace", closefd=not is_input) as file,
     ):
-        for number, text in enumerate(file, start=1):
-            if text.strip():
-                plain = _COLOURS.sub("", text[:_LONGEST_LINE]).rstrip("\n")
-                lines.append(LogLine(name, number, plain))
-    return lines
+        return lines_of(file.read(), file=name)

@@ -83,5 +83,6 @@ def _excerpt(text: str, patterns: Sequence[str]) -> str:
     if begin > 0:
         excerpt = f"…{excerpt}"
     if begin + SHOWN < len(text):
-        excerpt = f"{excerpt}…"
+        whole_words, _, _ = excerpt.rpartition(" ")
+        excerpt = f"{whole_words or excerpt} …"
     return excerpt

@@ -25,7 +25,7 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
             "--rubric": {
                 "default": "cs744",
                 "metavar": "NAME",
-                "help": "a shipped rubric (cs744, cos568), or a TOML file",
+                "help": "a shipped rubric (cs744, cos568, cs336, efficient-dl), or a TOML file",
             },
             "--print-rubric": {"action": "store_true", "help": "print the rubric and end"},
             "--out": {
@@ -37,7 +37,8 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
             "--map": {
                 "type": Path,
                 "metavar": "FILE",
-                "help": "a CSV file (submission,part,path) for scripts with other names",
+                "help": "a CSV file (submission,part,path,command) for scripts with other names "
+                "or commands; path or command may be empty",
             },
             "--jobs": {
                 "type": int,

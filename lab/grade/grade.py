@@ -7,7 +7,6 @@ it runs what could not be run once more.
 
 import argparse
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -25,13 +24,24 @@ import lab
 from common.errors import UserError, count, first_of
 from common.utils.environment import setting
 from common.utils.processes import kill_on_parent_exit
+from common.utils.progress import duration
 from common.utils.system import usable_cores
 from common.utils.typed_json import calm, encode, read_json
 from lab.audit.isolation import record_folder
 from lab.grade import gradescope, pages
-from lab.grade.facts import Facts
+from lab.grade.driven import DRIVERS, PLACEHOLDER
+from lab.grade.facts import Facts, Look
 from lab.grade.marks import Mark, Override, mark_part, override, read_overrides
-from lab.grade.rubric import Part, Rubric, check_pattern, load_rubric, rubric_text
+from lab.grade.rubric import (
+    Part,
+    Rubric,
+    check_command,
+    check_pattern,
+    has_placeholder,
+    load_rubric,
+    parse_command,
+    rubric_text,
+)
 from lab.grade.sandbox import Task, refused
 from lab.grade.submissions import (
     Place,
@@ -43,12 +53,11 @@ from lab.grade.submissions import (
     read_rows,
     unpack,
 )
-from lab.predict.readable import duration_text
 from lab.terminal import say
 
 _CORES_A_JOB = 2
-_MOST_FACTS = 64 * 2**20
-_NOT_YET = "it has not been run yet: start the same command again"
+_NOT_YET = Look("it has not been run yet.", grader="Start the same command again.")
+_AGAIN = "Start the same command again, or look at its code."
 # For the audit around the runs of a part.
 _MORE_SECONDS = 120.0
 
@@ -59,6 +68,12 @@ def main_grade(args: argparse.Namespace) -> int:
     Raises UserError for wrong flags or files and for a missing sandbox, before anything runs.
     """
     if args.print_rubric:
+        if args.submissions:
+            surplus = args.submissions[0]
+            raise UserError(
+                f"--print-rubric grades nothing, and got {surplus}: to print another rubric, give "
+                f"--rubric {surplus}"
+            )
         print(rubric_text(args.rubric), end="")
         return 0
     rubric = load_rubric(args.rubric)
@@ -123,16 +138,21 @@ def _check_mounts(rubric: Rubric, *, sandboxed: bool) -> None:
             )
 
 
-def _read_map(path: Path | None, names: Mapping[str, object], rubric: Rubric) -> dict[Place, str]:
-    """Return the places of scripts that --map gives."""
+def _read_map(
+    path: Path | None, names: Mapping[str, object], rubric: Rubric
+) -> dict[Place, ScriptRow]:
+    """Return the places and commands of scripts that --map gives."""
     if path is None:
         return {}
-    scripts: dict[Place, str] = {}
+    scripts: dict[Place, ScriptRow] = {}
     for row in read_rows(path, ScriptRow):
         check_row(row, names, rubric, where=str(path))
+        where = f"{path}, {row.submission} {row.part}"
         if row.path:
-            check_pattern(row.path, where=str(path))
-        scripts[row.submission, row.part] = row.path
+            check_pattern(row.path, where=where)
+        if row.command:
+            check_command(row.command, rubric.parts[row.part], where=where)
+        scripts[row.submission, row.part] = row
     return scripts
 
 
@@ -149,32 +169,38 @@ class Gradebook:
     out: Path
     sandboxed: bool
     decided: Mapping[Place, Override]
-    seen: dict[Place, Facts | str]
+    seen: dict[Place, Facts | Look]
 
     def take_in(
-        self, name: str, sources: list[Path], copy: Path, scripts: Mapping[Place, str]
+        self, name: str, sources: list[Path], copy: Path, scripts: Mapping[Place, ScriptRow]
     ) -> dict[Place, Task]:
         """Unpack a submission to ``copy``, and return what to run of it.
 
-        Why a part cannot be run is then ``seen`` of it. scripts : their places, by --map.
+        Why a part cannot be run is then ``seen`` of it. scripts : by --map.
         """
-        try:
-            unpack(sources, copy)
-        except UserError as error:
-            problem = " ".join(calm(str(error)).split())  # it quotes names of files
-            say(f"{name}: {problem}")
+        problem = _unpacked(sources, copy)
+        if problem is not None:
+            say(f"{name}: {problem.for_grader}")
             for part_name in self.rubric.parts:
                 self.seen[name, part_name] = problem
             return {}
         tasks: dict[Place, Task] = {}
         for part_name, part in self.rubric.parts.items():
             place = (name, part_name)
-            script = find_script(copy, part, scripts.get(place))
-            if isinstance(script, str):
+            row = scripts.get(place, ScriptRow(name, part_name, ""))
+            script = find_script(copy, part_name, self.rubric, row.path or None)
+            if isinstance(script, Look):
                 self.seen[place] = script
-            else:
-                facts = self.out / "submissions" / name / f"{part_name}.json"
-                tasks[place] = _task(self.rubric, part, copy, script, facts, self.sandboxed)
+                continue
+            tasks[place] = _task(
+                self.rubric,
+                part,
+                copy,
+                script,
+                self.out / "submissions" / name / f"{part_name}.json",
+                command=row.command or None,
+                sandboxed=self.sandboxed,
+            )
         return tasks
 
     def mark(self, place: Place) -> Mark:
@@ -182,34 +208,75 @@ class Gradebook:
         _, part_name = place
         return mark_part(part_name, self.seen[place], self.rubric)
 
-    def write(self) -> int:
-        """Write all pages from what is known now; return how many marks are open."""
+    def write(self, *, only: str | None = None) -> int:
+        """Write the class's pages from what is known now, and those of all submissions, or of one.
+
+        Returns how many marks are open.
+        """
         graded: dict[str, list[Mark]] = {}
         for place in self.seen:
             name, _ = place
             mark = override(self.mark(place), self.decided.get(place))
             graded.setdefault(name, []).append(mark)
         pages.write_class(self.out, self.rubric, graded, sandboxed=self.sandboxed)
+        for name, marks in graded.items():
+            if only in (None, name):
+                pages.write_submission(self.out, self.rubric, name, marks, sandboxed=self.sandboxed)
         return pages.count_open(mark for marks in graded.values() for mark in marks)
+
+
+def _unpacked(sources: list[Path], copy: Path) -> Look | None:
+    """Unpack a submission; return None, or why it cannot be."""
+    if len(sources) > 1:
+        twice = f"{count(len(sources), 'submission')} have this name."
+        return Look(twice, grader="Rename them.")
+    try:
+        unpack(sources[0], copy)
+    except UserError as error:
+        problem = " ".join(calm(str(error)).split())  # it quotes names of files
+        return Look(f"{problem}.", student="Hand it in anew.", grader="Ask for a new file.")
+    return None
 
 
 # --- running ---
 
 
 def _task(
-    rubric: Rubric, part: Part, copy: Path, script: Path, facts: Path, sandboxed: bool
+    rubric: Rubric,
+    part: Part,
+    copy: Path,
+    script: Path,
+    facts: Path,
+    *,
+    command: str | None,
+    sandboxed: bool,
 ) -> Task:
-    """Return what to run of a submission; its key stays the same as long as the outcome does."""
-    program, *arguments = shlex.split(part.command)
+    """Return what to run of a submission; its key stays the same as long as the outcome does.
+
+    command : by --map, in place of the rubric's.
+    """
+    start = parse_command(part.command if command is None else command)
+    program, *arguments = start.words
     words = [shutil.which(program, path=_environment()["PATH"]) or program]
+    filled = {"{script}": script.name, PLACEHOLDER: str(DRIVERS)}
     for argument in arguments:
-        words.append(script.name if argument == "{script}" else argument)
+        words.append(filled.get(argument, argument))
+    variables = rubric.variables(part) | start.variables
+    of_a_rank = [f"{name}={value}" for name, value in variables.items() if has_placeholder(value)]
+    if of_a_rank:
+        words = ["env", *of_a_rank, *words]
     # The folders and the key come last: the key must not depend on where the copies lie.
     task = Task(
         words=words,
         ranks=sorted(set(part.ranks)),
         submission="",
         script=str(script.relative_to(copy)),
+        start=str(script.parent.relative_to(copy)),
+        environment={
+            name: value for name, value in variables.items() if not has_placeholder(value)
+        },
+        may_change=command is None and not part.is_driven,
+        changes=[] if command is None else ["with a command given by the grader"],
         facts="",
         key="",
         mounts={at: str(path) for at, path in rubric.mounted().items()},
@@ -219,7 +286,7 @@ def _task(
         limit_seconds=rubric.limit_seconds,
         sandboxed=sandboxed,
     )
-    sources = [digest(copy), digest(Path(lab.__file__).parent / "audit")]
+    sources = [digest(copy), digest(Path(lab.__file__).parent / "audit"), digest(DRIVERS)]
     key = sha256(encode([task, *sources])).hexdigest()
     return msgspec.structs.replace(task, submission=str(copy), facts=str(facts), key=key)
 
@@ -261,7 +328,7 @@ def _run_all(tasks: Mapping[Place, Task], book: Gradebook, jobs: int | None) -> 
     part_seconds = book.rubric.expected_seconds
     say(
         f"{count(len(new), 'part')} to run, {jobs} at a time: about "
-        f"{duration_text(part_seconds * len(new) / jobs)} at {part_seconds:g} s a part"
+        f"{_about(part_seconds * len(new) / jobs)} at {part_seconds:g} s a part"
     )
     began = time.monotonic()
     pool = ThreadPoolExecutor(jobs)
@@ -272,15 +339,22 @@ def _run_all(tasks: Mapping[Place, Task], book: Gradebook, jobs: int | None) -> 
             book.seen[place] = future.result()
             line = f"[{ended}/{len(new)}] {' '.join(place)}: {pages.marks_text(book.mark(place))}"
             seconds_left = (time.monotonic() - began) / ended * (len(new) - ended)
-            if seconds_left:
-                line += f"; about {duration_text(seconds_left)} left"
+            if seconds_left >= 1:
+                line += f"; about {_about(seconds_left)} left"
             say(line)
+            book.write(only=place[0])
     except BaseException:
         for child in psutil.Process().children():
             child.terminate()  # it ends what runs in its sandbox
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _about(seconds: float) -> str:
+    """Return a time for a person: "45 s", "39 min", "2 h 58 min"."""
+    whole_minutes = 60 * round(seconds / 60)
+    return duration(seconds if whole_minutes < 120 else whole_minutes).removesuffix(" 00 s")
 
 
 def _jobs(book: Gradebook) -> int:
@@ -293,12 +367,13 @@ def _jobs(book: Gradebook) -> int:
 
 
 def _read_facts(task: Task) -> Facts:
-    return read_json(Path(task.facts), Facts, most_bytes=_MOST_FACTS)
+    return read_json(Path(task.facts), Facts, most_bytes=pages.MOST_FACTS)
 
 
-def _run(task: Task) -> Facts | str:
+def _run(task: Task) -> Facts | Look:
     """Run the program of part.py, and return what it has seen, or why it has not."""
-    limit = len(task.ranks) * task.limit_seconds + _MORE_SECONDS
+    # Other commands may be tried until the first limit is reached.
+    limit = (len(task.ranks) + 1) * task.limit_seconds + _MORE_SECONDS
     process = subprocess.Popen(
         [sys.executable, "-m", "lab.grade.part"],
         stdin=subprocess.PIPE,
@@ -313,14 +388,15 @@ def _run(task: Task) -> Facts | str:
             output, _ = process.communicate(encode(task), timeout=limit)
         except subprocess.TimeoutExpired:
             process.terminate()
-            return f"its audit did not end within {limit:.0f} s"
+            return Look(f"its audit did not end within {_about(limit)}.", grader=_AGAIN)
     if process.returncode != 0:
         lines = output.decode(errors="replace").strip().splitlines() or ["no message"]
-        return f"its audit failed (status {process.returncode}): {lines[-1][:300]}"
+        said = f"its audit failed (status {process.returncode}): {lines[-1][:300]}"
+        return Look(said, grader=_AGAIN)
     try:
         return _read_facts(task)
     except (UserError, OSError) as error:
-        return f"what its audit saw cannot be read ({error})"
+        return Look(f"what its audit saw cannot be read ({error}).", grader=_AGAIN)
 
 
 def _environment() -> dict[str, str]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from common.errors import UserError
-from lab.audit.result import ranks_text
-from lab.grade.facts import AuditFacts, AuditFinding, Facts
+from lab.audit.findings.finding import FAULT, ranks_text
+from lab.grade.facts import AuditFacts, AuditFinding, Facts, Look
 from lab.grade.rubric import WAYS, Part, Rubric
 from lab.grade.submissions import CsvRow, Place, check_row, read_rows
 
@@ -30,6 +30,8 @@ class Mark(msgspec.Struct, kw_only=True):
     why : a sentence for each deduction, or for full marks.
     look : what a person has to look at.
     faults, lessons : names of what was found, and what to read about it.
+    script, command : what ran; "" if nothing did.
+    changes : in what the command differs from the demanded one; see demands.py.
     given : the reason of a person who has set the marks.
     """
 
@@ -38,104 +40,149 @@ class Mark(msgspec.Struct, kw_only=True):
     points: float
     marks: float | None = None
     why: list[str] = []
-    look: list[str] = []
+    look: list[Look] = []
     faults: list[str] = []
     lessons: list[str] = []
+    script: str = ""
+    command: str = ""
+    changes: list[str] = []
     seconds: float = 0.0
     given: str | None = None
     page: str | None = None
 
 
-def mark_part(name: str, seen: Facts | str, rubric: Rubric) -> Mark:
+def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
     """Return the mark that the rubric gives for what was seen.
 
     seen : or why nothing was seen.
     """
     part = rubric.parts[name]
-    if isinstance(seen, str):
+    if isinstance(seen, Look):
         return Mark(part=name, title=part.title, points=part.points, look=[seen])
-    faults = seen.audit.faults
-    accepted = [fault for fault in faults if fault.name in part.accepts]
     counted: list[AuditFinding] = []
     if seen.audit.found_faults:
-        counted = [fault for fault in faults if fault.name not in part.accepts]
+        counted = [fault for fault in seen.audit.faults if fault.name not in part.accepts]
+    if not seen.audit.cannot_tell:
+        demanded = set(part.demands)
+        counted += [found for found in seen.audit.findings if found.name in demanded]
     lost = {fault.name: rubric.deduction(part, fault.name) for fault in counted}
-    marks = max(0.0, part.points - sum(lost.values()))
+    changes = [] if seen.refused else seen.changes
+    cost = rubric.other_command * part.points if changes else 0.0
+    marks = max(0.0, part.points - sum(lost.values()) - cost)
+    look = _doubted(seen) or _unclear(part, seen, counted, marks)
     why = [_why_lost(fault, lost[fault.name]) for fault in counted]
-    for fault in accepted:
-        why.append(f"Accepted: {fault.title} ({fault.name}). {part.accepts[fault.name]}")
-    mark = Mark(
+    why += _accepted(part, seen)
+    if not look and not why:
+        why.append(_why_full(part, seen))
+    if cost:
+        why.append(f"-{cost:g}: it does not run as demanded.")
+    return Mark(
         part=name,
         title=part.title,
         points=part.points,
+        marks=None if look else marks,
         why=why,
-        look=seen.doubts or _unclear(part, seen, counted, marks),
+        look=look,
         faults=list(lost),
         lessons=sorted({lesson_of(fault) for fault in lost}),
+        script=seen.script,
+        command="" if seen.refused else seen.command,
+        changes=changes,
         seconds=round(seen.seconds, 1),
-        page=f"{name}.html",
+        page=None if part.is_driven else f"{name}.html",
     )
-    if not mark.look:
-        mark.marks = marks
-        mark.why = why or [_why_full(part)]
-    return mark
+
+
+def _accepted(part: Part, seen: Facts) -> Iterator[str]:
+    """Yield a sentence for each fault that the course asks for."""
+    for fault in seen.audit.faults:
+        if fault.name in part.accepts:
+            yield f"Accepted: {fault.title} ({fault.name}). {part.accepts[fault.name]}"
 
 
 def _why_lost(fault: AuditFinding, points: float) -> str:
     """Return the sentence for a deduction."""
-    name = fault.name
-    if fault.at:
-        name += f", {fault.at.file}:{fault.at.line}"
-    return f"-{points:g}: {fault.title} ({name}). {fault.cure}"
+    return f"-{points:g}: {fault.title} ({fault.place}). {fault.cure}"
 
 
-def _why_full(part: Part) -> str:
+def _why_full(part: Part, seen: Facts) -> str:
+    if part.is_driven:
+        return seen.audit.headline
     if part.ranks == [1]:
         return "It trains on one process; only this was checked."
     return "No fault was found: the same updates as one process that averages all gradients."
 
 
-def _unclear(part: Part, seen: Facts, counted: Sequence[AuditFinding], marks: float) -> list[str]:
-    """Return what the audit could not tell about a part, as sentences.
+def _doubted(seen: Facts) -> list[Look]:
+    """Return why the records may not be what the probe wrote."""
+    return [Look(f"{doubt}.", grader="Read its code.") for doubt in seen.doubts]
+
+
+def _unclear(part: Part, seen: Facts, counted: Sequence[AuditFinding], marks: float) -> list[Look]:
+    """Return what the audit could not tell about a part.
 
     counted : the faults that cost points.
     marks : what the rubric gives if all faults are real.
     """
     audit = seen.audit
-    if part.ranks == [1]:
-        if seen.whole:
-            return []
-        return [f"it does not train to the audit's end: {audit.headline}"]
-    if audit.cannot_tell:
-        return [audit.headline]
-    sentences: list[str] = []
+    if part.ranks == [1] and seen.whole:
+        return []
+    if part.ranks == [1] or audit.cannot_tell:
+        return [_undecided(seen)]
+    looks: list[Look] = []
     unsure = [fault.title for fault in counted if not fault.is_certain]
     if unsure:
-        sentences.append(
-            f"if it really has this fault, it gets {marks:g}: {', '.join(unsure)} (the audit is "
-            "not certain)"
+        looks.append(
+            Look(
+                f"the audit is not certain of this: {', '.join(unsure)}.",
+                grader=f"If it really has this fault, it gets {marks:g}.",
+            )
         )
     missing = [WAYS.get(way, way) for way in part.uses if way not in seen.used]
     if missing:
-        sentences.append(
-            f"this part is to use {', '.join(part.uses)}; it never calls {', '.join(missing)}"
+        looks.append(
+            Look(
+                f"this part is to use {', '.join(part.uses)}; it never calls {', '.join(missing)}."
+            )
         )
     if not counted:
-        sentences += _unchecked(part, audit)
-    return sentences
+        looks += _unchecked(part, audit)
+    return looks
 
 
-def _unchecked(part: Part, audit: AuditFacts) -> Iterator[str]:
+def _undecided(seen: Facts) -> Look:
+    """Return why the audit could not judge a part at all, with what it found on a condition."""
+    audit = seen.audit
+    look = Look(f"{audit.headline.rstrip('.')}.")
+    if audit.diagnosis:
+        look = Look(audit.diagnosis.what, student=audit.diagnosis.cure)
+    advice = [
+        f"If {finding.condition}: {finding.title} ({finding.place})."
+        for finding in audit.possible
+        if finding.severity == FAULT
+    ]
+    if seen.refused:
+        tried = [attempt.command for attempt in seen.tries] + [seen.command]
+        advice.append(f"Tried: {'; '.join(tried)}.")
+        if look.student:
+            advice.append("Ask its author to change that, or mark it in overrides.csv.")
+        else:
+            advice.append("If another command starts it, name that with --map.")
+    look.grader = " ".join(advice)
+    return look
+
+
+def _unchecked(part: Part, audit: AuditFacts) -> Iterator[Look]:
     """Yield what the audit could not check of a part in which no fault counts."""
     ran = {run.ranks for run in audit.runs}
     if len(ran) < len(part.ranks):
-        yield f"it ran on {ranks_text(ran)} only: look at its divisor"
+        yield Look(f"it ran on {ranks_text(ran)} only.", grader="Look at its divisor.")
     if audit.found_faults:
         for sentence in audit.unknown:
             if sentence.startswith(("gradients: ", "weights: ")):
-                yield f"beside an accepted fault, this could not be checked: {sentence}"
-    if audit.failure:
-        yield f"beside an accepted fault, the run ended early: {audit.failure}"
+                yield Look(f"beside an accepted fault, this could not be checked: {sentence}")
+    if audit.diagnosis:
+        yield Look(f"beside an accepted fault, the run ended early: {audit.diagnosis.what}")
 
 
 # --- lessons ---

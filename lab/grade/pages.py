@@ -17,14 +17,15 @@ import msgspec
 
 from common.errors import count
 from common.utils.atomic_files import write_atomically
-from common.utils.typed_json import calm, encode
-from lab.audit.findings.finding import catalogue
-from lab.audit.report import page_template
+from common.utils.typed_json import calm, encode, read_json
+from lab.audit.report import AuditContent, MarkNote, page_template, write_content
+from lab.grade.driven import entries
 from lab.grade.marks import Mark, OverrideRow, lesson_of
 from lab.grade.rubric import Rubric
 
 # The marks of each submission's parts.
 Graded = Mapping[str, Sequence[Mark]]
+MOST_FACTS = 64 * 2**20
 _FORMULA_SIGNS = ("=", "+", "-", "@", "\t")
 
 
@@ -46,18 +47,53 @@ def _total(marks: Sequence[Mark]) -> float:
 
 
 def write_class(out: Path, rubric: Rubric, graded: Graded, *, sandboxed: bool) -> None:
-    """Write all files of a class."""
+    """Write the table and the page of a class, and a table for overrides if there is none."""
     write_atomically(out / "class.csv", _table(rubric, graded).encode())
-    shared = {"rubric": rubric, "sandboxed": sandboxed, "date": time.strftime("%Y-%m-%d %H:%M")}
-    _write_page(out / "class.html", "class", _class_view(rubric, graded) | shared)
+    view = _class_view(rubric, graded) | _shared(rubric, sandboxed)
+    _write_page(out / "class.html", "class", view)
     if not (out / "overrides.csv").exists():
         header = ",".join(OverrideRow.__struct_fields__)
         write_atomically(out / "overrides.csv", f"{header}\n".encode())
-    for name, marks in graded.items():
-        folder = out / "submissions" / name
-        _write_page(folder / "index.html", "student", _view(name, marks) | shared)
-        results = encode(results_json(marks), indent=1)
-        write_atomically(folder / "results.json", results + b"\n")
+
+
+def write_submission(
+    out: Path, rubric: Rubric, name: str, marks: Sequence[Mark], *, sandboxed: bool
+) -> None:
+    """Write the page of a student, the audit's pages of his parts, and results.json."""
+    folder = out / "submissions" / name
+    _write_page(folder / "index.html", "student", _view(name, marks) | _shared(rubric, sandboxed))
+    for mark in marks:
+        if mark.page:
+            _write_audit_page(folder / mark.page, mark)
+    results = encode(results_json(marks), indent=1)
+    write_atomically(folder / "results.json", results + b"\n")
+
+
+class _AuditedPart(msgspec.Struct):
+    """What part.py has written of a part: the whole audit."""
+
+    audit: AuditContent
+
+
+def _write_audit_page(path: Path, mark: Mark) -> None:
+    """Write the audit's page of a part, in the colour of its mark."""
+    facts = read_json(path.with_suffix(".json"), _AuditedPart, most_bytes=MOST_FACTS)
+    note = MarkNote(f"{mark.title}: {marks_text(mark)}", _colour(mark))
+    write_content(path, _for_student(facts.audit), mark=note)
+
+
+def _for_student(audit: AuditContent) -> AuditContent:
+    """Return what an audit said, without its advice to who runs ``lab audit``."""
+    told = audit.diagnosis
+    if told is None:
+        return audit
+    failure = " ".join(filter(None, (f"{told.how}: {told.reason}", told.cause, told.cure)))
+    headline = failure if audit.headline == audit.failure else audit.headline
+    return msgspec.structs.replace(audit, headline=headline, failure=failure)
+
+
+def _shared(rubric: Rubric, sandboxed: bool) -> dict[str, Any]:
+    return {"rubric": rubric, "sandboxed": sandboxed, "date": time.strftime("%Y-%m-%d %H:%M")}
 
 
 # --- class.csv ---
@@ -68,7 +104,10 @@ def _table(rubric: Rubric, graded: Graded) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(
-        ["submission", *rubric.parts, "total", "faults", "seconds", "by hand", "overridden"]
+        [
+            *("submission", *rubric.parts, "total", "faults", "seconds"),
+            *("by hand", "overridden", "other commands"),
+        ]
     )
     for name, marks in graded.items():
         rows.writerow([_harmless(cell) for cell in _cells(name, marks)])
@@ -87,9 +126,12 @@ def _cells(name: str, marks: Sequence[Mark]) -> list[str]:
     faults: list[str] = []
     looks: list[str] = []
     overridden: list[str] = []
+    commands: list[str] = []
     for mark in marks:
         faults += [f"{mark.part}:{fault}" for fault in mark.faults]
-        looks += [f"{mark.part}: {look}" for look in mark.look]
+        looks += [f"{mark.part}: {look.for_grader}" for look in mark.look]
+        if mark.changes:
+            commands.append(f"{mark.part}: {mark.command} ({', '.join(mark.changes)})")
         if mark.given:
             overridden.append(f"{mark.part}: {mark.given}")
     total = "" if count_open(marks) else f"{_total(marks):g}"
@@ -102,6 +144,7 @@ def _cells(name: str, marks: Sequence[Mark]) -> list[str]:
         f"{seconds:.0f}",
         calm("; ".join(looks)),
         "; ".join(overridden),
+        calm("; ".join(commands)),
     ]
 
 
@@ -117,13 +160,14 @@ def _view(name: str, marks: Sequence[Mark]) -> dict[str, Any]:
     looks: dict[str, list[str]] = {}
     for mark in marks:
         for look in mark.look:
-            looks.setdefault(calm(look), []).append(mark.part)
+            looks.setdefault(calm(look.for_grader), []).append(mark.part)
     points = sum(mark.points for mark in marks)
     return {
         "name": name,
         "total": f"{_total(marks):g}",
         "points": f"{points:g}",
         "open": count_open(marks),
+        "of_parts": count(len(marks), "part"),
         "looks": {look: ", ".join(parts) for look, parts in looks.items()},
         "parts": [_part_view(mark) for mark in marks],
     }
@@ -136,15 +180,29 @@ def _part_view(mark: Mark) -> dict[str, Any]:
         "of": f"{mark.points:g}",
         "state": _state(mark),
         "why": [calm(sentence) for sentence in mark.why],
-        "look": [calm(sentence) for sentence in mark.look],
+        "look": [calm(look.for_student) for look in mark.look],
+        "ran": calm(_ran(mark)),
         "given": calm(mark.given or ""),
     }
 
 
+def _ran(mark: Mark) -> str:
+    """Return which script ran and with which command, as a sentence; "" if none did."""
+    if not mark.command:
+        return ""
+    if not mark.changes:
+        return f"Ran {mark.script}: {mark.command}"
+    how = ", ".join(mark.changes)
+    return f"{mark.script} does not run as demanded. It ran {how}: {mark.command}"
+
+
 def _state(mark: Mark) -> str:
     """Return the name by which the pages' style and filters know a mark."""
-    if mark.given is not None:
-        return "given"
+    return "given" if mark.given is not None else _colour(mark)
+
+
+def _colour(mark: Mark) -> str:
+    """Return "full", "less" or "open"."""
     if mark.marks is None:
         return "open"
     return "full" if mark.marks == mark.points else "less"
@@ -159,6 +217,7 @@ def _class_view(rubric: Rubric, graded: Graded) -> dict[str, Any]:
         "rows": [_view(name, marks) for name, marks in graded.items()],
         "faults": _faults_view(graded),
         "bins": _bins_view(finished, points),
+        "submissions": count(len(graded), "submission"),
         "finished": count(len(finished), "submission"),
         "by_hand": count(open_marks, "part"),
     }
@@ -169,9 +228,8 @@ def _faults_view(graded: Graded) -> list[dict[str, Any]]:
     times: Counter[str] = Counter()
     for marks in graded.values():
         times.update({fault for mark in marks for fault in mark.faults})
-    entries = catalogue()
     return [
-        {"entry": entries[fault], "lesson": lesson_of(fault), "times": count(number, "time")}
+        {"entry": entries()[fault], "lesson": lesson_of(fault), "times": count(number, "time")}
         for fault, number in times.most_common()
     ]
 
@@ -235,7 +293,9 @@ def _test(mark: Mark) -> GradescopeTest:
     if mark.given:
         lines.append(f"Set by your grader: {mark.given}")
     lines += mark.why
-    lines += [f"A person will look at this: {look}" for look in mark.look]
+    lines += [f"A person will look at this: {look.for_student}" for look in mark.look]
+    if mark.changes:
+        lines.append(_ran(mark))
     lines += [f"Read {lesson}." for lesson in mark.lessons]
     test = GradescopeTest(
         name=mark.title,

@@ -4,6 +4,7 @@ It is a process of its own: whatever a submission's records make of it, the othe
 they are.
 """
 
+import dataclasses
 import os
 import platform
 import resource
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,10 +27,12 @@ from lab.audit.command import AuditCommand
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import CollectiveCall, Cut, DdpBuilt, Start, Step
-from lab.audit.report import OWN_FAULT, as_json, write_page
+from lab.audit.report import OWN_FAULT, as_json
 from lab.audit.result import AuditResult
 from lab.audit.runner import RunSettings
-from lab.grade.facts import AuditFacts, Facts
+from lab.grade import driven
+from lab.grade.demands import Refusal, next_task, refusal_of, shown_command
+from lab.grade.facts import AuditFacts, Facts, Try
 from lab.grade.sandbox import Task, sandbox
 
 # Bytes of address space for reading the records.
@@ -37,6 +41,8 @@ _MOST_MEMORY = 8 * 2**30
 _MOST_NAMES = 999
 _LONGEST_NAME = 99
 _MOST_REPLACED = 5
+# Other commands for a script that refuses the demanded one; they begin within its time limit.
+_MOST_TRIES = 7
 # <asm/unistd.h> and <linux/keyctl.h>
 _KEYCTL = {"x86_64": 250, "aarch64": 219}
 _JOIN_SESSION_KEYRING = 1
@@ -49,16 +55,80 @@ def main() -> int:
         syscall(_KEYCTL.get(platform.machine(), -1), _JOIN_SESSION_KEYRING, None)
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, resource.RLIM_INFINITY))
     os.environ.pop("PYTHONPATH", None)  # it led to this program, and is not the script's
-    os.chdir(task.cwd)
     began = time.monotonic()
-    ended: list[str] = []
-    settings = RunSettings(steps=STEPS, limit_seconds=task.limit_seconds)
-    command = AuditCommand(tuple(task.words))
     with record_folder(None) as folder:
-        network = partial(_network, task, ended)
-        result = audit_script(command, task.ranks, folder, settings, network)
-    _write(task, result, ended, seconds=time.monotonic() - began)
+        outcomes = [_checked(task, folder)] if task.is_driven else _audit_as_demanded(task, folder)
+    _write(outcomes, seconds=time.monotonic() - began)
     return 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An audit with one command.
+
+    task : as it was run.
+    ended : the reason if a sandbox ended the run.
+    refusal : how the script refused the command; None if it trained.
+    checked : what a driver found; None without one.
+    """
+
+    task: Task
+    result: AuditResult
+    ended: list[str]
+    refusal: Refusal | None
+    checked: AuditFacts | None = None
+
+
+def _audit_as_demanded(task: Task, folder: Path) -> list[Outcome]:
+    """Audit a script; one that refuses its command is tried with what it demands instead.
+
+    Returns an audit for each command; the last one counts.
+    """
+    began = time.monotonic()
+    outcomes = [_audit(task, folder / "demanded")]
+    while (refusal := outcomes[-1].refusal) and not outcomes[-1].ended:
+        late = time.monotonic() - began > task.limit_seconds or len(outcomes) > _MOST_TRIES
+        changed = next_task(outcomes[-1].task, refusal)
+        if changed is None or late or not task.may_change:
+            break
+        outcomes.append(_audit(changed, folder / f"try{len(outcomes)}"))
+    ran_alone = outcomes[0].refusal is not None and outcomes[0].refusal.alone
+    if ran_alone and outcomes[-1].refusal:
+        outcomes.append(outcomes.pop(0))  # what was seen of ranks that train says most
+    return outcomes
+
+
+def _checked(task: Task, folder: Path) -> Outcome:
+    """Let a driver check a part on each number of ranks, whatever comes of the others."""
+    outcomes: list[Outcome] = []
+    logs: dict[int, Path] = {}
+    for size in task.ranks:
+        own = folder / f"driven{size}"
+        outcomes.append(_audit(msgspec.structs.replace(task, ranks=[size]), own))
+        logs[size] = own / f"{size}-ranks"
+    results = [outcome.result for outcome in outcomes]
+    result = dataclasses.replace(
+        results[-1],
+        recordings=[recording for each in results for recording in each.recordings],
+        findings=[finding for each in results for finding in each.findings],
+        failure=next((each.failure for each in results if each.failure), None),
+    )
+    ended = [reason for outcome in outcomes for reason in outcome.ended]
+    return Outcome(task, result, ended, None, driven.driven_facts(result, logs))
+
+
+def _audit(task: Task, folder: Path) -> Outcome:
+    """Audit a script with the command of a task."""
+    folder.mkdir()
+    os.environ.update(task.environment)
+    os.chdir(task.cwd)
+    ended: list[str] = []
+    steps = driven.STEPS if task.is_driven else STEPS
+    settings = RunSettings(steps=steps, limit_seconds=task.limit_seconds)
+    network = partial(_network, task, ended)
+    command = AuditCommand(tuple(task.words))
+    result = audit_script(command, task.ranks, folder, settings, network)
+    return Outcome(task, result, ended, refusal_of(task, result, folder))
 
 
 def _network(
@@ -74,25 +144,35 @@ def _network(
         place = Path(os.path.normpath(task.cwd / at))
         if place.is_relative_to(task.submission) and not os.path.lexists(place):
             place.symlink_to(path)
+    for made in task.folders:
+        Path(made).mkdir(parents=True, exist_ok=True)
     return run_network(size, folder, task.cwd, isolate=None, rate=None)
 
 
 # --- what was seen ---
 
 
-def _write(task: Task, result: AuditResult, ended: list[str], *, seconds: float) -> None:
-    """Write the page of the audit, and the facts with the whole audit in them."""
-    audit = as_json(result)
+def _write(outcomes: Sequence[Outcome], *, seconds: float) -> None:
+    """Write the facts with the whole audit in them; its page is written once it has a mark."""
+    *before, last = outcomes
+    task = last.task
+    result = last.result
+    # What a driver found has no page: the audit's would speak of the driver.
+    audit = msgspec.to_builtins(last.checked) if last.checked else as_json(result)
     ranks = [rank for recording in result.recordings for rank in recording.ranks]
     facts = Facts(
         key=task.key,
         audit=convert(audit, AuditFacts, name="what the audit found"),
         used=_used(ranks),
         whole=bool(ranks) and all(rank.of(Cut) for rank in ranks),
-        doubts=_doubts(result, ended),
+        doubts=_doubts(result, last.ended),
         seconds=seconds,
+        script=task.script,
+        command=shown_command(task),
+        changes=task.changes,
+        refused=last.refusal is not None,
+        tries=[Try(shown_command(other.task), other.result.headline) for other in before],
     )
-    write_page(Path(task.facts).with_suffix(".html"), result)
     text = encode(msgspec.to_builtins(facts) | {"audit": audit}, indent=1)
     # Nobody finds the copy of the submission again.
     write_atomically(Path(task.facts), text.replace(f"{task.submission}/".encode(), b""))

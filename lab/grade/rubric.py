@@ -1,16 +1,17 @@
 """The rubric: the parts of an assignment, how each is run, and what a finding costs.
 
-A rubric is a TOML file; ``lab grade --print-rubric cs744`` prints one to start from. Everything in
-it is checked before a submission runs.
+A rubric is a TOML file; ``lab grade --print-rubric --rubric cs744`` prints one to start from.
+Everything in it is checked before a submission runs.
 """
 
 import contextlib
 import os
+import re
 import shlex
 import tomllib
 from collections.abc import Set
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -19,8 +20,9 @@ from common.errors import UserError, file_errors, first_of
 from common.utils.atomic_files import read_regular
 from common.utils.system import usable_cores
 from common.utils.typed_json import Name, Seconds, Share, Text, convert
-from lab.audit.findings.finding import FAULT, catalogue
+from lab.audit.findings.finding import FAULT
 from lab.cluster.program import check_placeholders
+from lab.grade.driven import PLACEHOLDER, entries
 
 FOLDER = Path(__file__).with_name("rubrics")
 # The entry of ``deductions`` for the faults that it does not name.
@@ -28,6 +30,16 @@ OTHERS = "others"
 # What ``uses`` may name besides collectives.
 WAYS = {"ddp": "DistributedDataParallel"}
 _RANKS_PER_CORE = 4
+# What a command may begin with, as a shell and ``env`` understand it.
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_PLACEHOLDER = re.compile(r"\{[a-z_]+\}")
+# Variables that would break the sandbox, the probe, or the ranks' meeting, and why.
+_RESERVED = (
+    (r"PATH|LD_\w*|PYTHONHOME", "the sandbox starts its programs with it"),
+    (r"LAB_\w*|GLOO_SOCKET_IFNAME", "the audit sets it"),
+)
+_OF_A_RANK = re.compile("MASTER_ADDR|MASTER_PORT|(?:LOCAL_)?RANK|(?:LOCAL_)?WORLD_SIZE")
 
 Positive = Annotated[float, Meta(gt=0, le=1e6)]
 Ranks = Annotated[int, Meta(ge=1, le=64)]
@@ -40,11 +52,14 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     ----------
     files : patterns of its script below the submission's folder; the first that fits counts.
     command : starts a rank in the script's folder; {script} is replaced by the script's name, the
-        others as in ``lab audit``.
+        others as in ``lab audit``, and {driver} by the folder of the programs that call a student's
+        functions, see drivers/.
     ranks : the numbers of ranks to run it on; [1] for a part that exchanges nothing.
     uses : collectives, or "ddp", that this part has to call; without them a person has to look.
     deductions : the share of the points that a fault costs, by its name in the audit.
     accepts : faults that this course asks for, and why.
+    demands : notices that are faults in this course.
+    environment : variables for its processes; they come before those of the rubric.
     """
 
     title: Text
@@ -57,6 +72,13 @@ class Part(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     uses: list[Text] = []
     deductions: dict[str, Share] = {}
     accepts: dict[str, Text] = {}
+    demands: list[Text] = []
+    environment: dict[str, Text | int] = {}
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a driver calls the student's functions; else the script is audited."""
+        return PLACEHOLDER in self.command
 
 
 class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -71,6 +93,9 @@ class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     mounts : folders that the scripts read: where each appears, relative to the script's folder if
         it is not absolute, and where it lies on this machine. A run sees a folder of its own with
         links to the files, in which it may write a cache.
+    environment : variables for the processes of all parts.
+    other_command : the share of a part's points that it costs if only another command than the
+        demanded one starts its script.
     """
 
     title: Text
@@ -82,11 +107,18 @@ class Rubric(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     processes: Annotated[int, Meta(ge=16, le=100_000)] = 600
     deductions: dict[str, Share] = {}
     mounts: dict[str, Text] = {}
+    environment: dict[str, Text | int] = {}
+    other_command: Share = 0.0
 
     def deduction(self, part: Part, fault: str) -> float:
         """Return the points that a fault costs."""
         shares = {OTHERS: 1.0} | self.deductions | part.deductions
         return part.points * shares.get(fault, shares[OTHERS])
+
+    def variables(self, part: Part) -> dict[str, str]:
+        """Return the variables for the processes of a part."""
+        merged = self.environment | part.environment
+        return {name: str(value) for name, value in merged.items()}
 
     def mounted(self) -> dict[str, Path]:
         """Return the folders of this machine by where they appear."""
@@ -115,22 +147,28 @@ def load_rubric(name: str) -> Rubric:
         raise UserError(f"{where}: mounts: {first_of(twice)} are one place; name it once")
     for part_name, part in rubric.parts.items():
         for shares in (rubric.deductions, part.deductions):
-            faults = shares.keys() - {OTHERS}
+            faults = shares.keys() - {OTHERS, *part.demands}
             _check_faults(faults, where=f"{where}: deductions of {part_name}")
         _check_faults(part.accepts.keys(), where=f"{where}: accepts of {part_name}")
+        unknown = [name for name in part.demands if name not in entries()]
+        if unknown:
+            problem = f"{first_of(unknown)}: the audit has no such notice"
+            raise UserError(f"{where}: demands of {part_name}: {problem}")
         for pattern in part.files:
             check_pattern(pattern, where=f"{where}: files of {part_name}")
-        _check_command(part, where=f"{where}: command of {part_name}")
+        check_command(part.command, part, where=f"{where}: command of {part_name}")
+        for name, value in rubric.variables(part).items():
+            _check_variable(name, value, where=f"{where}: environment of {part_name}")
     return rubric
 
 
 def _check_faults(names: Set[str], *, where: str) -> None:
     """Raise UserError unless these are the audit's names of faults."""
-    faults = {name for name, entry in catalogue().items() if entry.severity == FAULT}
+    faults = {name for name, entry in entries().items() if entry.severity == FAULT}
     wrong = sorted(names - faults)
     if not wrong:
         return
-    notices = [name for name in wrong if name in catalogue()]
+    notices = [name for name in wrong if name in entries()]
     if notices:
         problem = f"{first_of(notices)}: a notice never costs points"
     else:
@@ -147,15 +185,62 @@ def check_pattern(pattern: str, *, where: str) -> None:
     raise UserError(f"{where}: got {pattern!r}; give a path or a pattern below the submission")
 
 
-def _check_command(part: Part, *, where: str) -> None:
+def check_command(text: str, part: Part, *, where: str) -> None:
     """Raise UserError unless the command can start each rank of a part."""
     with file_errors(f"{where} is not a shell's command"):
-        words = shlex.split(part.command)
-    if "{script}" not in words:
+        start = parse_command(text)
+    if "{script}" not in start.words:
         raise UserError(f"{where} lacks {{script}}: for example python {{script}} --rank {{rank}}")
-    check_placeholders([word for word in words if word != "{script}"])
-    if part.ranks != [1] and "{rank}" not in part.command and "torchrun" not in part.command:
+    own = ("{script}", PLACEHOLDER)
+    check_placeholders([word for word in start.words if word not in own])
+    for name, value in start.variables.items():
+        _check_variable(name, value, where=where)
+    if part.ranks != [1] and "{rank}" not in text and "torchrun" not in text:
         raise UserError(f"{where} lacks {{rank}}: without it the ranks cannot be told apart")
     most = _RANKS_PER_CORE * usable_cores()
     if max(part.ranks) > most:
         raise UserError(f"{where}: this machine has {usable_cores()} cores: at most {most} ranks")
+
+
+def _check_variable(name: str, value: str, *, where: str) -> None:
+    """Raise UserError for a variable that would break the run of a part."""
+    if not _NAME.fullmatch(name):
+        raise UserError(f"{where}: got {name!r}; give the name of a variable: letters, digits, _")
+    for pattern, why in _RESERVED:
+        if re.fullmatch(pattern, name):
+            raise UserError(f"{where}: {name} cannot be set: {why}; leave it out")
+    check_placeholders([value])
+    if _OF_A_RANK.fullmatch(name) and not has_placeholder(value):
+        raise UserError(
+            f"{where}: {name} differs from run to run, got {value!r}; leave it out, or give "
+            "{rank}, {nodes}, {master} or {port}"
+        )
+
+
+def has_placeholder(word: str) -> bool:
+    """Return whether a word of a command, or a variable's value, differs from run to run."""
+    return _PLACEHOLDER.search(word) is not None
+
+
+class ParsedCommand(NamedTuple):
+    """A command: the variables that stand before the program, as in ``env X=1 python``, and it."""
+
+    variables: dict[str, str]
+    words: list[str]
+
+
+def parse_command(text: str) -> ParsedCommand:
+    """Split a command that may begin with ``env`` or variables.
+
+    Raises ValueError if it is no shell's command, or has no program.
+    """
+    words = shlex.split(text)
+    if words[:1] == ["env"]:
+        words = words[1:]
+    variables: dict[str, str] = {}
+    while words and (assignment := _ASSIGNMENT.fullmatch(words[0])):
+        variables[assignment[1]] = assignment[2]
+        words = words[1:]
+    if not words or words[0].startswith("-"):
+        raise ValueError("give env's NAME=VALUE, then a program")
+    return ParsedCommand(variables, words)

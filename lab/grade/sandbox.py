@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,9 +26,18 @@ import psutil
 
 from common.errors import UserError
 from common.utils.processes import descendants
-from lab.audit.isolation import RunNetwork, held_namespaces, record_folder
+from lab.audit.isolation import (
+    HOSTS,
+    RunNetwork,
+    held_namespaces,
+    interface_commands,
+    record_folder,
+    sort_names,
+    write_hosts,
+)
 from lab.audit.runner import HOOK
 from lab.cluster import tools
+from lab.grade.driven import DRIVERS
 from lab.processes.first_failure import last_error_line
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
@@ -69,7 +79,13 @@ class Task(msgspec.Struct, kw_only=True):
     ----------
     words : the command of a rank, see ``AuditCommand``.
     submission : the folder of the whole submission; it appears to the ranks at the same path.
-    script : relative to it; the ranks start in its folder.
+    script : relative to it.
+    start : the folder in which the ranks start, relative to it.
+    environment : variables of the ranks.
+    names : interfaces, addresses and host names of the sandbox's network, besides loopback.
+    folders : made before the ranks start; absolute.
+    changes : in what this differs from the demanded command, as sentences.
+    may_change : whether another command may be tried if the script refuses this one.
     facts : the file to write, with a page beside it.
     key : stays in the facts.
     mounts : the rubric's folders by where they appear.
@@ -81,6 +97,12 @@ class Task(msgspec.Struct, kw_only=True):
     ranks: list[int]
     submission: str
     script: str
+    start: str = "."
+    environment: dict[str, str] = {}
+    names: list[str] = []
+    folders: list[str] = []
+    changes: list[str] = []
+    may_change: bool = True
     facts: str
     key: str
     mounts: dict[str, str]
@@ -91,9 +113,21 @@ class Task(msgspec.Struct, kw_only=True):
     sandboxed: bool
 
     @property
+    def is_driven(self) -> bool:
+        """Whether a program of ``DRIVERS`` checks it."""
+        return str(DRIVERS) in self.words
+
+    @property
     def cwd(self) -> Path:
         """The folder in which the ranks start."""
-        return (Path(self.submission) / self.script).parent
+        return Path(self.submission) / self.start
+
+    @property
+    def program(self) -> str:
+        """The program that a rank starts, such as Python."""
+        if self.words[0] != "env":
+            return self.words[0]
+        return next(word for word in self.words[1:] if "=" not in word)
 
     @property
     def links(self) -> dict[str, str]:
@@ -108,10 +142,10 @@ def refused(task: Task) -> str | None:
         with record_folder(None) as folder:
             # An empty submission: a student's torch.py must not refuse all others.
             (folder / "empty").mkdir()
-            trial = msgspec.structs.replace(task, submission=f"{folder}/empty", script="main.py")
+            trial = msgspec.structs.replace(task, submission=f"{folder}/empty", start=".")
             with sandbox(trial, folder, []) as network:
                 enter = network.prefixes[0]
-                imported = _run_inside(enter, task.words[0], "-c", "import torch")
+                imported = _run_inside(enter, task.program, "-c", "import torch")
                 mounted = trial.links.values()
                 unreadable = ("!", "-readable", "-print", "-quit")
                 found = _run_inside(enter, "find", *mounted, *unreadable)
@@ -120,7 +154,7 @@ def refused(task: Task) -> str | None:
     if found.stdout.startswith(f"{_MOUNTED}/"):
         folders = shlex.join(task.mounts.values())
         return f"not everybody may read the rubric's folders: chmod -R a+rX {folders}"
-    program = task.words[0]
+    program = task.program
     if imported.returncode != 0 and Path(program).name.startswith("python"):
         return f"{program} cannot import torch in it ({last_error_line(imported.stderr)})"
     return None
@@ -142,7 +176,11 @@ def sandbox(task: Task, folder: Path, ended: list[str]) -> Iterator[RunNetwork]:
     root = folder / "root"
     records = folder / "records"
     root.mkdir()
-    with held_namespaces(*_namespaces(task, root, records)) as first:
+    interfaces, addresses, hosts = sort_names(task.names)
+    commands = interface_commands(interfaces, addresses) if task.names else []
+    hosts_file = write_hosts(folder, addresses[0], hosts)
+    unshare, mounting = _namespaces(task, root, records, hosts_file)
+    with held_namespaces(unshare, [*mounting, *commands]) as first:
         enter = _enter(task, root, first)
         _copy_in(task, enter)
         # The records lie in memory, which stays as long as this is open.
@@ -151,8 +189,11 @@ def sandbox(task: Task, folder: Path, ended: list[str]) -> Iterator[RunNetwork]:
         over = threading.Event()
         watch = threading.Thread(target=_watch, args=(task, first, outside, over, ended))
         watch.start()
+        network = RunNetwork(prefixes=[[*enter, str(task.cwd)]], records=records, outside=outside)
+        if task.names:
+            network = replace(network, master=addresses[0], interface=interfaces[0])
         try:
-            yield RunNetwork(prefixes=[[*enter, str(task.cwd)]], records=records, outside=outside)
+            yield network
         finally:
             over.set()
             watch.join()
@@ -186,16 +227,17 @@ def _enter(task: Task, root: Path, first: int) -> list[str]:
 
 
 def _copy_in(task: Task, enter: Sequence[str]) -> None:
-    """Copy the submission to where the ranks find it, and make links to the rubric's folders.
+    """Copy the submission to where the ranks find it, with links to the rubric's folders.
 
     The links lie in folders of the run's own: scripts may write beside the data.
     """
     in_root = [*enter, "/"]
     copies = [["-P", "/submission/.", task.submission]]
     copies += [["-s", f"{source}/.", at] for at, source in task.links.items()]
-    for words in copies:
-        command = [*in_root, "cp", "-r", *words]
-        subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120)
+    commands = [["cp", "-r", *words] for words in copies]
+    commands += [["mkdir", "-p", folder] for folder in task.folders]
+    for words in commands:
+        subprocess.run([*in_root, *words], stderr=subprocess.DEVNULL, timeout=120)
 
 
 # --- what is mounted ---
@@ -214,10 +256,14 @@ class Mount(NamedTuple):
     source: str | int = ""
 
 
-def _namespaces(task: Task, root: Path, records: Path) -> tuple[list[str], list[str]]:
+def _namespaces(
+    task: Task, root: Path, records: Path, hosts_file: Path
+) -> tuple[list[str], list[str]]:
     """Return the words that make the namespaces, and commands to run in them."""
     system = [Path(name) for name in _SYSTEM if Path(name).exists()]
     mounts = _mounts(task, system, records)
+    if task.names:
+        mounts.insert(-1, Mount("read-only", str(HOSTS), str(hosts_file)))
     bubblewrap = shutil.which("bwrap", path=tools.search_path())
     if bubblewrap:
         return _bubblewrap(bubblewrap, system, _lines(_BUBBLEWRAP, mounts, root)), []
@@ -267,7 +313,8 @@ def _mounts(task: Task, system: Sequence[Path], records: Path) -> list[Mount]:
     readable = {str(folder): str(folder) for folder in [*system, *_own_folders(task, system)]}
     readable |= zip(task.links.values(), task.mounts.values(), strict=True)
     readable["/submission"] = task.submission
-    links = [at for at in task.links if not Path(at).is_relative_to(task.submission)]
+    places = [*task.links, *_memories(task, [*readable, str(records)])]
+    links = [at for at in places if not Path(at).is_relative_to(task.submission)]
     parents: list[str] = []
     for place in [*readable, *links, task.submission, str(records)]:
         above = Path(place).parents[:-1]  # without "/"
@@ -287,6 +334,18 @@ def _mounts(task: Task, system: Sequence[Path], records: Path) -> list[Mount]:
     return mounts
 
 
+def _memories(task: Task, taken: Sequence[str]) -> Iterator[str]:
+    """Yield the folders to make that lie where nothing else does, and no rank may write.
+
+    taken : what is mounted besides.
+    """
+    closed = [task.submission, "/tmp", "/dev", "/proc", _MOUNTED, *_SYSTEM]
+    for folder in task.folders:
+        is_above = any(Path(place).is_relative_to(folder) for place in [*taken, *closed])
+        if not is_above and not _is_in(Path(folder), list(map(Path, closed))):
+            yield folder
+
+
 def _memory(task: Task, at: str) -> Mount:
     return Mount("memory", at, task.disk_bytes)
 
@@ -297,14 +356,14 @@ def _folders(places: Sequence[str]) -> list[Mount]:
 
 def _own_folders(task: Task, system: Sequence[Path]) -> list[Path]:
     """Return the folders that a script needs besides the system's: its Python, and the probe's."""
-    program = Path(shutil.which(task.words[0]) or sys.executable)
+    program = Path(shutil.which(task.program) or sys.executable)
     folders: list[Path] = []
     # With the Python beside torchrun, but not what lies around other programs: ~ around ~/bin.
     for file in (program, program.resolve(), program.with_name("python").resolve()):
         folder = file.parents[1]
         if (folder / "pyvenv.cfg").exists() or any(folder.glob("lib*/python3*")):
             folders.append(folder)
-    folders.append(HOOK.parent)
+    folders += [HOOK.parent, DRIVERS]
     return [folder for folder in folders if not _is_in(folder, system)]
 
 

@@ -12,21 +12,23 @@ import shutil
 import stat
 import tarfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from common.errors import UserError, count, file_errors, first_of, reason_of
+from common.errors import UserError, file_errors, first_of, reason_of
 from common.utils.atomic_files import read_regular
 from common.utils.grouping import grouped
+from lab.grade.facts import Look
 from lab.grade.rubric import Part, Rubric
 
 MOST_BYTES = 2**30
 MOST_FILES = 20_000
 _SUFFIXES = (".zip", ".tgz", ".tar", ".tar.gz", ".tar.bz2", ".tar.xz")
+_TRAINS = re.compile(r"\.backward\(|init_process_group|DistributedDataParallel")
 _IGNORED = ("__MACOSX", "__pycache__", ".git", ".venv", "venv")
 
 # The names of a submission and of a part.
@@ -36,7 +38,7 @@ Place = tuple[str, str]
 def named(paths: Sequence[Path]) -> dict[str, list[Path]]:
     """Return the submissions by their names, which are their files' without the ending.
 
-    Several of one name are one mistake, see ``unpack``.
+    Several of one name are one mistake.
     """
     return grouped((_name(path), path) for path in paths)
 
@@ -66,14 +68,11 @@ class Entry(NamedTuple):
     is_link: bool = False
 
 
-def unpack(sources: Sequence[Path], target: Path) -> None:
+def unpack(source: Path, target: Path) -> None:
     """Copy a submission to a new folder that everybody can read.
 
     Raises UserError, in one line, for what is no submission or not harmless.
     """
-    if len(sources) > 1:
-        raise UserError(f"{count(len(sources), 'submission')} have this name: rename them")
-    [source] = sources
     try:
         if source.is_dir():
             _copy_folder(source, target)
@@ -172,27 +171,95 @@ def _is_ignored(relative: Path) -> bool:
 # --- scripts ---
 
 
-def find_script(folder: Path, part: Part, given: str | None) -> Path | str:
+def find_script(folder: Path, name: str, rubric: Rubric, given: str | None) -> Path | Look:
     """Return a part's script in a submission's folder, or why there is none.
+
+    One that no pattern of the rubric fits is found by the part's name, or by what the part uses.
 
     given : its place, by --map.
     """
-    patterns = part.files
-    if given:
-        patterns = [given]
+    part = rubric.parts[name]
+    patterns = [given] if given else part.files
     for pattern in patterns:
-        found = [
-            path
-            for path in sorted(folder.glob(pattern))
-            if path.is_file() and not _is_ignored(path.relative_to(folder))
-        ]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            names = first_of([path.relative_to(folder) for path in found], 4)
-            return f"several files fit {pattern}: {names}. Name one with --map"
-    here = first_of([path.relative_to(folder) for path in sorted(folder.rglob("*.py"))], 6)
-    return f"no file fits {', '.join(patterns)}; here are {here}. Name one with --map"
+        if found := _fitting(folder, pattern):
+            return _one_of(folder, found)
+    if not given:
+        others = _scripts_of_others(folder, name, rubric)
+        left = [path for path in _fitting(folder, "**/*.py") if path not in others]
+        for is_alike in _likenesses(name, part):
+            alike = [path for path in left if is_alike.search(str(path.relative_to(folder)))]
+            if alike:
+                return _one_of(folder, alike)
+    here = _listed(folder, _fitting(folder, "**/*.py"))
+    return Look(
+        f"no file fits {', '.join(patterns)}; here are {here}.",
+        student="Name the script as the assignment says.",
+        grader="Name it with --map.",
+    )
+
+
+def _fitting(folder: Path, pattern: str) -> list[Path]:
+    """Return the student's files that fit a pattern."""
+    return [
+        path
+        for path in sorted(folder.glob(pattern))
+        if path.is_file() and not _is_ignored(path.relative_to(folder))
+    ]
+
+
+def _listed(folder: Path, paths: Sequence[Path]) -> str:
+    return first_of([path.relative_to(folder) for path in paths], 6)
+
+
+def _scripts_of_others(folder: Path, name: str, rubric: Rubric) -> set[Path]:
+    """Return the files that fit the patterns of other parts."""
+    scripts: set[Path] = set()
+    for other, part in rubric.parts.items():
+        if other != name:
+            for pattern in part.files:
+                scripts.update(_fitting(folder, pattern))
+    return scripts
+
+
+def _likenesses(name: str, part: Part) -> Iterator[re.Pattern[str]]:
+    """Yield patterns of paths that are like a part's, the surest first.
+
+    part2a is also Part_2-A, task2a or a bare 2a, and one that uses gather may be main_gather.py.
+    """
+    number = re.search(r"(\d+)([a-z]?)$", name.lower())
+    if number is None:
+        spelled = [r"[\W_]*".join(re.findall("[a-z0-9]+", name.lower()))]
+    else:
+        digits, letter = number.groups()
+        word = r"(?:part|task|question|exercise|step|section|q|p)[\W_]*"
+        spelled = [rf"{word}{digits}[\W_]*{letter}" if letter else f"{word}{digits}"]
+        if letter:
+            spelled.append(f"[a-z_]*{digits}{letter}")
+    spelled += ["[a-z0-9_]*" + r"[\W_]*".join(way.split("_")) + "[a-z0-9_]*" for way in part.uses]
+    for text in spelled:
+        yield re.compile(rf"(?<![a-z0-9]){text}(?![a-z0-9])", re.IGNORECASE)
+
+
+def _one_of(folder: Path, found: Sequence[Path]) -> Path | Look:
+    """Return the one file that others do not import and that trains, or why it cannot be told."""
+    texts = {path: read_regular(path, last_bytes=2**20).decode(errors="replace") for path in found}
+    imported = {path for path in found if any(_imports(text, path.stem) for text in texts.values())}
+    left = [path for path in found if path not in imported] or list(found)
+    if len(left) > 1:
+        left = [path for path in left if _TRAINS.search(texts[path])] or left
+    if len(left) == 1:
+        return left[0]
+    return Look(
+        f"several files may be the script: {_listed(folder, left)}.",
+        student="Hand in one script for this part, named as the assignment says.",
+        grader="Name one with --map.",
+    )
+
+
+def _imports(text: str, module: str) -> bool:
+    """Return whether a script imports a module."""
+    pattern = rf"^\s*(?:from|import)\s+(?:\w+\.)*\.?{re.escape(module)}\b"
+    return re.search(pattern, text, re.MULTILINE) is not None
 
 
 # --- tables that a person wrote ---
@@ -206,9 +273,13 @@ class CsvRow(msgspec.Struct):
 
 
 class ScriptRow(CsvRow):
-    """A row of the file of --map: where a script lies in its submission."""
+    """A row of the file of --map: where a script lies in its submission, and how it is started.
+
+    Either may be empty: then the rubric says it.
+    """
 
     path: str
+    command: str = ""
 
 
 R = TypeVar("R", bound=CsvRow)
@@ -217,19 +288,22 @@ R = TypeVar("R", bound=CsvRow)
 def read_rows(path: Path, kind: type[R]) -> list[R]:
     """Return the rows of a CSV file that a person wrote, without spaces around.
 
-    kind : its fields are the columns. Raises UserError if the file cannot be read or lacks one.
+    kind : its fields are the columns; those with a default may be missing.
+
+    Raises UserError if the file cannot be read or lacks a column.
     """
     columns = kind.__struct_fields__
+    needed = columns[: len(columns) - len(kind.__struct_defaults__)]
     with file_errors(f"{path} cannot be read"):
         text = read_regular(path, most_bytes=2**24).decode("utf-8-sig")
         rows = list(csv.DictReader(text.splitlines(), restval=""))
     if rows:
-        for column in columns:
+        for column in needed:
             if column not in rows[0]:
                 raise UserError(
-                    f"{path}: the column {column} is missing: it needs {', '.join(columns)}"
+                    f"{path}: the column {column} is missing: it needs {', '.join(needed)}"
                 )
-    return [kind(*((row[column] or "").strip() for column in columns)) for row in rows]
+    return [kind(*((row.get(column) or "").strip() for column in columns)) for row in rows]
 
 
 def check_row(row: CsvRow, names: Mapping[str, object], rubric: Rubric, *, where: str) -> None:

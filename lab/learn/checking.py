@@ -15,7 +15,7 @@ from typing import Any
 
 from common.errors import INTERRUPTED
 from common.utils.processes import adopt_orphans
-from lab.learn.course import Lesson
+from lab.learn.course import LESSONS, Lesson
 from lab.learn.progress import keep_done, progress_of
 from lab.learn.student_file import Mistake, StudentFile
 from lab.processes.supervision import kill_descendants
@@ -79,6 +79,8 @@ def _check_here(lesson: Lesson) -> None:
 def check(lesson: Lesson, student: StudentFile) -> int:
     """Say what is right and what is not, keep whether all is, and return the exit status."""
     try:
+        if _lacks_earlier(lesson):
+            return NOT_YET
         blanks = student.blanks()
         if blanks:
             lines = ", ".join(map(str, blanks))
@@ -95,6 +97,25 @@ def check(lesson: Lesson, student: StudentFile) -> int:
     say(lesson.question.compare(progress_of(lesson).prediction, measured))
     keep_done(lesson, status == RIGHT)
     return status
+
+
+def _lacks_earlier(lesson: Lesson) -> bool:
+    """Say which lesson comes first, if this one loads its file and that is not written."""
+    for earlier in LESSONS:
+        if earlier.number != lesson.uses:
+            continue
+        state = "is missing"
+        if earlier.file.exists():
+            blanks = StudentFile(earlier.file).blanks()
+            if not blanks:
+                return False
+            state = f"has blanks in lines {', '.join(map(str, blanks))}"
+        say(
+            f"not yet: do lesson {earlier.number} first. This lesson loads {earlier.file}, which "
+            f"{state}: lab learn {earlier.number}"
+        )
+        return True
+    return False
 
 
 def _check_answers(lesson: Lesson, answers: Mapping[str, Any]) -> int:

@@ -1,4 +1,7 @@
-"""``lab learn``: list the lessons, write a lesson's skeleton, keep a prediction, check the file."""
+"""``lab learn``: list the lessons, write a lesson's skeleton, keep a prediction, check the file.
+
+It also shows a lesson's hints, and a solution beside the student's file.
+"""
 
 import argparse
 import shutil
@@ -6,8 +9,9 @@ import shutil
 from common.errors import UserError
 from lab.flags import add_command
 from lab.learn.checking import check_apart, watch
-from lab.learn.course import FOLDER, LESSONS, Lesson
-from lab.learn.progress import keep_prediction, progress_of
+from lab.learn.course import FOLDER, LESSONS, Lesson, missing_lesson, page_path
+from lab.learn.progress import keep_hints, keep_prediction, progress_of
+from lab.learn.solutions import beside
 from lab.terminal import say
 
 
@@ -26,32 +30,88 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
     action.add_argument(
         "--predict",
         metavar="ANSWER",
-        help="keep your answer to the lesson's question, e.g. 1.8s; --check compares it",
+        help="keep your answer to the lesson's question, a number; --check compares it",
     )
     action.add_argument("--check", action="store_true", help="check your file of the lesson")
     action.add_argument(
         "--watch", action="store_true", help="check your file now, and again whenever you save it"
+    )
+    action.add_argument(
+        "--hint",
+        type=int,
+        choices=(1, 2, 3),
+        nargs="?",
+        const=0,
+        help="show the next of three hints, from a question to the line; or the one of this number",
+    )
+    action.add_argument(
+        "--solution",
+        action="store_true",
+        help="show how your file differs from a solution; after a check in which all was right, or "
+        "with --give-up",
+    )
+    parser.add_argument(
+        "--give-up", action="store_true", help="show the solution of a lesson that is not done"
     )
 
 
 def main_learn(args: argparse.Namespace) -> int:
     """Do what the flags ask for and return the exit status. Raises UserError on wrong input."""
     if args.lesson is None:
-        if args.predict or args.check or args.watch:
+        chosen = (args.predict, args.check, args.watch, args.hint, args.solution, args.give_up)
+        if any(value not in (None, False) for value in chosen):
             raise UserError("which lesson? Give its number, e.g. lab learn 3 --check")
         return _list_lessons()
     lesson = _lesson(args.lesson)
+    if args.check or args.watch:
+        return _check(lesson, again=args.watch)
     if args.predict is not None:
         keep_prediction(lesson, lesson.question.parse(args.predict))
         say(f"Kept: {args.predict}. A check compares it with formula and measurement.")
         return 0
-    if not (args.check or args.watch):
-        return _begin(lesson)
+    if args.hint is not None:
+        return _hint(lesson, args.hint)
+    if args.solution or args.give_up:
+        return _solution(lesson, give_up=args.give_up)
+    return _begin(lesson)
+
+
+def _check(lesson: Lesson, *, again: bool) -> int:
+    """Check the student's file, with ``again`` at each save. Raises UserError if there is none."""
     if not lesson.file.exists():
         raise UserError(f"{lesson.file} is missing: lab learn {lesson.number} writes it")
-    if args.watch:
+    if again:
         return watch(lesson)
     return check_apart(lesson)  # in a process of its own
+
+
+def _hint(lesson: Lesson, number: int) -> int:
+    """Show a hint; 0: the next one, after the last one the last again."""
+    hints = lesson.hints()
+    number = number or min(progress_of(lesson).hints + 1, len(hints))
+    keep_hints(lesson, number)
+    say(f"Hint {number} of {len(hints)}: {hints[number - 1]}")
+    if number == len(hints):
+        say(f"That was the last one. The solution: lab learn {lesson.number} --give-up")
+    return 0
+
+
+def _solution(lesson: Lesson, *, give_up: bool) -> int:
+    """Show how the student's file differs from a solution. Raises UserError before it is right."""
+    if not (give_up or progress_of(lesson).done):
+        raise UserError(
+            f"lesson {lesson.number} is not done yet. Check it with lab learn {lesson.number} "
+            f"--check, ask for a hint with --hint, or add --give-up to see the solution"
+        )
+    own = ""
+    if lesson.file.exists():
+        own = lesson.file.read_text(encoding="utf-8")
+    differences = beside(own, lesson)
+    if not differences:
+        say(f"{lesson.file} is this solution, word for word.")
+        return 0
+    say(f"Lines with - are yours, lines with + a solution. Others are right, too.\n\n{differences}")
+    return 0
 
 
 def _lesson(number: int) -> Lesson:
@@ -74,6 +134,7 @@ def _list_lessons() -> int:
             next_is_listed = True
         line = f"{lesson.number:>3}  {lesson.title:<24}{lesson.minutes:>3} min  {state}"
         say(line.rstrip())
+    say(f"\nFrom the lessons to a program of your own: {page_path('your_own_program')}")
     return 0
 
 
@@ -88,6 +149,10 @@ def _begin(lesson: Lesson) -> int:
     say(
         f"Its page: {lesson.page}\n\n{lesson.question.text}\n\n"
         f"lab learn {lesson.number} --predict ANSWER   keeps what you expect\n"
-        f"lab learn {lesson.number} --check            checks the file (--watch: at each save)"
+        f"lab learn {lesson.number} --check            checks the file (--watch: at each save)\n"
+        f"lab learn {lesson.number} --hint             shows a hint, each time one more of three"
     )
+    earlier = missing_lesson(lesson)
+    if earlier is not None:
+        say(f"\nIt uses {earlier.file}: do lesson {earlier.number} first.")
     return 0

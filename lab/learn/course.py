@@ -5,6 +5,7 @@ Imports no torch. The text of an exercise is on the lesson's page and in its ske
 
 import math
 import os
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,14 @@ from lab.learn.lessons.find_the_bug import BLIND
 
 # The student's folder: a file for each lesson, and progress.json.
 FOLDER = Path("learn")
+
+
+def page_path(name: str) -> str:
+    """Return the path of a page from here, or in the project if this is no checkout."""
+    page = f"docs/learn/{name}.md"
+    if IN_CHECKOUT:
+        return os.path.relpath(REPOSITORY / page)
+    return page
 
 
 @dataclass(frozen=True)
@@ -45,28 +54,31 @@ class Question:
     """What a student predicts before anything runs.
 
     formula : in words, what the answer follows from.
+    left_out : why a measurement differs from it; "" if it hardly does.
     """
 
     text: str
     answer: float
     formula: str
     unit: str
+    left_out: str = ""
 
     def parse(self, text: str) -> float:
         """Return a prediction such as "1.8s", "1.8 s" or "1.8". Raises UserError."""
         try:
             return float(text.removesuffix(self.unit))
         except ValueError as error:
-            example = f"{2 * self.answer:.2g}{self.unit}"
-            raise UserError(
-                f"--predict: got {text!r}, give a number in {self.unit}, e.g. {example}"
-            ) from error
+            form = f"a number ({self.unit})" if self.unit else "a number"
+            raise UserError(f"--predict: got {text!r}, give {form} in place of ANSWER") from error
 
     def compare(self, prediction: float | None, measured: float | None) -> str:
         """Return the student's prediction, the formula's, and what was measured, if anything."""
         values = {"you": prediction, "formula": self.answer, "measured": measured}
         told = [f"{who} {value:.3g} {self.unit}" for who, value in values.items() if value]
-        return f"Prediction: {', '.join(told)}. The formula: {self.formula}"
+        sentences = [f"Prediction: {', '.join(told)}.", f"The formula: {self.formula}."]
+        if measured is not None and self.left_out:
+            sentences.append(f"Why the measurement differs: {self.left_out}.")
+        return " ".join(sentences)
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,7 @@ class Lesson:
     minutes : what a student needs, reading included.
     check : "module:function" of ``check(student, say)``, see checking.py.
     exercises : by the names under which ``ANSWERS`` in the student's file holds the answers.
+    uses : the lesson whose file this one's program loads; None if it stands alone.
     """
 
     number: int
@@ -85,6 +98,7 @@ class Lesson:
     check: str
     question: Question
     exercises: Mapping[str, Exercise]
+    uses: int | None = None
 
     @property
     def name(self) -> str:
@@ -103,11 +117,13 @@ class Lesson:
 
     @property
     def page(self) -> str:
-        """The path of its page from here, or in the project if this is no checkout."""
-        page = f"docs/learn/{self.name}.md"
-        if IN_CHECKOUT:
-            return os.path.relpath(REPOSITORY / page)
-        return page
+        """The path of its page, see ``page_path``."""
+        return page_path(self.name)
+
+    def hints(self) -> list[str]:
+        """Return its three hints, from a question to the line."""
+        text = Path(__file__).with_name("hints.toml").read_text(encoding="utf-8")
+        return tomllib.loads(text)[str(self.number)]["hints"]
 
 
 def _blind_scripts() -> dict[str, Exercise]:
@@ -139,6 +155,7 @@ LESSONS: Sequence[Lesson] = (
             "each layer takes one matrix product forward and two backward, for its weights and for "
             "its input",
             "times",
+            left_out="the first layer needs no gradient of its input, and not all work is products",
         ),
         {
             "a": Exercise(
@@ -172,6 +189,7 @@ LESSONS: Sequence[Lesson] = (
             87.5,
             "a sample goes to rank 0 with probability 1/2 in each epoch: 1 - 1/2^3",
             "%",
+            left_out="the formula is an expectation, your order one draw",
         ),
         {
             "a": Exercise(
@@ -222,8 +240,9 @@ LESSONS: Sequence[Lesson] = (
             "4 nodes average VGG-11's gradients (36.92 MB) through rank 0, over links of "
             "1 Gbit/s. How long does a step's exchange take?",
             1.772,
-            "2(N-1)M/B = 2 x 3 x 36.92 MB x 8 bit / 1,000 Mbit/s",
+            "2(N-1)M/R = 2 x 3 x 36.92 MB x 8 bit / 1,000 Mbit/s",
             "s",
+            left_out="headers add 4 to 6 %, and copying in and out of the kernel takes time, too",
         ),
         {
             "a": Exercise(4.135, "2 x 7 x 0.2954 s", "only N-1 changes: 7 in place of 3"),
@@ -238,6 +257,7 @@ LESSONS: Sequence[Lesson] = (
                 "a step takes 0.6 s / 4 and then the exchange",
             ),
         },
+        uses=3,
     ),
     Lesson(
         5,
@@ -259,6 +279,7 @@ LESSONS: Sequence[Lesson] = (
                 238, "34 x 14 x 0.5 ms", "34 rings, one after the other, each with 2(N-1) rounds"
             ),
         },
+        uses=3,
     ),
     Lesson(
         6,
@@ -272,6 +293,7 @@ LESSONS: Sequence[Lesson] = (
             0.442,
             "2(N-1)/N x 36.8 MB x 8 bits / 1,000 Mbit/s; one bucket is complete when backward ends",
             "s",
+            left_out="headers, latency, adding, and few cores for four nodes",
         ),
         {
             "a": Exercise(
@@ -380,6 +402,7 @@ LESSONS: Sequence[Lesson] = (
             5,
             "200 / 40: every chunk passes every link, so the slowest sets the pace",
             "times",
+            left_out="noise, and the time before is the median of three steps",
         ),
         {
             "a": Exercise(
@@ -400,3 +423,11 @@ LESSONS: Sequence[Lesson] = (
         },
     ),
 )
+
+
+def missing_lesson(lesson: Lesson) -> Lesson | None:
+    """Return the earlier lesson whose file this one loads, if it is not there."""
+    for earlier in LESSONS:
+        if earlier.number == lesson.uses and not earlier.file.exists():
+            return earlier
+    return None

@@ -190,7 +190,7 @@ def _overlap_recorded() -> Figure:
     return timeline(
         "A recorded step of VGG-11, 4 nodes at 1 Gbit/s: buckets of 9.5, 27.2 and 0.3 MB",
         [_recorded_step()],
-        marks={"A": (110, 1.3), "B": (450, 1.9), "C": (250, 2.4)},
+        marks={"1": (110, 1.3), "2": (450, 1.9), "3": (250, 2.4)},
     )
 
 

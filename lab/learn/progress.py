@@ -9,10 +9,11 @@ _FILE = FOLDER / "progress.json"
 
 
 class LessonProgress(msgspec.Struct, omit_defaults=True):
-    """What is kept of a lesson; None: nothing yet."""
+    """What is kept of a lesson; None: nothing yet. hints : the number of the last hint shown."""
 
     prediction: Finite | None = None
     done: bool | None = None
+    hints: int = 0
 
 
 Progress = dict[str, LessonProgress]  # by the lesson's name
@@ -41,6 +42,13 @@ def keep_done(lesson: Lesson, done: bool) -> None:
     """Keep whether all of a lesson was right when it was last checked."""
     progress = progress_of(lesson)
     progress.done = done
+    _keep(lesson, progress)
+
+
+def keep_hints(lesson: Lesson, number: int) -> None:
+    """Keep which hint was shown last."""
+    progress = progress_of(lesson)
+    progress.hints = number
     _keep(lesson, progress)
 
 

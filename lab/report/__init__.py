@@ -2,9 +2,9 @@
 
 ``add_recomputed`` settles doubts, ``write_report`` writes the files, ``terminal.print_answer``
 prints the answer. Reading order: ``view`` (the cells and what follows from them), ``losses``,
-``equality`` (do the strategies compute the same), ``one_process`` (which one is wrong),
-``findings`` (all sentences), ``verdict`` (the answer), ``tables``, ``drawings`` (all figures),
-``html`` (with ``settings_text``).
+``equality`` (do the strategies compute the same), ``one_process`` (which one is wrong), ``causes``
+(what makes a difference), ``findings`` (all sentences), ``verdict`` (the answer), ``tables``,
+``drawings`` (all figures), ``html`` (with ``settings_text``) and ``latex``.
 """
 
 import json
@@ -65,3 +65,12 @@ def write_report(folder: Path, comparison: Comparison) -> None:
     timelines = list(figure_pages.draw_timelines(folder, comparison))
     page = html.render(comparison, drawings, timelines)
     (folder / "report.html").write_text(page, encoding="utf-8")
+
+
+def write_latex(folder: Path, comparison: Comparison) -> Path:
+    """Write ``report.tex`` beside the figures of ``write_report``, and return its path."""
+    from lab.report.latex import document
+
+    path = folder / "report.tex"
+    path.write_text(document(comparison, folder), encoding="utf-8")
+    return path

@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 from common.data import DATASETS
 from common.utils.grouping import grouped
+from lab.report.causes import BUSY, EQUAL_SHARE, compared, load, times_text
 from lab.report.equality import DDP, GROWTH, STEPS, Deviation, Equality, check
 from lab.report.losses import Difference, curves, differences
 from lab.report.view import (
     CellRow,
     ComparisonGroup,
     Interval,
+    Place,
     Rows,
     interval_text,
     listed,
@@ -32,7 +34,6 @@ SPEED, EQUAL = "Which is fastest", "Do they compute the same"
 ITERATION = "Mean iteration time"
 BOUND, REACH = "What takes the time", "Limits"
 _NOISY = 0.5  # of the step: a wider interval gets a warning
-EQUAL_SHARE = 1.2  # report a rank 0 that sends more than this many times an equal share
 _ABOVE_IDEAL = 1.05  # an efficiency that no measuring error of a quiet machine reaches
 _NEAR_CHANCE = 1.5  # times the accuracy of guessing
 _WITHIN = 0.20  # of the measured step: a prediction that far off is near
@@ -84,22 +85,23 @@ def _found(block: ComparisonGroup, parts: Mapping[int, Rows], finders: Sequence[
     for find in finders:
         said = [(nodes, found) for nodes, rows in parts.items() for found in find(block, rows)]
         by_text = grouped((found.text, (nodes, found)) for nodes, found in said)
-        yield from map(_joined, by_text.values())
+        for members in by_text.values():
+            yield _joined(members, block.place)
 
 
-def _joined(members: Sequence[tuple[int, ReportFinding]]) -> ReportFinding:
+def _joined(members: Sequence[tuple[int, ReportFinding]], place: Place) -> ReportFinding:
     """Return findings with the same text on these numbers of nodes (0: all together) as one."""
     numbers = [nodes for nodes, _ in members]
     _, first = members[0]
     if numbers == [0]:
         return first
-    where = f"On {listed(list(map(str, numbers)))} nodes"
+    where = f"On {listed(list(map(str, numbers)))} {place}s"
     if numbers == [1]:
-        where = "On one node"
+        where = f"On one {place}"
     evidence = first.evidence
     if len(members) > 1:
         evidence = "; ".join(
-            f"on {nodes} nodes: {finding.evidence}"
+            f"on {nodes} {place}s: {finding.evidence}"
             for nodes, finding in members
             if finding.evidence
         )
@@ -120,11 +122,6 @@ def timed(row: CellRow) -> str:
 
 def named(row: CellRow) -> str:
     return row.sync if row.exact else f"{row.sync} (not exact)"
-
-
-def times_text(value: float) -> str:
-    """Return ``3.2 times``; two decimals below 2, where the first one says little."""
-    return f"{value:.2f} times" if value < 2 else f"{value:.1f} times"
 
 
 def _syncs(rows: Rows) -> list[str]:
@@ -238,8 +235,8 @@ def _what_is_unknown(result: Equality, block: ComparisonGroup) -> Iterator[str]:
     tested = len(result.equal) > 1 or result.confirmed
     if tested and block.nodes_beyond_one == [2]:
         yield (
-            " a strategy that divides by a literal 2 is right by chance. Compare on 3 nodes as "
-            "well."
+            " a strategy that divides by a literal 2 is right by chance. Compare on 3 "
+            f"{block.place}s as well."
         )
 
 
@@ -261,7 +258,7 @@ def speed(rows: Rows) -> str:
 def _speed_of_one(row: CellRow) -> str:
     text = f"{named(row)} takes {seconds_text(row.step, row.step)} s a step"
     if row.speedup:
-        text += f", {times_text(row.speedup)} as fast as one node"
+        text += f", {times_text(row.speedup)} as fast as one {row.place}"
     return text
 
 
@@ -270,7 +267,7 @@ def _speed_of_several(rows: Rows) -> str:
     best = rows[0]
     last = rows[-1]
     shortest = seconds_text(best.step, best.step)
-    ratio = f", {times_text(last.step / best.step)} as fast as {last.sync}"
+    ratio = f", {compared(best, last)}"
     known = [(row, ends) for row in rows if (ends := row.interval("step"))]
     if len(known) < len(rows):
         ran = "not every strategy ran more than once" if known else "each strategy ran once"
@@ -302,9 +299,9 @@ def fastest(block: ComparisonGroup, rows: Rows) -> Found:
 
 
 def iterations(_: ComparisonGroup, rows: Rows) -> Found:
-    """Give the assignment's numbers: mean iteration times, and the speed-ups.
+    """Give the assignment's numbers: mean iteration times, and how many times as fast as one rank.
 
-    Of one node and of the largest number of nodes.
+    Of one rank and of the largest number of ranks.
     """
     means = {row: mean for row in rows if (mean := row.mean_iteration) is not None}
     most = max((row.nodes for row in means), default=0)
@@ -312,9 +309,9 @@ def iterations(_: ComparisonGroup, rows: Rows) -> Found:
     for row, mean in means.items():
         seconds = f"{seconds_text(mean, mean)} s"
         if row.nodes == 1:
-            texts.append(f"one node {seconds}")
-        elif row.nodes == most and row.speedup:
-            texts.append(f"{row.name} {seconds} (speed-up {row.speedup:.2f})")
+            texts.append(f"one {row.place} {seconds}")
+        elif row.nodes == most and row.mean_iteration_ratio:
+            texts.append(f"{row.name} {seconds} ({row.mean_iteration_ratio:.2f} times as fast)")
         elif row.nodes == most:
             texts.append(f"{row.name} {seconds}")
     if texts:
@@ -331,7 +328,7 @@ def slower_than_one(block: ComparisonGroup, rows: Rows) -> Found:
     for (certain, words), members in by_certainty.items():
         names = strategies(_syncs(members), of=len(rows))
         are = "is" if len(members) == 1 else "are"
-        text = f" {names} {are} {what} than one node{words}"
+        text = f" {names} {are} {what} than one {block.place}{words}"
         evidence = "; ".join(f"{row.sync} {row.speedup:.2f} times" for row in members)
         yield ReportFinding(SPEED, text, evidence, caution=not certain)
 
@@ -345,7 +342,7 @@ def _how_certain(speedup: Interval | None) -> tuple[bool, str]:
     return False, " by the medians, but the 95 % intervals overlap."
 
 
-def above_ideal(_: ComparisonGroup, rows: Rows) -> Found:
+def above_ideal(block: ComparisonGroup, rows: Rows) -> Found:
     """Warn of speed-ups that are larger than the number of nodes."""
     above = {}
     for row in rows:
@@ -353,11 +350,12 @@ def above_ideal(_: ComparisonGroup, rows: Rows) -> Found:
         if efficiency is not None and efficiency > _ABOVE_IDEAL:
             above[row.sync] = efficiency
     if above:
+        one = f"one {block.place}"
         yield ReportFinding(
             SPEED,
-            f" the efficiency is above the ideal 100 % ({listed(_each(above))}). The run on one "
-            "node was disturbed, or it is slower for each sample (fewer threads, less cache). Do "
-            "not trust these speed-ups: run one node again on a quiet machine.",
+            f" the efficiency is above the ideal 100 % ({listed(_each(above))}). The run on {one} "
+            "was disturbed, or it is slower for each sample (fewer threads, less cache). Do not "
+            f"trust these speed-ups: run {one} again on a quiet machine.",
             "; ".join(_each(above, 1)),
             caution=True,
         )
@@ -411,18 +409,23 @@ def stragglers(_: ComparisonGroup, rows: Rows) -> Found:
     by_certainty = grouped((_surely_waits_longer(row), row) for row in late)
     for certain, members in by_certainty.items():
         what = "ranks wait longer for slower ranks than sending takes"
-        end = ", but the 95 % intervals overlap."
         if certain:
             end = ". A faster network would save less than half of the exposed time."
+        elif certain is None:
+            end = "; it ran once, so this is not certain."
+        else:
+            end = ", but the 95 % intervals overlap."
         text = f" {listed(_syncs(members))}: {what}{end}"
         yield ReportFinding(BOUND, text, evidence, caution=not certain)
 
 
-def _surely_waits_longer(row: CellRow) -> bool:
-    """Return whether the 95 % interval of waiting lies above that of sending."""
+def _surely_waits_longer(row: CellRow) -> bool | None:
+    """Return whether the 95 % interval of waiting lies above that of sending; None without one."""
     wait = row.interval("wait")
     wire = row.interval("wire")
-    return wait is not None and wire is not None and wait[0] > wire[1]
+    if wait is None or wire is None:
+        return None
+    return wait[0] > wire[1]
 
 
 def root_share(_: ComparisonGroup, rows: Rows) -> Found:
@@ -462,7 +465,7 @@ def root_share(_: ComparisonGroup, rows: Rows) -> Found:
     )
 
 
-# --- what was learned, also on one node ---
+# --- what was learned, also on one rank ---
 
 
 def accuracies(block: ComparisonGroup, rows: Rows) -> Found:
@@ -517,7 +520,7 @@ def _above_chance(reached: Mapping[CellRow, Sequence[float]], evidence: str) -> 
 
 
 def _of(rows: Rows) -> str:
-    """Return whose accuracy it is; one node has no strategies."""
+    """Return whose accuracy it is; one rank has no strategy."""
     return f" of {listed(_syncs(rows))}" if rows[0].nodes > 1 else ""
 
 
@@ -636,6 +639,9 @@ def predictions(_: ComparisonGroup, rows: Rows) -> Found:
     )
     if far:
         text += f" Outside are {listed(far)}."
+    busy = [row.name for row in errors if load(row) > BUSY]
+    if busy:
+        text += f" The machine was busy during {listed(busy)}, which no prediction knows."
     yield ReportFinding("Prediction", text, "; ".join(texts.values()), caution=bool(far))
 
 

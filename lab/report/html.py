@@ -17,6 +17,7 @@ from lab.comparison.record import Cell, Comparison
 from lab.report import tables
 from lab.report.drawings.figure_pages import Drawing
 from lab.report.findings import REACH, ReportFinding, findings
+from lab.report.losses import LossTable, loss_table
 from lab.report.settings_text import block_settings, pairs, summary
 from lab.report.tables import Line
 from lab.report.verdict import Verdict, verdict
@@ -52,6 +53,7 @@ class Section:
     limits: Sequence[ReportFinding]
     tables: Mapping[str, Sequence[str]]
     lines: Sequence[Line]
+    losses: LossTable | None
     predicted: Sequence[Line]
     figures: Sequence[Drawing]
     settings: Sequence[tuple[str, str]]
@@ -85,6 +87,7 @@ def render(
         summary=summary(comparison.settings),
         warnings=warnings,
         differences=comparison.differences,
+        skipped=comparison.skipped,
         sections=sections,
         many=many,
         settings=comparison.settings,
@@ -92,6 +95,7 @@ def render(
         environment=pairs(comparison.environment),
         timelines=timelines,
         columns=tables.COLUMNS,
+        heading=tables.heading,
         foretold=tables.PREDICTION,
         failed=[row for block in blocks for row in block.rows if _has_failed(row.cell)],
         prediction=comparison.prediction,
@@ -117,7 +121,8 @@ def _first_start(blocks: Sequence[ComparisonGroup]) -> str:
 
 def tidy(text: str) -> str:
     """Keep a number and its unit on one line."""
-    return re.sub(r"(\d\]?) (%|s|ms|MB|nodes?|points|cells|times)(?=\W|$)", "\\1\u00a0\\2", text)
+    units = r"(\d\]?) (%|s|ms|MB|nodes?|ranks?|points|cells|times)(?=\W|$)"
+    return re.sub(units, "\\1\u00a0\\2", text)
 
 
 def _data_address(kind: str, text: str) -> str:
@@ -140,10 +145,14 @@ def _section(
             limits.append(finding)
         else:
             topics.setdefault(finding.topic, []).append(finding)
-    shown = {"Times": tables.TIMES, "Scaling, bytes, memory": tables.COSTS}
+    lines = tables.lines(block)
+    shown: dict[str, Sequence[str]] = {
+        "Results": tables.with_values(tables.RESULTS, lines),
+        "Times": tables.TIMES,
+        "Scaling, bytes, memory": tables.COSTS,
+    }
     if any(row.memory or row.predicted_memory for row in block.rows):
         shown["Tensors of the rank that holds most"] = tables.MEMORY
-    lines = tables.lines(block)
     return Section(
         id=prefix,
         label=block.label,
@@ -153,6 +162,7 @@ def _section(
         limits=limits,
         tables=shown,
         lines=lines,
+        losses=loss_table(block),
         predicted=[line for line in lines if line.row.prediction],
         figures=figures,
         settings=block_settings(block, comparison),

@@ -15,7 +15,7 @@ _LABELS = {
     "steps": "measured steps",
     "warmup": "warm-up steps, not measured",
     "repeats": "repeats of each cell",
-    "nodes": "numbers of nodes",
+    "nodes": "numbers of ranks",
     "sync": "strategies",
     "rates": "link rates",
     "until_accuracy": "until accuracy",

@@ -12,11 +12,15 @@ from typing import Any, NamedTuple
 from msgspec.structs import asdict
 
 from common.sync.memory_cost import KINDS, Memory
+from lab.report.causes import Gap
 from lab.report.equality import wrong_rows
+from lab.report.losses import loss_table
 from lab.report.view import (
     NOTHING,
     CellRow,
     ComparisonGroup,
+    Place,
+    Rows,
     interval_text,
     percent,
     rate_text,
@@ -66,6 +70,9 @@ COLUMNS = {
     "wait_seconds": Column("waiting, s", "s"),
     "update_seconds": Column("update, s", "s"),
     "mean_iteration_seconds": Column("mean iteration without the first, s", "s"),
+    "last_train_loss": Column("loss, last step", ".4f"),
+    "test_accuracy_ratio": Column("test accuracy", ".2%"),
+    "test_loss": Column("test loss", ".4f"),
     "speedup_ratio": Column("speed-up", ".2f", max),
     "efficiency_ratio": Column("efficiency", ".1%", max),
     "samples_per_second": Column("samples/s", ".0f", max),
@@ -94,6 +101,10 @@ _TIMES = (
     *("strategy", "nodes", "claim", "step_seconds", "data_seconds", "forward_seconds"),
     *("backward_seconds", "sync_seconds", "wait_seconds", "update_seconds"),
 )
+RESULTS = (  # a column without any value is left out
+    *("strategy", "nodes", "mean_iteration_seconds", "step_seconds", "speedup_ratio"),
+    *("exposed_share", "last_train_loss", "test_accuracy_ratio", "test_loss", *_FORETOLD),
+)
 TIMES = (*_TIMES, "state")
 COSTS = ("strategy", "nodes", *_COSTS, "largest_peak_memory_bytes", *_FORETOLD)
 MEMORY = (
@@ -104,7 +115,24 @@ PREDICTION = (
     *("cell", "predicted_compute_seconds", "predicted_sync_seconds", "predicted_step_seconds"),
     *("measured_seconds", "error", "scope"),
 )
-MARKDOWN = (*_TIMES, *_COSTS, "optimizer_state_bytes", "tensor_bytes", *_FORETOLD, "state")
+MARKDOWN = (
+    *(*_TIMES, *_COSTS, "optimizer_state_bytes", "tensor_bytes", *_FORETOLD),
+    *("last_train_loss", "test_accuracy_ratio", "test_loss", "state"),
+)
+
+
+# What follows from the whole step: best only where the strategies make the difference.
+_BY_TIME = ("step_seconds", "speedup_ratio", "efficiency_ratio", "samples_per_second")
+
+
+def heading(name: str, place: Place) -> str:
+    """Return a column's heading. place : what the numbers of ``nodes`` count in this table."""
+    return f"{place}s" if name == "nodes" else COLUMNS[name].heading
+
+
+def with_values(names: Sequence[str], lines: Sequence[Line]) -> list[str]:
+    """Return the columns of which at least one line has a value."""
+    return [name for name in names if any(line.texts[name] != NOTHING for line in lines)]
 
 
 def lines(block: ComparisonGroup) -> list[Line]:
@@ -113,9 +141,17 @@ def lines(block: ComparisonGroup) -> list[Line]:
     found = [_line(block, row, row in wrong) for row in block.rows]
     for nodes in block.nodes_beyond_one:
         right = [line for line in found if line.row.nodes == nodes and not line.wrong]
+        certain = _differ_by_strategy([line.row for line in right if line.row.step])
         for name in COLUMNS:
-            _mark_best(right, name)
+            if certain or name not in _BY_TIME:
+                _mark_best(right, name)
     return found
+
+
+def _differ_by_strategy(rows: Rows) -> bool:
+    """Return whether communication makes most of the difference between these steps."""
+    in_order = sorted(rows, key=lambda row: row.step)
+    return len(rows) > 1 and Gap(in_order[0], in_order[-1]).by_messages
 
 
 def _line(block: ComparisonGroup, row: CellRow, wrong: bool) -> Line:
@@ -156,7 +192,7 @@ def _values(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
         "repeats": len(row.runs),
         "global_batch_size_samples": row.cell.batch_size,
     }
-    return settings | _times(row) | _costs(row) | _predicted(row)
+    return settings | _times(row) | _costs(row) | _predicted(row) | _learned(row)
 
 
 def _times(row: CellRow) -> dict[str, Any]:
@@ -205,6 +241,14 @@ def _predicted(row: CellRow) -> dict[str, Any]:
             "prediction_in_scope": int(row.prediction.in_scope),
         }
     return values
+
+
+def _learned(row: CellRow) -> dict[str, float | None]:
+    return {
+        "last_train_loss": row.last_loss,
+        "test_accuracy_ratio": row.test_accuracy,
+        "test_loss": row.test_loss,
+    }
 
 
 # --- the values that only readable tables have, or write in another way ---
@@ -306,10 +350,19 @@ def markdown(blocks: Sequence[ComparisonGroup]) -> str:
 
 
 def _markdown_table(block: ComparisonGroup) -> str:
-    headings = [COLUMNS[name].heading for name in MARKDOWN]
+    headings = [heading(name, block.place) for name in MARKDOWN]
     alignments = ["---:" if COLUMNS[name].form else "---" for name in MARKDOWN]
     rows = [[line.texts[name] for name in MARKDOWN] for line in lines(block)]
-    return "".join(f"| {' | '.join(map(escape, row))} |\n" for row in (headings, alignments, *rows))
+    table = _pipes([headings, alignments, *rows])
+    losses = loss_table(block)
+    if losses is None:
+        return table
+    alignments = ["---:"] * len(losses.headings)
+    return f"{table}\nTraining loss:\n\n{_pipes([losses.headings, alignments, *losses.rows])}"
+
+
+def _pipes(rows: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(map(escape, row))} |\n" for row in rows)
 
 
 def escape(text: str) -> str:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from lab.comparison.record import Comparison
 from lab.report.findings import EQUAL, ITERATION, SPEED, ReportFinding, findings
-from lab.report.tables import lines
+from lab.report.tables import heading, lines
 from lab.report.verdict import verdict
 from lab.report.view import ComparisonGroup, blocks, what_is_emulated
 
@@ -19,7 +19,7 @@ _WIDTH = 100  # of a file or a pipe, which has no width of its own
 _RED = "bold red"
 _COLUMNS = {
     "strategy": "strategy",
-    "nodes": "nodes",
+    "nodes": "",
     "step_or_status": "step, s\n[95 %]",
     "exposed_share": "exposed\ncomm., s",
     "speedup_ratio": "speed\nup",
@@ -82,9 +82,11 @@ def _place(finding: ReportFinding) -> int:
 def _table(block: ComparisonGroup) -> Table:
     """Return the cells with the six columns that matter most, at most 80 characters wide."""
     table = Table(box=SIMPLE_HEAD, padding=0)
-    for name, heading in _COLUMNS.items():
+    for name, text in _COLUMNS.items():
         left = name in ("strategy", "claim")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+        table.add_column(
+            text or heading(name, block.place), justify="left" if left else "right", no_wrap=True
+        )
     for line in lines(block):
         cells = []
         for name in _COLUMNS:

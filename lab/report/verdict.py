@@ -3,17 +3,14 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from common.sync import STRATEGIES, plan_class
-from common.sync.plans.base import MessagePlan
+from lab.report.causes import BUSY, Gap, load, messages, times_text, why
 from lab.report.equality import check
 from lab.report.findings import (
-    EQUAL_SHARE,
     ONE_PROCESS,
     ReportFinding,
     speed,
     strategies,
     timed,
-    times_text,
 )
 from lab.report.view import (
     CellRow,
@@ -25,14 +22,12 @@ from lab.report.view import (
     seconds_text,
 )
 
-_BUSY = 1.5  # programs for each core; ranks alone make it 1 at most, unless they share cores
-
 
 class Verdict(NamedTuple):
     """The answer to "which is fastest, and are all of them right?"; ``wrong`` is shown in red.
 
     numbers : up to three, each a label, the value with its unit, and of what it is.
-    why : what the messages of the fastest and of the slowest strategy do.
+    why : what makes the slowest strategy slower than the fastest, as far as the runs show it.
     """
 
     text: str
@@ -62,8 +57,11 @@ def verdict(block: ComparisonGroup, found: Sequence[ReportFinding]) -> Verdict:
 
 
 def _of_one_node(rows: Rows) -> Verdict:
-    text = f"On one node a step takes {timed(rows[0])}; no strategy on several nodes has been "
-    return Verdict(f"{text}measured{_machine(rows)}.", _numbers(rows), False)
+    text = (
+        f"On one {rows[0].place} a step takes {timed(rows[0])}; no strategy on several "
+        f"{rows[0].place}s has been measured{_machine(rows)}."
+    )
+    return Verdict(text, _numbers(rows), False)
 
 
 def _of_wrong_results(block: ComparisonGroup, rows: Rows, wrong: Sequence[str]) -> Verdict:
@@ -83,7 +81,7 @@ def _where(block: ComparisonGroup, nodes: int) -> str:
     """Return where it was measured: ``On 4 emulated nodes at 1 Gbit/s``."""
     emulated = " emulated" if block.emulated else ""
     link = f" at {rate_text(block.rate)}" if block.rate is not None else ""
-    return f"On {nodes}{emulated} nodes{link}"
+    return f"On {nodes}{emulated} {block.place}s{link}"
 
 
 def _one_node_alone(best: CellRow) -> str:
@@ -91,39 +89,14 @@ def _one_node_alone(best: CellRow) -> str:
     interval = best.speedup_interval
     if best.baseline is None or interval is None or interval[1] >= 1:
         return ""
-    return f"; one node alone is faster ({timed(best.baseline)})"
+    return f"; one {best.place} alone is faster ({timed(best.baseline)})"
 
 
 def _why(rows: Rows) -> str:
-    """Say what the messages of the fastest and of the slowest strategy do, if there are two."""
-    fastest = rows[0]
-    slowest = rows[-1]
-    if fastest is slowest:
-        return f"The messages {_messages(fastest)}."
-    begin = "The"
-    if not _overlap(fastest, slowest):
-        begin = "Why: the"
-    return f"{begin} messages {_messages(fastest)} and those {_messages(slowest)}."
-
-
-def _overlap(fastest: CellRow, slowest: CellRow) -> bool:
-    """Return whether both steps have intervals, and these overlap."""
-    first = fastest.interval("step")
-    last = slowest.interval("step")
-    return first is not None and last is not None and last[0] <= first[1]
-
-
-def _messages(row: CellRow) -> str:
-    """Say when a strategy's messages leave, or what passes rank 0's link, and what this costs."""
-    exposed = f"({seconds_text(row.medians.sync, row.step)} s of a step are exposed)"
-    if (row.root_share or 0.0) > EQUAL_SHARE / row.nodes:  # rank 0 receives as much as it sends
-        megabytes = 2e-6 * (row.medians.root_bytes_sent or 0.0)
-        return f"of {row.sync} put {megabytes:.0f} MB a step through rank 0's link {exposed}"
-    strategy = row.sync.partition("-")[0]
-    leave = MessagePlan.leave
-    if strategy in STRATEGIES:
-        leave = plan_class(strategy).leave
-    return f"of {row.sync} {leave} {exposed}"
+    """Say what the messages of a strategy do, or why the slowest takes longer than the fastest."""
+    if len(rows) == 1:
+        return f"The messages {messages(rows[0])}."
+    return why(Gap(rows[0], rows[-1]))
 
 
 def _machine(rows: Rows) -> str:
@@ -132,9 +105,15 @@ def _machine(rows: Rows) -> str:
         return (
             "; the ranks share cores, so separate machines take other times (bytes and losses stay)"
         )
-    loads = [run.load_per_core for row in rows for run in row.runs if run.load_per_core is not None]
-    load = max(loads, default=0.0)
-    return f"; the machine was busy (load {load:.1f} per core)" if load > _BUSY else ""
+    alone = [rows[0].baseline] if rows[0].baseline is not None and rows[0].nodes > 1 else []
+    measured = [*alone, *rows]  # speed-ups compare with the run on one rank
+    busy = [row for row in measured if load(row) > BUSY]
+    if not busy:
+        return ""
+    text = f"load {max(map(load, busy)):.1f} per core"
+    if len(busy) < len(measured):
+        text = f"{text} during {listed([row.name for row in busy])}"
+    return f"; the machine was busy ({text})"
 
 
 def _equality(block: ComparisonGroup, rows: Rows) -> str:
@@ -164,10 +143,14 @@ def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
     if best.nodes > 1:
         sync = best.medians.sync
         exposed = f"{seconds_text(sync, best.step)} s ({percent(sync / best.step)})"
-        numbers.append(("exposed communication", exposed, f"in a step of {best.name}"))
+        numbers.append(("exposed communication", exposed, f"mean over the ranks of {best.name}"))
     if len(rows) > 1:
         ratio = times_text(last.step / best.step)
-        numbers.append(("slowest over fastest", ratio, f"{last.sync} over {best.sync}"))
+        gap = Gap(best, last)
+        note = f"{last.sync} over {best.sync}"
+        if not gap.by_messages:
+            note += "; most of it is not communication"
+        numbers.append(("slowest over fastest", ratio, note))
     elif best.nodes > 1 and best.speedup:
-        numbers.append(("speed-up", times_text(best.speedup), f"{best.name} over one node"))
+        numbers.append(("speed-up", times_text(best.speedup), f"{best.name} over one {best.place}"))
     return numbers

@@ -29,6 +29,7 @@ from lab.comparison.record import (
 from lab.units import parse_rate
 
 NOTHING = "–"
+Place = Literal["node", "rank"]
 Interval = tuple[float, float]
 _RATE_UNITS = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
 _NOT_MEASURED = Medians(
@@ -40,13 +41,15 @@ _NOT_MEASURED = Medians(
 class CellRow:
     """A cell and what follows from it, in seconds, bytes and ratios.
 
-    baseline : the one-node cell. What is unknown is None, except ``step`` and the other
+    baseline : the cell of a single rank. place : "node" if each rank has a machine of its own,
+    a real or an emulated one, else "rank". What is unknown is None, except ``step`` and the other
     ``medians``, which are 0 s if nothing was measured.
     """
 
     cell: Cell
     baseline: "CellRow | None" = None
     prediction: PredictedCell | None = None
+    place: Place = "rank"
 
     @property
     def sync(self) -> str:
@@ -67,8 +70,8 @@ class CellRow:
 
     @property
     def name(self) -> str:
-        """The cell as a person writes it: ``overlapped on 2 nodes``."""
-        return f"{self.sync} on {count(self.nodes, 'node')}"
+        """The cell as a person writes it: ``overlapped on 2 ranks``."""
+        return f"{self.sync} on {count(self.nodes, self.place)}"
 
     @property
     def medians(self) -> Medians:
@@ -126,6 +129,34 @@ class CellRow:
         """The mean time of an iteration without the first; the median over the repeats."""
         means = [run.mean_iteration_seconds for run in self.runs if run.mean_iteration_seconds]
         return median(means) if means else None
+
+    @property
+    def mean_iteration_ratio(self) -> float | None:
+        """One rank's mean iteration over this one's; the speed-up is that of the median steps."""
+        own = self.mean_iteration
+        one = self.baseline.mean_iteration if self.baseline is not None else None
+        if self.baseline is None or one is None or not own:
+            return None
+        return self._over_one_node(self.baseline, one, own)
+
+    @property
+    def last_loss(self) -> float | None:
+        """The training loss of the last step; the median over the repeats."""
+        lasts = [run.losses[-1][1] for run in self.runs if run.losses]
+        known = [loss for loss in lasts if loss is not None]
+        return median(known) if known else None
+
+    @property
+    def test_accuracy(self) -> float | None:
+        """The mean accuracy on the test images over the repeats that have one."""
+        found = [run.test_accuracy for run in self.runs if run.test_accuracy is not None]
+        return fmean(found) if found else None
+
+    @property
+    def test_loss(self) -> float | None:
+        """The mean loss on the test images over the repeats that have one."""
+        found = [run.test_loss for run in self.runs if run.test_loss is not None]
+        return fmean(found) if found else None
 
     @property
     def error(self) -> float | None:
@@ -197,6 +228,11 @@ class ComparisonGroup:
     @property
     def measured(self) -> list[CellRow]:
         return [row for row in self.rows if row.step]
+
+    @property
+    def place(self) -> Place:
+        """What the numbers of ``nodes`` count; see ``CellRow``."""
+        return self.rows[0].place if self.rows else "rank"
 
     @property
     def baseline(self) -> CellRow | None:
@@ -307,9 +343,22 @@ def _rows(comparison: Comparison, cells: Sequence[Cell], rate: LinkRate | None) 
     if singles:
         one = min(singles, key=lambda cell: cell.rate != rate)  # of this rate, or else of any
         members.append(one)
-        baseline = CellRow(one)
-    rows = [CellRow(cell, baseline, comparison.predicted(cell.id)) for cell in members]
+        baseline = CellRow(one, place=_place(members))
+    rows = [
+        CellRow(cell, baseline, comparison.predicted(cell.id), _place(members)) for cell in members
+    ]
     return sorted(rows, key=lambda row: (row.nodes, order(row.sync)))
+
+
+def _place(cells: Sequence[Cell]) -> Place:
+    """Return "node" if no two ranks of any of these cells shared a machine."""
+    several = [cell for cell in cells if cell.nodes > 1]
+    linked = any(cell.rate is not None for cell in several)
+    if linked:  # each rank has a network namespace
+        return "node"
+    runs = [(cell, run) for cell in several for run in cell.runs]
+    apart = [len({rank.host for rank in run.ranks}) == cell.nodes for cell, run in runs]
+    return "node" if apart and all(apart) else "rank"
 
 
 def what_is_emulated(settings: GroupSettings) -> str:

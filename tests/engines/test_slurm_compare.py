@@ -44,7 +44,7 @@ def test_what_cannot_run_says_so_once_and_the_report_names_it(slurm, folder):
     small, alone = (submit(slurm, f"--nodes=1 {array}", folder) for array in ("--array=1,7", ""))
     bare, wrong = (submit(slurm, "--nodes=1 --array=0", *plan) for plan in ((), ("nowhere",)))
     for job, message in (
-        (f"{small}_1", "run 1 (all_reduce on 2 nodes, repeat 1) needs 2 nodes, and there is 1"),
+        (f"{small}_1", "run 1 (all_reduce on 2 ranks, repeat 1) needs 2 nodes, and there is 1"),
         (f"{small}_7", "--run: got 7, the plan in"),
         (alone, "no job array: add --array"),
         (f"{bare}_0", "got 0 arguments; give one, the folder of a lab compare --plan"),
@@ -64,7 +64,7 @@ def test_an_array_does_the_plan_and_again_what_is_missing(slurm, folder):
     array = submit(slurm, " ".join(line[1:3]), folder)
     for number in range(2):
         assert slurm.wait(f"{array}_{number}") == "COMPLETED", slurm.output(f"{array}_{number}")
-    assert "run 0 (none on 1 node, repeat 1): " in slurm.output(f"{array}_0")
+    assert "run 0 (none on 1 rank, repeat 1): " in slurm.output(f"{array}_0")
     results = report(folder)
     assert results.finished
     assert results.warnings == []

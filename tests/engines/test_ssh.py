@@ -118,7 +118,7 @@ def test_a_checked_launch_passes_sigterm_on_to_the_parts_which_save(machines, tm
     psutil.Process(machines.lab_pid(process)).send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=LONG)
     assert process.returncode == 75, output
-    met = "node 0 | ok       nodes         2 of 2 nodes connected at 10.9.0.2:29500"
+    met = "node 0 | ok       nodes         2 of 2 ranks connected at 10.9.0.2:29500"
     assert met in output.splitlines()
     saved = "saving a checkpoint; resume with the same command and --resume auto"
     assert re.search(rf"stopped after [\d.]+ s, after {saved}", output), output
@@ -344,7 +344,7 @@ def test_check_finds_a_dataset_that_one_host_lacks(machines, tmp_path):
     status, output = launch(machines, tmp_path, part, "--check", hosts="node1,node2")
     assert status == 1, output
     assert "node 0 | ok       dataset       2 classes" in output
-    assert "node 0 | failure  same dataset  the nodes differ:" in output
+    assert "node 0 | failure  same dataset  the ranks differ:" in output
     # The failure that rank 0 has not, and its remedy: what all hosts say is shown once.
     first, _remedy = [line for line in output.splitlines() if line.startswith("node 1 |")]
     lacks = r"node 1 \| failure  dataset +--dataset folder: \S+/pictures/train is missing"

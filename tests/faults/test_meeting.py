@@ -33,7 +33,8 @@ def told_to_all(tmp_path, *ranks, told, limit=40):
 
 
 def test_a_rank_that_never_comes_is_named_by_all_that_came(tmp_path):
-    told = r"2 of 4 ranks came to 127\.0\.0\.1:\d+ within 5 s; missing: ranks 1 and 3"
+    told = r"2 of 4 ranks came to 127\.0\.0\.1:\d+ within 5 s; missing: ranks 1 and 3\. "
+    told += "Start them .*, or give a longer --meeting-timeout"
     told_to_all(tmp_path, (0, 4), (2, 4), told=told, limit=5)
 
 
@@ -61,7 +62,7 @@ def test_a_taken_port_says_which_one_to_use(tmp_path):
         other.listen()
         port = other.getsockname()[1]
         ended = start_rank(0, 2, port, cwd=tmp_path).end()
-    taken = rf"port {port} is taken on this machine.*add --master-port \d+ on every node"
+    taken = rf"port {port} is taken on this machine.*add --master-port \d+ on every rank"
     assert_told(ended, taken)
 
 

@@ -40,7 +40,8 @@ def promise(fault):
         case "kill":
             ends = (-signal.SIGKILL, ""), lost
         case "interrupt" | "interrupt twice":
-            ends = (130, "interrupted"), lost
+            told = (1, rf"error \(rank \d\): rank {fault.victim} was interrupted \(Ctrl-C\)")
+            ends = (130, "interrupted"), lost if early or fault.phase == "end" else told
         case "terminate" if in_training:
             ends = ((75, r"stopped.*resume with --resume auto"),) * 2
         case "terminate":

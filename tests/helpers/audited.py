@@ -20,6 +20,7 @@ from lab.audit.cases import STARTER_CODE, Script, read_scripts
 from lab.audit.command import AuditCommand
 from lab.audit.findings import run_checks
 from lab.audit.findings.finding import FAULT
+from lab.audit.findings.private import shared_part
 from lab.audit.isolation import LOOPBACK
 from lab.audit.result import verdict
 from lab.audit.runner import RunSettings, run_audit_size, start_process
@@ -149,7 +150,9 @@ def run_script(
 
 def mistakes(case, recordings):
     """Return what the audit says wrongly about a case, and print its script; empty if right."""
-    findings, _, unknown = run_checks(recordings)
+    recordings = [shared_part(recording) for recording in recordings]
+    checked = run_checks(recordings)
+    findings, unknown = checked.findings, checked.unknown
     faults = {one.name for one in findings if one.entry.severity == FAULT}
     notices = {one.name for one in findings} - faults
     wrong = [one for one in unknown if "could not be read" in one]

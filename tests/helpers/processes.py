@@ -102,6 +102,10 @@ class Started:
         """Return what the program has printed so far."""
         return self._out.read_text()
 
+    def read_err(self):
+        """Return what the program has printed to stderr so far."""
+        return self._err.read_text()
+
     def wait_for(self, text, *, timeout_seconds=60):
         """Return once ``text`` is in the output.
 

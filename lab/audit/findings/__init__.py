@@ -6,36 +6,40 @@ it finds right, and what it cannot check, see ``finding.py``. Names, causes and 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from math import prod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from lab.audit.findings import clocks, collectives, gradients, notices, samples, weights
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, merge
-from lab.audit.findings.where import POINT_TO_POINT
+from lab.audit.findings.one_model import ActivationExchange
 from lab.audit.recording import Recording
-from lab.audit.records import CollectiveCall, FsdpBuilt, Parameters, Trouble
+from lab.audit.records import Trouble
 
 # ``check(recording)`` of each is run, in this order.
 CHECKS = (collectives, gradients, weights, samples, notices, clocks)
 _OF_REPLICAS = (gradients, weights, samples)
-_ONE_MODEL = Unknown(
-    "gradients: the ranks exchange activations, so they may compute one model together (tensor, "
-    "expert or pipeline parallel); only replicas are compared"
-)
 
 
-def run_checks(
-    recordings: Sequence[Recording],
-) -> tuple[list[Finding], list[str], list[str]]:
-    """Run all checks on all runs.
+@dataclass(frozen=True)
+class Checked:
+    """What all checks say of all runs.
 
-    Returns
-    -------
+    Parameters
+    ----------
     findings : one a name, faults first, without those that another finding of their run explains.
+    possible : what is found on a condition that the records leave open, see ``Finding.condition``.
     right, unknown : what was checked and found right, and what could not be checked; each sentence
         once, with the numbers of ranks if it does not hold for all runs.
     """
+
+    findings: Sequence[Finding]
+    possible: Sequence[Finding]
+    right: Sequence[str]
+    unknown: Sequence[str]
+
+
+def run_checks(recordings: Sequence[Recording]) -> Checked:
+    """Run all checks on all runs."""
     found: list[Finding] = []
     said: dict[Right | Unknown, set[int]] = defaultdict(set)  # by sentence, on how many ranks
     for recording in recordings:
@@ -47,13 +51,18 @@ def run_checks(
                 said[outcome].add(recording.size)
         found += without_explained(findings)
     found += notices.compare(recordings)
-    merged = merge(gradients.resolve(found, recordings))
+    resolved = gradients.resolve(found, recordings)
+    findings = merge([finding for finding in resolved if not finding.condition])
+    names = {finding.name for finding in findings}
+    possible = merge(
+        [finding for finding in resolved if finding.condition and finding.name not in names]
+    )
     sizes = {recording.size for recording in recordings}
     right = [_on(told.text, held, sizes) for told, held in said.items() if isinstance(told, Right)]
     unknown = [
         _on(told.text, held, sizes) for told, held in said.items() if isinstance(told, Unknown)
     ]
-    return merged, right, unknown
+    return Checked(findings, possible, right, unknown)
 
 
 def _on(text: str, held: set[int], sizes: set[int]) -> str:
@@ -64,15 +73,21 @@ def _on(text: str, held: set[int], sizes: set[int]) -> str:
 def _check_all(recording: Recording) -> Iterator[Outcome]:
     """Yield the outcomes of all checks.
 
-    Where the ranks may compute one model together, a finding about replicas becomes unknown. So
-    does a check that fails on the records.
+    A finding on replicas may suppose what nobody can tell; then that is unknown. So is a check that
+    fails on the records.
     """
-    one_model = is_one_model(recording)
+    exchange = ActivationExchange(recording)
     for part in CHECKS:
         try:
             for outcome in part.check(recording):
-                hidden = one_model and part in _OF_REPLICAS and isinstance(outcome, Finding)
-                yield _ONE_MODEL if hidden else outcome
+                doubt = None
+                if isinstance(outcome, Finding) and part in _OF_REPLICAS:
+                    doubt = exchange.doubt(outcome)
+                if doubt is None:
+                    yield outcome
+                else:
+                    yield Unknown(doubt.why)
+                    yield replace(outcome, condition=doubt.condition)
         except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             name = part.__name__.rpartition(".")[2]
             why = f"the records could not be read ({type(error).__name__}: {error})"
@@ -92,40 +107,19 @@ def _troubles(recording: Recording) -> Iterator[Unknown]:
             )
 
 
-def is_one_model(recording: Recording) -> bool:
-    """Return whether the ranks compute one model together, by exchanging activations.
-
-    ``_sends_activations`` tells by which calls.
-    """
-    if recording.of(FsdpBuilt):  # what it gathers in forward are weights
-        return False
-    parameters = [
-        sorted((row.name, row.shape) for record in rank.of(Parameters) for row in record.rows)
-        for rank in recording.ranks
-    ]
-    different_parameters = any(rows != parameters[0] for rows in parameters)
-    return any(
-        _sends_activations(call, different_parameters=different_parameters)
-        for call in recording.of(CollectiveCall)
-    )
-
-
-def _sends_activations(call: CollectiveCall, *, different_parameters: bool) -> bool:
-    """Return whether a call exchanges activations: neither weights nor gradients of parameters.
-
-    Any call within forward does, all_to_all and all_gather within backward, and send and recv
-    anywhere if the ranks train different parameters, as the stages of a pipeline do.
-    """
-    single_number = prod(call.shape or ()) <= 1  # as DDP sends within Join
-    if call.content != "other" or single_number:
-        return False
-    between_layers = call.name.startswith(("all_to_all", "all_gather"))
-    if call.within == "forward" or (call.within == "backward" and between_layers):
-        return True
-    return different_parameters and call.name in POINT_TO_POINT
-
-
 def without_explained(found: Sequence[Finding]) -> list[Finding]:
-    """Return the findings of a run that do not follow from another one in it."""
-    explained = {name for finding in found for name in finding.entry.explains}
-    return [finding for finding in found if finding.name not in explained]
+    """Return the findings of a run that do not follow from another one in it.
+
+    One that holds on a condition explains none that holds without it.
+    """
+    certain = _explained(finding for finding in found if not finding.condition)
+    possible = certain | _explained(found)
+    return [
+        finding
+        for finding in found
+        if finding.name not in (possible if finding.condition else certain)
+    ]
+
+
+def _explained(found: Iterable[Finding]) -> set[str]:
+    return {name for finding in found for name in finding.entry.explains}

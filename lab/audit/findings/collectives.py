@@ -17,6 +17,7 @@ from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found, 
 from lab.audit.findings.where import POINT_TO_POINT, SETUP, recording_exchanges
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import (
+    Backward,
     CollectiveCall,
     Cut,
     Done,
@@ -279,11 +280,16 @@ def _agreed(lists: list[list[CollectiveCall]]) -> Iterator[Right]:
     yield Right(text)
 
 
-def _unused(recording: Recording) -> Iterator[Finding]:
+def _unused(recording: Recording) -> Iterator[Outcome]:
     """Yield that each rank trains alone: nothing but barriers and rare objects was exchanged."""
-    if not all(_trains_alone(rank) for rank in recording.ranks):
+    idle = [rank.rank for rank in recording.ranks if not any((rank.of(Backward), rank.of(Step)))]
+    training = [rank for rank in recording.ranks if rank.rank not in idle]
+    if not training or not all(_trains_alone(rank) for rank in training):
         return
-    first = recording.ranks[0]
+    first = training[0]
+    if idle:
+        yield from _idle(recording, first, idle)
+        return
     calls = Counter(call.name for call in first.of(CollectiveCall) if call.name not in SETUP)
     groups = first.of(Group)
     was_cut = bool(recording.of(Cut))
@@ -297,6 +303,28 @@ def _unused(recording: Recording) -> Iterator[Finding]:
         ranks=recording.size,
         calls=", ".join(f"{name} {number} times" for name, number in calls.items()) or "none",
         more=more if was_cut else "",
+    )
+
+
+def _idle(recording: Recording, first: RankRecords, idle: list[int]) -> Iterator[Outcome]:
+    """Yield that some ranks compute nothing. Before the script's end they may only wait.
+
+    first : one that trains.
+    """
+    ended = not recording.hung and not recording.of(Cut) and not recording.of(Error)
+    others = ", ".join(map(str, idle))
+    if not ended:
+        yield Unknown(
+            f"gradients: rank {first.rank} trains, and rank {others} has computed nothing so far"
+        )
+        return
+    yield found(
+        "group-unused",
+        first.of(Step)[0].at,
+        kind="idle",
+        rank=first.rank,
+        steps=len(first.of(Step)),
+        idle=others,
     )
 
 

@@ -16,6 +16,7 @@ from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import (
     Backward,
     Batch,
+    CodeLine,
     CollectiveCall,
     EpochOver,
     Index,
@@ -84,6 +85,12 @@ def training_loaders(recording: Recording) -> list[list[TrainingLoader]]:
         return []
     groups = [list(group) for group in zip(*by_rank, strict=True)]
     return [group for group in groups if len({loader.facts.dataset for loader in group}) == 1]
+
+
+def loader_line(recording: Recording) -> CodeLine | None:
+    """Return the line that makes the first training loader; None without one."""
+    loaders = [loader for group in training_loaders(recording) for loader in group]
+    return loaders[0].facts.line if loaders else None
 
 
 def _loaders_of(rank: RankRecords) -> list[TrainingLoader]:

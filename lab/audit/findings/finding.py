@@ -47,6 +47,7 @@ class Finding:
     sure : "certain" if the numbers leave no other explanation, else "likely".
     sizes : the numbers of ranks at which it was found.
     value : a number to compare with those of other sizes.
+    condition : what it supposes and the records leave open, as "the ranks are replicas".
     """
 
     name: str
@@ -55,6 +56,7 @@ class Finding:
     sure: str = "certain"
     sizes: tuple[int, ...] = ()
     value: float | None = None
+    condition: str = ""
 
     @property
     def entry(self) -> CatalogueEntry:
@@ -129,12 +131,29 @@ def merge(found: Sequence[Finding]) -> list[Finding]:
 def _merge_same(same: Sequence[Finding]) -> Finding:
     """Return findings of one name as one."""
     certain = any(finding.sure == "certain" for finding in same)
-    sentences = [sentence for finding in same for sentence in finding.evidence]
+    sentences: dict[str, set[int]] = {}  # each once, with the numbers of ranks that it speaks of
+    for finding in same:
+        for sentence in finding.evidence:
+            sentences.setdefault(sentence, set()).update(finding.sizes)
     sizes = {size for finding in same for size in finding.sizes}
     return replace(
         same[0],
-        evidence=tuple(dict.fromkeys(sentences)),  # each once
+        evidence=tuple(_on_ranks(held, sentence) for sentence, held in sentences.items()),
         at=next((finding.at for finding in same if finding.at), None),
         sure="certain" if certain else "likely",
         sizes=tuple(sorted(sizes)),
     )
+
+
+def _on_ranks(sizes: set[int], sentence: str) -> str:
+    """Return a sentence with the numbers of ranks of the runs in which it holds."""
+    return f"on {ranks_text(sizes)}: {sentence}" if sizes else sentence
+
+
+def ranks_text(sizes: Iterable[int]) -> str:
+    """Return "2 and 3 ranks" or "1 rank"; "no ranks" without any."""
+    numbers = sorted(set(sizes))
+    if numbers == [1]:
+        return "1 rank"
+    listed = " and ".join(map(str, numbers))
+    return f"{listed or 'no'} ranks"

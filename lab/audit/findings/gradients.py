@@ -203,7 +203,7 @@ def _unexplained(seen: _Seen) -> Outcome:
     first = seen.bad[0]
     where = f"gradients: in step {first.step}"
     if {update.kind for update in seen.updates if update.step > 0} == {"stale"}:
-        return found("stale-gradient", step=max(1, first.step))
+        return found("stale-gradient", seen.line, step=max(1, first.step))
     if all(ends_without_sync(seen.recording, update.step) for update in seen.updates):
         return seen.found("own-gradient", backward_line(seen.recording), kind="no_sync")
     if first.kind == "kept":
@@ -238,7 +238,7 @@ def _rows(seen: _Seen) -> Outcome:
         return Unknown("gradients: the ranks exchange nothing")
     equal = [update for update in seen.bad if _ends_equal(update)]
     if equal:
-        return _equal_weights(equal[0], all_own)
+        return _equal_weights(seen, equal[0], all_own)
     if all_own and (mixing := _mixing_weights(seen)):
         line = exchange_line(recording, mixing[0].step)
         return seen.found("weights-averaged", line, kind="exchanged", sure=False, mixed=len(mixing))
@@ -289,7 +289,7 @@ def _ends_equal(update: Update) -> bool:
     return bool(same and moved > 1e-7 * size and not got_alike)
 
 
-def _equal_weights(update: Update, all_own: bool) -> Outcome:
+def _equal_weights(seen: _Seen, update: Update, all_own: bool) -> Outcome:
     """Judge ranks that make their weights equal: do they all take those of one rank?
 
     They do if the weights move along the gradient of that rank alone.
@@ -302,8 +302,8 @@ def _equal_weights(update: Update, all_own: bool) -> Outcome:
     weights, errors = fit(update.got, update.after[:1] - update.before[:1], update.columns)
     sources = np.flatnonzero(np.abs(weights[0]) > 1e-2 * np.abs(weights).max())  # ranks
     if errors[0] < 1e-2 and len(sources) == 1:
-        return found("own-gradient", kind="copied", step=update.step, rank=sources[0])
-    return found("weights-averaged", kind="equal", step=update.step)
+        return found("own-gradient", seen.line, kind="copied", step=update.step, rank=sources[0])
+    return found("weights-averaged", seen.line, kind="equal", step=update.step)
 
 
 # --- the mean times a number ---

@@ -10,13 +10,15 @@ import numpy as np
 from lab.audit.findings.epochs import (
     TrainingStep,
     is_sequential,
+    loader_line,
     local_batches,
     training_loaders,
     training_steps,
 )
 from lab.audit.findings.finding import Finding, found
+from lab.audit.findings.where import backward_line, exchange_line, first_line
 from lab.audit.recording import Recording
-from lab.audit.records import Evaluation, RandomForward
+from lab.audit.records import CodeLine, Evaluation, RandomForward
 
 OfStep = TypeVar("OfStep", Evaluation, RandomForward)
 _FIRST_STEPS = 6
@@ -41,7 +43,8 @@ def compare(recordings: Sequence[Recording]) -> Iterator[Finding]:
         return
     sizes = tuple(sorted(runs))
     totals = " and ".join(f"{sum(runs[size].values()):,} with {size} ranks" for size in sizes)
-    yield replace(found("batch-grows", totals=totals), sizes=sizes)
+    line = next((line for run in recordings if (line := loader_line(run))), None)
+    yield replace(found("batch-grows", line, totals=totals), sizes=sizes)
 
 
 def _first_records(recording: Recording, kind: type[OfStep]) -> dict[int, dict[int, OfStep]]:
@@ -54,16 +57,14 @@ def _first_records(recording: Recording, kind: type[OfStep]) -> dict[int, dict[i
 
 
 class _Difference(NamedTuple):
-    """How far a rank's buffer is from the first rank's when they evaluate after a step.
-
-    relative : first, so that the greatest of several is the one that differs most.
-    """
+    """How far a rank's buffer is from the first rank's when they evaluate after a step."""
 
     relative: float
     step: int
     rank: int
     first: int
     buffer: str
+    at: CodeLine | None
 
 
 def _batchnorm(recording: Recording) -> Iterator[Finding]:
@@ -77,11 +78,12 @@ def _batchnorm(recording: Recording) -> Iterator[Finding]:
         for rank, record in others:
             for name, values in record.buffers:
                 relative = _difference(buffers.get(name, []), values)
-                differences.append(_Difference(relative, step, rank, first, name))
-    greatest = max(differences, default=None)
+                differences.append(_Difference(relative, step, rank, first, name, record.at))
+    greatest = max(differences, key=lambda difference: difference.relative, default=None)
     if greatest is not None and greatest.relative > 1e-6:
         yield found(
             "batchnorm-statistics",
+            greatest.at,
             difference=greatest.relative,
             buffer=greatest.buffer,
             step=greatest.step,
@@ -111,7 +113,8 @@ def _equal_dropout(recording: Recording) -> Iterator[Finding]:
         if step < _FIRST_STEPS and len(records) == recording.size
     ]
     if len(states) >= 2 and all(len(hashes) == 1 for hashes in states):
-        yield found("equal-dropout", ranks=recording.size, steps=len(states))
+        line = first_line(record.at for record in recording.of(RandomForward))
+        yield found("equal-dropout", line, ranks=recording.size, steps=len(states))
 
 
 def _shares(recording: Recording) -> Iterator[Finding]:
@@ -121,13 +124,15 @@ def _shares(recording: Recording) -> Iterator[Finding]:
         enough = all(len(epoch.batches) >= 2 and len(epoch.given) >= 8 for epoch in first)
         if enough and all(is_sequential(epoch.given) for epoch in first):
             indices = ", ".join(map(str, first[0].given[:4]))
-            yield found("no-shuffling", rank=loaders[0].rank, indices=indices)
+            line = loaders[0].facts.line
+            yield found("no-shuffling", line, rank=loaders[0].rank, indices=indices)
         contents = {loader.facts.content for loader in loaders} - {None}
         sampler_divides = all(loader.facts.replicas == len(loaders) for loader in loaders)
         different_data = len(contents) == len(loaders)
         if sampler_divides and different_data:
             yield found(
                 "divided-twice",
+                loaders[0].facts.line,
                 sure=False,
                 rank=loaders[0].rank,
                 length=loaders[0].facts.length,
@@ -145,9 +150,10 @@ def _accumulation(recording: Recording) -> Iterator[Finding]:
     steps = [step for of_rank in by_rank for step in of_rank]
     micro = steps[0].batches
     if all(map(_adds_up, steps)):
-        yield found("summed-accumulation", micro=micro)
+        yield found("summed-accumulation", backward_line(recording), micro=micro)
     if all(map(_ddp_averages_each, steps)) or all(map(_exchanges_each, steps)):
-        yield found("needless-communication", micro=micro)
+        line = exchange_line(recording, 0) or backward_line(recording)
+        yield found("needless-communication", line, micro=micro)
 
 
 def _ddp_averages_each(step: TrainingStep) -> bool:
@@ -182,6 +188,7 @@ def _uneven_batches(recording: Recording) -> Iterator[Finding]:
     if all(_adds_up(step) for rank in recording.ranks for step in training_steps(rank)):
         yield found(
             "uneven-batches",
+            loader_line(recording) or backward_line(recording),
             least=least,
             fewer=fewer,
             greatest=greatest,

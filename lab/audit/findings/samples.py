@@ -16,14 +16,16 @@ from lab.audit.findings.epochs import (
     Epoch,
     TrainingLoader,
     is_sequential,
+    loader_line,
     local_batches,
     same_data,
     training_loaders,
     training_steps,
 )
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found, gravest
+from lab.audit.findings.where import backward_line
 from lab.audit.recording import RankRecords, Recording
-from lab.audit.records import Backward, Batch, Cut, FsdpBuilt, Index, Join, Rest
+from lab.audit.records import Backward, Batch, CodeLine, Cut, FsdpBuilt, Index, Join, Rest
 
 Loaders = Sequence[TrainingLoader]
 _SAME = 0.9  # the share of two batches, and of all batches, from which on they are the same
@@ -96,7 +98,8 @@ def _global_batch(recording: Recording, asked: int) -> Outcome:
     micro = max([1, *(len(step.backwards) for step in steps)])
     if abs(total - asked) < recording.size * micro:
         return Right(f"the global batch is {total:,} samples, as asked for")
-    return found("wrong-global-batch", total=total, asked=asked, counts=_by_rank(local))
+    line = loader_line(recording) or backward_line(recording)
+    return found("wrong-global-batch", line, total=total, asked=asked, counts=_by_rank(local))
 
 
 def _by_rank(counts: Mapping[int, int | None]) -> str:
@@ -134,15 +137,16 @@ def _compare(one: TrainingLoader, other: TrainingLoader) -> tuple[Outcome | None
             f"whether {ranks} train on the same samples: their indices are equal, but "
             "the audit cannot tell whether they index the same data"
         ), data
-    return _same_samples(ranks, both), data
+    return _same_samples(ranks, both, one.facts.line), data
 
 
-def _same_samples(ranks: str, drawn: Sequence[Drawn]) -> Finding:
+def _same_samples(ranks: str, drawn: Sequence[Drawn], line: CodeLine | None) -> Finding:
     """Return that two ranks train on the same samples: in which batches, from the first one on."""
     batches = Counter((epoch, batch) for epoch, batch, _ in drawn)
     epoch, batch = min(batches)
     return found(
         "same-samples",
+        line,
         kind="indices",
         ranks=ranks,
         epoch=epoch,
@@ -204,7 +208,8 @@ def _same_inputs(recording: Recording) -> Outcome:
         telling = inputs_change or all(mine.target is not None for mine, _ in both)
         if len(both) >= 2 and telling and all(mine == theirs for mine, theirs in both):
             ranks = f"ranks {first.rank} and {other.rank}"
-            return found("same-samples", kind="inputs", ranks=ranks, count=len(both))
+            line = backward_line(recording)
+            return found("same-samples", line, kind="inputs", ranks=ranks, count=len(both))
     return Unknown("which samples each rank trains on: no DataLoader draws them by index")
 
 
@@ -222,6 +227,7 @@ def _coverage(recording: Recording, loaders: Loaders, *, one_dataset: bool) -> O
         share = -(-length // replicas)  # rounded up
         return found(
             "uneven-coverage",
+            loaders[0].facts.line,
             kind="replicas",
             missing=length - share * recording.size,
             length=length,
@@ -289,6 +295,7 @@ class _Coverage:
         if len(holes) > self._rounding:
             return found(
                 "uneven-coverage",
+                self.loaders[0].facts.line,
                 kind="holes",
                 epoch=self.number,
                 count=len(holes),
@@ -328,6 +335,7 @@ class _Coverage:
             )
         return found(
             "uneven-coverage",
+            self.loaders[0].facts.line,
             kind="repeats",
             epoch=self.number,
             different=len(self.counts),
@@ -393,7 +401,7 @@ def _padding(loaders: Loaders) -> Iterator[Outcome]:
     draws = len(loaders) * of_rank
     repeated = draws - length
     if _replicas(loaders) == len(loaders) and 0 < repeated < len(loaders):
-        yield found("padding-sampler", samples=length, draws=draws)
+        yield found("padding-sampler", loaders[0].facts.line, samples=length, draws=draws)
 
 
 # --- the order, and the number of batches ---
@@ -451,6 +459,7 @@ def _judge_order(loader: TrainingLoader, order: _Order) -> Outcome:
     if "Distributed" in sampler or sampler == "RandomSampler":
         return found(
             "same-order",
+            loader.facts.line,
             epoch=order.epoch,
             count=len(order.begin),
             rank=loader.rank,
@@ -493,6 +502,7 @@ def _unequal_batches(recording: Recording, loaders: Loaders, listed: str) -> Out
         )
     return found(
         "different-batch-counts",
+        loaders[0].facts.line,
         kind="ends" if end_seen else "not seen",
         sure=end_seen,
         counts=listed,

@@ -10,10 +10,24 @@ from typing import TypeVar
 import numpy as np
 
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
-from lab.audit.findings.where import first_step_apart, lasting_optimizers, recording_exchanges
+from lab.audit.findings.where import (
+    first_line,
+    first_step_apart,
+    lasting_optimizers,
+    recording_exchanges,
+)
 from lab.audit.probe.coordinates import coordinates
 from lab.audit.recording import Numbers, RankRecords, Recording
-from lab.audit.records import FsdpBuilt, Parameter, Parameters, Samples, Step, Stepped, Weights
+from lab.audit.records import (
+    CodeLine,
+    FsdpBuilt,
+    Parameter,
+    Parameters,
+    Samples,
+    Step,
+    Stepped,
+    Weights,
+)
 
 # Initial weights that differ by more than this, relatively, are different weights.
 START = 1e-5
@@ -119,6 +133,20 @@ class Replicas:
             self._read(found, step, [record.values for record in records])
         self.weights = {step: values for step, values in found.items() if np.isfinite(values).all()}
 
+    @property
+    def model_line(self) -> CodeLine | None:
+        """The line that makes the model, as far as the probe has seen it."""
+        return first_line(record.model for record in self._parameters())
+
+    @property
+    def optimizer_line(self) -> CodeLine | None:
+        """The line that makes the optimiser."""
+        return first_line(record.at for record in self._parameters())
+
+    def _parameters(self) -> list[Parameters]:
+        records = self.recording.of(Parameters)
+        return [record for record in records if record.optimizer_number == self.optimizer]
+
     def spread(self, step: int) -> Numbers:
         """Return by parameter how far the ranks' weights are apart, relatively to their norm."""
         values = self.weights[step]
@@ -176,6 +204,7 @@ def _different_start(replicas: Replicas) -> Finding:
     names = [replicas.names[index] for index in np.argsort(-spread) if spread[index] > START]
     return found(
         "different-start",
+        replicas.model_line or replicas.optimizer_line,
         different=len(names),
         parameters=len(replicas.names),
         spread=spread.max(),
@@ -191,13 +220,15 @@ def _different_settings(replicas: list[Replicas]) -> Iterator[Finding]:
             for name in settings[0]:
                 values = [of_rank.get(name) for of_rank in settings]
                 if len(set(values)) > 1:
-                    yield _different_setting(step, name, values)
+                    yield _different_setting(several.optimizer_line, step, name, values)
                     return
 
 
-def _different_setting(step: int, name: str, values: Sequence[str | None]) -> Finding:
+def _different_setting(
+    line: CodeLine | None, step: int, name: str, values: Sequence[str | None]
+) -> Finding:
     listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-    return found("different-learning-rates", step=step, setting=name, values=listed)
+    return found("different-learning-rates", line, step=step, setting=name, values=listed)
 
 
 def _settings(step: Step) -> dict[str, str]:
@@ -243,6 +274,7 @@ def _name_divergence(replicas: Replicas, step: int) -> Finding:
     by_state = other is not None and None not in states and equal_gradients
     return found(
         "different-optimizer-state" if by_state else "weights-diverge",
+        first_line(record.at for record in replicas.steps.get(step - 1, [])),
         step=step,
         spread=spread.max(),
         worst=replicas.names[int(spread.argmax())],

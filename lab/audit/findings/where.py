@@ -90,6 +90,11 @@ def first_step_apart(recording: Recording) -> int:
 
 
 def lasting_optimizers(recording: Recording) -> list[list[int]]:
+    """Return the optimisers of ``lasting_of``, of the rank that has done the most steps."""
+    return lasting_of(max(recording.ranks, key=lambda rank: len(rank.of(Step))))
+
+
+def lasting_of(rank: RankRecords) -> list[list[int]]:
     """Return the optimisers that train the model, by number; together if they share a tensor.
 
     Others come and go with tensors that are thrown away: copies of the model for one task, or
@@ -97,11 +102,8 @@ def lasting_optimizers(recording: Recording) -> list[list[int]]:
     done a step, as in a script that failed early, all count. Those that are built before the first
     step count alone, if there are any.
     """
-    rank = max(recording.ranks, key=lambda rank: len(rank.of(Step)))
-    first: dict[int, Parameters] = {}  # by optimiser, its first parameters
-    for parameters in rank.of(Parameters):
-        first.setdefault(parameters.optimizer_number, parameters)
-    series = _steps_by_tensor(rank, first)
+    first = first_parameters(rank)
+    series = steps_by_tensor(rank, first)
     kept = [steps for steps in series if not _is_outlived(steps, series)]
     families = [sorted({step.optimizer_number for step in steps}) for steps in kept or series]
     if not families:
@@ -111,7 +113,15 @@ def lasting_optimizers(recording: Recording) -> list[list[int]]:
     return early or families
 
 
-def _steps_by_tensor(rank: RankRecords, first: dict[int, Parameters]) -> list[list[Step]]:
+def first_parameters(rank: RankRecords) -> dict[int, Parameters]:
+    """Return by optimiser the first record of its parameters."""
+    first: dict[int, Parameters] = {}
+    for parameters in rank.of(Parameters):
+        first.setdefault(parameters.optimizer_number, parameters)
+    return first
+
+
+def steps_by_tensor(rank: RankRecords, first: dict[int, Parameters]) -> list[list[Step]]:
     """Return a rank's steps by the first tensor, which an optimiser built anew shares."""
     found: dict[int | None, list[Step]] = defaultdict(list)
     for step in rank.of(Step):
@@ -127,8 +137,14 @@ def _is_outlived(mine: Sequence[Step], series: Iterable[Sequence[Step]]) -> bool
 
 
 def exchange_line(recording: Recording, step: int) -> CodeLine | None:
-    """Return the line that exchanges gradients in a step, else one that exchanges anything."""
-    calls = [*exchanges(recording, step, "gradient"), *exchanges(recording, step)]
+    """Return the line that exchanges gradients, best in a step; else another exchange of the step.
+
+    Calls within forward exchange no gradients.
+    """
+    every = recording.of(CollectiveCall)
+    anywhere = [call for call in every if call.content == "gradient"]
+    others = [call for call in exchanges(recording, step) if call.within != "forward"]
+    calls = [*exchanges(recording, step, "gradient"), *anywhere, *others]
     return first_line(call.at for call in calls)
 
 

@@ -23,21 +23,23 @@ torch    version; torch has been imported
 trouble  part (module of the probe), text (traceback): the probe itself failed in one place, and the
          script went on
 group    init_process_group: rank, world, at
-ddp      DistributedDataParallel was built: bytes (of the parameters that it averages), at
+ddp      DistributedDataParallel was built: bytes and numbers (of the parameters that it averages),
+         size (of its group), at
 hook     DistributedDataParallel got a communication hook, whose calls are seen: at
 fsdp     fully_shard or FSDP1: at
 params   new parameters of optimiser o: optimizer (class), built (step at which the probe first saw
-         the optimiser), rows [[key, name, shape, dtype, numel, serial]]: key is "o.group.index",
-         serial is the tensor's own, whichever optimiser holds it. Sharded parameters (FSDP2) are
-         left out
+         the optimiser), at (the line that made it), model (the line that made the model), rows
+         [[key, name, shape, dtype, numel, serial]]: key is "o.group.index", serial is the tensor's
+         own, whichever optimiser holds it. Sharded parameters (FSDP2) are left out
 weights  at the first backward after ``step`` steps of optimiser o: o, step, values (samples)
 backward step (as Probe.step counts), micro (number of this backward in the step, from 0), forwards
          [[samples, input_hash, through ("ddp", "module" or "bypass": a module that DDP has wrapped,
          but not through DDP)]], one if model.forward() is called directly, loss {node, reduction,
-         arriving, samples, target_hash} or null (arriving: the gradient that reaches the loss node,
-         added up; 0 without one), synced (whether DDP was to average after its latest forward; null
-         without DDP), seconds, exposed_seconds (from this rank's last gradient to the end of
-         backward), at
+         arriving, samples, target_hash, value} or null (arriving: the gradient that reaches the
+         loss node, added up; 0 without one; value: of the tensor from which the pass began), synced
+         (whether DDP was to average after its latest forward; null without DDP), seconds,
+         exposed_seconds (from this rank's last gradient to the end of backward), optimizers (the
+         numbers of those whose parameters got a gradient), at
 step     an update of an optimiser: o, step (from 0), optimizer, micro (backwards since the last
          step), own (samples: this rank's own gradients, added up since .grad was last cleared; 0
          where none arrived, NaN where nobody knows), got (samples of what the optimiser gets, right
@@ -49,7 +51,7 @@ stepped  follows it at once: o, step, seconds (of the update), state (hash of sa
          optimiser's state; null if it has none)
 loader   l (its number), dataset, length, batches, sampler, replicas, inner_length (of the innermost
          datasets; null where the indices within are not known), content (hash of samples that these
-         hold, or null), at
+         hold, or null), at (a line that iterates over it), made (the line that made it)
 batch    given to the script: l, epoch (iterations over l so far, from 0), b, indices (of the
          sampler), inner (the same as indices of the innermost dataset; null if no dataset lies
          within, or its indices are not known; those of the n-th innermost dataset of a
@@ -73,7 +75,7 @@ mesh     a DeviceMesh was built, so some communication may not be seen: at
 eval     first forward without gradients after ``step`` steps: step, buffers [[name, samples as a
          list]], batchnorm (number of BatchNorm layers), at
 random   a training forward that draws, as by dropout: step, hash (of the generators' states
-         before it)
+         before it), at
 stands   this process has waited for 3 s in a function that communicates, and done nothing else: c
          and name of the call (null if it waits elsewhere, such as in DDP's backward), at; written
          once for each wait, so a rank still waits if this is its last record but ``stack``

@@ -217,7 +217,10 @@ def _is_index_list(value: Any, length: int) -> bool:
 
 @dataclass
 class LoaderFacts:
-    """What the record ``loader`` says of a DataLoader."""
+    """What the record ``loader`` says of a DataLoader.
+
+    at, made : the script's lines that iterate over it and that made it.
+    """
 
     dataset: str
     length: int | None
@@ -227,6 +230,7 @@ class LoaderFacts:
     inner_length: int | None
     content: int | None
     at: list[Any] | None
+    made: list[Any] | None = field(default=None, compare=False)
 
 
 @dataclass(eq=False)
@@ -278,6 +282,7 @@ class LoaderWatch:
 
     known : all loaders so far, by their number.
     loaders : the loaders that still live, by torch's DataLoader.
+    made : the script's line that made a loader, by torch's DataLoader.
     epochs : the epochs, by torch's iterator.
     fresh : the epochs that gave a batch since the last backward, the newest last. Those of other
         loaders are no longer fresh after a forward without gradients.
@@ -287,8 +292,10 @@ class LoaderWatch:
         self.probe = probe
         self.known: list[WatchedLoader] = []
         self.loaders: WeakKeyDictionary[Any, WatchedLoader] = WeakKeyDictionary()
+        self.made: WeakKeyDictionary[Any, list[Any] | None] = WeakKeyDictionary()
         self.epochs: WeakKeyDictionary[Any, WatchedEpoch] = WeakKeyDictionary()
         self.fresh: list[WatchedEpoch] = []
+        patch(DataLoader, __init__=self.make)
         patch(
             dataloader._BaseDataLoaderIter,
             __init__=self.begin,
@@ -297,6 +304,11 @@ class LoaderWatch:
             _next_index=self.take_indices,
         )
         probe.listeners.append(self)
+
+    def make(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        """Remember the line that makes a DataLoader."""
+        original(loader, *args, **kwargs)
+        self.made[loader] = self.probe.place()
 
     def begin(self, original: Any, iterator: Any, loader: DataLoader[Any], *first: bool) -> None:
         """See an iterator begin: a new one, or with persistent workers the loader's only one.
@@ -326,6 +338,7 @@ class LoaderWatch:
         It continues one with the same facts whose own DataLoader has been thrown away.
         """
         facts = _describe(loader, self.probe.place())
+        facts.made = self.made.get(loader)
         alive = list(self.loaders.values())
         for watched in self.known:
             if watched.facts == facts and watched not in alive:

@@ -13,8 +13,11 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+import sys
 import time
+import traceback
 import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +81,7 @@ class WatchedOptimizer:
     """The parameters of one optimiser, and what is known of its current step.
 
     built : the step at which it was first seen.
+    at : the script's line that made it.
     steps : how many it has done.
     number : None until its parameters are written.
     tensors : "group.index" of its parameters; FSDP2's, which are sharded, are left out.
@@ -86,8 +90,9 @@ class WatchedOptimizer:
     clips : see the record ``step``.
     """
 
-    def __init__(self, built: int) -> None:
+    def __init__(self, built: int, at: list[Any] | None) -> None:
         self.built = built
+        self.at = at
         self.steps = 0
         self.written = 0
         self.weighed = -1
@@ -107,6 +112,7 @@ class GradientWatch:
     backward : the number of backward passes so far.
     alone : within torch.autograd.grad, which leaves ``.grad`` as it is.
     _of : what is known of each optimiser.
+    _made : by parameter, the script's line that made its model.
     _serials : by tensor, the number of its own, the same in all optimisers.
     _outermost : the optimiser whose step is under way, as called by the script.
     _sampled : what its record ``step`` will say of gradients.
@@ -122,6 +128,7 @@ class GradientWatch:
         self.backward = 0
         self.alone = False
         self._of: Any = weakref.WeakKeyDictionary()
+        self._made: Any = WeakTensorKeyDictionary()
         self._serials: Any = WeakTensorKeyDictionary()
         self._next_serial = itertools.count()
         self._next_number = itertools.count()
@@ -166,15 +173,25 @@ class GradientWatch:
 
     def of(self, optimizer: Optimizer) -> WatchedOptimizer:
         """Return what is known of an optimiser, with the parameters that it has now."""
-        watched: WatchedOptimizer = self._of.setdefault(
-            optimizer, WatchedOptimizer(self._probe.step)
-        )
+        if optimizer not in self._of:
+            self._of[optimizer] = WatchedOptimizer(self._probe.step, self._probe.place())
+        watched: WatchedOptimizer = self._of[optimizer]
         for index, group in enumerate(optimizer.param_groups):
             for place, tensor in enumerate(group["params"]):
                 if tensor not in watched.tensors and not is_sharded(tensor):
                     watched.tensors[tensor] = f"{index}.{place}"
                     self.watch(tensor)
         return watched
+
+    def reached(self) -> list[int]:
+        """Return the numbers of the optimisers whose parameters the latest backward has reached."""
+        numbers = []
+        for watched in list(self._of.values()):
+            sums = [self.known.get(tensor) for tensor in watched.tensors]
+            reaches = any(own is not None and own.backward == self.backward for own in sums)
+            if reaches and watched.number is not None:
+                numbers.append(watched.number)
+        return sorted(numbers)
 
     def backward_begin(self, *_: Any) -> None:
         """Count the backward pass, and write the weights before the first one of a step."""
@@ -265,6 +282,8 @@ class GradientWatch:
                 o=watched.number,
                 optimizer=type(optimizer).__name__,
                 built=watched.built,
+                at=watched.at,
+                model=self._model_line(tensor for tensor, _ in new),
                 rows=self._rows(watched, new),
             )
             watched.written = len(watched.tensors)
@@ -272,6 +291,17 @@ class GradientWatch:
             watched.weighed = watched.steps
             values = self._probe.samples(map(take, watched.tensors))
             self._probe.record("weights", o=watched.number, step=watched.steps, values=values)
+
+    def register(self, module: Module, _name: str, tensor: Tensor | None) -> None:
+        """Watch a parameter that a module gets, and remember the script's line that makes it."""
+        self.watch(tensor)
+        if tensor is not None and tensor not in self._made:
+            self._made[tensor] = self._probe.place(_outside_models(sys._getframe(1)))
+
+    def _model_line(self, tensors: Iterable[Tensor]) -> list[Any] | None:
+        """Return the line that makes the first of these parameters; None if none was seen."""
+        lines = (self._made.get(tensor) for tensor in tensors)
+        return next((line for line in lines if line is not None), None)
 
     def _rows(self, watched: WatchedOptimizer, new: list[tuple[Tensor, str]]) -> list[list[Any]]:
         """Return the rows of the record ``params`` for new parameters and their places.
@@ -365,6 +395,14 @@ class GradientWatch:
         self._probe.tell("step_end", optimizer)
 
 
+def _outside_models(frame: Any) -> Iterator[tuple[Any, int]]:
+    """Yield the frames of a stack and their lines, without those that build a model from within."""
+    for outer, number in traceback.walk_stack(frame):
+        builds = outer.f_code.co_name == "__init__"
+        if not (builds and isinstance(outer.f_locals.get("self"), Module)):
+            yield outer, number
+
+
 def _is_torchs(step: Any) -> bool:
     """Return whether this is the ``step`` of a class of torch.optim."""
     return str(step.__module__).startswith("torch.optim.")
@@ -410,8 +448,8 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def watch(probe: Probe) -> None:
     """Watch every parameter, optimiser, clipping and gradient scaling."""
     probe.gradients = watched = GradientWatch(probe)
-    hook = probe.guard(watched.watch)
-    register_module_parameter_registration_hook(lambda _module, _name, tensor: hook(tensor))
+    hook = probe.guard(watched.register)
+    register_module_parameter_registration_hook(hook)
     patch(torch.nn.Module, zero_grad=watched.zero_grad)
     patch(
         Optimizer,

@@ -67,13 +67,14 @@ class _Forward:
 
 @dataclass(eq=False)
 class _Loss:
-    """The loss of the record ``backward``; ``arriving`` is a tensor once backward has begun."""
+    """The loss of the record ``backward``; ``arriving``, ``value``: tensors until it has ended."""
 
     node: str
     reduction: str | None
     arriving: Any
     samples: int | None
     target_hash: int | None
+    value: Any = None
 
     def see_gradient(self, gradients: Any) -> None:
         self.arriving = sum(tensor.detach().sum() for tensor in tensors_in(gradients[:1]))
@@ -146,7 +147,9 @@ class PassWatch:
         if torch.is_grad_enabled():
             self._await_gradient(module, (arguments, *rest[:-1]), rest[-1])
         if self.training and self._random != _random_state():  # it has drawn, as dropout does
-            self._probe.record("random", step=self._probe.step, hash=self._random)
+            self._probe.record(
+                "random", step=self._probe.step, hash=self._random, at=self._probe.place()
+            )
         if not self.training and self._evaluated != self._probe.step:
             self._evaluates(module)
         self.training = self._through_ddp = False
@@ -209,13 +212,20 @@ class PassWatch:
         original(ddp, *args, **kwargs)
         trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         nbytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        self._probe.record("ddp", bytes=nbytes, at=self._probe.place())
+        self._probe.record(
+            "ddp",
+            bytes=nbytes,
+            numbers=sum(parameter.numel() for parameter in trained),
+            size=torch.distributed.get_world_size(ddp.process_group),
+            at=self._probe.place(),
+        )
         self._wrapped.update(dict.fromkeys(ddp.module.modules()))
 
     def call_ddp(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
         """Note that DDP runs the model, and whether it is to average the gradients."""
         self._through_ddp = True
         self._synced = getattr(ddp, "require_backward_grad_sync", None)
+        self._probe.tell("ddp_forward")
         return original(ddp, *args, **kwargs)
 
     # --- backward ---
@@ -255,7 +265,12 @@ class PassWatch:
             self._micro = 0
         self._probe.tell("backward_begin", roots)
         node = find_loss(roots[0]) if len(roots) == 1 else None
-        return None if node is None else _watch_loss(node)
+        if node is None:
+            return None
+        loss = _watch_loss(node)
+        if roots[0].numel() == 1:
+            loss.value = roots[0].detach()
+        return loss
 
     def _end_backward(self, loss: _Loss | None, begun: float) -> None:
         """Write the record of a pass that has succeeded."""
@@ -263,6 +278,7 @@ class PassWatch:
         latest = self._probe.gradients.last_seconds
         if loss is not None:
             loss.arriving = float(loss.arriving)
+            loss.value = None if loss.value is None else float(loss.value)
         # Of each model the first forward counts: in reversed order it replaces the later ones.
         reached = [forward for forward in self._pending[::-1] if forward.reached]
         rows = {forward.root: forward.row for forward in reached}
@@ -276,6 +292,7 @@ class PassWatch:
             loss=None if loss is None else vars(loss),
             seconds=ended - begun,
             exposed_seconds=ended - latest if latest > begun else None,
+            optimizers=self._probe.gradients.reached(),
             at=self._probe.place(),
         )
 

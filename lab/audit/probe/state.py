@@ -5,11 +5,11 @@ been imported. A part tells the others what happens with ``probe.tell``; it hear
 of the events' names, of an object among ``probe.listeners``. The events, with their arguments:
 
 backward_begin (root tensors), backward_end (), communicate (tensors of a call that begins),
-step_begin (optimizer), step_end (optimizer), forward_begin (module), forward (module), batch_begin
-(epoch: its loader is asked for a batch). "forward" means an outermost call of a module that has
-parameters, with or without gradients. Steps are those of the outermost optimiser. An error in a
-listener is recorded as ``trouble`` and goes no further, so that the script goes on; only
-StopIteration, SystemExit and the like get through.
+ddp_forward (), step_begin (optimizer), step_end (optimizer), forward_begin (module), forward
+(module), batch_begin (epoch: its loader is asked for a batch). "forward" means an outermost call of
+a module that has parameters, with or without gradients. Steps are those of the outermost optimiser.
+An error in a listener is recorded as ``trouble`` and goes no further, so that the script goes on;
+only StopIteration, SystemExit and the like get through.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import inspect
 import json
 import linecache
 import os
+import re
 import sys
 import time
 import traceback
@@ -34,6 +35,8 @@ Function = TypeVar("Function", bound=Any)
 # Holds the settings as JSON: folder, script (folder of the user's code), steps, rank (or null),
 # clocks.
 ENVIRONMENT = "LAB_AUDIT"
+# Folders of packages, and of Python's own modules, which may lie under the user's folder.
+_INSTALLED = re.compile(r"[/\\](?:(?:site|dist)-packages|lib(?:64)?[/\\]python[\d.]+)[/\\]")
 
 
 class Probe:
@@ -47,6 +50,7 @@ class Probe:
     cutting : the script is being ended, see stopping.py.
     in_backward : a backward pass is under way.
     gradients, forwards : the ``GradientWatch`` and the ``PassWatch``, set by their modules.
+    noted : the kinds of records that ``note`` has written.
     listeners : the objects that hear of events, see ``tell``.
     """
 
@@ -63,6 +67,7 @@ class Probe:
         self.is_users = functools.lru_cache(maxsize=None)(self._is_users)
         self._troubles: set[str] = set()
         self.listeners: list[Any] = []
+        self.noted: set[str] = set()
         self._open()
         os.register_at_fork(after_in_child=self._open)
 
@@ -97,6 +102,7 @@ class Probe:
 
     def note(self, kind: str, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Write a record of the call of a function, which ``patch`` gives as ``original``."""
+        self.noted.add(kind)
         self.record(kind, at=self.place())
         return original(*args, **kwargs)
 
@@ -157,8 +163,15 @@ class Probe:
     def _is_users(self, filename: str) -> bool:
         """Return whether a file belongs to the script: under its folder, not installed there."""
         path = os.path.realpath(filename)
-        below = path.startswith(self.script + os.sep) and "site-packages" not in path
-        return below and not path.startswith(os.path.dirname(os.path.realpath(__file__)))
+        own = os.path.dirname(os.path.realpath(__file__))
+        return belongs_to(filename, self.script) and not path.startswith(own)
+
+
+def belongs_to(filename: str, folder: str) -> bool:
+    """Return whether a file lies under a folder, and is neither installed nor Python's own."""
+    path = os.path.realpath(filename)
+    is_file = not filename.startswith("<")  # as "<frozen os>"
+    return is_file and path.startswith(folder + os.sep) and _INSTALLED.search(path) is None
 
 
 def compiling() -> bool:

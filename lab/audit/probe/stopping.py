@@ -7,6 +7,8 @@ goes on as after a whole one: it evaluates, and another epoch of the training lo
 order. Then SystemExit follows, on all ranks at the same step; also after some further steps, and at
 once where no loader is used. A script that is still alive some seconds later is ended. Errors after
 the cut have the cut as their cause: they are recorded as such, and the exit status is 0.
+
+Updates without communication do not count for a while: a rank may first train a model by itself.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -36,6 +39,9 @@ BETWEEN_EPOCHS_SECONDS = 10.0
 IDLE_SECONDS = 60.0
 CLOCK_SECONDS = 30.0
 EXIT_SECONDS = 5.0
+# After so long, or so many updates, those without communication count.
+ALONE_SECONDS = 20.0
+ALONE_STEPS = 500
 
 
 class Stopping:
@@ -45,8 +51,12 @@ class Stopping:
     latest : the epoch that was asked for a batch last; None before the first.
     evaluating : the last forward was without gradients.
     epoch_ended : a training epoch has been ended after the cut.
+    done : the updates that count, of the optimiser that has done the most.
+    counted, silent : by optimiser, its updates that count, and those since its last communication.
+    spoke : the ranks have communicated since the last update.
+    last_spoke : time.monotonic() when they did.
     by_hand : the script has no optimiser and updates its weights itself.
-    cut_step : the step at which the script was cut.
+    cut_step : ``done`` when the script was cut.
     last_step, patience : time.monotonic() of the last step, of the cut or of the end, and the
         seconds from then on after which the process is ended, once it is cut.
     """
@@ -60,6 +70,11 @@ class Stopping:
         self.evaluating = False
         self.epoch_ended = False
         self.by_hand = False
+        self.done = 0
+        self.counted: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.silent: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.spoke = False
+        self.last_spoke = time.monotonic()
         self.last_step = 0.0
         self.patience = IDLE_SECONDS
         self.cut_step = 0
@@ -81,15 +96,46 @@ class Stopping:
         if backwards == self.steps and self.probe.step == 0:
             self.by_hand = not any(issubclass(type(held), Optimizer) for held in gc.get_objects())
         if self.by_hand:
-            self.probe.step = backwards
-            self.step_end(None)
+            self.probe.step = self.done = backwards
+            self.cut_if_enough()
 
     def step_end(self, optimizer: Any) -> None:
+        """Count the update: at once if the ranks communicated before it, else when they do again.
+
+        More updates without communication than ``steps`` train something else, and never count;
+        unless nothing else comes.
+        """
+        silent = self.silent.get(optimizer, 0) + 1
+        counted = self.counted.get(optimizer, 0)
+        waited = time.monotonic() > self.last_spoke + ALONE_SECONDS or silent > ALONE_STEPS
+        if self.spoke or waited or self.speaks_unseen():
+            counted += silent if waited or silent <= self.steps else 1
+            silent = 0
+        self.counted[optimizer] = counted
+        self.silent[optimizer] = silent
+        self.spoke = False
+        self.done = max(self.done, counted)
+        self.cut_if_enough()
+
+    def communicate(self, tensors: list[torch.Tensor]) -> None:
+        """Note that the ranks exchange tensors."""
+        if tensors:
+            self.ddp_forward()
+
+    def ddp_forward(self) -> None:
+        """Note that the ranks will exchange gradients."""
+        self.spoke = True
+        self.last_spoke = time.monotonic()
+
+    def speaks_unseen(self) -> bool:
+        """Return whether the ranks may communicate unseen, or there is no other rank."""
+        return group_size() < 2 or bool(self.probe.noted & {"fsdp", "mesh"})
+
+    def cut_if_enough(self) -> None:
         """Cut after ``steps`` updates, or up to twice as many if the first epoch ends soon."""
         self.last_step = time.monotonic()
-        done = self.probe.step
-        enough = done >= self.steps and not self.first_epoch_ends_soon()
-        if enough or done > 2 * self.steps:
+        enough = self.done >= self.steps and not self.first_epoch_ends_soon()
+        if enough or self.done > 2 * self.steps:
             self.cut()
 
     def first_epoch_ends_soon(self) -> bool:
@@ -109,7 +155,7 @@ class Stopping:
         """Begin to end the script, unless this has been done."""
         if not self.probe.cutting:
             self.probe.cutting = True
-            self.cut_step = self.probe.step
+            self.cut_step = self.done
             self.probe.record("cut", step=self.probe.step, replaced=replaced())
             self.last_step = time.monotonic()
             threading.Thread(target=self.end_late, name="lab audit", daemon=True).start()
@@ -117,7 +163,7 @@ class Stopping:
     def cut_if_overdue(self) -> None:
         """Cut if the script has done enough steps, and no further one for a while."""
         idle = time.monotonic() > self.last_step + BETWEEN_EPOCHS_SECONDS
-        if idle and self.probe.step >= self.steps:
+        if idle and self.done >= self.steps:
             self.cut()
 
     def batch_begin(self, epoch: WatchedEpoch) -> None:
@@ -150,7 +196,7 @@ class Stopping:
         """After the cut, raise SystemExit: at once without a loader, else some steps later."""
         if not self.probe.cutting:
             return
-        if self.latest is None or self.probe.step >= self.cut_step + STEPS_AFTER_CUT:
+        if self.latest is None or self.done >= self.cut_step + STEPS_AFTER_CUT:
             self.end()
 
     def end(self) -> None:
@@ -159,9 +205,7 @@ class Stopping:
         Each rank tells the others by a file, since collectives are the script's. Without a group no
         rank waits for another.
         """
-        size = 0
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            size = torch.distributed.get_world_size()
+        size = group_size()
         folder = self.probe.folder
         (folder / f"ready-{os.getpid()}").touch()
         limit = time.monotonic() + BARRIER_SECONDS
@@ -219,6 +263,13 @@ class Stopping:
             at=self.probe.place(frames[::-1]),
             after_cut=self.probe.cutting,
         )
+
+
+def group_size() -> int:
+    """Return the number of ranks in the group of all; 0 without one."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return 0
 
 
 def watch(probe: Probe) -> None:

@@ -1,28 +1,38 @@
-"""Lessons 3 and 5: ``average_gradients`` leaves the mean over all ranks in every gradient."""
+"""Lessons 3 and 5: the mean over all ranks in every gradient, in a training that uses it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.profiling.comm_trace import MessageRecorder
+from lab.learn.causes import GradientPart, cause_of, parts_of, told
+from lab.learn.program import KEPT_STEPS, run_program
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
+from lab.learn.verdict import judge_ranks
 from lab.proofs import Case
 from lab.proofs.equivalence import FunctionSync, RankErrors, combine, errors_on_this_rank
 
+# First 3: on 2 ranks a literal 2 passes, and a ring in the wrong direction.
+SIZES = (3, 2, 5)
+GLOBAL_BATCH = 64
 _CASE = Case(unused=False)
+_NUMBERS = 60  # of known gradients: 2, 3 and 5 equal chunks
 
 
 def check_gather_scatter(student: StudentFile, say: Say) -> float:
     """Check lesson 3; return how many times the gradients' size passes rank 0's link on 5 ranks."""
     # Every message begins or ends at rank 0, so what all ranks send passes its link.
-    return sum(_check_averaging(student, say, cut=False))
+    return sum(_check_averaging(student, say, ring=False))
 
 
 def check_ring(student: StudentFile, say: Say) -> float:
     """Check lesson 5; return how many times the gradients' size rank 0 sends on 5 ranks."""
-    sent = _check_averaging(student, say, cut=True)
+    sent = _check_averaging(student, say, ring=True)
     mean = sum(sent) / len(sent)
     if max(sent) > 1.01 * mean or min(sent) == 0:
         shown = ", ".join(f"{times:.2f}" for times in sent)
@@ -30,24 +40,49 @@ def check_ring(student: StudentFile, say: Say) -> float:
     return sent[0]
 
 
-def _check_averaging(student: StudentFile, say: Say, *, cut: bool) -> list[float]:
-    """Check ``average_gradients`` on 2, 3 and 5 ranks.
+@dataclass
+class Averaging:
+    """What a rank found.
 
-    Returns how many times the gradients' size each of 5 ranks has sent. With ``cut``, problems are
-    told of a ring's chunks, else of each parameter.
+    problem : the first thing that is wrong, on any rank; what comes after it is not checked.
+    sent : how many times the gradients' size this rank sent.
+    errors : in a training with the function, against one process.
     """
-    for size in (2, 3, 5):  # on 2 ranks a literal 2 passes, and a ring in the wrong direction
-        found = student.on_ranks(size, _average_known_gradients, cut)
-        sent = [times for _, times in found]
-        for rank, (problem, _) in enumerate(found):
-            if problem:
-                raise Mistake(f"rank {rank} ends with {problem}")
-        errors = student.on_ranks(size, _train)
-        result = combine(size, _CASE, errors)
+
+    problem: str | None = None
+    sent: float = 0.0
+    errors: RankErrors = field(default_factory=RankErrors)
+
+
+def _check_averaging(student: StudentFile, say: Say, *, ring: bool) -> list[float]:
+    """Check the function and the program; return what each of 5 ranks has sent.
+
+    ring : problems are told of a ring's chunks, else of each parameter.
+    """
+    for size in SIZES:
+        found = student.on_ranks(size, _check_on_rank, student.path, ring)
+        if found[0].problem:
+            raise Mistake(found[0].problem)
+        result = combine(size, _CASE, [rank.errors for rank in found])
         if not result:
             raise Mistake(f"the mean of equal shards is right, but not with others: {result}")
         say(f"each gradient becomes the mean of all ranks'. Trained on {result}")
-    return sent
+        if size < max(SIZES):
+            say(f"your program on {size} ranks: equal weights, those of one process")
+    return [rank.sent for rank in found]
+
+
+def _check_on_rank(student: Namespace, path: Path, ring: bool) -> Averaging:
+    """Check the function on known gradients, then in a training, then the program as it is."""
+    size = dist.get_world_size()
+    found = Averaging()
+    found.problem, found.sent = _average_known_gradients(student, ring)
+    if found.problem is None:
+        found.errors = _train(student)
+    if found.problem is None and size < max(SIZES):
+        steps = None if size == min(SIZES) else KEPT_STEPS  # once to its end
+        found.problem = judge_ranks(run_program(path, steps=steps), global_batch=GLOBAL_BATCH)
+    return found
 
 
 def _train(student: Namespace) -> RankErrors:
@@ -60,65 +95,134 @@ def _train(student: Namespace) -> RankErrors:
     return errors_on_this_rank(dist.get_rank(), dist.get_world_size(), FunctionSync(average), _CASE)
 
 
-def _average_known_gradients(student: Namespace, cut: bool) -> tuple[str | None, float]:
-    """Return what is wrong with this rank's gradients, and how many times their size it sent."""
+def _average_known_gradients(student: Namespace, ring: bool) -> tuple[str | None, float]:
+    """Return what is wrong with all ranks' gradients, and how many times their size this one sent.
+
+    Each rank has weights of its own, so that averaged weights show.
+    """
     rank = dist.get_rank()
     size = dist.get_world_size()
-    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double()  # 60: equal chunks
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double()
     seeded = torch.Generator().manual_seed(1)
-    before = torch.randn(size, 60, dtype=torch.float64, generator=seeded)
-    parts = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    own = before[rank].split(list(parts.values()))
+    before = torch.randn(size, _NUMBERS, dtype=torch.float64, generator=seeded)
+    lengths = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    own = before[rank].split(list(lengths.values()))
     for parameter, gradient in zip(model.parameters(), own, strict=True):
         parameter.grad = gradient.clone().view_as(parameter)
-    with MessageRecorder() as recorder:
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    with _Halfway(student) as halfway, MessageRecorder() as recorder:
         student["average_gradients"](model)
     sent = sum(message.sent_bytes for message in recorder.messages) / before[rank].nbytes
-    after: list[Tensor] = []
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            return "a gradient that is None", sent
-        after.append(parameter.grad.flatten())
-    if cut:
-        parts = {f"chunk {number} of {size}": 60 // size for number in range(size)}
-    return diagnose(torch.cat(after), before, parts), sent
+    moved = nn.utils.parameters_to_vector(model.parameters()).detach() - weights
+    found = Averaged(
+        _from_all_ranks(_gradients(model)),
+        _from_all_ranks(moved),
+        _from_all_ranks(halfway.numbers),
+        bool(_from_all_ranks(torch.tensor([sent])).any()),
+    )
+    if ring:
+        lengths = {f"chunk {number} of {size}": _NUMBERS // size for number in range(size)}
+    return _problem_of(found, before, lengths, ring=ring), sent
 
 
-def diagnose(after: Tensor, before: Tensor, parts: Mapping[str, int]) -> str | None:
-    """Say what is wrong with a rank's gradients, which should be the mean; None if nothing is.
+@dataclass(frozen=True)
+class Averaged:
+    """What ``average_gradients`` did to known gradients, of shape (ranks, 60) each.
 
-    after : of shape (n,). before : of shape (ranks, n). parts : names of consecutive parts, with
-    their lengths.
+    after : the gradients; not-a-number where one is None.
+    moved : what was added to the weights.
+    halfway : the ring's buffer when the second loop began.
+    exchanged : whether any rank sent anything.
     """
-    lengths = list(parts.values())
-    found_parts = after.split(lengths)
-    given_parts = before.split(lengths, dim=1)
-    for name, found, given in zip(parts, found_parts, given_parts, strict=True):
-        problem = _diagnose_part(name, found, given)
-        if problem:
-            return problem
-    return None
+
+    after: Tensor
+    moved: Tensor
+    halfway: Tensor
+    exchanged: bool
 
 
-def _diagnose_part(name: str, found: Tensor, given: Tensor) -> str | None:
-    """Say what is wrong with a part. found : of shape (n,). given : of shape (ranks, n)."""
-    size = len(given)
-    shares = torch.linalg.lstsq(given.T, found).solution  # found = shares @ given
-    if not torch.allclose(shares @ given, found):
-        return (
-            f"numbers in {name} that are no sum of the ranks' gradients there: has another "
-            "part got into it?"
-        )
-    if not torch.allclose(shares, shares[0]):
-        told = " + ".join(f"{share:z.3f} g{rank}" for rank, share in enumerate(shares.tolist()))
-        return (
-            f"{told} in {name}, where g0 is rank 0's own gradient: it should be "
-            f"{1 / size:.3f} of each"
-        )
-    if torch.allclose(shares * size, torch.ones_like(shares)):
+def _gradients(model: nn.Module) -> Tensor:
+    """Return all gradients in one tensor; not-a-number for those that are None."""
+    found: list[Tensor] = []
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        found.append(torch.full_like(parameter, torch.nan) if gradient is None else gradient)
+    return torch.cat([gradient.detach().flatten() for gradient in found])
+
+
+class _Halfway:
+    """Context manager that keeps a ring's buffer as it is when the second loop begins.
+
+    numbers : the buffer, of shape (60,); zeros if there is none.
+    """
+
+    def __init__(self, student: Namespace) -> None:
+        self.numbers = torch.zeros(_NUMBERS, dtype=torch.float64)
+        self._calls = 0
+        self._exchange: Any = student.get("exchange")  # lesson 5's
+        self._names = student["average_gradients"].__globals__
+
+    def __enter__(self) -> "_Halfway":
+        if self._exchange is not None:
+            self._names["exchange"] = self._noted
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._exchange is not None:
+            self._names["exchange"] = self._exchange
+
+    def _noted(self, outgoing: Tensor, incoming: Tensor) -> None:
+        """Note the buffer, of which ``outgoing`` is a view, and exchange."""
+        self._calls += 1
+        if self._calls == dist.get_world_size() and outgoing._base is not None:
+            self.numbers = outgoing._base.detach().clone().flatten()
+        self._exchange(outgoing, incoming)
+
+
+def _from_all_ranks(row: Tensor) -> Tensor:
+    """Return the rows of all ranks, of shape (ranks, n). Collective."""
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return torch.stack(rows)
+
+
+def _problem_of(
+    found: Averaged, before: Tensor, lengths: Mapping[str, int], *, ring: bool
+) -> str | None:
+    """Return what is wrong with the ranks' gradients. before : of shape (ranks, 60)."""
+    gone = found.after.isnan().any(dim=1)
+    if gone.any():
+        rank = int(gone.int().argmax())
+        return f"rank {rank} ends with a gradient that is None (or no number): leave the mean in it"
+    moved = found.moved.abs().amax(dim=1)
+    if moved.any():
+        rank = int(moved.argmax())
+        evidence = f"average_gradients changes rank {rank}'s parameters and must change their .grad"
+        if torch.allclose(found.after, before):
+            sentence = "the weights are averaged in place of the gradients"
+            return told("weights-averaged", sentence, evidence)
+        return f"the weights change: {evidence} alone. optimizer.step() changes them"
+    parts = parts_of(found.after, before, lengths)
+    cause = _wrong_chunk(parts, found.halfway, before) if ring and found.exchanged else None
+    return cause or cause_of(parts, exchanged=found.exchanged)
+
+
+def _wrong_chunk(parts: Sequence[GradientPart], halfway: Tensor, before: Tensor) -> str | None:
+    """Say which of a ring's loops has a wrong chunk; None if all chunks are right, or wrong alike.
+
+    halfway : see ``Averaged``. Then rank r should hold the sum in chunk r + 1.
+    """
+    wrong = [part for part in parts if not part.right]
+    alike = all(torch.allclose(part.matrix, parts[0].matrix, atol=1e-6) for part in parts)
+    if not wrong or alike:
         return None
-    times = float(shares.sum())
-    told = f"{times:.3f} times the mean"
-    if round(times, 3) == size:
-        told = f"the sum, {told}"
-    return f"{told} on {size} ranks, in {name}: divide the sum by the number of ranks, once"
+    size = len(parts)
+    sums = before.sum(0).tensor_split(size)
+    loop = "the second loop passes on or replaces a wrong chunk"
+    for rank, numbers in enumerate(halfway):
+        complete = (rank + 1) % size
+        if not torch.allclose(numbers.tensor_split(size)[complete], sums[complete]):
+            loop = "the first loop sends a wrong chunk or adds to one"
+    cure = "Follow one chunk through the page's table."
+    return told("not-the-mean", loop, wrong[0].evidence(), cure)

@@ -3,13 +3,16 @@
 import re
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import Mock, patch
 
 import torch
 from torch import nn
 
+from lab.learn.program import run_program
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
+from lab.learn.verdict import judge_ranks
 
 # The calls of a step that are noted, and the classes whose methods they are.
 _OWNERS = {
@@ -26,48 +29,58 @@ _SECTIONS = {"forward": (1,), "backward": (10, 1010), "update": (100, 1100)}
 
 def check(student: StudentFile, say: Say) -> float:
     """Check lesson 1; return how many times as long as forward backward takes."""
-    [training] = student.on_ranks(1, _train_by_two_clocks, limit_seconds=90)
-    calls = training.calls
-    initials = "".join(name[0] for name in calls)
+    [calls] = student.on_ranks(1, _train_by_false_clock, limit_seconds=90)
+    initials = "".join(name[0] for name in calls.names)
     if not re.fullmatch("(zfbs)+|(fzbs)+|(fbsz)+", initials):
         raise Mistake(
-            f"the training begins with {', '.join(calls[:6])}: each step should call zero_grad, "
-            "forward, backward and step, else gradients of several steps add up, or none is used"
+            f"the training begins with {', '.join(calls.names[:6])}: each step should call "
+            "zero_grad, forward, backward and step, else gradients of several steps add up, or "
+            "none is used"
         )
     for name, allowed in _SECTIONS.items():
-        found = training.false_seconds.get(name, 0)
+        found = calls.false_seconds.get(name, 0)
         if found not in allowed:
             told = ", ".join(f"{call} takes {took} s" for call, took in _SECONDS.items())
             raise Mistake(
                 f"by a clock on which {told}, section {name} takes {found:g} s a step and not "
                 f"{allowed[0]} s"
             )
+    [training] = student.on_ranks(1, _run, student.path, limit_seconds=90)
+    if training.problem:
+        raise Mistake(training.problem)
     losses = training.losses
     say(f"the loss falls from {losses[0]:.3f} to {losses[-1]:.3f}, and each section is timed")
     return training.seconds["backward"] / training.seconds["forward"]
 
 
-class TimedTraining(NamedTuple):
-    """What the student's training did, by two clocks.
+class Training(NamedTuple):
+    """What the student's program did.
 
-    losses, seconds : of a whole training: of each step, and of each section.
-    calls, false_seconds : by the false clock: the calls, and the seconds of a section in a step.
+    problem : what is wrong with it; None if nothing is.
+    losses, seconds : of each step, and of each section.
     """
 
+    problem: str | None
     losses: list[float]
     seconds: dict[str, float]
-    calls: list[str]
+
+
+class Calls(NamedTuple):
+    """The calls of an epoch by the false clock, and the seconds of each section of a step."""
+
+    names: list[str]
     false_seconds: dict[str, float]
 
 
-def _train_by_two_clocks(student: Namespace) -> TimedTraining:
-    """Train, then train again for an epoch by the false clock."""
-    losses, seconds = student["train"]()
-    calls, false_seconds = _train_by_false_clock(student)
-    return TimedTraining(losses, dict(seconds), calls, false_seconds)
+def _run(_names: Namespace, path: Path) -> Training:
+    """Run the program, and compare its first steps with what they should do."""
+    recording = run_program(path)
+    problem = judge_ranks(recording, global_batch=recording.names["GLOBAL_BATCH"])
+    names = recording.names
+    return Training(problem, list(names["losses"]), dict(names["seconds"]))
 
 
-def _train_by_false_clock(student: Namespace) -> tuple[list[str], dict[str, float]]:
+def _train_by_false_clock(student: Namespace) -> Calls:
     """Return a training's calls, and by the false clock the seconds of each section of a step."""
     spy = Mock()
     with ExitStack() as patches:
@@ -83,4 +96,4 @@ def _train_by_false_clock(student: Namespace) -> tuple[list[str], dict[str, floa
         patches.enter_context(patch.object(time, "perf_counter", clock))
         losses, seconds = student["train"](1)
     step_seconds = {section: total / len(losses) for section, total in seconds.items()}
-    return [name for name, _, _ in spy.mock_calls], step_seconds
+    return Calls([name for name, _, _ in spy.mock_calls], step_seconds)

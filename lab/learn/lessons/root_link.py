@@ -1,9 +1,10 @@
 """Lesson 4: a formula for the time of lesson 3's exchange, against emulated nodes."""
 
+import math
 import re
 
 from common.errors import GroupError, UserError
-from lab.learn.lessons.nodes import run_on_nodes
+from lab.learn.lessons.nodes import run_on_nodes, run_on_ranks
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile
 from lab.terminal import say as tell
 
@@ -19,23 +20,49 @@ def check(student: StudentFile, say: Say) -> float:
     for (nodes, megabytes, gbit), seconds in zip(_CASES, found, strict=True):
         right = 2 * (nodes - 1) * megabytes * 8 / 1000 / gbit
         if abs(seconds / right - 1) > 0.01:
+            times = seconds / right
             raise Mistake(
                 f"{nodes} nodes, {megabytes} MB, {gbit} Gbit/s: the formula gives {seconds:.4g} s, "
-                f"{seconds / right:.3g} times what rank 0's link needs. Do N-1 gradients come in, "
-                "and N-1 means go out? Does a byte have 8 bits, a Gbit 1,000 Mbit?"
+                f"{times:.3g} times what rank 0's link needs. {_why(times, nodes)}"
             )
-    say("the formula is 2(N-1)M/B")
+    say("the formula is 2(N-1)M/R")
     try:
         printed, *_ = run_on_nodes(student.path, 4, rate="1gbit")
     except (UserError, GroupError) as error:
         tell(f"not measured here, but on another machine: {error}")
+        printed, *_ = run_on_ranks(student, 2)
+        _measured_seconds(printed)
         return RECORDED_SECONDS
+    return _measured_seconds(printed)
+
+
+def _measured_seconds(printed: str) -> float:
+    """Return what rank 0 has measured. Raises Mistake if it printed nothing."""
     measured = re.search(r"measured: (\d+\.\d+) s", printed)
     if measured is None:
         raise Mistake(f"rank 0 printed no measured time, but:\n{printed[-1000:]}")
     return float(measured[1])
 
 
+def _why(times: float, nodes: int) -> str:
+    """Return which of the usual mistakes makes the formula this many times as large."""
+    causes = {
+        1 / 8: "Bytes are taken for bits: a byte has 8.",
+        1 / 64: "Multiply the bytes by 8 to get bits, do not divide.",
+        1 / 2: "That is one direction: N-1 gradients come in, then N-1 means go out.",
+        nodes / (nodes - 1): "Rank 0 sends nothing to itself: N-1, not N.",
+        nodes / (nodes - 1) / 2: "That is N gradients: N-1 come in, and N-1 means go out.",
+        1 / nodes: "That is a ring's time (lesson 5): here all bytes pass one link.",
+        1 / (nodes - 1): "That is one other rank: rank 0 exchanges with N-1 of them.",
+        1e3: "A Gbit has 1,000 Mbit.",
+        1e-3: "A Gbit has 1,000 Mbit.",
+    }
+    for ratio, cause in causes.items():
+        if math.isclose(times, ratio, rel_tol=0.01):
+            return cause
+    return "2(N-1) gradients pass the link, of 8 bits a byte, and a Gbit has 1,000 Mbit."
+
+
 def _exchange_seconds(student: Namespace) -> list[float]:
     """Return what the student's formula gives for each case."""
-    return [float(student["exchange_seconds"](*case)) for case in _CASES]
+    return [student.call_for_number("exchange_seconds", *case) for case in _CASES]

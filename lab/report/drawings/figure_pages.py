@@ -7,16 +7,15 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from common.errors import count
 from common.reporting.run_files import TimelineFile
-from lab.comparison.record import Cell, Comparison
+from lab.comparison.record import Comparison
 from lab.plot_style import NothingToShowError, style
 from lab.report.drawings import figures
-from lab.report.drawings.curves import draw_loss
+from lab.report.drawings.curves import draw_iterations, draw_loss, draw_ranks, loss_caption
 from lab.report.drawings.svg import inline, save, svg
 from lab.report.drawings.timeline import mean_overlap, overlap
 from lab.report.drawings.timeline_figure import Row, draw_timeline
-from lab.report.view import ComparisonGroup, listed, percent, rate_text
+from lab.report.view import CellRow, ComparisonGroup, blocks, listed, percent, rate_text
 
 
 class Drawing(NamedTuple):
@@ -30,14 +29,17 @@ class Drawing(NamedTuple):
     missing: str = ""
 
 
+Caption = str | Callable[[ComparisonGroup], str]
+
 # By the name of its files: title, function and caption.
-FIGURES = {
+FIGURES: dict[str, tuple[str, Callable[..., Figure], Caption]] = {
     "step_time": (
         "Time of a step",
         figures.draw_step_time,
         "Each bar is the median step: the median of each section, one after the other, and in grey "
         "the time outside the sections (metrics, records, Python). Sync is the communication that "
-        "is exposed: first waiting for the slowest rank's last gradient (hatched), then sending. "
+        "is exposed, a mean over the ranks: first waiting for the slowest rank's last gradient "
+        "(hatched), then sending. "
         "Where the sections' medians sum up to more than the median step, the excess is pale. The "
         "tick is the median of the whole step; the line across it is the 95 % interval over the "
         "repeats, cut at the figure's end, and absent for one repeat. A strategy with a wrong "
@@ -46,10 +48,10 @@ FIGURES = {
     "scaling": (
         "Speed-up and efficiency",
         figures.draw_scaling,
-        "The number is the speed-up: samples per second divided by one node's, which at the same "
-        "global batch is one node's step time divided by this cell's. The point is the "
-        "efficiency, the speed-up divided by the number of nodes. A cell left of the dotted line "
-        "is slower than one node. The lines combine the 95 % intervals of both step times.",
+        "The number is the speed-up: samples per second divided by one rank's, which at the same "
+        "global batch is one rank's step time divided by this cell's. The point is the "
+        "efficiency, the speed-up divided by the number of ranks. A cell left of the dotted line "
+        "is slower than one rank. The lines combine the 95 % intervals of both step times.",
     ),
     "bytes": (
         "Bytes sent",
@@ -58,22 +60,36 @@ FIGURES = {
         "that send only every few steps: the mean). The square is rank 0, the circle the mean of "
         "the other ranks; a square inside its circle: rank 0 sends as much as the others.",
     ),
-    "loss": (
-        "Loss over steps",
-        draw_loss,
-        "Training loss over the global batch, of one seed. Strategies that claim to be exact must "
-        "have the same loss; they are drawn as one line where no difference is visible. The others "
-        "are dashed.",
+    "ranks": (
+        "Over the number of ranks",
+        draw_ranks,
+        "The median step, and the speed-up: how many times as many samples a second as one rank. "
+        "Ideal is N times with N ranks. Lines lead from the single rank to each strategy.",
     ),
+    "iterations": (
+        "Time of each iteration",
+        draw_iterations,
+        "The time of every step of a strategy's first run on rank 0, without the first step, as "
+        "the assignment asks. Even steps show a quiet machine; single peaks are other programs, or "
+        "steps that --timeline recorded. The medians leave recorded steps out.",
+    ),
+    "loss": ("Loss over steps", draw_loss, loss_caption),
 }
 
 
 def draw_block(folder: Path, block: ComparisonGroup) -> Iterator[Drawing]:
     """Draw every figure of ``block`` into ``folder``, and yield them for the page."""
-    label = f", {block.label}" if block.label else ""
-    for name, (title, draw, caption) in FIGURES.items():
-        described = Drawing(name + block.suffix, title + label, caption)
+    draws = [draw for _, draw, _ in FIGURES.values()]
+    for described, draw in zip(describe_block(block), draws, strict=True):
         yield _drawn(folder, described, partial(draw, block))
+
+
+def describe_block(block: ComparisonGroup) -> Iterator[Drawing]:
+    """Yield the names, titles and captions of a block's figures, undrawn."""
+    label = f", {block.label}" if block.label else ""
+    for name, (title, _, caption) in FIGURES.items():
+        text = caption(block) if callable(caption) else caption
+        yield Drawing(name + block.suffix, title + label, text)
 
 
 def _drawn(folder: Path, described: Drawing, draw: Callable[..., Figure]) -> Drawing:
@@ -90,22 +106,23 @@ def _drawn(folder: Path, described: Drawing, draw: Callable[..., Figure]) -> Dra
 
 
 def draw_timelines(folder: Path, comparison: Comparison) -> Iterator[Drawing]:
-    """Draw each cell's recorded step, cells on one node last, since they send no messages."""
-    for cell in sorted(comparison.cells, key=lambda cell: cell.nodes == 1):
-        if cell.id not in comparison.timelines:
+    """Draw each cell's recorded step, cells of one rank last, since they send no messages."""
+    by_id = {row.cell.id: row for block in blocks(comparison) for row in block.rows}
+    for row in sorted(by_id.values(), key=lambda row: row.nodes == 1):
+        if row.cell.id not in comparison.timelines:
             continue
-        timeline = comparison.timelines[cell.id]
-        title = _timeline_title(cell, timeline)
-        described = Drawing(f"timeline-{cell.id}", title, _timeline_caption(timeline))
+        timeline = comparison.timelines[row.cell.id]
+        title = _timeline_title(row, timeline)
+        described = Drawing(f"timeline-{row.cell.id}", title, _timeline_caption(timeline))
         rows = [Row(f"rank {rank.rank}", rank, timeline.ranks) for rank in timeline.ranks]
         draw = partial(draw_timeline, rows, heading=title, emulated=comparison.emulated)
         yield _drawn(folder, described, draw)
 
 
-def _timeline_title(cell: Cell, timeline: TimelineFile) -> str:
-    label = f"{cell.sync} on {count(len(timeline.ranks), 'node')}"
-    if cell.rate is not None:
-        label += f" at {rate_text(cell.rate)}"
+def _timeline_title(row: CellRow, timeline: TimelineFile) -> str:
+    label = row.name
+    if row.cell.rate is not None:
+        label += f" at {rate_text(row.cell.rate)}"
     hidden = mean_overlap(timeline.ranks)
     if hidden is None:
         return f"{label}: no messages"

@@ -126,8 +126,8 @@ def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
     title(panels.figure, heading, emulated=block.emulated)
     panels.figure.legend(
         handles=[
-            line_key("ideal: N nodes are N times as fast", linewidth=1, linestyle=_IDEAL),
-            line_key("as fast as one node", linewidth=1, linestyle=_ONE_NODE),
+            line_key(f"ideal: N {block.place}s are N times as fast", linewidth=1, linestyle=_IDEAL),
+            line_key(f"as fast as one {block.place}", linewidth=1, linestyle=_ONE_NODE),
         ],
         loc="outside lower center",
         ncols=1 if narrow else 2,
@@ -147,8 +147,8 @@ def _efficiency_limit(block: ComparisonGroup) -> float:
     if highest:
         return max(1.0, min(2.0, max(highest)))
     if block.baseline:
-        raise NothingToShowError("No cell on more than one node is measured yet.")
-    raise NothingToShowError("Without a measured cell of one node there is no speed-up.")
+        raise NothingToShowError(f"No cell on more than one {block.place} is measured yet.")
+    raise NothingToShowError(f"Without a measured cell of one {block.place} there is no speed-up.")
 
 
 def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
@@ -214,12 +214,13 @@ def _check_that_bytes_differ(sent: Mapping[CellRow, Sequence[float]]) -> None:
     """Raise NothingToShowError if nothing was counted, or all is equal on each number of nodes."""
     panels = grouped((row.nodes, value) for row, values in sent.items() for value in values)
     if not panels:
-        raise NothingToShowError("No cell on more than one node has counted its bytes yet.")
+        raise NothingToShowError("No cell on more than one rank has counted its bytes yet.")
+    place = next(iter(sent)).place
     texts = []
     for nodes, values in panels.items():
         if max(values) - min(values) > _EQUAL * max(values):
             return
-        texts.append(f"{fmean(values):,.1f} MB a step on {count(nodes, 'node')}")
+        texts.append(f"{fmean(values):,.1f} MB a step on {count(nodes, place)}")
     raise NothingToShowError(
         f"No figure, because every rank of every strategy sends the same: {'; '.join(texts)}."
     )
@@ -228,10 +229,10 @@ def _check_that_bytes_differ(sent: Mapping[CellRow, Sequence[float]]) -> None:
 class _Panels:
     """A figure with a panel per number of nodes and a row per strategy, and its ``axes``.
 
-    A strategy with a wrong result has a cross before its name. baseline : whether the one-node cell
-    stands first in every panel. extra : inches for the legend.
+    A strategy with a wrong result has a cross before its name. baseline : whether the cell of one
+    rank stands first in every panel. extra : inches for the legend.
 
-    ``singles`` holds that one-node cell, or nothing; ``labels`` the names of a panel's rows, from
+    ``singles`` holds that cell, or nothing; ``labels`` the names of a panel's rows, from
     top to bottom; ``columns`` how many panels stand side by side.
     """
 
@@ -243,7 +244,7 @@ class _Panels:
         if baseline and block.nodes != [1]:
             self.singles = [row for row in block.rows if row.nodes == 1]
         wrong = {row.sync for row in wrong_rows(block)}
-        self.labels = [f"{row.sync} (1 node)" for row in self.singles]
+        self.labels = [f"{row.sync} (1 {block.place})" for row in self.singles]
         self.labels += [f"✗ {sync}" if sync in wrong else sync for sync in block.syncs]
         self.columns = 3
         if narrow:
@@ -278,7 +279,7 @@ class _Panels:
                     _write_reason(axis, y, row.cell.status)
                 else:
                     draw(axis, y, row)
-            axis.set(title=count(nodes, "node"), xlabel=xlabel, xlim=limits)
+            axis.set(title=count(nodes, self.block.place), xlabel=xlabel, xlim=limits)
             axis.set_ylim(len(self.labels) - 0.4, -0.6)
             axis.xaxis.set_major_locator(MaxNLocator(5))
             axis.set_yticks(range(len(self.labels)), self.labels)

@@ -241,12 +241,12 @@ def test_global_batch_size():
 
 
 def test_defaults_that_depend():
-    """The default rate depends on the optimiser; data and reports are in the repository."""
+    """The default rate depends on the optimiser; reports are in the folder where one types."""
     assert _parse().peak_learning_rate == 0.02
     assert _parse("--opt", "adamw").peak_learning_rate == 0.001
     assert _parse("--opt", "adamw", "--lr", 0.1).peak_learning_rate == 0.1
     assert _parse().data_folder == REPOSITORY / "data"
-    assert _parse().reports_folder == REPOSITORY / "reports"
+    assert _parse().reports_folder == Path("reports")
     assert _parse("--data-dir", "/d", "--output-dir", "/o").data_folder == Path("/d")
     assert _parse("--data-dir", "/d", "--output-dir", "/o").reports_folder == Path("/o")
     assert REPOSITORY == ROOT

@@ -6,9 +6,10 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from common.distributed import meeting
 from common.distributed.gpus import Peer
 from common.distributed.launch_env import LaunchSpec
 from common.distributed.meeting import meet, place_ranks
-from common.errors import GroupError
+from common.errors import GroupError, UserError
+from common.utils import network
+from common.utils.processes import in_thread
 from tests.helpers import ROOT, free_port
 from tests.helpers.cluster import needs_namespaces
 
@@ -153,20 +156,98 @@ def test_rank_0_must_run_where_the_address_leads():
     assert "--master-ip no-such-host.invalid is not an address and no known host name" in unknown[1]
 
 
-def test_another_program_at_the_port_is_no_rank_0():
-    """It accepts a connection and closes it, as a rank 0 does that has just ended."""
+def speaks(banner):
+    def serve(connection):
+        connection.sendall(banner)
+        connection.recv(100)
 
-    def serve(listener):
+    return serve
+
+
+def answers_lines(connection):
+    """A web server: it waits for the empty line that ends a request."""
+    asked = b""
+    while b"\r\n\r\n" not in asked:
+        asked += connection.recv(100)
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nServer: x\r\n\r\n")
+
+
+def listens(connection):
+    while connection.recv(100):
+        pass
+
+
+STRANGERS = {
+    "ssh": (speaks(b"SSH-2.0-OpenSSH_9.2p1\r\n"), "it says 'SSH-2.0-OpenSSH_9.2p1'"),
+    "http": (answers_lines, "it says 'HTTP/1.1 400 Bad Request'"),
+    "binary": (speaks(b"\xff\x00" * 60), r"it says '\\xff"),
+    "silent": (listens, "it says nothing within"),
+    # as a rank 0 that has just ended
+    "closing": (lambda connection: None, "it closes the connection"),
+}
+
+
+@contextmanager
+def stranger(serve):
+    """Let ``serve`` answer each connection at a port of loopback; yield the port."""
+
+    def accept(listener):
         with suppress(OSError):  # the listener is closed
             while True:
-                listener.accept()[0].close()
+                with listener.accept()[0] as connection, suppress(OSError):
+                    connection.settimeout(5.0)
+                    serve(connection)
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
-        threads.submit(serve, listener)
-        port = listener.getsockname()[1]
-        with pytest.raises(GroupError, match=rf"other than rank 0 answers at \S+:{port}, or"):
-            meet(LaunchSpec(1, 2, "127.0.0.1", port), 2.0)
-        listener.shutdown(socket.SHUT_RDWR)  # ends the thread
+        threads.submit(accept, listener)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)  # ends the thread
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(meeting, "_ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(meeting, "_AGAIN_SECONDS", 0.3)
+    monkeypatch.setattr(network, "_PROMPT_SECONDS", 0.3)
+    monkeypatch.setattr(meeting, "_BEGIN_SECONDS", 1.0)
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_every_rank_says_what_has_the_port(kind, impatient, capfd):
+    """Long before the meeting's timeout, and without torch's warnings."""
+    serve, says = STRANGERS[kind]
+    with stranger(serve) as port:
+        ranks = [LaunchSpec(rank, 3, "127.0.0.1", port) for rank in range(3)]
+        first, *others = (rank.exception() for rank in meet_all(ranks, 60.0))
+    assert isinstance(first, UserError)
+    assert f"port {port} is taken on this machine: something answers there, but" in str(first)
+    assert f"process {os.getpid()}" in str(first)
+    for error in (first, *others):
+        assert "it is not this program" in str(error)
+        assert re.search(says, str(error))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("use_libuv", [True, False])
+def test_a_store_of_another_program_is_no_rank_0(use_libuv, impatient):
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=use_libuv
+    )
+    store.set("token", "")  # a run without a token, which trains already
+    assert network.what_is_no_store("127.0.0.1", store.port, 10.0) == ""
+    with pytest.raises(GroupError, match=r"not this program \(it is the store of another run"):
+        meet(LaunchSpec(1, 2, "127.0.0.1", store.port), 60.0)
+
+
+def test_a_rank_0_that_comes_after_a_program_that_ended_is_met(impatient):
+    """One closed connection is not enough: so does a rank 0 that has just ended."""
+    with stranger(lambda connection: None) as port:
+        other = in_thread(lambda: meet(LaunchSpec(1, 2, "127.0.0.1", port), 60.0))
+        time.sleep(0.1)
+    _, outcome = meet(LaunchSpec(0, 2, "127.0.0.1", port), 60.0)
+    assert other.result()[1] == outcome
 
 
 # --- what waiting ranks print ---
@@ -179,7 +260,8 @@ def test_waiting_ranks_say_for_whom(monkeypatch, capsys):
     port, lone = free_port(), free_port()
     launches = [LaunchSpec(rank, 4, "127.0.0.1", port) for rank in (0, 2)]
     launches.append(LaunchSpec(3, 4, "127.0.0.1", lone))
-    for rank in meet_all(launches, 3.0):
+    ended = meet_all(launches, 3.0)
+    for rank in ended:
         assert isinstance(rank.exception(), GroupError)
     said = capsys.readouterr().err
     assert re.search(r"^rank 0: waiting for ranks 1 and 3 of 4 \(\d s left\)$", said, re.M)
@@ -188,3 +270,5 @@ def test_waiting_ranks_say_for_whom(monkeypatch, capsys):
     alone = rf"^rank 3: waiting for rank 0 at 127\.0\.0\.1:{lone}, connection refused "
     assert re.search(alone, said, re.M)
     assert 6 <= said.count("\n") <= 15
+    for rank in ended:
+        assert "give a longer --meeting-timeout" in str(rank.exception())

@@ -264,6 +264,10 @@ def test_a_named_job_neither_goes_on_with_another_one_nor_replaces_it(tmp_path):
         assert "no checkpoint in" in ended.out
         metrics = json_lines(tmp_path / "PartOne-none" / name / "metrics.jsonl")
         assert len(metrics) == 2, "trained from the start"
-    refused = start_part("PartOne", *job, cwd=tmp_path).end()
-    assert refused.status == 1
-    assert "holds a run already: add --resume auto" in refused.err
+    written = (tmp_path / "PartOne-none" / "job-2" / "metrics.jsonl").read_bytes()
+    for name in ("job-2-2", "job-2-3"):
+        [ended] = all_ended([start_part("PartOne", *job, cwd=tmp_path)])
+        assert f"job-2 holds a run already: this one writes to {name}. " in ended.out
+        assert "resuming" not in ended.out
+        assert len(json_lines(tmp_path / "PartOne-none" / name / "metrics.jsonl")) == 2
+    assert (tmp_path / "PartOne-none" / "job-2" / "metrics.jsonl").read_bytes() == written

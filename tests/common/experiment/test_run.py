@@ -67,6 +67,42 @@ def test_part_one_without_a_flag_for_the_group(tmp_path):
     assert re.match(r"^Epoch: 1, Train Loss: ", (folder / "logs_rank0.txt").read_text())
 
 
+def test_the_end_of_a_run_has_the_numbers_of_its_report(tmp_path):
+    """Times are means over the ranks, and the mean iteration leaves out the first step alone."""
+    flags = (*QUICK, *TINY, "--sync", "gather_scatter", "--timeline")
+    flags += ("--max-steps", 6, "--log-every", 2, "--run-name", "mine")
+    first, _ = run_part("PartTwo", *flags, cwd=tmp_path, ranks=2)
+    again = run_part("PartTwo", *flags, "--measure-only", cwd=tmp_path, ranks=2)
+    assert (first.status, [one.status for one in again]) == (0, [0, 0]), first.err
+    runs = tmp_path / "reports" / "PartTwo-gather_scatter"  # without --output-dir: the folder here
+    assert {path.name for path in runs.iterdir()} == {"mine", "mine-2"}
+    assert f"{runs.name}/mine-2/logs_rank1.txt" in again[1].out
+
+    rows = [row["seconds"] for row in json_of(runs / "mine", "ranks")["ranks"]]
+    mean = {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}
+    assert mean["sync"] != rows[0]["sync"]
+    summary = json_of(runs / "mine", "summary")
+    assert summary["step_seconds"] == pytest.approx(mean["step"])
+    assert summary["section_seconds"]["sync"] == pytest.approx(mean["sync"])
+    assert summary["wait_seconds"] == pytest.approx(mean["wait"])
+    assert f"{mean['step']:.3f} s (median of 4 steps, mean over 2 ranks)" in first.out
+    assert f"exposed communication  {mean['sync']:.3f} s (" in first.out
+    assert f"{32 / mean['step']:,.0f} samples/s: global batch / step time" in first.out
+
+    steps = json_lines(runs / "mine" / "metrics.jsonl")
+    iteration = statistics.fmean(step["step_seconds"] for step in steps[1:])
+    assert summary["mean_iteration_seconds"] == pytest.approx(iteration)
+    assert f"{iteration:.3f} s, without the first iteration" in first.out
+    assert re.search(r"^recorded +step 6, for --timeline: ", first.out, re.M)
+
+    lines = re.findall(r"step (\d)/6  loss (\S+)", first.out)
+    assert lines == [(str(n), f"{steps[n - 1]['loss']:.3f}") for n in (2, 4, 6)]
+    assert re.search(
+        r"^evaluating 360 test images on 2 ranks takes about .*--measure-only", first.out, re.M
+    )
+    assert "evaluating" not in again[0].out
+
+
 def test_digits_are_never_mirrored(tmp_path):
     flags = ("--flip", "alternating", "--tta", "flip")
     [ended] = run_part("PartOne", *QUICK, *TINY, *flags, "--output-dir", "out", cwd=tmp_path)
@@ -208,7 +244,7 @@ def test_the_demo_compares_all_four_ways(change, least):
     assert done.status == 0, done
     for way in ("One: none", "Two: gather_scatter", "Two: all_reduce", "Three: ddp"):
         assert f"Part{way}" in done.out
-    reports = re.findall(r"^(/.*report\.txt)$", done.out, re.MULTILINE)
-    summaries = [json_of(Path(path).parent, "summary") for path in reports]
+    reports = re.findall(r"^(\S*report\.txt)$", done.out, re.MULTILINE)
+    summaries = [json_of(ROOT / Path(path).parent, "summary") for path in reports]
     assert len(summaries) == 4
     assert min(summary["test_accuracy"] for summary in summaries) > least

@@ -1,10 +1,12 @@
-"""Progress off a terminal: which steps and images get a line, and that no long time is silent."""
+"""Progress: which steps and images get a line, and that no long time is silent."""
 
 import io
+import re
 import sys
 
 import pytest
 import torch
+from rich.console import Console
 
 from common.errors import UserError
 from common.reporting import console as console_module
@@ -32,36 +34,58 @@ def clock(monkeypatch):
 
 
 def record(step):
-    return StepRecord(epoch=1, step=step, loss=2.0, accuracy=0.5, local_loss=2.0)
+    return StepRecord(epoch=1, step=step, loss=2.0 + step / 1000, accuracy=0.5, local_loss=2.0)
 
 
 def steps_shown(text):
     return [int(line.split("step ")[1].split("/")[0]) for line in text.splitlines()]
 
 
-def progress(total, *, done=0):
-    shown = Progress(total, done_steps=done, global_batch_size=8, visible=True, log_every=100)
+def progress(total, *, done=0, log_every=100):
+    shown = Progress(total, done_steps=done, global_batch_size=8, visible=True, log_every=log_every)
     shown.begin()
     return shown
 
 
-def test_slow_steps_are_shown_by_time_and_the_first_and_last_always(clock, capsys):
-    """Steps of 4 s: the first one, then one every 10 s or more, then the last one."""
-    shown = progress(9)
-    for step in range(1, 10):
+def losses_shown(text):
+    return steps_shown("\n".join(line for line in text.splitlines() if "loss" in line))
+
+
+def test_the_loss_is_printed_after_the_steps_asked_for_and_others_show_life_alone(clock, capsys):
+    """Steps of 4 s: the loss of 20 and 40, and the last; between them a line every 10 s or more."""
+    shown = progress(45, log_every=20)
+    for step in range(1, 46):
         clock.now += 4.0
         shown.show([record(step)])
-    assert steps_shown(capsys.readouterr().out) == [1, 4, 7, 9]
+    out = capsys.readouterr().out
+    assert losses_shown(out) == [20, 40, 45]
+    assert steps_shown(out) == [*range(3, 20, 3), *range(20, 40, 3), 40, 43, 45]
+    assert out.startswith("epoch 1  step 3/45  2 samples/s  2 min 48 s left\n")
 
 
 def test_fast_steps_are_shown_by_number(clock, capsys):
-    """Records arrive in groups; a resumed run shows its own first step."""
+    """Records arrive in groups, which may end behind a step that gets a line."""
     shown = progress(420, done=150)
-    for first in range(151, 421, 10):
-        shown.show([record(step) for step in range(first, first + 10)])
+    for first in range(151, 421, 15):
+        shown.show([record(step) for step in range(first, first + 15)])
     out = capsys.readouterr().out
-    assert steps_shown(out) == [160, 200, 300, 400, 420]
-    assert out.startswith("epoch 1  step 160/420  loss 2.000  accuracy 0.500  ")
+    assert steps_shown(out) == losses_shown(out) == [200, 300, 400, 420]
+    assert out.startswith("epoch 1  step 200/420  loss 2.200  accuracy 0.500  ")
+
+
+def test_a_terminal_too_keeps_the_losses_asked_for(clock, monkeypatch):
+    """The bar shows the latest loss alone; the lines stay above it."""
+    output = io.StringIO()
+    terminal = Console(file=output, force_terminal=True, width=100, highlight=False)
+    monkeypatch.setattr(progress_module, "console", terminal)
+    monkeypatch.setattr(console_module, "console", terminal)
+    shown = progress(40, log_every=20)
+    with shown.bar:
+        for step in range(1, 41):
+            clock.now += 4.0
+            shown.show([record(step)])
+    lines = re.findall(r"step (\d+)/40  loss (\S+)", output.getvalue())
+    assert lines == [("20", "2.020"), ("40", "2.040")]
 
 
 @pytest.mark.parametrize("visible", [True, False])

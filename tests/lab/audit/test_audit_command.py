@@ -57,6 +57,10 @@ def test_a_script_that_starts_its_own_ranks_runs_once(audit):
     ("words", "message"),
     [
         ("", "no command: add it after --"),
+        ("train.py", "Type: lab audit -- python train.py. Add the script's flags, with {rank}"),
+        ("--ranks 2 train.py {rank}", "Type: lab audit --ranks 2 -- python train.py {rank}"),
+        ("--json a.json torchrun --nproc-per-node 2 train.py", "a.json -- torchrun --nproc-per"),
+        ("-- train.py --rank {rank}", "Type: lab audit -- python train.py --rank {rank}"),
         ("--ranks 1 -- python train.py {rank}", "--ranks: got 1"),
         ("--ranks 2 999 -- python train.py {rank}", "--ranks: got 999; this machine has"),
         ("--steps 0 -- python train.py {rank}", "--steps: got 0; give more than 0"),
@@ -88,3 +92,51 @@ def test_a_script_that_starts_its_own_ranks_runs_once(audit):
 def test_what_cannot_be_audited_is_told_on_one_line(tmp_path, refusal, words, message):
     (tmp_path / "train.py").touch()
     assert message in refusal(*shlex.split(words))
+
+
+WRONG_SCRIPTS = {  # by what the script lacks: its code, the line and the known error
+    "rank": ("import os, torch\ndef f():\n    os.environ['RANK']\nf()", 3, "no_environment"),
+    "class": (
+        "import torch\nclass Features: pass\ntorch.save(Features(), FILE)\ntorch.load(FILE)",
+        4,
+        "weights_only",
+    ),
+    "folder": ("import torch\nopen('output/log.txt', 'w')", 2, "output_folder_missing"),
+    "scheme": (
+        "import torch.distributed as dist\ndist.init_process_group('gloo', init_method='10.0.0.1')",
+        2,
+        "address_without_scheme",
+    ),
+    "child": (
+        "from torch.multiprocessing import spawn\ndef f(rank):\n    raise KeyError('lr')\n"
+        "if __name__ == '__main__':\n    spawn(f, nprocs=1)",
+        3,
+        None,
+    ),
+    "helper": ("import torch\nimport helper", None, "syntax_error"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lack", WRONG_SCRIPTS)
+def test_the_scripts_own_line_and_the_known_error_are_in_the_json(tmp_path, audit, lack):
+    code, number, known = WRONG_SCRIPTS[lack]
+    (tmp_path / "train.py").write_text(
+        code.replace("FILE", "'features-' + __import__('sys').argv[1]")
+    )
+    (tmp_path / "helper.py").write_text("def f():\nreturn 1\n")
+    command = ("--", "python", "train.py", "{rank}")
+    status, _, error = audit("--ranks", 2, "--json", "a.json", *command)
+    assert status == 2, error
+    content = json.loads((tmp_path / "a.json").read_text())
+    told = content["diagnosis"]
+    place = {"file": "helper.py", "line": 2, "text": "return 1"}
+    if number is not None:
+        place = {"file": "train.py", "line": number, "text": code.splitlines()[number - 1].strip()}
+        place["text"] = place["text"].replace("FILE", "'features-' + __import__('sys').argv[1]")
+    assert told["at"] == place
+    assert told["known_error"] == known
+    assert content["failure"] == content["headline"]
+    assert told["reason"] in error
+    assert "\x1b" not in error + content["failure"]
+    assert "[1m" not in error + content["failure"]

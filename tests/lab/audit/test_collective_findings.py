@@ -140,6 +140,8 @@ def test_group_unused(names, got, also, unused):
 def test_a_failure_of_the_probe_is_said(part, answer):
     recording = train()
     recording.ranks[1].record("trouble", part=part, text="Traceback:\nKeyError: 'x'")
-    findings, _, unknown = run_checks([recording])
-    assert verdict([recording], findings, unknown).answer == answer
-    assert [one for one in unknown if part in one and "KeyError: 'x'" in one and "itself" in one]
+    checked = run_checks([recording])
+    assert verdict([recording], checked.findings, checked.unknown).answer == answer
+    assert [
+        one for one in checked.unknown if part in one and "KeyError: 'x'" in one and "itself" in one
+    ]

@@ -14,7 +14,7 @@ from lab.audit.performance import Performance, StrategyStep
 from lab.audit.recording import RankRecords, Recording
 from lab.audit.records import CodeLine
 from lab.audit.report import OWN_FAULT, print_audit, write_json, write_page
-from lab.audit.result import AuditResult, EqualityVerdict, verdict
+from lab.audit.result import AuditResult, EqualityVerdict, Failure, verdict
 from tests.lab.audit.recordings import probe_record
 
 HOSTILE = "[bold]x[/nope] \x1b[2J\u202e<script>alert(1)</script> {{ 7*7 }}"
@@ -136,14 +136,14 @@ EQUAL, UNSURE = EqualityVerdict("yes", "equal"), EqualityVerdict("cannot tell", 
     ("findings", "verdict", "failure", "headline", "status"),
     [
         ((SAME,), UNSURE, None, "wrong: several ranks train on the same samples (3 ranks)", 1),
-        ((SAME,), EQUAL, "could not be run: x", "wrong: several ranks train on the same samp", 1),
+        ((SAME,), EQUAL, Failure("x"), "wrong: several ranks train on the same samp", 1),
         ((replace(BYPASSED, sure="likely"), SAME), UNSURE, None, "wrong: several ranks train", 1),
         ((replace(BYPASSED, sure="likely"),), UNSURE, None, "probably wrong: DistributedData", 1),
         ((), EQUAL, None, "right", 0),
         # Before the first step only what explains the failure counts.
-        ((SAME,), UNSURE, "could not be run: before", "could not be run: before", 2),
-        ((WAITS, SAME), UNSURE, "could not be run: before", "wrong: the ranks do not call", 1),
-        ((), UNSURE, "could not be run: x", "could not be run: x", 2),
+        ((SAME,), UNSURE, Failure("before"), "could not be run: before", 2),
+        ((WAITS, SAME), UNSURE, Failure("before"), "wrong: the ranks do not call", 1),
+        ((), UNSURE, Failure("x"), "could not be run: x", 2),
         ((), UNSURE, None, "cannot tell: nobody knows", 2),
     ],
 )
@@ -151,7 +151,7 @@ def test_the_first_line_is_the_gravest_thing_known(
     tmp_path, findings, verdict, failure, headline, status
 ):
     result = replace(WRONG, findings=findings, verdict=verdict, failure=failure)
-    if failure and failure.endswith("before"):
+    if failure and failure.reason == "before":
         result = replace(result, recordings=(Recording(2, []),))
     text, page, content = shown(result, tmp_path)
     assert content["headline"].startswith(headline)
@@ -163,20 +163,33 @@ def test_the_first_line_is_the_gravest_thing_known(
 
 def test_a_script_that_failed_has_no_verdict_unless_a_fault_is_known():
     unknown = ("gradients: one rank alone has nothing to average",)
-    answer = verdict((Recording(2, []),), (), unknown, failure="could not be run")
+    answer = verdict((Recording(2, []),), (), unknown, failure=Failure("x"))
     assert (answer.answer, answer.why[:27]) == ("cannot tell", "the script could not be run")
-    assert verdict((Recording(2, []),), (BYPASSED,), unknown, failure="x").answer == "no"
+    assert verdict((Recording(2, []),), (BYPASSED,), unknown, failure=Failure("x")).answer == "no"
 
 
 def test_a_failed_run_a_fault_of_the_probe_and_a_stack(tmp_path):
     own = f"gradients: {OWN_FAULT}, losses, failed (KeyError: 1)"
     stack = Finding("collectives-differ", ("rank 0 waits here:\n  main.py:7: dist.barrier()",))
-    failure = "3 ranks: <out> of memory"
+    line = CodeLine("main.py", 7, "model.cuda()")
+    failure = Failure(
+        "\x1b[1m<out>\x1b[0m of memory.", "stopped", line, "Why.", "Cure.", "Advice.", "no_gpu"
+    )
     result = replace(WRONG, failure=failure, unknown=(own, ORDER), findings=(stack,))
     text, page, content = shown(result, tmp_path)
-    assert f"Incomplete: {failure}" in text
-    assert "3 ranks: &lt;out&gt; of memory" in page
-    assert content["failure"] == failure
+    told = "stopped: <out> of memory. Why. Advice."
+    assert f"Incomplete: {told}" in text
+    assert "stopped: &lt;out&gt; of memory. Why. Advice." in page
+    assert content["failure"] == told
+    assert content["diagnosis"] == {
+        "how": "stopped",
+        "reason": "<out> of memory.",
+        "at": {"file": "main.py", "line": 7, "text": "model.cuda()"},
+        "cause": "Why.",
+        "cure": "Cure.",
+        "advice": "Advice.",
+        "known_error": "no_gpu",
+    }
     assert text.index(f"Report this: {own}") < text.index("FAULT: ")
     assert f"Report this: {own}" in page
     assert "  found rank 0 waits here:\n          main.py:7: dist.barrier()\n" in text
@@ -198,7 +211,8 @@ def test_the_scripts_text_is_shown_and_never_obeyed(tmp_path):
     assert not re.search("<script|\x1b", page)
     assert "&lt;script&gt;" in page
     assert "{{ 7*7 }}" in page
-    assert content["unknown"] == [re.sub("[\x1b\u202e]", " ", HOSTILE) + " "]
+    plain = HOSTILE.replace("\x1b", " ").replace("\u202e", " ")
+    assert content["unknown"] == [f"{plain} "]
 
 
 def test_the_json_has_stable_names_and_the_page_all_evidence(tmp_path):

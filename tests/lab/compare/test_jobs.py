@@ -182,7 +182,7 @@ def test_a_run_writes_its_own_folders_alone_and_is_not_done_twice(tmp_path):
     statuses, outputs = run(folder, 2, nodes=3)
     assert statuses == [0, 0, 0]
     times = "0.830 s per step, exposed communication 0.100 s"
-    assert outputs == [f"run 2 (ring on 2 nodes, repeat 1): {times}\n", "", ""]
+    assert outputs == [f"run 2 (ring on 2 ranks, repeat 1): {times}\n", "", ""]
     assert (folder / "results.json").stat().st_mtime_ns == before, "lab report writes it"
     files = [path.relative_to(folder) for path in folder.glob("*/**/*") if path.is_file()]
     assert {str(path.parent) for path in files} == {"runs/Part-ring/n2-1", "logs/ring-n2-1"}
@@ -196,7 +196,7 @@ def test_a_run_writes_its_own_folders_alone_and_is_not_done_twice(tmp_path):
         "(run 3)"
     )
     assert "--array=0-1,3-5%1" in results.warnings[1]
-    done = "run 2 (ring on 2 nodes, repeat 1) is already done; nothing to do\n"
+    done = "run 2 (ring on 2 ranks, repeat 1) is already done; nothing to do\n"
     with untouched(folder / "runs"):
         assert run(folder, 2) == ([0, 0], [done, ""])
 
@@ -206,7 +206,7 @@ def test_a_failed_run_says_why_and_is_tried_again(tmp_path):
     statuses, outputs = run(folder, 0, flags="--fail ring")
     assert statuses == [1, 1]
     error = "ValueError: the test wants it"
-    cause = f"run 0 (ring on 2 nodes, repeat 1): rank 1 ended with status 1: {error}"
+    cause = f"run 0 (ring on 2 ranks, repeat 1): rank 1 ended with status 1: {error}"
     assert cause in outputs[0], "rank 0 tells the cause, not its echo"
     assert outputs[1] == "", "what many ranks say goes to their files"
     assert error in (folder / "logs" / "ring-n2-1" / "rank1.txt").read_text()

@@ -3,12 +3,18 @@
 import json
 import os
 import shutil
+import socket
 from datetime import datetime
 
 import pytest
 
 from common.errors import UserError
+from lab.cli import main
 from lab.compare.imported_runs import collect
+from lab.compare.prediction import predict_imported
+from lab.comparison.record import read_comparison
+from lab.comparison.run_files import MACHINE_FACTS
+from lab.predict.calibration_file import load_calibration, reference_path
 from tests.helpers.fake_part import rank_rows
 
 
@@ -128,3 +134,110 @@ def test_a_folder_that_holds_no_ended_run_is_named(tmp_path):
     shutil.rmtree(run)
     with pytest.raises(UserError, match="not the folder of a run"):
         collect([run], scaling="strong")
+
+
+def spoil(folder):
+    """Return folders that hold no finished run, each with a word of the reason."""
+    killed = write_run(folder / "killed", losses=3)
+    (killed / "summary.json").unlink()
+    running = write_run(folder / "running", losses=2)
+    (running / "summary.json").unlink()
+    me = f"process {os.getpid()} on {socket.gethostname()} since 2026-11-21 15:00:00"
+    (running / ".lock").write_text(f"0123456789abcdef\n{me}\n")
+    cut = write_run(folder / "cut")
+    (cut / "summary.json").write_text('{"test_acc')
+    timeline = write_run(folder / "timeline")
+    (timeline / "timeline.json").write_text("[]")
+    (folder / "empty").mkdir()
+    (folder / "notes.txt").write_text("notes")
+    compared = folder / "compare-1"
+    compared.mkdir()
+    (compared / "results.json").write_text("{}")
+    return {
+        killed: "3 of 6 steps",
+        running: f"process {os.getpid()}",
+        cut: "summary.json",
+        timeline: "timeline.json",
+        folder / "empty": "not the folder of a run",
+        folder / "notes.txt": "not the folder of a run",
+        compared: "is a comparison",
+    }
+
+
+def test_folders_without_a_run_are_skipped_with_the_reason(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    reasons = spoil(tmp_path / "runs")
+    write_run(tmp_path / "runs" / "good")
+    given = sorted((tmp_path / "runs").iterdir())
+    assert main(["report", *map(str, given)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    [page] = tmp_path.glob("reports/report-*/report.html")
+    text = page.read_text(encoding="utf-8")
+    for folder, reason in reasons.items():
+        [line] = [part for part in said.split("skipped: ")[1:] if part.startswith(str(folder))]
+        assert reason in line
+        assert str(folder) in text
+    assert "still runs" in said
+    results = read_comparison(page.parent / "results.json")
+    assert [repeat.folder for cell in results.cells for repeat in cell.repeats] == [
+        str(tmp_path / "runs" / "good")
+    ]
+    assert len(results.skipped) == len(reasons)
+    # nothing is left
+    assert main(["report", *map(str, reasons)]) == 2
+    error = capsys.readouterr().err
+    assert all(str(folder) in " ".join(error.split()) for folder in reasons)
+    assert len(list(tmp_path.glob("reports/report-*"))) == 1
+
+
+def test_runs_are_named_with_their_strategy(tmp_path):
+    """With a recipe the folder's name does not say it."""
+    runs = {"sync": "ring"}, {"sync": "all_reduce", "nodes": 3, "seed": 1, "equal": False}
+    results = collected(tmp_path / "cs744", *runs)
+    [difference] = results.differences
+    assert "cs744/0 (ring, 2 ranks)" in difference
+    assert "cs744/1 (all_reduce, 3 ranks)" in difference
+    assert any("cs744/1 (all_reduce, 3 ranks)" in warning for warning in results.warnings)
+
+
+def test_iterations_and_test_loss_are_kept(tmp_path):
+    run = write_run(tmp_path / "a")
+    lines = [
+        {"step": 1, "loss": 2.0, "step_seconds": 3.0},
+        {"step": 2, "loss": 1.0, "forward_seconds": 0.25, "sync_seconds": 0.5},  # no whole
+        {"step": 3, "loss": 1.0},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "summary.json").write_text(json.dumps({"test_accuracy": 0.5, "test_loss": 1.25}))
+    [repeat] = collect([run], scaling="strong").cells[0].repeats
+    assert repeat.step_seconds == [(1, 3.0), (2, 0.75)]
+    assert repeat.test_loss == 1.25
+
+
+@pytest.mark.parametrize(
+    ("changed", "predicted"),
+    [({}, True), ({"model": "vgg13"}, False), ({"amp": True}, False), ({"cpu": "other"}, False)],
+)
+def test_an_earlier_calibration_predicts_runs_of_its_machine(
+    tmp_path, monkeypatch, changed, predicted
+):
+    monkeypatch.chdir(tmp_path)
+    reference = load_calibration(reference_path())
+    (tmp_path / "reports").mkdir()
+    reference.save(tmp_path / "reports" / "calibration.json")
+    machine = {name: reference.machine.get(name) for name in MACHINE_FACTS}
+    machine |= {name: value for name, value in changed.items() if name in machine}
+    settings = {"model": reference.model, "batch_size": 256} | changed
+    runs = [{"sync": "none", "nodes": 1}, {"sync": "ring"}]
+    results = collected(
+        tmp_path / "runs", *(run | settings | {"environment": machine} for run in runs)
+    )
+    predict_imported(results)
+    assert (results.prediction is not None) == predicted
+    if results.prediction is None:
+        return
+    assert results.prediction.made == reference.made
+    one, ring = (results.predicted(cell.id) for cell in results.cells)
+    assert one.in_scope
+    assert one.sync_seconds == 0 < ring.sync_seconds
+    assert one.compute_seconds == reference.compute.at(256, ranks_here=1).seconds

@@ -81,7 +81,7 @@ def held():
 def test_nodes_that_agree_find_nothing():
     for found in met(2, 1, 0, num_nodes=3):
         assert {result.status for result in found.values()} == {"ok"}, found
-        assert re.match(r"3 of 3 nodes connected at 127\.0\.0\.1:\d+", found["nodes"].text)
+        assert re.match(r"3 of 3 ranks connected at 127\.0\.0\.1:\d+", found["nodes"].text)
         assert "6 connections" in found["connections"].text
         assert re.match(r"within [\d.e-]+ ms of rank 0's", found["clocks"].text)
 
@@ -126,11 +126,11 @@ def test_a_missing_node_a_doubled_one_and_one_of_another_number(monkeypatch):
 
 def test_a_node_that_leaves_is_named_and_a_training_is_not_joined():
     text = judged(report(clock=(0, 0)), report(unreached=None))["nodes"].text
-    assert "rank 1 left before reporting which nodes it reaches" in text
+    assert "rank 1 left before reporting which ranks it reaches" in text
     port = free_port()
     with ThreadPoolExecutor(1) as threads:
         training = threads.submit(meeting.meet, LaunchSpec(0, 2, "127.0.0.1", port), 4.0)
-        assert "lost rank 0" in met(1, port=port, num_nodes=2, timeout=2.0)[0]
+        assert "the store of another run" in met(1, port=port, num_nodes=2, timeout=2.0)[0]
         with pytest.raises(GroupError, match="missing: rank 1"):
             training.result()
 
@@ -141,7 +141,7 @@ def test_other_versions_code_data_and_cores_are_named_with_who_has_them():
     statuses = ("failure", "warning", "failure", "ok", "failure")  # two commits may have equal code
     for name, status in zip(FACTS, statuses, strict=True):
         values = f"{FACTS[name]} on ranks 0 and 2, another {name} on rank 1"
-        assert told(found[name]) == f"{status}: the nodes differ: {values}"
+        assert told(found[name]) == f"{status}: the ranks differ: {values}"
     assert told(found["cores"]).startswith("warning: a has 3 ranks and 1 core: ")
     assert judged(report(cores=1), report(host="b", cores=1))["cores"].status == "ok"
 
@@ -210,7 +210,8 @@ def test_whether_the_master_s_node_answers(held, monkeypatch):
     silent = ok(f"127.0.0.1 answers; nothing listens on {port} yet")
     assert network.check_master(asked("-M", "127.0.0.1", "--master-port", port)) == silent
     found = network.check_master(asked("-M", "127.0.0.1", "--master-port", held))
-    assert "something listens there" in found.text
+    assert "answers at 127.0.0.1" in found.text
+    assert "not this program" in found.text
     assert network.check_master(asked("-M", "no-such-host.invalid")).status == "failure"
     assert network.check_master(asked("-M", "127.0.0.1", "-N", 2, "-R", 1)) is None, "they meet"
 
@@ -328,7 +329,7 @@ def test_the_command_on_two_nodes_its_json_and_its_status(tmp_path):
     ended = as_text.end()
     assert ended.status == 0
     assert re.search(r"(?m)^ok +port +\d+ is free$", ended.out)
-    assert re.search(r"(?m)^ok +nodes +2 of 2 nodes connected at 127\.0\.0\.1:\d+$", ended.out)
+    assert re.search(r"(?m)^ok +nodes +2 of 2 ranks connected at 127\.0\.0\.1:\d+$", ended.out)
     assert ended.out.rstrip().endswith("ready to run")
 
 
@@ -339,7 +340,7 @@ def test_the_command_where_the_master_is_not_there_or_its_port_is_held(held, tmp
     out = capsys.readouterr().out
     assert re.search(
         r"(?m)^failure +nodes +rank 1 could not reach rank 0 at 127\.0\.0\.1:\d+ within 1 s "
-        r"\(connection refused\): start rank 0.*\n +-> start lab doctor on every node",
+        r"\(connection refused\): start rank 0.*\n +-> start lab doctor for every rank",
         out,
     )
     assert out.rstrip().endswith("not ready")
@@ -368,7 +369,7 @@ def test_on_nodes_with_addresses_of_their_own_one_of_them_cut_off(tmp_path):
     for rank in (0, 1):
         assert "2 of 3 ranks came to 10.9.0.1" in found[rank]["nodes"]
         assert "missing: rank 2" in found[rank]["nodes"]
-        assert found[rank]["connections"].startswith("every node reaches every other one")
+        assert found[rank]["connections"].startswith("every rank reaches every other one")
         assert f"eth0 (10.9.0.{rank + 1}) routes to 10.9.0.1" in found[rank]["interface"]
     text = found[2]["nodes"] + found[2]["interface"]
     assert re.search("no route|could not reach rank 0", text)

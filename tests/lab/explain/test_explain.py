@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lab.cli import main
-from lab.explain.diagnosis import KINDS, OWN, LogLine, explain, known_errors, read_lines
+from lab.explain.diagnosis import KINDS, OWN, explain, known_errors, lines_of, read_lines
 from tests.helpers import ROOT
 
 LOGS = sorted(Path(__file__).with_name("logs").glob("*.txt"))
@@ -28,10 +28,14 @@ FOLLOWED_BY = {
 }
 
 
-def lines_of(text):
-    return [
-        LogLine("", number, line) for number, line in enumerate(text.splitlines(), start=1) if line
-    ]
+def excerpts():
+    """Return the logs of everyday.txt by name: "module_prefix-missing", for example."""
+    text = Path(__file__).with_name("everyday.txt").read_text()
+    parts = [part.split("\n", 1) for part in text.split("\n=== ")[1:]]
+    return dict(parts)
+
+
+EVERYDAY = excerpts()
 
 
 def names_of(text):
@@ -56,9 +60,43 @@ def test_a_log_is_told_as_what_its_name_says_with_the_line_that_shows_it(path):
         assert any(re.search(pattern, text) for pattern in patterns)
 
 
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_what_people_meet_who_write_such_programs(name):
+    """Its cause comes first, also behind a launcher's prefix; ordinary output has none."""
+    expected = name.partition("-")[0]
+    for prefix in ("", "node 2| "):
+        log = "".join(f"{prefix}{line}\n" for line in EVERYDAY[name].splitlines())
+        found = [known.error.name for known in explain(lines_of(log))]
+        if expected in ("good", "quoted"):
+            assert found == []
+        else:
+            assert found[:1] == [expected]
+
+
 def test_every_error_has_a_log():
-    shown = {one.error.name for path in LOGS for one in explain(read_lines(str(path)))}
+    logs = [read_lines(str(path)) for path in LOGS] + [lines_of(log) for log in EVERYDAY.values()]
+    shown = {known.error.name for log in logs for known in explain(log)}
     assert {error.name for error in known_errors()} <= shown
+
+
+def test_a_line_far_away_proves_nothing():
+    """`near` joins an error with its traceback, not with the whole log or another rank's."""
+    error = "AttributeError: 'NoneType' object has no attribute 'data'"
+    line = "    dist.all_reduce(param.grad.data)"
+    assert names_of(f"{line}\n{error}") == ["gradient_is_none"]
+    assert names_of(line + "\nstep" * 100 + f"\n{error}") == [OWN]
+    apart = [*lines_of(line, file="rank0"), *lines_of(error, file="rank1")]
+    assert [known.error.name for known in explain(apart)] == [OWN]
+
+
+def test_no_sentence_is_built_from_a_cut_line(tmp_path, capsys):
+    log = tmp_path / "log"
+    log.write_text(f"FrobError: {'a long message ' * 30}expected\n")
+    (sentence,) = re.findall(r"cause: (.*)", told(log, capsys=capsys))
+    assert "long message" not in sentence
+    shown = re.search(r"line 1: (.*) …", told(log, capsys=capsys))
+    assert set(shown[1].split()) == {"FrobError:", "a", "long", "message"}, "whole words"
+    assert sentence.endswith(".")
 
 
 def test_the_first_failure_comes_first_in_any_order_of_ranks_and_from_several_files(
@@ -170,7 +208,7 @@ as torchrun sets them, but no
 this machine has no interface
 and could not be downloaded
 could not be written (
-something other than rank 0 answers
+but it is not this program
 lost rank 0 at
 is not an address and no known host name"""
 

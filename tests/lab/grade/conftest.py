@@ -1,4 +1,7 @@
-"""``grade``: grade a class in an empty folder; a class is scripts, or names of cases, by part."""
+"""``grade``: grade a class in an empty folder; a class is scripts, or names of cases, by part.
+
+A part may also be several files by their names.
+"""
 
 import csv
 import json
@@ -45,8 +48,10 @@ def grade(tmp_path, monkeypatch, capsys):
             for part, script in scripts.items():
                 place = tmp_path / "class" / name / part
                 place.mkdir(parents=True, exist_ok=True)
-                (place / "main.py").write_text(cases.get(script, script))
                 shutil.copy(STARTER_CODE, place)
+                files = script if isinstance(script, dict) else {"main.py": script}
+                for file, text in files.items():
+                    (place / file).write_text(cases.get(text, text))
         paths = sorted((tmp_path / "class").iterdir())
         words = ["grade", *paths, "--rubric", "rubric.toml", "--out", "out", *flags]
         status = main([str(word) for word in words])

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.helpers.audited import read_cases
+from lab.audit.cases import STARTER_CODE
+from tests.helpers.audited import BY_FLAGS, read_cases
 from tests.lab.grade.conftest import RUBRIC
 
 CASES = {case.name: case for case in read_cases()}
@@ -33,6 +34,113 @@ CHEATS = {  # the script, and what a person is told
 }
 
 
+ON_TWO_RANKS = RUBRIC.split("[parts.part3]")[0].replace("points", "ranks = [2]\npoints")
+STARTER = STARTER_CODE.read_text()
+RIGHT = CASES["right_all_reduce"].script
+JOIN = "def join(args):\n"
+AS_URL = ('f"tcp://{args.master_ip}:{args.port}"', "args.master_ip")
+ETH1 = (JOIN, f'{JOIN}    os.environ["GLOO_SOCKET_IFNAME"] = "eth1"\n')
+RENAMED = (
+    ('"--master-ip"', '"--master_addr", dest="master_ip"'),
+    ('"--num-nodes"', '"--world-size", dest="num_nodes"'),
+    ('"--rank"', '"--id", dest="rank"'),
+)
+FLAGS = STARTER[STARTER.index("    parser") : STARTER.index(JOIN)]
+FROM_ARGV = """\
+    args = argparse.Namespace(port=29511, batch_size=24)
+    args.rank = int(sys.argv[1])
+    args.num_nodes = int(sys.argv[2])
+    args.master_ip = sys.argv[3]
+    return args
+
+
+"""
+FROM_TORCHRUN = """\
+    size = int(os.environ["WORLD_SIZE"])
+    return argparse.Namespace(rank=int(os.environ["RANK"]), num_nodes=size, batch_size=24)
+
+
+"""
+MEETING = STARTER[STARTER.index('        init_method=f"tcp') : STARTER.index("class Pictures")]
+
+
+def starter(*edits):
+    """Return the starter code with edits: each the old text and the new one."""
+    code = f"import os\nimport sys\n{STARTER}"
+    for old, new in edits:
+        assert old in code
+        code = code.replace(old, new)
+    return code
+
+
+def handed_in(script, *edits, **files):
+    """Return a part's files: its script, the starter code with edits, and others."""
+    named = {f"{name}.py": text for name, text in files.items()}
+    return {"main.py": script, "student.py": starter(*edits), **named}
+
+
+# Twelve submissions to a course whose rubric demands DEMANDED: a folder for each, its files, the
+# mark of 6 points ("" if it is left to a person), what was found, and how it runs otherwise than
+# demanded ("" if it does not).
+DEMANDED = "python {script} --master-ip {master} --num-nodes {nodes} --rank {rank}"
+SAVES = '\n    open(f"output/{args.rank}.txt", "w")\n    train(args)\n'
+TWELVE = {
+    "asked": ("part2", handed_in(RIGHT), "6", "", ""),
+    "url": ("part2", handed_in(RIGHT, AS_URL), "6", "", "tcp://{master}:{port}"),
+    "url-sum": ("part2", handed_in(SUM, AS_URL), "0", "sum-not-mean", "tcp://{master}:{port}"),
+    "torchrun": (
+        "part2",
+        handed_in(RIGHT, (FLAGS, FROM_TORCHRUN), (MEETING, "    )\n\n\n")),
+        "6",
+        "",
+        "torchrun main.py",
+    ),
+    "eth1": ("part2", handed_in("start_seed_of_the_rank", ETH1), "0", "different-start", "eth1"),
+    "output": (
+        "part2",
+        handed_in(RIGHT.replace("\n    train(args)\n", SAVES)),
+        "6",
+        "",
+        "new folder output",
+    ),
+    "flags": (
+        "part2",
+        handed_in("samples_order_without_set_epoch", *RENAMED, AS_URL, ETH1),
+        "0",
+        "same-order",
+        "tcp://{master}:{port} --port {port} --world-size {nodes} --id {rank}",
+    ),
+    "argv": ("part2", handed_in(RIGHT, (FLAGS, FROM_ARGV)), "6", "", "{rank} {nodes} {master}"),
+    "named": (
+        "Task_2",
+        {"Train_Gather.py": "right_gather_scatter", "main.py": "raise SystemExit(1)\n"},
+        "6",
+        "",
+        "",
+    ),
+    "python2": ("part2", handed_in("import torch\nprint 'hello'\n"), "", "", ""),
+    "syncbn": ("part2", handed_in("syncbn_sum"), "0", "sum-not-mean", ""),
+    "missing": ("part2", handed_in("import einx_not_there\n"), "", "", ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_class_of_twelve_that_no_single_command_starts(grade):
+    rubric = ON_TWO_RANKS.replace(BY_FLAGS, DEMANDED)
+    seen = grade({name: {part: files} for name, (part, files, *_) in TWELVE.items()}, rubric=rubric)
+    marks = {name: row["part2"] for name, row in seen.rows.items()}
+    assert marks == {name: mark for name, (_, _, mark, _, _) in TWELVE.items()}
+    assert sum(not mark for mark in marks.values()) <= 3
+    for name, (_, _, mark, fault, otherwise) in TWELVE.items():
+        row = seen.rows[name]
+        assert row["faults"] == (f"part2:{fault}" if fault else ""), name
+        assert bool(row["other commands"]) == bool(otherwise), name
+        assert otherwise in row["other commands"], name
+        assert bool(row["by hand"]) == (not mark), name
+    assert "Python 2" in seen.rows["python2"]["by hand"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_right_ones_get_full_marks_faulty_ones_lose_theirs_and_cheats_are_for_a_person(grade):
@@ -42,9 +150,8 @@ def test_right_ones_get_full_marks_faulty_ones_lose_theirs_and_cheats_are_for_a_
         "sum": "sum_all_reduce",
         "early-clip": "clip_norm_torch",
     }
-    on_two_ranks = RUBRIC.split("[parts.part3]")[0].replace("points", "ranks = [2]\npoints")
     classes = {name: {"part2": one} for name, one in scripts.items()}
-    rows = grade(classes, rubric=on_two_ranks).rows
+    rows = grade(classes, rubric=ON_TWO_RANKS).rows
     marks = {name: row["part2"] for name, row in rows.items() if row["part2"]}
     assert marks == {"right": "6", "gather": "6", "sum": "0", "early-clip": "6"}
     assert rows["sum"]["faults"] == "part2:sum-not-mean"

@@ -6,6 +6,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from common.utils.atomic_files import write_atomically
@@ -16,10 +17,21 @@ from lab.grade.facts import AuditFacts, Facts
 from lab.grade.marks import lesson_of
 from lab.grade.rubric import FOLDER
 from tests.helpers.paths import ROOT
+from tests.helpers.waiting import wait_until
 from tests.lab.grade.conftest import RUBRIC
 
-RUNS = {"runs": [{"ranks": 2}, {"ranks": 3}]}
-ENTRY = {"severity": "fault", "at": None, "title": "T", "cure": "C."}
+AUDIT = {
+    **{"command": "python main.py", "status": 0, "headline": "why", "failure": None},
+    "diagnosis": None,
+    **{"verdict": {"question": "", "answer": "yes", "why": ""}, "performance": None},
+    **{"versions": {"python": "", "executable": "", "torch": ""}, "findings": []},
+    **{key: [] for key in ("possible", "right", "unknown", "remarks")},
+    "runs": [{"ranks": ranks, "asked_ranks": ranks, "steps": 6, "hung": False} for ranks in (2, 3)],
+}
+ENTRY = {
+    **{"severity": "fault", "at": None, "title": "T", "cure": "C.", "cause": "", "evidence": []},
+    **{"ranks": [], "condition": None},
+}
 BOTH = {"part2": "right", "part3": "right"}
 # Gradescope, "Autograder Specifications": what results.json and each of its tests may hold
 RESULT = (
@@ -47,16 +59,22 @@ ANSWERS = {  # by script: findings, other facts, and the marks for 6 points
 
 
 @pytest.fixture
-def ran(monkeypatch):
+def tasks():
+    return []
+
+
+@pytest.fixture
+def ran(monkeypatch, tasks):
     """Answer in place of the audit; return the scripts that it got."""
     scripts = []
 
     def run(task):
+        tasks.append(task)
         assert task.ranks == ([2] if task.cwd.name == "part3" else [2, 3])
         text = (task.cwd / "main.py").read_text()
         scripts.append(text)
         findings, other, _ = ANSWERS.get(text, ({}, {}, ""))
-        audit = {"status": 0, "headline": "why", "failure": None, "unknown": [], **RUNS, **other}
+        audit = AUDIT | other
         audit["findings"] = [ENTRY | {"name": one, "sure": sure} for one, sure in findings.items()]
         used = ["all_reduce"] if text == "no-ddp" else ["ddp"]
         facts = Facts(
@@ -66,8 +84,11 @@ def ran(monkeypatch):
             whole=False,
             seconds=1,
             doubts=other.get("doubts", []),
+            command="the command",
+            changes=task.changes,
         )
-        write_atomically(Path(task.facts), encode(facts))
+        whole = msgspec.to_builtins(facts) | {"audit": audit}
+        write_atomically(Path(task.facts), encode(whole))
         return facts
 
     monkeypatch.setattr(grading, "_run", run)
@@ -185,6 +206,91 @@ def test_what_is_wrong_with_an_archive_is_one_line_and_the_others_go_on(grade, r
         assert "no file fits" in seen.rows[name]["by hand"]
 
 
+def test_a_command_of_the_map_is_run_shown_and_costs_what_the_rubric_says(
+    grade, ran, tasks, tmp_path
+):
+    mapped = tmp_path / "map.csv"
+    mapped.write_text(
+        "submission,part,path,command\n"
+        "ada,part3,,torchrun {script} --own\n"
+        "bob,part2,,FLAG=1 R={rank} python -u {script}\n"
+    )
+    priced = f"other_command = 0.25\nenvironment.SIZE = 3\n{RUBRIC}"
+    flags = ["--no-sandbox", "--map", "map.csv"]
+    seen = grade({"ada": BOTH, "bob": BOTH}, *flags, rubric=priced)
+    words = {Path(task.facts).parts[-2:]: task.words for task in tasks}
+    assert words["ada", "part3.json"][1:] == ["main.py", "--own"]
+    in_env, set_for_rank, python, *rest = words["bob", "part2.json"]
+    assert (in_env, set_for_rank, rest) == ("env", "R={rank}", ["-u", "main.py"])
+    assert Path(python).is_absolute()
+    assert [task.program for task in tasks if task.words[0] == "env"] == [python]
+    variables = [task.environment for task in tasks]
+    assert variables.count({"SIZE": "3"}) == 3
+    assert {"SIZE": "3", "FLAG": "1"} in variables
+    assert (seen.rows["ada"]["part3"], seen.rows["bob"]["part2"]) == ("3", "4.5")
+    for name, part in (("ada", "part3"), ("bob", "part2")):
+        assert seen.rows[name]["other commands"].startswith(f"{part}: the command")
+        tests = {test["number"]: test["output"] for test in seen.results[name]["tests"]}
+        assert [number for number, text in tests.items() if "the command" in text] == [part]
+    assert "the command" in (tmp_path / "out/class.html").read_text()
+    for command, wrong in (
+        ("python main.py", "{script}"),
+        ("python {script}", "{rank}"),
+        ("env LAB_AUDIT=x python {script} {rank}", "LAB_AUDIT"),
+    ):
+        mapped.write_text(f"submission,part,path,command\nada,part2,,{command}\n")
+        assert wrong in grade({}, *flags).error
+
+
+def test_tables_are_written_after_each_part_and_each_reader_has_his_own_sentence(
+    grade, ran, tmp_path, monkeypatch
+):
+    answer = grading._run
+    table = tmp_path / "out/class.csv"
+
+    def run(task):
+        open_parts = 4 - len(ran)
+        is_written = lambda: table.read_text().count("not been run") == open_parts  # noqa: E731
+        wait_until(is_written, "a table with all parts so far", timeout_seconds=20)
+        if open_parts == 1:
+            raise KeyboardInterrupt
+        return answer(task)
+
+    monkeypatch.setattr(grading, "_run", run)
+    monkeypatch.setattr(grading, "_jobs", lambda book: 1)
+    long = f"expected_seconds = 585\n{RUBRIC}"
+    seen = grade({"ada": BOTH, "bob": BOTH, "eva": {"deep": "x"}}, "--no-sandbox", rubric=long)
+    assert (seen.status, len(ran)) == (130, 3)
+    assert "about 39 min" in seen.said
+    pages = {path.parent.name: path.read_text() for path in tmp_path.glob("out/sub*/*/index.html")}
+    of_class = (tmp_path / "out/class.html").read_text()
+    assert ("--map" in of_class, "1 submission have" in of_class) == (True, False)
+    assert [name for name, page in pages.items() if "not been run" in page] == ["bob"]
+    assert not any("--map" in page or "same command" in page for page in pages.values())
+
+
+def test_the_audits_page_has_the_colour_of_the_mark_and_no_advice_on_the_audits_flags(
+    grade, ran, tmp_path, monkeypatch
+):
+    (tmp_path / "out").mkdir()
+    given = "submission,part,marks,reason\nset,part2,6,shown to me\n"
+    (tmp_path / "out/overrides.csv").write_text(given)
+    scripts = {"set": "unclear", "open": "unclear", "half": "half", "accepted": "accepted"}
+    told = {"how": "not run", "reason": "R.", "cause": "", "cure": "C.", "advice": "--isolate x"}
+    told |= {"at": None, "known_error": None}
+    lost = {"diagnosis": told, "failure": "R. --isolate x", "headline": "R. --isolate x"}
+    monkeypatch.setitem(ANSWERS, "unclear", ({}, {"status": 2, **lost}, ""))
+    grade({name: {"part2": script} for name, script in scripts.items()}, "--no-sandbox")
+    for path in (tmp_path / "out/submissions/open").glob("*.html"):
+        assert ("C." in path.read_text(), "--isolate" in path.read_text()) == (True, False)
+    notes = {}
+    for name in scripts:
+        page = (tmp_path / f"out/submissions/{name}/part2.html").read_text()
+        notes[name] = re.findall(r'class="(verdict|note bad|note)"', page)[0]
+    full = "verdict"
+    assert notes == {"set": full, "open": "note", "half": "note bad", "accepted": full}
+
+
 WRONG = {
     "points = 6": ("points = -1", "points"),
     "[parts.part2]": ("[parts.part2]\nsurprise = 1", "surprise"),
@@ -198,6 +304,10 @@ WRONG = {
     "title = ": ("title ", "not TOML"),
     "memory_gb = 3": ('mounts.data = "a"\nmounts."./data" = "b"', "data, ./data are one place"),
     "disk_gb = 0.5": ('mounts.data = "missing"', "no such folder"),
+    "processes = 400": ('environment.PATH = "/x"', "PATH cannot be set"),
+    "limit_seconds = 120": ("environment.RANK = 0", "RANK differs from run to run"),
+    "points = 4": ('points = 4\nenvironment."A B" = "x"', "the name of a variable"),
+    'uses = ["ddp"]': ("environment.LD_PRELOAD = 'x'", "LD_PRELOAD cannot be set"),
 }
 
 
@@ -222,6 +332,13 @@ def test_a_place_outside_of_the_submission_is_refused_before_anything_runs(
 def test_the_shipped_rubrics_can_be_used(grade, path):
     rubric = re.sub(r"\[mounts\][^[]*", "", path.read_text())
     assert grade({"ada": {"part2a": "x"}}, "--no-sandbox", rubric=rubric).status == 0
+
+
+def test_a_rubric_is_printed_by_its_flag_alone(grade):
+    """The name of a rubric in the place of a submission is not passed over."""
+    seen = grade({"ada": BOTH}, "--print-rubric")
+    assert (seen.status, seen.error.count("\n")) == (2, 1)
+    assert re.search(r"--rubric \S*ada", seen.error)
 
 
 def test_every_fault_has_its_lesson():

@@ -48,6 +48,13 @@ for number in range(80):
     kept[-1].write(b"x" * 100_000)
 time.sleep(9)
 """
+WANTS = """\
+import socket
+print(sorted(name for _, name in socket.if_nameindex()), socket.gethostbyname("node0"))
+open("/users/me/out/log", "w").close()
+open("deep/out/log", "w").close()
+socket.create_server(("10.10.1.1", 0)).close()
+"""
 MEMFD = "import os\nos.write(os.memfd_create('hidden'), bytes(10**8)); os.write(3, b'x')\n"
 
 
@@ -55,7 +62,7 @@ MEMFD = "import os\nos.write(os.memfd_create('hidden'), bytes(10**8)); os.write(
 def stranger(tmp_path):
     """Run a script in a sandbox with small limits; return its output, and what ended it."""
 
-    def run(script):
+    def run(script, **wanted):
         task = sandbox.Task(
             words=[sys.executable],
             ranks=[2],
@@ -69,6 +76,7 @@ def stranger(tmp_path):
             processes=40,
             limit_seconds=10,
             sandboxed=True,
+            **wanted,
         )
         for folder in (task.cwd / "deep", tmp_path / "mounted"):
             folder.mkdir(parents=True)
@@ -88,14 +96,28 @@ def stranger(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("missing", ["", "bwrap"])
-def test_a_stranger_changes_and_sees_nothing_outside(stranger, monkeypatch, tmp_path, missing):
+@pytest.fixture(params=["bubblewrap", "unshare"])
+def with_either(request, monkeypatch):
     which = sandbox.shutil.which
-    hidden = lambda name, **more: None if name == missing else which(name, **more)  # noqa: E731
-    monkeypatch.setattr(sandbox.shutil, "which", hidden)
+    hidden = lambda name, **more: None if name == "bwrap" else which(name, **more)  # noqa: E731
+    if request.param == "unshare":
+        monkeypatch.setattr(sandbox.shutil, "which", hidden)
+
+
+def test_a_stranger_changes_and_sees_nothing_outside(stranger, with_either, tmp_path):
     (tmp_path / "other").write_text("another submission")
     said, _ = stranger(LOOKS.format(own=sandbox.__file__, other=f"{tmp_path}/other"))
     assert (said.count("Error"), "allowed" in said) == (5, False), said
+
+
+def test_a_stranger_gets_the_network_and_the_folders_that_he_demands(
+    stranger, with_either, tmp_path
+):
+    names = ["eth1", "10.10.1.1", "node0"]
+    # The second folder would hide what the sandbox itself needs: it is not made.
+    folders = ["/users/me/out", f"{tmp_path}", f"{tmp_path}/submission/deep/out"]
+    said, _ = stranger(WANTS, names=names, folders=folders)
+    assert said == "['eth1', 'lo', 'peer1'] 10.10.1.1\n"
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,17 @@ import re
 from pkgutil import resolve_name
 
 import pytest
-import torch
 
 from common.errors import UserError
 from lab.learn import pictures
 from lab.learn.course import LESSONS
 from lab.learn.lessons import nodes, root_link
-from lab.learn.lessons.averaging import diagnose
+from lab.learn.solutions import SOLUTIONS
 from lab.learn.student_file import Mistake, StudentFile
 from tests.helpers import ROOT, start_lab
 from tests.helpers.cluster import needs_namespaces
 from tests.helpers.processes import running_in
-from tests.lab.learn.solutions import SOLUTIONS, solve
+from tests.lab.learn.solutions import solve
 
 LESSON = {lesson.number: lesson for lesson in LESSONS}
 BY_NUMBER = pytest.mark.parametrize("number", SOLUTIONS)
@@ -66,7 +65,10 @@ def test_a_lesson_from_its_skeleton_to_done(tmp_path):
     [
         (["--check"], "which lesson?"),
         ([99], "lesson 99: there are lessons 1 to"),
-        ([1, "--predict", "long"], "--predict: got 'long', give a number in times, e.g. 4times"),
+        (
+            [1, "--predict", "long"],
+            "--predict: got 'long', give a number (times) in place of ANSWER",
+        ),
         ([1, "--predict", "2", "--check"], "not allowed with"),
     ],
 )
@@ -116,7 +118,10 @@ HEAD = "import time\nimport torch.distributed as dist\n\ndef act():\n    rank = 
     [
         ("if rank:\n        dist.barrier()\n", "0: is done\n.*1: line 7, in act: dist.barrier()"),
         ("while rank:\n        pass\n", "0: is done\n.*1: line [67], in act: "),
-        ("1 / rank\n", "rank 0 of 2: line 6, in act: 1 / rank: ZeroDivisionError"),
+        (
+            "1 / rank\n",
+            r"rank 0 of 2: act\(\) fails in line 6 of file.py \(1 / rank\): ZeroDivision",
+        ),
         ("exit(rank)\n", "line 6, in act: exit.rank.: SystemExit"),
         ("import os\n    os._exit(3)\n", "ended with status 3"),
         ("pass\ndel act\n", "there is no act in the file"),
@@ -162,24 +167,6 @@ def test_the_pictures_are_drawn_again_alike(tmp_path):
         assert drawn == kept, name
 
 
-@pytest.mark.parametrize(
-    ("shares", "words"),
-    [
-        ([1 / 3, 1 / 3, 1 / 3], None),
-        ([1, 1, 1], "the sum, 3.000 times the mean on 3 ranks, in b: divide"),
-        ([1 / 2, 1 / 2, 1 / 2], "1.500 times the mean on 3 ranks, in b"),
-        ([1 / 9, 1 / 9, 1 / 9], "0.333 times the mean"),
-        ([0, 1, 0], "0.000 g0 + 1.000 g1 + 0.000 g2 in b"),
-        ([1 / 3, 1 / 3, 0], "0.333 g0 + 0.333 g1 + 0.000 g2"),
-    ],
-)
-def test_a_wrong_gradient_is_described(shares, words):
-    before = torch.randn(3, 20, dtype=torch.float64)
-    after = torch.cat([before[:, :8].mean(0), torch.tensor(shares).double() @ before[:, 8:]])
-    told = diagnose(after, before, {"a": 8, "b": 12})
-    assert told == words or words in told
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
@@ -195,54 +182,16 @@ def test_a_solution_is_right(number, tmp_path):
     assert measured >= 0.95 * formula if number == 4 else measured == pytest.approx(formula, 0.01)
 
 
+@pytest.mark.slow
 def test_without_emulated_nodes_lesson_4_uses_a_recorded_time(tmp_path, monkeypatch, capsys):
     def refused(*_, **__):
         raise UserError("this machine cannot emulate a cluster: it is a container")
 
     monkeypatch.setattr(nodes, "Cluster", refused)
+    solve(3, tmp_path)
     student = StudentFile(solve(4, tmp_path))
     assert root_link.check(student, print) == root_link.RECORDED_SECONDS > 1.77
     assert "not measured here, but on another machine: this machine" in capsys.readouterr().out
-
-
-WRONG = [
-    (1, {1: "pass"}, "begins with forward, backward, step, forward, "),
-    (1, {3: "pass"}, "begins with forward, zero_grad, backward, forward, "),
-    (1, {0: "time.perf_counter()"}, "section forward takes "),
-    (1, {2: "loss.backward(), optimizer.step()", 3: "pass"}, "section backward takes 1110 s"),
-    (2, {2: "0"}, r"take 1797 samples in an epoch, 599 different ones of 1797"),
-    (2, {1: "1", 2: "0"}, "take 5391 samples in an epoch, 1797 different"),
-    (2, {0: "dist.get_rank()"}, "the ranks' weights begin with the sums"),
-    (2, {3: "GLOBAL_BATCH"}, "3 epochs take 30 steps, but 87 with a global batch of 64"),
-    (2, {4: "pass"}, "call set_epoch"),
-    (3, {1: "[sum(arriving)] * size"}, "rank 0 ends with the sum, 2.000 times the mean on 2"),
-    (3, {1: "[sum(arriving) / 2] * size"}, "rank 0 ends with 1.500 times the mean on 3 ranks"),
-    (3, {1: "arriving[::-1]"}, r"0.000 g0 \+ 1.000 g1 in 0.weight"),
-    (3, {2: "pass"}, r"rank 0 ends with 1.000 g0 \+ 0.000 g1 in 0.weight"),
-    (4, {0: "2 * (nodes - 1) * gradient_mb / 1000 / rate_gbit"}, "0.125 times what rank 0's link"),
-    (4, {0: "(nodes - 1) * gradient_mb * 8 / 1000 / rate_gbit"}, "gives 0.8861 s, 0.5 times"),
-    (5, {0: "rank"}, "in chunk 0 of 3 that are no sum of the ranks' gradients there"),
-    (5, {1: "rank - step"}, r"0.000 g0 \+ 0.500 g1 in chunk 0 of 2"),
-    (5, {2: "rank - step", 3: "rank - step - 1"}, r"0.500 g0 \+ 0.000 g1 in chunk 0 of 2"),
-]
-EDITED = [
-    (3, ("model.parameters()", "list(model.parameters())[:-1]"), "1.000 g0 .* in 1.bias"),
-    (3, ("if parameter.grad is None", "if parameter.grad is None or parameter.dim() < 2"), "bias"),
-    (5, ("flat /= size", "pass"), "the sum, 2.000 times the mean on 2 ranks, in chunk 0 of 2"),
-    (5, ("gradient.copy_(mean.view_as(gradient))", "pass"), "1.000 g0"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "changes", "edit", "words"),
-    [(n, changes, ("", ""), words) for n, changes, words in WRONG]
-    + [(n, {}, edit, words) for n, edit, words in EDITED],
-)
-def test_a_wrong_solution_is_told_what_it_does(number, changes, edit, words, tmp_path):
-    student = StudentFile(solve(number, tmp_path, changes, edit))
-    with pytest.raises(Mistake, match=words):
-        resolve_name(LESSON[number].check)(student, print)
 
 
 @pytest.mark.slow

@@ -159,7 +159,7 @@ def test_who_was_killed_or_stopped_is_found(tmp_path):
     [
         ((1, 2), {}, None),
         ((2, 1), {}, "kill of node 1: find_culprit returns 2, and must 1"),
-        ((1, 2), {0: "1 if any(gave_up) else None"}, "pause of node 2: .* returns 1, and must 2"),
+        ((1, 1), {}, "pause of node 2: .* returns 1, and must 2"),
         ((None, None), {}, "returns None, and must 1"),
     ],
 )
@@ -191,29 +191,3 @@ def test_less_exposed_than_the_link_needs_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(overlap, "run_on_nodes", lambda *_, **__: ["100 MB: 0.008 s exposed"])
     with pytest.raises(Mistake, match=r"message takes 0.442 s"):
         check(6, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "changes", "words"),
-    [
-        (6, {0: "-1"}, "rank 0 of 2 ends step 1 with 1.000 g0"),
-        (6, {2: "pass"}, "rank 0 of 2 ends step 1 with"),
-        (6, {3: "2"}, r"rank 0 of 3 ends step 1 with 1.500 times the mean"),
-        (6, {4: "0"}, r"rank 0 of 2 ends step 2 with 1.000 g0"),
-        (6, {1: "dist.all_reduce(flat)", 2: "pass"}, "sent 8, and 0 were under way"),
-        (6, {1: "dist.all_reduce(flat, async_op=True); work.wait()"}, "sent 8, and 0 were under"),
-        (7, {1: "sum((v - mean) ** 2 for v in values) / (len(values) - 1)"}, "not by one less"),
-        (7, {2: "(value - mean) / variance**0.5"}, "adds 1e-5 .* division by zero"),
-        (7, {2: "(value - mean) / (variance**0.5 + 1e-5)"}, "BatchNorm makes .-0.156, 0.156"),
-        (7, {3: "gradient += part"}, "shards=4 differs by 3.0"),
-        (7, {3: "gradient += part / 4"}, "shards=1 differs by 7.5e-01"),
-        (7, {3: "gradient = gradient + part / shards"}, "1.0e.00 .*nothing was added"),
-        (8, {0: "pass"}, "time_steps called it 3 times"),
-        (8, {1: "clock()"}, "returns 40 values"),
-        (8, {2: "math.floor(n / 2 - 0.5 * n**0.5)"}, "of 2000 intervals 91.8 % hold"),
-    ],
-)
-def test_a_wrong_solution_is_told_what_it_does(number, changes, words, tmp_path):
-    with pytest.raises(Mistake, match=words):
-        check(number, tmp_path, changes)

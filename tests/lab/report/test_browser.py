@@ -34,7 +34,13 @@ addEventListener("load", () => {
     return own.width && (own.left < all.left - 1 || own.right > all.right + 1
       || own.top < all.top - 1 || own.bottom > all.bottom + 1);
   }).map((text) => text.textContent);
-  parent.postMessage(JSON.stringify([innerWidth, root.scrollWidth, [...wide, ...cut], Math.min(...small),
+  const hidden = [...document.querySelectorAll(".scroll")].filter((box) => box.scrollWidth > box.clientWidth + 1).filter((box) => {
+    const hint = box.previousElementSibling, own = hint.getBoundingClientRect(), frame = box.getBoundingClientRect();
+    return !hint.matches(".swipe") || own.height < 8 || own.right > innerWidth || frame.top - own.bottom > 20
+      || frame.right > innerWidth || getComputedStyle(box).overflowX != "auto";
+  }).length;
+  const tables = document.querySelectorAll(".scroll").length;
+  parent.postMessage(JSON.stringify([hidden, tables, innerWidth, root.scrollWidth, [...wide, ...cut], Math.min(...small),
     getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector("svg text")).fill]), "*");
 });
 </script>"""  # noqa: E501 - JavaScript
@@ -77,7 +83,11 @@ def browse(page, *flags):
 
 
 def measured(page, width, *flags):
-    """Return frame width, scroll width, overflowing elements, smallest text, background and ink."""
+    """Return what MEASURE found, in a frame of this width.
+
+    The tables that scroll without a visible hint, the number of tables, frame width, scroll width,
+    overflowing elements, smallest text, background and ink.
+    """
     around = page.with_name(f"around-{width}.html")
     around.write_text(AROUND.replace("WIDTH", str(width)), encoding="utf-8")
     found = re.search(
@@ -93,7 +103,10 @@ def measured(page, width, *flags):
 )
 def test_phone_and_dark_wide_screen(page, width, smallest, expected, flags):
     """No element sticks out, and text and figures have the colours of the mode."""
-    shown, scrolled, sticking_out, height, *colors = measured(page, width, *flags)
+    hidden, tables, shown, scrolled, sticking_out, height, *colors = measured(page, width, *flags)
+    assert tables >= 5
+    if width == 390:
+        assert hidden == 0
     assert shown == width >= scrolled
     assert sticking_out == []
     assert height >= smallest  # of the figures' text, in pixels

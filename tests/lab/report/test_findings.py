@@ -155,7 +155,7 @@ CASES = (
     ("Only partly done", ring(status="partial")),
     ("The repeats of ring on 2", step("ring", 0.559, 0.3, 0.8), step("ring", 0.559, 0.4, 0.6)),
     # of the largest number of nodes and of one, the mean of iterations next to the speed-up
-    ("one node 1.100 s, ring on 2 nodes 0.615 s (speed-up 1.79)", SAME, MEANS),
+    ("one node 1.100 s, ring on 2 nodes 0.615 s (1.79 times as fast)", SAME, MEANS),
 )
 
 

@@ -8,8 +8,9 @@ from msgspec.structs import replace
 from lab.plot_style import NothingToShowError, plt
 from lab.report import html, tables
 from lab.report.drawings import figures
-from lab.report.drawings.curves import draw_loss
+from lab.report.drawings.curves import draw_iterations, draw_loss, draw_ranks, loss_caption
 from lab.report.findings import findings
+from lab.report.losses import loss_table
 from lab.report.view import blocks
 from tests.helpers.report_samples import BYTES, cell, on, results
 
@@ -185,8 +186,7 @@ def test_equal_values_become_a_sentence():
     equal = group(*on(2, "ring", "ddp"))
     with pytest.raises(NothingToShowError, match=r"sends the same: 36\.9 MB a step on 2 nodes"):
         figures.draw_bytes(equal, narrow=False)
-    with pytest.raises(NothingToShowError, match=r"from 2\.350 to 1\.073 in 30 steps"):
-        draw_loss(equal, narrow=False)
+    assert "from 2.350 to 1.073 in 30 steps" in loss_caption(equal)
     # one number of nodes on which they differ is enough for a figure
     both = group(*on(2, "ring", "ddp"), *on(4, "ring", "gather_scatter"))
     assert len(figures.draw_bytes(both, narrow=False).axes) == 2
@@ -204,3 +204,72 @@ def test_numbers_stand_beside_the_panels_not_on_lines(narrow):
         axes = draw(block, narrow=narrow).axes
         assert [text.get_text() for text in axes[0].texts] == first
         assert all(text.xy[0] > 1 for axis in axes for text in axis.texts)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_lines_that_coincide_have_a_panel_each(narrow):
+    block = group(*on(2, "ring", "ddp"))
+    figure = draw_loss(block, narrow=narrow)
+    axes = [axis for axis in figure.axes if axis.get_visible()]
+    titles = [axis.get_title() for axis in axes]
+    assert titles == ["none, 1 node", "ring, 2 nodes", "ddp, 2 nodes"]
+    for axis, row in zip(axes, block.rows, strict=True):
+        [line] = axis.lines
+        assert list(zip(*line.get_data(), strict=True)) == row.runs[0].losses
+    assert "a panel" in loss_caption(block)
+    assert "one line" in loss_caption(group(*on(2, "ring"), *on(2, "topk")))
+
+
+def test_iterations_are_drawn_without_the_first():
+    block = group(*on(2, "ring"), *on(4, "ring"))
+    figure = draw_iterations(block, narrow=False)
+    assert len(figure.axes) == 2
+    for axis, rows in zip(figure.axes, (block.at(2), block.at(4)), strict=True):
+        for line, row in zip(axis.lines, [block.baseline, *rows], strict=True):
+            assert list(zip(*line.get_data(), strict=True)) == row.runs[0].step_seconds[1:]
+
+
+def test_a_curve_over_several_numbers_of_ranks():
+    block = group(*on(2, "ring", "ddp"), *on(4, "ring", "ddp"))
+    times, speedups = draw_ranks(block, narrow=False).axes
+    ring = [block.baseline, block.find("ring", 2), block.find("ring", 4)]
+    assert list(times.lines[0].get_xdata()) == [1, 2, 4]
+    assert list(times.lines[0].get_ydata()) == [row.step for row in ring]
+    assert list(speedups.lines[0].get_ydata()) == [row.speedup for row in ring]
+    assert list(speedups.lines[-1].get_ydata()) == [1, 2, 4]
+    alone = replace(compared(), cells=on(2, "ring", "ddp"))
+    with pytest.raises(NothingToShowError, match="2 nodes"):
+        draw_ranks(blocks(alone)[0], narrow=False)
+
+
+@pytest.mark.parametrize(
+    ("steps", "shown"),
+    [
+        (41, [20, 40, 41]),
+        (40, [20, 40]),
+        (8, [1, 8]),
+        (1000, list(range(100, 1001, 100))),
+    ],
+)
+def test_losses_stand_at_every_twentieth_step(steps, shown):
+    losses = [2 + 1 / step for step in range(1, steps + 1)]
+    cells = [*on(2, "ring", losses=losses), *on(2, "ddp", losses=losses[:-1])]
+    (block,) = blocks(replace(compared(), cells=cells))
+    table = loss_table(block)
+    assert [int(row[0]) for row in table.rows] == shown
+    ring = table.headings.index("ring on 2 nodes")
+    assert [row[ring] for row in table.rows] == [f"{2 + 1 / step:.4f}" for step in shown]
+    assert table.rows[-1][table.headings.index("ddp on 2 nodes")] == "–"
+    assert f"| {shown[-1]} |" in tables.markdown([block])
+
+
+def test_results_have_the_accuracy_and_no_empty_column():
+    def names(block):
+        return tables.with_values(tables.RESULTS, tables.lines(block))
+
+    block = group(*on(2, "ring", accuracy=0.43))
+    line = tables.lines(block)[1]
+    assert line.texts["test_accuracy_ratio"] == "43.00 %"
+    assert line.values["test_loss"] == 1.5
+    assert "test_accuracy_ratio" in names(block)
+    assert "test_accuracy_ratio" not in names(group(*on(2, "ring")))

@@ -1,0 +1,141 @@
+"""Parts that a driver checks: programs in drivers/ call the student's functions in each rank.
+
+A part whose command has ``{driver}`` runs under the audit's runner and probe like any other, but
+the driver says what is wrong. ``driven_facts`` reads the reports that the ranks printed. What it
+finds has the names of the audit, or those of checks.toml; ``entries`` has the texts of both.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from common.errors import first_of
+from common.utils.atomic_files import read_regular
+from lab.audit.findings.finding import FAULT, CatalogueEntry, catalogue
+from lab.audit.result import AuditResult, ranks_text, titled
+from lab.grade.drivers.mark import MARK
+from lab.grade.facts import AuditedRun, AuditFacts, AuditFinding, CodePlace
+
+DRIVERS = Path(__file__).with_name("drivers")
+PLACEHOLDER = "{driver}"
+# Optimiser steps after which the probe would end the driver: never.
+STEPS = 1_000_000
+_DIFFER = "collectives-differ"
+# What a student's program can print into a report.
+_MOST_LOG = 2**22
+_Line = Annotated[str, Meta(max_length=1000)]
+
+
+@cache
+def entries() -> Mapping[str, CatalogueEntry]:
+    """Return what is said about each finding, by name: first the audit's, then the drivers'."""
+    own = tomllib.loads((DRIVERS / "checks.toml").read_text(encoding="utf-8"))
+    found = {name: CatalogueEntry(name, FAULT, **texts) for name, texts in own.items()}
+    return catalogue() | found
+
+
+class FoundByRank(msgspec.Struct):
+    """What a check found on a rank."""
+
+    name: _Line
+    evidence: _Line
+    at: tuple[_Line, int] | None
+
+
+class RankReport(msgspec.Struct):
+    """The last report of a rank; see ``Report`` in drivers/checking.py."""
+
+    found: Annotated[list[FoundByRank], Meta(max_length=1000)]
+    passed: Annotated[list[_Line], Meta(max_length=100)]
+    end: str
+    stopped: _Line
+
+
+def driven_facts(result: AuditResult, folders: Mapping[int, Path]) -> AuditFacts:
+    """Return what the drivers of all runs have found.
+
+    result : of the audit around them; it knows why a run failed or hung.
+    folders : with the logs of the ranks, by their number.
+    """
+    sizes = list(folders)
+    reports: dict[int, list[RankReport]] = {}
+    for size, folder in folders.items():
+        logs = [folder / f"rank{rank}.log" for rank in range(size)]
+        reports[size] = [report for report in map(_last_report, logs) if report]
+    runs = [AuditedRun(size) for size in sizes if reports[size]]
+    every = [report for size in sizes for report in reports[size]]
+    findings = _findings(reports) + _of_the_audit(result)
+    ends = [report.end for report in every]
+    explained = "fault" in ends or any(finding.name == _DIFFER for finding in findings)
+    if not explained and ends.count("done") < sum(sizes):
+        failure = _why_stopped(every, result)
+        names = [finding.name for finding in findings]
+        headline = failure + (f"; found before that: {first_of(names)}" if names else "")
+        return AuditFacts(2, headline, failure, [], findings, runs)
+    if findings:
+        return AuditFacts(1, f"wrong: {findings[0].title}", None, [], findings, runs)
+    passed = list(dict.fromkeys(title for report in every for title in report.passed))
+    headline = f"Equal to one process on {ranks_text(sizes)}: {first_of(passed, 20)}."
+    return AuditFacts(0, headline, None, [], [], runs)
+
+
+def _last_report(log: Path) -> RankReport | None:
+    """Return the last report in a rank's output; None without one that a driver wrote."""
+    if not log.exists():
+        return None
+    text = read_regular(log, last_bytes=_MOST_LOG).decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.startswith(MARK)]
+    if not lines:
+        return None
+    try:
+        return msgspec.json.decode(lines[-1].removeprefix(MARK), type=RankReport)
+    except msgspec.DecodeError:
+        return None
+
+
+def _findings(reports: Mapping[int, Sequence[RankReport]]) -> list[AuditFinding]:
+    """Return one finding a name, in the order of the texts, with the evidence of its first rank.
+
+    What another one explains is left out.
+    """
+    first: dict[str, FoundByRank] = {}
+    sizes: dict[str, set[int]] = {}
+    for size, ranks in reports.items():
+        for found in [found for report in ranks for found in report.found]:
+            first.setdefault(found.name, found)
+            sizes.setdefault(found.name, set()).add(size)
+    follow = {
+        follower for name in first if name in entries() for follower in entries()[name].explains
+    }
+    findings: list[AuditFinding] = []
+    for name, entry in entries().items():
+        if name in first and name not in follow:
+            title = f"{titled(entry.title, sorted(sizes[name]))}: {first[name].evidence}"
+            place = first[name].at
+            at = None if place is None else CodePlace(*place)
+            findings.append(AuditFinding(name, FAULT, title, entry.cure, "certain", at))
+    return findings
+
+
+def _of_the_audit(result: AuditResult) -> list[AuditFinding]:
+    """Return the audit's finding that explains why ranks wait for each other, if it has it."""
+    findings: list[AuditFinding] = []
+    for finding in result.findings:
+        if finding.name == _DIFFER:
+            title = f"{finding.entry.title}: {finding.evidence[0]}"
+            at = None if finding.at is None else CodePlace(finding.at.file, finding.at.line)
+            cure = finding.entry.cure
+            findings.append(AuditFinding(_DIFFER, FAULT, title, cure, finding.sure, at))
+    return findings
+
+
+def _why_stopped(reports: Sequence[RankReport], result: AuditResult) -> str:
+    """Return why not all checks could be made."""
+    reasons = [report.stopped for report in reports if report.stopped]
+    reasons.append(result.failure.reason if result.failure else "a rank ended early")
+    return reasons[0]

@@ -1,0 +1,283 @@
+"""Judge a training on several ranks: does it do what one process does on the whole batch?
+
+Each rank calls ``judge_ranks`` after ``run_program``; rank 0 compares what all ranks recorded.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.distributed.collectives import gather_objects, gather_states
+from common.distributed.process_group import current_world
+from lab.learn.causes import MEAN_IN_A_COPY, cause_of, parts_of, shares_of, told
+from lab.learn.program import ProgramRecording, ProgramStep
+
+# Relative, of float32 gradients and weights after a few steps.
+_EQUAL = 1e-4
+
+
+@dataclass(frozen=True)
+class _RankTraining:
+    """What rank 0 compares of a rank: fields of ``ProgramRecording``."""
+
+    joined: bool
+    steps: Sequence[ProgramStep]
+    batches: Sequence[float]
+    updates: int
+    foreign: bool
+    end: Tensor | None
+
+
+def judge_ranks(
+    recording: ProgramRecording, *, global_batch: int, averages: bool = True
+) -> str | None:
+    """Return on every rank what is wrong with their training; None if nothing is. Collective.
+
+    averages : whether the ranks should average their gradients.
+    """
+    own = _RankTraining(
+        recording.joined,
+        recording.steps,
+        recording.batches,
+        recording.updates,
+        recording.foreign,
+        recording.end,
+    )
+    world = current_world(torch.device("cpu"))
+    ranks = [_as_rank(state) for state in gather_states(world, asdict(own))]
+    verdict = None
+    if world.is_rank0:
+        verdict = _judge(ranks, recording, global_batch, averages)
+    return gather_objects(world, verdict or "", schema=str)[0] or None
+
+
+def _as_rank(state: Mapping[str, Any]) -> _RankTraining:
+    """Return what ``asdict`` has made of a rank's training."""
+    steps = [ProgramStep(**step) for step in state["steps"]]
+    return _RankTraining(**{**state, "steps": steps})
+
+
+def _judge(
+    ranks: Sequence[_RankTraining], recording: ProgramRecording, global_batch: int, averages: bool
+) -> str | None:
+    problem = (
+        _before_training(ranks)
+        or _wrong_samples(ranks, global_batch)
+        or _wrong_start(ranks)
+        or _added_up(ranks)
+    )
+    if problem is None and averages:
+        problem = _wrong_exchange(ranks, recording) or _weights_apart(ranks)
+    problem = problem or _same_order(ranks)
+    if problem is None and averages:
+        problem = _unlike_one_process(ranks, recording)
+    return problem
+
+
+def _before_training(ranks: Sequence[_RankTraining]) -> str | None:
+    """Say what keeps the ranks from training at all."""
+    for number, rank in enumerate(ranks):
+        if len(ranks) > 1 and not rank.joined:
+            return f"rank {number} never calls init_process_group: it must meet the other ranks"
+        if not rank.batches:
+            return f"rank {number} computes no batch: does the program call train()?"
+        if not rank.steps:
+            return f"rank {number} computes no gradients: call loss.backward() in each step"
+        if not rank.updates:
+            return f"rank {number}'s weights never change: call optimizer.step() in each step"
+        if rank.foreign:
+            return "the optimizer gets other parameters than those of the model that computes"
+    return None
+
+
+def _wrong_samples(ranks: Sequence[_RankTraining], global_batch: int) -> str | None:
+    """Say which ranks train on the same samples, or how many samples a step has."""
+    size = len(ranks)
+    for number, rank in enumerate(ranks):
+        if number and rank.batches[0] == ranks[0].batches[0]:
+            evidence = f"on {size} ranks, rank {number}'s first batch is rank 0's"
+            return told("same-samples", "the ranks train on the same samples", evidence)
+    samples = sum(len(rank.steps[0].images) for rank in ranks)
+    if samples > global_batch or samples <= global_batch - size:
+        evidence = f"on {size} ranks a step has {samples} samples in all, not {global_batch}"
+        return told(
+            "wrong-global-batch",
+            "the global batch is wrong",
+            evidence,
+            "Each rank's batch is the global batch divided by the number of ranks.",
+        )
+    return None
+
+
+def _wrong_start(ranks: Sequence[_RankTraining]) -> str | None:
+    """Say which rank begins with other weights."""
+    right = ranks[0].steps[0].start
+    for number, rank in enumerate(ranks):
+        if not torch.equal(rank.steps[0].start, right):
+            apart = _apart(rank.steps[0].start, right)
+            evidence = f"rank {number}'s first weights differ from rank 0's by {apart:.0%}"
+            return told("different-start", "the ranks start from different weights", evidence)
+    return None
+
+
+def _added_up(ranks: Sequence[_RankTraining]) -> str | None:
+    """Say whether gradients of several steps add up."""
+    for step in ranks[0].steps:
+        if step.stale.any():
+            return (
+                "the gradients of several steps add up: backward() adds to what is in .grad. Call "
+                "optimizer.zero_grad() in each step, before backward()"
+            )
+    return None
+
+
+def _wrong_exchange(ranks: Sequence[_RankTraining], recording: ProgramRecording) -> str | None:
+    """Say what the optimisers get in place of the mean."""
+    for number, _ in enumerate(ranks[0].steps):
+        steps = [rank.steps[number] for rank in ranks]
+        own = torch.stack([step.own for step in steps])
+        used = torch.stack([step.own if step.used is None else step.used for step in steps])
+        if _alike(used, own.double().mean(0)):
+            continue
+        where = f"step {number + 1} on {len(ranks)} ranks"
+        if all(_apart(row, step.own) < _EQUAL for row, step in zip(used, steps, strict=True)):
+            later = [rank.steps[number + 1].start for rank in ranks if number + 1 < len(rank.steps)]
+            equal_again = bool(later) and _alike(later, later[0])
+            return _own_gradients(steps, equal_again=equal_again, where=where)
+        if number and _alike(used, torch.stack([r.steps[number - 1].own for r in ranks]).mean(0)):
+            return told("stale-gradient", "the optimiser gets the mean of the step before", where)
+        parts = parts_of(used, own, recording.lengths)
+        return cause_of(parts, exchanged=any(step.sent for step in steps))
+    return None
+
+
+def _alike(rows: Iterable[Tensor], right: Tensor) -> bool:
+    """Return whether all rows are ``right``, up to rounding."""
+    return all(_apart(row, right) < _EQUAL for row in rows)
+
+
+def _own_gradients(steps: Sequence[ProgramStep], *, equal_again: bool, where: str) -> str:
+    """Say why each rank's optimiser gets its own gradient.
+
+    equal_again : whether all weights are equal when the next step begins.
+    """
+    evidence = f"in {where} each optimiser gets its own rank's gradient"
+    between = "Average after loss.backward() and before optimizer.step()."
+    if equal_again:
+        return told(
+            "weights-averaged",
+            "the weights are averaged in place of the gradients",
+            f"{evidence}, and afterwards all weights are equal again",
+        )
+    if any(step.sent_late for step in steps):
+        return told(
+            "own-gradient",
+            "the ranks' weights differ, since the average comes after the step",
+            f"{evidence}, and messages follow when optimizer.step() is over",
+            between,
+        )
+    if any(step.sent for step in steps):
+        return told("own-gradient", MEAN_IN_A_COPY, evidence)
+    if any(step.sent_early for step in steps):
+        sentence = "the average comes before backward(), which computes the gradients"
+        return told("own-gradient", sentence, evidence, between)
+    return told(
+        "group-unused",
+        "the training never averages: between backward() and step() nothing is exchanged",
+        evidence,
+        "Call average(model) in each step, after loss.backward() and before optimizer.step().",
+    )
+
+
+def _weights_apart(ranks: Sequence[_RankTraining]) -> str | None:
+    """Say when the ranks' weights begin to differ."""
+    size = len(ranks)
+    for number in range(1, len(ranks[0].steps)):
+        starts = [rank.steps[number].start for rank in ranks]
+        worst = max(_apart(start, starts[0]) for start in starts)
+        if worst > _EQUAL:
+            evidence = (
+                f"after step {number} on {size} ranks they are {worst:.1e} of their norm apart"
+            )
+            return told("weights-diverge", "the ranks' weights differ", evidence)
+    ends = [rank.end for rank in ranks]
+    if ends[0] is None:
+        return None
+    worst = max(_apart(end, ends[0]) for end in ends if end is not None)
+    if worst > _EQUAL:
+        evidence = f"at the end, on {size} ranks, they are {worst:.1e} of their norm apart"
+        return told("weights-diverge", "the ranks' weights differ", evidence)
+    return None
+
+
+def _same_order(ranks: Sequence[_RankTraining]) -> str | None:
+    """Say whether an epoch has the order of the one before."""
+    first, *later = ranks[0].batches
+    if first in later:
+        evidence = f"step {2 + later.index(first)} has the samples of step 1"
+        cure = None if len(ranks) > 1 else "Let the loader shuffle anew in each epoch."
+        return told("same-order", "every epoch has the same order", evidence, cure)
+    return None
+
+
+def _unlike_one_process(ranks: Sequence[_RankTraining], recording: ProgramRecording) -> str | None:
+    """Say where the weights leave those of one process that takes the whole batches."""
+    if recording.model is None or recording.optimizer is None:
+        return None
+    kind, settings = recording.optimizer
+    model = recording.model
+    optimizer = kind(model.parameters(), **settings)
+    for number, _ in enumerate(ranks[0].steps):
+        steps = [rank.steps[number] for rank in ranks]
+        images = torch.cat([step.images for step in steps])
+        labels = torch.cat([step.labels for step in steps])
+        if len(labels) != len(images):  # another loss
+            return None
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        whole = _flat_gradients(model)
+        mean = torch.stack([step.own for step in steps]).mean(0)
+        if _apart(mean, whole) > _EQUAL:
+            return _wrong_loss(mean, whole, len(ranks))
+        optimizer.step()
+        after = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        found = _weights_after(ranks[0], number)
+        if found is not None and _apart(found, after) > _EQUAL:
+            return (
+                f"after step {number + 1} the weights differ from one process's by "
+                f"{_apart(found, after):.1e} of their norm, although the gradients are right: does "
+                "optimizer.step() come once a step, and does nothing else change the weights?"
+            )
+    return None
+
+
+def _weights_after(rank: _RankTraining, number: int) -> Tensor | None:
+    """Return the weights after a kept step; None if they were not kept."""
+    if number + 1 < len(rank.steps):
+        return rank.steps[number + 1].start
+    return rank.end if rank.updates == len(rank.steps) else None
+
+
+def _wrong_loss(mean: Tensor, whole: Tensor, size: int) -> str:
+    """Say how the ranks' gradients differ from the whole batch's."""
+    shares = shares_of(mean, whole.unsqueeze(0))
+    times = None if shares is None else float(shares[0])
+    if times is not None and abs(times * size - 1) < 1e-3:
+        evidence = f"backward computes {times:.3f} times the gradient on {size} ranks"
+        return told(
+            "scaled-in-loss", "the loss is divided by the number of ranks as well", evidence
+        )
+    what = "another gradient than" if times is None else f"{times:.3f} times the gradient of"
+    return f"backward computes {what} the mean loss over the batch: is the loss the mean?"
+
+
+def _flat_gradients(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def _apart(found: Tensor, right: Tensor) -> float:
+    """Return the norm of the difference over the norm of ``right``."""
+    return float((found - right).norm() / right.norm().clamp_min(1e-30))

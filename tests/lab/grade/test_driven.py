@@ -1,0 +1,92 @@
+"""What becomes of the reports that a driver's ranks print; nothing is run."""
+
+import json
+
+import pytest
+
+from lab.audit.findings.finding import FAULT, found
+from lab.audit.result import AuditResult, EqualityVerdict, Failure
+from lab.grade.driven import driven_facts, entries
+from lab.grade.drivers.mark import MARK
+from lab.grade.facts import Facts
+from lab.grade.marks import mark_part
+from lab.grade.rubric import load_rubric
+
+DONE = {"found": [], "passed": ["five steps"], "end": "done", "stopped": ""}
+SUM = DONE | {"found": [{"name": "sum-not-mean", "evidence": "step 1", "at": ["a/b.py", 7]}]}
+RAISED = {
+    "found": [{"name": "raises", "evidence": "tied weights: KeyError", "at": None}],
+    "passed": ["five steps"],
+    "end": "fault",
+    "stopped": "tied weights: KeyError",
+}
+GOING_ON = DONE | {"end": ""}
+CRASHED = {"found": [], "passed": [], "end": "stopped", "stopped": "ImportError: numpy"}
+FOLLOWS = DONE | {
+    "found": [
+        {"name": name, "evidence": "step 1", "at": None}
+        for name in ("groups-ignored", "shard-not-sent")
+    ]
+}
+CASES = {  # the last reports of 2 ranks, then of 3; the findings, and the marks of 15
+    "right": ([DONE] * 2, [DONE] * 3, [], 15),
+    "on three": ([DONE] * 2, [DONE, SUM, DONE], ["sum-not-mean"], 0),
+    "raised": ([RAISED, GOING_ON], [RAISED] * 3, ["raises"], 7.5),
+    "follows": ([FOLLOWS] * 2, [DONE] * 3, ["shard-not-sent"], 0),
+    "crashed": ([CRASHED, DONE], [DONE] * 3, [], None),
+    "silent": ([DONE] * 2, [DONE, DONE, None], [], None),
+    "hung": ([DONE] * 2, [GOING_ON] * 3, [], None),
+    "forged": ([DONE] * 2, [DONE, DONE, {"end": "done"}], [], None),
+    "unknown": ([DONE] * 2, [DONE, DONE, DONE | {"found": [{"name": "x" * 2000}]}], [], None),
+}
+
+
+def audited(*findings):
+    verdict = EqualityVerdict("cannot tell", "a driver")
+    return AuditResult("python", [], findings, verdict, failure=Failure("the ranks hung"))
+
+
+def write_logs(folder, size, reports):
+    place = folder / f"{size}-ranks"
+    place.mkdir()
+    for rank, report in enumerate(reports):
+        before = f"hello\n{MARK}{json.dumps(GOING_ON)}\n"
+        text = before if report is None else f"{before}{MARK}{json.dumps(report)}\nbye\n"
+        (place / f"rank{rank}.log").write_text(text)
+    return {size: place}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reports_of_all_ranks_and_sizes_become_one_mark(tmp_path, name):
+    of_two, of_three, names, marks = CASES[name]
+    logs = write_logs(tmp_path, 2, of_two) | write_logs(tmp_path, 3, of_three)
+    audit = driven_facts(audited(), logs)
+    seen = Facts(key="", audit=audit, used=[], whole=False, doubts=[], seconds=1.0)
+    mark = mark_part("optimizer", seen, load_rubric("cs336"))
+    assert ([finding.name for finding in audit.findings], mark.marks) == (names, marks)
+    assert (mark.page, bool(mark.look)) == (None, marks is None)
+    if name == "on three":
+        assert "3 ranks" in mark.why[0]
+        assert "a/b.py:7" in mark.why[0]
+    if name == "crashed":
+        assert "ImportError: numpy" in audit.headline
+    if name == "hung":
+        assert "the ranks hung" in audit.headline
+
+
+def test_ranks_that_wait_for_each_other_are_the_audits_finding(tmp_path):
+    logs = write_logs(tmp_path, 2, [GOING_ON, GOING_ON])
+    values = {"one": 0, "call": "all_reduce", "other": 1}
+    differ = found("collectives-differ", kind="waits", **values)
+    audit = driven_facts(audited(differ), logs)
+    assert [finding.name for finding in audit.findings] == ["collectives-differ"]
+    assert (audit.status, audit.findings[0].is_certain) == (1, True)
+
+
+def test_every_text_of_the_drivers_is_whole_and_no_name_is_the_audits():
+    own = [entry for name, entry in entries().items() if entry.severity == FAULT]
+    assert len({entry.title for entry in own}) == len(own)
+    for entry in own:
+        assert entry.cause.endswith(".")
+        assert entry.cure.endswith(".")
+        assert set(entry.explains) <= set(entries())

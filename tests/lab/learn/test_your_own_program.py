@@ -1,0 +1,69 @@
+"""The page from the lessons to one's own program: it runs, and the audit calls it right."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT, start_lab
+from tests.helpers.documentation import Page
+from tests.helpers.processes import free_port
+
+PAGE = Page(ROOT / "docs/learn/your_own_program.md")
+
+
+def write_program(folder):
+    """Write the page's program and return its path."""
+    [program] = [content for language, content in PAGE.blocks() if language == "python"]
+    path = folder / "main_gather.py"
+    path.write_text(program)
+    return path
+
+
+def test_the_lessons_lead_to_the_page():
+    for lesson in ("03_gather_scatter", "05_ring", "06_overlap"):
+        assert "your_own_program.md" in (ROOT / f"docs/learn/{lesson}.md").read_text()
+    assert len(PAGE.text.splitlines()) <= 130
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_the_program_runs_in_two_terminals(tmp_path):
+    write_program(tmp_path)
+    commands = [line for line in PAGE.commands() if line.startswith("python main_gather.py")]
+    assert len(commands) == 2
+    started = []
+    port = free_port()
+    for command in commands:
+        words = [sys.executable, *command.split()[1:], "--master-port", str(port)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+    try:
+        printed = [process.communicate(timeout=150)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for rank, text in enumerate(printed):
+        losses = re.findall(rf"rank {rank} step (\d+) loss (\S+)", text)
+        assert [step for step, _ in losses] == ["20", "40"]
+        assert float(losses[1][1]) < float(losses[0][1])
+        assert re.search(r"mean \d+\.\d ms a step, without the first", text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_audit_calls_the_program_right(tmp_path):
+    write_program(tmp_path)
+    [command] = [line for line in PAGE.commands() if line.startswith("lab audit")]
+    words = [sys.executable if word == "python" else word for word in shlex.split(command)[1:]]
+    ended = start_lab(*words, cwd=tmp_path).end(timeout_seconds=280)
+    assert ended.status == 0, ended
+    assert ended.out.startswith("Right: ")
+    notices = ended.out.partition("Notices")[2].partition("\n\n")[0].splitlines()[1:]
+    assert [notice for notice in notices if "The sampler repeats samples" not in notice] == []
