@@ -69,7 +69,7 @@ def predict_test_set(
 
 
 def _forward_seconds(steps: Sequence[StepRecord], *, images: int) -> float | None:
-    """Return how long a forward pass of so many images takes on this rank; None without steps."""
+    """Return the seconds of forward for ``images`` images on this rank; None without steps."""
     per_image = [step.forward_seconds / step.local_samples for step in steps if step.local_samples]
     return median(per_image) * images if per_image else None
 

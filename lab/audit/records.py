@@ -150,7 +150,7 @@ class Stack(LineRecord, tag="stack"):
 
 
 class DdpBuilt(LineRecord, tag="ddp"):
-    """DDP was built; it averages the gradients of so many numbers over a group of a size."""
+    """DDP was built: it averages ``numbers`` gradient entries over a group of ``size`` ranks."""
 
     nbytes: int = msgspec.field(name="bytes")
     numbers: int = 0

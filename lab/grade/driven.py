@@ -62,26 +62,36 @@ def driven_facts(result: AuditResult, folders: Mapping[int, Path]) -> AuditFacts
     result : of the audit around them; it knows why a run failed or hung.
     folders : with the logs of the ranks, by their number.
     """
-    sizes = list(folders)
-    reports: dict[int, list[RankReport]] = {}
-    for size, folder in folders.items():
-        logs = [folder / f"rank{rank}.log" for rank in range(size)]
-        reports[size] = [report for report in map(_last_report, logs) if report]
-    runs = [AuditedRun(size) for size in sizes if reports[size]]
-    every = [report for size in sizes for report in reports[size]]
+    reports = {size: _reports(folder, size) for size, folder in folders.items()}
+    runs = [AuditedRun(size) for size, of_run in reports.items() if of_run]
+    every = [report for of_run in reports.values() for report in of_run]
     findings = _findings(reports) + _of_the_audit(result)
-    ends = [report.end for report in every]
-    explained = "fault" in ends or any(finding.name == _DIFFER for finding in findings)
-    if not explained and ends.count("done") < sum(sizes):
+    if not _is_explained(every, findings, ranks=sum(folders)):
         failure = _why_stopped(every, result)
         names = [finding.name for finding in findings]
-        headline = failure + (f"; found before that: {first_of(names)}" if names else "")
+        headline = f"{failure}; found before that: {first_of(names)}" if names else failure
         return AuditFacts(2, headline, failure, [], findings, runs)
     if findings:
         return AuditFacts(1, f"wrong: {findings[0].title}", None, [], findings, runs)
     passed = list(dict.fromkeys(title for report in every for title in report.passed))
-    headline = f"Equal to one process on {ranks_text(sizes)}: {first_of(passed, 20)}."
+    headline = f"Equal to one process on {ranks_text(folders)}: {first_of(passed, 20)}."
     return AuditFacts(0, headline, None, [], [], runs)
+
+
+def _reports(folder: Path, size: int) -> list[RankReport]:
+    """Return the last report of each of ``size`` ranks that has one."""
+    logs = [folder / f"rank{rank}.log" for rank in range(size)]
+    return [report for report in map(_last_report, logs) if report]
+
+
+def _is_explained(
+    reports: Sequence[RankReport], findings: Sequence[AuditFinding], *, ranks: int
+) -> bool:
+    """Return whether all ranks of all runs came to their end, or a finding says why not."""
+    ends = [report.end for report in reports]
+    if "fault" in ends or any(finding.name == _DIFFER for finding in findings):
+        return True
+    return ends.count("done") >= ranks
 
 
 def _last_report(log: Path) -> RankReport | None:

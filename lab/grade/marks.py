@@ -59,12 +59,7 @@ def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
     part = rubric.parts[name]
     if isinstance(seen, Look):
         return Mark(part=name, title=part.title, points=part.points, look=[seen])
-    counted: list[AuditFinding] = []
-    if seen.audit.found_faults:
-        counted = [fault for fault in seen.audit.faults if fault.name not in part.accepts]
-    if not seen.audit.cannot_tell:
-        demanded = set(part.demands)
-        counted += [found for found in seen.audit.findings if found.name in demanded]
+    counted = _counted(part, seen)
     lost = {fault.name: rubric.deduction(part, fault.name) for fault in counted}
     changes = [] if seen.refused else seen.changes
     cost = rubric.other_command * part.points if changes else 0.0
@@ -75,7 +70,7 @@ def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
     if not look and not why:
         why.append(_why_full(part, seen))
     if cost:
-        why.append(f"-{cost:g}: it does not run as demanded.")
+        why.append(f"-{cost:g}: another command than the demanded one starts it.")
     return Mark(
         part=name,
         title=part.title,
@@ -91,6 +86,16 @@ def mark_part(name: str, seen: Facts | Look, rubric: Rubric) -> Mark:
         seconds=round(seen.seconds, 1),
         page=None if part.is_driven else f"{name}.html",
     )
+
+
+def _counted(part: Part, seen: Facts) -> list[AuditFinding]:
+    """Return what costs points: the faults that the course does not accept, and what it demands."""
+    counted: list[AuditFinding] = []
+    if seen.audit.found_faults:
+        counted += [fault for fault in seen.audit.faults if fault.name not in part.accepts]
+    if not seen.audit.cannot_tell:
+        counted += [found for found in seen.audit.findings if found.name in part.demands]
+    return counted
 
 
 def _accepted(part: Part, seen: Facts) -> Iterator[str]:

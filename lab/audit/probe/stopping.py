@@ -39,7 +39,7 @@ BETWEEN_EPOCHS_SECONDS = 10.0
 IDLE_SECONDS = 60.0
 CLOCK_SECONDS = 30.0
 EXIT_SECONDS = 5.0
-# After so long, or so many updates, those without communication count.
+# Updates without communication count only after this time, or this number of them.
 ALONE_SECONDS = 20.0
 ALONE_STEPS = 500
 
