@@ -30,6 +30,7 @@ CALL_SECONDS = 570
 DRY_RUN_TIMES = 4  # as long: other work shares the CPU
 VGG11_MACS = 152.8e6  # multiply-adds of one sample's forward pass; backward counts twice as much
 IMPORTED_AS = {"scikit-learn": "sklearn", "pillow": "PIL"}
+RECIPE_SECONDS = {"vgg11-cifar10-fast": 150}  # limits; 500 for others
 SUMMARY = ("step_seconds", "total_seconds", "test_accuracy", "peak_gpu_memory_bytes")
 
 
@@ -47,9 +48,11 @@ def plan(args: argparse.Namespace) -> list[Step]:
     own = [__file__, "--out", str(args.out), *["--dry-run"] * args.dry_run]
     small = ["--dataset", "digits", "--batch-size", "16", "--max-steps", "2", "--no-amp"]
     flags = ["-o", "addopts=", "-q", "-rf", "--tb=short"]
-    flags += ["-n", "5"] if importlib.util.find_spec("xdist") else []
+    flags += ["-n", "8"] if importlib.util.find_spec("xdist") else []
+    tests = ["tests/common", "tests/lab/calibrate/test_layer_profile.py"]
     group = ["--distributed", "--world-size", "1"]
     recipe = ["--recipe", args.recipe, *(["--epochs", str(args.epochs)] if args.epochs else [])]
+    recipe_limit = RECIPE_SECONDS.get(args.recipe, 500)
 
     def run(name: str, limit: float, *words: str, folder: str = "") -> Step:
         command = [*words, "--data-dir", str(args.data), *small * args.dry_run]
@@ -58,7 +61,7 @@ def plan(args: argparse.Namespace) -> list[Step]:
 
     return [
         Step("machine", [*own, "--child", "machine"], 60),
-        Step("tests", ["-m", "pytest", *flags, "-m", "gpu", "tests/common"], 300),
+        Step("tests", ["-m", "pytest", *flags, "-m", "gpu", *tests], 300),
         Step("vgg11", [*own, "--child", "vgg11"], 150),
         run("one", 60, "PartOne/main.py", folder="PartOne-none"),
         *(
@@ -66,8 +69,17 @@ def plan(args: argparse.Namespace) -> list[Step]:
             for sync in ("gather_scatter", "all_reduce")
         ),
         run("ddp", 60, "PartThree/main.py", *group, folder="PartThree-ddp"),
-        run(args.recipe, 500, "PartThree/main.py", *recipe, folder=args.recipe),
+        *(
+            run(name, recipe_limit, "PartThree/main.py", *recipe, "--seed", seed, folder=args.recipe)
+            for seed, name in seeds(args).items()
+        ),
     ]
+
+
+def seeds(args: argparse.Namespace) -> dict[str, str]:
+    """Return the name of the recipe's run with each seed; seed 0's is the recipe's."""
+    others = {str(seed): f"{args.recipe}-seed{seed}" for seed in range(1, args.seeds)}
+    return {"0": args.recipe, **others}
 
 
 def main() -> int:
@@ -80,6 +92,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="STEP", help="run these steps, also again")
     parser.add_argument("--recipe", default="vgg11-cifar10-fast", help="the last step's recipe")
     parser.add_argument("--epochs", type=int, help="of the recipe, if it shall be shorter")
+    parser.add_argument("--seeds", default=1, type=int, help="runs of the recipe")
     parser.add_argument("--budget-seconds", type=float, default=CALL_SECONDS, help="of this call")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, tiny")
     parser.add_argument("--child", choices=("machine", "vgg11"), help=argparse.SUPPRESS)

@@ -137,17 +137,16 @@ def synchronise_batchnorm(model: nn.Module, *, ours: bool) -> nn.Module:
     """
     if not any(map(_can_be_synchronised, model.modules())):
         return model
-    return _convert(model, MessageGroup() if ours else None)
+    return _convert(model, MessageGroup(), ours)
 
 
-def _convert(module: nn.Module, messages: MessageGroup | None) -> nn.Module:
-    """Return the module with its layers replaced; by PyTorch's without ``messages``."""
+def _convert(module: nn.Module, messages: MessageGroup, ours: bool) -> nn.Module:
     if _can_be_synchronised(module):
-        if messages is None:
-            return nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        return SyncBatchNorm.in_place_of(module, messages)
+        if ours:
+            return SyncBatchNorm.in_place_of(module, messages)
+        return nn.SyncBatchNorm.convert_sync_batchnorm(module, messages.group)
     for name, child in module.named_children():
-        setattr(module, name, _convert(child, messages))
+        setattr(module, name, _convert(child, messages, ours))
     return module
 
 

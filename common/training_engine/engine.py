@@ -155,11 +155,11 @@ class TrainingEngine:
         self.sync.waiting = partial(self.timer.section, "sync")
         self.world.activity.period = self.sync.plan.period
         model = model_to_device(model, self.device)
+        self.ema = WeightAverage(unwrap(model), ema_decay) if use_ema else None
         if sync_batchnorm and self.world.size > 1:
             ours = sync_batchnorm == "ours" or self.device.type != "cuda"
             model = batchnorm.synchronise_batchnorm(model, ours=ours)
         self.model = model
-        self.ema = WeightAverage(unwrap(model), ema_decay) if use_ema else None
         self.accumulation_steps = accumulation_steps
         self._clip_norm = clip_norm
         self.output_folder = Path(output_dir) / experiment_name

@@ -209,8 +209,8 @@ def test_two_ranks_equal_one_process_in_float64(name):
     assert first[1] == second[1]
 
 
-def synchronised_batchnorm(rank, device):
-    """Return how far DDP with SyncBatchNorm is from the whole batch. Collective."""
+def synchronised_batchnorm(rank, device, kind):
+    """Return how far DDP with this SyncBatchNorm is from the whole batch. Collective."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
     model = nn.Sequential(model, nn.Flatten(), nn.Linear(144, 2)).double()
@@ -220,15 +220,16 @@ def synchronised_batchnorm(rank, device):
     trained = []
     for sync, own in ((None, slice(0, 8)), ("ddp", slice(4 * rank, 4 * rank + 4))):
         torch.manual_seed(0)
-        engine = prepared(copy.deepcopy(model), sync, device=device)
+        engine = prepared(copy.deepcopy(model), sync, device=device, sync_batchnorm=kind)
         engine.train_epoch([(x[own], y[own]) for x, y in zip(images, labels, strict=True)], epoch=1)
         engine.close()
         trained.append(unwrap(engine.model))
     return max(parameter_errors(trained[1], trained[0]).values())
 
 
-def test_synchronised_batchnorm_and_ddp_equal_the_whole_batch():
-    errors = run_ranks(2, synchronised_batchnorm, GPU, backend=backend())
+@pytest.mark.parametrize("kind", [True, "ours"], ids=["pytorch", "ours"])
+def test_synchronised_batchnorm_and_ddp_equal_the_whole_batch(kind):
+    errors = run_ranks(2, synchronised_batchnorm, GPU, kind, backend=backend())
     assert max(errors) < Case().tolerance
 
 

@@ -123,7 +123,7 @@ def conv_net():
 def messages(rank):
     """Return kind, bytes and sent bytes of the messages of a step, after another one."""
     model, batch = conv_net(), (torch.randn(4, 3, 4, 4), torch.tensor([0, 1, 2, 0]))
-    engine = prepared(model, "fsdp")
+    engine = prepared(model, "fsdp", sync_batchnorm=False)
     for recorder in (MessageRecorder(), MessageRecorder()):
         with recorder:
             engine.train_step([batch], global_samples=4 * engine.world.size)

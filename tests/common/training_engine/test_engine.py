@@ -446,7 +446,8 @@ def test_frozen_batchnorm_stays_still_and_the_rest_is_synchronised():
     run_ranks(2, train_half_frozen)
 
 
-def test_synchronise_batchnorm_replaces_what_trains_and_keeps_parameters():
+def check_what_is_replaced(_rank):
+    """Compare a model's parts before and after."""
     model = nn.ModuleDict({"body": half_frozen(), "head": nn.BatchNorm2d(3, affine=False)})
     named, state = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
     converted = batchnorm.synchronise_batchnorm(model, ours=False)
@@ -458,6 +459,10 @@ def test_synchronise_batchnorm_replaces_what_trains_and_keeps_parameters():
     )
     assert digest(converted.state_dict()) == digest(state)
     assert type(batchnorm.synchronise_batchnorm(nn.BatchNorm1d(3), ours=False)) is nn.SyncBatchNorm
+
+
+def test_synchronise_batchnorm_replaces_what_trains_and_keeps_parameters():
+    run_ranks(1, check_what_is_replaced)
 
 
 def own_numbers(rank):
