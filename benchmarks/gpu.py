@@ -59,6 +59,11 @@ def plan(args: argparse.Namespace) -> list[Step]:
         command += ["--output-dir", str(args.out), "--run-name", name]
         return Step(name, command, limit, args.out / (folder or words[0].split("/")[0]) / name)
 
+    def with_seed(seed: int) -> Step:
+        name = f"{args.recipe}-seed{seed}" if seed else args.recipe
+        words = ["PartThree/main.py", *recipe, "--seed", str(seed)]
+        return run(name, recipe_limit, *words, folder=args.recipe)
+
     return [
         Step("machine", [*own, "--child", "machine"], 60),
         Step("tests", ["-m", "pytest", *flags, "-m", "gpu", *tests], 300),
@@ -69,17 +74,8 @@ def plan(args: argparse.Namespace) -> list[Step]:
             for sync in ("gather_scatter", "all_reduce")
         ),
         run("ddp", 60, "PartThree/main.py", *group, folder="PartThree-ddp"),
-        *(
-            run(name, recipe_limit, "PartThree/main.py", *recipe, "--seed", seed, folder=args.recipe)
-            for seed, name in seeds(args).items()
-        ),
+        *(with_seed(seed) for seed in range(args.seeds)),
     ]
-
-
-def seeds(args: argparse.Namespace) -> dict[str, str]:
-    """Return the name of the recipe's run with each seed; seed 0's is the recipe's."""
-    others = {str(seed): f"{args.recipe}-seed{seed}" for seed in range(1, args.seeds)}
-    return {"0": args.recipe, **others}
 
 
 def main() -> int:
