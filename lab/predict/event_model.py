@@ -8,15 +8,17 @@ Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPIC
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
 from common.sync.message_cost import Operation
-from common.sync.plans.base import MessagePlan
+from common.sync.plans.base import MessagePlan, NoSyncPlan
 from common.utils.typed_json import Share, Text
 from lab.predict.compute_model import StepCompute, Wait
 
@@ -82,6 +84,16 @@ class Network:
     kinds: Mapping[Text, Rate] = field(default_factory=dict)
     overlap_cost: Share = 0.0
 
+    @property
+    def ranks_per_node(self) -> int:
+        """How many ranks share each link."""
+        return 1
+
+    @property
+    def inside(self) -> "Network":
+        """What messages between two ranks of a node cost, if several share a link."""
+        return self
+
     def rate(self, kind: str) -> Rate:
         """Return the rate of operations of that kind."""
         return self.kinds.get(kind) or Rate(self.alpha_seconds, self.beta_seconds_per_byte)
@@ -103,10 +115,18 @@ class Network:
         beta = self.beta_seconds_per_byte / factor
         return replace(self, beta_seconds_per_byte=beta, kinds=kinds)
 
-    def over(self, *, rate_bits: float | None, latency_seconds: float | None) -> "Network":
+    def over(
+        self,
+        *,
+        rate_bits: float | None,
+        latency_seconds: float | None,
+        ranks_per_node: int = 1,
+        inside: "Network | None" = None,
+    ) -> "Network":
         """Return this network with other links; None keeps the measured value.
 
-        rate_bits : bits per second on a link, ``HEADERS`` included. latency_seconds : per message.
+        rate_bits : bits per second on a node's link, ``HEADERS`` included. latency_seconds : per
+        message. ranks_per_node : ranks that share a link; ``inside`` is what they send each other.
         A byte never takes less time than measured here, since it still passes the same software. It
         also slows backward by as many seconds as here.
         """
@@ -122,7 +142,7 @@ class Network:
             kinds = {
                 kind: replace(rate, alpha_seconds=latency_seconds) for kind, rate in kinds.items()
             }
-            software = self.without_latency()
+            software = self.with_latency_up_to(0.0)
         return OtherLinks(
             default.alpha_seconds,
             default.beta_seconds_per_byte,
@@ -131,12 +151,17 @@ class Network:
             kinds,
             self.overlap_cost,
             software=software,
+            shared_by=ranks_per_node,
+            within=inside or software,
         )
 
-    def without_latency(self) -> "Network":
-        """Return this network with messages that cost nothing but their bytes."""
-        kinds = {kind: replace(rate, alpha_seconds=0.0) for kind, rate in self.kinds.items()}
-        return replace(self, alpha_seconds=0.0, kinds=kinds)
+    def with_latency_up_to(self, most: float) -> "Network":
+        """Return this network with an alpha of at most so many seconds."""
+        kinds = {
+            kind: replace(rate, alpha_seconds=min(most, rate.alpha_seconds))
+            for kind, rate in self.kinds.items()
+        }
+        return replace(self, alpha_seconds=min(most, self.alpha_seconds), kinds=kinds)
 
     def delay_share(self, operation: Operation, ranks: int) -> float:
         """Return the fraction of a message's time by which it delays a concurrent backward."""
@@ -145,9 +170,24 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class OtherLinks(Network):
-    """Links that the same ``software`` uses: what they take longer than it, a message waits."""
+    """Links that the same ``software`` uses: what they take longer than it, a message waits.
+
+    shared_by : ranks that share a link. within : what messages between two of these cost.
+    """
 
     software: Network
+    shared_by: int
+    within: Network
+
+    @property
+    def ranks_per_node(self) -> int:
+        """How many ranks share each link."""
+        return self.shared_by
+
+    @property
+    def inside(self) -> Network:
+        """What messages between two ranks of a node cost."""
+        return self.within
 
     def delay_share(self, operation: Operation, ranks: int) -> float:
         """Return the fraction of a message's time by which it delays a concurrent backward."""
@@ -158,48 +198,149 @@ class OtherLinks(Network):
         return self.overlap_cost * busy / seconds
 
 
+class Round(NamedTuple):
+    """Messages of an operation that are under way at the same time.
+
+    repeats : such rounds in a row.
+    share : of the operation's bytes in each message.
+    between : messages on the busiest node's link, in one direction.
+    inside : messages on the busiest rank's connection to the others of its node.
+    header_bytes : of each message on a link but the first.
+    """
+
+    repeats: int
+    share: float
+    between: int
+    inside: int
+    header_bytes: int = 0
+
+    def bytes_between(self, nbytes: float) -> float:
+        """Return the bytes on the busiest node's link in one round, for that many in a tensor."""
+        return self.between * self.share * nbytes + max(0, self.between - 1) * self.header_bytes
+
+    def bytes_inside(self, nbytes: float) -> float:
+        """Return the bytes on the busiest connection inside a node in one round."""
+        return self.inside * self.share * nbytes
+
+
+@lru_cache(maxsize=1 << 16)
+def rounds_of(kind: str, ranks: int, ranks_per_node: int = 1) -> Sequence[Round]:
+    """Return the rounds of a collective of N ranks, K of them on each node, in rank order.
+
+    A ring crosses each node's link once in each direction. The root exchanges messages with all
+    ranks of other nodes over its node's link.
+    """
+    if ranks == 1:
+        return []
+    elsewhere = max(0, ranks - ranks_per_node)  # on other nodes than the root
+    beside = min(ranks, ranks_per_node) - 1  # on the root's node
+    ring = Round(ranks - 1, 1 / ranks, min(1, elsewhere), min(1, beside))
+    if kind == "all_reduce":  # reduce-scatter, then all-gather
+        return [ring._replace(repeats=2 * (ranks - 1))]
+    if kind == "reduce_scatter":  # the first half of all_reduce's ring
+        return [ring]
+    if kind == "all_gather":
+        return [ring._replace(share=1.0)]
+    if kind == "reduce":  # reduce-scatter, then the parts go to the root
+        return [ring, Round(1, 1 / ranks, elsewhere, beside)]
+    if kind in ("gather", "scatter"):  # every rank straight to the root, or back: one latency
+        return [Round(1, 1.0, elsewhere, beside, header_bytes=PACKET_BYTES)]
+    assert kind == "broadcast", kind  # a binomial tree
+    levels = range((ranks - 1).bit_length())
+    alike = Counter(_tree_round(1 << level, ranks, ranks_per_node) for level in levels)
+    return [one_round._replace(repeats=count) for one_round, count in alike.items()]
+
+
+def _tree_round(distance: int, ranks: int, ranks_per_node: int) -> Round:
+    """Return the round in which every second rank of those so far apart sends to the next one."""
+    senders = range(0, min(ranks - distance, 2 * distance * ranks_per_node), 2 * distance)
+    leaves = any(sender % ranks_per_node + distance >= ranks_per_node for sender in senders)
+    return Round(1, 1.0, int(leaves), int(distance < ranks_per_node))
+
+
+def exchange_round(operation: Operation, ranks: int, ranks_per_node: int) -> Round:
+    """Return the round of an exchange; see ``Operation.receiver``.
+
+    A few nodes stand for all, since each does the same but perhaps the first and the last ones.
+    """
+    nodes = -(-ranks // ranks_per_node)
+    if operation.receiver is None or ranks_per_node == 1:
+        return Round(1, 1.0, min(1, nodes - 1), min(1, ranks_per_node - 1))
+    between = 0
+    inside = 0
+    for node in {0, nodes // 2, max(0, nodes - 2), nodes - 1}:
+        own = range(node * ranks_per_node, min(ranks, (node + 1) * ranks_per_node))
+        receivers = [receiver for rank in own if (receiver := operation.receiver(rank)) is not None]
+        leaving = sum(receiver not in own for receiver in receivers)
+        between = max(between, leaving)
+        inside = max(inside, min(1, len(receivers) - leaving))
+    return Round(1, 1.0, between, inside)
+
+
 def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
     """Return an operation's messages in a row, bytes on the busiest link, and bytes summed.
 
-    N ranks, a tensor of M bytes; ``formulas`` below holds the closed forms.
+    N ranks with a link each, a tensor of M bytes.
     """
-    if ranks == 1 and kind != "exchange":
-        return 0, 0.0, 0.0
-    # A ring cuts the tensor into N parts; N-1 of them pass each link.
-    parts = (ranks - 1) / ranks * nbytes
-    rounds = (ranks - 1).bit_length()  # log2 N, rounded up
-    # A root's messages pass its link one after the other; each but the first adds PACKET_BYTES.
-    through_root = (ranks - 1) * nbytes + (ranks - 2) * PACKET_BYTES
-    formulas = {
-        "all_reduce": (2 * (ranks - 1), 2 * parts, parts),  # ring: reduce-scatter, then all-gather
-        "reduce": (ranks, 2 * parts, parts),  # ring: reduce-scatter, then the parts go to the root
-        "all_gather": (ranks - 1, (ranks - 1) * nbytes, 0.0),  # ring
-        "reduce_scatter": (ranks - 1, parts, parts),  # the first half of all_reduce's ring
-        "broadcast": (rounds, rounds * nbytes, 0.0),  # binomial tree
-        "gather": (1, through_root, 0.0),  # every rank straight to the root: one latency
-        "scatter": (1, through_root, 0.0),  # and back
-        "exchange": (1, nbytes, 0.0),  # one message of each rank, all at once
-    }
-    return formulas[kind]
+    rounds = [Round(1, 1.0, 1, 0)] if kind == "exchange" else rounds_of(kind, ranks)
+    messages = sum(alike.repeats for alike in rounds)
+    link_bytes = sum(alike.repeats * alike.bytes_between(nbytes) for alike in rounds)
+    return messages, link_bytes, _summed_bytes(kind, nbytes, ranks)
+
+
+def _summed_bytes(kind: str, nbytes: float, ranks: int) -> float:
+    """Return the bytes that each rank of a ring adds to others."""
+    if kind in ("all_reduce", "reduce", "reduce_scatter"):
+        return (ranks - 1) / ranks * nbytes
+    return 0.0
+
+
+def _slowest_link(alike: Round, nbytes: float, between: Rate, inside: Rate) -> tuple[Rate, float]:
+    """Return the rate of the link that takes longest in a round, and the seconds of its bytes."""
+    on_link = alike.bytes_between(nbytes) * between.beta_seconds_per_byte
+    within = alike.bytes_inside(nbytes) * inside.beta_seconds_per_byte
+    if not alike.inside:
+        return between, on_link
+    if not alike.between or inside.alpha_seconds + within > between.alpha_seconds + on_link:
+        return inside, within
+    return between, on_link
 
 
 def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms:
     """Return the time of ``operation.count`` operations; time added by the floor is latency.
 
-    One operation takes max(messages x alpha + bytes x beta, floor) + summed x gamma + copied x the
-    cost of a copy.
+    A round takes as long as its slowest link: alpha + bytes x beta. An operation takes the sum of
+    its rounds, at least the floor, + summed x gamma + copied x the cost of a copy.
     """
-    messages, link_bytes, summed = loads(operation.kind, operation.nbytes, ranks)
-    rate = network.rate(operation.kind)
-    count = operation.count
-    passing = link_bytes * rate.beta_seconds_per_byte
-    adding = (summed + operation.summed_bytes) * network.gamma_seconds_per_byte
+    ranks_per_node = network.ranks_per_node
+    if operation.among == "node":
+        ranks = min(ranks, ranks_per_node)
+    elif operation.among == "leaders":
+        ranks = -(-ranks // ranks_per_node)
+        ranks_per_node = 1
+    if operation.kind == "exchange":
+        rounds: Sequence[Round] = [exchange_round(operation, ranks, ranks_per_node)]
+    else:
+        rounds = rounds_of(operation.kind, ranks, ranks_per_node)
+    between = network.rate(operation.kind)
+    inside = network.inside.rate(operation.kind)
+    floor = 0.0
+    latency = 0.0
+    passing = 0.0
+    for alike in rounds:
+        slowest, seconds = _slowest_link(alike, operation.nbytes, between, inside)
+        floor = max(floor, slowest.floor_seconds)
+        latency += alike.repeats * slowest.alpha_seconds
+        passing += alike.repeats * seconds
+    added = _summed_bytes(operation.kind, operation.nbytes, ranks) + operation.summed_bytes
+    adding = added * network.gamma_seconds_per_byte
     copying = operation.copied_bytes * network.copy_seconds_per_byte
+    count = operation.count
     # Through a root, the bytes of all ranks share one link: more ranks make it slower, so it is a
     # term of its own.
     by_root = operation.kind in ("gather", "scatter")
     return {
-        "latency": count * max(messages * rate.alpha_seconds, rate.floor_seconds - passing),
+        "latency": count * max(latency, floor - passing),
         "bandwidth": 0.0 if by_root else count * passing,
         "root's link": count * passing if by_root else 0.0,
         "summation": count * (adding + copying),
@@ -240,6 +381,7 @@ def predict_step(
 
     sizes : bytes of each parameter's gradient, in the order of the parameters.
     """
+    compute = _waiting_with(plan, compute)
     alone, slowed, sync = _busy_and_exposed(plan, sizes, ranks, network, compute)
     busy = alone + slowed
     root, others = _bytes_sent(plan, sizes, ranks)
@@ -259,7 +401,7 @@ def step_seconds(
     compute: StepCompute,
 ) -> float:
     """Return the seconds of ``predict_step`` alone, which is faster: no bytes are counted."""
-    return sum(_busy_and_exposed(plan, sizes, ranks, network, compute))
+    return sum(_busy_and_exposed(plan, sizes, ranks, network, _waiting_with(plan, compute)))
 
 
 def message_terms(
@@ -297,6 +439,13 @@ def _busy_and_exposed(
     slowed = slowed_forward / plan.period + slowed_backward / plan.period
     exposed = before_forward / plan.period + after_backward / plan.period + compute.wait_seconds
     return computed, slowed, exposed
+
+
+def _waiting_with(plan: MessagePlan, compute: StepCompute) -> StepCompute:
+    """Return the step of a strategy. If it sends nothing, ranks train their own models alone."""
+    if isinstance(plan, NoSyncPlan):
+        return replace(compute, waits_for=None, forward_waits=(), backward_waits=())
+    return compute
 
 
 class _Message(NamedTuple):
