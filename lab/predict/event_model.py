@@ -1,14 +1,13 @@
 """The time of a training step, predicted from a strategy's message plan.
 
-Read downward: ``loads`` holds the closed formula of each collective, ``operation_terms`` turns it
-into seconds (alpha-beta-gamma model), ``exposed_seconds`` lets messages overlap with backward and
-with the next forward, and ``predict_step`` adds up the step. Imports no torch, so that a table for
-100,000 nodes takes a moment. The formulas are those of the algorithms that Gloo uses (Thakur,
+Read downward: ``stages_of`` holds the closed formulas of the collectives, ``operation_terms`` turns
+them into seconds (alpha-beta-gamma model), ``with_waits`` lets computing wait for messages,
+``exposed_seconds`` lets them overlap with backward and with the next forward, and ``predict_step``
+adds up the step. Imports no torch, so that a table for 100,000 nodes takes a moment. The formulas are those of the algorithms that Gloo uses (Thakur,
 Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -198,93 +197,143 @@ class OtherLinks(Network):
         return self.overlap_cost * busy / seconds
 
 
-class Round(NamedTuple):
-    """Messages of an operation that are under way at the same time.
+class Stage(NamedTuple):
+    """A stage of an operation: its longest chain of messages, and those that share a link.
 
-    repeats : such rounds in a row.
+    Parameters
+    ----------
     share : of the operation's bytes in each message.
-    between : messages on the busiest node's link, in one direction.
-    inside : messages on the busiest rank's connection to the others of its node.
+    between, inside : messages of the chain, each waiting for the one before, that go to another
+        node, and that stay inside one.
+    on_link : messages on the busiest node's link, in one direction.
+    on_rank : messages between the busiest rank and the others of its node, in one direction.
     header_bytes : of each message on a link but the first.
     """
 
-    repeats: int
     share: float
     between: int
     inside: int
+    on_link: int
+    on_rank: int
     header_bytes: int = 0
 
-    def bytes_between(self, nbytes: float) -> float:
-        """Return the bytes on the busiest node's link in one round, for that many in a tensor."""
-        return self.between * self.share * nbytes + max(0, self.between - 1) * self.header_bytes
+    def link_bytes(self, nbytes: float) -> float:
+        """Return the bytes on the busiest node's link, of an operation of ``nbytes``."""
+        return self.on_link * self.share * nbytes + max(0, self.on_link - 1) * self.header_bytes
 
-    def bytes_inside(self, nbytes: float) -> float:
-        """Return the bytes on the busiest connection inside a node in one round."""
-        return self.inside * self.share * nbytes
+    def seconds(self, nbytes: float, between: Rate, inside: Rate) -> tuple[float, float]:
+        """Return the alphas and the bytes' seconds of the chain, link or rank that takes longest.
+
+        between, inside : rates of messages between nodes and inside one.
+        """
+        if not self.on_rank:  # all messages of the chain pass the busiest link
+            on_link = self.link_bytes(nbytes) * between.beta_seconds_per_byte
+            return self.between * between.alpha_seconds, on_link
+        nbytes_each = self.share * nbytes
+        chain = (
+            self.between * between.alpha_seconds + self.inside * inside.alpha_seconds,
+            self.between * nbytes_each * between.beta_seconds_per_byte
+            + self.inside * nbytes_each * inside.beta_seconds_per_byte,
+        )
+        link = (
+            min(1, self.between) * between.alpha_seconds,
+            self.link_bytes(nbytes) * between.beta_seconds_per_byte,
+        )
+        rank = (
+            min(1, self.inside) * inside.alpha_seconds,
+            self.on_rank * nbytes_each * inside.beta_seconds_per_byte,
+        )
+        return max(chain, link, rank, key=sum)
 
 
 @lru_cache(maxsize=1 << 16)
-def rounds_of(kind: str, ranks: int, ranks_per_node: int = 1) -> Sequence[Round]:
-    """Return the rounds of a collective of N ranks, K of them on each node, in rank order.
+def stages_of(kind: str, ranks: int, ranks_per_node: int = 1) -> tuple[Stage, ...]:
+    """Return the stages of a collective of N ranks in order, K of them on each node.
 
-    A ring crosses each node's link once in each direction. The root exchanges messages with all
-    ranks of other nodes over its node's link.
+    A ring crosses each node's link once in each direction. A root's link carries what it exchanges
+    with the ranks on other nodes.
     """
-    if ranks == 1:
-        return []
-    elsewhere = max(0, ranks - ranks_per_node)  # on other nodes than the root
-    beside = min(ranks, ranks_per_node) - 1  # on the root's node
-    ring = Round(ranks - 1, 1 / ranks, min(1, elsewhere), min(1, beside))
     if kind == "all_reduce":  # reduce-scatter, then all-gather
-        return [ring._replace(repeats=2 * (ranks - 1))]
+        return (_ring(2 * (ranks - 1), 1 / ranks, ranks, ranks_per_node),)
     if kind == "reduce_scatter":  # the first half of all_reduce's ring
-        return [ring]
+        return (_ring(ranks - 1, 1 / ranks, ranks, ranks_per_node),)
     if kind == "all_gather":
-        return [ring._replace(share=1.0)]
+        return (_ring(ranks - 1, 1.0, ranks, ranks_per_node),)
+    if kind == "broadcast":
+        return (_tree(ranks, ranks_per_node),)
+    elsewhere = max(0, ranks - ranks_per_node)
+    beside = min(ranks, ranks_per_node) - 1
+    to_root = Stage(1.0, min(1, elsewhere), min(1, beside), elsewhere, beside)
+    if elsewhere:
+        to_root = to_root._replace(inside=0)
     if kind == "reduce":  # reduce-scatter, then the parts go to the root
-        return [ring, Round(1, 1 / ranks, elsewhere, beside)]
-    if kind in ("gather", "scatter"):  # every rank straight to the root, or back: one latency
-        return [Round(1, 1.0, elsewhere, beside, header_bytes=PACKET_BYTES)]
-    assert kind == "broadcast", kind  # a binomial tree
-    levels = range((ranks - 1).bit_length())
-    alike = Counter(_tree_round(1 << level, ranks, ranks_per_node) for level in levels)
-    return [one_round._replace(repeats=count) for one_round, count in alike.items()]
+        ring = _ring(ranks - 1, 1 / ranks, ranks, ranks_per_node)
+        return (ring, to_root._replace(share=1 / ranks))
+    assert kind in ("gather", "scatter"), kind  # every rank straight to the root, or back
+    return (to_root._replace(header_bytes=PACKET_BYTES),)
 
 
-def _tree_round(distance: int, ranks: int, ranks_per_node: int) -> Round:
-    """Return the round in which every second rank of those so far apart sends to the next one."""
-    senders = range(0, min(ranks - distance, 2 * distance * ranks_per_node), 2 * distance)
-    leaves = any(sender % ranks_per_node + distance >= ranks_per_node for sender in senders)
-    return Round(1, 1.0, int(leaves), int(distance < ranks_per_node))
+def _ring(hops: int, share: float, ranks: int, ranks_per_node: int) -> Stage:
+    """Return the stage in which each message goes on to the next rank ``hops`` times."""
+    nodes = -(-ranks // ranks_per_node)
+    between = 0
+    if nodes > 1:
+        between = -(-hops * nodes // ranks)  # a turn of N hops crosses each node's link
+    return Stage(
+        share,
+        between,
+        hops - between,
+        hops if nodes > 1 else 0,
+        hops if ranks_per_node > 1 else 0,
+    )
 
 
-def exchange_round(operation: Operation, ranks: int, ranks_per_node: int) -> Round:
-    """Return the round of an exchange; see ``Operation.receiver``.
+def _tree(ranks: int, ranks_per_node: int) -> Stage:
+    """Return the stage of a binomial tree: in each round, ranks send to one that is as far away."""
+    crossing = 0
+    beside = 0
+    rounds = (ranks - 1).bit_length()
+    for level in range(rounds):
+        distance = 1 << level
+        senders = range(0, min(ranks - distance, 2 * distance * ranks_per_node), 2 * distance)
+        crossing += any(s % ranks_per_node + distance >= ranks_per_node for s in senders)
+        beside += distance < ranks_per_node
+    return Stage(1.0, crossing, rounds - crossing, crossing, beside)
+
+
+_BETWEEN_NODES = Stage(1.0, 1, 0, 1, 0)  # an exchange of ranks with a link each
+
+
+def exchange_stage(operation: Operation, ranks: int, ranks_per_node: int) -> Stage:
+    """Return the stage of an exchange; see ``Operation.receiver``.
 
     A few nodes stand for all, since each does the same but perhaps the first and the last ones.
     """
+    if ranks_per_node == 1:
+        return _BETWEEN_NODES
     nodes = -(-ranks // ranks_per_node)
-    if operation.receiver is None or ranks_per_node == 1:
-        return Round(1, 1.0, min(1, nodes - 1), min(1, ranks_per_node - 1))
-    between = 0
-    inside = 0
+    receiver_of = operation.receiver or (lambda rank: (rank + 1) % ranks)
+    leaving = 0
+    staying = 0
     for node in {0, nodes // 2, max(0, nodes - 2), nodes - 1}:
         own = range(node * ranks_per_node, min(ranks, (node + 1) * ranks_per_node))
-        receivers = [receiver for rank in own if (receiver := operation.receiver(rank)) is not None]
-        leaving = sum(receiver not in own for receiver in receivers)
-        between = max(between, leaving)
-        inside = max(inside, min(1, len(receivers) - leaving))
-    return Round(1, 1.0, between, inside)
+        receivers = [receiver for rank in own if (receiver := receiver_of(rank)) is not None]
+        inside = sum(receiver in own for receiver in receivers)
+        leaving = max(leaving, len(receivers) - inside)
+        staying = max(staying, min(1, inside))
+    if leaving:
+        return Stage(1.0, 1, 0, leaving, staying)
+    return Stage(1.0, 0, 1, 0, staying)
 
 
 def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
     """Return an operation's messages in a row, bytes on the busiest link, and bytes summed.
 
-    N ranks with a link each, a tensor of M bytes.
+    Of N ranks with a link each, and a tensor of M bytes.
     """
-    rounds = [Round(1, 1.0, 1, 0)] if kind == "exchange" else rounds_of(kind, ranks)
-    messages = sum(alike.repeats for alike in rounds)
-    link_bytes = sum(alike.repeats * alike.bytes_between(nbytes) for alike in rounds)
+    stages = (_BETWEEN_NODES,) if kind == "exchange" else stages_of(kind, ranks)
+    messages = sum(stage.between for stage in stages)
+    link_bytes = sum(stage.link_bytes(nbytes) for stage in stages)
     return messages, link_bytes, _summed_bytes(kind, nbytes, ranks)
 
 
@@ -295,22 +344,12 @@ def _summed_bytes(kind: str, nbytes: float, ranks: int) -> float:
     return 0.0
 
 
-def _slowest_link(alike: Round, nbytes: float, between: Rate, inside: Rate) -> tuple[Rate, float]:
-    """Return the rate of the link that takes longest in a round, and the seconds of its bytes."""
-    on_link = alike.bytes_between(nbytes) * between.beta_seconds_per_byte
-    within = alike.bytes_inside(nbytes) * inside.beta_seconds_per_byte
-    if not alike.inside:
-        return between, on_link
-    if not alike.between or inside.alpha_seconds + within > between.alpha_seconds + on_link:
-        return inside, within
-    return between, on_link
-
-
 def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms:
     """Return the time of ``operation.count`` operations; time added by the floor is latency.
 
-    A round takes as long as its slowest link: alpha + bytes x beta. An operation takes the sum of
-    its rounds, at least the floor, + summed x gamma + copied x the cost of a copy.
+    One operation takes its stages, at least the floor, + summed x gamma + copied x the cost of a
+    copy. A stage takes (messages x alpha + bytes x beta) of its longest chain of messages, or of
+    its busiest link if that takes longer.
     """
     ranks_per_node = network.ranks_per_node
     if operation.among == "node":
@@ -319,19 +358,21 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
         ranks = -(-ranks // ranks_per_node)
         ranks_per_node = 1
     if operation.kind == "exchange":
-        rounds: Sequence[Round] = [exchange_round(operation, ranks, ranks_per_node)]
+        stages: tuple[Stage, ...] = (exchange_stage(operation, ranks, ranks_per_node),)
     else:
-        rounds = rounds_of(operation.kind, ranks, ranks_per_node)
+        stages = stages_of(operation.kind, ranks, ranks_per_node)
     between = network.rate(operation.kind)
-    inside = network.inside.rate(operation.kind)
-    floor = 0.0
+    inside = between
+    floor = between.floor_seconds
+    if ranks_per_node > 1:
+        inside = network.inside.rate(operation.kind)
+        floor = max(floor if ranks > ranks_per_node else 0.0, inside.floor_seconds)
     latency = 0.0
     passing = 0.0
-    for alike in rounds:
-        slowest, seconds = _slowest_link(alike, operation.nbytes, between, inside)
-        floor = max(floor, slowest.floor_seconds)
-        latency += alike.repeats * slowest.alpha_seconds
-        passing += alike.repeats * seconds
+    for stage in stages:
+        alphas, seconds = stage.seconds(operation.nbytes, between, inside)
+        latency += alphas
+        passing += seconds
     added = _summed_bytes(operation.kind, operation.nbytes, ranks) + operation.summed_bytes
     adding = added * network.gamma_seconds_per_byte
     copying = operation.copied_bytes * network.copy_seconds_per_byte
@@ -464,9 +505,10 @@ def _beside_backward(
     for operation, cost in costs:
         if operation.needed_bytes is None:
             ready = None
+            share = 0.0  # backward is over
             if operation.ready_bytes is not None:
                 ready = compute.ready_seconds(operation.ready_bytes)
-            share = network.delay_share(operation, ranks)
+                share = network.delay_share(operation, ranks)
             messages.append(_Message(ready, sum(cost.values()), share))
     return messages
 

@@ -116,7 +116,7 @@ def _inside_text(scenario: Scenario) -> str:
     """Return how many ranks share a node, and what messages between them cost."""
     shared = "share its link" if scenario.own_nodes else "share its link and its cores"
     ring = scenario.network.inside.rate("all_reduce")
-    source = "as calibrated over loopback"
+    source = "as calibrated over loopback, and no more latency than over the link"
     if not scenario.inside_measured:
         source = "typical; --rate-inside sets it"
     if scenario.inside_bits is not None:

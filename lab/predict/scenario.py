@@ -153,7 +153,9 @@ class Scenario:
                 beta_seconds_per_byte=8 * HEADERS / rate_bits,
                 kinds={},
             )
-        return inside.with_latency_up_to(self.latency_seconds or math.inf)
+        if self.latency_seconds is None:
+            return inside
+        return inside.with_latency_up_to(self.latency_seconds)
 
     def compute_at(self, nodes: int, *, network: Network | None = None) -> StepCompute:
         """Return the step of a rank on that number of nodes.
