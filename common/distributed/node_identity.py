@@ -7,9 +7,9 @@ here.
 import os
 import re
 import socket
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Hashable, Sequence
 
+from common.errors import count, first_of
 from common.utils.grouping import grouped
 from common.utils.system import lines_of
 
@@ -46,7 +46,7 @@ def node_identity() -> str:
     return f"{machine_identity()} {namespace}"
 
 
-def layout_of(identities: Sequence[str]) -> list[list[int]]:
+def layout_of(identities: Sequence[Hashable]) -> list[list[int]]:
     """Return the ranks of each node, by the ``node_identity`` of every rank, in rank order.
 
     Nodes count in the order of their first ranks. The ranks of a node need not be neighbours.
@@ -54,6 +54,37 @@ def layout_of(identities: Sequence[str]) -> list[list[int]]:
     return list(grouped((node, rank) for rank, node in enumerate(identities)).values())
 
 
-def are_neighbours(layout: Sequence[Sequence[int]]) -> bool:
-    """Return whether each node's ranks follow each other: then a ring enters each node once."""
-    return all(after == rank + 1 for ranks in layout for rank, after in pairwise(ranks))
+def node_numbers(layout: Sequence[Sequence[int]]) -> list[int]:
+    """Return the number of each rank's node, for a layout of ``layout_of``."""
+    number_of = {rank: node for node, ranks in enumerate(layout) for rank in ranks}
+    return [number_of[rank] for rank in range(len(number_of))]
+
+
+def ring_crossings(layout: Sequence[Sequence[int]]) -> int:
+    """Return how often a ring over the ranks in their order goes from one node to another."""
+    numbers = node_numbers(layout)
+    return sum(number != numbers[rank - 1] for rank, number in enumerate(numbers))
+
+
+def nodes_text(layout: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
+    """Return "2 nodes: ranks 0-1 on hostA, ranks 2-3 on hostB"; hosts : of every rank.
+
+    Emulated nodes, which have one host name, also get their numbers.
+    """
+    names = [hosts[ranks[0]] for ranks in layout]
+    if len(set(names)) < len(names):
+        names = [f"node {node} ({name})" for node, name in enumerate(names)]
+    places = [f"{_spans(ranks)} on {name}" for ranks, name in zip(layout, names, strict=True)]
+    return f"{count(len(layout), 'node')}: {first_of(places)}"
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """Return "rank 4", or "ranks 0-2, 5"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    texts = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans]
+    return f"rank{'s' * (len(ranks) > 1)} {first_of(texts)}"
