@@ -139,8 +139,8 @@ def main_predict(args: argparse.Namespace) -> int:
         )
     calibration, is_reference = find_calibration(args.calibration)
     calibration = _with_own_nodes(calibration, args)
-    plans = message_plans(_wanted_strategies(args.sync), _options(args))
     scenarios = _scenarios(calibration, args)
+    plans = message_plans(_wanted_strategies(args.sync), _options(args))
     first = scenarios[0]
     given = [name for name in ("latency", "software_gbit") if vars(args)[name] is not None]
     summaries = [
