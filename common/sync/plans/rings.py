@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 from common.sync.message_cost import (
     COPIES_PER_PARAMETER,
@@ -64,8 +65,12 @@ class TreePlan(RoundsPlan):
     """For each flat buffer one round up and one round down for each level of the tree."""
 
     def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
-        """See the base class."""
-        return [Operation("exchange", size, count=(ranks - 1).bit_length(), summed_bytes=size)]
+        """See the base class. With each level the partners are twice as far apart."""
+        found = []
+        for level in range((ranks - 1).bit_length()):
+            partner = partial(_partner_in_tree, distance=1 << level, ranks=ranks)
+            found.append(Operation("exchange", size, summed_bytes=size, partner=partner))
+        return found
 
     def sends(self, sizes: Sequence[int], rank: int, ranks: int) -> list[Sends]:
         """See the base class: everything to the parent, and everything to each child."""
@@ -100,13 +105,15 @@ class HalvingDoublingPlan(RoundsPlan):
     def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
         """See the base class. Ranks beyond a power of two cost one round of everything each way."""
         power = largest_power(ranks)
-        parts = [size.entries] if ranks > power else []
+        found = []
+        if ranks > power:
+            partner = partial(_partner_of_surplus, power=power, ranks=ranks)
+            found.append(Operation("exchange", size, summed_bytes=size, partner=partner))
         for level in range(1, power.bit_length()):
-            parts.append(-(-size.entries >> level))  # the halving rounds up
-        return [
-            Operation("exchange", part * size.itemsize, summed_bytes=part * size.itemsize)
-            for part in parts
-        ]
+            part = -(-size.entries >> level) * size.itemsize  # the halving rounds up
+            partner = partial(_partner_in_halving, distance=power >> level, power=power)
+            found.append(Operation("exchange", part, summed_bytes=part, partner=partner))
+        return found
 
     def sends(self, sizes: Sequence[int], rank: int, ranks: int) -> list[Sends]:
         """See the base class: the half given in each halving, the half kept in each doubling."""
@@ -121,6 +128,23 @@ class HalvingDoublingPlan(RoundsPlan):
                 entries = (kept.stop - kept.start) + (given.stop - given.start)
                 found.append(Sends([partner], Fraction(entries * size.itemsize)))
         return found
+
+
+def _partner_in_tree(rank: int, *, distance: int, ranks: int) -> int | None:
+    """Return a rank's parent or child in the round of that distance; None if it has neither."""
+    partner = rank ^ distance
+    return partner if rank % distance == 0 and partner < ranks else None
+
+
+def _partner_of_surplus(rank: int, *, power: int, ranks: int) -> int | None:
+    """Return the rank below the power of two for one beyond it, and the reverse."""
+    partner = rank ^ power
+    return partner if partner < ranks else None
+
+
+def _partner_in_halving(rank: int, *, distance: int, power: int) -> int | None:
+    """Return the rank with which one below the power of two exchanges halves."""
+    return rank ^ distance if rank < power else None
 
 
 def largest_power(ranks: int) -> int:
