@@ -564,8 +564,10 @@ def _divided_by_groups(seen: _Seen, line: CodeLine | None, *, total: float) -> F
     divisors = group_sizes(size / total, of_some, tolerance)
     if not divisors:
         return None
-    divisor = " and again by ".join(map(str, divisors))
+    divisor = f"{divisors[0]}, the size of a group"
     sure = len(divisors) == 1  # two sizes may as well be a number that stands in the script
+    if not sure:
+        divisor = f"{divisors[0]} and again by {divisors[1]}, sizes of groups"
     return seen.found("group-divisor", line, sure=sure, total=total, divisor=divisor)
 
 
