@@ -4,11 +4,13 @@ A value that a run may not have (a loss with emulated compute) is null, and so i
 foreign file lacks. Imports no torch.
 """
 
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from common.distributed.node_identity import layout_of, nodes_text
 from common.profiling.records import RankTimeline, Section
 from common.sync.memory_cost import Memory
 from common.utils.typed_json import (
@@ -49,12 +51,14 @@ class StepSeconds(Struct):
 class RankRow(Struct, kw_only=True):
     """What one rank measured; ``bytes_sent`` and ``messages`` of a step, if they were counted.
 
+    node : the number of its node, see common/distributed/node_identity.py; null in older files.
     memory : null with emulated compute, which never updates. predicted_memory : null for a
     strategy without a closed form.
     """
 
     rank: Rank
     host: Text
+    node: Rank | None = None
     threads: Ranks
     seconds: StepSeconds
     peak_memory_bytes: Count
@@ -91,6 +95,15 @@ class RanksFile(Struct, kw_only=True):
             for name in StepSeconds.__struct_fields__
         }
         return StepSeconds(**means)
+
+
+def shared_nodes(rows: Sequence[RankRow]) -> str:
+    """Return which ranks were on which node, if some shared one; "" if none did, or unknown."""
+    nodes = [row.node for row in rows]
+    layout = layout_of(nodes)
+    if None in nodes or len(layout) == len(nodes):
+        return ""
+    return nodes_text(layout, [row.host for row in rows])
 
 
 class TimelineFile(Struct):
