@@ -80,7 +80,7 @@ def read_command(typed: Sequence[str], *, nodes: int, port: int | None) -> NodeC
             "or use PartTwo or PartThree"
         )
     words = list(typed)
-    if not re.search(r"\{(master|nodes|rank|port)\}", " ".join(typed)):
+    if not re.search(r"\{(master|nodes?|rank|local_rank|port)\}", " ".join(typed)):
         if torchrun := _TORCHRUN.match(" ".join(typed)):
             words = _with_torchrun_flags(typed, len(torchrun[0].split()), nodes)
         elif script is not None and not trains_alone:
