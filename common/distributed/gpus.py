@@ -6,18 +6,22 @@ why. torch is imported only inside functions: ``lab doctor`` compares without it
 """
 
 import os
-import re
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
+from common.distributed.node_identity import (
+    host_name,
+    machine_identity,
+    node_identity,
+    plain_name,
+)
 from common.errors import UserError, count, ranks_text
 from common.utils.environment import setting
 from common.utils.grouping import grouped
-from common.utils.typed_json import Count, Rank, Text
+from common.utils.typed_json import Count, Rank, Ranks, Text
 
 if TYPE_CHECKING:
     import torch
@@ -31,26 +35,35 @@ class Peer:
 
     host : its host's name. pid : its process id.
     gpus : names of the GPUs that it sees, in CUDA's order; the same GPU has one name everywhere.
-    local_rank : from its launcher; None: rank 0 counts the ranks on each host.
+    machine, node : their identities, see node_identity.py.
+    local_rank, local_size : from its launcher; None: rank 0 counts the ranks on each machine.
     nccl_host : NCCL_HOSTID, by which NCCL tells machines apart; "" if it is not set.
     """
 
     host: Text
     pid: Count
     gpus: list[Text]
+    machine: Text
+    node: Text
     local_rank: Rank | None = None
+    local_size: Ranks | None = None
     nccl_host: Text = ""
 
 
-def this_peer(gpus: Sequence[str] = (), local_rank: int | None = None) -> Peer:
+def this_peer(
+    gpus: Sequence[str] = (), local_rank: int | None = None, local_size: int | None = None
+) -> Peer:
     """Return what this process reports about itself."""
-    nccl_host = _plain(setting("NCCL_HOSTID") or "")
-    return Peer(_plain(socket.gethostname()), os.getpid(), list(gpus), local_rank, nccl_host)
-
-
-def _plain(name: str) -> str:
-    """Return the name without characters that no host name has."""
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+    return Peer(
+        host_name(),
+        os.getpid(),
+        list(gpus),
+        machine_identity(),
+        node_identity(),
+        local_rank,
+        local_size,
+        plain_name(setting("NCCL_HOSTID") or ""),
+    )
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,7 @@ def visible_gpus() -> list[str]:
     """
     import torch
 
-    host = _plain(socket.gethostname())
+    host = host_name()
     names = []
     for index in range(torch.cuda.device_count()):
         uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)

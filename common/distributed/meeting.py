@@ -31,7 +31,15 @@ import torch.distributed as dist
 
 from common.distributed.gpus import JobGPUs, Peer, compare_gpus, this_peer, visible_gpus
 from common.distributed.launch_env import LaunchSpec
-from common.errors import GroupError, UserError, first_line, print_to_stderr, ranks_text
+from common.distributed.node_identity import layout_of, node_numbers
+from common.errors import (
+    GroupError,
+    UserError,
+    count,
+    first_line,
+    print_to_stderr,
+    ranks_text,
+)
 from common.utils.environment import RUN_TOKEN
 from common.utils.network import (
     is_own,
@@ -72,11 +80,14 @@ class MeetingOutcome:
     """What all ranks wait for: why there is no run, or what follows.
 
     places : of each rank, its number on its machine and how many ranks that machine has.
-    gpus : those of the job.
+    nodes : of each rank, the number of its node, which count in the order of their first ranks.
+    gpus : those of the job. notice : what the launcher says that is not so.
     """
 
     places: list[tuple[Rank, Ranks]]
+    nodes: list[Rank]
     gpus: JobGPUs
+    notice: Text = ""
     error: Text = ""
 
 
@@ -320,7 +331,7 @@ def _join(store: dist.Store, launch: LaunchSpec, wait: _Wait) -> tuple[dist.Stor
             store.set(_FINGERPRINT, _fingerprint(launch))
         else:
             _check_rank0(store, own, launch, wait)
-        peer = this_peer(visible_gpus(), launch.local_rank)
+        peer = this_peer(visible_gpus(), launch.local_rank, launch.local_size)
         first = own.compare_set(_PEER.format(launch.rank), "", encode(peer).decode())
         if first != encode(peer):
             other = decode(first, Peer, name=_STORE)
@@ -390,23 +401,49 @@ def _wait_for_all(own: dist.Store, launch: LaunchSpec, wait: _Wait) -> None:
 def place_ranks(peers: Sequence[Peer]) -> MeetingOutcome:
     """Return every rank's place.
 
-    Without a launcher, local ranks follow the order of the ranks on each host.
+    Without a launcher, local ranks follow the order of the ranks on each machine. Emulated nodes
+    are one machine: they share its cores.
     """
-    sizes = Counter(peer.host for peer in peers)
+    sizes = Counter(peer.machine for peer in peers)
     come: Counter[str] = Counter()
     local_ranks = []
     for peer in peers:
-        local_ranks.append(come[peer.host] if peer.local_rank is None else peer.local_rank)
-        come[peer.host] += 1
+        local_ranks.append(come[peer.machine] if peer.local_rank is None else peer.local_rank)
+        come[peer.machine] += 1
     places = [
-        (local_rank, sizes[peer.host]) for local_rank, peer in zip(local_ranks, peers, strict=True)
+        (local_rank, sizes[peer.machine])
+        for local_rank, peer in zip(local_ranks, peers, strict=True)
     ]
-    return MeetingOutcome(places, compare_gpus(peers, local_ranks))
+    layout = layout_of([peer.node for peer in peers])
+    return MeetingOutcome(
+        places,
+        node_numbers(layout),
+        compare_gpus(peers, local_ranks),
+        _contradiction(peers, layout),
+    )
+
+
+def _contradiction(peers: Sequence[Peer], layout: Sequence[Sequence[int]]) -> str:
+    """Return how a launcher's number of ranks on a node differs from what the ranks found.
+
+    That of the first such rank; "" if none differs.
+    """
+    for ranks in layout:
+        for rank in ranks:
+            said = peers[rank].local_size
+            if said not in (None, len(ranks)):
+                return (
+                    f"rank {rank} was started with LOCAL_WORLD_SIZE={said}, but its node "
+                    f"{peers[rank].host} has {count(len(ranks), 'rank')}, by host name, boot and "
+                    f"network: {ranks_text(ranks)}. Threads and GPUs follow LOCAL_WORLD_SIZE: "
+                    "start one torchrun per node, or set LOCAL_RANK and LOCAL_WORLD_SIZE to that"
+                )
+    return ""
 
 
 def _end_meeting(own: dist.Store, reason: str) -> MeetingError:
     """Tell all ranks why there is no run, unless they know the outcome; return it as an error."""
-    own.compare_set(_OUTCOME, "", encode(MeetingOutcome([], JobGPUs(), reason)).decode())
+    own.compare_set(_OUTCOME, "", encode(MeetingOutcome([], [], JobGPUs(), error=reason)).decode())
     return MeetingError(reason)
 
 

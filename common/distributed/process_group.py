@@ -39,7 +39,8 @@ _ASYNCHRONOUS = ("nccl",)  # these backends' collectives return before they are 
 class World:
     """This process is ``rank`` of ``size``, and ``local_rank`` of ``local_size`` on its machine.
 
-    ``backend`` is None without a group. ``activity`` is what this rank is doing, see failures.py.
+    ``backend`` is None without a group. ``node`` is the number of its node, see node_identity.py.
+    ``activity`` is what this rank is doing, see failures.py.
     """
 
     rank: int = 0
@@ -48,6 +49,7 @@ class World:
     local_size: int = 1
     device: torch.device = torch.device("cpu")
     backend: str | None = None
+    node: int = 0
     activity: Activity = field(default_factory=Activity, compare=False, repr=False)
 
     @property
@@ -59,8 +61,8 @@ class World:
 def current_world(device: torch.device | str | None = None) -> World:
     """Return the World of the open group, for callers without one, e.g. in a notebook.
 
-    Without a group it is a World of one. Any code may have opened the group, so local rank and
-    local size are unknown. ``device`` None means the current GPU under NCCL, else the CPU.
+    Without a group it is a World of one. Any code may have opened the group, so local rank,
+    local size and node are unknown. ``device`` None means the current GPU under NCCL, else the CPU.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return World(device=torch.device(device or "cpu"))
@@ -159,8 +161,9 @@ def open_group(
     # Under torchrun one machine may have several agents, each with its own local ranks.
     local_size = launch.local_size or local_size
     backend, reason = choose_backend(backend, outcome.gpus, launch.world_size)
-    if reason and launch.rank == 0:
-        print_to_stderr(reason)
+    if launch.rank == 0:
+        for line in filter(None, (reason, outcome.notice)):
+            print_to_stderr(line)
     gpu = gpu_of(local_rank) if backend == "nccl" else None
     if gpu is not None:
         torch.cuda.set_device(gpu)
@@ -181,7 +184,8 @@ def open_group(
             "NCCL_SOCKET_IFNAME) to the interface that joins them"
         ) from error
     device = gpu or torch.device("cpu")
-    world = World(launch.rank, launch.world_size, local_rank, local_size, device, backend)
+    node = outcome.nodes[launch.rank]
+    world = World(launch.rank, launch.world_size, local_rank, local_size, device, backend, node)
     return world, met_in if launch.opens_store else None
 
 

@@ -127,6 +127,7 @@ def _rank_row(
     row = RankRow(
         rank=setup.world.rank,
         host=socket.gethostname(),
+        node=setup.world.node,
         threads=torch.get_num_threads(),
         seconds=seconds,
         peak_memory_bytes=peak_memory_bytes(),

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from common.distributed.node_identity import layout_of, nodes_text
 from common.profiling.records import RankTimeline, Section
 from common.sync.memory_cost import Memory
 from common.utils.typed_json import (
@@ -49,12 +50,14 @@ class StepSeconds(Struct):
 class RankRow(Struct, kw_only=True):
     """What one rank measured; ``bytes_sent`` and ``messages`` of a step, if they were counted.
 
+    node : the number of its node, see common/distributed/node_identity.py; null in older files.
     memory : null with emulated compute, which never updates. predicted_memory : null for a
     strategy without a closed form.
     """
 
     rank: Rank
     host: Text
+    node: Rank | None = None
     threads: Ranks
     seconds: StepSeconds
     peak_memory_bytes: Count
@@ -82,6 +85,14 @@ class RanksFile(Struct, kw_only=True):
             raise ValueError(
                 f"ranks: got those of {shown(found)}, expected 0 to {size - 1} in order"
             )
+
+    def shared_nodes(self) -> str:
+        """Return which ranks are on which node, if some share one; "" if none do, or unknown."""
+        nodes = [row.node for row in self.ranks]
+        layout = layout_of(nodes)
+        if None in nodes or len(layout) == len(nodes):
+            return ""
+        return nodes_text(layout, [row.host for row in self.ranks])
 
     def mean_seconds(self) -> StepSeconds:
         """Return the mean over the ranks of each time, as the run's end and ``lab report`` show."""

@@ -176,7 +176,10 @@ def _card_rows(
     summary: RunSummary,
 ) -> dict[str, Any]:
     """Return the rows of the card by name."""
-    rows = {"ranks": summary.nodes, "step time": _step_text(summary, measured)}
+    rows: dict[str, Any] = {"ranks": summary.nodes}
+    if measured is not None and (shared := measured.shared_nodes()):
+        rows["nodes"] = shared
+    rows["step time"] = _step_text(summary, measured)
     if summary.mean_iteration_seconds is not None:
         rows["mean iteration time"] = (
             f"{summary.mean_iteration_seconds:.3f} s, without the first iteration"

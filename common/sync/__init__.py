@@ -117,6 +117,14 @@ STRATEGIES: dict[str, Strategy] = {
         color="#4f8f8f",
         marker="h",
     ),
+    "hierarchical": Strategy(
+        implementation="common.sync.hierarchical:Hierarchical",
+        plan="common.sync.plans.hierarchical:HierarchicalPlan",
+        part="PartTwo",
+        label="hierarchical",
+        color="#2f6f5e",
+        marker="D",
+    ),
     "overlapped": Strategy(
         implementation="common.sync.overlapped:Overlapped",
         plan="common.sync.plans.buckets:OverlappedPlan",

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from common.utils.grouping import grouped
 
@@ -25,6 +25,9 @@ KINDS = (
     "reduce_scatter",
     "exchange",
 )
+
+Among = Literal["all", "node", "leaders"]
+"""Which ranks an operation is among: all, those of each node, or the first one of each node."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Operation:
         computed by then (it goes through the parameters in reverse); None: it starts afterwards.
     needed_bytes : if it runs during the next forward, the bytes of parameters that forward may use,
         in their order, before it must have ended. It starts after the update; None: before it.
+    among : the ranks that take part; with "node" every node does the same at the same time.
     """
 
     kind: str
@@ -52,6 +56,7 @@ class Operation:
     copied_bytes: int = 0
     ready_bytes: int | None = None
     needed_bytes: int | None = None
+    among: Among = "all"
 
 
 class GradientSize(int):

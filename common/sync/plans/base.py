@@ -13,6 +13,7 @@ from typing import Any
 from common.errors import UserError
 from common.sync.memory_cost import Memory, MemoryCase, replicated
 from common.sync.message_cost import Operation, sent_bytes
+from common.sync.node_layout import NodeLayout
 from common.utils.limits import kind_and_meta, what_to_give
 
 AUTO = "auto"  # in place of an option's value: lab chooses it (lab/predict/bucket_choice.py)
@@ -96,6 +97,10 @@ class MessagePlan:
             "(CONTRIBUTING.md says how), or compare with --no-predict"
         )
 
+    def layout(self, ranks: int) -> NodeLayout:
+        """Return which ranks the operations "among" those of a node, or the leaders, mean."""
+        return NodeLayout.even(ranks)
+
     def memory(self, case: MemoryCase) -> Memory:
         """Return the bytes of tensors that a rank holds between two steps, by kind."""
         raise lacks_memory(type(self))
@@ -108,7 +113,11 @@ class MessagePlan:
         """Return the payload bytes that ``rank`` sends in ``period`` steps."""
         total = Fraction(0)
         for step in self.operations(sizes, ranks):
-            total += step.count * sent_bytes(step.kind, step.nbytes, rank=rank, ranks=ranks)
+            members = self.layout(ranks).among(step.among, rank)
+            if rank in members:
+                place = members.index(rank)
+                sent = sent_bytes(step.kind, step.nbytes, rank=place, ranks=len(members))
+                total += step.count * sent
         return total
 
 

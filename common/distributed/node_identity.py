@@ -1,0 +1,90 @@
+"""Which ranks share a node: by what the system says about itself, not by what somebody set.
+
+A rank tells the others its ``node_identity``; ``layout_of`` groups those of all ranks. No torch
+here.
+"""
+
+import os
+import re
+import socket
+from collections.abc import Hashable, Sequence
+
+from common.errors import first_of
+from common.utils.grouping import grouped
+from common.utils.system import lines_of
+
+
+def host_name() -> str:
+    """Return this host's name, without characters that no host name has."""
+    return plain_name(socket.gethostname())
+
+
+def plain_name(name: str) -> str:
+    """Return the name with "_" for each character that no host name has."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+
+
+def machine_identity() -> str:
+    """Return a text that is equal for processes on one machine, which share its cores and GPUs.
+
+    That is the host's name and, on Linux, a number that each start of the kernel draws: different
+    machines may have one name, as containers often do, and containers of one machine may have two.
+    """
+    return " ".join([host_name(), *lines_of("/proc/sys/kernel/random/boot_id")[:1]])
+
+
+def node_identity() -> str:
+    """Return a text that is equal for processes on one node, which share a link to the others.
+
+    That is the machine and, on Linux, the network namespace: emulated nodes, and containers with
+    networks of their own, are several nodes on one machine.
+    """
+    try:
+        namespace = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        return machine_identity()
+    return f"{machine_identity()} {namespace}"
+
+
+def layout_of(identities: Sequence[Hashable]) -> list[list[int]]:
+    """Return the ranks of each node, by the ``node_identity`` of every rank, in rank order.
+
+    Nodes count in the order of their first ranks. The ranks of a node need not be neighbours.
+    """
+    return list(grouped((node, rank) for rank, node in enumerate(identities)).values())
+
+
+def node_numbers(layout: Sequence[Sequence[int]]) -> list[int]:
+    """Return the number of each rank's node, for a layout of ``layout_of``."""
+    number_of = {rank: node for node, ranks in enumerate(layout) for rank in ranks}
+    return [number_of[rank] for rank in range(len(number_of))]
+
+
+def ring_crossings(layout: Sequence[Sequence[int]]) -> int:
+    """Return how often a ring over the ranks in their order goes from one node to another."""
+    numbers = node_numbers(layout)
+    return sum(number != numbers[rank - 1] for rank, number in enumerate(numbers))
+
+
+def nodes_text(layout: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
+    """Return "2: ranks 0-1 on hostA, ranks 2-3 on hostB"; hosts : of every rank.
+
+    Emulated nodes, which have one host name, also get their numbers.
+    """
+    names = [hosts[ranks[0]] for ranks in layout]
+    if len(set(names)) < len(names):
+        names = [f"node {node} ({name})" for node, name in enumerate(names)]
+    places = [f"{_spans(ranks)} on {name}" for ranks, name in zip(layout, names, strict=True)]
+    return f"{len(layout)}: {first_of(places)}"
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """Return "rank 4", or "ranks 0-2, 5"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    texts = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans]
+    return f"rank{'s' * (len(ranks) > 1)} {first_of(texts)}"
