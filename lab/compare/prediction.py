@@ -145,7 +145,7 @@ def forecast(
     Parameters
     ----------
     networks : by nodes and rate of the cells.
-    compute_at : returns a rank's step among that number of nodes.
+    compute_at : returns a rank's step among that number of ranks.
     options : of the strategies.
     other_model : the model whose compute was measured, unless it is the right one.
     no_network : messages were measured over loopback, but the nodes are machines.
@@ -156,11 +156,11 @@ def forecast(
     for cell in cells:
         why = _out_of_scope(cell, other_model=other_model, no_network=no_network)
         network = networks.get(_link(cell), nothing_sent)
-        compute = compute_at(cell.nodes)
+        compute = compute_at(cell.ranks)
         plan = with_best_buckets(
-            plans[cell.sync], gradients, cell.nodes, network=network, compute=compute
+            plans[cell.sync], gradients, cell.ranks, network=network, compute=compute
         )
-        step = predict_step(plan, gradients, cell.nodes, network=network, compute=compute)
+        step = predict_step(plan, gradients, cell.ranks, network=network, compute=compute)
         found[cell.id] = PredictedCell(
             step_seconds=step.step_seconds,
             compute_seconds=step.compute_seconds,
@@ -169,8 +169,8 @@ def forecast(
             why=why,
             bucket_mb=getattr(plan, "bucket_mb", None),
             bytes_sent=[
-                float(plan.bytes_sent(gradients, rank, cell.nodes)) / plan.period
-                for rank in range(cell.nodes)
+                float(plan.bytes_sent(gradients, rank, cell.ranks)) / plan.period
+                for rank in range(cell.ranks)
             ],
         )
     return found
@@ -194,7 +194,7 @@ def compute_on_nodes(
 ) -> tuple[Callable[[int], StepCompute], Sequence[GradientSize], str]:
     """Return how long a rank computes, the gradients' sizes, and the source of the times.
 
-    The first is a function: it takes the number of nodes, which decides a rank's samples, and
+    The first is a function: it takes the number of ranks, which decides a rank's samples, and
     returns the rank's step.
 
     calibration : the source of the times, unless compute is emulated: then it is not used, may be
@@ -217,8 +217,8 @@ def compute_on_nodes(
     check_parameters(profile, trained)
     sizes = dict(zip(trained, GradientSize.of(trained.values()), strict=True))
 
-    def emulated(nodes: int) -> StepCompute:
-        samples = local_samples(settings.batch_size, nodes, scaling=settings.scaling)
+    def emulated(ranks: int) -> StepCompute:
+        samples = local_samples(settings.batch_size, ranks, scaling=settings.scaling)
         return emulated_compute(profile, samples, sizes)
 
     source = f"EMULATED by profile {profile.name} of {profile.machine}, {profile.made}"
@@ -250,12 +250,12 @@ def kinds_of(
     strategies: Sequence[str],
     options: Mapping[str, Any],
     gradients: Sequence[GradientSize],
-    nodes: int,
+    ranks: int,
 ) -> list[str]:
     """Return the kinds of operations of these strategies, for lab/calibrate/link_probe.py."""
     names = [split_variant(name)[0] for name in strategies]
     plans = message_plans(names, {**options, "bucket_mb": None}).values()
-    operations = [plan.operations(gradients, nodes) for plan in plans]
+    operations = [plan.operations(gradients, ranks) for plan in plans]
     return sorted({operation.kind for operation in chain.from_iterable(operations)})
 
 
@@ -291,17 +291,18 @@ def _measure_network(
 ) -> Network:
     """Measure the network of some nodes now (lab/calibrate/link_probe.py)."""
     nodes, rate = link
-    name = f"links-{cell_suffix(nodes, rate)}"
+    ranks = settings.ranks_on(nodes)
+    name = f"links-{cell_suffix(nodes, rate, settings.ranks_per_node)}"
     output = folder / f"{name}.json"
     command = ["-m", "lab.calibrate.link_probe", "--output", str(output)]
     if rate is not None:
         command.append("--shaped")
-    command += ["--kinds", *kinds_of(settings.sync, settings.strategy_options, gradients, nodes)]
+    command += ["--kinds", *kinds_of(settings.sync, settings.strategy_options, gradients, ranks)]
     message = executors.run(
-        command, nodes, rate=rate, logs=folder / "logs" / name, limit_seconds=_LIMIT_SECONDS
+        command, ranks, rate=rate, logs=folder / "logs" / name, limit_seconds=_LIMIT_SECONDS
     )
     if message is not None:
-        raise GroupError(f"the messages of {nodes} ranks could not be measured: {message}")
+        raise GroupError(f"the messages of {ranks} ranks could not be measured: {message}")
     return network_from(read_json(output, MeasuredLinks), rate_bits=parse_rate(rate))
 
 
