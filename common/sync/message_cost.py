@@ -1,4 +1,4 @@
-"""One line of a message plan (``Operation``), and the bytes that it sends (``sent_bytes``).
+"""One line of a message plan (``Operation``), and what it sends to whom (``sends_of``).
 
 lab/predict/event_model.py turns operations into seconds. common/profiling/comm_trace.py
 counts the bytes of the messages that it records with ``sent_bytes``. Nothing here imports torch.
@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from common.utils.grouping import grouped
 
@@ -101,34 +101,59 @@ def buffers(sizes: Iterable[int]) -> list[GradientSize]:
     return [GradientSize((sum(counts),), itemsize) for itemsize, counts in entries.items()]
 
 
+class Sends(NamedTuple):
+    """What a rank sends to others: ``nbytes`` to each one of ``receivers``."""
+
+    receivers: Sequence[int]
+    nbytes: Fraction
+
+    @property
+    def total(self) -> Fraction:
+        """The bytes to all receivers together."""
+        return len(self.receivers) * self.nbytes
+
+
 def sent_bytes(kind: str, nbytes: int, *, rank: int, ranks: int, root: int = 0) -> Fraction:
-    """Return the payload bytes that ``rank`` sends in one collective, with Gloo's algorithms.
+    """Return the payload bytes that ``rank`` sends in one collective; see ``sends_of``."""
+    sends = sends_of(kind, nbytes, rank=rank, ranks=ranks, root=root)
+    return sum((send.total for send in sends), Fraction(0))
+
+
+def sends_of(kind: str, nbytes: int, *, rank: int, ranks: int, root: int = 0) -> list[Sends]:
+    """Return what ``rank`` sends to whom in one collective, with Gloo's algorithms.
 
     all_reduce, all_gather and reduce are rings; after its ring, reduce collects the N parts at the
     root. broadcast is a binomial tree; gather and scatter go straight to and from the root, in
     all_to_all each part goes straight to its rank. reduce_scatter is the first half of all_reduce's
     ring, as NCCL and ``sharded`` run it; Gloo's own call is a whole all_reduce.
-    Of an exchange only its plan knows the bytes. The result is a fraction because the parts of a
-    ring are M/N bytes.
+    Of an exchange only its plan knows the bytes. They are fractions because the parts of a ring are
+    M/N bytes.
     """
-    half_a_ring = Fraction(ranks - 1, ranks)
-    tensors: Fraction | int
+    part = Fraction(nbytes, ranks)
+    following = [(rank + 1) % ranks]
     if kind == "all_reduce":
-        tensors = 2 * half_a_ring
-    elif kind == "all_gather":
-        tensors = ranks - 1
-    elif kind in ("all_to_all", "reduce_scatter"):
-        tensors = half_a_ring
-    elif kind == "reduce":
-        tensors = half_a_ring if rank == root else 1
-    elif kind == "gather":
-        tensors = 0 if rank == root else 1
-    elif kind == "scatter":
-        tensors = ranks - 1 if rank == root else 0
-    else:
-        assert kind == "broadcast", kind
-        tensors = tree_children((rank - root) % ranks, ranks)
-    return Fraction(tensors * nbytes)
+        return [Sends(following, 2 * (ranks - 1) * part)]
+    if kind == "all_gather":
+        return [Sends(following, Fraction((ranks - 1) * nbytes))]
+    if kind == "reduce_scatter":
+        return [Sends(following, (ranks - 1) * part)]
+    if kind == "reduce":
+        ring = Sends(following, (ranks - 1) * part)
+        return [ring] if rank == root else [ring, Sends([root], part)]
+    if kind == "all_to_all":
+        return _to_all_but(rank, ranks, part)
+    if kind == "gather":
+        return [] if rank == root else [Sends([root], Fraction(nbytes))]
+    if kind == "scatter":
+        return _to_all_but(root, ranks, Fraction(nbytes)) if rank == root else []
+    assert kind == "broadcast", kind
+    below_root = (rank - root) % ranks
+    children = [(rank + (1 << level)) % ranks for level in range(tree_children(below_root, ranks))]
+    return [Sends(children, Fraction(nbytes))]
+
+
+def _to_all_but(rank: int, ranks: int, nbytes: Fraction) -> list[Sends]:
+    return [Sends(range(rank), nbytes), Sends(range(rank + 1, ranks), nbytes)]
 
 
 def tree_children(rank: int, ranks: int) -> int:

@@ -1,12 +1,9 @@
 """Which ranks share a node: ``NodeLayout``. A node is a machine, a rank is a process. No torch."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-
-from common.sync.message_cost import Among
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,7 @@ class NodeLayout:
     sizes: tuple[int, ...]
 
     @classmethod
-    @lru_cache
+    @lru_cache(maxsize=8)  # a prediction asks for one layout again and again
     def even(cls, ranks: int, ranks_per_node: int = 1) -> "NodeLayout":
         """Return the layout of ``ranks`` with so many on each node; the last may have fewer."""
         full, others = divmod(ranks, ranks_per_node)
@@ -46,11 +43,3 @@ class NodeLayout:
         """Return the ranks of a node."""
         leader = self.leaders[node]
         return range(leader, leader + self.sizes[node])
-
-    def among(self, which: Among, rank: int) -> Sequence[int]:
-        """Return the ranks among which an operation of ``rank`` is, in order."""
-        if which == "all":
-            return range(self.ranks)
-        if which == "leaders":
-            return self.leaders
-        return self.ranks_of(self.node_of(rank))

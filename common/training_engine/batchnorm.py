@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.models.sync_batchnorm import MessageGroup, SyncBatchNorm
 from common.sync.base import broadcast_from_rank0
+from common.sync.plans.batchnorm import BatchNormLayer
 
 _SYNCHRONISED = (nn.SyncBatchNorm, SyncBatchNorm)
 _Shard = tuple[int, Tensor]  # its samples, and its statistics as ``read`` returns them
@@ -148,6 +149,17 @@ def _convert(module: nn.Module, messages: MessageGroup, ours: bool) -> nn.Module
     for name, child in module.named_children():
         setattr(module, name, _convert(child, messages, ours))
     return module
+
+
+def synchronised_layers(model: nn.Module) -> list[BatchNormLayer]:
+    """Return the layers that ``synchronise_batchnorm`` replaces or has replaced, in their order."""
+    layers = []
+    before: set[int] = set()  # ids: a parameter of several modules counts once
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and _trains(module):
+            layers.append(BatchNormLayer(module.num_features, len(before)))
+        before |= {id(p) for p in module.parameters(recurse=False) if p.requires_grad}
+    return layers
 
 
 def _can_be_synchronised(module: nn.Module) -> TypeGuard[_BatchNorm]:

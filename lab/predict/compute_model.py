@@ -9,15 +9,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 from msgspec import Meta
 
+from common.sync.plans.base import MessagePlan
 from common.utils.typed_json import Count, Ranks, Share
 
 LEAST_SECONDS = 1e-9  # of a step's forward and backward
 PartSeconds = Annotated[float, Meta(ge=0, le=1e4)]
 LEAST_SAMPLES = 2  # per rank: BatchNorm needs two, and training refuses fewer
+
+
+class Wait(NamedTuple):
+    """A wait of ``seconds`` once a pass has computed that share of its own time."""
+
+    share: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,10 @@ class StepCompute:
     ``needed_shares`` holds, for each of these counts, the share of "before" after which forward
     first uses one of their parameters. Without it forward is the mirror image of backward, and data
     counts as a part of it: 1 - ``ready_shares``.
+
+    ``waits_for`` has the messages for which layers wait, whatever the strategy (SyncBatchNorm's);
+    ``forward_waits`` and ``backward_waits`` say when and for how long. They are no part of the
+    seconds above. ``lab.predict.event_model.with_waits`` sets all three.
     """
 
     before_seconds: float
@@ -39,6 +51,9 @@ class StepCompute:
     ready_bytes: Sequence[int] = ()
     ready_shares: Sequence[float] = ()
     needed_shares: Sequence[float] = ()
+    waits_for: MessagePlan | None = None
+    forward_waits: Sequence[Wait] = ()
+    backward_waits: Sequence[Wait] = ()
 
     @classmethod
     def of_layers(
@@ -77,22 +92,52 @@ class StepCompute:
         """The whole step without messages."""
         return self.before_seconds + self.backward_seconds + self.update_seconds
 
-    def ready_seconds(self, nbytes: int) -> float:
-        """Return the seconds of backward until ``nbytes`` bytes of gradients are made."""
+    @property
+    def wait_seconds(self) -> float:
+        """How long layers wait for messages, in both passes."""
+        return _waited(self.forward_waits, 1.0) + _waited(self.backward_waits, 1.0)
+
+    @property
+    def forward_end(self) -> float:
+        """The seconds of "before", waits included."""
+        return self.before_seconds + _waited(self.forward_waits, 1.0)
+
+    @property
+    def backward_end(self) -> float:
+        """The seconds of backward, waits included."""
+        return self.backward_seconds + _waited(self.backward_waits, 1.0)
+
+    def ready_share(self, nbytes: int) -> float:
+        """Return the share of backward after which ``nbytes`` bytes of gradients are made."""
         index = bisect.bisect_left(self.ready_bytes, nbytes)
         if index == len(self.ready_shares):
-            return self.backward_seconds
-        return self.ready_shares[index] * self.backward_seconds
+            return 1.0
+        return self.ready_shares[index]
 
-    def needed_seconds(self, nbytes: int) -> float:
-        """Return the seconds until forward uses a parameter beyond the first ``nbytes`` bytes."""
+    def needed_share(self, nbytes: int) -> float:
+        """Return the share of "before" until forward uses a parameter beyond ``nbytes`` bytes."""
         if not self.ready_bytes:
             return 0.0
         # ``ready_bytes`` counts from the last parameter on.
         index = bisect.bisect_left(self.ready_bytes, self.ready_bytes[-1] - nbytes)
         if self.needed_shares:
-            return self.needed_shares[index] * self.before_seconds
-        return (1 - self.ready_shares[index]) * self.before_seconds
+            return self.needed_shares[index]
+        return 1 - self.ready_shares[index]
+
+    def ready_seconds(self, nbytes: int) -> float:
+        """Return the seconds of backward, waits included, until those gradients are made."""
+        share = self.ready_share(nbytes)
+        return share * self.backward_seconds + _waited(self.backward_waits, share)
+
+    def needed_seconds(self, nbytes: int) -> float:
+        """Return the seconds, waits included, until forward uses a parameter beyond ``nbytes``."""
+        share = self.needed_share(nbytes)
+        return share * self.before_seconds + _waited(self.forward_waits, share)
+
+
+def _waited(waits: Sequence[Wait], share: float) -> float:
+    """Return how long a pass has waited once it has computed that share, waits there included."""
+    return sum(wait.seconds for wait in waits if wait.share <= share)
 
 
 @dataclass(frozen=True)

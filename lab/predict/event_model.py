@@ -18,7 +18,7 @@ from msgspec import Meta
 from common.sync.message_cost import Operation
 from common.sync.plans.base import MessagePlan
 from common.utils.typed_json import Share, Text
-from lab.predict.compute_model import StepCompute
+from lab.predict.compute_model import StepCompute, Wait
 
 # Bytes on a link for each byte of payload: TCP, IP and Ethernet headers (measured on shaped links).
 HEADERS = 1.06
@@ -213,7 +213,8 @@ class StepPrediction:
     ``compute_seconds`` : data, forward, backward and update, with ``slowed_seconds``, the time that
         messages take from forward and backward.
     ``sync_seconds`` : exposed communication, the messages left after backward and those that
-        forward waits for. Both add up to ``step_seconds``.
+        computing waits for. Both add up to ``step_seconds``.
+    ``batchnorm_seconds`` : of these, the messages of SyncBatchNorm.
     ``bytes_sent_root``, ``bytes_sent_others`` : payload that rank 0 sends, and the mean over the
         other ranks (over some of them if they are many).
     """
@@ -222,6 +223,7 @@ class StepPrediction:
     compute_seconds: float
     slowed_seconds: float
     sync_seconds: float
+    batchnorm_seconds: float
     bytes_sent_root: float
     bytes_sent_others: float
 
@@ -240,7 +242,12 @@ def predict_step(
     """
     alone, slowed, sync = _busy_and_exposed(plan, sizes, ranks, network, compute)
     busy = alone + slowed
-    return StepPrediction(busy + sync, busy, slowed, sync, *_bytes_sent(plan, sizes, ranks))
+    root, others = _bytes_sent(plan, sizes, ranks)
+    if compute.waits_for is not None:
+        root_waits, others_wait = _bytes_sent(compute.waits_for, sizes, ranks)
+        root += root_waits
+        others += others_wait
+    return StepPrediction(busy + sync, busy, slowed, sync, compute.wait_seconds, root, others)
 
 
 def step_seconds(
@@ -279,16 +286,16 @@ def _busy_and_exposed(
     """Return the seconds of computing, how much messages slow it, and those that nothing hides."""
     costs = _costs(plan, sizes, ranks, network)
     slowed_backward, after_backward = exposed_seconds(
-        _beside_backward(costs, ranks, network, compute), compute.backward_seconds
+        _beside_backward(costs, ranks, network, compute), compute.backward_end
     )
     slowed_forward, before_forward = exposed_seconds(
-        _beside_forward(costs, ranks, network, compute), compute.before_seconds
+        _beside_forward(costs, ranks, network, compute), compute.forward_end
     )
     computed = compute.before_seconds + compute.backward_seconds
     computed += plan.update_share(ranks) * compute.update_seconds
     # A strategy that sends in every eighth step only (local SGD) costs an eighth of that.
     slowed = slowed_forward / plan.period + slowed_backward / plan.period
-    exposed = before_forward / plan.period + after_backward / plan.period
+    exposed = before_forward / plan.period + after_backward / plan.period + compute.wait_seconds
     return computed, slowed, exposed
 
 
@@ -325,11 +332,37 @@ def _beside_forward(
     begin = 0.0
     for (operation, _), end in zip(gathers, ends, strict=True):
         assert operation.needed_bytes is not None
-        needed = compute.before_seconds - compute.needed_seconds(operation.needed_bytes)
+        needed = compute.forward_end - compute.needed_seconds(operation.needed_bytes)
         share = network.delay_share(operation, ranks)
         messages.append(_Message(needed, end - begin, share))
         begin = end
     return messages[::-1]
+
+
+def with_waits(
+    compute: StepCompute,
+    plan: MessagePlan,
+    sizes: Sequence[int],
+    ranks: int,
+    *,
+    network: Network,
+) -> StepCompute:
+    """Return the step whose layers wait for the messages of ``plan`` (SyncBatchNorm's).
+
+    A message has connections of its own, so it does not queue behind the strategy's messages, and
+    takes so few bytes that these hardly notice. What follows in its pass comes later, and so do the
+    gradients that the strategy sends.
+    """
+    forward = []
+    backward = []
+    for operation, cost in _costs(plan, sizes, ranks, network):
+        seconds = sum(cost.values())
+        if operation.needed_bytes is not None:
+            forward.append(Wait(compute.needed_share(operation.needed_bytes), seconds))
+        else:
+            assert operation.ready_bytes is not None
+            backward.append(Wait(compute.ready_share(operation.ready_bytes), seconds))
+    return replace(compute, waits_for=plan, forward_waits=forward, backward_waits=backward)
 
 
 def _bytes_sent(plan: MessagePlan, sizes: Sequence[int], ranks: int) -> tuple[float, float]:

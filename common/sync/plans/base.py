@@ -12,7 +12,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.sync.memory_cost import Memory, MemoryCase, replicated
-from common.sync.message_cost import Operation, sent_bytes
+from common.sync.message_cost import Among, Operation, Sends, sends_of
 from common.sync.node_layout import NodeLayout
 from common.utils.limits import kind_and_meta, what_to_give
 
@@ -56,7 +56,7 @@ class Option:
 class MessagePlan:
     """Base class of all plans. A plan defines ``operations`` and ``memory``.
 
-    A plan of point-to-point messages also defines ``bytes_sent``. The options of a strategy are the
+    A plan of point-to-point messages also defines ``sends``. The options of a strategy are the
     keyword arguments of its plan, which raises UserError if one is out of range.
     """
 
@@ -111,14 +111,34 @@ class MessagePlan:
 
     def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
         """Return the payload bytes that ``rank`` sends in ``period`` steps."""
-        total = Fraction(0)
+        return sum((send.total for send in self.sends(sizes, rank, ranks)), Fraction(0))
+
+    def sends(self, sizes: Sequence[int], rank: int, ranks: int) -> list[Sends]:
+        """List what ``rank`` sends to which ranks in ``period`` steps."""
+        found = []
         for step in self.operations(sizes, ranks):
-            members = self.layout(ranks).among(step.among, rank)
-            if rank in members:
-                place = members.index(rank)
-                sent = sent_bytes(step.kind, step.nbytes, rank=place, ranks=len(members))
-                total += step.count * sent
-        return total
+            if step.kind == "exchange":
+                raise UserError(
+                    f"{type(self).__name__} lacks sends(), what a rank sends to whom: write it "
+                    "(CONTRIBUTING.md says how)"
+                )
+            members = self._members(step.among, rank, ranks)
+            if rank not in members:
+                continue
+            place = members.index(rank)
+            sends = sends_of(step.kind, step.nbytes, rank=place, ranks=len(members))
+            for receivers, nbytes in sends:
+                if step.among != "all":
+                    receivers = [members[receiver] for receiver in receivers]
+                found.append(Sends(receivers, step.count * nbytes))
+        return found
+
+    def _members(self, among: Among, rank: int, ranks: int) -> Sequence[int]:
+        """Return the ranks that take part in an operation of ``rank``."""
+        if among == "all":
+            return range(ranks)
+        layout = self.layout(ranks)
+        return layout.leaders if among == "leaders" else layout.ranks_of(layout.node_of(rank))
 
 
 def lacks_memory(plan: type[MessagePlan]) -> UserError:

@@ -31,9 +31,9 @@ class HierarchicalPlan(ReplicatedPlan):
 
     def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
         """See the base class. The slowest path is that of a leader on the node with most ranks."""
-        layout = self.layout(ranks)
-        shared = layout.sizes[0] > 1
-        several = len(layout.sizes) > 1
+        on_a_node = min(self.ranks_per_node or 1, ranks)
+        shared = on_a_node > 1
+        several = on_a_node < ranks
         found = []
         for size in buffers(sizes):
             if shared:

@@ -8,6 +8,7 @@ from common.sync.message_cost import (
     COPIES_PER_PARAMETER,
     GradientSize,
     Operation,
+    Sends,
     buffers,
     tree_children,
 )
@@ -66,10 +67,12 @@ class TreePlan(RoundsPlan):
         """See the base class."""
         return [Operation("exchange", size, count=(ranks - 1).bit_length(), summed_bytes=size)]
 
-    def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
+    def sends(self, sizes: Sequence[int], rank: int, ranks: int) -> list[Sends]:
         """See the base class: everything to the parent, and everything to each child."""
-        parents = 1 if rank > 0 else 0
-        return Fraction(sum(sizes) * (parents + tree_children(rank, ranks)))
+        relatives = [rank + (1 << level) for level in range(tree_children(rank, ranks))]
+        if rank > 0:
+            relatives.append(rank & (rank - 1))
+        return [Sends(relatives, Fraction(sum(sizes)))]
 
 
 class RingPlan(RoundsPlan):
@@ -80,7 +83,7 @@ class RingPlan(RoundsPlan):
         longest = -(-size.entries // ranks) * size.itemsize  # the division rounds up
         return [Operation("exchange", longest, count=ranks - 1, summed_bytes=longest)]
 
-    def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
+    def sends(self, sizes: Sequence[int], rank: int, ranks: int) -> list[Sends]:
         """See the base class: first all chunks but its own, then all but the next one."""
         sent = 0
         for size in buffers(sizes):
@@ -88,7 +91,7 @@ class RingPlan(RoundsPlan):
             for skipped in (rank, (rank + 1) % ranks):
                 entries = shortest + 1 if skipped < longer_ones else shortest
                 sent += (size.entries - entries) * size.itemsize
-        return Fraction(sent)
+        return [Sends([(rank + 1) % ranks], Fraction(sent))]
 
 
 class HalvingDoublingPlan(RoundsPlan):
@@ -105,18 +108,19 @@ class HalvingDoublingPlan(RoundsPlan):
             for part in parts
         ]
 
-    def bytes_sent(self, sizes: Sequence[int], rank: int, ranks: int) -> Fraction:
+    def sends(self, sizes: Sequence[int], rank: int, ranks: int) -> list[Sends]:
         """See the base class: the half given in each halving, the half kept in each doubling."""
         power = largest_power(ranks)
         if rank >= power:
-            return Fraction(sum(sizes))
-        has_surplus_partner = rank + power < ranks
-        sent = sum(sizes) if has_surplus_partner else 0
+            return [Sends([rank - power], Fraction(sum(sizes)))]
+        found = []
+        if rank + power < ranks:  # a surplus rank, which gets the sum
+            found.append(Sends([rank + power], Fraction(sum(sizes))))
         for size in buffers(sizes):
-            for _, kept, given in halving_rounds(size.entries, rank, power):
+            for partner, kept, given in halving_rounds(size.entries, rank, power):
                 entries = (kept.stop - kept.start) + (given.stop - given.start)
-                sent += entries * size.itemsize
-        return Fraction(sent)
+                found.append(Sends([partner], Fraction(entries * size.itemsize)))
+        return found
 
 
 def largest_power(ranks: int) -> int:
