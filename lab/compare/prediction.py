@@ -19,6 +19,9 @@ from common.errors import GroupError, UserError, count
 from common.models import build_model
 from common.sync import STRATEGIES
 from common.sync.message_cost import GradientSize
+from common.sync.node_layout import NodeLayout
+from common.sync.plans.base import MessagePlan
+from common.sync.plans.links import link_bytes
 from common.utils.environment import environment
 from common.utils.progress import console, duration
 from common.utils.typed_json import Facts, read_json
@@ -172,8 +175,25 @@ def forecast(
                 float(plan.bytes_sent(gradients, rank, cell.ranks)) / plan.period
                 for rank in range(cell.ranks)
             ],
+            link_bytes=_link_bytes(plan, gradients, cell),
         )
     return found
+
+
+def _link_bytes(
+    plan: MessagePlan, gradients: Sequence[GradientSize], cell: Cell
+) -> list[tuple[float, float]]:
+    """Return the bytes of a step that each emulated node sends and receives over its link.
+
+    Empty for a plan that does not say who receives its messages, and without emulated links.
+    """
+    if cell.rate is None or cell.nodes == 1:
+        return []
+    try:
+        totals = link_bytes(plan, gradients, NodeLayout.even(cell.ranks, cell.ranks_per_node))
+    except UserError:
+        return []
+    return [(float(sent / plan.period), float(got / plan.period)) for sent, got in totals]
 
 
 def _out_of_scope(cell: Cell, *, other_model: str | None, no_network: bool) -> str:

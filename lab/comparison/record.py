@@ -160,7 +160,7 @@ class PredictedCell(Struct, kw_only=True):
     """What the event model says about a cell.
 
     in_scope : whether the model promises 20 %, else ``why`` not. bytes_sent : of each rank, a step.
-    link_bytes : sent and received by each node, a step; empty if each has one rank.
+    link_bytes : sent and received over each emulated node's link, a step, without headers.
     """
 
     step_seconds: StepTime
