@@ -56,9 +56,7 @@ FIGURES: dict[str, tuple[str, Callable[..., Figure], Caption]] = {
     "bytes": (
         "Bytes sent",
         figures.draw_bytes,
-        "Bytes of gradients that each strategy sends in a step, without TCP/IP headers (strategies "
-        "that send only every few steps: the mean). The square is rank 0, the circle the mean of "
-        "the other ranks; a square inside its circle: rank 0 sends as much as the others.",
+        figures.bytes_caption,
     ),
     "ranks": (
         "Over the number of ranks",
