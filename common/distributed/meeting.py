@@ -431,12 +431,12 @@ def _contradiction(peers: Sequence[Peer], layout: Sequence[Sequence[int]]) -> st
     for ranks in layout:
         for rank in ranks:
             said = peers[rank].local_size
-            if said not in (None, len(ranks)):
+            if said is not None and said != len(ranks):
                 return (
-                    f"rank {rank} was started with LOCAL_WORLD_SIZE={said}, but its node "
-                    f"{peers[rank].host} has {count(len(ranks), 'rank')}, by host name, boot and "
-                    f"network: {ranks_text(ranks)}. Threads and GPUs follow LOCAL_WORLD_SIZE: "
-                    "start one torchrun per node, or set LOCAL_RANK and LOCAL_WORLD_SIZE to that"
+                    f"LOCAL_WORLD_SIZE says {count(said, 'rank')} for rank {rank}'s node "
+                    f"{peers[rank].host}, but host name, boot and network say {len(ranks)}: "
+                    f"{ranks_text(ranks)}. Threads and GPUs follow LOCAL_WORLD_SIZE. Start one "
+                    "torchrun per node, or set LOCAL_RANK and LOCAL_WORLD_SIZE to match"
                 )
     return ""
 

@@ -9,7 +9,7 @@ import re
 import socket
 from collections.abc import Hashable, Sequence
 
-from common.errors import first_of
+from common.errors import count, first_of
 from common.utils.grouping import grouped
 from common.utils.system import lines_of
 
@@ -67,7 +67,7 @@ def ring_crossings(layout: Sequence[Sequence[int]]) -> int:
 
 
 def nodes_text(layout: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
-    """Return "2: ranks 0-1 on hostA, ranks 2-3 on hostB"; hosts : of every rank.
+    """Return "2 nodes: ranks 0-1 on hostA, ranks 2-3 on hostB"; hosts : of every rank.
 
     Emulated nodes, which have one host name, also get their numbers.
     """
@@ -75,7 +75,7 @@ def nodes_text(layout: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
     if len(set(names)) < len(names):
         names = [f"node {node} ({name})" for node, name in enumerate(names)]
     places = [f"{_spans(ranks)} on {name}" for ranks, name in zip(layout, names, strict=True)]
-    return f"{len(layout)}: {first_of(places)}"
+    return f"{count(len(layout), 'node')}: {first_of(places)}"
 
 
 def _spans(ranks: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ from common.data import load_dataset
 from common.data.dataset import Dataset
 from common.distributed.collectives import check_same_on_all_ranks, run_on_all_ranks
 from common.distributed.launch_env import LaunchSpec
+from common.distributed.node_groups import ranks_by_node
 from common.distributed.process_group import World, process_group, set_debug
 from common.emulation.compute_profile import Profile, load_profile
 from common.emulation.emulated_model import Emulation
@@ -201,7 +202,8 @@ def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
         engine.emulation = Emulation(model, setup.profile, rank=world.rank, classes=classes)
     if config.timeline:
         last = setup.plan.total_steps
-        engine.timeline = Timeline(last - engine.sync.plan.period + 1, last)
+        nodes = ranks_by_node(getattr(engine.sync.plan, "ranks_per_node", None))
+        engine.timeline = Timeline(last - engine.sync.plan.period + 1, last, nodes)
     return engine
 
 

@@ -8,7 +8,7 @@ last steps of a run are recorded, and their times are left out of the medians.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.profiling.records import RankTimeline, SentMessage
+from common.distributed.node_identity import node_numbers
+from common.profiling.records import RankTimeline, Scope, SentMessage
 from common.profiling.step_timer import Moment, RawSpans, StepTimer, now
 from common.sync.message_cost import sent_bytes
 
@@ -57,6 +58,7 @@ class MessageRecorder(TorchDispatchMode):
     ----------
     gpu_clock : returns a moment of the GPU's current stream, if calls only queue their work there
         (NCCL); None: the messages' times are those of ``time.perf_counter`` (Gloo).
+    nodes : the number of each rank's node, to tell which messages stay inside one; () if unknown.
 
     Under NCCL a call and its future return before the message is sent. But the future's callback
     runs on a stream that waits for the message, so a moment of that stream is the message's end.
@@ -69,8 +71,10 @@ class MessageRecorder(TorchDispatchMode):
         self,
         gpu_clock: Callable[[], Moment] | None = None,
         messages: list[SentMessage] | None = None,
+        nodes: Sequence[int] = (),
     ) -> None:
         super().__init__()
+        self._nodes = nodes if 1 < len(set(nodes)) < len(nodes) else ()
         self._now = gpu_clock or time.perf_counter
         self._queues = gpu_clock is not None
         self.messages = [] if messages is None else messages
@@ -81,7 +85,7 @@ class MessageRecorder(TorchDispatchMode):
 
         Use it only while this recorder is entered: torch shares some mode flags between threads.
         """
-        return MessageRecorder(self._now if self._queues else None, self.messages)
+        return MessageRecorder(self._now if self._queues else None, self.messages, self._nodes)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -92,8 +96,10 @@ class MessageRecorder(TorchDispatchMode):
             self._close_completed(kind)
         if kind is None:
             return func(*args, **(kwargs or {}))
-        size, sent = _bytes(kind, args)
-        message = SentMessage(kind=kind, bytes=size, sent_bytes=sent, begin=self._now(), end=_OPEN)
+        group = _group(args)
+        size, sent = _bytes(kind, args, group)
+        scope = self._scope(kind, args, group)
+        message = SentMessage(kind, size, sent, begin=self._now(), end=_OPEN, scope=scope)
         self.messages.append(message)
         result = func(*args, **(kwargs or {}))
         work = _work(result)
@@ -105,6 +111,15 @@ class MessageRecorder(TorchDispatchMode):
                 lambda _future: setattr(message, "end", self._now())
             )
         return result
+
+    def _scope(self, kind: str, args: tuple, group: dist.ProcessGroup | None) -> Scope:
+        """Return whether all ranks that a message is among share a node."""
+        if not self._nodes:
+            return ""
+        ranks = dist.get_process_group_ranks(group)
+        if kind in _POINT_TO_POINT:
+            ranks = [dist.get_rank(), ranks[_first_number(args)]]
+        return "inside" if len({self._nodes[rank] for rank in ranks}) == 1 else "between"
 
     def _close_completed(self, next_kind: str | None) -> None:
         """End the open messages that have ended before the next call; None: it computes."""
@@ -129,7 +144,20 @@ def _work(result: Any) -> Any:
     return None if boxed is None else torch._C._distributed_c10d.Work.unbox(boxed)
 
 
-def _bytes(kind: str, args: tuple) -> tuple[int, float]:
+def _group(args: tuple) -> dist.ProcessGroup | None:
+    """Return the group of a call, its first argument that is an object of torch's C++ code."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(argument)
+    return None
+
+
+def _first_number(args: tuple) -> int:
+    """Return the root of a collective, or the partner of a message, as a rank of its group."""
+    return next((argument for argument in args if type(argument) is int), 0)
+
+
+def _bytes(kind: str, args: tuple, group: dist.ProcessGroup | None) -> tuple[int, float]:
     """Return the bytes of this rank's tensors and the payload bytes that it sends."""
     own = tree_leaves(args[_OWN_PART.get(kind, 0)])
     size = sum(leaf.nbytes for leaf in own if isinstance(leaf, Tensor))
@@ -137,11 +165,11 @@ def _bytes(kind: str, args: tuple) -> tuple[int, float]:
         return size, float(size)
     if kind == "recv":
         return size, 0.0
-    if kind == "reduce_scatter" and dist.get_backend() == dist.Backend.GLOO:
+    if kind == "reduce_scatter" and dist.get_backend(group) == dist.Backend.GLOO:
         kind = "all_reduce"  # which Gloo runs in its place
-    # The first number, if the collective has a root
-    root = next((argument for argument in args if type(argument) is int), 0)
-    sent = sent_bytes(kind, size, rank=dist.get_rank(), ranks=dist.get_world_size(), root=root)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
+    sent = sent_bytes(kind, size, rank=rank, ranks=ranks, root=_first_number(args))
     return size, float(sent)
 
 
@@ -151,10 +179,14 @@ def _host_seconds(moment: Any, timer: StepTimer) -> float:
 
 
 class Timeline:
-    """Records the steps ``first`` to ``last`` of a training on this rank."""
+    """Records the steps ``first`` to ``last`` of a training on this rank.
 
-    def __init__(self, first: int, last: int) -> None:
+    ``nodes`` : the ranks of each node, if known.
+    """
+
+    def __init__(self, first: int, last: int, nodes: Sequence[Sequence[int]] = ()) -> None:
         self.to_record = range(first, last + 1)
+        self._nodes = node_numbers(nodes)
         self.steps: dict[int, RankTimeline] = {}  # the recorded ones, on this rank's clock
         self._recorder: MessageRecorder | None = None
 
@@ -166,7 +198,7 @@ class Timeline:
         gpu_clock = None
         if dist.is_initialized() and dist.get_backend() == dist.Backend.NCCL:
             gpu_clock = partial(now, torch.device("cuda"))
-        self._recorder = MessageRecorder(gpu_clock)
+        self._recorder = MessageRecorder(gpu_clock, nodes=self._nodes)
         return self._recorder
 
     def for_thread(self) -> AbstractContextManager:

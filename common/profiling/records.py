@@ -99,6 +99,10 @@ class EpochReport(_Line, kw_only=True):
         return "; ".join(parts)
 
 
+Scope = Literal["", "inside", "between"]
+"""Whether a message stays inside a node; "" if no ranks share one, or all do, or it is unknown."""
+
+
 class SentMessage(Struct):
     """A collective or a message: bytes of the rank's tensor, bytes that it sends, its times."""
 
@@ -107,6 +111,7 @@ class SentMessage(Struct):
     sent_bytes: Bytes
     begin: Moment
     end: Moment
+    scope: Scope = ""
 
 
 class RankTimeline(Struct):

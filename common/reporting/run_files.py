@@ -4,6 +4,7 @@ A value that a run may not have (a loss with emulated compute) is null, and so i
 foreign file lacks. Imports no torch.
 """
 
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Annotated
 
@@ -89,14 +90,6 @@ class RanksFile(Struct, kw_only=True):
                 f"ranks: got those of {shown(found)}, expected 0 to {size - 1} in order"
             )
 
-    def shared_nodes(self) -> str:
-        """Return which ranks are on which node, if some share one; "" if none do, or unknown."""
-        nodes = [row.node for row in self.ranks]
-        layout = layout_of(nodes)
-        if None in nodes or len(layout) == len(nodes):
-            return ""
-        return nodes_text(layout, [row.host for row in self.ranks])
-
     def mean_seconds(self) -> StepSeconds:
         """Return the mean over the ranks of each time, as the run's end and ``lab report`` show."""
         measured = [row.seconds for row in self.ranks]
@@ -105,6 +98,15 @@ class RanksFile(Struct, kw_only=True):
             for name in StepSeconds.__struct_fields__
         }
         return StepSeconds(**means)
+
+
+def shared_nodes(rows: Sequence[RankRow]) -> str:
+    """Return which ranks were on which node, if some shared one; "" if none did, or unknown."""
+    nodes = [row.node for row in rows]
+    layout = layout_of(nodes)
+    if None in nodes or len(layout) == len(nodes):
+        return ""
+    return nodes_text(layout, [row.host for row in rows])
 
 
 class TimelineFile(Struct):

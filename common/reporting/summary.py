@@ -14,7 +14,7 @@ from common.profiling.records import SECTIONS
 from common.reporting.console import card, say
 from common.reporting.header import unusual_methods
 from common.reporting.rank_stats import peak_gpu_memory_bytes
-from common.reporting.run_files import RanksFile, RunSummary
+from common.reporting.run_files import RanksFile, RunSummary, shared_nodes
 from common.reporting.run_logger import RunLogger
 from common.run_setup import Setup
 from common.sync.memory_cost import KINDS, Memory
@@ -177,8 +177,8 @@ def _card_rows(
 ) -> dict[str, Any]:
     """Return the rows of the card by name."""
     rows: dict[str, Any] = {"ranks": summary.nodes}
-    if measured is not None and (shared := measured.shared_nodes()):
-        rows["nodes"] = shared
+    if measured is not None and (shared := shared_nodes(measured.ranks)):
+        rows["ranks"] = f"{summary.nodes} on {shared}"
     rows["step time"] = _step_text(summary, measured)
     if summary.mean_iteration_seconds is not None:
         rows["mean iteration time"] = (

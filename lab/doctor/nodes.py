@@ -13,7 +13,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -33,9 +33,10 @@ from common.distributed.meeting import (
     place_ranks,
     shared_store,
 )
+from common.distributed.node_identity import layout_of, nodes_text, ring_crossings
 from common.errors import GroupError, UserError, count, ranks_text
 from common.utils.grouping import grouped
-from common.utils.network import listen, route_to, why_unreached
+from common.utils.network import is_loopback, listen, resolve, route_to, why_unreached
 from common.utils.processes import in_thread
 from common.utils.source_hash import code_digest
 from common.utils.system import usable_cores
@@ -225,6 +226,8 @@ def results_of(flags: Namespace, nodes: Nodes, problem: str) -> dict[str, CheckR
         found |= {"connections": _connections(nodes), "clocks": _clocks(nodes)}
         found |= {name: _compare(nodes, name) for name in _COMPARED}
         found["backend"] = _backend(nodes)
+    if len(nodes) == flags.num_nodes > 1:
+        found["shared nodes"] = _shared_nodes(flags, list(nodes.values()))
     return found | {"cores": _cores(nodes)}
 
 
@@ -288,13 +291,53 @@ def _backend(nodes: Nodes) -> CheckResult:
     return ok(why or "Gloo, on CPUs")
 
 
+def _shared_nodes(flags: Namespace, reports: Sequence[NodeReport]) -> CheckResult:
+    """Say which ranks share a node; warn of an order or of numbers that nobody wants."""
+    layout = layout_of([report.peer.node for report in reports])
+    hosts = [report.peer.host for report in reports]
+    if len(layout) == len(reports):
+        return ok("each rank has a node of its own")
+    text = nodes_text(layout, hosts)
+    crossings = ring_crossings(layout)
+    if crossings > len(layout):
+        return warning(
+            f"{text}; a ring in rank order goes from node to node {crossings} times instead of "
+            f"{len(layout)}",
+            f"give each node neighbouring ranks, as here: {nodes_text(*_in_order(layout, hosts))}",
+        )
+    sizes = [len(ranks) for ranks in layout]
+    if len(set(sizes)) > 1:
+        return warning(
+            f"{text}; nodes with different numbers of ranks ({', '.join(map(str, sizes))}): the "
+            "fullest one is the slowest",
+            "if a machine was started twice by mistake, start that rank on another one",
+        )
+    if len(layout) == 1 and not all(map(is_loopback, resolve(flags.master_ip))):
+        return warning(
+            f"{text}; all ranks share one node, although --master-ip {flags.master_ip} can be "
+            "reached from others",
+            "if that is not meant, start the other ranks on the other machines",
+        )
+    return ok(text)
+
+
+def _in_order(
+    layout: Sequence[Sequence[int]], hosts: Sequence[str]
+) -> tuple[list[list[int]], list[str]]:
+    """Return the layout with the same number of ranks on each node, in order, and the hosts."""
+    ranks = iter(range(len(hosts)))
+    in_order = [[next(ranks) for _ in node] for node in layout]
+    return in_order, [hosts[node[0]] for node in layout for _ in node]
+
+
 def _cores(nodes: Nodes) -> CheckResult:
     """Compare the number of ranks that share a machine with its cores."""
-    by_host = grouped((node.peer.host, node.cores) for node in nodes.values())
+    by_machine = grouped((node.peer.machine, node) for node in nodes.values())
     crowded = []
-    for host, cores_of_ranks in by_host.items():
-        ranks = len(cores_of_ranks)
-        cores = min(cores_of_ranks)  # a container may give one of the ranks fewer
+    for there in by_machine.values():
+        host = there[0].peer.host
+        ranks = len(there)
+        cores = min(node.cores for node in there)  # a container may give one of the ranks fewer
         if ranks > cores:
             crowded.append(f"{host} has {ranks} ranks and {count(cores, 'core')}")
     if crowded:

@@ -422,12 +422,18 @@ def _rows(comparison: Comparison, cells: Sequence[Cell], rate: LinkRate | None) 
 def _place(cells: Sequence[Cell]) -> Place:
     """Return "node" if no two ranks of any of these cells shared a machine."""
     several = [cell for cell in cells if cell.nodes > 1]
+    apart = [_has_own_nodes(cell, run) for cell in several for run in cell.runs]
     linked = any(cell.rate is not None for cell in several)
-    if linked:  # each rank has a network namespace
-        return "node"
-    runs = [(cell, run) for cell in several for run in cell.runs]
-    apart = [len({rank.host for rank in run.ranks}) == cell.nodes for cell, run in runs]
-    return "node" if apart and all(apart) else "rank"
+    return "node" if all(apart) and (apart or linked) else "rank"
+
+
+def _has_own_nodes(cell: Cell, run: Repeat) -> bool:
+    """Return whether no two ranks of the run shared a node."""
+    nodes = {rank.node for rank in run.ranks}
+    if None not in nodes:
+        return len(nodes) == cell.nodes
+    # In older files each rank with a link has a network namespace.
+    return cell.rate is not None or len({rank.host for rank in run.ranks}) == cell.nodes
 
 
 def _place_alone(cells: Sequence[Cell]) -> Place:

@@ -37,7 +37,7 @@ def test_reports_of_nodes_are_read_or_refused(cases):
     def read(content):
         return decode(json.dumps(content).encode(), NodeReport, name="the report")
 
-    peer = Peer("a", 7, [])
+    peer = Peer("a", 7, [], "a", "a 1")
     own = NodeReport(peer, "10.0.0.2", 4000, 2, {"same code": "x"}, [(0, "no")], (0.1, 0.01))
     good = json.loads(encode(own))
     assert read(good) == own

@@ -92,6 +92,15 @@ def lanes(messages: Sequence[SentMessage]) -> list[list[SentMessage]]:
     return first_fit(in_order, lambda lane, message: lane[-1].end <= message.begin)
 
 
+def label(message: SentMessage) -> str:
+    """Return the kind of a message, and whether it stays inside a node, where that differs."""
+    if message.scope == "inside":
+        return f"{message.kind} inside a node"
+    if message.scope == "between":
+        return f"{message.kind} between nodes"
+    return message.kind
+
+
 def trace(timeline: TimelineFile, name: str) -> dict[str, Any]:
     """Return the step as Chrome trace events in microseconds.
 
@@ -106,12 +115,12 @@ def trace(timeline: TimelineFile, name: str) -> dict[str, Any]:
         for section, spans in sections.items():
             events += [_event("section", rank.rank, 0, section, span) for span in spans]
         for thread, lane in enumerate(lanes(rank.messages), start=1):
-            label = "messages" if thread == 1 else f"messages ({thread})"
-            events.append(_named("thread_name", rank.rank, thread, label))
+            name_of_lane = "messages" if thread == 1 else f"messages ({thread})"
+            events.append(_named("thread_name", rank.rank, thread, name_of_lane))
             for message in lane:
                 sent = {"bytes": message.bytes, "sent_bytes": message.sent_bytes}
                 span = (message.begin, message.end)
-                events.append(_event("message", rank.rank, thread, message.kind, span, sent))
+                events.append(_event("message", rank.rank, thread, label(message), span, sent))
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",

@@ -25,7 +25,7 @@ from lab.plot_style import (
     section_style,
     title,
 )
-from lab.report.drawings.timeline import Span, backward_end, lanes, sync_parts
+from lab.report.drawings.timeline import Span, backward_end, label, lanes, sync_parts
 
 Look = dict[str, Any]
 _LANE = 0.55  # height of a row of messages, where a row of sections has 1
@@ -105,7 +105,7 @@ def draw_timeline(rows: Sequence[Row], *, heading: str, narrow: bool, emulated: 
 
 def _looks(rows: Sequence[Row]) -> dict[str, Look]:
     """Return how each kind of message is drawn."""
-    kinds = dict.fromkeys(message.kind for row in rows for message in row.rank.messages)
+    kinds = dict.fromkeys(label(message) for row in rows for message in row.rank.messages)
     looks = cycle(_KINDS)
     return {kind: next(looks) | _EDGE for kind in kinds}
 
@@ -120,7 +120,7 @@ def _draw_messages(axis: Axes, top: float, row: Row, looks: Mapping[str, Look]) 
     """Draw a rank's messages below its sections."""
     for index, lane in enumerate(row.lanes):
         below = top + 1.08 + _LANE * min(index, _DRAWN_LANES - 1)
-        kinds = grouped((message.kind, (message.begin, message.end)) for message in lane)
+        kinds = grouped((label(message), (message.begin, message.end)) for message in lane)
         for kind, spans in kinds.items():
             axis.broken_barh(_milliseconds(spans), (below, 0.45), **looks[kind])
 

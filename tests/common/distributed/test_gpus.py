@@ -126,7 +126,11 @@ def test_two_ranks_choose_alike_and_rank_0_says_why():
 
 
 def peers(*gpus, host="node"):
-    return [Peer(f"{host}{rank}", rank, list(names)) for rank, names in enumerate(gpus)]
+    hosts = [f"{host}{rank}" for rank in range(len(gpus))]
+    return [
+        Peer(name, rank, list(names), name, name)
+        for rank, (name, names) in enumerate(zip(hosts, gpus, strict=True))
+    ]
 
 
 def test_many_ranks_are_named_in_a_short_line():
@@ -176,7 +180,7 @@ def test_what_nccl_cannot_do_is_refused_or_not_chosen(monkeypatch):
 
 def test_a_launchers_local_ranks_win():
     """Two agents of torchrun on one machine both start a local rank 0."""
-    ranks = [Peer("a", 1, [A, B], 0), Peer("a", 2, [A, B], 0), Peer("a", 3, [A, B])]
+    ranks = [Peer("a", 1, [A, B], "a", "a", local_rank=local) for local in (0, 0, None)]
     outcome = place_ranks(ranks)
     assert outcome.places == [(0, 3), (0, 3), (2, 3)]
     assert "ranks 0, 1 and 2 share" in outcome.gpus.obstacle

@@ -35,7 +35,7 @@ def meet_all(launches, timeout_seconds, **more):
 
 
 def test_ranks_of_a_machine_sit_there_in_their_order():
-    outcome = place_ranks([Peer(host, 1, []) for host in "abacb"])
+    outcome = place_ranks([Peer(host, 1, [], host, host) for host in "abacb"])
     assert outcome.places == [(0, 2), (0, 2), (1, 2), (0, 1), (1, 2)]
     assert outcome.gpus.obstacle == "ranks 0, 1, 2, 3 and 4 see no GPU"
 

@@ -38,9 +38,11 @@ def asked(*words, **changed):
     return args
 
 
-def report(rank=0, port=1, host="a", gpus=(), cores=64, clock=None, unreached=(), **facts):
+def report(
+    rank=0, port=1, host="a", node=None, gpus=(), cores=64, clock=None, unreached=(), **facts
+):
     facts = FACTS | {name.replace("_", " "): fact for name, fact in facts.items()}
-    peer = Peer(host, 100 + rank, list(gpus))
+    peer = Peer(host, 100 + rank, list(gpus), host, node or host)
     return NodeReport(peer, "127.0.0.1", port, cores, facts, unreached, clock)
 
 
@@ -116,7 +118,9 @@ def test_a_missing_node_a_doubled_one_and_one_of_another_number(monkeypatch):
         assert re.match(text, told(found["nodes"]))
         assert found["connections"].status == "ok", "those that came tried each other"
     pids = itertools.count(1)  # these ranks are threads of one process
-    monkeypatch.setattr(meeting, "this_peer", lambda *_: Peer("here", next(pids), []))
+    monkeypatch.setattr(
+        meeting, "this_peer", lambda *_: Peer("here", next(pids), [], "here", "here")
+    )
     first, *ones = met(0, 1, 1, num_nodes=3, timeout=10.0)
     assert all("rank 1 was started twice" in str(found) for found in (first, *ones))
     assert {type(found) for found in ones} == {dict, str}, "one of them tries the connections"

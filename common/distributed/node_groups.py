@@ -1,0 +1,104 @@
+"""Groups of the ranks that share a node: ``ranks_by_node`` finds them, ``open_group_of`` opens one.
+
+Both are collective: every rank calls them, in the same order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from common.distributed.collectives import gather_objects
+from common.distributed.launch_env import launch_from_environment
+from common.distributed.node_identity import layout_of, node_identity
+from common.distributed.process_group import current_world
+from common.errors import UserError
+from common.utils.grouping import grouped
+from common.utils.typed_json import Rank, Ranks, Text
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a rank knows about its node.
+
+    identity : see node_identity.py. local_rank, local_size : from its launcher, or None.
+    by_torchrun : whether the launcher is torchrun, whose numbers nobody chose for a rehearsal.
+    """
+
+    identity: Text
+    local_rank: Rank | None
+    local_size: Ranks | None
+    by_torchrun: bool
+
+
+def ranks_by_node(ranks_per_node: int | None) -> list[list[int]]:
+    """Return the ranks of each node; the nodes count in the order of their first ranks.
+
+    With ``ranks_per_node`` so many consecutive ranks share a node. Without it those do that their
+    launcher, such as torchrun, started together; without a launcher, those on one machine, whose
+    ranks need not be neighbours.
+
+    Raises UserError on every rank if ``ranks_per_node`` is more than all ranks, or if torchrun
+    started other numbers.
+    """
+    world = current_world()
+    if world.size == 1:
+        return [[0]]
+    launch = launch_from_environment(world.rank, world.size)
+    mine = _Place(node_identity(), launch.local_rank, launch.local_size, launch.agent is not None)
+    places = gather_objects(world, mine, schema=_Place)
+    launched = _as_launched(places)
+    if ranks_per_node is None:
+        return launched or layout_of([place.identity for place in places])
+    if ranks_per_node > world.size:
+        raise UserError(
+            f"ranks per node: got {ranks_per_node}, but there are {world.size} ranks in all: give "
+            f"1 to {world.size}, or leave it out"
+        )
+    starts = range(0, world.size, ranks_per_node)
+    asked = [list(range(first, min(first + ranks_per_node, world.size))) for first in starts]
+    if places[0].by_torchrun and launched not in (None, asked):
+        raise UserError(
+            f"ranks per node: got {ranks_per_node}, but torchrun set "
+            f"LOCAL_WORLD_SIZE={places[0].local_size}: leave --ranks-per-node out under torchrun"
+        )
+    return asked
+
+
+def _as_launched(places: Sequence[_Place]) -> list[list[int]] | None:
+    """Return the ranks that a launcher started together on each node, if it says so for all.
+
+    None if its numbers fit no order in which the ranks count through the nodes.
+    """
+    starts = []
+    for rank, place in enumerate(places):
+        if place.local_rank is None:
+            return None
+        starts.append((rank - place.local_rank, rank))
+    nodes = list(grouped(starts).values())
+    for ranks in nodes:
+        if any(places[rank].local_size != len(ranks) for rank in ranks):
+            return None
+    return nodes
+
+
+def open_group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Open a group of these ranks, with the timeout of the group of all ranks.
+
+    None on a rank that is not in it, and for a single rank, which has nobody to send to.
+    """
+    if len(ranks) == 1:
+        return None
+    assert dist.group.WORLD is not None
+    backend = dist.group.WORLD._get_backend(current_world().device)
+    group = dist.new_group(list(ranks), timeout=backend.options._timeout)
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def close_group(group: dist.ProcessGroup | None) -> None:
+    """Close a group of ``open_group_of``, if it is still open.
+
+    Under NCCL it stays open until the group of all ranks closes: it would wait for a lost rank.
+    """
+    if group is not None and dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:
+        dist.destroy_process_group(group)
