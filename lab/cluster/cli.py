@@ -19,7 +19,7 @@ from lab.cluster.nodes import FAULTS, Nodes, find_nodes
 from lab.cluster.program import NOT_FOUND, check_placeholders, node_environment, parse_python
 from lab.flags import add_command
 from lab.processes.first_failure import find_root_failure
-from lab.processes.prefixed_output import PrefixedOutput, write_log
+from lab.processes.prefixed_output import PrefixedOutput, log_name, write_log
 from lab.terminal import say
 from lab.units import parse_rate
 
@@ -236,7 +236,9 @@ def fault(args: argparse.Namespace) -> int:
         name += f" with its ranks {ranks[0]} to {ranks[-1]}"
     text = f"{name}: {_DONE[what]}{args.slow or ''}"
     for rank in ranks:
-        write_log(Path(nodes.logs, nodes.log_name(rank)), f"lab cluster fault: {text}")
+        write_log(
+            Path(nodes.logs, log_name(rank, nodes.ranks_per_node)), f"lab cluster fault: {text}"
+        )
     say(text)
     return 0
 

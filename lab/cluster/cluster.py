@@ -34,7 +34,7 @@ from lab.cluster.network import Link, Traffic
 from lab.cluster.nodes import FAULTS, Nodes
 from lab.cluster.program import fill_in, node_environment
 from lab.cluster.supervisor import NodeProgram
-from lab.processes.prefixed_output import write_log
+from lab.processes.prefixed_output import log_name, write_log
 from lab.units import parse_latency, parse_rate
 
 # For ``python -P -c``, with the repository as argument, so that it need not be installed.
@@ -338,7 +338,7 @@ class Cluster:
 
     def log(self, rank: int, folder: Path | None = None) -> Path:
         """Return the file for a rank's output; it ends with the reason if a signal killed it."""
-        return (folder or self.logs) / self._nodes.log_name(rank)
+        return (folder or self.logs) / log_name(rank, self.ranks_per_node)
 
     def fault(self, node: int, what: str, *, rate: str | None = None) -> None:
         """Disturb a node, with all its ranks, while it runs.

@@ -67,12 +67,6 @@ class Nodes:
         """Return the ranks of a node."""
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
-    def log_name(self, rank: int) -> str:
-        """Return the name of the file for a rank's output."""
-        if self.ranks_per_node == 1:
-            return f"node{rank}.log"
-        return f"node{rank // self.ranks_per_node}-rank{rank}.log"
-
     def pids(self, node: int) -> list[int]:
         """Return the processes on a node, as seen from outside."""
         if not self.loopback:

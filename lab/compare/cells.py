@@ -43,6 +43,11 @@ class Run:
         return self.cell.id, self.repeat
 
     @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return self.cell.nodes
+
+    @property
     def ranks(self) -> int:
         """The number of ranks on all nodes."""
         return self.cell.ranks
@@ -56,7 +61,7 @@ class Run:
     def title(self) -> str:
         """For a person, e.g. "ring on 2 ranks, repeat 1"; with a rate each has an emulated node."""
         place = "rank" if self.cell.rate is None else "node"
-        name = f"{self.cell.sync} on {count(self.cell.nodes, place)}"
+        name = f"{self.cell.sync} on {count(self.nodes, place)}"
         if self.cell.ranks_per_node > 1:
             name += f" with {self.cell.ranks_per_node} ranks each"
         if self.cell.rate is not None:

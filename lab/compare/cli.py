@@ -268,7 +268,7 @@ def _run_cell(args: argparse.Namespace) -> int:
     from lab.compare.jobs import planned_run, run_cell
 
     if args.print_nodes:
-        print(planned_run(args.folder, args.number)[0].ranks)
+        print(planned_run(args.folder, args.number)[0].nodes)
         return 0
     if not 0 <= args.rank < args.num_nodes:
         raise UserError(

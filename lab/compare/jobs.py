@@ -180,7 +180,7 @@ def describe_plan(folder: Path, comparison: Comparison) -> list[str]:
     to_do = [runs[number] for number in missing]
     summary = f"{len(to_do)} of {len(runs)} runs to do in {folder}"
     if to_do:
-        numbers = grouped((run.ranks, run.number) for run in to_do)
+        numbers = grouped((run.nodes, run.number) for run in to_do)
         places = [
             f"on {count(nodes, 'node')}: {spans(numbers[nodes])}" for nodes in sorted(numbers)
         ]
@@ -210,7 +210,7 @@ def how_to_run(runs: Sequence[Run]) -> str:
     numbers = spans([run.number for run in runs])
     if not IN_CHECKOUT:
         return f"{_by_hand(folder)} with K = {numbers}"
-    nodes = max(run.ranks for run in runs)
+    nodes = max(run.nodes for run in runs)
     script = REPOSITORY / "launch/slurm-compare.sbatch"
     paths = [str(path).removeprefix(f"{Path.cwd()}/") for path in (script, folder)]
     return shlex.join(["sbatch", f"--nodes={nodes}", f"--array={numbers}%1", *paths])
@@ -249,7 +249,7 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
     part that it started have ended, however they end.
     """
     run, code = planned_run(folder, number)
-    if launch.rank >= run.ranks:
+    if launch.rank >= run.nodes:
         return 0
     output, note = rank_files(run, launch.rank)
     refuse_links(folder, (run.path, output, note))
@@ -276,7 +276,7 @@ def run_cell(folder: Path, number: int, launch: LaunchSpec) -> int:
         raise failure
     if status:
         # Another rank may have failed first and be about to note it.
-        notes = [rank_files(run, rank)[1] for rank in range(run.ranks)]
+        notes = [rank_files(run, rank)[1] for rank in range(run.nodes)]
         _within(_OTHERS_SECONDS, lambda: all(note.exists() for note in notes))
         raise GroupError(f"{name_of(run)}: {_why_failed(run)}")
     if done:
@@ -333,15 +333,15 @@ def _lock(file: IO[bytes], *, shared: bool = False) -> bool:
 def _check(run: Run, code: Mapping[str, str], launch: LaunchSpec) -> None:
     """Raise UserError if there are too few nodes, or this node's code differs from the plan's."""
     name = name_of(run)
-    if launch.world_size < run.ranks:
+    if launch.world_size < run.nodes:
         there_are = "there is" if launch.world_size == 1 else "there are"
         raise UserError(
-            f"{name} needs {run.ranks} nodes, and {there_are} {launch.world_size}: start it on at "
-            f"least {run.ranks}, e.g. with sbatch --nodes={run.ranks}"
+            f"{name} needs {run.nodes} nodes, and {there_are} {launch.world_size}: start it on at "
+            f"least {run.nodes}, e.g. with sbatch --nodes={run.nodes}"
         )
-    if run.ranks > 1 and launch.master_ip is None:
+    if run.nodes > 1 and launch.master_ip is None:
         raise UserError(
-            f"{name} has {run.ranks} nodes: give --master-ip, --num-nodes and --rank on each"
+            f"{name} has {run.nodes} nodes: give --master-ip, --num-nodes and --rank on each"
         )
     other = code_differences(code_facts(*RUN_BY), code)
     if other:
@@ -357,10 +357,10 @@ def _run_part(run: Run, launch: LaunchSpec, log: IO[bytes]) -> int:
     Raises GroupError if a signal stopped it: what it did until then is no measurement.
     """
     command = [sys.executable, *node_command(run)]
-    if run.ranks > 1:
+    if run.nodes > 1:
         command += [
             *("--master-ip", str(launch.master_ip), "--master-port", str(launch.master_port)),
-            *("--num-nodes", str(run.ranks), "--rank", str(launch.rank)),
+            *("--num-nodes", str(run.nodes), "--rank", str(launch.rank)),
         ]
     with file_errors(f"{run.path} of an earlier attempt cannot be removed", ": remove it"):
         if launch.rank == 0 and run.path.exists():  # the others wait for rank 0
@@ -381,7 +381,7 @@ def _why_failed(run: Run) -> str | None:
     """Return which rank failed first and its error message; None if no rank noted a failure."""
     notes = {}
     outputs = {}
-    for rank in range(run.ranks):
+    for rank in range(run.nodes):
         outputs[rank], note = rank_files(run, rank)
         if note.is_file():
             notes[rank] = note

@@ -53,8 +53,11 @@ class Settings:
             )
         most_ranks = max(map(self.ranks_on, self.nodes))
         if self.scaling != "weak" and most_ranks > self.batch_size:
+            got = str(max(self.nodes))
+            if self.ranks_per_node > 1:
+                got += f" with {self.ranks_per_node} ranks each"
             raise UserError(
-                f"--nodes: got {most_ranks} ranks, more than the {self.batch_size} samples of a "
+                f"--nodes: got {got}, more than the {self.batch_size} samples of a "
                 "global batch: give fewer ranks or a larger --batch-size"
             )
         if not self.seeds or min(self.seeds) < 0:

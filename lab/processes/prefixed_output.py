@@ -14,6 +14,13 @@ from lab.terminal import console
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
+def log_name(rank: int, ranks_per_node: int = 1) -> str:
+    """Return the name of the file for a rank's output; with one rank a node that is its node."""
+    if ranks_per_node == 1:
+        return f"node{rank}.log"
+    return f"node{rank // ranks_per_node}-rank{rank}.log"
+
+
 def write_log(log: Path, line: str) -> None:
     """Append a line to a node's log, unless the disk is full: that must not end the run."""
     with contextlib.suppress(UserError):

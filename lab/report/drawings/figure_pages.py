@@ -112,9 +112,16 @@ def draw_timelines(folder: Path, comparison: Comparison) -> Iterator[Drawing]:
         timeline = comparison.timelines[row.cell.id]
         title = _timeline_title(row, timeline)
         described = Drawing(f"timeline-{row.cell.id}", title, _timeline_caption(timeline))
-        rows = [Row(f"rank {rank.rank}", rank, timeline.ranks) for rank in timeline.ranks]
+        rows = [Row(_lane_name(row, rank.rank), rank, timeline.ranks) for rank in timeline.ranks]
         draw = partial(draw_timeline, rows, heading=title, emulated=comparison.emulated)
         yield _drawn(folder, described, draw)
+
+
+def _lane_name(row: CellRow, rank: int) -> str:
+    """Return the name of a rank's lane, with its node if that has several ranks."""
+    if row.cell.ranks_per_node == 1:
+        return f"rank {rank}"
+    return f"node {rank // row.cell.ranks_per_node}, rank {rank}"
 
 
 def _timeline_title(row: CellRow, timeline: TimelineFile) -> str:
