@@ -9,12 +9,12 @@ _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
-def parse_rate(text: str | None) -> float | None:
+def parse_rate(text: str | None, flag: str = "--rate") -> float | None:
     """Return bits per second: "200mbit" and "200mbit/s" give 2e8, None gives None.
 
     Raises UserError if the text is no positive number with a unit.
     """
-    return _parse(text, _RATE_UNITS, "--rate", "1gbit, 200mbit or 10gbit")
+    return _parse(text, _RATE_UNITS, flag, "1gbit, 200mbit or 10gbit")
 
 
 def parse_latency(text: str | None, flag: str = "--latency") -> float | None:

@@ -5,8 +5,8 @@ counts the bytes of the messages that it records with ``sent_bytes``. Nothing he
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
@@ -47,6 +47,8 @@ class Operation:
     needed_bytes : if it runs during the next forward, the bytes of parameters that forward may use,
         in their order, before it must have ended. It starts after the update; None: before it.
     among : the ranks that take part; with "node" every node does the same at the same time.
+    receiver : of an exchange, which rank a rank sends to, None if to none; by default to the next.
+        It says how many messages pass the link of a node with several ranks.
     """
 
     kind: str
@@ -57,6 +59,7 @@ class Operation:
     ready_bytes: int | None = None
     needed_bytes: int | None = None
     among: Among = "all"
+    receiver: Callable[[int], int | None] | None = field(default=None, compare=False)
 
 
 class GradientSize(int):

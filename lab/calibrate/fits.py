@@ -65,6 +65,7 @@ def fit_calibration(found: GroupMeasurements, *, model: str, quick: bool) -> Cal
         compute=_compute_model(found, profiles),
         fits={name: FitRecord(**asdict(line)) for name, line in fits.items()},
         machine=machine,
+        batchnorm=tuple(found.batchnorm),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from common.sync.message_cost import GradientSize
+from common.sync.plans.batchnorm import BatchNormLayer
 
 
 class CpuSeconds(Struct):
@@ -86,11 +87,12 @@ class Sharing(Struct):
 
 
 class GroupMeasurements(Struct):
-    """What all ranks measured, by rank, and the gradients of the model that they trained."""
+    """What all ranks measured, by rank, and the model that they trained: gradients, BatchNorm."""
 
     ranks: list[RankMeasurements]
     gradients: Sequence[GradientSize]
     sharing: Sharing
+    batchnorm: Sequence[BatchNormLayer]
 
 
 class UsesCpu(Protocol):

@@ -121,6 +121,7 @@ def measure_rank(rank: int, size: int, *, measures: Measures, ranks_here: int) -
         ranks=gather_objects(current_world(), found, schema=RankMeasurements),
         gradients=trainer.gradients,
         sharing=Sharing(cores, ranks_here),
+        batchnorm=trainer.batchnorm,
     )
 
 

@@ -17,6 +17,7 @@ from common.models import build_model
 from common.sync.message_cost import GradientSize
 from common.training import prepare_model_for_training
 from common.training_engine import StepRecord, TrainingEngine
+from common.training_engine.batchnorm import synchronised_layers
 from lab.calibrate.measurements import CpuSeconds, StepTimes
 
 IMAGE = (32, 32)  # height and width
@@ -67,6 +68,7 @@ class Trainer:
         self.model = self._engine.model
         self._trained = [p for p in self.model.parameters() if p.requires_grad]
         self.gradients = GradientSize.of(self._trained)
+        self.batchnorm = synchronised_layers(self.model)
 
     def time_steps(
         self, samples: Sequence[int], *, steps: int, after_step: Callable[[int], None]

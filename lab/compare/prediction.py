@@ -43,7 +43,8 @@ from lab.predict.calibration_file import (
 from lab.predict.compute_model import StepCompute, local_samples
 from lab.predict.event_model import Network, predict_step
 from lab.predict.measured_links import MeasuredLinks, network_from
-from lab.predict.tables import compute_of, message_plans
+from lab.predict.scenario import compute_of
+from lab.predict.tables import message_plans
 from lab.predict.variants import split_variant
 from lab.units import parse_rate
 

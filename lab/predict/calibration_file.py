@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from common.errors import UserError, count
 from common.sync.message_cost import GradientSize
+from common.sync.plans.batchnorm import BatchNormLayer
 from common.utils.paths import REPORTS
 from common.utils.typed_json import (
     Facts,
@@ -83,6 +84,8 @@ class Calibration:
         messages went over loopback.
     model, gradients : the model whose steps were timed, and the sizes of its gradients in the order
         of the parameters.
+    batchnorm : the model's BatchNorm layers that train; None: unknown, since the file is older than
+        this field, or since only the model's size is known.
     others_share : share of the cores that other processes used during the measurement. The fits
         leave out the most disturbed rounds, but a share above a tenth still spoils the numbers.
     fits : for each fitted quantity, its values, 95 % intervals, residuals and worst relative error
@@ -103,6 +106,7 @@ class Calibration:
     compute: ComputeModel
     fits: dict[Text, FitRecord]
     machine: Facts
+    batchnorm: Annotated[tuple[BatchNormLayer, ...], Meta(max_length=100_000)] | None = None
 
     def __post_init__(self) -> None:
         check_facts(self.machine, name="machine")

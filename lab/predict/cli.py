@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # slow to import, and --help imports this file
     from common.sync.plans.base import MessagePlan
     from lab.predict.calibration_file import Calibration
     from lab.predict.scaling import ScalingLimit
+    from lab.predict.scenario import Scenario
     from lab.predict.tables import PredictedStep
 
 
@@ -45,6 +46,11 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "help": "latency of a message, e.g. 0.2ms (default: with --rate a typical one of such a "
         "link, which is printed; else as calibrated)",
     },
+    "--rate-inside": {
+        "metavar": "RATE",
+        "help": "bandwidth between two ranks of a node (default: as calibrated over loopback; with "
+        "--step-time a typical one, which is printed)",
+    },
     "--software-gbit": {
         "type": float,
         "metavar": "GBIT",
@@ -57,7 +63,8 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "help": "size of your own model, e.g. 25.6M, instead of --model",
     },
     "--step-time": {
-        "help": "time of a step on one of your nodes, e.g. 120ms, with --batch samples"
+        "help": "time of a step on one of your nodes, e.g. 120ms, with --batch samples; with "
+        "--ranks-per-node that of a rank"
     },
     "--batch": {"type": int, "help": "samples of the step of --step-time"},
     "--sync": {
@@ -72,10 +79,22 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
     },
     "--scaling": {
         "choices": ["strong", "weak"],
-        "help": "strong: all nodes share one batch; weak: each node has its own batch (default: "
+        "help": "strong: all ranks share one batch; weak: each rank has its own batch (default: "
         "weak with --batch, else strong)",
     },
     **_option_flags(),
+    "--ranks-per-node": {
+        "type": int,
+        "metavar": "K",
+        "default": 1,
+        "help": "ranks on each node, which share its link (default: 1)",
+    },
+    "--sync-batchnorm": {
+        "choices": ["off", "on"],
+        "default": "off",
+        "help": "on: BatchNorm layers normalise over all ranks, and wait for two messages each "
+        "(default: off)",
+    },
     "--calibration": {
         "type": Path,
         "help": "a file written by lab calibrate (default: this machine's, or else the one that "
@@ -121,44 +140,22 @@ def main_predict(args: argparse.Namespace) -> int:
     calibration, is_reference = find_calibration(args.calibration)
     calibration = _with_own_nodes(calibration, args)
     plans = message_plans(_wanted_strategies(args.sync), _options(args))
-    links = _links(args)
-    batch_size = args.batch_size or args.batch or DEFAULT_GLOBAL_BATCH_SIZE
-    scaling = args.scaling
-    if scaling is None:
-        scaling = "weak" if args.batch else "strong"
-
-    summaries = []
-    tables = []
-    for rate, latency in links:
-        summary = summarize(
-            calibration,
-            rate,
-            latency,
-            batch_size=batch_size,
-            scaling=scaling,
-            is_reference=is_reference,
-            own_nodes=args.step_time is not None,
-            given=[name for name in ("latency", "software_gbit") if vars(args)[name] is not None],
-        )
-        summaries.append(summary)
-        table = predict_table(args.nodes, rate, latency, plans, batch_size, scaling, calibration)
-        tables.append(table)
-    limits = scaling_limits_of(plans, calibration, *links[0], batch_size)
+    scenarios = _scenarios(calibration, args)
+    first = scenarios[0]
+    given = [name for name in ("latency", "software_gbit") if vars(args)[name] is not None]
+    summaries = [
+        summarize(scenario, is_reference=is_reference, given=given) for scenario in scenarios
+    ]
+    tables = [predict_table(args.nodes, plans, scenario) for scenario in scenarios]
+    limits = scaling_limits_of(plans, first)
     if args.figure is not None:
-        _draw(args, links[0], plans, batch_size, scaling, calibration, summaries[0])
+        _draw(args, plans, first, summaries[0])
     if args.json:
         _print_json(args.rate or [None], summaries[0], tables, limits)
-    elif len(links) > 1:
-        print_rates(summaries, dict(zip(args.rate, tables, strict=True)), scaling=scaling)
+    elif len(scenarios) > 1:
+        print_rates(summaries, dict(zip(args.rate, tables, strict=True)), scaling=first.scaling)
     else:
-        print_tables(
-            summaries[0],
-            tables[0],
-            limits,
-            batch_size=batch_size,
-            scaling=scaling,
-            cores=calibration.cores,
-        )
+        print_tables(summaries[0], tables[0], limits, first)
     return 0
 
 
@@ -200,48 +197,62 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def _links(args: argparse.Namespace) -> list[tuple[float | None, float | None]]:
-    """Return bits per second and latency of each --rate; None for what was calibrated."""
-    from lab.predict.tables import typical_latency
+def _scenarios(calibration: "Calibration", args: argparse.Namespace) -> "list[Scenario]":
+    """Return what is predicted: a scenario for each --rate, or one with the calibrated links."""
+    from lab.predict.scenario import Scenario, typical_latency
     from lab.units import parse_latency, parse_rate
 
+    scaling = args.scaling
+    if scaling is None:
+        scaling = "weak" if args.batch else "strong"
     latency = parse_latency(args.latency)
-    links = []
+    scenarios = []
     for text in args.rate or [None]:
         rate = parse_rate(text)
-        links.append((rate, latency or typical_latency(rate)))
-    return links
+        seconds = latency
+        if rate is not None and latency is None:
+            seconds = typical_latency(rate)
+        scenario = Scenario(
+            calibration=calibration,
+            batch_size=args.batch_size or args.batch or DEFAULT_GLOBAL_BATCH_SIZE,
+            scaling=scaling,
+            rate_bits=rate,
+            latency_seconds=seconds,
+            ranks_per_node=args.ranks_per_node,
+            inside_bits=parse_rate(args.rate_inside, "--rate-inside"),
+            own_nodes=args.step_time is not None,
+            sync_batchnorm=args.sync_batchnorm == "on",
+        )
+        scenarios.append(scenario)
+    return scenarios
 
 
 def _draw(
     args: argparse.Namespace,
-    link: tuple[float | None, float | None],
     plans: "Mapping[str, MessagePlan]",
-    batch_size: int,
-    scaling: str,
-    calibration: "Calibration",
+    scenario: "Scenario",
     summary: Sequence[str],
 ) -> None:
-    """Draw the steps over nodes on the first link, and over rates with the most nodes asked."""
+    """Draw the steps over nodes on the scenario's link, and over rates with the most nodes."""
     # matplotlib takes a second to import
     from lab.predict.plots import RATES_TO_DRAW, draw_scaling, numbers_to_draw
     from lab.predict.scaling import most_nodes
     from lab.predict.tables import predict_table
 
-    rate, latency = link
     most = max(args.nodes)
-
-    def steps(nodes: Sequence[int], rate_bits: float | None) -> "list[PredictedStep]":
-        return predict_table(nodes, rate_bits, latency, plans, batch_size, scaling, calibration)
-
-    nodes = numbers_to_draw(most_nodes(batch_size, scaling=scaling))
-    by_rate = {rate_bits: steps([most], rate_bits) for rate_bits in RATES_TO_DRAW}
+    by_rate = {}
+    for rate_bits in RATES_TO_DRAW:
+        on_links = replace(scenario, rate_bits=rate_bits)
+        by_rate[rate_bits] = predict_table([most], plans, on_links)
+    limit = most_nodes(
+        scenario.batch_size, scaling=scenario.scaling, ranks_per_node=scenario.ranks_per_node
+    )
     draw_scaling(
         args.figure,
-        steps(nodes, rate),
+        predict_table(numbers_to_draw(limit), plans, scenario),
         by_rate,
-        asked=(most, rate),
-        scaling=scaling,
+        asked=(most, scenario.rate_bits),
+        scaling=scenario.scaling,
         summary=summary,
     )
 

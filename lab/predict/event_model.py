@@ -1,22 +1,23 @@
 """The time of a training step, predicted from a strategy's message plan.
 
-Read downward: ``loads`` holds the closed formula of each collective, ``operation_terms`` turns it
-into seconds (alpha-beta-gamma model), ``exposed_seconds`` lets messages overlap with backward and
-with the next forward, and ``predict_step`` adds up the step. Imports no torch, so that a table for
-100,000 nodes takes a moment. The formulas are those of the algorithms that Gloo uses (Thakur,
+Read downward: ``stages_of`` holds the closed formulas of the collectives, ``operation_terms`` turns
+them into seconds (alpha-beta-gamma model), ``with_waits`` lets computing wait for messages,
+``exposed_seconds`` lets them overlap with backward and with the next forward, and ``predict_step``
+adds up the step. Imports no torch, so that a table for 100,000 nodes takes a moment. The formulas are those of the algorithms that Gloo uses (Thakur,
 Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
 from common.sync.message_cost import Operation
-from common.sync.plans.base import MessagePlan
+from common.sync.plans.base import MessagePlan, NoSyncPlan
 from common.utils.typed_json import Share, Text
 from lab.predict.compute_model import StepCompute, Wait
 
@@ -82,6 +83,16 @@ class Network:
     kinds: Mapping[Text, Rate] = field(default_factory=dict)
     overlap_cost: Share = 0.0
 
+    @property
+    def ranks_per_node(self) -> int:
+        """How many ranks share each link."""
+        return 1
+
+    @property
+    def inside(self) -> "Network":
+        """What messages between two ranks of a node cost, if several share a link."""
+        return self
+
     def rate(self, kind: str) -> Rate:
         """Return the rate of operations of that kind."""
         return self.kinds.get(kind) or Rate(self.alpha_seconds, self.beta_seconds_per_byte)
@@ -103,10 +114,18 @@ class Network:
         beta = self.beta_seconds_per_byte / factor
         return replace(self, beta_seconds_per_byte=beta, kinds=kinds)
 
-    def over(self, *, rate_bits: float | None, latency_seconds: float | None) -> "Network":
+    def over(
+        self,
+        *,
+        rate_bits: float | None,
+        latency_seconds: float | None,
+        ranks_per_node: int = 1,
+        inside: "Network | None" = None,
+    ) -> "Network":
         """Return this network with other links; None keeps the measured value.
 
-        rate_bits : bits per second on a link, ``HEADERS`` included. latency_seconds : per message.
+        rate_bits : bits per second on a node's link, ``HEADERS`` included. latency_seconds : per
+        message. ranks_per_node : ranks that share a link; ``inside`` is what they send each other.
         A byte never takes less time than measured here, since it still passes the same software. It
         also slows backward by as many seconds as here.
         """
@@ -122,7 +141,7 @@ class Network:
             kinds = {
                 kind: replace(rate, alpha_seconds=latency_seconds) for kind, rate in kinds.items()
             }
-            software = self.without_latency()
+            software = self.with_latency_up_to(0.0)
         return OtherLinks(
             default.alpha_seconds,
             default.beta_seconds_per_byte,
@@ -131,12 +150,17 @@ class Network:
             kinds,
             self.overlap_cost,
             software=software,
+            shared_by=ranks_per_node,
+            within=inside or software,
         )
 
-    def without_latency(self) -> "Network":
-        """Return this network with messages that cost nothing but their bytes."""
-        kinds = {kind: replace(rate, alpha_seconds=0.0) for kind, rate in self.kinds.items()}
-        return replace(self, alpha_seconds=0.0, kinds=kinds)
+    def with_latency_up_to(self, most: float) -> "Network":
+        """Return this network with an alpha of at most so many seconds."""
+        kinds = {
+            kind: replace(rate, alpha_seconds=min(most, rate.alpha_seconds))
+            for kind, rate in self.kinds.items()
+        }
+        return replace(self, alpha_seconds=min(most, self.alpha_seconds), kinds=kinds)
 
     def delay_share(self, operation: Operation, ranks: int) -> float:
         """Return the fraction of a message's time by which it delays a concurrent backward."""
@@ -145,9 +169,24 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class OtherLinks(Network):
-    """Links that the same ``software`` uses: what they take longer than it, a message waits."""
+    """Links that the same ``software`` uses: what they take longer than it, a message waits.
+
+    shared_by : ranks that share a link. within : what messages between two of these cost.
+    """
 
     software: Network
+    shared_by: int
+    within: Network
+
+    @property
+    def ranks_per_node(self) -> int:
+        """How many ranks share each link."""
+        return self.shared_by
+
+    @property
+    def inside(self) -> Network:
+        """What messages between two ranks of a node cost."""
+        return self.within
 
     def delay_share(self, operation: Operation, ranks: int) -> float:
         """Return the fraction of a message's time by which it delays a concurrent backward."""
@@ -158,48 +197,191 @@ class OtherLinks(Network):
         return self.overlap_cost * busy / seconds
 
 
+class Stage(NamedTuple):
+    """A stage of an operation: its longest chain of messages, and those that share a link.
+
+    Parameters
+    ----------
+    share : of the operation's bytes in each message.
+    between, inside : messages of the chain, each waiting for the one before, that go to another
+        node, and that stay inside one.
+    on_link : messages on the busiest node's link, in one direction.
+    on_rank : messages between the busiest rank and the others of its node, in one direction.
+    header_bytes : of each message on a link but the first.
+    """
+
+    share: float
+    between: int
+    inside: int
+    on_link: int
+    on_rank: int
+    header_bytes: int = 0
+
+    def link_bytes(self, nbytes: float) -> float:
+        """Return the bytes on the busiest node's link, of an operation of ``nbytes``."""
+        return self.on_link * self.share * nbytes + max(0, self.on_link - 1) * self.header_bytes
+
+    def seconds(self, nbytes: float, between: Rate, inside: Rate) -> tuple[float, float]:
+        """Return the alphas and the bytes' seconds of the chain, link or rank that takes longest.
+
+        between, inside : rates of messages between nodes and inside one.
+        """
+        if not self.on_rank:  # all messages of the chain pass the busiest link
+            on_link = self.link_bytes(nbytes) * between.beta_seconds_per_byte
+            return self.between * between.alpha_seconds, on_link
+        nbytes_each = self.share * nbytes
+        chain = (
+            self.between * between.alpha_seconds + self.inside * inside.alpha_seconds,
+            self.between * nbytes_each * between.beta_seconds_per_byte
+            + self.inside * nbytes_each * inside.beta_seconds_per_byte,
+        )
+        link = (
+            min(1, self.between) * between.alpha_seconds,
+            self.link_bytes(nbytes) * between.beta_seconds_per_byte,
+        )
+        rank = (
+            min(1, self.inside) * inside.alpha_seconds,
+            self.on_rank * nbytes_each * inside.beta_seconds_per_byte,
+        )
+        return max(chain, link, rank, key=sum)
+
+
+@lru_cache(maxsize=1 << 16)
+def stages_of(kind: str, ranks: int, ranks_per_node: int = 1) -> tuple[Stage, ...]:
+    """Return the stages of a collective of N ranks in order, K of them on each node.
+
+    A ring crosses each node's link once in each direction. A root's link carries what it exchanges
+    with the ranks on other nodes.
+    """
+    if kind == "all_reduce":  # reduce-scatter, then all-gather
+        return (_ring(2 * (ranks - 1), 1 / ranks, ranks, ranks_per_node),)
+    if kind == "reduce_scatter":  # the first half of all_reduce's ring
+        return (_ring(ranks - 1, 1 / ranks, ranks, ranks_per_node),)
+    if kind == "all_gather":
+        return (_ring(ranks - 1, 1.0, ranks, ranks_per_node),)
+    if kind == "broadcast":
+        return (_tree(ranks, ranks_per_node),)
+    elsewhere = max(0, ranks - ranks_per_node)
+    beside = min(ranks, ranks_per_node) - 1
+    to_root = Stage(1.0, min(1, elsewhere), min(1, beside), elsewhere, beside)
+    if elsewhere:
+        to_root = to_root._replace(inside=0)
+    if kind == "reduce":  # reduce-scatter, then the parts go to the root
+        ring = _ring(ranks - 1, 1 / ranks, ranks, ranks_per_node)
+        return (ring, to_root._replace(share=1 / ranks))
+    assert kind in ("gather", "scatter"), kind  # every rank straight to the root, or back
+    return (to_root._replace(header_bytes=PACKET_BYTES),)
+
+
+def _ring(hops: int, share: float, ranks: int, ranks_per_node: int) -> Stage:
+    """Return the stage in which each message goes on to the next rank ``hops`` times."""
+    nodes = -(-ranks // ranks_per_node)
+    between = 0
+    if nodes > 1:
+        between = -(-hops * nodes // ranks)  # a turn of N hops crosses each node's link
+    return Stage(
+        share,
+        between,
+        hops - between,
+        hops if nodes > 1 else 0,
+        hops if ranks_per_node > 1 else 0,
+    )
+
+
+def _tree(ranks: int, ranks_per_node: int) -> Stage:
+    """Return the stage of a binomial tree: in each round, ranks send to one that is as far away."""
+    crossing = 0
+    beside = 0
+    rounds = (ranks - 1).bit_length()
+    for level in range(rounds):
+        distance = 1 << level
+        senders = range(0, min(ranks - distance, 2 * distance * ranks_per_node), 2 * distance)
+        crossing += any(s % ranks_per_node + distance >= ranks_per_node for s in senders)
+        beside += distance < ranks_per_node
+    return Stage(1.0, crossing, rounds - crossing, crossing, beside)
+
+
+_BETWEEN_NODES = Stage(1.0, 1, 0, 1, 0)  # an exchange of ranks with a link each
+
+
+def exchange_stage(operation: Operation, ranks: int, ranks_per_node: int) -> Stage:
+    """Return the stage of an exchange; see ``Operation.receiver``.
+
+    A few nodes stand for all, since each does the same but perhaps the first and the last ones.
+    """
+    if ranks_per_node == 1:
+        return _BETWEEN_NODES
+    nodes = -(-ranks // ranks_per_node)
+    receiver_of = operation.receiver or (lambda rank: (rank + 1) % ranks)
+    leaving = 0
+    staying = 0
+    for node in {0, nodes // 2, max(0, nodes - 2), nodes - 1}:
+        own = range(node * ranks_per_node, min(ranks, (node + 1) * ranks_per_node))
+        receivers = [receiver for rank in own if (receiver := receiver_of(rank)) is not None]
+        inside = sum(receiver in own for receiver in receivers)
+        leaving = max(leaving, len(receivers) - inside)
+        staying = max(staying, min(1, inside))
+    if leaving:
+        return Stage(1.0, 1, 0, leaving, staying)
+    return Stage(1.0, 0, 1, 0, staying)
+
+
 def loads(kind: str, nbytes: float, ranks: int) -> tuple[int, float, float]:
     """Return an operation's messages in a row, bytes on the busiest link, and bytes summed.
 
-    N ranks, a tensor of M bytes; ``formulas`` below holds the closed forms.
+    Of N ranks with a link each, and a tensor of M bytes.
     """
-    if ranks == 1 and kind != "exchange":
-        return 0, 0.0, 0.0
-    # A ring cuts the tensor into N parts; N-1 of them pass each link.
-    parts = (ranks - 1) / ranks * nbytes
-    rounds = (ranks - 1).bit_length()  # log2 N, rounded up
-    # A root's messages pass its link one after the other; each but the first adds PACKET_BYTES.
-    through_root = (ranks - 1) * nbytes + (ranks - 2) * PACKET_BYTES
-    formulas = {
-        "all_reduce": (2 * (ranks - 1), 2 * parts, parts),  # ring: reduce-scatter, then all-gather
-        "reduce": (ranks, 2 * parts, parts),  # ring: reduce-scatter, then the parts go to the root
-        "all_gather": (ranks - 1, (ranks - 1) * nbytes, 0.0),  # ring
-        "reduce_scatter": (ranks - 1, parts, parts),  # the first half of all_reduce's ring
-        "broadcast": (rounds, rounds * nbytes, 0.0),  # binomial tree
-        "gather": (1, through_root, 0.0),  # every rank straight to the root: one latency
-        "scatter": (1, through_root, 0.0),  # and back
-        "exchange": (1, nbytes, 0.0),  # one message of each rank, all at once
-    }
-    return formulas[kind]
+    stages = (_BETWEEN_NODES,) if kind == "exchange" else stages_of(kind, ranks)
+    messages = sum(stage.between for stage in stages)
+    link_bytes = sum(stage.link_bytes(nbytes) for stage in stages)
+    return messages, link_bytes, _summed_bytes(kind, nbytes, ranks)
+
+
+def _summed_bytes(kind: str, nbytes: float, ranks: int) -> float:
+    """Return the bytes that each rank of a ring adds to others."""
+    if kind in ("all_reduce", "reduce", "reduce_scatter"):
+        return (ranks - 1) / ranks * nbytes
+    return 0.0
 
 
 def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms:
     """Return the time of ``operation.count`` operations; time added by the floor is latency.
 
-    One operation takes max(messages x alpha + bytes x beta, floor) + summed x gamma + copied x the
-    cost of a copy.
+    One operation takes its stages, at least the floor, + summed x gamma + copied x the cost of a
+    copy. A stage takes (messages x alpha + bytes x beta) of its longest chain of messages, or of
+    its busiest link if that takes longer.
     """
-    messages, link_bytes, summed = loads(operation.kind, operation.nbytes, ranks)
-    rate = network.rate(operation.kind)
-    count = operation.count
-    passing = link_bytes * rate.beta_seconds_per_byte
-    adding = (summed + operation.summed_bytes) * network.gamma_seconds_per_byte
+    ranks_per_node = network.ranks_per_node
+    if operation.among == "node":
+        ranks = min(ranks, ranks_per_node)
+    elif operation.among == "leaders":
+        ranks = -(-ranks // ranks_per_node)
+        ranks_per_node = 1
+    if operation.kind == "exchange":
+        stages: tuple[Stage, ...] = (exchange_stage(operation, ranks, ranks_per_node),)
+    else:
+        stages = stages_of(operation.kind, ranks, ranks_per_node)
+    between = network.rate(operation.kind)
+    inside = between
+    floor = between.floor_seconds
+    if ranks_per_node > 1:
+        inside = network.inside.rate(operation.kind)
+        floor = max(floor if ranks > ranks_per_node else 0.0, inside.floor_seconds)
+    latency = 0.0
+    passing = 0.0
+    for stage in stages:
+        alphas, seconds = stage.seconds(operation.nbytes, between, inside)
+        latency += alphas
+        passing += seconds
+    added = _summed_bytes(operation.kind, operation.nbytes, ranks) + operation.summed_bytes
+    adding = added * network.gamma_seconds_per_byte
     copying = operation.copied_bytes * network.copy_seconds_per_byte
+    count = operation.count
     # Through a root, the bytes of all ranks share one link: more ranks make it slower, so it is a
     # term of its own.
     by_root = operation.kind in ("gather", "scatter")
     return {
-        "latency": count * max(messages * rate.alpha_seconds, rate.floor_seconds - passing),
+        "latency": count * max(latency, floor - passing),
         "bandwidth": 0.0 if by_root else count * passing,
         "root's link": count * passing if by_root else 0.0,
         "summation": count * (adding + copying),
@@ -240,6 +422,7 @@ def predict_step(
 
     sizes : bytes of each parameter's gradient, in the order of the parameters.
     """
+    compute = _waiting_with(plan, compute)
     alone, slowed, sync = _busy_and_exposed(plan, sizes, ranks, network, compute)
     busy = alone + slowed
     root, others = _bytes_sent(plan, sizes, ranks)
@@ -259,7 +442,7 @@ def step_seconds(
     compute: StepCompute,
 ) -> float:
     """Return the seconds of ``predict_step`` alone, which is faster: no bytes are counted."""
-    return sum(_busy_and_exposed(plan, sizes, ranks, network, compute))
+    return sum(_busy_and_exposed(plan, sizes, ranks, network, _waiting_with(plan, compute)))
 
 
 def message_terms(
@@ -299,6 +482,13 @@ def _busy_and_exposed(
     return computed, slowed, exposed
 
 
+def _waiting_with(plan: MessagePlan, compute: StepCompute) -> StepCompute:
+    """Return the step of a strategy. If it sends nothing, ranks train their own models alone."""
+    if isinstance(plan, NoSyncPlan):
+        return replace(compute, waits_for=None, forward_waits=(), backward_waits=())
+    return compute
+
+
 class _Message(NamedTuple):
     """A message beside computing: see ``exposed_seconds``."""
 
@@ -315,9 +505,10 @@ def _beside_backward(
     for operation, cost in costs:
         if operation.needed_bytes is None:
             ready = None
+            share = 0.0  # backward is over
             if operation.ready_bytes is not None:
                 ready = compute.ready_seconds(operation.ready_bytes)
-            share = network.delay_share(operation, ranks)
+                share = network.delay_share(operation, ranks)
             messages.append(_Message(ready, sum(cost.values()), share))
     return messages
 

@@ -5,6 +5,7 @@ from itertools import accumulate
 
 from common.errors import UserError
 from common.models import MODELS
+from common.sync.plans.batchnorm import BatchNormLayer
 from common.utils.registry import choices_text
 from lab.predict.calibration_file import Calibration, GradientShape
 from lab.predict.compute_model import ComputeModel, times
@@ -53,11 +54,17 @@ def with_own_model(
             compute=replace(compute, profiles=profiles),
             network=Network(calibration.network.rate("all_reduce").alpha_seconds, _AT_ONCE),
         )
-    if other_model:
-        gradients = _gradients(model) if model else _equal_matrices(parameters or 0)
-        compute = _spread_by_bytes(calibration.compute, gradients)
-        calibration = replace(calibration, model=name, gradients=gradients, compute=compute)
-    return calibration
+    if not other_model:
+        return calibration
+    batchnorm = None
+    if model:
+        gradients, batchnorm = _described(model)
+    else:
+        gradients = _equal_matrices(parameters or 0)
+    compute = _spread_by_bytes(calibration.compute, gradients)
+    return replace(
+        calibration, model=name, gradients=gradients, compute=compute, batchnorm=batchnorm
+    )
 
 
 def _check(
@@ -82,15 +89,17 @@ def _check(
         raise UserError(f"the calibration has the compute times of {calibration.model}: {advice}")
 
 
-def _gradients(model: str) -> tuple[GradientShape, ...]:
-    """Return the gradients of a model of this project, in the order of its parameters."""
+def _described(model: str) -> tuple[tuple[GradientShape, ...], tuple[BatchNormLayer, ...]]:
+    """Return the gradients and the BatchNorm layers of a model of this project, in their order."""
     import torch
 
     from common.models import build_model
+    from common.training_engine.batchnorm import synchronised_layers
 
     with torch.device("meta"):
         built = build_model(model, _CLASSES)
-    return tuple(GradientShape(tuple(p.shape), p.itemsize) for p in built.parameters())
+    gradients = tuple(GradientShape(tuple(p.shape), p.itemsize) for p in built.parameters())
+    return gradients, tuple(synchronised_layers(built))
 
 
 def _equal_matrices(parameters: float) -> tuple[GradientShape, ...]:

@@ -11,11 +11,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from common.errors import count
 from lab.predict.calibration_file import QUIET_SHARE, Calibration
 from lab.predict.compute_model import LEAST_SAMPLES
-from lab.predict.event_model import HEADERS, LARGEST_NODES, Network
+from lab.predict.event_model import HEADERS, LARGEST_NODES
 from lab.predict.readable import bandwidth_text, bytes_text, duration_text
 from lab.predict.scaling import ScalingLimit, most_nodes
+from lab.predict.scenario import Scenario
 from lab.predict.tables import PredictedStep
 
 _WIDTH = 110  # of a file or a pipe
@@ -23,42 +25,41 @@ _NARROW = 106
 
 
 def summarize(
-    calibration: Calibration,
-    rate: float | None,
-    latency: float | None,
-    *,
-    batch_size: int,
-    scaling: str,
-    is_reference: bool,
-    own_nodes: bool = False,
-    given: Sequence[str] = ("latency",),
+    scenario: Scenario, *, is_reference: bool, given: Sequence[str] = ("latency",)
 ) -> list[str]:
     """Return what a reader must know first, a line each: calibration, model and batch, network.
 
-    own_nodes : whether the reader gave the time of a step. given : those of "latency" and
-    "software_gbit" that the reader gave; other latencies of links with a rate are typical ones.
+    given : those of "latency" and "software_gbit" that the reader gave; other latencies of links
+    with a rate are typical ones.
     """
+    calibration = scenario.calibration
     sizes_mb = sum(calibration.gradient_sizes) / 1e6
-    batch = "global batch" if scaling == "strong" else "batch of a node"
+    batch = "global batch"
+    if scenario.scaling == "weak":
+        batch = f"batch of a {_owner(scenario)}"
     lines = [
-        _source_text(calibration, is_reference=is_reference, own_nodes=own_nodes),
-        f"{calibration.model}, {sizes_mb:.1f} MB of gradients, {batch} {batch_size}; "
-        + _nodes_text(calibration, rate, latency, own_nodes=own_nodes),
-        _network_text(
-            calibration.network.over(rate_bits=rate, latency_seconds=latency),
-            rate,
-            typical=rate is not None and "latency" not in given,
-            own_nodes=own_nodes,
-        ),
+        _source_text(calibration, is_reference=is_reference, own_nodes=scenario.own_nodes),
+        f"{calibration.model}, {sizes_mb:.1f} MB of gradients, {batch} {scenario.batch_size}; "
+        + _nodes_text(scenario),
+        _network_text(scenario, typical=scenario.rate_bits is not None and "latency" not in given),
     ]
+    if scenario.ranks_per_node > 1:
+        lines.append(_inside_text(scenario))
+    if scenario.sync_batchnorm:
+        lines.append(_batchnorm_text(scenario))
     software = calibration.network.software_bits
-    if rate is not None and 2 * rate > software:
+    if scenario.rate_bits is not None and 2 * scenario.rate_bits > software:
         origin = "given" if "software_gbit" in given else "calibrated"
         lines.append(
             f"warning: the software passes {software / 1e9:.1f} Gbit/s at most, as {origin}: "
             "faster links change nothing. --software-gbit sets what it passes on your nodes"
         )
     return lines
+
+
+def _owner(scenario: Scenario) -> str:
+    """Return what has a batch of its own in weak scaling."""
+    return "node" if scenario.ranks_per_node == 1 else "rank"
 
 
 def _source_text(calibration: Calibration, *, is_reference: bool, own_nodes: bool) -> str:
@@ -81,35 +82,59 @@ def _source_text(calibration: Calibration, *, is_reference: bool, own_nodes: boo
     return source
 
 
-def _nodes_text(
-    calibration: Calibration, rate: float | None, latency: float | None, *, own_nodes: bool
-) -> str:
+def _nodes_text(scenario: Scenario) -> str:
     """Return what the nodes are, and where the ranks are."""
-    if own_nodes:
+    if scenario.own_nodes:
         return (
             "messages cost what their links cost; `lab calibrate` on a node of yours measures what "
             "its software adds"
         )
-    if rate is not None or latency is not None:
+    if scenario.own_machines:
         return "each node is a machine like the calibrated one"
-    if calibration.over_loopback:
+    if scenario.on_one_machine:
         return "all nodes are ranks on the calibrated machine, over loopback"
     return "the nodes are those of the calibration"
 
 
-def _network_text(network: Network, rate: float | None, *, typical: bool, own_nodes: bool) -> str:
+def _network_text(scenario: Scenario, *, typical: bool) -> str:
     """Return what links, messages and sums cost; ``typical`` if nobody gave the latency."""
+    network = scenario.network
     link = "links as measured"
-    if rate is not None:
-        link = f"links of {rate / 1e6:,.0f} Mbit/s ({HEADERS - 1:.0%} headers)"
+    if scenario.rate_bits is not None:
+        link = f"links of {scenario.rate_bits / 1e6:,.0f} Mbit/s ({HEADERS - 1:.0%} headers)"
     ring = network.rate("all_reduce")
     message = f"{duration_text(ring.alpha_seconds)} a message"
     if typical:
         message += " (typical; --latency sets it)"
     text = f"network: {link}; all_reduce: {message}, {bandwidth_text(ring.beta_seconds_per_byte)}"
-    if own_nodes:
+    if scenario.own_nodes:
         return text
     return f"{text}; summing: {bandwidth_text(network.gamma_seconds_per_byte)}"
+
+
+def _inside_text(scenario: Scenario) -> str:
+    """Return how many ranks share a node, and what messages between them cost."""
+    shared = "share its link" if scenario.own_nodes else "share its link and its cores"
+    ring = scenario.network.inside.rate("all_reduce")
+    source = "as calibrated over loopback, and no more latency than over the link"
+    if not scenario.inside_measured:
+        source = "typical; --rate-inside sets it"
+    if scenario.inside_bits is not None:
+        source = "--rate-inside"
+    return (
+        f"{scenario.ranks_per_node} ranks on each node {shared}; all_reduce inside a node: "
+        f"{duration_text(ring.alpha_seconds)} a message, "
+        f"{bandwidth_text(ring.beta_seconds_per_byte)} ({source})"
+    )
+
+
+def _batchnorm_text(scenario: Scenario) -> str:
+    """Return how many messages of SyncBatchNorm a step waits for."""
+    layers = scenario.calibration.batchnorm or ()
+    return (
+        f"SyncBatchNorm: {count(len(layers), 'layer')}, {2 * len(layers)} messages a step. "
+        "Computing waits for each, so they are exposed communication"
+    )
 
 
 def answer(steps: Sequence[PredictedStep], *, scaling: str) -> str:
@@ -160,15 +185,9 @@ def print_tables(
     summary: Sequence[str],
     steps: Sequence[PredictedStep],
     limits: Sequence[ScalingLimit],
-    *,
-    batch_size: int,
-    scaling: str,
-    cores: int,
+    scenario: Scenario,
 ) -> None:
-    """Print summary, steps with their notes, and limits, as wide as the terminal permits.
-
-    batch_size : of the limits. scaling : of the steps. cores : of the calibrated machine.
-    """
+    """Print summary, steps with their notes, and limits, as wide as the terminal permits."""
     console = _console()
     narrow = console.width < _NARROW
     notes = []
@@ -176,19 +195,24 @@ def print_tables(
         about = "none" if step.sync == "none" else f"{step.nodes} nodes"
         if step.note and f"{about}: {step.note}" not in notes:
             notes.append(f"{about}: {step.note}")
+    waits = {step.nodes: step.prediction.batchnorm_seconds for step in steps if step.sync != "none"}
+    for nodes, seconds in waits.items():
+        if seconds:
+            notes.append(f"{nodes} nodes: SyncBatchNorm's messages take {duration_text(seconds)}")
     print_lines = partial(console.print, sep="\n", markup=False, soft_wrap=True)
     print_lines(*summary)
-    if advice := answer(steps, scaling=scaling):
+    if advice := answer(steps, scaling=scenario.scaling):
         print_lines(advice)
     console.print(_steps_table(steps, narrow=narrow))
     if notes:
         print_lines(*notes)
     if limits:
         console.print(_scaling_limits_table(limits, narrow=narrow))
-        print_lines(*_scaling_limits_text(batch_size))
+        print_lines(*_scaling_limits_text(scenario))
     else:
         print_lines(
-            f"where scaling stops is not shown: ranks of one machine share its {cores} cores. Give "
+            f"where scaling stops is not shown: ranks of one machine share its "
+            f"{scenario.calibration.cores} cores. Give "
             "--rate to predict separate machines"
         )
 
@@ -210,7 +234,7 @@ def print_rates(
             f"{duration_text(step.prediction.step_seconds)} ({_times(step.speedup)})"
             for step in row
         )
-        table.add_row(row[0].sync, str(row[0].nodes), *shown)
+        table.add_row(row[0].sync, _nodes(row[0]), *shown)
     console.print(table)
     for rate, steps in tables.items():
         if advice := answer(steps, scaling=scaling):
@@ -272,12 +296,15 @@ def _frame(headings: Sequence[str], *, narrow: bool) -> Table:
     return table
 
 
-def _scaling_limits_text(batch_size: int) -> list[str]:
+def _scaling_limits_text(scenario: Scenario) -> list[str]:
     """Return lines that explain the headings of ``_scaling_limits_table``."""
+    owner = _owner(scenario)
+    samples = f"{scenario.batch_size:,} samples"
+    most = most_nodes(scenario.batch_size, scaling="strong", ranks_per_node=scenario.ranks_per_node)
     return [
-        f"strong: {batch_size:,} samples for all nodes together, at least {LEAST_SAMPLES} a node, "
-        f"so up to {most_nodes(batch_size, scaling='strong'):,} nodes.",
-        f"weak: {batch_size:,} samples for each node, up to {LARGEST_NODES:,} nodes.",
+        f"strong: {samples} for all nodes together, at least {LEAST_SAMPLES} a {owner}, so up to "
+        f"{most:,} nodes.",
+        f"weak: {samples} for each {owner}, up to {LARGEST_NODES:,} nodes.",
         "stops at: the smallest number of nodes within 10 % of the best speed; never: the last "
         "doubling still",
         "brought more than 10 %. speed up: at that number, over one node. half to: nodes up to "
@@ -287,6 +314,13 @@ def _scaling_limits_text(batch_size: int) -> list[str]:
         "computing itself stops scaling; samples: the batch has no samples for more nodes.",
         "Above 32 nodes every 16th part of a doubling is tried, so numbers of nodes are 4 % apart.",
     ]
+
+
+def _nodes(step: PredictedStep) -> str:
+    """Return the number of nodes, times that of the ranks on each if there are several."""
+    if step.ranks_per_node == 1:
+        return str(step.nodes)
+    return f"{step.nodes} x {step.ranks_per_node}"
 
 
 def _times(value: float) -> str:
@@ -306,7 +340,7 @@ def _efficiency(value: float) -> str:
 # The columns of the table of steps by their headings; the wide ones need more than 80 columns.
 _STEP_COLUMNS: dict[str, Callable[[PredictedStep], str]] = {
     "strategy": lambda step: step.sync,
-    "nodes": lambda step: str(step.nodes),
+    "nodes": lambda step: _nodes(step),
     "step": lambda step: duration_text(step.prediction.step_seconds),
     "speed\nup": lambda step: _times(step.speedup),
     "effi-\nciency": lambda step: _efficiency(step.efficiency),

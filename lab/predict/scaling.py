@@ -36,7 +36,7 @@ class ScalingLimit:
     Parameters
     ----------
     limit : the largest number of nodes evaluated: 100,000, or fewer in strong scaling, where each
-        node needs two samples of the batch.
+        rank needs two samples of the batch.
     half_nodes : the largest number of nodes with an efficiency of at least 50 %.
     nodes, speedup : the smallest number of nodes within a tenth of the best speed up to ``limit``,
         and its speed-up; ``nodes`` is None, and ``speedup`` that of ``limit``, if the last doubling
@@ -59,12 +59,14 @@ class ScalingLimit:
     held_by: str
 
 
-def most_nodes(batch_size: int, *, scaling: str) -> int:
+def most_nodes(batch_size: int, *, scaling: str, ranks_per_node: int = 1) -> int:
     """Return the largest number of nodes to evaluate.
 
-    In strong scaling each of them needs two samples of the batch.
+    In strong scaling each of their ranks needs two samples of the batch.
     """
-    most = LARGEST_NODES if scaling == "weak" else batch_size // LEAST_SAMPLES
+    most = LARGEST_NODES
+    if scaling == "strong":
+        most = batch_size // (LEAST_SAMPLES * ranks_per_node)
     return max(1, min(LARGEST_NODES, most))
 
 
@@ -79,26 +81,32 @@ def scaling_limits(
 ) -> list[ScalingLimit]:
     """Return how far the strategy of each plan scales.
 
-    sizes : bytes of each parameter's gradient. compute_at : returns a node's step for a number of
+    sizes : bytes of each parameter's gradient. compute_at : returns a rank's step for a number of
     nodes, with its samples in ``scaling`` ("strong" or "weak") at ``batch_size``.
     """
-    limit = most_nodes(batch_size, scaling=scaling)
-    tried = numbers_of_nodes(limit, also=_jumps(batch_size, scaling))
+    on_a_node = network.ranks_per_node
+    limit = most_nodes(batch_size, scaling=scaling, ranks_per_node=on_a_node)
+    tried = numbers_of_nodes(limit, also=_jumps(batch_size, scaling, on_a_node))
     compute_at = cache(compute_at)
 
     def at(plan: MessagePlan, nodes: int) -> MessagePlan:
-        return with_best_buckets(plan, sizes, nodes, network=network, compute=compute_at(nodes))
+        ranks = nodes * on_a_node
+        return with_best_buckets(plan, sizes, ranks, network=network, compute=compute_at(nodes))
 
     def seconds(plan: MessagePlan, nodes: int) -> float:
         best = at(plan, nodes)
-        return step_seconds(best, sizes, nodes, network=network, compute=compute_at(nodes))
+        ranks = nodes * on_a_node
+        return step_seconds(best, sizes, ranks, network=network, compute=compute_at(nodes))
 
     def speedup(plan: MessagePlan, nodes: int) -> float:
         ratio = seconds(plan, 1) / seconds(plan, nodes)
         return nodes * ratio if scaling == "weak" else ratio
 
     def longest_term(plan: MessagePlan, nodes: int) -> str:
-        terms = message_terms(at(plan, nodes), sizes, nodes, network=network)
+        best = at(plan, nodes)
+        terms = message_terms(best, sizes, nodes * on_a_node, network=network)
+        # The messages that layers wait for are small: latency.
+        terms["latency"] += best.period * compute_at(nodes).wait_seconds
         return max(terms, key=terms.__getitem__)
 
     compute_nodes, _, _ = _search(cache(partial(speedup, NoSyncPlan())), tried)
@@ -128,12 +136,12 @@ def scaling_limits(
     return found
 
 
-def _jumps(batch_size: int, scaling: str) -> list[int]:
-    """Return the numbers of nodes at which the busiest node has one sample less."""
+def _jumps(batch_size: int, scaling: str, ranks_per_node: int) -> list[int]:
+    """Return the numbers of nodes at which the busiest rank has one sample less."""
     if scaling == "weak":
         return []
     few_samples = range(1, _FEWEST_SAMPLES_TRIED + 1)
-    return [math.ceil(batch_size / samples) for samples in few_samples]
+    return [math.ceil(batch_size / samples / ranks_per_node) for samples in few_samples]
 
 
 def _search(speed: Callable[[int], float], tried: Sequence[int]) -> tuple[int | None, int, int]:

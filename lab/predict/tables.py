@@ -1,14 +1,12 @@
-"""The arithmetic of ``lab predict``: steps and scaling limits from a calibration. Imports no torch.
+"""The arithmetic of ``lab predict``: steps and scaling limits of a scenario. Imports no torch.
 
 ``message_plans`` returns what strategies send, ``predict_table`` the time of their steps on given
 numbers of nodes, and ``scaling_limits_of`` how far each strategy scales; printing.py and plots.py
 show them.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import UserError
@@ -16,8 +14,7 @@ from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.plans.base import MessagePlan
 from common.utils.registry import choices_text
 from lab.predict.bucket_choice import with_best_buckets
-from lab.predict.calibration_file import Calibration
-from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples, times
+from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, times
 from lab.predict.event_model import (
     LARGEST_NODES,
     Network,
@@ -26,15 +23,15 @@ from lab.predict.event_model import (
     step_seconds,
 )
 from lab.predict.scaling import SCALINGS, ScalingLimit, scaling_limits
+from lab.predict.scenario import Scenario
 from lab.predict.variants import split_variant
 
-_LATENCIES = ((1e9, 200e-6), (10e9, 50e-6), (math.inf, 20e-6))
 _NO_EXCHANGE = "no gradient exchange: each node trains its own model"
 
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """One strategy's step on ``nodes`` nodes.
+    """One strategy's step on ``nodes`` nodes with ``ranks_per_node`` ranks each.
 
     ``speedup`` is relative to one node; in weak scaling it compares samples per second.
     ``efficiency`` = speedup / nodes. ``gains`` : how many times as many samples per second a change
@@ -44,6 +41,7 @@ class PredictedStep:
 
     sync: str
     nodes: int
+    ranks_per_node: int
     prediction: StepPrediction
     speedup: float
     efficiency: float
@@ -75,128 +73,73 @@ def message_plans(
     return plans
 
 
-def typical_latency(rate_bits: float | None) -> float | None:
-    """Return the seconds that a message takes on a link of that rate in one room, by TCP.
-
-    None without a rate. Orders of magnitude: measure your own with `lab calibrate` on the nodes.
-    """
-    if rate_bits is None:
-        return None
-    return next(seconds for most, seconds in _LATENCIES if rate_bits <= most)
-
-
-def compute_of(
-    calibration: Calibration, nodes: int, *, batch_size: int, scaling: str, own_machines: bool
-) -> StepCompute:
-    """Return the step of one of ``nodes`` ranks.
-
-    own_machines : each rank has a machine of its own; else they are placed as in the calibration.
-    """
-    if own_machines:
-        ranks_here = 1
-    elif calibration.over_loopback:
-        ranks_here = nodes
-    else:
-        ranks_here = min(nodes, calibration.ranks_here)
-    samples = local_samples(batch_size, nodes, scaling=scaling)
-    return calibration.compute.at(samples, ranks_here=ranks_here)
-
-
 def predict_table(
-    nodes: Sequence[int],
-    rate_bits: float | None,
-    latency_seconds: float | None,
-    plans: Mapping[str, MessagePlan],
-    batch_size: int,
-    scaling: str,
-    calibration: Calibration,
+    nodes: Sequence[int], plans: Mapping[str, MessagePlan], scenario: Scenario
 ) -> list[PredictedStep]:
     """Return a row for each number of nodes and each strategy.
 
-    plans : by the strategy's name, from ``message_plans``. Without rate and latency the ranks are
-    placed as in the calibration: if it measured over loopback, they share one machine. Raises
-    UserError on values out of range.
+    plans : by the strategy's name, from ``message_plans``. Raises UserError on values out of range.
     """
     for count in nodes:
         if not 1 <= count <= LARGEST_NODES:
             raise UserError(f"--nodes: got {count}, give 1 to {LARGEST_NODES:,}")
-    if batch_size < LEAST_SAMPLES:
-        raise UserError(f"--batch-size: got {batch_size}, give {LEAST_SAMPLES} or more")
-    network = calibration.network.over(rate_bits=rate_bits, latency_seconds=latency_seconds)
-    if rate_bits is None:
-        faster = network.faster(2)
-    else:
-        faster = calibration.network.over(rate_bits=2 * rate_bits, latency_seconds=latency_seconds)
-    own_machines = rate_bits is not None or latency_seconds is not None
-    setting = _Setting(calibration, network, faster, batch_size, scaling, own_machines)
-    return [setting.row(name, plan, count) for count in nodes for name, plan in plans.items()]
+    return [_row(name, plan, count, scenario) for count in nodes for name, plan in plans.items()]
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """What all rows of a table have in common; ``faster`` is a network of twice the bandwidth."""
+def _row(name: str, asked: MessagePlan, nodes: int, scenario: Scenario) -> PredictedStep:
+    """Return a strategy's row; ``asked`` is its plan, perhaps with automatic buckets."""
+    network = scenario.network
+    faster = scenario.faster_network
+    compute = scenario.compute_at(nodes)
+    sizes = scenario.calibration.gradient_sizes
+    ranks = nodes * scenario.ranks_per_node
+    plan = with_best_buckets(asked, sizes, ranks, network=network, compute=compute)
+    step = predict_step(plan, sizes, ranks, network=network, compute=compute)
 
-    calibration: Calibration
-    network: Network
-    faster: Network
-    batch_size: int
-    scaling: str
-    own_machines: bool
+    def seconds_on(nodes: int, network: Network, compute: StepCompute) -> float:
+        ranks = nodes * scenario.ranks_per_node
+        best = with_best_buckets(asked, sizes, ranks, network=network, compute=compute)
+        return step_seconds(best, sizes, ranks, network=network, compute=compute)
 
-    def row(self, name: str, asked: MessagePlan, nodes: int) -> PredictedStep:
-        """Return a strategy's row; ``asked`` is its plan, perhaps with automatic buckets."""
-        compute = self._compute(nodes)
-        sizes = self.calibration.gradient_sizes
-        plan = with_best_buckets(asked, sizes, nodes, network=self.network, compute=compute)
-        step = predict_step(plan, sizes, nodes, network=self.network, compute=compute)
-        speedup = self._compute(1).seconds / step.step_seconds
-        if self.scaling == "weak":
-            speedup *= nodes
-        seconds = step.step_seconds
-        doubled = min(2 * nodes, LARGEST_NODES)
-        more_samples = doubled / nodes if self.scaling == "weak" else 1
-        doubled_seconds = self._seconds(asked, doubled, self.network, self._compute(doubled))
-        gains = {
-            "network": seconds / self._seconds(asked, nodes, self.faster, compute),
-            "compute": seconds / self._seconds(asked, nodes, self.network, times(compute, 0.5)),
-            "nodes": more_samples * seconds / doubled_seconds,
-            "no messages": seconds / compute.seconds,
-        }
-        note = self._note(name, nodes)
-        if plan is not asked:
-            note = "; ".join(filter(None, [_buckets_text(name, plan), note]))
-        return PredictedStep(name, nodes, step, speedup, speedup / nodes, gains, note)
+    seconds = step.step_seconds
+    speedup = seconds_on(1, network, scenario.compute_at(1)) / seconds
+    doubled = min(2 * nodes, LARGEST_NODES)
+    more_samples = 1.0
+    if scenario.scaling == "weak":
+        speedup *= nodes
+        more_samples = doubled / nodes
+    doubled_seconds = seconds_on(doubled, network, scenario.compute_at(doubled))
+    at_once = scenario.compute_at(nodes, network=faster)
+    gains = {
+        "network": seconds / seconds_on(nodes, faster, at_once),
+        "compute": seconds / seconds_on(nodes, network, times(compute, 0.5)),
+        "nodes": more_samples * seconds / doubled_seconds,
+        "no messages": seconds / compute.seconds,
+    }
+    notes = [_note(name, nodes, scenario)]
+    if plan is not asked:
+        notes.insert(0, _buckets_text(name, plan))
+    note = "; ".join(filter(None, notes))
+    return PredictedStep(
+        name, nodes, scenario.ranks_per_node, step, speedup, speedup / nodes, gains, note
+    )
 
-    def _compute(self, nodes: int) -> StepCompute:
-        return compute_of(
-            self.calibration,
-            nodes,
-            batch_size=self.batch_size,
-            scaling=self.scaling,
-            own_machines=self.own_machines,
+
+def _note(name: str, nodes: int, scenario: Scenario) -> str:
+    """Return the condition under which a row holds; "" if there is none."""
+    ranks = nodes * scenario.ranks_per_node
+    if name == "none" and ranks > 1:
+        return _NO_EXCHANGE
+    if scenario.scaling == "strong" and ranks * LEAST_SAMPLES > scenario.batch_size:
+        owner = "node" if scenario.ranks_per_node == 1 else "rank"
+        return (
+            f"predicted for a global batch of {ranks * LEAST_SAMPLES:,}: BatchNorm needs "
+            f"{LEAST_SAMPLES} samples a {owner}"
         )
-
-    def _seconds(
-        self, asked: MessagePlan, nodes: int, network: Network, compute: StepCompute
-    ) -> float:
-        """Return a step's seconds, with the buckets that are best there."""
-        sizes = self.calibration.gradient_sizes
-        plan = with_best_buckets(asked, sizes, nodes, network=network, compute=compute)
-        return step_seconds(plan, sizes, nodes, network=network, compute=compute)
-
-    def _note(self, name: str, nodes: int) -> str:
-        """Return the condition under which the row holds; "" if there is none."""
-        if name == "none" and nodes > 1:
-            return _NO_EXCHANGE
-        if self.scaling == "strong" and nodes * LEAST_SAMPLES > self.batch_size:
-            return (
-                f"predicted for a global batch of {nodes * LEAST_SAMPLES:,}: BatchNorm needs "
-                f"{LEAST_SAMPLES} samples a node"
-            )
-        cores = self.calibration.cores
-        if not self.own_machines and self.calibration.over_loopback and nodes > cores:
-            return f"{nodes} ranks share {cores} cores: outside the measured range"
-        return ""
+    cores = scenario.calibration.cores
+    if scenario.on_one_machine and ranks > cores:
+        return f"{ranks} ranks share {cores} cores: outside the measured range"
+    return ""
 
 
 def _buckets_text(name: str, plan: MessagePlan) -> str:
@@ -207,37 +150,22 @@ def _buckets_text(name: str, plan: MessagePlan) -> str:
     return f"{name} takes buckets of {size:g} MiB"
 
 
-def scaling_limits_of(
-    plans: Mapping[str, MessagePlan],
-    calibration: Calibration,
-    rate_bits: float | None,
-    latency_seconds: float | None,
-    batch_size: int,
-) -> list[ScalingLimit]:
-    """Return how far each strategy scales with a global batch, then with a batch for each node.
+def scaling_limits_of(plans: Mapping[str, MessagePlan], scenario: Scenario) -> list[ScalingLimit]:
+    """Return how far each strategy scales with a global batch, then with a batch for each rank.
 
-    Empty for a calibration over loopback without rate and latency: one machine's cores limit its
-    ranks.
+    Empty if all ranks share one machine: its cores limit them.
     """
-    own_machines = rate_bits is not None or latency_seconds is not None
-    if not own_machines and calibration.over_loopback:
+    if scenario.on_one_machine:
         return []
-    network = calibration.network.over(rate_bits=rate_bits, latency_seconds=latency_seconds)
     found = []
     for scaling in SCALINGS:
-        compute_at = partial(
-            compute_of,
-            calibration,
-            batch_size=batch_size,
-            scaling=scaling,
-            own_machines=own_machines,
-        )
+        scaled = replace(scenario, scaling=scaling)
         found += scaling_limits(
             plans,
-            calibration.gradient_sizes,
-            network=network,
-            batch_size=batch_size,
+            scenario.calibration.gradient_sizes,
+            network=scaled.network,
+            batch_size=scaled.batch_size,
             scaling=scaling,
-            compute_at=compute_at,
+            compute_at=scaled.compute_at,
         )
     return found

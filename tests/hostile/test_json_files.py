@@ -7,7 +7,7 @@ import io
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from lab.compare.settings import Settings
 from lab.comparison.record import as_json, read_comparison, write_comparison
 from lab.predict.calibration_file import describe, load_calibration, reference_path
 from lab.predict.printing import summarize
+from lab.predict.scenario import Scenario
 from lab.predict.tables import message_plans, predict_table, scaling_limits_of
 from lab.report import html, tables, view
 from lab.report.drawings import timeline
@@ -83,12 +84,18 @@ def shortened(calibration):
 def predict(path):
     """Read a calibration, predict from it, and check that all numbers are finite."""
     calibration = load_calibration(path)
-    rows = predict_table([1, 2, 100_000], None, None, PLANS, 256, "strong", calibration=calibration)
-    limits = scaling_limits_of(PLANS, calibration, 1e9, None, 256)
-    lines = [
-        *describe(calibration),
-        *summarize(calibration, None, None, batch_size=256, scaling="strong", is_reference=False),
-    ]
+    here = Scenario(
+        calibration=calibration,
+        batch_size=256,
+        scaling="strong",
+        sync_batchnorm=calibration.batchnorm is not None,
+    )
+    on_links = replace(here, rate_bits=1e9, ranks_per_node=3)
+    rows = predict_table([1, 2, 100_000], PLANS, here)
+    limits = scaling_limits_of(PLANS, on_links)
+    lines = [*describe(calibration)]
+    for scenario in (here, on_links):
+        lines += summarize(scenario, is_reference=False)
     numbers = json.dumps([asdict(row) for row in [*rows, *limits]], allow_nan=False)
     assert "inf" not in " ".join(lines) + numbers
 

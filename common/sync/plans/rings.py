@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
+from operator import xor
 
 from common.sync.message_cost import (
     COPIES_PER_PARAMETER,
@@ -64,8 +66,12 @@ class TreePlan(RoundsPlan):
     """For each flat buffer one round up and one round down for each level of the tree."""
 
     def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
-        """See the base class."""
-        return [Operation("exchange", size, count=(ranks - 1).bit_length(), summed_bytes=size)]
+        """See the base class. With each level the partners are twice as far apart."""
+        found = []
+        for level in range((ranks - 1).bit_length()):
+            parent = partial(_parent, distance=1 << level)
+            found.append(Operation("exchange", size, summed_bytes=size, receiver=parent))
+        return found
 
     def sends(self, sizes: Sequence[int], rank: int, ranks: int) -> list[Sends]:
         """See the base class: everything to the parent, and everything to each child."""
@@ -100,13 +106,15 @@ class HalvingDoublingPlan(RoundsPlan):
     def rounds(self, size: GradientSize, ranks: int) -> list[Operation]:
         """See the base class. Ranks beyond a power of two cost one round of everything each way."""
         power = largest_power(ranks)
-        parts = [size.entries] if ranks > power else []
+        found = []
+        if ranks > power:
+            mine = partial(_partner_of_surplus, power=power)
+            found.append(Operation("exchange", size, summed_bytes=size, receiver=mine))
         for level in range(1, power.bit_length()):
-            parts.append(-(-size.entries >> level))  # the halving rounds up
-        return [
-            Operation("exchange", part * size.itemsize, summed_bytes=part * size.itemsize)
-            for part in parts
-        ]
+            part = -(-size.entries >> level) * size.itemsize  # the halving rounds up
+            partner = partial(xor, power >> level)
+            found.append(Operation("exchange", part, summed_bytes=part, receiver=partner))
+        return found
 
     def sends(self, sizes: Sequence[int], rank: int, ranks: int) -> list[Sends]:
         """See the base class: the half given in each halving, the half kept in each doubling."""
@@ -121,6 +129,16 @@ class HalvingDoublingPlan(RoundsPlan):
                 entries = (kept.stop - kept.start) + (given.stop - given.start)
                 found.append(Sends([partner], Fraction(entries * size.itemsize)))
         return found
+
+
+def _parent(rank: int, *, distance: int) -> int | None:
+    """Return whom a rank sends its sum to in the round of that distance; None: nobody."""
+    return rank - distance if rank % (2 * distance) == distance else None
+
+
+def _partner_of_surplus(rank: int, *, power: int) -> int | None:
+    """Return whom a rank beyond the power of two sends everything to; None for the others."""
+    return rank - power if rank >= power else None
 
 
 def largest_power(ranks: int) -> int:

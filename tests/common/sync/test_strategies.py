@@ -12,6 +12,7 @@ from common.sync import STRATEGIES, Strategy, build_message_plan_from, offered_b
 from common.sync.message_cost import GradientSize
 from lab.plot_style import SPARE_COLORS, color
 from lab.predict.calibration_file import find_calibration
+from lab.predict.scenario import Scenario
 from lab.predict.tables import message_plans, predict_table
 from lab.proofs import check_equivalence
 from tests.helpers import ROOT, TINY, Started, user_environment
@@ -32,7 +33,14 @@ def test_a_new_strategy_is_proven_and_predicted():
     assert found.first_wrong is None, str(found)
     calibration, _ = find_calibration(None)
     plans = message_plans([NAME, "all_reduce_flat"], {"pieces": 3})
-    own, flat = predict_table([4], 1e9, 2e-4, plans, 256, "strong", calibration)
+    scenario = Scenario(
+        calibration=calibration,
+        batch_size=256,
+        scaling="strong",
+        rate_bits=1e9,
+        latency_seconds=2e-4,
+    )
+    own, flat = predict_table([4], plans, scenario)
     assert own.sync == NAME
     # the bytes of one all_reduce, in three messages
     assert 0 < own.prediction.step_seconds - flat.prediction.step_seconds < 0.05

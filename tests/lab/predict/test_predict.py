@@ -17,6 +17,7 @@ from common.sync import STRATEGIES, build_sync
 from lab.cli import main
 from lab.predict.bucket_choice import SIZES_MB
 from lab.predict.calibration_file import load_calibration, reference_path
+from lab.predict.scenario import Scenario
 from lab.predict.tables import message_plans, predict_table, scaling_limits_of
 from lab.units import parse_latency, parse_rate
 from tests.helpers import ROOT
@@ -25,10 +26,17 @@ REFERENCE = load_calibration(reference_path())
 HERE = {"rate_bits": None, "latency_seconds": None}
 
 
+def scenario(**changes):
+    """Return the reference's training on links of 1 Gbit/s, with these changes."""
+    links = {"rate_bits": 1e9, "latency_seconds": 2e-4}
+    training = {"calibration": REFERENCE, "batch_size": 256, "scaling": "strong"}
+    return Scenario(**training | links | changes)
+
+
 def table(nodes, strategies, **changes):
-    settings = {"rate_bits": 1e9, "latency_seconds": 2e-4, "batch_size": 256, "scaling": "strong"}
-    settings |= {"calibration": REFERENCE, "plans": message_plans(strategies)} | changes
-    return {(row.sync, row.nodes): row for row in predict_table(nodes, **settings)}
+    options = {"ranks_per_node": changes.get("ranks_per_node", 1)}
+    rows = predict_table(nodes, message_plans(strategies, options), scenario(**changes))
+    return {(row.sync, row.nodes): row for row in rows}
 
 
 def predict(*words, links="--rate 1gbit --latency 0.2ms"):
@@ -61,9 +69,9 @@ def test_auto_is_the_best_size_of_buckets_for_each_number_of_nodes():
         assert step["ddp-auto"] == expected
         assert (step["ddp-auto"] < step["ddp"]) == (nodes > 1)
     by_flag = message_plans(["ddp", "ring"], {"bucket_mb": "auto"})
-    limits = scaling_limits_of(by_flag, REFERENCE, 1e9, 2e-4, 256)
+    limits = scaling_limits_of(by_flag, scenario())
     assert [one.sync for one in limits] == ["ddp", "ring"] * 2
-    default = scaling_limits_of(message_plans(["ddp"]), REFERENCE, 1e9, 2e-4, 256)
+    default = scaling_limits_of(message_plans(["ddp"]), scenario())
     assert limits[0].speedup >= default[0].speedup
 
 

@@ -9,7 +9,8 @@ from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.compute_model import StepCompute
 from lab.predict.event_model import LARGEST_NODES, Network, step_seconds
 from lab.predict.scaling import most_nodes, numbers_of_nodes, scaling_limits
-from lab.predict.tables import compute_of, message_plans, scaling_limits_of
+from lab.predict.scenario import Scenario, compute_of
+from lab.predict.tables import message_plans, scaling_limits_of
 
 REFERENCE = load_calibration(reference_path())
 STEP = 0.045  # between two numbers of nodes that are tried
@@ -23,6 +24,16 @@ class RingOfLatency(MessagePlan):
 
     def bytes_sent(self, sizes, rank, ranks):
         return 0
+
+
+def on_links(rate_bits, latency_seconds):
+    return Scenario(
+        calibration=REFERENCE,
+        batch_size=256,
+        scaling="strong",
+        rate_bits=rate_bits,
+        latency_seconds=latency_seconds,
+    )
 
 
 def ring_limit(*, alpha, scaling, seconds, fixed=0.0, batch_size=1_000_000):
@@ -105,7 +116,7 @@ def test_what_is_computed_by_every_node_anew_holds_scaling_too():
     ],
 )
 def test_what_holds_it_is_what_takes_the_most(name, links, held_by):
-    strong, weak = scaling_limits_of(message_plans([name]), REFERENCE, *links, 256)
+    strong, weak = scaling_limits_of(message_plans([name]), on_links(*links))
     assert strong.held_by == held_by
     assert (strong.scaling, weak.scaling) == ("strong", "weak")
 
@@ -147,7 +158,7 @@ def test_the_search_finds_what_every_number_of_nodes_gives(rate, latency, scalin
 
 
 def test_no_exchange_never_stops():
-    found = scaling_limits_of(message_plans(["none"]), REFERENCE, 1e9, None, 256)
+    found = scaling_limits_of(message_plans(["none"]), on_links(1e9, None))
     assert [(one.sync, one.scaling) for one in found] == [("none", "strong"), ("none", "weak")]
     assert (found[0].limit, found[0].nodes, found[0].held_by) == (128, None, "samples")
     assert (found[1].nodes, found[1].half_nodes, found[1].held_by) == (None, LARGEST_NODES, "")
