@@ -11,14 +11,14 @@ from datetime import datetime, timedelta
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from common.emulation.compute_profile import Profile, load_profile
 from common.emulation.emulated_model import check_parameters
 from common.errors import GroupError, UserError, count
 from common.models import build_model
 from common.sync import STRATEGIES
-from common.sync.message_cost import GradientSize
+from common.sync.message_cost import Among, GradientSize
 from common.sync.node_layout import NodeLayout
 from common.sync.plans.base import MessagePlan
 from common.sync.plans.links import link_bytes
@@ -42,7 +42,12 @@ from lab.predict.calibration_file import (
 )
 from lab.predict.compute_model import StepCompute, local_samples
 from lab.predict.event_model import Network, predict_step
-from lab.predict.measured_links import MeasuredLinks, network_from
+from lab.predict.measured_links import (
+    ProbedLinks,
+    SharedLinks,
+    network_from,
+    shared_links_from,
+)
 from lab.predict.scenario import compute_of
 from lab.predict.tables import message_plans
 from lab.predict.variants import split_variant
@@ -74,9 +79,12 @@ def predict(
         settings, folder, calibration, own_machines=executors is None
     )
     links = list(dict.fromkeys(_link(cell) for cell in comparison.cells if cell.nodes > 1))
+    grouped: dict[Link, Network] = {}
     # Emulated nodes or links are measured themselves; else the calibration has their network.
     if executors is not None and (settings.emulated or any(settings.rates)):
-        networks = _measure_networks(links, settings, gradients, folder, executors, calibration)
+        networks, grouped = _measure_networks(
+            links, settings, gradients, folder, executors, calibration
+        )
         facts = _facts_of_networks(networks)
     else:
         assert calibration is not None  # loaded, or made since compute is real
@@ -94,6 +102,7 @@ def predict(
         settings.strategy_options,
         other_model=other_model,
         no_network=no_network,
+        grouped=grouped,
     )
     comparison.prediction = Prediction(
         made=datetime.now().isoformat(timespec="seconds"),
@@ -140,6 +149,7 @@ def forecast(
     *,
     other_model: str | None = None,
     no_network: bool = False,
+    grouped: Mapping[Link, Network] | None = None,
 ) -> dict[str, PredictedCell]:
     """Return what the event model predicts for each cell, by its id.
 
@@ -153,6 +163,7 @@ def forecast(
     options : of the strategies.
     other_model : the model whose compute was measured, unless it is the right one.
     no_network : messages were measured over loopback, but the nodes are machines.
+    grouped : like ``networks``, for strategies whose operations are not among all ranks.
     """
     plans = message_plans([cell.sync for cell in cells], options)
     nothing_sent = Network(0.0, 0.0)  # the network of one node
@@ -160,6 +171,8 @@ def forecast(
     for cell in cells:
         why = _out_of_scope(cell, other_model=other_model, no_network=no_network)
         network = networks.get(_link(cell), nothing_sent)
+        if kinds_of([cell.sync], options, gradients, cell.ranks, among=("node", "leaders")):
+            network = (grouped or {}).get(_link(cell), network)
         compute = compute_at(cell.ranks)
         plan = with_best_buckets(
             plans[cell.sync], gradients, cell.ranks, network=network, compute=compute
@@ -272,12 +285,14 @@ def kinds_of(
     options: Mapping[str, Any],
     gradients: Sequence[GradientSize],
     ranks: int,
+    *,
+    among: Sequence[Among] = get_args(Among),
 ) -> list[str]:
     """Return the kinds of operations of these strategies, for lab/calibrate/link_probe.py."""
     names = [split_variant(name)[0] for name in strategies]
     plans = message_plans(names, {**options, "bucket_mb": None}).values()
     operations = [plan.operations(gradients, ranks) for plan in plans]
-    return sorted({operation.kind for operation in chain.from_iterable(operations)})
+    return sorted({each.kind for each in chain.from_iterable(operations) if each.among in among})
 
 
 def _measure_networks(
@@ -287,8 +302,11 @@ def _measure_networks(
     folder: Path,
     executors: Executors,
     calibration: Calibration | None,
-) -> dict[Link, Network]:
-    """Measure each of the networks now. calibration : None if compute is emulated."""
+) -> tuple[dict[Link, Network], dict[Link, Network]]:
+    """Measure each of the networks now; return them as ``forecast`` takes them.
+
+    calibration : None if compute is emulated.
+    """
     console.print(
         f"measuring messages between the ranks for the predictions: "
         f"{count(len(links), 'measurement')}, up to a minute each (--no-predict leaves them "
@@ -297,10 +315,14 @@ def _measure_networks(
     # Messages slow down a backward pass that computes, not one that sleeps.
     overlap_cost = 0.0 if calibration is None else calibration.network.overlap_cost
     networks = {}
+    grouped = {}
     for link in links:
         measured = _measure_network(link, settings, gradients, folder, executors)
-        networks[link] = replace(measured, overlap_cost=overlap_cost)
-    return networks
+        if measured.flat is not None:
+            networks[link] = replace(measured.flat, overlap_cost=overlap_cost)
+        if measured.grouped is not None:
+            grouped[link] = replace(measured.grouped, overlap_cost=overlap_cost)
+    return networks, grouped
 
 
 def _measure_network(
@@ -309,7 +331,7 @@ def _measure_network(
     gradients: Sequence[GradientSize],
     folder: Path,
     executors: Executors,
-) -> Network:
+) -> SharedLinks:
     """Measure the network of some nodes now (lab/calibrate/link_probe.py)."""
     nodes, rate = link
     ranks = settings.ranks_on(nodes)
@@ -318,13 +340,26 @@ def _measure_network(
     command = ["-m", "lab.calibrate.link_probe", "--output", str(output)]
     if rate is not None:
         command.append("--shaped")
-    command += ["--kinds", *kinds_of(settings.sync, settings.strategy_options, gradients, ranks)]
+    options = settings.strategy_options
+    if settings.ranks_per_node == 1:
+        command += ["--all", *kinds_of(settings.sync, options, gradients, ranks)]
+    else:
+        command += ["--ranks-per-node", str(settings.ranks_per_node)]
+        for among in get_args(Among):
+            kinds = kinds_of(settings.sync, options, gradients, ranks, among=[among])
+            command += [f"--{among}", *kinds]
     message = executors.run(
         command, ranks, rate=rate, logs=folder / "logs" / name, limit_seconds=_LIMIT_SECONDS
     )
     if message is not None:
         raise GroupError(f"the messages of {ranks} ranks could not be measured: {message}")
-    return network_from(read_json(output, MeasuredLinks), rate_bits=parse_rate(rate))
+    found = read_json(output, ProbedLinks)
+    rate_bits = parse_rate(rate)
+    if settings.ranks_per_node == 1:
+        assert found.all is not None
+        return SharedLinks(network_from(found.all, rate_bits=rate_bits), None)
+    assert rate_bits is not None  # the settings ask for it
+    return shared_links_from(found, rate_bits=rate_bits, ranks_per_node=settings.ranks_per_node)
 
 
 def predict_imported(comparison: Comparison) -> None:
