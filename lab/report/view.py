@@ -13,6 +13,7 @@ from statistics import fmean, median
 from typing import Literal
 
 from common.errors import UserError, count
+from common.reporting.run_files import shared_nodes
 from common.sync import STRATEGIES
 from common.sync.memory_cost import Memory
 from common.utils.grouping import grouped
@@ -233,6 +234,12 @@ class ComparisonGroup:
     def place(self) -> Place:
         """What the numbers of ``nodes`` count; see ``CellRow``."""
         return self.rows[0].place if self.rows else "rank"
+
+    @property
+    def shared_nodes(self) -> list[str]:
+        """Which ranks shared a node, for each such layout among the runs."""
+        texts = [shared_nodes(run.ranks) for row in self.rows for run in row.runs]
+        return [text for text in dict.fromkeys(texts) if text]
 
     @property
     def baseline(self) -> CellRow | None:
