@@ -47,8 +47,8 @@ class Operation:
     needed_bytes : if it runs during the next forward, the bytes of parameters that forward may use,
         in their order, before it must have ended. It starts after the update; None: before it.
     among : the ranks that take part; with "node" every node does the same at the same time.
-    receiver : of an exchange, which rank a rank sends to, None if to none; by default to the next.
-        It says how many messages pass the link of a node with several ranks.
+    partner : of an exchange, the rank with which a rank exchanges, None if with none; by default
+        the next one. It says how many messages pass the link of a node with several ranks.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Operation:
     ready_bytes: int | None = None
     needed_bytes: int | None = None
     among: Among = "all"
-    receiver: Callable[[int], int | None] | None = field(default=None, compare=False)
+    partner: Callable[[int], int | None] | None = field(default=None, compare=False)
 
 
 class GradientSize(int):

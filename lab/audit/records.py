@@ -104,7 +104,7 @@ class Join(LineRecord, tag="join"):
 
 
 class CallGroup(msgspec.Struct, array_like=True):
-    """The group of a call that is not that of all ranks."""
+    """The group of a call, or the one that new_group makes; not that of all ranks."""
 
     name: str | None
     ranks: list[int]
@@ -150,15 +150,17 @@ class Stack(LineRecord, tag="stack"):
 
 
 class DdpBuilt(LineRecord, tag="ddp"):
-    """DDP was built: it averages ``numbers`` gradient entries over a group of ``size`` ranks."""
+    """DDP was built: it averages ``numbers`` gradient entries over these ranks."""
 
     nbytes: int = msgspec.field(name="bytes")
     numbers: int = 0
-    size: int | None = None
+    ranks: list[int] = []
 
 
 class DdpHook(LineRecord, tag="hook"):
     """DistributedDataParallel got a communication hook."""
+
+    name: str | None = None
 
 
 class FsdpBuilt(LineRecord, tag="fsdp"):

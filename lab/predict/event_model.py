@@ -3,8 +3,9 @@
 Read downward: ``stages_of`` holds the closed formulas of the collectives, ``operation_terms`` turns
 them into seconds (alpha-beta-gamma model), ``with_waits`` lets computing wait for messages,
 ``exposed_seconds`` lets them overlap with backward and with the next forward, and ``predict_step``
-adds up the step. Imports no torch, so that a table for 100,000 nodes takes a moment. The formulas are those of the algorithms that Gloo uses (Thakur,
-Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
+adds up the step. Imports no torch, so that a table for 100,000 nodes takes a moment. The formulas
+are those of the algorithms that Gloo uses (Thakur, Rabenseifner, Gropp: Optimization of Collective
+Communication Operations in MPICH, 2005).
 """
 
 import math
@@ -222,28 +223,25 @@ class Stage(NamedTuple):
         return self.on_link * self.share * nbytes + max(0, self.on_link - 1) * self.header_bytes
 
     def seconds(self, nbytes: float, between: Rate, inside: Rate) -> tuple[float, float]:
-        """Return the alphas and the bytes' seconds of the chain, link or rank that takes longest.
+        """Return the alphas and the bytes' seconds of the chain, or of a busy link or rank.
 
         between, inside : rates of messages between nodes and inside one.
         """
+        on_link = self.link_bytes(nbytes) * between.beta_seconds_per_byte
+        alphas = self.between * between.alpha_seconds
         if not self.on_rank:  # all messages of the chain pass the busiest link
-            on_link = self.link_bytes(nbytes) * between.beta_seconds_per_byte
-            return self.between * between.alpha_seconds, on_link
-        nbytes_each = self.share * nbytes
-        chain = (
-            self.between * between.alpha_seconds + self.inside * inside.alpha_seconds,
-            self.between * nbytes_each * between.beta_seconds_per_byte
-            + self.inside * nbytes_each * inside.beta_seconds_per_byte,
-        )
-        link = (
-            min(1, self.between) * between.alpha_seconds,
-            self.link_bytes(nbytes) * between.beta_seconds_per_byte,
-        )
-        rank = (
-            min(1, self.inside) * inside.alpha_seconds,
-            self.on_rank * nbytes_each * inside.beta_seconds_per_byte,
-        )
-        return max(chain, link, rank, key=sum)
+            return alphas, on_link
+        alphas += self.inside * inside.alpha_seconds
+        in_a_row = self.between * between.beta_seconds_per_byte
+        in_a_row += self.inside * inside.beta_seconds_per_byte
+        passing = in_a_row * self.share * nbytes
+        # The first message takes its latency, and the others are on their way meanwhile.
+        if self.between and between.alpha_seconds + on_link > alphas + passing:
+            return between.alpha_seconds, on_link
+        at_rank = self.on_rank * self.share * nbytes * inside.beta_seconds_per_byte
+        if inside.alpha_seconds + at_rank > alphas + passing:
+            return inside.alpha_seconds, at_rank
+        return alphas, passing
 
 
 @lru_cache(maxsize=1 << 16)
@@ -305,21 +303,21 @@ _BETWEEN_NODES = Stage(1.0, 1, 0, 1, 0)  # an exchange of ranks with a link each
 
 
 def exchange_stage(operation: Operation, ranks: int, ranks_per_node: int) -> Stage:
-    """Return the stage of an exchange; see ``Operation.receiver``.
+    """Return the stage of an exchange; see ``Operation.partner``.
 
     A few nodes stand for all, since each does the same but perhaps the first and the last ones.
     """
     if ranks_per_node == 1:
         return _BETWEEN_NODES
     nodes = -(-ranks // ranks_per_node)
-    receiver_of = operation.receiver or (lambda rank: (rank + 1) % ranks)
+    partner_of = operation.partner or (lambda rank: (rank + 1) % ranks)
     leaving = 0
     staying = 0
     for node in {0, nodes // 2, max(0, nodes - 2), nodes - 1}:
         own = range(node * ranks_per_node, min(ranks, (node + 1) * ranks_per_node))
-        receivers = [receiver for rank in own if (receiver := receiver_of(rank)) is not None]
-        inside = sum(receiver in own for receiver in receivers)
-        leaving = max(leaving, len(receivers) - inside)
+        partners = [partner for rank in own if (partner := partner_of(rank)) is not None]
+        inside = sum(partner in own for partner in partners)
+        leaving = max(leaving, len(partners) - inside)
         staying = max(staying, min(1, inside))
     if leaving:
         return Stage(1.0, 1, 0, leaving, staying)

@@ -28,11 +28,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ddp_zero1": {"find_unused_parameters": True},
     "overlapped": {"bucket_mb": 0.0002},
     "sharded": {"bucket_mb": 0.0002},
+    "hierarchical": {"ranks_per_node": 2},
 }
 """Options that the strategies need for ``ProofModel``.
 
 DistributedDataParallel must search for unused parameters; ``overlapped`` gets buckets small enough
-that there are several.
+that there are several; ``hierarchical`` gets nodes, the last of which has fewer ranks if N is odd.
 """
 
 Synchronise = Callable[[nn.Module], None]

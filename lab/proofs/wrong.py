@@ -75,6 +75,7 @@ def _strategy(
         "Tree": "tree",
         "HalvingDoubling": "halving_doubling",
         "Overlapped": "overlapped",
+        "Hierarchical": "hierarchical",
     }
     name = names[in_place_of]
     return Wrong(
@@ -104,6 +105,10 @@ WRONG = (
     ),
     _strategy(wrong_strategies.TreeWithOneChild, in_place_of="Tree", ranks=3),
     _strategy(wrong_strategies.LastBucketNotSent, in_place_of="Overlapped"),
+    _strategy(wrong_strategies.NodeMeanDividedAgain, in_place_of="Hierarchical"),
+    _strategy(wrong_strategies.MeanInsideNodesOnly, in_place_of="Hierarchical", ranks=3),
+    _strategy(wrong_strategies.NodeMeansUnweighted, in_place_of="Hierarchical", ranks=3),
+    _strategy(wrong_strategies.LeaderKeepsTheSum, in_place_of="Hierarchical"),
     Wrong(
         "SameSamples",
         "sharding",

@@ -4,12 +4,15 @@ Each class is right except for what its docstring says. ``wrong.py`` lists the c
 that catches each one.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.sync.base import GradientSync
 from common.sync.halving_doubling import HalvingDoubling
+from common.sync.hierarchical import Hierarchical
 from common.sync.overlapped import Overlapped
 from common.sync.ring import Ring
 from common.sync.tree import Tree
@@ -153,3 +156,43 @@ class LastBucketNotSent(Overlapped):
     def _send(self, index: int) -> None:
         if index < len(self._buffers) - 1:
             super()._send(index)
+
+
+class NodeMeanDividedAgain(Hierarchical):
+    """The mean inside each node is divided by the number of all ranks once more."""
+
+    def sum_over_ranks(self, total: Tensor) -> None:
+        total /= len(own_node(self))
+        super().sum_over_ranks(total)
+
+
+class MeanInsideNodesOnly(Hierarchical):
+    """Each node takes the mean of its own ranks, and the nodes exchange nothing."""
+
+    def sum_over_ranks(self, total: Tensor) -> None:
+        total *= dist.get_world_size() / len(own_node(self))
+        self._between = None
+        super().sum_over_ranks(total)
+
+
+class NodeMeansUnweighted(Hierarchical):
+    """The mean of the nodes' means, as if every node had the same number of ranks."""
+
+    def sum_over_ranks(self, total: Tensor) -> None:
+        total *= dist.get_world_size() / len(self._nodes) / len(own_node(self))
+        super().sum_over_ranks(total)
+
+
+class LeaderKeepsTheSum(Hierarchical):
+    """The leaders do not pass the sum on inside their nodes."""
+
+    def sum_over_ranks(self, total: Tensor) -> None:
+        own = total.clone()
+        super().sum_over_ranks(total)
+        if dist.get_rank() != self._leader:
+            total.copy_(own)
+
+
+def own_node(sync: Hierarchical) -> Sequence[int]:
+    """Return the ranks that share this rank's node."""
+    return next(ranks for ranks in sync._nodes if dist.get_rank() in ranks)

@@ -43,6 +43,7 @@ class Section:
 
     id : the beginning of its ids in the page. topics : findings by topic, without ``wrong`` and
     ``limits``. tables : names of columns by title. predicted : the lines with a prediction.
+    shared_nodes : see ``ComparisonGroup``.
     """
 
     id: str
@@ -57,6 +58,7 @@ class Section:
     predicted: Sequence[Line]
     figures: Sequence[Drawing]
     settings: Sequence[tuple[str, str]]
+    shared_nodes: Sequence[str]
 
 
 def render(
@@ -166,4 +168,5 @@ def _section(
         predicted=[line for line in lines if line.row.prediction],
         figures=figures,
         settings=block_settings(block, comparison),
+        shared_nodes=block.shared_nodes,
     )

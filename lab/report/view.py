@@ -14,6 +14,7 @@ from statistics import fmean, median
 from typing import Literal
 
 from common.errors import UserError, count
+from common.reporting.run_files import shared_nodes
 from common.sync import STRATEGIES
 from common.sync.memory_cost import Memory
 from common.utils.grouping import grouped
@@ -296,6 +297,12 @@ class ComparisonGroup:
         if nodes > 1 and self.ranks_per_node > 1:
             return f"{text} with {self.ranks_per_node} ranks each"
         return count(nodes, self.alone) if nodes == 1 else text
+
+    @property
+    def shared_nodes(self) -> list[str]:
+        """Which ranks shared a node, for each such layout among the runs."""
+        texts = [shared_nodes(run.ranks) for row in self.rows for run in row.runs]
+        return [text for text in dict.fromkeys(texts) if text]
 
     @property
     def baseline(self) -> CellRow | None:

@@ -122,7 +122,7 @@ class MessagePlan:
                     f"{type(self).__name__} lacks sends(), what a rank sends to whom: write it "
                     "(CONTRIBUTING.md says how)"
                 )
-            members = self._members(step.among, rank, ranks)
+            members = self.members(step.among, rank, ranks)
             if rank not in members:
                 continue
             place = members.index(rank)
@@ -133,7 +133,7 @@ class MessagePlan:
                 found.append(Sends(receivers, step.count * nbytes))
         return found
 
-    def _members(self, among: Among, rank: int, ranks: int) -> Sequence[int]:
+    def members(self, among: Among, rank: int, ranks: int) -> Sequence[int]:
         """Return the ranks that take part in an operation of ``rank``."""
         if among == "all":
             return range(ranks)

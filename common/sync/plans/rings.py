@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from operator import xor
 
 from common.sync.message_cost import (
     COPIES_PER_PARAMETER,
@@ -69,8 +68,8 @@ class TreePlan(RoundsPlan):
         """See the base class. With each level the partners are twice as far apart."""
         found = []
         for level in range((ranks - 1).bit_length()):
-            parent = partial(_parent, distance=1 << level)
-            found.append(Operation("exchange", size, summed_bytes=size, receiver=parent))
+            partner = partial(_partner_in_tree, distance=1 << level, ranks=ranks)
+            found.append(Operation("exchange", size, summed_bytes=size, partner=partner))
         return found
 
     def sends(self, sizes: Sequence[int], rank: int, ranks: int) -> list[Sends]:
@@ -108,12 +107,12 @@ class HalvingDoublingPlan(RoundsPlan):
         power = largest_power(ranks)
         found = []
         if ranks > power:
-            mine = partial(_partner_of_surplus, power=power)
-            found.append(Operation("exchange", size, summed_bytes=size, receiver=mine))
+            partner = partial(_partner_of_surplus, power=power, ranks=ranks)
+            found.append(Operation("exchange", size, summed_bytes=size, partner=partner))
         for level in range(1, power.bit_length()):
             part = -(-size.entries >> level) * size.itemsize  # the halving rounds up
-            partner = partial(xor, power >> level)
-            found.append(Operation("exchange", part, summed_bytes=part, receiver=partner))
+            partner = partial(_partner_in_halving, distance=power >> level, power=power)
+            found.append(Operation("exchange", part, summed_bytes=part, partner=partner))
         return found
 
     def sends(self, sizes: Sequence[int], rank: int, ranks: int) -> list[Sends]:
@@ -131,14 +130,21 @@ class HalvingDoublingPlan(RoundsPlan):
         return found
 
 
-def _parent(rank: int, *, distance: int) -> int | None:
-    """Return whom a rank sends its sum to in the round of that distance; None: nobody."""
-    return rank - distance if rank % (2 * distance) == distance else None
+def _partner_in_tree(rank: int, *, distance: int, ranks: int) -> int | None:
+    """Return a rank's parent or child in the round of that distance; None if it has neither."""
+    partner = rank ^ distance
+    return partner if rank % distance == 0 and partner < ranks else None
 
 
-def _partner_of_surplus(rank: int, *, power: int) -> int | None:
-    """Return whom a rank beyond the power of two sends everything to; None for the others."""
-    return rank - power if rank >= power else None
+def _partner_of_surplus(rank: int, *, power: int, ranks: int) -> int | None:
+    """Return the rank below the power of two for one beyond it, and the reverse."""
+    partner = rank ^ power
+    return partner if partner < ranks else None
+
+
+def _partner_in_halving(rank: int, *, distance: int, power: int) -> int | None:
+    """Return the rank with which one below the power of two exchanges halves."""
+    return rank ^ distance if rank < power else None
 
 
 def largest_power(ranks: int) -> int:

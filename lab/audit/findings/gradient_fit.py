@@ -34,6 +34,7 @@ class Explanation(NamedTuple):
     total: float
     texts: list[str]
     gradients: Sequence[Gradient] = ()
+    weights: Numbers | None = None
 
 
 class Update:
@@ -64,6 +65,8 @@ class Update:
         "unknown", of the nearest sum.
     texts : what each rank gets if the kind is "rows"; else how the update comes about.
     gradients : by rank, which gradient it gets a multiple of; empty unless the kind is "rows".
+    weights : (ranks, ranks), how often each rank's gradient counts in what a rank gets, if the kind
+        is "rows" or "weighted"; NaN, or None for all ranks, where that is no such sum.
     is_mean : what the optimisers get is the mean itself, not a multiple.
     """
 
@@ -95,7 +98,13 @@ class Update:
         apart = norms(self.own - self.own[0], self.columns)
         self.alike = bool((apart <= self.misfit * norms(self.own, self.columns)).all())
         self.cuts = self._cuts()
-        self.kind, self.residue, self.total, self.texts, self.gradients = _explain(self)
+        explanation = _explain(self)
+        self.kind = explanation.kind
+        self.residue = explanation.residue
+        self.total = explanation.total
+        self.texts = explanation.texts
+        self.gradients = explanation.gradients
+        self.weights = explanation.weights
         self.is_mean = self.kind == "mean" and abs(self.total - 1) <= self.tolerance
 
     @property
@@ -221,17 +230,19 @@ def _linear(update: Update) -> Explanation:
         return Explanation("unknown", residue, total, [])
     equal_rows = np.ptp(weights, axis=0).max() <= 1e-2 * np.abs(weights).max()
     if equal_rows and not any(source.text for source in sources):
-        return _weighted(update, weights.mean(axis=0), residue)
+        return _weighted(update, weights.mean(axis=0), residue)._replace(weights=weights)
+    weights[errors > update.misfit] = np.nan
     texts = []
-    for source, of_rank, error in zip(sources, weights, errors, strict=True):
-        texts.append(source.text or _row_text(of_rank, fits=bool(error <= update.misfit)))
-    return Explanation("rows", residue, total, texts, gradients)
+    for source, of_rank in zip(sources, weights, strict=True):
+        texts.append(source.text or _row_text(of_rank))
+    return Explanation("rows", residue, total, texts, gradients, weights)
 
 
-def _row_text(weights: Numbers, *, fits: bool) -> str:
-    if not fits:
+def _row_text(weights: Numbers) -> str:
+    if np.isnan(weights).any():
         return "no weighted sum of the gradients"
-    return f"weights {' '.join(f'{weight:.3f}' for weight in weights)}"
+    rounded = weights.round(3) + 0.0  # which makes 0 of -0
+    return f"weights {' '.join(f'{weight:.3f}' for weight in rounded)}"
 
 
 class _Source(NamedTuple):
@@ -440,7 +451,8 @@ def _by_parameter(
     if None in found:  # a parameter of which no single way explains all numbers
         shares = fits["averaged"].mean(axis=1)
         texts = [f"the mean in {share:.0%} of its numbers" for share in shares]
-        return Explanation("rows", residue, 1.0, texts, ["none"] * update.size)
+        means: list[Gradient] = ["the mean" if share == 1 else "none" for share in shares]
+        return Explanation("rows", residue, 1.0, texts, means)
     if found == {"averaged"}:
         return Explanation("mean", residue, 1.0, [])
     if found == {"multiplied"}:

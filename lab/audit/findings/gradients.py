@@ -12,16 +12,24 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lab.audit.findings.by_groups import (
+    group_of_the_mean,
+    group_sizes,
+    inside_groups,
+    uneven_groups,
+)
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
 from lab.audit.findings.gradient_fit import Update, fit
 from lab.audit.findings.weights import SAME, Replicas, shortlist
 from lab.audit.findings.where import (
+    averages_weights,
     backward_line,
     bypasses_ddp,
     ends_without_sync,
     exchange_line,
     exchanges,
     first_line,
+    groups,
     lasting_optimizers,
     recording_exchanges,
     samples_of,
@@ -29,7 +37,7 @@ from lab.audit.findings.where import (
     uses_ddp,
 )
 from lab.audit.recording import Numbers, Recording
-from lab.audit.records import Backward, CodeLine, FsdpBuilt, Step
+from lab.audit.records import Backward, CodeLine, DdpBuilt, FsdpBuilt, Step
 
 _CLASSIFIERS = ("NllLoss", "CrossEntropy", "BinaryCrossEntropy")
 _UNEXPLAINED = {"unknown", "kept", "stale"}
@@ -168,6 +176,8 @@ def _explained(seen: _Seen) -> Outcome:
     """Judge updates of one kind of which the fit has said how they come about."""
     first = seen.bad[0]
     kind = first.kind
+    if kind == "weighted" and (uneven := uneven_groups(first, groups(seen.recording))):
+        return _uneven(seen, uneven)
     how, *names = first.texts  # names: of the parameters, for the kind "parameters"
     always = [name for name in names if all(name in update.texts for update in seen.bad)]
     changes = len(seen.bad) < len(seen.updates) and kind not in _CLIPPED
@@ -186,6 +196,17 @@ def _explained(seen: _Seen) -> Outcome:
         some=len(always),
         every=len(first.names),
     )
+
+
+def _uneven(seen: _Seen, ranks_by_size: dict[int, list[int]]) -> Finding:
+    """Return that the means of groups of different sizes count alike."""
+    weights = seen.bad[0].weights
+    assert weights is not None
+    counts = []
+    for size, ranks in sorted(ranks_by_size.items(), reverse=True):
+        share = weights[:, ranks].mean()
+        counts.append(f"{share:.4f} times in a group of {size} (rank {', '.join(map(str, ranks))})")
+    return seen.found("unequal-groups", seen.line, counts="; ".join(counts))
 
 
 def _clip_line(updates: list[Update], kind: str) -> CodeLine | None:
@@ -236,6 +257,10 @@ def _rows(seen: _Seen) -> Outcome:
         return seen.found("ddp-bypassed", backward_line(recording))
     if not recording_exchanges(recording):  # group-unused says it if they were to train together
         return Unknown("gradients: the ranks exchange nothing")
+    if averages_weights(recording):
+        return Unknown(
+            "gradients: torch's post-local SGD averages them inside groups of ranks alone"
+        )
     equal = [update for update in seen.bad if _ends_equal(update)]
     if equal:
         return _equal_weights(seen, equal[0], all_own)
@@ -246,7 +271,29 @@ def _rows(seen: _Seen) -> Outcome:
         return Unknown(
             f"gradients: the optimisers get the mean in all steps but step {seen.bad[0].step}"
         )
-    return _what_each_gets(seen, all_own)
+    return _by_groups(seen) or _what_each_gets(seen, all_own)
+
+
+def _by_groups(seen: _Seen) -> Finding | None:
+    """Return which part of an exchange in groups is missing; None if it is no such exchange."""
+    first = seen.bad[0]
+    sure = len(seen.bad) == len(seen.updates)
+    inside = None if first.all_get_one else inside_groups(first)
+    if inside is not None:
+        partial = [ddp.at for ddp in seen.recording.of(DdpBuilt) if len(ddp.ranks) < first.size]
+        what = "the mean"
+        if np.abs(inside.times - 1).max() > 10 * first.tolerance:
+            what = " or ".join(sorted({f"{times:.3f} times the mean" for times in inside.times}))
+        return seen.found(
+            "inside-groups",
+            first_line(partial) or seen.line,
+            sure=sure,
+            what=what,
+            groups="; ".join("ranks " + ", ".join(map(str, group)) for group in inside.groups),
+        )
+    if group_of_the_mean(first, groups(seen.recording)):
+        return seen.found("one-group", seen.line, sure=sure, rows=_rows_text(first))
+    return None
 
 
 def _mixing_weights(seen: _Seen) -> list[Update]:
@@ -271,9 +318,13 @@ def _what_each_gets(seen: _Seen, all_own: bool) -> Finding:
         seen.line,
         kind=kind,
         sure=len(seen.bad) == len(seen.updates),
-        rows="; ".join(f"rank {rank} gets {text}" for rank, text in enumerate(first.texts)),
+        rows=_rows_text(first),
         lost=lost,
     )
+
+
+def _rows_text(update: Update) -> str:
+    return "; ".join(f"rank {rank} gets {text}" for rank, text in enumerate(update.texts))
 
 
 def _ends_equal(update: Update) -> bool:
@@ -486,7 +537,10 @@ def _multiple(seen: _Seen, line: CodeLine | None, *, total: float) -> Outcome:
         return seen.found("sum-not-mean", line, sure=losses.weight > 0, total=total)
     twice = _near(total * size, tolerance)
     if twice and (uses_ddp(seen.recording) or size > 2):
-        return seen.found("averaged-twice", line, total=total)
+        return seen.found("averaged-twice", line, kind="ranks", total=total)
+    by_groups = _divided_by_groups(seen, line, total=total)
+    if by_groups is not None:
+        return by_groups
     literal = _literal_divisor(seen, line, total=total, twice=twice)
     if literal is not None:
         return literal
@@ -497,6 +551,22 @@ def _multiple(seen: _Seen, line: CodeLine | None, *, total: float) -> Outcome:
     if added_up:
         text += "; what the losses are divided by was not seen"
     return Unknown(text)
+
+
+def _divided_by_groups(seen: _Seen, line: CodeLine | None, *, total: float) -> Finding | None:
+    """Return that sizes of groups are what the sum is divided by, or is divided by once more."""
+    size = seen.updates[0].size
+    tolerance = 10 * seen.updates[0].tolerance
+    of_some = groups(seen.recording)
+    again = group_sizes(1 / total, of_some, tolerance)
+    if len(again) == 1:
+        return seen.found("averaged-twice", line, kind="group", total=total, divisor=again[0])
+    divisors = group_sizes(size / total, of_some, tolerance)
+    if not divisors:
+        return None
+    divisor = " and again by ".join(map(str, divisors))
+    sure = len(divisors) == 1  # two sizes may as well be a number that stands in the script
+    return seen.found("group-divisor", line, sure=sure, total=total, divisor=divisor)
 
 
 def _literal_divisor(

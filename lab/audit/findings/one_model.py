@@ -32,7 +32,9 @@ _APART = 1e-3
 _SAME_LOSS = 1e-3
 _ITEM_BYTES = {"float64": 8, "float16": 2, "bfloat16": 2}
 # Findings that count the gradients' multiple of the mean: a loss that all ranks share has another.
-_OF_MULTIPLES = ("sum-not-mean", "averaged-twice", "literal-divisor", "scaled-in-loss")
+_OF_MULTIPLES = (
+    *("sum-not-mean", "averaged-twice", "group-divisor", "literal-divisor", "scaled-in-loss"),
+)
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def _exchanged_numbers(recording: Recording) -> int:
     """
     size = recording.size
     rank = recording.ranks[0]
-    by_ddp = sum(ddp.numbers for ddp in rank.of(DdpBuilt) if ddp.size == size)
+    by_ddp = sum(ddp.numbers for ddp in rank.of(DdpBuilt) if len(ddp.ranks) == size)
     by_kind: Counter[tuple[int, str, str | None]] = Counter()
     backwards = 0
     after_backward = False

@@ -11,6 +11,7 @@ import numpy as np
 
 from lab.audit.findings.finding import Finding, Outcome, Right, Unknown, found
 from lab.audit.findings.where import (
+    averages_weights,
     first_line,
     first_step_apart,
     lasting_optimizers,
@@ -251,11 +252,18 @@ def _divergence(replicas: list[Replicas], *, counts: bool) -> Iterator[Outcome]:
     counts : whether weights that part are a finding; not if another finding explains them.
     """
     for several in replicas:
-        for step in several.weights:
-            if several.is_apart(step):
-                if counts:
-                    yield _name_divergence(several, step)
-                return
+        apart = [step for step in several.weights if several.is_apart(step)]
+        if not apart:
+            continue
+        made_equal = [step for step in several.weights if step > apart[0] and step not in apart]
+        if counts and (made_equal or averages_weights(several.recording)):
+            yield Unknown(
+                f"weights: they differ between the ranks before step {apart[0]}, and the script"
+                " makes them equal from time to time"
+            )
+        elif counts:
+            yield _name_divergence(several, apart[0])
+        return
     if any(max(several.weights, default=0) > 0 for several in replicas):
         yield Right("the ranks' weights stay equal in the watched steps")
 

@@ -12,6 +12,7 @@ from lab.audit.records import (
     CodeLine,
     CollectiveCall,
     DdpBuilt,
+    DdpHook,
     DeviceMesh,
     Done,
     FsdpBuilt,
@@ -36,6 +37,22 @@ def in_step(records: Iterable[OfStep], step: int) -> list[OfStep]:
 def uses_ddp(recording: Recording) -> bool:
     """Return whether the ranks built DistributedDataParallel or FSDP."""
     return bool(recording.of(DdpBuilt) or recording.of(FsdpBuilt))
+
+
+def averages_weights(recording: Recording) -> bool:
+    """Return whether torch's post-local SGD averages the weights from time to time."""
+    return any(hook.name == "post_localSGD_hook" for hook in recording.of(DdpHook))
+
+
+def groups(recording: Recording) -> set[frozenset[int]]:
+    """Return the groups of some of the ranks that the script makes, or through which it exchanges.
+
+    They may be the ranks of a node, or one rank of each node.
+    """
+    members = [call.group.ranks for call in recording.of(CollectiveCall) if call.group is not None]
+    members += [ddp.ranks for ddp in recording.of(DdpBuilt)]
+    found = {frozenset(ranks) for ranks in members}
+    return {group for group in found if 0 < len(group) < recording.size}
 
 
 def bypasses_ddp(recording: Recording) -> bool:

@@ -24,8 +24,8 @@ trouble  part (module of the probe), text (traceback): the probe itself failed i
          script went on
 group    init_process_group: rank, world, at
 ddp      DistributedDataParallel was built: bytes and numbers (of the parameters that it averages),
-         size (of its group), at
-hook     DistributedDataParallel got a communication hook, whose calls are seen: at
+         ranks (of its group), at
+hook     DistributedDataParallel got a communication hook, whose calls are seen: name, at
 fsdp     fully_shard or FSDP1: at
 params   new parameters of optimiser o: optimizer (class), built (step at which the probe first saw
          the optimiser), at (the line that made it), model (the line that made the model), rows
@@ -63,7 +63,7 @@ trained  a backward or an update followed a batch of this iteration over l: l, e
 epoch    an iteration over l ended: l, epoch, batches, cut
 join     the script entered torch.distributed's Join: at
 call     a collective began: c, name, op, size (of its group), group (null for all ranks, else its
-         [name, ranks]), bytes (that this rank gives, or gets if it gives none), dtype and shape (of
+         [name, ranks]; of new_group the one that it makes, [null, ranks]), bytes (that this rank gives, or gets if it gives none), dtype and shape (of
          the first tensor), step, peer (src, dst or null), async, content
          ("gradient", "weights" or "other"), within ("forward" if a model's that trains is under
          way, "backward" or null), world (the number of ranks that init_process_group waits for, or

@@ -144,7 +144,7 @@ class CallRecorder:
             "world": _world_size(given),
             "op": getattr(given.get("op"), "name", None),
             "size": size,
-            "group": _subgroup(group),
+            "group": _new_members(given) if name == "new_group" else _subgroup(group),
             "bytes": sum(tensor.numel() * tensor.element_size() for tensor in message),
             "dtype": dtype,
             "shape": shape,
@@ -236,6 +236,12 @@ def _subgroup(group: Any) -> list[Any] | None:
     is_member = dist.get_rank(group) >= 0
     members = list(dist.get_process_group_ranks(group)) if is_member else []
     return [getattr(group, "group_name", None), members]
+
+
+def _new_members(given: dict[str, Any]) -> list[Any] | None:
+    """Return no name and the ranks of a group that is about to be made; None if these are all."""
+    ranks = given.get("ranks")
+    return None if ranks is None else [None, sorted(map(int, ranks))]
 
 
 def _peer(name: str, given: dict[str, Any], group: Any) -> int | None:

@@ -216,10 +216,16 @@ class PassWatch:
             "ddp",
             bytes=nbytes,
             numbers=sum(parameter.numel() for parameter in trained),
-            size=torch.distributed.get_world_size(ddp.process_group),
+            ranks=list(torch.distributed.get_process_group_ranks(ddp.process_group)),
             at=self._probe.place(),
         )
         self._wrapped.update(dict.fromkeys(ddp.module.modules()))
+
+    def hook_ddp(self, original: Any, ddp: Any, state: Any, hook: Any) -> None:
+        """Write the record ``hook`` before a communication hook is registered."""
+        name = getattr(hook, "__name__", None)
+        self._probe.record("hook", name=name, at=self._probe.place())
+        original(ddp, state, hook)
 
     def call_ddp(self, original: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
         """Note that DDP runs the model, and whether it is to average the gradients."""
@@ -370,7 +376,7 @@ def watch(probe: Probe) -> None:
             DistributedDataParallel,
             __init__=passes.build_ddp,
             forward=passes.call_ddp,
-            register_comm_hook=functools.partial(probe.note, "hook"),
+            register_comm_hook=passes.hook_ddp,
         )
         sharded = functools.partial(probe.note, "fsdp")
         for name in ("fsdp", "_composable.fsdp"):  # the second one before torch 2.6

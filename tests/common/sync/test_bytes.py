@@ -8,6 +8,7 @@ from itertools import chain
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from common.models import build_model
@@ -15,14 +16,14 @@ from common.profiling.comm_trace import MessageRecorder
 from common.sync import STRATEGIES, build_message_plan_from, build_sync, plan_class
 from common.sync.bucketing import MIB, assign_buckets, bucket_sizes
 from common.sync.message_cost import GradientSize, tree_children
+from common.sync.node_layout import NodeLayout
 from common.sync.plans.base import MessagePlan
+from common.sync.plans.links import link_bytes
 from tests.helpers import run_ranks
 from tests.helpers.strategies import Mixed, Odd
 
 RANKS = [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))]
-BY_MESSAGES = [
-    name for name in STRATEGIES if plan_class(name).bytes_sent is not MessagePlan.bytes_sent
-]
+BY_MESSAGES = [name for name in STRATEGIES if plan_class(name).sends is not MessagePlan.sends]
 """Their operations describe the longest path; the messages of a rank differ."""
 
 
@@ -38,8 +39,10 @@ class Tiny(nn.Module):
 
 
 MODELS = {"odd": Odd, "tiny": Tiny, "mixed": Mixed}
-# test_built_in.py has fsdp.
-CASES = [(name, {}) for name in STRATEGIES if name not in ("none", "fsdp")] + [
+# test_built_in.py has fsdp; without an option hierarchical's plan does not know the nodes.
+CASES = [(name, {}) for name in STRATEGIES if name not in ("none", "fsdp", "hierarchical")] + [
+    ("hierarchical", {"ranks_per_node": 1}),
+    ("hierarchical", {"ranks_per_node": 2}),
     ("overlapped", {"bucket_mb": 0.002}),
     ("sharded", {"bucket_mb": 0.002}),
     ("ddp", {"bucket_mb": 0.002}),
@@ -52,8 +55,13 @@ CASES = [(name, {}) for name in STRATEGIES if name not in ("none", "fsdp")] + [
 ]
 
 
+def pairs(size):
+    """Return the node of each rank, if two share one."""
+    return [rank // 2 for rank in range(size)]
+
+
 def recorded(rank, sync, model):
-    """Return kind, bytes and sent bytes of each message of one period, once they repeat."""
+    """Return kind, bytes, sent bytes and scope of each message of one period, once they repeat."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     training = sync.prepare(model, optimizer)
     generator = torch.Generator().manual_seed(rank)
@@ -68,12 +76,12 @@ def recorded(rank, sync, model):
 
     # DDP's messages are final after its third step, those of other strategies after the first.
     steps(max(3, sync.plan.period))
-    recorder = MessageRecorder()
+    recorder = MessageRecorder(nodes=pairs(dist.get_world_size()))
     sync.recording = recorder.for_thread
     with recorder:
         steps(sync.plan.period)
     sync.close()
-    return [(sent.kind, sent.bytes, sent.sent_bytes) for sent in recorder.messages]
+    return [(sent.kind, sent.bytes, sent.sent_bytes, sent.scope) for sent in recorder.messages]
 
 
 def every_case(rank):
@@ -104,6 +112,11 @@ def messages(size):
     return run_ranks(size, every_case)
 
 
+def sends_to_others(members, rank):
+    """Return whether a rank takes part in an operation, with others."""
+    return rank in members and len(members) > 1
+
+
 IDS = [f"{name}-{'-'.join(map(str, options))}".rstrip("-") for name, options in CASES]
 
 
@@ -116,19 +129,39 @@ def test_bytes_sent_are_the_payload_of_the_messages(size, kind, index):
     sizes = GradientSize.of(MODELS[kind]().parameters())
     for rank in range(size):
         real = messages(size)[rank][kind, index]
-        sent = sum(sent for _, _, sent in real)
+        sent = sum(sent for _, _, sent, _ in real)
         assert float(plan.bytes_sent(sizes, rank, size)) == pytest.approx(sent, rel=1e-12), real
         if name.startswith("ddp") and (kind == "mixed" or "bucket_mb" in options):
             continue  # torch chooses the order of types, and backward the order within a layer
         if name not in BY_MESSAGES:
-            listed = [(one.kind, int(one.nbytes)) for one in plan.operations(sizes, size)]
-            in_rings, others = split_rings([(what, nbytes) for what, nbytes, _ in real], size)
+            listed = [
+                (one.kind, int(one.nbytes))
+                for one in plan.operations(sizes, size)
+                if sends_to_others(plan.members(one.among, rank, size), rank)
+            ]
+            in_rings, others = split_rings([(what, nbytes) for what, nbytes, *_ in real], size)
             planned_rings = [one for one in listed if one[0] == "reduce_scatter"]
             assert in_rings == sorted(planned_rings)
             assert others == [one for one in listed if one not in planned_rings]
     if name in BY_MESSAGES:
-        longest = max(sent for _, _, sent in messages(size)[0][kind, index])
+        longest = max(sent for _, _, sent, _ in messages(size)[0][kind, index])
         assert longest <= max(one.nbytes for one in plan.operations(sizes, size)) <= sum(sizes)
+
+
+@pytest.mark.parametrize("name", [*BY_MESSAGES, "hierarchical"])
+@pytest.mark.parametrize("size", RANKS)
+def test_what_leaves_a_node_is_what_the_plan_says_of_its_link(size, name):
+    """With two ranks on a node: point-to-point messages, and collectives among leaders alone."""
+    index = next(i for i, (case, options) in reversed([*enumerate(CASES)]) if case == name)
+    plan = build_message_plan_from(name, CASES[index][1])
+    sizes = GradientSize.of(Odd().parameters())
+    links = link_bytes(plan, sizes, NodeLayout.even(size, 2))
+    left = [0.0 for _ in links]
+    for rank, node in enumerate(pairs(size)):
+        for _, _, sent, scope in messages(size)[rank]["odd", index]:
+            left[node] += sent if scope == "between" else 0.0
+    assert left == pytest.approx([float(sent) for sent, _ in links], rel=1e-12)
+    assert (sum(left) > 0) == (len(links) > 1)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from common.errors import UserError
 from common.profiling.comm_trace import MessageRecorder
 from common.sync import build_sync
 from common.utils.hashing import digest
-from lab.proofs.equivalence import parameter_errors
+from lab.proofs.equivalence import parameter_errors, proof_sync
 from tests.helpers import RankError, run_ranks
 from tests.helpers.engines import prepared, sgd
 from tests.helpers.strategies import EXACT, Deep, Mixed
@@ -20,13 +20,17 @@ from tests.helpers.strategies import EXACT, Deep, Mixed
 
 def sums(rank, lengths):
     """Compare sums of whole numbers, which must be right to the bit."""
-    for length in lengths:
-        for name in ("gather_scatter_flat", "tree", "ring", "halving_doubling"):
+    for name in ("gather_scatter_flat", "tree", "ring", "halving_doubling", "hierarchical"):
+        sync = proof_sync(name)
+        model = nn.Linear(1, 1)
+        sync.prepare(model, sgd(model))
+        for length in lengths:
             total = torch.arange(length, dtype=torch.float64) * (rank + 1) + rank
             expected = total.clone()
             dist.all_reduce(expected)
-            build_sync(name).sum_over_ranks(total)
+            sync.sum_over_ranks(total)
             assert torch.equal(total, expected), f"{name} of {length}"
+        sync.close()
 
 
 @pytest.mark.parametrize(
@@ -183,7 +187,10 @@ def flat_gradients(rank, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["all_reduce_flat", "gather_scatter_flat", "tree", "ring", "halving_doubling", "overlapped"],
+    [
+        *("all_reduce_flat", "gather_scatter_flat", "tree", "ring", "halving_doubling"),
+        *("hierarchical", "overlapped"),
+    ],
 )
 def test_gradients_become_views_of_a_buffer_that_is_kept(name):
     run_ranks(1, flat_gradients, name)

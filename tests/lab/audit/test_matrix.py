@@ -38,6 +38,10 @@ FOUND = {
     "HalvingDoublingForPowersOfTwo": ("not-the-mean", 3, "--sync halving_doubling"),
     "TreeWithOneChild": ("not-the-mean", 3, "--sync tree"),
     "LastBucketNotSent": ("some-parameters", 2, "--sync overlapped --bucket-mb 0.001"),
+    "NodeMeanDividedAgain": ("unequal-groups", 3, "--sync hierarchical --ranks-per-node 2"),
+    "MeanInsideNodesOnly": ("inside-groups", 3, "--sync hierarchical --ranks-per-node 2"),
+    "NodeMeansUnweighted": ("unequal-groups", 3, "--sync hierarchical --ranks-per-node 2"),
+    "LeaderKeepsTheSum": ("one-group", 3, "--sync hierarchical --ranks-per-node 2"),
     "SameSamples": ("same-samples", 2, "--sync all_reduce"),
     "ClipBeforeAveraging": ("clipped-before-averaging", 2, "--sync all_reduce --clip-norm 0.1"),
 }

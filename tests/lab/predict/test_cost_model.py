@@ -1,11 +1,17 @@
 """The cost model: closed formulas against a simulation by message, the event model by hand."""
 
+import math
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from common.sync.message_cost import KINDS, Operation
-from common.sync.plans.base import MessagePlan
+from common.sync.message_cost import KINDS, Operation, sends_of
+from common.sync.node_layout import NodeLayout
+from common.sync.plans.base import MessagePlan, NoSyncPlan
+from common.sync.plans.batchnorm import BatchNormLayer, SyncBatchNormPlan
+from common.sync.plans.links import link_bytes
 from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.compute_model import ComputeModel, ComputeProfile, StepCompute, local_samples
 from lab.predict.event_model import (
@@ -19,13 +25,24 @@ from lab.predict.event_model import (
     message_terms,
     operation_terms,
     predict_step,
+    stages_of,
+    with_waits,
 )
 from lab.predict.tables import message_plans
 
 ALPHA, BETA, GAMMA = 3e-4, 8e-9, 2e-10
 NETWORK = Network(ALPHA, BETA, GAMMA)
+ALPHA_INSIDE, BETA_INSIDE = 3e-5, 1e-9  # between two ranks of a node
 VGG11 = load_calibration(reference_path()).gradient_sizes
 NO_COMPUTE = StepCompute(0.0, 0.0, 0.0)
+
+
+def shared_links(ranks_per_node, *, network=NETWORK, inside=None):
+    """Return links of ``network`` that so many ranks share."""
+    inside = inside or Network(ALPHA_INSIDE, BETA_INSIDE)
+    return network.over(
+        rate_bits=None, latency_seconds=None, ranks_per_node=ranks_per_node, inside=inside
+    )
 
 
 def predicted(name, ranks, *, network=NETWORK, compute=NO_COMPUTE, options=None):
@@ -33,19 +50,26 @@ def predicted(name, ranks, *, network=NETWORK, compute=NO_COMPUTE, options=None)
     return predict_step(plan, VGG11, ranks, network=network, compute=compute)
 
 
-def simulate(messages):
+def simulate(messages, ranks_per_node=1):
     """Return the seconds until the last of ``messages`` arrives.
 
     A message is (sender, receiver, bytes, index that must have arrived before, bytes summed on
-    arrival). A link carries one message at a time in each direction, in this order; alpha does not
-    occupy it.
+    arrival). A node's link carries one message at a time in each direction, in this order, and so
+    does each rank inside its node; alpha does not occupy them.
     """
     arrived, sending, receiving = [], {}, {}
     for sender, receiver, nbytes, after, summed in messages:
+        alpha, beta, source, target = ALPHA_INSIDE, BETA_INSIDE, sender, receiver
+        if sender // ranks_per_node != receiver // ranks_per_node:
+            alpha, beta = ALPHA, BETA
+            source, target = (
+                f"node {sender // ranks_per_node}",
+                f"node {receiver // ranks_per_node}",
+            )
         ready = 0.0 if after is None else arrived[after]
-        begin = max(sending.get(sender, 0.0), receiving.get(receiver, 0.0), ready)
-        sending[sender] = receiving[receiver] = begin + nbytes * BETA
-        arrived.append(begin + nbytes * BETA + ALPHA + summed * GAMMA)
+        begin = max(sending.get(source, 0.0), receiving.get(target, 0.0), ready)
+        sending[source] = receiving[target] = begin + nbytes * beta
+        arrived.append(begin + nbytes * beta + alpha + summed * GAMMA)
     return max(arrived)
 
 
@@ -99,6 +123,95 @@ def test_formulas_equal_a_simulation_of_the_messages(kind, ranks):
             assert formula - 2 * ALPHA <= simulated <= formula + 1e-12
         else:
             assert formula == pytest.approx(simulated, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "exchange"])
+@pytest.mark.parametrize(
+    ("ranks", "ranks_per_node"), [(4, 2), (8, 2), (8, 4), (16, 4), (64, 8), (5, 2), (9, 4), (33, 3)]
+)
+def test_formulas_for_several_ranks_on_a_node_equal_a_simulation(kind, ranks, ranks_per_node):
+    """Long messages keep the links busy, short ones wait for each other's latency."""
+    for nbytes in (40, 8_200, 1_000_000, 36_924_456):
+        operation = Operation(kind, nbytes)
+        terms = operation_terms(operation, ranks, shared_links(ranks_per_node))
+        ratio = sum(terms.values()) / simulate(messages_of(kind, ranks, nbytes), ranks_per_node)
+        # where nodes cut a tree anywhere, or the last one is smaller, some chains are shorter
+        most = 1.06
+        if kind in ("broadcast", "reduce") and ranks & (ranks - 1):
+            most = 2.0
+        assert 0.94 < ratio < most, nbytes
+
+
+LAYOUTS = [(4, 2), (8, 2), (8, 4), (16, 4), (5, 2), (7, 3)]
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_node"), LAYOUTS)
+def test_the_busiest_links_bytes_are_those_of_who_sends_to_whom(ranks, ranks_per_node):
+    layout = NodeLayout.even(ranks, ranks_per_node)
+    nbytes = 8 * math.lcm(*range(1, 17))
+    for kind in ("all_reduce", "reduce", "gather", "scatter", "all_gather", "reduce_scatter"):
+        passed = Counter()
+        for rank in range(ranks):
+            for receivers, each in sends_of(kind, nbytes, rank=rank, ranks=ranks):
+                for receiver in receivers:
+                    if layout.node_of(receiver) != layout.node_of(rank):
+                        passed["from", layout.node_of(rank)] += each
+                        passed["to", layout.node_of(receiver)] += each
+        stages = stages_of(kind, ranks, ranks_per_node)
+        planned = sum(stage._replace(header_bytes=0).link_bytes(nbytes) for stage in stages)
+        assert planned == pytest.approx(max(passed.values())), kind
+
+
+# Payloads on the busiest link in both passes, for nodes of two ranks, then for nodes of four.
+ON_THE_LINK = {
+    "ring": lambda n: (2 * (n - 1) / n, 2 * (n - 1) / n),
+    "all_reduce_flat": lambda n: (2 * (n - 1) / n, 2 * (n - 1) / n),
+    "ddp": lambda n: (2 * (n - 1) / n, 2 * (n - 1) / n),
+    # the sums of all ranks of other nodes to the root, and back
+    "gather_scatter_flat": lambda n: (2 * (n - 2), 2 * (n - 4)),
+    "tree": lambda n: (2 * math.log2(n / 2), 2 * math.log2(n / 4)),
+    # the ranks of a node exchange with as many others: halves, quarters, ... until they meet inside
+    "halving_doubling": lambda n: (4 * (1 - 2 / n), 8 * (1 - 4 / n)),
+    "hierarchical": lambda n: (2 * (n / 2 - 1) / (n / 2), 2 * (n / 4 - 1) / (n / 4)),
+}
+
+
+@pytest.mark.parametrize("name", ON_THE_LINK)
+def test_bytes_on_a_shared_link_by_hand_and_by_the_plan(name):
+    for ranks in (8, 16, 64):
+        for ranks_per_node, payloads in zip((2, 4), ON_THE_LINK[name](ranks), strict=True):
+            plan = message_plans([name], {"ranks_per_node": ranks_per_node})[name]
+            links = shared_links(ranks_per_node, network=Network(0, 1), inside=Network(0, 0))
+            terms = message_terms(plan, VGG11, ranks, network=links)
+            on_link = terms["bandwidth"] + terms["root's link"]
+            assert on_link == pytest.approx(payloads * PAYLOAD, rel=1e-3)
+            sent, received = zip(
+                *link_bytes(plan, VGG11, NodeLayout.even(ranks, ranks_per_node)), strict=True
+            )
+            if name in ("tree", "gather_scatter_flat"):  # first all one way, then all the other
+                assert float(max(sent) + max(received)) == pytest.approx(on_link, rel=1e-3)
+            else:
+                assert float(max(*sent, *received)) == pytest.approx(on_link, rel=1e-3)
+
+
+def test_hierarchical_sends_within_nodes_at_their_own_rate():
+    """On two nodes of four ranks: a reduce and a broadcast inside, an all_reduce of two."""
+    plan = message_plans(["hierarchical"], {"ranks_per_node": 4})["hierarchical"]
+    links = shared_links(4, network=Network(7.0, 0), inside=Network(1.0, 0))
+    assert message_terms(plan, VGG11, 8, network=links)["latency"] == 4 * 1.0 + 2 * 7.0 + 2 * 1.0
+    links = shared_links(4, network=Network(0, 5.0), inside=Network(0, 1.0))
+    bandwidth = message_terms(plan, VGG11, 8, network=links)["bandwidth"]
+    assert bandwidth == pytest.approx((2 * 3 / 4 + 5.0 + 2) * PAYLOAD)
+    # all ranks on one node: nothing passes the link
+    inside = message_terms(plan, VGG11, 4, network=shared_links(4, network=Network(1e3, 1e3)))
+    assert inside["latency"] == pytest.approx((4 + 2) * ALPHA_INSIDE)
+
+
+def test_a_short_ring_crosses_the_link_with_every_kth_message():
+    terms = operation_terms(Operation("all_reduce", 8), 8, shared_links(2))
+    assert terms["latency"] == pytest.approx(7 * ALPHA + 7 * ALPHA_INSIDE)
+    measured = shared_links(2, network=Network(ALPHA, BETA, kinds={"all_reduce": Rate(0, 0, 0.01)}))
+    assert sum(operation_terms(Operation("all_reduce", 8), 8, measured).values()) == 0.01
 
 
 def test_counts_sums_and_copies_add_up():
@@ -274,6 +387,57 @@ def test_forward_waits_for_the_gathers_that_the_last_step_began(overlap_cost, ex
 )
 def test_two_messages_at_a_time_share_the_link(seconds, ends):
     assert ends_in_pairs(seconds) == pytest.approx(ends)
+
+
+def batchnorm_step(**changes):
+    """Return a step whose two layers wait a second each in forward, and two in backward.
+
+    Each layer's first gradient is a weight of 60 bytes, its others are BatchNorm's of 20 each.
+    """
+    step = StepCompute(10.0, 20.0, 2.0, (20, 40, 100, 120, 140, 200), (0.1, 0.1, 0.4, 0.6, 0.6, 1))
+    layers = [BatchNormLayer(1, 1), BatchNormLayer(1, 4)]
+    kinds = {"all_reduce": Rate(0.0, 0.0, 1.0)}
+    waiting = with_waits(
+        step,
+        SyncBatchNormPlan(layers=layers),
+        LAYERED,
+        2,
+        network=Network(0.0, 0.0, kinds=kinds),
+    )
+    return replace(waiting, **changes)
+
+
+LAYERED = [60, 20, 20, 60, 20, 20]
+
+
+def test_what_follows_a_wait_comes_later():
+    step = batchnorm_step()
+    assert (step.forward_end, step.backward_end, step.wait_seconds) == (12.0, 22.0, 4.0)
+    # Backward makes the last BatchNorm's gradients after 2 s, and sends them after a wait of 1 s.
+    ready = [step.ready_seconds(nbytes) for nbytes in (20, 40, 100, 120, 140, 200)]
+    assert ready == pytest.approx([3, 3, 9, 14, 14, 22])
+    # Forward, the mirror image: the first weight at 0 s, BatchNorm after 4 s of computing.
+    needed = [step.needed_seconds(nbytes) for nbytes in (0, 60, 100, 160)]
+    assert needed == pytest.approx([0, 5, 7, 11])
+    assert step.seconds == 32.0
+
+
+def test_a_step_with_synchronised_batchnorm_by_hand():
+    network = Network(0.0, 0.1)
+    after = Planned((10, {}))  # 1 s after backward
+    plain = predict_step(after, LAYERED, 2, network=network, compute=batchnorm_step(waits_for=None))
+    assert (plain.compute_seconds, plain.sync_seconds) == pytest.approx((31.0, 1 + 4))
+    both = predict_step(after, LAYERED, 2, network=network, compute=batchnorm_step())
+    assert (both.step_seconds, both.batchnorm_seconds) == pytest.approx((36.0, 4.0))
+    # of two ranks each sends M: twice 3 numbers of 8 bytes, and twice 2 of 4
+    assert both.bytes_sent_root == plain.bytes_sent_root + 2 * 24 + 2 * 8
+    # A bucket that is ready early goes on during the waits: 21 s from the third second.
+    early = Planned((210, {"ready_bytes": 20}))
+    hidden = predict_step(early, LAYERED, 2, network=network, compute=batchnorm_step())
+    assert hidden.sync_seconds == pytest.approx(3 + 21 - 22 + 4)
+    # Without any exchange each rank trains alone, and no layer waits.
+    alone = predict_step(NoSyncPlan(), LAYERED, 2, network=network, compute=batchnorm_step())
+    assert (alone.step_seconds, alone.batchnorm_seconds, alone.bytes_sent_root) == (32.0, 0.0, 0)
 
 
 def test_a_stalled_forward_is_a_backward_seen_in_a_mirror():
