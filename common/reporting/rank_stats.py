@@ -139,6 +139,10 @@ def _rank_row(
     )
     if engine.timeline:
         row.bytes_sent, row.messages = engine.timeline.sent_a_step()
+    before = logger.own_steps[0].step - 1
+    counted = logger.link.a_step(steps[0].step - before, steps[-1].step - before)
+    if counted is not None:
+        row.link_sent_bytes, row.link_received_bytes = counted
     return row
 
 

@@ -53,7 +53,8 @@ class RankRow(Struct, kw_only=True):
 
     node : the number of its node, see common/distributed/node_identity.py; null in older files.
     memory : null with emulated compute, which never updates. predicted_memory : null for a
-    strategy without a closed form.
+    strategy without a closed form. link_sent_bytes, link_received_bytes : of a step, what passed
+    the link of this rank's node, for all its ranks and with headers; null on loopback.
     """
 
     rank: Rank
@@ -67,6 +68,8 @@ class RankRow(Struct, kw_only=True):
     predicted_memory: Memory | None = None
     bytes_sent: Bytes | None
     messages: Annotated[float, Meta(ge=0, le=1e9)] | None
+    link_sent_bytes: Bytes | None = None
+    link_received_bytes: Bytes | None = None
 
 
 class RanksFile(Struct, kw_only=True):

@@ -3,6 +3,7 @@
 import time
 
 from common.distributed.process_group import World
+from common.profiling.link_counter import LinkCounter
 from common.profiling.rank_memory import rank_memory
 from common.reporting.console import Progress, say
 from common.reporting.run_folder import RunFolder
@@ -20,7 +21,8 @@ class RunLogger(Callback):
     ``history`` holds the steps of this process, on rank 0 after those of earlier parts of the run.
     ``own_steps`` holds those of this process alone. ``total_seconds`` includes evaluations and
     checkpoints. ``memory`` : of this rank's tensors between two of its first steps; None if compute
-    is emulated. ``load_per_core`` : of rank 0's machine in the training's last minute.
+    is emulated. ``link`` : what passed this node's link in ``own_steps``. ``load_per_core`` : of
+    rank 0's machine in the training's last minute.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class RunLogger(Callback):
         self.epochs: list[EpochReport] = []
         self.total_seconds = 0.0
         self.memory: Memory | None = None
+        self.link = LinkCounter()
         self.load_per_core: float | None = None
 
     def on_train_begin(self, engine: TrainingEngine, first_epoch: int) -> None:
@@ -47,6 +50,11 @@ class RunLogger(Callback):
         self._engine = engine
         self._began = time.perf_counter()
         self._progress.begin()
+        self.link.count()
+
+    def on_step_end(self, step_in_epoch: int) -> None:
+        """Count what has passed the link."""
+        self.link.count()
 
     def on_steps(self, records: list[StepRecord]) -> None:
         """Record the steps; write and show them on rank 0."""

@@ -7,6 +7,7 @@ lab/predict/measured_links.py makes a network from.
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -48,11 +49,25 @@ _SHAPED_SIZES = [_TimedSize(SMALL, calls=20, rounds=5), _TimedSize(LARGE, calls=
 _ALL_SIZES = [*_SHAPED_SIZES, _TimedSize(LARGEST, calls=2, rounds=3)]
 
 
-def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that exchange messages, and their process group; None: the group of all ranks."""
+
+    ranks: Sequence[int]
+    group: dist.ProcessGroup | None = None
+
+
+def message_call(
+    kind: str, rank: int, size: int, group: dist.ProcessGroup | None = None, root: int = 0
+) -> Callable[[Tensor], object]:
     """Return the blocking call of that kind as a strategy makes it on Gloo; it takes one tensor.
 
     reduce_scatter sends the tensor's two halves at once, as ``sharded`` sends two buckets.
+
+    group : of ``size`` ranks, with ``root`` as the first; None: all ranks. Collectives alone may
+        have one, as far as strategies use them in groups.
     """
+    assert group is None or kind in ("all_reduce", "reduce", "broadcast", "gather", "scatter")
     if kind == "reduce_scatter":
         return partial(_two_rings, size=size, threads=DaemonThreads(2))
 
@@ -60,12 +75,17 @@ def message_call(kind: str, rank: int, size: int) -> Callable[[Tensor], object]:
         return [torch.empty_like(tensor) for _ in range(size)]
 
     calls: dict[str, Callable[[Tensor], object]] = {
-        "all_reduce": lambda tensor: dist.all_reduce(tensor),
-        "reduce": lambda tensor: dist.reduce(tensor, dst=0),
-        "broadcast": lambda tensor: dist.broadcast(tensor, src=0),
-        "gather": lambda tensor: dist.gather(tensor, buffers(tensor) if rank == 0 else None, dst=0),
+        "all_reduce": lambda tensor: dist.all_reduce(tensor, group=group),
+        "reduce": lambda tensor: dist.reduce(tensor, dst=root, group=group),
+        "broadcast": lambda tensor: dist.broadcast(tensor, src=root, group=group),
+        "gather": lambda tensor: dist.gather(
+            tensor, buffers(tensor) if rank == root else None, dst=root, group=group
+        ),
         "scatter": lambda tensor: dist.scatter(
-            torch.empty_like(tensor), [tensor] * size if rank == 0 else None, src=0
+            torch.empty_like(tensor),
+            [tensor] * size if rank == root else None,
+            src=root,
+            group=group,
         ),
         "all_gather": lambda tensor: all_gather_single(
             tensor.new_empty(size * len(tensor)), tensor
@@ -93,11 +113,16 @@ def measure_links(
     *,
     kinds: Sequence[str],
     shaped: bool,
+    among: RankGroup | None = None,
 ) -> MeasuredLinks:
     """Return what messages cost, the same on all ranks. Collective.
 
-    shaped : the links' rate is known, so one large message size is enough.
+    shaped : the links' rate is known, so one large message size is enough. among : the group of
+    this rank; all groups measure at the same time, and a rank that is not in its own one waits.
     """
+    members = among or RankGroup(range(size))
+    size = len(members.ranks)
+    takes_part = rank in members.ranks
     sizes = _SHAPED_SIZES if shaped else _ALL_SIZES
     found: dict[str, list[tuple[int, float]]] = {}
     for kind in sorted(kinds, key=KINDS.index):
@@ -105,7 +130,11 @@ def measure_links(
         if twin in found:
             found[kind] = found[twin]
         else:
-            pair = [message_call(name, rank, size) for name in (kind, twin) if name]
+            pair = [
+                message_call(name, rank, size, members.group, members.ranks[0])
+                for name in (kind, twin)
+                if name and takes_part
+            ]
             found[kind] = [_time_size(kind, pair, size, timed) for timed in sizes]
     rows = time_memory(torch.zeros(_MEMORY_FLOATS))
     return MeasuredLinks(
@@ -150,7 +179,7 @@ def _seconds(
             began = time.perf_counter()
         for call in calls_in_turn:
             call(tensor)
-    seconds = (time.perf_counter() - began) / calls / len(calls_in_turn)
+    seconds = (time.perf_counter() - began) / calls / max(1, len(calls_in_turn))
     return over_ranks(seconds, dist.ReduceOp.MAX)
 
 

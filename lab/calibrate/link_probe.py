@@ -1,18 +1,24 @@
 """Measure what messages cost on the nodes at hand, for predictions of emulated nodes.
 
-Start ``python -m lab.calibrate.link_probe --output FILE --kinds all_reduce ... --master-ip IP
---num-nodes N --rank R`` on each node; rank 0 writes the file (lab/predict/measured_links.py).
+Start ``python -m lab.calibrate.link_probe --output FILE --all all_reduce ... --master-ip IP
+--num-nodes N --rank R`` on each node; rank 0 writes the file (lab/predict/measured_links.py). With
+``--ranks-per-node K`` the kinds after ``--node`` are measured inside all nodes at once, those after
+``--leaders`` between the first ranks of the nodes.
 """
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 import torch
 
-from common.sync.message_cost import KINDS
+from common.distributed.node_groups import open_group_of
+from common.sync.message_cost import KINDS, Among
+from common.sync.node_layout import NodeLayout
 from common.utils.atomic_files import write_atomically
 from common.utils.typed_json import encode
-from lab.calibrate.link_measurements import measure_links
+from lab.calibrate.link_measurements import RankGroup, measure_links
+from lab.predict.measured_links import ProbedLinks
 
 
 def main() -> None:
@@ -23,7 +29,9 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(prog="lab.calibrate.link_probe")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, required=True)
+    for among in get_args(Among):
+        parser.add_argument(f"--{among}", nargs="*", choices=KINDS, default=[])
+    parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--shaped", action="store_true")
     parser.add_argument("--master-ip", required=True)
     for name in ("--master-port", "--num-nodes", "--rank"):
@@ -34,9 +42,31 @@ def main() -> None:
         LaunchSpec(args.rank, args.num_nodes, args.master_ip, args.master_port), backend="gloo"
     ) as world:
         torch.set_num_threads(max(1, usable_cores() // world.local_size))
-        found = measure_links(world.rank, world.size, kinds=args.kinds, shaped=args.shaped)
+        found = ProbedLinks()
+        for among, group in _groups(world.rank, world.size, args.ranks_per_node).items():
+            if kinds := getattr(args, among):
+                # Only a node's link has a known rate.
+                shaped = args.shaped and among != "node"
+                links = measure_links(
+                    world.rank, world.size, kinds=kinds, shaped=shaped, among=group
+                )
+                setattr(found, among, links)
         if world.is_rank0:
             write_atomically(args.output, encode(found, indent=1))
+
+
+def _groups(rank: int, size: int, ranks_per_node: int) -> dict[Among, RankGroup]:
+    """Return the groups of this rank. Collective."""
+    layout = NodeLayout.even(size, ranks_per_node)
+    groups: dict[Among, RankGroup] = {"all": RankGroup(range(size))}
+    if ranks_per_node > 1:
+        for node in range(len(layout.sizes)):
+            ranks = layout.ranks_of(node)
+            group = open_group_of(ranks)
+            if rank in ranks:
+                groups["node"] = RankGroup(ranks, group)
+        groups["leaders"] = RankGroup(layout.leaders, open_group_of(layout.leaders))
+    return groups
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from lab.cluster.nodes import FAULTS, Nodes, find_nodes
 from lab.cluster.program import NOT_FOUND, check_placeholders, node_environment, parse_python
 from lab.flags import add_command
 from lab.processes.first_failure import find_root_failure
-from lab.processes.prefixed_output import PrefixedOutput, write_log
+from lab.processes.prefixed_output import PrefixedOutput, log_name, write_log
 from lab.terminal import say
 from lab.units import parse_rate
 
@@ -50,10 +50,18 @@ def _add_run(actions: argparse._SubParsersAction) -> None:
         run=run,
         passes_flags=True,
         help="run the command after -- on every node of a new cluster; in the command, {master} "
-        "is replaced by the first node's address, {nodes} by the number of nodes, {rank} by the "
-        "number of the node, and {port} by a free port",
+        "is replaced by the first node's address, {nodes} by the number of ranks, {rank} by the "
+        "rank, {node} by the number of its node, {local_rank} by its number there, and {port} by "
+        "a free port",
     )
     parser.add_argument("--nodes", type=int, default=4, help="number of nodes")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        default=1,
+        metavar="K",
+        help="start the command K times on each node, as ranks that share its address and link",
+    )
     parser.add_argument(
         "--rate",
         help="rate of each link in both directions, e.g. 1gbit or 200mbit (default: as fast as "
@@ -73,7 +81,10 @@ def _add_run(actions: argparse._SubParsersAction) -> None:
         help="start a new Python on each node, not a fork of one that has imported torch (slower)",
     )
     parser.add_argument(
-        "--logs", type=Path, help="folder for node<r>.log (default: reports/cluster-<time>)"
+        "--logs",
+        type=Path,
+        help="folder for node<r>.log, with several ranks on a node node<n>-rank<r>.log (default: "
+        "reports/cluster-<time>)",
     )
     parser.add_argument(
         "--output-dir", type=Path, default=REPORTS, help="folder for cluster-<time>/"
@@ -97,8 +108,8 @@ def _add_fault(actions: argparse._SubParsersAction) -> None:
     one = parser.add_mutually_exclusive_group(required=True)
     one.add_argument("--cut", action="store_true", help="disconnect its link")
     one.add_argument("--slow", metavar="RATE", help="change the rate of its link, e.g. 10mbit")
-    one.add_argument("--pause", action="store_true", help="stop its processes (SIGSTOP)")
-    one.add_argument("--kill", action="store_true", help="kill its processes (SIGKILL)")
+    one.add_argument("--pause", action="store_true", help="stop all its processes (SIGSTOP)")
+    one.add_argument("--kill", action="store_true", help="kill all its processes (SIGKILL)")
     one.add_argument("--restore", action="store_true", help="undo --cut, --slow and --pause")
 
 
@@ -113,9 +124,9 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command on every node; print what the nodes write, and log it to files.
+    """Run the command for every rank; print what the ranks write, and log it to files.
 
-    Returns 0, or the exit status of the node that failed first.
+    Returns 0, or the exit status of the rank that failed first.
     """
     command = args.flags
     if not command:
@@ -126,11 +137,12 @@ def run(args: argparse.Namespace) -> int:
     check_placeholders(command)
     cluster = Cluster(
         args.nodes,
+        ranks_per_node=args.ranks_per_node,
         rate=args.rate,
         latency=args.latency,
         loopback=args.loopback,
         fresh=args.fresh or parse_python(command) is None,
-        on_line=PrefixedOutput(args.nodes),
+        on_line=PrefixedOutput(args.nodes, ranks_per_node=args.ranks_per_node),
     )
     for warning in cluster.warnings:
         say(f"warning: {warning}")
@@ -156,7 +168,10 @@ def _introduction(cluster: Cluster, args: argparse.Namespace, seconds: float) ->
         delayed = cluster.latency_seconds is not None
         latency = f", {args.latency} from node to node" if delayed else ""
         links = f"{first} to {last}, {rate}{latency}"
-    return f"{count(cluster.nodes, 'node')}, {links}; started in {seconds:.1f} s"
+    nodes = count(cluster.nodes, "node")
+    if cluster.ranks_per_node > 1:
+        nodes += f" with {cluster.ranks_per_node} ranks each"
+    return f"{nodes}, {links}; started in {seconds:.1f} s"
 
 
 def _interrupted(cluster: Cluster, logs: Path) -> int:
@@ -170,12 +185,13 @@ def _interrupted(cluster: Cluster, logs: Path) -> int:
 
 def _conclusion(cluster: Cluster, ends: Sequence[End], seconds: float, logs: Path) -> int:
     """Report how the run ended, and return its exit status."""
-    failed = {end.node: end.status for end in ends if end.status}
+    failed = {end.rank: end.status for end in ends if end.status}
     if not failed:
         say(f"all nodes finished without errors after {seconds:.1f} s; output: {logs}")
         return 0
-    outputs = {node: cluster.output(node) for node in failed}
-    culprit, message = find_root_failure(list(failed), failed, outputs, name="node")
+    outputs = {rank: cluster.output(rank) for rank in failed}
+    name = "node" if cluster.ranks_per_node == 1 else "rank"
+    culprit, message = find_root_failure(list(failed), failed, outputs, name=name)
     print(f"error: {message} (output: {cluster.log(culprit)})", file=sys.stderr)
     return shell_status(failed[culprit])
 
@@ -192,7 +208,8 @@ def shell(args: argparse.Namespace) -> int:
         say(f"a shell on node {args.node} of cluster {nodes.maker}; leave it with exit")
     command = args.flags or [setting("SHELL") or "/bin/sh"]
     variables = {**os.environ, RUN_TOKEN: nodes.token}  # to start ranks of the same run
-    environment = node_environment(variables, nodes=nodes.number, interface="eth0")
+    ranks = nodes.number * nodes.ranks_per_node
+    environment = node_environment(variables, ranks=ranks, interface="eth0")
     folder = os.getcwd()
     try:
         nodes.network.enter(args.node)
@@ -209,12 +226,19 @@ def shell(args: argparse.Namespace) -> int:
 
 
 def fault(args: argparse.Namespace) -> int:
-    """Disturb a node of a running cluster, or undo that; the node's log mentions it."""
+    """Disturb a node of a running cluster, or undo that; the logs of its ranks mention it."""
     what = next(name for name in FAULTS if getattr(args, name))
     nodes = _find(args)
     nodes.fault(args.node, what, parse_rate(args.slow))
-    text = f"node {args.node}: {_DONE[what]}{args.slow or ''}"
-    write_log(Path(nodes.logs, f"node{args.node}.log"), f"lab cluster fault: {text}")
+    ranks = nodes.ranks_of(args.node)
+    name = f"node {args.node}"
+    if len(ranks) > 1:
+        name += f" with its ranks {ranks[0]} to {ranks[-1]}"
+    text = f"{name}: {_DONE[what]}{args.slow or ''}"
+    for rank in ranks:
+        write_log(
+            Path(nodes.logs, log_name(rank, nodes.ranks_per_node)), f"lab cluster fault: {text}"
+        )
     say(text)
     return 0
 

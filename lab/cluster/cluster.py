@@ -23,7 +23,7 @@ from multiprocessing import Pipe
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 
-from common.errors import GroupError, UserError
+from common.errors import GroupError, UserError, count
 from common.utils.atomic_files import append_text
 from common.utils.environment import RUN_TOKEN, with_run_token
 from common.utils.paths import REPOSITORY
@@ -34,7 +34,7 @@ from lab.cluster.network import Link, Traffic
 from lab.cluster.nodes import FAULTS, Nodes
 from lab.cluster.program import fill_in, node_environment
 from lab.cluster.supervisor import NodeProgram
-from lab.processes.prefixed_output import write_log
+from lab.processes.prefixed_output import log_name, write_log
 from lab.units import parse_latency, parse_rate
 
 # For ``python -P -c``, with the repository as argument, so that it need not be installed.
@@ -50,8 +50,9 @@ _PORT = 29500
 
 @dataclass(frozen=True)
 class End:
-    """How a node's program ended: its status, or minus a signal's number, and after how long."""
+    """How a rank's program ended: its status, or minus a signal's number, and after how long."""
 
+    rank: int
     node: int
     status: int
     seconds: float
@@ -62,12 +63,15 @@ class Cluster:
 
     Parameters
     ----------
+    ranks_per_node : programs that each node runs. They share its address and its link, and reach
+        each other inside the node. Ranks count through the nodes.
     rate, latency : of each node's link, e.g. "200mbit" and "0.5ms"; None: no limit, no delay.
-    logs : folder for ``node<r>.log``, unless ``start`` gets another.
+    logs : folder for ``node<r>.log``, unless ``start`` gets another; with several ranks on a node
+        for ``node<n>-rank<r>.log``.
     loopback : processes on 127.0.0.1, without namespaces: no link to shape, cut or slow down.
     fresh : start each Python program in a new interpreter. By default it is forked from a process
         that has imported torch.
-    on_line : called in a thread with a node's number and each line that it writes.
+    on_line : called in a thread with a rank and each line that it writes.
 
     ``warnings`` lists what the kernel cannot do. ``latency_seconds`` is the delay that each link
     adds; None if none. ``host_pid`` is the first process in the cluster's namespaces, as seen from
@@ -79,16 +83,25 @@ class Cluster:
         self,
         nodes: int,
         *,
+        ranks_per_node: int = 1,
         rate: str | None = None,
         latency: str | None = None,
         logs: Path = Path(),
         loopback: bool = False,
         fresh: bool = False,
-        on_line: Callable[[int, str], object] = lambda node, line: None,
+        on_line: Callable[[int, str], object] = lambda rank, line: None,
     ) -> None:
         if not 1 <= nodes <= network.MOST_NODES:
             raise UserError(f"--nodes: got {nodes}, give 1 to {network.MOST_NODES}")
+        most = network.MOST_NODES // nodes  # a rank takes as much memory as a node of one rank
+        if not 1 <= ranks_per_node <= most:
+            raise UserError(
+                f"--ranks-per-node: got {ranks_per_node}, give 1 to {most}: {count(nodes, 'node')} "
+                f"may have at most {network.MOST_NODES} ranks in all"
+            )
         self.nodes = nodes
+        self.ranks_per_node = ranks_per_node
+        self.ranks = nodes * ranks_per_node
         self.loopback = loopback
         self.warnings: list[str] = []
         self._rate_bits = parse_rate(rate)
@@ -98,14 +111,25 @@ class Cluster:
         self._preload = not fresh and sys.platform == "linux"  # elsewhere forks of torch may hang
         self._check(rate, latency)
         self._program_ended = threading.Event()
-        self._running: dict[int, socket.socket] = {}  # takes signals for the node's program
+        # All by rank; a node with one rank has its number.
+        self._running: dict[int, socket.socket] = {}  # takes signals for the rank's program
         self._threads: list[threading.Thread] = []
         self._names: dict[int, str] = {}  # "node 2", or "node 2, rank 2," if it knows its rank
-        self._stopped: dict[int, str] = {}  # why ``wait`` has stopped a node
+        self._stopped: dict[int, str] = {}  # why ``wait`` has stopped a rank
         self._ends: list[End] = []  # since the last ``wait``
-        self._output: dict[int, list[str]] = {node: [] for node in range(nodes)}  # lines
+        self._output: dict[int, list[str]] = {rank: [] for rank in range(self.ranks)}  # lines
         self._port = _PORT  # of the ranks' store on node 0
         self.token = with_run_token(os.environ)[RUN_TOKEN]
+        self._nodes = Nodes(
+            os.getpid(),
+            nodes,
+            self.token,
+            loopback,
+            self._rate_bits,
+            self.latency_seconds,
+            str(logs.absolute()),
+            ranks_per_node=ranks_per_node,
+        )
 
     def _check(self, rate: str | None, latency: str | None) -> None:
         """Raise UserError if this machine cannot make such links; a latency may only be ignored."""
@@ -134,15 +158,7 @@ class Cluster:
             self.latency_seconds = None
 
     def __enter__(self) -> "Cluster":
-        own = Nodes(
-            os.getpid(),
-            self.nodes,
-            self.token,
-            self.loopback,
-            self._rate_bits,
-            self.latency_seconds,
-            str(self.logs.absolute()),
-        )
+        own = replace(self._nodes, logs=str(self.logs.absolute()))
         self._errors = tempfile.TemporaryFile()
         self._requests, requests = Pipe()
         with requests:
@@ -217,42 +233,61 @@ class Cluster:
         command: Sequence[str],
         *,
         nodes: Sequence[int] | None = None,
+        ranks: Sequence[int] | None = None,
         environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         logs: Path | None = None,
     ) -> None:
-        """Start a command on each of ``nodes`` (default: all), and return at once.
+        """Start a command for each rank of ``nodes`` (default: all), and return at once.
 
-        The command's placeholders are filled in. ``environment`` is added to this process's own.
-        ``logs`` is another folder for the output. Raises UserError for an unknown placeholder, and
-        for a node on which a program still runs.
+        ranks : start it for these only. environment : added to this process's own. logs : another
+        folder for the output. The command's placeholders are filled in.
+
+        Raises UserError for an unknown placeholder, and for a rank whose program still runs.
         """
-        chosen = range(self.nodes) if nodes is None else nodes
-        for node in chosen:
-            self._check_node(node)
-            if node in self._running:
+        chosen = ranks
+        if chosen is None:
+            chosen = self._ranks_of(range(self.nodes) if nodes is None else nodes)
+        for rank in chosen:
+            self._check_node(rank // self.ranks_per_node)
+            if rank in self._running:
                 raise UserError(
-                    f"node {node} still runs the previous command: wait for it, or kill it"
+                    f"{self._name(rank)} still runs the previous command: wait for it, or kill it"
                 )
         if self.loopback and not self._running:  # nodes that join later use the same port
             self._port = free_port(address="127.0.0.1")
-        node_variables = node_environment(
+        variables = node_environment(
             {**os.environ, RUN_TOKEN: self.token, **(environment or {})},
-            nodes=self.nodes,
+            ranks=self.ranks,
             interface=None if self.loopback else "eth0",
         )
-        for node in chosen:
+        folder = str(cwd or Path.cwd())
+        for rank in chosen:
             filled = fill_in(
-                command, master=self.address(0), nodes=self.nodes, rank=node, port=self._port
+                command,
+                master=self.address(0),
+                nodes=self.ranks,
+                rank=rank,
+                port=self._port,
+                ranks_per_node=self.ranks_per_node,
             )
-            self._names[node] = f"node {node}"
-            if any("{rank}" in word for word in command):
-                self._names[node] += f", rank {node},"
-            folder = str(cwd or Path.cwd())
-            self._start(
-                NodeProgram(node, self.nodes, self.loopback, filled, node_variables, folder),
-                self.log(node, logs),
-            )
+            self._names[rank] = self._name(rank)
+            if self.ranks_per_node > 1:
+                self._names[rank] += ","
+            elif any("{rank}" in word for word in command):
+                self._names[rank] += f", rank {rank},"
+            node = rank // self.ranks_per_node
+            program = NodeProgram(rank, self.ranks, node, self.loopback, filled, variables, folder)
+            self._start(program, self.log(rank, logs))
+
+    def _ranks_of(self, nodes: Sequence[int]) -> list[int]:
+        return [rank for node in nodes for rank in self._nodes.ranks_of(node)]
+
+    def _name(self, rank: int) -> str:
+        """Return a rank's name for a person: "node 2", or "node 1, rank 2"."""
+        if self.ranks_per_node == 1:
+            return f"node {rank}"
+        return f"node {rank // self.ranks_per_node}, rank {rank}"
 
     def _start(self, program: NodeProgram, log: Path) -> None:
         """Send a program to the supervisor, and follow it in a thread.
@@ -272,40 +307,41 @@ class Cluster:
         finally:
             far.close()
             os.close(writer)
-        self._running[program.node] = control
-        follow = partial(self._follow, program.node, control, reader, log)
+        self._running[program.rank] = control
+        follow = partial(self._follow, program.rank, control, reader, log)
         self._threads.append(threading.Thread(target=follow, daemon=True))
         self._threads[-1].start()
 
-    def _follow(self, node: int, control: socket.socket, output: int, log: Path) -> None:
-        """Record what a node writes and how its program ends; in a thread."""
+    def _follow(self, rank: int, control: socket.socket, output: int, log: Path) -> None:
+        """Record what a rank writes and how its program ends; in a thread."""
         began = time.monotonic()
         with control, open(output, encoding="utf-8", errors="replace", newline="\n") as lines:
             for text in lines:
                 line = text.rstrip("\n")
-                self._output[node].append(line)
+                self._output[rank].append(line)
                 write_log(log, line)
-                self._on_line(node, line)
+                self._on_line(rank, line)
             try:
                 status = int(control.recv(16))
             except (OSError, ValueError):  # its parent was killed, most likely with the cluster
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(1)
                 status = -signal.SIGKILL
-        reason = self._stopped.pop(node, None)
+        reason = self._stopped.pop(rank, None)
         if status < 0:  # a killed program cannot report its own end
             reason = reason or f"was killed by {signal.Signals(-status).name}"
-            write_log(log, f"lab cluster: {self._names[node]} {reason}")
-        self._ends.append(End(node, status, time.monotonic() - began))
-        del self._running[node]  # after the end is recorded: ``wait`` reads both
+            write_log(log, f"lab cluster: {self._names[rank]} {reason}")
+        node = rank // self.ranks_per_node
+        self._ends.append(End(rank, node, status, time.monotonic() - began))
+        del self._running[rank]  # after the end is recorded: ``wait`` reads both
         self._program_ended.set()
 
-    def log(self, node: int, folder: Path | None = None) -> Path:
-        """Return the file for a node's output; it ends with the reason if a signal killed it."""
-        return (folder or self.logs) / f"node{node}.log"
+    def log(self, rank: int, folder: Path | None = None) -> Path:
+        """Return the file for a rank's output; it ends with the reason if a signal killed it."""
+        return (folder or self.logs) / log_name(rank, self.ranks_per_node)
 
     def fault(self, node: int, what: str, *, rate: str | None = None) -> None:
-        """Disturb a node while it runs.
+        """Disturb a node, with all its ranks, while it runs.
 
         "cut" disconnects its link, "slow" gives the link another ``rate``, "pause" stops its
         processes, "kill" kills them, "restore" undoes all but "kill". Raises UserError for any
@@ -320,13 +356,16 @@ class Cluster:
         self._nodes.fault(node, what, parse_rate(rate))
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the program of every node, as Ctrl-C does to those of a terminal."""
+        """Send a signal to the program of every rank, as Ctrl-C does to those of a terminal."""
         for control in list(self._running.values()):
             with contextlib.suppress(OSError):  # the program has just ended
                 control.send(bytes([number]))
 
     def traffic(self) -> dict[int, Traffic]:
-        """Return what each node has sent and received. Raises UserError on loopback."""
+        """Return what each node has sent and received over its link.
+
+        What its ranks send to each other stays inside. Raises UserError on loopback.
+        """
         if self.loopback:
             raise UserError("a cluster on loopback has no links, so no traffic is counted")
         return self._nodes.network.traffic(self.nodes)
@@ -336,9 +375,9 @@ class Cluster:
         self._check_node(node)
         return self._nodes.pids(node)
 
-    def output(self, node: int) -> str:
-        """Return what a node's programs have written so far, stdout and stderr."""
-        return "\n".join(self._output[node])
+    def output(self, rank: int) -> str:
+        """Return what a rank's programs have written so far, stdout and stderr."""
+        return "\n".join(self._output[rank])
 
     def wait(
         self,
@@ -349,9 +388,9 @@ class Cluster:
     ) -> list[End]:
         """Wait until nothing runs; return the ends since the last ``wait``, the earliest first.
 
-        stop_at_failure : after the first failure, give the other nodes ``grace_seconds`` to report
+        stop_at_failure : after the first failure, give the other ranks ``grace_seconds`` to report
             why they end, too; then kill them.
-        Raises TimeoutError with the nodes that still run after ``limit_seconds``, GroupError if the
+        Raises TimeoutError with those that still run after ``limit_seconds``, GroupError if the
         cluster has ended.
         """
         began = time.monotonic()
@@ -363,14 +402,15 @@ class Cluster:
             if not self._running:
                 break
             if now > began + limit_seconds:
+                who = "nodes" if self.ranks_per_node == 1 else "ranks"
                 raise TimeoutError(
-                    f"after {limit_seconds:g} s these nodes still run: "
+                    f"after {limit_seconds:g} s these {who} still run: "
                     f"{', '.join(map(str, sorted(self._running)))}"
                 )
             if stop_at_failure and any(end.status for end in self._ends):
                 kill_at = min(kill_at, now + grace_seconds)
             if now > kill_at:
-                first = self._names[next(end.node for end in self._ends if end.status)]
+                first = self._names[next(end.rank for end in self._ends if end.status)]
                 reason = f"was stopped, since {first} had failed"
                 self._stopped |= dict.fromkeys(list(self._running), reason)
                 self.send_signal(signal.SIGKILL)

@@ -33,6 +33,7 @@ class Nodes:
     token : the secret by which rank 0 knows the ranks of this cluster.
     logs : folder of the nodes' output.
     process : what the maker started; with namespaces that is ``unshare``.
+    ranks_per_node : programs that each node runs; ranks 0 to K - 1 run on node 0.
     """
 
     maker: int
@@ -43,6 +44,7 @@ class Nodes:
     latency_seconds: float | None
     logs: str
     process: int = 0
+    ranks_per_node: int = 1
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables by which others find these nodes."""
@@ -60,6 +62,10 @@ class Nodes:
     def network(self) -> ClusterNetwork:
         """The network of the nodes; on loopback there is none."""
         return ClusterNetwork(self.host_pid)
+
+    def ranks_of(self, node: int) -> range:
+        """Return the ranks of a node."""
+        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def pids(self, node: int) -> list[int]:
         """Return the processes on a node, as seen from outside."""
@@ -92,7 +98,7 @@ class Nodes:
     def _signal(self, node: int, number: int) -> None:
         """Signal every process of a node, until no new ones appear."""
         known: set[int] = set()
-        # The node's program is first: otherwise it might see a child killed, and end by itself.
+        # The ranks' programs are first: they might see a child killed, and end by themselves.
         while new := [pid for pid in self.pids(node) if pid not in known]:
             known |= {*new}
             for pid in new:

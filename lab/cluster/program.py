@@ -1,4 +1,4 @@
-"""What a node runs: a command with its placeholders filled in.
+"""What a rank on a node runs: a command with its placeholders filled in.
 
 A Python command runs in a fork of the supervisor, which has already imported torch. This saves
 seconds and memory on each node. ``parse_python`` decides which commands can run this way.
@@ -25,7 +25,7 @@ from common.utils.system import usable_cores
 
 # Exit status of a command that does not exist, as in a shell.
 NOT_FOUND = 127
-_PLACEHOLDERS = ("{master}", "{nodes}", "{rank}", "{port}")
+_PLACEHOLDERS = ("{master}", "{nodes}", "{rank}", "{node}", "{local_rank}", "{port}")
 _PLACEHOLDER = re.compile(r"\{[a-z_]+\}")
 _INTERPRETERS = ("python", "python3")
 _OWN_PACKAGES = ("common", "lab")
@@ -131,13 +131,26 @@ def reset_forked_state(environment: Mapping[str, str], target: Path) -> None:
             del sys.modules[name]
 
 
-def fill_in(command: Sequence[str], *, master: str, nodes: int, rank: int, port: int) -> list[str]:
-    """Return the command with {master}, {nodes}, {rank} and {port} replaced by their values.
+def fill_in(
+    command: Sequence[str],
+    *,
+    master: str,
+    nodes: int,
+    rank: int,
+    port: int,
+    ranks_per_node: int = 1,
+) -> list[str]:
+    """Return the command with its placeholders replaced by their values.
+
+    nodes : the number of ranks, as ``--num-nodes`` of the parts takes it. {node} and {local_rank}
+    follow from ``rank`` and ``ranks_per_node``.
 
     Raises UserError for another name in braces.
     """
     check_placeholders(command)
-    values = dict(zip(_PLACEHOLDERS, (master, nodes, rank, port), strict=True))
+    node, local_rank = divmod(rank, ranks_per_node)
+    numbers = (master, nodes, rank, node, local_rank, port)
+    values = dict(zip(_PLACEHOLDERS, numbers, strict=True))
     return [_PLACEHOLDER.sub(lambda match: str(values[match[0]]), word) for word in command]
 
 
@@ -151,14 +164,14 @@ def check_placeholders(command: Sequence[str]) -> None:
 
 
 def node_environment(
-    environment: Mapping[str, str], *, nodes: int, interface: str | None
+    environment: Mapping[str, str], *, ranks: int, interface: str | None
 ) -> dict[str, str]:
-    """Return the environment of a node's program.
+    """Return the environment of the program of one of ``ranks`` ranks.
 
     The folder of this interpreter comes first in PATH. What ``environment`` does not set gets a
-    default: unbuffered output, the node's share of the cores, and ``interface`` for Gloo.
+    default: unbuffered output, the rank's share of the cores, and ``interface`` for Gloo.
     """
-    defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(max(1, usable_cores() // nodes))}
+    defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))}
     gloo = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
     path = f"{os.path.dirname(sys.executable)}:{environment.get('PATH', os.defpath)}"
     return {**defaults, **gloo, **environment, "PATH": path}

@@ -28,10 +28,11 @@ _PR_SET_NAME = 15  # <sys/prctl.h>
 
 @dataclass(frozen=True)
 class NodeProgram:
-    """A command to start on a node of a cluster with ``nodes`` nodes."""
+    """The command of one of ``ranks`` ranks, to start on its node."""
 
+    rank: int
+    ranks: int
     node: int
-    nodes: int
     loopback: bool
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -62,7 +63,7 @@ def _run(program: NodeProgram, control: int, output: int) -> NoReturn:
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         adopt_orphans()
-        with batch_scheduling(program.nodes > usable_cores()):
+        with batch_scheduling(program.ranks > usable_cores()):
             pid = os.fork()
             if pid == 0:
                 _become(program, output)

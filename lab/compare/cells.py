@@ -12,7 +12,7 @@ from pathlib import Path
 from msgspec import UNSET
 
 from common.errors import UserError, count
-from common.sync import BUILT_IN
+from common.sync import BUILT_IN, plan_class
 from common.sync.plans.base import AUTO
 from common.utils.paths import part_command
 from lab.compare.settings import Settings
@@ -48,6 +48,11 @@ class Run:
         return self.cell.nodes
 
     @property
+    def ranks(self) -> int:
+        """The number of ranks on all nodes."""
+        return self.cell.ranks
+
+    @property
     def seed(self) -> int:
         """The seed of the training."""
         return self.settings.seeds_to_run[self.repeat]
@@ -57,6 +62,8 @@ class Run:
         """For a person, e.g. "ring on 2 ranks, repeat 1"; with a rate each has an emulated node."""
         place = "rank" if self.cell.rate is None else "node"
         name = f"{self.cell.sync} on {count(self.nodes, place)}"
+        if self.cell.ranks_per_node > 1:
+            name += f" with {self.cell.ranks_per_node} ranks each"
         if self.cell.rate is not None:
             name += f" at {self.cell.rate}"
         return f"{name}, repeat {self.repeat + 1}"
@@ -87,9 +94,15 @@ def plan_cells(settings: Settings, *, cores: float = math.inf) -> list[Cell]:
             continue
         batch_size = settings.batch_size
         if settings.scaling == "weak":
-            batch_size *= nodes
+            batch_size *= settings.ranks_on(nodes)
         cells += [
-            new_cell(sync, nodes, rate=rate, batch_size=batch_size)
+            new_cell(
+                sync,
+                nodes,
+                rate=rate,
+                batch_size=batch_size,
+                ranks_per_node=settings.ranks_per_node,
+            )
             for rate in settings.rates
             for sync in settings.sync
             if sync != "none"
@@ -100,7 +113,7 @@ def plan_cells(settings: Settings, *, cores: float = math.inf) -> list[Cell]:
             f"{' and '.join(map(str, settings.nodes))} ranks: add a strategy, or 1 to --nodes"
         )
     for cell in cells:
-        cell.oversubscribed = cell.nodes > cores
+        cell.oversubscribed = cell.ranks > cores
     return cells
 
 
@@ -155,6 +168,8 @@ def node_command(run: Run) -> list[str]:
     command: list[object] = [*part_command(part_of(sync))]
     if sync not in ("none", "ddp"):
         command += ["--sync", sync]
+    if any(option.name == "ranks_per_node" for option in plan_class(sync).options()):
+        command += ["--ranks-per-node", settings.ranks_per_node]
     command += [
         *("--dataset", settings.dataset, "--model", settings.model),
         *("--batch-size", run.cell.batch_size, "--seed", run.seed),

@@ -22,7 +22,14 @@ COMPARE_FLAGS: dict[str, dict[str, Any]] = {
         "type": int,
         "nargs": "+",
         "default": [1, 2],
-        "help": "numbers of ranks to compare; 1 is PartOne",
+        "help": "numbers of ranks to compare; 1 is PartOne. With --ranks-per-node numbers of "
+        "nodes, of which 1 is still PartOne, one rank",
+    },
+    "--ranks-per-node": {
+        "type": int,
+        "default": Settings.ranks_per_node,
+        "metavar": "K",
+        "help": "with --rate: ranks on each emulated node, which share its link",
     },
     "--sync": {
         "nargs": "+",
@@ -212,8 +219,14 @@ def strategies(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _compare(args: argparse.Namespace) -> int:
+    from common.errors import UserError
     from lab.compare.reporting import compare_and_report, plan_and_describe
 
+    if args.plan and args.ranks_per_node > 1:
+        raise UserError(
+            f"--plan starts one rank on each node, so --ranks-per-node {args.ranks_per_node} needs "
+            "emulated nodes: leave out one of the two"
+        )
     seeds = args.seeds if args.until_accuracy is not None else 1
     settings = Settings(
         nodes=tuple(args.nodes),
@@ -231,6 +244,7 @@ def _compare(args: argparse.Namespace) -> int:
         flags=tuple(args.flags),
         rates=tuple(args.rate) or (None,),
         compute=args.compute,
+        ranks_per_node=args.ranks_per_node,
     )
     do = plan_and_describe if args.plan else compare_and_report
     return do(

@@ -22,47 +22,59 @@ class Executors(contextlib.ExitStack):
 
     Parameters
     ----------
-    most_nodes : the largest number of nodes of any run; the cluster of a rate has that many.
+    most_nodes : the largest number of nodes of any run; the cluster of a rate has that many, each
+        with ``ranks_per_node`` ranks.
     rates : of the links. None: loopback.
 
     Raises UserError, before anything runs, if this machine allows no such cluster.
     """
 
-    def __init__(self, most_nodes: int, rates: Sequence[str | None] = ()) -> None:
+    def __init__(
+        self, most_nodes: int, rates: Sequence[str | None] = (), *, ranks_per_node: int = 1
+    ) -> None:
         super().__init__()
         self._most_nodes = most_nodes
+        self._ranks_per_node = ranks_per_node
         self._clusters: dict[tuple[int, str | None], Cluster] = {}
         for rate in filter(None, rates):
-            Cluster(most_nodes, rate=rate)  # starts nothing, but checks that it could
+            Cluster(
+                most_nodes, ranks_per_node=ranks_per_node, rate=rate
+            )  # starts nothing, but checks that it could
 
     def run(
         self,
         command: Sequence[str],
-        nodes: int,
+        ranks: int,
         *,
         rate: str | None,
         logs: Path,
         limit_seconds: float,
     ) -> str | None:
-        """Run ``python command`` on ``nodes`` nodes and wait for its end.
+        """Run ``python command`` for that many ranks, on the first nodes, and wait for its end.
 
-        rate : of their links; None: over loopback. logs : the folder of the nodes' output.
-        Returns None if all nodes succeed, else the error message of the node that failed first.
+        rate : of the nodes' links; None: over loopback. logs : the folder of the ranks' output.
+        Returns None if all ranks succeed, else the error message of the rank that failed first.
         Raises GroupError if the cluster cannot be made.
         """
         shutil.rmtree(logs, ignore_errors=True)  # of a run that was interrupted
         # At a rate, runs on fewer nodes use a part of the largest cluster.
-        size = nodes if rate is None else self._most_nodes
+        size = ranks if rate is None else self._most_nodes
         if (size, rate) not in self._clusters:
             # Over loopback each rank is a new interpreter, as if a user had started it by hand.
-            new = Cluster(size, rate=rate, loopback=rate is None, fresh=rate is None)
+            new = Cluster(
+                size,
+                ranks_per_node=1 if rate is None else self._ranks_per_node,
+                rate=rate,
+                loopback=rate is None,
+                fresh=rate is None,
+            )
             self._clusters[size, rate] = self.enter_context(new)
         cluster = self._clusters[size, rate]
         program = [sys.executable, *command]
-        if nodes > 1:
-            program += [*_NODE_FLAGS, "--num-nodes", str(nodes)]
+        if ranks > 1:
+            program += [*_NODE_FLAGS, "--num-nodes", str(ranks)]
         try:
-            cluster.start(program, nodes=range(nodes), logs=logs)
+            cluster.start(program, ranks=range(ranks), logs=logs)
             ends = cluster.wait(limit_seconds=limit_seconds, stop_at_failure=True)
         except TimeoutError as error:
             self._end_clusters()
@@ -70,8 +82,8 @@ class Executors(contextlib.ExitStack):
         except GroupError as error:
             self._end_clusters()
             return str(error)
-        failed = {end.node: end.status for end in ends if end.status != 0}
-        return describe_failure(failed, {node: cluster.log(node, logs) for node in failed})
+        failed = {end.rank: end.status for end in ends if end.status != 0}
+        return describe_failure(failed, {rank: cluster.log(rank, logs) for rank in failed})
 
     def _end_clusters(self) -> None:
         """End what still runs; the next run gets a new cluster."""

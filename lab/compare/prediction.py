@@ -11,14 +11,19 @@ from datetime import datetime, timedelta
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from common.emulation.compute_profile import Profile, load_profile
 from common.emulation.emulated_model import check_parameters
 from common.errors import GroupError, UserError, count
 from common.models import build_model
 from common.sync import STRATEGIES
-from common.sync.message_cost import GradientSize
+from common.sync.message_cost import Among, GradientSize
+from common.sync.node_layout import NodeLayout
+from common.sync.plans.base import MessagePlan
+from common.sync.plans.batchnorm import SyncBatchNormPlan
+from common.sync.plans.links import link_bytes
+from common.training_engine.batchnorm import synchronised_layers
 from common.utils.environment import environment
 from common.utils.progress import console, duration
 from common.utils.typed_json import Facts, read_json
@@ -38,8 +43,13 @@ from lab.predict.calibration_file import (
     load_calibration,
 )
 from lab.predict.compute_model import StepCompute, local_samples
-from lab.predict.event_model import Network, predict_step
-from lab.predict.measured_links import MeasuredLinks, network_from
+from lab.predict.event_model import Network, predict_step, with_waits
+from lab.predict.measured_links import (
+    ProbedLinks,
+    SharedLinks,
+    network_from,
+    shared_links_from,
+)
 from lab.predict.scenario import compute_of
 from lab.predict.tables import message_plans
 from lab.predict.variants import split_variant
@@ -71,9 +81,12 @@ def predict(
         settings, folder, calibration, own_machines=executors is None
     )
     links = list(dict.fromkeys(_link(cell) for cell in comparison.cells if cell.nodes > 1))
+    grouped: dict[Link, Network] = {}
     # Emulated nodes or links are measured themselves; else the calibration has their network.
     if executors is not None and (settings.emulated or any(settings.rates)):
-        networks = _measure_networks(links, settings, gradients, folder, executors, calibration)
+        networks, grouped = _measure_networks(
+            links, settings, gradients, folder, executors, calibration
+        )
         facts = _facts_of_networks(networks)
     else:
         assert calibration is not None  # loaded, or made since compute is real
@@ -89,8 +102,10 @@ def predict(
         compute_at,
         gradients,
         settings.strategy_options,
+        batchnorm=_batchnorm_plan(settings.model, synchronised=settings.sync_batchnorm),
         other_model=other_model,
         no_network=no_network,
+        grouped=grouped,
     )
     comparison.prediction = Prediction(
         made=datetime.now().isoformat(timespec="seconds"),
@@ -135,8 +150,10 @@ def forecast(
     gradients: Sequence[GradientSize],
     options: Mapping[str, Any],
     *,
+    batchnorm: MessagePlan | None = None,
     other_model: str | None = None,
     no_network: bool = False,
+    grouped: Mapping[Link, Network] | None = None,
 ) -> dict[str, PredictedCell]:
     """Return what the event model predicts for each cell, by its id.
 
@@ -146,10 +163,12 @@ def forecast(
     Parameters
     ----------
     networks : by nodes and rate of the cells.
-    compute_at : returns a rank's step among that number of nodes.
+    compute_at : returns a rank's step among that number of ranks.
     options : of the strategies.
+    batchnorm : the messages for which layers wait; None: there are none.
     other_model : the model whose compute was measured, unless it is the right one.
     no_network : messages were measured over loopback, but the nodes are machines.
+    grouped : like ``networks``, for strategies whose operations are not among all ranks.
     """
     plans = message_plans([cell.sync for cell in cells], options)
     nothing_sent = Network(0.0, 0.0)  # the network of one node
@@ -157,11 +176,16 @@ def forecast(
     for cell in cells:
         why = _out_of_scope(cell, other_model=other_model, no_network=no_network)
         network = networks.get(_link(cell), nothing_sent)
-        compute = compute_at(cell.nodes)
+        compute = compute_at(cell.ranks)
+        if batchnorm is not None:
+            compute = with_waits(compute, batchnorm, gradients, cell.ranks, network=network)
+        if kinds_of([cell.sync], options, gradients, cell.ranks, among=("node", "leaders")):
+            network = (grouped or {}).get(_link(cell), network)
         plan = with_best_buckets(
-            plans[cell.sync], gradients, cell.nodes, network=network, compute=compute
+            plans[cell.sync], gradients, cell.ranks, network=network, compute=compute
         )
-        step = predict_step(plan, gradients, cell.nodes, network=network, compute=compute)
+        step = predict_step(plan, gradients, cell.ranks, network=network, compute=compute)
+        sending = [plan] if batchnorm is None else [plan, batchnorm]
         found[cell.id] = PredictedCell(
             step_seconds=step.step_seconds,
             compute_seconds=step.compute_seconds,
@@ -169,12 +193,51 @@ def forecast(
             in_scope=not why,
             why=why,
             bucket_mb=getattr(plan, "bucket_mb", None),
-            bytes_sent=[
-                float(plan.bytes_sent(gradients, rank, cell.nodes)) / plan.period
-                for rank in range(cell.nodes)
-            ],
+            bytes_sent=_bytes_sent(sending, gradients, cell.ranks),
+            link_bytes=_link_bytes(sending, gradients, cell),
         )
     return found
+
+
+def _batchnorm_plan(model: str, *, synchronised: bool) -> MessagePlan | None:
+    """Return the messages for which the model's layers wait; None unless they are synchronised."""
+    if not synchronised:
+        return None
+    return SyncBatchNormPlan(layers=synchronised_layers(build_model(model, _CLASSES)))
+
+
+def _bytes_sent(
+    sending: Sequence[MessagePlan], gradients: Sequence[GradientSize], ranks: int
+) -> list[float]:
+    """Return the bytes of a step that each rank sends."""
+    return [
+        sum(float(plan.bytes_sent(gradients, rank, ranks) / plan.period) for plan in sending)
+        for rank in range(ranks)
+    ]
+
+
+def _link_bytes(
+    sending: Sequence[MessagePlan], gradients: Sequence[GradientSize], cell: Cell
+) -> list[tuple[float, float]]:
+    """Return the bytes of a step that each emulated node sends and receives over its link.
+
+    Empty for a plan that does not say who receives its messages, and without emulated links.
+    """
+    if cell.rate is None or cell.nodes == 1:
+        return []
+    layout = NodeLayout.even(cell.ranks, cell.ranks_per_node)
+    totals = [(0.0, 0.0)] * cell.nodes
+    try:
+        for plan in sending:
+            for node, (sent, received) in enumerate(link_bytes(plan, gradients, layout)):
+                so_far = totals[node]
+                totals[node] = (
+                    so_far[0] + float(sent / plan.period),
+                    so_far[1] + float(received / plan.period),
+                )
+    except UserError:
+        return []
+    return totals
 
 
 def _out_of_scope(cell: Cell, *, other_model: str | None, no_network: bool) -> str:
@@ -195,7 +258,7 @@ def compute_on_nodes(
 ) -> tuple[Callable[[int], StepCompute], Sequence[GradientSize], str]:
     """Return how long a rank computes, the gradients' sizes, and the source of the times.
 
-    The first is a function: it takes the number of nodes, which decides a rank's samples, and
+    The first is a function: it takes the number of ranks, which decides a rank's samples, and
     returns the rank's step.
 
     calibration : the source of the times, unless compute is emulated: then it is not used, may be
@@ -218,8 +281,8 @@ def compute_on_nodes(
     check_parameters(profile, trained)
     sizes = dict(zip(trained, GradientSize.of(trained.values()), strict=True))
 
-    def emulated(nodes: int) -> StepCompute:
-        samples = local_samples(settings.batch_size, nodes, scaling=settings.scaling)
+    def emulated(ranks: int) -> StepCompute:
+        samples = local_samples(settings.batch_size, ranks, scaling=settings.scaling)
         return emulated_compute(profile, samples, sizes)
 
     source = f"EMULATED by profile {profile.name} of {profile.machine}, {profile.made}"
@@ -251,13 +314,15 @@ def kinds_of(
     strategies: Sequence[str],
     options: Mapping[str, Any],
     gradients: Sequence[GradientSize],
-    nodes: int,
+    ranks: int,
+    *,
+    among: Sequence[Among] = get_args(Among),
 ) -> list[str]:
     """Return the kinds of operations of these strategies, for lab/calibrate/link_probe.py."""
     names = [split_variant(name)[0] for name in strategies]
     plans = message_plans(names, {**options, "bucket_mb": None}).values()
-    operations = [plan.operations(gradients, nodes) for plan in plans]
-    return sorted({operation.kind for operation in chain.from_iterable(operations)})
+    operations = [plan.operations(gradients, ranks) for plan in plans]
+    return sorted({each.kind for each in chain.from_iterable(operations) if each.among in among})
 
 
 def _measure_networks(
@@ -267,8 +332,11 @@ def _measure_networks(
     folder: Path,
     executors: Executors,
     calibration: Calibration | None,
-) -> dict[Link, Network]:
-    """Measure each of the networks now. calibration : None if compute is emulated."""
+) -> tuple[dict[Link, Network], dict[Link, Network]]:
+    """Measure each of the networks now; return them as ``forecast`` takes them.
+
+    calibration : None if compute is emulated.
+    """
     console.print(
         f"measuring messages between the ranks for the predictions: "
         f"{count(len(links), 'measurement')}, up to a minute each (--no-predict leaves them "
@@ -277,10 +345,14 @@ def _measure_networks(
     # Messages slow down a backward pass that computes, not one that sleeps.
     overlap_cost = 0.0 if calibration is None else calibration.network.overlap_cost
     networks = {}
+    grouped = {}
     for link in links:
         measured = _measure_network(link, settings, gradients, folder, executors)
-        networks[link] = replace(measured, overlap_cost=overlap_cost)
-    return networks
+        if measured.flat is not None:
+            networks[link] = replace(measured.flat, overlap_cost=overlap_cost)
+        if measured.grouped is not None:
+            grouped[link] = replace(measured.grouped, overlap_cost=overlap_cost)
+    return networks, grouped
 
 
 def _measure_network(
@@ -289,21 +361,34 @@ def _measure_network(
     gradients: Sequence[GradientSize],
     folder: Path,
     executors: Executors,
-) -> Network:
+) -> SharedLinks:
     """Measure the network of some nodes now (lab/calibrate/link_probe.py)."""
     nodes, rate = link
-    name = f"links-{cell_suffix(nodes, rate)}"
+    ranks = settings.ranks_on(nodes)
+    name = f"links-{cell_suffix(nodes, rate, settings.ranks_per_node)}"
     output = folder / f"{name}.json"
     command = ["-m", "lab.calibrate.link_probe", "--output", str(output)]
     if rate is not None:
         command.append("--shaped")
-    command += ["--kinds", *kinds_of(settings.sync, settings.strategy_options, gradients, nodes)]
+    options = settings.strategy_options
+    command += ["--ranks-per-node", str(settings.ranks_per_node)]
+    for among in get_args(Among):
+        kinds = kinds_of(settings.sync, options, gradients, ranks, among=[among])
+        if among == "all" and settings.sync_batchnorm:
+            kinds = sorted({*kinds, "all_reduce"})
+        command += [f"--{among}", *kinds]
     message = executors.run(
-        command, nodes, rate=rate, logs=folder / "logs" / name, limit_seconds=_LIMIT_SECONDS
+        command, ranks, rate=rate, logs=folder / "logs" / name, limit_seconds=_LIMIT_SECONDS
     )
     if message is not None:
-        raise GroupError(f"the messages of {nodes} ranks could not be measured: {message}")
-    return network_from(read_json(output, MeasuredLinks), rate_bits=parse_rate(rate))
+        raise GroupError(f"the messages of {ranks} ranks could not be measured: {message}")
+    found = read_json(output, ProbedLinks)
+    rate_bits = parse_rate(rate)
+    if settings.ranks_per_node == 1:
+        assert found.all is not None
+        return SharedLinks(network_from(found.all, rate_bits=rate_bits), None)
+    assert rate_bits is not None  # the settings ask for it
+    return shared_links_from(found, rate_bits=rate_bits, ranks_per_node=settings.ranks_per_node)
 
 
 def predict_imported(comparison: Comparison) -> None:
@@ -322,8 +407,10 @@ def predict_imported(comparison: Comparison) -> None:
         return
     predicted: dict[str, PredictedCell] = {}
     for cell in comparison.cells:
-        if _calibrated_for(comparison.group_facts(cell.group), calibration):
-            predicted |= _forecast_imported(cell, calibration)
+        facts = comparison.group_facts(cell.group)
+        if _calibrated_for(facts, calibration):
+            synchronised = facts.get("sync_batchnorm", "off") not in ("off", False)
+            predicted |= _forecast_imported(cell, calibration, synchronised=synchronised)
     if predicted:
         source = f"calibrated on {calibration.name}, {calibration.made}"
         comparison.prediction = Prediction(
@@ -342,7 +429,9 @@ def _calibrated_for(facts: Facts, calibration: Calibration) -> bool:
     return here and plain and facts.get("model") == calibration.model
 
 
-def _forecast_imported(cell: Cell, calibration: Calibration) -> dict[str, PredictedCell]:
+def _forecast_imported(
+    cell: Cell, calibration: Calibration, *, synchronised: bool
+) -> dict[str, PredictedCell]:
     """Return the prediction of a cell whose runs have ended; {} for an unknown strategy."""
     strategy, _ = split_variant(cell.sync)
     if strategy not in STRATEGIES or cell.batch_size is None:
@@ -362,6 +451,7 @@ def _forecast_imported(cell: Cell, calibration: Calibration) -> dict[str, Predic
         compute_at,
         calibration.gradient_sizes,
         {},
+        batchnorm=_batchnorm_plan(calibration.model, synchronised=synchronised),
         no_network=apart and calibration.over_loopback,
     )
 

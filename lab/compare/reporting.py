@@ -30,7 +30,9 @@ def compare_and_report(
 
     After Ctrl-C the report shows what is finished.
     """
-    executors = Executors(max(settings.nodes), settings.rates)
+    executors = Executors(
+        max(settings.nodes), settings.rates, ranks_per_node=settings.ranks_per_node
+    )
     folder, comparison = open_comparison(settings, reports=reports, anew=anew, command=command)
     status = 0
     try:

@@ -97,7 +97,7 @@ def open_comparison(
 
 def _warnings(cells: Sequence[Cell], cores: int) -> list[str]:
     """Return a warning if ranks share cores, else nothing."""
-    crowded = sorted({cell.nodes for cell in cells if cell.oversubscribed})
+    crowded = sorted({cell.ranks for cell in cells if cell.oversubscribed})
     if not crowded:
         return []
     return [
@@ -258,7 +258,7 @@ def _run(run: Run, executors: Executors) -> Repeat:
     shutil.rmtree(run.path, ignore_errors=True)  # of a run that was interrupted
     message = executors.run(
         node_command(run),
-        run.nodes,
+        run.ranks,
         rate=run.cell.rate,
         logs=run.logs,
         limit_seconds=_LIMIT_SECONDS,

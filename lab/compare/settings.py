@@ -19,11 +19,12 @@ class Settings:
     """What a comparison measures. An interrupted comparison resumes if its settings are equal.
 
     "ddp-auto" or "ddp-9" in ``sync`` is ddp with that --bucket-mb. ``batch_size`` is global with
-    "strong" scaling, per node with "weak". ``steps`` are measured after ``warmup`` other steps.
+    "strong" scaling, per rank with "weak". ``steps`` are measured after ``warmup`` other steps.
     With ``until_accuracy`` each of ``seeds`` trains once, for at most ``epochs`` epochs; otherwise
     the first seed trains ``repeats`` times. ``rates`` are link rates such as "200mbit", each on its
-    own cluster; None is loopback. ``compute`` is "real" or a profile of emulated
-    compute, as for the parts. Every run gets ``flags`` unchanged.
+    own cluster; None is loopback. ``ranks_per_node`` share a node's link; a single node runs one
+    rank in any case. ``compute`` is "real" or a profile of emulated compute, as for the parts.
+    Every run gets ``flags`` unchanged.
     """
 
     nodes: tuple[int, ...]
@@ -41,12 +42,22 @@ class Settings:
     flags: tuple[str, ...] = ()
     rates: tuple[str | None, ...] = (None,)
     compute: str = "real"
+    ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
         self._check_counts()
-        if self.scaling != "weak" and max(self.nodes) > self.batch_size:
+        if self.ranks_per_node > 1 and None in self.rates:
             raise UserError(
-                f"--nodes: got {max(self.nodes)}, more than the {self.batch_size} samples of a "
+                f"--ranks-per-node {self.ranks_per_node}: over loopback no node has a link that "
+                "its ranks could share: add --rate, for example --rate 1gbit"
+            )
+        most_ranks = max(map(self.ranks_on, self.nodes))
+        if self.scaling != "weak" and most_ranks > self.batch_size:
+            got = str(max(self.nodes))
+            if self.ranks_per_node > 1:
+                got += f" with {self.ranks_per_node} ranks each"
+            raise UserError(
+                f"--nodes: got {got}, more than the {self.batch_size} samples of a "
                 "global batch: give fewer ranks or a larger --batch-size"
             )
         if not self.seeds or min(self.seeds) < 0:
@@ -75,6 +86,7 @@ class Settings:
             "--steps": (self.steps,),
             "--warmup": (self.warmup,),
             "--repeats": (self.repeats,),
+            "--ranks-per-node": (self.ranks_per_node,),
             "--batch-size": (self.batch_size,),
             "--epochs": (self.epochs,),
         }
@@ -93,6 +105,10 @@ class Settings:
                 raise UserError(
                     f"--sync: got {name}, but {strategy} has no buckets: give {strategy}"
                 )
+
+    def ranks_on(self, nodes: int) -> int:
+        """Return the number of ranks on that many nodes; on a single one PartOne trains alone."""
+        return nodes * self.ranks_per_node if nodes > 1 else 1
 
     @property
     def emulated(self) -> bool:
@@ -127,7 +143,7 @@ class Settings:
     def strategy_options(self) -> dict[str, Any]:
         """The strategies' options among the flags, by the names of the strategies' arguments."""
         parsers = {flag(name): (name, parse) for name, parse in option_parsers().items()}
-        options = {}
+        options: dict[str, Any] = {"ranks_per_node": self.ranks_per_node}
         for given, value in pairwise(self.flags):
             if given in parsers:
                 name, parse = parsers[given]
@@ -136,6 +152,12 @@ class Settings:
                 except ValueError:
                     return {}  # the part itself reports a wrong value
         return options
+
+    @property
+    def sync_batchnorm(self) -> bool:
+        """Whether BatchNorm layers normalise over all ranks; the last of the flags counts."""
+        given = [value for name, value in pairwise(self.flags) if name == "--sync-batchnorm"]
+        return given[-1:] not in ([], ["off"])
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as plain values, as a JSON file gives them back."""

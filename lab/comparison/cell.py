@@ -39,24 +39,30 @@ class CellRun:
     facts: Facts | None = None
 
 
-def new_cell(sync: str, nodes: int, *, batch_size: float, rate: str | None = None) -> Cell:
+def new_cell(
+    sync: str, nodes: int, *, batch_size: float, rate: str | None = None, ranks_per_node: int = 1
+) -> Cell:
     """Return a cell without repeats."""
     strategy, _ = split_variant(sync)
     return Cell(
-        id=f"{sync}-{cell_suffix(nodes, rate)}",
+        id=f"{sync}-{cell_suffix(nodes, rate, ranks_per_node)}",
         sync=sync,
         nodes=nodes,
+        ranks_per_node=ranks_per_node,
         rate=rate,
         batch_size=batch_size,
         exact=is_exact(strategy),
     )
 
 
-def cell_suffix(nodes: int, rate: str | None) -> str:
-    """Return the part of a file's name for the number of nodes and the rate, e.g. "n2-1gbit"."""
+def cell_suffix(nodes: int, rate: str | None, ranks_per_node: int = 1) -> str:
+    """Return the part of a file's name for nodes and rate, e.g. "n2-1gbit", or "n2x4-1gbit"."""
+    size = f"n{nodes}"
+    if ranks_per_node > 1:
+        size += f"x{ranks_per_node}"
     if rate is None:
-        return f"n{nodes}"
-    return f"n{nodes}-" + re.sub(r"[^a-z0-9.]", "", rate.lower())
+        return size
+    return f"{size}-" + re.sub(r"[^a-z0-9.]", "", rate.lower())
 
 
 def gather(

@@ -121,7 +121,7 @@ class Medians(Struct, kw_only=True):
 
 
 class Cell(Struct, kw_only=True):
-    """A strategy on a number of nodes.
+    """A strategy on a number of nodes, each with ``ranks_per_node`` ranks.
 
     bucket_mb : only of "ddp-auto" and its like: the MiB of a bucket that the prediction chose; None
     for the default sizes.
@@ -130,6 +130,7 @@ class Cell(Struct, kw_only=True):
     id: Name
     sync: Name
     nodes: Ranks
+    ranks_per_node: Ranks = 1
     rate: LinkRate | None
     batch_size: BatchSize | None
     exact: bool
@@ -145,6 +146,11 @@ class Cell(Struct, kw_only=True):
     bucket_mb: BucketSize | UnsetType | None = UNSET
 
     @property
+    def ranks(self) -> int:
+        """The number of ranks on all nodes together."""
+        return self.nodes * self.ranks_per_node
+
+    @property
     def runs(self) -> list[Repeat]:
         """The successful repeats."""
         return [repeat for repeat in self.repeats if repeat.done]
@@ -154,6 +160,7 @@ class PredictedCell(Struct, kw_only=True):
     """What the event model says about a cell.
 
     in_scope : whether the model promises 20 %, else ``why`` not. bytes_sent : of each rank, a step.
+    link_bytes : sent and received over each emulated node's link, a step, without headers.
     """
 
     step_seconds: StepTime
@@ -163,6 +170,7 @@ class PredictedCell(Struct, kw_only=True):
     why: Text = ""
     bucket_mb: BucketSize | None = None
     bytes_sent: Annotated[list[Bytes], Meta(max_length=65_536)] = []
+    link_bytes: Annotated[list[tuple[Bytes, Bytes]], Meta(max_length=65_536)] = []
 
 
 class Prediction(Struct, kw_only=True):
@@ -345,8 +353,8 @@ def _check_repeat(repeat: Repeat, cell: Cell, kind: str, name: str) -> None:
             f"{name}: cell {cell.id} has a repeat in {shown(repeat.folder)}, expected a folder in "
             "the comparison's own"
         )
-    if repeat.done and len(repeat.ranks) != cell.nodes:
+    if repeat.done and len(repeat.ranks) != cell.ranks:
         raise UserError(
             f"{name}: a repeat of cell {cell.id} has {len(repeat.ranks)} ranks, expected "
-            f"{cell.nodes}"
+            f"{cell.ranks}"
         )

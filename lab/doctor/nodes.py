@@ -308,15 +308,15 @@ def _shared_nodes(flags: Namespace, reports: Sequence[NodeReport]) -> CheckResul
     sizes = [len(ranks) for ranks in layout]
     if len(set(sizes)) > 1:
         return warning(
-            f"{text}; nodes with different numbers of ranks ({', '.join(map(str, sizes))}): the "
-            "fullest one is the slowest",
+            f"{text}; they have different numbers of ranks ({', '.join(map(str, sizes))}), and the "
+            "others wait for the fullest",
             "if a machine was started twice by mistake, start that rank on another one",
         )
     if len(layout) == 1 and not all(map(is_loopback, resolve(flags.master_ip))):
         return warning(
-            f"{text}; all ranks share one node, although --master-ip {flags.master_ip} can be "
-            "reached from others",
-            "if that is not meant, start the other ranks on the other machines",
+            f"{text}; all ranks share one node, although other machines reach --master-ip "
+            f"{flags.master_ip}",
+            "to use several machines, start each of the other ranks on its own",
         )
     return ok(text)
 

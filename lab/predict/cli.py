@@ -87,13 +87,12 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "type": int,
         "metavar": "K",
         "default": 1,
-        "help": "ranks on each node, which share its link (default: 1)",
+        "help": "ranks on each node, which share its link",
     },
     "--sync-batchnorm": {
         "choices": ["off", "on"],
         "default": "off",
-        "help": "on: BatchNorm layers normalise over all ranks, and wait for two messages each "
-        "(default: off)",
+        "help": "on: BatchNorm layers normalise over all ranks, and wait for two messages each",
     },
     "--calibration": {
         "type": Path,

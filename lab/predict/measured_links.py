@@ -4,12 +4,23 @@ lab/calibrate/link_measurements.py measures them. An operation takes max(alpha1,
 alpha0), with alpha1 from messages of 1 KB and alpha0 from messages of 2 MB.
 """
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from common.sync.message_cost import Operation
 from common.utils.typed_json import Count, Ranks, Text
-from lab.predict.event_model import HEADERS, ByteSeconds, MessageSeconds, Network, Rate, loads
+from lab.predict.event_model import (
+    HEADERS,
+    ByteSeconds,
+    MessageSeconds,
+    Network,
+    Rate,
+    exchange_stage,
+    loads,
+    stages_of,
+)
 
 _Rows = Annotated[list[tuple[Count, MessageSeconds]], Meta(min_length=2, max_length=3)]
 
@@ -27,8 +38,16 @@ class MeasuredLinks(Struct):
     copy: ByteSeconds
 
 
+class ProbedLinks(Struct):
+    """The file of lab/calibrate/link_probe.py, by who sends: see ``Operation.among``."""
+
+    all: MeasuredLinks | None = None
+    node: MeasuredLinks | None = None
+    leaders: MeasuredLinks | None = None
+
+
 def network_from(found: MeasuredLinks, *, rate_bits: float | None) -> Network:
-    """Return the network from what ``measure_links`` returned.
+    """Return the network from what ``measure_links`` returned, of ranks with a link each.
 
     rate_bits : of the links in a second; None: from the measured times of the two large message
         sizes.
@@ -47,3 +66,61 @@ def network_from(found: MeasuredLinks, *, rate_bits: float | None) -> Network:
         kinds[kind] = Rate(max(0.0, seconds - beta * link_bytes) / messages, beta, floor)
     first = next(iter(kinds.values()))
     return Network(first.alpha_seconds, first.beta_seconds_per_byte, found.sum, found.copy, kinds)
+
+
+@dataclass(frozen=True)
+class SharedLinks:
+    """Networks of nodes with several ranks, as measured: None if no strategy needs one.
+
+    flat : for operations among all ranks. grouped : for those in each node and between leaders.
+    """
+
+    flat: Network | None
+    grouped: Network | None
+
+
+def shared_links_from(found: ProbedLinks, *, rate_bits: float, ranks_per_node: int) -> SharedLinks:
+    """Return the networks of nodes of which ``ranks_per_node`` ranks each share a link.
+
+    rate_bits : of the links, in a second.
+    """
+    inside = None
+    if found.node is not None:
+        inside = network_from(found.node, rate_bits=None)
+    flat = None
+    if found.all is not None:
+        flat = _shared_network(found.all, rate_bits, ranks_per_node, inside)
+    grouped = None
+    if found.leaders is not None:
+        grouped = network_from(found.leaders, rate_bits=rate_bits).over(
+            rate_bits=None, latency_seconds=None, ranks_per_node=ranks_per_node, inside=inside
+        )
+    return SharedLinks(flat, grouped)
+
+
+def _shared_network(
+    found: MeasuredLinks, rate_bits: float, ranks_per_node: int, inside: Network | None
+) -> Network:
+    """Return the network of operations among all ranks, of which several share each link."""
+    beta = 8 * HEADERS / rate_bits
+    no_alpha = Rate(0.0, beta)
+    quick = Rate(0.0, 0.0)  # unless messages inside a node were measured
+    kinds = {}
+    for kind, rows in found.kinds.items():
+        (_, floor), (nbytes, seconds), *_ = rows
+        if kind == "exchange":
+            stages = [exchange_stage(Operation(kind, nbytes), found.nodes, ranks_per_node)]
+        else:
+            stages = [*stages_of(kind, found.nodes, ranks_per_node)]
+        within = quick if inside is None else inside.rate(kind)
+        passing = sum(sum(stage.seconds(nbytes, no_alpha, within)) for stage in stages)
+        kinds[kind] = Rate(max(0.0, seconds - passing) / len(stages), beta, floor)
+    first = next(iter(kinds.values()))
+    measured = Network(first.alpha_seconds, beta, found.sum, found.copy, kinds)
+    free = Network(0.0, 0.0, found.sum, found.copy)
+    return measured.over(
+        rate_bits=None,
+        latency_seconds=None,
+        ranks_per_node=ranks_per_node,
+        inside=inside or free,
+    )

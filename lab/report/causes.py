@@ -158,7 +158,12 @@ def leaving(row: CellRow) -> str:
 def messages(row: CellRow) -> str:
     """Say when a strategy's messages leave, or what passes rank 0's link, and what this costs."""
     exposed = f"({seconds_text(row.medians.sync, row.step)} s of a step are exposed)"
-    if (row.root_share or 0.0) > EQUAL_SHARE / row.nodes:  # rank 0 receives as much as it sends
+    root_is_busy = (row.root_share or 0.0) > EQUAL_SHARE / row.nodes
+    if row.cell.ranks_per_node > 1 and row.busiest_link_bytes is not None:
+        link = "node 0's link" if root_is_busy else "each node's link"
+        megabytes = 1e-6 * row.busiest_link_bytes
+        return f"of {row.sync} put {megabytes:.0f} MB a step through {link} each way {exposed}"
+    if root_is_busy:  # rank 0 receives as much as it sends
         megabytes = 2e-6 * (row.medians.root_bytes_sent or 0.0)
         return f"of {row.sync} put {megabytes:.0f} MB a step through rank 0's link {exposed}"
     return f"of {row.sync} {leaving(row)} {exposed}"

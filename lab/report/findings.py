@@ -9,11 +9,13 @@ or tied?".
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from statistics import fmean, median
 from typing import NamedTuple
 
 from common.data import DATASETS
 from common.utils.grouping import grouped
+from lab.predict.event_model import HEADERS
 from lab.report.causes import BUSY, EQUAL_SHARE, compared, load, times_text
 from lab.report.equality import DDP, GROWTH, STEPS, Deviation, Equality, check
 from lab.report.losses import Difference, curves, differences
@@ -21,7 +23,6 @@ from lab.report.view import (
     CellRow,
     ComparisonGroup,
     Interval,
-    Place,
     Rows,
     interval_text,
     listed,
@@ -86,22 +87,22 @@ def _found(block: ComparisonGroup, parts: Mapping[int, Rows], finders: Sequence[
         said = [(nodes, found) for nodes, rows in parts.items() for found in find(block, rows)]
         by_text = grouped((found.text, (nodes, found)) for nodes, found in said)
         for members in by_text.values():
-            yield _joined(members, block.place)
+            yield _joined(members, block)
 
 
-def _joined(members: Sequence[tuple[int, ReportFinding]], place: Place) -> ReportFinding:
+def _joined(members: Sequence[tuple[int, ReportFinding]], block: ComparisonGroup) -> ReportFinding:
     """Return findings with the same text on these numbers of nodes (0: all together) as one."""
     numbers = [nodes for nodes, _ in members]
     _, first = members[0]
     if numbers == [0]:
         return first
-    where = f"On {listed(list(map(str, numbers)))} {place}s"
+    where = f"On {listed(list(map(str, numbers)))} {block.place}s"
     if numbers == [1]:
-        where = f"On one {place}"
+        where = f"On one {block.alone}"
     evidence = first.evidence
     if len(members) > 1:
         evidence = "; ".join(
-            f"on {nodes} {place}s: {finding.evidence}"
+            f"on {nodes} {block.place}s: {finding.evidence}"
             for nodes, finding in members
             if finding.evidence
         )
@@ -258,7 +259,7 @@ def speed(rows: Rows) -> str:
 def _speed_of_one(row: CellRow) -> str:
     text = f"{named(row)} takes {seconds_text(row.step, row.step)} s a step"
     if row.speedup:
-        text += f", {times_text(row.speedup)} as fast as one {row.place}"
+        text += f", {times_text(row.speedup)} as fast as one {row.alone}"
     return text
 
 
@@ -328,7 +329,7 @@ def slower_than_one(block: ComparisonGroup, rows: Rows) -> Found:
     for (certain, words), members in by_certainty.items():
         names = strategies(_syncs(members), of=len(rows))
         are = "is" if len(members) == 1 else "are"
-        text = f" {names} {are} {what} than one {block.place}{words}"
+        text = f" {names} {are} {what} than one {block.alone}{words}"
         evidence = "; ".join(f"{row.sync} {row.speedup:.2f} times" for row in members)
         yield ReportFinding(SPEED, text, evidence, caution=not certain)
 
@@ -350,7 +351,7 @@ def above_ideal(block: ComparisonGroup, rows: Rows) -> Found:
         if efficiency is not None and efficiency > _ABOVE_IDEAL:
             above[row.sync] = efficiency
     if above:
-        one = f"one {block.place}"
+        one = f"one {block.alone}"
         yield ReportFinding(
             SPEED,
             f" the efficiency is above the ideal 100 % ({listed(_each(above))}). The run on {one} "
@@ -428,8 +429,9 @@ def _surely_waits_longer(row: CellRow) -> bool | None:
     return wait[0] > wire[1]
 
 
-def root_share(_: ComparisonGroup, rows: Rows) -> Found:
-    """Compare rank 0's share of all bytes sent with an equal share."""
+def root_share(block: ComparisonGroup, rows: Rows) -> Found:
+    """Compare rank 0's share of all bytes sent with an equal share; or node 0's, of all links."""
+    root = "rank 0" if block.ranks_per_node == 1 else "node 0"
     shares = {}
     uncounted = []
     for row in rows:
@@ -460,7 +462,7 @@ def root_share(_: ComparisonGroup, rows: Rows) -> Found:
         text += f" ({most})"
     yield ReportFinding(
         "Bytes",
-        f" rank 0 {text}; an equal share would be {percent(equal, 1)}.",
+        f" {root} {text}; an equal share would be {percent(equal, 1)}.",
         "; ".join(_each(shares, 1)),
     )
 
@@ -677,6 +679,31 @@ def bytes_as_predicted(_: ComparisonGroup, rows: Rows) -> Found:
         )
 
 
+def links_as_planned(_: ComparisonGroup, rows: Rows) -> Found:
+    """Say whether the kernel counted the bytes of the plans on the links of emulated nodes."""
+    excess = {}
+    for row in rows:
+        planned = row.prediction.link_bytes if row.prediction is not None else []
+        if row.exact and planned and row.link_bytes:
+            pairs = zip(chain(*planned), chain(*row.link_bytes), strict=True)
+            shares = [counted / plan - 1 for plan, counted in pairs if plan]
+            excess[row.name] = max(shares, key=abs)
+    if not excess:
+        return
+    texts = {name: f"{name} {percent(share, 2, signed=True)}" for name, share in excess.items()}
+    far = [texts[name] for name, share in excess.items() if not -0.01 < share < HEADERS - 1]
+    text = (
+        "On the nodes' links the kernel counted the bytes of the strategies' plans and at most "
+        f"{percent(max(excess.values()), 1)} more, the headers of TCP, IP and Ethernet."
+    )
+    if far:
+        text = (
+            "On the nodes' links the kernel counted other bytes than the strategies' plans and "
+            f"headers: {listed(far)}. Messages were sent twice, or others passed the link."
+        )
+    yield ReportFinding("Prediction", text, "; ".join(texts.values()), caution=bool(far))
+
+
 def _agree(formula: Sequence[float], counted: Sequence[float]) -> bool:
     """Return whether the bytes of each rank are equal, to half a byte."""
     if len(formula) != len(counted):
@@ -691,4 +718,4 @@ _ON_NODES = (
     *(bounds, stragglers, root_share),
 )
 _LEARNED = (accuracies, time_to_accuracy)
-_PREDICTION = (predictions, bytes_as_predicted)
+_PREDICTION = (predictions, bytes_as_predicted, links_as_planned)

@@ -43,6 +43,7 @@ class Section:
 
     id : the beginning of its ids in the page. topics : findings by topic, without ``wrong`` and
     ``limits``. tables : names of columns by title. predicted : the lines with a prediction.
+    shared_nodes : see ``ComparisonGroup``.
     """
 
     id: str
@@ -57,6 +58,7 @@ class Section:
     predicted: Sequence[Line]
     figures: Sequence[Drawing]
     settings: Sequence[tuple[str, str]]
+    shared_nodes: Sequence[str]
 
 
 def render(
@@ -148,8 +150,8 @@ def _section(
     lines = tables.lines(block)
     shown: dict[str, Sequence[str]] = {
         "Results": tables.with_values(tables.RESULTS, lines),
-        "Times": tables.TIMES,
-        "Scaling, bytes, memory": tables.COSTS,
+        "Times": tables.shown(tables.TIMES, lines),
+        "Scaling, bytes, memory": tables.shown(tables.COSTS, lines),
     }
     if any(row.memory or row.predicted_memory for row in block.rows):
         shown["Tensors of the rank that holds most"] = tables.MEMORY
@@ -166,4 +168,5 @@ def _section(
         predicted=[line for line in lines if line.row.prediction],
         figures=figures,
         settings=block_settings(block, comparison),
+        shared_nodes=block.shared_nodes,
     )

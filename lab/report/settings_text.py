@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from common.reporting.run_files import shared_nodes
 from common.utils.typed_json import Facts
 from lab.comparison.record import Comparison
 from lab.predict.readable import bandwidth_text, duration_text
@@ -60,7 +59,7 @@ def pairs(facts: Facts) -> list[tuple[str, str]]:
 
 
 def block_settings(block: ComparisonGroup, comparison: Comparison) -> list[tuple[str, str]]:
-    """Return the block's own settings, rate, batch sizes, seeds, shared nodes and folders."""
+    """Return the block's own settings, rate, batch sizes, seeds and folders."""
     repeats = [repeat for row in block.rows for repeat in row.cell.repeats]
     batch_sizes = {row.cell.batch_size for row in block.rows if row.cell.batch_size}
     own = comparison.group_facts(block.group) | {
@@ -68,9 +67,6 @@ def block_settings(block: ComparisonGroup, comparison: Comparison) -> list[tuple
         "global batch size": sorted(batch_sizes),
         "seeds": sorted({repeat.seed for repeat in repeats}),
     }
-    places = [shared_nodes(repeat.ranks) for repeat in repeats if repeat.ranks]
-    if shared := [*dict.fromkeys(filter(None, places))]:
-        own["ranks that share a node"] = shared
     if comparison.kind == "report":
         own["runs"] = [repeat.folder for repeat in repeats]
     return pairs(own)

@@ -59,6 +59,7 @@ COLUMNS = {
     "cell": Column("cell"),
     "strategy": Column("strategy"),
     "nodes": Column("nodes", "d"),
+    "ranks": Column("ranks", "d"),
     "claim": Column("claims exact"),
     "step_or_status": Column("step, s [95 %]"),
     "exposed_share": Column("exposed comm., s"),
@@ -78,6 +79,8 @@ COLUMNS = {
     "samples_per_second": Column("samples/s", ".0f", max),
     "root_sent_bytes": Column("rank 0 sent, MB", ".2f", min),
     "others_sent_bytes": Column("other ranks sent, MB", ".2f", min),
+    "busiest_link_bytes": Column("busiest link, MB", ".2f", min),
+    "planned_busiest_link_bytes": Column("by the plan, MB", ".2f"),
     "peak_memory_bytes": Column("peak memory, MB", ".0f", min),
     "largest_peak_memory_bytes": Column("largest rank's, MB", ".0f"),
     **{f"{kind}_bytes": Column(f"{name}, MB", ".2f") for kind, name in KINDS.items()},
@@ -96,17 +99,22 @@ _COSTS = (
     *("mean_iteration_seconds", "speedup_ratio", "efficiency_ratio", "samples_per_second"),
     *("root_sent_bytes", "others_sent_bytes", "peak_memory_bytes"),
 )
+_LINKS = ("busiest_link_bytes", "planned_busiest_link_bytes")
 _FORETOLD = ("predicted_step_seconds", "prediction_error_ratio")
 _TIMES = (
-    *("strategy", "nodes", "claim", "step_seconds", "data_seconds", "forward_seconds"),
+    *("strategy", "nodes", "ranks", "claim", "step_seconds", "data_seconds", "forward_seconds"),
     *("backward_seconds", "sync_seconds", "wait_seconds", "update_seconds"),
 )
+_IF_KNOWN = ("ranks", *_LINKS)  # in tables that show all other columns even without any value
 RESULTS = (  # a column without any value is left out
-    *("strategy", "nodes", "mean_iteration_seconds", "step_seconds", "speedup_ratio"),
+    *("strategy", "nodes", "ranks", "mean_iteration_seconds", "step_seconds", "speedup_ratio"),
     *("exposed_share", "last_train_loss", "test_accuracy_ratio", "test_loss", *_FORETOLD),
 )
 TIMES = (*_TIMES, "state")
-COSTS = ("strategy", "nodes", *_COSTS, "largest_peak_memory_bytes", *_FORETOLD)
+COSTS = (
+    *("strategy", "nodes", "ranks", *_COSTS[:-1], *_LINKS, _COSTS[-1]),
+    *("largest_peak_memory_bytes", *_FORETOLD),
+)
 MEMORY = (
     *("strategy", "nodes", *(f"{kind}_bytes" for kind in KINDS)),
     *("tensor_bytes", "predicted_tensor_bytes"),
@@ -116,7 +124,7 @@ PREDICTION = (
     *("measured_seconds", "error", "scope"),
 )
 MARKDOWN = (
-    *(*_TIMES, *_COSTS, "optimizer_state_bytes", "tensor_bytes", *_FORETOLD),
+    *(*_TIMES, *_COSTS, *_LINKS, "optimizer_state_bytes", "tensor_bytes", *_FORETOLD),
     *("last_train_loss", "test_accuracy_ratio", "test_loss", "state"),
 )
 
@@ -133,6 +141,12 @@ def heading(name: str, place: Place) -> str:
 def with_values(names: Sequence[str], lines: Sequence[Line]) -> list[str]:
     """Return the columns of which at least one line has a value."""
     return [name for name in names if any(line.texts[name] != NOTHING for line in lines)]
+
+
+def shown(names: Sequence[str], lines: Sequence[Line]) -> list[str]:
+    """Return these columns, without those of ranks and links if no line has a value of them."""
+    known = with_values(_IF_KNOWN, lines)
+    return [name for name in names if name not in _IF_KNOWN or name in known]
 
 
 def lines(block: ComparisonGroup) -> list[Line]:
@@ -156,8 +170,10 @@ def _differ_by_strategy(rows: Rows) -> bool:
 
 def _line(block: ComparisonGroup, row: CellRow, wrong: bool) -> Line:
     values = _values(block, row)
-    shown = values | _readable(row, wrong)
-    texts = {name: _text(row, name, shown[name]) for name in COLUMNS}
+    readable = values | _readable(row, wrong)
+    if block.ranks_per_node == 1:
+        readable["ranks"] = None  # the column "nodes" says it
+    texts = {name: _text(row, name, readable[name]) for name in COLUMNS}
     return Line(row, values, texts, wrong, set())
 
 
@@ -184,6 +200,7 @@ def _values(block: ComparisonGroup, row: CellRow) -> dict[str, Any]:
     settings = {
         "strategy": row.sync,
         "nodes": row.nodes,
+        "ranks": row.ranks,
         "group": block.group,
         "rate": rate_text(row.cell.rate),
         "exact": int(row.exact),
@@ -217,6 +234,8 @@ def _costs(row: CellRow) -> dict[str, Any]:
         "samples_per_second": samples_per_second,
         "root_sent_bytes": row.medians.root_bytes_sent,
         "others_sent_bytes": row.medians.others_bytes_sent,
+        "busiest_link_bytes": row.busiest_link_bytes,
+        "planned_busiest_link_bytes": row.planned_busiest_link_bytes,
         "peak_memory_bytes": row.medians.peak_memory_bytes,
         "largest_peak_memory_bytes": max(row.per_rank("peak_memory_bytes"), default=None),
         **_by_kind(row.memory),
@@ -350,9 +369,11 @@ def markdown(blocks: Sequence[ComparisonGroup]) -> str:
 
 
 def _markdown_table(block: ComparisonGroup) -> str:
-    headings = [heading(name, block.place) for name in MARKDOWN]
-    alignments = ["---:" if COLUMNS[name].form else "---" for name in MARKDOWN]
-    rows = [[line.texts[name] for name in MARKDOWN] for line in lines(block)]
+    found = lines(block)
+    names = shown(MARKDOWN, found)
+    headings = [heading(name, block.place) for name in names]
+    alignments = ["---:" if COLUMNS[name].form else "---" for name in names]
+    rows = [[line.texts[name] for name in names] for line in found]
     table = _pipes([headings, alignments, *rows])
     losses = loss_table(block)
     if losses is None:

@@ -81,7 +81,10 @@ def _where(block: ComparisonGroup, nodes: int) -> str:
     """Return where it was measured: ``On 4 emulated nodes at 1 Gbit/s``."""
     emulated = " emulated" if block.emulated else ""
     link = f" at {rate_text(block.rate)}" if block.rate is not None else ""
-    return f"On {nodes}{emulated} {block.place}s{link}"
+    each = ""
+    if block.ranks_per_node > 1:
+        each = f" with {block.ranks_per_node} ranks each"
+    return f"On {nodes}{emulated} {block.place}s{each}{link}"
 
 
 def _one_node_alone(best: CellRow) -> str:
@@ -89,7 +92,7 @@ def _one_node_alone(best: CellRow) -> str:
     interval = best.speedup_interval
     if best.baseline is None or interval is None or interval[1] >= 1:
         return ""
-    return f"; one {best.place} alone is faster ({timed(best.baseline)})"
+    return f"; one {best.alone} alone is faster ({timed(best.baseline)})"
 
 
 def _why(rows: Rows) -> str:
@@ -152,5 +155,5 @@ def _numbers(rows: Rows) -> list[tuple[str, str, str]]:
             note += "; most of it is not communication"
         numbers.append(("slowest over fastest", ratio, note))
     elif best.nodes > 1 and best.speedup:
-        numbers.append(("speed-up", times_text(best.speedup), f"{best.name} over one {best.place}"))
+        numbers.append(("speed-up", times_text(best.speedup), f"{best.name} over one {best.alone}"))
     return numbers

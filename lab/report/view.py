@@ -9,10 +9,12 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean, median
 from typing import Literal
 
 from common.errors import UserError, count
+from common.reporting.run_files import shared_nodes
 from common.sync import STRATEGIES
 from common.sync.memory_cost import Memory
 from common.utils.grouping import grouped
@@ -42,7 +44,8 @@ class CellRow:
     """A cell and what follows from it, in seconds, bytes and ratios.
 
     baseline : the cell of a single rank. place : "node" if each rank has a machine of its own,
-    a real or an emulated one, else "rank". What is unknown is None, except ``step`` and the other
+    a real or an emulated one, or shares one with as many as each other rank; else "rank", as for
+    a single rank where nodes have several. What is unknown is None, except ``step`` and the other
     ``medians``, which are 0 s if nothing was measured.
     """
 
@@ -60,6 +63,10 @@ class CellRow:
         return self.cell.nodes
 
     @property
+    def ranks(self) -> int:
+        return self.cell.ranks
+
+    @property
     def exact(self) -> bool:
         return self.cell.exact
 
@@ -72,6 +79,11 @@ class CellRow:
     def name(self) -> str:
         """The cell as a person writes it: ``overlapped on 2 ranks``."""
         return f"{self.sync} on {count(self.nodes, self.place)}"
+
+    @property
+    def alone(self) -> Place:
+        """What the single rank is called with which the cell is compared."""
+        return self.place if self.baseline is None else self.baseline.place
 
     @property
     def medians(self) -> Medians:
@@ -122,7 +134,7 @@ class CellRow:
 
     @property
     def efficiency(self) -> float | None:
-        return None if self.speedup is None else self.speedup / self.nodes
+        return None if self.speedup is None else self.speedup / self.ranks
 
     @property
     def mean_iteration(self) -> float | None:
@@ -167,12 +179,47 @@ class CellRow:
 
     @property
     def root_share(self) -> float | None:
-        """Rank 0's share of the bytes that all ranks send."""
+        """Rank 0's share of the bytes that all ranks send; of several ranks a node, node 0's share.
+
+        The latter counts what passes the nodes' links.
+        """
+        if self.cell.ranks_per_node > 1:
+            sent = [sent for sent, _ in self.link_bytes]
+            return sent[0] / sum(sent) if any(sent) else None
         root = self.medians.root_bytes_sent
         if not root:
             return None
         others = self.medians.others_bytes_sent or 0.0
         return root / (root + (self.nodes - 1) * others)
+
+    @property
+    def link_bytes(self) -> list[tuple[float, float]]:
+        """What each emulated node sent and received over its link in a step; empty if unknown."""
+        if self.cell.rate is None or self.nodes == 1:
+            return []
+        counted = []
+        for run in self.runs:
+            leaders = run.ranks[:: self.cell.ranks_per_node]
+            counted.append([(row.link_sent_bytes, row.link_received_bytes) for row in leaders])
+        found = []
+        for of_node in zip(*counted, strict=True):
+            sent, received = zip(*of_node, strict=True)
+            if None in sent or None in received:
+                return []
+            found.append((fmean(sent), fmean(received)))
+        return found
+
+    @property
+    def busiest_link_bytes(self) -> float | None:
+        """What the busiest link carried in its busier direction in a step, with headers."""
+        return max(chain.from_iterable(self.link_bytes), default=None)
+
+    @property
+    def planned_busiest_link_bytes(self) -> float | None:
+        """The same by the strategy's plan, without headers."""
+        if self.prediction is None:
+            return None
+        return max(chain.from_iterable(self.prediction.link_bytes), default=None)
 
     @property
     def memory(self) -> Memory:
@@ -232,7 +279,30 @@ class ComparisonGroup:
     @property
     def place(self) -> Place:
         """What the numbers of ``nodes`` count; see ``CellRow``."""
+        return self.rows[-1].place if self.rows else "rank"
+
+    @property
+    def alone(self) -> Place:
+        """What the cell of a single rank is called."""
         return self.rows[0].place if self.rows else "rank"
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The number of ranks on each node where there are several nodes."""
+        return max((row.cell.ranks_per_node for row in self.rows), default=1)
+
+    def size_text(self, nodes: int) -> str:
+        """Return a number of nodes for a person: "4 nodes", "4 nodes with 2 ranks each"."""
+        text = count(nodes, self.place)
+        if nodes > 1 and self.ranks_per_node > 1:
+            return f"{text} with {self.ranks_per_node} ranks each"
+        return count(nodes, self.alone) if nodes == 1 else text
+
+    @property
+    def shared_nodes(self) -> list[str]:
+        """Which ranks shared a node, for each such layout among the runs."""
+        texts = [shared_nodes(run.ranks) for row in self.rows for run in row.runs]
+        return [text for text in dict.fromkeys(texts) if text]
 
     @property
     def baseline(self) -> CellRow | None:
@@ -343,9 +413,15 @@ def _rows(comparison: Comparison, cells: Sequence[Cell], rate: LinkRate | None) 
     if singles:
         one = min(singles, key=lambda cell: cell.rate != rate)  # of this rate, or else of any
         members.append(one)
-        baseline = CellRow(one, place=_place(members))
+        baseline = CellRow(one, place=_place_alone(members))
     rows = [
-        CellRow(cell, baseline, comparison.predicted(cell.id), _place(members)) for cell in members
+        CellRow(
+            cell,
+            baseline,
+            comparison.predicted(cell.id),
+            _place(members) if cell.nodes > 1 else _place_alone(members),
+        )
+        for cell in members
     ]
     return sorted(rows, key=lambda row: (row.nodes, order(row.sync)))
 
@@ -365,6 +441,13 @@ def _has_own_nodes(cell: Cell, run: Repeat) -> bool:
         return len(nodes) == cell.nodes
     # In older files each rank with a link has a network namespace.
     return cell.rate is not None or len({rank.host for rank in run.ranks}) == cell.nodes
+
+
+def _place_alone(cells: Sequence[Cell]) -> Place:
+    """Return what a single rank is called: no node where these have several ranks."""
+    if any(cell.ranks_per_node > 1 for cell in cells):
+        return "rank"
+    return _place(cells)
 
 
 def what_is_emulated(settings: GroupSettings) -> str:

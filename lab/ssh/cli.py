@@ -42,6 +42,12 @@ SSH_FLAGS: dict[str, dict[str, Any]] = {
 LAUNCH_FLAGS: dict[str, dict[str, Any]] = {
     **SSH_FLAGS,
     "--hosts": {**SSH_FLAGS["--hosts"], "required": True},
+    "--ranks-per-node": {
+        "type": int,
+        "default": 1,
+        "metavar": "K",
+        "help": "start the command K times on each host, as consecutive ranks",
+    },
     "--master-ip": {
         "help": "address at which the other hosts reach the first (default: found by testing)",
     },
@@ -55,7 +61,8 @@ LAUNCH_FLAGS: dict[str, dict[str, Any]] = {
     },
     "--logs": {
         "type": Path,
-        "help": "folder for node<r>.log and launch.json (default: reports/launch-<time>)",
+        "help": "folder for node<r>.log, with several ranks on a host node<n>-rank<r>.log, and "
+        "launch.json (default: reports/launch-<time>)",
     },
     "--output-dir": {"type": Path, "default": REPORTS, "help": "folder for launch-<time>/"},
 }
@@ -88,8 +95,8 @@ def add_launch(commands: argparse._SubParsersAction) -> None:
         flags=LAUNCH_FLAGS,
         passes_flags=True,
         help="run the command after -- on every host over ssh, with --master-ip, --num-nodes and "
-        "--rank added (for torchrun, its own flags); {master}, {nodes}, {rank} and {port} are "
-        "replaced anywhere in the command",
+        "--rank added (for torchrun, its own flags); {master}, {nodes}, {rank}, {node}, "
+        "{local_rank} and {port} are replaced anywhere in the command",
     )
 
 

@@ -44,27 +44,37 @@ class NodeCommand:
     """One command for all hosts.
 
     words : with placeholders for what differs from host to host. script : the file of the part that
-    it runs, as given, if it runs one. flags : their values.
+    it runs, as given, if it runs one. flags : their values. ranks_per_node : that each host runs.
     """
 
     words: Sequence[str]
     script: str | None
     port: int
     flags: Mapping[str, str | None]
+    ranks_per_node: int = 1
 
     def fill(self, *, master: str, nodes: int, rank: int, python: str) -> list[str]:
-        """Return the command of one host.
+        """Return the command of one rank. nodes : the number of ranks.
 
         python : the host's interpreter, which replaces the word python.
         """
-        words = fill_in(self.words, master=master, nodes=nodes, rank=rank, port=self.port)
+        words = fill_in(
+            self.words,
+            master=master,
+            nodes=nodes,
+            rank=rank,
+            port=self.port,
+            ranks_per_node=self.ranks_per_node,
+        )
         if words[0] in ("python", "python3"):
             words[0] = python
         return words
 
 
-def read_command(typed: Sequence[str], *, nodes: int, port: int | None) -> NodeCommand:
-    """Read a command for ``nodes`` hosts; port : at which rank 0 waits, if the user has given one.
+def read_command(
+    typed: Sequence[str], *, nodes: int, port: int | None, ranks_per_node: int = 1
+) -> NodeCommand:
+    """Read a command for ``nodes`` ranks; port : at which rank 0 waits, if the user has given one.
 
     UserError if it sets a rank itself, or cannot run on that number of hosts.
     """
@@ -75,13 +85,21 @@ def read_command(typed: Sequence[str], *, nodes: int, port: int | None) -> NodeC
     script = next(filter(_PART.search, typed), None)
     trains_alone = script is not None and "PartOne" in script
     if trains_alone and nodes > 1:
+        given = f"--hosts names {nodes} hosts"
+        if ranks_per_node > 1:
+            given = f"--ranks-per-node is {ranks_per_node}"
         raise UserError(
-            f"PartOne trains in one process, but --hosts names {nodes} hosts: give one host, "
+            f"PartOne trains in one process, but {given}: give one host and one rank, "
             "or use PartTwo or PartThree"
         )
     words = list(typed)
-    if not re.search(r"\{(master|nodes|rank|port)\}", " ".join(typed)):
+    if not re.search(r"\{(master|nodes?|rank|local_rank|port)\}", " ".join(typed)):
         if torchrun := _TORCHRUN.match(" ".join(typed)):
+            if ranks_per_node > 1:
+                raise UserError(
+                    f"--ranks-per-node {ranks_per_node}: torchrun starts the ranks of a host "
+                    f"itself: give it --nproc-per-node {ranks_per_node}, after --"
+                )
             words = _with_torchrun_flags(typed, len(torchrun[0].split()), nodes)
         elif script is not None and not trains_alone:
             _refuse(flags, _OF_PARTS)
@@ -91,7 +109,7 @@ def read_command(typed: Sequence[str], *, nodes: int, port: int | None) -> NodeC
     if port is None:
         own_port = flags.get("--master-port") or ""
         port = int(own_port) if own_port.isdecimal() else DEFAULT_MASTER_PORT
-    return NodeCommand(words, script, port, flags)
+    return NodeCommand(words, script, port, flags, ranks_per_node)
 
 
 def _flags(words: Sequence[str]) -> dict[str, str | None]:

@@ -110,13 +110,15 @@ _NO_REASON = "Permanently added|Could not chdir to home directory"
 
 @dataclass(frozen=True)
 class Host:
-    """One host.
+    """One host, for one of its ranks.
 
     given : as ssh gets it: a name, an alias of ~/.ssh/config, user@name, ssh://user@name:port.
+    shared : whether the host has other ranks, too.
     """
 
     rank: int
     given: str
+    shared: bool = False
 
     @property
     def name(self) -> str:
@@ -128,7 +130,7 @@ class Host:
         return name
 
     def __str__(self) -> str:
-        return f"node {self.rank} ({self.name})"
+        return f"{'rank' if self.shared else 'node'} {self.rank} ({self.name})"
 
 
 def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
@@ -149,6 +151,15 @@ def parse_hosts(text: str, *, shares_a_port: bool) -> list[Host]:
     if not shares_a_port:
         _refuse_twins(hosts)
     return hosts
+
+
+def share_hosts(hosts: Sequence[Host], ranks_per_node: int) -> list[Host]:
+    """Return each host as many times, for consecutive ranks. UserError for a number below 1."""
+    if ranks_per_node < 1:
+        raise UserError(f"--ranks-per-node: got {ranks_per_node}, give at least 1")
+    ranks = range(len(hosts) * ranks_per_node)
+    shared = ranks_per_node > 1
+    return [Host(rank, hosts[rank // ranks_per_node].given, shared) for rank in ranks]
 
 
 def _refuse_twins(hosts: Sequence[Host]) -> None:

@@ -21,9 +21,9 @@ from common.utils.paths import new_folder
 from common.utils.processes import on_signals, shell_status
 from common.utils.system import allow_most_descriptors
 from lab.processes.first_failure import find_root_failure
-from lab.processes.prefixed_output import PrefixedOutput, write_log
+from lab.processes.prefixed_output import PrefixedOutput, log_name, write_log
 from lab.ssh.command import NodeCommand, read_command
-from lab.ssh.hosts import Host, SSHOptions, parse_hosts
+from lab.ssh.hosts import Host, SSHOptions, parse_hosts, share_hosts
 from lab.ssh.node import HostFacts
 from lab.ssh.questions import doctor_passes, find_master, refuse_differences, run_requests
 from lab.ssh.record import LaunchedHost, LaunchRecord, write_launch
@@ -46,9 +46,12 @@ def launch(args: argparse.Namespace) -> int:
     UserError if nothing can be started.
     """
     shares_a_port = args.master_port is not None
-    hosts = parse_hosts(args.hosts, shares_a_port=shares_a_port)
+    named = parse_hosts(args.hosts, shares_a_port=shares_a_port)
+    each = args.ranks_per_node
+    hosts = share_hosts(named, each)
+    shares_a_port |= each > 1
     options = SSHOptions.of(args)
-    command = read_command(args.flags, nodes=len(hosts), port=args.master_port)
+    command = read_command(args.flags, nodes=len(hosts), port=args.master_port, ranks_per_node=each)
     allow_most_descriptors()
     question = {"do": "facts", "script": command.script}
     facts = ask(hosts, question, options, schema=HostFacts)
@@ -68,12 +71,14 @@ def launch(args: argparse.Namespace) -> int:
     write_launch(folder, record)
     say(_begin_text(hosts, master, command.port, folder))
     prefixed = PrefixedOutput(
-        len(hosts), shown=lambda node: len(hosts) <= _SHOWN_HOSTS or node == 0
+        len(named),
+        ranks_per_node=each,
+        shown=lambda rank: len(hosts) <= _SHOWN_HOSTS or rank == 0,
     )
 
-    def write_line(node: int, line: str) -> None:
-        write_log(folder / f"node{node}.log", line)
-        prefixed(node, line)
+    def write_line(rank: int, line: str) -> None:
+        write_log(folder / log_name(rank, each), line)
+        prefixed(rank, line)
 
     began = time.monotonic()
     status = INTERRUPTED  # unless one of the lines below sets another
@@ -83,7 +88,14 @@ def launch(args: argparse.Namespace) -> int:
         else:
             requests = run_requests(command, facts, master, options)
             nodes, stopped_by = _run(hosts, requests, options, write_line)
-            end = _End(nodes, stopped_by, time.monotonic() - began, folder, options.silence_seconds)
+            end = _End(
+                nodes,
+                stopped_by,
+                time.monotonic() - began,
+                folder,
+                options.silence_seconds,
+                each,
+            )
             status = _conclude(end, prefixed)
     finally:
         seconds = round(time.monotonic() - began, 1)
@@ -108,7 +120,10 @@ def _begin_text(hosts: Sequence[Host], master: str | None, port: int, folder: Pa
     names = hosts[0].name
     if hosts[-1].name != names:
         names += f" to {hosts[-1].name}"
-    text = f"{count(len(hosts), 'host')}, {names}"
+    different = len({host.given for host in hosts})
+    text = f"{count(different, 'host')}, {names}"
+    if hosts[0].shared:
+        text += f", {len(hosts) // different} ranks on each"
     if master is not None:
         text += f"; rank 0 at {master}:{port}"
     text += f"; logs: {folder}"
@@ -159,13 +174,14 @@ def _failed(nodes: Sequence[Remote], *good: int) -> list[Remote]:
 
 @dataclass(frozen=True)
 class _End:
-    """How a launch ended. stopped_by : the signal that stopped it, or 0."""
+    """How a launch ended, by rank. stopped_by : the signal that stopped it, or 0."""
 
     nodes: Sequence[Remote]
     stopped_by: int
     seconds: float
     folder: Path
     silence_seconds: float
+    ranks_per_node: int
 
 
 def _conclude(end: _End, prefixed: PrefixedOutput) -> int:
@@ -202,7 +218,8 @@ def _report_failure(
     outputs = {node.host.rank: "\n".join(node.lines) for node in failed}
     statuses = {node.host.rank: node.status or 0 for node in failed}
     statuses |= {node.host.rank: _LOST for node in lost}
-    culprit, message = find_root_failure(list(outputs), statuses, outputs, name="node")
+    name = "node" if end.ranks_per_node == 1 else "rank"
+    culprit, message = find_root_failure(list(outputs), statuses, outputs, name=name)
     if lost:
         culprit = lost[0].host.rank
         message = (
@@ -213,7 +230,7 @@ def _report_failure(
     if not prefixed.shows(culprit):
         for line in [*end.nodes[culprit].lines][-_FAILURE_LINES:]:
             prefixed.show(culprit, line)
-    log = end.folder / f"node{culprit}.log"
+    log = end.folder / log_name(culprit, end.ranks_per_node)
     host = end.nodes[culprit].host.name
     print(f"error: {message} (host {host}; output: {log})", file=sys.stderr)
     return shell_status(statuses[culprit])

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -199,6 +200,37 @@ def test_torchrun_starts_a_rank_a_card_and_counts_them_by_node(jobs, tmp_path):
         for task in range(2)
     ]
     assert [sorted(lines) for lines in said] == [["0 4 0 0", "1 4 1 0"], ["2 4 0 1", "3 4 1 1"]]
+
+
+@pytest.mark.usefixtures("on_four_nodes")
+def test_two_ranks_a_node_train_as_four_do_and_know_their_nodes(jobs, alone):
+    job = jobs.submit("--nodes=2", TORCHRUN, ("--nproc-per-node", "2", *DDP), *SHORT)
+    assert "4 on 2 nodes: ranks 0-1 on node" in jobs.finish(job)
+    ranks = json.loads((jobs.run(job) / "ranks.json").read_text())["ranks"]
+    assert [rank["node"] for rank in ranks] == [0, 0, 1, 1]
+    assert_same_training(jobs.run(job), alone(DDP, 4, *SHORT))
+
+
+def test_the_doctor_names_ranks_that_srun_has_dealt_out_in_turn(jobs, tmp_path):
+    doctor = (
+        f"{sys.executable} -m lab doctor --dataset digits --json --master-ip $MASTER "
+        "--num-nodes $SLURM_NTASKS --rank $SLURM_PROCID"
+    )
+    script = tmp_path / "job.sh"
+    script.write_text(
+        "#!/bin/sh\nname=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)\n"
+        "export MASTER=$(scontrol show node -o $name | sed 's/.* NodeAddr=\\([^ ]*\\).*/\\1/')\n"
+        f"srun --distribution=cyclic --output {tmp_path}/%t.json sh -c '{doctor}'\n"
+    )
+    options = ("--nodes=2", "--ntasks-per-node=2", "--output", tmp_path / "out")
+    job = jobs.slurm.sbatch(*options, script)
+    jobs.finish(job)
+    findings = json.loads((tmp_path / "0.json").read_text())["findings"]
+    [found] = [finding for finding in findings if finding["name"] == "shared nodes"]
+    assert found["status"] == "warning"
+    assert found["text"].startswith("2 nodes: ranks 0, 2 on node")
+    assert "4 times instead of 2" in found["text"]
+    assert "ranks 0-1 on node" in found["remedy"]
 
 
 @pytest.mark.usefixtures("on_four_nodes")

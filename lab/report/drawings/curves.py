@@ -76,7 +76,7 @@ def _draw_panels(
     for index, (axis, nodes) in enumerate(zip(axes, panels, strict=True)):
         for line in panels[nodes]:
             handles.setdefault(line.label, _draw_line(axis, line))
-        _label_panel(axis, count(nodes, block.place))
+        _label_panel(axis, block.size_text(nodes))
         if narrow or index % 2 == 0:
             axis.set_ylabel(ylabel)
     figure.legend(
@@ -114,13 +114,13 @@ def _own_panels(block: ComparisonGroup, found: Mapping[int, Curves]) -> bool:
 def _draw_apart(block: ComparisonGroup, found: Mapping[int, Curves], *, narrow: bool) -> Figure:
     """Draw each strategy on each number of ranks in a panel of its own, with the same axes."""
     panels = [
-        (f"{sync}, {count(nodes, block.place)}", color(sync), losses)
+        (f"{sync}, {block.size_text(nodes)}", color(sync), losses)
         for nodes, by_sync in found.items()
         for sync, losses in by_sync.items()
     ]
     if block.baseline and 1 not in found:
         alone = curves([block.baseline]).items()
-        panels = [(f"{sync}, 1 {block.place}", INK, losses) for sync, losses in alone] + panels
+        panels = [(f"{sync}, 1 {block.alone}", INK, losses) for sync, losses in alone] + panels
     figure, axes = grid(
         len(panels),
         narrow=narrow,
@@ -152,7 +152,7 @@ def loss_caption(block: ComparisonGroup) -> str:
             "where no difference is visible. The others are dashed."
         )
     words = "; ".join(
-        _in_words(count(nodes, block.place), by_sync) for nodes, by_sync in found.items()
+        _in_words(block.size_text(nodes), by_sync) for nodes, by_sync in found.items()
     )
     return f"{text}The lines lie on top of each other, so each has a panel: {words}."
 
@@ -182,7 +182,7 @@ def _time_lines(block: ComparisonGroup, nodes: int) -> Iterator[DrawnLine]:
         label = row.sync
         if row.nodes == 1:
             look["linestyle"] = _DOTTED
-            label = f"{row.sync} (1 {block.place})"
+            label = f"{row.sync} (1 {block.alone})"
         if times:
             yield DrawnLine(label, times, look)
 
@@ -202,6 +202,8 @@ def draw_ranks(block: ComparisonGroup, *, narrow: bool) -> Figure:
         extra=0.7,
     )
     places = f"number of {block.place}s"
+    if block.ranks_per_node > 1:
+        places += f" with {block.ranks_per_node} ranks each"
     for sync in block.syncs:
         rows = [row for row in block.measured if row.sync == sync]
         if block.baseline:
@@ -213,7 +215,8 @@ def draw_ranks(block: ComparisonGroup, *, narrow: bool) -> Figure:
     axes[0].set_ylabel("seconds a step")
     handles, _ = axes[0].get_legend_handles_labels()
     if block.baseline:
-        axes[1].plot(numbers, numbers, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+        ranks = [1 if nodes == 1 else nodes * block.ranks_per_node for nodes in numbers]
+        axes[1].plot(numbers, ranks, color=INK, linewidth=1, linestyle=(0, (4, 3)))
         axes[1].set_ylabel("speed-up")
         handles.append(line_key("ideal", linewidth=1, linestyle=(0, (4, 3))))
     for axis in axes:
@@ -270,7 +273,7 @@ def _lines(block: ComparisonGroup, nodes: int) -> Iterator[DrawnLine]:
         found = curves([*rows, block.baseline])
         if "none" in found:
             look = {"color": color("none"), "linewidth": 1.2, "linestyle": _DOTTED}
-            yield DrawnLine(f"none (1 {block.place})", found["none"], look)
+            yield DrawnLine(f"none (1 {block.alone})", found["none"], look)
     known = [row for row in rows if row.sync in found]
     yield from _exact_lines([row for row in known if row.exact], found, wrong_rows(block))
     lossy = [row.sync for row in known if not row.exact]

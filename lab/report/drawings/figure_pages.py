@@ -56,9 +56,7 @@ FIGURES: dict[str, tuple[str, Callable[..., Figure], Caption]] = {
     "bytes": (
         "Bytes sent",
         figures.draw_bytes,
-        "Bytes of gradients that each strategy sends in a step, without TCP/IP headers (strategies "
-        "that send only every few steps: the mean). The square is rank 0, the circle the mean of "
-        "the other ranks; a square inside its circle: rank 0 sends as much as the others.",
+        figures.bytes_caption,
     ),
     "ranks": (
         "Over the number of ranks",
@@ -114,9 +112,16 @@ def draw_timelines(folder: Path, comparison: Comparison) -> Iterator[Drawing]:
         timeline = comparison.timelines[row.cell.id]
         title = _timeline_title(row, timeline)
         described = Drawing(f"timeline-{row.cell.id}", title, _timeline_caption(timeline))
-        rows = [Row(f"rank {rank.rank}", rank, timeline.ranks) for rank in timeline.ranks]
+        rows = [Row(_lane_name(row, rank.rank), rank, timeline.ranks) for rank in timeline.ranks]
         draw = partial(draw_timeline, rows, heading=title, emulated=comparison.emulated)
         yield _drawn(folder, described, draw)
+
+
+def _lane_name(row: CellRow, rank: int) -> str:
+    """Return the name of a rank's lane, with its node if that has several ranks."""
+    if row.cell.ranks_per_node == 1:
+        return f"rank {rank}"
+    return f"node {rank // row.cell.ranks_per_node}, rank {rank}"
 
 
 def _timeline_title(row: CellRow, timeline: TimelineFile) -> str:

@@ -43,6 +43,8 @@ _OTHERS: dict[str, Any] = {
     "markeredgewidth": 1.4,
     "zorder": 3,
 }
+_LOOKS_OF_RANKS = {"root (rank 0)": _ROOT, "each of the others (mean)": _OTHERS}
+_LOOKS_OF_LINKS = {"measured, with headers": _ROOT, "by the plan": _OTHERS}
 
 
 def draw_step_time(block: ComparisonGroup, *, narrow: bool) -> Figure:
@@ -109,7 +111,7 @@ def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
     def draw(axis: Axes, y: float, row: CellRow) -> None:
         speedup = row.speedup or 0.0
         ends = row.speedup_interval or (speedup, speedup)
-        low, middle, high = (min(each / row.nodes, right) for each in (ends[0], speedup, ends[1]))
+        low, middle, high = (min(each / row.ranks, right) for each in (ends[0], speedup, ends[1]))
         axis.plot([low, high], [y, y], color=color(row.sync), linewidth=1.6)
         axis.plot(middle, y, marker="o", markersize=6, color=color(row.sync))
         _write_value(axis, y, f"{speedup:.2f} times")
@@ -119,15 +121,17 @@ def draw_scaling(block: ComparisonGroup, *, narrow: bool) -> Figure:
     for axis, nodes in zip(panels.axes, block.nodes, strict=True):
         axis.xaxis.set_major_formatter(PercentFormatter(1, 0, " %"))
         axis.axvline(1, color=INK, linewidth=1, linestyle=_IDEAL)
-        axis.axvline(1 / nodes, color=INK, linewidth=1, linestyle=_ONE_NODE)
+        axis.axvline(
+            1 / (nodes * block.ranks_per_node), color=INK, linewidth=1, linestyle=_ONE_NODE
+        )
     heading = "Speed-up and efficiency"
     if block.weak:
         heading += " (weak scaling)"
     title(panels.figure, heading, emulated=block.emulated)
     panels.figure.legend(
         handles=[
-            line_key(f"ideal: N {block.place}s are N times as fast", linewidth=1, linestyle=_IDEAL),
-            line_key(f"as fast as one {block.place}", linewidth=1, linestyle=_ONE_NODE),
+            line_key(f"ideal: N {block.alone}s are N times as fast", linewidth=1, linestyle=_IDEAL),
+            line_key(f"as fast as one {block.alone}", linewidth=1, linestyle=_ONE_NODE),
         ],
         loc="outside lower center",
         ncols=1 if narrow else 2,
@@ -143,16 +147,20 @@ def _efficiency_limit(block: ComparisonGroup) -> float:
         if row.nodes > 1 and row.efficiency:
             highest.append(row.efficiency)
             if row.speedup_interval:
-                highest.append(row.speedup_interval[1] / row.nodes)
+                highest.append(row.speedup_interval[1] / row.ranks)
     if highest:
         return max(1.0, min(2.0, max(highest)))
     if block.baseline:
         raise NothingToShowError(f"No cell on more than one {block.place} is measured yet.")
-    raise NothingToShowError(f"Without a measured cell of one {block.place} there is no speed-up.")
+    raise NothingToShowError(f"Without a measured cell of one {block.alone} there is no speed-up.")
 
 
 def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
-    """Draw the MB that the root and each other rank send per step, joined by a line."""
+    """Draw the MB that the root and each other rank send per step, joined by a line.
+
+    Where nodes have several ranks, draw what passes the busiest link: measured, and by the plan.
+    """
+    looks = _LOOKS_OF_LINKS if block.ranks_per_node > 1 else _LOOKS_OF_RANKS
     sent = {row: _megabytes(row) for row in block.measured if row.nodes > 1}
     _check_that_bytes_differ(sent)
     scale = _scale([value for values in sent.values() for value in values])
@@ -163,7 +171,7 @@ def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
             _write_reason(axis, y, "bytes not counted")
             return
         axis.plot(shown, [y] * len(shown), color=color(row.sync), linewidth=2, alpha=0.6)
-        for value, look in zip(shown, (_ROOT, _OTHERS), strict=False):
+        for value, look in zip(shown, looks.values(), strict=False):
             axis.plot(value, y, color=color(row.sync), **look)
 
     panels = _Panels(block, narrow=narrow, baseline=False, extra=0.5 if narrow else 0.35)
@@ -172,17 +180,33 @@ def draw_bytes(block: ComparisonGroup, *, narrow: bool) -> Figure:
         for axis in panels.axes:
             axis.set_xscale("log")
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    title(panels.figure, "Bytes sent in a step", emulated=block.emulated)
+    heading = "Bytes sent in a step"
+    if looks is _LOOKS_OF_LINKS:
+        heading = "Bytes that the busiest link carries in one direction in a step"
+    title(panels.figure, heading, emulated=block.emulated)
     panels.figure.legend(
-        handles=[
-            line_key("root (rank 0)", linestyle="", **_ROOT),
-            line_key("each of the others (mean)", linestyle="", **_OTHERS),
-        ],
+        handles=[line_key(label, linestyle="", **look) for label, look in looks.items()],
         loc="outside lower center",
         ncols=2,
         handlelength=1,
     )
     return panels.figure
+
+
+def bytes_caption(block: ComparisonGroup) -> str:
+    """Return what the figure of bytes shows: those of ranks or, if nodes have several, of links."""
+    if block.ranks_per_node > 1:
+        return (
+            "Bytes of a step that pass the link of the node with most of them, in the direction "
+            "with more; messages between ranks of one node stay inside. The square is what the "
+            "kernel counted, with the headers of TCP, IP and Ethernet; the circle is the "
+            "strategy's plan, without them."
+        )
+    return (
+        "Bytes of gradients that each strategy sends in a step, without TCP/IP headers (strategies "
+        "that send only every few steps: the mean). The square is rank 0, the circle the mean of "
+        "the other ranks; a square inside its circle: rank 0 sends as much as the others."
+    )
 
 
 class _Scale(NamedTuple):
@@ -205,8 +229,13 @@ def _scale(values: Sequence[float]) -> _Scale:
 
 
 def _megabytes(row: CellRow) -> list[float]:
-    """Return the MB a step of rank 0 and of each of the others, as far as they were counted."""
+    """Return the MB a step of rank 0 and of each of the others, as far as they were counted.
+
+    Where nodes have several ranks: those on the busiest link, measured and by the plan.
+    """
     counted = (row.medians.root_bytes_sent, row.medians.others_bytes_sent)
+    if row.cell.ranks_per_node > 1:
+        counted = (row.busiest_link_bytes, row.planned_busiest_link_bytes)
     return [value / 1e6 for value in counted if value is not None]
 
 
@@ -216,13 +245,16 @@ def _check_that_bytes_differ(sent: Mapping[CellRow, Sequence[float]]) -> None:
     if not panels:
         raise NothingToShowError("No cell on more than one rank has counted its bytes yet.")
     place = next(iter(sent)).place
+    who = "rank"
+    if next(iter(sent)).cell.ranks_per_node > 1:
+        who = "link"
     texts = []
     for nodes, values in panels.items():
         if max(values) - min(values) > _EQUAL * max(values):
             return
         texts.append(f"{fmean(values):,.1f} MB a step on {count(nodes, place)}")
     raise NothingToShowError(
-        f"No figure, because every rank of every strategy sends the same: {'; '.join(texts)}."
+        f"No figure, because every {who} of every strategy sends the same: {'; '.join(texts)}."
     )
 
 
@@ -244,7 +276,7 @@ class _Panels:
         if baseline and block.nodes != [1]:
             self.singles = [row for row in block.rows if row.nodes == 1]
         wrong = {row.sync for row in wrong_rows(block)}
-        self.labels = [f"{row.sync} (1 {block.place})" for row in self.singles]
+        self.labels = [f"{row.sync} (1 {block.alone})" for row in self.singles]
         self.labels += [f"✗ {sync}" if sync in wrong else sync for sync in block.syncs]
         self.columns = 3
         if narrow:
@@ -279,7 +311,7 @@ class _Panels:
                     _write_reason(axis, y, row.cell.status)
                 else:
                     draw(axis, y, row)
-            axis.set(title=count(nodes, self.block.place), xlabel=xlabel, xlim=limits)
+            axis.set(title=self.block.size_text(nodes), xlabel=xlabel, xlim=limits)
             axis.set_ylim(len(self.labels) - 0.4, -0.6)
             axis.xaxis.set_major_locator(MaxNLocator(5))
             axis.set_yticks(range(len(self.labels)), self.labels)

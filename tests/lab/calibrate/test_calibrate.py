@@ -29,7 +29,7 @@ from lab.calibrate.measurements import (
 from lab.calibrate.rank_measurements import Measures
 from lab.cli import main
 from lab.fitting import fit
-from lab.predict.calibration_file import describe, load_calibration
+from lab.predict.calibration_file import describe, load_calibration, reference_path
 from lab.predict.event_model import loads
 from tests.helpers import ROOT, Started, free_port, start_lab, user_environment, wait_until
 

@@ -85,6 +85,21 @@ print(json.dumps({"name": __name__, "file": __file__, "argv": sys.argv, "path": 
     "open": sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2)[1:]}))
 sys.stderr.write("last words")
 """
+# Two ranks on this node, which train the model of tests as a student starts them by hand.
+TWO_RANKS = """
+import os, runpy, sys
+import tests  # registers the models of tests
+main, node, *flags = sys.argv[1:]
+ranks = []
+for local in range(2):
+    if not (pid := os.fork()):
+        sys.argv = [main, *flags, "--rank", str(2 * int(node) + local)]
+        runpy.run_path(main, run_name="__main__")
+        break
+    ranks.append(pid)
+else:
+    sys.exit(any(os.waitpid(pid, 0)[1] for pid in ranks))
+"""
 
 
 def script(folder, text):
@@ -365,6 +380,30 @@ def name(pid):
 
 def states(pids):
     return "".join(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] for pid in pids)
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_ranks_know_who_shares_their_node_and_all_share_the_machines_cores(forking, tmp_path):
+    main = ROOT / "PartTwo" / "main.py"
+    flags = (
+        "--master-ip {master} --master-port {port} --num-nodes 4 --model tiny --dataset digits "
+        f"--batch-size 8 --max-steps 2 --measure-only --sync ring --timeout {LONG}"
+    ).split()
+    flags += ["--output-dir", tmp_path / "out"]
+    two_ranks = script(tmp_path, TWO_RANKS)
+    environment = {"PYTHONPATH": str(ROOT)}
+    command = ("python", two_ranks, main, "{rank}", *flags)
+    ended = run(forking, *command, nodes=[0, 1], logs=tmp_path, environment=environment)
+    assert ended == [0, 0], (tmp_path / "node0.log").read_text()
+    [path] = (tmp_path / "out").glob("*/*/ranks.json")
+    ranks = json.loads(path.read_text())["ranks"]
+    assert [rank["node"] for rank in ranks] == [0, 0, 1, 1]
+    assert {rank["threads"] for rank in ranks} == {max(1, usable_cores() // 4)}
+    card = (tmp_path / "node0.log").read_text()
+    host = os.uname().nodename
+    places = f"4 on 2 nodes: ranks 0-1 on node 0 ({host}), ranks 2-3 on node 1 ({host})"
+    assert re.search(f"^ranks +{re.escape(places)}$", card, re.MULTILINE)
 
 
 FEW, MANY = 1, 3

@@ -132,20 +132,27 @@ def test_a_prediction_of_a_busy_machine_is_no_fault_of_the_model():
 
 
 @pytest.mark.parametrize(
-    ("hosts", "rate", "place"),
+    ("hosts", "nodes", "rate", "place"),
     [
-        (("laptop", "laptop"), None, "2 ranks"),
-        (("a", "b"), None, "2 nodes"),
-        (("laptop", "laptop"), "1gbit", "2 emulated nodes"),
+        (("laptop", "laptop"), (0, 0), None, "2 ranks"),
+        (("a", "b"), (0, 1), None, "2 nodes"),
+        (("box", "box"), (0, 1), None, "2 nodes"),  # two machines of one name
+        (("laptop", "laptop"), (0, 1), "1gbit", "2 emulated nodes"),
+        # files of earlier versions have no nodes
+        (("laptop", "laptop"), (None, None), None, "2 ranks"),
+        (("a", "b"), (None, None), None, "2 nodes"),
+        (("laptop", "laptop"), (None, None), "1gbit", "2 emulated nodes"),
     ],
 )
-def test_nodes_are_machines(hosts, rate, place):
+def test_nodes_are_machines(hosts, nodes, rate, place):
     data = results(("ring",), (1, 2), predict=False, emulated=rate is not None)
     data.cells[1].rate = rate
     for run in data.cells[1].repeats:
-        for rank, host in zip(run.ranks, hosts, strict=True):
-            rank.host = host
+        for rank, host, node in zip(run.ranks, hosts, nodes, strict=True):
+            rank.host, rank.node = host, node
     (found,) = blocks(data)
+    shared = [f"1 node: ranks 0-1 on {hosts[0]}"] if nodes == (0, 0) else []
+    assert found.shared_nodes == shared
     text = verdict(found, findings(found)).text
     assert text.startswith(f"On {place}")
     word = place.split()[-1]

@@ -61,6 +61,17 @@ def test_the_answer_comes_first_and_limits_are_folded():
     assert "✗" not in text
 
 
+def test_the_page_says_which_ranks_shared_a_node_once_for_each_layout():
+    data = results(("ring", "ddp"), (1, 4))
+    assert "shared a node" not in page(data), "each had one of its own"
+    for run in (run for entry in data.cells for run in entry.repeats):
+        for rank in run.ranks:
+            rank.host, rank.node = "box", rank.rank // 2
+    text = page(data)
+    assert text.count("ranks 0-1 on node 0 (box), ranks 2-3 on node 1 (box)") == 1
+    assert "1 node" not in text
+
+
 def test_what_is_wrong_stands_in_red_before_everything():
     data = results(("ring", "ddp"), (1, 2), predict=False)
     data.cells[1] = cell("ring", 2, loss_shift=0.1)

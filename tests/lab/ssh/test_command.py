@@ -7,7 +7,15 @@ import pytest
 from common.errors import UserError
 from lab.cli import build_parser
 from lab.ssh.command import read_command
-from lab.ssh.hosts import Host, SSHOptions, explain, parse_hosts, refuse_hosts, ssh_command
+from lab.ssh.hosts import (
+    Host,
+    SSHOptions,
+    explain,
+    parse_hosts,
+    refuse_hosts,
+    share_hosts,
+    ssh_command,
+)
 from lab.ssh.node import HostFacts
 from lab.ssh.questions import refuse_differences
 
@@ -105,6 +113,17 @@ def test_a_command_that_contradicts_the_hosts_is_refused(command, message):
 def test_hosts_that_cannot_be(text, message):
     with pytest.raises(UserError, match=message):
         parse_hosts(text, shares_a_port=False)
+
+
+def test_several_ranks_on_a_host_are_refused_where_the_command_places_its_ranks_itself():
+    for command, message in (
+        ("torchrun a.py", "--ranks-per-node 2: torchrun .* --nproc-per-node 2"),
+        ("python PartOne/main.py", "one process, but --ranks-per-node is 2"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_command(command.split(), nodes=2, port=None, ranks_per_node=2)
+    with pytest.raises(UserError, match="--ranks-per-node: got 0, give at least 1"):
+        share_hosts(parse_hosts("a", shares_a_port=False), 0)
 
 
 def test_hosts_are_named_without_user_and_port_and_may_share_a_port():

@@ -202,6 +202,29 @@ def test_two_ranks_here_and_their_runs_brought_back(ssh_here, capsys):
     assert (status, (here / "PartTwo-ring/other/config.json").read_text()) == (0, "{}"), output
 
 
+def test_several_ranks_on_a_host_have_places_prefixes_and_logs_of_their_own(ssh_here, capsys):
+    logs = ssh_here / "logs"
+    place = ["--hosts", "a,b", "--ranks-per-node", "2", "--master-port", "29711"]
+    words = "echo {rank} of {nodes} on {node}.{local_rank}; test {rank} != 3 || exit 7"
+    flags = [*place, "--master-ip", "10.0.0.9", *THERE, "--logs", str(logs)]
+    status = main(["launch", *flags, "--", "sh", "-c", words])
+    captured = capsys.readouterr()
+    assert status == 7, captured
+    expected = {
+        f"node {rank // 2} rank {rank} | {rank} of 4 on {rank // 2}.{rank % 2}" for rank in range(4)
+    }
+    assert expected <= set(captured.out.splitlines())
+    assert "2 hosts, a to b, 2 ranks on each" in captured.out
+    assert {path.name for path in logs.glob("*.log")} == {
+        "node0-rank0.log",
+        "node0-rank1.log",
+        "node1-rank2.log",
+        "node1-rank3.log",
+    }
+    assert "rank 3 ended with status 7" in captured.err
+    assert str(logs / "node1-rank3.log") in captured.err
+
+
 def test_a_slow_line_is_no_broken_connection(ssh_here, capsys):
     """A file takes several times --silence."""
     throttle = ssh_here / "throttle.py"
