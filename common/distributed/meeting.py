@@ -432,9 +432,10 @@ def _contradiction(peers: Sequence[Peer], layout: Sequence[Sequence[int]]) -> st
         for rank in ranks:
             said = peers[rank].local_size
             if said is not None and said != len(ranks):
+                value = "1 or not set" if said == 1 else said
                 return (
-                    f"LOCAL_WORLD_SIZE says {count(said, 'rank')} for rank {rank}'s node "
-                    f"{peers[rank].host}, but host name, boot and network say {len(ranks)}: "
+                    f"LOCAL_WORLD_SIZE of rank {rank} is {value}, but by host name, boot and "
+                    f"network its node {peers[rank].host} has {count(len(ranks), 'rank')}: "
                     f"{ranks_text(ranks)}. Threads and GPUs follow LOCAL_WORLD_SIZE. Start one "
                     "torchrun per node, or set LOCAL_RANK and LOCAL_WORLD_SIZE to match"
                 )
