@@ -81,7 +81,7 @@ class MeetingOutcome:
 
     places : of each rank, its number on its machine and how many ranks that machine has.
     nodes : of each rank, the number of its node, which count in the order of their first ranks.
-    gpus : those of the job. notice : what the launcher says that is not so.
+    gpus : those of the job. notice : where the launcher's variables contradict the nodes.
     """
 
     places: list[tuple[Rank, Ranks]]
@@ -331,7 +331,7 @@ def _join(store: dist.Store, launch: LaunchSpec, wait: _Wait) -> tuple[dist.Stor
             store.set(_FINGERPRINT, _fingerprint(launch))
         else:
             _check_rank0(store, own, launch, wait)
-        peer = this_peer(visible_gpus(), launch.local_rank, launch.local_size)
+        peer = this_peer(visible_gpus(), launch.local_rank, local_size=launch.local_size)
         first = own.compare_set(_PEER.format(launch.rank), "", encode(peer).decode())
         if first != encode(peer):
             other = decode(first, Peer, name=_STORE)

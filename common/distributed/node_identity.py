@@ -29,8 +29,8 @@ def plain_name(name: str) -> str:
 def machine_identity() -> str:
     """Return a text that is equal for processes on one machine, which share its cores and GPUs.
 
-    That is the host's name and, on Linux, a number that each start of the kernel draws: different
-    machines may have one name, as containers often do, and containers of one machine may have two.
+    That is the host's name and, on Linux, a number that each start of the kernel draws, since
+    different machines may have one name. A container with a name of its own counts as a machine.
     """
     return " ".join([host_name(), *lines_of("/proc/sys/kernel/random/boot_id")[:1]])
 
@@ -78,10 +78,10 @@ def nodes_text(layout: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
     Emulated nodes, which have one host name, also get their numbers.
     """
     names = [hosts[ranks[0]] for ranks in layout]
-    one_name = len(set(names)) < len(names)
+    ambiguous = len(set(names)) < len(names)
     places = []
     for node, ranks in enumerate(layout):
-        name = f"node {node} ({names[node]})" if one_name else names[node]
+        name = f"node {node} ({names[node]})" if ambiguous else names[node]
         places.append(f"{_spans(ranks)} on {name}")
     return f"{count(len(layout), 'node')}: {first_of(places)}"
 
