@@ -89,6 +89,7 @@ class Lesson:
     check : "module:function" of ``check(student, say)``, see checking.py.
     exercises : by the names under which ``ANSWERS`` in the student's file holds the answers.
     uses : the lesson whose file this one's program loads; None if it stands alone.
+    later : functions of a second step, which may have blanks while the first is checked.
     """
 
     number: int
@@ -99,6 +100,7 @@ class Lesson:
     question: Question
     exercises: Mapping[str, Exercise]
     uses: int | None = None
+    later: Sequence[str] = ()
 
     @property
     def name(self) -> str:
@@ -317,7 +319,7 @@ LESSONS: Sequence[Lesson] = (
         7,
         "batchnorm",
         "BatchNorm",
-        25,
+        50,
         "lab.learn.lessons.batchnorm:check",
         Question(
             "BatchNorm subtracts a batch's mean and divides by its standard deviation. In the "
@@ -335,7 +337,19 @@ LESSONS: Sequence[Lesson] = (
                 "each rank normalises by its own shard, and so must the one process",
                 "which of the two agreed with 4 ranks to 1e-15?",
             ),
+            "d": Exercise(
+                0.0477,
+                "1/sqrt(14) x (0 - 1/4 - 1.604 x (-1.069)/4): its loss does not depend on the 11, "
+                "but mean and deviation do",
+                "z is -1.069 for the 1 and 1.604 for the 11, so sum(g) is 1 and sum(g z) is -1.069",
+            ),
+            "e": Exercise(
+                32,
+                "8 layers x 2 messages x 2 ms: the bytes hardly matter",
+                "each layer sends one message in forward and one in backward, and waits for both",
+            ),
         },
+        later=("moments_over_ranks", "gradients_over_ranks"),
     ),
     Lesson(
         8,
