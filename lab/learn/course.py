@@ -74,7 +74,7 @@ class Question:
     def compare(self, prediction: float | None, measured: float | None) -> str:
         """Return the student's prediction, the formula's, and what was measured, if anything."""
         values = {"you": prediction, "formula": self.answer, "measured": measured}
-        told = [f"{who} {value:.3g} {self.unit}" for who, value in values.items() if value]
+        told = [f"{who} {value:.3g} {self.unit}".rstrip() for who, value in values.items() if value]
         sentences = [f"Prediction: {', '.join(told)}.", f"The formula: {self.formula}."]
         if measured is not None and self.left_out:
             sentences.append(f"Why the measurement differs: {self.left_out}.")

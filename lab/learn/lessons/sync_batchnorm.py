@@ -1,12 +1,12 @@
 """Lesson 7, second step: the student's sums of a SyncBatchNorm, and VGG-11 trained with them.
 
 ``check_sums`` runs the student's two functions on known values, on ranks with unequal numbers of
-them. ``check_vgg11`` puts them into a layer of VGG-11 and compares the training with one process.
+them. ``check_vgg11`` puts them into the layers of VGG-11 and compares with one process.
 """
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,36 +32,38 @@ _CHANNELS = 2
 _FAR = 1000.0  # a mean at which float32 is too coarse for squares
 _EQUAL = 1e-9
 _LIMIT_SECONDS = 180.0
+_MOMENTS = ("count", "mean", "variance", "running_variance")
+_GRADIENTS = ("grad_x", "grad_weight", "grad_bias")
+
+Batch = tuple[Tensor, Tensor]  # images and labels
 
 
 def check_sums(student: StudentFile, say: Say) -> None:
     """Check the student's sums on known values."""
     for shares in VALUES:
-        size = len(shares)
-        found = student.on_ranks(size, _on_known_values, shares)
+        where = f"on {len(shares)} ranks with {_listed(shares)} values"
+        found = student.on_ranks(len(shares), _on_known_values, shares)
         for rank in found:
             if rank.problem:
-                raise Mistake(
-                    f"on {count(size, 'rank')} with {_listed(shares)} values {rank.problem}"
-                )
-        sent = found[0]
+                raise Mistake(f"{where} {rank.problem}")
+        forward = _messages(found[0].forward)
+        backward = _messages(found[0].backward)
         say(
-            f"on {size} ranks with {_listed(shares)} values your moments and gradients are those "
-            f"of all {sum(shares)}, with {_messages(sent.forward)} forward and "
-            f"{_messages(sent.backward)} backward"
+            f"{where} moments and gradients are those of all {sum(shares)}, with {forward} in "
+            f"forward and {backward} in backward"
         )
 
 
 def check_vgg11(student: StudentFile, say: Say) -> None:
-    """Train VGG-11 with the student's layer, with BatchNorm and in one process; compare them."""
+    """Train VGG-11 with the student's sums, with BatchNorm and in one process; compare them."""
     for shares in SHARDS:
-        images, labels, name = _batches(sum(shares))
+        batches, images = _batches(sum(shares))
         differences, *_ = student.on_ranks(
-            len(shares), _train_vgg11, shares, images, labels, limit_seconds=_LIMIT_SECONDS
+            len(shares), _train_vgg11, shares, batches, limit_seconds=_LIMIT_SECONDS
         )
         told = (
-            f"VGG-11 on {len(shares)} ranks with {_listed(shares)} {name}, weights after {STEPS} "
-            f"steps: with your sums they differ from one process's by {differences.own:.0e}, with "
+            f"VGG-11 on {len(shares)} ranks with {_listed(shares)} {images}, {STEPS} steps: with "
+            f"your sums the weights differ from one process's by {differences.own:.0e}, with "
             f"BatchNorm by {differences.local:.0e}"
         )
         if not differences.own <= _EQUAL:
@@ -77,7 +79,9 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def _messages(number: int) -> str:
     told = count(number, "message")
-    return told if number == 1 else f"{told} (one would do: all sums in one tensor)"
+    if number > 1:
+        told += " (one would do: all sums in one tensor)"
+    return told
 
 
 # --- known values ---
@@ -93,10 +97,11 @@ class KnownValuesResult(NamedTuple):
 
 @dataclass(frozen=True)
 class _Known:
-    """The values of a layer on all ranks.
+    """The values of a layer on all ranks, and what is right on this one.
 
     batches, arriving : of each rank x and dL/dy, of shape (values, channels).
     weight, mean, variance : of each channel; mean and variance are those of all values.
+    right : what the student's functions must return, by name.
     """
 
     rank: int
@@ -105,14 +110,10 @@ class _Known:
     weight: Tensor
     mean: Tensor
     variance: Tensor
-
-    def normalised(self) -> list[Tensor]:
-        """Return the right z of each rank."""
-        std = (self.variance + 1e-5).sqrt()
-        return [(batch - self.mean) / std for batch in self.batches]
+    right: Mapping[str, Tensor]
 
     @property
-    def size(self) -> int:
+    def ranks(self) -> int:
         """The number of ranks."""
         return len(self.batches)
 
@@ -126,11 +127,15 @@ class _Known:
         """All ranks' number of values."""
         return sum(map(len, self.batches))
 
+    def normalised(self) -> list[Tensor]:
+        """Return the right z of each rank."""
+        std = (self.variance + 1e-5).sqrt()
+        return [(batch - self.mean) / std for batch in self.batches]
 
-def _on_known_values(student: Namespace, shares: Sequence[int]) -> KnownValuesResult:
-    """Run the student's functions on known values."""
+
+def _known_values(shares: Sequence[int]) -> _Known:
+    """Return values for all ranks, and what SyncBatchNorm makes of them. Collective."""
     rank = dist.get_rank()
-    messages = MessageGroup()
     seeded = torch.Generator().manual_seed(1)
     batches: list[Tensor] = []
     arriving: list[Tensor] = []
@@ -138,344 +143,293 @@ def _on_known_values(student: Namespace, shares: Sequence[int]) -> KnownValuesRe
         draw = torch.randn(2, values, _CHANNELS, dtype=torch.float64, generator=seeded)
         batches.append((1 + number) * draw[0] + 2 * number)  # no rank's are like another's
         arriving.append(draw[1] + number)
+    messages = MessageGroup()
     moments = moments_over_ranks(batches[rank], messages)
-    weight = torch.tensor([1.5, 0.5], dtype=torch.float64)
-    known = _Known(rank, batches, arriving, weight, moments.mean, moments.variance)
+    plain = nn.BatchNorm1d(_CHANNELS, momentum=1.0, dtype=torch.float64)
+    layer: Any = SyncBatchNorm.in_place_of(plain, messages)
+    nn.init.uniform_(layer.weight, 0.5, 1.5, generator=seeded)
+    x: Any = batches[rank].clone().requires_grad_()
+    layer(x).backward(arriving[rank])
+    total = moments.values.expand(_CHANNELS)
+    of_moments = (total, moments.mean, moments.variance, layer.running_var)
+    of_gradients = (x.grad, layer.weight.grad, layer.bias.grad)
+    right = dict(zip(_MOMENTS + _GRADIENTS, of_moments + of_gradients, strict=True))
+    weight = layer.weight.detach()
+    return _Known(rank, batches, arriving, weight, moments.mean, moments.variance, right)
 
-    layer = nn.BatchNorm1d(_CHANNELS, momentum=1.0, dtype=torch.float64)
-    right = SyncBatchNorm.in_place_of(layer, messages)
-    with torch.no_grad():
-        right.weight.copy_(weight)
-    x = batches[rank].clone().requires_grad_()
-    right(x).backward(arriving[rank])
 
-    with MessageRecorder() as recorder:
-        returned = student["moments_over_ranks"](batches[rank].clone())
-    forward = len(recorder.messages)
-    assert right.running_var is not None
-    problem = _wrong_moments(returned, known, right.running_var, sent=_sent(forward))
+def _on_known_values(student: Namespace, shares: Sequence[int]) -> KnownValuesResult:
+    """Run the student's functions on known values."""
+    known = _known_values(shares)
+    x = known.batches[known.rank]
+    with MessageRecorder() as forward:
+        returned = student["moments_over_ranks"](x.clone())
+    problem = _problem(_moments(returned, _CHANNELS), known, forward)
     if problem is None:
-        far = _FAR + batches[rank].float()
-        true = moments_over_ranks(far, messages).variance
-        problem = _coarse_variance(student["moments_over_ranks"](far), true)
+        problem = _coarse_variance(student, _FAR + x.float())
     if problem is not None:
         return KnownValuesResult(problem)
 
-    own = (batches[rank].clone(), arriving[rank].clone(), weight.clone())
-    total = torch.full((_CHANNELS,), float(known.count), dtype=torch.float64)
-    with MessageRecorder() as recorder:
+    g = known.arriving[known.rank]
+    moments = [known.right[name].clone() for name in _MOMENTS[:3]]
+    with MessageRecorder() as backward:
         returned = student["gradients_over_ranks"](
-            *own, total, known.mean.clone(), known.variance.clone()
+            x.clone(), g.clone(), known.weight.clone(), *moments
         )
-    backward = len(recorder.messages)
-    assert x.grad is not None
-    assert right.weight.grad is not None
-    assert right.bias.grad is not None
-    gradients = (x.grad, right.weight.grad, right.bias.grad)
-    problem = _wrong_gradients(returned, known, gradients, sent=_sent(backward))
-    return KnownValuesResult(problem, forward, backward)
+    problem = _problem(_gradients(returned, x), known, backward)
+    return KnownValuesResult(problem, len(forward.messages), len(backward.messages))
 
 
-def _sent(messages: int) -> bool:
-    """Return whether any rank sent anything. Collective."""
-    sent = torch.tensor([messages])
-    dist.all_reduce(sent)
-    return bool(sent)
+def _moments(returned: Any, channels: int) -> dict[str, Tensor]:
+    """Return what moments_over_ranks returned, by name. Raises Mistake if it cannot be that."""
+    parts = _parts("moments_over_ranks", returned, _MOMENTS)
+    if isinstance(parts["count"], int | float):  # the same for all channels
+        parts["count"] = torch.full((channels,), float(parts["count"]))
+    shapes = dict.fromkeys(_MOMENTS, torch.Size([channels]))
+    return _tensors("moments_over_ranks", parts, shapes)
 
 
-def _tensors(function: str, returned: Any, shapes: Mapping[str, torch.Size]) -> list[Tensor]:
-    """Return what a function of the student's returned, in float64.
+def _gradients(returned: Any, x: Tensor) -> dict[str, Tensor]:
+    """Return what gradients_over_ranks returned, by name. Raises Mistake if it cannot be that."""
+    parts = _parts("gradients_over_ranks", returned, _GRADIENTS)
+    shapes = dict.fromkeys(_GRADIENTS, x.shape[1:]) | {"grad_x": x.shape}
+    return _tensors("gradients_over_ranks", parts, shapes)
 
-    shapes : of each part, by name. Raises Mistake if there are other parts or shapes.
-    """
-    if not isinstance(returned, tuple | list) or len(returned) != len(shapes):
-        names = ", ".join(shapes)
-        raise Mistake(f"{function} returns {shown(returned)}, and must return {names}")
-    found: list[Tensor] = []
-    for part, (name, shape) in zip(returned, shapes.items(), strict=True):
-        tensor = part
-        if name == "count" and isinstance(part, int | float):  # the same for all channels
-            tensor = torch.full(shape, part)
-        if not isinstance(tensor, Tensor) or tensor.numel() != shape.numel():
+
+def _parts(function: str, returned: Any, names: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(returned, tuple | list) or len(returned) != len(names):
+        raise Mistake(f"{function} returns {shown(returned)}, and must return {', '.join(names)}")
+    return dict(zip(names, returned, strict=True))
+
+
+def _tensors(
+    function: str, parts: Mapping[str, Any], shapes: Mapping[str, torch.Size]
+) -> dict[str, Tensor]:
+    for name, shape in shapes.items():
+        part = parts[name]
+        if not isinstance(part, Tensor) or part.numel() != shape.numel():
             raise Mistake(
                 f"{function} returns {shown(part)} as {name}, and must return a tensor of shape "
                 f"{tuple(shape)}"
             )
-        found.append(tensor.detach().double().reshape(shape))
-    return found
+    return {name: parts[name].detach().double().reshape(shapes[name]) for name in shapes}
 
 
-def _close(found: Tensor, right: Tensor | float) -> bool:
-    return bool(((found - right).abs() <= _EQUAL * (1 + abs(right))).all())
+def _problem(found: Mapping[str, Tensor], known: _Known, recorder: MessageRecorder) -> str | None:
+    """Say what is wrong with what a function returned; None if nothing is. Collective."""
+    messages = torch.tensor([len(recorder.messages)])
+    dist.all_reduce(messages)
+    for name, part in found.items():
+        if _close(part, known.right[name]):
+            continue
+        told = _FORMULAS[name]
+        for mistake, wrong in _MISTAKES[name](known).items():
+            if _close(part, wrong):
+                told = mistake
+                break
+        if _OWN_SUMS in told and not messages:
+            told += ". No rank sends anything: dist.all_reduce(sums) adds up the ranks' sums"
+        elif _OWN_SUMS in told:
+            told += ", although a message is sent: use `sums` after it"
+        return _differs(f"{name} on rank {known.rank}", part, known.right[name], told)
+    return None
 
 
-def _numbers(tensor: Tensor) -> str:
-    """Return the first row, or all, of a tensor as a message shows it."""
-    row = tensor[0] if tensor.dim() == 2 else tensor
-    return ", ".join(f"{number:.4g}" for number in row.tolist())
+def _close(found: Tensor, right: Tensor) -> bool:
+    return torch.allclose(found, right, rtol=_EQUAL, atol=_EQUAL)
 
 
 def _differs(what: str, found: Tensor, right: Tensor, why: str) -> str:
-    """Return that something is wrong, in words and numbers, and why."""
-    return f"{what} is {_numbers(found)}, and must be {_numbers(right)}: {why}"
+    """Return that something is wrong, in numbers of the first channel, and why."""
+    first_found = float(found.flatten()[0])
+    first_right = float(right.flatten()[0])
+    return f"{what} is {first_found:.4g} in the first channel, not {first_right:.4g}: {why}"
 
 
-def _ways(found: Tensor, ways: Iterator[tuple[str, Tensor]], formula: str) -> str:
-    """Return the first of the mistakes that gives what was found, else that the formula is right."""
-    for told, wrong in ways:
-        if _close(found, wrong):
-            return told
-    return f"it is {formula}"
+_OWN_SUMS = "it is made of this rank's own sums alone"
 
 
-# --- forward ---
-
-
-def _wrong_moments(returned: Any, known: _Known, running: Tensor, *, sent: bool) -> str | None:
-    """Say what is wrong with what moments_over_ranks returns; None if nothing is.
-
-    running : the right running variance. sent : whether any rank sent anything.
-    """
-    names = ("count", "mean", "variance", "running_variance")
-    shape = torch.Size([_CHANNELS])
-    found = _tensors("moments_over_ranks", returned, dict.fromkeys(names, shape))
-    total = torch.full(shape, float(known.count), dtype=torch.float64)
-    alone = "is this rank's own: " + _unused("sums", sent=sent)
-    for name, part, right, ways, formula in (
-        ("count", found[0], total, _wrong_counts(known, alone), "the sum of the ranks' counts"),
-        (
-            "mean",
-            found[1],
-            known.mean,
-            _wrong_means(known, alone),
-            "all ranks' sum of x, divided by all ranks' count",
-        ),
-        (
-            "variance",
-            found[2],
-            known.variance,
-            _wrong_variances(known, alone),
-            "all ranks' sum of x**2, divided by all ranks' count, less mean**2",
-        ),
-        (
-            "running_variance",
-            found[3],
-            running,
-            _wrong_running_variances(known, alone),
-            "variance * count / (count - 1)",
-        ),
-    ):
-        if not _close(part, right):
-            why = _ways(part, ways, formula)
-            return _differs(f"rank {known.rank}'s {name} of each channel", part, right, why)
-    return None
-
-
-def _unused(sums: str, *, sent: bool) -> str:
-    """Say why a rank uses its own sums alone."""
-    if not sent:
-        return f"no rank sends anything. dist.all_reduce({sums}) adds up the ranks' {sums} in place"
-    return f"the ranks send something, but {sums} after the message are not used"
-
-
-def _wrong_counts(known: _Known, alone: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield what the usual mistakes make of the count, each with what to say about it."""
+def _wrong_counts(known: _Known) -> dict[str, Tensor]:
     ones = torch.ones(_CHANNELS, dtype=torch.float64)
-    yield f"it {alone}", ones * known.own_count
-    yield (
-        "it is this rank's own, times the number of ranks, but ranks have unequal numbers",
-        ones * known.own_count * known.size,
-    )
-    yield "it is the number of ranks, not of values", ones * known.size
-    yield "the ranks add up their sums twice", ones * known.count * known.size
+    return {
+        _OWN_SUMS: ones * known.own_count,
+        "it is this rank's own count times the number of ranks, but ranks have unequal counts": ones
+        * known.own_count
+        * known.ranks,
+        "it is the number of ranks, not of values": ones * known.ranks,
+        "the ranks add up their sums twice": ones * known.count * known.ranks,
+    }
 
 
-def _wrong_means(known: _Known, alone: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield what the usual mistakes make of the mean, each with what to say about it."""
+def _wrong_means(known: _Known) -> dict[str, Tensor]:
     total = torch.cat([*known.batches]).sum(0)
     means = torch.stack([batch.mean(0) for batch in known.batches])
-    yield f"it {alone}", means[known.rank]
-    yield (
+    return {
+        _OWN_SUMS: means[known.rank],
         "it is the mean of the ranks' means, in which a rank with few values counts as much as one "
-        "with many. Send the sums, and divide once, by all ranks' count",
-        means.mean(0),
-    )
-    yield "it is the sum of the ranks' means", means.sum(0)
-    yield "the sum of all ranks is divided by this rank's own count", total / known.own_count
-    yield "the sum of all ranks is divided by the number of ranks", total / known.size
-    yield "it is the sum: divide by count", total
+        "with many. Send sums, and divide once, by all ranks' count": means.mean(0),
+        "it is the sum of the ranks' means. Send sums, and divide once, by all ranks' "
+        "count": means.sum(0),
+        "all ranks' sum is divided by this rank's own count": total / known.own_count,
+        "all ranks' sum is divided by the number of ranks": total / known.ranks,
+        "it is the sum: divide by count": total,
+    }
 
 
-def _wrong_variances(known: _Known, alone: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield what the usual mistakes make of the variance, each with what to say about it."""
+def _wrong_variances(known: _Known) -> dict[str, Tensor]:
     every = torch.cat([*known.batches])
     squares = every.square().mean(0)
-    yield (
-        "it divides by the number of values less one. BatchNorm normalises by the number itself; "
-        "one less is for running_variance",
-        every.var(0),
-    )
-    for correction in (0, 1):  # torch.var divides by one less unless told otherwise
-        variances = [batch.var(0, correction=correction) for batch in known.batches]
-        weighted = [
-            len(batch) * variance for batch, variance in zip(known.batches, variances, strict=True)
-        ]
-        missing = (
-            "Each is taken around its rank's own mean, so how far these means lie apart is missing. "
-            "Send the sum of x**2"
-        )
-        yield f"it {alone}", variances[known.rank]
-        yield f"it is the mean of the ranks' variances. {missing}", torch.stack(variances).mean(0)
-        yield (
-            f"it is the mean of the ranks' variances, weighted by their counts. {missing}",
-            torch.stack(weighted).sum(0) / known.count,
-        )
-    yield "it is the mean of x**2: subtract mean**2", squares
-    yield "subtract mean**2, not the mean", squares - known.mean
-    yield (
-        "the ranks' sum of x**2 is divided by this rank's own count",
-        squares * known.count / known.own_count - known.mean.square(),
-    )
-    yield "it is the standard deviation, the root of the variance", known.variance.sqrt()
+    ways = {
+        "it divides by one less than the number of values. BatchNorm normalises with the number "
+        "itself; one less is for running_variance": every.var(0),
+        "it is the mean of x**2: subtract mean**2": squares,
+        "subtract mean**2, not the mean": squares - known.mean,
+        "all ranks' sum of x**2 is divided by this rank's own count": squares
+        * known.count
+        / known.own_count
+        - known.mean.square(),
+        "it is the standard deviation: return its square": known.variance.sqrt(),
+    }
+    missing = "each around its rank's own mean. How far these means lie apart is missing: send the "
+    missing += "sum of x**2"
+    for correction, divisor in enumerate(("", ", divided by one less")):  # torch.var's default is 1
+        variances = torch.stack([batch.var(0, correction=correction) for batch in known.batches])
+        counts = torch.tensor([len(batch) for batch in known.batches]).unsqueeze(1)
+        mean = f"it is the mean of the ranks' variances{divisor}, {missing}"
+        weighted = f"it is the mean of the ranks' variances{divisor}, weighted by count, {missing}"
+        ways[_OWN_SUMS + divisor] = variances[known.rank]
+        ways[mean] = variances.mean(0)
+        ways[weighted] = (counts * variances).sum(0) / known.count
+    return ways
 
 
-def _wrong_running_variances(known: _Known, alone: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield what the usual mistakes make of the running variance, with what to say about it."""
-    yield (
-        "it divides by the number of values. That is right for normalising; evaluation estimates "
-        "the variance of all images, which divides by one less: variance * count / (count - 1)",
-        known.variance,
-    )
+def _wrong_running_variances(known: _Known) -> dict[str, Tensor]:
     own = known.own_count
-    yield "its count is this rank's own, not that of all ranks", known.variance * own / (own - 1)
-    yield (
-        "it is the wrong way round: count / (count - 1)",
-        known.variance * (known.count - 1) / known.count,
-    )
-    yield f"it {alone}", known.batches[known.rank].var(0)
+    return {
+        "it divides by the number of values, as normalising does. Evaluation estimates the "
+        "variance of all images, and an estimate divides by one less: "
+        "variance * count / (count - 1)": known.variance,
+        "its count is this rank's own": known.variance * own / (own - 1),
+        "it is the wrong way round: count / (count - 1)": known.variance
+        * (known.count - 1)
+        / known.count,
+        _OWN_SUMS: known.batches[known.rank].var(0),
+    }
 
 
-def _coarse_variance(returned: Any, right: Tensor) -> str | None:
-    """Say whether float32 was too coarse for the sums of values around _FAR; None if not."""
-    variance = returned[2].detach().double().reshape(-1)
-    if bool(((variance - right).abs() <= 1e-3 * right).all()):
+def _coarse_variance(student: Namespace, x: Tensor) -> str | None:
+    """Say whether the sums are too coarse for these values in float32. Collective."""
+    right = moments_over_ranks(x, MessageGroup()).variance
+    found = _moments(student["moments_over_ranks"](x.clone()), _CHANNELS)["variance"]
+    if torch.allclose(found, right, rtol=1e-3):
         return None
     why = (
         f"the mean of x**2 and mean**2 are both near {_FAR**2:,.0f}, float32 keeps 7 digits of "
-        "them, and their difference has hardly any left. Make x.double() of x before you square"
+        "them, and their difference has hardly any left. Take x.double() before you square"
     )
-    what = f"and a mean of {_FAR:,.0f} in float32 the variance of each channel"
-    return _differs(what, variance, right, why)
+    return _differs(f"with a mean of {_FAR:,.0f} in float32 variance", found, right, why)
 
 
-# --- backward ---
-
-
-def _wrong_gradients(
-    returned: Any, known: _Known, gradients: Sequence[Tensor], *, sent: bool
-) -> str | None:
-    """Say what is wrong with what gradients_over_ranks returns; None if nothing is.
-
-    gradients : the right ones of x, weight and bias.
-    """
-    names = ("grad_x", "grad_weight", "grad_bias")
-    shapes = {name: part.shape for name, part in zip(names, gradients, strict=True)}
-    grad_x, *own = _tensors("gradients_over_ranks", returned, shapes)
-    if not _close(grad_x, gradients[0]):
-        why = _wrong_input_gradient(grad_x, known, sent=sent)
-        return _differs(f"rank {known.rank}'s grad_x of the first value", grad_x, gradients[0], why)
-    for name, part, right in zip(names[1:], own, gradients[1:], strict=True):
-        if not _close(part, right):
-            why = _wrong_part(part, name, known)
-            return _differs(f"rank {known.rank}'s {name} of each channel", part, right, why)
-    return None
-
-
-def _wrong_part(found: Tensor, name: str, known: _Known) -> str:
-    """Say what is wrong with the gradient of weight or bias."""
-    parts = {"grad_bias": [g.sum(0) for g in known.arriving]}
-    parts["grad_weight"] = [
-        (g * z).sum(0) for g, z in zip(known.arriving, known.normalised(), strict=True)
-    ]
-    own = parts.pop(name)
-    [other] = parts.values()
-    total = torch.stack(own).sum(0)
-    ways = {
-        f"it is the sum over all ranks. Training adds up the ranks' gradients of all parameters "
-        f"after backward, so it would count {known.size} times. Return this rank's part": total,
-        "it is the mean over all ranks. Training averages the gradients of all parameters after "
-        "backward. Return this rank's part": total / known.size,
-        "grad_weight and grad_bias have changed places": other[known.rank],
-        "it is divided by all ranks' count: a loss that is a mean divides already": own[known.rank]
-        / known.count,
-    }
-    formula = {"grad_bias": "the sum of g", "grad_weight": "the sum of g * z"}[name]
-    return _ways(found, iter(ways.items()), f"{formula} over this rank's values")
-
-
-def _wrong_input_gradient(found: Tensor, known: _Known, *, sent: bool) -> str:
-    """Say what is wrong with dL/dx: the fewest mistakes that give what was found.
+def _wrong_input_gradients(known: _Known) -> dict[str, Tensor]:
+    """Return what mistakes make of dL/dx, the fewest first.
 
     Each part of the formula has the right way, "", and wrong ones by what to say about them.
     """
     std = (known.variance + 1e-5).sqrt()
-    own = known.batches[known.rank]
     zs = {
         "": known.normalised(),
-        "z is computed with this rank's own mean, not with all ranks'": [
+        "z is made with this rank's own mean": [
             (batch - batch.mean(0)) / std for batch in known.batches
         ],
-        "z is computed with this rank's own mean and deviation, not with all ranks'": [
+        "z is made with this rank's own mean and deviation": [
             nn.functional.batch_norm(batch, None, None, training=True) for batch in known.batches
         ],
     }
-    summed = {
-        "": range(known.size),
-        f"the sums are this rank's own: {_unused('sums', sent=sent)}": [known.rank],
-    }
+    summed = {"": range(known.ranks), _OWN_SUMS: [known.rank]}
     divisors = {
         "": known.count,
-        "the sums are divided by this rank's own count, not by `count`": len(own),
-        "the sums are divided by the number of ranks, not by `count`": known.size,
+        "the sums are divided by this rank's own count, not by `count`": known.own_count,
+        "the sums are divided by the number of ranks, not by `count`": known.ranks,
         "the sums are not divided by `count`": 1,
-        "the ranks add up their sums twice": known.count / known.size,
+        "the ranks add up their sums twice": known.count / known.ranks,
     }
     firsts = {
         "": -1,
-        "the term - sum(g) / count is missing: each x moves the mean, and so every z": 0,
+        "- sum(g) / count is missing: each x moves the mean, and with it every z": 0,
         "sum(g) / count is added, not subtracted": 1,
     }
-    seconds = {
+    seconds = {  # the sign, and the power of z
         "": (-1, 1),
-        "the term - z * sum(g * z) / count is missing: each x moves the deviation, and so every "
-        "z": (0, 1),
+        "- z * sum(g * z) / count is missing: each x moves the deviation, and with it every z": (
+            0,
+            1,
+        ),
         "z * sum(g * z) / count is added, not subtracted": (1, 1),
         "sum(g * z) / count is not multiplied by z": (-1, 0),
     }
     scales = {
         "": known.weight / std,
-        "it is not multiplied by weight": 1 / std,
+        "weight is missing": 1 / std,
         "it is not divided by std": known.weight,
         "it is divided by the variance, not by std": known.weight / std.square(),
     }
-    options = [way.items() for way in (zs, summed, divisors, firsts, seconds, scales)]
-    choices = sorted(itertools.product(*options), key=lambda choice: len(_mistakes(choice)))
-    for choice in choices:
+    options: list[Mapping[str, Any]] = [zs, summed, divisors, firsts, seconds, scales]
+    ways: dict[str, Tensor] = {}
+    for choice in itertools.product(*(parts.items() for parts in options)):
         z, ranks, divisor, first, (second, power), scale = (value for _, value in choice)
-        mean_g = sum(known.arriving[rank].sum(0) for rank in ranks) / divisor
-        mean_gz = sum((known.arriving[rank] * z[rank]).sum(0) for rank in ranks) / divisor
-        own_z = z[known.rank] ** power
-        g = known.arriving[known.rank]
-        if _close(found, scale * (g + first * mean_g + second * own_z * mean_gz)):
-            return "; ".join(_mistakes(choice))
-    return (
-        "it is weight / std * (g - sum(g) / count - z * sum(g * z) / count), with all ranks' sums"
-    )
+        mean_g = torch.stack([known.arriving[rank].sum(0) for rank in ranks]).sum(0) / divisor
+        products = [(known.arriving[rank] * z[rank]).sum(0) for rank in ranks]
+        mean_gz = torch.stack(products).sum(0) / divisor
+        own = (
+            known.arriving[known.rank] + first * mean_g + second * z[known.rank] ** power * mean_gz
+        )
+        ways["; ".join(told for told, _ in choice if told)] = scale * own
+    return dict(sorted(ways.items(), key=lambda way: way[0].count("; ")))
 
 
-def _mistakes(choice: Sequence[tuple[str, Any]]) -> list[str]:
-    """Return what to say about the wrong ways in a choice."""
-    return [told for told, _ in choice if told]
+def _wrong_grad_weights(known: _Known) -> dict[str, Tensor]:
+    own = zip(known.arriving, known.normalised(), strict=True)
+    parts = torch.stack([(g * z).sum(0) for g, z in own])
+    return _wrong_parts(known, parts) | {"it is grad_bias": known.right["grad_bias"]}
+
+
+def _wrong_grad_biases(known: _Known) -> dict[str, Tensor]:
+    parts = torch.stack([g.sum(0) for g in known.arriving])
+    return _wrong_parts(known, parts) | {"it is grad_weight": known.right["grad_weight"]}
+
+
+def _wrong_parts(known: _Known, parts: Tensor) -> dict[str, Tensor]:
+    """Return what mistakes make of the gradient of weight or bias. parts : right, of each rank."""
+    cure = "Return this rank's part: training averages the gradients of all parameters later"
+    return {
+        f"it is the sum over all ranks, and would count {known.ranks} times. {cure}": parts.sum(0),
+        f"it is the mean over all ranks. {cure}": parts.mean(0),
+        "it is divided by count, as the loss is already": parts[known.rank] / known.count,
+        "it is divided by this rank's count, as the loss is already": parts[known.rank].div(
+            known.own_count
+        ),
+    }
+
+
+_MISTAKES = {
+    "count": _wrong_counts,
+    "mean": _wrong_means,
+    "variance": _wrong_variances,
+    "running_variance": _wrong_running_variances,
+    "grad_x": _wrong_input_gradients,
+    "grad_weight": _wrong_grad_weights,
+    "grad_bias": _wrong_grad_biases,
+}
+_FORMULAS = {
+    "count": "it is the sum of the ranks' numbers of values",
+    "mean": "it is all ranks' sum of x, divided by count",
+    "variance": "it is all ranks' sum of x**2, divided by count, less mean**2",
+    "running_variance": "it is variance * count / (count - 1)",
+    "grad_x": "it is weight / std * (g - sum(g) / count - z * sum(g * z) / count), with the sums "
+    "of all ranks",
+    "grad_weight": "it is the sum of g * z over this rank's values",
+    "grad_bias": "it is the sum of g over this rank's values",
+}
 
 
 # --- VGG-11 ---
@@ -492,32 +446,25 @@ class Differences(NamedTuple):
 
 
 class _Normalise(torch.autograd.Function):
-    """y = weight * z + bias, whose backward is the student's gradients_over_ranks."""
+    """y = weight * z + bias, whose backward is the student's."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        moments: Sequence[Tensor],
-        eps: float,
-        student: Namespace,
+        ctx: Any, x: Tensor, layer: "_StudentBatchNorm", weight: Tensor, bias: Tensor
     ) -> Tensor:
-        total, mean, variance, _ = moments
+        ctx.moments = layer.moments_over_ranks(x)
+        ctx.layer = layer
         ctx.save_for_backward(x, weight)
-        ctx.moments = (total, mean, variance)
-        ctx.student = student
-        return weight * (x - mean) / (variance + eps).sqrt() + bias
+        _, mean, variance = ctx.moments
+        return weight * (x - mean) / (variance + layer.eps).sqrt() + bias
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        gradients = ctx.student["gradients_over_ranks"](x, g, weight, *ctx.moments)
-        names = ("grad_x", "grad_weight", "grad_bias")
-        shapes = dict(zip(names, (x.shape, weight.shape, weight.shape), strict=True))
-        return *_tensors("gradients_over_ranks", gradients, shapes), None, None, None
+        returned = ctx.layer.student["gradients_over_ranks"](x, g, weight, *ctx.moments)
+        grad_x, grad_weight, grad_bias = _gradients(returned, x).values()
+        return grad_x, None, grad_weight, grad_bias
 
 
 class _StudentBatchNorm(nn.BatchNorm2d):
@@ -525,99 +472,84 @@ class _StudentBatchNorm(nn.BatchNorm2d):
 
     def __init__(self, channels: int, student: Namespace) -> None:
         super().__init__(channels, dtype=torch.float64)
-        self._student = student
+        self.student = student
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.movedim(1, -1)
-        x = rows.flatten(0, -2)  # (values, channels)
-        names = ("count", "mean", "variance", "running_variance")
-        shape = torch.Size([self.num_features])
-        returned = self._student["moments_over_ranks"](x.detach())
-        moments = _tensors("moments_over_ranks", returned, dict.fromkeys(names, shape))
-        _, mean, _, running = moments
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.momentum is not None
-        self.running_mean.lerp_(mean, self.momentum)
-        self.running_var.lerp_(running, self.momentum)
-        y = _Normalise.apply(x, self.weight, self.bias, moments, self.eps, self._student)
+        y = _Normalise.apply(rows.flatten(0, -2), self, self.weight, self.bias)
         return y.view_as(rows).movedim(-1, 1)
 
+    def moments_over_ranks(self, x: Tensor) -> list[Tensor]:
+        """Return count, mean and variance, and learn the running ones. x : (values, channels)."""
+        returned = self.student["moments_over_ranks"](x)
+        *moments, running_variance = _moments(returned, self.num_features).values()
+        assert self.momentum is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        self.running_mean.lerp_(moments[1], self.momentum)
+        self.running_var.lerp_(running_variance, self.momentum)
+        return moments
 
-def _batches(samples: int) -> tuple[Tensor, Tensor, str]:
-    """Return images and labels of STEPS batches, and what they are.
 
-    Images have shape (STEPS, samples, 3, 32, 32), labels (STEPS, samples).
-    """
+def _batches(samples: int) -> tuple[list[Batch], str]:
+    """Return STEPS batches in float64, and what their images are: CIFAR-10's if they are here."""
+    number = STEPS * samples
     try:
         train = load_dataset("cifar10", Path("data"), mirror="").train
-    except UserError:  # it is not here
+        images = train.images[:number].permute(0, 3, 1, 2).double()
+        labels = train.labels[:number].long()
+        name = "CIFAR-10 images"
+    except UserError:
         seeded = torch.Generator().manual_seed(0)
-        images = torch.randn(STEPS, samples, 3, 32, 32, dtype=torch.float64, generator=seeded)
-        labels = torch.randint(10, (STEPS, samples), generator=seeded)
-        return images, labels, "random images"
-    images = train.images[: STEPS * samples].permute(0, 3, 1, 2).double() / 255
-    labels = train.labels[: STEPS * samples].long()
-    centred = (images - images.mean()) / images.std()
-    return (
-        centred.unflatten(0, (STEPS, samples)),
-        labels.unflatten(0, (STEPS, samples)),
-        "CIFAR-10 images",
-    )
+        images = torch.randn(number, 3, 32, 32, dtype=torch.float64, generator=seeded)
+        labels = torch.randint(10, (number,), generator=seeded)
+        name = "random images"
+    images = (images - images.mean()) / images.std()
+    return list(zip(images.split(samples), labels.split(samples), strict=True)), name
 
 
 def _train_vgg11(
-    student: Namespace, shares: Sequence[int], images: Tensor, labels: Tensor
+    student: Namespace, shares: Sequence[int], batches: Sequence[Batch]
 ) -> Differences:
-    """Train three times from the same weights; return the differences on rank 0, else zeros."""
+    """Train three times from the same weights; rank 0 returns the differences."""
     rank = dist.get_rank()
     samples = sum(shares)
-    own_images = [batch.split(shares)[rank] for batch in images]
-    own_labels = [batch.split(shares)[rank] for batch in labels]
+    own = [(images.split(shares)[rank], labels.split(shares)[rank]) for images, labels in batches]
     torch.manual_seed(0)
-    begun = build_model("vgg11", 10).double()
-
-    def end(
-        model: nn.Module, images: Sequence[Tensor], labels: Sequence[Tensor], *, ranks: bool
-    ) -> Tensor:
-        return _train(model, list(zip(images, labels, strict=True)), samples, ranks=ranks)
-
-    one_process = torch.zeros(0)
+    local: Any = build_model("vgg11", 10).double()
+    one_process = copy.deepcopy(local)
+    with_sums = copy.deepcopy(local)
+    for number, layer in enumerate(with_sums.features):
+        if isinstance(layer, nn.BatchNorm2d):
+            with_sums.features[number] = _StudentBatchNorm(layer.num_features, student)
     if rank == 0:
-        one_process = end(copy.deepcopy(begun), [*images], [*labels], ranks=False)
-    local = end(copy.deepcopy(begun), own_images, own_labels, ranks=True)
-    own = end(_with_student_layers(begun, student), own_images, own_labels, ranks=True)
-    if rank > 0:
-        return Differences(0, 0)
-    scale = one_process.norm()
-    return Differences(
-        float((own - one_process).norm() / scale), float((local - one_process).norm() / scale)
-    )
-
-
-def _with_student_layers(model: nn.Module, student: Namespace) -> nn.Module:
-    """Replace the BatchNorm layers, whose weights are new, and return the model."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.BatchNorm2d):
-                setattr(module, name, _StudentBatchNorm(child.num_features, student))
-    return model
+        _train(one_process, batches, samples)
+    for model in (local, with_sums):
+        _train(model, own, samples, average=True)
+    right = _state(one_process)
+    differences = [(_state(model) - right).norm() / right.norm() for model in (with_sums, local)]
+    return Differences(*map(float, differences))
 
 
 def _train(
-    model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], samples: int, *, ranks: bool
-) -> Tensor:
-    """Take a step a batch as the assignment does; return the weights and running statistics.
+    model: nn.Module, batches: Sequence[Batch], samples: int, *, average: bool = False
+) -> None:
+    """Take a step with each batch, with the assignment's settings.
 
-    samples : of all ranks in a step. ranks : whether the ranks add up their gradients.
+    samples : in a step, on all ranks. average : over the ranks' samples; collective.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     for images, labels in batches:
         optimizer.zero_grad()
         (cross_entropy(model(images), labels, reduction="sum") / samples).backward()
-        if ranks:
+        if average:
             for parameter in model.parameters():
+                assert parameter.grad is not None
                 dist.all_reduce(parameter.grad)
         optimizer.step()
-    state = [tensor for tensor in model.state_dict().values() if tensor.is_floating_point()]
-    return torch.cat([tensor.flatten() for tensor in state])
+
+
+def _state(model: nn.Module) -> Tensor:
+    """Return weights and running statistics."""
+    tensors = [tensor for tensor in model.state_dict().values() if tensor.is_floating_point()]
+    return torch.cat([tensor.flatten() for tensor in tensors])
