@@ -123,7 +123,7 @@ class Lesson:
         return page_path(self.name)
 
     def hints(self) -> list[str]:
-        """Return its three hints, from a question to the line."""
+        """Return its hints, three for each step, from a question to the line."""
         text = Path(__file__).with_name("hints.toml").read_text(encoding="utf-8")
         return tomllib.loads(text)[str(self.number)]["hints"]
 
@@ -344,8 +344,8 @@ LESSONS: Sequence[Lesson] = (
                 "z is -1.069 for the 1 and 1.604 for the 11, so sum(g) is 1 and sum(g z) is -1.069",
             ),
             "e": Exercise(
-                32,
-                "8 layers x 2 messages x 2 ms: the bytes hardly matter",
+                19.2,
+                "8 layers x 2 messages x 6 rounds x 0.2 ms: it is all latency",
                 "each layer sends one message in forward and one in backward, and waits for both",
             ),
         },

@@ -6,7 +6,7 @@ them. ``check_vgg11`` puts them into the layers of VGG-11 and compares with one 
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,13 +29,14 @@ VALUES = ((4, 2, 7), (2, 5))
 SHARDS = ((3, 1, 2), (3, 2))  # images of VGG-11 on each rank, in a step
 STEPS = 3
 _CHANNELS = 2
-_FAR = 1000.0  # a mean at which float32 is too coarse for squares
+_FAR = 1000.0  # a mean at which float32 is too coarse for squares of values near it
 _EQUAL = 1e-9
 _LIMIT_SECONDS = 180.0
 _MOMENTS = ("count", "mean", "variance", "running_variance")
 _GRADIENTS = ("grad_x", "grad_weight", "grad_bias")
 
 Batch = tuple[Tensor, Tensor]  # images and labels
+Ways = Iterator[tuple[str, Tensor]]  # what to say about a mistake, and what it computes
 
 
 def check_sums(student: StudentFile, say: Say) -> None:
@@ -166,7 +167,7 @@ def _on_known_values(student: Namespace, shares: Sequence[int]) -> KnownValuesRe
         returned = student["moments_over_ranks"](x.clone())
     problem = _problem(_moments(returned, _CHANNELS), known, forward)
     if problem is None:
-        problem = _coarse_variance(student, _FAR + x.float())
+        problem = _coarse_variance(student, _FAR + x.float() / 10)
     if problem is not None:
         return KnownValuesResult(problem)
 
@@ -222,16 +223,20 @@ def _problem(found: Mapping[str, Tensor], known: _Known, recorder: MessageRecord
     for name, part in found.items():
         if _close(part, known.right[name]):
             continue
-        told = _FORMULAS[name]
-        for mistake, wrong in _MISTAKES[name](known).items():
-            if _close(part, wrong):
-                told = mistake
-                break
+        told = _cause(part, _MISTAKES[name](known)) or _FORMULAS[name]
         if _OWN_SUMS in told and not messages:
             told += ". No rank sends anything: dist.all_reduce(sums) adds up the ranks' sums"
         elif _OWN_SUMS in told:
             told += ", although a message is sent: use `sums` after it"
         return _differs(f"{name} on rank {known.rank}", part, known.right[name], told)
+    return None
+
+
+def _cause(found: Tensor, ways: Ways) -> str | None:
+    """Return which mistake gives what was found, by and large; None if none does."""
+    for told, wrong in ways:
+        if told and torch.allclose(found, wrong, rtol=1e-4):
+            return told
     return None
 
 
@@ -249,72 +254,73 @@ def _differs(what: str, found: Tensor, right: Tensor, why: str) -> str:
 _OWN_SUMS = "it is made of this rank's own sums alone"
 
 
-def _wrong_counts(known: _Known) -> dict[str, Tensor]:
+def _wrong_counts(known: _Known) -> Ways:
     ones = torch.ones(_CHANNELS, dtype=torch.float64)
-    return {
-        _OWN_SUMS: ones * known.own_count,
-        "it is this rank's own count times the number of ranks, but ranks have unequal counts": ones
-        * known.own_count
-        * known.ranks,
-        "it is the number of ranks, not of values": ones * known.ranks,
-        "the ranks add up their sums twice": ones * known.count * known.ranks,
-    }
+    own = known.own_count
+    yield _OWN_SUMS, ones * own
+    yield (
+        "this rank's count times the number of ranks: counts are unequal",
+        ones * own * known.ranks,
+    )
+    yield "it is the number of ranks, not of values", ones * known.ranks
+    yield "the ranks add up their sums twice", ones * known.count * known.ranks
 
 
-def _wrong_means(known: _Known) -> dict[str, Tensor]:
+def _wrong_means(known: _Known) -> Ways:
     total = torch.cat([*known.batches]).sum(0)
     means = torch.stack([batch.mean(0) for batch in known.batches])
-    return {
-        _OWN_SUMS: means[known.rank],
+    cure = "Send sums, and divide once, by all ranks' count"
+    yield _OWN_SUMS, means[known.rank]
+    yield (
         "it is the mean of the ranks' means, in which a rank with few values counts as much as one "
-        "with many. Send sums, and divide once, by all ranks' count": means.mean(0),
-        "it is the sum of the ranks' means. Send sums, and divide once, by all ranks' "
-        "count": means.sum(0),
-        "all ranks' sum is divided by this rank's own count": total / known.own_count,
-        "all ranks' sum is divided by the number of ranks": total / known.ranks,
-        "it is the sum: divide by count": total,
-    }
+        f"with many. {cure}",
+        means.mean(0),
+    )
+    yield f"it is the sum of the ranks' means. {cure}", means.sum(0)
+    yield "all ranks' sum is divided by this rank's own count", total / known.own_count
+    yield "all ranks' sum is divided by the number of ranks", total / known.ranks
+    yield "it is the sum: divide by count", total
 
 
-def _wrong_variances(known: _Known) -> dict[str, Tensor]:
+def _wrong_variances(known: _Known) -> Ways:
     every = torch.cat([*known.batches])
     squares = every.square().mean(0)
-    ways = {
+    yield (
         "it divides by one less than the number of values. BatchNorm normalises with the number "
-        "itself; one less is for running_variance": every.var(0),
-        "it is the mean of x**2: subtract mean**2": squares,
-        "subtract mean**2, not the mean": squares - known.mean,
-        "all ranks' sum of x**2 is divided by this rank's own count": squares
-        * known.count
-        / known.own_count
-        - known.mean.square(),
-        "it is the standard deviation: return its square": known.variance.sqrt(),
-    }
-    missing = "each around its rank's own mean. How far these means lie apart is missing: send the "
-    missing += "sum of x**2"
+        "itself; one less is for running_variance",
+        every.var(0),
+    )
+    yield "it is the mean of x**2: subtract mean**2", squares
+    yield "subtract mean**2, not the mean", squares - known.mean
+    by_own_count = squares * known.count / known.own_count - known.mean.square()
+    yield "all ranks' sum of x**2 is divided by this rank's own count", by_own_count
+    yield "it is the standard deviation: return its square", known.variance.sqrt()
+    counts = torch.tensor([len(batch) for batch in known.batches]).unsqueeze(1)
+    missing = (
+        "each around its rank's own mean. How far these means lie apart is missing: send the sum "
+        "of x**2"
+    )
     for correction, divisor in enumerate(("", ", divided by one less")):  # torch.var's default is 1
         variances = torch.stack([batch.var(0, correction=correction) for batch in known.batches])
-        counts = torch.tensor([len(batch) for batch in known.batches]).unsqueeze(1)
-        mean = f"it is the mean of the ranks' variances{divisor}, {missing}"
-        weighted = f"it is the mean of the ranks' variances{divisor}, weighted by count, {missing}"
-        ways[_OWN_SUMS + divisor] = variances[known.rank]
-        ways[mean] = variances.mean(0)
-        ways[weighted] = (counts * variances).sum(0) / known.count
-    return ways
+        mean = f"it is the mean of the ranks' variances{divisor}"
+        weighted = (counts * variances).sum(0) / known.count
+        yield _OWN_SUMS + divisor, variances[known.rank]
+        yield f"{mean}, {missing}", variances.mean(0)
+        yield f"{mean}, weighted by count, {missing}", weighted
 
 
-def _wrong_running_variances(known: _Known) -> dict[str, Tensor]:
+def _wrong_running_variances(known: _Known) -> Ways:
     own = known.own_count
-    return {
+    yield (
         "it divides by the number of values, as normalising does. Evaluation estimates the "
-        "variance of all images, and an estimate divides by one less: "
-        "variance * count / (count - 1)": known.variance,
-        "its count is this rank's own": known.variance * own / (own - 1),
-        "it is the wrong way round: count / (count - 1)": known.variance
-        * (known.count - 1)
-        / known.count,
-        _OWN_SUMS: known.batches[known.rank].var(0),
-    }
+        "variance of all images, and an estimate divides by one less: variance * count / (count - "
+        "1)",
+        known.variance,
+    )
+    yield "its count is this rank's own", known.variance * own / (own - 1)
+    upside_down = known.variance * (known.count - 1) / known.count
+    yield "it is the wrong way round: count / (count - 1)", upside_down
+    yield _OWN_SUMS, known.batches[known.rank].var(0)
 
 
 def _coarse_variance(student: Namespace, x: Tensor) -> str | None:
@@ -330,8 +336,8 @@ def _coarse_variance(student: Namespace, x: Tensor) -> str | None:
     return _differs(f"with a mean of {_FAR:,.0f} in float32 variance", found, right, why)
 
 
-def _wrong_input_gradients(known: _Known) -> dict[str, Tensor]:
-    """Return what mistakes make of dL/dx, the fewest first.
+def _wrong_input_gradients(known: _Known) -> Ways:
+    """Yield what mistakes make of dL/dx, the fewest first.
 
     Each part of the formula has the right way, "", and wrong ones by what to say about them.
     """
@@ -374,44 +380,43 @@ def _wrong_input_gradients(known: _Known) -> dict[str, Tensor]:
         "it is divided by the variance, not by std": known.weight / std.square(),
     }
     options: list[Mapping[str, Any]] = [zs, summed, divisors, firsts, seconds, scales]
-    ways: dict[str, Tensor] = {}
-    for choice in itertools.product(*(parts.items() for parts in options)):
+    choices = itertools.product(*(parts.items() for parts in options))
+    for choice in sorted(choices, key=lambda choice: len(_told(choice))):
         z, ranks, divisor, first, (second, power), scale = (value for _, value in choice)
         mean_g = torch.stack([known.arriving[rank].sum(0) for rank in ranks]).sum(0) / divisor
         products = [(known.arriving[rank] * z[rank]).sum(0) for rank in ranks]
         mean_gz = torch.stack(products).sum(0) / divisor
-        own = (
-            known.arriving[known.rank] + first * mean_g + second * z[known.rank] ** power * mean_gz
-        )
-        ways["; ".join(told for told, _ in choice if told)] = scale * own
-    return dict(sorted(ways.items(), key=lambda way: way[0].count("; ")))
+        terms = first * mean_g + second * z[known.rank] ** power * mean_gz
+        yield "; ".join(_told(choice)), scale * (known.arriving[known.rank] + terms)
 
 
-def _wrong_grad_weights(known: _Known) -> dict[str, Tensor]:
+def _told(choice: Sequence[tuple[str, Any]]) -> list[str]:
+    """Return what to say about the wrong ways in a choice."""
+    return [told for told, _ in choice if told]
+
+
+def _wrong_grad_weights(known: _Known) -> Ways:
+    yield "it is grad_bias", known.right["grad_bias"]
     own = zip(known.arriving, known.normalised(), strict=True)
-    parts = torch.stack([(g * z).sum(0) for g, z in own])
-    return _wrong_parts(known, parts) | {"it is grad_bias": known.right["grad_bias"]}
+    yield from _wrong_parts(known, torch.stack([(g * z).sum(0) for g, z in own]))
 
 
-def _wrong_grad_biases(known: _Known) -> dict[str, Tensor]:
-    parts = torch.stack([g.sum(0) for g in known.arriving])
-    return _wrong_parts(known, parts) | {"it is grad_weight": known.right["grad_weight"]}
+def _wrong_grad_biases(known: _Known) -> Ways:
+    yield "it is grad_weight", known.right["grad_weight"]
+    yield from _wrong_parts(known, torch.stack([g.sum(0) for g in known.arriving]))
 
 
-def _wrong_parts(known: _Known, parts: Tensor) -> dict[str, Tensor]:
-    """Return what mistakes make of the gradient of weight or bias. parts : right, of each rank."""
+def _wrong_parts(known: _Known, parts: Tensor) -> Ways:
+    """Yield what mistakes make of the gradient of weight or bias. parts : right, of each rank."""
     cure = "Return this rank's part: training averages the gradients of all parameters later"
-    return {
-        f"it is the sum over all ranks, and would count {known.ranks} times. {cure}": parts.sum(0),
-        f"it is the mean over all ranks. {cure}": parts.mean(0),
-        "it is divided by count, as the loss is already": parts[known.rank] / known.count,
-        "it is divided by this rank's count, as the loss is already": parts[known.rank].div(
-            known.own_count
-        ),
-    }
+    yield f"it is the sum over all ranks, and would count {known.ranks} times. {cure}", parts.sum(0)
+    yield f"it is the mean over all ranks. {cure}", parts.mean(0)
+    own = parts[known.rank]
+    yield "it is divided by count, as the loss is already", own / known.count
+    yield "it is divided by this rank's count, as the loss is already", own / known.own_count
 
 
-_MISTAKES = {
+_MISTAKES: Mapping[str, Callable[[_Known], Ways]] = {
     "count": _wrong_counts,
     "mean": _wrong_means,
     "variance": _wrong_variances,

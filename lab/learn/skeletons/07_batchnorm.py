@@ -32,9 +32,10 @@ def gradient_of_shards(model, images, labels, shards):
 def moments_over_ranks(x):
     """Return count, mean, variance and running variance of each channel, over all ranks' values.
 
-    x: this rank's values, one row a value, one column a channel. Ranks may have unequal numbers.
+    x: this rank's values, a row for each value, a column for each channel. Ranks have unequal
+    numbers of rows.
     """
-    sums = ...  # what this rank sends: numbers of each channel that the ranks can add up
+    sums = ...  # what this rank sends: three numbers of each channel, which the ranks can add up
     ...  # one message, after which `sums` holds the sums over all ranks
     count = ...
     mean = ...
@@ -46,13 +47,14 @@ def moments_over_ranks(x):
 def gradients_over_ranks(x, g, weight, count, mean, variance):
     """Return dL/dx of this rank's values, and this rank's part of dL/dweight and of dL/dbias.
 
-    g: dL/dy, as large as x, where y = weight * z + bias. The others are of each channel.
+    g: dL/dy, as large as x, where y = weight * z + bias. weight and the moments of all ranks have
+    a number for each channel.
     """
     std = (variance + 1e-5) ** 0.5
-    z = ...  # forward's, from all ranks' mean and deviation
+    z = ...
     grad_weight = ...  # of this rank's values alone: training adds up the ranks' parts later
     grad_bias = ...
-    sums = ...  # what this rank sends
+    sums = ...  # what this rank sends: two numbers of each channel
     ...  # one message
     grad_x = ...
     return grad_x, grad_weight, grad_bias
@@ -83,8 +85,8 @@ ANSWERS = {
     # With SyncBatchNorm two ranks have 1 and 3, 5, 11. dL/dy is 1 for the 1, and 0 for the others.
     # The weight is 1. What is dL/dx of the 11?
     "d": ...,
-    # VGG-11 has 8 BatchNorm layers. All-reducing a few numbers takes 2 ms. How many ms of a step
-    # does SyncBatchNorm wait for messages?
+    # VGG-11 has 8 BatchNorm layers. On a ring of 4 nodes a small all-reduce takes 6 rounds of 0.2 ms
+    # (lesson 5). How many ms of a step does SyncBatchNorm wait for messages?
     "e": ...,
 }
 
