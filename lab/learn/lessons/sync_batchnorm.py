@@ -228,7 +228,7 @@ def _problem(found: Mapping[str, Tensor], known: _Known, recorder: MessageRecord
             told += ". No rank sends anything: dist.all_reduce(sums) adds up the ranks' sums"
         elif _OWN_SUMS in told:
             told += ", although a message is sent: use `sums` after it"
-        return _differs(f"{name} on rank {known.rank}", part, known.right[name], told)
+        return f"rank {known.rank}'s {_differs(name, part, known.right[name], told)}"
     return None
 
 
@@ -244,11 +244,12 @@ def _close(found: Tensor, right: Tensor) -> bool:
     return torch.allclose(found, right, rtol=_EQUAL, atol=_EQUAL)
 
 
-def _differs(what: str, found: Tensor, right: Tensor, why: str) -> str:
-    """Return that something is wrong, in numbers of the first channel, and why."""
+def _differs(name: str, found: Tensor, right: Tensor, why: str) -> str:
+    """Return that a result is wrong, with its first number, and why."""
+    place = ", ".join("0" * found.dim())
     first_found = float(found.flatten()[0])
     first_right = float(right.flatten()[0])
-    return f"{what} is {first_found:.4g} in the first channel, not {first_right:.4g}: {why}"
+    return f"{name}[{place}] is {first_found:.4g}, and must be {first_right:.4g}: {why}"
 
 
 _OWN_SUMS = "it is made of this rank's own sums alone"
@@ -259,7 +260,7 @@ def _wrong_counts(known: _Known) -> Ways:
     own = known.own_count
     yield _OWN_SUMS, ones * own
     yield (
-        "this rank's count times the number of ranks: counts are unequal",
+        "this rank's count times the number of ranks, but counts are unequal",
         ones * own * known.ranks,
     )
     yield "it is the number of ranks, not of values", ones * known.ranks
@@ -333,7 +334,7 @@ def _coarse_variance(student: Namespace, x: Tensor) -> str | None:
         f"the mean of x**2 and mean**2 are both near {_FAR**2:,.0f}, float32 keeps 7 digits of "
         "them, and their difference has hardly any left. Take x.double() before you square"
     )
-    return _differs(f"with a mean of {_FAR:,.0f} in float32 variance", found, right, why)
+    return f"around {_FAR:,.0f} in float32 {_differs('variance', found, right, why)}"
 
 
 def _wrong_input_gradients(known: _Known) -> Ways:
@@ -426,14 +427,14 @@ _MISTAKES: Mapping[str, Callable[[_Known], Ways]] = {
     "grad_bias": _wrong_grad_biases,
 }
 _FORMULAS = {
-    "count": "it is the sum of the ranks' numbers of values",
-    "mean": "it is all ranks' sum of x, divided by count",
-    "variance": "it is all ranks' sum of x**2, divided by count, less mean**2",
-    "running_variance": "it is variance * count / (count - 1)",
-    "grad_x": "it is weight / std * (g - sum(g) / count - z * sum(g * z) / count), with the sums "
-    "of all ranks",
-    "grad_weight": "it is the sum of g * z over this rank's values",
-    "grad_bias": "it is the sum of g over this rank's values",
+    "count": "add up the ranks' numbers of values",
+    "mean": "divide all ranks' sum of x by count",
+    "variance": "divide all ranks' sum of x**2 by count, and subtract mean**2",
+    "running_variance": "take variance * count / (count - 1)",
+    "grad_x": "take weight / std * (g - sum(g) / count - z * sum(g * z) / count), with the sums of "
+    "all ranks",
+    "grad_weight": "take the sum of g * z over this rank's values",
+    "grad_bias": "take the sum of g over this rank's values",
 }
 
 
