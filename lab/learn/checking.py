@@ -81,10 +81,11 @@ def check(lesson: Lesson, student: StudentFile) -> int:
     try:
         if _lacks_earlier(lesson):
             return NOT_YET
-        blanks = student.blanks()
-        if student.blanks(outside=lesson.later):
-            _say_blanks(student, blanks)
+        first_step = student.blanks(outside=lesson.later)
+        if first_step:
+            _say_blanks(student, first_step)
             return NOT_YET
+        blanks = student.blanks()
         _prepare_ranks()
         check_code = resolve_name(lesson.check)
         measured = check_code(student, lambda text: say(f"right: {text}"))

@@ -196,7 +196,10 @@ def _in_words(error: Exception, folder: Path) -> str | None:
 def _meaning(error: Exception) -> str:
     """Return what Python's words mean here, where they do not say it; else ""."""
     if "NoneType" in str(error):
-        return ". Something is None there, such as a gradient that backward() has not computed yet"
+        return (
+            ". Something is None there, such as a gradient that backward() has not computed yet, "
+            "or what dist.all_reduce returns: it changes its tensor"
+        )
     return ""
 
 

@@ -52,7 +52,7 @@ def gradients_over_ranks(x, g, weight, count, mean, variance):
     """
     std = (variance + 1e-5) ** 0.5
     z = ...
-    grad_weight = ...  # of this rank's values alone: training adds up the ranks' parts later
+    grad_weight = ...  # of this rank's values alone: training averages it later, as all gradients
     grad_bias = ...
     sums = ...  # what this rank sends: two numbers of each channel
     ...  # one message

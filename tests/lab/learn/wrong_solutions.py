@@ -414,6 +414,12 @@ BATCHNORM = [
         ("add up their sums twice",),
         {5: "dist.all_reduce(sums), dist.all_reduce(sums)"},
     ),
+    WrongSolution(
+        "averaged",
+        7,
+        ("mean of the ranks' counts",),
+        {5: "dist.all_reduce(sums, dist.ReduceOp.AVG)"},
+    ),
     WrongSolution("equal counts", 7, ("count.*unequal",), {6: "len(x) * dist.get_world_size()"}),
     WrongSolution("ranks", 7, ("number of ranks, not of values",), {6: "dist.get_world_size()"}),
     WrongSolution(
@@ -493,6 +499,21 @@ BATCHNORM = [
         7,
         ("running_variance", "this rank's own"),
         {9: "variance * len(x) / (len(x) - 1)"},
+    ),
+    WrongSolution(
+        "squares alone by one less",
+        7,
+        (r"running_variance.*the mean of x\*\*2 alone",),
+        {9: "sums[2] / (count - 1) - mean**2"},
+    ),
+    WrongSolution(
+        "means of g",
+        7,
+        ("the ranks send means, not sums",),
+        {
+            13: "torch.stack([grad_bias, grad_weight]) / len(x)",
+            15: "weight / std * (g - (sums[0] + z * sums[1]) / dist.get_world_size())",
+        },
     ),
     WrongSolution("a number", 7, ("returns 1.5 as mean", r"shape \(2,\)"), {7: "1.5"}),
     WrongSolution("one sum", 7, ("fails in line", "IndexError"), {4: "x.sum(0)[:1]"}),
@@ -576,6 +597,12 @@ BATCHNORM = [
         7,
         (r"rank 0's grad_weight\[", "sum over all ranks, and would count 3 times"),
         {14: "dist.all_reduce(sums); grad_bias, grad_weight = sums"},
+    ),
+    WrongSolution(
+        "sent in place",
+        7,
+        (r"rank 0's grad_weight\[", "sum over all ranks.*from before the message"),
+        {13: "grad_bias, grad_weight", 14: "dist.all_reduce(sums[0]), dist.all_reduce(sums[1])"},
     ),
     WrongSolution(
         "bias alone",
