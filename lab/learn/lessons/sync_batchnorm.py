@@ -43,12 +43,11 @@ def check_sums(student: StudentFile, say: Say) -> None:
     """Check the student's sums on known values."""
     for shares in VALUES:
         where = f"on {len(shares)} ranks with {_listed(shares)} values"
-        found = student.on_ranks(len(shares), _on_known_values, shares)
-        for rank in found:
-            if rank.problem:
-                raise Mistake(f"{where} {rank.problem}")
-        forward = _messages(found[0].forward)
-        backward = _messages(found[0].backward)
+        found, *_ = student.on_ranks(len(shares), _on_known_values, shares)
+        if found.problem:
+            raise Mistake(f"{where} {found.problem}")
+        forward = _messages(found.forward)
+        backward = _messages(found.backward)
         say(
             f"{where} moments and gradients are those of all {sum(shares)}, with {forward} in "
             f"forward and {backward} in backward"
@@ -89,7 +88,7 @@ def _messages(number: int) -> str:
 
 
 class KnownValuesResult(NamedTuple):
-    """What a rank found: the first thing that is wrong, and the messages of each pass."""
+    """The first thing that is wrong, on any rank, and this rank's messages in each pass."""
 
     problem: str | None
     forward: int = 0
@@ -167,7 +166,7 @@ def _on_known_values(student: Namespace, shares: Sequence[int]) -> KnownValuesRe
         returned = student["moments_over_ranks"](x.clone())
     problem = _problem(_moments(returned, _CHANNELS), known, forward)
     if problem is None:
-        problem = _coarse_variance(student, _FAR + x.float() / 10)
+        problem = _first(_coarse_variance(student, _FAR + x.float() / 10))
     if problem is not None:
         return KnownValuesResult(problem)
 
@@ -216,15 +215,30 @@ def _tensors(
     return {name: parts[name].detach().double().reshape(shapes[name]) for name in shapes}
 
 
+def _first(problem: str | None) -> str | None:
+    """Return the problem of the first rank that has one. Collective."""
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return next(filter(None, problems), None)
+
+
 def _problem(found: Mapping[str, Tensor], known: _Known, recorder: MessageRecorder) -> str | None:
-    """Say what is wrong with what a function returned; None if nothing is. Collective."""
+    """Say what is wrong with what a function returned, on any rank; None if nothing is. Collective.
+
+    recorder : of the function's messages.
+    """
     messages = torch.tensor([len(recorder.messages)])
     dist.all_reduce(messages)
+    return _first(_own_problem(found, known, sent=bool(messages)))
+
+
+def _own_problem(found: Mapping[str, Tensor], known: _Known, *, sent: bool) -> str | None:
+    """Say what is wrong on this rank. sent : whether any rank sent anything."""
     for name, part in found.items():
         if _close(part, known.right[name]):
             continue
         told = _cause(part, _MISTAKES[name](known)) or _FORMULAS[name]
-        if _OWN_SUMS in told and not messages:
+        if _OWN_SUMS in told and not sent:
             told += ". No rank sends anything: dist.all_reduce(sums) adds up the ranks' sums"
         elif _OWN_SUMS in told:
             told += ", although a message is sent: use `sums` after it"
@@ -260,7 +274,7 @@ def _wrong_counts(known: _Known) -> Ways:
     own = known.own_count
     yield _OWN_SUMS, ones * own
     yield (
-        "this rank's count times the number of ranks, but counts are unequal",
+        "it is this rank's count times the number of ranks, but counts are unequal",
         ones * own * known.ranks,
     )
     yield "it is the mean of the ranks' counts: add them up", ones * known.count / known.ranks
@@ -440,7 +454,7 @@ _MISTAKES: Mapping[str, Callable[[_Known], Ways]] = {
     "grad_bias": _wrong_grad_biases,
 }
 _FORMULAS = {
-    "count": "add up the ranks' numbers of values",
+    "count": "add up the numbers of values on every rank: dist.all_reduce",
     "mean": "divide all ranks' sum of x by count",
     "variance": "divide all ranks' sum of x**2 by count, and subtract mean**2",
     "running_variance": "take variance * count / (count - 1)",

@@ -408,6 +408,7 @@ BATCHNORM = [
         ("count", "own sums", "use `sums`"),
         {5: "dist.all_reduce(sums.clone())"},
     ),
+    WrongSolution("summed on rank 0", 7, ("rank [12]'s count",), {5: "dist.reduce(sums, 0)"}),
     WrongSolution(
         "sent twice",
         7,
