@@ -8,7 +8,7 @@ lesson's question asked for, as measured, or None.
 import multiprocessing
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any
@@ -81,11 +81,11 @@ def check(lesson: Lesson, student: StudentFile) -> int:
     try:
         if _lacks_earlier(lesson):
             return NOT_YET
-        blanks = student.blanks()
-        if blanks:
-            lines = ", ".join(map(str, blanks))
-            say(f"not yet: replace each ... of {student.path}, in lines {lines}")
+        first_step = student.blanks(outside=lesson.later)
+        if first_step:
+            _say_blanks(student, first_step)
             return NOT_YET
+        blanks = student.blanks()
         _prepare_ranks()
         check_code = resolve_name(lesson.check)
         measured = check_code(student, lambda text: say(f"right: {text}"))
@@ -94,9 +94,17 @@ def check(lesson: Lesson, student: StudentFile) -> int:
         say(f"wrong: {wrong}")
         return WRONG
     status = _check_answers(lesson, answers)
+    if blanks:
+        _say_blanks(student, blanks)
+        if status == RIGHT:
+            status = NOT_YET
     say(lesson.question.compare(progress_of(lesson).prediction, measured))
     keep_done(lesson, status == RIGHT)
     return status
+
+
+def _say_blanks(student: StudentFile, lines: Sequence[int]) -> None:
+    say(f"not yet: replace each ... of {student.path}, in lines {', '.join(map(str, lines))}")
 
 
 def _lacks_earlier(lesson: Lesson) -> bool:

@@ -39,10 +39,11 @@ def add_flags(commands: argparse._SubParsersAction) -> None:
     action.add_argument(
         "--hint",
         type=int,
-        choices=(1, 2, 3),
+        metavar="NUMBER",
         nargs="?",
         const=0,
-        help="show the next of three hints, from a question to the line; or the one of this number",
+        help="show the next hint (three for each step, from a question to the line); or the one of "
+        "this number",
     )
     action.add_argument(
         "--solution",
@@ -86,8 +87,10 @@ def _check(lesson: Lesson, *, again: bool) -> int:
 
 
 def _hint(lesson: Lesson, number: int) -> int:
-    """Show a hint; 0: the next one, after the last one the last again."""
+    """Show a hint; 0: the next one, after the last one the last again. Raises UserError."""
     hints = lesson.hints()
+    if not 0 <= number <= len(hints):
+        raise UserError(f"--hint: got {number}, lesson {lesson.number} has hints 1 to {len(hints)}")
     number = number or min(progress_of(lesson).hints + 1, len(hints))
     keep_hints(lesson, number)
     say(f"Hint {number} of {len(hints)}: {hints[number - 1]}")
@@ -150,7 +153,8 @@ def _begin(lesson: Lesson) -> int:
         f"Its page: {lesson.page}\n\n{lesson.question.text}\n\n"
         f"lab learn {lesson.number} --predict ANSWER   keeps what you expect\n"
         f"lab learn {lesson.number} --check            checks the file (--watch: at each save)\n"
-        f"lab learn {lesson.number} --hint             shows a hint, each time one more of three"
+        f"lab learn {lesson.number} --hint             shows a hint, each time one more of "
+        f"{len(lesson.hints())}"
     )
     earlier = missing_lesson(lesson)
     if earlier is not None:

@@ -74,7 +74,7 @@ class Question:
     def compare(self, prediction: float | None, measured: float | None) -> str:
         """Return the student's prediction, the formula's, and what was measured, if anything."""
         values = {"you": prediction, "formula": self.answer, "measured": measured}
-        told = [f"{who} {value:.3g} {self.unit}" for who, value in values.items() if value]
+        told = [f"{who} {value:.3g} {self.unit}".rstrip() for who, value in values.items() if value]
         sentences = [f"Prediction: {', '.join(told)}.", f"The formula: {self.formula}."]
         if measured is not None and self.left_out:
             sentences.append(f"Why the measurement differs: {self.left_out}.")
@@ -89,6 +89,7 @@ class Lesson:
     check : "module:function" of ``check(student, say)``, see checking.py.
     exercises : by the names under which ``ANSWERS`` in the student's file holds the answers.
     uses : the lesson whose file this one's program loads; None if it stands alone.
+    later : functions of a second step, which may have blanks while the first is checked.
     """
 
     number: int
@@ -99,6 +100,7 @@ class Lesson:
     question: Question
     exercises: Mapping[str, Exercise]
     uses: int | None = None
+    later: Sequence[str] = ()
 
     @property
     def name(self) -> str:
@@ -121,7 +123,7 @@ class Lesson:
         return page_path(self.name)
 
     def hints(self) -> list[str]:
-        """Return its three hints, from a question to the line."""
+        """Return its hints, three for each step, from a question to the line."""
         text = Path(__file__).with_name("hints.toml").read_text(encoding="utf-8")
         return tomllib.loads(text)[str(self.number)]["hints"]
 
@@ -317,7 +319,7 @@ LESSONS: Sequence[Lesson] = (
         7,
         "batchnorm",
         "BatchNorm",
-        25,
+        50,
         "lab.learn.lessons.batchnorm:check",
         Question(
             "BatchNorm subtracts a batch's mean and divides by its standard deviation. In the "
@@ -335,7 +337,19 @@ LESSONS: Sequence[Lesson] = (
                 "each rank normalises by its own shard, and so must the one process",
                 "which of the two agreed with 4 ranks to 1e-15?",
             ),
+            "d": Exercise(
+                0.0477,
+                "1/sqrt(14) x (0 - 1/4 - 1.604 x (-1.069)/4): its loss does not depend on the 11, "
+                "but mean and deviation do",
+                "z is -1.069 for the 1 and 1.604 for the 11, so sum(g) is 1 and sum(g z) is -1.069",
+            ),
+            "e": Exercise(
+                19.2,
+                "8 layers x 2 messages x 6 rounds x 0.2 ms: it is all latency",
+                "each layer sends one message in forward and one in backward, and waits for both",
+            ),
         },
+        later=("moments_over_ranks", "gradients_over_ranks"),
     ),
     Lesson(
         8,

@@ -11,7 +11,7 @@ import runpy
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -66,10 +66,12 @@ class StudentFile:
 
     path: Path
 
-    def blanks(self) -> list[int]:
+    def blanks(self, *, outside: Sequence[str] = ()) -> list[int]:
         """Return the lines whose ``...`` waits for code; an index as in x[..., 0] is none.
 
-        The file's ANSWERS do not count. Raises Mistake if the file is not valid Python.
+        outside : functions that do not count, nor do the file's ANSWERS.
+
+        Raises Mistake if the file is not valid Python.
         """
         with file_errors(f"{self.path} cannot be read"):
             text = self.path.read_text(encoding="utf-8")
@@ -79,7 +81,8 @@ class StudentFile:
             raise Mistake(f"line {error.lineno} is not valid Python: {error.msg}") from error
         skipped: set[ast.AST] = set()
         for node in ast.walk(tree):
-            if isinstance(node, ast.Subscript) or _is_answers(node):
+            ignored = isinstance(node, ast.FunctionDef) and node.name in outside
+            if ignored or isinstance(node, ast.Subscript) or _is_answers(node):
                 skipped.update(ast.walk(node))
         blanks = [node for node in ast.walk(tree) if _is_ellipsis(node) and node not in skipped]
         return sorted(blank.lineno for blank in blanks)
@@ -193,7 +196,10 @@ def _in_words(error: Exception, folder: Path) -> str | None:
 def _meaning(error: Exception) -> str:
     """Return what Python's words mean here, where they do not say it; else ""."""
     if "NoneType" in str(error):
-        return ". Something is None there, such as a gradient that backward() has not computed yet"
+        return (
+            ". Something is None there, such as a gradient that backward() has not computed yet, "
+            "or what dist.all_reduce returns: it changes its tensor"
+        )
     return ""
 
 

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from common.errors import count
 from lab.learn.causes import shares_of
+from lab.learn.lessons.sync_batchnorm import check_sums, check_vgg11
 from lab.learn.student_file import Mistake, Namespace, Say, StudentFile, shown
 
 VALUES = ([1.0, 3.0, 5.0, 11.0], [1.0, 3.0], [1.0, 1.001], [2.0, 2.0])
@@ -20,7 +21,10 @@ _EQUAL = 1e-9
 
 
 def check(student: StudentFile, say: Say) -> float:
-    """Check lesson 7; return what BatchNorm makes of the 3 on the rank with 1 and 3."""
+    """Check lesson 7; return what BatchNorm makes of the 3 on the rank with 1 and 3.
+
+    The second step, SyncBatchNorm, is checked once it has no blanks.
+    """
     [found] = student.on_ranks(1, _normalise)
     for values, own in zip(VALUES, found, strict=True):
         _check_normalised(values, own)
@@ -34,6 +38,9 @@ def check(student: StudentFile, say: Say) -> float:
             f"{name} BatchNorm {SHARDS} ranks differ from {SHARDS} shards in turn by "
             f"{differences.shards:.0e}, from the whole batch by {differences.batch:.0e}"
         )
+    if not student.blanks():
+        check_sums(student, say)
+        check_vgg11(student, say)
     _, of_1_and_3, *_ = found
     return of_1_and_3[1]
 

@@ -1,9 +1,10 @@
-"""Lesson 7: BatchNorm on shards, by hand and in float64.
+"""Lesson 7: BatchNorm on shards, by hand and in float64, and SyncBatchNorm.
 
 Run it: python learn/07_batchnorm.py
 """
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -28,6 +29,37 @@ def gradient_of_shards(model, images, labels, shards):
     return gradients
 
 
+def moments_over_ranks(x):
+    """Return count, mean, variance and running variance of each channel, over all ranks' values.
+
+    x: this rank's values, a row for each value, a column for each channel. Ranks have unequal
+    numbers of rows.
+    """
+    sums = ...  # what this rank sends: three numbers of each channel, which the ranks can add up
+    ...  # one message, after which `sums` holds the sums over all ranks
+    count = ...
+    mean = ...
+    variance = ...  # divides by the number of values
+    running_variance = ...  # divides by one less: evaluation estimates the variance of all images
+    return count, mean, variance, running_variance
+
+
+def gradients_over_ranks(x, g, weight, count, mean, variance):
+    """Return dL/dx of this rank's values, and this rank's part of dL/dweight and of dL/dbias.
+
+    g: dL/dy, as large as x, where y = weight * z + bias. weight and the moments of all ranks have
+    a number for each channel.
+    """
+    std = (variance + 1e-5) ** 0.5
+    z = ...
+    grad_weight = ...  # of this rank's values alone: training averages it later, as all gradients
+    grad_bias = ...
+    sums = ...  # what this rank sends: two numbers of each channel
+    ...  # one message
+    grad_x = ...
+    return grad_x, grad_weight, grad_bias
+
+
 def build_model(norm):
     """Return a small network in float64, with BatchNorm if ``norm``."""
     torch.manual_seed(0)
@@ -50,6 +82,12 @@ ANSWERS = {
     # With BatchNorm, 4 ranks must equal one process. What does it compute: "batch" (the whole batch
     # at once) or "shards" (four shards in turn)?
     "c": ...,
+    # With SyncBatchNorm two ranks have 1 and 3, 5, 11. dL/dy is 1 for the 1, and 0 for the others.
+    # The weight is 1. What is dL/dx of the 11?
+    "d": ...,
+    # VGG-11 has 8 BatchNorm layers. On a ring of 4 nodes a small all-reduce takes 6 rounds of 0.2 ms
+    # (lesson 5). How many ms of a step does SyncBatchNorm wait for messages?
+    "e": ...,
 }
 
 if __name__ == "__main__":

@@ -4,6 +4,12 @@ import re
 
 from lab.learn.course import LESSONS
 from lab.learn.solutions import SOLUTIONS
+from tests.helpers import ROOT, start_lab
+
+
+def learn(*arguments, cwd):
+    """Run ``lab learn`` in a folder and return how it ended."""
+    return start_lab("learn", *arguments, cwd=cwd, env={"PYTHONPATH": str(ROOT)}).end()
 
 
 def solve(number, folder, changes=(), edit=("", "")):

@@ -28,13 +28,27 @@ def learn(capsys, *arguments):
 
 
 @BY_NUMBER
-def test_three_hints_lead_to_the_line(number):
-    first, second, third = LESSON[number].hints()
-    assert "?" in first
-    code = [text for text in SOLUTIONS[number] if "(" in text and "." in text]
-    for text in code[:1]:
-        assert text not in first + second
-    assert len({first, second, third}) == 3
+def test_three_hints_of_each_step_lead_to_the_line(number):
+    hints = LESSON[number].hints()
+    assert len(set(hints)) == 3 * (2 if LESSON[number].later else 1)
+    for step in range(0, len(hints), 3):
+        first, second, _ = hints[step : step + 3]
+        assert "?" in first
+        code = [text for text in SOLUTIONS[number] if "(" in text and "." in text]
+        for text in code[:1]:
+            assert text not in first + second
+
+
+def test_the_last_hint_of_lesson_7_holds_the_sums(capsys):
+    hints = LESSON[7].hints()
+    for text in SOLUTIONS[7][4:6] + SOLUTIONS[7][7:13]:
+        assert text in hints[5]
+        assert text not in "".join(hints[:3])
+    assert learn(capsys, 7, "--hint", 6)[1].startswith("Hint 6 of 6: ")
+    status, told = learn(capsys, 7, "--hint", 7)
+    assert status == 2
+    assert "hints 1 to 6" in told
+    assert learn(capsys, 3, "--hint", 4)[0] == 2
 
 
 def test_each_call_shows_the_next_hint_and_a_number_shows_that_one(capsys):

@@ -132,6 +132,7 @@ def test_buckets_hide_a_part_of_the_messages(tmp_path):
 def test_four_ranks_equal_four_shards(tmp_path):
     measured, said = check(7, tmp_path)
     assert measured == pytest.approx(1, abs=1e-4)
+    assert "1 message in forward and 1 message in backward" in said
     without, with_norm = (float(one) for one in re.findall(r"batch by (\S+)", said))
     assert without < 1e-12
     assert with_norm > 0.1

@@ -397,3 +397,230 @@ OTHERS = [
     ),
     WrongSolution("half an hour", 10, ("limit is 1800 s",), {4: "1800"}),
 ]
+
+# Lesson 7's second step: blanks 4 to 9 are forward's, 10 to 15 backward's.
+ONES = "torch.ones_like(x)"
+BATCHNORM = [
+    WrongSolution("no message", 7, ("count", "own sums", "No rank sends"), {5: "pass"}),
+    WrongSolution(
+        "a copy is sent",
+        7,
+        ("count", "own sums", "use `sums`"),
+        {5: "dist.all_reduce(sums.clone())"},
+    ),
+    WrongSolution("summed on rank 0", 7, ("rank [12]'s count",), {5: "dist.reduce(sums, 0)"}),
+    WrongSolution(
+        "sent twice",
+        7,
+        ("add up their sums twice",),
+        {5: "dist.all_reduce(sums), dist.all_reduce(sums)"},
+    ),
+    WrongSolution(
+        "averaged",
+        7,
+        ("mean of the ranks' counts",),
+        {5: "dist.all_reduce(sums, dist.ReduceOp.AVG)"},
+    ),
+    WrongSolution("equal counts", 7, ("count.*unequal",), {6: "len(x) * dist.get_world_size()"}),
+    WrongSolution("ranks", 7, ("number of ranks, not of values",), {6: "dist.get_world_size()"}),
+    WrongSolution(
+        "mean of means",
+        7,
+        (r"rank 0's mean\[", "mean of the ranks' means"),
+        {
+            4: f"torch.stack([{ONES}.sum(0), x.mean(0), (x**2).mean(0)])",
+            7: "sums[1] / dist.get_world_size()",
+        },
+    ),
+    WrongSolution("sum of means", 7, ("sum",), {7: "sums[1]"}),
+    WrongSolution("mean by own count", 7, ("this rank's own count",), {7: "sums[1] / len(x)"}),
+    WrongSolution("own mean", 7, (r"rank 0's mean\[", "own sums alone"), {7: "x.mean(0)"}),
+    WrongSolution(
+        "mean of variances",
+        7,
+        (r"rank 0's variance\[", "mean of the ranks' variances, each", r"x\*\*2"),
+        {
+            4: f"torch.stack([{ONES}.sum(0), x.sum(0), x.var(0, correction=0)])",
+            8: "sums[2] / dist.get_world_size()",
+        },
+    ),
+    WrongSolution(
+        "mean of torch's variances",
+        7,
+        ("mean of the ranks' variances, divided by one less",),
+        {
+            4: f"torch.stack([{ONES}.sum(0), x.sum(0), x.var(0)])",
+            8: "sums[2] / dist.get_world_size()",
+        },
+    ),
+    WrongSolution(
+        "weighted mean of variances",
+        7,
+        ("weighted by count",),
+        {
+            4: f"torch.stack([{ONES}.sum(0), x.sum(0), len(x) * x.var(0, correction=0)])",
+            8: "sums[2] / count",
+        },
+    ),
+    WrongSolution("own variance", 7, ("own sums alone",), {8: "x.var(0, correction=0)"}),
+    WrongSolution("no mean subtracted", 7, (r"subtract mean\*\*2",), {8: "sums[2] / count"}),
+    WrongSolution(
+        "mean subtracted", 7, (r"subtract mean\*\*2, not",), {8: "sums[2] / count - mean"}
+    ),
+    WrongSolution(
+        "deviation", 7, ("standard deviation",), {8: "(sums[2] / count - mean**2) ** 0.5"}
+    ),
+    WrongSolution("variance by own count", 7, ("own count",), {8: "sums[2] / len(x) - mean**2"}),
+    WrongSolution(
+        "one less in both",
+        7,
+        (r"rank 0's variance\[", "one less than the number"),
+        {8: "(sums[2] / count - mean**2) * count / (count - 1)", 9: "variance"},
+    ),
+    WrongSolution(
+        "float32",
+        7,
+        ("around 1,000 in float32", r"x\.double\(\)"),
+        {4: f"torch.stack([{ONES}, x, x**2]).sum(1)"},
+    ),
+    WrongSolution(
+        "doubled too late",
+        7,
+        ("around 1,000 in float32", r"x\.double\(\)"),
+        {4: f"torch.stack([{ONES}, x, x**2]).double().sum(1)"},
+    ),
+    WrongSolution(
+        "N in the running variance",
+        7,
+        (r"rank 0's running_variance\[", "one less"),
+        {9: "variance"},
+    ),
+    WrongSolution(
+        "own N in the running variance",
+        7,
+        ("running_variance", "this rank's own"),
+        {9: "variance * len(x) / (len(x) - 1)"},
+    ),
+    WrongSolution(
+        "squares alone by one less",
+        7,
+        (r"running_variance.*the mean of x\*\*2 alone",),
+        {9: "sums[2] / (count - 1) - mean**2"},
+    ),
+    WrongSolution(
+        "means of g",
+        7,
+        ("the ranks send means, not sums",),
+        {
+            13: "torch.stack([grad_bias, grad_weight]) / len(x)",
+            15: "weight / std * (g - (sums[0] + z * sums[1]) / dist.get_world_size())",
+        },
+    ),
+    WrongSolution("a number", 7, ("returns 1.5 as mean", r"shape \(2,\)"), {7: "1.5"}),
+    WrongSolution("one sum", 7, ("fails in line", "IndexError"), {4: "x.sum(0)[:1]"}),
+    WrongSolution(
+        "own z",
+        7,
+        (r"rank 0's grad_x\[", "z is made with this rank's own mean$"),
+        {10: "(x - x.mean(0)) / std"},
+    ),
+    WrongSolution(
+        "own z and deviation",
+        7,
+        ("own mean and deviation",),
+        {10: "(x - x.mean(0)) / (x.var(0, correction=0) + 1e-5) ** 0.5"},
+    ),
+    WrongSolution(
+        "no message in backward", 7, ("grad_x", "own sums", "No rank sends"), {14: "pass"}
+    ),
+    WrongSolution(
+        "sent twice in backward",
+        7,
+        ("grad_x", "add up their sums twice"),
+        {14: "dist.all_reduce(sums), dist.all_reduce(sums)"},
+    ),
+    WrongSolution(
+        "no second term",
+        7,
+        (r"- z \* sum\(g \* z\) / count is missing: each x moves the deviation",),
+        {15: "weight / std * (g - sums[0] / count)"},
+    ),
+    WrongSolution(
+        "no first term",
+        7,
+        (r"- sum\(g\) / count is missing: each x moves the mean",),
+        {15: "weight / std * (g - z * sums[1] / count)"},
+    ),
+    WrongSolution(
+        "neither term",
+        7,
+        ("moves the mean.*; .*moves the deviation",),
+        {15: "weight / std * g"},
+    ),
+    WrongSolution(
+        "own count in backward",
+        7,
+        ("divided by this rank's own count",),
+        {15: "weight / std * (g - sums[0] / len(x) - z * sums[1] / len(x))"},
+    ),
+    WrongSolution(
+        "no count",
+        7,
+        ("not divided by `count`",),
+        {15: "weight / std * (g - sums[0] - z * sums[1])"},
+    ),
+    WrongSolution(
+        "added",
+        7,
+        (r"sum\(g\) / count is added.*; z \* .* is added",),
+        {15: "weight / std * (g + sums[0] / count + z * sums[1] / count)"},
+    ),
+    WrongSolution(
+        "no z",
+        7,
+        ("not multiplied by z",),
+        {15: "weight / std * (g - (sums[0] + sums[1]) / count)"},
+    ),
+    WrongSolution(
+        "no weight",
+        7,
+        ("weight is missing",),
+        {15: "(g - sums[0] / count - z * sums[1] / count) / std"},
+    ),
+    WrongSolution(
+        "variance for std",
+        7,
+        ("by the variance, not by std",),
+        {15: "weight / variance * (g - sums[0] / count - z * sums[1] / count)"},
+    ),
+    WrongSolution(
+        "all ranks' gradients",
+        7,
+        (r"rank 0's grad_weight\[", "sum over all ranks, and would count 3 times"),
+        {14: "dist.all_reduce(sums); grad_bias, grad_weight = sums"},
+    ),
+    WrongSolution(
+        "sent in place",
+        7,
+        (r"rank 0's grad_weight\[", "sum over all ranks.*from before the message"),
+        {13: "grad_bias, grad_weight", 14: "dist.all_reduce(sums[0]), dist.all_reduce(sums[1])"},
+    ),
+    WrongSolution(
+        "bias alone",
+        7,
+        (r"rank 0's grad_bias\[", "sum over all ranks, and would count 3 times"),
+        {14: "dist.all_reduce(sums); grad_bias = sums[0]"},
+    ),
+    WrongSolution(
+        "swapped",
+        7,
+        (r"rank 0's grad_weight\[", "it is grad_bias"),
+        {11: "g.sum(0)", 12: "(g * z).sum(0)", 13: "torch.stack([grad_weight, grad_bias])"},
+    ),
+    WrongSolution(
+        "gradient of z",
+        7,
+        ("grad_weight", r"take the sum of g \* z"),
+        {11: "(g * x).sum(0)", 13: "torch.stack([grad_bias, (g * z).sum(0)])"},
+    ),
+]
