@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from common.distributed.node_groups import open_group_of
+
 
 class MessageGroup:
     """A process group for the messages of a model's layers alone. Collective.
@@ -22,7 +24,7 @@ class MessageGroup:
     """
 
     def __init__(self) -> None:
-        self.group: Any = dist.new_group()
+        self.group = open_group_of(range(dist.get_world_size()))
 
     def __deepcopy__(self, memo: object) -> "MessageGroup":
         """Return this one: a copy of a model, as for its moving average, sends nothing more."""

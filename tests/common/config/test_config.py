@@ -85,6 +85,7 @@ NONSENSE = {f"--{name}": _POSITIVE_WHOLE for name in _POSITIVE_NUMBERS.split()} 
     "--target-accuracy": (*_ABOVE_ZERO, "85"),
     "--clip-norm": _ABOVE_ZERO,
     "--step-factor": (*_ABOVE_ZERO, "1.5"),
+    "--sync-batchnorm": ("yes", "true", "On", ""),
     "--normalise": ("ImageNet", "none", ""),
     "--flip": ("always", "Random", ""),
     "--cutout": (*_WHOLE, "33"),

@@ -54,6 +54,12 @@ INVISIBLE = {
     "MicroBatchesAddedUp": "PartTwo knows its batches' sizes, and calls nothing that is replaced",
     "AsIfShardsWereEqual EveryBatchFull": "most right scripts take the plain mean over the ranks",
     "Rank0sStatistics UnweightedStatistics": "BatchNorm's are no gradients; DDP takes rank 0's",
+    "BiasedRunningVariance UnbiasedInTraining MeanOfTheRanksMoments StatisticsOfTwoGroups": (
+        "activations may be normalised in any way"
+    ),
+    "BackwardWithoutTheSecondTerm BackwardWithOwnSums WeightsGradientOfAllRanks": (
+        "a layer's own backward: the audit takes the gradients that autograd returns"
+    ),
     "ResumeWithoutOptimiserState ResumeWithoutEpoch": "an audit does not resume",
     "ClipEachParameter": "all ranks clip the mean alike, as a right script may",
     "CheckpointWithoutHash HashOfTheWeightsAlone": "an audit does not read checkpoints",

@@ -29,7 +29,7 @@ from tests.helpers import ROOT, Started, user_environment
 
 BY_NAME = {one.name: one for one in WRONG}
 MAKE_TEST = "not slow and not engines and not mutation and not long"
-GROUPS = {"loss weighting"} | set(
+GROUPS = {"loss weighting", "SyncBatchNorm"} | set(
     "strategy sharding BatchNorm resume clipping checkpoint accumulation seeds".split()
 )
 
