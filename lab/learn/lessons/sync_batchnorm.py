@@ -43,11 +43,12 @@ def check_sums(student: StudentFile, say: Say) -> None:
     """Check the student's sums on known values."""
     for shares in VALUES:
         where = f"on {len(shares)} ranks with {_listed(shares)} values"
-        found, *_ = student.on_ranks(len(shares), _on_known_values, shares)
-        if found.problem:
-            raise Mistake(f"{where} {found.problem}")
-        forward = _messages(found.forward)
-        backward = _messages(found.backward)
+        found = student.on_ranks(len(shares), _on_known_values, shares)
+        for rank in found:
+            if rank.problem:
+                raise Mistake(f"{where} {rank.problem}")
+        forward = _messages(found[0].forward)
+        backward = _messages(found[0].backward)
         say(
             f"{where} moments and gradients are those of all {sum(shares)}, with {forward} in "
             f"forward and {backward} in backward"
@@ -88,7 +89,7 @@ def _messages(number: int) -> str:
 
 
 class KnownValuesResult(NamedTuple):
-    """The first thing that is wrong, on any rank, and this rank's messages in each pass."""
+    """What a rank found: the first thing that is wrong, and the messages of each pass."""
 
     problem: str | None
     forward: int = 0
@@ -96,7 +97,7 @@ class KnownValuesResult(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Known:
+class _KnownValues:
     """The values of a layer on all ranks, and what is right on this one.
 
     batches, arriving : of each rank x and dL/dy, of shape (values, channels).
@@ -133,7 +134,7 @@ class _Known:
         return [(batch - self.mean) / std for batch in self.batches]
 
 
-def _known_values(shares: Sequence[int]) -> _Known:
+def _known_values(shares: Sequence[int]) -> _KnownValues:
     """Return values for all ranks, and what SyncBatchNorm makes of them. Collective."""
     rank = dist.get_rank()
     seeded = torch.Generator().manual_seed(1)
@@ -155,7 +156,7 @@ def _known_values(shares: Sequence[int]) -> _Known:
     of_gradients = (x.grad, layer.weight.grad, layer.bias.grad)
     right = dict(zip(_MOMENTS + _GRADIENTS, of_moments + of_gradients, strict=True))
     weight = layer.weight.detach()
-    return _Known(rank, batches, arriving, weight, moments.mean, moments.variance, right)
+    return _KnownValues(rank, batches, arriving, weight, moments.mean, moments.variance, right)
 
 
 def _on_known_values(student: Namespace, shares: Sequence[int]) -> KnownValuesResult:
@@ -164,10 +165,12 @@ def _on_known_values(student: Namespace, shares: Sequence[int]) -> KnownValuesRe
     x = known.batches[known.rank]
     with MessageRecorder() as forward:
         returned = student["moments_over_ranks"](x.clone())
-    problem = _problem(_moments(returned, _CHANNELS), known, forward)
-    if problem is None:
-        problem = _first(_coarse_variance(student, _FAR + x.float() / 10))
-    if problem is not None:
+    sent = _on_any_rank(bool(forward.messages))
+    problem = _problem(_moments(returned, _CHANNELS), known, sent=sent)
+    if _on_any_rank(problem is not None):
+        return KnownValuesResult(problem)
+    problem = _coarse_variance(student, _FAR + x.float() / 10)
+    if _on_any_rank(problem is not None):
         return KnownValuesResult(problem)
 
     g = known.arriving[known.rank]
@@ -176,7 +179,8 @@ def _on_known_values(student: Namespace, shares: Sequence[int]) -> KnownValuesRe
         returned = student["gradients_over_ranks"](
             x.clone(), g.clone(), known.weight.clone(), *moments
         )
-    problem = _problem(_gradients(returned, x), known, backward)
+    sent = _on_any_rank(bool(backward.messages))
+    problem = _problem(_gradients(returned, x), known, sent=sent)
     return KnownValuesResult(problem, len(forward.messages), len(backward.messages))
 
 
@@ -215,25 +219,18 @@ def _tensors(
     return {name: parts[name].detach().double().reshape(shapes[name]) for name in shapes}
 
 
-def _first(problem: str | None) -> str | None:
-    """Return the problem of the first rank that has one. Collective."""
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return next(filter(None, problems), None)
+def _on_any_rank(found: bool) -> bool:
+    """Return whether any rank has found it. Collective."""
+    number = torch.tensor([int(found)])
+    dist.all_reduce(number)
+    return bool(number)
 
 
-def _problem(found: Mapping[str, Tensor], known: _Known, recorder: MessageRecorder) -> str | None:
-    """Say what is wrong with what a function returned, on any rank; None if nothing is. Collective.
+def _problem(found: Mapping[str, Tensor], known: _KnownValues, *, sent: bool) -> str | None:
+    """Say what is wrong with what a function returned on this rank; None if nothing is.
 
-    recorder : of the function's messages.
+    sent : whether any rank sent anything.
     """
-    messages = torch.tensor([len(recorder.messages)])
-    dist.all_reduce(messages)
-    return _first(_own_problem(found, known, sent=bool(messages)))
-
-
-def _own_problem(found: Mapping[str, Tensor], known: _Known, *, sent: bool) -> str | None:
-    """Say what is wrong on this rank. sent : whether any rank sent anything."""
     for name, part in found.items():
         if _close(part, known.right[name]):
             continue
@@ -269,7 +266,7 @@ def _differs(name: str, found: Tensor, right: Tensor, why: str) -> str:
 _OWN_SUMS = "it is made of this rank's own sums alone"
 
 
-def _wrong_counts(known: _Known) -> Ways:
+def _wrong_counts(known: _KnownValues) -> Ways:
     ones = torch.ones(_CHANNELS, dtype=torch.float64)
     own = known.own_count
     yield _OWN_SUMS, ones * own
@@ -282,7 +279,7 @@ def _wrong_counts(known: _Known) -> Ways:
     yield "the ranks add up their sums twice", ones * known.count * known.ranks
 
 
-def _wrong_means(known: _Known) -> Ways:
+def _wrong_means(known: _KnownValues) -> Ways:
     total = torch.cat([*known.batches]).sum(0)
     means = torch.stack([batch.mean(0) for batch in known.batches])
     cure = "Send sums, and divide once, by all ranks' count"
@@ -298,7 +295,7 @@ def _wrong_means(known: _Known) -> Ways:
     yield "it is the sum: divide by count", total
 
 
-def _wrong_variances(known: _Known) -> Ways:
+def _wrong_variances(known: _KnownValues) -> Ways:
     every = torch.cat([*known.batches])
     squares = every.square().mean(0)
     yield (
@@ -325,7 +322,7 @@ def _wrong_variances(known: _Known) -> Ways:
         yield f"{mean}, weighted by count, {missing}", weighted
 
 
-def _wrong_running_variances(known: _Known) -> Ways:
+def _wrong_running_variances(known: _KnownValues) -> Ways:
     own = known.own_count
     yield (
         "it divides by the number of values, as normalising does. Evaluation estimates the "
@@ -357,7 +354,7 @@ def _coarse_variance(student: Namespace, x: Tensor) -> str | None:
     return f"around {_FAR:,.0f} in float32, {_differs('variance', found, right, why)}"
 
 
-def _wrong_input_gradients(known: _Known) -> Ways:
+def _wrong_input_gradients(known: _KnownValues) -> Ways:
     """Yield what mistakes make of dL/dx, the fewest first.
 
     Each part of the formula has the right way, "", and wrong ones by what to say about them.
@@ -423,18 +420,18 @@ def _told(choice: Sequence[tuple[str, Any]]) -> list[str]:
     return [told for told, _ in choice if told]
 
 
-def _wrong_grad_weights(known: _Known) -> Ways:
+def _wrong_grad_weights(known: _KnownValues) -> Ways:
     yield "it is grad_bias", known.right["grad_bias"]
     own = zip(known.arriving, known.normalised(), strict=True)
     yield from _wrong_parts(known, torch.stack([(g * z).sum(0) for g, z in own]))
 
 
-def _wrong_grad_biases(known: _Known) -> Ways:
+def _wrong_grad_biases(known: _KnownValues) -> Ways:
     yield "it is grad_weight", known.right["grad_weight"]
     yield from _wrong_parts(known, torch.stack([g.sum(0) for g in known.arriving]))
 
 
-def _wrong_parts(known: _Known, parts: Tensor) -> Ways:
+def _wrong_parts(known: _KnownValues, parts: Tensor) -> Ways:
     """Yield what mistakes make of the gradient of weight or bias. parts : right, of each rank."""
     cure = "Return this rank's part, from before the message: training averages all gradients later"
     yield f"it is the sum over all ranks, and would count {known.ranks} times. {cure}", parts.sum(0)
@@ -444,7 +441,7 @@ def _wrong_parts(known: _Known, parts: Tensor) -> Ways:
     yield "it is divided by this rank's count, as the loss is already", own / known.own_count
 
 
-_MISTAKES: Mapping[str, Callable[[_Known], Ways]] = {
+_MISTAKES: Mapping[str, Callable[[_KnownValues], Ways]] = {
     "count": _wrong_counts,
     "mean": _wrong_means,
     "variance": _wrong_variances,
@@ -468,7 +465,7 @@ _FORMULAS = {
 # --- VGG-11 ---
 
 
-class Differences(NamedTuple):
+class WeightDifferences(NamedTuple):
     """How far ranks end from one process on the whole batch, relative to its weights.
 
     own : with the student's sums. local : with BatchNorm, which normalises each rank's batch.
@@ -478,7 +475,7 @@ class Differences(NamedTuple):
     local: float
 
 
-class _Normalise(torch.autograd.Function):
+class _StudentNormalise(torch.autograd.Function):
     """y = weight * z + bias, whose backward is the student's."""
 
     @staticmethod
@@ -509,7 +506,7 @@ class _StudentBatchNorm(nn.BatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.movedim(1, -1)
-        y = _Normalise.apply(rows.flatten(0, -2), self, self.weight, self.bias)
+        y = _StudentNormalise.apply(rows.flatten(0, -2), self, self.weight, self.bias)
         return y.view_as(rows).movedim(-1, 1)
 
     def moments_over_ranks(self, x: Tensor) -> list[Tensor]:
@@ -541,7 +538,7 @@ def _pictures() -> tuple[Tensor, Tensor, str]:
 
 def _train_vgg11(
     student: Namespace, shares: Sequence[int], pictures: Tensor, labels: Tensor
-) -> Differences:
+) -> WeightDifferences:
     """Train three times from the same weights; rank 0 returns the differences."""
     rank = dist.get_rank()
     samples = sum(shares)
@@ -562,7 +559,7 @@ def _train_vgg11(
         _train(model, own, samples, average=True)
     right = _state(one_process)
     differences = [(_state(model) - right).norm() / right.norm() for model in (with_sums, local)]
-    return Differences(*map(float, differences))
+    return WeightDifferences(*map(float, differences))
 
 
 def _train(

@@ -57,13 +57,16 @@ def problems_on_rank(_rank, paths, shares):
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory):
-    """What three ranks are told, by the name of the solution."""
+    """What the first rank that finds anything says, by the name of the solution."""
     files = {}
     for number, wrong in enumerate([*BATCHNORM, *OTHER_WAYS]):
         folder = tmp_path_factory.mktemp(f"solution{number}")
         files[str(wrong)] = solve(7, folder, wrong.blanks, wrong.edit)
-    told, *_ = run_ranks(3, problems_on_rank, list(files.values()), sync_batchnorm.VALUES[0])
-    return {name: told[path] for name, path in files.items()}
+    by_rank = run_ranks(3, problems_on_rank, list(files.values()), sync_batchnorm.VALUES[0])
+    return {
+        name: next((told[path] for told in by_rank if told[path]), None)
+        for name, path in files.items()
+    }
 
 
 @pytest.mark.parametrize("wrong", BATCHNORM, ids=str)
