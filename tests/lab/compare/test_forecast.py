@@ -7,10 +7,17 @@ import pytest
 from common.emulation.compute_profile import Layer, Profile, SectionTime
 from common.models import build_model
 from common.sync.message_cost import GradientSize, Operation
+from common.sync.plans.batchnorm import BatchNormLayer
 from lab.calibrate.link_measurements import LARGE, LARGEST, SMALL, measure_links
 from lab.cluster.tools import namespaces_refused
 from lab.compare.cells import plan_cells
-from lab.compare.prediction import compute_on_nodes, emulated_compute, forecast, kinds_of
+from lab.compare.prediction import (
+    _batchnorm_plan,
+    compute_on_nodes,
+    emulated_compute,
+    forecast,
+    kinds_of,
+)
 from lab.compare.settings import Settings
 from lab.comparison.record import read_comparison
 from lab.predict.event_model import HEADERS, Network, Rate, loads, operation_terms
@@ -147,6 +154,31 @@ def test_what_is_measured_among_all_ranks_is_predicted_again_where_they_share_li
     )
     assert inside == pytest.approx(0.008, rel=0.01)
     assert links.grouped is None
+
+
+def test_synchronised_batchnorm_is_measured_predicted_and_counted(monkeypatch):
+    """Two layers, whose messages of the least time make both passes wait."""
+    layers = [BatchNormLayer(4, 1), BatchNormLayer(2, 3)]
+    monkeypatch.setattr("lab.compare.prediction.synchronised_layers", lambda model: layers)
+    plan = _batchnorm_plan("vgg11", synchronised=True)
+    flags = ("--sync-batchnorm", "off", "--sync-batchnorm", "ours")
+    settings = Settings(
+        nodes=(1, 4), sync=("all_reduce",), rates=("200mbit",), compute="slow", flags=flags
+    )
+    assert settings.sync_batchnorm
+    assert not Settings(nodes=(4,), sync=("ring",), flags=flags[:2]).sync_batchnorm
+    assert _batchnorm_plan("vgg11", synchronised=False) is None
+    cells = plan_cells(settings)
+    networks = {(4, "200mbit"): Network(0.0, 1e-2, kinds={"all_reduce": Rate(0.0, 1e-2, 10.0)})}
+    plain = forecast(cells, networks, slow_step, FOUR, {})
+    made = forecast(cells, networks, slow_step, FOUR, {}, batchnorm=plan)
+    assert made["none-n1"] == plain["none-n1"]
+    before, after = plain["all_reduce-n4-200mbit"], made["all_reduce-n4-200mbit"]
+    assert after.step_seconds == pytest.approx(before.step_seconds + 4 * 10.0)
+    # a ring of four ranks sends 3/2 of 8 (2C + 1) and of 8C bytes
+    more = 1.5 * (8 * (9 + 5) + 8 * (4 + 2))
+    assert after.bytes_sent == [pytest.approx(sent + more) for sent in before.bytes_sent]
+    assert after.link_bytes[3] == pytest.approx([each + more for each in before.link_bytes[3]])
 
 
 def test_only_what_the_strategies_send_is_measured():
