@@ -47,12 +47,14 @@ class Rate:
     """The cost of one kind of operation: seconds per message, and per byte on the busiest link.
 
     An operation never takes less than ``floor_seconds``: where ranks share cores, waking them all
-    takes longer than a small message does.
+    takes longer than a small message does. ``start_seconds`` are of an operation, however many
+    messages it has.
     """
 
     alpha_seconds: MessageSeconds
     beta_seconds_per_byte: ByteSeconds
     floor_seconds: MessageSeconds = 0.0
+    start_seconds: MessageSeconds = 0.0
 
     def at_least(self, beta_seconds_per_byte: float) -> "Rate":
         """Return this rate on links where a byte takes so long, if that is longer."""
@@ -361,11 +363,11 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
         stages = stages_of(operation.kind, ranks, ranks_per_node)
     between = network.rate(operation.kind)
     inside = between
-    floor = between.floor_seconds
+    whole = between  # the rate of the operation as a whole
     if ranks_per_node > 1:
         inside = network.inside.rate(operation.kind)
-        floor = max(floor if ranks > ranks_per_node else 0.0, inside.floor_seconds)
-    latency = 0.0
+        whole = between if ranks > ranks_per_node else inside
+    latency = whole.start_seconds
     passing = 0.0
     for stage in stages:
         alphas, seconds = stage.seconds(operation.nbytes, between, inside)
@@ -379,7 +381,7 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
     # term of its own.
     by_root = operation.kind in ("gather", "scatter")
     return {
-        "latency": count * max(latency, floor - passing),
+        "latency": count * max(latency, whole.floor_seconds - passing),
         "bandwidth": 0.0 if by_root else count * passing,
         "root's link": count * passing if by_root else 0.0,
         "summation": count * (adding + copying),

@@ -101,7 +101,10 @@ def shared_links_from(found: ProbedLinks, *, rate_bits: float, ranks_per_node: i
 def _shared_network(
     found: MeasuredLinks, rate_bits: float, ranks_per_node: int, inside: Network | None
 ) -> Network:
-    """Return the network of operations among all ranks, of which several share each link."""
+    """Return the network of operations among all ranks, of which several share each link.
+
+    Which part of alpha0 is whose is unknown, so an operation has all of it at once.
+    """
     beta = 8 * HEADERS / rate_bits
     no_alpha = Rate(0.0, beta)
     quick = Rate(0.0, 0.0)  # unless messages inside a node were measured
@@ -113,8 +116,8 @@ def _shared_network(
         else:
             stages = [*stages_of(kind, found.nodes, ranks_per_node)]
         within = quick if inside is None else inside.rate(kind)
-        passing = sum(sum(stage.seconds(nbytes, no_alpha, within)) for stage in stages)
-        kinds[kind] = Rate(max(0.0, seconds - passing) / len(stages), beta, floor)
+        known = sum(sum(stage.seconds(nbytes, no_alpha, within)) for stage in stages)
+        kinds[kind] = Rate(0.0, beta, floor, start_seconds=max(0.0, seconds - known))
     first = next(iter(kinds.values()))
     measured = Network(first.alpha_seconds, beta, found.sum, found.copy, kinds)
     free = Network(0.0, 0.0, found.sum, found.copy)

@@ -17,6 +17,7 @@ from lab.predict.compute_model import LEAST_SAMPLES, StepCompute
 from lab.predict.event_model import (
     LARGEST_NODES,
     Network,
+    Terms,
     message_terms,
     step_seconds,
 )
@@ -94,20 +95,13 @@ def scaling_limits(
         return with_best_buckets(plan, sizes, ranks, network=network, compute=compute_at(nodes))
 
     def seconds(plan: MessagePlan, nodes: int) -> float:
-        best = at(plan, nodes)
+        compute = compute_at(nodes)
         ranks = nodes * on_a_node
-        return step_seconds(best, sizes, ranks, network=network, compute=compute_at(nodes))
+        return step_seconds(at(plan, nodes), sizes, ranks, network=network, compute=compute)
 
     def speedup(plan: MessagePlan, nodes: int) -> float:
         ratio = seconds(plan, 1) / seconds(plan, nodes)
         return nodes * ratio if scaling == "weak" else ratio
-
-    def longest_term(plan: MessagePlan, nodes: int) -> str:
-        best = at(plan, nodes)
-        terms = message_terms(best, sizes, nodes * on_a_node, network=network)
-        # The messages that layers wait for are small: latency.
-        terms["latency"] += best.period * compute_at(nodes).wait_seconds
-        return max(terms, key=terms.__getitem__)
 
     compute_nodes, _, _ = _search(cache(partial(speedup, NoSyncPlan())), tried)
     found = []
@@ -119,7 +113,9 @@ def scaling_limits(
         elif compute_nodes is not None and nodes >= compute_nodes:
             held_by = "compute"
         else:
-            held_by = longest_term(plan, max(2, nodes))
+            most = max(2, nodes)
+            terms = message_terms(at(plan, most), sizes, most * on_a_node, network=network)
+            held_by = _longest(terms, plan.period * compute_at(most).wait_seconds)
         found.append(
             ScalingLimit(
                 sync=name,
@@ -136,12 +132,17 @@ def scaling_limits(
     return found
 
 
+def _longest(terms: Terms, wait_seconds: float) -> str:
+    """Return the name of the longest term. What layers wait for are small messages: latency."""
+    return max(terms, key=lambda name: terms[name] + (wait_seconds if name == "latency" else 0.0))
+
+
 def _jumps(batch_size: int, scaling: str, ranks_per_node: int) -> list[int]:
     """Return the numbers of nodes at which the busiest rank has one sample less."""
     if scaling == "weak":
         return []
     few_samples = range(1, _FEWEST_SAMPLES_TRIED + 1)
-    return [math.ceil(batch_size / samples / ranks_per_node) for samples in few_samples]
+    return [math.ceil(batch_size / (samples * ranks_per_node)) for samples in few_samples]
 
 
 def _search(speed: Callable[[int], float], tried: Sequence[int]) -> tuple[int | None, int, int]:

@@ -43,6 +43,29 @@ def test_output_is_prefixed_and_kept_by_node(lab):
     assert lab.log(1)[0] == "from 1 of 2"
 
 
+@needs_namespaces
+def test_the_ranks_of_a_node_share_its_network_and_are_told_apart(lab):
+    script = (
+        "echo {rank} of {nodes} on {node}.{local_rank}; readlink /proc/self/ns/net; "
+        "test {rank} != 3 || { echo error: no luck; exit 7; }"
+    )
+    status, output = run_nodes(lab, 2, script, "--ranks-per-node", "2", "--rate", "1gbit")
+    assert status == 7, output
+    assert output.startswith("2 nodes with 2 ranks each, 10.9.0.1 to 10.9.0.2, 1gbit in each")
+    log = lab.folder / "node1-rank3.log"
+    assert f"error: rank 3 ended with status 7: error: no luck (output: {log})" in output
+    networks_of = {}
+    for rank in range(4):
+        node = rank // 2
+        told = f"{rank} of 4 on {node}.{rank % 2}"
+        assert f"node {node} rank {rank} | {told}" in output.splitlines()
+        first, network, *_ = (lab.folder / f"node{node}-rank{rank}.log").read_text().splitlines()
+        assert first == told
+        networks_of.setdefault(node, set()).add(network)
+    assert [len(found) for found in networks_of.values()] == [1, 1]
+    assert networks_of[0] != networks_of[1]
+
+
 @pytest.mark.slow
 @needs_namespaces
 def test_the_nodes_of_a_cluster_share_a_token_and_rank_0_listens_at_its_address(lab):
@@ -107,7 +130,15 @@ def test_the_first_that_failed_gives_status_and_message(lab, cause, flags, statu
         (
             ["run", "--", "echo", "{ranks}"],
             "unknown placeholder {ranks} in the command: choose from {master}, {nodes}, {rank}, "
-            "{port}",
+            "{node}, {local_rank}, {port}",
+        ),
+        (
+            ["run", "--nodes", "30", "--ranks-per-node", "9", "--", "true"],
+            "--ranks-per-node: got 9, give 1 to 8: 30 nodes may have at most 250 ranks in all",
+        ),
+        (
+            ["run", "--ranks-per-node", "0", "--", "true"],
+            "--ranks-per-node: got 0, give 1 to 62",
         ),
         (
             ["fault", "--node", "0"],
@@ -279,6 +310,27 @@ def test_a_node_on_loopback_is_reached_from_another_terminal(lab, capsys):
     wait_until(lambda: not victims & {*sleeping(mark)}, "both processes of node 1 have ended")
     here(capsys, "fault", "--node", "0", *place[2:], "--kill")
     assert lab.end(process)[0] == 128 + signal.SIGKILL
+
+
+def test_a_fault_hits_all_ranks_of_a_node_and_no_others(lab, capsys):
+    mark = word()
+    flags = ("--loopback", "--ranks-per-node", "2")
+    process = lab.start_nodes(2, f"exec sleep {mark}", *flags)
+    wait_until(lambda: len(sleeping(mark)) == 4, "the ranks are up")
+    place = ("--cluster", str(process.pid))
+    told = "node 1 with its ranks 2 to 3: processes stopped"
+    assert here(capsys, "fault", "--node", "1", *place, "--pause") == (0, f"{told}\n")
+    wait_until(lambda: len(stopped(mark)) == 2, "both ranks of node 1 are stopped")
+    for rank in (2, 3):
+        log = (lab.folder / f"node1-rank{rank}.log").read_text()
+        assert log == f"lab cluster fault: {told}\n"
+    assert (lab.folder / "node0-rank0.log").read_text() == ""
+    here(capsys, "fault", "--node", "1", *place, "--kill")
+    wait_until(lambda: not stopped(mark), "both have ended")
+    here(capsys, "fault", "--node", "0", *place, "--kill")
+    status, output = lab.end(process)
+    assert status == 128 + signal.SIGKILL
+    assert re.search(r"error: rank [23] was killed by SIGKILL.*node1-rank[23]\.log", output)
 
 
 @needs_namespaces

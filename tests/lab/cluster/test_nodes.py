@@ -145,6 +145,21 @@ def test_links_are_limited_where_they_send_and_where_they_receive(tmp_path, send
         assert traffic[1].received_bytes < 0.1 * nbytes
 
 
+@needs_namespaces
+def test_messages_between_ranks_of_a_node_pass_no_link(tmp_path):
+    """Ranks 1 and 2 send to rank 0, and rank 1 is on its node."""
+    nbytes = 1_000_000
+    with Cluster(2, ranks_per_node=2, rate="20mbit", logs=tmp_path, fresh=True) as cluster:
+        move = (sys.executable, script(tmp_path, MOVE), "{rank}", 2, nbytes)
+        assert run(cluster, *move, ranks=range(3)) == [0] * 3
+        traffic = cluster.traffic()
+        assert nbytes < traffic[0].received_bytes < 1.1 * nbytes
+        assert nbytes < traffic[1].sent_bytes < 1.1 * nbytes
+        assert traffic[0].sent_bytes < 0.1 * nbytes
+        ends = {"node0-rank0.log", "node0-rank1.log", "node1-rank2.log"}
+        assert {path.name for path in tmp_path.glob("*.log")} == ends
+
+
 @pytest.fixture(scope="module")
 def forking(tmp_path_factory):
     """Start this module's one cluster that forks programs; without namespaces, on loopback."""

@@ -17,6 +17,7 @@ from common.models import build_model
 from common.sync import BUILT_IN, BY_HAND, STRATEGIES, build_sync
 from common.sync.message_cost import GradientSize
 from lab.calibrate.calibration import default_ranks
+from lab.cli import main
 from lab.cluster import Cluster
 from lab.cluster.tools import namespaces_refused
 from lab.compare import cells as cells_module
@@ -66,7 +67,9 @@ def fake_parts(monkeypatch):
 
 def compare(settings, *, reports):
     """Run a comparison as ``lab compare`` does, without its report."""
-    executors = Executors(max(settings.nodes), settings.rates)
+    executors = Executors(
+        max(settings.nodes), settings.rates, ranks_per_node=settings.ranks_per_node
+    )
     folder, results = open_comparison(settings, reports=reports)
     with executors:
         prepare(settings, folder, results, executors, predicts=False)
@@ -221,6 +224,12 @@ def test_names_for_several_strategies():
         ({"until_accuracy": 60.0}, "--until-accuracy: got 60.0, give a fraction"),
         ({"rates": ("200mbit", "0.2gbit")}, "--rate: got 200mbit 0.2gbit, one rate twice"),
         ({"rates": ("fast",)}, "--rate: got 'fast', give a number with a unit"),
+        ({"ranks_per_node": 2}, "--ranks-per-node 2: over loopback .* add --rate"),
+        ({"ranks_per_node": 0}, "--ranks-per-node: got 0, give whole numbers from 1"),
+        (
+            {"nodes": (1, 200), "ranks_per_node": 2, "rates": ("1gbit",)},
+            "--nodes: got 200 with 2 ranks each, more than the 256 samples",
+        ),
         (
             {"compute": "measured", "until_accuracy": 0.5},
             "--compute measured: an emulated model learns nothing.*Leave out --until-accuracy",
@@ -277,6 +286,45 @@ def test_cells_with_a_rate_run_on_one_cluster_each(fake_parts, tmp_path, monkeyp
     assert cells["all_reduce-n2-1gbit"].message.startswith(cause)
     assert (results.emulated, results.settings["rates"]) == (True, ["1gbit"])
     assert (folder / "logs" / "ring-n3-1gbit-1" / "node2.log").exists()
+
+
+@pytest.mark.skipif(namespaces_refused() is not None, reason=str(namespaces_refused()))
+def test_each_node_runs_its_ranks_and_one_node_still_one(fake_parts, tmp_path, monkeypatch):
+    monkeypatch.setattr("lab.compare.executors.Cluster", partial(Cluster, fresh=True))
+    settings = asks(
+        nodes=(1, 2), sync=("hierarchical",), rates=("1gbit",), repeats=1, ranks_per_node=2
+    )
+    folder, results = compare(settings, reports=tmp_path)
+    [alone, shared] = results.cells
+    assert (alone.id, alone.status, len(alone.repeats[0].ranks)) == ("none-n1", "done", 1)
+    assert (shared.id, shared.status) == ("hierarchical-n2x2-1gbit", "done")
+    assert (shared.nodes, shared.ranks_per_node, len(shared.repeats[0].ranks)) == (2, 2, 4)
+    logs = folder / "logs" / "hierarchical-n2x2-1gbit-1"
+    assert {path.name for path in logs.iterdir()} == {
+        f"node{rank // 2}-rank{rank}.log" for rank in range(4)
+    }
+    again = read_comparison(folder / "results.json")
+    assert [cell.ranks_per_node for cell in again.cells] == [1, 2]
+
+
+def test_a_rank_of_several_has_its_share_of_a_weak_batch_and_the_strategy_its_option(capsys):
+    settings = asks(
+        nodes=(1, 4),
+        sync=("hierarchical", "ring"),
+        scaling="weak",
+        batch_size=10,
+        rates=("1gbit",),
+        ranks_per_node=2,
+    )
+    alone, hierarchical, ring = runs_of(settings)
+    assert [run.cell.batch_size for run in (alone, hierarchical, ring)] == [10, 80, 80]
+    assert hierarchical.title == "hierarchical on 4 nodes with 2 ranks each at 1gbit, repeat 1"
+    assert parsed(hierarchical).ranks_per_node == 2
+    assert "--ranks-per-node" not in node_command(ring)
+    assert settings.strategy_options == {"ranks_per_node": 2}
+    for rate in ([], ["--rate", "1gbit"]):
+        assert main(["compare", "--plan", "--ranks-per-node", "2", *rate]) == 2
+        assert "--plan starts one rank on each node" in capsys.readouterr().err
 
 
 # --- turns, and what is kept ---

@@ -6,15 +6,27 @@ import pytest
 
 from common.emulation.compute_profile import Layer, Profile, SectionTime
 from common.models import build_model
-from common.sync.message_cost import GradientSize
+from common.sync.message_cost import GradientSize, Operation
+from common.sync.plans.batchnorm import BatchNormLayer
 from lab.calibrate.link_measurements import LARGE, LARGEST, SMALL, measure_links
 from lab.cluster.tools import namespaces_refused
 from lab.compare.cells import plan_cells
-from lab.compare.prediction import compute_on_nodes, emulated_compute, forecast, kinds_of
+from lab.compare.prediction import (
+    _batchnorm_plan,
+    compute_on_nodes,
+    emulated_compute,
+    forecast,
+    kinds_of,
+)
 from lab.compare.settings import Settings
 from lab.comparison.record import read_comparison
-from lab.predict.event_model import HEADERS, Network, Rate, loads
-from lab.predict.measured_links import MeasuredLinks, network_from
+from lab.predict.event_model import HEADERS, Network, Rate, loads, operation_terms
+from lab.predict.measured_links import (
+    MeasuredLinks,
+    ProbedLinks,
+    network_from,
+    shared_links_from,
+)
 from tests.helpers import run_ranks, start_lab
 
 MADE = "2026-11-23T12:00:00"
@@ -88,11 +100,102 @@ def test_steps_of_emulated_cells_are_those_of_the_event_model():
     assert other["overlapped-n4-200mbit"].why == "calibrated over loopback, no network"
 
 
+def test_ranks_that_share_a_link_have_a_network_for_all_and_one_for_groups():
+    """hierarchical takes the grouped network and crosses the links with less."""
+    syncs = ("all_reduce_flat", "hierarchical")
+    asked = Settings(nodes=(1, 4), sync=syncs, rates=("200mbit",), compute="slow", ranks_per_node=2)
+    cells = plan_cells(asked)
+    assert [(cell.id, cell.ranks) for cell in cells] == [
+        ("none-n1", 1),
+        ("all_reduce_flat-n4x2-200mbit", 8),
+        ("hierarchical-n4x2-200mbit", 8),
+    ]
+    place = (4, "200mbit")
+    inside = Network(0.0, 1e-4)
+    between = Network(0.0, 1e-3).over(
+        rate_bits=None, latency_seconds=None, ranks_per_node=2, inside=inside
+    )
+    options = asked.strategy_options
+    made = forecast(
+        cells, {place: Network(0.0, 1e-2)}, slow_step, FOUR, options, grouped={place: between}
+    )
+    own = 0.8 + 10.0 + 0.5
+    whole = 4_000  # bytes of all gradients
+    flat = made["all_reduce_flat-n4x2-200mbit"]
+    assert flat.step_seconds == pytest.approx(own + 2 * 7 / 8 * whole * 1e-2)
+    assert flat.link_bytes == [(pytest.approx(2 * 7 / 8 * whole),) * 2] * 4
+    grouped = made["hierarchical-n4x2-200mbit"]
+    within = 2 * whole * 1e-4  # a reduce and a broadcast
+    assert grouped.step_seconds == pytest.approx(own + within + 2 * 3 / 4 * whole * 1e-3)
+    assert grouped.link_bytes == [(pytest.approx(2 * 3 / 4 * whole),) * 2] * 4
+    assert made["none-n1"].link_bytes == []
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "gather", "exchange"])
+def test_what_is_measured_among_all_ranks_is_predicted_again_where_they_share_links(kind):
+    """A message of the measured size takes what it took, whoever shares the links."""
+    slow = 8 * HEADERS / 2e8
+    on_link = {"all_reduce": 2 * 7 / 8, "gather": 6, "exchange": 1}[kind]
+    seconds = on_link * LARGE * slow + 0.02
+    found = ProbedLinks(
+        all=MeasuredLinks(8, {kind: [(SMALL, 0.001), (LARGE, seconds)]}, sum=0.0, copy=0.0),
+        node=MeasuredLinks(
+            2,
+            {"reduce": [(SMALL, 0.001), (LARGE, 0.002), (LARGEST, 0.008)]},
+            sum=0.0,
+            copy=0.0,
+        ),
+    )
+    links = shared_links_from(found, rate_bits=2e8, ranks_per_node=2)
+    terms = operation_terms(Operation(kind, LARGE), 8, links.flat)
+    assert sum(terms.values()) == pytest.approx(seconds, rel=0.01)
+    inside = sum(
+        operation_terms(Operation("reduce", LARGEST, among="node"), 8, links.flat).values()
+    )
+    assert inside == pytest.approx(0.008, rel=0.01)
+    assert links.grouped is None
+
+
+def test_synchronised_batchnorm_is_measured_predicted_and_counted(monkeypatch):
+    """Two layers, whose messages of the least time make both passes wait."""
+    layers = [BatchNormLayer(4, 1), BatchNormLayer(2, 3)]
+    monkeypatch.setattr("lab.compare.prediction.synchronised_layers", lambda model: layers)
+    plan = _batchnorm_plan("vgg11", synchronised=True)
+    flags = ("--sync-batchnorm", "off", "--sync-batchnorm", "ours")
+    settings = Settings(
+        nodes=(1, 4), sync=("all_reduce",), rates=("200mbit",), compute="slow", flags=flags
+    )
+    assert settings.sync_batchnorm
+    assert not Settings(nodes=(4,), sync=("ring",), flags=flags[:2]).sync_batchnorm
+    assert _batchnorm_plan("vgg11", synchronised=False) is None
+    cells = plan_cells(settings)
+    networks = {(4, "200mbit"): Network(0.0, 1e-2, kinds={"all_reduce": Rate(0.0, 1e-2, 10.0)})}
+    plain = forecast(cells, networks, slow_step, FOUR, {})
+    made = forecast(cells, networks, slow_step, FOUR, {}, batchnorm=plan)
+    assert made["none-n1"] == plain["none-n1"]
+    before, after = plain["all_reduce-n4-200mbit"], made["all_reduce-n4-200mbit"]
+    assert after.step_seconds == pytest.approx(before.step_seconds + 4 * 10.0)
+    # a ring of four ranks sends 3/2 of 8 (2C + 1) and of 8C bytes
+    more = 1.5 * (8 * (9 + 5) + 8 * (4 + 2))
+    assert after.bytes_sent == [pytest.approx(sent + more) for sent in before.bytes_sent]
+    assert after.link_bytes[3] == pytest.approx([each + more for each in before.link_bytes[3]])
+
+
 def test_only_what_the_strategies_send_is_measured():
     assert kinds_of(["all_reduce", "ddp"], {}, FOUR, 4) == ["all_reduce"]
     assert kinds_of(["ddp-9", "ddp-auto"], {"bucket_mb": "auto"}, FOUR, 4) == ["all_reduce"]
     kinds = kinds_of(["gather_scatter", "ring", "none"], {}, FOUR, 4)
     assert kinds == ["exchange", "gather", "scatter"]
+    two = {"ranks_per_node": 2}
+    found = {
+        among: kinds_of(["hierarchical", "ring"], two, FOUR, 8, among=[among])
+        for among in ("all", "node", "leaders")
+    }
+    assert found == {
+        "all": ["exchange"],
+        "node": ["broadcast", "reduce"],
+        "leaders": ["all_reduce"],
+    }
 
 
 def _measured(rank):
@@ -180,3 +283,39 @@ def test_emulated_cells_on_links_of_a_rate_from_the_command_line_to_the_report(e
     for path in folder.glob("*.svg"):
         assert "EMULATED" in path.read_text(), path
     assert json.loads((folder / "profile.json").read_text()) == json.loads(even.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.skipif(namespaces_refused() is not None, reason=str(namespaces_refused()))
+def test_two_ranks_on_each_node_from_the_command_line_to_the_report(even, tmp_path):
+    """The kernel counts on each link what the plans say, to 1 %; steps take what was predicted."""
+    flags = (
+        "--nodes 1 2 --ranks-per-node 2 --sync all_reduce_flat hierarchical --rate 300mbit "
+        "--steps 4 --warmup 2 --repeats 1 --batch-size 64 --dataset digits --output-dir"
+    ).split()
+    done = start_lab("compare", "--compute", even, *flags, tmp_path).end(timeout_seconds=480)
+    assert done.status == 0, done
+    [folder] = tmp_path.glob("compare-*")
+    results = read_comparison(folder / "results.json")
+    assert results.settings["ranks_per_node"] == 2
+    whole = 36_924_456
+    on_links = {
+        "all_reduce_flat-n2x2-300mbit": 2 * 3 / 4 * whole,
+        "hierarchical-n2x2-300mbit": 2 * 1 / 2 * whole,
+    }
+    assert [cell.id for cell in results.cells] == ["none-n1", *on_links]
+    for cell in results.cells[1:]:
+        assert (cell.nodes, cell.ranks_per_node, len(cell.repeats[0].ranks)) == (2, 2, 4)
+        predicted = results.prediction.cells[cell.id]
+        assert predicted.link_bytes == [(on_links[cell.id],) * 2] * 2
+        for rank in cell.repeats[0].ranks:
+            assert rank.node == rank.rank // 2
+            for counted in (rank.link_sent_bytes, rank.link_received_bytes):
+                assert 1 < counted / on_links[cell.id] < 1.01
+        assert cell.medians.step / predicted.step_seconds > 0.9, cell.id
+    page = (folder / "report.html").read_text()
+    assert "On 2 emulated nodes with 2 ranks each" in page
+    assert "the kernel counted the bytes of the strategies' plans" in page
+    config = json.loads(next((folder / "runs").glob("*hierarchical/*/config.json")).read_text())
+    assert config["ranks_per_node"] == 2
