@@ -221,8 +221,9 @@ class AuditRun:
         if len(set(worlds)) != 1:
             return None
         wanted: int = worlds[0]
-        all_here = len(worlds) >= min(wanted, self.size)
-        if wanted in (1, self.size) or not all_here or len(worlds) >= wanted:
+        enough_asked = len(worlds) >= min(wanted, self.size)
+        none_missing = self.size < wanted <= len(worlds)
+        if wanted in (1, self.size) or none_missing or not enough_asked:
             return None
         return wanted
 
