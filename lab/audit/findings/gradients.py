@@ -264,7 +264,8 @@ def _rows(seen: _Seen) -> Outcome:
         return Unknown("gradients: the ranks exchange nothing")
     if averages_weights(recording):
         return Unknown(
-            "gradients: torch's post-local SGD averages them inside groups of ranks alone"
+            "gradients: torch's post-local SGD averages gradients inside groups of ranks alone, and"
+            " the weights from time to time"
         )
     equal = [update for update in seen.bad if _ends_equal(update)]
     if equal:
