@@ -211,7 +211,8 @@ class AuditRun:
     def wanted_size(self) -> int | None:
         """The number of ranks for which the script waits, if it is not the one asked for.
 
-        None also if the ranks ask for different numbers, or too few have asked yet.
+        None also if the ranks ask for different numbers, or too few have asked yet, or all are
+        there, as where each command is a torchrun that starts several.
         """
         if self.size is None or not self.command.one_process_a_rank:
             return None
@@ -220,18 +221,23 @@ class AuditRun:
         if len(set(worlds)) != 1:
             return None
         wanted: int = worlds[0]
-        all_here = len(worlds) >= min(wanted, self.size)
-        if wanted in (1, self.size) or not all_here:
+        enough_asked = len(worlds) >= min(wanted, self.size)
+        none_missing = self.size < wanted <= len(worlds)
+        if wanted in (1, self.size) or none_missing or not enough_asked:
             return None
         return wanted
 
     @property
     def fixed_size(self) -> int | None:
-        """The number of ranks that the script has chosen itself; None if it took what it got."""
+        """The number of ranks that the script has chosen itself; None if it took what it got.
+
+        It takes what it gets also where each command starts several ranks of a node.
+        """
         if wanted := self.wanted_size:
             return wanted
         size = self.recording.size
-        return size if size > 1 and size != self.size else None
+        of_nodes = self.command.one_process_a_rank and size % (self.size or 1) == 0
+        return size if size > 1 and size != self.size and not of_nodes else None
 
     def log(self, process: int) -> Path:
         """Return the file of what a process writes, stdout and stderr."""

@@ -65,15 +65,17 @@ def uneven_groups(update: Update, groups: Groups) -> dict[int, list[int]]:
     if update.weights is None:
         return {}
     shares = update.weights.mean(axis=0)
+    if shares.min() <= _SAME * shares.max():  # some rank does not count at all
+        return {}
     sizes = {len(group) for group in groups} | {1}
     for number in range(2, update.size):  # of groups
         exact = shares.sum() / (number * shares)
         found: dict[int, list[int]] = {}
         for rank, size in enumerate(exact.round().astype(int).tolist()):
             found.setdefault(size, []).append(rank)
+        known = sizes.issuperset(found) and len(found) > 1
         whole = np.abs(exact - exact.round()).max() < _SAME
-        filled = all(len(ranks) % size == 0 for size, ranks in found.items() if size)
-        if whole and filled and len(found) > 1 and sizes.issuperset(found):
+        if known and whole and all(len(ranks) % size == 0 for size, ranks in found.items()):
             return found
     return {}
 

@@ -264,7 +264,8 @@ def _rows(seen: _Seen) -> Outcome:
         return Unknown("gradients: the ranks exchange nothing")
     if averages_weights(recording):
         return Unknown(
-            "gradients: torch's post-local SGD averages them inside groups of ranks alone"
+            "gradients: torch's post-local SGD averages gradients inside groups of ranks alone, and"
+            " the weights from time to time"
         )
     equal = [update for update in seen.bad if _ends_equal(update)]
     if equal:
@@ -544,16 +545,16 @@ def _multiple(seen: _Seen, line: CodeLine | None, *, total: float) -> Outcome:
     if twice and (uses_ddp(seen.recording) or size > 2):
         return seen.found("averaged-twice", line, kind="ranks", total=total)
     by_groups = _divided_by_groups(seen, line, total=total)
-    if by_groups is not None:
+    if by_groups is not None and losses.are_means:
         return by_groups
     literal = _literal_divisor(seen, line, total=total, twice=twice)
-    if literal is not None:
+    if literal is not None and by_groups is None:
         return literal
     text = (
         f"gradients: the optimiser gets {total:.3f} times the mean of the {size} ranks' gradients,"
         f" on all ranks and in all {len(seen.updates)} steps"
     )
-    if added_up:
+    if added_up or by_groups is not None:
         text += "; what the losses are divided by was not seen"
     return Unknown(text)
 

@@ -146,17 +146,23 @@ def exchanges_activations(recording: Recording) -> bool:
         for rank in recording.ranks
     ]
     different_parameters = any(rows != parameters[0] for rows in parameters)
-    return any(
-        _sends_activations(call, different_parameters=different_parameters)
-        for call in recording.of(CollectiveCall)
-    )
+    with_loss = {_has_loss(rank) for rank in recording.ranks if rank.of(Backward)}
+    stages = different_parameters or len(with_loss) > 1
+    return any(_sends_activations(call, stages=stages) for call in recording.of(CollectiveCall))
 
 
-def _sends_activations(call: CollectiveCall, *, different_parameters: bool) -> bool:
+def _has_loss(rank: RankRecords) -> bool:
+    """Return whether some backward of a rank begins from a single number."""
+    losses = [backward.loss for backward in rank.of(Backward)]
+    return any(loss is not None and loss.value is not None for loss in losses)
+
+
+def _sends_activations(call: CollectiveCall, *, stages: bool) -> bool:
     """Return whether a call exchanges activations: neither weights nor gradients of parameters.
 
     Any call within forward does, all_to_all and all_gather within backward, and send and recv
-    anywhere if the ranks train different parameters, as the stages of a pipeline do.
+    anywhere if the ranks are stages of a pipeline: they train different parameters, or only some of
+    them have a loss.
     """
     single_number = prod(call.shape or ()) <= 1  # as DDP sends within Join
     if call.content != "other" or single_number:
@@ -164,7 +170,7 @@ def _sends_activations(call: CollectiveCall, *, different_parameters: bool) -> b
     between_layers = call.name.startswith(("all_to_all", "all_gather"))
     if call.within == "forward" or (call.within == "backward" and between_layers):
         return True
-    return different_parameters and call.name in POINT_TO_POINT
+    return stages and call.name in POINT_TO_POINT
 
 
 def _trained_numbers(rank: RankRecords) -> int:

@@ -258,8 +258,8 @@ def _divergence(replicas: list[Replicas], *, counts: bool) -> Iterator[Outcome]:
         made_equal = [step for step in several.weights if step > apart[0] and step not in apart]
         if counts and (made_equal or averages_weights(several.recording)):
             yield Unknown(
-                f"weights: they differ between the ranks before step {apart[0]}, and the script"
-                " makes them equal from time to time"
+                f"weights: the weights differ between the ranks before step {apart[0]}, and the"
+                " script makes them equal from time to time"
             )
         elif counts:
             yield _name_divergence(several, apart[0])

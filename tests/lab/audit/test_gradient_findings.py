@@ -137,6 +137,7 @@ BETWEEN = {"size": 4, "changes": [in_groups((0, 2), (1, 3))]}
 SIX = {"size": 6, "changes": [in_groups((0, 1), (2, 3), (4, 5))]}
 THREE_PLACES = {"size": 6, "changes": [in_groups((0, 2, 4), (1, 3, 5))]}
 UNEVEN = {"changes": [in_groups((0, 1), (2,))]}
+OTHER_LOSSES = [("backward", "reduction", "none"), ("backward", "arriving", 0.3)]
 IN_GROUPS = {
     "inside nodes": (counting(PAIRS), NODES, ["inside-groups"], "no"),
     "between nodes": (counting(PLACES), BETWEEN, ["inside-groups"], "no"),
@@ -164,6 +165,12 @@ IN_GROUPS = {
         NODES | {"changes": [*NODES["changes"], ("backward", "arriving", 1 / 2)]},
         [],
         "yes",
+    ),
+    "one sum, of other losses": (
+        times(2),
+        NODES | {"changes": [*NODES["changes"], *OTHER_LOSSES]},
+        [],
+        "cannot tell",
     ),
     "node means": (counting([[1 / 4, 1 / 4, 1 / 2]] * 3), UNEVEN, ["unequal-groups"], "no"),
     "node means by all": (counting([[1 / 6, 1 / 6, 1 / 3]] * 3), UNEVEN, ["averaged-twice"], "no"),

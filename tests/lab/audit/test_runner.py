@@ -115,6 +115,17 @@ def test_a_literal_number_of_ranks_is_noticed(tmp_path, size, literal):
 
 
 @pytest.mark.slow
+def test_commands_that_start_two_ranks_each_are_nodes_of_two(tmp_path):
+    """As torchrun does: the script takes the number of nodes, and waits for no other ranks."""
+    joins = "dist.init_process_group("
+    two = "import os\nchild = os.fork()\nrank, world = 2 * rank + (child == 0), 2 * world\n"
+    script = TRAINING.replace(joins, two + joins) + "if child:\n    os.waitpid(child, 0)\n"
+    end = run(tmp_path, script)
+    assert (end.recording.size, len(end.recording.ranks)) == (4, 4), end.output(0)
+    assert (end.wanted_size, end.fixed_size, end.hung) == (None, None, None)
+
+
+@pytest.mark.slow
 def test_ranks_that_wait_for_each_other_have_hung(tmp_path):
     two_steps = TRAINING.replace("range(100)", "range(2)")
     waits = "if rank:\n    dist.barrier()\nimport time; time.sleep(1000)\n"
