@@ -3,10 +3,11 @@
 import json
 import platform
 import shlex
+import shutil
 
 import pytest
 
-from lab.audit.cases import FOLDER
+from lab.audit.cases import FOLDER, STARTER_CODE
 from tests.helpers.audited import BY_FLAGS, CASES
 
 
@@ -51,6 +52,15 @@ def test_a_script_that_starts_its_own_ranks_runs_once(audit):
     assert status == 0, out
     assert "fixes its number of ranks at 2" in out
     assert "3 ranks" not in out
+
+
+@pytest.mark.slow
+def test_groups_of_ranks_are_to_be_audited_where_there_are_several(tmp_path, audit):
+    for script in (STARTER_CODE, CASES / "right_hierarchical.py"):
+        shutil.copy(script, tmp_path)
+    words = BY_FLAGS.replace("{script}", "right_hierarchical.py").split()
+    status, out, _ = audit("--ranks", 2, "--", *words)
+    assert (status, "--ranks 4 6" in out) == (0, True), out
 
 
 @pytest.mark.parametrize(
