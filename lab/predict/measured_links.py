@@ -4,6 +4,7 @@ lab/calibrate/link_measurements.py measures them. An operation takes max(alpha1,
 alpha0), with alpha1 from messages of 1 KB and alpha0 from messages of 2 MB.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -17,11 +18,13 @@ from lab.predict.event_model import (
     MessageSeconds,
     Network,
     Rate,
+    Stage,
     exchange_stage,
     loads,
     stages_of,
 )
 
+_HALVINGS = 40  # of an interval, to a billionth of a millisecond
 _Rows = Annotated[list[tuple[Count, MessageSeconds]], Meta(min_length=2, max_length=3)]
 
 
@@ -103,7 +106,6 @@ def _shared_network(
 ) -> Network:
     """Return the network of operations among all ranks, of which several share each link."""
     beta = 8 * HEADERS / rate_bits
-    no_alpha = Rate(0.0, beta)
     quick = Rate(0.0, 0.0)  # unless messages inside a node were measured
     kinds = {}
     for kind, rows in found.kinds.items():
@@ -113,8 +115,7 @@ def _shared_network(
         else:
             stages = [*stages_of(kind, found.nodes, ranks_per_node)]
         within = quick if inside is None else inside.rate(kind)
-        passing = sum(sum(stage.seconds(nbytes, no_alpha, within)) for stage in stages)
-        kinds[kind] = Rate(max(0.0, seconds - passing) / len(stages), beta, floor)
+        kinds[kind] = Rate(_alpha(stages, nbytes, seconds, beta, within), beta, floor)
     first = next(iter(kinds.values()))
     measured = Network(first.alpha_seconds, beta, found.sum, found.copy, kinds)
     free = Network(0.0, 0.0, found.sum, found.copy)
@@ -124,3 +125,19 @@ def _shared_network(
         ranks_per_node=ranks_per_node,
         inside=inside or free,
     )
+
+
+def _alpha(
+    stages: Sequence[Stage], nbytes: float, seconds: float, beta: float, inside: Rate
+) -> float:
+    """Return the alpha with which these stages take ``seconds``, which more alpha makes longer."""
+    low = 0.0
+    high = seconds
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        between = Rate(middle, beta)
+        if sum(sum(stage.seconds(nbytes, between, inside)) for stage in stages) < seconds:
+            low = middle
+        else:
+            high = middle
+    return low
