@@ -31,6 +31,7 @@ DRY_RUN_TIMES = 4  # as long: other work shares the CPU
 VGG11_MACS = 152.8e6  # multiply-adds of one sample's forward pass; backward counts twice as much
 IMPORTED_AS = {"scikit-learn": "sklearn", "pillow": "PIL"}
 RECIPE_SECONDS = {"vgg11-cifar10-fast": 150}  # limits; 500 for others
+CHILDREN = ("machine", "vgg11", "batchnorm")
 SUMMARY = ("step_seconds", "total_seconds", "test_accuracy", "peak_gpu_memory_bytes")
 
 
@@ -68,6 +69,7 @@ def plan(args: argparse.Namespace) -> list[Step]:
         Step("machine", [*own, "--child", "machine"], 60),
         Step("tests", ["-m", "pytest", *flags, "-m", "gpu", *tests], 300),
         Step("vgg11", [*own, "--child", "vgg11"], 150),
+        Step("batchnorm", [*own, "--child", "batchnorm"], 90),
         run("one", 60, "PartOne/main.py", folder="PartOne-none"),
         *(
             run(sync, 60, "PartTwo/main.py", "--sync", sync, *group, folder=f"PartTwo-{sync}")
@@ -91,10 +93,10 @@ def main() -> int:
     parser.add_argument("--seeds", default=1, type=int, help="runs of the recipe")
     parser.add_argument("--budget-seconds", type=float, default=CALL_SECONDS, help="of this call")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, tiny")
-    parser.add_argument("--child", choices=("machine", "vgg11"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps({"machine": machine, "vgg11": vgg11}[args.child](args.dry_run)))
+        print(json.dumps(globals()[args.child](args.dry_run)))
         return 0
     args.out, args.data = args.out.resolve(), args.data.resolve()
     steps = plan(args)
@@ -319,6 +321,51 @@ def vgg11(dry_run: bool) -> dict[str, Any]:
         "ms a step": 1000 * fastest * size / count,
         "% of GEMM": 100 * 6 * VGG11_MACS * count / fastest / rate,
     }
+
+
+def batchnorm(dry_run: bool) -> dict[str, Any]:
+    """Return the milliseconds of a VGG-11 step on two ranks without and with SyncBatchNorm.
+
+    Both ranks share the device, so only the ratios mean something. The ways take turns.
+    """
+    from lab.proofs.ranks import run_ranks
+
+    backend = "gloo" if dry_run else "nccl"
+    seconds = run_ranks(2, batchnorm_seconds, dry_run, backend=backend)[0]
+    return {f"{way} ms": 1000 * statistics.median(times) for way, times in seconds.items()}
+
+
+def batchnorm_seconds(_rank: int, dry_run: bool) -> dict[str, list[float]]:
+    """Return the seconds of a step for each kind of BatchNorm, in turns. Collective."""
+    import torch
+    from torch import nn
+
+    from common.models import build_model
+    from common.training_engine import TrainingEngine
+
+    device = "cpu" if dry_run else "cuda"
+    size = 8 if dry_run else 256
+    steps = 1 if dry_run else 20
+    images = torch.randn(size, 3, 32, 32)
+    batch = (images.to(device), torch.randint(0, 10, (size,)).to(device))
+    engines = {}
+    for way, kind in {"without": False, "PyTorch's": True, "ours": "ours"}.items():
+        model = build_model("vgg11", 10)
+        amp = None if dry_run else torch.bfloat16
+        engine = TrainingEngine(
+            model, device, distributed=True, amp_dtype=amp, sync="ddp", sync_batchnorm=kind
+        )
+        engine.prepare(torch.optim.SGD(model.parameters(), lr=0.01), nn.CrossEntropyLoss())
+        engines[way] = engine
+    found: dict[str, list[float]] = {way: [] for way in engines}
+    for turn in range(1 if dry_run else 4):
+        for way, engine in engines.items():
+            began = time.perf_counter()
+            engine.train_epoch([batch] * steps, epoch=turn + 1)
+            found[way].append((time.perf_counter() - began) / steps)
+    for engine in engines.values():
+        engine.close()
+    return {way: times[1:] or times for way, times in found.items()}  # the first turn warms up
 
 
 if __name__ == "__main__":

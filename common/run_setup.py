@@ -6,7 +6,7 @@ with its optimiser and schedule from it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -66,6 +66,14 @@ class Setup:
             device=self.world.device,
             exact=alone or is_exact(config.sync),
         )
+
+    @property
+    def sync_batchnorm(self) -> bool | Literal["ours"]:
+        """The engine's ``sync_batchnorm``; False if a rank computes several shards in turn."""
+        wanted = self.config.sync_batchnorm
+        if wanted == "off" or self.plan.shards != self.world.size:
+            return False
+        return "ours" if wanted == "ours" else True
 
     @property
     def epochs(self) -> tuple[int, int]:

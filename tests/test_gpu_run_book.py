@@ -38,7 +38,7 @@ def test_a_dry_run_runs_every_step_and_a_later_call_goes_on(tmp_path):
     assert all(one["status"] == "ok" for one in found.values())
     assert found["vgg11"]["result"]["ours/plain"] > 0
     assert found["gather_scatter"]["result"]["step_seconds"] > 0
-    assert len(ended.out.splitlines()) == len(found) == 8
+    assert len(ended.out.splitlines()) == len(found) == 9
     assert {f"{name}.log" for name in found} < {path.name for path in tmp_path.iterdir()}
 
 

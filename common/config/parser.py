@@ -75,7 +75,7 @@ _ELSEWHERE = {
     "--optimizer": "--opt",
     "--scheduler": "--schedule",
     "--clip-grad-norm": "--clip-norm",
-    "--sync-bn": "--sync-batchnorm",
+    "--sync-bn": "--sync-batchnorm on",
     "--print-freq": "--log-every",
     "--start-epoch": "--resume, which continues where the checkpoint ends",
     "--evaluate": "nothing: every run ends with an evaluation; --resume loads a checkpoint",

@@ -27,6 +27,7 @@ from common.utils.typed_json import shown
 T = TypeVar("T")
 
 DEFAULT_GLOBAL_BATCH_SIZE = 256
+SYNC_BATCHNORM = ("off", "on", "ours")
 SCHEDULES = ("onecycle", "constant", "cosine", "step")
 DEFAULT_LEARNING_RATE = {"sgd": 0.02, "adamw": 0.001}
 BY_HAND_SECONDS = 600.0  # for somebody to start the other ranks in other terminals
@@ -331,10 +332,12 @@ class Config:
     ema_decay: Annotated[float, Meta(gt=0, le=0.999999)] = setting(
         0.9999, TRAINING, "largest share of the average that remains after a step"
     )
-    sync_batchnorm: bool = setting(
-        False,
+    sync_batchnorm: str = setting(
+        "off",
         TRAINING,
-        "on several GPUs: compute BatchNorm's statistics over all ranks, not per rank",
+        "on: BatchNorm's statistics are those of all ranks' batches, by PyTorch's SyncBatchNorm on "
+        "GPUs and this project's on CPUs; ours: by this project's; off: of each rank's own batch",
+        choices=SYNC_BATCHNORM,
     )
     label_smoothing: Annotated[float, Meta(ge=0, le=0.99)] = setting(
         0.0, TRAINING, "share of each label that is spread over all classes"

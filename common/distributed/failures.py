@@ -573,10 +573,16 @@ def _close_connections(store_port: int, others: Collection[int]) -> None:
 
 
 def nccl_failure() -> bool | None:
-    """Return True if NCCL's watchdog saw a timeout, False if another error, None if none."""
-    group = dist.distributed_c10d._get_default_group()
-    error = group._get_backend(torch.device("cuda")).get_error().name
-    return None if error == "SUCCESS" else error == "TIMEOUT"
+    """Return True if NCCL's watchdog saw a timeout, False if another error, None if none.
+
+    A strategy may have groups of its own; a broken one shows there alone.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if dist.get_backend(group) == dist.Backend.NCCL:
+            error = group._get_backend(torch.device("cuda")).get_error().name
+            if error != "SUCCESS":
+                return error == "TIMEOUT"
+    return None
 
 
 class CollectiveGuard:

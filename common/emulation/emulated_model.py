@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from common.emulation.compute_profile import Layer, Profile, how_to_make
 from common.errors import UserError
+from common.models.sync_batchnorm import SyncBatchNorm
 
 _SCALE = 1e-3  # of generated gradients
 
@@ -30,8 +31,9 @@ class Emulation:
 
     Deadlines are absolute: from the first layer of forward to the last of backward, each layer ends
     when the sum of the times up to it has passed. If a busy machine or a hook delays a layer, the
-    next layers make up for it; only a delay at the end remains. Forward pre-hooks are an exception:
-    there strategies wait for weights from other ranks, so all later deadlines move.
+    next layers make up for it; only a delay at the end remains. Forward pre-hooks and the messages
+    of SyncBatchNorm are exceptions: there a layer waits for other ranks, and all later deadlines
+    move.
 
     Parameters
     ----------
@@ -82,14 +84,25 @@ class Emulation:
         if self._deadline is not None:
             self._deadline += time.perf_counter() - called
         samples = len(signal)
+        self._exchange(layer, _forward_sums)
         self._pass(layer.times.forward.at(samples))
         # Looked up in each step: a strategy may have replaced them.
         parameters = [self._model.get_parameter(name) for name in layer.times.parameters]
         return _EmulatedLayer.apply(signal, partial(self._backward, layer, samples), *parameters)
 
     def _backward(self, layer: "_Layer", samples: int) -> list[Tensor]:
+        self._exchange(layer, _backward_sums)
         self._pass(layer.times.backward.at(samples))
         return [gradient.next() for gradient in layer.gradients]
+
+    def _exchange(self, layer: "_Layer", sums: Callable[[SyncBatchNorm], Tensor]) -> None:
+        """Send the layer's message if it is a SyncBatchNorm, and wait for the ranks."""
+        began = time.perf_counter()
+        for module in layer.owners:
+            if isinstance(module, SyncBatchNorm):
+                module.messages.sum(sums(module))
+        if self._deadline is not None:
+            self._deadline += time.perf_counter() - began
 
     def _pass(self, seconds: float) -> None:
         """Sleep until ``seconds`` after the last deadline, or from now if there is none."""
@@ -108,6 +121,16 @@ class _Layer:
     times: Layer
     owners: list[nn.Module]
     gradients: "list[_Gradient]"
+
+
+def _forward_sums(layer: SyncBatchNorm) -> Tensor:
+    """Return a message of the size that the layer sends in forward."""
+    return torch.zeros(2 * layer.num_features + 1, dtype=torch.float64)
+
+
+def _backward_sums(layer: SyncBatchNorm) -> Tensor:
+    """Return a message of the size that the layer sends in backward."""
+    return torch.zeros(2, layer.num_features)
 
 
 def _owners(model: nn.Module, parameters: Sequence[str]) -> list[nn.Module]:

@@ -191,7 +191,7 @@ def build_engine(setup: Setup, model: nn.Module) -> TrainingEngine:
         use_ema=config.ema,
         ema_decay=config.ema_decay,
         clip_norm=config.clip_norm,
-        sync_batchnorm=config.sync_batchnorm and setup.plan.shards == world.size,
+        sync_batchnorm=setup.sync_batchnorm,
         compile_model=config.compile,
         world=world,
     )

@@ -28,6 +28,10 @@ class MessageGroup:
         """Return this one: a copy of a model, as for its moving average, sends nothing more."""
         return self
 
+    def sum(self, tensor: Tensor) -> None:
+        """Sum the tensor over the ranks, in place. Collective."""
+        dist.all_reduce(tensor, group=self.group)
+
 
 class SyncBatchNorm(_BatchNorm):
     """A BatchNorm layer that trains on the global batch: the ranks' batches taken together.
@@ -123,7 +127,7 @@ def moments_over_ranks(input: Tensor, messages: MessageGroup) -> Moments:
         sums[0] = count
         sums[1 : channels + 1] = count * mean
         sums[channels + 1 :] = squares + count * mean.square()
-    dist.all_reduce(sums, group=messages.group)
+    messages.sum(sums)
     total = sums[0]
     if not input.is_cuda and total < 2:
         raise ValueError(
@@ -180,7 +184,7 @@ class _Normalise(torch.autograd.Function):
         g = _wide(grad_output)
         own = torch.stack([g.sum(dims), (g * z).sum(dims)])  # (2, channels)
         sums = own.clone()
-        dist.all_reduce(sums, group=ctx.messages.group)
+        ctx.messages.sum(sums)
         mean_g, mean_gz = sums / count.to(sums.dtype)
         grad = g - _by_channel(mean_g, input) - z * _by_channel(mean_gz, input)
         grad *= _by_channel(inverse_std, input)

@@ -89,6 +89,13 @@ def unusual_methods(setup: Setup) -> dict[str, str]:
         methods["augmentation"] = f"crop, {flip} flip"
         if config.cutout:
             methods["augmentation"] += f", cutout of {config.cutout} x {config.cutout} pixels"
+    synchronised = setup.sync_batchnorm
+    if synchronised and setup.world.size > 1:
+        pytorchs = synchronised is True and setup.world.device.type == "cuda"
+        whose = "PyTorch's" if pytorchs else "this project's"
+        methods["normalisation"] = (
+            f"BatchNorm over the batches of all ranks, by {whose} SyncBatchNorm"
+        )
     if config.tta == "flip":
         methods["evaluation"] = "mean of each image and its mirror image (--tta flip)"
     return methods
@@ -119,8 +126,11 @@ def run_warnings(setup: Setup) -> list[str]:
             "--deterministic changes nothing on a CPU: a run repeats bit for bit if the number of "
             "threads is the same"
         )
-    if config.sync_batchnorm and world.device.type == "cuda" and shards != world.size:
-        warnings.append("SyncBatchNorm is off: it needs as many ranks as shards")
+    if config.sync_batchnorm != "off" and shards != world.size:
+        warnings.append(
+            "--sync-batchnorm: it needs as many ranks as shards, so each shard's BatchNorm uses "
+            "the statistics of its own samples"
+        )
     launch = setup.launch
     if launch.restarts > 0 and launch.stale_addresses and world.backend == "gloo":
         warnings.append(

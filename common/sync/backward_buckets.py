@@ -1,6 +1,6 @@
 """Flat buckets that fill while backward runs; each is sent as soon as it is full."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -21,11 +21,20 @@ class BackwardBuckets:
     buckets : in the order in which they are sent, on every rank the same. A full bucket waits for
         those before it.
     send : called once a step with the index of each full bucket.
+    late : parameters without a gradient on some rank, which fills their buckets only in ``finish``.
+        So do all: they would wait for that rank anyway, and NCCL needs one order of the messages
+        of all groups, such as SyncBatchNorm's, on every rank.
     """
 
-    def __init__(self, buckets: Sequence[FlatBuffer], send: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[FlatBuffer],
+        send: Callable[[int], None],
+        late: Collection[nn.Parameter],
+    ) -> None:
         self._buckets = buckets
         self._send = send
+        self._late = set(late)
         self._accumulating = False
         self.hooks = [
             parameter.register_post_accumulate_grad_hook(self._gradient_ready)
@@ -46,8 +55,8 @@ class BackwardBuckets:
     def finish(self) -> None:
         """Copy the gradients that no hook has copied, and send the buckets that are left.
 
-        These are all gradients in the first step, later those of parameters that this rank did not
-        use: zeros.
+        These are all gradients in the first step, later those of ``late``; zeros where this rank
+        has none.
         """
         for parameter, bucket in self._missing.items():
             bucket.take(parameter, divisor=dist.get_world_size())
@@ -60,7 +69,7 @@ class BackwardBuckets:
         self._missing = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
-        if self._accumulating:
+        if self._accumulating or parameter in self._late:
             return
         bucket = self._missing.pop(parameter, None)
         if bucket is None:

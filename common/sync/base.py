@@ -63,6 +63,7 @@ class GradientSync:
     # Which parameters had a gradient in the first step.
     _first_pattern: Sequence[bool] | None = None
     _exchanged: Sequence[nn.Parameter] = ()
+    _not_on_all_ranks: Sequence[nn.Parameter] = ()  # of these, some rank has no gradient
     _buffers: Sequence[FlatBuffer] = ()
 
     def __init__(self, plan: MessagePlan | None = None) -> None:
@@ -182,7 +183,9 @@ class GradientSync:
             device = next((p.device for p in parameters), None)
             users = torch.tensor(pattern, dtype=torch.int32, device=device)  # ranks that have it
             dist.all_reduce(users)
-            self._exchanged = [p for p, n in zip(parameters, users.tolist(), strict=True) if n]
+            counted = list(zip(parameters, users.tolist(), strict=True))
+            self._exchanged = [p for p, n in counted if n]
+            self._not_on_all_ranks = [p for p, n in counted if 0 < n < dist.get_world_size()]
         for name, now, first in zip(self._parameters, pattern, self._first_pattern, strict=True):
             if now != first:
                 changed = (

@@ -80,7 +80,8 @@ class FSDP(GradientSync):
 
     def _shard(self, model: nn.Module) -> None:
         # The copy's modules have the model's own parameters and buffers.
-        sharded = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+        kept = [*model.parameters(), *model.buffers(), *_process_groups(model)]
+        sharded = copy.deepcopy(model, {id(value): value for value in kept})
         self._world = current_world(next(model.parameters()).device)
         mesh = init_device_mesh(self._world.device.type, (self._world.size,))
         frozen = {p for p in model.parameters() if not p.requires_grad}
@@ -156,6 +157,12 @@ class FSDP(GradientSync):
                 {"layer": layer},
                 what="the order in which they use layers, which fsdp gathers on all ranks together",
             )
+
+
+def _process_groups(model: nn.Module) -> list[object]:
+    """Return the groups of layers such as SyncBatchNorm, which cannot be copied."""
+    groups = [getattr(module, "process_group", None) for module in model.modules()]
+    return [group for group in groups if group is not None]
 
 
 def layers(model: nn.Module) -> list[list[nn.Module]]:

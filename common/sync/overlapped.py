@@ -51,7 +51,7 @@ class Overlapped(GradientSync):
             self._buffers = [
                 FlatBuffer(part) for part in buckets_in_ready_order(parameters, self.plan.bucket_mb)
             ]
-            self._filling = BackwardBuckets(self._buffers, self._send)
+            self._filling = BackwardBuckets(self._buffers, self._send, self._not_on_all_ranks)
             self._hooks = self._filling.hooks
         self._filling.finish()
         for work in self._works:

@@ -114,7 +114,8 @@ class Sharded(GradientSync):
         self._threads = None if dist.get_backend() == dist.Backend.NCCL else DaemonThreads(2)
         for hook in self._hooks:
             hook.remove()
-        filling = BackwardBuckets([bucket.gradients for bucket in self._buckets], self._send)
+        buffers = [bucket.gradients for bucket in self._buckets]
+        filling = BackwardBuckets(buffers, self._send, self._not_on_all_ranks)
         self._hooks = [
             *filling.hooks,
             model.register_state_dict_pre_hook(lambda *_: self.wait_for_weights()),

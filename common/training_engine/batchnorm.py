@@ -145,7 +145,9 @@ def _convert(module: nn.Module, messages: MessageGroup, ours: bool) -> nn.Module
     if _can_be_synchronised(module):
         if ours:
             return SyncBatchNorm.in_place_of(module, messages)
-        return nn.SyncBatchNorm.convert_sync_batchnorm(module, messages.group)
+        converted = nn.SyncBatchNorm.convert_sync_batchnorm(module, messages.group)
+        converted.register_forward_hook(_connect_empty_batch)
+        return converted
     for name, child in module.named_children():
         setattr(module, name, _convert(child, messages, ours))
     return module
@@ -160,6 +162,20 @@ def synchronised_layers(model: nn.Module) -> list[BatchNormLayer]:
             layers.append(BatchNormLayer(module.num_features, len(before)))
         before |= {id(p) for p in module.parameters(recurse=False) if p.requires_grad}
     return layers
+
+
+def _connect_empty_batch(
+    layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+) -> Tensor | None:
+    """Give an empty batch gradients of zero, which PyTorch's SyncBatchNorm leaves out.
+
+    Without them this layer and all before it had none, and the other ranks would wait for them.
+    """
+    if output.numel() > 0:
+        return None  # the output stays
+    [images] = inputs
+    by_channel = [1, -1, *[1] * (images.dim() - 2)]
+    return sum((p.view(by_channel) for p in layer.parameters()), start=output + images)
 
 
 def _can_be_synchronised(module: nn.Module) -> TypeGuard[_BatchNorm]:

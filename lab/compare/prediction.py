@@ -21,7 +21,9 @@ from common.sync import STRATEGIES
 from common.sync.message_cost import Among, GradientSize
 from common.sync.node_layout import NodeLayout
 from common.sync.plans.base import MessagePlan
+from common.sync.plans.batchnorm import SyncBatchNormPlan
 from common.sync.plans.links import link_bytes
+from common.training_engine.batchnorm import synchronised_layers
 from common.utils.environment import environment
 from common.utils.progress import console, duration
 from common.utils.typed_json import Facts, read_json
@@ -41,7 +43,7 @@ from lab.predict.calibration_file import (
     load_calibration,
 )
 from lab.predict.compute_model import StepCompute, local_samples
-from lab.predict.event_model import Network, predict_step
+from lab.predict.event_model import Network, predict_step, with_waits
 from lab.predict.measured_links import (
     ProbedLinks,
     SharedLinks,
@@ -100,6 +102,7 @@ def predict(
         compute_at,
         gradients,
         settings.strategy_options,
+        batchnorm=_batchnorm_plan(settings.model, synchronised=settings.sync_batchnorm),
         other_model=other_model,
         no_network=no_network,
         grouped=grouped,
@@ -147,6 +150,7 @@ def forecast(
     gradients: Sequence[GradientSize],
     options: Mapping[str, Any],
     *,
+    batchnorm: MessagePlan | None = None,
     other_model: str | None = None,
     no_network: bool = False,
     grouped: Mapping[Link, Network] | None = None,
@@ -161,6 +165,7 @@ def forecast(
     networks : by nodes and rate of the cells.
     compute_at : returns a rank's step among that number of ranks.
     options : of the strategies.
+    batchnorm : the messages for which layers wait; None: there are none.
     other_model : the model whose compute was measured, unless it is the right one.
     no_network : messages were measured over loopback, but the nodes are machines.
     grouped : like ``networks``, for strategies whose operations are not among all ranks.
@@ -171,13 +176,16 @@ def forecast(
     for cell in cells:
         why = _out_of_scope(cell, other_model=other_model, no_network=no_network)
         network = networks.get(_link(cell), nothing_sent)
+        compute = compute_at(cell.ranks)
+        if batchnorm is not None:
+            compute = with_waits(compute, batchnorm, gradients, cell.ranks, network=network)
         if kinds_of([cell.sync], options, gradients, cell.ranks, among=("node", "leaders")):
             network = (grouped or {}).get(_link(cell), network)
-        compute = compute_at(cell.ranks)
         plan = with_best_buckets(
             plans[cell.sync], gradients, cell.ranks, network=network, compute=compute
         )
         step = predict_step(plan, gradients, cell.ranks, network=network, compute=compute)
+        sending = [plan] if batchnorm is None else [plan, batchnorm]
         found[cell.id] = PredictedCell(
             step_seconds=step.step_seconds,
             compute_seconds=step.compute_seconds,
@@ -185,17 +193,31 @@ def forecast(
             in_scope=not why,
             why=why,
             bucket_mb=getattr(plan, "bucket_mb", None),
-            bytes_sent=[
-                float(plan.bytes_sent(gradients, rank, cell.ranks)) / plan.period
-                for rank in range(cell.ranks)
-            ],
-            link_bytes=_link_bytes(plan, gradients, cell),
+            bytes_sent=_bytes_sent(sending, gradients, cell.ranks),
+            link_bytes=_link_bytes(sending, gradients, cell),
         )
     return found
 
 
+def _batchnorm_plan(model: str, *, synchronised: bool) -> MessagePlan | None:
+    """Return the messages for which the model's layers wait; None unless they are synchronised."""
+    if not synchronised:
+        return None
+    return SyncBatchNormPlan(layers=synchronised_layers(build_model(model, _CLASSES)))
+
+
+def _bytes_sent(
+    sending: Sequence[MessagePlan], gradients: Sequence[GradientSize], ranks: int
+) -> list[float]:
+    """Return the bytes of a step that each rank sends."""
+    return [
+        sum(float(plan.bytes_sent(gradients, rank, ranks) / plan.period) for plan in sending)
+        for rank in range(ranks)
+    ]
+
+
 def _link_bytes(
-    plan: MessagePlan, gradients: Sequence[GradientSize], cell: Cell
+    sending: Sequence[MessagePlan], gradients: Sequence[GradientSize], cell: Cell
 ) -> list[tuple[float, float]]:
     """Return the bytes of a step that each emulated node sends and receives over its link.
 
@@ -203,11 +225,19 @@ def _link_bytes(
     """
     if cell.rate is None or cell.nodes == 1:
         return []
+    layout = NodeLayout.even(cell.ranks, cell.ranks_per_node)
+    totals = [(0.0, 0.0)] * cell.nodes
     try:
-        totals = link_bytes(plan, gradients, NodeLayout.even(cell.ranks, cell.ranks_per_node))
+        for plan in sending:
+            for node, (sent, received) in enumerate(link_bytes(plan, gradients, layout)):
+                so_far = totals[node]
+                totals[node] = (
+                    so_far[0] + float(sent / plan.period),
+                    so_far[1] + float(received / plan.period),
+                )
     except UserError:
         return []
-    return [(float(sent / plan.period), float(got / plan.period)) for sent, got in totals]
+    return totals
 
 
 def _out_of_scope(cell: Cell, *, other_model: str | None, no_network: bool) -> str:
@@ -341,13 +371,12 @@ def _measure_network(
     if rate is not None:
         command.append("--shaped")
     options = settings.strategy_options
-    if settings.ranks_per_node == 1:
-        command += ["--all", *kinds_of(settings.sync, options, gradients, ranks)]
-    else:
-        command += ["--ranks-per-node", str(settings.ranks_per_node)]
-        for among in get_args(Among):
-            kinds = kinds_of(settings.sync, options, gradients, ranks, among=[among])
-            command += [f"--{among}", *kinds]
+    command += ["--ranks-per-node", str(settings.ranks_per_node)]
+    for among in get_args(Among):
+        kinds = kinds_of(settings.sync, options, gradients, ranks, among=[among])
+        if among == "all" and settings.sync_batchnorm:
+            kinds = sorted({*kinds, "all_reduce"})
+        command += [f"--{among}", *kinds]
     message = executors.run(
         command, ranks, rate=rate, logs=folder / "logs" / name, limit_seconds=_LIMIT_SECONDS
     )
@@ -378,8 +407,10 @@ def predict_imported(comparison: Comparison) -> None:
         return
     predicted: dict[str, PredictedCell] = {}
     for cell in comparison.cells:
-        if _calibrated_for(comparison.group_facts(cell.group), calibration):
-            predicted |= _forecast_imported(cell, calibration)
+        facts = comparison.group_facts(cell.group)
+        if _calibrated_for(facts, calibration):
+            synchronised = facts.get("sync_batchnorm", "off") not in ("off", False)
+            predicted |= _forecast_imported(cell, calibration, synchronised=synchronised)
     if predicted:
         source = f"calibrated on {calibration.name}, {calibration.made}"
         comparison.prediction = Prediction(
@@ -398,7 +429,9 @@ def _calibrated_for(facts: Facts, calibration: Calibration) -> bool:
     return here and plain and facts.get("model") == calibration.model
 
 
-def _forecast_imported(cell: Cell, calibration: Calibration) -> dict[str, PredictedCell]:
+def _forecast_imported(
+    cell: Cell, calibration: Calibration, *, synchronised: bool
+) -> dict[str, PredictedCell]:
     """Return the prediction of a cell whose runs have ended; {} for an unknown strategy."""
     strategy, _ = split_variant(cell.sync)
     if strategy not in STRATEGIES or cell.batch_size is None:
@@ -418,6 +451,7 @@ def _forecast_imported(cell: Cell, calibration: Calibration) -> dict[str, Predic
         compute_at,
         calibration.gradient_sizes,
         {},
+        batchnorm=_batchnorm_plan(calibration.model, synchronised=synchronised),
         no_network=apart and calibration.over_loopback,
     )
 

@@ -153,6 +153,12 @@ class Settings:
                     return {}  # the part itself reports a wrong value
         return options
 
+    @property
+    def sync_batchnorm(self) -> bool:
+        """Whether BatchNorm layers normalise over all ranks; the last of the flags counts."""
+        given = [value for name, value in pairwise(self.flags) if name == "--sync-batchnorm"]
+        return given[-1:] not in ([], ["off"])
+
     def as_json(self) -> dict[str, Any]:
         """Return the settings as plain values, as a JSON file gives them back."""
         from msgspec import json  # slow to import, and --help imports this file

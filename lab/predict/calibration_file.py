@@ -115,6 +115,12 @@ class Calibration:
             raise ValueError(
                 f"ranks_here: got {self.ranks_here}, expected at most ranks, {self.ranks}"
             )
+        places = [layer.parameters_before for layer in self.batchnorm or ()]
+        if max(places, default=0) > len(self.gradients):
+            raise ValueError(
+                f"batchnorm: got a layer after {max(places)} parameters, expected at most the "
+                f"{len(self.gradients)} of gradients"
+            )
         if missing := self.network.kinds.keys() - self.fits.keys():
             raise ValueError(f"fits.{min(missing)} is missing: network.kinds has it")
 

@@ -87,13 +87,12 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "type": int,
         "metavar": "K",
         "default": 1,
-        "help": "ranks on each node, which share its link (default: 1)",
+        "help": "ranks on each node, which share its link",
     },
     "--sync-batchnorm": {
         "choices": ["off", "on"],
         "default": "off",
-        "help": "on: BatchNorm layers normalise over all ranks, and wait for two messages each "
-        "(default: off)",
+        "help": "on: BatchNorm layers normalise over all ranks, and wait for two messages each",
     },
     "--calibration": {
         "type": Path,
@@ -139,8 +138,8 @@ def main_predict(args: argparse.Namespace) -> int:
         )
     calibration, is_reference = find_calibration(args.calibration)
     calibration = _with_own_nodes(calibration, args)
-    plans = message_plans(_wanted_strategies(args.sync), _options(args))
     scenarios = _scenarios(calibration, args)
+    plans = message_plans(_wanted_strategies(args.sync), _options(args))
     first = scenarios[0]
     given = [name for name in ("latency", "software_gbit") if vars(args)[name] is not None]
     summaries = [

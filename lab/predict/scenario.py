@@ -100,8 +100,8 @@ class Scenario:
             )
         if self.sync_batchnorm and self.calibration.batchnorm is None:
             raise UserError(
-                f"--sync-batchnorm on: the calibration does not say which BatchNorm layers "
-                f"{self.calibration.model} has. Run lab calibrate again"
+                f"--sync-batchnorm on: the BatchNorm layers of {self.calibration.model} are not "
+                "known: run lab calibrate again, or give --model in place of --parameters"
             )
 
     @property

@@ -2,8 +2,8 @@
 
 ``WRONG`` is the complete list: mistakes from published solutions, and mistakes that a change to
 this project could make. ``Wrong.plant`` replaces the right code with the wrong code. ``pytest -m
-mutation`` plants each one and checks that its test fails for the stated reason. The wrong functions
-are in ``wrong_code.py``, the wrong strategies in ``wrong_strategies.py``.
+mutation`` plants each one and checks that its test fails for the stated reason. The wrong code is
+in ``wrong_code.py``, ``wrong_batchnorm.py`` and ``wrong_strategies.py``.
 """
 
 import functools
@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from common.sync.base import GradientSync
-from lab.proofs import wrong_code, wrong_strategies
+from lab.proofs import wrong_batchnorm, wrong_code, wrong_strategies
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,21 @@ def _strategy(
     )
 
 
+def _batchnorm(
+    name: str, what: str, target: str, replacement: Any, *, ranks: int = 2, where: str = ""
+) -> Wrong:
+    """Return a wrong SyncBatchNorm, for the test of all strategies; see ``_strategy``."""
+    return Wrong(
+        name,
+        "SyncBatchNorm",
+        what,
+        f"common.models.sync_batchnorm:{target}",
+        replacement,
+        f"{_SYNC}[{ranks}-all_reduce-float64]",
+        rf"{ranks} ranks, step \d: {where}.*{_DIFFERS}",
+    )
+
+
 WRONG = (
     _strategy(wrong_strategies.Sum, where="head"),
     _strategy(wrong_strategies.LiteralDivisor, ranks=3),
@@ -153,6 +168,51 @@ WRONG = (
         wrong_code.as_if_shards_were_equal,
         f"{_SYNC}[2-all_reduce-float64]",
         rf"2 ranks, step 1: .*{_DIFFERS}",
+    ),
+    _batchnorm(
+        "BiasedRunningVariance",
+        "The running variance estimates the data's variance by dividing by N, not by N - 1.",
+        "SyncBatchNorm._learn",
+        wrong_batchnorm.biased_running_variance,
+        where="norm.running_var",
+    ),
+    _batchnorm(
+        "UnbiasedInTraining",
+        "Training normalises by a variance of N - 1 values.",
+        "moments_over_ranks",
+        wrong_batchnorm.unbiased_in_training,
+    ),
+    _batchnorm(
+        "MeanOfTheRanksMoments",
+        "Means and mean squares of ranks are averaged without weights, although shards differ.",
+        "moments_over_ranks",
+        wrong_batchnorm.mean_of_the_ranks_moments,
+    ),
+    _batchnorm(
+        "StatisticsOfTwoGroups",
+        "Rank 0 has statistics of its own, and the other ranks have theirs.",
+        "MessageGroup.__init__",
+        wrong_batchnorm.without_rank_0,
+        ranks=3,
+    ),
+    _batchnorm(
+        "BackwardWithoutTheSecondTerm",
+        "The gradient leaves out how a value moves the standard deviation.",
+        "_Normalise.backward",
+        staticmethod(wrong_batchnorm.backward_without_the_second_term),
+    ),
+    _batchnorm(
+        "BackwardWithOwnSums",
+        "Backward has no message: each rank uses the sums of its own gradients.",
+        "_Normalise.backward",
+        staticmethod(wrong_batchnorm.backward_with_own_sums),
+    ),
+    _batchnorm(
+        "WeightsGradientOfAllRanks",
+        "The gradients of weight and bias are added up in the layer, and averaged again later.",
+        "_Normalise.backward",
+        staticmethod(wrong_batchnorm.weights_gradient_of_all_ranks),
+        where="norm",
     ),
     Wrong(
         "EveryBatchFull",

@@ -78,7 +78,9 @@ def shortened(calibration):
     fits = {name: fit | {"points": fit["points"][:1]} for name, fit in calibration["fits"].items()}
     compute = calibration["compute"] | {"ready_bytes": [40, 100], "ready_shares": [0.5, 1.0]}
     gradients = calibration["gradients"][:2]
-    return calibration | {"fits": fits, "compute": compute, "gradients": gradients}
+    batchnorm = calibration["batchnorm"][:1]
+    shorter = {"compute": compute, "gradients": gradients, "batchnorm": batchnorm}
+    return calibration | {"fits": fits} | shorter
 
 
 def predict(path):

@@ -4,6 +4,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from common.distributed.failures import (
     cause_of,
     explain_collective_failure,
     find_culprit,
+    nccl_failure,
 )
 from common.distributed.launch_env import LaunchSpec
 from common.errors import UserError
@@ -270,3 +272,33 @@ def test_other_ends_are_named_too_and_long_work_is_none(tmp_path):
     for rank in busy:
         ended = rank.end(timeout_seconds=40)
         assert (ended.status, ended.out) == (0, "ready\nended well\n"), ended
+
+
+class Group:
+    """A group of torch's, whose watchdog saw ``error``."""
+
+    def __init__(self, backend, error):
+        self.backend, self.error = backend, error
+
+    def _get_backend(self, device):
+        assert (self.backend, device.type) == ("nccl", "cuda"), "Gloo has no watchdog"
+        return self
+
+    def get_error(self):
+        return SimpleNamespace(name=self.error)
+
+
+@pytest.mark.parametrize(
+    ("groups", "failure"),
+    [
+        ([("nccl", "SUCCESS"), ("gloo", ""), ("nccl", "SUCCESS")], None),
+        ([("nccl", "SUCCESS"), ("gloo", ""), ("nccl", "TIMEOUT")], True),
+        ([("nccl", "COMM_ERROR"), ("nccl", "SUCCESS")], False),
+    ],
+)
+def test_a_strategys_own_group_under_nccl_is_watched_too(monkeypatch, groups, failure):
+    open_groups = dict.fromkeys(Group(*facts) for facts in groups)
+    world = SimpleNamespace(pg_map=open_groups)
+    monkeypatch.setattr(dist.distributed_c10d, "_world", world)
+    monkeypatch.setattr(dist, "get_backend", lambda group: group.backend)
+    assert nccl_failure() is failure

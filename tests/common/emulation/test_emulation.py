@@ -16,7 +16,9 @@ from common.emulation.compute_profile import Layer, Profile, SectionTime, load_p
 from common.emulation.emulated_model import Emulation
 from common.errors import UserError
 from common.models import build_model
+from common.profiling.comm_trace import MessageRecorder
 from common.sync import STRATEGIES
+from common.training_engine.batchnorm import synchronise_batchnorm
 from common.utils.hashing import digest
 from lab.compare.imported_runs import collect
 from tests.helpers import TINY, free_port, only_run_folder, run_part, run_ranks, start_part
@@ -103,6 +105,51 @@ def test_a_wait_in_a_forward_pre_hook_is_not_made_up_for():
     outputs.sum().backward()
     assert time.perf_counter() - began >= 8 * 0.02 + 0.15
     assert called == list(waits)
+
+
+def messages_of_a_step(rank):
+    """Return the messages with SyncBatchNorm of a real step and of an emulated one."""
+    found = []
+    for is_emulated in (False, True):
+        model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten())
+        model.append(nn.Linear(180, 4))
+        engine = prepared(model, "all_reduce_flat")
+        if is_emulated:
+            engine.emulation = emulated(model, rank)
+        batch = (torch.randn(2 + rank, 3, 8, 8), torch.zeros(2 + rank, dtype=torch.int64))
+        for recorder in (MessageRecorder(), MessageRecorder()):
+            with recorder:
+                engine.train_step([batch], global_samples=5)
+        recorder.finish()
+        engine.close()
+        found.append([(message.kind, message.bytes) for message in recorder.messages])
+    return found
+
+
+def test_an_emulated_step_sends_the_messages_of_syncbatchnorm():
+    for real, emulation in run_ranks(2, messages_of_a_step):
+        assert emulation == real
+        assert ("all_reduce", 8 * (2 * 5 + 1)) in real
+        assert ("all_reduce", 4 * 2 * 5) in real
+
+
+def waiting_for_the_other_rank(rank):
+    """Return the seconds of forward on a rank whose peer is 0.2 s late in BatchNorm."""
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(180, 4))
+    synchronise_batchnorm(model, ours=True)
+    emulated(model, rank, forward=SectionTime(0.05, 0.0))
+    dist.barrier()
+    began = time.perf_counter()
+    if rank == 1:
+        time.sleep(0.2)
+    model(torch.zeros(2, 3, 8, 8))
+    return time.perf_counter() - began
+
+
+def test_a_wait_in_syncbatchnorm_is_not_made_up_for():
+    """Four layers of 0.05 s, two of them before and two after the wait."""
+    for seconds in run_ranks(2, waiting_for_the_other_rank):
+        assert seconds >= 0.2 + 4 * 0.05 - 0.005
 
 
 def test_the_update_begins_when_the_exchange_has_ended_and_takes_its_share_of_the_time():

@@ -10,6 +10,7 @@ from torch import nn
 from common.models import build_model
 from common.models.sync_batchnorm import MessageGroup, SyncBatchNorm
 from common.profiling.comm_trace import MessageRecorder
+from common.sync import build_sync
 from lab.proofs.equivalence import parameter_errors
 from tests.helpers import RankError, run_ranks
 from tests.helpers.engines import prepared
@@ -193,3 +194,38 @@ def test_vgg11_with_batchnorm_equals_one_process():
 @pytest.mark.parametrize("shares", [(3, 2), (2, 3, 2), (2, 1, 3, 0, 2)])
 def test_vgg11_with_every_exact_strategy_equals_one_process(shares):
     check_vgg11(shares, [name for name in EXACT if name != "fsdp"])  # it keeps parts on each rank
+
+
+class OnlyOnRank0(nn.Module):
+    """A network whose layer after BatchNorm only rank 0 uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.extra = nn.Linear(3, 3)
+
+    def forward(self, inputs):
+        hidden = self.norm(self.first(inputs))
+        return self.extra(hidden) if dist.get_rank() == 0 else hidden
+
+
+def order_of_messages(rank):
+    """Return the messages of the second step, in the order in which this rank sends them."""
+    torch.manual_seed(0)
+    model = OnlyOnRank0()
+    engine = prepared(model, build_sync("overlapped", bucket_mb=1e-5))
+    batch = (torch.randn(4, 4), torch.tensor([0, 1, 2, 0]))
+    for recorder in (MessageRecorder(), MessageRecorder()):
+        with recorder:
+            engine.train_step([batch], global_samples=8)
+    recorder.finish()
+    engine.close()
+    return [(message.kind, message.bytes) for message in recorder.messages]
+
+
+def test_all_ranks_send_the_messages_of_both_groups_in_one_order():
+    """NCCL may wait for ever if they do not."""
+    first, second = run_ranks(2, order_of_messages)
+    assert len(first) > 4
+    assert first == second

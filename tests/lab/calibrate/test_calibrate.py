@@ -12,6 +12,7 @@ import pytest
 
 from common.errors import UserError
 from common.sync.message_cost import KINDS, GradientSize
+from common.sync.plans.batchnorm import BatchNormLayer
 from lab.calibrate import calibration
 from lab.calibrate.fits import fit_calibration
 from lab.calibrate.measurements import (
@@ -28,7 +29,7 @@ from lab.calibrate.measurements import (
 from lab.calibrate.rank_measurements import Measures
 from lab.cli import main
 from lab.fitting import fit
-from lab.predict.calibration_file import describe, load_calibration
+from lab.predict.calibration_file import describe, load_calibration, reference_path
 from lab.predict.event_model import loads
 from tests.helpers import ROOT, Started, free_port, start_lab, user_environment, wait_until
 
@@ -125,7 +126,8 @@ def measured_by(size, *, alpha, beta, gamma, generator):
     first, *others = (rank(speed) for speed in [2.0] + [2.2] * (size - 1))
     first.alone = steps((16, 48, 112), 1.0, 1)
     sizes = [GradientSize(shape) for shape in ((100,), (10,), (50, 2), (5,))]
-    return GroupMeasurements([first, *others], sizes, Sharing(cores=size, ranks_here=size))
+    sharing = Sharing(cores=size, ranks_here=size)
+    return GroupMeasurements([first, *others], sizes, sharing, [BatchNormLayer(10, 1)])
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -154,6 +156,7 @@ def test_a_calibration_finds_the_machine_that_made_the_data(size, tmp_path):
     made.save(tmp_path / "sub" / "calibration.json")
     again = load_calibration(tmp_path / "sub" / "calibration.json")
     assert (again.network, again.compute) == (made.network, made.compute)
+    assert again.batchnorm == (BatchNormLayer(10, 1),)
     assert json.dumps(again.as_json()) == json.dumps(made.as_json())
     with pytest.raises(UserError, match=r"none\.json .*No such file.* run `lab calibrate`"):
         load_calibration(tmp_path / "none.json")
@@ -222,6 +225,7 @@ def test_two_ranks_calibrate_this_machine(tmp_path, monkeypatch):
     assert 0 < made.network.rate("all_reduce").beta_seconds_per_byte < 1e-6
     assert (made.compute.ready_bytes[-1], made.compute.ready_shares[-1]) == (36_924_456, 1.0)
     assert {"gamma", "copy", *KINDS} <= made.fits.keys()
+    assert made.batchnorm == load_calibration(reference_path()).batchnorm
 
 
 NODE = """

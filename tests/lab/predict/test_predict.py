@@ -17,6 +17,7 @@ from common.sync import STRATEGIES, build_sync
 from lab.cli import main
 from lab.predict.bucket_choice import SIZES_MB
 from lab.predict.calibration_file import load_calibration, reference_path
+from lab.predict.event_model import HEADERS
 from lab.predict.scenario import Scenario
 from lab.predict.tables import message_plans, predict_table, scaling_limits_of
 from lab.units import parse_latency, parse_rate
@@ -149,6 +150,11 @@ def test_rates_and_latencies_are_read(parse, text, value):
         ("--model vgg16 --parameters 1M", "are both given"),
         ("--step-time 120ms", "go together"),
         ("--parameters 25.6", "25.6M or 7B"),
+        ("--ranks-per-node 0", "--ranks-per-node: got 0, give 1 to 1,024"),
+        ("--ranks-per-node 2 --rate-inside fast", "--rate-inside"),
+        ("--rate-inside 100gbit", "--ranks-per-node"),
+        ("--parameters 25M --step-time 1s --batch 8 --sync-batchnorm on", "give --model in place"),
+        ("--sync-batchnorm sometimes", "on"),
         ("--sync ring --figure FOLDER/steps.gif", "ends in .png"),
         ("--sync ring --figure FOLDER/missing/steps.png", "a folder that exists"),
     ],
@@ -301,10 +307,109 @@ def test_ones_own_model_and_node(capsys, model, nbytes):
     assert two["prediction"]["bytes_sent_root"] == pytest.approx(nbytes, rel=1e-3)
 
 
+def rows_of(printed):
+    return {row["sync"]: row for row in json.loads(printed)["rows"]}
+
+
+def test_synchronised_batchnorm_waits_for_16_messages_a_step(capsys):
+    names = ["none", "all_reduce_flat", "ddp", "sharded", "local_sgd"]
+    both = []
+    for setting in ("off", "on"):
+        assert predict("--json", "--sync", *names, "--sync-batchnorm", setting) == 0
+        both.append(rows_of(capsys.readouterr().out))
+    off, on = both
+    assert off["none"] == on["none"]
+    # A ring of 8 ranks: each message travels 14 times, an eighth of its bytes at a time.
+    channels = 64 + 128 + 2 * 256 + 4 * 512
+    nbytes = 8 * (2 * channels + 8) + 4 * 2 * channels
+    seconds = 16 * 14 * 2e-4 + 14 / 8 * nbytes * 8 * HEADERS / 1e9
+    for name in names[1:]:
+        plain, waiting = off[name]["prediction"], on[name]["prediction"]
+        assert plain["batchnorm_seconds"] == 0
+        assert waiting["batchnorm_seconds"] == pytest.approx(seconds, rel=0.01)
+        sent = waiting["bytes_sent_others"] - plain["bytes_sent_others"]
+        assert sent == pytest.approx(14 / 8 * nbytes)
+        more = waiting["step_seconds"] - plain["step_seconds"]
+        if name in ("all_reduce_flat", "local_sgd"):  # nothing else is under way meanwhile
+            assert more == pytest.approx(seconds, rel=0.01)
+        else:
+            assert 0 < more < seconds
+        assert waiting["sync_seconds"] >= waiting["batchnorm_seconds"]
+    assert predict("--sync", "ddp", "--sync-batchnorm", "on") == 0
+    text = capsys.readouterr().out
+    assert "SyncBatchNorm: 8 layers, 16 messages a step" in text
+    assert "8 nodes: SyncBatchNorm's messages take 45.8 ms" in text
+
+
+def test_a_calibration_without_batchnorm_layers_is_to_be_made_again(capsys, tmp_path):
+    path = tmp_path / "old.json"
+    content = json.loads(reference_path().read_text())
+    del content["batchnorm"]
+    path.write_text(json.dumps(content))
+    command = ["predict", "--calibration", str(path), "--rate", "1gbit"]
+    assert main([*command, "--sync", "ring"]) == 0
+    capsys.readouterr()
+    assert main([*command, "--sync-batchnorm", "on"]) == 2
+    assert "lab calibrate again" in capsys.readouterr().err
+
+
+def test_ranks_of_a_node_share_its_link_and_its_cores(capsys):
+    """Four nodes of two ranks: hierarchical sends as four ranks do, and a little inside."""
+    names = ["all_reduce_flat", "halving_doubling", "hierarchical"]
+    flags = ["--nodes", 4, "--sync", *names]
+    assert predict(*flags, "--json", "--ranks-per-node", 2) == 0
+    shared = rows_of(capsys.readouterr().out)
+    assert {(row["nodes"], row["ranks_per_node"]) for row in shared.values()} == {(4, 2)}
+    payload, link = sum(REFERENCE.gradient_sizes), 8 * HEADERS / 1e9
+    for name, payloads in zip(names, (2 * 7 / 8, 3, 2 * 3 / 4), strict=True):
+        seconds = shared[name]["prediction"]["sync_seconds"]
+        assert seconds == pytest.approx(payloads * payload * link, rel=0.12), name
+    # The ranks of a node compute as two ranks of the calibrated machine do.
+    here = table([8], ["ring"], **HERE)["ring", 8].prediction.compute_seconds
+    apart = table([8], ["ring"])["ring", 8].prediction.compute_seconds
+    assert apart < shared["hierarchical"]["prediction"]["compute_seconds"] < here
+    slower = ["--rate-inside", "100mbit", "--json", "--ranks-per-node", 2]
+    assert predict(*flags, *slower) == 0
+    inside = rows_of(capsys.readouterr().out)["hierarchical"]["prediction"]["sync_seconds"]
+    # a reduce of 1 + 1/2 payloads in a row, and a broadcast
+    more = (1.5 / 1.5 + 1) * payload * 8 * HEADERS / 1e8
+    between = shared["hierarchical"]["prediction"]["sync_seconds"]
+    assert inside == pytest.approx(between + more, rel=0.05)
+
+    assert predict("--nodes", 1, 4, "--sync", *names, "--ranks-per-node", 2) == 0
+    text = capsys.readouterr().out
+    assert "2 ranks on each node share its link and its cores" in text
+    assert "as calibrated over loopback" in text
+    assert {"1 x 2", "4 x 2"} <= set(re.findall(r"\d+ x \d", text))
+    assert "at least 2 a rank, so up to 64 nodes." in text
+    assert predict("--ranks-per-node", 2, links="") == 2
+    assert "Add --rate" in capsys.readouterr().err
+
+
+def test_ranks_with_processors_of_their_own_compute_alone_and_meet_at_a_typical_rate(capsys):
+    own = "--step-time 120ms --batch 64 --ranks-per-node 4 --sync none hierarchical ddp".split()
+    assert predict(*own, "--json", links="--rate 1gbit") == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert rows["none"]["prediction"]["step_seconds"] == pytest.approx(0.12)
+    assert rows["none"]["speedup"] == pytest.approx(8)
+    assert predict(*own, links="--rate 1gbit") == 0
+    text = capsys.readouterr().out
+    assert "inside a node: 20 µs a message, 11.8 GB/s (typical; --rate-inside sets it)" in text
+    assert "batch of a rank 64" in text
+
+
+def test_one_rank_on_each_node_is_the_default(capsys):
+    assert predict("--json") == 0
+    plain = capsys.readouterr().out
+    assert predict("--json", "--ranks-per-node", 1, "--sync-batchnorm", "off") == 0
+    assert capsys.readouterr().out == plain
+
+
 WITHOUT_TORCH = """
 import sys
 from lab.cli import main
-assert main(["predict", "--json", "--rate", "1gbit"]) == 0
+flags = ["--ranks-per-node", "2", "--sync-batchnorm", "on"]
+assert main(["predict", "--json", "--rate", "1gbit", *flags]) == 0
 assert "torch" not in sys.modules
 """
 
