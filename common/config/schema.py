@@ -635,6 +635,12 @@ def _check_together(config: Config) -> None:
         )
     rank = config.rank
     world_size = config.world_size
+    ranks_per_node = vars(config)["ranks_per_node"]  # an option of a strategy: no declared field
+    if world_size is not None and ranks_per_node is not None and 1 < world_size < ranks_per_node:
+        raise UserError(
+            f"--ranks-per-node: got {ranks_per_node} of --num-nodes {world_size}; give 1 to "
+            f"{world_size}, or leave it out"
+        )
     if rank is not None and world_size is not None and rank >= world_size:
         raise UserError(
             f"--rank: got {rank} of --num-nodes {world_size}; ranks count from 0, so give "

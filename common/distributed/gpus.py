@@ -51,7 +51,7 @@ class Peer:
 
 
 def this_peer(
-    gpus: Sequence[str] = (), local_rank: int | None = None, local_size: int | None = None
+    gpus: Sequence[str] = (), local_rank: int | None = None, *, local_size: int | None = None
 ) -> Peer:
     """Return what this process reports about itself."""
     return Peer(
@@ -88,11 +88,11 @@ def visible_gpus() -> list[str]:
     """
     import torch
 
-    host = host_name()
+    machine = machine_identity()
     names = []
     for index in range(torch.cuda.device_count()):
         uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-        names.append(f"GPU-{uuid}" if uuid else f"{host}-{index}")
+        names.append(f"GPU-{uuid}" if uuid else f"{machine}-{index}")
     return names
 
 

@@ -81,7 +81,7 @@ class MeetingOutcome:
 
     places : of each rank, its number on its machine and how many ranks that machine has.
     nodes : of each rank, the number of its node, which count in the order of their first ranks.
-    gpus : those of the job. notice : what the launcher says that is not so.
+    gpus : those of the job. notice : where the launcher's variables contradict the nodes.
     """
 
     places: list[tuple[Rank, Ranks]]
@@ -331,7 +331,7 @@ def _join(store: dist.Store, launch: LaunchSpec, wait: _Wait) -> tuple[dist.Stor
             store.set(_FINGERPRINT, _fingerprint(launch))
         else:
             _check_rank0(store, own, launch, wait)
-        peer = this_peer(visible_gpus(), launch.local_rank, launch.local_size)
+        peer = this_peer(visible_gpus(), launch.local_rank, local_size=launch.local_size)
         first = own.compare_set(_PEER.format(launch.rank), "", encode(peer).decode())
         if first != encode(peer):
             other = decode(first, Peer, name=_STORE)
@@ -432,9 +432,10 @@ def _contradiction(peers: Sequence[Peer], layout: Sequence[Sequence[int]]) -> st
         for rank in ranks:
             said = peers[rank].local_size
             if said is not None and said != len(ranks):
+                value = "1 or not set" if said == 1 else said
                 return (
-                    f"LOCAL_WORLD_SIZE says {count(said, 'rank')} for rank {rank}'s node "
-                    f"{peers[rank].host}, but host name, boot and network say {len(ranks)}: "
+                    f"LOCAL_WORLD_SIZE of rank {rank} is {value}, but by host name, boot and "
+                    f"network its node {peers[rank].host} has {count(len(ranks), 'rank')}: "
                     f"{ranks_text(ranks)}. Threads and GPUs follow LOCAL_WORLD_SIZE. Start one "
                     "torchrun per node, or set LOCAL_RANK and LOCAL_WORLD_SIZE to match"
                 )

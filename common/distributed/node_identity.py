@@ -8,6 +8,8 @@ import os
 import re
 import socket
 from collections.abc import Hashable, Sequence
+from itertools import pairwise
+from operator import ne
 
 from common.errors import count, first_of
 from common.utils.grouping import grouped
@@ -27,8 +29,8 @@ def plain_name(name: str) -> str:
 def machine_identity() -> str:
     """Return a text that is equal for processes on one machine, which share its cores and GPUs.
 
-    That is the host's name and, on Linux, a number that each start of the kernel draws: different
-    machines may have one name, as containers often do, and containers of one machine may have two.
+    That is the host's name and, on Linux, a number that each start of the kernel draws, since
+    different machines may have one name. A container with a name of its own counts as a machine.
     """
     return " ".join([host_name(), *lines_of("/proc/sys/kernel/random/boot_id")[:1]])
 
@@ -56,14 +58,18 @@ def layout_of(identities: Sequence[Hashable]) -> list[list[int]]:
 
 def node_numbers(layout: Sequence[Sequence[int]]) -> list[int]:
     """Return the number of each rank's node, for a layout of ``layout_of``."""
-    number_of = {rank: node for node, ranks in enumerate(layout) for rank in ranks}
-    return [number_of[rank] for rank in range(len(number_of))]
+    numbers = [0] * sum(map(len, layout))
+    for node, ranks in enumerate(layout):
+        for rank in ranks:
+            numbers[rank] = node
+    return numbers
 
 
 def ring_crossings(layout: Sequence[Sequence[int]]) -> int:
     """Return how often a ring over the ranks in their order goes from one node to another."""
     numbers = node_numbers(layout)
-    return sum(number != numbers[rank - 1] for rank, number in enumerate(numbers))
+    of_next_rank = [*numbers[1:], numbers[0]]
+    return sum(map(ne, numbers, of_next_rank))
 
 
 def nodes_text(layout: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
@@ -72,19 +78,22 @@ def nodes_text(layout: Sequence[Sequence[int]], hosts: Sequence[str]) -> str:
     Emulated nodes, which have one host name, also get their numbers.
     """
     names = [hosts[ranks[0]] for ranks in layout]
-    if len(set(names)) < len(names):
-        names = [f"node {node} ({name})" for node, name in enumerate(names)]
-    places = [f"{_spans(ranks)} on {name}" for ranks, name in zip(layout, names, strict=True)]
+    ambiguous = len(set(names)) < len(names)
+    places = []
+    for node, ranks in enumerate(layout):
+        name = f"node {node} ({names[node]})" if ambiguous else names[node]
+        places.append(f"{_spans(ranks)} on {name}")
     return f"{count(len(layout), 'node')}: {first_of(places)}"
 
 
 def _spans(ranks: Sequence[int]) -> str:
     """Return "rank 4", or "ranks 0-2, 5"."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    texts = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans]
-    return f"rank{'s' * (len(ranks) > 1)} {first_of(texts)}"
+    texts = []
+    begin = ranks[0]
+    for rank, after in pairwise([*ranks, -1]):
+        if after == rank + 1:
+            continue
+        texts.append(f"{begin}-{rank}" if begin < rank else str(rank))
+        begin = after
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {first_of(texts)}"

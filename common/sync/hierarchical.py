@@ -1,4 +1,4 @@
-r"""Sums inside each node first: between nodes travels one sum for each node, not for each rank.
+"""Sum inside each node first, so that one sum per node travels between nodes, not one per rank.
 
     node 0:  1 --> 0 <--+       1. reduce: each node's first rank, its leader, gets the node's sum
                         |       2. all_reduce: the leaders add up these sums, in a ring
@@ -7,7 +7,7 @@ r"""Sums inside each node first: between nodes travels one sum for each node, no
 Sends: between nodes each leader 2(n-1) messages, 2(n-1)/n M bytes, and receives as much; no other
     rank sends any there. Inside its node it sends (log2 K + (K-1)/K) M, each other rank M, and up
     to (log2 K - 1) M more. A ring over all ranks in order (all_reduce_flat.py) puts 2(N-1)/N M on
-    each node's link: hardly more bytes, but in 2(N-1) messages one after the other.
+    each node's link, in 2(N-1) messages one after the other.
 Time: 2(n-1) alpha + 2(n-1)/n M / B + (n-1)/n M gamma between the nodes; before and after it inside
     them (K + log2 K) alpha' + (2(K-1)/K + log2 K) M / B' + (K-1)/K M gamma. And one copy of M bytes
     in memory; nothing is copied back (flat_buffer.py).

@@ -15,6 +15,7 @@ from lab.audit.failures import explain_failure
 from lab.audit.findings import run_checks
 from lab.audit.findings.finding import Finding, ranks_text
 from lab.audit.findings.private import shared_part
+from lab.audit.findings.where import groups
 from lab.audit.isolation import RunNetwork, record_folder, run_network
 from lab.audit.performance import measure
 from lab.audit.report import print_audit, write_json, write_page
@@ -25,6 +26,7 @@ from lab.units import parse_rate
 
 # Makes the namespaces of a run, from its number of ranks and its folder.
 Network = Callable[[int, Path], contextlib.AbstractContextManager[RunNetwork]]
+_SEVERAL_GROUPS = 4  # ranks: two groups of two
 # What code raises that reads a spoiled record or folder.
 _NONSENSE = (
     ArithmeticError,
@@ -189,7 +191,7 @@ def examine(
 
 
 def _remarks(command: AuditCommand, runs: Sequence[AuditRun], asked: Sequence[int]) -> list[str]:
-    """Return why the script did not run at some size, or which number of ranks it fixes."""
+    """Return why the script did not run at some size, and which sizes would say more."""
     fixed = {run.fixed_size for run in runs if run.fixed_size}
     if fixed:
         return sorted(
@@ -197,10 +199,19 @@ def _remarks(command: AuditCommand, runs: Sequence[AuditRun], asked: Sequence[in
             f"a literal divisor of {size} cannot be told from the number of ranks."
             for size in fixed
         )
+    remarks = []
     skipped = set(asked) - {run.size for run in runs}
     if command.takes_size and skipped:
-        return [f"Not run on {ranks_text(skipped)}, because it did not run to the end before."]
-    return []
+        remarks.append(
+            f"Not run on {ranks_text(skipped)}, because it did not run to the end before."
+        )
+    in_groups = any(groups(run.recording) for run in runs)
+    if in_groups and max(run.recording.size for run in runs) < _SEVERAL_GROUPS:
+        remarks.append(
+            "The script makes groups of ranks, such as those of a node: audit it where there are "
+            "several groups of several ranks, for example with --ranks 4 6."
+        )
+    return remarks
 
 
 def _with_finding(failure: Failure, findings: Sequence[Finding]) -> Failure:

@@ -196,6 +196,10 @@ def _sent(call: CollectiveCall, rank: int) -> float:
     if match[1].endswith("send"):
         return float(call.nbytes)
     root = call.peer or 0
+    if call.group is not None and rank in call.group.ranks:  # the place in the group counts
+        members = call.group.ranks
+        rank = members.index(rank)
+        root = members.index(root) if root in members else 0
     return float(sent_bytes(match[1], call.nbytes, rank=rank, ranks=ranks, root=root))
 
 
@@ -211,8 +215,11 @@ def _sent_by_ddp(rank: RankRecords, size: int, backwards: Sequence[Backward]) ->
     models = rank.of(DdpBuilt)
     synced = sum(backward.synced is True for backward in backwards)
     times = max(1, synced // max(1, len(models)))  # each model has backwards of its own
-    nbytes = times * sum(model.nbytes for model in models)
-    return float(sent_bytes("all_reduce", nbytes, rank=rank.rank, ranks=size))
+    sent = 0.0
+    for model in models:
+        ranks = len(model.ranks) or size
+        sent += sent_bytes("all_reduce", times * model.nbytes, rank=0, ranks=ranks)  # a ring
+    return sent
 
 
 # --- what is predicted ---

@@ -33,7 +33,7 @@ from common.distributed.meeting import (
     place_ranks,
     shared_store,
 )
-from common.distributed.node_identity import layout_of, nodes_text, ring_crossings
+from common.distributed.node_identity import layout_of, node_numbers, nodes_text, ring_crossings
 from common.errors import GroupError, UserError, count, ranks_text
 from common.utils.grouping import grouped
 from common.utils.network import is_loopback, listen, resolve, route_to, why_unreached
@@ -300,10 +300,12 @@ def _shared_nodes(flags: Namespace, reports: Sequence[NodeReport]) -> CheckResul
     text = nodes_text(layout, hosts)
     crossings = ring_crossings(layout)
     if crossings > len(layout):
+        in_order = layout_of(sorted(node_numbers(layout)))
+        hosts_in_order = [hosts[rank] for ranks in layout for rank in ranks]
         return warning(
             f"{text}; a ring in rank order goes from node to node {crossings} times instead of "
             f"{len(layout)}",
-            f"give each node neighbouring ranks, as here: {nodes_text(*_in_order(layout, hosts))}",
+            f"give each node neighbouring ranks, as here: {nodes_text(in_order, hosts_in_order)}",
         )
     sizes = [len(ranks) for ranks in layout]
     if len(set(sizes)) > 1:
@@ -319,15 +321,6 @@ def _shared_nodes(flags: Namespace, reports: Sequence[NodeReport]) -> CheckResul
             "to use several machines, start each of the other ranks on its own",
         )
     return ok(text)
-
-
-def _in_order(
-    layout: Sequence[Sequence[int]], hosts: Sequence[str]
-) -> tuple[list[list[int]], list[str]]:
-    """Return the layout with the same number of ranks on each node, in order, and the hosts."""
-    ranks = iter(range(len(hosts)))
-    in_order = [[next(ranks) for _ in node] for node in layout]
-    return in_order, [hosts[node[0]] for node in layout for _ in node]
 
 
 def _cores(nodes: Nodes) -> CheckResult:

@@ -1,4 +1,4 @@
-"""What gradients tell of an exchange in groups of ranks, such as inside nodes and then between them.
+"""What gradients tell of an exchange in groups of ranks, as inside nodes and then between them.
 
 Each function gets how often every rank's gradient counts in what the optimisers get, or by what the
 sum of all is divided, and finds which part of such an exchange is missing or done twice. All

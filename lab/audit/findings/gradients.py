@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.errors import ranks_text
 from lab.audit.findings.by_groups import (
     group_of_the_mean,
     group_sizes,
@@ -176,13 +177,13 @@ def _explained(seen: _Seen) -> Outcome:
     """Judge updates of one kind of which the fit has said how they come about."""
     first = seen.bad[0]
     kind = first.kind
-    if kind == "weighted" and (uneven := uneven_groups(first, groups(seen.recording))):
-        return _uneven(seen, uneven)
     how, *names = first.texts  # names: of the parameters, for the kind "parameters"
     always = [name for name in names if all(name in update.texts for update in seen.bad)]
     changes = len(seen.bad) < len(seen.updates) and kind not in _CLIPPED
     if changes or (names and not always):
         return _CHANGING
+    if kind == "weighted" and (uneven := uneven_groups(first, groups(seen.recording))):
+        return _uneven(seen, uneven)
     line = _clip_line(seen.bad, kind)
     if line is None:
         line = exchange_line(seen.recording, first.step) if names else seen.line
@@ -199,13 +200,17 @@ def _explained(seen: _Seen) -> Outcome:
 
 
 def _uneven(seen: _Seen, ranks_by_size: dict[int, list[int]]) -> Finding:
-    """Return that the means of groups of different sizes count alike."""
-    weights = seen.bad[0].weights
-    assert weights is not None
+    """Return that the means of groups of different sizes count alike, or are divided again."""
+    first = seen.bad[0]
+    assert first.weights is not None
     counts = []
     for size, ranks in sorted(ranks_by_size.items(), reverse=True):
-        share = weights[:, ranks].mean()
-        counts.append(f"{share:.4f} times in a group of {size} (rank {', '.join(map(str, ranks))})")
+        share = first.weights[:, ranks].mean()
+        counts.append(f"{share:.4f} times in a group of {size} ({ranks_text(ranks)})")
+    of_groups = sum(len(ranks) / size for size, ranks in ranks_by_size.items())
+    total = first.weights.sum(axis=1).mean()  # 1 in a mean of the groups' means
+    if _near(total * first.size / of_groups, 10 * first.tolerance):
+        return seen.found("averaged-twice", seen.line, kind="uneven", counts="; ".join(counts))
     return seen.found("unequal-groups", seen.line, counts="; ".join(counts))
 
 
@@ -289,7 +294,7 @@ def _by_groups(seen: _Seen) -> Finding | None:
             first_line(partial) or seen.line,
             sure=sure,
             what=what,
-            groups="; ".join("ranks " + ", ".join(map(str, group)) for group in inside.groups),
+            groups="; ".join(map(ranks_text, inside.groups)),
         )
     if group_of_the_mean(first, groups(seen.recording)):
         return seen.found("one-group", seen.line, sure=sure, rows=_rows_text(first))
@@ -564,8 +569,10 @@ def _divided_by_groups(seen: _Seen, line: CodeLine | None, *, total: float) -> F
     divisors = group_sizes(size / total, of_some, tolerance)
     if not divisors:
         return None
-    divisor = " and again by ".join(map(str, divisors))
+    divisor = f"{divisors[0]}, the size of a group"
     sure = len(divisors) == 1  # two sizes may as well be a number that stands in the script
+    if not sure:
+        divisor = f"{divisors[0]} and again by {divisors[1]}, sizes of groups"
     return seen.found("group-divisor", line, sure=sure, total=total, divisor=divisor)
 
 

@@ -63,11 +63,12 @@ trained  a backward or an update followed a batch of this iteration over l: l, e
 epoch    an iteration over l ended: l, epoch, batches, cut
 join     the script entered torch.distributed's Join: at
 call     a collective began: c, name, op, size (of its group), group (null for all ranks, else its
-         [name, ranks]; of new_group the one that it makes, [null, ranks]), bytes (that this rank gives, or gets if it gives none), dtype and shape (of
-         the first tensor), step, peer (src, dst or null), async, content
-         ("gradient", "weights" or "other"), within ("forward" if a model's that trains is under
-         way, "backward" or null), world (the number of ranks that init_process_group waits for, or
-         null), at. init_process_group and new_group are calls as well
+         [name, ranks]; of new_group [null, ranks of the new one]), bytes (that this rank gives, or
+         gets if it gives none), dtype and shape (of the first tensor), step, peer (src, dst or
+         null), async, content ("gradient", "weights" or "other"), within ("forward" if a model's
+         that trains is under way, "backward" or null), world (the number of ranks that
+         init_process_group waits for, or null), at. init_process_group and new_group are calls as
+         well
 done     c, seconds (until the call returned), own_thread (it was called in a thread of the script's
          own), error (null unless it failed); a second record after an asynchronous call's
          Work.wait, with seconds 0 and wait_seconds

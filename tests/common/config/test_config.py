@@ -153,6 +153,16 @@ def test_ranks_that_are_started_by_hand_have_ten_minutes_to_come():
     assert not LaunchSpec(local_rank=0, token="").by_hand
 
 
+@pytest.mark.parametrize(("ranks", "each", "fits"), [(3, 4, False), (3, 3, True), (1, 2, True)])
+def test_a_node_has_no_more_ranks_than_there_are(ranks, each, fits, capsys):
+    """One line on stderr, before any rank starts; one rank alone has nobody to share with."""
+    words = f"--distributed -N {ranks} --ranks-per-node {each} --print-config".split()
+    assert _main(*words) == (0 if fits else 2)
+    _, err = capsys.readouterr()
+    assert err.count("\n") == (0 if fits else 1)
+    assert fits or f"--ranks-per-node: got {each} of --num-nodes {ranks}" in err
+
+
 @pytest.mark.parametrize(
     "flag", ["--master-ip", "--data-dir", "--mirror", "--resume", "--output-dir"]
 )

@@ -116,10 +116,10 @@ def test_a_launcher_that_contradicts_the_nodes_is_named_with_both_numbers():
     right = peers("A1", "A1", "A2", "A2", sizes=[2, 2, 2, 2])
     assert place_ranks(right).notice == ""
     agents = peers("A1", "A1", "A1", "A1", sizes=[2, 2, 2, 2])  # two on one machine
-    for words in ("LOCAL_WORLD_SIZE says 2 ranks for rank 0", "say 4: ranks 0, 1, 2 and 3"):
+    for words in ("LOCAL_WORLD_SIZE of rank 0 is 2,", "vm has 4 ranks: ranks 0, 1, 2 and 3"):
         assert words in place_ranks(agents).notice
     apart = peers("A1", "A1", "B1", "C1", sizes=[2, 2, 2, 2])
-    for words in ("says 2 ranks for rank 2", "say 1: rank 2"):
+    for words in ("LOCAL_WORLD_SIZE of rank 2 is 2,", "vm has 1 rank: rank 2"):
         assert words in place_ranks(apart).notice
     assert place_ranks([replace(peer, local_size=None) for peer in apart]).notice == ""
 

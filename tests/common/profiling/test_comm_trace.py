@@ -184,7 +184,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(comm_trace, "_work", lambda result: result[-1])
     answers = {"is_initialized": True, "get_backend": "nccl", "get_rank": 0, "get_world_size": 2}
     for name, value in answers.items():
-        monkeypatch.setattr(dist, name, lambda value=value: value)
+        monkeypatch.setattr(dist, name, lambda *_group, value=value: value)
     gpu = GPU()
     monkeypatch.setattr(
         comm_trace, "now", lambda device: gpu.clock() if device.type == "cuda" else 0

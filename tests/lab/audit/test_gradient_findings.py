@@ -114,6 +114,63 @@ def clips(limit):
     return "step", "clips", call
 
 
+def in_groups(*groups):
+    """Each rank exchanges in a group, the first of these that it is in."""
+
+    def group(rank, record):
+        return next(["group", list(members)] for members in groups if rank in members)
+
+    return "call", "group", group
+
+
+def counting(weights):
+    """Each rank's optimiser gets the ranks' gradients by a row of weights."""
+    return lambda own, step: np.array(weights) @ own
+
+
+PAIRS = np.kron(np.eye(2), np.full((2, 2), 0.5))  # the mean of ranks 0 and 1, and of 2 and 3
+PLACES = np.kron(np.full((2, 2), 0.5), np.eye(2))  # of ranks 0 and 2, and of 1 and 3
+LEADERS = [[1 / 4] * 4, [1 / 2, 1 / 2, 0, 0], [1 / 4] * 4, [0, 0, 1 / 2, 1 / 2]]
+OWN_LEFT = [[1 / 4] * 4, [0, 1, 0, 0], [1 / 4] * 4, [0, 0, 0, 1]]
+NODES = {"size": 4, "changes": [in_groups((0, 1), (2, 3))]}
+BETWEEN = {"size": 4, "changes": [in_groups((0, 2), (1, 3))]}
+SIX = {"size": 6, "changes": [in_groups((0, 1), (2, 3), (4, 5))]}
+THREE_PLACES = {"size": 6, "changes": [in_groups((0, 2, 4), (1, 3, 5))]}
+UNEVEN = {"changes": [in_groups((0, 1), (2,))]}
+IN_GROUPS = {
+    "inside nodes": (counting(PAIRS), NODES, ["inside-groups"], "no"),
+    "between nodes": (counting(PLACES), BETWEEN, ["inside-groups"], "no"),
+    "inside, divided by all": (counting(PAIRS / 2), NODES, ["inside-groups"], "no"),
+    "inside uneven nodes": (
+        counting([[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]]),
+        UNEVEN,
+        ["inside-groups"],
+        "no",
+    ),
+    "own": (nothing_sent, NODES, ["own-gradient"], "no"),
+    "own, two alike": (nothing_sent, NODES | {"own": alike(2)}, ["own-gradient"], "no"),
+    "leaders": (counting(LEADERS), BETWEEN, ["one-group"], "no"),
+    "leaders, others own": (counting(OWN_LEFT), BETWEEN, ["one-group"], "no"),
+    "leaders without a group": (counting(LEADERS), NODES, ["not-the-mean"], "no"),
+    "one sum": (times(2), NODES, ["group-divisor"], "no"),
+    "one sum, three nodes": (times(2), THREE_PLACES, ["group-divisor"], "no"),
+    "by the node twice": (times(6 / 4), SIX, ["group-divisor"], "no"),
+    "by 2 without groups": (times(2), {"size": 4}, ["literal-divisor"], "no"),
+    "no division": (times(4), NODES, ["sum-not-mean"], "no"),
+    "twice": (times(1 / 2), NODES, ["averaged-twice"], "no"),
+    "by all twice": (times(1 / 4), NODES, ["averaged-twice"], "no"),
+    "loss divided, too": (
+        times(2),
+        NODES | {"changes": [*NODES["changes"], ("backward", "arriving", 1 / 2)]},
+        [],
+        "yes",
+    ),
+    "node means": (counting([[1 / 4, 1 / 4, 1 / 2]] * 3), UNEVEN, ["unequal-groups"], "no"),
+    "node means by all": (counting([[1 / 6, 1 / 6, 1 / 3]] * 3), UNEVEN, ["averaged-twice"], "no"),
+    "node means by chance": (counting([[1 / 4, 1 / 4, 1 / 2]] * 3), {}, ["not-the-mean"], "no"),
+    "leaders alone count": (counting([[0.5, 0, 0.5, 0]] * 4), BETWEEN, ["not-the-mean"], "no"),
+    "right": (mean, NODES, [], "yes"),
+}
 LATER_LAYERS = np.arange(COLUMNS) >= 216
 ACCUMULATED = [("step", "micro", 4), ("step", "own_norm", None)]
 SCALED = [("step", "scale", 65536.0), ("backward", "arriving", 65536.0)]
@@ -184,6 +241,9 @@ CASES = {
 }
 
 
+CASES |= IN_GROUPS
+
+
 @pytest.mark.parametrize(("exchange", "options", "names", "answer"), CASES.values(), ids=CASES)
 def test_each_exchange_has_its_own_name(exchange, options, names, answer):
     assert told(train(exchange, **options)) == (names, answer)
@@ -197,6 +257,36 @@ def test_evidence_has_the_numbers_and_the_line():
     norm = np.linalg.norm(gradients(0, 0))
     assert f"rank 0's gradient is cut to {35 / norm:.1%} of its length" in cut.evidence[0]
     assert str(cut.at) == "main.py:9: clip"
+
+
+def test_evidence_names_the_groups():
+    (inside,) = findings(train(counting(PAIRS), **NODES))
+    assert "ranks 0 and 1; ranks 2 and 3" in inside.evidence[0]
+    (twice,) = findings(train(times(1 / 2), **NODES))
+    assert "divided by 4, the number of ranks, and by 2, the size of a group" in twice.evidence[0]
+    (uneven,) = findings(train(counting([[1 / 4, 1 / 4, 1 / 2]] * 3), **UNEVEN))
+    assert "0.5000 times in a group of 1 (rank 2)" in uneven.evidence[0]
+    assert [one.sure for one in (inside, twice, uneven)] == ["certain"] * 3
+
+
+def test_weights_that_are_made_equal_again_are_no_fault():
+    """Post-local SGD: inside the nodes first, then all ranks' weights are averaged."""
+
+    def local(own, step):
+        if step != 2:
+            return PAIRS @ own
+        moved = sum(PAIRS @ np.array([gradients(rank, at) for rank in range(4)]) for at in (0, 1))
+        return own.mean(axis=0) - moved + moved.mean(axis=0)
+
+    apart = train(local, steps=2, **NODES)
+    assert [one.name for one in check_weights(apart) if isinstance(one, Finding)] == [
+        "weights-diverge"
+    ]
+    again = train(local, steps=3, **NODES)
+    assert not [one for one in check_weights(again) if isinstance(one, Finding)]
+    assert told(again) == ([], "cannot tell")
+    apart.ranks[0].record("hook", name="post_localSGD_hook")
+    assert told(apart) == ([], "cannot tell")
 
 
 def test_another_size_may_contradict():

@@ -38,7 +38,7 @@ FOUND = {
     "HalvingDoublingForPowersOfTwo": ("not-the-mean", 3, "--sync halving_doubling"),
     "TreeWithOneChild": ("not-the-mean", 3, "--sync tree"),
     "LastBucketNotSent": ("some-parameters", 2, "--sync overlapped --bucket-mb 0.001"),
-    "NodeMeanDividedAgain": ("unequal-groups", 3, "--sync hierarchical --ranks-per-node 2"),
+    "NodeMeanDividedAgain": ("averaged-twice", 4, "--sync hierarchical --ranks-per-node 2"),
     "MeanInsideNodesOnly": ("inside-groups", 3, "--sync hierarchical --ranks-per-node 2"),
     "NodeMeansUnweighted": ("unequal-groups", 3, "--sync hierarchical --ranks-per-node 2"),
     "LeaderKeepsTheSum": ("one-group", 3, "--sync hierarchical --ranks-per-node 2"),

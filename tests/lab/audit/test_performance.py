@@ -9,7 +9,7 @@ from tests.lab.audit.recordings import Rank
 CALL = {"name": "all_reduce", "bytes": 4000}
 
 
-def measured(*calls, through="module", exposed=0.0, apart=0.1, hook=False, **done):
+def measured(*calls, through="module", exposed=0.0, apart=0.1, hook=False, of_ddp=(), **done):
     """Return what is measured in six steps of one second each; the first two take ten seconds.
 
     Backward lasts from 0.2 to 0.6 s of each step, and the calls end from 0.7 s on.
@@ -17,7 +17,7 @@ def measured(*calls, through="module", exposed=0.0, apart=0.1, hook=False, **don
     ranks = [Rank(0), Rank(1)]
     for one in ranks:
         one.record("params", o=0, rows=[["0.0.0", "w", [1000], "float32", 1000, 0]])
-        one.record("ddp", bytes=4000)
+        one.record("ddp", bytes=4000, ranks=list(of_ddp))
         if hook:
             one.record("hook")
         for step, end in enumerate((10.0, 20.0, 30.0, 31.0, 32.0, 33.0)):
@@ -27,7 +27,7 @@ def measured(*calls, through="module", exposed=0.0, apart=0.1, hook=False, **don
             one.record("backward", t=begin + 0.6, forwards=forwards, **backward)
             for number, call in enumerate(calls):
                 at = begin + 0.7 + apart * number
-                one.record("call", t=at, size=2, **call)
+                one.record("call", t=at, **{"size": 2} | call)
                 one.record("done", t=at, **{"seconds": 0.05, "wait_seconds": 0.0} | done)
             one.record("step", t=end, o=0, step=step)
             one.record("stepped", t=end + 0.1, o=0, step=step, seconds=0.1)
@@ -68,11 +68,16 @@ def test_seconds(facts, exposed, backward):
         (("broadcast",), {"through": "ddp"}, 6000),  # of the buffers
         (("all_reduce",), {"through": "ddp", "hook": True}, 4000),  # by a hook of the script's
         ((), {"through": "bypass"}, 0),
+        (("broadcast",), {"group": [0, 7, 1, 8]}, 6000),  # rank 1 is third: it passes it on
+        ((), {"through": "ddp", "of_ddp": [0, 1, 2, 3]}, 6000),
     ],
 )
 def test_bytes(names, options, sent):
-    calls = [{"name": name, "bytes": 4000, "peer": 0} for name in names]
-    assert measured(*calls, **options).bytes_sent == sent
+    call = {"bytes": 4000, "peer": 0}
+    if "group" in options:
+        call |= {"group": ["nodes", options["group"]], "size": len(options["group"])}
+    given = {name: value for name, value in options.items() if name != "group"}
+    assert measured(*(call | {"name": name} for name in names), **given).bytes_sent == sent
 
 
 def test_two_optimisers_make_one_step_together():

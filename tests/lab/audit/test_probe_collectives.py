@@ -5,7 +5,7 @@ import re
 from lab.audit import runner
 from lab.audit.findings.collectives import check
 from lab.audit.findings.finding import Finding
-from lab.audit.records import CodeLine, CollectiveCall, Done, Stands
+from lab.audit.records import CodeLine, CollectiveCall, DdpBuilt, Done, Stands
 from tests.helpers.audited import run_script
 
 JOIN = """
@@ -71,6 +71,7 @@ def test_calls(tmp_path):
     assert calls[0].wanted_world_size == 2
     assert [calls[number].peer for number in (1, 2, 6, 8)] == [0, None, 1, 1]
     assert (calls[8].op, calls[8].size, calls[8].group.ranks) == ("MAX", 2, [0, 1])
+    assert (calls[7].size, calls[7].group.ranks) == (2, [0, 1])
     assert calls[2].at == CodeLine("main.py", 12, "all_reduce(model.weight.grad)")
     waits = [one for one in recording.ranks[0].of(Done) if one.wait_seconds is not None]
     assert [one.call_number for one in waits] == [4, 6]
@@ -85,3 +86,4 @@ def test_ranks_that_wait_in_vain(tmp_path, monkeypatch):
     assert observed.name == "collectives-differ"
     assert "rank 0 waits elsewhere" in observed.evidence[0]
     assert [stands.at.line for stands in end.recording.of(Stands)] == [12, 14]
+    assert [ddp.ranks for ddp in end.recording.of(DdpBuilt)] == [[0, 1], [0, 1]]

@@ -119,7 +119,7 @@ def test_a_missing_node_a_doubled_one_and_one_of_another_number(monkeypatch):
         assert found["connections"].status == "ok", "those that came tried each other"
     pids = itertools.count(1)  # these ranks are threads of one process
     monkeypatch.setattr(
-        meeting, "this_peer", lambda *_: Peer("here", next(pids), [], "here", "here")
+        meeting, "this_peer", lambda *_, **__: Peer("here", next(pids), [], "here", "here")
     )
     first, *ones = met(0, 1, 1, num_nodes=3, timeout=10.0)
     assert all("rank 1 was started twice" in str(found) for found in (first, *ones))

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from matplotlib.figure import Figure
 from msgspec.structs import replace
@@ -16,7 +17,15 @@ from common.profiling.records import RankTimeline, SentMessage
 from common.reporting.run_files import TimelineFile
 from lab.plot_style import spread
 from lab.report import write_report
-from lab.report.drawings.timeline import mean_overlap, overlap, sync_parts, trace, union
+from lab.report.drawings.timeline import (
+    label,
+    mean_overlap,
+    overlap,
+    sync_parts,
+    trace,
+    union,
+)
+from lab.report.drawings.timeline_figure import Row, draw_timeline
 from lab.report.tables import csv_text, markdown
 from lab.report.view import blocks, rate_text
 from tests.helpers.report_samples import cell, results
@@ -320,6 +329,25 @@ def test_trace_is_one_that_perfetto_opens(report):
     ]
     written = json.loads((folder / "trace-ring-n2.json").read_text(encoding="utf-8"))
     assert sum(event.get("cat") == "message" for event in written["traceEvents"]) == 12
+
+
+def test_a_timeline_tells_messages_inside_a_node_from_those_between_nodes():
+    kinds = {"reduce": "inside", "all_reduce": "between", "broadcast": "inside"}
+    messages = [SentMessage(kind, 8, 8.0, 0.3, 0.4, scope) for kind, scope in kinds.items()]
+    rank = replace(HAND.ranks[0], messages=messages)
+    events = trace(replace(HAND, ranks=[rank]), "x")["traceEvents"]
+    names = {event["name"] for event in events if event.get("cat") == "message"}
+    assert names == {"reduce inside a node", "all_reduce between nodes", "broadcast inside a node"}
+    row = Row("rank 0", rank, [rank])
+    figure = draw_timeline([row], heading="a step", narrow=False, emulated=False)
+    legend = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert {f"message: {name}" for name in names} <= legend
+
+
+def test_a_timeline_of_an_earlier_version_has_no_scopes():
+    older = {"kind": "all_reduce", "bytes": 8, "sent_bytes": 8.0, "begin": 0.1, "end": 0.2}
+    message = msgspec.convert(older, SentMessage)
+    assert (message.scope, label(message)) == ("", "all_reduce")
 
 
 def test_labels_are_spread():
