@@ -1,6 +1,7 @@
 """Predictions for emulated nodes: measured messages, the profile's times, and the event model."""
 
 import json
+from html import unescape
 
 import pytest
 
@@ -314,7 +315,7 @@ def test_two_ranks_on_each_node_from_the_command_line_to_the_report(even, tmp_pa
             for counted in (rank.link_sent_bytes, rank.link_received_bytes):
                 assert 1 < counted / on_links[cell.id] < 1.01
         assert cell.medians.step / predicted.step_seconds > 0.9, cell.id
-    page = (folder / "report.html").read_text()
+    page = unescape((folder / "report.html").read_text()).replace("\N{NO-BREAK SPACE}", " ")
     assert "On 2 emulated nodes with 2 ranks each" in page
     assert "the kernel counted the bytes of the strategies' plans" in page
     config = json.loads(next((folder / "runs").glob("*hierarchical/*/config.json")).read_text())

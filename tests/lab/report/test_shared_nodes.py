@@ -22,7 +22,7 @@ HEADERS = 1.003
 
 def shared(sync, planned, *, counted=HEADERS, root=1.0):
     """Return a cell of 4 nodes with 2 ranks each; node 0's link carries ``root`` times as much."""
-    found = cell(sync, 8, rate="200mbit")
+    found = cell("ring", 8, rate="200mbit", scale=planned / FLAT)
     for run in found.repeats:
         for row in run.ranks:
             row.host = "machine"
@@ -30,7 +30,8 @@ def shared(sync, planned, *, counted=HEADERS, root=1.0):
             share = root if row.node == 0 else 1.0
             row.link_sent_bytes = planned * counted * share
             row.link_received_bytes = planned * counted * share
-    return replace(found, id=f"{sync}-n4x2-200mbit", nodes=4, ranks_per_node=2)
+    name = f"{sync}-n4x2-200mbit"
+    return replace(found, id=name, sync=sync, nodes=4, ranks_per_node=2)
 
 
 def block_of(*cells, planned):
