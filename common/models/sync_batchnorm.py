@@ -4,6 +4,8 @@ PyTorch's own SyncBatchNorm refuses CPU tensors. This one sends one message in f
 backward, and works on any device. A layer calls ``moments_over_ranks``, then ``_Normalise``.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +23,12 @@ class MessageGroup:
 
     Strategies send gradients during backward as well, and a layer that a rank does not use may
     change their place among the layers' messages. In one group these would then be mixed up.
+
+    waiting : encloses each wait for the other ranks; the engine times it as "sync".
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._waiting = waiting
         self.group = open_group_of(range(dist.get_world_size()))
 
     def __deepcopy__(self, memo: object) -> "MessageGroup":
@@ -32,7 +37,8 @@ class MessageGroup:
 
     def sum(self, tensor: Tensor) -> None:
         """Sum the tensor over the ranks, in place. Collective."""
-        dist.all_reduce(tensor, group=self.group)
+        with self._waiting():
+            dist.all_reduce(tensor, group=self.group)
 
 
 class SyncBatchNorm(_BatchNorm):

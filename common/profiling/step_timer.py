@@ -4,6 +4,7 @@
 all gradients are final. For strategies that begin after backward, this is the whole exchange; for
 DistributedDataParallel, it is the part that backward did not hide. A strategy that exchanges
 weights after the optimiser's step adds a second part, and its waits for weights in forward count.
+So do those of this project's SyncBatchNorm in forward and backward.
 
 The whole step is timed as well, from the end of the step before: "step" contains what lies between
 the sections, e.g. the metrics, the callbacks and Python's own time.
@@ -77,7 +78,7 @@ class StepTimer:
         self._spans: RawSpans = defaultdict(list)
         self._last_gradient: Moment | None = None
         self._step_began = moment
-        self._waits = 0  # parts of "sync" that waited for weights, in forward
+        self._waits = 0  # parts of "sync" before the exchange: waits in forward and backward
 
     def anchor(self) -> None:
         """Compare the GPU's clock with the host's; ``spans`` and ``host_seconds`` use the result.

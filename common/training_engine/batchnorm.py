@@ -9,8 +9,8 @@ Afterwards all ranks hold the same buffers, bit for bit.
 ``ShardStatistics`` serves a rank that computes several shards in turn.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeGuard
 
 import torch
@@ -127,7 +127,12 @@ def _average(model: nn.Module, shards: Sequence[_Shard], size: int) -> None:
         _write(model, weighted[1:] / weighted[0])
 
 
-def synchronise_batchnorm(model: nn.Module, *, ours: bool) -> nn.Module:
+def synchronise_batchnorm(
+    model: nn.Module,
+    *,
+    ours: bool,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> nn.Module:
     """Replace every BatchNorm layer that trains by SyncBatchNorm, and return the model. Collective.
 
     The parameters and buffers stay the same objects. A model that DistributedDataParallel wraps is
@@ -135,10 +140,11 @@ def synchronise_batchnorm(model: nn.Module, *, ours: bool) -> nn.Module:
 
     ours : use this project's SyncBatchNorm (sync_batchnorm.py) rather than PyTorch's, which needs
         a GPU.
+    waiting : encloses each wait of our layers for the other ranks.
     """
     if not any(map(_can_be_synchronised, model.modules())):
         return model
-    return _convert(model, MessageGroup(), ours)
+    return _convert(model, MessageGroup(waiting), ours)
 
 
 def _convert(module: nn.Module, messages: MessageGroup, ours: bool) -> nn.Module:

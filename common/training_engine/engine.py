@@ -158,7 +158,7 @@ class TrainingEngine:
         self.ema = WeightAverage(unwrap(model), ema_decay) if use_ema else None
         if sync_batchnorm and self.world.size > 1:
             ours = sync_batchnorm == "ours" or self.device.type != "cuda"
-            model = batchnorm.synchronise_batchnorm(model, ours=ours)
+            model = batchnorm.synchronise_batchnorm(model, ours=ours, waiting=self.sync.waiting)
         self.model = model
         self.accumulation_steps = accumulation_steps
         self._clip_norm = clip_norm

@@ -1,6 +1,7 @@
 """SyncBatchNorm on ranks of unequal batches is BatchNorm on all of them together."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -194,6 +195,31 @@ def test_vgg11_with_batchnorm_equals_one_process():
 @pytest.mark.parametrize("shares", [(3, 2), (2, 3, 2), (2, 1, 3, 0, 2)])
 def test_vgg11_with_every_exact_strategy_equals_one_process(shares):
     check_vgg11(shares, [name for name in EXACT if name != "fsdp"])  # it keeps parts on each rank
+
+
+def sections(rank):
+    """Return a step's sections where rank 1 reaches BatchNorm 0.2 s late, by the timer of each."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    engine = prepared(model, "all_reduce_flat")
+    batch = (torch.randn(4, 4), torch.tensor([0, 1, 2, 0]))
+    engine.train_step([batch], global_samples=8)
+    engine.timer.take()
+    if rank == 1:
+        model[1].register_forward_pre_hook(lambda *_: time.sleep(0.2))
+    engine.train_step([batch], global_samples=8)
+    taken = engine.timer.take()
+    engine.close()
+    return len(taken["sync"]), engine.timer.seconds(taken)
+
+
+def test_waits_for_other_ranks_are_exposed_communication():
+    """One in forward, one in backward, before the exchange and what comes after the update."""
+    waiting, late = run_ranks(2, sections)
+    for parts, seconds in (waiting, late):
+        assert parts == 4
+        assert all(value >= 0 for value in seconds.values())
+    assert waiting[1]["sync"] >= 0.19
+    assert late[1]["forward"] >= 0.19
 
 
 class OnlyOnRank0(nn.Module):
