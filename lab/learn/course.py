@@ -339,8 +339,8 @@ LESSONS: Sequence[Lesson] = (
             ),
             "d": Exercise(
                 0.0477,
-                "1/sqrt(14) x (0 - 1/4 - 1.604 x (-1.069)/4): its loss does not depend on the 11, "
-                "but mean and deviation do",
+                "1/sqrt(14) x (0 - 1/4 - 1.604 x (-1.069)/4): dL/dy of the 11 is 0, "
+                "but it moves mean and deviation",
                 "z is -1.069 for the 1 and 1.604 for the 11, so sum(g) is 1 and sum(g z) is -1.069",
             ),
             "e": Exercise(

@@ -196,7 +196,8 @@ def _moments(returned: Any, channels: int) -> dict[str, Tensor]:
 def _gradients(returned: Any, x: Tensor) -> dict[str, Tensor]:
     """Return what gradients_over_ranks returned, by name. Raises Mistake if it cannot be that."""
     parts = _parts("gradients_over_ranks", returned, _GRADIENTS)
-    shapes = dict.fromkeys(_GRADIENTS, x.shape[1:]) | {"grad_x": x.shape}
+    # grad_x comes last: a wrong sum makes it wrong, too
+    shapes = {"grad_weight": x.shape[1:], "grad_bias": x.shape[1:], "grad_x": x.shape}
     return _tensors("gradients_over_ranks", parts, shapes)
 
 
@@ -231,16 +232,26 @@ def _problem(found: Mapping[str, Tensor], known: _KnownValues, *, sent: bool) ->
 
     sent : whether any rank sent anything.
     """
-    for name, part in found.items():
-        if _close(part, known.right[name]):
-            continue
-        told = _cause(part, _MISTAKES[name](known)) or _FORMULAS[name]
-        if _OWN_SUMS in told and not sent:
-            told += ". No rank sends anything: dist.all_reduce(sums) adds up the ranks' sums"
-        elif _OWN_SUMS in told:
-            told += ", although a message is sent: use `sums` after it"
-        return f"rank {known.rank}'s {_differs(name, part, known.right[name], told)}"
-    return None
+    wrong = [name for name, part in found.items() if not _close(part, known.right[name])]
+    if not wrong:
+        return None
+    name, told = _most_telling(wrong, found, known)
+    if _OWN_SUMS in told and not sent:
+        told += ". No rank sends anything: dist.all_reduce(sums) adds up the ranks' sums"
+    elif _OWN_SUMS in told:
+        told += ", although a message is sent: use `sums` after it"
+    return f"rank {known.rank}'s {_differs(name, found[name], known.right[name], told)}"
+
+
+def _most_telling(
+    wrong: Sequence[str], found: Mapping[str, Tensor], known: _KnownValues
+) -> tuple[str, str]:
+    """Return a wrong part whose cause is known, and the cause; else the first one's formula."""
+    for name in wrong:
+        told = _cause(found[name], _MISTAKES[name](known))
+        if told is not None:
+            return name, told
+    return wrong[0], _FORMULAS[wrong[0]]
 
 
 def _cause(found: Tensor, ways: Ways) -> str | None:
@@ -305,6 +316,11 @@ def _wrong_variances(known: _KnownValues) -> Ways:
     )
     yield "it is the mean of x**2: subtract mean**2", squares
     yield "subtract mean**2, not the mean", squares - known.mean
+    of_sums = torch.stack([batch.sum(0).square() for batch in known.batches]).sum(0) / known.count
+    yield (
+        "it squares sums of x: square each x, then add them up, (x**2).sum(0)",
+        of_sums - known.mean.square(),
+    )
     by_own_count = squares * known.count / known.own_count - known.mean.square()
     yield "all ranks' sum of x**2 is divided by this rank's own count", by_own_count
     yield "it is the standard deviation: return its square", known.variance.sqrt()
