@@ -105,7 +105,7 @@ def _batchnorm(
 
 
 WRONG = (
-    _strategy(wrong_strategies.Sum, where="head"),
+    _strategy(wrong_strategies.Sum, where="norm"),
     _strategy(wrong_strategies.LiteralDivisor, ranks=3),
     _strategy(wrong_strategies.OwnGradient),
     _strategy(wrong_strategies.FirstParameterLeftOut, where="conv.weight"),

@@ -184,7 +184,7 @@ def test_of_many_hosts_the_terminal_shows_rank_0_and_the_first_failure(machines,
     log = tmp_path / "node5.log"
     first, *lines, last = output.splitlines()
     assert first == (
-        f"9 hosts, node1 to node3; rank 0 at 10.9.0.2:29600; logs: {tmp_path}; "
+        f"3 hosts, node1 to node3; rank 0 at 10.9.0.2:29600; logs: {tmp_path}; "
         "showing only rank 0's output and the first failure's"
     )
     said = [f"from {node} of 9 at 10.9.0.2:29600" for node in range(9)]

@@ -125,7 +125,7 @@ CHECKS = {
     "cs744": long(prints="of 10,000 images", cifar=True),
     "part-one": long(prints="test accuracy"),
     "check_strategy": slow(
-        prints=r"2 ranks: equal to one process .*\n3 ranks, step 1: head.bias on rank 0",
+        prints=r"2 ranks: equal to one process .*\n3 ranks, step 1: norm.bias on rank 0",
         statuses=(1,),
     ),
     "my_training.py PartTwo": long(

@@ -88,8 +88,9 @@ sys.stderr.write("last words")
 # Two ranks on this node, which train the model of tests as a student starts them by hand.
 TWO_RANKS = """
 import os, runpy, sys
+main, repository, node, *flags = sys.argv[1:]
+sys.path.insert(0, repository)
 import tests  # registers the models of tests
-main, node, *flags = sys.argv[1:]
 ranks = []
 for local in range(2):
     if not (pid := os.fork()):
@@ -407,9 +408,8 @@ def test_ranks_know_who_shares_their_node_and_all_share_the_machines_cores(forki
     ).split()
     flags += ["--output-dir", tmp_path / "out"]
     two_ranks = script(tmp_path, TWO_RANKS)
-    environment = {"PYTHONPATH": str(ROOT)}
-    command = ("python", two_ranks, main, "{rank}", *flags)
-    ended = run(forking, *command, nodes=[0, 1], logs=tmp_path, environment=environment)
+    command = ("python", two_ranks, main, ROOT, "{rank}", *flags)
+    ended = run(forking, *command, nodes=[0, 1], logs=tmp_path)
     assert ended == [0, 0], (tmp_path / "node0.log").read_text()
     [path] = (tmp_path / "out").glob("*/*/ranks.json")
     ranks = json.loads(path.read_text())["ranks"]
