@@ -509,7 +509,7 @@ class _StudentNormalise(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         returned = ctx.layer.student["gradients_over_ranks"](x, g, weight, *ctx.moments)
-        grad_x, grad_weight, grad_bias = _gradients(returned, x).values()
+        grad_weight, grad_bias, grad_x = _gradients(returned, x).values()
         return grad_x, None, grad_weight, grad_bias
 
 
