@@ -74,7 +74,7 @@ def test_the_layers_are_those_that_are_replaced(model, layers, last, monkeypatch
         model = model()
     found = synchronised_layers(model)
     assert (len(found), found[-1]) == (layers, last)
-    monkeypatch.setattr("common.training_engine.batchnorm.MessageGroup", lambda: None)
+    monkeypatch.setattr("common.training_engine.batchnorm.MessageGroup", lambda _waiting: None)
     converted = synchronise_batchnorm(model, ours=True)
     made = [layer for layer in converted.modules() if isinstance(layer, SyncBatchNorm)]
     assert [layer.num_features for layer in made] == [layer.channels for layer in found]
