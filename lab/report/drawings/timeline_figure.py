@@ -38,6 +38,7 @@ _KINDS: tuple[Look, ...] = (
     {"facecolor": PAPER, "hatch": "//////"},
     {"facecolor": PAPER, "hatch": "....."},
 )
+_LONG_LABEL = 30  # characters, such as "message: broadcast inside a node"
 _EDGE: Look = {"edgecolor": INK, "linewidth": 0.4}
 
 
@@ -92,10 +93,11 @@ def draw_timeline(rows: Sequence[Row], *, heading: str, narrow: bool, emulated: 
     )
     axis.xaxis.set_major_locator(MaxNLocator(6))
     axis.grid(axis="x")
+    entries = _legend(drawn, looks)
     figure.legend(
-        handles=_legend(drawn, looks),
+        handles=entries,
         loc="outside lower center",
-        ncols=2 if narrow else 5,
+        ncols=_columns(entries, narrow=narrow),
         handlelength=1.4,
         columnspacing=1.2,
     )
@@ -138,6 +140,15 @@ def _legend(sections: Sequence[str], looks: Mapping[str, Look]) -> list[Artist]:
     if "backward" in sections:
         entries.append(line_key("last gradient", **_LAST))
     return entries
+
+
+def _columns(entries: Sequence[Artist], *, narrow: bool) -> int:
+    """Return how many columns of the legend fit into the figure's width."""
+    longest = max(len(str(entry.get_label())) for entry in entries)
+    is_long = longest > _LONG_LABEL
+    if narrow:
+        return 1 if is_long else 2
+    return 3 if is_long else 5
 
 
 def _milliseconds(spans: Sequence[Span]) -> list[Span]:
