@@ -234,7 +234,12 @@ def sleeping(mark):
 
 
 def stopped(mark):
-    return [pid for pid in sleeping(mark) if psutil.Process(pid).status() == psutil.STATUS_STOPPED]
+    found = []
+    for pid in sleeping(mark):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+                found.append(pid)
+    return found
 
 
 @needs_namespaces
