@@ -34,9 +34,9 @@ class _Place:
 def ranks_by_node(ranks_per_node: int | None) -> list[list[int]]:
     """Return the ranks of each node; the nodes count in the order of their first ranks.
 
-    With ``ranks_per_node`` so many consecutive ranks share a node. Without it those do that their
-    launcher, such as torchrun, started together; without a launcher, those on one machine, whose
-    ranks need not be neighbours.
+    ranks_per_node : this many consecutive ranks share a node. None: the ranks that a launcher such
+        as torchrun started together share one; without a launcher, the ranks on one machine, which
+        need not be neighbours.
 
     Raises UserError on every rank if ``ranks_per_node`` is more than all ranks, or if torchrun
     started other numbers.
@@ -66,9 +66,9 @@ def ranks_by_node(ranks_per_node: int | None) -> list[list[int]]:
 
 
 def _as_launched(places: Sequence[_Place]) -> list[list[int]] | None:
-    """Return the ranks that a launcher started together on each node, if it says so for all.
+    """Return the ranks that a launcher started on each node.
 
-    None if its numbers fit no order in which the ranks count through the nodes.
+    None if some rank has no launcher, or if its numbers do not count through the nodes.
     """
     starts = []
     for rank, place in enumerate(places):

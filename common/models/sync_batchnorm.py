@@ -48,8 +48,8 @@ class SyncBatchNorm(_BatchNorm):
     (samples, channels, ...). In evaluation mode, and without a process group, it is BatchNorm.
 
     Each training step sends two messages a layer: 8 (2 C + 1) bytes in forward, and 2 C numbers of
-    the layer's type in backward, for C channels. The layer waits for each, so on most networks
-    they cost two latencies.
+    the layer's type in backward, for C channels. The layer waits for each, and on most networks
+    they cost latency alone.
     """
 
     messages: MessageGroup

@@ -20,7 +20,7 @@ class NodeLayout:
     @classmethod
     @lru_cache(maxsize=8)  # a prediction asks for one layout again and again
     def even(cls, ranks: int, ranks_per_node: int = 1) -> "NodeLayout":
-        """Return the layout of ``ranks`` with so many on each node; the last may have fewer."""
+        """Return the layout of ``ranks`` on full nodes; the last node may have fewer."""
         full, others = divmod(ranks, ranks_per_node)
         last = (others,) if others else ()
         return cls((ranks_per_node,) * full + last)
