@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
 
 from msgspec import Meta
 
@@ -31,6 +33,7 @@ HEADERS = 1.06
 PACKET_BYTES = 90
 
 LARGEST_NODES = 100_000
+_LEAST = 1e-12  # what stands for 0 where a formula divides by it
 _SAMPLED_RANKS = 32
 
 
@@ -40,6 +43,27 @@ ByteSeconds = Annotated[float, Meta(ge=0, le=1)]
 # Seconds of operations by what they are spent on, as shown to readers; the parts do not overlap.
 Terms = dict[str, float]
 TERMS = ("latency", "bandwidth", "root's link", "summation")
+
+
+# Values of the formulas below: a number, or an array with one entry for each draw of a prior.
+def larger(first: Any, second: Any) -> Any:
+    """Return the larger one of two numbers, or of each pair of draws."""
+    if isinstance(first, float | int) and isinstance(second, float | int):
+        return max(first, second)
+    return np.maximum(first, second)
+
+
+def smaller(first: Any, second: Any) -> Any:
+    """Return the smaller one of two numbers, or of each pair of draws."""
+    return -larger(-first, -second)
+
+
+def longer(first: tuple[Any, Any], second: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return the alphas and bytes' seconds whose sum is larger, for each draw."""
+    is_longer = second[0] + second[1] > first[0] + first[1]
+    if isinstance(is_longer, bool):
+        return second if is_longer else first
+    return np.where(is_longer, second[0], first[0]), np.where(is_longer, second[1], first[1])
 
 
 @dataclass(frozen=True)
@@ -58,7 +82,7 @@ class Rate:
 
     def at_least(self, beta_seconds_per_byte: float) -> "Rate":
         """Return this rate on links where a byte takes so long, if that is longer."""
-        beta = max(beta_seconds_per_byte, self.beta_seconds_per_byte)
+        beta = larger(beta_seconds_per_byte, self.beta_seconds_per_byte)
         return replace(self, beta_seconds_per_byte=beta)
 
 
@@ -171,13 +195,12 @@ class Network:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OtherLinks(Network):
-    """Links that the same ``software`` uses: what they take longer than it, a message waits.
+class NodeLinks(Network):
+    """Links of nodes with several ranks.
 
     shared_by : ranks that share a link. within : what messages between two of these cost.
     """
 
-    software: Network
     shared_by: int
     within: Network
 
@@ -191,13 +214,18 @@ class OtherLinks(Network):
         """What messages between two ranks of a node cost."""
         return self.within
 
+
+@dataclass(frozen=True, kw_only=True)
+class OtherLinks(NodeLinks):
+    """Links that the same ``software`` uses: what they take longer than it, a message waits."""
+
+    software: Network
+
     def delay_share(self, operation: Operation, ranks: int) -> float:
         """Return the fraction of a message's time by which it delays a concurrent backward."""
         seconds = sum(operation_terms(operation, ranks, self).values())
-        if seconds == 0:
-            return 0.0
         busy = sum(operation_terms(operation, ranks, self.software).values())
-        return self.overlap_cost * busy / seconds
+        return self.overlap_cost * busy / larger(seconds, _LEAST)
 
 
 class Stage(NamedTuple):
@@ -233,17 +261,15 @@ class Stage(NamedTuple):
         alphas = self.between * between.alpha_seconds
         if not self.on_rank:  # all messages of the chain pass the busiest link
             return alphas, on_link
-        alphas += self.inside * inside.alpha_seconds
+        alphas = alphas + self.inside * inside.alpha_seconds
         in_a_row = self.between * between.beta_seconds_per_byte
-        in_a_row += self.inside * inside.beta_seconds_per_byte
-        passing = in_a_row * self.share * nbytes
+        in_a_row = in_a_row + self.inside * inside.beta_seconds_per_byte
+        chain = (alphas, in_a_row * self.share * nbytes)
         # The first message takes its latency, and the others are on their way meanwhile.
-        if self.between and between.alpha_seconds + on_link > alphas + passing:
-            return between.alpha_seconds, on_link
+        if self.between:
+            chain = longer(chain, (between.alpha_seconds, on_link))
         at_rank = self.on_rank * self.share * nbytes * inside.beta_seconds_per_byte
-        if inside.alpha_seconds + at_rank > alphas + passing:
-            return inside.alpha_seconds, at_rank
-        return alphas, passing
+        return longer(chain, (inside.alpha_seconds, at_rank))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -371,8 +397,8 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
     passing = 0.0
     for stage in stages:
         alphas, seconds = stage.seconds(operation.nbytes, between, inside)
-        latency += alphas
-        passing += seconds
+        latency = latency + alphas
+        passing = passing + seconds
     added = _summed_bytes(operation.kind, operation.nbytes, ranks) + operation.summed_bytes
     adding = added * network.gamma_seconds_per_byte
     copying = operation.copied_bytes * network.copy_seconds_per_byte
@@ -381,7 +407,7 @@ def operation_terms(operation: Operation, ranks: int, network: Network) -> Terms
     # term of its own.
     by_root = operation.kind in ("gather", "scatter")
     return {
-        "latency": count * max(latency, whole.floor_seconds - passing),
+        "latency": count * larger(latency, whole.floor_seconds - passing),
         "bandwidth": 0.0 if by_root else count * passing,
         "root's link": count * passing if by_root else 0.0,
         "summation": count * (adding + copying),
@@ -583,26 +609,19 @@ def exposed_seconds(
     """
     now = 0.0
     computed = 0.0  # how many seconds' worth of backward are done
-    end_of_backward: float | None = None
+    slowed = 0.0
     for ready, seconds, delay_share in messages:
-        speed = 1 - delay_share
         # r_k: with no message under way, backward computes at full speed until this one's gradients
         # are ready.
         begins = backward_seconds if ready is None else ready
-        wait = max(0.0, begins - computed)
-        now += wait
-        computed += wait
-        left = backward_seconds - computed
-        if end_of_backward is None and left <= seconds * speed:  # backward ends during this message
-            end_of_backward = now
-            if left:  # else nothing is left, perhaps at a speed of 0
-                end_of_backward += left / speed
-        now += seconds
-        computed = min(backward_seconds, computed + seconds * speed)
-    if end_of_backward is None:
-        now += backward_seconds - computed
-        end_of_backward = now
-    return end_of_backward - backward_seconds, now - end_of_backward
+        wait = larger(0.0, begins - computed)
+        computed = computed + wait
+        speed = larger(1 - delay_share, _LEAST)
+        beside = smaller(seconds, (backward_seconds - computed) / speed)
+        slowed = slowed + delay_share * beside
+        computed = computed + speed * beside
+        now = now + wait + seconds
+    return slowed, larger(0.0, now - (backward_seconds + slowed))
 
 
 def ends_in_pairs(seconds: Sequence[float]) -> list[float]:
@@ -611,6 +630,10 @@ def ends_in_pairs(seconds: Sequence[float]) -> list[float]:
     Gloo has two threads. Two messages at a time share the link, so the first one of several takes
     up to twice its own ``seconds``. The last one's end is the same as one after the other.
     """
+    if any(isinstance(value, np.ndarray) for value in seconds):
+        in_each_draw = np.broadcast_arrays(*seconds)
+        draws = zip(*(values.tolist() for values in in_each_draw), strict=True)
+        return list(np.array([ends_in_pairs(draw) for draw in draws]).T)
     now = 0.0
     ends = [0.0] * len(seconds)
     waiting = list(enumerate(seconds))
