@@ -1,5 +1,6 @@
 """Parse what a user types with a unit: rates ("200mbit"), latencies ("0.2ms"), parameters."""
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -7,6 +8,8 @@ from common.errors import UserError
 
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _TIME_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+_COUNT_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
+_MOST_PARAMETERS = 1e13  # no model has more, and each matrix that stands for them keeps a size
 
 
 def parse_rate(text: str | None, flag: str = "--rate") -> float | None:
@@ -26,11 +29,20 @@ def parse_latency(text: str | None, flag: str = "--latency") -> float | None:
 
 
 def parse_parameters(text: str | None) -> float | None:
-    """Return a number of parameters: "25.6M" gives 2.56e7, None gives None.
+    """Return a number of parameters: "25.6M" and "25600000" give 2.56e7, None gives None.
 
-    Raises UserError if the text is no positive number with a unit.
+    Raises UserError if the text is no whole number of at least 1, with a unit or without.
     """
-    return _parse(text, {"k": 1e3, "m": 1e6, "b": 1e9}, "--parameters", "25.6M or 7B")
+    examples = "25600000, 25.6M or 7B"
+    parameters = _parse(text, _COUNT_UNITS, "--parameters", examples)
+    if parameters is None:
+        return None
+    whole = round(parameters)
+    if not math.isclose(whole, parameters, rel_tol=1e-12):
+        raise UserError(f"--parameters: got {text!r}, give a whole number, for example {examples}")
+    if parameters > _MOST_PARAMETERS:
+        raise UserError(f"--parameters: got {text!r}, give at most {_MOST_PARAMETERS:g}")
+    return whole
 
 
 def _parse(text: str | None, units: Mapping[str, float], flag: str, examples: str) -> float | None:
@@ -38,15 +50,19 @@ def _parse(text: str | None, units: Mapping[str, float], flag: str, examples: st
     if text is None:
         return None
     match = re.fullmatch(
-        r"\s*(\d+\.?\d*|\.\d+)\s*([a-zµ]+?)(/s|ps)?\s*", text.lower().replace("µ", "u")
+        r"\s*((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµ]*?)(/s|ps)?\s*",
+        text.lower().replace("µ", "u"),
     )
     # "/s" belongs to a rate, never to a time.
-    if match is None or match[2] not in units or (match[3] and "s" in units):
+    if match is None or match[2] not in units or (match[3] and "gbit" not in units):
+        kind = "a number, alone or" if "" in units else "a number"
         raise UserError(
-            f"{flag}: got {text!r}, give a number with a unit ({', '.join(units)}), "
+            f"{flag}: got {text!r}, give {kind} with a unit ({', '.join(filter(None, units))}), "
             f"for example {examples}"
         )
     value = float(match[1]) * units[match[2]]
     if value <= 0:
         raise UserError(f"{flag}: got {text!r}, give more than 0, for example {examples}")
+    if value == math.inf:
+        raise UserError(f"{flag}: got {text!r}, give a smaller number, for example {examples}")
     return value

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from common.errors import UserError, count
+from common.models import MODELS
 from common.sync.message_cost import GradientSize
 from common.sync.plans.batchnorm import BatchNormLayer
 from common.utils.paths import REPORTS
@@ -128,6 +129,16 @@ class Calibration:
     def gradient_sizes(self) -> list[GradientSize]:
         """The gradients' bytes, in the order of the parameters."""
         return [GradientSize(gradient.shape, gradient.itemsize) for gradient in self.gradients]
+
+    @property
+    def trains_batchnorm(self) -> bool:
+        """Whether the model has BatchNorm layers that train; all models of this project do.
+
+        It tells by the name where the layers are unknown.
+        """
+        if self.batchnorm is None:
+            return self.model in MODELS
+        return bool(self.batchnorm)
 
     @property
     def over_loopback(self) -> bool:

@@ -60,7 +60,7 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
     "--model": {"help": "a model of this project, with --step-time of one of your nodes"},
     "--parameters": {
         "metavar": "N",
-        "help": "size of your own model, e.g. 25.6M, instead of --model",
+        "help": "size of your own model, e.g. 25.6M or 25600000, instead of --model",
     },
     "--step-time": {
         "help": "time of a step on one of your nodes, e.g. 120ms, with --batch samples; with "
@@ -204,6 +204,9 @@ def _scenarios(calibration: "Calibration", args: argparse.Namespace) -> "list[Sc
     scaling = args.scaling
     if scaling is None:
         scaling = "weak" if args.batch else "strong"
+    batch_size = args.batch_size
+    if batch_size is None:
+        batch_size = args.batch or DEFAULT_GLOBAL_BATCH_SIZE
     latency = parse_latency(args.latency)
     scenarios = []
     for text in args.rate or [None]:
@@ -213,13 +216,14 @@ def _scenarios(calibration: "Calibration", args: argparse.Namespace) -> "list[Sc
             seconds = typical_latency(rate)
         scenario = Scenario(
             calibration=calibration,
-            batch_size=args.batch_size or args.batch or DEFAULT_GLOBAL_BATCH_SIZE,
+            batch_size=batch_size,
             scaling=scaling,
             rate_bits=rate,
             latency_seconds=seconds,
             ranks_per_node=args.ranks_per_node,
             inside_bits=parse_rate(args.rate_inside, "--rate-inside"),
             own_nodes=args.step_time is not None,
+            step_samples=args.batch,
             sync_batchnorm=args.sync_batchnorm == "on",
         )
         scenarios.append(scenario)
@@ -244,7 +248,10 @@ def _draw(
         on_links = replace(scenario, rate_bits=rate_bits)
         by_rate[rate_bits] = predict_table([most], plans, on_links)
     limit = most_nodes(
-        scenario.batch_size, scaling=scenario.scaling, ranks_per_node=scenario.ranks_per_node
+        scenario.batch_size,
+        scaling=scenario.scaling,
+        ranks_per_node=scenario.ranks_per_node,
+        least_samples=scenario.least_samples,
     )
     draw_scaling(
         args.figure,

@@ -18,7 +18,7 @@ from common.utils.typed_json import Count, Ranks, Share
 
 LEAST_SECONDS = 1e-9  # of a step's forward and backward
 PartSeconds = Annotated[float, Meta(ge=0, le=1e4)]
-LEAST_SAMPLES = 2  # per rank: BatchNorm needs two, and training refuses fewer
+LEAST_SAMPLES = 2  # per rank, of a model with BatchNorm: training refuses fewer
 
 
 class Wait(NamedTuple):
@@ -235,8 +235,8 @@ class ComputeModel:
         )
 
 
-def local_samples(batch_size: int, nodes: int, *, scaling: str) -> int:
-    """Return the samples of the busiest rank, at least two.
+def local_samples(batch_size: int, nodes: int, *, scaling: str, least: int = LEAST_SAMPLES) -> int:
+    """Return the samples of the busiest rank, at least ``least``.
 
     scaling : "strong" divides a global batch of ``batch_size`` over the nodes, "weak" gives every
         node that many.
@@ -244,4 +244,4 @@ def local_samples(batch_size: int, nodes: int, *, scaling: str) -> int:
     samples = batch_size
     if scaling == "strong":
         samples = math.ceil(batch_size / nodes)
-    return max(LEAST_SAMPLES, samples)
+    return max(least, samples)

@@ -80,6 +80,8 @@ def _check(
         raise UserError("--model and --parameters are both given: give one")
     if (step_seconds is None) != (batch is None):
         raise UserError("--step-time and --batch go together: give both")
+    if batch is not None and batch < 1:
+        raise UserError(f"--batch: got {batch}, give 1 or more")
     if model is not None and model not in MODELS:
         raise UserError(f"--model: got {model!r}, {choices_text(model, MODELS)}")
     if step_seconds is None and name != calibration.model:
@@ -103,11 +105,12 @@ def _described(model: str) -> tuple[tuple[GradientShape, ...], tuple[BatchNormLa
 
 
 def _equal_matrices(parameters: float) -> tuple[GradientShape, ...]:
-    """Return the gradients of a model of so many parameters, in ``_TENSORS`` equal matrices."""
-    of_a_tensor = parameters / _TENSORS
+    """Return the gradients of a model of so many parameters, in up to ``_TENSORS`` matrices."""
+    tensors = min(_TENSORS, round(parameters))
+    of_a_tensor = parameters / tensors
     rows = max(1, round(of_a_tensor**0.5))
     columns = max(1, round(of_a_tensor / rows))
-    return (GradientShape((rows, columns), itemsize=4),) * _TENSORS
+    return (GradientShape((rows, columns), itemsize=4),) * tensors
 
 
 def _spread_by_bytes(compute: ComputeModel, gradients: tuple[GradientShape, ...]) -> ComputeModel:

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from common.errors import count
 from lab.predict.calibration_file import QUIET_SHARE, Calibration
-from lab.predict.compute_model import LEAST_SAMPLES
 from lab.predict.event_model import HEADERS, LARGEST_NODES
 from lab.predict.readable import bandwidth_text, bytes_text, duration_text
 from lab.predict.scaling import ScalingLimit, most_nodes
@@ -300,9 +299,15 @@ def _scaling_limits_text(scenario: Scenario) -> list[str]:
     """Return lines that explain the headings of ``_scaling_limits_table``."""
     owner = _owner(scenario)
     samples = f"{scenario.batch_size:,} samples"
-    most = most_nodes(scenario.batch_size, scaling="strong", ranks_per_node=scenario.ranks_per_node)
+    least = scenario.least_samples
+    most = most_nodes(
+        scenario.batch_size,
+        scaling="strong",
+        ranks_per_node=scenario.ranks_per_node,
+        least_samples=least,
+    )
     return [
-        f"strong: {samples} for all nodes together, at least {LEAST_SAMPLES} a {owner}, so up to "
+        f"strong: {samples} for all nodes together, at least {least} a {owner}, so up to "
         f"{most:,} nodes.",
         f"weak: {samples} for each {owner}, up to {LARGEST_NODES:,} nodes.",
         "stops at: the smallest number of nodes within 10 % of the best speed; never: the last "

@@ -36,8 +36,8 @@ class ScalingLimit:
 
     Parameters
     ----------
-    limit : the largest number of nodes evaluated: 100,000, or fewer in strong scaling, where each
-        rank needs two samples of the batch.
+    limit : the largest number of nodes evaluated: 100,000, or fewer in strong scaling, where the
+        batch has too few samples for more ranks.
     half_nodes : the largest number of nodes with an efficiency of at least 50 %.
     nodes, speedup : the smallest number of nodes within a tenth of the best speed up to ``limit``,
         and its speed-up; ``nodes`` is None, and ``speedup`` that of ``limit``, if the last doubling
@@ -60,14 +60,16 @@ class ScalingLimit:
     held_by: str
 
 
-def most_nodes(batch_size: int, *, scaling: str, ranks_per_node: int = 1) -> int:
+def most_nodes(
+    batch_size: int, *, scaling: str, ranks_per_node: int = 1, least_samples: int = LEAST_SAMPLES
+) -> int:
     """Return the largest number of nodes to evaluate.
 
-    In strong scaling each of their ranks needs two samples of the batch.
+    In strong scaling each of their ranks needs ``least_samples`` samples of the batch.
     """
     most = LARGEST_NODES
     if scaling == "strong":
-        most = batch_size // (LEAST_SAMPLES * ranks_per_node)
+        most = batch_size // (least_samples * ranks_per_node)
     return max(1, min(LARGEST_NODES, most))
 
 
@@ -79,14 +81,18 @@ def scaling_limits(
     compute_at: Callable[[int], StepCompute],
     batch_size: int,
     scaling: str,
+    least_samples: int = LEAST_SAMPLES,
 ) -> list[ScalingLimit]:
     """Return how far the strategy of each plan scales.
 
     sizes : bytes of each parameter's gradient. compute_at : returns a rank's step for a number of
-    nodes, with its samples in ``scaling`` ("strong" or "weak") at ``batch_size``.
+    nodes, with its samples in ``scaling`` ("strong" or "weak") at ``batch_size``. least_samples :
+    that a rank needs.
     """
     on_a_node = network.ranks_per_node
-    limit = most_nodes(batch_size, scaling=scaling, ranks_per_node=on_a_node)
+    limit = most_nodes(
+        batch_size, scaling=scaling, ranks_per_node=on_a_node, least_samples=least_samples
+    )
     tried = numbers_of_nodes(limit, also=_jumps(batch_size, scaling, on_a_node))
     compute_at = cache(compute_at)
 

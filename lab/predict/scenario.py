@@ -36,6 +36,7 @@ def compute_of(
     scaling: str,
     own_machines: bool,
     ranks_per_node: int = 1,
+    least_samples: int = LEAST_SAMPLES,
 ) -> StepCompute:
     """Return the step of one of ``ranks`` ranks.
 
@@ -48,7 +49,7 @@ def compute_of(
         ranks_here = ranks
     else:
         ranks_here = min(ranks, max(ranks_per_node, calibration.ranks_here))
-    samples = local_samples(batch_size, ranks, scaling=scaling)
+    samples = local_samples(batch_size, ranks, scaling=scaling, least=least_samples)
     return calibration.compute.at(samples, ranks_here=ranks_here)
 
 
@@ -66,6 +67,7 @@ class Scenario:
     inside_bits : bits per second between two ranks of a node; None: as calibrated over loopback,
         else ``TYPICAL_INSIDE_BITS``.
     own_nodes : the step's time is that of the reader's own ranks, each with its own processor.
+    step_samples : of that step; None: unknown.
     sync_batchnorm : BatchNorm layers normalise over all ranks, and wait for the messages.
 
     Raises UserError if the values contradict each other or the calibration.
@@ -79,11 +81,14 @@ class Scenario:
     ranks_per_node: int = 1
     inside_bits: float | None = None
     own_nodes: bool = False
+    step_samples: int | None = None
     sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
-        if self.batch_size < LEAST_SAMPLES:
-            raise UserError(f"--batch-size: got {self.batch_size}, give {LEAST_SAMPLES} or more")
+        if self.batch_size < self.least_samples:
+            raise UserError(
+                f"--batch-size: got {self.batch_size}, give {self.least_samples} or more"
+            )
         if not 1 <= self.ranks_per_node <= _MOST_RANKS_PER_NODE:
             raise UserError(
                 f"--ranks-per-node: got {self.ranks_per_node}, give 1 to {_MOST_RANKS_PER_NODE:,}"
@@ -103,6 +108,12 @@ class Scenario:
                 f"--sync-batchnorm on: the BatchNorm layers of {self.calibration.model} are not "
                 "known: run lab calibrate again, or give --model in place of --parameters"
             )
+
+    @property
+    def least_samples(self) -> int:
+        """The fewest samples of a rank: those of the reader's step, or those of BatchNorm."""
+        least = LEAST_SAMPLES if self.calibration.trains_batchnorm else 1
+        return min(least, self.step_samples or least)
 
     @property
     def own_machines(self) -> bool:
@@ -170,6 +181,7 @@ class Scenario:
             scaling=self.scaling,
             own_machines=self.own_machines,
             ranks_per_node=1 if self.own_nodes else self.ranks_per_node,
+            least_samples=self.least_samples,
         )
         if not self.sync_batchnorm:
             return compute

@@ -14,7 +14,7 @@ from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.plans.base import MessagePlan
 from common.utils.registry import choices_text
 from lab.predict.bucket_choice import with_best_buckets
-from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, times
+from lab.predict.compute_model import StepCompute, times
 from lab.predict.event_model import (
     LARGEST_NODES,
     Network,
@@ -130,12 +130,13 @@ def _note(name: str, nodes: int, scenario: Scenario) -> str:
     ranks = nodes * scenario.ranks_per_node
     if name == "none" and ranks > 1:
         return _NO_EXCHANGE
-    if scenario.scaling == "strong" and ranks * LEAST_SAMPLES > scenario.batch_size:
+    least = scenario.least_samples
+    if scenario.scaling == "strong" and ranks * least > scenario.batch_size:
         owner = "node" if scenario.ranks_per_node == 1 else "rank"
-        return (
-            f"predicted for a global batch of {ranks * LEAST_SAMPLES:,}: BatchNorm needs "
-            f"{LEAST_SAMPLES} samples a {owner}"
-        )
+        needs = f"each {owner} needs a sample"
+        if least > 1:
+            needs = f"BatchNorm needs {least} samples a {owner}"
+        return f"predicted for a global batch of {ranks * least:,}: {needs}"
     cores = scenario.calibration.cores
     if scenario.on_one_machine and ranks > cores:
         return f"{ranks} ranks share {cores} cores: outside the measured range"
@@ -167,5 +168,6 @@ def scaling_limits_of(plans: Mapping[str, MessagePlan], scenario: Scenario) -> l
             batch_size=scaled.batch_size,
             scaling=scaling,
             compute_at=scaled.compute_at,
+            least_samples=scaled.least_samples,
         )
     return found

@@ -20,7 +20,7 @@ from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.event_model import HEADERS
 from lab.predict.scenario import Scenario
 from lab.predict.tables import message_plans, predict_table, scaling_limits_of
-from lab.units import parse_latency, parse_rate
+from lab.units import parse_latency, parse_parameters, parse_rate
 from tests.helpers import ROOT
 
 REFERENCE = load_calibration(reference_path())
@@ -122,6 +122,11 @@ def test_ranks_of_one_machine_share_its_cores_and_calibrated_nodes_do_not():
         (parse_latency, "50us", 5e-5),
         (parse_latency, "50µs", 5e-5),
         (parse_latency, "1s", 1.0),
+        (parse_parameters, "12775000", 12_775_000),
+        (parse_parameters, "1.2e7", 12_000_000),
+        (parse_parameters, "25.6M", 25_600_000),
+        (parse_parameters, " .7b ", 700_000_000),
+        (parse_parameters, None, None),
     ],
 )
 def test_rates_and_latencies_are_read(parse, text, value):
@@ -142,6 +147,13 @@ def test_rates_and_latencies_are_read(parse, text, value):
         ("--nodes 4 100001", "--nodes: got 100001, give 1 to 100,000"),
         ("--sync carrier_pigeon", "halving_doubling"),
         ("--batch-size 1", "--batch-size: got 1, give 2 or more"),
+        ("--batch-size 0 --batch 8 --step-time 1s", "--batch-size: got 0, give 2 or more"),
+        ("--batch-size 1 --batch 8 --step-time 1s --model resnet50", "got 1, give 2 or more"),
+        ("--batch 0 --step-time 1s", "--batch: got 0, give 1 or more"),
+        ("--batch=-8 --step-time 1s", "--batch: got -8, give 1 or more"),
+        ("--rate 1e3", "10gbit"),
+        ("--rate 1e400gbit", "--rate: got '1e400gbit', give a smaller number"),
+        ("--step-time 0.12 --batch 8", "--step-time: got '0.12', give a number with a unit"),
         ("--bucket-mb fast", "--bucket-mb: got 'fast', give a number above 0, or auto"),
         ("--bucket-mb 0", "got '0', give a number above 0, or auto"),
         ("--software-gbit 0", "--software-gbit: got 0.0, give more than 0"),
@@ -150,6 +162,9 @@ def test_rates_and_latencies_are_read(parse, text, value):
         ("--model vgg16 --parameters 1M", "are both given"),
         ("--step-time 120ms", "go together"),
         ("--parameters 25.6", "25.6M or 7B"),
+        ("--parameters 0", "give more than 0"),
+        ("--parameters 25M/s", "give a number, alone or with a unit (k, m, b)"),
+        ("--parameters 99999B", "give at most 1e+13"),
         ("--ranks-per-node 0", "--ranks-per-node: got 0, give 1 to 1,024"),
         ("--ranks-per-node 2 --rate-inside fast", "--rate-inside"),
         ("--rate-inside 100gbit", "--ranks-per-node"),
@@ -305,6 +320,35 @@ def test_ones_own_model_and_node(capsys, model, nbytes):
     if nbytes is None:
         nbytes = 4 * sum(p.numel() for p in build_model("resnet50", 100).parameters())
     assert two["prediction"]["bytes_sent_root"] == pytest.approx(nbytes, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "scaling", "limit", "note"),
+    [
+        ("--parameters 12775000", "--batch 8 --batch-size 4", "strong", 4, "batch of 8: each"),
+        ("--parameters 12775000", "--batch 1", "weak", 1, ""),
+        ("--model resnet18_transfer", "--batch 8 --batch-size 4", "strong", 4, "batch of 8: each"),
+        ("--model resnet50", "--batch 8 --batch-size 4", "strong", 2, "batch of 16: BatchNorm"),
+        ("--model resnet50", "--batch 1", "weak", 1, ""),
+        ("--model resnet50", "--batch 1 --batch-size 4", "strong", 4, "batch of 8: each"),
+        ("", "--batch 1", "weak", 1, ""),
+    ],
+)
+def test_a_rank_needs_two_samples_for_batchnorm_and_one_without(
+    capsys, model, batch, scaling, limit, note
+):
+    words = f"{model} {batch} --scaling {scaling} --step-time 100ms --sync ring --json --nodes 4 8"
+    assert predict(*words.split()) == 0
+    printed = json.loads(capsys.readouterr().out)
+    strong, _ = printed["scaling"]
+    assert strong["limit"] == limit
+    four, eight = printed["rows"]
+    assert note in eight["note"]
+    assert bool(note) == bool(eight["note"])
+    computed = [row["prediction"]["compute_seconds"] for row in (four, eight)]
+    assert computed[0] == pytest.approx(computed[1])  # as few samples as a rank can have
+    if scaling == "weak":
+        assert computed[0] == pytest.approx(0.1)
 
 
 def rows_of(printed):
