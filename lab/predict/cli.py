@@ -198,7 +198,8 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _scenarios(calibration: "Calibration", args: argparse.Namespace) -> "list[Scenario]":
     """Return what is predicted: a scenario for each --rate, or one with the calibrated links."""
-    from lab.predict.scenario import Scenario, typical_latency
+    from lab.predict.cluster import typical_latency
+    from lab.predict.scenario import Scenario
     from lab.units import parse_latency, parse_rate
 
     scaling = args.scaling

@@ -3,6 +3,7 @@
 ``Cluster.network`` makes the event model's network from priors (priors.toml). Imports no torch.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +14,19 @@ from lab.predict.priors import Beliefs, ClusterValues, load_priors
 BACKENDS = ("gloo", "nccl")
 TRANSPORTS = ("tcp", "rdma")
 
+_LATENCIES = ((1e9, 200e-6), (10e9, 50e-6), (math.inf, 20e-6))
+_COMMON_BITS = 10e9  # of a link whose rate is not known
 _RDMA_LATENCY = 5e-6  # seconds of a message on InfiniBand or RoCE, switches included
 _ROOTED = ("gather", "scatter")
 _KINDS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "exchange")
+
+
+def typical_latency(rate_bits: float) -> float:
+    """Return the seconds that a message takes on a link of that rate in one room, by TCP.
+
+    Orders of magnitude: measure your own with `lab calibrate` on the nodes.
+    """
+    return next(seconds for most, seconds in _LATENCIES if rate_bits <= most)
 
 
 @dataclass(frozen=True)
@@ -54,9 +65,15 @@ class Cluster:
         """Return draws of such clusters."""
         return replace(self, values=self.beliefs.drawn(self.backend, self.transport))
 
-    def latency(self, typical_seconds: float) -> float:
-        """Return the latency of a message on a link, ``typical_seconds`` by TCP."""
-        return typical_seconds if self.transport == "tcp" else _RDMA_LATENCY
+    def faster(self, factor: int) -> "Cluster":
+        """Return the cluster whose software passes ``factor`` times the bits a second."""
+        return replace(self, values=replace(self.values, most_bits=factor * self.values.most_bits))
+
+    def latency(self, rate_bits: float | None) -> float:
+        """Return the typical latency of a message on a link of that rate; None: not known."""
+        if self.transport == "rdma":
+            return _RDMA_LATENCY
+        return typical_latency(_COMMON_BITS if rate_bits is None else rate_bits)
 
     def payload_bits(self, rate_bits: float | None) -> Any:
         """Return the payload bits a second that a node's link of that rate passes.
@@ -95,7 +112,7 @@ class Cluster:
             within=inside,
         )
 
-    def inside(self, inside_bits: float | None, latency_seconds: float) -> Network:
-        """Return what messages between two ranks of a node cost."""
+    def inside(self, inside_bits: float | None) -> Network:
+        """Return what messages between two ranks of a node cost, with the software's latency."""
         bits = self.values.inside_bits if inside_bits is None else inside_bits
-        return Network(latency_seconds + self.values.message_seconds, 8 / bits)
+        return Network(self.values.message_seconds, 8 / bits)

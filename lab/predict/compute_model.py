@@ -42,7 +42,8 @@ class StepCompute:
 
     ``waits_for`` has the messages for which layers wait, whatever the strategy (SyncBatchNorm's);
     ``forward_waits`` and ``backward_waits`` say when and for how long. They are no part of the
-    seconds above. ``lab.predict.event_model.with_waits`` sets all three.
+    seconds above. ``lab.predict.event_model.with_waits`` sets all three. ``alone`` is the step of a
+    rank that waits for no slower one, if the seconds above are those of the slowest.
     """
 
     before_seconds: float
@@ -52,6 +53,7 @@ class StepCompute:
     ready_shares: Sequence[float] = ()
     needed_shares: Sequence[float] = ()
     waits_for: MessagePlan | None = None
+    alone: "StepCompute | None" = None
     forward_waits: Sequence[Wait] = ()
     backward_waits: Sequence[Wait] = ()
 

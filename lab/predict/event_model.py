@@ -16,7 +16,6 @@ from itertools import accumulate
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-
 from msgspec import Meta
 
 from common.sync.message_cost import Operation
@@ -511,7 +510,9 @@ def _busy_and_exposed(
 def _waiting_with(plan: MessagePlan, compute: StepCompute) -> StepCompute:
     """Return the step of a strategy. If it sends nothing, ranks train their own models alone."""
     if isinstance(plan, NoSyncPlan):
-        return replace(compute, waits_for=None, forward_waits=(), backward_waits=())
+        return replace(
+            compute.alone or compute, waits_for=None, forward_waits=(), backward_waits=()
+        )
     return compute
 
 

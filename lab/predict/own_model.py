@@ -7,13 +7,11 @@ from common.errors import UserError
 from common.models import MODELS
 from common.sync.plans.batchnorm import BatchNormLayer
 from common.utils.registry import choices_text
-from lab.predict.calibration_file import Calibration, GradientShape
-from lab.predict.compute_model import ComputeModel, times
-from lab.predict.event_model import Network
+from lab.predict.calibration_file import LARGE_STEP, Calibration, GradientShape
+from lab.predict.compute_model import ComputeModel, ComputeProfile
 
 _TENSORS = 50  # square matrices of a model of which only the number of parameters is known
 _CLASSES = 100
-_AT_ONCE = 1e-15  # seconds of a byte, for software that no link waits for
 
 
 def with_own_model(
@@ -46,14 +44,7 @@ def with_own_model(
     _check(calibration, name, model, parameters, step_seconds, batch)
     other_model = name != calibration.model
     if step_seconds is not None and batch is not None:
-        compute = calibration.compute
-        factor = step_seconds / compute.at(batch).seconds
-        profiles = tuple(times(profile, factor) for profile in compute.profiles)
-        calibration = replace(
-            calibration,
-            compute=replace(compute, profiles=profiles),
-            network=Network(calibration.network.rate("all_reduce").alpha_seconds, _AT_ONCE),
-        )
+        calibration = with_own_step(calibration, step_seconds, batch)
     if not other_model:
         return calibration
     batchnorm = None
@@ -65,6 +56,26 @@ def with_own_model(
     return replace(
         calibration, model=name, gradients=gradients, compute=compute, batchnorm=batchnorm
     )
+
+
+def with_own_step(calibration: Calibration, step_seconds: float, batch: float) -> Calibration:
+    """Return the calibration of a rank whose step of ``batch`` samples takes so long.
+
+    Forward, backward and update have the calibrated shares of a large step, and forward and
+    backward grow with the samples.
+    """
+    large = calibration.compute.at(LARGE_STEP)
+    factor = step_seconds / large.seconds
+    profile = ComputeProfile(
+        ranks=1,
+        threads=calibration.compute.profiles[0].threads,
+        before_fixed_seconds=0.0,
+        before_sample_seconds=factor * large.before_seconds / batch,
+        backward_fixed_seconds=0.0,
+        backward_sample_seconds=factor * large.backward_seconds / batch,
+        update_seconds=factor * large.update_seconds,
+    )
+    return replace(calibration, compute=replace(calibration.compute, profiles=(profile,)))
 
 
 def _check(

@@ -74,6 +74,10 @@ class ClusterValues:
     call_seconds: Any
     root_call_seconds: Any
 
+    def batch_share(self, samples: float) -> Any:
+        """Return a rank's step with ``samples`` times its samples, as a share of its step now."""
+        return self.fixed_share + (1 - self.fixed_share) * samples
+
     def straggling(self, nodes: int) -> Any:
         """Return how many times longer than the mean node the slowest of ``nodes`` takes.
 
@@ -83,7 +87,8 @@ class ClusterValues:
         return 1.0 + self.straggler * (2 * np.log(nodes)) ** 0.5
 
 
-def _numbers(count: int) -> NDArray[np.float64]:
+@cache
+def normal_draws(count: int) -> NDArray[np.float64]:
     """Return ``count`` rows of ``DRAWS`` normal values: each row the same values in another order.
 
     A Latin hypercube. Python's own generator is the same on every machine and in every version.
@@ -120,7 +125,7 @@ class Beliefs:
 
     def drawn(self, backend: str, transport: str) -> ClusterValues:
         """Return the values of ``DRAWS`` draws."""
-        z = self.mean[:, None] + self.root @ _draws(len(self.priors))
+        z = self.mean[:, None] + self.root @ normal_draws(len(self.priors))
         return self.at(z, backend, transport)
 
     def at(self, z: NDArray[np.float64], backend: str, transport: str) -> ClusterValues:
@@ -132,6 +137,7 @@ class Beliefs:
             if section in sections:
                 value = prior.at(own_z)
                 found[name] = float(value) if z.ndim == 1 else value
+        found.setdefault("root_call_us", found.get("call_us"))
         return ClusterValues(
             fixed_share=np.minimum(found["fixed_share"], 1.0),
             node_loss=found["node_loss"],
@@ -144,13 +150,8 @@ class Beliefs:
             most_bits=1e9 * found["most_gbit"],
             message_seconds=1e-6 * found["message_us"],
             call_seconds=1e-6 * found.get("call_us", 0.0),
-            root_call_seconds=1e-6 * found.get("root_call_us", found.get("call_us")),
+            root_call_seconds=1e-6 * found["root_call_us"],
         )
-
-
-@cache
-def _draws(count: int) -> NDArray[np.float64]:
-    return _numbers(count)
 
 
 def _at_most_one(value: Any) -> Any:

@@ -4,28 +4,21 @@
 Imports no torch.
 """
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from common.errors import UserError
 from common.sync.plans.batchnorm import SyncBatchNormPlan
+from lab.predict.calibrated_draws import drawn_network, drawn_remainder
 from lab.predict.calibration_file import Calibration
-from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples
+from lab.predict.cluster import Cluster, typical_latency
+from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples, times
 from lab.predict.event_model import HEADERS, Network, with_waits
 
-_LATENCIES = ((1e9, 200e-6), (10e9, 50e-6), (math.inf, 20e-6))
 # Between two ranks of a node, where it was not measured: GPUs on PCIe; NVLink is faster.
 TYPICAL_INSIDE_BITS = 100e9
 _MOST_RANKS_PER_NODE = 1024
-
-
-def typical_latency(rate_bits: float) -> float:
-    """Return the seconds that a message takes on a link of that rate in one room, by TCP.
-
-    Orders of magnitude: measure your own with `lab calibrate` on the nodes.
-    """
-    return next(seconds for most, seconds in _LATENCIES if rate_bits <= most)
 
 
 def compute_of(
@@ -67,8 +60,12 @@ class Scenario:
     inside_bits : bits per second between two ranks of a node; None: as calibrated over loopback,
         else ``TYPICAL_INSIDE_BITS``.
     own_nodes : the step's time is that of the reader's own ranks, each with its own processor.
-    step_samples : of that step; None: unknown.
     sync_batchnorm : BatchNorm layers normalise over all ranks, and wait for the messages.
+    cluster : what the nodes' software and links cost; None: as calibrated.
+    step_seconds, step_samples : the reader's own step of one rank alone, if there is one.
+    node_step_seconds : the same step on a node where all of its ranks compute; messages inside the
+        node are part of it.
+    in_draws : network and compute hold arrays, an entry for each draw of what is uncertain.
 
     Raises UserError if the values contradict each other or the calibration.
     """
@@ -83,6 +80,10 @@ class Scenario:
     own_nodes: bool = False
     step_samples: int | None = None
     sync_batchnorm: bool = False
+    cluster: Cluster | None = None
+    step_seconds: float | None = None
+    node_step_seconds: float | None = None
+    in_draws: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_size < self.least_samples:
@@ -118,6 +119,8 @@ class Scenario:
     @property
     def own_machines(self) -> bool:
         """Whether each node is a machine of its own, with the links of this scenario."""
+        if self.cluster is not None:
+            return True
         return self.rate_bits is not None or self.latency_seconds is not None
 
     @property
@@ -130,30 +133,64 @@ class Scenario:
         """Whether the calibration knows what messages inside a node cost."""
         return self.calibration.over_loopback and not self.own_nodes
 
+    def drawn(self) -> "Scenario":
+        """Return the scenario with draws of what is uncertain in place of typical values."""
+        if self.cluster is not None:
+            return replace(self, cluster=self.cluster.drawn(), in_draws=True)
+        return replace(self, in_draws=True)
+
+    @property
+    def remainder(self) -> Any:
+        """Draws of measured over predicted step where all numbers of the prediction are right."""
+        if self.cluster is not None:
+            return self.cluster.values.unexplained
+        return drawn_remainder()
+
     @cached_property
     def network(self) -> Network:
         """What messages cost."""
-        return self._over(self.calibration.network, self.rate_bits)
+        return self._network(faster=1)
 
     @cached_property
     def faster_network(self) -> Network:
         """The same with twice the bytes a second on the nodes' links."""
-        measured = self.calibration.network
-        if self.rate_bits is None:
-            return self._over(measured.faster(2), None)
-        return self._over(measured, 2 * self.rate_bits)
+        return self._network(faster=2)
 
-    def _over(self, measured: Network, rate_bits: float | None) -> Network:
+    def _network(self, *, faster: int) -> Network:
+        rate_bits = None if self.rate_bits is None else faster * self.rate_bits
+        if self.cluster is not None:
+            return self._cluster_network(self.cluster, rate_bits, faster)
+        measured = self.calibration.network
+        if self.in_draws:
+            measured = drawn_network(self.calibration)
+        within = self._inside(measured)
+        if rate_bits is None:
+            measured = measured.faster(faster)
         return measured.over(
             rate_bits=rate_bits,
             latency_seconds=self.latency_seconds,
             ranks_per_node=self.ranks_per_node,
-            inside=self._inside(),
+            inside=within,
         )
 
-    def _inside(self) -> Network:
+    def _cluster_network(self, cluster: Cluster, rate_bits: float | None, faster: int) -> Network:
+        if rate_bits is None:
+            cluster = cluster.faster(faster)
+        inside = Network(0.0, 0.0)  # in the node's step
+        if self.node_step_seconds is None:
+            inside = cluster.inside(self.inside_bits)
+        latency = self.latency_seconds
+        if latency is None:
+            latency = cluster.latency(self.rate_bits)
+        return cluster.network(
+            rate_bits=rate_bits,
+            latency_seconds=latency,
+            ranks_per_node=self.ranks_per_node,
+            inside=inside,
+        )
+
+    def _inside(self, measured: Network) -> Network:
         """Return what messages inside a node cost: no more latency than over its link."""
-        measured = self.calibration.network
         if self.inside_measured:
             inside = measured.over(rate_bits=self.inside_bits, latency_seconds=None)
         else:
@@ -183,6 +220,10 @@ class Scenario:
             ranks_per_node=1 if self.own_nodes else self.ranks_per_node,
             least_samples=self.least_samples,
         )
+        if self.cluster is not None:
+            alone = times(compute, self._own_step_factor(self.cluster, ranks))
+            slowest = times(alone, self.cluster.values.straggling(nodes))
+            compute = replace(slowest, alone=alone)
         if not self.sync_batchnorm:
             return compute
         return with_waits(
@@ -192,3 +233,21 @@ class Scenario:
             ranks,
             network=network or self.network,
         )
+
+    def _own_step_factor(self, cluster: Cluster, ranks: int) -> Any:
+        """Return the reader's own step, at the samples of a rank, over the calibrated one."""
+        if self.step_seconds is None or self.step_samples is None:
+            return 1.0
+        step_seconds: Any = self.step_seconds
+        if self.node_step_seconds is not None:
+            step_seconds = self.node_step_seconds
+        elif self.ranks_per_node > 1:
+            step_seconds = step_seconds * (1 + cluster.values.node_loss)
+        samples = self._micro_batch(ranks)
+        own = step_seconds * cluster.values.batch_share(samples / self.step_samples)
+        return own / self.calibration.compute.at(samples).seconds
+
+    def _micro_batch(self, ranks: int) -> int:
+        """Return the samples of a rank's pass."""
+        least = self.least_samples
+        return local_samples(self.batch_size, ranks, scaling=self.scaling, least=least)

@@ -1,0 +1,105 @@
+"""What measured steps say about the priors of their clusters. Imports no torch.
+
+A ``Cell`` is one measured step, and ``fit`` is Bayes' rule for steps whose logarithm is nearly
+linear in the priors' z: the Gauss-Newton method for the most likely z.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.sync.plans.base import MessagePlan
+from lab.predict.event_model import step_seconds
+from lab.predict.priors import Beliefs
+from lab.predict.scenario import Scenario
+
+Array = NDArray[np.float64]
+
+MEASURED_NOISE = 0.03  # of the logarithm of a step that is measured again on the same cluster
+_ROUNDS = 5
+_DIFFERENCE = 0.3  # in z, to either side
+_FARTHEST = 1.5  # in z, in one round
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A measured step of one strategy.
+
+    scenario : with a ``cluster``.
+    """
+
+    scenario: Scenario
+    plan: MessagePlan
+    nodes: int
+    measured_seconds: float
+
+    @cached_property
+    def log_measured(self) -> float:
+        """The logarithm of the measured seconds."""
+        return float(np.log(self.measured_seconds))
+
+    def predicted(self, scenario: Scenario) -> Any:
+        """Return the seconds of this step in a scenario like the cell's own: floats, or draws."""
+        ranks = self.nodes * scenario.ranks_per_node
+        return step_seconds(
+            self.plan,
+            scenario.calibration.gradient_sizes,
+            ranks,
+            network=scenario.network,
+            compute=scenario.compute_at(self.nodes),
+        )
+
+    def log_steps(self, beliefs: Beliefs, z: Array) -> Array:
+        """Return the logarithm of the predicted step at each column of ``z``, (priors, columns)."""
+        cluster = self.scenario.cluster
+        assert cluster is not None
+        values = beliefs.at(z, cluster.backend, cluster.transport)
+        scenario = replace(self.scenario, cluster=replace(cluster, values=values))
+        steps = np.broadcast_to(self.predicted(scenario), z.shape[1:])
+        return np.asarray(np.log(steps))
+
+
+def fit(
+    beliefs: Beliefs,
+    cells: Sequence[Cell],
+    *,
+    noise: float = MEASURED_NOISE,
+    outliers_at: float | None = None,
+    weights: Sequence[float] | None = None,
+    rounds: int = _ROUNDS,
+    start: Array | None = None,
+) -> Beliefs:
+    """Return what is known of the priors after these measurements.
+
+    Parameters
+    ----------
+    noise : standard deviation of the logarithm of a measured step around the predicted one.
+    outliers_at : residual, in standard deviations, at which a cell no longer counts (Tukey's
+        biweight): a cluster that is unlike all others then moves nothing. None: all count alike.
+    weights : how much each cell counts; None: 1 each.
+    start : z at which the search begins; None: the mean.
+    """
+    count = len(beliefs.priors)
+    before = np.linalg.inv(beliefs.root @ beliefs.root.T)  # precision
+    given = np.ones(len(cells)) if weights is None else np.array(weights)
+    measured = np.array([cell.log_measured for cell in cells])
+    z = beliefs.mean if start is None else start
+    for _ in range(rounds):
+        # Column 0 is z itself, the others differ from it in one prior each.
+        columns = np.repeat(z[:, None], count + 1, axis=1)
+        columns[:, 1:] += _DIFFERENCE * np.eye(count)
+        steps = np.array([cell.log_steps(beliefs, columns) for cell in cells])
+        slopes = (steps[:, 1:] - steps[:, :1]) / _DIFFERENCE
+        residuals = measured - steps[:, 0]
+        weight = given / noise**2
+        if outliers_at is not None:
+            nearness = np.maximum(0.0, 1 - (residuals / (outliers_at * noise)) ** 2)
+            weight = weight * nearness**2
+        precision = before + slopes.T @ (weight[:, None] * slopes)
+        pull = slopes.T @ (weight * residuals) - before @ (z - beliefs.mean)
+        z = z + np.clip(np.linalg.solve(precision, pull), -_FARTHEST, _FARTHEST)
+    return replace(beliefs, mean=z, root=np.linalg.cholesky(np.linalg.inv(precision)))

@@ -1,0 +1,220 @@
+"""How good predictions are on measured steps of other people's clusters. Imports no torch.
+
+``validate`` predicts each row of a file of measurements. Priors that were fitted to a row's group
+would know its answer, so that group is predicted by priors fitted to all other groups.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.utils.grouping import grouped
+from lab.predict.event_model import Network, loads, step_seconds
+from lab.predict.fitting import Cell, fit
+from lab.predict.priors import Beliefs, load_priors
+from lab.predict.published import PublishedStep, published_path, read_published
+from lab.predict.scenario import typical_latency
+
+FIT_NOISE = 0.07  # of the logarithm of a step, between clusters with the same priors
+OUTLIERS_AT = 5.0
+_COMMON_GBIT = 7.0  # of a link whose rate is not stated: what groups on CloudLab measured
+_INTERVAL = (0.1, 0.9)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A row with its prediction: seconds of the step, and of its 80 % interval.
+
+    baselines : what simpler rules predict, by name.
+    """
+
+    row: PublishedStep
+    predicted: float
+    low: float
+    high: float
+    baselines: Mapping[str, float]
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted / self.row.measured_step_s - 1
+
+    @property
+    def inside(self) -> bool:
+        """Whether the measured step lies in the interval."""
+        return self.low <= self.row.measured_step_s <= self.high
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row's columns and the prediction."""
+        return {
+            **self.row.columns,
+            "predicted_step_s": self.predicted,
+            "low_s": self.low,
+            "high_s": self.high,
+            "error": self.error,
+        }
+
+
+@dataclass(frozen=True)
+class Score:
+    """Scores of some rows; errors and shares are fractions.
+
+    baselines : (median, 90th percentile) of the error of simpler rules, by name. pairs, in_order :
+    pairs of strategies measured in one setting, and those in the right order.
+    """
+
+    rows: int
+    median_error: float
+    p90_error: float
+    inside: float
+    baselines: Mapping[str, tuple[float, float]]
+    pairs: int
+    in_order: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the score with names."""
+        baselines = {
+            name: {"median_error": median, "p90_error": p90}
+            for name, (median, p90) in self.baselines.items()
+        }
+        return {
+            "rows": self.rows,
+            "median_error": self.median_error,
+            "p90_error": self.p90_error,
+            "inside": self.inside,
+            "pairs": self.pairs,
+            "pairs_in_order": self.in_order / self.pairs if self.pairs else None,
+            "baselines": baselines,
+        }
+
+
+def interval(draws: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the ends of the 80 % interval of draws."""
+    low, high = np.quantile(draws, _INTERVAL)
+    return float(low), float(high)
+
+
+def validate(rows: Sequence[PublishedStep]) -> list[Scored]:
+    """Predict each row, in order."""
+    beliefs_of = {group: beliefs_without(group) for group in {row.group for row in rows}}
+    return [_scored(row, beliefs_of[row.group]) for row in rows]
+
+
+def _scored(row: PublishedStep, beliefs: Beliefs) -> Scored:
+    cell = row.cell(beliefs)
+    drawn = cell.scenario.drawn()
+    steps = cell.predicted(drawn) * drawn.remainder
+    low, high = interval(steps)
+    return Scored(row, float(cell.predicted(cell.scenario)), low, high, _baselines(row, cell))
+
+
+def score(scored: Sequence[Scored]) -> Score:
+    """Return the scores of these rows."""
+    errors = [abs(row.error) for row in scored]
+    baselines = {}
+    for name in scored[0].baselines:
+        off = [abs(row.baselines[name] / row.row.measured_step_s - 1) for row in scored]
+        baselines[name] = (_median(off), _p90(off))
+    pairs, in_order = _pairs(scored)
+    inside = float(np.mean([row.inside for row in scored]))
+    return Score(len(scored), _median(errors), _p90(errors), inside, baselines, pairs, in_order)
+
+
+def scores(scored: Sequence[Scored]) -> dict[str, Score]:
+    """Return the scores of all rows, of each backend, and of each group in the file's order."""
+    found = {"all": score(scored)}
+    for backend in ("gloo", "nccl"):
+        of_backend = [row for row in scored if row.row.backend == backend]
+        if of_backend:
+            found[backend] = score(of_backend)
+    for group, of_group in grouped((row.row.group, row) for row in scored).items():
+        found[group] = score(of_group)
+    return found
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(np.median(values))
+
+
+def _p90(values: Sequence[float]) -> float:
+    return float(np.quantile(values, 0.9))
+
+
+def _pairs(scored: Sequence[Scored]) -> tuple[int, int]:
+    """Return the pairs of strategies in one setting, and how many have the right order."""
+    pairs = 0
+    in_order = 0
+    for of_setting in grouped((row.row.setting, row) for row in scored).values():
+        for first, second in combinations(of_setting, 2):
+            if first.row.strategy == second.row.strategy:
+                continue
+            pairs += 1
+            measured = first.row.measured_step_s < second.row.measured_step_s
+            in_order += measured == (first.predicted < second.predicted)
+    return pairs, in_order
+
+
+def _baselines(row: PublishedStep, cell: Cell) -> dict[str, float]:
+    """Return the step by simpler rules: perfect scaling, an envelope's back, and links alone."""
+    rate_bits = 1e9 * (row.rate_gbit or _COMMON_GBIT)
+    beta = 8 / rate_bits
+    nbytes = 1e6 * row.grad_megabytes
+    kinds = ["all_reduce"]
+    if row.strategy.startswith("gather_scatter"):
+        kinds = ["gather", "scatter"]
+    link_bytes = sum(loads(kind, nbytes, row.ranks)[1] for kind in kinds)
+    alone = replace(cell.scenario, cluster=None, latency_seconds=typical_latency(rate_bits))
+    links = step_seconds(
+        cell.plan,
+        alone.calibration.gradient_sizes,
+        row.ranks,
+        network=Network(typical_latency(rate_bits), beta),
+        compute=alone.compute_at(row.nodes),
+    )
+    return {
+        "perfect scaling": row.own_seconds,
+        "no overlap, line rate": row.own_seconds + link_bytes * beta,
+        "overlap, line rate": links,
+    }
+
+
+@cache
+def _shipped() -> tuple[PublishedStep, ...]:
+    return tuple(read_published(published_path()))
+
+
+@cache
+def beliefs_without(group: str) -> Beliefs:
+    """Return what is known of the priors without one group's measurements.
+
+    The priors of priors.toml, if they were never fitted to that group.
+    """
+    others = [row for row in _shipped() if row.group != group]
+    if len(others) == len(_shipped()):
+        return Beliefs.of(load_priors())
+    return fitted_to(others)
+
+
+def fitted_to(rows: Sequence[PublishedStep]) -> Beliefs:
+    """Return the priors around the values that fit these rows, with ranges as wide as before.
+
+    A group counts by the square root of its rows, since these are not independent.
+    """
+    before = Beliefs.of(load_priors(fitted=False))
+    counts = {
+        group: len(of_group) for group, of_group in grouped((r.group, r) for r in rows).items()
+    }
+    found = fit(
+        before,
+        [row.cell(before) for row in rows],
+        noise=FIT_NOISE,
+        outliers_at=OUTLIERS_AT,
+        weights=[counts[row.group] ** -0.5 for row in rows],
+    )
+    moved = [prior.moved(z) for prior, z in zip(found.priors, found.mean, strict=True)]
+    return Beliefs.of(tuple(moved))
