@@ -438,7 +438,7 @@ def test_micro_batches_share_the_batch_and_hide_no_more_than_one():
 
 
 def test_type_and_accumulation_are_said_unless_they_are_the_default(capsys):
-    words = "--parameters 12775000 --step-time 100ms --batch 8 --sync fsdp --json"
+    words = "--parameters 12775000 --step-time 100ms --batch 8 --sync ring --json"
     extra = "--gradient-type bf16 --accumulation-steps 4"
     printed = []
     for flags in ("--gradient-type fp32 --accumulation-steps 1", extra):
@@ -449,7 +449,7 @@ def test_type_and_accumulation_are_said_unless_they_are_the_default(capsys):
     assert (other["gradient_type"], other["accumulation_steps"]) == ("bf16", 4)
     assert "MB of gradients, batch of a node 8;" in plain["about"][1]
     assert "25.6 MB of gradients in bf16, batch of a node 32 in 4" in other["about"][1]
-    expected = own_steps(["fsdp"], itemsize=2, accumulation_steps=4)["fsdp"].prediction
+    expected = own_steps(["ring"], itemsize=2, accumulation_steps=4)["ring"].prediction
     assert other["rows"][0]["prediction"] == asdict(expected)
     limits = {limit["scaling"]: limit["limit"] for limit in other["scaling"]}
     assert limits == {"strong": 8, "weak": 100_000}
