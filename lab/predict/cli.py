@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # slow to import, and --help imports this file
     from lab.predict.tables import PredictedStep
 
 
+_GRADIENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
 def _option_flags() -> dict[str, dict[str, Any]]:
     """Return a flag for each option of a strategy; without it the plan's default holds."""
     flags: dict[str, dict[str, Any]] = {}
@@ -67,6 +70,18 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "--ranks-per-node that of a rank"
     },
     "--batch": {"type": int, "help": "samples of the step of --step-time"},
+    "--gradient-type": {
+        "choices": [*_GRADIENT_BYTES],
+        "help": "type of the gradients, and of weights that a strategy sends (default: the "
+        "model's, fp32); compute times stay as they are",
+    },
+    "--accumulation-steps": {
+        "type": int,
+        "metavar": "A",
+        "default": 1,
+        "help": "micro-batches of a step, whose gradients are exchanged once; --step-time and "
+        "--batch are of one micro-batch, --batch-size is of all of them",
+    },
     "--sync": {
         "nargs": "+",
         "default": ["all"],
@@ -74,8 +89,8 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
     },
     "--batch-size": {
         "type": int,
-        "help": f"global batch; with --scaling weak that of one node (default: --batch, else "
-        f"{DEFAULT_GLOBAL_BATCH_SIZE})",
+        "help": "global batch; with --scaling weak that of one node (default: --batch, times "
+        f"--accumulation-steps, else {DEFAULT_GLOBAL_BATCH_SIZE})",
     },
     "--scaling": {
         "choices": ["strong", "weak"],
@@ -150,7 +165,7 @@ def main_predict(args: argparse.Namespace) -> int:
     if args.figure is not None:
         _draw(args, plans, first, summaries[0])
     if args.json:
-        _print_json(args.rate or [None], summaries[0], tables, limits)
+        _print_json(args.rate or [None], summaries[0], tables, limits, first)
     elif len(scenarios) > 1:
         print_rates(summaries, dict(zip(args.rate, tables, strict=True)), scaling=first.scaling)
     else:
@@ -160,7 +175,7 @@ def main_predict(args: argparse.Namespace) -> int:
 
 def _with_own_nodes(calibration: "Calibration", args: argparse.Namespace) -> "Calibration":
     """Return the calibration with the model, the step and the software that the flags give."""
-    from lab.predict.own_model import with_own_model
+    from lab.predict.own_model import with_gradient_bytes, with_own_model
     from lab.units import parse_latency, parse_parameters
 
     calibration = with_own_model(
@@ -170,6 +185,8 @@ def _with_own_nodes(calibration: "Calibration", args: argparse.Namespace) -> "Ca
         step_seconds=parse_latency(args.step_time, "--step-time"),
         batch=args.batch,
     )
+    if args.gradient_type is not None:
+        calibration = with_gradient_bytes(calibration, _GRADIENT_BYTES[args.gradient_type])
     if args.software_gbit is None:
         return calibration
     if args.software_gbit <= 0:
@@ -193,7 +210,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     for name, option in strategy_options().items():
         value = getattr(args, name)
         options[name] = parse_bucket_mb(value) if option.auto else value
-    return options
+    return options | {"accumulation_steps": args.accumulation_steps}
 
 
 def _scenarios(calibration: "Calibration", args: argparse.Namespace) -> "list[Scenario]":
@@ -207,7 +224,9 @@ def _scenarios(calibration: "Calibration", args: argparse.Namespace) -> "list[Sc
         scaling = "weak" if args.batch else "strong"
     batch_size = args.batch_size
     if batch_size is None:
-        batch_size = args.batch or DEFAULT_GLOBAL_BATCH_SIZE
+        batch_size = DEFAULT_GLOBAL_BATCH_SIZE
+        if args.batch is not None:
+            batch_size = args.batch * args.accumulation_steps
     latency = parse_latency(args.latency)
     scenarios = []
     for text in args.rate or [None]:
@@ -225,6 +244,8 @@ def _scenarios(calibration: "Calibration", args: argparse.Namespace) -> "list[Sc
             inside_bits=parse_rate(args.rate_inside, "--rate-inside"),
             own_nodes=args.step_time is not None,
             step_samples=args.batch,
+            accumulation_steps=args.accumulation_steps,
+            gradient_type=None if args.gradient_type == "fp32" else args.gradient_type,
             sync_batchnorm=args.sync_batchnorm == "on",
         )
         scenarios.append(scenario)
@@ -269,6 +290,7 @@ def _print_json(
     summary: Sequence[str],
     tables: "Sequence[Sequence[PredictedStep]]",
     limits: "Sequence[ScalingLimit]",
+    scenario: "Scenario",
 ) -> None:
     rows = []
     for rate, steps in zip(rates, tables, strict=True):
@@ -279,4 +301,8 @@ def _print_json(
         "rows": rows,
         "scaling": [asdict(limit) for limit in limits],
     }
+    if scenario.gradient_type is not None:
+        content["gradient_type"] = scenario.gradient_type
+    if scenario.accumulation_steps > 1:
+        content["accumulation_steps"] = scenario.accumulation_steps
     print(json.dumps(content, indent=1))

@@ -32,6 +32,9 @@ class Wait(NamedTuple):
 class StepCompute:
     """One rank's step without messages: data and forward ("before"), backward, and update.
 
+    ``passes`` : micro-batches whose gradients add up before the update (accumulation). Seconds,
+    shares and waits of "before" and of backward are those of each one.
+
     ``ready_bytes`` counts, rising, the bytes of gradients made so far; ``ready_shares`` holds the
     share of backward after which each count is reached. Backward makes the gradients in the reverse
     order of the parameters.
@@ -56,6 +59,7 @@ class StepCompute:
     alone: "StepCompute | None" = None
     forward_waits: Sequence[Wait] = ()
     backward_waits: Sequence[Wait] = ()
+    passes: int = 1
 
     @classmethod
     def of_layers(
@@ -92,12 +96,18 @@ class StepCompute:
     @property
     def seconds(self) -> float:
         """The whole step without messages."""
-        return self.before_seconds + self.backward_seconds + self.update_seconds
+        return self.passes_seconds + self.update_seconds
+
+    @property
+    def passes_seconds(self) -> float:
+        """The passes of all micro-batches, without waits."""
+        return self.passes * (self.before_seconds + self.backward_seconds)
 
     @property
     def wait_seconds(self) -> float:
-        """How long layers wait for messages, in both passes."""
-        return _waited(self.forward_waits, 1.0) + _waited(self.backward_waits, 1.0)
+        """How long layers wait for messages, in both passes of every micro-batch."""
+        waited = _waited(self.forward_waits, 1.0) + _waited(self.backward_waits, 1.0)
+        return self.passes * waited
 
     @property
     def forward_end(self) -> float:

@@ -453,8 +453,8 @@ def predict_step(
     root, others = _bytes_sent(plan, sizes, ranks)
     if compute.waits_for is not None:
         root_waits, others_wait = _bytes_sent(compute.waits_for, sizes, ranks)
-        root += root_waits
-        others += others_wait
+        root += compute.passes * root_waits
+        others += compute.passes * others_wait
     return StepPrediction(busy + sync, busy, slowed, sync, compute.wait_seconds, root, others)
 
 
@@ -499,8 +499,7 @@ def _busy_and_exposed(
     slowed_forward, before_forward = exposed_seconds(
         _beside_forward(costs, ranks, network, compute), compute.forward_end
     )
-    computed = compute.before_seconds + compute.backward_seconds
-    computed += plan.update_share(ranks) * compute.update_seconds
+    computed = compute.passes_seconds + plan.update_share(ranks) * compute.update_seconds
     # A strategy that sends in every eighth step only (local SGD) costs an eighth of that.
     slowed = slowed_forward / plan.period + slowed_backward / plan.period
     exposed = before_forward / plan.period + after_backward / plan.period + compute.wait_seconds

@@ -78,6 +78,19 @@ def with_own_step(calibration: Calibration, step_seconds: float, batch: float) -
     return replace(calibration, compute=replace(calibration.compute, profiles=(profile,)))
 
 
+def with_gradient_bytes(calibration: Calibration, itemsize: int) -> Calibration:
+    """Return the calibration with gradients, and weights that are sent, of ``itemsize`` an entry.
+
+    Compute times stay as they are.
+    """
+    gradients = tuple(replace(gradient, itemsize=itemsize) for gradient in calibration.gradients)
+    before = sum(gradient.nbytes for gradient in calibration.gradients)
+    after = sum(gradient.nbytes for gradient in gradients)
+    ready_bytes = tuple(nbytes * after // before for nbytes in calibration.compute.ready_bytes)
+    compute = replace(calibration.compute, ready_bytes=ready_bytes)
+    return replace(calibration, gradients=gradients, compute=compute)
+
+
 def _check(
     calibration: Calibration,
     name: str,

@@ -33,13 +33,17 @@ def summarize(
     """
     calibration = scenario.calibration
     sizes_mb = sum(calibration.gradient_sizes) / 1e6
-    batch = "global batch"
+    gradients = f"{sizes_mb:.1f} MB of gradients"
+    if scenario.gradient_type is not None:
+        gradients += f" in {scenario.gradient_type}"
+    batch = f"global batch {scenario.batch_size}"
     if scenario.scaling == "weak":
-        batch = f"batch of a {_owner(scenario)}"
+        batch = f"batch of a {_owner(scenario)} {scenario.batch_size}"
+    if scenario.accumulation_steps > 1:
+        batch += f" in {scenario.accumulation_steps} micro-batches"
     lines = [
         _source_text(calibration, is_reference=is_reference, own_nodes=scenario.own_nodes),
-        f"{calibration.model}, {sizes_mb:.1f} MB of gradients, {batch} {scenario.batch_size}; "
-        + _nodes_text(scenario),
+        f"{calibration.model}, {gradients}, {batch}; {_nodes_text(scenario)}",
         _network_text(scenario, typical=scenario.rate_bits is not None and "latency" not in given),
     ]
     if scenario.ranks_per_node > 1:
@@ -130,8 +134,9 @@ def _inside_text(scenario: Scenario) -> str:
 def _batchnorm_text(scenario: Scenario) -> str:
     """Return how many messages of SyncBatchNorm a step waits for."""
     layers = scenario.calibration.batchnorm or ()
+    messages = 2 * len(layers) * scenario.accumulation_steps
     return (
-        f"SyncBatchNorm: {count(len(layers), 'layer')}, {2 * len(layers)} messages a step. "
+        f"SyncBatchNorm: {count(len(layers), 'layer')}, {messages} messages a step. "
         "Computing waits for each, so they are exposed communication"
     )
 

@@ -30,11 +30,13 @@ def compute_of(
     own_machines: bool,
     ranks_per_node: int = 1,
     least_samples: int = LEAST_SAMPLES,
+    accumulation_steps: int = 1,
 ) -> StepCompute:
     """Return the step of one of ``ranks`` ranks.
 
     own_machines : each node, with ``ranks_per_node`` ranks, is a machine of its own; else the ranks
         are placed as in the calibration.
+    least_samples : that a rank's step has. accumulation_steps : micro-batches of a step.
     """
     if own_machines:
         ranks_here = min(ranks, ranks_per_node)
@@ -43,7 +45,9 @@ def compute_of(
     else:
         ranks_here = min(ranks, max(ranks_per_node, calibration.ranks_here))
     samples = local_samples(batch_size, ranks, scaling=scaling, least=least_samples)
-    return calibration.compute.at(samples, ranks_here=ranks_here)
+    micro_batch = math.ceil(samples / accumulation_steps)
+    compute = calibration.compute.at(micro_batch, ranks_here=ranks_here)
+    return replace(compute, passes=accumulation_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,8 @@ class Scenario:
 
     Parameters
     ----------
-    batch_size, scaling : samples of all ranks together ("strong"), or of each rank ("weak").
+    batch_size, scaling : samples of a step of all ranks together ("strong"), or of each rank
+        ("weak").
     rate_bits, latency_seconds : of a node's link, and of a message over it; None: as calibrated.
         Without both the ranks are placed as in the calibration: if it measured over loopback, they
         share one machine.
@@ -60,9 +65,12 @@ class Scenario:
     inside_bits : bits per second between two ranks of a node; None: as calibrated over loopback,
         else ``TYPICAL_INSIDE_BITS``.
     own_nodes : the step's time is that of the reader's own ranks, each with its own processor.
+    accumulation_steps : micro-batches of a step, whose gradients add up before the exchange.
+    gradient_type : of the calibration's gradients, as shown to a reader; None: not shown.
     sync_batchnorm : BatchNorm layers normalise over all ranks, and wait for the messages.
     cluster : what the nodes' software and links cost; None: as calibrated.
-    step_seconds, step_samples : the reader's own step of one rank alone, if there is one.
+    step_seconds, step_samples : the reader's own step of one rank alone, of one micro-batch, if
+        there is one.
     node_step_seconds : the same step on a node where all of its ranks compute; messages inside the
         node are part of it.
     in_draws : network and compute hold arrays, an entry for each draw of what is uncertain.
@@ -79,6 +87,8 @@ class Scenario:
     inside_bits: float | None = None
     own_nodes: bool = False
     step_samples: int | None = None
+    accumulation_steps: int = 1
+    gradient_type: str | None = None
     sync_batchnorm: bool = False
     cluster: Cluster | None = None
     step_seconds: float | None = None
@@ -86,10 +96,13 @@ class Scenario:
     in_draws: bool = False
 
     def __post_init__(self) -> None:
+        if self.accumulation_steps < 1:
+            raise UserError(f"--accumulation-steps: got {self.accumulation_steps}, give 1 or more")
         if self.batch_size < self.least_samples:
-            raise UserError(
-                f"--batch-size: got {self.batch_size}, give {self.least_samples} or more"
-            )
+            wanted = f"{self.least_samples} or more"
+            if self.accumulation_steps > 1:
+                wanted += f", for {self.accumulation_steps} micro-batches"
+            raise UserError(f"--batch-size: got {self.batch_size}, give {wanted}")
         if not 1 <= self.ranks_per_node <= _MOST_RANKS_PER_NODE:
             raise UserError(
                 f"--ranks-per-node: got {self.ranks_per_node}, give 1 to {_MOST_RANKS_PER_NODE:,}"
@@ -112,9 +125,12 @@ class Scenario:
 
     @property
     def least_samples(self) -> int:
-        """The fewest samples of a rank: those of the reader's step, or those of BatchNorm."""
+        """The fewest samples of a rank's step: BatchNorm needs two in each micro-batch.
+
+        One is enough where the reader's own step had one.
+        """
         least = LEAST_SAMPLES if self.calibration.trains_batchnorm else 1
-        return min(least, self.step_samples or least)
+        return self.accumulation_steps * min(least, self.step_samples or least)
 
     @property
     def own_machines(self) -> bool:
@@ -219,6 +235,7 @@ class Scenario:
             own_machines=self.own_machines,
             ranks_per_node=1 if self.own_nodes else self.ranks_per_node,
             least_samples=self.least_samples,
+            accumulation_steps=self.accumulation_steps,
         )
         if self.cluster is not None:
             alone = times(compute, self._own_step_factor(self.cluster, ranks))
@@ -250,4 +267,5 @@ class Scenario:
     def _micro_batch(self, ranks: int) -> int:
         """Return the samples of a rank's pass."""
         least = self.least_samples
-        return local_samples(self.batch_size, ranks, scaling=self.scaling, least=least)
+        samples = local_samples(self.batch_size, ranks, scaling=self.scaling, least=least)
+        return math.ceil(samples / self.accumulation_steps)

@@ -133,9 +133,11 @@ def _note(name: str, nodes: int, scenario: Scenario) -> str:
     least = scenario.least_samples
     if scenario.scaling == "strong" and ranks * least > scenario.batch_size:
         owner = "node" if scenario.ranks_per_node == 1 else "rank"
+        if scenario.accumulation_steps > 1:
+            owner = "micro-batch"
         needs = f"each {owner} needs a sample"
-        if least > 1:
-            needs = f"BatchNorm needs {least} samples a {owner}"
+        if least > scenario.accumulation_steps:
+            needs = f"BatchNorm needs {least // scenario.accumulation_steps} samples a {owner}"
         return f"predicted for a global batch of {ranks * least:,}: {needs}"
     cores = scenario.calibration.cores
     if scenario.on_one_machine and ranks > cores:

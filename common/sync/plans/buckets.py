@@ -66,7 +66,12 @@ class DDPFp16Plan(DDPPlan):
     """As ``DDPPlan``, in entries of 2 bytes."""
 
     def bucket_operation(self, size: GradientSize, ready_bytes: int) -> Operation:
-        """See the base class; rounding to fp16 and back passes over the bucket twice more."""
+        """See the base class; rounding to fp16 and back passes over the bucket twice more.
+
+        Gradients of 2 bytes leave as they are.
+        """
+        if size.itemsize == 2:
+            return super().bucket_operation(size, ready_bytes)
         half = GradientSize(size.shape, 2)
         return Operation("all_reduce", half, copied_bytes=3 * size, ready_bytes=ready_bytes)
 

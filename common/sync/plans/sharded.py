@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.sync.bucketing import assign_buckets, bucket_sizes
 from common.sync.memory_cost import Memory, MemoryCase, replicated
@@ -87,14 +87,18 @@ class ShardedPlan(MessagePlan):
         }
 
 
+@dataclass(kw_only=True)
 class FSDPPlan(MessagePlan):
     """For each layer two all_gathers of weights, in forward and backward, and a reduce_scatter.
 
     Each parameter is padded to N equal parts of whole rows. The plan counts Gloo's messages: a
     reduce_scatter is an all_reduce there, and nothing overlaps with computing, so that it costs as
     much as if everything was sent after backward. On NCCL a reduce_scatter sends half.
+
+    accumulation_steps : micro-batches of a step. Each one gathers, the last one reduces.
     """
 
+    accumulation_steps: int = 1
     shards_update = True
     leave = "leave between the layers of both passes"
 
@@ -112,7 +116,10 @@ class FSDPPlan(MessagePlan):
             if layer > 0:
                 backward.append(gathers[layer - 1])
             backward.append(reduces[layer])
-        return gathers + backward
+        if self.accumulation_steps == 1:
+            return gathers + backward
+        in_earlier_passes = 2 * (self.accumulation_steps - 1)  # forward and backward
+        return [replace(gather, count=in_earlier_passes) for gather in gathers] + gathers + backward
 
     def memory(self, case: MemoryCase) -> Memory:
         """See the base class: the rank's rows; torch pads them to the same number on every rank.

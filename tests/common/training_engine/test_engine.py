@@ -6,6 +6,7 @@ import io
 import math
 import os
 import re
+from collections import Counter
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from common.distributed.process_group import current_world
 from common.errors import UserError
 from common.models.sync_batchnorm import SyncBatchNorm
 from common.profiling.comm_trace import Timeline
+from common.sync import build_message_plan_from
+from common.sync.message_cost import GradientSize
 from common.training_engine import Callback, TrainingEngine, batchnorm, validate
 from common.utils.hashing import digest
 from lab.proofs.equivalence import parameter_errors
@@ -149,6 +152,17 @@ def test_accumulation_equals_one_process_on_the_whole_window(size, name, accumul
         assert one["samples"] == [
             sum(counts[k : k + accumulation_steps]) for k in range(0, 5, accumulation_steps)
         ]
+
+
+@pytest.mark.parametrize("accumulation_steps", [2, 3])
+def test_fsdp_sends_in_a_step_of_several_micro_batches_what_its_plan_says(accumulation_steps):
+    """It reduces once, but gathers weights for every micro-batch, in both passes."""
+    plan = build_message_plan_from("fsdp", {"accumulation_steps": accumulation_steps})
+    planned = plan.operations(GradientSize.of(small_model().parameters()), 2)
+    kinds = Counter(one.kind for one in planned for _ in range(one.count))
+    assert kinds == {"all_gather": 4 * accumulation_steps, "all_reduce": 2}
+    first, *_ = accumulated(2)[0]["fsdp", accumulation_steps]["messages"]
+    assert first == 2 * kinds.total()  # in the first step the ranks compare before each one
 
 
 # fsdp reduces once, but gathers weights for every micro-batch.

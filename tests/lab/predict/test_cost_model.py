@@ -13,7 +13,13 @@ from common.sync.plans.base import MessagePlan, NoSyncPlan
 from common.sync.plans.batchnorm import BatchNormLayer, SyncBatchNormPlan
 from common.sync.plans.links import link_bytes
 from lab.predict.calibration_file import load_calibration, reference_path
-from lab.predict.compute_model import ComputeModel, ComputeProfile, StepCompute, local_samples
+from lab.predict.compute_model import (
+    ComputeModel,
+    ComputeProfile,
+    StepCompute,
+    local_samples,
+    times,
+)
 from lab.predict.event_model import (
     HEADERS,
     PACKET_BYTES,
@@ -438,6 +444,25 @@ def test_a_step_with_synchronised_batchnorm_by_hand():
     # Without any exchange each rank trains alone, and no layer waits.
     alone = predict_step(NoSyncPlan(), LAYERED, 2, network=network, compute=batchnorm_step())
     assert (alone.step_seconds, alone.batchnorm_seconds, alone.bytes_sent_root) == (32.0, 0.0, 0)
+
+
+def test_three_micro_batches_compute_and_wait_three_times_and_send_once():
+    """Messages overlap with the last backward and the first forward only, as with one pass."""
+    network = Network(0.0, 0.1)
+    plan = Planned((210, {"ready_bytes": 20}), (120, {"needed_bytes": 60}))  # 21 s and 12 s
+    one, three = (
+        predict_step(plan, LAYERED, 2, network=network, compute=batchnorm_step(passes=passes))
+        for passes in (1, 3)
+    )
+    # by hand: 21 s from the third second of a backward of 22, 12 s before the 5th of forward
+    assert one.sync_seconds == pytest.approx((3 + 21 - 22) + (12 - 5) + 4)
+    assert (one.compute_seconds, one.batchnorm_seconds) == (31.0, 4.0)  # half of the update
+    assert three.sync_seconds == pytest.approx((3 + 21 - 22) + (12 - 5) + 3 * 4)
+    assert (three.compute_seconds, three.batchnorm_seconds) == (3 * 30.0 + 1.0, 12.0)
+    waits = 2 * 24 + 2 * 8  # bytes of a pass, see above
+    assert three.bytes_sent_root == one.bytes_sent_root + 2 * waits
+    twice = times(batchnorm_step(passes=3), 2)
+    assert twice.seconds == 2 * batchnorm_step(passes=3).seconds == 2 * 92.0
 
 
 def test_a_stalled_forward_is_a_backward_seen_in_a_mirror():

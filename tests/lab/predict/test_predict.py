@@ -2,10 +2,11 @@
 
 import io
 import json
+import math
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
@@ -18,6 +19,7 @@ from lab.cli import main
 from lab.predict.bucket_choice import SIZES_MB
 from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.event_model import HEADERS
+from lab.predict.own_model import with_gradient_bytes, with_own_model
 from lab.predict.scenario import Scenario
 from lab.predict.tables import message_plans, predict_table, scaling_limits_of
 from lab.units import parse_latency, parse_parameters, parse_rate
@@ -161,6 +163,9 @@ def test_rates_and_latencies_are_read(parse, text, value):
         ("--model resnet51", "resnet50"),
         ("--model vgg16 --parameters 1M", "are both given"),
         ("--step-time 120ms", "go together"),
+        ("--accumulation-steps 0", "--accumulation-steps: got 0, give 1 or more"),
+        ("--accumulation-steps 200", "got 256, give 400 or more, for 200 micro-batches"),
+        ("--gradient-type int8", "fp16"),
         ("--parameters 25.6", "25.6M or 7B"),
         ("--parameters 0", "give more than 0"),
         ("--parameters 25M/s", "give a number, alone or with a unit (k, m, b)"),
@@ -349,6 +354,105 @@ def test_a_rank_needs_two_samples_for_batchnorm_and_one_without(
     assert computed[0] == pytest.approx(computed[1])  # as few samples as a rank can have
     if scaling == "weak":
         assert computed[0] == pytest.approx(0.1)
+
+
+ROWS, COLUMNS, MATRICES = 505, 506, 50  # that stand for 12,775,000 parameters
+ENTRIES = ROWS * COLUMNS * MATRICES
+ALPHA, BETA = 2e-4, 8 * HEADERS / 1e9  # seconds of a message and of a byte on links of 1 Gbit/s
+
+
+def own_steps(names, *, nodes=8, itemsize=4, accumulation_steps=1, model=None, mb=None, **changes):
+    """Return the rows of a step of 100 ms for 8 samples; ``model``: of the calibration."""
+    calibration = with_own_model(
+        REFERENCE, model=model, parameters=None if model else 12.775e6, step_seconds=0.1, batch=8
+    )
+    own = scenario(
+        calibration=with_gradient_bytes(calibration, itemsize),
+        **{"batch_size": 8 * accumulation_steps, "scaling": "weak", "own_nodes": True} | changes,
+        accumulation_steps=accumulation_steps,
+    )
+    plans = message_plans(names, {"accumulation_steps": accumulation_steps, "bucket_mb": mb})
+    return {row.sync: row for row in predict_table([nodes], plans, own)}
+
+
+@pytest.mark.parametrize("itemsize", [4, 2])
+@pytest.mark.parametrize("accumulation_steps", [1, 4])
+def test_types_of_gradients_and_accumulation_by_hand(itemsize, accumulation_steps):
+    names = "none ring fsdp sharded ddp ddp_fp16 topk ddp_powersgd local_sgd".split()
+    rows = own_steps(names, itemsize=itemsize, accumulation_steps=accumulation_steps)
+    step = {name: row.prediction for name, row in rows.items()}
+    sent = {name: row.prediction.bytes_sent_root for name, row in rows.items()}
+    measured = REFERENCE.compute.at(8)
+    update = 0.1 * measured.update_seconds / measured.seconds
+    alone = accumulation_steps * (0.1 - update) + update
+    assert step["none"].step_seconds == pytest.approx(alone)
+    whole = ENTRIES * itemsize
+    ring = 2 * 7 * ALPHA + 2 * 7 / 8 * whole * BETA
+    assert step["ring"].step_seconds == pytest.approx(alone + ring, rel=1e-4)
+    assert step["local_sgd"].sync_seconds == pytest.approx(ring / 4)
+    assert sent["ring"] == pytest.approx(2 * 7 / 8 * whole, rel=1e-4)
+    part = math.ceil(ROWS / 8) * COLUMNS * itemsize
+    hops = MATRICES * 14 * (accumulation_steps + 1)  # gathers in each pass, reduces in the last
+    assert step["fsdp"].sync_seconds == pytest.approx(hops * (ALPHA + part * BETA))
+    assert sent["fsdp"] == hops * part
+    # 2 bytes an entry, whatever the gradients have
+    assert sent["ddp_fp16"] == pytest.approx(2 * 7 / 8 * ENTRIES * 2, rel=1e-4)
+    assert (step["ddp_fp16"] == step["ddp"]) == (itemsize == 2)
+    assert sent["topk"] == 7 * math.ceil(0.01 * ENTRIES) * (itemsize + 4)
+    thin = MATRICES * 2 * (ROWS + COLUMNS) * itemsize  # P and Q of two columns each
+    assert sent["ddp_powersgd"] == pytest.approx(2 * 7 / 8 * thin)
+
+
+@pytest.mark.parametrize("model", [None, "vgg11"])
+def test_half_of_the_bytes_on_half_of_the_rate_take_the_same_time(model):
+    """Also where backward hides them: the gradients are ready at the same moments."""
+    names = "all_reduce ring ddp ddp_zero1 overlapped sharded fsdp ddp_powersgd local_sgd".split()
+    whole = own_steps(names, model=model, itemsize=4, mb=8.0, rate_bits=2e9)
+    half = own_steps(names, model=model, itemsize=2, mb=4.0, rate_bits=1e9)
+    for name in names:
+        seconds = whole[name].prediction.step_seconds
+        assert half[name].prediction.step_seconds == pytest.approx(seconds, rel=1e-4)
+
+
+def test_micro_batches_share_the_batch_and_hide_no_more_than_one():
+    """Strong scaling divides the batch over ranks and micro-batches; weak over micro-batches."""
+    names = ["ddp", "sharded"]
+    one = own_steps(names)
+    four = own_steps(names, accumulation_steps=4)
+    strong = own_steps(names, accumulation_steps=4, scaling="strong", batch_size=256)  # 8 x 4 x 8
+    alone = own_steps(names, accumulation_steps=4, nodes=1)
+    for name in names:
+        exposed = four[name].prediction.sync_seconds
+        assert exposed == pytest.approx(one[name].prediction.sync_seconds)
+        assert strong[name].prediction == four[name].prediction
+        seconds = four[name].prediction.step_seconds
+        assert four[name].speedup == pytest.approx(
+            8 * alone[name].prediction.step_seconds / seconds
+        )
+        assert four[name].efficiency == four[name].speedup / 8 > one[name].efficiency
+    calibrated = table([8, 64], ["ring"], accumulation_steps=4)
+    step = REFERENCE.compute.at(256 / (8 * 4))
+    computed = 4 * (step.before_seconds + step.backward_seconds) + step.update_seconds
+    assert calibrated["ring", 8].prediction.compute_seconds == pytest.approx(computed)
+    assert "global batch of 512: BatchNorm needs 2" in calibrated["ring", 64].note
+
+
+def test_type_and_accumulation_are_said_unless_they_are_the_default(capsys):
+    words = "--parameters 12775000 --step-time 100ms --batch 8 --sync ring --json"
+    extra = "--gradient-type bf16 --accumulation-steps 4"
+    printed = []
+    for flags in ("--gradient-type fp32 --accumulation-steps 1", extra):
+        assert predict(*words.split(), *flags.split()) == 0
+        printed.append(json.loads(capsys.readouterr().out))
+    plain, other = printed
+    assert plain.keys() | {"gradient_type", "accumulation_steps"} == other.keys() != plain.keys()
+    assert (other["gradient_type"], other["accumulation_steps"]) == ("bf16", 4)
+    assert "MB of gradients, batch of a node 8;" in plain["about"][1]
+    assert "25.6 MB of gradients in bf16, batch of a node 32 in 4" in other["about"][1]
+    expected = own_steps(["ring"], itemsize=2, accumulation_steps=4)["ring"].prediction
+    assert other["rows"][0]["prediction"] == asdict(expected)
+    limits = {limit["scaling"]: limit["limit"] for limit in other["scaling"]}
+    assert limits == {"strong": 8, "weak": 100_000}
 
 
 def rows_of(printed):
