@@ -134,7 +134,8 @@ def test_a_class_of_twelve_right_faulty_cheating_and_started_in_its_own_ways(gra
     assert marks == {name: mark for name, (_, _, mark, _, _) in TWELVE.items()}
     for name, (_, _, mark, fault, otherwise) in TWELVE.items():
         row = seen.rows[name]
-        assert row["faults"] == (f"part2:{fault}" if fault else ""), name
+        if name not in CHEATS:  # what a cheat's records say does not count
+            assert row["faults"] == (f"part2:{fault}" if fault else ""), name
         assert bool(row["other commands"]) == bool(otherwise), name
         assert otherwise in row["other commands"], name
         assert bool(row["by hand"]) == (not mark), name
