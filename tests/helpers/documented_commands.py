@@ -115,14 +115,14 @@ CHECKS = {
         "--dataset digits -b 4 --max-steps 2 --no-amp --no-validate", prints=EQUAL
     ),
     "wide-resnet": long(f"{SMALL} --model wide_resnet16_4 --no-amp", prints=EQUAL),
-    f"{FAST} --distributed": slow(f"{SMALL} --no-amp", prints=EQUAL),
+    f"{FAST} --distributed": long(f"{SMALL} --no-amp", prints=EQUAL),
     f"nproc-per-node 2 .*{FAST}": long(f"{SMALL} --no-amp", prints=EQUAL),
     FAST: long(f"{SMALL} --no-amp", prints="test accuracy"),
     "--max-steps 200": long(SMALL, prints="test accuracy"),
     # the parts, and scripts; README.md's first command must work at once
-    "PartOne.*digits": slow(prints="mean iteration time .*without the first"),
+    "PartOne.*digits": slow("--max-steps 3", prints="mean iteration time .*without the first"),
     "--compute measured": long(prints="EMULATED"),
-    "--timeline|^torchrun .*PartThree/main.py": slow(prints=EQUAL),
+    "--timeline|^torchrun .*PartThree/main.py": slow("--max-steps 3", prints=EQUAL),
     "cs744": long(prints="of 10,000 images", cifar=True),
     "part-one": long(prints="test accuracy"),
     "check_strategy": slow(

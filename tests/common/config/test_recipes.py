@@ -28,6 +28,7 @@ from common.utils.environment import _TORCHRUN_RULES
 from common.utils.limits import kind_and_meta
 from tests.helpers import (
     ROOT,
+    TINY,
     Started,
     free_port,
     make_image_folder,
@@ -323,7 +324,7 @@ def test_who_trains_something_else_than_meant_is_told(command, said):
 
 def test_the_assignments_recipe_and_a_name_for_its_runs(tmp_path, images):
     words = ["--recipe", "cs744", "--dataset", "folder", "--data-dir", images, "--max-steps", 2]
-    words += ["--batch-size", 8, "--output-dir", tmp_path, "--experiment", "mine"]
+    words += ["--batch-size", 8, "--output-dir", tmp_path, "--experiment", "mine", *TINY]
     for ended in run_part("PartTwo", *words, "--sync", "all_reduce", ranks=2, cwd=tmp_path):
         assert ended.status == 0, ended.err
     config = json_of(only_run_folder(tmp_path, "mine"), "config")

@@ -189,17 +189,16 @@ def test_a_node_leaves_another_joins_and_the_weights_stay_those_of_an_undisturbe
 @pytest.mark.slow
 def test_the_newest_checkpoint_counts_on_whichever_node_it_lies(tmp_path, images):
     """Each node has its own folder; the test moves rank 0's files to the other node."""
-    pace = set_pace(tmp_path, 0)
 
     def train(*flags):
-        """Train on both nodes; return the output of rank 0."""
-        group = ("--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1")
-        group += ("--master-port", free_port(), "--node-rank")
-        arguments = [*ARGUMENTS, *images, *flags]
-        nodes = [
-            start_agent(tmp_path / str(node), *group, node, env=pace, arguments=arguments)
-            for node in range(2)
-        ]
+        """Train on both nodes, with torchrun's variables; return the output of rank 0."""
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        group |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        nodes = []
+        for node in range(2):
+            own = group | {"RANK": str(node), "GROUP_RANK": str(node)}
+            arguments = [*ARGUMENTS, *images, *flags, "--output-dir", tmp_path / str(node)]
+            nodes.append(start_part("PartTwo", *arguments, cwd=tmp_path, env=own))
         return all_ended(nodes)[0].out
 
     train("--stop-after-epoch", 1)

@@ -147,11 +147,11 @@ def test_a_single_value_is_refused():
 # --- in training ---
 
 
-def vgg11_errors(rank, shares, strategies):
-    """Train VGG-11 in float64 for four steps; return each strategy's error from one process."""
+def vgg11_errors(rank, shares, strategies, steps):
+    """Train VGG-11 in float64; return each strategy's error from one process."""
     generator = torch.Generator().manual_seed(3)
     batches = []  # of each step, the whole batch
-    for _ in range(4):
+    for _ in range(steps):
         images = torch.randn(sum(shares), 3, 32, 32, generator=generator, dtype=torch.float64)
         labels = torch.randint(0, 10, (sum(shares),), generator=generator)
         batches.append((images, labels))
@@ -176,8 +176,8 @@ def vgg11_errors(rank, shares, strategies):
     return found
 
 
-def check_vgg11(shares, strategies):
-    found = run_ranks(len(shares), vgg11_errors, shares, strategies, timeout_seconds=800)
+def check_vgg11(shares, strategies, *, steps):
+    found = run_ranks(len(shares), vgg11_errors, shares, strategies, steps, timeout_seconds=800)
     for by_name in found:
         for name, error in by_name.items():
             assert error <= 1e-9, f"{name} is off by {error:.1e}"
@@ -186,15 +186,16 @@ def check_vgg11(shares, strategies):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_vgg11_with_batchnorm_equals_one_process():
-    """The assignment's strategies: weights and running statistics after four steps."""
-    check_vgg11((2, 1, 2), ["gather_scatter", "all_reduce", "ddp"])
+    """The assignment's strategies: weights and running statistics after two steps."""
+    check_vgg11((2, 1, 2), ["gather_scatter", "all_reduce", "ddp"], steps=2)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("shares", [(3, 2), (2, 3, 2), (2, 1, 3, 0, 2)])
 def test_vgg11_with_every_exact_strategy_equals_one_process(shares):
-    check_vgg11(shares, [name for name in EXACT if name != "fsdp"])  # it keeps parts on each rank
+    whole = [name for name in EXACT if name != "fsdp"]  # it keeps parts on each rank
+    check_vgg11(shares, whole, steps=4)
 
 
 def sections(rank):

@@ -80,22 +80,32 @@ def test_a_plan_without_its_memory_is_refused(monkeypatch):
         plan_class(NAME)
 
 
-def test_programs_know_a_new_strategy(tmp_path):
-    """Its option is a flag of the part and of lab, and ranks hold the bytes that its plan says."""
+def start_program(folder, *words):
+    """Start the program that knows the new strategy: PartTwo, or lab."""
+    command = [sys.executable, str(PROGRAM), *map(str, words)]
+    return Started(command, cwd=folder, env=user_environment())
 
-    def run(*words):
-        command = [sys.executable, str(PROGRAM), *map(str, words)]
-        return Started(command, cwd=tmp_path, env=user_environment())
 
+def test_the_option_of_a_new_strategy_is_a_flag_of_the_part_and_of_lab(tmp_path):
+    predict = start_program(
+        tmp_path, "lab", "predict", "--sync", NAME, "--nodes", 2, "--pieces", 4, "--json"
+    )
+    wrong = start_program(tmp_path, "--sync", NAME, "--pieces", 9)
+    ended = predict.end()
+    assert ended.status == 0, ended.err
+    assert [row["sync"] for row in json.loads(ended.out)["rows"]] == [NAME]
+    told = "--pieces: got 9, give a whole number of at least 1 and at most 8"
+    assert told in wrong.end().err
+
+
+@pytest.mark.slow
+def test_ranks_of_a_new_strategy_hold_and_send_the_bytes_that_its_plan_says(tmp_path):
     where = ("--output-dir", tmp_path / "out", "--dataset", "digits", "--timeline")
-    train = run(
+    ended = start_program(
+        tmp_path,
         *("--sync", NAME, "--pieces", 3, "--distributed", "--world-size", 2),
         *(*TINY, *where, "--batch-size", 32, "--max-steps", 3, "--measure-only"),
-    )
-    predict = run("lab", "predict", "--sync", NAME, "--nodes", 2, "--pieces", 4, "--json")
-    wrong = run("--sync", NAME, "--pieces", 9)
-
-    ended = train.end()
+    ).end()
     assert ended.status == 0, ended.err
     [path] = (tmp_path / "out").rglob("ranks.json")
     for rank in json.loads(path.read_text())["ranks"]:
@@ -106,12 +116,6 @@ def test_programs_know_a_new_strategy(tmp_path):
         assert rank["bytes_sent"] == plan.bytes_sent(sizes, rank["rank"], 2)
     config = json.loads(path.with_name("config.json").read_text())
     assert (config["sync"], config["pieces"]) == (NAME, 3)
-
-    ended = predict.end()
-    assert ended.status == 0, ended.err
-    assert [row["sync"] for row in json.loads(ended.out)["rows"]] == [NAME]
-    told = "--pieces: got 9, give a whole number of at least 1 and at most 8"
-    assert told in wrong.end().err
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "none"])

@@ -105,13 +105,13 @@ def test_what_cannot_be_audited_is_told_on_one_line(tmp_path, refusal, words, me
 
 
 WRONG_SCRIPTS = {  # by what the script lacks: its code, the line and the known error
-    "rank": ("import os, torch\ndef f():\n    os.environ['RANK']\nf()", 3, "no_environment"),
+    "rank": ("import os\ndef f():\n    os.environ['RANK']\nf()", 3, "no_environment"),
     "class": (
         "import torch\nclass Features: pass\ntorch.save(Features(), FILE)\ntorch.load(FILE)",
         4,
         "weights_only",
     ),
-    "folder": ("import torch\nopen('output/log.txt', 'w')", 2, "output_folder_missing"),
+    "folder": ("import sys\nopen('output/log.txt', 'w')", 2, "output_folder_missing"),
     "scheme": (
         "import torch.distributed as dist\ndist.init_process_group('gloo', init_method='10.0.0.1')",
         2,
@@ -123,7 +123,7 @@ WRONG_SCRIPTS = {  # by what the script lacks: its code, the line and the known 
         3,
         None,
     ),
-    "helper": ("import torch\nimport helper", None, "syntax_error"),
+    "helper": ("import sys\nimport helper", None, "syntax_error"),
 }
 
 

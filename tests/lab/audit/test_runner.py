@@ -12,7 +12,7 @@ from lab.audit import runner
 from lab.audit.isolation import run_network, sort_names
 from lab.audit.runner import start_process
 from lab.cluster import tools
-from tests.helpers.audited import run_script
+from tests.helpers.audited import run_script, start_forked
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import running_in, start_lab
 from tests.helpers.waiting import wait_until
@@ -72,10 +72,10 @@ NAMESPACES = pytest.mark.skipif(
 )
 
 
-def run(folder, script, *, literal=0, size=2, **options):
+def run(folder, script, *, literal=0, size=2, start=start_process, **options):
     """Run a script, see that nothing is left of it, and return how it ended."""
     command = f"python {{script}} {{master}} {{port}} {{nodes}} {{rank}} {literal}"
-    end = run_script(folder, script, command=command, size=size, start=start_process, **options)
+    end = run_script(folder, script, command=command, size=size, start=start, **options)
     assert running_in(folder) == []
     return end
 
@@ -110,7 +110,7 @@ def test_a_rank_that_ignores_sigterm_and_its_daemon_are_ended_after_a_failure(tm
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "literal"), [(2, 4), (3, 2)])
 def test_a_literal_number_of_ranks_is_noticed(tmp_path, size, literal):
-    end = run(tmp_path, TRAINING, literal=literal, size=size)
+    end = run(tmp_path, TRAINING, literal=literal, size=size, start=start_forked)
     assert end.wanted_size == literal, (end, end.output(0))
 
 
@@ -120,7 +120,7 @@ def test_commands_that_start_two_ranks_each_are_nodes_of_two(tmp_path):
     joins = "dist.init_process_group("
     two = "import os\nchild = os.fork()\nrank, world = 2 * rank + (child == 0), 2 * world\n"
     script = TRAINING.replace(joins, two + joins) + "if child:\n    os.waitpid(child, 0)\n"
-    end = run(tmp_path, script)
+    end = run(tmp_path, script, start=start_forked)
     assert (end.recording.size, len(end.recording.ranks)) == (4, 4), end.output(0)
     assert (end.wanted_size, end.fixed_size, end.hung) == (None, None, None)
 

@@ -79,14 +79,14 @@ def handed_in(script, *edits, **files):
     return {"main.py": script, "student.py": starter(*edits), **named}
 
 
-# Twelve submissions to a course whose rubric demands DEMANDED: a folder for each, its files, the
+# Twelve submissions to a course whose rubric demands DEMANDED and accepts an early clip: two cheat,
+# and others cannot be started as demanded. By name: the folder of the part, its files, the
 # mark of 6 points ("" if it is left to a person), what was found, and how it runs otherwise than
 # demanded ("" if it does not).
 DEMANDED = "python {script} --master-ip {master} --num-nodes {nodes} --rank {rank}"
 SAVES = '\n    open(f"output/{args.rank}.txt", "w")\n    train(args)\n'
 TWELVE = {
     "asked": ("part2", handed_in(RIGHT), "6", "", ""),
-    "url": ("part2", handed_in(RIGHT, AS_URL), "6", "", "tcp://{master}:{port}"),
     "url-sum": ("part2", handed_in(SUM, AS_URL), "0", "sum-not-mean", "tcp://{master}:{port}"),
     "torchrun": (
         "part2",
@@ -95,7 +95,6 @@ TWELVE = {
         "",
         "torchrun main.py",
     ),
-    "eth1": ("part2", handed_in("start_seed_of_the_rank", ETH1), "0", "different-start", "eth1"),
     "output": (
         "part2",
         handed_in(RIGHT.replace("\n    train(args)\n", SAVES)),
@@ -119,43 +118,31 @@ TWELVE = {
         "",
     ),
     "python2": ("part2", handed_in("import torch\nprint 'hello'\n"), "", "", ""),
-    "syncbn": ("part2", handed_in("syncbn_sum"), "0", "sum-not-mean", ""),
     "missing": ("part2", handed_in("import einx_not_there\n"), "", "", ""),
+    "early-clip": ("part2", handed_in("clip_norm_torch"), "6", "", ""),
+    "forged": ("part2", handed_in(CHEATS["forged"][0]), "", "", ""),
+    "replaced": ("part2", handed_in(CHEATS["replaced"][0]), "", "", ""),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_class_of_twelve_that_no_single_command_starts(grade):
+def test_a_class_of_twelve_right_faulty_cheating_and_started_in_its_own_ways(grade):
     rubric = ON_TWO_RANKS.replace(BY_FLAGS, DEMANDED)
     seen = grade({name: {part: files} for name, (part, files, *_) in TWELVE.items()}, rubric=rubric)
     marks = {name: row["part2"] for name, row in seen.rows.items()}
     assert marks == {name: mark for name, (_, _, mark, _, _) in TWELVE.items()}
-    assert sum(not mark for mark in marks.values()) <= 3
     for name, (_, _, mark, fault, otherwise) in TWELVE.items():
         row = seen.rows[name]
-        assert row["faults"] == (f"part2:{fault}" if fault else ""), name
+        if name not in CHEATS:  # what a cheat's records say does not count
+            assert row["faults"] == (f"part2:{fault}" if fault else ""), name
         assert bool(row["other commands"]) == bool(otherwise), name
         assert otherwise in row["other commands"], name
         assert bool(row["by hand"]) == (not mark), name
+    assert "eth1" in seen.rows["flags"]["other commands"]
     assert "Python 2" in seen.rows["python2"]["by hand"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_right_ones_get_full_marks_faulty_ones_lose_theirs_and_cheats_are_for_a_person(grade):
-    scripts = {name: CHEATS[name][0] for name in ("forged", "replaced")} | {
-        "right": "right_all_reduce",
-        "gather": "right_gather_scatter",
-        "sum": "sum_all_reduce",
-        "early-clip": "clip_norm_torch",
-    }
-    classes = {name: {"part2": one} for name, one in scripts.items()}
-    rows = grade(classes, rubric=ON_TWO_RANKS).rows
-    marks = {name: row["part2"] for name, row in rows.items() if row["part2"]}
-    assert marks == {"right": "6", "gather": "6", "sum": "0", "early-clip": "6"}
-    assert rows["sum"]["faults"] == "part2:sum-not-mean"
-    assert all(CHEATS[name][1] in rows[name]["by hand"] for name in ("forged", "replaced"))
+    for name in ("forged", "replaced"):
+        assert CHEATS[name][1] in seen.rows[name]["by hand"]
 
 
 @pytest.mark.long

@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from lab.audit.audit import examine
+from lab.audit.command import AuditCommand
+from lab.audit.runner import RunSettings, run_audit_size
 from lab.cli import main
-from lab.grade.rubric import rubric_text
+from lab.grade.driven import DRIVERS, PLACEHOLDER, STEPS, driven_facts
+from lab.grade.facts import Facts
+from lab.grade.marks import mark_part
+from lab.grade.rubric import load_rubric, rubric_text
+from tests.helpers.audited import start_forked
 
 SOLUTIONS = Path(__file__).with_name("solutions")
 # By part: the file, and the mistakes: the edits (from, to), the findings, and the marks.
@@ -168,24 +175,18 @@ MISTAKES = {
 COURSES = {"individual": "cs336", "bucketed": "cs336", "optimizer": "cs336"}
 
 
-def one_part(part):
-    """Return a shipped rubric with this part alone, on one number of ranks, without mounts."""
-    text = rubric_text(COURSES.get(part, "efficient-dl"))
-    text = re.sub(r"\[mounts\][^[]*", "", text)
-    text = re.sub(r"^ranks = .*\n", "", text, flags=re.MULTILINE)
-    head, *sections = re.split(r"(?=^\[parts\.)", text, flags=re.MULTILINE)
-    [section] = [section for section in sections if section.startswith(f"[parts.{part}]")]
-    ranks = 2 if part in ("syncbn", "training") else 3
-    return head + section.replace("points = ", f"ranks = [{ranks}]\npoints = ")
+IN_THE_SANDBOX = {"individual": "afterwards", "training": "each-batch"}
+"""What runs in the sandbox on 2 ranks: parts, and a mistake of each."""
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("part", MISTAKES)
-def test_a_right_solution_has_full_marks_and_each_mistake_its_finding_and_price(
-    part, tmp_path, monkeypatch
-):
-    file, points, mistakes = MISTAKES[part]
+def ranks_of(part):
+    """Return the number of ranks on which all mistakes of a part show."""
+    return 2 if part in ("syncbn", "training") else 3
+
+
+def solutions_of(part):
+    """Return the right solution, and one for each mistake, by name."""
+    file, _, mistakes = MISTAKES[part]
     right = (SOLUTIONS / ("cs336.py" if part in COURSES else Path(file).name)).read_text()
     solutions = {"right": right}
     for name, (edits, _, _) in mistakes.items():
@@ -193,18 +194,89 @@ def test_a_right_solution_has_full_marks_and_each_mistake_its_finding_and_price(
         for old, new in edits:
             assert old in right, old
             solutions[name] = solutions[name].replace(old, new)
-    monkeypatch.chdir(tmp_path)
-    for name, text in solutions.items():
-        place = tmp_path / "class" / name / file
+    return solutions
+
+
+def expected_of(part):
+    """Return the findings and the marks of each solution."""
+    _, points, mistakes = MISTAKES[part]
+    expected = {name: (faults, marks) for name, (_, faults, marks) in mistakes.items()}
+    return expected | {"right": ("", points)}
+
+
+def one_part(part, ranks):
+    """Return a shipped rubric with this part alone, on one number of ranks, without mounts."""
+    text = rubric_text(COURSES.get(part, "efficient-dl"))
+    text = re.sub(r"\[mounts\][^[]*", "", text)
+    text = re.sub(r"^ranks = .*\n", "", text, flags=re.MULTILINE)
+    head, *sections = re.split(r"(?=^\[parts\.)", text, flags=re.MULTILINE)
+    [section] = [section for section in sections if section.startswith(f"[parts.{part}]")]
+    return head + section.replace("points = ", f"ranks = [{ranks}]\npoints = ")
+
+
+def checked(part, text, folder):
+    """Check a solution as `lab grade` does, but in forked ranks; return its findings and marks."""
+    size = ranks_of(part)
+    script = folder / MISTAKES[part][0]
+    script.parent.mkdir(parents=True)
+    script.write_text(text)
+    (folder / "rubric.toml").write_text(one_part(part, size))
+    rubric = load_rubric(str(folder / "rubric.toml"))
+    command = rubric.parts[part].command.replace(PLACEHOLDER, str(DRIVERS))
+    words = AuditCommand(tuple(command.replace("{script}", script.name).split()))
+    settings = RunSettings(steps=STEPS, limit_seconds=60, cwd=script.parent)
+    logs = folder / "logs"
+    logs.mkdir()
+    run = run_audit_size(words, size, logs, settings, start=start_forked)
+    audit = driven_facts(examine(words, [run], None, asked=[size], rate=None), {size: logs})
+    seen = Facts(key="", audit=audit, used=[], whole=False, doubts=[], seconds=1.0)
+    names = " ".join(finding.name for finding in audit.findings)
+    return names, mark_part(part, seen, rubric).marks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [part for part in MISTAKES if part != "training"])
+def test_a_right_solution_has_full_marks_and_each_mistake_its_finding_and_price(part, tmp_path):
+    solutions = solutions_of(part)
+    seen = {name: checked(part, text, tmp_path / name) for name, text in solutions.items()}
+    assert seen == expected_of(part)
+
+
+def graded(part, names, folder, *, ranks):
+    """Grade these solutions in the sandbox; return the findings and marks of each."""
+    solutions = solutions_of(part)
+    for name in names:
+        place = folder / "class" / name / MISTAKES[part][0]
         place.parent.mkdir(parents=True)
-        place.write_text(text)
-    (tmp_path / "rubric.toml").write_text(one_part(part))
-    folders = [str(tmp_path / "class" / name) for name in solutions]
+        place.write_text(solutions[name])
+    (folder / "rubric.toml").write_text(one_part(part, ranks))
+    folders = [str(folder / "class" / name) for name in names]
     assert main(["grade", *folders, "--rubric", "rubric.toml"]) == 0
-    with (tmp_path / "grades/class.csv").open() as table:
+    with (folder / "grades/class.csv").open() as table:
         rows = {row["submission"]: row for row in csv.DictReader(table)}
     print(rows)
-    expected = {name: (faults, f"{marks:g}") for name, (_, faults, marks) in mistakes.items()}
-    expected["right"] = ("", f"{points:g}")
-    seen = {name: (row["faults"].replace(f"{part}:", ""), row[part]) for name, row in rows.items()}
-    assert seen == expected
+    return {
+        name: (row["faults"].replace(f"{part}:", ""), float(row[part]))
+        for name, row in rows.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", IN_THE_SANDBOX)
+def test_the_sandbox_gives_the_same_marks(part, tmp_path, monkeypatch):
+    """What differs from a forked rank is the same for every driver: one mistake shows it."""
+    monkeypatch.chdir(tmp_path)
+    names = ["right", IN_THE_SANDBOX[part]]
+    assert graded(part, names, tmp_path, ranks=2) == {
+        name: expected_of(part)[name] for name in names
+    }
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", MISTAKES)
+def test_the_sandbox_gives_every_solution_the_same_marks(part, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    marks = graded(part, [*solutions_of(part)], tmp_path, ranks=ranks_of(part))
+    assert marks == expected_of(part)

@@ -129,13 +129,20 @@ def test_buckets_hide_a_part_of_the_messages(tmp_path):
 
 
 @pytest.mark.slow
-def test_four_ranks_equal_four_shards(tmp_path):
+def test_four_ranks_equal_four_shards(tmp_path, monkeypatch):
+    """And VGG-11 with the student's sums equals one process."""
+    monkeypatch.chdir(tmp_path)  # without CIFAR-10
     measured, said = check(7, tmp_path)
     assert measured == pytest.approx(1, abs=1e-4)
     assert "1 message in forward and 1 message in backward" in said
     without, with_norm = (float(one) for one in re.findall(r"batch by (\S+)", said))
     assert without < 1e-12
     assert with_norm > 0.1
+    in_vgg11 = re.findall(r"VGG-11 on .* by (\d\S*\d), with BatchNorm by (\d\S*\d)", said)
+    assert len(in_vgg11) == 2
+    for own, local in in_vgg11:
+        assert float(own) < 1e-12
+        assert 0.1 < float(local) < 1
 
 
 def test_a_right_measurement(tmp_path):

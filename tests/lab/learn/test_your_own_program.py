@@ -2,13 +2,15 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 
 import pytest
 
-from tests.helpers import ROOT, start_lab
+from lab.audit.findings import run_checks
+from lab.audit.result import verdict
+from tests.helpers import ROOT
+from tests.helpers.audited import run_script
 from tests.helpers.documentation import Page
 from tests.helpers.processes import free_port
 
@@ -57,13 +59,15 @@ def test_the_program_runs_in_two_terminals(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_audit_calls_the_program_right(tmp_path):
-    write_program(tmp_path)
+    """With the page's command, on the numbers of ranks that `lab audit` takes by itself."""
+    program = write_program(tmp_path)
     [command] = [line for line in PAGE.commands() if line.startswith("lab audit")]
-    words = [sys.executable if word == "python" else word for word in shlex.split(command)[1:]]
-    ended = start_lab(*words, cwd=tmp_path).end(timeout_seconds=280)
-    assert ended.status == 0, ended
-    assert ended.out.startswith("Right: ")
-    notices = ended.out.partition("Notices")[2].partition("\n\n")[0].splitlines()[1:]
-    assert [notice for notice in notices if "The sampler repeats samples" not in notice] == []
+    words = command.partition(" -- ")[2].replace(program.name, "{script}")
+    recordings = [
+        run_script(tmp_path / str(size), program.read_text(), command=words, size=size).recording
+        for size in (2, 3)
+    ]
+    checked = run_checks(recordings)
+    assert verdict(recordings, checked.findings, checked.unknown).answer == "yes"
+    assert {finding.name for finding in checked.findings} <= {"padding-sampler"}
