@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from lab.flags import add_command
 if TYPE_CHECKING:  # slow to import, and --help imports this file
     from common.sync.plans.base import MessagePlan
     from lab.predict.calibration_file import Calibration
+    from lab.predict.cluster import Cluster
     from lab.predict.scaling import ScalingLimit
     from lab.predict.scenario import Scenario
     from lab.predict.tables import PredictedStep
@@ -49,6 +51,14 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "help": "latency of a message, e.g. 0.2ms (default: with --rate a typical one of such a "
         "link, which is printed; else as calibrated)",
     },
+    "--backend": {
+        "choices": ["gloo", "nccl"],
+        "help": "software that sends (default: nccl with --step-time, else gloo)",
+    },
+    "--transport": {
+        "choices": ["tcp", "rdma"],
+        "help": "how it sends: tcp, or rdma for InfiniBand and RoCE (default: tcp)",
+    },
     "--rate-inside": {
         "metavar": "RATE",
         "help": "bandwidth between two ranks of a node (default: as calibrated over loopback; with "
@@ -68,6 +78,11 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
     "--step-time": {
         "help": "time of a step on one of your nodes, e.g. 120ms, with --batch samples; with "
         "--ranks-per-node that of a rank"
+    },
+    "--node-step-time": {
+        "metavar": "TIME",
+        "help": "the same step on one node where all its ranks compute, e.g. 130ms, with "
+        "--ranks-per-node (default: a typical loss)",
     },
     "--batch": {"type": int, "help": "samples of the step of --step-time"},
     "--gradient-type": {
@@ -153,7 +168,8 @@ def main_predict(args: argparse.Namespace) -> int:
         )
     calibration, is_reference = find_calibration(args.calibration)
     calibration = _with_own_nodes(calibration, args)
-    scenarios = _scenarios(calibration, args)
+    cluster = _cluster(args, calibrated=args.calibration is not None or not is_reference)
+    scenarios = _scenarios(calibration, cluster, args)
     plans = message_plans(_wanted_strategies(args.sync), _options(args))
     first = scenarios[0]
     given = [name for name in ("latency", "software_gbit") if vars(args)[name] is not None]
@@ -189,11 +205,32 @@ def _with_own_nodes(calibration: "Calibration", args: argparse.Namespace) -> "Ca
         calibration = with_gradient_bytes(calibration, _GRADIENT_BYTES[args.gradient_type])
     if args.software_gbit is None:
         return calibration
-    if args.software_gbit <= 0:
+    if not 0 < args.software_gbit < math.inf:
         raise UserError(f"--software-gbit: got {args.software_gbit}, give more than 0")
     network = calibration.network
     faster = network.faster(1e9 * args.software_gbit / network.software_bits)
     return replace(calibration, network=faster)
+
+
+def _cluster(args: argparse.Namespace, *, calibrated: bool) -> "Cluster | None":
+    """Return what the nodes' software and links cost, unless a calibration says that.
+
+    calibrated : the calibration is the reader's own.
+    """
+    from lab.predict.cluster import Cluster
+
+    chosen = args.backend is not None or args.transport is not None
+    if args.rate is None:
+        if chosen:
+            raise UserError("--backend and --transport are of links: add --rate, theirs")
+        return None
+    if calibrated and not chosen and args.step_time is None:
+        return None
+    backend = args.backend or ("gloo" if args.step_time is None else "nccl")
+    cluster = Cluster.of(backend, args.transport or "tcp")
+    if args.software_gbit is None:
+        return cluster
+    return replace(cluster, software_bits=1e9 * args.software_gbit)
 
 
 def _wanted_strategies(names: Sequence[str]) -> list[str]:
@@ -213,7 +250,9 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     return options | {"accumulation_steps": args.accumulation_steps}
 
 
-def _scenarios(calibration: "Calibration", args: argparse.Namespace) -> "list[Scenario]":
+def _scenarios(
+    calibration: "Calibration", cluster: "Cluster | None", args: argparse.Namespace
+) -> "list[Scenario]":
     """Return what is predicted: a scenario for each --rate, or one with the calibrated links."""
     from lab.predict.cluster import typical_latency
     from lab.predict.scenario import Scenario
@@ -232,7 +271,7 @@ def _scenarios(calibration: "Calibration", args: argparse.Namespace) -> "list[Sc
     for text in args.rate or [None]:
         rate = parse_rate(text)
         seconds = latency
-        if rate is not None and latency is None:
+        if rate is not None and latency is None and cluster is None:
             seconds = typical_latency(rate)
         scenario = Scenario(
             calibration=calibration,
@@ -243,7 +282,10 @@ def _scenarios(calibration: "Calibration", args: argparse.Namespace) -> "list[Sc
             ranks_per_node=args.ranks_per_node,
             inside_bits=parse_rate(args.rate_inside, "--rate-inside"),
             own_nodes=args.step_time is not None,
+            cluster=cluster,
+            step_seconds=parse_latency(args.step_time, "--step-time"),
             step_samples=args.batch,
+            node_step_seconds=parse_latency(args.node_step_time, "--node-step-time"),
             accumulation_steps=args.accumulation_steps,
             gradient_type=None if args.gradient_type == "fp32" else args.gradient_type,
             sync_batchnorm=args.sync_batchnorm == "on",

@@ -33,7 +33,8 @@ def typical_latency(rate_bits: float) -> float:
 class Cluster:
     """A kind of cluster, and what is known of its costs.
 
-    values : of the typical cluster, or of each of some draws.
+    values : of the typical cluster, or of each of some draws. software_bits : what its software
+    passes, where the reader knows that.
 
     Raises UserError if no such cluster exists.
     """
@@ -42,6 +43,7 @@ class Cluster:
     transport: str
     beliefs: Beliefs
     values: ClusterValues
+    software_bits: float | None = None
 
     @classmethod
     def of(cls, backend: str, transport: str, beliefs: Beliefs | None = None) -> "Cluster":
@@ -65,9 +67,14 @@ class Cluster:
         """Return draws of such clusters."""
         return replace(self, values=self.beliefs.drawn(self.backend, self.transport))
 
+    @property
+    def most_bits(self) -> Any:
+        """The bits a second that a node's software passes at most."""
+        return self.values.most_bits if self.software_bits is None else self.software_bits
+
     def faster(self, factor: int) -> "Cluster":
         """Return the cluster whose software passes ``factor`` times the bits a second."""
-        return replace(self, values=replace(self.values, most_bits=factor * self.values.most_bits))
+        return replace(self, software_bits=factor * self.most_bits)
 
     def latency(self, rate_bits: float | None) -> float:
         """Return the typical latency of a message on a link of that rate; None: not known."""
@@ -81,8 +88,8 @@ class Cluster:
         None : the rate is not known, so the software alone limits it.
         """
         if rate_bits is None:
-            return self.values.most_bits
-        return smaller(self.values.line_share * rate_bits, self.values.most_bits)
+            return self.most_bits
+        return smaller(self.values.line_share * rate_bits, self.most_bits)
 
     def network(
         self,

@@ -4,6 +4,7 @@
 Imports no torch.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,10 +16,12 @@ from lab.predict.calibration_file import Calibration
 from lab.predict.cluster import Cluster, typical_latency
 from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples, times
 from lab.predict.event_model import HEADERS, Network, with_waits
+from lab.predict.readable import duration_text
 
 # Between two ranks of a node, where it was not measured: GPUs on PCIe; NVLink is faster.
 TYPICAL_INSIDE_BITS = 100e9
 _MOST_RANKS_PER_NODE = 1024
+_SHORTEST_NODE_STEP = 0.9  # over the step of a rank alone: measurements scatter
 
 
 def compute_of(
@@ -112,6 +115,8 @@ class Scenario:
                 f"--ranks-per-node {self.ranks_per_node}: without --rate all ranks share one "
                 "machine, as in the calibration. Add --rate, that of the nodes' links"
             )
+        if self.node_step_seconds is not None:
+            self._check_node_step(self.node_step_seconds)
         if self.inside_bits is not None and self.ranks_per_node == 1:
             raise UserError(
                 "--rate-inside: each node has one rank, so nothing is sent inside a node. Add "
@@ -121,6 +126,21 @@ class Scenario:
             raise UserError(
                 f"--sync-batchnorm on: the BatchNorm layers of {self.calibration.model} are not "
                 "known: run lab calibrate again, or give --model in place of --parameters"
+            )
+
+    def _check_node_step(self, node_step_seconds: float) -> None:
+        if self.step_seconds is None:
+            raise UserError("--node-step-time: add --step-time, that of one rank alone")
+        if self.ranks_per_node == 1:
+            raise UserError(
+                "--node-step-time: each node has one rank, so it is --step-time. Add "
+                "--ranks-per-node, or leave it out"
+            )
+        if node_step_seconds < _SHORTEST_NODE_STEP * self.step_seconds:
+            raise UserError(
+                f"--node-step-time: a step of a node takes {duration_text(node_step_seconds)}, "
+                f"less than one of a rank alone, {duration_text(self.step_seconds)}: give both "
+                "for the same batch of a rank"
             )
 
     @property

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from common.errors import UserError
 from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.plans.base import MessagePlan
@@ -26,6 +28,7 @@ from lab.predict.scaling import SCALINGS, ScalingLimit, scaling_limits
 from lab.predict.scenario import Scenario
 from lab.predict.variants import split_variant
 
+_INTERVAL = (0.1, 0.9)  # quantiles of the draws
 _NO_EXCHANGE = "no gradient exchange: each node trains its own model"
 
 
@@ -37,6 +40,9 @@ class PredictedStep:
     ``efficiency`` = speedup / nodes. ``gains`` : how many times as many samples per second a change
     brings: "network", "compute" or "nodes" doubled, and "no messages". ``note`` states the
     condition under which the row holds.
+
+    ``low_seconds`` and ``high_seconds`` are the ends of the step's 80 % interval, ``gain_ranges``
+    those of the gains.
     """
 
     sync: str
@@ -46,6 +52,9 @@ class PredictedStep:
     speedup: float
     efficiency: float
     gains: Mapping[str, float]
+    low_seconds: float
+    high_seconds: float
+    gain_ranges: Mapping[str, tuple[float, float]]
     note: str = ""
 
 
@@ -83,46 +92,105 @@ def predict_table(
     for count in nodes:
         if not 1 <= count <= LARGEST_NODES:
             raise UserError(f"--nodes: got {count}, give 1 to {LARGEST_NODES:,}")
-    return [_row(name, plan, count, scenario) for count in nodes for name, plan in plans.items()]
+    drawn = scenario.drawn()
+    return [
+        _row(name, plan, count, scenario, drawn) for count in nodes for name, plan in plans.items()
+    ]
 
 
-def _row(name: str, asked: MessagePlan, nodes: int, scenario: Scenario) -> PredictedStep:
+def interval(draws: Any) -> tuple[float, float]:
+    """Return the ends of the 80 % interval of draws; of a number that is certain, itself twice."""
+    low, high = np.quantile(draws, _INTERVAL)
+    return float(low), float(high)
+
+
+def _row(
+    name: str, asked: MessagePlan, nodes: int, scenario: Scenario, drawn: Scenario
+) -> PredictedStep:
     """Return a strategy's row; ``asked`` is its plan, perhaps with automatic buckets."""
     network = scenario.network
-    faster = scenario.faster_network
     compute = scenario.compute_at(nodes)
     sizes = scenario.calibration.gradient_sizes
     ranks = nodes * scenario.ranks_per_node
     plan = with_best_buckets(asked, sizes, ranks, network=network, compute=compute)
     step = predict_step(plan, sizes, ranks, network=network, compute=compute)
-
-    def seconds_on(nodes: int, network: Network, compute: StepCompute) -> float:
-        ranks = nodes * scenario.ranks_per_node
-        best = with_best_buckets(asked, sizes, ranks, network=network, compute=compute)
-        return step_seconds(best, sizes, ranks, network=network, compute=compute)
-
-    seconds = step.step_seconds
-    speedup = seconds_on(1, network, scenario.compute_at(1)) / seconds
-    doubled = min(2 * nodes, LARGEST_NODES)
-    more_samples = 1.0
+    plans = {count: _plan_on(count, asked, scenario) for count in (1, nodes, _doubled(nodes))}
+    alone, gains = _gains(plans, nodes, scenario)
+    seconds_drawn = _seconds(plans[nodes], nodes, drawn) * drawn.remainder
+    _, gains_drawn = _gains(plans, nodes, drawn)
+    low, high = interval(seconds_drawn) if ranks > 1 else (step.step_seconds,) * 2
+    speedup = alone / step.step_seconds
     if scenario.scaling == "weak":
         speedup *= nodes
-        more_samples = doubled / nodes
-    doubled_seconds = seconds_on(doubled, network, scenario.compute_at(doubled))
-    at_once = scenario.compute_at(nodes, network=faster)
-    gains = {
-        "network": seconds / seconds_on(nodes, faster, at_once),
-        "compute": seconds / seconds_on(nodes, network, times(compute, 0.5)),
-        "nodes": more_samples * seconds / doubled_seconds,
-        "no messages": seconds / compute.seconds,
-    }
     notes = [_note(name, nodes, scenario)]
     if plan is not asked:
         notes.insert(0, _buckets_text(name, plan))
-    note = "; ".join(filter(None, notes))
     return PredictedStep(
-        name, nodes, scenario.ranks_per_node, step, speedup, speedup / nodes, gains, note
+        sync=name,
+        nodes=nodes,
+        ranks_per_node=scenario.ranks_per_node,
+        prediction=step,
+        speedup=speedup,
+        efficiency=speedup / nodes,
+        gains=gains,
+        low_seconds=low,
+        high_seconds=high,
+        gain_ranges={change: interval(draws) for change, draws in gains_drawn.items()},
+        note="; ".join(filter(None, notes)),
     )
+
+
+def _doubled(nodes: int) -> int:
+    return min(2 * nodes, LARGEST_NODES)
+
+
+def _plan_on(nodes: int, asked: MessagePlan, scenario: Scenario) -> MessagePlan:
+    """Return the plan with the best buckets for that number of nodes, if it asks for them."""
+    return with_best_buckets(
+        asked,
+        scenario.calibration.gradient_sizes,
+        nodes * scenario.ranks_per_node,
+        network=scenario.network,
+        compute=scenario.compute_at(nodes),
+    )
+
+
+def _seconds(
+    plan: MessagePlan,
+    nodes: int,
+    scenario: Scenario,
+    *,
+    network: Network | None = None,
+    compute: StepCompute | None = None,
+) -> Any:
+    """Return the seconds of a step, or of each draw; None: as in the scenario."""
+    return step_seconds(
+        plan,
+        scenario.calibration.gradient_sizes,
+        nodes * scenario.ranks_per_node,
+        network=network or scenario.network,
+        compute=compute or scenario.compute_at(nodes),
+    )
+
+
+def _gains(
+    plans: Mapping[int, MessagePlan], nodes: int, scenario: Scenario
+) -> tuple[Any, dict[str, Any]]:
+    """Return the seconds on one node, and ``PredictedStep.gains``; ``plans`` are by nodes."""
+    plan = plans[nodes]
+    compute = scenario.compute_at(nodes)
+    faster = scenario.faster_network
+    at_once = scenario.compute_at(nodes, network=faster)
+    seconds = _seconds(plan, nodes, scenario, compute=compute)
+    doubled = _doubled(nodes)
+    more_samples = doubled / nodes if scenario.scaling == "weak" else 1.0
+    gains = {
+        "network": seconds / _seconds(plan, nodes, scenario, network=faster, compute=at_once),
+        "compute": seconds / _seconds(plan, nodes, scenario, compute=times(compute, 0.5)),
+        "nodes": more_samples * seconds / _seconds(plans[doubled], doubled, scenario),
+        "no messages": seconds / compute.seconds,
+    }
+    return _seconds(plans[1], 1, scenario), gains
 
 
 def _note(name: str, nodes: int, scenario: Scenario) -> str:

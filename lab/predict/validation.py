@@ -11,7 +11,6 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.utils.grouping import grouped
 from lab.predict.event_model import Network, loads, step_seconds
@@ -19,11 +18,11 @@ from lab.predict.fitting import Cell, fit
 from lab.predict.priors import Beliefs, load_priors
 from lab.predict.published import PublishedStep, published_path, read_published
 from lab.predict.scenario import typical_latency
+from lab.predict.tables import interval
 
 FIT_NOISE = 0.07  # of the logarithm of a step, between clusters with the same priors
 OUTLIERS_AT = 5.0
 _COMMON_GBIT = 7.0  # of a link whose rate is not stated: what groups on CloudLab measured
-_INTERVAL = (0.1, 0.9)
 
 
 @dataclass(frozen=True)
@@ -91,12 +90,6 @@ class Score:
             "pairs_in_order": self.in_order / self.pairs if self.pairs else None,
             "baselines": baselines,
         }
-
-
-def interval(draws: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the ends of the 80 % interval of draws."""
-    low, high = np.quantile(draws, _INTERVAL)
-    return float(low), float(high)
 
 
 def validate(rows: Sequence[PublishedStep]) -> list[Scored]:
