@@ -54,6 +54,7 @@ class Scored:
         """Return the row's columns and the prediction."""
         return {
             **self.row.columns,
+            **self.row.numbers,
             "predicted_step_s": self.predicted,
             "low_s": self.low,
             "high_s": self.high,
@@ -140,7 +141,8 @@ def scores(scored: Sequence[Scored]) -> dict[str, Score]:
         if of_backend:
             found[backend] = score(of_backend)
     for group, of_group in grouped((row.row.group, row) for row in scored).items():
-        found[group] = score(of_group)
+        name = f"group {group}" if group in found else group
+        found[name] = score(of_group)
     return found
 
 
