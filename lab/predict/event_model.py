@@ -47,9 +47,9 @@ TERMS = ("latency", "bandwidth", "root's link", "summation")
 # Values of the formulas below: a number, or an array with one entry for each draw of a prior.
 def larger(first: Any, second: Any) -> Any:
     """Return the larger one of two numbers, or of each pair of draws."""
-    if isinstance(first, float | int) and isinstance(second, float | int):
-        return max(first, second)
-    return np.maximum(first, second)
+    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
+        return np.maximum(first, second)
+    return max(first, second)
 
 
 def smaller(first: Any, second: Any) -> Any:
@@ -183,10 +183,10 @@ class Network:
     def with_latency_up_to(self, most: float) -> "Network":
         """Return this network with an alpha of at most so many seconds."""
         kinds = {
-            kind: replace(rate, alpha_seconds=min(most, rate.alpha_seconds))
+            kind: replace(rate, alpha_seconds=smaller(most, rate.alpha_seconds))
             for kind, rate in self.kinds.items()
         }
-        return replace(self, alpha_seconds=min(most, self.alpha_seconds), kinds=kinds)
+        return replace(self, alpha_seconds=smaller(most, self.alpha_seconds), kinds=kinds)
 
     def delay_share(self, operation: Operation, ranks: int) -> float:
         """Return the fraction of a message's time by which it delays a concurrent backward."""
