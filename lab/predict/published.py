@@ -169,6 +169,8 @@ def read_published(path: Path) -> list[PublishedStep]:
         header, *found = csv.reader(lines, skipinitialspace=True) if lines else [[]]
     except csv.Error as error:
         raise UserError(f"--validate: {path} is not a CSV file ({error})") from error
+    if not any(header):
+        raise UserError(f"--validate: {path} is empty: give a CSV file of measurements")
     _check_header(path, header)
     rows = []
     for number, values in enumerate(found, 1):
@@ -208,6 +210,9 @@ def _row(header: Sequence[str], values: Sequence[str], where: str) -> PublishedS
     perhaps = {name: _number(columns, name, where) if columns[name] else None for name in _PERHAPS}
     counts = {name: _whole(numbers.pop(name), name, where) for name in _MOST}
     texts = {name: columns[name] for name in _TEXTS}
+    for name, text in texts.items():
+        if not text.isprintable():
+            raise UserError(f"{where}: {name}: got {text!r}, give a text that can be printed")
     return PublishedStep(columns=columns, **texts, **numbers, **perhaps, **counts)  # type: ignore[arg-type]
 
 
