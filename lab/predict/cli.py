@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # slow to import, and --help imports this file
     from lab.predict.tables import PredictedStep
 
 
+_PUBLISHED = Path(__file__).with_name("published.csv")
 _GRADIENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -138,6 +139,15 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "help": "also draw step time and efficiency for 1 to 100,000 nodes; .svg and .pdf work, "
         "too",
     },
+    "--validate": {
+        "type": Path,
+        "nargs": "?",
+        "const": _PUBLISHED,
+        "metavar": "FILE",
+        "help": "in place of a prediction, score predictions of measured steps: a CSV file with "
+        "the columns of published.csv (default: that file, which comes with the project). No other "
+        "flag but --json goes with it",
+    },
     "--json": {"action": "store_true", "help": "print JSON"},
 }
 
@@ -165,6 +175,8 @@ def main_predict(args: argparse.Namespace) -> int:
     from lab.predict.printing import print_rates, print_tables, summarize
     from lab.predict.tables import message_plans, predict_table, scaling_limits_of
 
+    if args.validate is not None:
+        return _validate(args)
     if args.step_time is not None and args.rate is None:
         raise UserError(
             "--step-time is of your own nodes: add --rate, that of their links, e.g. --rate 10gbit"
@@ -189,6 +201,24 @@ def main_predict(args: argparse.Namespace) -> int:
         print_rates(summaries, dict(zip(args.rate, tables, strict=True)), scaling=first.scaling)
     else:
         print_tables(summaries[0], tables[0], limits, first)
+    return 0
+
+
+def _validate(args: argparse.Namespace) -> int:
+    """Predict the measured steps of a file, print how good that is and return the exit status."""
+    from lab.predict.validation_printing import print_scores, print_scores_json
+
+    for name, options in PREDICT_FLAGS.items():
+        value = vars(args)[name.lstrip("-").replace("-", "_")]
+        if name not in ("--validate", "--json") and value != options.get("default"):
+            raise UserError(
+                f"{name} and --validate are both given: --validate takes everything from the rows "
+                f"of its file. Leave out {name}"
+            )
+    if args.json:
+        print_scores_json(args.validate)
+    else:
+        print_scores(args.validate)
     return 0
 
 

@@ -5,6 +5,7 @@ clusters: z = 0 is the typical one, and z is normally distributed with a standar
 that 80 % of clusters lie between low and high. ``Beliefs`` has the z of all priors.
 """
 
+import math
 import random
 import tomllib
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 DRAWS = 256
+_SHARES = ("_share", ".overlap_cost")  # how the names of shares end
 _HIGH = NormalDist().inv_cdf(0.9)  # z of a prior's high value
 
 
@@ -43,14 +45,19 @@ class Prior:
         downward = (self.low / self.typical) ** (np.maximum(np.negative(z), 0.0) / _HIGH)
         return self.typical * upward * downward
 
+    @property
+    def most(self) -> float:
+        """The largest value that makes sense: 1 of a share."""
+        return 1.0 if self.name.endswith(_SHARES) else math.inf
+
     def moved(self, z: float) -> "Prior":
         """Return the prior around its value at ``z``, with a range as wide as before."""
         factor = float(self.at(z)) / self.typical
         return replace(
             self,
-            low=self.low * factor,
-            typical=self.typical * factor,
-            high=self.high * factor,
+            low=min(self.most, self.low * factor),
+            typical=min(self.most, self.typical * factor),
+            high=min(self.most, self.high * factor),
         )
 
 

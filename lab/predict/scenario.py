@@ -20,7 +20,7 @@ from lab.predict.readable import duration_text
 
 # Between two ranks of a node, where it was not measured: GPUs on PCIe; NVLink is faster.
 TYPICAL_INSIDE_BITS = 100e9
-_MOST_RANKS_PER_NODE = 1024
+MOST_RANKS_PER_NODE = 1024
 _SHORTEST_NODE_STEP = 0.9  # over the step of a rank alone: measurements scatter
 
 
@@ -89,7 +89,7 @@ class Scenario:
     ranks_per_node: int = 1
     inside_bits: float | None = None
     own_nodes: bool = False
-    step_samples: int | None = None
+    step_samples: float | None = None
     accumulation_steps: int = 1
     gradient_type: str | None = None
     sync_batchnorm: bool = False
@@ -106,9 +106,9 @@ class Scenario:
             if self.accumulation_steps > 1:
                 wanted += f", for {self.accumulation_steps} micro-batches"
             raise UserError(f"--batch-size: got {self.batch_size}, give {wanted}")
-        if not 1 <= self.ranks_per_node <= _MOST_RANKS_PER_NODE:
+        if not 1 <= self.ranks_per_node <= MOST_RANKS_PER_NODE:
             raise UserError(
-                f"--ranks-per-node: got {self.ranks_per_node}, give 1 to {_MOST_RANKS_PER_NODE:,}"
+                f"--ranks-per-node: got {self.ranks_per_node}, give 1 to {MOST_RANKS_PER_NODE:,}"
             )
         if self.ranks_per_node > 1 and self.on_one_machine:
             raise UserError(
@@ -150,7 +150,7 @@ class Scenario:
         One is enough where the reader's own step had one.
         """
         least = LEAST_SAMPLES if self.calibration.trains_batchnorm else 1
-        return self.accumulation_steps * min(least, self.step_samples or least)
+        return self.accumulation_steps * math.ceil(min(least, self.step_samples or least))
 
     @property
     def own_machines(self) -> bool:

@@ -1,9 +1,11 @@
 """How good predictions are on measured steps of other people's clusters. Imports no torch.
 
-``validate`` predicts each row of a file of measurements. Priors that were fitted to a row's group
-would know its answer, so that group is predicted by priors fitted to all other groups.
+``validate`` predicts each row of a file of measurements, and ``scores`` says how good that is.
+Priors that were fitted to a row's group know its answer, so that group is predicted by priors
+fitted to all other groups.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,7 +16,7 @@ import numpy as np
 
 from common.utils.grouping import grouped
 from lab.predict.event_model import Network, loads, step_seconds
-from lab.predict.fitting import Cell, fit
+from lab.predict.fitting import Array, Cell, fit_each
 from lab.predict.priors import Beliefs, load_priors
 from lab.predict.published import PublishedStep, published_path, read_published
 from lab.predict.scenario import typical_latency
@@ -52,6 +54,7 @@ class Scored:
         """Return the row's columns and the prediction."""
         return {
             **self.row.columns,
+            **self.row.numbers,
             "predicted_step_s": self.predicted,
             "low_s": self.low,
             "high_s": self.high,
@@ -92,10 +95,22 @@ class Score:
         }
 
 
-def validate(rows: Sequence[PublishedStep]) -> list[Scored]:
-    """Predict each row, in order."""
-    beliefs_of = {group: beliefs_without(group) for group in {row.group for row in rows}}
-    return [_scored(row, beliefs_of[row.group]) for row in rows]
+def validate(
+    rows: Sequence[PublishedStep], *, known: Sequence[PublishedStep] | None = None
+) -> list[Scored]:
+    """Predict each row, in order.
+
+    known : rows that the priors were fitted to; None: those that come with the project. A group
+        that is among them is predicted by priors fitted to the other groups, any other group by
+        the priors of priors.toml.
+    """
+    if known is None:
+        known = shipped_rows()
+    frozen = Beliefs.of(load_priors())
+    left_out = {}
+    if {row.group for row in rows} & {row.group for row in known}:
+        left_out = fitted_without_each(known)
+    return [_scored(row, left_out.get(row.group, frozen)) for row in rows]
 
 
 def _scored(row: PublishedStep, beliefs: Beliefs) -> Scored:
@@ -126,7 +141,8 @@ def scores(scored: Sequence[Scored]) -> dict[str, Score]:
         if of_backend:
             found[backend] = score(of_backend)
     for group, of_group in grouped((row.row.group, row) for row in scored).items():
-        found[group] = score(of_group)
+        name = f"group {group}" if group in found else group
+        found[name] = score(of_group)
     return found
 
 
@@ -170,44 +186,56 @@ def _baselines(row: PublishedStep, cell: Cell) -> dict[str, float]:
         compute=alone.compute_at(row.nodes),
     )
     return {
-        "perfect scaling": row.own_seconds,
-        "no overlap, line rate": row.own_seconds + link_bytes * beta,
-        "overlap, line rate": links,
+        "perfect_scaling": row.own_seconds,
+        "no_overlap_line_rate": row.own_seconds + link_bytes * beta,
+        "overlap_line_rate": links,
     }
 
 
 @cache
-def _shipped() -> tuple[PublishedStep, ...]:
+def shipped_rows() -> tuple[PublishedStep, ...]:
+    """Return the measurements that come with the project."""
     return tuple(read_published(published_path()))
 
 
-@cache
-def beliefs_without(group: str) -> Beliefs:
-    """Return what is known of the priors without one group's measurements.
-
-    The priors of priors.toml, if they were never fitted to that group.
-    """
-    others = [row for row in _shipped() if row.group != group]
-    if len(others) == len(_shipped()):
-        return Beliefs.of(load_priors())
-    return fitted_to(others)
-
-
 def fitted_to(rows: Sequence[PublishedStep]) -> Beliefs:
-    """Return the priors around the values that fit these rows, with ranges as wide as before.
+    """Return the priors around the values that fit these rows, with ranges as wide as before."""
+    return _fitted(rows, [_weights(rows)])[0]
 
-    A group counts by the square root of its rows, since these are not independent.
+
+def fitted_without_each(rows: Sequence[PublishedStep]) -> dict[str, Beliefs]:
+    """Return, for each group, the priors fitted to the rows of all other groups."""
+    weights = _weights(rows)
+    groups = list(dict.fromkeys(row.group for row in rows))
+    weightings = []
+    for group in groups:
+        is_other = np.array([row.group != group for row in rows])
+        weightings.append(weights * is_other)
+    return dict(zip(groups, _fitted(rows, weightings), strict=True))
+
+
+def _weights(rows: Sequence[PublishedStep]) -> Array:
+    """Return how much each row counts.
+
+    The rows of a group are not independent, so a group counts by the square root of its rows.
     """
+    rows_of = Counter(row.group for row in rows)
+    return np.array([rows_of[row.group] ** -0.5 for row in rows])
+
+
+def _fitted(rows: Sequence[PublishedStep], weightings: Sequence[Array]) -> list[Beliefs]:
     before = Beliefs.of(load_priors(fitted=False))
-    counts = {
-        group: len(of_group) for group, of_group in grouped((r.group, r) for r in rows).items()
-    }
-    found = fit(
+    fits = fit_each(
         before,
         [row.cell(before) for row in rows],
+        weightings=weightings,
         noise=FIT_NOISE,
         outliers_at=OUTLIERS_AT,
-        weights=[counts[row.group] ** -0.5 for row in rows],
     )
+    return [_around(found) for found in fits]
+
+
+def _around(found: Beliefs) -> Beliefs:
+    """Return priors around the fitted values: other clusters differ as much as before the fit."""
     moved = [prior.moved(z) for prior, z in zip(found.priors, found.mean, strict=True)]
     return Beliefs.of(tuple(moved))
