@@ -47,14 +47,16 @@ TERMS = ("latency", "bandwidth", "root's link", "summation")
 # Values of the formulas below: a number, or an array with one entry for each draw of a prior.
 def larger(first: Any, second: Any) -> Any:
     """Return the larger one of two numbers, or of each pair of draws."""
-    if isinstance(first, float | int) and isinstance(second, float | int):
-        return max(first, second)
-    return np.maximum(first, second)
+    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
+        return np.maximum(first, second)
+    return max(first, second)
 
 
 def smaller(first: Any, second: Any) -> Any:
     """Return the smaller one of two numbers, or of each pair of draws."""
-    return -larger(-first, -second)
+    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
+        return np.minimum(first, second)
+    return min(first, second)
 
 
 def longer(first: tuple[Any, Any], second: tuple[Any, Any]) -> tuple[Any, Any]:

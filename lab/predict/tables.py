@@ -28,6 +28,9 @@ from lab.predict.scaling import SCALINGS, ScalingLimit, scaling_limits
 from lab.predict.scenario import Scenario
 from lab.predict.variants import split_variant
 
+# What a reader may buy, by scaling: of nodes with a batch of their own, more are no faster step.
+PURCHASES = {"strong": ("network", "compute", "nodes"), "weak": ("network", "compute")}
+
 _INTERVAL = (0.1, 0.9)  # quantiles of the draws
 _NO_EXCHANGE = "no gradient exchange: each node trains its own model"
 
@@ -41,8 +44,9 @@ class PredictedStep:
     brings: "network", "compute" or "nodes" doubled, and "no messages". ``note`` states the
     condition under which the row holds.
 
-    ``low_seconds`` and ``high_seconds`` are the ends of the step's 80 % interval, ``gain_ranges``
-    those of the gains.
+    ``low_seconds`` and ``high_seconds`` are the ends of the step's 80 % interval, ``speedup_range``
+    and ``gain_ranges`` those of the speed-up and the gains. ``best_shares`` : in which share of the
+    draws each of ``PURCHASES`` gains most.
     """
 
     sync: str
@@ -54,7 +58,9 @@ class PredictedStep:
     gains: Mapping[str, float]
     low_seconds: float
     high_seconds: float
+    speedup_range: tuple[float, float]
     gain_ranges: Mapping[str, tuple[float, float]]
+    best_shares: Mapping[str, float]
     note: str = ""
 
 
@@ -117,11 +123,13 @@ def _row(
     plans = {count: _plan_on(count, asked, scenario) for count in (1, nodes, _doubled(nodes))}
     alone, gains = _gains(plans, nodes, scenario)
     seconds_drawn = _seconds(plans[nodes], nodes, drawn) * drawn.remainder
-    _, gains_drawn = _gains(plans, nodes, drawn)
+    alone_drawn, gains_drawn = _gains(plans, nodes, drawn)
     low, high = interval(seconds_drawn) if ranks > 1 else (step.step_seconds,) * 2
-    speedup = alone / step.step_seconds
-    if scenario.scaling == "weak":
-        speedup *= nodes
+    more_samples = nodes if scenario.scaling == "weak" else 1
+    speedup = more_samples * alone / step.step_seconds
+    slowest, fastest = interval(more_samples * alone_drawn / seconds_drawn)
+    if nodes == 1:
+        slowest = fastest = 1.0
     notes = [_note(name, nodes, scenario)]
     if plan is not asked:
         notes.insert(0, _buckets_text(name, plan))
@@ -135,9 +143,30 @@ def _row(
         gains=gains,
         low_seconds=low,
         high_seconds=high,
+        speedup_range=(slowest, fastest),
         gain_ranges={change: interval(draws) for change, draws in gains_drawn.items()},
+        best_shares=_best_shares(gains_drawn, PURCHASES[scenario.scaling]),
         note="; ".join(filter(None, notes)),
     )
+
+
+def _best_shares(gains: Mapping[str, Any], purchases: Sequence[str]) -> dict[str, float]:
+    """Return the share of the draws in which each purchase gains most."""
+    in_each_draw = np.array(np.broadcast_arrays(*(gains[purchase] for purchase in purchases)))
+    best = in_each_draw.argmax(axis=0)
+    return {purchase: float(np.mean(best == index)) for index, purchase in enumerate(purchases)}
+
+
+def main_step(steps: Sequence[PredictedStep]) -> PredictedStep | None:
+    """Return the step of ddp on the most nodes, or of the fastest strategy there that exchanges.
+
+    None if there is none, or only one node.
+    """
+    most = max(step.nodes for step in steps)
+    rows = [step for step in steps if step.nodes == most and step.sync != "none"]
+    if most == 1 or not rows:
+        return None
+    return min(rows, key=lambda row: (row.sync != "ddp", -row.speedup))
 
 
 def _doubled(nodes: int) -> int:
