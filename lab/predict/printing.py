@@ -294,7 +294,7 @@ def _software_text(
     if len(limited) > 1:
         names = f"{', '.join(limited[:-1])} and {limited[-1]}"
         shown = {tuple(_rate_cell(step) for step in tables[rate]) for rate in limited}
-        same = "give one number" if len(shown) == 1 else "differ in latency only"
+        same = "give one number" if len(shown) == 1 else "hardly differ"
         return f"{names} {same}, {limit}."
     return f"Links above {scenario.enough_bits / 1e9:.3g} Gbit/s would bring nothing more, {limit}."
 
