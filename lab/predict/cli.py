@@ -70,7 +70,10 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "help": "Gbit/s that the nodes' software passes at most (default: as calibrated; with "
         "--step-time no limit)",
     },
-    "--model": {"help": "a model of this project, with --step-time of one of your nodes"},
+    "--model": {
+        "help": "a model of this project, or a common one, e.g. bert_base, with --step-time of one "
+        "of your nodes"
+    },
     "--parameters": {
         "metavar": "N",
         "help": "size of your own model, e.g. 25.6M or 25600000, instead of --model",

@@ -91,7 +91,7 @@ def model_called(text: str, nbytes: float) -> CommonModel | None:
     written = _plain(text)
     found = []
     for name, model in common_models().items():
-        family = _plain(name.removesuffix("_cifar10"))
+        family = _plain(name.removesuffix("_cifar10").removesuffix("_imagenet"))
         if written.startswith(family):
             off = min(abs(log(nbytes / (size * model.parameters))) for size in _BYTES_OF_AN_ENTRY)
             found.append((-len(family), off, name))

@@ -8,10 +8,12 @@ from common.models import MODELS
 from common.sync.plans.batchnorm import BatchNormLayer
 from common.utils.registry import choices_text
 from lab.predict.calibration_file import LARGE_STEP, Calibration, GradientShape
+from lab.predict.common_models import common_models
 from lab.predict.compute_model import ComputeModel, ComputeProfile
 
 _TENSORS = 50  # square matrices of a model of which only the number of parameters is known
 _CLASSES = 100
+_AS_IN_MODELS = "_cifar10"  # common models that are models of this project
 
 
 def with_own_model(
@@ -26,7 +28,8 @@ def with_own_model(
 
     Parameters
     ----------
-    model : one of ``common.models``, which imports torch; None: that of the calibration.
+    model : one of ``common.models``, which imports torch, or of common_models.toml; None: that of
+        the calibration.
     parameters : how many a model has, in fp32 and ``_TENSORS`` equal matrices, instead of
         ``model``.
     step_seconds, batch : a step of ``batch`` samples on one node. Forward, backward and update keep
@@ -47,6 +50,8 @@ def with_own_model(
         calibration = with_own_step(calibration, step_seconds, batch)
     if not other_model:
         return calibration
+    if model and model not in MODELS:
+        return common_models()[model].of(calibration)
     batchnorm = None
     if model:
         gradients, batchnorm = _described(model)
@@ -106,8 +111,9 @@ def _check(
         raise UserError("--step-time and --batch go together: give both")
     if batch is not None and batch < 1:
         raise UserError(f"--batch: got {batch}, give 1 or more")
-    if model is not None and model not in MODELS:
-        raise UserError(f"--model: got {model!r}, {choices_text(model, MODELS)}")
+    names = [*MODELS, *(name for name in common_models() if not name.endswith(_AS_IN_MODELS))]
+    if model is not None and model not in names:
+        raise UserError(f"--model: got {model!r}, {choices_text(model, names)}")
     if step_seconds is None and name != calibration.model:
         advice = f"add --step-time and --batch of {name} on one of your nodes"
         if model:

@@ -9,7 +9,7 @@ them). Its answers are numbers of these.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 from common.sync.plans.base import MessagePlan, NoSyncPlan
 from lab.predict.bucket_choice import with_best_buckets
@@ -105,14 +105,19 @@ def scaling_limits(
         ranks = nodes * on_a_node
         return step_seconds(at(plan, nodes), sizes, ranks, network=network, compute=compute)
 
-    def speedup(plan: MessagePlan, nodes: int) -> float:
-        ratio = seconds(plan, 1) / seconds(plan, nodes)
-        return nodes * ratio if scaling == "weak" else ratio
+    def speedups(plan: MessagePlan) -> Callable[[int], float]:
+        on_one_node = seconds(plan, 1)
 
-    compute_nodes, _, _ = _search(cache(partial(speedup, NoSyncPlan())), tried)
+        def speedup(nodes: int) -> float:
+            ratio = on_one_node / seconds(plan, nodes)
+            return nodes * ratio if scaling == "weak" else ratio
+
+        return cache(speedup)
+
+    compute_nodes, _, _ = _search(speedups(NoSyncPlan()), tried)
     found = []
     for name, plan in plans.items():
-        speed = cache(partial(speedup, plan))
+        speed = speedups(plan)
         nodes, fastest, half = _search(speed, tried)
         if nodes is None:
             held_by = "" if limit == LARGEST_NODES else "samples"
