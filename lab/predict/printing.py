@@ -191,10 +191,10 @@ def answer(steps: Sequence[PredictedStep], scenario: Scenario) -> str:
     certain = range_text(step.low_seconds, step.high_seconds)
     sentences = [
         f"{step.sync} on {_counted(step.nodes, 'node')} takes {seconds} a step (80 %: {certain}).",
-        _purchases_text(step, PURCHASES[scenario.scaling]),
+        _purchases_text(step, _purchases(step, scenario)),
         f"No network can bring more than {_times(step.gains['no messages'])} times the speed.",
     ]
-    if scenario.scaling == "weak":
+    if scenario.scaling == "weak" and 2 * step.nodes <= LARGEST_NODES:
         sentences.append(
             f"{2 * step.nodes:,} nodes would train {_times(step.gains['nodes'])} times the samples "
             "a second, in global batches twice as large."
@@ -202,41 +202,55 @@ def answer(steps: Sequence[PredictedStep], scenario: Scenario) -> str:
     return " ".join(sentences)
 
 
+def _purchases(step: PredictedStep, scenario: Scenario) -> list[str]:
+    """Return ``PURCHASES``, without more nodes than are predicted."""
+    purchases = list(PURCHASES[scenario.scaling])
+    if 2 * step.nodes > LARGEST_NODES and "nodes" in purchases:
+        purchases.remove("nodes")
+    return purchases
+
+
 def _best_purchases(step: PredictedStep, purchases: Sequence[str]) -> list[str]:
     """Return the purchase that gains most, and before the others the one that may gain more.
 
-    One alone is the best in at least ``_DECIDED`` of the draws, or gains all of what is to be had.
+    The best one stands alone if it is that in ``_DECIDED`` of the draws.
     """
     best = max(purchases, key=lambda change: step.gains[change])
-    if step.best_shares[best] >= _DECIDED:
-        return [best]
     others = [change for change in purchases if change != best]
-    return [best, max(others, key=lambda change: step.best_shares[change])]
+    rival = max(others, key=lambda change: step.best_shares[change])
+    _, most = step.gain_ranges[rival]
+    if step.best_shares[best] >= _DECIDED or most < 1 + _LITTLE:
+        return [best]
+    return [best, rival]
 
 
 def _purchases_text(step: PredictedStep, purchases: Sequence[str]) -> str:
     """Return what each purchase would bring, the best one first, as a sentence."""
+    in_turn = sorted(purchases, key=lambda change: -step.gains[change])
+    name_of = {change: _NAMES[change](step) for change in purchases}
+    gain_of = {change: _times(step.gains[change]) for change in purchases}
     best, *rivals = _best_purchases(step, purchases)
-    gain = step.gains[best]
-    first = f"{_NAMES[best](step)} would bring most: {_times(gain)} times the speed"
     if rivals:
         [rival] = rivals
         first = (
-            f"What brings more is not decided: {_NAMES[best](step)} {_gain_text(step, best)}, "
-            f"or {_NAMES[rival](step)} {_gain_text(step, rival)}"
+            f"what brings more is not decided: {name_of[best]} {gain_of[best]} times the speed "
+            f"{_gain_range(step, best)}, or {name_of[rival]} {gain_of[rival]} "
+            f"{_gain_range(step, rival)}"
         )
-    elif gain < 1 + _LITTLE:
-        first = f"Nothing would bring much: {_NAMES[best](step)} {_times(gain)} times the speed"
-    others = [change for change in purchases if change not in (best, *rivals)]
-    others.sort(key=lambda change: -step.gains[change])
-    parts = [first, *(f"{_NAMES[change](step)} {_effect(step.gains[change])}" for change in others)]
-    text = "; ".join(parts)
+    elif step.gains[best] < 1 + _LITTLE:
+        each = ", ".join(f"{name_of[change]} {gain_of[change]}" for change in in_turn)
+        return f"Nothing would bring much: {each} times the speed."
+    else:
+        first = f"{name_of[best]} would bring most: {gain_of[best]} times the speed"
+    others = [change for change in in_turn if change not in (best, *rivals)]
+    effects = [f"{name_of[change]} {_effect(step.gains[change])}" for change in others]
+    text = "; ".join([first, *effects])
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _gain_text(step: PredictedStep, change: str) -> str:
+def _gain_range(step: PredictedStep, change: str) -> str:
     low, high = step.gain_ranges[change]
-    return f"{_times(step.gains[change])} times the speed (80 %: {_times(low)} to {_times(high)})"
+    return f"(80 %: {_times(low)} to {_times(high)})"
 
 
 def _effect(gain: float) -> str:
@@ -261,7 +275,7 @@ def _closing_lines(
         lines.append(limit)
     scenario = scenarios[0]
     for step in mains:
-        if step is not None and len(_best_purchases(step, PURCHASES[scenario.scaling])) > 1:
+        if step is not None and len(_best_purchases(step, _purchases(step, scenario))) > 1:
             return [*lines, _decided_by(scenario)]
     return lines
 
@@ -535,4 +549,4 @@ _STEP_COLUMNS: dict[str, Callable[[PredictedStep], str]] = {
     "2 x\ncomp": lambda step: _times(step.gains["compute"]),
     "2 x\nnode": lambda step: _times(step.gains["nodes"]),
 }
-_LEFT_OUT = ("effi-\nciency", "others\nsend", "rank 0\nsends", "slowed\nby")
+_LEFT_OUT = ("others\nsend", "rank 0\nsends", "effi-\nciency", "slowed\nby")
