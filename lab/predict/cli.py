@@ -198,7 +198,7 @@ def main_predict(args: argparse.Namespace) -> int:
     scenarios = _scenarios(calibration, cluster, args)
     plans = message_plans(_wanted_strategies(args.sync), _options(args))
     first = scenarios[0]
-    given = [name for name in ("latency", "software_gbit") if vars(args)[name] is not None]
+    given = [] if args.latency is None else ["latency"]
     summaries = [
         summarize(scenario, is_reference=is_reference, given=given) for scenario in scenarios
     ]
@@ -211,7 +211,7 @@ def main_predict(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(args.rate or [None], summaries[0], tables, limits, first, fitted)
     elif len(scenarios) > 1:
-        print_rates(summaries, dict(zip(args.rate, tables, strict=True)), scaling=first.scaling)
+        print_rates(summaries, dict(zip(args.rate, tables, strict=True)), scenarios)
     else:
         print_tables(summaries[0], tables[0], limits, first)
     return 0

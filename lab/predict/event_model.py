@@ -643,16 +643,20 @@ def ends_in_pairs(seconds: Sequence[float]) -> list[float]:
         in_each_draw = np.broadcast_arrays(*seconds)
         draws = zip(*(values.tolist() for values in in_each_draw), strict=True)
         return list(np.array([ends_in_pairs(draw) for draw in draws]).T)
-    now = 0.0
     ends = [0.0] * len(seconds)
-    waiting = list(enumerate(seconds))
-    under_way: list[tuple[float, int]] = []  # seconds left if alone on the link, index
-    while waiting or under_way:
-        while waiting and len(under_way) < 2:
-            index, left = waiting.pop(0)
-            under_way.append((left, index))
-        shortest, ended = min(under_way)
-        now += shortest * len(under_way)
-        ends[ended] = now
-        under_way = [(left - shortest, index) for left, index in under_way if index != ended]
+    now = 0.0
+    left = 0.0  # seconds of the message under way, if alone on the link
+    under_way = 0
+    for index, alone in enumerate(seconds):
+        if alone < left:
+            now += 2 * alone
+            ends[index] = now
+            left -= alone
+            continue
+        now += 2 * left
+        ends[under_way] = now
+        left = alone - left
+        under_way = index
+    if seconds:
+        ends[under_way] = now + left
     return list(accumulate(ends, max))  # a short message waits for the longer one before it
