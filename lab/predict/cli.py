@@ -16,7 +16,7 @@ from lab.flags import add_command
 if TYPE_CHECKING:  # slow to import, and --help imports this file
     from common.sync.plans.base import MessagePlan
     from lab.predict.calibration_file import Calibration
-    from lab.predict.cluster import Cluster
+    from lab.predict.cluster import TypicalCluster
     from lab.predict.observed import Fit
     from lab.predict.scaling import ScalingLimit
     from lab.predict.scenario import Scenario
@@ -218,8 +218,8 @@ def main_predict(args: argparse.Namespace) -> int:
 
 
 def _fit(
-    calibration: "Calibration", cluster: "Cluster | None", args: argparse.Namespace
-) -> "tuple[Cluster, Fit]":
+    calibration: "Calibration", cluster: "TypicalCluster | None", args: argparse.Namespace
+) -> "tuple[TypicalCluster, Fit]":
     """Return the cluster as the reader's own measured steps show it, and what they said."""
     from lab.predict.observed import fit_to, read_observed
 
@@ -276,12 +276,12 @@ def _with_own_nodes(calibration: "Calibration", args: argparse.Namespace) -> "Ca
     return replace(calibration, network=faster)
 
 
-def _cluster(args: argparse.Namespace, *, calibrated: bool) -> "Cluster | None":
+def _cluster(args: argparse.Namespace, *, calibrated: bool) -> "TypicalCluster | None":
     """Return what the nodes' software and links cost, unless a calibration says that.
 
     calibrated : the calibration is the reader's own.
     """
-    from lab.predict.cluster import Cluster
+    from lab.predict.cluster import TypicalCluster
 
     chosen = args.backend is not None or args.transport is not None
     if args.rate is None:
@@ -291,7 +291,7 @@ def _cluster(args: argparse.Namespace, *, calibrated: bool) -> "Cluster | None":
     if calibrated and not chosen and args.step_time is None and args.fit is None:
         return None
     backend = args.backend or ("gloo" if args.step_time is None else "nccl")
-    cluster = Cluster.of(backend, args.transport or "tcp")
+    cluster = TypicalCluster.of(backend, args.transport or "tcp")
     if args.software_gbit is None:
         return cluster
     return replace(cluster, software_bits=1e9 * args.software_gbit)
@@ -315,7 +315,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _scenarios(
-    calibration: "Calibration", cluster: "Cluster | None", args: argparse.Namespace
+    calibration: "Calibration", cluster: "TypicalCluster | None", args: argparse.Namespace
 ) -> "list[Scenario]":
     """Return what is predicted: a scenario for each --rate, or one with the calibrated links."""
     from lab.predict.cluster import typical_latency

@@ -1,6 +1,6 @@
 """Clusters that nobody calibrated: which software sends over which links, and what that costs.
 
-``Cluster.network`` makes the event model's network from priors (priors.toml). Imports no torch.
+``TypicalCluster.network`` makes the event model's network from priors (priors.toml). Imports no torch.
 """
 
 import math
@@ -30,7 +30,7 @@ def typical_latency(rate_bits: float) -> float:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class TypicalCluster:
     """A kind of cluster, and what is known of its costs.
 
     values : of the typical cluster, or of each of some draws. software_bits : what its software
@@ -46,7 +46,7 @@ class Cluster:
     software_bits: float | None = None
 
     @classmethod
-    def of(cls, backend: str, transport: str, beliefs: Beliefs | None = None) -> "Cluster":
+    def of(cls, backend: str, transport: str, beliefs: Beliefs | None = None) -> "TypicalCluster":
         """Return the typical cluster; ``beliefs`` are those of priors.toml, or of a fit."""
         if (backend, transport) == ("gloo", "rdma"):
             raise UserError(
@@ -63,12 +63,12 @@ class Cluster:
         backend = {"gloo": "Gloo", "nccl": "NCCL"}[self.backend]
         return f"{backend} over {self.transport.upper()}"
 
-    def with_beliefs(self, beliefs: Beliefs) -> "Cluster":
+    def with_beliefs(self, beliefs: Beliefs) -> "TypicalCluster":
         """Return the typical cluster of which so much is known."""
         values = beliefs.typical(self.backend, self.transport)
         return replace(self, beliefs=beliefs, values=values)
 
-    def drawn(self) -> "Cluster":
+    def drawn(self) -> "TypicalCluster":
         """Return draws of such clusters."""
         return replace(self, values=self.beliefs.drawn(self.backend, self.transport))
 
@@ -77,7 +77,7 @@ class Cluster:
         """The bits a second that a node's software passes at most."""
         return self.values.most_bits if self.software_bits is None else self.software_bits
 
-    def faster(self, factor: int) -> "Cluster":
+    def faster(self, factor: int) -> "TypicalCluster":
         """Return the cluster whose software passes ``factor`` times the bits a second."""
         return replace(self, software_bits=factor * self.most_bits)
 

@@ -1,6 +1,6 @@
 """What measured steps say about the priors of their clusters. Imports no torch.
 
-A ``Cell`` is one measured step, and ``fit`` is Bayes' rule for steps whose logarithm is nearly
+A ``MeasuredStep`` is one measured step, and ``fit`` is Bayes' rule for steps whose logarithm is nearly
 linear in the priors' z: the Gauss-Newton method for the most likely z.
 """
 
@@ -26,7 +26,7 @@ _FARTHEST = 1.5  # in z, in one round
 
 
 @dataclass(frozen=True)
-class Cell:
+class MeasuredStep:
     """A measured step of one strategy.
 
     scenario : with a ``cluster``.
@@ -65,7 +65,7 @@ class Cell:
 
 def fit(
     beliefs: Beliefs,
-    cells: Sequence[Cell],
+    cells: Sequence[MeasuredStep],
     *,
     noise: float = MEASURED_NOISE,
     outliers_at: float | None = None,
@@ -97,7 +97,7 @@ def fit(
 
 def fit_each(
     beliefs: Beliefs,
-    cells: Sequence[Cell],
+    cells: Sequence[MeasuredStep],
     *,
     weightings: Sequence[Array],
     noise: float,

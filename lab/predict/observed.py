@@ -18,7 +18,7 @@ from common.sync import STRATEGIES
 from common.utils.grouping import grouped
 from common.utils.registry import choices_text
 from common.utils.typed_json import read_json
-from lab.predict.fitting import Cell, fit
+from lab.predict.fitting import MeasuredStep, fit
 from lab.predict.priors import Beliefs, Prior
 from lab.predict.readable import duration_text
 from lab.predict.scenario import Scenario
@@ -241,7 +241,7 @@ def fit_to(steps: Sequence[ObservedStep], scenario: Scenario) -> Fit:
     return Fit(after, fitted, _moved(after))
 
 
-def _cell(step: ObservedStep, asked: Scenario) -> Cell:
+def _cell(step: ObservedStep, asked: Scenario) -> MeasuredStep:
     ranks = step.nodes * step.ranks_per_node
     if step.nodes == 1:
         known = "--step-time" if ranks == 1 else "--node-step-time"
@@ -270,7 +270,7 @@ def _cell(step: ObservedStep, asked: Scenario) -> Cell:
             f"{step.global_batch:,}: check --step-time, --batch, and the row"
         )
     plan = message_plans([step.strategy])[step.strategy]
-    return Cell(scenario, plan, step.nodes, step.step_seconds)
+    return MeasuredStep(scenario, plan, step.nodes, step.step_seconds)
 
 
 def _moved(after: Beliefs) -> list[MovedPrior]:

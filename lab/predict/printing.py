@@ -14,7 +14,7 @@ from rich.table import Table
 
 from common.errors import count
 from lab.predict.calibration_file import QUIET_SHARE, Calibration
-from lab.predict.cluster import Cluster
+from lab.predict.cluster import TypicalCluster
 from lab.predict.event_model import HEADERS, LARGEST_NODES
 from lab.predict.readable import bandwidth_text, bytes_text, duration_text, range_text
 from lab.predict.scaling import ScalingLimit, most_nodes
@@ -112,7 +112,7 @@ def _network_text(scenario: Scenario, *, typical: bool) -> str:
     return f"{text}; summing: {bandwidth_text(network.gamma_seconds_per_byte)}"
 
 
-def _cluster_text(cluster: Cluster) -> str:
+def _cluster_text(cluster: TypicalCluster) -> str:
     """Return what was assumed of nodes that nobody calibrated, and what measures it."""
     origin = "as your own steps say" if cluster.beliefs.mean.any() else "typical of such clusters"
     most = f"at most {cluster.most_bits / 1e9:.3g} Gbit/s of payload a node"
@@ -126,7 +126,7 @@ def _cluster_text(cluster: Cluster) -> str:
     )
 
 
-def _links_text(scenario: Scenario, cluster: Cluster, *, typical: bool) -> str:
+def _links_text(scenario: Scenario, cluster: TypicalCluster, *, typical: bool) -> str:
     """Return what the links pass, and what a message costs; ``typical``: see ``summarize``."""
     network = scenario.network
     ring = network.rate("all_reduce")

@@ -1,4 +1,4 @@
-"""Files of measured multi-node steps, and each row as a ``Cell``. Imports no torch.
+"""Files of measured multi-node steps, and each row as a ``MeasuredStep``. Imports no torch.
 
 published.csv, which comes with the project, holds measurements that others published. Its columns
 are those of ``PublishedStep``.
@@ -18,11 +18,11 @@ from common.sync.plans.base import MessagePlan
 from common.utils.atomic_files import read_regular
 from common.utils.registry import choices_text
 from lab.predict.calibration_file import Calibration, load_calibration, reference_path
-from lab.predict.cluster import Cluster
+from lab.predict.cluster import TypicalCluster
 from lab.predict.common_models import evenly, model_called
 from lab.predict.compute_model import LEAST_SAMPLES
 from lab.predict.event_model import LARGEST_NODES
-from lab.predict.fitting import Cell
+from lab.predict.fitting import MeasuredStep
 from lab.predict.own_model import with_own_step
 from lab.predict.priors import Beliefs
 from lab.predict.scenario import MOST_RANKS_PER_NODE, Scenario
@@ -112,7 +112,7 @@ class PublishedStep:
         """The columns that are numbers."""
         return {name: getattr(self, name) for name in (*_NUMBERS, *_PERHAPS)}
 
-    def cell(self, beliefs: Beliefs) -> Cell:
+    def cell(self, beliefs: Beliefs) -> MeasuredStep:
         """Return the row as a step to predict."""
         # Batches are whole numbers, but a mean of 21.3 of 64 samples is 21 of 63.
         samples = max(LEAST_SAMPLES, round(self.batch_per_rank))
@@ -134,12 +134,12 @@ class PublishedStep:
             rate_bits=None if self.rate_gbit is None else 1e9 * self.rate_gbit,
             ranks_per_node=self.ranks_per_node,
             own_nodes=True,
-            cluster=Cluster.of(self.backend, "rdma" if self.by_rdma else "tcp", beliefs),
+            cluster=TypicalCluster.of(self.backend, "rdma" if self.by_rdma else "tcp", beliefs),
             step_seconds=step_seconds,
             step_samples=step_samples,
             node_step_seconds=node_step,
         )
-        return Cell(scenario, _plan(self.strategy), self.nodes, self.measured_step_s)
+        return MeasuredStep(scenario, _plan(self.strategy), self.nodes, self.measured_step_s)
 
 
 @cache

@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.sync.plans.batchnorm import SyncBatchNormPlan
 from lab.predict.calibrated_draws import drawn_network, drawn_remainder
 from lab.predict.calibration_file import Calibration
-from lab.predict.cluster import Cluster, typical_latency
+from lab.predict.cluster import TypicalCluster, typical_latency
 from lab.predict.compute_model import LEAST_SAMPLES, StepCompute, local_samples, times
 from lab.predict.event_model import HEADERS, Network, with_waits
 from lab.predict.readable import duration_text
@@ -93,7 +93,7 @@ class Scenario:
     accumulation_steps: int = 1
     gradient_type: str | None = None
     sync_batchnorm: bool = False
-    cluster: Cluster | None = None
+    cluster: TypicalCluster | None = None
     step_seconds: float | None = None
     node_step_seconds: float | None = None
     in_draws: bool = False
@@ -223,7 +223,9 @@ class Scenario:
             inside=within,
         )
 
-    def _cluster_network(self, cluster: Cluster, rate_bits: float | None, faster: int) -> Network:
+    def _cluster_network(
+        self, cluster: TypicalCluster, rate_bits: float | None, faster: int
+    ) -> Network:
         if rate_bits is None:
             cluster = cluster.faster(faster)
         inside = Network(0.0, 0.0)  # in the node's step
@@ -285,7 +287,7 @@ class Scenario:
             network=network or self.network,
         )
 
-    def _own_step_factor(self, cluster: Cluster, ranks: int) -> Any:
+    def _own_step_factor(self, cluster: TypicalCluster, ranks: int) -> Any:
         """Return the reader's own step, at the samples of a rank, over the calibrated one."""
         if self.step_seconds is None or self.step_samples is None:
             return 1.0

@@ -16,7 +16,7 @@ import numpy as np
 
 from common.utils.grouping import grouped
 from lab.predict.event_model import Network, loads, step_seconds
-from lab.predict.fitting import Array, Cell, fit_each
+from lab.predict.fitting import Array, MeasuredStep, fit_each
 from lab.predict.priors import Beliefs, load_priors
 from lab.predict.published import PublishedStep, published_path, read_published
 from lab.predict.scenario import typical_latency
@@ -168,7 +168,7 @@ def _pairs(scored: Sequence[Scored]) -> tuple[int, int]:
     return pairs, in_order
 
 
-def _baselines(row: PublishedStep, cell: Cell) -> dict[str, float]:
+def _baselines(row: PublishedStep, cell: MeasuredStep) -> dict[str, float]:
     """Return the step by simpler rules: perfect scaling, an envelope's back, and links alone."""
     rate_bits = 1e9 * (row.rate_gbit or _COMMON_GBIT)
     beta = 8 / rate_bits

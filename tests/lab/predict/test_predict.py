@@ -18,7 +18,7 @@ from common.sync import STRATEGIES, build_sync
 from lab.cli import main
 from lab.predict.bucket_choice import SIZES_MB
 from lab.predict.calibration_file import LARGE_STEP, load_calibration, reference_path
-from lab.predict.cluster import Cluster
+from lab.predict.cluster import TypicalCluster
 from lab.predict.event_model import HEADERS, Network
 from lab.predict.own_model import with_gradient_bytes, with_own_model
 from lab.predict.scenario import Scenario
@@ -27,7 +27,7 @@ from lab.units import parse_latency, parse_parameters, parse_rate
 from tests.helpers import ROOT
 
 REFERENCE = load_calibration(reference_path())
-NCCL = Cluster.of("nccl", "tcp")
+NCCL = TypicalCluster.of("nccl", "tcp")
 HERE = {"rate_bits": None, "latency_seconds": None}
 
 
