@@ -1,6 +1,7 @@
 """Clusters that nobody calibrated: which software sends over which links, and what that costs.
 
-``TypicalCluster.network`` makes the event model's network from priors (priors.toml). Imports no torch.
+``TypicalCluster.network`` makes the event model's network from priors (priors.toml). Imports no
+torch.
 """
 
 import math

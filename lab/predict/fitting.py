@@ -1,7 +1,7 @@
 """What measured steps say about the priors of their clusters. Imports no torch.
 
-A ``MeasuredStep`` is one measured step, and ``fit`` is Bayes' rule for steps whose logarithm is nearly
-linear in the priors' z: the Gauss-Newton method for the most likely z.
+``fit`` is Bayes' rule for steps (``MeasuredStep``) whose logarithm is nearly linear in the priors'
+z: the Gauss-Newton method for the most likely z.
 """
 
 from collections.abc import Sequence
