@@ -1,5 +1,6 @@
 """Which gradients travel together: the rule by which DistributedDataParallel fills its buckets."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -27,13 +28,16 @@ def assign_buckets(sizes_in_ready_order: Sequence[int], bucket_mb: float | None)
     later_mb = 25 if bucket_mb is None else bucket_mb
     closed: list[list[int]] = []
     opened: dict[int, list[int]] = {}  # by itemsize
+    filled: Counter[int] = Counter()  # bytes of each open bucket
     limits_mb: dict[int, float] = {}  # by itemsize, after the first bucket
     for index, size in enumerate(map(with_shape, sizes_in_ready_order)):
         bucket = opened.setdefault(size.itemsize, [])
         bucket.append(index)
+        filled[size.itemsize] += sizes_in_ready_order[index]
         limit = int(limits_mb.get(size.itemsize, first_mb) * MIB)
-        if sum(sizes_in_ready_order[i] for i in bucket) >= limit:
+        if filled[size.itemsize] >= limit:
             closed.append(opened.pop(size.itemsize))
+            filled[size.itemsize] = 0
             limits_mb[size.itemsize] = later_mb
     return closed + sorted(opened.values())
 

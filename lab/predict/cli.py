@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # slow to import, and --help imports this file
     from common.sync.plans.base import MessagePlan
     from lab.predict.calibration_file import Calibration
     from lab.predict.cluster import Cluster
+    from lab.predict.observed import Fit
     from lab.predict.scaling import ScalingLimit
     from lab.predict.scenario import Scenario
     from lab.predict.tables import PredictedStep
@@ -133,6 +134,13 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
         "help": "a file written by lab calibrate (default: this machine's, or else the one that "
         "comes with the project)",
     },
+    "--fit": {
+        "type": Path,
+        "nargs": "+",
+        "metavar": "FILE",
+        "help": "steps that you measured on such nodes: a table (.csv) with the columns nodes, "
+        "strategy, global_batch, step_seconds, perhaps ranks_per_node and rate, or folders of runs",
+    },
     "--figure": {
         "type": Path,
         "metavar": "FILE.png",
@@ -184,24 +192,47 @@ def main_predict(args: argparse.Namespace) -> int:
     calibration, is_reference = find_calibration(args.calibration)
     calibration = _with_own_nodes(calibration, args)
     cluster = _cluster(args, calibrated=args.calibration is not None or not is_reference)
+    fitted = None
+    if args.fit is not None:
+        cluster, fitted = _fit(calibration, cluster, args)
     scenarios = _scenarios(calibration, cluster, args)
     plans = message_plans(_wanted_strategies(args.sync), _options(args))
     first = scenarios[0]
-    given = [name for name in ("latency", "software_gbit") if vars(args)[name] is not None]
+    given = [] if args.latency is None else ["latency"]
     summaries = [
         summarize(scenario, is_reference=is_reference, given=given) for scenario in scenarios
     ]
+    if fitted is not None:
+        summaries[0] += fitted.lines()
     tables = [predict_table(args.nodes, plans, scenario) for scenario in scenarios]
     limits = scaling_limits_of(plans, first)
     if args.figure is not None:
         _draw(args, plans, first, summaries[0])
     if args.json:
-        _print_json(args.rate or [None], summaries[0], tables, limits, first)
+        _print_json(args.rate or [None], summaries[0], tables, limits, first, fitted)
     elif len(scenarios) > 1:
-        print_rates(summaries, dict(zip(args.rate, tables, strict=True)), scaling=first.scaling)
+        print_rates(summaries, dict(zip(args.rate, tables, strict=True)), scenarios)
     else:
         print_tables(summaries[0], tables[0], limits, first)
     return 0
+
+
+def _fit(
+    calibration: "Calibration", cluster: "Cluster | None", args: argparse.Namespace
+) -> "tuple[Cluster, Fit]":
+    """Return the cluster as the reader's own measured steps show it, and what they said."""
+    from lab.predict.observed import fit_to, read_observed
+
+    if cluster is None:
+        raise UserError("--fit: add --rate, that of the nodes' links, e.g. --rate 10gbit")
+    steps = read_observed(args.fit)
+    if len(args.rate) > 1 and any(step.rate_bits is None for step in steps):
+        raise UserError(
+            "--fit: several rates are given: give one --rate, or a column rate in the table"
+        )
+    scenario, *_ = _scenarios(calibration, cluster, args)
+    fitted = fit_to(steps, scenario)
+    return cluster.with_beliefs(fitted.beliefs), fitted
 
 
 def _validate(args: argparse.Namespace) -> int:
@@ -257,7 +288,7 @@ def _cluster(args: argparse.Namespace, *, calibrated: bool) -> "Cluster | None":
         if chosen:
             raise UserError("--backend and --transport are of links: add --rate, theirs")
         return None
-    if calibrated and not chosen and args.step_time is None:
+    if calibrated and not chosen and args.step_time is None and args.fit is None:
         return None
     backend = args.backend or ("gloo" if args.step_time is None else "nccl")
     cluster = Cluster.of(backend, args.transport or "tcp")
@@ -366,6 +397,7 @@ def _print_json(
     tables: "Sequence[Sequence[PredictedStep]]",
     limits: "Sequence[ScalingLimit]",
     scenario: "Scenario",
+    fitted: "Fit | None",
 ) -> None:
     rows = []
     for rate, steps in zip(rates, tables, strict=True):
@@ -380,4 +412,6 @@ def _print_json(
         content["gradient_type"] = scenario.gradient_type
     if scenario.accumulation_steps > 1:
         content["accumulation_steps"] = scenario.accumulation_steps
+    if fitted is not None:
+        content["fit"] = fitted.as_json()
     print(json.dumps(content, indent=1))

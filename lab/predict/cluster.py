@@ -63,6 +63,11 @@ class Cluster:
         backend = {"gloo": "Gloo", "nccl": "NCCL"}[self.backend]
         return f"{backend} over {self.transport.upper()}"
 
+    def with_beliefs(self, beliefs: Beliefs) -> "Cluster":
+        """Return the typical cluster of which so much is known."""
+        values = beliefs.typical(self.backend, self.transport)
+        return replace(self, beliefs=beliefs, values=values)
+
     def drawn(self) -> "Cluster":
         """Return draws of such clusters."""
         return replace(self, values=self.beliefs.drawn(self.backend, self.transport))

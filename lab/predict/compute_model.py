@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from msgspec import Meta
 
@@ -181,10 +181,12 @@ Timed = TypeVar("Timed", StepCompute, ComputeProfile)
 
 def times(timed: Timed, factor: float) -> Timed:
     """Return a step or a profile with every time multiplied by ``factor``."""
-    seconds = {
+    changes: dict[str, Any] = {
         name: factor * value for name, value in vars(timed).items() if name.endswith("_seconds")
     }
-    return replace(timed, **seconds)
+    if isinstance(timed, StepCompute) and timed.alone is not None:
+        changes["alone"] = times(timed.alone, factor)
+    return replace(timed, **changes)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,9 @@ def larger(first: Any, second: Any) -> Any:
 
 def smaller(first: Any, second: Any) -> Any:
     """Return the smaller one of two numbers, or of each pair of draws."""
-    return -larger(-first, -second)
+    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
+        return np.minimum(first, second)
+    return min(first, second)
 
 
 def longer(first: tuple[Any, Any], second: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -526,17 +528,22 @@ class _Message(NamedTuple):
 def _beside_backward(
     costs: Sequence[tuple[Operation, Terms]], ranks: int, network: Network, compute: StepCompute
 ) -> list[_Message]:
-    """Return the messages that gradients make, each from the moment when backward has made them."""
+    """Return the messages that gradients make, each from the moment when backward has made them.
+
+    All that begin after backward are one message: nothing goes on beside them.
+    """
     messages = []
+    after_backward: Any = 0.0
     for operation, cost in costs:
-        if operation.needed_bytes is None:
-            ready = None
-            share = 0.0  # backward is over
-            if operation.ready_bytes is not None:
-                ready = compute.ready_seconds(operation.ready_bytes)
-                share = network.delay_share(operation, ranks)
-            messages.append(_Message(ready, sum(cost.values()), share))
-    return messages
+        if operation.needed_bytes is not None:
+            continue
+        seconds = sum(cost.values())
+        if operation.ready_bytes is None:
+            after_backward = after_backward + seconds
+            continue
+        ready = compute.ready_seconds(operation.ready_bytes)
+        messages.append(_Message(ready, seconds, network.delay_share(operation, ranks)))
+    return [*messages, _Message(None, after_backward, 0.0)]
 
 
 def _beside_forward(
@@ -544,6 +551,8 @@ def _beside_forward(
 ) -> list[_Message]:
     """Return the messages that forward waits for, in the mirror: from the end of forward."""
     gathers = [(operation, cost) for operation, cost in costs if operation.needed_bytes is not None]
+    if not gathers:
+        return []
     ends = ends_in_pairs([sum(cost.values()) for _, cost in gathers])
     messages = []
     begin = 0.0
@@ -634,16 +643,20 @@ def ends_in_pairs(seconds: Sequence[float]) -> list[float]:
         in_each_draw = np.broadcast_arrays(*seconds)
         draws = zip(*(values.tolist() for values in in_each_draw), strict=True)
         return list(np.array([ends_in_pairs(draw) for draw in draws]).T)
-    now = 0.0
     ends = [0.0] * len(seconds)
-    waiting = list(enumerate(seconds))
-    under_way: list[tuple[float, int]] = []  # seconds left if alone on the link, index
-    while waiting or under_way:
-        while waiting and len(under_way) < 2:
-            index, left = waiting.pop(0)
-            under_way.append((left, index))
-        shortest, ended = min(under_way)
-        now += shortest * len(under_way)
-        ends[ended] = now
-        under_way = [(left - shortest, index) for left, index in under_way if index != ended]
+    now = 0.0
+    left = 0.0  # seconds of the message under way, if alone on the link
+    under_way = 0
+    for index, alone in enumerate(seconds):
+        if alone < left:
+            now += 2 * alone
+            ends[index] = now
+            left -= alone
+            continue
+        now += 2 * left
+        ends[under_way] = now
+        left = alone - left
+        under_way = index
+    if seconds:
+        ends[under_way] = now + left
     return list(accumulate(ends, max))  # a short message waits for the longer one before it

@@ -9,18 +9,22 @@ from functools import partial
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from common.errors import count
 from lab.predict.calibration_file import QUIET_SHARE, Calibration
+from lab.predict.cluster import Cluster
 from lab.predict.event_model import HEADERS, LARGEST_NODES
-from lab.predict.readable import bandwidth_text, bytes_text, duration_text
+from lab.predict.readable import bandwidth_text, bytes_text, duration_text, range_text
 from lab.predict.scaling import ScalingLimit, most_nodes
 from lab.predict.scenario import Scenario
-from lab.predict.tables import PredictedStep
+from lab.predict.tables import PURCHASES, PredictedStep, main_step
 
 _WIDTH = 110  # of a file or a pipe
 _NARROW = 106
+_DECIDED = 0.8  # the share of the draws in which the best purchase must be the best
+_LITTLE = 0.03  # a gain of less is almost nothing
 
 
 def summarize(
@@ -28,8 +32,7 @@ def summarize(
 ) -> list[str]:
     """Return what a reader must know first, a line each: calibration, model and batch, network.
 
-    given : those of "latency" and "software_gbit" that the reader gave; other latencies of links
-    with a rate are typical ones.
+    given : "latency" if the reader gave it; else that of links with a rate is a typical one.
     """
     calibration = scenario.calibration
     sizes_mb = sum(calibration.gradient_sizes) / 1e6
@@ -41,22 +44,23 @@ def summarize(
         batch = f"batch of a {_owner(scenario)} {scenario.batch_size}"
     if scenario.accumulation_steps > 1:
         batch += f" in {scenario.accumulation_steps} micro-batches"
+    about = f"{calibration.model}, {gradients}, {batch}"
+    if not scenario.own_nodes:
+        about += f"; {_nodes_text(scenario)}"
+    typical = scenario.rate_bits is not None and "latency" not in given
     lines = [
         _source_text(calibration, is_reference=is_reference, own_nodes=scenario.own_nodes),
-        f"{calibration.model}, {gradients}, {batch}; {_nodes_text(scenario)}",
-        _network_text(scenario, typical=scenario.rate_bits is not None and "latency" not in given),
+        about,
     ]
+    if scenario.cluster is None:
+        lines.append(_network_text(scenario, typical=typical))
+    else:
+        lines.append(_cluster_text(scenario.cluster))
+        lines.append(_links_text(scenario, scenario.cluster, typical=typical))
     if scenario.ranks_per_node > 1:
         lines.append(_inside_text(scenario))
     if scenario.sync_batchnorm:
         lines.append(_batchnorm_text(scenario))
-    software = calibration.network.software_bits
-    if scenario.rate_bits is not None and 2 * scenario.rate_bits > software:
-        origin = "given" if "software_gbit" in given else "calibrated"
-        lines.append(
-            f"warning: the software passes {software / 1e9:.1f} Gbit/s at most, as {origin}: "
-            "faster links change nothing. --software-gbit sets what it passes on your nodes"
-        )
     return lines
 
 
@@ -87,11 +91,6 @@ def _source_text(calibration: Calibration, *, is_reference: bool, own_nodes: boo
 
 def _nodes_text(scenario: Scenario) -> str:
     """Return what the nodes are, and where the ranks are."""
-    if scenario.own_nodes:
-        return (
-            "messages cost what their links cost; `lab calibrate` on a node of yours measures what "
-            "its software adds"
-        )
     if scenario.own_machines:
         return "each node is a machine like the calibrated one"
     if scenario.on_one_machine:
@@ -110,25 +109,63 @@ def _network_text(scenario: Scenario, *, typical: bool) -> str:
     if typical:
         message += " (typical; --latency sets it)"
     text = f"network: {link}; all_reduce: {message}, {bandwidth_text(ring.beta_seconds_per_byte)}"
-    if scenario.own_nodes:
+    return f"{text}; summing: {bandwidth_text(network.gamma_seconds_per_byte)}"
+
+
+def _cluster_text(cluster: Cluster) -> str:
+    """Return what was assumed of nodes that nobody calibrated, and what measures it."""
+    origin = "as your own steps say" if cluster.beliefs.mean.any() else "typical of such clusters"
+    most = f"at most {cluster.most_bits / 1e9:.3g} Gbit/s of payload a node"
+    if cluster.software_bits is not None:
+        most += " (--software-gbit)"
+    return (
+        f"{cluster.name}, {origin}: {most}, a message delays backward by "
+        f"{cluster.values.overlap_cost:.0%} of its time, nodes' steps scatter by "
+        f"{cluster.values.straggler:.1%} (ranges in priors.toml; `lab calibrate` or --fit measures "
+        "yours)"
+    )
+
+
+def _links_text(scenario: Scenario, cluster: Cluster, *, typical: bool) -> str:
+    """Return what the links pass, and what a message costs; ``typical``: see ``summarize``."""
+    network = scenario.network
+    ring = network.rate("all_reduce")
+    payload = f"{8e-9 / ring.beta_seconds_per_byte:.3g}"
+    if scenario.rate_bits is not None:
+        payload += f" of {scenario.rate_bits / 1e9:.3g}"
+    software = cluster.values.message_seconds
+    message = f"{duration_text(ring.alpha_seconds - software)} on the link"
+    if typical:
+        message += " (typical; --latency sets it)"
+    message += f" and {duration_text(software)} in software"
+    if ring.start_seconds:
+        message += f", each operation {duration_text(ring.start_seconds)} to start"
+    text = f"network: {payload} Gbit/s reach payload; a message takes {message}"
+    if not network.gamma_seconds_per_byte:
         return text
     return f"{text}; summing: {bandwidth_text(network.gamma_seconds_per_byte)}"
 
 
 def _inside_text(scenario: Scenario) -> str:
-    """Return how many ranks share a node, and what messages between them cost."""
+    """Return how many ranks share a node, and what that and messages between them cost."""
     shared = "share its link" if scenario.own_nodes else "share its link and its cores"
+    text = f"{scenario.ranks_per_node} ranks on each node {shared}"
+    if scenario.node_step_seconds is not None:
+        return f"{text}; messages inside a node are part of --node-step-time"
     ring = scenario.network.inside.rate("all_reduce")
     source = "as calibrated over loopback, and no more latency than over the link"
-    if not scenario.inside_measured:
+    if scenario.cluster is not None or not scenario.inside_measured:
         source = "typical; --rate-inside sets it"
     if scenario.inside_bits is not None:
         source = "--rate-inside"
-    return (
-        f"{scenario.ranks_per_node} ranks on each node {shared}; all_reduce inside a node: "
-        f"{duration_text(ring.alpha_seconds)} a message, "
+    text += (
+        f"; all_reduce inside a node: {duration_text(ring.alpha_seconds)} a message, "
         f"{bandwidth_text(ring.beta_seconds_per_byte)} ({source})"
     )
+    if scenario.cluster is None or scenario.step_seconds is None:
+        return text
+    loss = scenario.cluster.values.node_loss
+    return f"{text}; together they compute {loss:.1%} longer (typical; --node-step-time sets it)"
 
 
 def _batchnorm_text(scenario: Scenario) -> str:
@@ -141,40 +178,143 @@ def _batchnorm_text(scenario: Scenario) -> str:
     )
 
 
-def answer(steps: Sequence[PredictedStep], *, scaling: str) -> str:
-    """Return what would help most on the largest number of nodes; "" for one node.
+def answer(steps: Sequence[PredictedStep], scenario: Scenario) -> str:
+    """Return how long a step takes and what would help most; "" for one node.
 
-    It speaks of ddp, or of the fastest strategy that is there. In weak scaling more nodes also make
-    the batch larger, so their gain stands apart.
+    It speaks of ``tables.main_step``. In weak scaling more nodes also make the batch larger, so
+    their gain stands apart.
     """
-    most = max(step.nodes for step in steps)
-    if most == 1:
+    step = main_step(steps)
+    if step is None:
         return ""
-    rows = [step for step in steps if step.nodes == most and step.sync != "none"]
-    if not rows:
-        return ""
-    step = min(rows, key=lambda row: (row.sync != "ddp", -row.speedup))
-    gain_of = {
-        "a network twice as fast": step.gains["network"],
-        "compute twice as fast": step.gains["compute"],
-    }
-    larger = ""
-    if scaling == "strong":
-        gain_of[f"{2 * most:,} nodes"] = step.gains["nodes"]
-    else:
-        larger = (
-            f" {2 * most:,} nodes: {_times(step.gains['nodes'])} times the samples per second, in "
-            "global batches twice as large."
+    seconds = duration_text(step.prediction.step_seconds)
+    certain = range_text(step.low_seconds, step.high_seconds)
+    sentences = [
+        f"{step.sync} on {_counted(step.nodes, 'node')} takes {seconds} a step (80 %: {certain}).",
+        _purchases_text(step, _purchases(step, scenario)),
+        f"No network can bring more than {_times(step.gains['no messages'])} times the speed.",
+    ]
+    if scenario.scaling == "weak" and 2 * step.nodes <= LARGEST_NODES:
+        sentences.append(
+            f"{2 * step.nodes:,} nodes would train {_times(step.gains['nodes'])} times the samples "
+            "a second, in global batches twice as large."
         )
-    best, *others = sorted(gain_of, key=lambda change: -gain_of[change])
-    less = " and ".join(f"{change} {_times(gain_of[change])}" for change in others)
-    seconds = step.prediction.step_seconds
-    ceiling = step.gains["no messages"]
-    return (
-        f"What helps {step.sync} on {most:,} nodes most ({duration_text(seconds)} a step): {best}, "
-        f"{_times(gain_of[best])} times the speed; {less}. "
-        f"Without messages: {duration_text(seconds / ceiling)}, {_times(ceiling)} times.{larger}"
-    )
+    return " ".join(sentences)
+
+
+def _purchases(step: PredictedStep, scenario: Scenario) -> list[str]:
+    """Return ``PURCHASES``, without more nodes than are predicted."""
+    purchases = list(PURCHASES[scenario.scaling])
+    if 2 * step.nodes > LARGEST_NODES and "nodes" in purchases:
+        purchases.remove("nodes")
+    return purchases
+
+
+def _best_purchases(step: PredictedStep, purchases: Sequence[str]) -> list[str]:
+    """Return the purchase that gains most, and before the others the one that may gain more.
+
+    The best one stands alone if it is that in ``_DECIDED`` of the draws.
+    """
+    best = max(purchases, key=lambda change: step.gains[change])
+    others = [change for change in purchases if change != best]
+    rival = max(others, key=lambda change: step.best_shares[change])
+    _, most = step.gain_ranges[rival]
+    if step.best_shares[best] >= _DECIDED or most < 1 + _LITTLE:
+        return [best]
+    return [best, rival]
+
+
+def _purchases_text(step: PredictedStep, purchases: Sequence[str]) -> str:
+    """Return what each purchase would bring, the best one first, as a sentence."""
+    in_turn = sorted(purchases, key=lambda change: -step.gains[change])
+    name_of = {change: _NAMES[change](step) for change in purchases}
+    gain_of = {change: _times(step.gains[change]) for change in purchases}
+    best, *rivals = _best_purchases(step, purchases)
+    if rivals:
+        [rival] = rivals
+        first = (
+            f"what brings more is not decided: {name_of[best]} {gain_of[best]} times the speed "
+            f"{_gain_range(step, best)}, or {name_of[rival]} {gain_of[rival]} "
+            f"{_gain_range(step, rival)}"
+        )
+    elif step.gains[best] < 1 + _LITTLE:
+        each = ", ".join(f"{name_of[change]} {gain_of[change]}" for change in in_turn)
+        return f"Nothing would bring much: {each} times the speed."
+    else:
+        first = f"{name_of[best]} would bring most: {gain_of[best]} times the speed"
+    others = [change for change in in_turn if change not in (best, *rivals)]
+    effects = [f"{name_of[change]} {_effect(step.gains[change])}" for change in others]
+    text = "; ".join([first, *effects])
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _gain_range(step: PredictedStep, change: str) -> str:
+    low, high = step.gain_ranges[change]
+    return f"(80 %: {_times(low)} to {_times(high)})"
+
+
+def _effect(gain: float) -> str:
+    """Return what a change does that is not the best one."""
+    if gain < 1 - _LITTLE / 2:
+        return f"would make it slower ({_times(gain)})"
+    if gain < 1 + _LITTLE:
+        return f"would bring almost nothing ({_times(gain)})"
+    return f"would bring {_times(gain)} times"
+
+
+def _closing_lines(
+    tables: Mapping[str, Sequence[PredictedStep]], scenarios: Sequence[Scenario]
+) -> list[str]:
+    """Return what holds for all answers: the software's limit, and what would decide between two.
+
+    tables, scenarios : by rate, as for ``print_rates``; the name of a single one is not shown.
+    """
+    lines = []
+    mains = [main_step(steps) for steps in tables.values()]
+    if limit := _software_text(tables, scenarios):
+        lines.append(limit)
+    scenario = scenarios[0]
+    for step in mains:
+        if step is not None and len(_best_purchases(step, _purchases(step, scenario))) > 1:
+            return [*lines, _decided_by(scenario)]
+    return lines
+
+
+def _decided_by(scenario: Scenario) -> str:
+    if scenario.cluster is None:
+        return "A run on your nodes would decide it: `lab compare` measures both."
+    sources = ["`lab calibrate` on your nodes", "a step measured there (--fit)"]
+    if scenario.cluster.software_bits is None:
+        sources.append("`iperf3` between two of them (--software-gbit)")
+    return f"What would decide it: {', or '.join(sources)}."
+
+
+def _software_text(
+    tables: Mapping[str, Sequence[PredictedStep]], scenarios: Sequence[Scenario]
+) -> str:
+    """Return from which rate on the nodes' software limits the links; "" if it does not."""
+    scenario = scenarios[0]
+    rates = [each.rate_bits for each in scenarios if each.rate_bits is not None]
+    most = scenario.software_bits
+    if not rates or 2 * max(rates) <= scenario.enough_bits:
+        return ""
+    source = "as calibrated; --software-gbit sets what yours passes"
+    if scenario.cluster is not None:
+        source = f"typical of {scenario.cluster.name}; --software-gbit sets what yours passes"
+        if scenario.cluster.software_bits is not None:
+            source = "--software-gbit"
+    limit = f"since a node's software passes {most / 1e9:.1f} Gbit/s at most ({source})"
+    limited = [rate for rate, each in zip(tables, scenarios, strict=True) if _is_limited(each)]
+    if len(limited) > 1:
+        names = f"{', '.join(limited[:-1])} and {limited[-1]}"
+        shown = {tuple(_rate_cell(step) for step in tables[rate]) for rate in limited}
+        same = "give one number" if len(shown) == 1 else "hardly differ"
+        return f"{names} {same}, {limit}."
+    return f"Links above {scenario.enough_bits / 1e9:.3g} Gbit/s would bring nothing more, {limit}."
+
+
+def _is_limited(scenario: Scenario) -> bool:
+    return scenario.rate_bits is not None and scenario.rate_bits >= scenario.enough_bits
 
 
 def _console() -> Console:
@@ -193,67 +333,94 @@ def print_tables(
 ) -> None:
     """Print summary, steps with their notes, and limits, as wide as the terminal permits."""
     console = _console()
-    narrow = console.width < _NARROW
-    notes = []
-    for step in steps:
-        about = "none" if step.sync == "none" else f"{step.nodes} nodes"
-        if step.note and f"{about}: {step.note}" not in notes:
-            notes.append(f"{about}: {step.note}")
-    waits = {step.nodes: step.prediction.batchnorm_seconds for step in steps if step.sync != "none"}
-    for nodes, seconds in waits.items():
-        if seconds:
-            notes.append(f"{nodes} nodes: SyncBatchNorm's messages take {duration_text(seconds)}")
     print_lines = partial(console.print, sep="\n", markup=False, soft_wrap=True)
     print_lines(*summary)
-    if advice := answer(steps, scaling=scenario.scaling):
-        print_lines(advice)
-    console.print(_steps_table(steps, narrow=narrow))
-    if notes:
+    if advice := answer(steps, scenario):
+        print_lines(advice, *_closing_lines({"": steps}, [scenario]))
+    console.print(_steps_table(steps, console))
+    if notes := _notes(steps):
         print_lines(*notes)
     if limits:
-        console.print(_scaling_limits_table(limits, narrow=narrow))
+        console.print(_scaling_limits_table(limits, narrow=console.width < _NARROW))
         print_lines(*_scaling_limits_text(scenario))
     else:
         print_lines(
-            f"where scaling stops is not shown: ranks of one machine share its "
-            f"{scenario.calibration.cores} cores. Give "
-            "--rate to predict separate machines"
+            "where scaling stops is not shown: ranks of one machine share its "
+            f"{_counted(scenario.calibration.cores, 'core')}. Give --rate to predict separate "
+            "machines"
         )
 
 
 def print_rates(
     summaries: Sequence[Sequence[str]],
     tables: Mapping[str, Sequence[PredictedStep]],
-    *,
-    scaling: str,
+    scenarios: Sequence[Scenario],
 ) -> None:
-    """Print step and speed-up at each rate, side by side; summaries and tables are by rate."""
+    """Print step and speed-up at each rate, side by side; all three arguments are by rate."""
     console = _console()
     print_lines = partial(console.print, sep="\n", markup=False, soft_wrap=True)
     print_lines(*dict.fromkeys(line for summary in summaries for line in summary))
-    headings = ["\nstrategy", "\nnodes", *(f"{rate}:\nstep (speed up)" for rate in tables)]
-    table = _frame(headings, narrow=False)
-    for row in zip(*tables.values(), strict=True):
-        shown = (
-            f"{duration_text(step.prediction.step_seconds)} ({_times(step.speedup)})"
-            for step in row
-        )
-        table.add_row(row[0].sync, _nodes(row[0]), *shown)
-    console.print(table)
-    for rate, steps in tables.items():
-        if advice := answer(steps, scaling=scaling):
-            print_lines(f"{rate}: {advice}")
+    console.print(_rates_table(tables, console))
+    advices = [
+        f"{rate}: {advice}"
+        for (rate, steps), scenario in zip(tables.items(), scenarios, strict=True)
+        if (advice := answer(steps, scenario))
+    ]
+    if advices:
+        print_lines(*advices, *_closing_lines(tables, scenarios))
 
 
-def _steps_table(steps: Sequence[PredictedStep], *, narrow: bool) -> Table:
-    """Return the table of steps; a narrow one fits 80 columns, so that no number is cut."""
-    columns = _STEP_COLUMNS
-    if narrow:
-        columns = {name: text for name, text in columns.items() if name not in _WIDE_COLUMNS}
-    table = _frame(list(columns), narrow=narrow)
+def _notes(steps: Sequence[PredictedStep]) -> list[str]:
+    """Return under which conditions steps hold, and how long they wait for SyncBatchNorm."""
+    notes = []
     for step in steps:
-        table.add_row(*(text(step) for text in columns.values()))
+        about = "none" if step.sync == "none" else _counted(step.nodes, "node")
+        if step.note:
+            notes.append(f"{about}: {step.note}")
+    waits = {step.nodes: step.prediction.batchnorm_seconds for step in steps if step.sync != "none"}
+    for nodes, seconds in waits.items():
+        if seconds:
+            about = _counted(nodes, "node")
+            notes.append(f"{about}: SyncBatchNorm's messages take {duration_text(seconds)}")
+    return list(dict.fromkeys(notes))
+
+
+def _fits(table: Table, console: Console) -> bool:
+    """Return whether the console has the columns that the table takes."""
+    widest = console.options.update(max_width=1000)
+    return Measurement.get(console, widest, table).maximum <= console.width
+
+
+def _steps_table(steps: Sequence[PredictedStep], console: Console) -> Table:
+    """Return the table of steps, without columns for which the console is too narrow."""
+    columns = dict(_STEP_COLUMNS)
+    for left_out in ("", *_LEFT_OUT):
+        columns.pop(left_out, None)
+        table = _frame(list(columns), narrow=console.width < _NARROW)
+        for step in steps:
+            table.add_row(*(text(step) for text in columns.values()))
+        if _fits(table, console):
+            break
     return table
+
+
+def _rates_table(tables: Mapping[str, Sequence[PredictedStep]], console: Console) -> Table:
+    """Return steps with interval and speed-up by rate; on a narrow console in two lines each."""
+    for between in ("  ", "\n"):
+        heading = f"step (speed up){between}80 %"
+        headings = [f"{rate}:\n{heading}" for rate in tables]
+        lead = "\n" * (1 + between.count("\n"))
+        table = _frame([f"{lead}strategy", f"{lead}nodes", *headings], narrow=False)
+        for row in zip(*tables.values(), strict=True):
+            cells = [f"{_rate_cell(step)}{between}{_interval(step)}" for step in row]
+            table.add_row(row[0].sync, _nodes(row[0]), *cells)
+        if _fits(table, console):
+            break
+    return table
+
+
+def _rate_cell(step: PredictedStep) -> str:
+    return f"{duration_text(step.prediction.step_seconds)} ({_times(step.speedup)})"
 
 
 def _scaling_limits_table(limits: Sequence[ScalingLimit], *, narrow: bool) -> Table:
@@ -303,7 +470,7 @@ def _frame(headings: Sequence[str], *, narrow: bool) -> Table:
 def _scaling_limits_text(scenario: Scenario) -> list[str]:
     """Return lines that explain the headings of ``_scaling_limits_table``."""
     owner = _owner(scenario)
-    samples = f"{scenario.batch_size:,} samples"
+    samples = _counted(scenario.batch_size, "sample")
     least = scenario.least_samples
     most = most_nodes(
         scenario.batch_size,
@@ -313,7 +480,7 @@ def _scaling_limits_text(scenario: Scenario) -> list[str]:
     )
     return [
         f"strong: {samples} for all nodes together, at least {least} a {owner}, so up to "
-        f"{most:,} nodes.",
+        f"{_counted(most, 'node')}.",
         f"weak: {samples} for each {owner}, up to {LARGEST_NODES:,} nodes.",
         "stops at: the smallest number of nodes within 10 % of the best speed; never: the last "
         "doubling still",
@@ -333,6 +500,18 @@ def _nodes(step: PredictedStep) -> str:
     return f"{step.nodes} x {step.ranks_per_node}"
 
 
+def _interval(step: PredictedStep) -> str:
+    """Return the step's 80 % interval; "-" if the step is the reader's own."""
+    if step.low_seconds == step.high_seconds:
+        return "-"
+    return range_text(step.low_seconds, step.high_seconds, between="–")
+
+
+def _counted(number: int, noun: str) -> str:
+    """Return "1 node", "100,000 nodes"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def _times(value: float) -> str:
     if value >= 100:
         return f"{value:,.0f}"
@@ -347,11 +526,19 @@ def _efficiency(value: float) -> str:
     return f"{value:.1%}" if value >= 0.001 else "<0.1%"
 
 
-# The columns of the table of steps by their headings; the wide ones need more than 80 columns.
+_NAMES: dict[str, Callable[[PredictedStep], str]] = {
+    "network": lambda step: "a network twice as fast",
+    "compute": lambda step: "processors twice as fast",
+    "nodes": lambda step: f"{2 * step.nodes:,} nodes instead of {step.nodes:,}",
+}
+
+# The columns of the table of steps by their headings, and those that a narrow terminal lacks, in
+# this order: --json has them all.
 _STEP_COLUMNS: dict[str, Callable[[PredictedStep], str]] = {
     "strategy": lambda step: step.sync,
     "nodes": lambda step: _nodes(step),
     "step": lambda step: duration_text(step.prediction.step_seconds),
+    "80 %\ninterval": _interval,
     "speed\nup": lambda step: _times(step.speedup),
     "effi-\nciency": lambda step: _efficiency(step.efficiency),
     "exposed\ncomm.": lambda step: duration_text(step.prediction.sync_seconds),
@@ -362,4 +549,4 @@ _STEP_COLUMNS: dict[str, Callable[[PredictedStep], str]] = {
     "2 x\ncomp": lambda step: _times(step.gains["compute"]),
     "2 x\nnode": lambda step: _times(step.gains["nodes"]),
 }
-_WIDE_COLUMNS = ("rank 0\nsends", "others\nsend")
+_LEFT_OUT = ("others\nsend", "rank 0\nsends", "effi-\nciency", "slowed\nby")

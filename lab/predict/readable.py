@@ -21,6 +21,14 @@ def duration_text(seconds: float) -> str:
     return _scaled(seconds, _DURATIONS)
 
 
+def range_text(low: float, high: float, *, between: str = " to ") -> str:
+    """Return a range of times in one unit: ``182 to 240 ms``."""
+    text = duration_text(high)
+    unit = text.rpartition(" ")[2]
+    seconds = dict(_DURATIONS)[unit]
+    return f"{_without_exponent(f'{low / seconds:.3g}')}{between}{text}"
+
+
 def bytes_text(count: float) -> str:
     """Return a number of bytes as text: ``36.9 MB``."""
     if count <= 0:

@@ -169,6 +169,20 @@ class Scenario:
         """Whether the calibration knows what messages inside a node cost."""
         return self.calibration.over_loopback and not self.own_nodes
 
+    @property
+    def software_bits(self) -> float:
+        """The bits a second that a node's software passes at most."""
+        if self.cluster is not None:
+            return float(self.cluster.most_bits)
+        return self.calibration.network.software_bits
+
+    @property
+    def enough_bits(self) -> float:
+        """The rate above which a link changes nothing, since the software passes no more."""
+        if self.cluster is not None:
+            return self.software_bits / float(self.cluster.values.line_share)
+        return self.software_bits
+
     def drawn(self) -> "Scenario":
         """Return the scenario with draws of what is uncertain in place of typical values."""
         if self.cluster is not None:

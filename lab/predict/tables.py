@@ -28,6 +28,9 @@ from lab.predict.scaling import SCALINGS, ScalingLimit, scaling_limits
 from lab.predict.scenario import Scenario
 from lab.predict.variants import split_variant
 
+# What a reader may buy, by scaling: of nodes with a batch of their own, more are no faster step.
+PURCHASES = {"strong": ("network", "compute", "nodes"), "weak": ("network", "compute")}
+
 _INTERVAL = (0.1, 0.9)  # quantiles of the draws
 _NO_EXCHANGE = "no gradient exchange: each node trains its own model"
 
@@ -41,8 +44,9 @@ class PredictedStep:
     brings: "network", "compute" or "nodes" doubled, and "no messages". ``note`` states the
     condition under which the row holds.
 
-    ``low_seconds`` and ``high_seconds`` are the ends of the step's 80 % interval, ``gain_ranges``
-    those of the gains.
+    ``low_seconds`` and ``high_seconds`` are the ends of the step's 80 % interval, ``speedup_range``
+    and ``gain_ranges`` those of the speed-up and the gains. ``best_shares`` : in which share of the
+    draws each of ``PURCHASES`` gains most.
     """
 
     sync: str
@@ -54,7 +58,9 @@ class PredictedStep:
     gains: Mapping[str, float]
     low_seconds: float
     high_seconds: float
+    speedup_range: tuple[float, float]
     gain_ranges: Mapping[str, tuple[float, float]]
+    best_shares: Mapping[str, float]
     note: str = ""
 
 
@@ -98,6 +104,13 @@ def predict_table(
     ]
 
 
+def _intervals(draws: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return ``interval`` of each value, all at once, since that is faster."""
+    in_each_draw = np.array(np.broadcast_arrays(*draws.values()))
+    lows, highs = np.quantile(in_each_draw, _INTERVAL, axis=-1).tolist()
+    return dict(zip(draws, zip(lows, highs, strict=True), strict=True))
+
+
 def interval(draws: Any) -> tuple[float, float]:
     """Return the ends of the 80 % interval of draws; of a number that is certain, itself twice."""
     low, high = np.quantile(draws, _INTERVAL)
@@ -115,13 +128,21 @@ def _row(
     plan = with_best_buckets(asked, sizes, ranks, network=network, compute=compute)
     step = predict_step(plan, sizes, ranks, network=network, compute=compute)
     plans = {count: _plan_on(count, asked, scenario) for count in (1, nodes, _doubled(nodes))}
-    alone, gains = _gains(plans, nodes, scenario)
-    seconds_drawn = _seconds(plans[nodes], nodes, drawn) * drawn.remainder
-    _, gains_drawn = _gains(plans, nodes, drawn)
-    low, high = interval(seconds_drawn) if ranks > 1 else (step.step_seconds,) * 2
-    speedup = alone / step.step_seconds
-    if scenario.scaling == "weak":
-        speedup *= nodes
+    alone = _seconds(plans[1], 1, scenario)
+    alone_drawn = _seconds(plans[1], 1, drawn)
+    gains = _gains(plans, nodes, scenario, step.step_seconds)
+    right_drawn = _seconds(plans[nodes], nodes, drawn)
+    gains_drawn = _gains(plans, nodes, drawn, right_drawn)
+    seconds_drawn = right_drawn * drawn.remainder
+    more_samples = nodes if scenario.scaling == "weak" else 1
+    speedup = more_samples * alone / step.step_seconds
+    speedup_drawn = more_samples * alone_drawn / seconds_drawn
+    ranges = _intervals(gains_drawn | {"step": seconds_drawn, "speedup": speedup_drawn})
+    if ranks == 1:
+        ranges["step"] = (step.step_seconds, step.step_seconds)
+    if nodes == 1:
+        ranges["speedup"] = (1.0, 1.0)
+    low, high = ranges["step"]
     notes = [_note(name, nodes, scenario)]
     if plan is not asked:
         notes.insert(0, _buckets_text(name, plan))
@@ -135,9 +156,30 @@ def _row(
         gains=gains,
         low_seconds=low,
         high_seconds=high,
-        gain_ranges={change: interval(draws) for change, draws in gains_drawn.items()},
+        speedup_range=ranges["speedup"],
+        gain_ranges={change: ranges[change] for change in gains_drawn},
+        best_shares=_best_shares(gains_drawn, PURCHASES[scenario.scaling]),
         note="; ".join(filter(None, notes)),
     )
+
+
+def _best_shares(gains: Mapping[str, Any], purchases: Sequence[str]) -> dict[str, float]:
+    """Return the share of the draws in which each purchase gains most."""
+    in_each_draw = np.array(np.broadcast_arrays(*(gains[purchase] for purchase in purchases)))
+    best = in_each_draw.argmax(axis=0)
+    return {purchase: float(np.mean(best == index)) for index, purchase in enumerate(purchases)}
+
+
+def main_step(steps: Sequence[PredictedStep]) -> PredictedStep | None:
+    """Return the step of ddp on the most nodes, or of the fastest strategy there that exchanges.
+
+    None if there is none, or only one node.
+    """
+    most = max(step.nodes for step in steps)
+    rows = [step for step in steps if step.nodes == most and step.sync != "none"]
+    if most == 1 or not rows:
+        return None
+    return min(rows, key=lambda row: (row.sync != "ddp", -row.speedup))
 
 
 def _doubled(nodes: int) -> int:
@@ -174,23 +216,21 @@ def _seconds(
 
 
 def _gains(
-    plans: Mapping[int, MessagePlan], nodes: int, scenario: Scenario
-) -> tuple[Any, dict[str, Any]]:
-    """Return the seconds on one node, and ``PredictedStep.gains``; ``plans`` are by nodes."""
+    plans: Mapping[int, MessagePlan], nodes: int, scenario: Scenario, seconds: Any
+) -> dict[str, Any]:
+    """Return ``PredictedStep.gains`` of a step of so many seconds; ``plans`` are by nodes."""
     plan = plans[nodes]
     compute = scenario.compute_at(nodes)
     faster = scenario.faster_network
     at_once = scenario.compute_at(nodes, network=faster)
-    seconds = _seconds(plan, nodes, scenario, compute=compute)
     doubled = _doubled(nodes)
     more_samples = doubled / nodes if scenario.scaling == "weak" else 1.0
-    gains = {
+    return {
         "network": seconds / _seconds(plan, nodes, scenario, network=faster, compute=at_once),
         "compute": seconds / _seconds(plan, nodes, scenario, compute=times(compute, 0.5)),
         "nodes": more_samples * seconds / _seconds(plans[doubled], doubled, scenario),
         "no messages": seconds / compute.seconds,
     }
-    return _seconds(plans[1], 1, scenario), gains
 
 
 def _note(name: str, nodes: int, scenario: Scenario) -> str:

@@ -77,13 +77,13 @@ CHECKS = {
     "lab learn": quick(prints=r"Wrote learn/|stays as it is|Kept: "),
     # lab
     "ddp-auto": quick(prints=r"ddp-auto takes (the default buckets|buckets of \d+ MiB)"),
-    "predict .*--figure": slow(prints="What helps"),
+    "predict .*--figure": slow(prints="No network can bring"),
     "predict --nodes 256 ": slow(prints=r"none +4,096 +595 "),
     "predict --nodes 1000 ": slow(prints=r"ddp .* 166 +3,756 "),
     "predict --nodes 10000 ": slow(prints=r"54\.2%(.|\n)*98\.7%"),
     "predict --nodes 8 .*--calibration": quick(prints=r"ddp +8 +652 ms(.|\n)*powersgd +8 +237 ms"),
     "predict --validate": quick(prints=r"all +62"),
-    "lab predict": quick(prints="What helps"),
+    "lab predict": quick(prints="No network can bring"),
     # 1 if something else holds the port
     "lab doctor": quick(prints="scikit-learn(.|\n)*ready", statuses=(0, 1)),
     "lab explain": quick(prints=r"1\. (.|\n)*cause:"),

@@ -1,0 +1,294 @@
+"""A reader's own measured steps, for ``lab predict --fit``. Imports no torch.
+
+``read_observed`` reads tables and folders of runs, ``fit_to`` moves the priors of a scenario's
+cluster to where they explain these steps.
+"""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import UserError, count, file_errors
+from common.reporting.run_files import RanksFile, RunSummary
+from common.sync import STRATEGIES
+from common.utils.grouping import grouped
+from common.utils.registry import choices_text
+from common.utils.typed_json import read_json
+from lab.predict.fitting import Cell, fit
+from lab.predict.priors import Beliefs, Prior
+from lab.predict.readable import duration_text
+from lab.predict.scenario import Scenario
+from lab.predict.tables import message_plans
+from lab.units import parse_rate
+
+_COLUMNS = ("nodes", "strategy", "global_batch", "step_seconds")
+_NEEDED = ", ".join(_COLUMNS)
+_SHORTEST = 0.9  # of computing alone: measurements scatter
+_ALIKE = 1.5  # two measurements of one cell differ by no more than this
+_MOVED = 0.25  # z from which a prior's move is told
+_HIGH = 1.2816  # z of a prior's high value
+
+
+@dataclass(frozen=True)
+class ObservedStep:
+    """A measured step.
+
+    where : the row or folder it comes from. global_batch : samples of all ranks. rate_bits : of a
+    node's link; None: that of the prediction. model : that was trained; None: that of the
+    prediction.
+    """
+
+    where: str
+    nodes: int
+    ranks_per_node: int
+    strategy: str
+    global_batch: int
+    step_seconds: float
+    rate_bits: float | None = None
+    model: str | None = None
+
+    @property
+    def setting(self) -> tuple[object, ...]:
+        """What two measurements of one thing have in common."""
+        return (
+            *(self.nodes, self.ranks_per_node, self.strategy, self.global_batch),
+            self.rate_bits,
+        )
+
+
+def read_observed(paths: Sequence[Path]) -> list[ObservedStep]:
+    """Return the steps of tables (``.csv``) and of folders of runs, in order.
+
+    Raises UserError if one cannot be read, or if two contradict each other.
+    """
+    steps = []
+    for path in paths:
+        steps += [_of_run(path)] if path.is_dir() else _of_table(path)
+    for same in grouped((step.setting, step) for step in steps).values():
+        shortest = min(same, key=lambda step: step.step_seconds)
+        longest = max(same, key=lambda step: step.step_seconds)
+        if longest.step_seconds > _ALIKE * shortest.step_seconds:
+            raise UserError(
+                f"--fit: {shortest.where} and {longest.where} are the same run, and took "
+                f"{duration_text(shortest.step_seconds)} and "
+                f"{duration_text(longest.step_seconds)}: leave out the one that is wrong"
+            )
+    return steps
+
+
+def _of_table(path: Path) -> list[ObservedStep]:
+    with file_errors(f"--fit: {path} cannot be read", ": give a table or the folder of a run"):
+        text = path.read_text(encoding="utf-8-sig")
+    reader = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
+    missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
+    if missing:
+        raise UserError(
+            f"--fit: {path} has no column {', '.join(missing)}: give a table with the columns "
+            f"{_NEEDED}, and ranks_per_node and rate where they are known"
+        )
+    steps = [_of_row(row, f"{path}, row {number}") for number, row in enumerate(reader, 1)]
+    if not steps:
+        raise UserError(f"--fit: {path} has no rows: give one measured step or more")
+    return steps
+
+
+def _of_row(row: Mapping[str, str | None], where: str) -> ObservedStep:
+    strategy = (row["strategy"] or "").strip()
+    if strategy not in STRATEGIES:
+        raise UserError(f"--fit: {where}: strategy: got {choices_text(strategy, STRATEGIES)}")
+    rate = (row.get("rate") or "").strip()
+    if rate.replace(".", "", 1).isdigit():
+        rate += "gbit"
+    return ObservedStep(
+        where=where,
+        nodes=_whole(row, "nodes", where),
+        ranks_per_node=_whole(row, "ranks_per_node", where) if row.get("ranks_per_node") else 1,
+        strategy=strategy,
+        global_batch=_whole(row, "global_batch", where),
+        step_seconds=_positive(row, "step_seconds", where),
+        rate_bits=parse_rate(rate, f"--fit: {where}: rate") if rate else None,
+    )
+
+
+def _whole(row: Mapping[str, str | None], name: str, where: str) -> int:
+    value = _positive(row, name, where)
+    if value != int(value):
+        raise UserError(f"--fit: {where}: {name}: got {row[name]!r}, give a whole number")
+    return int(value)
+
+
+def _positive(row: Mapping[str, str | None], name: str, where: str) -> float:
+    try:
+        value = float(row[name] or "")
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise UserError(f"--fit: {where}: {name}: got {row[name]!r}, give a number above 0")
+    return value
+
+
+def _of_run(folder: Path) -> ObservedStep:
+    """Return the step of a run of this project: the mean of its timed steps."""
+    with file_errors(
+        f"--fit: {folder} is not the folder of a finished run",
+        ": give the folder that rank 0 wrote, reports/<part>-<sync>/<time>",
+    ):
+        summary = read_json(folder / "summary.json", RunSummary)
+        ranks = read_json(folder / "ranks.json", RanksFile)
+    if summary.step_seconds is None:
+        raise UserError(f"--fit: {folder} has no timed step: train more steps")
+    nodes = {row.host if row.node is None else row.node for row in ranks.ranks}
+    return ObservedStep(
+        where=str(folder),
+        nodes=len(nodes),
+        ranks_per_node=-(-len(ranks.ranks) // len(nodes)),
+        strategy=summary.sync,
+        global_batch=summary.global_batch_size,
+        step_seconds=summary.step_seconds,
+        model=summary.model,
+    )
+
+
+@dataclass(frozen=True)
+class FittedCell:
+    """A measured step, and its prediction before and after the fit, in seconds."""
+
+    step: ObservedStep
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class MovedPrior:
+    """A prior that a fit moved: its typical value before, and value, low and high after."""
+
+    prior: Prior
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What measured steps said: the beliefs, each step, and the priors that moved."""
+
+    beliefs: Beliefs
+    cells: Sequence[FittedCell]
+    moved: Sequence[MovedPrior]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return steps and moved priors with names."""
+        cells = [
+            {
+                "from": cell.step.where,
+                "nodes": cell.step.nodes,
+                "ranks_per_node": cell.step.ranks_per_node,
+                "sync": cell.step.strategy,
+                "measured_step_s": cell.step.step_seconds,
+                "predicted_before_s": cell.before,
+                "predicted_after_s": cell.after,
+            }
+            for cell in self.cells
+        ]
+        moved = [
+            {
+                "prior": move.prior.name,
+                "before": move.prior.typical,
+                "after": move.value,
+                "low": move.low,
+                "high": move.high,
+            }
+            for move in self.moved
+        ]
+        return {"steps": cells, "priors": moved}
+
+    def lines(self) -> list[str]:
+        """Return what a reader must know of the fit."""
+        lines = [f"fitted to {count(len(self.cells), 'measured step')}:"]
+        for cell in self.cells:
+            lines.append(
+                f"  {cell.step.strategy} on {count(cell.step.nodes, 'node')}: measured "
+                f"{duration_text(cell.step.step_seconds)}, predicted "
+                f"{duration_text(cell.before)} before and {duration_text(cell.after)} after the fit"
+            )
+        for move in self.moved:
+            lines.append(
+                f"  {move.prior.meaning}: {_digits(move.prior.typical)} -> {_digits(move.value)} "
+                f"(80 %: {_digits(move.low)} to {_digits(move.high)})"
+            )
+        if not self.moved:
+            lines.append("  no prior moved noticeably")
+        return lines
+
+
+def fit_to(steps: Sequence[ObservedStep], scenario: Scenario) -> Fit:
+    """Return what these steps say about the cluster of ``scenario``, on which they were measured.
+
+    Raises UserError if a step contradicts the scenario.
+    """
+    assert scenario.cluster is not None
+    cells = [_cell(step, scenario) for step in steps]
+    before = scenario.cluster.beliefs
+    after = fit(before, cells)
+    fitted = []
+    for step, cell in zip(steps, cells, strict=True):
+        was, became = np.exp(cell.log_steps(before, np.array([before.mean, after.mean]).T))
+        fitted.append(FittedCell(step, float(was), float(became)))
+    return Fit(after, fitted, _moved(after))
+
+
+def _cell(step: ObservedStep, asked: Scenario) -> Cell:
+    ranks = step.nodes * step.ranks_per_node
+    if step.nodes == 1:
+        known = "--step-time" if ranks == 1 else "--node-step-time"
+        raise UserError(
+            f"--fit: {step.where}: it ran on one node, which says nothing about links: leave it "
+            f"out, and give its step as {known}"
+        )
+    if step.model not in (None, asked.calibration.model):
+        raise UserError(
+            f"--fit: {step.where}: it trained {step.model}, and the prediction is of "
+            f"{asked.calibration.model}: give runs of one model, and --model"
+        )
+    scenario = replace(
+        asked,
+        scaling="strong",
+        batch_size=step.global_batch,
+        ranks_per_node=step.ranks_per_node,
+        rate_bits=step.rate_bits or asked.rate_bits,
+    )
+    compute = scenario.compute_at(step.nodes)
+    alone = (compute.alone or compute).seconds
+    if step.step_seconds < _SHORTEST * alone and step.strategy != "none":
+        raise UserError(
+            f"--fit: {step.where}: a step took {duration_text(step.step_seconds)}, but "
+            f"{count(ranks, 'rank')} compute for {duration_text(alone)} at a global batch of "
+            f"{step.global_batch:,}: check --step-time, --batch, and the row"
+        )
+    plan = message_plans([step.strategy])[step.strategy]
+    return Cell(scenario, plan, step.nodes, step.step_seconds)
+
+
+def _moved(after: Beliefs) -> list[MovedPrior]:
+    """Return the priors that moved noticeably, the farthest first."""
+    spreads = np.sqrt(np.sum(after.root**2, axis=1))
+    order = np.argsort(-np.abs(after.mean))
+    moved = []
+    for index in order:
+        prior = after.priors[index]
+        mean = after.mean[index]
+        if abs(mean) < _MOVED:
+            continue
+        low, value, high = (
+            float(prior.at(mean + side * spreads[index])) for side in (-_HIGH, 0, _HIGH)
+        )
+        moved.append(MovedPrior(prior, value, low, high))
+    return moved
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
