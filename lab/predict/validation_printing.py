@@ -75,7 +75,8 @@ def _about(scored: Sequence[Scored], path: Path) -> list[str]:
     return [
         f"{path.name}: {steps} of {count(len(groups), 'group')}, predicted {how}",
         "inside: share of steps in their 80 % interval. Simple rules (median error): perfect "
-        "scaling; no overlap: all bytes at the nominal rate, after computing; overlap: beside backward",
+        "scaling; no overlap: all bytes at the nominal rate, after computing; overlap: beside "
+        "backward",
     ]
 
 
