@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError, count, file_errors, first_of
 from common.sync import STRATEGIES
@@ -213,7 +214,8 @@ def _row(header: Sequence[str], values: Sequence[str], where: str) -> PublishedS
     for name, text in texts.items():
         if not text.isprintable():
             raise UserError(f"{where}: {name}: got {text!r}, give a text that can be printed")
-    return PublishedStep(columns=columns, **texts, **numbers, **perhaps, **counts)  # type: ignore[arg-type]
+    typed: dict[str, Any] = {**texts, **numbers, **perhaps, **counts}
+    return PublishedStep(columns=columns, **typed)
 
 
 def _number(columns: Mapping[str, str], name: str, where: str) -> float:

@@ -63,23 +63,20 @@ def _about(scored: Sequence[Scored], path: Path) -> list[str]:
     """Return what was predicted, and how."""
     groups = {row.row.group for row in scored}
     known = groups & {row.group for row in shipped_rows()}
-    lines = [f"{count(len(scored), 'measured step')} of {count(len(groups), 'group')}: {path.name}"]
-    if known:
-        lines.append(
-            f"{len(known)} in the data that priors are fitted to: each group is left out of the "
-            "fit that predicts it"
+    how = "by the priors of priors.toml, which were fitted to none of them"
+    if known == groups:
+        how = "each group by priors fitted to the other groups"
+    elif known:
+        how = (
+            f"{len(known)} of them, which priors.toml is fitted to, by priors fitted without the "
+            "group; the others by priors.toml"
         )
-    if groups - known:
-        lines.append(
-            f"{len(groups - known)} not in the data that priors are fitted to: predicted by "
-            "priors.toml as it is"
-        )
+    steps = count(len(scored), "measured step")
     return [
-        *lines,
-        "inside: share of steps in their 80 % interval. pairs in order: of two strategies of a "
-        "setting, the faster one was predicted to be faster",
-        "three simple rules, by median error: perfect scaling (no messages), no overlap (and all "
-        "bytes at the nominal rate), overlap (at the nominal rate)",
+        f"{path.name}: {steps} of {count(len(groups), 'group')}, predicted {how}",
+        "inside: share of steps in their 80 % interval. Simple rules (median error): perfect "
+        "scaling; no overlap: all bytes at the nominal rate, after computing; overlap: beside "
+        "backward",
     ]
 
 

@@ -346,16 +346,21 @@ def test_what_is_assumed_of_a_cluster_is_said_and_what_measures_it(capsys):
     assert "Gloo over TCP, typical of such clusters" in capsys.readouterr().out
 
 
+def _links_above(software_bits):
+    """Return what the answer says of the rate from which on a node's software limits its link."""
+    return f"Links above {software_bits / NCCL.values.line_share / 1e9:.3g} Gbit/s would bring"
+
+
 @pytest.mark.parametrize(
     ("words", "rates", "said"),
     [
         ("", "25gbit 100gbit", "25gbit and 100gbit give one number, since"),
         ("", "1gbit 25gbit 50gbit 100gbit", "25gbit, 50gbit and 100gbit give one number, since"),
-        ("", "25gbit", "Links above 15.9 Gbit/s would bring nothing more, since"),
-        ("", "10gbit", "Links above 15.9 Gbit/s would bring nothing more, since"),
-        ("--software-gbit 44", "25gbit 100gbit", "Links above 50 Gbit/s would bring nothing more"),
+        ("", "25gbit", f"{_links_above(NCCL.most_bits)} nothing more, since"),
+        ("", "10gbit", f"{_links_above(NCCL.most_bits)} nothing more, since"),
+        ("--software-gbit 44", "25gbit 100gbit", f"{_links_above(44e9)} nothing more"),
         ("", "1gbit 5gbit", ""),
-        ("--transport rdma", "25gbit", ""),
+        ("--transport rdma", "20gbit", ""),
         ("--software-gbit 400", "25gbit 100gbit", ""),
     ],
 )
@@ -692,7 +697,9 @@ def test_ranks_with_processors_of_their_own_compute_alone_and_meet_at_a_typical_
     assert rows["none"]["speedup"] == pytest.approx(8)
     assert predict(*own, links="--rate 1gbit") == 0
     text = capsys.readouterr().out
-    assert "inside a node: 8 µs a message, 37.5 GB/s (typical; --rate-inside sets it)" in text
+    latency = f"{1e6 * NCCL.values.message_seconds:.3g} µs"
+    gbytes = f"{NCCL.values.inside_bits / 8e9:.3g} GB/s"
+    assert f"inside a node: {latency} a message, {gbytes} (typical; --rate-inside" in text
     assert f"compute {loss:.1%} longer (typical; --node-step-time sets it)" in text
     assert "batch of a rank 64" in text
     assert predict(*own, "--node-step-time", "130ms", links="--rate 1gbit") == 0
