@@ -486,8 +486,15 @@ def _costs(
     """Return the operations of a period, in order, each with its seconds; none for one rank."""
     if ranks == 1:
         return []
-    operations = plan.operations(sizes, ranks)
-    return [(operation, operation_terms(operation, ranks, network)) for operation in operations]
+    known: dict[Operation, Terms] = {}  # many gradients have the same size
+    costs = []
+    for operation in plan.operations(sizes, ranks):
+        terms = known.get(operation)
+        if terms is None or operation.partner is not None:  # partners are not compared
+            terms = operation_terms(operation, ranks, network)
+            known[operation] = terms
+        costs.append((operation, terms))
+    return costs
 
 
 def _busy_and_exposed(
