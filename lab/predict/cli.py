@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # slow to import, and --help imports this file
     from common.sync.plans.base import MessagePlan
     from lab.predict.calibration_file import Calibration
     from lab.predict.cluster import TypicalCluster
-    from lab.predict.observed import Fit
+    from lab.predict.observed import ClusterFit
     from lab.predict.scaling import ScalingLimit
     from lab.predict.scenario import Scenario
     from lab.predict.tables import PredictedStep
@@ -219,7 +219,7 @@ def main_predict(args: argparse.Namespace) -> int:
 
 def _fit(
     calibration: "Calibration", cluster: "TypicalCluster | None", args: argparse.Namespace
-) -> "tuple[TypicalCluster, Fit]":
+) -> "tuple[TypicalCluster, ClusterFit]":
     """Return the cluster as the reader's own measured steps show it, and what they said."""
     from lab.predict.observed import fit_to, read_observed
 
@@ -397,7 +397,7 @@ def _print_json(
     tables: "Sequence[Sequence[PredictedStep]]",
     limits: "Sequence[ScalingLimit]",
     scenario: "Scenario",
-    fitted: "Fit | None",
+    fitted: "ClusterFit | None",
 ) -> None:
     rows = []
     for rate, steps in zip(rates, tables, strict=True):

@@ -173,7 +173,7 @@ class MovedPrior:
 
 
 @dataclass(frozen=True)
-class Fit:
+class ClusterFit:
     """What measured steps said: the beliefs, each step, and the priors that moved."""
 
     beliefs: Beliefs
@@ -225,7 +225,7 @@ class Fit:
         return lines
 
 
-def fit_to(steps: Sequence[ObservedStep], scenario: Scenario) -> Fit:
+def fit_to(steps: Sequence[ObservedStep], scenario: Scenario) -> ClusterFit:
     """Return what these steps say about the cluster of ``scenario``, on which they were measured.
 
     Raises UserError if a step contradicts the scenario.
@@ -238,7 +238,7 @@ def fit_to(steps: Sequence[ObservedStep], scenario: Scenario) -> Fit:
     for step, cell in zip(steps, cells, strict=True):
         was, became = np.exp(cell.log_steps(before, np.array([before.mean, after.mean]).T))
         fitted.append(FittedCell(step, float(was), float(became)))
-    return Fit(after, fitted, _moved(after))
+    return ClusterFit(after, fitted, _moved(after))
 
 
 def _cell(step: ObservedStep, asked: Scenario) -> MeasuredStep:
