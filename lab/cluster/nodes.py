@@ -71,10 +71,12 @@ class Nodes:
         """Return the processes on a node, as seen from outside."""
         if not self.loopback:
             return self.network.pids(node)
-        parents = psutil.Process(self.host_pid).children()
-        return [
-            pid for one in parents if one.name() == namespace(node) for pid in descendants(one.pid)
-        ]
+        found = []
+        for parent in psutil.Process(self.host_pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                if parent.name() == namespace(node):
+                    found += descendants(parent.pid)
+        return found
 
     def fault(self, node: int, what: str, rate_bits: float | None) -> None:
         """Disturb a node, see ``Cluster.fault``."""
