@@ -205,7 +205,9 @@ def main_predict(args: argparse.Namespace) -> int:
     if fitted is not None:
         summaries[0] += fitted.lines()
     tables = [predict_table(args.nodes, plans, scenario) for scenario in scenarios]
-    limits = scaling_limits_of(plans, first)
+    limits = []
+    if args.json or len(scenarios) == 1:  # where they are printed
+        limits = scaling_limits_of(plans, first)
     if args.figure is not None:
         _draw(args, plans, first, summaries[0])
     if args.json:

@@ -6,8 +6,8 @@
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
@@ -16,9 +16,10 @@ from common.errors import UserError, file_errors
 from common.utils.atomic_files import regular_target
 from common.utils.grouping import first_fit, grouped
 from lab.plot_style import color, grid, label_beside, marker, plt, style
-from lab.predict.tables import PredictedStep
+from lab.predict.tables import PredictedStep, main_step
 
 _ONE_LINE = 0.03  # lines that differ by no more than this share are drawn as one
+_MOST_BANDS = 4  # of intervals in one panel
 _LETTER = 0.045  # of an axis' height, between two labels beside it
 _TICKS = 9  # numbers of nodes that fit below the axis
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -53,16 +54,18 @@ def draw_scaling(
         )
     at_nodes = [(row.nodes, row) for row in rows]
     at_rates = [(rate / 1e9, row) for rate, rows_at in by_rate.items() for row in rows_at]
+    main = main_step(rows)
+    named = None if main is None else main.sync
     nodes, rate_bits = asked
     gbits = None if rate_bits is None else rate_bits / 1e9
     with style():
         figure, (steps, efficiencies, rates) = grid(
             3, narrow=False, columns=1, height=3.7, extra=0.8
         )
-        _panel(steps, _curves(at_nodes), "seconds a step", asked=nodes)
-        efficiency = _curves(at_nodes, of=lambda row: row.efficiency)
-        _panel(efficiencies, efficiency, "efficiency", asked=nodes)
-        _panel(rates, _curves(at_rates), "seconds a step", asked=gbits)
+        _panel(steps, _curves(at_nodes, _step), "seconds a step", asked=nodes, main=named)
+        efficiency = _curves(at_nodes, _efficiency)
+        _panel(efficiencies, efficiency, "efficiency", asked=nodes, main=named)
+        _panel(rates, _curves(at_rates, _step), "seconds a step", asked=gbits, main=named)
         steps.set_xlabel("nodes")
         rates.set_xlabel(f"Gbit/s of each link, {nodes:,} nodes")
         efficiencies.yaxis.set_major_formatter(
@@ -72,6 +75,8 @@ def draw_scaling(
         figure.suptitle(
             f"{scaling.capitalize()} scaling, predicted", x=0.005, ha="left", fontweight="bold"
         )
+        if named is not None:
+            summary = [*summary, f"bands: 80 % intervals; of many strategies only that of {named}"]
         notes = [textwrap.fill(line, 130) for line in summary]
         figure.supxlabel("\n".join(notes), x=0.005, ha="left", fontsize=7)
         with file_errors(
@@ -82,19 +87,43 @@ def draw_scaling(
         plt.close(figure)
 
 
+@dataclass(frozen=True)
+class _Point:
+    """A value on a curve, with the ends of its 80 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def _step(row: PredictedStep) -> _Point:
+    return _Point(row.prediction.step_seconds, row.low_seconds, row.high_seconds)
+
+
+def _efficiency(row: PredictedStep) -> _Point:
+    low, high = row.speedup_range
+    return _Point(row.efficiency, low / row.nodes, high / row.nodes)
+
+
+_Curves = dict[str, dict[float, _Point]]
+
+
 def _curves(
-    rows: Sequence[tuple[float, PredictedStep]],
-    of: Callable[[PredictedStep], float] = lambda row: row.prediction.step_seconds,
-) -> dict[str, dict[float, float]]:
-    """Return a value of each row, by strategy and by number."""
+    rows: Sequence[tuple[float, PredictedStep]], of: Callable[[PredictedStep], _Point]
+) -> _Curves:
+    """Return a point of each row, by strategy and by number."""
     by_sync = grouped((row.sync, (number, of(row))) for number, row in rows)
     return {sync: dict(points) for sync, points in by_sync.items()}
 
 
 def _panel(
-    axis: Axes, curves: Mapping[str, Mapping[Any, float]], label: str, *, asked: float | None
+    axis: Axes, curves: _Curves, label: str, *, asked: float | None, main: str | None
 ) -> None:
-    """Draw each strategy's curve (nodes or Gbit/s: value); curves that coincide become one."""
+    """Draw each strategy's curve (nodes or Gbit/s: value); curves that coincide become one.
+
+    Up to ``_MOST_BANDS`` curves have a band for the interval; of more only that of ``main``, since
+    the bands would hide each other.
+    """
     counts = sorted({nodes for curve in curves.values() for nodes in curve})
     limits = (0.8 * counts[0], 1.1 * max(2, counts[-1]))
     axis.set(xscale="log", yscale="log", ylabel=label, xlim=limits)
@@ -102,16 +131,28 @@ def _panel(
         axis.axvline(asked, color="0.5", linewidth=1, linestyle=":")
         axis.text(asked, 0.98, " you", transform=axis.get_xaxis_transform(), va="top", fontsize=7)
     ends = []
-    for names in _coinciding(curves):
+    lines = _coinciding(curves)
+    for names in lines:
         first = names[0]
-        values = list(curves[first].values())
+        numbers = list(curves[first])
+        points = list(curves[first].values())
+        values = [point.value for point in points]
+        if len(lines) <= _MOST_BANDS or main in names:
+            axis.fill_between(
+                numbers,
+                [point.low for point in points],
+                [point.high for point in points],
+                color=color(first),
+                alpha=0.2,
+                linewidth=0,
+            )
         axis.plot(
-            list(curves[first]),
+            numbers,
             values,
             color=color(first),
             marker=marker(first),
             markersize=3.5,
-            linewidth=1.4,
+            linewidth=2.2 if main in names else 1.4,
         )
         ends.append((", ".join(names), counts[-1], values[-1], color(first)))
     every = math.ceil(len(counts) / _TICKS)  # how many counts stand from one tick to the next
@@ -129,11 +170,11 @@ def _panel(
     label_beside(axis, ends, gap=_LETTER)
 
 
-def _coinciding(curves: Mapping[str, Mapping[Any, float]]) -> list[list[str]]:
+def _coinciding(curves: _Curves) -> list[list[str]]:
     """Return the names in groups whose curves coincide with the group's first."""
 
     def coincides(group: list[str], name: str) -> bool:
         pairs = zip(curves[name].values(), curves[group[0]].values(), strict=True)
-        return all(abs(own - reference) <= _ONE_LINE * reference for own, reference in pairs)
+        return all(abs(own.value - at.value) <= _ONE_LINE * at.value for own, at in pairs)
 
     return first_fit(curves, coincides)

@@ -10,12 +10,14 @@ from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.image import imread
 from rich.console import Console
 
 from common.models import build_model
 from common.sync import STRATEGIES, build_sync
 from lab.cli import main
+from lab.plot_style import color
 from lab.predict.bucket_choice import SIZES_MB
 from lab.predict.calibration_file import LARGE_STEP, load_calibration, reference_path
 from lab.predict.cluster import TypicalCluster
@@ -260,6 +262,38 @@ def test_the_figure_has_a_line_for_each_strategy(tmp_path):
     assert any(REFERENCE.name in text for text in texts)
     assert predict("--sync", "ring", "--figure", tmp_path / "steps.PNG") == 0
     assert len(imread(tmp_path / "steps.PNG", format="png")) > 600
+
+
+@pytest.mark.parametrize(
+    ("names", "banded"),
+    [
+        (["ddp"], ["ddp"]),
+        (["ring", "ddp_powersgd", "gather_scatter"], ["ring", "ddp_powersgd", "gather_scatter"]),
+        (list(STRATEGIES), ["overlapped"]),  # with ddp's curve, the answer's
+    ],
+)
+def test_the_figure_has_a_band_for_the_interval(names, banded, tmp_path, monkeypatch):
+    """Of many strategies only the answer's has one; its ends are those of the table."""
+    bands = []
+    fill_between = Axes.fill_between
+
+    def noted(axis, numbers, lows, highs, **style):
+        ends = zip(lows, highs, strict=True)
+        bands.append((axis.get_ylabel(), style["color"], dict(zip(numbers, ends, strict=True))))
+        return fill_between(axis, numbers, lows, highs, **style)
+
+    monkeypatch.setattr(Axes, "fill_between", noted)
+    assert predict("--sync", *names, "--figure", tmp_path / "steps.svg") == 0
+    assert sorted(drawn for _, drawn, _ in bands) == sorted(3 * [color(name) for name in banded])
+    row = table([8], banded[:1])[banded[0], 8]
+    own = [(label, ends) for label, drawn, ends in bands if drawn == color(banded[0])]
+    for label, ends in own:
+        if label == "efficiency":
+            assert ends[8] == pytest.approx([end / 8 for end in row.speedup_range])
+            continue
+        number = 8 if 8 in ends else 1.0  # nodes, or Gbit/s
+        assert ends[number] == pytest.approx([row.low_seconds, row.high_seconds])
+    assert "80 % intervals" in (tmp_path / "steps.svg").read_text()
 
 
 def test_the_reference_says_that_it_is_not_this_machine(capsys, monkeypatch, tmp_path):
