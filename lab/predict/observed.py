@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from common.errors import UserError, count, file_errors
-from common.reporting.run_files import RanksFile, RunSummary
+from common.reporting.run_files import RanksFile, StepTime
 from common.sync import STRATEGIES
 from common.utils.grouping import grouped
 from common.utils.registry import choices_text
-from common.utils.typed_json import read_json
+from common.utils.typed_json import Name, Step, Text, read_json
 from lab.predict.fitting import MeasuredStep, fit
 from lab.predict.priors import Beliefs, Prior
 from lab.predict.readable import duration_text
@@ -31,6 +32,15 @@ _SHORTEST = 0.9  # of computing alone: measurements scatter
 _ALIKE = 1.5  # two measurements of one cell differ by no more than this
 _MOVED = 0.25  # z from which a prior's move is told
 _HIGH = 1.2816  # z of a prior's high value
+
+
+class _Summary(Struct):
+    """What is read of a run's summary.json."""
+
+    sync: Name
+    model: Text
+    global_batch_size: Step
+    step_seconds: StepTime | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +147,7 @@ def _of_run(folder: Path) -> ObservedStep:
         f"--fit: {folder} is not the folder of a finished run",
         ": give the folder that rank 0 wrote, reports/<part>-<sync>/<time>",
     ):
-        summary = read_json(folder / "summary.json", RunSummary)
+        summary = read_json(folder / "summary.json", _Summary)
         ranks = read_json(folder / "ranks.json", RanksFile)
     if summary.step_seconds is None:
         raise UserError(f"--fit: {folder} has no timed step: train more steps")

@@ -82,6 +82,7 @@ CHECKS = {
     "predict --nodes 1000 ": slow(prints=r"ddp .* 166 +3,756 "),
     "predict --nodes 10000 ": slow(prints=r"54\.2%(.|\n)*98\.7%"),
     "predict --nodes 8 .*--calibration": quick(prints=r"ddp +8 +652 ms(.|\n)*powersgd +8 +237 ms"),
+    "predict .*--fit": slow(prints=r"gather_scatter +4 +1\.4"),
     "predict --validate": quick(prints=r"all +62"),
     "lab predict": quick(prints="No network can bring"),
     # 1 if something else holds the port
