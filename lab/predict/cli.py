@@ -233,7 +233,7 @@ def _fit(
             "--fit: several rates are given: give one --rate, or a column rate in the table"
         )
     scenario, *_ = _scenarios(calibration, cluster, args)
-    fitted = fit_to(steps, scenario)
+    fitted = fit_to(steps, scenario, _options(args))
     return cluster.with_beliefs(fitted.beliefs), fitted
 
 

@@ -5,6 +5,7 @@ cluster to where they explain these steps.
 """
 
 import csv
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +16,11 @@ from msgspec import Struct
 
 from common.errors import UserError, count, file_errors
 from common.reporting.run_files import RanksFile, StepTime
-from common.sync import STRATEGIES
+from common.sync import STRATEGIES, strategy_options
 from common.utils.grouping import grouped
 from common.utils.registry import choices_text
 from common.utils.typed_json import Name, Step, Text, read_json
+from lab.predict.event_model import LARGEST_NODES
 from lab.predict.fitting import MeasuredStep, fit
 from lab.predict.priors import Beliefs, Prior
 from lab.predict.readable import duration_text
@@ -30,6 +32,8 @@ _COLUMNS = ("nodes", "strategy", "global_batch", "step_seconds")
 _NEEDED = ", ".join(_COLUMNS)
 _SHORTEST = 0.9  # of computing alone: measurements scatter
 _ALIKE = 1.5  # two measurements of one cell differ by no more than this
+_MOST = 1_000_000_000
+_EXPLAINED = 1.5  # measured over fitted step, and the inverse, that a fit may leave
 _MOVED = 0.25  # z from which a prior's move is told
 _HIGH = 1.2816  # z of a prior's high value
 
@@ -49,7 +53,7 @@ class ObservedStep:
 
     where : the row or folder it comes from. global_batch : samples of all ranks. rate_bits : of a
     node's link; None: that of the prediction. model : that was trained; None: that of the
-    prediction.
+    prediction. settings : of a run, as its config.json has them; None: those of the prediction.
     """
 
     where: str
@@ -60,14 +64,21 @@ class ObservedStep:
     step_seconds: float
     rate_bits: float | None = None
     model: str | None = None
+    settings: Mapping[str, Any] | None = None
 
     @property
     def setting(self) -> tuple[object, ...]:
         """What two measurements of one thing have in common."""
         return (
             *(self.nodes, self.ranks_per_node, self.strategy, self.global_batch),
-            self.rate_bits,
+            *(self.rate_bits, repr(self.settings and _sent_settings(self.settings))),
         )
+
+
+def _sent_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run that change what a step sends."""
+    names = [*strategy_options(), "accumulation_steps", "sync_batchnorm"]
+    return {name: settings.get(name) for name in names}
 
 
 def read_observed(paths: Sequence[Path]) -> list[ObservedStep]:
@@ -77,7 +88,10 @@ def read_observed(paths: Sequence[Path]) -> list[ObservedStep]:
     """
     steps = []
     for path in paths:
-        steps += [_of_run(path)] if path.is_dir() else _of_table(path)
+        if path.is_dir():
+            steps += [_of_run(folder) for folder in _runs_in(path)]
+        else:
+            steps += _of_table(path)
     for same in grouped((step.setting, step) for step in steps).values():
         shortest = min(same, key=lambda step: step.step_seconds)
         longest = max(same, key=lambda step: step.step_seconds)
@@ -88,6 +102,19 @@ def read_observed(paths: Sequence[Path]) -> list[ObservedStep]:
                 f"{duration_text(longest.step_seconds)}: leave out the one that is wrong"
             )
     return steps
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Return the folder of a run, or the finished runs in reports/<part>-<sync>."""
+    if (folder / "summary.json").exists():
+        return [folder]
+    runs = sorted(summary.parent for summary in folder.glob("*/summary.json"))
+    if not runs:
+        raise UserError(
+            f"--fit: {folder} has no finished run: give the folder that rank 0 wrote, "
+            "reports/<part>-<sync>/<time>, or the one that holds it"
+        )
+    return runs
 
 
 def _of_table(path: Path) -> list[ObservedStep]:
@@ -107,9 +134,16 @@ def _of_table(path: Path) -> list[ObservedStep]:
 
 
 def _of_row(row: Mapping[str, str | None], where: str) -> ObservedStep:
+    if None in row:  # where csv puts the fields that no column has
+        raise UserError(
+            f"--fit: {where}: it has more fields than the table has columns: write decimals with "
+            "a point"
+        )
     strategy = (row["strategy"] or "").strip()
     if strategy not in STRATEGIES:
-        raise UserError(f"--fit: {where}: strategy: got {choices_text(strategy, STRATEGIES)}")
+        raise UserError(
+            f"--fit: {where}: strategy: got {strategy!r}, {choices_text(strategy, STRATEGIES)}"
+        )
     rate = (row.get("rate") or "").strip()
     if rate.replace(".", "", 1).isdigit():
         rate += "gbit"
@@ -136,30 +170,46 @@ def _positive(row: Mapping[str, str | None], name: str, where: str) -> float:
         value = float(row[name] or "")
     except ValueError:
         value = 0.0
-    if not 0 < value < 1e9:
-        raise UserError(f"--fit: {where}: {name}: got {row[name]!r}, give a number above 0")
+    if not 0 < value < _MOST:
+        raise UserError(
+            f"--fit: {where}: {name}: got {row[name]!r}, give a number above 0 and below {_MOST:,}"
+        )
     return value
 
 
 def _of_run(folder: Path) -> ObservedStep:
-    """Return the step of a run of this project: the mean of its timed steps."""
-    with file_errors(
-        f"--fit: {folder} is not the folder of a finished run",
-        ": give the folder that rank 0 wrote, reports/<part>-<sync>/<time>",
-    ):
-        summary = read_json(folder / "summary.json", _Summary)
-        ranks = read_json(folder / "ranks.json", RanksFile)
+    """Return the step of a run of this project: the mean over ranks of each one's median step."""
+    try:
+        with file_errors(
+            f"{folder} is not the folder of a finished run",
+            ": give the folder that rank 0 wrote, reports/<part>-<sync>/<time>",
+        ):
+            summary = read_json(folder / "summary.json", _Summary)
+            ranks = read_json(folder / "ranks.json", RanksFile)
+            settings = read_json(folder / "config.json", dict[str, Any])
+    except UserError as error:
+        raise UserError(f"--fit: {error}") from error
+    if summary.sync not in STRATEGIES:
+        raise UserError(
+            f"--fit: {folder}: sync: got {summary.sync!r}, {choices_text(summary.sync, STRATEGIES)}"
+        )
     if summary.step_seconds is None:
         raise UserError(f"--fit: {folder} has no timed step: train more steps")
-    nodes = {row.host if row.node is None else row.node for row in ranks.ranks}
+    on_nodes = Counter(row.host if row.node is None else row.node for row in ranks.ranks)
+    if len(set(on_nodes.values())) > 1:
+        raise UserError(
+            f"--fit: {folder}: its nodes have {', '.join(map(str, on_nodes.values()))} ranks: give "
+            "a run with as many ranks on each node"
+        )
     return ObservedStep(
         where=str(folder),
-        nodes=len(nodes),
-        ranks_per_node=-(-len(ranks.ranks) // len(nodes)),
+        nodes=len(on_nodes),
+        ranks_per_node=len(ranks.ranks) // len(on_nodes),
         strategy=summary.sync,
         global_batch=summary.global_batch_size,
         step_seconds=summary.step_seconds,
         model=summary.model,
+        settings=settings,
     )
 
 
@@ -198,6 +248,8 @@ class ClusterFit:
                 "nodes": cell.step.nodes,
                 "ranks_per_node": cell.step.ranks_per_node,
                 "sync": cell.step.strategy,
+                "global_batch": cell.step.global_batch,
+                "rate_bits": cell.step.rate_bits,
                 "measured_step_s": cell.step.step_seconds,
                 "predicted_before_s": cell.before,
                 "predicted_after_s": cell.after,
@@ -235,52 +287,91 @@ class ClusterFit:
         return lines
 
 
-def fit_to(steps: Sequence[ObservedStep], scenario: Scenario) -> ClusterFit:
+def fit_to(
+    steps: Sequence[ObservedStep], scenario: Scenario, options: Mapping[str, Any]
+) -> ClusterFit:
     """Return what these steps say about the cluster of ``scenario``, on which they were measured.
 
-    Raises UserError if a step contradicts the scenario.
+    options : of the strategies in tables; runs have their own.
+
+    Raises UserError if a step contradicts the scenario, or if no such cluster explains it.
     """
     assert scenario.cluster is not None
-    cells = [_cell(step, scenario) for step in steps]
+    cells = [_cell(step, scenario, options) for step in steps]
     before = scenario.cluster.beliefs
     after = fit(before, cells)
     fitted = []
     for step, cell in zip(steps, cells, strict=True):
         was, became = np.exp(cell.log_steps(before, np.array([before.mean, after.mean]).T))
+        off = step.step_seconds / became
+        if max(off, 1 / off) > _EXPLAINED:
+            raise UserError(
+                f"--fit: {step.where}: no {scenario.cluster.name} explains this step of "
+                f"{duration_text(step.step_seconds)} together with --step-time, --rate and the "
+                f"other steps: {duration_text(float(was))} is typical, and the best fit takes "
+                f"{duration_text(float(became))}. Check them"
+            )
         fitted.append(FittedCell(step, float(was), float(became)))
     return ClusterFit(after, fitted, _moved(after))
 
 
-def _cell(step: ObservedStep, asked: Scenario) -> MeasuredStep:
-    ranks = step.nodes * step.ranks_per_node
-    if step.nodes == 1:
-        known = "--step-time" if ranks == 1 else "--node-step-time"
-        raise UserError(
-            f"--fit: {step.where}: it ran on one node, which says nothing about links: leave it "
-            f"out, and give its step as {known}"
-        )
-    if step.model not in (None, asked.calibration.model):
-        raise UserError(
-            f"--fit: {step.where}: it trained {step.model}, and the prediction is of "
-            f"{asked.calibration.model}: give runs of one model, and --model"
-        )
+def _cell(step: ObservedStep, asked: Scenario, options: Mapping[str, Any]) -> MeasuredStep:
+    """Return the step in a scenario of its own."""
+    _check(step, asked)
+    accumulation_steps = asked.accumulation_steps
+    sync_batchnorm = asked.sync_batchnorm
+    if step.settings is not None:
+        options = step.settings
+        accumulation_steps = step.settings.get("accumulation_steps") or 1
+        sync_batchnorm = step.settings.get("sync_batchnorm", "off") != "off"
     scenario = replace(
         asked,
         scaling="strong",
         batch_size=step.global_batch,
         ranks_per_node=step.ranks_per_node,
         rate_bits=step.rate_bits or asked.rate_bits,
+        accumulation_steps=accumulation_steps,
+        sync_batchnorm=sync_batchnorm,
     )
+    ranks = step.nodes * step.ranks_per_node
+    if ranks * scenario.least_samples > step.global_batch:
+        raise UserError(
+            f"--fit: {step.where}: a global batch of {step.global_batch:,} has too few samples for "
+            f"{count(ranks, 'rank')}: check the row"
+        )
     compute = scenario.compute_at(step.nodes)
     alone = (compute.alone or compute).seconds
-    if step.step_seconds < _SHORTEST * alone and step.strategy != "none":
+    if step.step_seconds < _SHORTEST * alone:
         raise UserError(
             f"--fit: {step.where}: a step took {duration_text(step.step_seconds)}, but "
             f"{count(ranks, 'rank')} compute for {duration_text(alone)} at a global batch of "
             f"{step.global_batch:,}: check --step-time, --batch, and the row"
         )
-    plan = message_plans([step.strategy])[step.strategy]
+    plan = message_plans([step.strategy], options)[step.strategy]
     return MeasuredStep(scenario, plan, step.nodes, step.step_seconds)
+
+
+def _check(step: ObservedStep, asked: Scenario) -> None:
+    """Raise UserError if a step says nothing about the links of ``asked``."""
+    if step.nodes == 1:
+        known = "--step-time" if step.ranks_per_node == 1 else "--node-step-time"
+        raise UserError(
+            f"--fit: {step.where}: it ran on one node, which says nothing about links: leave it "
+            f"out, and give its step as {known}"
+        )
+    if step.nodes > LARGEST_NODES:
+        raise UserError(
+            f"--fit: {step.where}: nodes: got {step.nodes:,}, give 2 to {LARGEST_NODES:,}"
+        )
+    if step.strategy == "none":
+        raise UserError(
+            f"--fit: {step.where}: none sends nothing, so it says nothing about links: leave it out"
+        )
+    if step.model not in (None, asked.calibration.model):
+        raise UserError(
+            f"--fit: {step.where}: it trained {step.model}, and the prediction is of "
+            f"{asked.calibration.model}: give runs of one model, and --model"
+        )
 
 
 def _moved(after: Beliefs) -> list[MovedPrior]:

@@ -31,9 +31,10 @@ def table(folder, text):
     return path
 
 
-def run_folder(folder, *, nodes=(0, 1, 2, 3), **changes):
+def run_folder(folder, *, nodes=(0, 1, 2, 3), config=None, **changes):
     """Write what a run of one rank for each of these nodes leaves, as far as it is read."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config or {}))
     summary = {"sync": "all_reduce", "model": "vgg11", "global_batch_size": 256}
     summary |= {"step_seconds": 1.3} | changes
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -97,6 +98,34 @@ def test_folders_of_runs_and_tables_say_the_same(tmp_path, capsys):
     assert (two.nodes, two.ranks_per_node) == (2, 2)
 
 
+def test_a_folder_of_runs_has_each_of_them(tmp_path):
+    for name, seconds in (("first", 1.3), ("second", 1.4)):
+        run_folder(tmp_path / "PartTwo-all_reduce" / name, step_seconds=seconds)
+    (tmp_path / "PartTwo-all_reduce" / "unfinished").mkdir()
+    steps = read_observed([tmp_path / "PartTwo-all_reduce"])
+    assert [step.step_seconds for step in steps] == [1.3, 1.4]
+
+
+def test_the_settings_of_a_run_are_those_of_its_step(tmp_path, capsys):
+    predicted = {}
+    settings = {
+        "default": {},
+        "buckets": {"bucket_mb": 1},
+        "batchnorm": {"sync_batchnorm": "on"},
+        "accumulation": {"accumulation_steps": 4},
+    }
+    for name, config in settings.items():
+        folder = run_folder(tmp_path / name, sync="ddp", config=config)
+        _, fitted = predict(capsys, "--fit", folder)
+        predicted[name] = fitted["steps"][0]["predicted_before_s"]
+    assert predicted["buckets"] > predicted["default"]  # more messages
+    assert predicted["batchnorm"] > 1.1 * predicted["default"]  # 16 messages that layers wait for
+    assert predicted["accumulation"] > predicted["default"]  # less backward hides messages
+    flags = ["--fit", table(tmp_path, HEAD + "4,ddp,256,1.3\n"), "--bucket-mb", 1]
+    _, fitted = predict(capsys, *flags)
+    assert fitted["steps"][0]["predicted_before_s"] == pytest.approx(predicted["buckets"])
+
+
 def test_a_row_may_have_a_rate_and_ranks_of_its_own(tmp_path):
     text = "nodes,ranks_per_node,strategy,global_batch,step_seconds,rate\n"
     text += "2,8,ddp,512,0.4,25\n2,8,ddp,512,0.3,100gbit\n4,,ddp,512,0.3,\n"
@@ -115,6 +144,11 @@ def test_a_row_may_have_a_rate_and_ranks_of_its_own(tmp_path):
         ("4,all_reduce,256,soon\n", "step_seconds: got 'soon'"),
         ("4.5,all_reduce,256,1.0\n", "give a whole number"),
         ("4,all_reduce,256\n", "step_seconds: got None"),
+        ("4,all_reduce,256,1,5\n", "more fields"),
+        ("4,all_reduce,256,100\n", "no Gloo over TCP explains"),
+        ("4,all_reduce,2,1.0\n", "too few samples"),
+        ("200000,all_reduce,256,1.0\n", "give 2 to 100,000"),
+        ("4,none,256,0.7\n", "sends nothing"),
         ("", "has no rows"),
     ],
 )
@@ -138,11 +172,13 @@ def test_other_files_and_folders_are_named(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     cases = {
         other: "has no column nodes",
-        tmp_path / "empty": "is not the folder of a finished run",
+        tmp_path / "empty": "has no finished run",
         tmp_path / "missing.csv": "cannot be read",
         run_folder(tmp_path / "resnet", model="resnet50"): "it trained resnet50",
         run_folder(tmp_path / "untimed", step_seconds=None): "no timed step",
         run_folder(tmp_path / "alone", nodes=(0, 0)): "on one node",
+        run_folder(tmp_path / "uneven", nodes=(0, 0, 1)): "as many ranks on each node",
+        run_folder(tmp_path / "foreign", sync="psgd"): "sync: got 'psgd'",
     }
     for path, part in cases.items():
         assert main(["predict", *OWN_STEP, *ON_LINKS, "--fit", str(path)]) == 2
