@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from common.sync.plans.base import MessagePlan, NoSyncPlan
 from lab.predict.bucket_choice import with_best_buckets
@@ -17,7 +18,6 @@ from lab.predict.compute_model import LEAST_SAMPLES, StepCompute
 from lab.predict.event_model import (
     LARGEST_NODES,
     Network,
-    Terms,
     message_terms,
     step_seconds,
 )
@@ -89,63 +89,99 @@ def scaling_limits(
     nodes, with its samples in ``scaling`` ("strong" or "weak") at ``batch_size``. least_samples :
     that a rank needs.
     """
-    on_a_node = network.ranks_per_node
+    ranks_per_node = network.ranks_per_node
     limit = most_nodes(
-        batch_size, scaling=scaling, ranks_per_node=on_a_node, least_samples=least_samples
+        batch_size, scaling=scaling, ranks_per_node=ranks_per_node, least_samples=least_samples
     )
-    tried = numbers_of_nodes(limit, also=_jumps(batch_size, scaling, on_a_node))
-    compute_at = cache(compute_at)
-
-    def at(plan: MessagePlan, nodes: int) -> MessagePlan:
-        ranks = nodes * on_a_node
-        return with_best_buckets(plan, sizes, ranks, network=network, compute=compute_at(nodes))
-
-    def seconds(plan: MessagePlan, nodes: int) -> float:
-        compute = compute_at(nodes)
-        ranks = nodes * on_a_node
-        return step_seconds(at(plan, nodes), sizes, ranks, network=network, compute=compute)
-
-    def speedups(plan: MessagePlan) -> Callable[[int], float]:
-        on_one_node = seconds(plan, 1)
-
-        def speedup(nodes: int) -> float:
-            ratio = on_one_node / seconds(plan, nodes)
-            return nodes * ratio if scaling == "weak" else ratio
-
-        return cache(speedup)
-
-    compute_nodes, _, _ = _search(speedups(NoSyncPlan()), tried)
+    tried = numbers_of_nodes(limit, also=_jumps(batch_size, scaling, ranks_per_node))
+    training = _Training(sizes, network, cache(compute_at), scaling)
+    alone = _search(training.speedups(NoSyncPlan()), tried)
     found = []
     for name, plan in plans.items():
-        speed = speedups(plan)
-        nodes, fastest, half = _search(speed, tried)
-        if nodes is None:
-            held_by = "" if limit == LARGEST_NODES else "samples"
-        elif compute_nodes is not None and nodes >= compute_nodes:
-            held_by = "compute"
-        else:
-            most = max(2, nodes)
-            terms = message_terms(at(plan, most), sizes, most * on_a_node, network=network)
-            held_by = _longest(terms, plan.period * compute_at(most).wait_seconds)
+        speed = training.speedups(plan)
+        stop = _search(speed, tried)
         found.append(
             ScalingLimit(
                 sync=name,
                 scaling=scaling,
                 limit=limit,
-                half_nodes=half,
-                nodes=nodes,
-                speedup=speed(nodes or limit),
-                fastest_nodes=fastest,
-                fastest_speedup=speed(fastest),
-                held_by=held_by,
+                half_nodes=stop.half,
+                nodes=stop.nodes,
+                speedup=speed(stop.nodes or limit),
+                fastest_nodes=stop.fastest,
+                fastest_speedup=speed(stop.fastest),
+                held_by=_held_by(training, plan, stop.nodes, alone.nodes, limit),
             )
         )
     return found
 
 
-def _longest(terms: Terms, wait_seconds: float) -> str:
-    """Return the name of the longest term. What layers wait for are small messages: latency."""
-    return max(terms, key=lambda name: terms[name] + (wait_seconds if name == "latency" else 0.0))
+@dataclass(frozen=True)
+class _Training:
+    """The steps of a training on any number of nodes. Fields: see ``scaling_limits``."""
+
+    sizes: Sequence[int]
+    network: Network
+    compute_at: Callable[[int], StepCompute]
+    scaling: str
+
+    def speedups(self, plan: MessagePlan) -> Callable[[int], float]:
+        """Return a function of the nodes: how many times the samples a second of one node."""
+        on_one_node = self._seconds(plan, 1)
+
+        def speedup(nodes: int) -> float:
+            ratio = on_one_node / self._seconds(plan, nodes)
+            return nodes * ratio if self.scaling == "weak" else ratio
+
+        return cache(speedup)
+
+    def longest_term(self, plan: MessagePlan, nodes: int) -> str:
+        """Return what most of the messages' time is spent on."""
+        ranks = self._ranks(nodes)
+        terms = message_terms(self._plan_on(plan, nodes), self.sizes, ranks, network=self.network)
+        # What layers wait for are small messages: latency.
+        terms["latency"] += plan.period * self.compute_at(nodes).wait_seconds
+        return max(terms, key=lambda name: terms[name])
+
+    def _ranks(self, nodes: int) -> int:
+        return nodes * self.network.ranks_per_node
+
+    def _plan_on(self, plan: MessagePlan, nodes: int) -> MessagePlan:
+        """Return the plan with the best buckets for that number of nodes, if it asks for them."""
+        return with_best_buckets(
+            plan,
+            self.sizes,
+            self._ranks(nodes),
+            network=self.network,
+            compute=self.compute_at(nodes),
+        )
+
+    def _seconds(self, plan: MessagePlan, nodes: int) -> float:
+        return step_seconds(
+            self._plan_on(plan, nodes),
+            self.sizes,
+            self._ranks(nodes),
+            network=self.network,
+            compute=self.compute_at(nodes),
+        )
+
+
+def _held_by(
+    training: _Training,
+    plan: MessagePlan,
+    nodes: int | None,
+    compute_nodes: int | None,
+    limit: int,
+) -> str:
+    """Return ``ScalingLimit.held_by``.
+
+    nodes, compute_nodes : where the strategy, and computing alone, stop scaling.
+    """
+    if nodes is None:
+        return "" if limit == LARGEST_NODES else "samples"
+    if compute_nodes is not None and nodes >= compute_nodes:
+        return "compute"
+    return training.longest_term(plan, max(2, nodes))
 
 
 def _jumps(batch_size: int, scaling: str, ranks_per_node: int) -> list[int]:
@@ -156,15 +192,23 @@ def _jumps(batch_size: int, scaling: str, ranks_per_node: int) -> list[int]:
     return [math.ceil(batch_size / (samples * ranks_per_node)) for samples in few_samples]
 
 
-def _search(speed: Callable[[int], float], tried: Sequence[int]) -> tuple[int | None, int, int]:
-    """Return the fields ``nodes``, ``fastest_nodes`` and ``half_nodes`` of a ``ScalingLimit``."""
+class _Stop(NamedTuple):
+    """The fields ``nodes``, ``fastest_nodes`` and ``half_nodes`` of a ``ScalingLimit``."""
+
+    nodes: int | None
+    fastest: int
+    half: int
+
+
+def _search(speed: Callable[[int], float], tried: Sequence[int]) -> _Stop:
+    """Return where a speed-up stops growing, among the numbers of nodes ``tried``."""
     fastest = max(tried, key=speed)
     enough = speed(fastest) / WORTHWHILE
     nodes = next(nodes for nodes in tried if speed(nodes) >= enough)
     half = max(nodes for nodes in tried if 2 * speed(nodes) >= nodes)
     if nodes > tried[-1] // 2:
-        return None, fastest, half
-    return nodes, fastest, half
+        return _Stop(None, fastest, half)
+    return _Stop(nodes, fastest, half)
 
 
 def numbers_of_nodes(limit: int, *, also: Iterable[int] = ()) -> list[int]:
