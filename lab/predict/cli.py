@@ -180,8 +180,8 @@ def main_predict(args: argparse.Namespace) -> int:
     args : the flags, ``rate``, ``latency`` and ``bucket_mb`` as text.
     """
     from lab.predict.calibration_file import find_calibration
-    from lab.predict.printing import print_rates, print_tables, summarize
-    from lab.predict.tables import message_plans, predict_table, scaling_limits_of
+    from lab.predict.printing import summarize
+    from lab.predict.tables import message_plans
 
     if args.validate is not None:
         return _validate(args)
@@ -197,26 +197,39 @@ def main_predict(args: argparse.Namespace) -> int:
         cluster, fitted = _fit(calibration, cluster, args)
     scenarios = _scenarios(calibration, cluster, args)
     plans = message_plans(_wanted_strategies(args.sync), _options(args))
-    first = scenarios[0]
     given = [] if args.latency is None else ["latency"]
     summaries = [
         summarize(scenario, is_reference=is_reference, given=given) for scenario in scenarios
     ]
     if fitted is not None:
         summaries[0] += fitted.lines()
+    _show(args, plans, scenarios, summaries, fitted)
+    return 0
+
+
+def _show(
+    args: argparse.Namespace,
+    plans: "Mapping[str, MessagePlan]",
+    scenarios: "Sequence[Scenario]",
+    summaries: Sequence[Sequence[str]],
+    fitted: "ClusterFit | None",
+) -> None:
+    """Print the predictions of each scenario as the flags ask, and draw the figure."""
+    from lab.predict.printing import print_rates, print_tables
+    from lab.predict.tables import predict_table, scaling_limits_of
+
+    first = scenarios[0]
     tables = [predict_table(args.nodes, plans, scenario) for scenario in scenarios]
-    limits = []
-    if args.json or len(scenarios) == 1:  # where they are printed
-        limits = scaling_limits_of(plans, first)
     if args.figure is not None:
         _draw(args, plans, first, summaries[0])
+    if len(scenarios) > 1 and not args.json:
+        print_rates(summaries, dict(zip(args.rate, tables, strict=True)), scenarios)
+        return
+    limits = scaling_limits_of(plans, first)
     if args.json:
         _print_json(args.rate or [None], summaries[0], tables, limits, first, fitted)
-    elif len(scenarios) > 1:
-        print_rates(summaries, dict(zip(args.rate, tables, strict=True)), scenarios)
     else:
         print_tables(summaries[0], tables[0], limits, first)
-    return 0
 
 
 def _fit(
