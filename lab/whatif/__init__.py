@@ -1,1 +1,1 @@
-"""``lab whatif``: one offline page that predicts steps as a reader changes cluster and training."""
+"""``lab whatif``: predictions of `lab predict` as a page with sliders, beside measurements."""
