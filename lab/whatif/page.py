@@ -23,7 +23,6 @@ from lab.predict.calibration_file import Calibration, calibration_path, find_cal
 from lab.predict.cli import GRADIENT_BYTES
 from lab.predict.cluster import TypicalCluster, typical_latency
 from lab.predict.own_model import with_gradient_bytes, with_own_model
-from lab.predict.printing import times_text
 from lab.predict.readable import duration_text, range_text
 from lab.predict.scenario import Scenario
 from lab.predict.tables import message_plans, predict_table
@@ -80,9 +79,15 @@ def render(data: Mapping[str, Any], calibration: Calibration) -> str:
         scripts=[Markup(script) for script in scripts],
         json=Markup(_json(data)),
         models=[(model["name"], model["name"]) for model in data["models"]] + [("own", "your own")],
-        strategies=[(entry["name"], entry["label"]) for entry in data["strategies"]],
+        strategies=[(entry["name"], _full_name(entry)) for entry in data["strategies"]],
         preset_rows=list(preset_rows(data["presets"], calibration)),
     )
+
+
+def _full_name(strategy: Mapping[str, Any]) -> str:
+    """Return a strategy's name as a flag takes it, and its label if that says more."""
+    name, label = strategy["name"], strategy["label"]
+    return name if label in (name, name.replace("_", " ")) else f"{name}: {label}"
 
 
 def _file(name: str) -> str:
@@ -127,7 +132,7 @@ def preset_rows(
                 "nodes": f"{step.nodes:,}",
                 "step": duration_text(step.prediction.step_seconds),
                 "range": range_text(step.low_seconds, step.high_seconds),
-                "speedup": times_text(step.speedup),
+                "speedup": f"{step.speedup:.2f}",
             }
 
 
