@@ -1,17 +1,17 @@
 """What one message carries (``Piece``), and the numbers of a piece that a plan's lines name.
 
-``pieces_of`` cuts a model's gradients into pieces. ``VALUES`` has the numbers by name,
+``SentStep`` cuts a model's gradients into pieces. ``VALUES`` has the numbers by name,
 ``CONDITIONS`` what a line may depend on. Imports no torch.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from common.sync.bucketing import bucket_sizes
-from common.sync.message_cost import GradientSize, buffers, with_shape
+from common.sync.message_cost import GradientSize, with_shape
 from common.utils.grouping import grouped
 
 INDEX_BYTES = 4  # an int32 finds any entry of a flat buffer up to 8 GB
@@ -44,21 +44,43 @@ class Piece(NamedTuple):
     needed_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class SentStep:
-    """What else decides the numbers of a piece: the ranks, and the options of the plan by name."""
+    """A step of a plan: what is sent of which gradients, over how many ranks.
 
+    Parameters
+    ----------
+    sizes : of each parameter's gradient, in the order of the parameters.
+    options : of the plan, by name.
+    """
+
+    sizes: Sequence[int]
     ranks: int
     options: Mapping[str, Any]
+    _pieces: dict[Each, list[Piece]] = field(default_factory=dict)
+    _numbers: dict[tuple[Each, str], list[int]] = field(default_factory=dict)
 
     @property
     def ranks_on_a_node(self) -> int:
         """The ranks of a full node, as the plan's option says; without one, 1."""
         return min(self.options.get("ranks_per_node") or 1, self.ranks)
 
+    def pieces(self, each: Each) -> list[Piece]:
+        """Return the pieces into which the gradients are cut, in order."""
+        if each not in self._pieces:
+            self._pieces[each] = _cut(each, self)
+        return self._pieces[each]
 
-def pieces_of(each: Each, sizes: Sequence[int], step: SentStep) -> list[Piece]:
-    """Return the pieces into which gradients of these ``sizes`` are cut, in order."""
+    def numbers(self, each: Each, name: str) -> list[int]:
+        """Return a number of ``VALUES`` for each piece."""
+        if (each, name) not in self._numbers:
+            value = VALUES[name]
+            self._numbers[each, name] = [value(piece, self) for piece in self.pieces(each)]
+        return self._numbers[each, name]
+
+
+def _cut(each: Each, step: SentStep) -> list[Piece]:
+    sizes = step.sizes
     whole = sum(sizes)
     if each == "gradient":
         befores = accumulate(sizes, initial=0)
@@ -74,12 +96,15 @@ def pieces_of(each: Each, sizes: Sequence[int], step: SentStep) -> list[Piece]:
             for layer, before in zip(layers, befores, strict=False)
         ]
     if each == "buffer":
-        alike = grouped((size.itemsize, size) for size in map(with_shape, sizes))
-        return [Piece(buffer, alike[buffer.itemsize], whole, 0) for buffer in buffers(sizes)]
+        by_itemsize = grouped((size.itemsize, size) for size in map(with_shape, sizes))
+        return [
+            Piece(GradientSize((sum(alike) // itemsize,), itemsize), alike, whole, 0)
+            for itemsize, alike in by_itemsize.items()
+        ]
     if each == "bucket":
         kept_as_built = step.options.get("find_unused_parameters", False)
-        found = bucket_sizes(sizes, step.options["bucket_mb"], kept_as_built=kept_as_built)
-        return [Piece(bucket, (bucket,), ready, whole - ready) for bucket, ready in found]
+        buckets = bucket_sizes(sizes, step.options["bucket_mb"], kept_as_built=kept_as_built)
+        return [Piece(size, (size,), ready, whole - ready) for size, ready in buckets]
     assert each == "model", each
     return [Piece(whole, sizes, whole, 0)]
 
