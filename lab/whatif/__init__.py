@@ -1,1 +1,1 @@
-"""``lab whatif``: one offline page to look at predictions, beside what was measured."""
+"""``lab whatif``: predictions of `lab predict` as a page with sliders, beside measurements."""

@@ -1,0 +1,180 @@
+"""What a plan's messages are, as data: for each piece of the gradients, some lines.
+
+    messages = for_each(
+        "gradient",
+        PlanLine("gather", SIZE, summed=OTHER_RANKS * SIZE, copied=3 * SIZE),
+        PlanLine("scatter", SIZE),
+    )
+
+``operations_of`` turns them into the operations of a step; lab/whatif/plans.js does the same in a
+page. pieces.py has the pieces, the numbers and the conditions. Imports no torch.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+from common.sync.message_cost import Among, Operation, Sends, with_shape
+from common.sync.plans.patterns import PATTERNS, rounds_of
+from common.sync.plans.pieces import CONDITIONS, Each, Piece, SentStep
+
+When = Literal["after backward", "in backward", "in forward"]
+"""When an operation runs: after backward; as soon as backward has completed its piece; during the
+next forward, which needs it before it reaches the piece."""
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A whole number times a product of named numbers, e.g. ``3 * SIZE``, ``RANKS * PART``.
+
+    of : names of ``VALUES`` in pieces.py.
+    """
+
+    factor: int = 1
+    of: tuple[str, ...] = ()
+
+    def __mul__(self, other: "Amount") -> "Amount":
+        """Return the product."""
+        return Amount(self.factor * other.factor, self.of + other.of)
+
+    def __rmul__(self, factor: int) -> "Amount":
+        """Return a multiple."""
+        return Amount(factor * self.factor, self.of)
+
+    def of_each(self, each: Each, step: SentStep) -> list[int]:
+        """Return the number of each piece."""
+        found = [self.factor] * len(step.pieces(each))
+        for name in self.of:
+            numbers = step.numbers(each, name)
+            found = [number * other for number, other in zip(found, numbers, strict=True)]
+        return found
+
+
+NOTHING = Amount(0)
+ONCE = Amount(1)
+
+# Bytes of a piece: all of it, in 2-byte entries, and one of N equal parts, which padding rounds up.
+SIZE = Amount(of=("size",))
+HALF = Amount(of=("half",))
+PART = Amount(of=("part",))
+ROWS = Amount(of=("rows",))  # as PART, but each gradient by itself is padded to whole rows
+
+# Bytes of what top-k and PowerSGD send.
+KEPT_VALUES = Amount(of=("kept values",))
+KEPT_INDICES = Amount(of=("kept indices",))
+UNCOMPRESSED = Amount(of=("uncompressed",))
+P = Amount(of=("P",))
+Q = Amount(of=("Q",))
+
+# Numbers.
+GRADIENTS = Amount(of=("gradients",))
+RANKS = Amount(of=("ranks",))
+OTHER_RANKS = Amount(of=("other ranks",))
+EARLIER_MICRO_BATCHES = Amount(of=("earlier micro-batches",))
+
+
+@dataclass(frozen=True)
+class PlanLine:
+    """An operation for each piece; see ``Operation``, whose fields these amounts fill.
+
+    Parameters
+    ----------
+    count : with 0 there is no operation.
+    only_if : names of ``CONDITIONS`` in pieces.py that must all hold.
+    ahead : it comes one piece early: before the lines of the piece that precedes its own.
+    """
+
+    kind: str
+    nbytes: Amount
+    count: Amount = ONCE
+    summed: Amount = NOTHING
+    copied: Amount = NOTHING
+    when: When = "after backward"
+    among: Among = "all"
+    only_if: tuple[str, ...] = ()
+    ahead: bool = False
+
+    def operations(self, each: Each, step: SentStep) -> list[Operation | None]:
+        """Return the operation of each piece; None where there is none."""
+        found: list[Operation | None] = []
+        rows = zip(
+            step.pieces(each),
+            self.nbytes.of_each(each, step),
+            self.count.of_each(each, step),
+            self.summed.of_each(each, step),
+            self.copied.of_each(each, step),
+            strict=True,
+        )
+        for piece, nbytes, count, summed, copied in rows:
+            if count == 0 or not self.is_sent(piece, step):
+                found.append(None)
+                continue
+            ready = piece.ready_bytes if self.when == "in backward" else None
+            needed = piece.needed_bytes if self.when == "in forward" else None
+            found.append(
+                Operation(self.kind, nbytes, count, summed, copied, ready, needed, self.among)
+            )
+        return found
+
+    def is_sent(self, piece: Piece, step: SentStep) -> bool:
+        """Return whether all conditions hold."""
+        return all(CONDITIONS[name](piece, step) for name in self.only_if)
+
+
+@dataclass(frozen=True)
+class LineGroup:
+    """Lines that repeat for each piece; see ``for_each``."""
+
+    each: Each
+    lines: tuple[PlanLine, ...]
+    reverse: bool
+    pattern: str | None
+
+    def operations(self, step: SentStep) -> list[Operation]:
+        """List the operations of a step, in order."""
+        if self.pattern:
+            flat = [with_shape(piece.size) for piece in step.pieces(self.each)]
+            return [round for size in flat for round in rounds_of(self.pattern, size, step.ranks)]
+        columns = []
+        for line in self.lines:
+            column = line.operations(self.each, step)
+            if self.reverse:
+                column.reverse()
+            columns.append([*column, None] if line.ahead else [None, *column])
+        in_order = chain.from_iterable(zip(*columns, strict=True))
+        return [operation for operation in in_order if operation is not None]
+
+    def sends(self, rank: int, step: SentStep) -> list[Sends]:
+        """List what a rank sends in the rounds of the pattern."""
+        assert self.pattern
+        sends = PATTERNS[self.pattern].sends
+        flat = [with_shape(piece.size) for piece in step.pieces(self.each)]
+        return [send for size in flat for send in sends(size, rank, step.ranks)]
+
+
+Messages = tuple[LineGroup, ...]
+
+
+def for_each(
+    each: Each, *lines: PlanLine, reverse: bool = False, pattern: str | None = None
+) -> Messages:
+    """Return the messages of each piece; join several with ``+``.
+
+    Parameters
+    ----------
+    lines : what is sent of a piece, in order, before the next piece's turn.
+    reverse : the last piece comes first.
+    pattern : in place of lines, rounds of point-to-point messages, by a name of ``PATTERNS``
+        (patterns.py).
+    """
+    return (LineGroup(each, lines, reverse, pattern),)
+
+
+def operations_of(messages: Messages, step: SentStep) -> list[Operation]:
+    """List what a step sends, in order."""
+    return [operation for group in messages for operation in group.operations(step)]
+
+
+def sends_of_patterns(messages: Messages, rank: int, step: SentStep) -> list[Sends]:
+    """List what ``rank`` sends in a step whose messages are all rounds of patterns."""
+    return [send for group in messages for send in group.sends(rank, step)]
