@@ -51,9 +51,9 @@ def chromium() -> Iterator["Chromium"]:
             finally:
                 browser.close()
     finally:
-        _, running = psutil.wait_procs(started, timeout=5)
-        for process in running:
-            process.kill()
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 class Chromium:
