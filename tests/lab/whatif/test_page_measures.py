@@ -28,12 +28,6 @@ FAULTS = """<p style="position: absolute; top: 14px; left: 10px">covers the titl
 <text x="390" y="40" font-size="14">cut off</text></svg>"""
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as started:
-        yield started
-
-
 def opened(browser, folder, text, **settings):
     path = folder / "a page.html"
     path.write_text(text, encoding="utf-8")
