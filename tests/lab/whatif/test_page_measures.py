@@ -3,7 +3,6 @@
 import pytest
 
 from tests.helpers.browser import (
-    chromium,
     needs_browser,
     overlapping,
     seen_texts,
