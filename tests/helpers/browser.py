@@ -29,10 +29,10 @@ _LOCAL = ("file:", "data:", "blob:", "about:")
 _MEASURES = Path(__file__).with_name("page_measures.js")
 _HIDE_TEXT = """() => {
   const sheet = new CSSStyleSheet();
-  sheet.replaceSync(`* { -webkit-text-fill-color: transparent !important; transition: none !important }
-    text, tspan { fill: transparent !important }`);
-  document.adoptedStyleSheets.push(sheet);
-}"""  # noqa: E501 - JavaScript
+  sheet.replaceSync(`text, tspan { fill: transparent !important }
+    * { -webkit-text-fill-color: transparent !important; transition: none !important }`);
+  document.adoptedStyleSheets = [sheet];
+}"""
 
 
 @contextlib.contextmanager
@@ -184,13 +184,14 @@ def contrast(color: Any, other: Any) -> Any:
 
 
 def text_contrasts(page: Page) -> list[tuple[float, SeenText]]:
-    """Return each text's contrast with the pixels behind it. Hides the page's texts.
+    """Return each text's contrast with the pixels behind it.
 
     A tenth of the pixels may have less: a curve or a grid line behind the text.
     """
     texts = seen_texts(page)
     page.evaluate(_HIDE_TEXT)
     behind = pixels(page)
+    page.evaluate("document.adoptedStyleSheets = []")
     found = []
     for text in texts:
         rows = slice(max(0, round(text.top)), round(text.bottom))
