@@ -1,4 +1,4 @@
-"""What a reader does on the page: by keyboard, with bad input, with links, and without JavaScript."""
+"""What a reader does on the page: keyboard, bad input, links, and no JavaScript."""
 
 import json
 import shlex
