@@ -21,8 +21,11 @@ def settle(page: Page) -> None:
 
 
 def shown(page: Page) -> dict[str, Any]:
-    """Return what the page tells: the answer, the numbers below each picture, and the command."""
-    settle(page)
+    """Return what the page tells: the answer, the numbers below each picture, and the command.
+
+    Opens all tables.
+    """
+    open_all(page)
     return page.evaluate(_TEXTS)
 
 
@@ -41,7 +44,7 @@ def choose_preset(page: Page, name: str) -> None:
 
 
 def open_all(page: Page) -> None:
-    """Open everything that can be unfolded."""
+    """Open everything that can be unfolded, and wait until it is filled."""
     page.evaluate("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
     settle(page)
 
