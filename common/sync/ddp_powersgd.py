@@ -35,12 +35,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from common.sync.ddp import DDPWrapper
-from common.sync.plans.lossy import (
-    POWERSGD_LEAST_GAIN,
-    DDPPowerSGDPlan,
-    is_compressed,
-    thin_entries,
-)
+from common.sync.plans.lossy import DDPPowerSGDPlan
+from common.sync.plans.pieces import POWERSGD_LEAST_GAIN, is_compressed, thin_entries
 from common.utils.grouping import grouped
 
 

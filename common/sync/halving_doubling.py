@@ -27,7 +27,7 @@ from torch import Tensor
 
 from common.sync.base import FlatSync
 from common.sync.p2p import send_and_receive
-from common.sync.plans.rings import halving_rounds, largest_power
+from common.sync.plans.patterns import halving_rounds, largest_power
 
 
 class HalvingDoubling(FlatSync):

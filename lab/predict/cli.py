@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # slow to import, and --help imports this file
 
 
 _PUBLISHED = Path(__file__).with_name("published.csv")
-_GRADIENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+GRADIENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 def _option_flags() -> dict[str, dict[str, Any]]:
@@ -91,7 +91,7 @@ PREDICT_FLAGS: dict[str, dict[str, Any]] = {
     },
     "--batch": {"type": int, "help": "samples of the step of --step-time"},
     "--gradient-type": {
-        "choices": [*_GRADIENT_BYTES],
+        "choices": [*GRADIENT_BYTES],
         "help": "type of the gradients, and of weights that a strategy sends (default: the "
         "model's, fp32); compute times stay as they are",
     },
@@ -281,7 +281,7 @@ def _with_own_nodes(calibration: "Calibration", args: argparse.Namespace) -> "Ca
         batch=args.batch,
     )
     if args.gradient_type is not None:
-        calibration = with_gradient_bytes(calibration, _GRADIENT_BYTES[args.gradient_type])
+        calibration = with_gradient_bytes(calibration, GRADIENT_BYTES[args.gradient_type])
     if args.software_gbit is None:
         return calibration
     if not 0 < args.software_gbit < math.inf:

@@ -15,9 +15,9 @@ from lab.predict.priors import Beliefs, ClusterValues, load_priors
 BACKENDS = ("gloo", "nccl")
 TRANSPORTS = ("tcp", "rdma")
 
-_LATENCIES = ((1e9, 200e-6), (10e9, 50e-6), (math.inf, 20e-6))
+LATENCIES = ((1e9, 200e-6), (10e9, 50e-6), (math.inf, 20e-6))
 _COMMON_BITS = 10e9  # of a link whose rate is not known
-_RDMA_LATENCY = 5e-6  # seconds of a message on InfiniBand or RoCE, switches included
+RDMA_LATENCY = 5e-6  # seconds of a message on InfiniBand or RoCE, switches included
 _ROOTED = ("gather", "scatter")
 _KINDS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "exchange")
 
@@ -27,7 +27,7 @@ def typical_latency(rate_bits: float) -> float:
 
     Orders of magnitude: measure your own with `lab calibrate` on the nodes.
     """
-    return next(seconds for most, seconds in _LATENCIES if rate_bits <= most)
+    return next(seconds for most, seconds in LATENCIES if rate_bits <= most)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class TypicalCluster:
     def latency(self, rate_bits: float | None) -> float:
         """Return the typical latency of a message on a link of that rate; None: not known."""
         if self.transport == "rdma":
-            return _RDMA_LATENCY
+            return RDMA_LATENCY
         return typical_latency(_COMMON_BITS if rate_bits is None else rate_bits)
 
     def payload_bits(self, rate_bits: float | None) -> Any:

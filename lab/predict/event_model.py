@@ -32,8 +32,8 @@ HEADERS = 1.06
 PACKET_BYTES = 90
 
 LARGEST_NODES = 100_000
-_LEAST = 1e-12  # what stands for 0 where a formula divides by it
-_SAMPLED_RANKS = 32
+NEAR_ZERO = 1e-12  # what stands for 0 where a formula divides by it
+SAMPLED_RANKS = 32
 
 
 MessageSeconds = Annotated[float, Meta(ge=0, le=1e3)]
@@ -226,7 +226,7 @@ class OtherLinks(NodeLinks):
         """Return the fraction of a message's time by which it delays a concurrent backward."""
         seconds = sum(operation_terms(operation, ranks, self).values())
         busy = sum(operation_terms(operation, ranks, self.software).values())
-        return self.overlap_cost * busy / larger(seconds, _LEAST)
+        return self.overlap_cost * busy / larger(seconds, NEAR_ZERO)
 
 
 class Stage(NamedTuple):
@@ -603,7 +603,7 @@ def _bytes_sent(plan: MessagePlan, sizes: Sequence[int], ranks: int) -> tuple[fl
     if ranks == 1:
         return 0.0, 0.0
     # Evenly spread over all other ranks, the first and the last among them.
-    spread = {1 + (ranks - 2) * index // (_SAMPLED_RANKS - 1) for index in range(_SAMPLED_RANKS)}
+    spread = {1 + (ranks - 2) * index // (SAMPLED_RANKS - 1) for index in range(SAMPLED_RANKS)}
     root = float(plan.bytes_sent(sizes, 0, ranks))
     others = [float(plan.bytes_sent(sizes, rank, ranks)) / plan.period for rank in sorted(spread)]
     return root / plan.period, math.fsum(others) / len(others)
@@ -632,7 +632,7 @@ def exposed_seconds(
         begins = backward_seconds if ready is None else ready
         wait = larger(0.0, begins - computed)
         computed = computed + wait
-        speed = larger(1 - delay_share, _LEAST)
+        speed = larger(1 - delay_share, NEAR_ZERO)
         beside = smaller(seconds, (backward_seconds - computed) / speed)
         slowed = slowed + delay_share * beside
         computed = computed + speed * beside

@@ -11,9 +11,14 @@ from lab.predict.calibration_file import LARGE_STEP, Calibration, GradientShape
 from lab.predict.common_models import common_models
 from lab.predict.compute_model import ComputeModel, ComputeProfile
 
-_TENSORS = 50  # square matrices of a model of which only the number of parameters is known
+TENSORS = 50  # square matrices of a model of which only the number of parameters is known
 _CLASSES = 100
 _AS_IN_MODELS = "_cifar10"  # common models that are models of this project
+
+
+def model_names() -> list[str]:
+    """Return the models that a reader may name: this project's, then the common ones."""
+    return [*MODELS, *(name for name in common_models() if not name.endswith(_AS_IN_MODELS))]
 
 
 def with_own_model(
@@ -30,7 +35,7 @@ def with_own_model(
     ----------
     model : one of ``common.models``, which imports torch, or of common_models.toml; None: that of
         the calibration.
-    parameters : how many a model has, in fp32 and ``_TENSORS`` equal matrices, instead of
+    parameters : how many a model has, in fp32 and ``TENSORS`` equal matrices, instead of
         ``model``.
     step_seconds, batch : a step of ``batch`` samples on one node. Forward, backward and update keep
         their shares of a step; the fixed part of a step keeps its share, too. On such nodes
@@ -111,9 +116,8 @@ def _check(
         raise UserError("--step-time and --batch go together: give both")
     if batch is not None and batch < 1:
         raise UserError(f"--batch: got {batch}, give 1 or more")
-    names = [*MODELS, *(name for name in common_models() if not name.endswith(_AS_IN_MODELS))]
-    if model is not None and model not in names:
-        raise UserError(f"--model: got {model!r}, {choices_text(model, names)}")
+    if model is not None and model not in model_names():
+        raise UserError(f"--model: got {model!r}, {choices_text(model, model_names())}")
     if step_seconds is None and name != calibration.model:
         advice = f"add --step-time and --batch of {name} on one of your nodes"
         if model:
@@ -135,8 +139,8 @@ def _described(model: str) -> tuple[tuple[GradientShape, ...], tuple[BatchNormLa
 
 
 def _equal_matrices(parameters: float) -> tuple[GradientShape, ...]:
-    """Return the gradients of a model of so many parameters, in up to ``_TENSORS`` matrices."""
-    tensors = min(_TENSORS, round(parameters))
+    """Return the gradients of a model of so many parameters, in up to ``TENSORS`` matrices."""
+    tensors = min(TENSORS, round(parameters))
     of_a_tensor = parameters / tensors
     rows = max(1, round(of_a_tensor**0.5))
     columns = max(1, round(of_a_tensor / rows))

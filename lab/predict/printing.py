@@ -23,8 +23,8 @@ from lab.predict.tables import PURCHASES, PredictedStep, main_step
 
 _WIDTH = 110  # of a file or a pipe
 _NARROW = 106
-_DECIDED = 0.8  # the share of the draws in which the best purchase must be the best
-_LITTLE = 0.03  # a gain of less is almost nothing
+DECIDED = 0.8  # the share of the draws in which the best purchase must be the best
+LITTLE = 0.03  # a gain of less is almost nothing
 
 
 def summarize(
@@ -213,13 +213,13 @@ def _purchases(step: PredictedStep, scenario: Scenario) -> list[str]:
 def _best_purchases(step: PredictedStep, purchases: Sequence[str]) -> list[str]:
     """Return the purchase that gains most, and before the others the one that may gain more.
 
-    The best one stands alone if it is that in ``_DECIDED`` of the draws.
+    The best one stands alone if it is that in ``DECIDED`` of the draws.
     """
     best = max(purchases, key=lambda change: step.gains[change])
     others = [change for change in purchases if change != best]
     rival = max(others, key=lambda change: step.best_shares[change])
     _, most = step.gain_ranges[rival]
-    if step.best_shares[best] >= _DECIDED or most < 1 + _LITTLE:
+    if step.best_shares[best] >= DECIDED or most < 1 + LITTLE:
         return [best]
     return [best, rival]
 
@@ -237,7 +237,7 @@ def _purchases_text(step: PredictedStep, purchases: Sequence[str]) -> str:
             f"{_gain_range(step, best)}, or {name_of[rival]} {gain_of[rival]} "
             f"{_gain_range(step, rival)}"
         )
-    elif step.gains[best] < 1 + _LITTLE:
+    elif step.gains[best] < 1 + LITTLE:
         each = ", ".join(f"{name_of[change]} {gain_of[change]}" for change in in_turn)
         return f"Nothing would bring much: {each} times the speed."
     else:
@@ -255,9 +255,9 @@ def _gain_range(step: PredictedStep, change: str) -> str:
 
 def _effect(gain: float) -> str:
     """Return what a change does that is not the best one."""
-    if gain < 1 - _LITTLE / 2:
+    if gain < 1 - LITTLE / 2:
         return f"would make it slower ({_times(gain)})"
-    if gain < 1 + _LITTLE:
+    if gain < 1 + LITTLE:
         return f"would bring almost nothing ({_times(gain)})"
     return f"would bring {_times(gain)} times"
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 DRAWS = 256
 _SHARES = ("_share", ".overlap_cost")  # how the names of shares end
-_HIGH = NormalDist().inv_cdf(0.9)  # z of a prior's high value
+HIGH_Z = NormalDist().inv_cdf(0.9)  # z of a prior's high value
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Prior:
         """Return the value at ``z``, a number or an array of draws. Between neighbours the
         logarithm of the value grows evenly; below the typical value at another rate than above.
         """
-        upward = (self.high / self.typical) ** (np.maximum(z, 0.0) / _HIGH)
-        downward = (self.low / self.typical) ** (np.maximum(np.negative(z), 0.0) / _HIGH)
+        upward = (self.high / self.typical) ** (np.maximum(z, 0.0) / HIGH_Z)
+        downward = (self.low / self.typical) ** (np.maximum(np.negative(z), 0.0) / HIGH_Z)
         return self.typical * upward * downward
 
     @property

@@ -31,7 +31,7 @@ from lab.predict.variants import split_variant
 # What a reader may buy, by scaling: of nodes with a batch of their own, more are no faster step.
 PURCHASES = {"strong": ("network", "compute", "nodes"), "weak": ("network", "compute")}
 
-_INTERVAL = (0.1, 0.9)  # quantiles of the draws
+INTERVAL = (0.1, 0.9)  # quantiles of the draws
 _NO_EXCHANGE = "no gradient exchange: each node trains its own model"
 
 
@@ -107,13 +107,13 @@ def predict_table(
 def _intervals(draws: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """Return ``interval`` of each value, all at once, since that is faster."""
     in_each_draw = np.array(np.broadcast_arrays(*draws.values()))
-    lows, highs = np.quantile(in_each_draw, _INTERVAL, axis=-1).tolist()
+    lows, highs = np.quantile(in_each_draw, INTERVAL, axis=-1).tolist()
     return dict(zip(draws, zip(lows, highs, strict=True), strict=True))
 
 
 def interval(draws: Any) -> tuple[float, float]:
     """Return the ends of the 80 % interval of draws; of a number that is certain, itself twice."""
-    low, high = np.quantile(draws, _INTERVAL)
+    low, high = np.quantile(draws, INTERVAL)
     return float(low), float(high)
 
 

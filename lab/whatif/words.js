@@ -74,11 +74,11 @@ const Words = (() => {
     return value >= 0.01 ? rounded(value, 2) : "<0.01";
   }
 
-  /** Return a share as text: "12.3%". */
-  const percent = (share, digits = 1) => `${rounded(100 * share, digits)}%`;
+  /** Return a share as text: "12.3 %". */
+  const percent = (share, digits = 1) => `${rounded(100 * share, digits)} %`;
 
   /** Return an efficiency as text. */
-  const efficiency = (share) => (share >= 0.001 ? percent(share) : "<0.1%");
+  const efficiency = (share) => (share >= 0.001 ? percent(share) : "<0.1 %");
 
   const grouped = (whole) => withCommas(String(whole));
 

@@ -8,12 +8,13 @@ recipes' keys and the plan's own check follow from it.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 from common.errors import UserError
 from common.sync.memory_cost import Memory, MemoryCase, replicated
 from common.sync.message_cost import Among, Operation, Sends, sends_of
 from common.sync.node_layout import NodeLayout
+from common.sync.plans.lines import Messages, for_each, operations_of
 from common.utils.limits import kind_and_meta, what_to_give
 
 AUTO = "auto"  # in place of an option's value: lab chooses it (lab/predict/bucket_choice.py)
@@ -54,11 +55,15 @@ class Option:
 
 @dataclass(kw_only=True)
 class MessagePlan:
-    """Base class of all plans. A plan defines ``operations`` and ``memory``.
+    """Base class of all plans. A plan states its ``messages`` and defines ``memory``.
 
-    A plan of point-to-point messages also defines ``sends``. The options of a strategy are the
-    keyword arguments of its plan, which raises UserError if one is out of range.
+    What lines cannot say, a plan says in ``operations``; it also defines ``sends`` if these are
+    point-to-point messages. The options of a strategy are the keyword arguments of its plan, which
+    raises UserError if one is out of range.
     """
+
+    # What a step sends (lines.py); without any, the plan writes ``operations`` itself.
+    messages: ClassVar[Messages] = ()
 
     # Steps after which the messages repeat.
     period = 1
@@ -92,10 +97,12 @@ class MessagePlan:
         ``sizes`` : bytes of each parameter's gradient, in the order of the parameters. Strategies
         that look at types and shapes need ``GradientSize.of(parameters)``.
         """
-        raise UserError(
-            f"{type(self).__name__} lacks operations(), so its time cannot be predicted: write it "
-            "(CONTRIBUTING.md says how), or compare with --no-predict"
-        )
+        if not self.messages:
+            raise UserError(
+                f"{type(self).__name__} lacks operations(), so its time cannot be predicted: write "
+                "it, or state its messages (CONTRIBUTING.md says how), or compare with --no-predict"
+            )
+        return operations_of(self.messages, sizes, ranks, vars(self))
 
     def layout(self, ranks: int) -> NodeLayout:
         """Return which ranks the operations "among" those of a node, or the leaders, mean."""
@@ -161,6 +168,4 @@ class ReplicatedPlan(MessagePlan):
 class NoSyncPlan(ReplicatedPlan):
     """No messages."""
 
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        return []
+    messages = for_each("gradient")  # nothing

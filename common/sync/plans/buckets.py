@@ -1,12 +1,10 @@
 """Plans of the strategies that send buckets of gradients while backward continues."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.sync.bucketing import bucket_sizes
-from common.sync.message_cost import GradientSize, Operation
 from common.sync.plans.base import ReplicatedPlan, option
+from common.sync.plans.lines import GRADIENTS, HALF, SIZE, PlanLine, for_each
 from common.utils.limits import AboveZero
 
 
@@ -21,6 +19,12 @@ def bucket_option(default: float | None) -> Any:
     )
 
 
+SEARCH_FOR_UNUSED = for_each(
+    "model", PlanLine("all_reduce", 4 * GRADIENTS, only_if=("find_unused_parameters",))
+)
+"""The all_reduce by which DDP's ranks agree on the parameters that none has used."""
+
+
 @dataclass(kw_only=True)
 class OverlappedPlan(ReplicatedPlan):
     """An all_reduce for each bucket, as soon as backward has filled it.
@@ -32,20 +36,9 @@ class OverlappedPlan(ReplicatedPlan):
     """
 
     bucket_mb: AboveZero | None = bucket_option(None)
-    find_unused_parameters = False  # an option of DDP's alone
     leave = "leave during backward"
 
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        buckets = bucket_sizes(sizes, self.bucket_mb, kept_as_built=self.find_unused_parameters)
-        found = [self.bucket_operation(size, ready_bytes) for size, ready_bytes in buckets]
-        if self.find_unused_parameters:
-            found.append(search_for_unused(sizes))
-        return found
-
-    def bucket_operation(self, size: GradientSize, ready_bytes: int) -> Operation:
-        """Return the all_reduce of one bucket, with the copy into it."""
-        return Operation("all_reduce", size, copied_bytes=size, ready_bytes=ready_bytes)
+    messages = for_each("bucket", PlanLine("all_reduce", SIZE, copied=SIZE, when="in backward"))
 
 
 @dataclass(kw_only=True)
@@ -61,21 +54,32 @@ class DDPPlan(OverlappedPlan):
 
     find_unused_parameters: bool = False
 
+    messages = OverlappedPlan.messages + SEARCH_FOR_UNUSED
+
 
 class DDPFp16Plan(DDPPlan):
-    """As ``DDPPlan``, in entries of 2 bytes."""
+    """As ``DDPPlan``, in entries of 2 bytes; gradients that have these leave as they are.
 
-    def bucket_operation(self, size: GradientSize, ready_bytes: int) -> Operation:
-        """See the base class; rounding to fp16 and back passes over the bucket twice more.
+    Rounding to fp16 and back passes over the bucket twice more.
+    """
 
-        Gradients of 2 bytes leave as they are.
-        """
-        if size.itemsize == 2:
-            return super().bucket_operation(size, ready_bytes)
-        half = GradientSize(size.shape, 2)
-        return Operation("all_reduce", half, copied_bytes=3 * size, ready_bytes=ready_bytes)
-
-
-def search_for_unused(sizes: Sequence[int]) -> Operation:
-    """Return the all_reduce by which DDP's ranks agree on the parameters that none has used."""
-    return Operation("all_reduce", 4 * len(sizes))
+    messages = (
+        for_each(
+            "bucket",
+            PlanLine(
+                "all_reduce",
+                SIZE,
+                copied=SIZE,
+                when="in backward",
+                only_if=("entries of 2 bytes",),
+            ),
+            PlanLine(
+                "all_reduce",
+                HALF,
+                copied=3 * SIZE,
+                when="in backward",
+                only_if=("other entries",),
+            ),
+        )
+        + SEARCH_FOR_UNUSED
+    )

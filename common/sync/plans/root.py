@@ -1,43 +1,31 @@
 """Plans of the strategies whose gradients all pass rank 0, the root."""
 
-from collections.abc import Sequence
-
-from common.sync.message_cost import COPIES_PER_PARAMETER, Operation, buffers
+from common.sync.message_cost import COPIES_PER_PARAMETER
 from common.sync.plans.base import ReplicatedPlan
+from common.sync.plans.lines import OTHER_RANKS, SIZE, PlanLine, for_each
 
 
 class GatherScatterPlan(ReplicatedPlan):
     """For each parameter a gather, which the root adds up, and a scatter."""
 
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        return _through_root(sizes, ranks, copies=COPIES_PER_PARAMETER)
+    messages = for_each(
+        "gradient",
+        PlanLine("gather", SIZE, summed=OTHER_RANKS * SIZE, copied=COPIES_PER_PARAMETER * SIZE),
+        PlanLine("scatter", SIZE),
+    )
 
 
 class GatherScatterFlatPlan(ReplicatedPlan):
     """For each flat buffer a gather, which the root adds up, and a scatter."""
 
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        return _through_root(buffers(sizes), ranks, copies=1)
-
-
-def _through_root(sizes: Sequence[int], ranks: int, *, copies: int) -> list[Operation]:
-    found = []
-    for size in sizes:
-        found += [
-            Operation("gather", size, summed_bytes=(ranks - 1) * size, copied_bytes=copies * size),
-            Operation("scatter", size),
-        ]
-    return found
+    messages = for_each(
+        "buffer",
+        PlanLine("gather", SIZE, summed=OTHER_RANKS * SIZE, copied=SIZE),
+        PlanLine("scatter", SIZE),
+    )
 
 
 class ReduceBroadcastPlan(ReplicatedPlan):
     """For each parameter a reduce and a broadcast."""
 
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        found = []
-        for size in sizes:
-            found += [Operation("reduce", size), Operation("broadcast", size)]
-        return found
+    messages = for_each("gradient", PlanLine("reduce", SIZE), PlanLine("broadcast", SIZE))

@@ -1,14 +1,23 @@
 """Plans of the strategies with which each rank's optimiser updates 1/N of the parameters."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from common.sync.bucketing import assign_buckets, bucket_sizes
+from common.sync.bucketing import assign_buckets
 from common.sync.memory_cost import Memory, MemoryCase, replicated
-from common.sync.message_cost import GradientSize, Operation, buffers, with_shape
+from common.sync.message_cost import GradientSize
 from common.sync.plans.base import MessagePlan
 from common.sync.plans.buckets import DDPPlan, bucket_option
+from common.sync.plans.lines import (
+    EARLIER_MICRO_BATCHES,
+    PART,
+    RANKS,
+    ROWS,
+    SIZE,
+    PlanLine,
+    for_each,
+)
+from common.sync.plans.pieces import layers_of, rows_bytes
 from common.utils.grouping import grouped
 from common.utils.limits import AboveZero
 
@@ -16,18 +25,15 @@ from common.utils.limits import AboveZero
 class DDPZero1Plan(DDPPlan):
     """As ``DDPPlan``, then an all_gather of the weights, in one flat buffer for each itemsize.
 
-    A buffer is padded to N equal parts, one for each rank.
+    A buffer is padded to N equal parts, one for each rank. The next forward needs all weights at
+    once.
     """
 
     shards_update = True
 
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class. The next forward needs all weights at once."""
-        gathers = [
-            Operation("all_gather", padded_part(size, ranks), needed_bytes=0)
-            for size in buffers(sizes)
-        ]
-        return super().operations(sizes, ranks) + gathers
+    messages = DDPPlan.messages + for_each(
+        "buffer", PlanLine("all_gather", PART, when="in forward")
+    )
 
     def memory(self, case: MemoryCase) -> Memory:
         """See the base class: padded parameters, and 1/N of the optimiser's state."""
@@ -57,18 +63,9 @@ class ShardedPlan(MessagePlan):
     shards_update = True
     leave = "leave half during backward and half during the next forward"
 
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class."""
-        whole = sum(sizes)
-        reduces = []
-        gathers = []
-        for size, ready in bucket_sizes(sizes, self.bucket_mb):
-            part = padded_part(size, ranks)
-            reduces.append(
-                Operation("reduce_scatter", ranks * part, copied_bytes=size, ready_bytes=ready)
-            )
-            gathers.append(Operation("all_gather", part, needed_bytes=whole - ready))
-        return reduces + gathers[::-1]
+    messages = for_each(
+        "bucket", PlanLine("reduce_scatter", RANKS * PART, copied=SIZE, when="in backward")
+    ) + for_each("bucket", PlanLine("all_gather", PART, when="in forward"), reverse=True)
 
     def memory(self, case: MemoryCase) -> Memory:
         """See the base class: padded weights, and 1/N of mean gradients and optimiser's state.
@@ -87,9 +84,17 @@ class ShardedPlan(MessagePlan):
         }
 
 
+_GATHER_LAYER = PlanLine("all_gather", ROWS, copied=RANKS * ROWS, only_if=("several ranks",))
+_REDUCE_LAYER = PlanLine(
+    "all_reduce", RANKS * ROWS, copied=RANKS * ROWS, only_if=("several ranks",)
+)
+
+
 @dataclass(kw_only=True)
 class FSDPPlan(MessagePlan):
     """For each layer two all_gathers of weights, in forward and backward, and a reduce_scatter.
+
+    Backward gathers a layer's weights before it reduces the last one.
 
     Each parameter is padded to N equal parts of whole rows. The plan counts Gloo's messages: a
     reduce_scatter is an all_reduce there, and nothing overlaps with computing, so that it costs as
@@ -102,24 +107,12 @@ class FSDPPlan(MessagePlan):
     shards_update = True
     leave = "leave between the layers of both passes"
 
-    def operations(self, sizes: Sequence[int], ranks: int) -> list[Operation]:
-        """See the base class. Backward gathers a layer's weights before it reduces the last one."""
-        if ranks == 1:
-            return []
-        parts = [sum(_rows_bytes(size, ranks) for size in layer) for layer in layers_of(sizes)]
-        gathers = [Operation("all_gather", part, copied_bytes=ranks * part) for part in parts]
-        reduces = [
-            Operation("all_reduce", ranks * part, copied_bytes=ranks * part) for part in parts
-        ]
-        backward = gathers[-1:]
-        for layer in reversed(range(len(parts))):
-            if layer > 0:
-                backward.append(gathers[layer - 1])
-            backward.append(reduces[layer])
-        if self.accumulation_steps == 1:
-            return gathers + backward
-        in_earlier_passes = 2 * (self.accumulation_steps - 1)  # forward and backward
-        return [replace(gather, count=in_earlier_passes) for gather in gathers] + gathers + backward
+    messages = (
+        # forward and backward of the earlier micro-batches, then forward and backward of the last
+        for_each("layer", replace(_GATHER_LAYER, count=2 * EARLIER_MICRO_BATCHES))
+        + for_each("layer", _GATHER_LAYER)
+        + for_each("layer", replace(_GATHER_LAYER, ahead=True), _REDUCE_LAYER, reverse=True)
+    )
 
     def memory(self, case: MemoryCase) -> Memory:
         """See the base class: the rank's rows; torch pads them to the same number on every rank.
@@ -131,7 +124,7 @@ class FSDPPlan(MessagePlan):
         gradients = 0
         own: list[int] = []
         for layer in layers_of(case.sizes):
-            padded = sum(_rows_bytes(size, case.ranks) for size in layer)
+            padded = sum(rows_bytes(size, case.ranks) for size in layer)
             mine = [nbytes for size in layer if (nbytes := _own_rows_bytes(size, case))]
             parameters += padded
             if mine:
@@ -144,24 +137,6 @@ class FSDPPlan(MessagePlan):
             "buckets": sum(size.itemsize for size in case.sizes),
             "untrained": case.untrained,
         }
-
-
-def layers_of(sizes: Sequence[int]) -> list[list[GradientSize]]:
-    """Return the parameters of each layer: one with two or more dimensions begins a layer.
-
-    So a BatchNorm, which has vectors only, travels with the convolution before it.
-    """
-    layers: list[list[GradientSize]] = []
-    for size in map(with_shape, sizes):
-        if len(size.shape) > 1 or not layers:
-            layers.append([])
-        layers[-1].append(size)
-    return layers
-
-
-def padded_part(size: GradientSize, ranks: int) -> int:
-    """Return the bytes of one of N equal parts of a flat buffer; padding rounds up."""
-    return -(-size.entries // ranks) * size.itemsize
 
 
 def _flat_parts(
@@ -188,13 +163,7 @@ def _flat_parts(
     return part_bytes, segments
 
 
-def _rows_bytes(size: GradientSize, ranks: int) -> int:
-    """Return the bytes of a rank's part of a parameter: 1/N of its rows, rounded up."""
-    rows, *others = size.shape
-    return -(-rows // ranks) * math.prod(others) * size.itemsize
-
-
 def _own_rows_bytes(size: GradientSize, case: MemoryCase) -> int:
     """Return the bytes of the rank's rows of a parameter, without padding."""
-    part = _rows_bytes(size, case.ranks)
+    part = rows_bytes(size, case.ranks)
     return max(0, min(part, size - case.rank * part))

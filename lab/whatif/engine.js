@@ -1,0 +1,850 @@
+"use strict";
+
+/**
+ * The formulas of `lab predict`, for one state of the page. Every constant comes with the page's
+ * data, every operation from Plans; seconds, bytes and bits throughout. Touches no DOM.
+ *
+ * Read downward: stages of an operation, its seconds on a network (event_model.py), the costs of a
+ * network (cluster.py, scenario.py, calibrated_draws.py), a rank's computing (compute_model.py),
+ * both together (event_model.py), and what a reader sees (tables.py).
+ */
+const Engine = (() => {
+  // Stages of an operation ------------------------------------------------------------------------
+
+  const stage = (share, between, inside, onLink, onRank, headerBytes = 0) => ({
+    share, // of the operation's bytes in each message
+    between, // messages of the longest chain that go to another node
+    inside, // and that stay inside one
+    onLink, // messages on the busiest node's link, in one direction
+    onRank, // messages between the busiest rank and the others of its node
+    headerBytes, // of each message on a link but the first
+  });
+
+  const BETWEEN_NODES = stage(1, 1, 0, 1, 0); // an exchange of ranks with a link each
+
+  /** Each message goes on to the next rank `hops` times. */
+  const ring = (hops, share, ranks, perNode) => {
+    const nodes = Math.ceil(ranks / perNode);
+    const between = nodes > 1 ? Math.ceil((hops * nodes) / ranks) : 0;
+    const onLink = nodes > 1 ? hops : 0;
+    const onRank = perNode > 1 ? hops : 0;
+    return stage(share, between, hops - between, onLink, onRank);
+  };
+
+  /** A binomial tree: in each round, ranks send to one that is as far away. */
+  const tree = (ranks, perNode) => {
+    let crossing = 0;
+    let beside = 0;
+    let rounds = 0;
+    for (let distance = 1; distance < ranks; distance *= 2) {
+      const end = Math.min(ranks - distance, 2 * distance * perNode);
+      for (let sender = 0; sender < end; sender += 2 * distance) {
+        if ((sender % perNode) + distance >= perNode) {
+          crossing += 1;
+          break;
+        }
+      }
+      if (distance < perNode) beside += 1;
+      rounds += 1;
+    }
+    return stage(1, crossing, rounds - crossing, crossing, beside);
+  };
+
+  /** An exchange of each rank with its partner; a few nodes stand for all. */
+  const exchange = (partner, ranks, perNode) => {
+    if (perNode === 1) return BETWEEN_NODES;
+    const partnerOf = partner || ((rank) => (rank + 1) % ranks);
+    const nodes = Math.ceil(ranks / perNode);
+    let leaving = 0;
+    let staying = 0;
+    for (const node of [0, Math.floor(nodes / 2), Math.max(0, nodes - 2), nodes - 1]) {
+      const begin = node * perNode;
+      const end = Math.min(ranks, begin + perNode);
+      let others = 0;
+      for (let rank = begin; rank < end; rank += 1) {
+        const other = partnerOf(rank);
+        if (other === null) continue;
+        if (other >= begin && other < end) staying = 1;
+        else others += 1;
+      }
+      leaving = Math.max(leaving, others);
+    }
+    if (leaving) return stage(1, 1, 0, leaving, staying);
+    return stage(1, 0, 1, 0, staying);
+  };
+
+  /** Return the stages of an operation of N ranks in order, K of them on each node. */
+  const stagesOf = (data, operation, ranks, perNode) => {
+    const { kind } = operation;
+    if (kind === "exchange") return [exchange(operation.partner, ranks, perNode)];
+    if (kind === "all_reduce") return [ring(2 * (ranks - 1), 1 / ranks, ranks, perNode)];
+    if (kind === "reduce_scatter") return [ring(ranks - 1, 1 / ranks, ranks, perNode)];
+    if (kind === "all_gather") return [ring(ranks - 1, 1, ranks, perNode)];
+    if (kind === "broadcast") return [tree(ranks, perNode)];
+    const elsewhere = Math.max(0, ranks - perNode);
+    const beside = Math.min(ranks, perNode) - 1;
+    const inside = elsewhere ? 0 : Math.min(1, beside);
+    const toRoot = stage(1, Math.min(1, elsewhere), inside, elsewhere, beside);
+    if (kind === "reduce") {
+      return [ring(ranks - 1, 1 / ranks, ranks, perNode), { ...toRoot, share: 1 / ranks }];
+    }
+    return [{ ...toRoot, headerBytes: data.constants.packet_bytes }]; // gather and scatter
+  };
+
+  // Seconds of an operation on a network ------------------------------------------------------------
+
+  const SUMMING = ["all_reduce", "reduce", "reduce_scatter"];
+  const ROOTED = ["gather", "scatter"];
+
+  /** Return an operation with what it loads: all that does not depend on the network's costs. */
+  const lineOf = (data, operation, ranks, perNode) => {
+    if (operation.among === "node") return loaded(data, operation, Math.min(ranks, perNode), perNode);
+    if (operation.among === "leaders") return loaded(data, operation, Math.ceil(ranks / perNode), 1);
+    return loaded(data, operation, ranks, perNode);
+  };
+
+  const loaded = (data, operation, ranks, perNode) => {
+    const { kind, nbytes } = operation;
+    const stages = stagesOf(data, operation, ranks, perNode).map((found) => ({
+      ...found,
+      bytes: found.share * nbytes,
+      linkBytes:
+        found.onLink * found.share * nbytes + Math.max(0, found.onLink - 1) * found.headerBytes,
+    }));
+    const ringAdds = SUMMING.includes(kind) ? ((ranks - 1) / ranks) * nbytes : 0;
+    return {
+      operation,
+      stages,
+      added: ringAdds + operation.summed,
+      sharesLink: perNode > 1,
+      leavesNode: ranks > perNode,
+      byRoot: ROOTED.includes(kind),
+    };
+  };
+
+  const longer = (first, second) => (second[0] + second[1] > first[0] + first[1] ? second : first);
+
+  /** Return the seconds of a stage's latencies, and those of its bytes. */
+  const stageSeconds = (found, between, inside) => {
+    const onLink = found.linkBytes * between.beta;
+    const alphas = found.between * between.alpha;
+    if (!found.onRank) return [alphas, onLink];
+    const inARow = found.between * between.beta + found.inside * inside.beta;
+    let longest = [alphas + found.inside * inside.alpha, inARow * found.bytes];
+    if (found.between) longest = longer(longest, [between.alpha, onLink]);
+    return longer(longest, [inside.alpha, found.onRank * found.bytes * inside.beta]);
+  };
+
+  const rateOf = (network, kind) => network.kinds[kind] || network.rate;
+
+  /** Return what an operation's seconds are spent on; see event_model.operation_terms. */
+  const lineTerms = (line, network) => {
+    const { kind, count, copied } = line.operation;
+    const between = rateOf(network, kind);
+    const inside = line.sharesLink ? rateOf(network.inside, kind) : between;
+    const whole = line.sharesLink && !line.leavesNode ? inside : between;
+    let latency = whole.start;
+    let passing = 0;
+    for (const found of line.stages) {
+      const [alphas, seconds] = stageSeconds(found, between, inside);
+      latency += alphas;
+      passing += seconds;
+    }
+    return {
+      latency: count * Math.max(latency, whole.floor - passing),
+      passing: count * passing,
+      summation: count * (line.added * network.gamma + copied * network.copy),
+    };
+  };
+
+  const lineSeconds = (line, network) => {
+    const terms = lineTerms(line, network);
+    return terms.latency + terms.passing + terms.summation;
+  };
+
+  /** Return the share of a message's time by which it delays a concurrent backward. */
+  const delayShare = (data, line, seconds, network) => {
+    if (!network.software) return network.overlap;
+    // What a link takes longer than the software does, a message waits without working.
+    const busy = lineSeconds(lineOf(data, line.operation, line.ranks, 1), network.software);
+    return (network.overlap * busy) / Math.max(seconds, data.constants.near_zero);
+  };
+
+  // Costs of a network ------------------------------------------------------------------------------
+
+  const rate = (alpha, beta, floor = 0, start = 0) => ({ alpha, beta, floor, start });
+
+  const typicalLatency = (data, rateBits) =>
+    data.constants.latencies.find((step) => rateBits <= step.most_bits).seconds;
+
+  /** Return the value of a prior at z. */
+  const priorAt = (data, prior, z) => {
+    const upward = (prior.high / prior.typical) ** (Math.max(z, 0) / data.constants.high_z);
+    const downward = (prior.low / prior.typical) ** (Math.max(-z, 0) / data.constants.high_z);
+    return prior.typical * upward * downward;
+  };
+
+  /** Return the normal value of a row in one draw; 0 for the typical value, draw null. */
+  const normalAt = (data, row, draw) =>
+    draw === null ? 0 : data.draws.values[data.draws.orders[row][draw]];
+
+  /** Return priors.ClusterValues of a backend and transport, typical ones or those of one draw. */
+  const clusterValues = (data, state, draw) => {
+    const sections = ["any", state.backend, `${state.backend}-${state.transport}`];
+    const found = { call_us: 0 };
+    data.priors.forEach((prior, row) => {
+      const [section, name] = prior.name.split(".");
+      if (sections.includes(section)) found[name] = priorAt(data, prior, normalAt(data, row, draw));
+    });
+    const rootCall = found.root_call_us === undefined ? found.call_us : found.root_call_us;
+    return {
+      fixedShare: Math.min(1, found.fixed_share),
+      nodeLoss: found.node_loss,
+      unexplained: found.unexplained,
+      overlap: Math.min(1, found.overlap_cost),
+      straggler: found.straggler,
+      insideBits: 1e9 * found.inside_gbit,
+      sumSeconds: found.sum_gbytes === undefined ? 0 : 1e-9 / found.sum_gbytes,
+      lineShare: Math.min(1, found.line_share),
+      mostBits: 1e9 * found.most_gbit,
+      messageSeconds: 1e-6 * found.message_us,
+      callSeconds: 1e-6 * found.call_us,
+      rootCallSeconds: 1e-6 * rootCall,
+    };
+  };
+
+  const latencySeconds = (data, state, rateBits) => {
+    if (state.latency_us !== null) return 1e-6 * state.latency_us;
+    const overRdma = state.costs === "typical" && state.transport === "rdma";
+    return overRdma ? data.constants.rdma_latency : typicalLatency(data, rateBits);
+  };
+
+  /** Return the costs of a typical cluster: its network, one twice as fast, and its values. */
+  const typicalCosts = (data, state, draw) => {
+    const values = clusterValues(data, state, draw);
+    const rateBits = 1e9 * state.rate_gbit;
+    const insideBits = state.inside_gbit === null ? values.insideBits : 1e9 * state.inside_gbit;
+    const alpha = latencySeconds(data, state, rateBits) + values.messageSeconds;
+    const over = (bits) => {
+      const beta = 8 / Math.min(values.lineShare * bits, values.mostBits);
+      const byRoot = rate(alpha, beta, 0, values.rootCallSeconds);
+      return {
+        rate: rate(alpha, beta, 0, values.callSeconds),
+        kinds: { gather: byRoot, scatter: byRoot },
+        gamma: values.sumSeconds,
+        copy: 0,
+        overlap: values.overlap,
+        inside: { rate: rate(values.messageSeconds, 8 / insideBits), kinds: {} },
+        software: null,
+      };
+    };
+    const remainder = draw === null ? 1 : values.unexplained;
+    return { network: over(rateBits), faster: over(2 * rateBits), values, remainder };
+  };
+
+  const changedRates = (network, change) => {
+    const kinds = {};
+    for (const [kind, known] of Object.entries(network.kinds)) kinds[kind] = change(known);
+    return { ...network, rate: change(network.rate), kinds };
+  };
+
+  const withLatencyUpTo = (network, most) =>
+    changedRates(network, (known) => ({ ...known, alpha: Math.min(most, known.alpha) }));
+
+  const withBetaFrom = (network, least) =>
+    changedRates(network, (known) => ({ ...known, beta: Math.max(least, known.beta) }));
+
+  const linkBeta = (data, rateBits) => (8 * data.constants.headers) / rateBits;
+
+  /** Return the calibrated network itself, or one draw of it: slow, or fast, for all kinds. */
+  const calibratedNetwork = (data, draw) => {
+    const { network, spreads } = data.calibration;
+    const kinds = {};
+    for (const [kind, known] of Object.entries(network.kinds)) {
+      const [alphaSpread, betaSpread] = spreads[kind];
+      kinds[kind] = rate(
+        Math.max(0, known.alpha_seconds + alphaSpread * normalAt(data, 0, draw)),
+        Math.max(0, known.beta_seconds_per_byte + betaSpread * normalAt(data, 1, draw)),
+        known.floor_seconds,
+        known.start_seconds,
+      );
+    }
+    return {
+      rate: rate(network.alpha_seconds, network.beta_seconds_per_byte),
+      kinds,
+      gamma: network.gamma_seconds_per_byte,
+      copy: network.copy_seconds_per_byte,
+      overlap: network.overlap_cost,
+      inside: null,
+      software: null,
+    };
+  };
+
+  /** Return what messages inside a node cost: as calibrated over loopback, else a typical link. */
+  const calibratedInside = (data, state, measured, latency) => {
+    const { calibration, constants } = data;
+    const insideBits = state.inside_gbit === null ? null : 1e9 * state.inside_gbit;
+    if (calibration.ranks === calibration.ranks_here) {
+      if (insideBits === null) return withLatencyUpTo(measured, latency);
+      return withLatencyUpTo(withBetaFrom(measured, linkBeta(data, insideBits)), latency);
+    }
+    const bits = insideBits === null ? constants.typical_inside_bits : insideBits;
+    const link = rate(typicalLatency(data, bits), linkBeta(data, bits));
+    return withLatencyUpTo({ ...measured, rate: link, kinds: {} }, latency);
+  };
+
+  /** Return the costs of links that the calibrated software uses. */
+  const calibratedCosts = (data, state, draw) => {
+    const measured = calibratedNetwork(data, draw);
+    const rateBits = 1e9 * state.rate_gbit;
+    const latency = latencySeconds(data, state, rateBits);
+    const inside = calibratedInside(data, state, measured, latency);
+    const software = withLatencyUpTo(measured, 0);
+    const over = (bits) => {
+      const onLink = withBetaFrom(measured, linkBeta(data, bits));
+      const links = changedRates(onLink, (known) => ({ ...known, alpha: latency }));
+      return { ...links, inside, software };
+    };
+    const remainder = 1 + data.constants.remainder * normalAt(data, 2, draw);
+    return { network: over(rateBits), faster: over(2 * rateBits), values: null, remainder };
+  };
+
+  // The state's model and its computing -------------------------------------------------------------
+
+  /** Round half to even, as Python does. */
+  const roundEven = (value) => {
+    const below = Math.floor(value);
+    if (value - below === 0.5) return below % 2 === 0 ? below : below + 1;
+    return Math.round(value);
+  };
+
+  /** Return the gradients of a model of which only the size is known, in equal matrices. */
+  const equalMatrices = (parameters, most) => {
+    const tensors = Math.min(most, parameters);
+    const ofATensor = parameters / tensors;
+    const rows = Math.max(1, roundEven(Math.sqrt(ofATensor)));
+    const columns = Math.max(1, roundEven(ofATensor / rows));
+    return [[tensors, [rows, columns], 4]];
+  };
+
+  const modelOf = (data, state) => {
+    if (state.model !== "own") return data.models.find((known) => known.name === state.model);
+    const gradients = equalMatrices(state.parameters, data.constants.tensors);
+    return { gradients, ready_bytes: null, ready_shares: null, least_samples: 1 };
+  };
+
+  const totalBytes = (gradients) => gradients.reduce((sum, gradient) => sum + gradient.nbytes, 0);
+
+  /** Return the gradients in the order of the parameters, with entries of `itemsize` bytes. */
+  const gradientsOf = (model, itemsize) => {
+    const found = [];
+    for (const [count, shape, ownItemsize] of model.gradients) {
+      const size = itemsize || ownItemsize;
+      const entries = shape.reduce((product, length) => product * length, 1);
+      const gradient = { shape, itemsize: size, entries, nbytes: entries * size };
+      for (let copy = 0; copy < count; copy += 1) found.push(gradient);
+    }
+    return found;
+  };
+
+  /** Return how many bytes backward has made after each gradient, and its share of backward. */
+  const readinessOf = (model, gradients) => {
+    const asGiven = gradientsOf(model, null);
+    let made = 0;
+    const inTurn = asGiven.map((_, index) => (made += asGiven[asGiven.length - 1 - index].nbytes));
+    const bytes = model.ready_bytes || inTurn;
+    const shares = model.ready_shares || inTurn.map((nbytes) => nbytes / made);
+    const before = BigInt(made);
+    const after = BigInt(totalBytes(gradients));
+    return { bytes: bytes.map((nbytes) => Number((BigInt(nbytes) * after) / before)), shares };
+  };
+
+  /** Return the first index whose value is at least `value`. */
+  const bisectLeft = (values, value) => {
+    const index = values.findIndex((known) => known >= value);
+    return index < 0 ? values.length : index;
+  };
+
+  const readyShare = (readiness, nbytes) => {
+    const index = bisectLeft(readiness.bytes, nbytes);
+    return index === readiness.shares.length ? 1 : readiness.shares[index];
+  };
+
+  const neededShare = (readiness, nbytes) => {
+    if (!readiness.bytes.length) return 0;
+    const last = readiness.bytes[readiness.bytes.length - 1];
+    return 1 - readiness.shares[bisectLeft(readiness.bytes, last - nbytes)];
+  };
+
+  /** Return the seconds of a rank with `samples` samples, one of `ranksHere` on its machine. */
+  const computeAt = (profiles, samples, ranksHere) => {
+    const above = profiles.filter((profile) => profile.ranks <= ranksHere).length;
+    const low = profiles[Math.max(0, above - 1)];
+    const high = profiles[Math.min(above, profiles.length - 1)];
+    let share = 0; // 0 at low, 1 at high
+    if (low.ranks < ranksHere && ranksHere < high.ranks) {
+      share = Math.log(ranksHere / low.ranks) / Math.log(high.ranks / low.ranks);
+    }
+    const crowding = Math.max(1, ranksHere / profiles[profiles.length - 1].ranks);
+    const fixed = (name) => crowding * (low[name] + share * (high[name] - low[name]));
+    const shared = (name) =>
+      ranksHere * (((1 - share) * low[name]) / low.ranks + (share * high[name]) / high.ranks);
+    return {
+      before: fixed("before_fixed_seconds") + samples * shared("before_sample_seconds"),
+      backward: fixed("backward_fixed_seconds") + samples * shared("backward_sample_seconds"),
+      update: shared("update_seconds"),
+    };
+  };
+
+  const wholeStep = (compute) => compute.before + compute.backward + compute.update;
+
+  /** Return the profile of a reader's own rank, whose step divides as the calibrated one does. */
+  const ownProfiles = (data, state) => {
+    const large = computeAt(data.calibration.profiles, data.constants.large_step, 1);
+    const factor = (1e-3 * state.step_ms) / wholeStep(large);
+    return [
+      {
+        ranks: 1,
+        before_fixed_seconds: 0,
+        before_sample_seconds: (factor * large.before) / state.batch,
+        backward_fixed_seconds: 0,
+        backward_sample_seconds: (factor * large.backward) / state.batch,
+        update_seconds: factor * large.update,
+      },
+    ];
+  };
+
+  const times = (compute, factor) => ({
+    before: factor * compute.before,
+    backward: factor * compute.backward,
+    update: factor * compute.update,
+  });
+
+  // A setting: all of a state but the number of nodes and what is drawn -----------------------------
+
+  const SHOWN_ONLY = ["nodes", "strategies", "focus", "measured"];
+  const KEPT_SETTINGS = 4;
+  const settings = new Map(); // those of the last states, since a slider of nodes changes none
+
+  const settingOf = (data, state) => {
+    const names = Object.keys(state).filter((name) => !SHOWN_ONLY.includes(name));
+    const key = JSON.stringify(names.sort().map((name) => state[name]));
+    const known = settings.get(key);
+    if (known && known.data === data) return known;
+    if (settings.size >= KEPT_SETTINGS) settings.delete(settings.keys().next().value);
+    const made = newSetting(data, state);
+    settings.set(key, made);
+    return made;
+  };
+
+  const newSetting = (data, state) => {
+    const model = modelOf(data, state);
+    const gradients = gradientsOf(model, data.constants.gradient_bytes[state.gradient_type]);
+    const ownNodes = state.step_ms !== null;
+    const costsAt = state.costs === "calibrated" ? calibratedCosts : typicalCosts;
+    let draws = null;
+    const drawn = () => {
+      draws = draws || data.draws.values.map((_, draw) => costsAt(data, state, draw));
+      return draws;
+    };
+    return {
+      data,
+      state: { ...state },
+      gradients,
+      readiness: readinessOf(model, gradients),
+      ownNodes,
+      profiles: ownNodes ? ownProfiles(data, state) : data.calibration.profiles,
+      leastSamples: Math.min(model.least_samples, ownNodes ? state.batch : model.least_samples),
+      costs: costsAt(data, state, null),
+      drawn,
+      schedules: new Map(),
+      steps: new Map(),
+    };
+  };
+
+  /** Return the value of a key, made once. */
+  const remembered = (values, key, make) => {
+    if (!values.has(key)) values.set(key, make());
+    return values.get(key);
+  };
+
+  const localSamples = (setting, ranks) => {
+    const { batch_size: batchSize, scaling } = setting.state;
+    const samples = scaling === "strong" ? Math.ceil(batchSize / ranks) : batchSize;
+    return Math.max(setting.leastSamples, samples);
+  };
+
+  /** Return the seconds that a rank computes: one alone, and the slowest of all nodes. */
+  const computesAt = (setting, costs, nodes) => {
+    const { state, ownNodes, profiles } = setting;
+    const ranks = nodes * state.ranks_per_node;
+    const samples = localSamples(setting, ranks);
+    const ranksHere = ownNodes ? 1 : Math.min(ranks, state.ranks_per_node);
+    const compute = computeAt(profiles, samples, ranksHere);
+    const { values } = costs;
+    if (!values) return { alone: compute, slowest: compute };
+    let factor = 1;
+    if (ownNodes) {
+      const loss = state.ranks_per_node > 1 ? 1 + values.nodeLoss : 1;
+      const batches = samples / state.batch;
+      const batchShare = values.fixedShare + (1 - values.fixedShare) * batches;
+      const own = 1e-3 * state.step_ms * loss * batchShare;
+      factor = own / wholeStep(computeAt(profiles, samples, 1));
+    }
+    const alone = times(compute, factor);
+    return { alone, slowest: times(alone, 1 + values.straggler * Math.sqrt(2 * Math.log(nodes))) };
+  };
+
+  // A strategy's messages beside computing ----------------------------------------------------------
+
+  const strategyOf = (data, name) => data.strategies.find((known) => known.name === name);
+
+  /**
+   * Return a strategy's messages on a number of nodes: the lines that differ, and in which order
+   * they go beside backward, after it, and beside the next forward.
+   */
+  const scheduleOf = (setting, name, nodes) =>
+    remembered(setting.schedules, `${name} ${nodes}`, () => newSchedule(setting, name, nodes));
+
+  const newSchedule = (setting, name, nodes) => {
+    const { data, state, gradients, readiness } = setting;
+    const { plan } = strategyOf(data, name);
+    const ranks = nodes * state.ranks_per_node;
+    let operations = [];
+    if (ranks > 1) {
+      operations = Plans.operations(plan, gradients, ranks, state.ranks_per_node, state.bucket_mb);
+    }
+    const lines = new Map(); // many gradients have the same size
+    const schedule = { plan, ranks, lines: [], backward: [], after: [], forward: [] };
+    schedule.updateShare = plan.shards_update ? 1 / ranks : 1;
+    schedule.sendsNothing = name === "none";
+    operations.forEach((operation, place) => {
+      const line = lineFor(setting, lines, operation, ranks, place);
+      line.times += 1;
+      if (operation.needed !== null) {
+        schedule.forward.push({ line, share: neededShare(readiness, operation.needed) });
+      } else if (operation.ready !== null) {
+        schedule.backward.push({ line, share: readyShare(readiness, operation.ready) });
+      } else {
+        schedule.after.push({ line });
+        line.timesAfter += 1;
+      }
+    });
+    schedule.lines = [...lines.values()];
+    return schedule;
+  };
+
+  /** Return the line of an operation, the same for all equal ones; partners are not compared. */
+  const lineFor = (setting, lines, operation, ranks, place) => {
+    const { kind, nbytes, count, summed, copied, among, partner } = operation;
+    const key = [kind, nbytes, count, summed, copied, among, partner ? place : ""].join(" ");
+    return remembered(lines, key, () => ({
+      ...lineOf(setting.data, operation, ranks, setting.state.ranks_per_node),
+      ranks,
+      times: 0,
+      timesAfter: 0,
+    }));
+  };
+
+  /** Return when each message ends if all start at once and two at a time share the link. */
+  const endsInPairs = (seconds) => {
+    const ends = new Array(seconds.length).fill(0);
+    let now = 0;
+    let left = 0; // seconds of the message under way, if alone on the link
+    let underWay = 0;
+    seconds.forEach((alone, index) => {
+      if (alone < left) {
+        now += 2 * alone;
+        ends[index] = now;
+        left -= alone;
+        return;
+      }
+      now += 2 * left;
+      ends[underWay] = now;
+      left = alone - left;
+      underWay = index;
+    });
+    ends[underWay] = now + left;
+    let latest = 0; // a short message waits for the longer one before it
+    return ends.map((end) => (latest = Math.max(latest, end)));
+  };
+
+  /** Return the seconds of a schedule's messages on a network. */
+  const onNetwork = (data, schedule, network) => {
+    let after = 0;
+    for (const line of schedule.lines) {
+      line.seconds = lineSeconds(line, network);
+      after += line.timesAfter * line.seconds;
+    }
+    const priced = ({ line, share }, seconds) => ({
+      line,
+      share,
+      seconds,
+      delay: delayShare(data, line, line.seconds, network),
+    });
+    const backward = schedule.backward.map((message) => priced(message, message.line.seconds));
+    if (!schedule.forward.length) return { after, backward, forward: [] };
+    const ends = endsInPairs(schedule.forward.map((message) => message.line.seconds));
+    const forward = schedule.forward.map((message, index) =>
+      priced(message, ends[index] - (index ? ends[index - 1] : 0)),
+    );
+    return { after, backward, forward };
+  };
+
+  /**
+   * Let messages go one after the other beside a pass: see event_model.exposed_seconds.
+   *
+   * `messages` : readyAt (seconds of the pass until it may begin), seconds, delay. Calls `begins`
+   * with the index and the time at which each one begins.
+   */
+  const besidePass = (data, messages, passSeconds, begins = null) => {
+    let now = 0;
+    let computed = 0;
+    let slowed = 0;
+    messages.forEach(({ readyAt, seconds, delay }, index) => {
+      const wait = Math.max(0, readyAt - computed);
+      computed += wait;
+      now += wait;
+      if (begins) begins(index, now);
+      const speed = Math.max(1 - delay, data.constants.near_zero);
+      const beside = Math.min(seconds, (passSeconds - computed) / speed);
+      slowed += delay * beside;
+      computed += speed * beside;
+      now += seconds;
+    });
+    return { slowed, exposed: Math.max(0, now - (passSeconds + slowed)) };
+  };
+
+  const backwardMessages = (priced, backwardSeconds) => [
+    ...priced.backward.map((message) => ({ ...message, readyAt: message.share * backwardSeconds })),
+    { readyAt: backwardSeconds, seconds: priced.after, delay: 0 },
+  ];
+
+  /** Return the messages that forward waits for, in the mirror: from the end of forward. */
+  const forwardMessages = (priced, beforeSeconds) =>
+    priced.forward
+      .map((message) => ({
+        ...message,
+        readyAt: beforeSeconds - message.share * beforeSeconds,
+      }))
+      .reverse();
+
+  /** Return the seconds of computing, by how much messages slow it, and those nothing hides. */
+  const stepParts = (data, schedule, priced, compute) => {
+    const { period } = schedule.plan;
+    const backward = backwardMessages(priced, compute.backward);
+    const inBackward = besidePass(data, backward, compute.backward);
+    let inForward = { slowed: 0, exposed: 0 };
+    if (priced.forward.length) {
+      const forward = forwardMessages(priced, compute.before);
+      inForward = besidePass(data, forward, compute.before);
+    }
+    return {
+      computed: compute.before + compute.backward + schedule.updateShare * compute.update,
+      slowed: (inForward.slowed + inBackward.slowed) / period,
+      exposed: (inForward.exposed + inBackward.exposed) / period,
+    };
+  };
+
+  const computeFor = (schedule, computes) =>
+    schedule.sendsNothing ? computes.alone : computes.slowest;
+
+  const stepSeconds = (data, schedule, priced, compute) => {
+    const parts = stepParts(data, schedule, priced, compute);
+    return parts.computed + parts.slowed + parts.exposed;
+  };
+
+  /** Return the seconds of a step on a number of nodes, at these costs. */
+  const secondsAt = (setting, name, costs, nodes) => {
+    const schedule = scheduleOf(setting, name, nodes);
+    const priced = onNetwork(setting.data, schedule, costs.network);
+    const compute = computeFor(schedule, computesAt(setting, costs, nodes));
+    return stepSeconds(setting.data, schedule, priced, compute);
+  };
+
+  /** Return the seconds of a step in each draw, without what no formula explains. */
+  const drawnSeconds = (setting, name, nodes) =>
+    remembered(setting.steps, `${name} ${nodes}`, () =>
+      setting.drawn().map((costs) => secondsAt(setting, name, costs, nodes)),
+    );
+
+  // What a reader sees ------------------------------------------------------------------------------
+
+  /** Return the ends of the 80 % interval, by linear interpolation as numpy does. */
+  const interval = (data, values) => {
+    const sorted = Float64Array.from(values).sort();
+    return data.constants.interval.map((share) => {
+      const place = share * (sorted.length - 1);
+      const below = Math.floor(place);
+      const above = Math.min(below + 1, sorted.length - 1);
+      return sorted[below] + (place - below) * (sorted[above] - sorted[below]);
+    });
+  };
+
+  const doubledNodes = (data, nodes) => Math.min(2 * nodes, data.constants.largest_nodes);
+
+  /** Return how many times as many samples a second each change brings, at these costs. */
+  const gainsAt = (setting, name, costs, nodes, steps) => {
+    const { data, state } = setting;
+    const schedule = scheduleOf(setting, name, nodes);
+    const computes = computesAt(setting, costs, nodes);
+    const compute = computeFor(schedule, computes);
+    const faster = onNetwork(data, schedule, costs.faster);
+    const onFaster = stepSeconds(data, schedule, faster, compute);
+    const priced = onNetwork(data, schedule, costs.network);
+    const computedTwice = stepSeconds(data, schedule, priced, times(compute, 0.5));
+    const more = state.scaling === "weak" ? doubledNodes(data, nodes) / nodes : 1;
+    return {
+      network: steps.here / onFaster,
+      compute: steps.here / computedTwice,
+      nodes: (more * steps.here) / steps.doubled,
+      "no messages": steps.here / wholeStep(computes.slowest),
+    };
+  };
+
+  /** Return the share of the draws in which each purchase gains most. */
+  const bestShares = (gains, purchases) => {
+    const wins = purchases.map(() => 0);
+    for (const gain of gains) {
+      const values = purchases.map((purchase) => gain[purchase]);
+      wins[values.indexOf(Math.max(...values))] += 1;
+    }
+    return Object.fromEntries(purchases.map((name, index) => [name, wins[index] / gains.length]));
+  };
+
+  /** Return the bytes that rank 0 sends in a step, and the mean over some of the other ranks. */
+  const bytesSent = (setting, schedule) => {
+    const { data, state, gradients } = setting;
+    const { ranks, plan } = schedule;
+    if (ranks === 1) return { root: 0, others: 0 };
+    const last = data.constants.sampled_ranks - 1;
+    const spread = new Set();
+    for (let index = 0; index <= last; index += 1) {
+      spread.add(1 + Math.floor(((ranks - 2) * index) / last));
+    }
+    const sent = Plans.sender(plan, gradients, ranks, state.ranks_per_node, state.bucket_mb);
+    let others = 0;
+    for (const rank of spread) others += sent(rank) / plan.period;
+    return { root: sent(0) / plan.period, others: others / spread.size };
+  };
+
+  /** Return the condition under which a row holds; "" if there is none. */
+  const noteOf = (setting, name, ranks) => {
+    const { state, leastSamples } = setting;
+    if (name === "none" && ranks > 1) {
+      return "no gradient exchange: each node trains its own model";
+    }
+    if (state.scaling !== "strong" || ranks * leastSamples <= state.batch_size) return "";
+    const owner = state.ranks_per_node === 1 ? "node" : "rank";
+    const batch = (ranks * leastSamples).toLocaleString("en-US");
+    const needs =
+      leastSamples > 1
+        ? `BatchNorm needs ${leastSamples} samples a ${owner}`
+        : `each ${owner} needs a sample`;
+    return `predicted for a global batch of ${batch}: ${needs}`;
+  };
+
+  /**
+   * Return a strategy's step at the state: a row of `lab predict --json`, seconds and bytes.
+   *
+   * @param {Object} data of the page
+   * @param {Object} state of the page (state.js)
+   * @param {string} name of the strategy
+   */
+  const row = (data, state, name) => {
+    const setting = settingOf(data, state);
+    const { nodes } = state;
+    const doubled = doubledNodes(data, nodes);
+    const schedule = scheduleOf(setting, name, nodes);
+    const compute = computeFor(schedule, computesAt(setting, setting.costs, nodes));
+    const priced = onNetwork(data, schedule, setting.costs.network);
+    const parts = stepParts(data, schedule, priced, compute);
+    const here = parts.computed + parts.slowed + parts.exposed;
+    const more = state.scaling === "weak" ? nodes : 1;
+    const typical = { here, doubled: secondsAt(setting, name, setting.costs, doubled) };
+    const drawnHere = drawnSeconds(setting, name, nodes);
+    const drawnDoubled = drawnSeconds(setting, name, doubled);
+    const gains = setting.drawn().map((costs, draw) =>
+      gainsAt(setting, name, costs, nodes, { here: drawnHere[draw], doubled: drawnDoubled[draw] }),
+    );
+    const speedup = (more * secondsAt(setting, name, setting.costs, 1)) / here;
+    const bytes = bytesSent(setting, schedule);
+    const [low, high] = stepRange(setting, name, nodes, here);
+    const gainRanges = {};
+    for (const change of Object.keys(gains[0])) {
+      gainRanges[change] = interval(data, gains.map((gain) => gain[change]));
+    }
+    return {
+      sync: name,
+      nodes,
+      ranks_per_node: state.ranks_per_node,
+      step_seconds: here,
+      compute_seconds: parts.computed + parts.slowed,
+      slowed_seconds: parts.slowed,
+      sync_seconds: parts.exposed,
+      bytes_sent_root: bytes.root,
+      bytes_sent_others: bytes.others,
+      speedup,
+      efficiency: speedup / nodes,
+      gains: gainsAt(setting, name, setting.costs, nodes, typical),
+      low_seconds: low,
+      high_seconds: high,
+      speedup_range: speedupRange(setting, name, nodes),
+      gain_ranges: gainRanges,
+      best_shares: bestShares(gains, data.constants.purchases[state.scaling]),
+      note: noteOf(setting, name, schedule.ranks),
+    };
+  };
+
+  const remaindersOf = (setting) => setting.drawn().map((costs) => costs.remainder);
+
+  /** Return the 80 % interval of a step; that of one rank is the reader's own. */
+  const stepRange = (setting, name, nodes, seconds) => {
+    if (nodes * setting.state.ranks_per_node === 1) return [seconds, seconds];
+    const remainders = remaindersOf(setting);
+    const drawn = drawnSeconds(setting, name, nodes);
+    return interval(setting.data, drawn.map((value, draw) => value * remainders[draw]));
+  };
+
+  const speedupRange = (setting, name, nodes) => {
+    if (nodes === 1) return [1, 1];
+    const more = setting.state.scaling === "weak" ? nodes : 1;
+    const remainders = remaindersOf(setting);
+    const alone = drawnSeconds(setting, name, 1);
+    const drawn = drawnSeconds(setting, name, nodes);
+    return interval(
+      setting.data,
+      drawn.map((value, draw) => (more * alone[draw]) / (value * remainders[draw])),
+    );
+  };
+
+  /**
+   * Return a strategy's step on each number of nodes; `band`: with the 80 % intervals.
+   *
+   * @param {number[]} nodesList
+   * @param {{band: boolean}} options
+   */
+  const curve = (data, state, name, nodesList, { band }) => {
+    const setting = settingOf(data, state);
+    const alone = secondsAt(setting, name, setting.costs, 1);
+    return nodesList.map((nodes) => {
+      const seconds = secondsAt(setting, name, setting.costs, nodes);
+      const speedup = ((state.scaling === "weak" ? nodes : 1) * alone) / seconds;
+      const point = { nodes, step_seconds: seconds, speedup, efficiency: speedup / nodes };
+      if (!band) return point;
+      const [low, high] = stepRange(setting, name, nodes, seconds);
+      const [lowSpeedup, highSpeedup] = speedupRange(setting, name, nodes);
+      return {
+        ...point,
+        low_seconds: low,
+        high_seconds: high,
+        low_efficiency: lowSpeedup / nodes,
+        high_efficiency: highSpeedup / nodes,
+      };
+    });
+  };
+
+  return { row, curve };
+})();
+
+if (typeof module !== "undefined") module.exports = Engine;
