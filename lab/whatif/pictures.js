@@ -645,7 +645,7 @@ const Pictures = (() => {
       const text = messageBytes(message);
       if (textWidth(text, SMALL) + 4 > width) continue;
       addText(canvas, text, x + width / 2, y + ROW + 12, {
-        "text-anchor": "middle", "font-size": SMALL,
+        class: "megabytes", "text-anchor": "middle", "font-size": SMALL,
       });
     }
   }
@@ -668,11 +668,13 @@ const Pictures = (() => {
     add(canvas, "path", { d: `M${round(left)} ${y}H${right}`, stroke: INK, "stroke-width": 0.8 });
     for (const value of linearTicks(0, step.total_seconds / unit.size, most)) {
       const at = x(value * unit.size);
-      add(canvas, "path", { d: `M${round(at)} ${y}v4`, stroke: INK, "stroke-width": 0.8 });
+      add(canvas, "path", {
+        class: "tick", d: `M${round(at)} ${y}v4`, stroke: INK, "stroke-width": 0.8,
+      });
       const text = number(value);
       const half = textWidth(text, SMALL) / 2;
       addText(canvas, text, within(at, half + 1, canvas.width - half - 1), y + 16, {
-        "text-anchor": "middle", "font-size": SMALL,
+        class: "ticks", "text-anchor": "middle", "font-size": SMALL,
       });
     }
     addText(canvas, unit.name, (left + right) / 2, y + 31, {
@@ -915,7 +917,9 @@ const Pictures = (() => {
       add(canvas, "path", {
         class: "gridline", d: `M${round(left)} ${at}H${round(right)}`, stroke: FAINT,
       });
-      addText(canvas, text, left - 7, at + 4, { "text-anchor": "end", "font-size": SMALL });
+      addText(canvas, text, left - 7, at + 4, {
+        class: "heights", "text-anchor": "end", "font-size": SMALL,
+      });
     }
     if (quantity === EFFICIENCY) {
       add(canvas, "path", {
@@ -928,11 +932,13 @@ const Pictures = (() => {
     });
     for (const nodes of nodeLabels) {
       const at = x(nodes);
-      add(canvas, "path", { d: `M${round(at)} ${bottom}v4`, stroke: INK, "stroke-width": 0.8 });
+      add(canvas, "path", {
+        class: "tick", d: `M${round(at)} ${bottom}v4`, stroke: INK, "stroke-width": 0.8,
+      });
       const text = Words.grouped(nodes);
       const half = textWidth(text, SMALL) / 2;
       addText(canvas, text, Math.min(at, canvas.width - half - 1), bottom + 17, {
-        "text-anchor": "middle", "font-size": SMALL,
+        class: "ticks", "text-anchor": "middle", "font-size": SMALL,
       });
     }
     addText(canvas, "nodes", (left + right) / 2, bottom + 33, {
