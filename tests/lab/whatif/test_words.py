@@ -10,9 +10,8 @@ import pytest
 from lab.predict.calibration_file import load_calibration
 from lab.predict.printing import answer
 from lab.predict.readable import bytes_text, duration_text, range_text
-from lab.predict.tables import message_plans, predict_table
 from lab.whatif.data import State
-from lab.whatif.page import scenario_of
+from lab.whatif.page import scenario_of, steps_of
 from tests.helpers.node import needs_node, run_script
 from tests.helpers.whatif_states import add_states, pages
 
@@ -30,10 +29,8 @@ def predicted(tmp_path_factory):
         if given["batch_size"] < 2 or given["focus"] == "none":
             continue
         state = msgspec.convert(given, State)
-        scenario = scenario_of(state, calibration)
-        plans = message_plans([state.focus], {"bucket_mb": state.bucket_mb})
-        [step] = predict_table([state.nodes], plans, scenario)
-        found.append((given, step, scenario))
+        [step] = steps_of(state, calibration)
+        found.append((given, step, scenario_of(state, calibration)))
     return page, found
 
 
