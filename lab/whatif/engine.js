@@ -122,17 +122,20 @@ const Engine = (() => {
     };
   };
 
-  const longer = (first, second) => (second[0] + second[1] > first[0] + first[1] ? second : first);
+  const chain = (alphas, passing) => ({ alphas, passing });
 
-  /** Return the seconds of a stage's latencies, and those of its bytes. */
+  const longer = (first, second) =>
+    second.alphas + second.passing > first.alphas + first.passing ? second : first;
+
+  /** Return the seconds of a stage's latencies, and those in which its bytes pass. */
   const stageSeconds = (found, between, inside) => {
     const onLink = found.linkBytes * between.beta;
     const alphas = found.between * between.alpha;
-    if (!found.onRank) return [alphas, onLink];
+    if (!found.onRank) return chain(alphas, onLink);
     const inARow = found.between * between.beta + found.inside * inside.beta;
-    let longest = [alphas + found.inside * inside.alpha, inARow * found.bytes];
-    if (found.between) longest = longer(longest, [between.alpha, onLink]);
-    return longer(longest, [inside.alpha, found.onRank * found.bytes * inside.beta]);
+    let longest = chain(alphas + found.inside * inside.alpha, inARow * found.bytes);
+    if (found.between) longest = longer(longest, chain(between.alpha, onLink));
+    return longer(longest, chain(inside.alpha, found.onRank * found.bytes * inside.beta));
   };
 
   const rateOf = (network, kind) => network.kinds[kind] || network.rate;
@@ -146,9 +149,9 @@ const Engine = (() => {
     let latency = whole.start;
     let passing = 0;
     for (const found of line.stages) {
-      const [alphas, seconds] = stageSeconds(found, between, inside);
-      latency += alphas;
-      passing += seconds;
+      const seconds = stageSeconds(found, between, inside);
+      latency += seconds.alphas;
+      passing += seconds.passing;
     }
     return {
       latency: count * Math.max(latency, whole.floor - passing),
@@ -166,7 +169,7 @@ const Engine = (() => {
   const delayShare = (data, line, seconds, network) => {
     if (!network.software) return network.overlap;
     // What a link takes longer than the software does, a message waits without working.
-    const busy = lineSeconds(lineOf(data, line.operation, line.ranks, 1), network.software);
+    const busy = lineSeconds(line.inSoftware, network.software);
     return (network.overlap * busy) / Math.max(seconds, data.constants.near_zero);
   };
 
@@ -457,6 +460,7 @@ const Engine = (() => {
       leastSamples: Math.min(model.least_samples, ownNodes ? state.batch : model.least_samples),
       costs: costsAt(data, state, null),
       drawn,
+      computes: new Map(),
       schedules: new Map(),
       steps: new Map(),
     };
@@ -474,25 +478,38 @@ const Engine = (() => {
     return Math.max(setting.leastSamples, samples);
   };
 
+  /** Return what a rank computes in a step, by the profiles alone, and its samples. */
+  const profiledAt = (setting, nodes) =>
+    remembered(setting.computes, nodes, () => {
+      const { state, ownNodes, profiles } = setting;
+      const ranks = nodes * state.ranks_per_node;
+      const samples = localSamples(setting, ranks);
+      const ranksHere = ownNodes ? 1 : Math.min(ranks, state.ranks_per_node);
+      const alone = wholeStep(computeAt(profiles, samples, 1));
+      return { samples, alone, compute: computeAt(profiles, samples, ranksHere) };
+    });
+
+  /** Return the reader's own step, at a rank's samples, over the one of the profiles. */
+  const ownStepFactor = (setting, values, profiled) => {
+    const { state } = setting;
+    if (!setting.ownNodes) return 1;
+    const loss = state.ranks_per_node > 1 ? 1 + values.nodeLoss : 1;
+    const batches = profiled.samples / state.batch;
+    const batchShare = values.fixedShare + (1 - values.fixedShare) * batches;
+    return (1e-3 * state.step_ms * loss * batchShare) / profiled.alone;
+  };
+
   /** Return the seconds that a rank computes: one alone, and the slowest of all nodes. */
   const computesAt = (setting, costs, nodes) => {
-    const { state, ownNodes, profiles } = setting;
-    const ranks = nodes * state.ranks_per_node;
-    const samples = localSamples(setting, ranks);
-    const ranksHere = ownNodes ? 1 : Math.min(ranks, state.ranks_per_node);
-    const compute = computeAt(profiles, samples, ranksHere);
+    const profiled = profiledAt(setting, nodes);
     const { values } = costs;
-    if (!values) return { alone: compute, slowest: compute };
-    let factor = 1;
-    if (ownNodes) {
-      const loss = state.ranks_per_node > 1 ? 1 + values.nodeLoss : 1;
-      const batches = samples / state.batch;
-      const batchShare = values.fixedShare + (1 - values.fixedShare) * batches;
-      const own = 1e-3 * state.step_ms * loss * batchShare;
-      factor = own / wholeStep(computeAt(profiles, samples, 1));
-    }
-    const alone = times(compute, factor);
-    return { alone, slowest: times(alone, 1 + values.straggler * Math.sqrt(2 * Math.log(nodes))) };
+    if (!values) return { alone: profiled.compute, slowest: profiled.compute };
+    const factor = ownStepFactor(setting, values, profiled);
+    const straggling = 1 + values.straggler * Math.sqrt(2 * Math.log(nodes));
+    return {
+      alone: times(profiled.compute, factor),
+      slowest: times(profiled.compute, factor * straggling),
+    };
   };
 
   // A strategy's messages beside computing ----------------------------------------------------------
@@ -515,134 +532,144 @@ const Engine = (() => {
       operations = Plans.operations(plan, gradients, ranks, state.ranks_per_node, state.bucket_mb);
     }
     const lines = new Map(); // many gradients have the same size
-    const schedule = { plan, ranks, lines: [], backward: [], after: [], forward: [] };
-    schedule.updateShare = plan.shards_update ? 1 / ranks : 1;
-    schedule.sendsNothing = name === "none";
-    operations.forEach((operation, place) => {
-      const line = lineFor(setting, lines, operation, ranks, place);
-      line.times += 1;
+    const backward = [];
+    const forward = [];
+    for (const operation of operations) {
+      const line = lineFor(setting, lines, operation, ranks);
       if (operation.needed !== null) {
-        schedule.forward.push({ line, share: neededShare(readiness, operation.needed) });
+        forward.push({ line, share: neededShare(readiness, operation.needed) });
       } else if (operation.ready !== null) {
-        schedule.backward.push({ line, share: readyShare(readiness, operation.ready) });
+        backward.push({ line, share: readyShare(readiness, operation.ready) });
       } else {
-        schedule.after.push({ line });
         line.timesAfter += 1;
       }
-    });
-    schedule.lines = [...lines.values()];
-    return schedule;
+    }
+    return {
+      plan,
+      ranks,
+      operations,
+      lines: [...lines.values()],
+      backward,
+      forward,
+      updateShare: plan.shards_update ? 1 / ranks : 1,
+      sendsNothing: name === "none",
+    };
   };
 
   /** Return the line of an operation, the same for all equal ones; partners are not compared. */
-  const lineFor = (setting, lines, operation, ranks, place) => {
+  const lineFor = (setting, lines, operation, ranks) => {
     const { kind, nbytes, count, summed, copied, among, partner } = operation;
-    const key = [kind, nbytes, count, summed, copied, among, partner ? place : ""].join(" ");
+    const ahead = partner ? lines.size : "";
+    const key = [kind, nbytes, count, summed, copied, among, ahead].join(" ");
     return remembered(lines, key, () => ({
       ...lineOf(setting.data, operation, ranks, setting.state.ranks_per_node),
-      ranks,
-      times: 0,
-      timesAfter: 0,
+      inSoftware: lineOf(setting.data, operation, ranks, 1),
+      place: lines.size,
+      timesAfter: 0, // how often it runs after backward
     }));
   };
 
   /** Return when each message ends if all start at once and two at a time share the link. */
   const endsInPairs = (seconds) => {
-    const ends = new Array(seconds.length).fill(0);
+    const ends = seconds.map(() => 0);
     let now = 0;
     let left = 0; // seconds of the message under way, if alone on the link
     let underWay = 0;
-    seconds.forEach((alone, index) => {
+    for (let index = 0; index < seconds.length; index += 1) {
+      const alone = seconds[index];
       if (alone < left) {
         now += 2 * alone;
         ends[index] = now;
         left -= alone;
-        return;
+        continue;
       }
       now += 2 * left;
       ends[underWay] = now;
       left = alone - left;
       underWay = index;
-    });
-    ends[underWay] = now + left;
-    let latest = 0; // a short message waits for the longer one before it
-    return ends.map((end) => (latest = Math.max(latest, end)));
-  };
-
-  /** Return the seconds of a schedule's messages on a network. */
-  const onNetwork = (data, schedule, network) => {
-    let after = 0;
-    for (const line of schedule.lines) {
-      line.seconds = lineSeconds(line, network);
-      after += line.timesAfter * line.seconds;
     }
-    const priced = ({ line, share }, seconds) => ({
-      line,
-      share,
-      seconds,
-      delay: delayShare(data, line, line.seconds, network),
-    });
-    const backward = schedule.backward.map((message) => priced(message, message.line.seconds));
-    if (!schedule.forward.length) return { after, backward, forward: [] };
-    const ends = endsInPairs(schedule.forward.map((message) => message.line.seconds));
-    const forward = schedule.forward.map((message, index) =>
-      priced(message, ends[index] - (index ? ends[index - 1] : 0)),
-    );
-    return { after, backward, forward };
+    ends[underWay] = now + left;
+    for (let index = 1; index < ends.length; index += 1) {
+      ends[index] = Math.max(ends[index - 1], ends[index]); // it waits for the one before it
+    }
+    return ends;
   };
 
   /**
-   * Let messages go one after the other beside a pass: see event_model.exposed_seconds.
-   *
-   * `messages` : readyAt (seconds of the pass until it may begin), seconds, delay. Calls `begins`
-   * with the index and the time at which each one begins.
+   * Return the seconds of a schedule's messages on a network, and their delay shares: of those
+   * beside backward, those beside forward (until the end of the one before), and all after it.
    */
-  const besidePass = (data, messages, passSeconds, begins = null) => {
+  const onNetwork = (data, schedule, network) => {
+    const { lines, backward, forward } = schedule;
+    const seconds = lines.map((line) => lineSeconds(line, network));
+    let after = 0;
+    for (const line of lines) after += line.timesAfter * seconds[line.place];
+    const delayOf = ({ line }) => delayShare(data, line, seconds[line.place], network);
+    const priced = {
+      after,
+      backward: backward.map(({ line }) => seconds[line.place]),
+      backwardDelays: backward.map(delayOf),
+      forward: [],
+      forwardDelays: [],
+    };
+    if (forward.length) {
+      const ends = endsInPairs(forward.map(({ line }) => seconds[line.place]));
+      priced.forward = ends.map((end, index) => (index ? end - ends[index - 1] : end));
+      priced.forwardDelays = forward.map(delayOf);
+    }
+    return priced;
+  };
+
+  /**
+   * Let messages go one after the other beside a pass, and return how it slows down, and what is
+   * left after it: see event_model.exposed_seconds.
+   *
+   * readies : seconds of the pass until each message may begin. begins : filled with the time at
+   * which each one begins, if given.
+   */
+  const besidePass = (data, readies, seconds, delays, passSeconds, begins = null) => {
+    const nearZero = data.constants.near_zero;
     let now = 0;
     let computed = 0;
     let slowed = 0;
-    messages.forEach(({ readyAt, seconds, delay }, index) => {
-      const wait = Math.max(0, readyAt - computed);
+    for (let index = 0; index < readies.length; index += 1) {
+      const wait = Math.max(0, readies[index] - computed);
       computed += wait;
       now += wait;
-      if (begins) begins(index, now);
-      const speed = Math.max(1 - delay, data.constants.near_zero);
-      const beside = Math.min(seconds, (passSeconds - computed) / speed);
-      slowed += delay * beside;
+      if (begins) begins.push(now);
+      const speed = Math.max(1 - delays[index], nearZero);
+      const beside = Math.min(seconds[index], (passSeconds - computed) / speed);
+      slowed += delays[index] * beside;
       computed += speed * beside;
-      now += seconds;
-    });
+      now += seconds[index];
+    }
     return { slowed, exposed: Math.max(0, now - (passSeconds + slowed)) };
   };
 
-  const backwardMessages = (priced, backwardSeconds) => [
-    ...priced.backward.map((message) => ({ ...message, readyAt: message.share * backwardSeconds })),
-    { readyAt: backwardSeconds, seconds: priced.after, delay: 0 },
-  ];
+  /** Let the messages of gradients go beside backward; all that begin after it are one message. */
+  const besideBackward = (data, schedule, priced, seconds, begins = null) => {
+    const readies = schedule.backward.map(({ share }) => share * seconds);
+    readies.push(seconds);
+    const all = [...priced.backward, priced.after];
+    return besidePass(data, readies, all, [...priced.backwardDelays, 0], seconds, begins);
+  };
 
-  /** Return the messages that forward waits for, in the mirror: from the end of forward. */
-  const forwardMessages = (priced, beforeSeconds) =>
-    priced.forward
-      .map((message) => ({
-        ...message,
-        readyAt: beforeSeconds - message.share * beforeSeconds,
-      }))
-      .reverse();
+  /** Let forward wait for messages: the same in the mirror, from the end of forward. */
+  const besideForward = (data, schedule, priced, seconds) => {
+    const readies = schedule.forward.map(({ share }) => seconds - share * seconds).reverse();
+    const inTurn = [...priced.forward].reverse();
+    return besidePass(data, readies, inTurn, [...priced.forwardDelays].reverse(), seconds);
+  };
 
   /** Return the seconds of computing, by how much messages slow it, and those nothing hides. */
   const stepParts = (data, schedule, priced, compute) => {
     const { period } = schedule.plan;
-    const backward = backwardMessages(priced, compute.backward);
-    const inBackward = besidePass(data, backward, compute.backward);
-    let inForward = { slowed: 0, exposed: 0 };
-    if (priced.forward.length) {
-      const forward = forwardMessages(priced, compute.before);
-      inForward = besidePass(data, forward, compute.before);
-    }
+    const backward = besideBackward(data, schedule, priced, compute.backward);
+    const forward = besideForward(data, schedule, priced, compute.before);
     return {
       computed: compute.before + compute.backward + schedule.updateShare * compute.update,
-      slowed: (inForward.slowed + inBackward.slowed) / period,
-      exposed: (inForward.exposed + inBackward.exposed) / period,
+      slowed: (forward.slowed + backward.slowed) / period,
+      exposed: (forward.exposed + backward.exposed) / period,
     };
   };
 
