@@ -191,14 +191,20 @@ const Engine = (() => {
   const normalAt = (data, row, draw) =>
     draw === null ? 0 : data.draws.values[data.draws.orders[row][draw]];
 
-  /** Return priors.ClusterValues of a backend and transport, typical ones or those of one draw. */
-  const clusterValues = (data, state, draw) => {
+  /** Return the priors of a state's backend and transport, each with its row of draws. */
+  const priorsOf = (data, state) => {
     const sections = ["any", state.backend, `${state.backend}-${state.transport}`];
+    return data.priors
+      .map((prior, row) => ({ prior, row, path: prior.name.split(".") }))
+      .filter(({ path }) => sections.includes(path[0]));
+  };
+
+  /** Return priors.ClusterValues: typical ones, or those of one draw. */
+  const clusterValues = (data, known, draw) => {
     const found = { call_us: 0 };
-    data.priors.forEach((prior, row) => {
-      const [section, name] = prior.name.split(".");
-      if (sections.includes(section)) found[name] = priorAt(data, prior, normalAt(data, row, draw));
-    });
+    for (const { prior, row, path } of known) {
+      found[path[1]] = priorAt(data, prior, normalAt(data, row, draw));
+    }
     const rootCall = found.root_call_us === undefined ? found.call_us : found.root_call_us;
     return {
       fixedShare: Math.min(1, found.fixed_share),
@@ -223,8 +229,8 @@ const Engine = (() => {
   };
 
   /** Return the costs of a typical cluster: its network, one twice as fast, and its values. */
-  const typicalCosts = (data, state, draw) => {
-    const values = clusterValues(data, state, draw);
+  const typicalCosts = (data, state, known, draw) => {
+    const values = clusterValues(data, known, draw);
     const rateBits = 1e9 * state.rate_gbit;
     const insideBits = state.inside_gbit === null ? values.insideBits : 1e9 * state.inside_gbit;
     const alpha = latencySeconds(data, state, rateBits) + values.messageSeconds;
@@ -297,7 +303,7 @@ const Engine = (() => {
   };
 
   /** Return the costs of links that the calibrated software uses. */
-  const calibratedCosts = (data, state, draw) => {
+  const calibratedCosts = (data, state, known, draw) => {
     const measured = calibratedNetwork(data, draw);
     const rateBits = 1e9 * state.rate_gbit;
     const latency = latencySeconds(data, state, rateBits);
@@ -445,9 +451,10 @@ const Engine = (() => {
     const gradients = gradientsOf(model, data.constants.gradient_bytes[state.gradient_type]);
     const ownNodes = state.step_ms !== null;
     const costsAt = state.costs === "calibrated" ? calibratedCosts : typicalCosts;
+    const known = priorsOf(data, state);
     let draws = null;
     const drawn = () => {
-      draws = draws || data.draws.values.map((_, draw) => costsAt(data, state, draw));
+      draws = draws || data.draws.values.map((_, draw) => costsAt(data, state, known, draw));
       return draws;
     };
     return {
@@ -458,9 +465,8 @@ const Engine = (() => {
       ownNodes,
       profiles: ownNodes ? ownProfiles(data, state) : data.calibration.profiles,
       leastSamples: Math.min(model.least_samples, ownNodes ? state.batch : model.least_samples),
-      costs: costsAt(data, state, null),
+      costs: costsAt(data, state, known, null),
       drawn,
-      computes: new Map(),
       schedules: new Map(),
       steps: new Map(),
     };
@@ -479,15 +485,14 @@ const Engine = (() => {
   };
 
   /** Return what a rank computes in a step, by the profiles alone, and its samples. */
-  const profiledAt = (setting, nodes) =>
-    remembered(setting.computes, nodes, () => {
-      const { state, ownNodes, profiles } = setting;
-      const ranks = nodes * state.ranks_per_node;
-      const samples = localSamples(setting, ranks);
-      const ranksHere = ownNodes ? 1 : Math.min(ranks, state.ranks_per_node);
-      const alone = wholeStep(computeAt(profiles, samples, 1));
-      return { samples, alone, compute: computeAt(profiles, samples, ranksHere) };
-    });
+  const profiledAt = (setting, nodes) => {
+    const { state, ownNodes, profiles } = setting;
+    const ranks = nodes * state.ranks_per_node;
+    const samples = localSamples(setting, ranks);
+    const ranksHere = ownNodes ? 1 : Math.min(ranks, state.ranks_per_node);
+    const alone = wholeStep(computeAt(profiles, samples, 1));
+    return { samples, alone, compute: computeAt(profiles, samples, ranksHere) };
+  };
 
   /** Return the reader's own step, at a rank's samples, over the one of the profiles. */
   const ownStepFactor = (setting, values, profiled) => {
@@ -497,19 +502,6 @@ const Engine = (() => {
     const batches = profiled.samples / state.batch;
     const batchShare = values.fixedShare + (1 - values.fixedShare) * batches;
     return (1e-3 * state.step_ms * loss * batchShare) / profiled.alone;
-  };
-
-  /** Return the seconds that a rank computes: one alone, and the slowest of all nodes. */
-  const computesAt = (setting, costs, nodes) => {
-    const profiled = profiledAt(setting, nodes);
-    const { values } = costs;
-    if (!values) return { alone: profiled.compute, slowest: profiled.compute };
-    const factor = ownStepFactor(setting, values, profiled);
-    const straggling = 1 + values.straggler * Math.sqrt(2 * Math.log(nodes));
-    return {
-      alone: times(profiled.compute, factor),
-      slowest: times(profiled.compute, factor * straggling),
-    };
   };
 
   // A strategy's messages beside computing ----------------------------------------------------------
@@ -546,7 +538,9 @@ const Engine = (() => {
     }
     return {
       plan,
+      nodes,
       ranks,
+      profiled: profiledAt(setting, nodes),
       operations,
       lines: [...lines.values()],
       backward,
@@ -596,8 +590,9 @@ const Engine = (() => {
   };
 
   /**
-   * Return the seconds of a schedule's messages on a network, and their delay shares: of those
-   * beside backward, those beside forward (until the end of the one before), and all after it.
+   * Return the seconds of a schedule's messages on a network, and their delay shares: beside
+   * backward in their order, and beside forward in the mirror, the last one first. There a message
+   * takes the seconds from the end of the one before it to its own.
    */
   const onNetwork = (data, schedule, network) => {
     const { lines, backward, forward } = schedule;
@@ -605,18 +600,13 @@ const Engine = (() => {
     let after = 0;
     for (const line of lines) after += line.timesAfter * seconds[line.place];
     const delayOf = ({ line }) => delayShare(data, line, seconds[line.place], network);
-    const priced = {
-      after,
-      backward: backward.map(({ line }) => seconds[line.place]),
-      backwardDelays: backward.map(delayOf),
-      forward: [],
-      forwardDelays: [],
-    };
-    if (forward.length) {
-      const ends = endsInPairs(forward.map(({ line }) => seconds[line.place]));
-      priced.forward = ends.map((end, index) => (index ? end - ends[index - 1] : end));
-      priced.forwardDelays = forward.map(delayOf);
-    }
+    const secondsOf = ({ line }) => seconds[line.place];
+    const priced = { backward: backward.map(secondsOf), backwardDelays: backward.map(delayOf) };
+    priced.backward.push(after); // all that begin after backward are one message
+    priced.backwardDelays.push(0);
+    const ends = endsInPairs(forward.map(secondsOf));
+    priced.forward = ends.map((end, index) => (index ? end - ends[index - 1] : end)).reverse();
+    priced.forwardDelays = forward.map(delayOf).reverse();
     return priced;
   };
 
@@ -646,19 +636,18 @@ const Engine = (() => {
     return { slowed, exposed: Math.max(0, now - (passSeconds + slowed)) };
   };
 
-  /** Let the messages of gradients go beside backward; all that begin after it are one message. */
-  const besideBackward = (data, schedule, priced, seconds, begins = null) => {
-    const readies = schedule.backward.map(({ share }) => share * seconds);
-    readies.push(seconds);
-    const all = [...priced.backward, priced.after];
-    return besidePass(data, readies, all, [...priced.backwardDelays, 0], seconds, begins);
+  /** Let the messages of gradients go beside backward. */
+  const besideBackward = (data, schedule, priced, passSeconds, begins = null) => {
+    const readies = schedule.backward.map(({ share }) => share * passSeconds);
+    readies.push(passSeconds);
+    const { backward, backwardDelays } = priced;
+    return besidePass(data, readies, backward, backwardDelays, passSeconds, begins);
   };
 
   /** Let forward wait for messages: the same in the mirror, from the end of forward. */
-  const besideForward = (data, schedule, priced, seconds) => {
-    const readies = schedule.forward.map(({ share }) => seconds - share * seconds).reverse();
-    const inTurn = [...priced.forward].reverse();
-    return besidePass(data, readies, inTurn, [...priced.forwardDelays].reverse(), seconds);
+  const besideForward = (data, schedule, priced, passSeconds) => {
+    const readies = schedule.forward.map(({ share }) => passSeconds - share * passSeconds);
+    return besidePass(data, readies.reverse(), priced.forward, priced.forwardDelays, passSeconds);
   };
 
   /** Return the seconds of computing, by how much messages slow it, and those nothing hides. */
@@ -673,27 +662,42 @@ const Engine = (() => {
     };
   };
 
-  const computeFor = (schedule, computes) =>
-    schedule.sendsNothing ? computes.alone : computes.slowest;
-
   const stepSeconds = (data, schedule, priced, compute) => {
     const parts = stepParts(data, schedule, priced, compute);
     return parts.computed + parts.slowed + parts.exposed;
   };
 
-  /** Return the seconds of a step on a number of nodes, at these costs. */
-  const secondsAt = (setting, name, costs, nodes) => {
-    const schedule = scheduleOf(setting, name, nodes);
+  /** Return what the slowest rank computes in a step, by the costs of a cluster. */
+  const slowestAt = (setting, schedule, costs) => {
+    const { nodes, profiled } = schedule;
+    if (!costs.values) return profiled.compute;
+    const straggling = 1 + costs.values.straggler * Math.sqrt(2 * Math.log(nodes));
+    return times(profiled.compute, ownStepFactor(setting, costs.values, profiled) * straggling);
+  };
+
+  /** Return the same; a rank whose strategy sends nothing waits for no slower one. */
+  const computeAmong = (setting, schedule, costs) => {
+    if (!schedule.sendsNothing || !costs.values) return slowestAt(setting, schedule, costs);
+    const { profiled } = schedule;
+    return times(profiled.compute, ownStepFactor(setting, costs.values, profiled));
+  };
+
+  /** Return the seconds of a step at these costs. */
+  const secondsAt = (setting, schedule, costs) => {
     const priced = onNetwork(setting.data, schedule, costs.network);
-    const compute = computeFor(schedule, computesAt(setting, costs, nodes));
+    const compute = computeAmong(setting, schedule, costs);
     return stepSeconds(setting.data, schedule, priced, compute);
   };
 
+  const typicalSeconds = (setting, name, nodes) =>
+    secondsAt(setting, scheduleOf(setting, name, nodes), setting.costs);
+
   /** Return the seconds of a step in each draw, without what no formula explains. */
   const drawnSeconds = (setting, name, nodes) =>
-    remembered(setting.steps, `${name} ${nodes}`, () =>
-      setting.drawn().map((costs) => secondsAt(setting, name, costs, nodes)),
-    );
+    remembered(setting.steps, `${name} ${nodes}`, () => {
+      const schedule = scheduleOf(setting, name, nodes);
+      return setting.drawn().map((costs) => secondsAt(setting, schedule, costs));
+    });
 
   // What a reader sees ------------------------------------------------------------------------------
 
@@ -711,21 +715,19 @@ const Engine = (() => {
   const doubledNodes = (data, nodes) => Math.min(2 * nodes, data.constants.largest_nodes);
 
   /** Return how many times as many samples a second each change brings, at these costs. */
-  const gainsAt = (setting, name, costs, nodes, steps) => {
+  const gainsAt = (setting, schedule, costs, steps) => {
     const { data, state } = setting;
-    const schedule = scheduleOf(setting, name, nodes);
-    const computes = computesAt(setting, costs, nodes);
-    const compute = computeFor(schedule, computes);
+    const compute = computeAmong(setting, schedule, costs);
     const faster = onNetwork(data, schedule, costs.faster);
     const onFaster = stepSeconds(data, schedule, faster, compute);
     const priced = onNetwork(data, schedule, costs.network);
     const computedTwice = stepSeconds(data, schedule, priced, times(compute, 0.5));
-    const more = state.scaling === "weak" ? doubledNodes(data, nodes) / nodes : 1;
+    const more = state.scaling === "weak" ? doubledNodes(data, schedule.nodes) / schedule.nodes : 1;
     return {
       network: steps.here / onFaster,
       compute: steps.here / computedTwice,
       nodes: (more * steps.here) / steps.doubled,
-      "no messages": steps.here / wholeStep(computes.slowest),
+      "no messages": steps.here / wholeStep(slowestAt(setting, schedule, costs)),
     };
   };
 
@@ -783,18 +785,18 @@ const Engine = (() => {
     const { nodes } = state;
     const doubled = doubledNodes(data, nodes);
     const schedule = scheduleOf(setting, name, nodes);
-    const compute = computeFor(schedule, computesAt(setting, setting.costs, nodes));
     const priced = onNetwork(data, schedule, setting.costs.network);
+    const compute = computeAmong(setting, schedule, setting.costs);
     const parts = stepParts(data, schedule, priced, compute);
     const here = parts.computed + parts.slowed + parts.exposed;
     const more = state.scaling === "weak" ? nodes : 1;
-    const typical = { here, doubled: secondsAt(setting, name, setting.costs, doubled) };
+    const speedup = (more * typicalSeconds(setting, name, 1)) / here;
+    const typical = { here, doubled: typicalSeconds(setting, name, doubled) };
     const drawnHere = drawnSeconds(setting, name, nodes);
     const drawnDoubled = drawnSeconds(setting, name, doubled);
     const gains = setting.drawn().map((costs, draw) =>
-      gainsAt(setting, name, costs, nodes, { here: drawnHere[draw], doubled: drawnDoubled[draw] }),
+      gainsAt(setting, schedule, costs, { here: drawnHere[draw], doubled: drawnDoubled[draw] }),
     );
-    const speedup = (more * secondsAt(setting, name, setting.costs, 1)) / here;
     const bytes = bytesSent(setting, schedule);
     const [low, high] = stepRange(setting, name, nodes, here);
     const gainRanges = {};
@@ -813,7 +815,7 @@ const Engine = (() => {
       bytes_sent_others: bytes.others,
       speedup,
       efficiency: speedup / nodes,
-      gains: gainsAt(setting, name, setting.costs, nodes, typical),
+      gains: gainsAt(setting, schedule, setting.costs, typical),
       low_seconds: low,
       high_seconds: high,
       speedup_range: speedupRange(setting, name, nodes),
@@ -853,9 +855,9 @@ const Engine = (() => {
    */
   const curve = (data, state, name, nodesList, { band }) => {
     const setting = settingOf(data, state);
-    const alone = secondsAt(setting, name, setting.costs, 1);
+    const alone = typicalSeconds(setting, name, 1);
     return nodesList.map((nodes) => {
-      const seconds = secondsAt(setting, name, setting.costs, nodes);
+      const seconds = typicalSeconds(setting, name, nodes);
       const speedup = ((state.scaling === "weak" ? nodes : 1) * alone) / seconds;
       const point = { nodes, step_seconds: seconds, speedup, efficiency: speedup / nodes };
       if (!band) return point;
