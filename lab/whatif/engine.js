@@ -525,6 +525,7 @@ const Engine = (() => {
     }
     const lines = new Map(); // many gradients have the same size
     const backward = [];
+    const after = [];
     const forward = [];
     for (const operation of operations) {
       const line = lineFor(setting, lines, operation, ranks);
@@ -533,6 +534,7 @@ const Engine = (() => {
       } else if (operation.ready !== null) {
         backward.push({ line, share: readyShare(readiness, operation.ready) });
       } else {
+        after.push(line);
         line.timesAfter += 1;
       }
     }
@@ -541,9 +543,9 @@ const Engine = (() => {
       nodes,
       ranks,
       profiled: profiledAt(setting, nodes),
-      operations,
       lines: [...lines.values()],
       backward,
+      after,
       forward,
       updateShare: plan.shards_update ? 1 / ranks : 1,
       sendsNothing: name === "none",
@@ -614,10 +616,10 @@ const Engine = (() => {
    * Let messages go one after the other beside a pass, and return how it slows down, and what is
    * left after it: see event_model.exposed_seconds.
    *
-   * readies : seconds of the pass until each message may begin. begins : filled with the time at
-   * which each one begins, if given.
+   * readies : seconds of the pass until each message may begin. trace : filled with what is computed
+   * when each one begins and ends, if given.
    */
-  const besidePass = (data, readies, seconds, delays, passSeconds, begins = null) => {
+  const besidePass = (data, readies, seconds, delays, passSeconds, trace = null) => {
     const nearZero = data.constants.near_zero;
     let now = 0;
     let computed = 0;
@@ -626,22 +628,23 @@ const Engine = (() => {
       const wait = Math.max(0, readies[index] - computed);
       computed += wait;
       now += wait;
-      if (begins) begins.push(now);
+      if (trace) trace.push({ now, computed });
       const speed = Math.max(1 - delays[index], nearZero);
       const beside = Math.min(seconds[index], (passSeconds - computed) / speed);
       slowed += delays[index] * beside;
       computed += speed * beside;
       now += seconds[index];
+      if (trace) trace.push({ now, computed });
     }
     return { slowed, exposed: Math.max(0, now - (passSeconds + slowed)) };
   };
 
   /** Let the messages of gradients go beside backward. */
-  const besideBackward = (data, schedule, priced, passSeconds, begins = null) => {
+  const besideBackward = (data, schedule, priced, passSeconds, trace = null) => {
     const readies = schedule.backward.map(({ share }) => share * passSeconds);
     readies.push(passSeconds);
     const { backward, backwardDelays } = priced;
-    return besidePass(data, readies, backward, backwardDelays, passSeconds, begins);
+    return besidePass(data, readies, backward, backwardDelays, passSeconds, trace);
   };
 
   /** Let forward wait for messages: the same in the mirror, from the end of forward. */
@@ -873,7 +876,131 @@ const Engine = (() => {
     });
   };
 
-  return { row, curve };
+  /** Return the moment at which so much of a pass is computed. */
+  const momentOf = (trace, computed) => {
+    let before = { now: 0, computed: 0 };
+    for (const point of trace) {
+      if (point.computed >= computed) {
+        const share = (computed - before.computed) / (point.computed - before.computed || 1);
+        return before.now + share * (point.now - before.now);
+      }
+      before = point;
+    }
+    return before.now + computed - before.computed;
+  };
+
+  const messageOf = (line, times, begin, end, ready) => ({
+    kind: line.operation.kind,
+    nbytes: line.operation.nbytes,
+    count: line.operation.count * times,
+    begin,
+    end,
+    ready,
+    where: line.stages.some((found) => found.onLink) ? "between nodes" : "inside a node",
+  });
+
+  /** Return the messages of the forward pass: all start with the step, in order. */
+  const forwardTimeline = (schedule, priced) => {
+    let begin = 0;
+    return schedule.forward.map(({ line }, index) => {
+      const end = begin + priced.forward[priced.forward.length - 1 - index];
+      const message = messageOf(line, 1, begin, end, 0);
+      begin = end;
+      return message;
+    });
+  };
+
+  /** Return the messages beside backward, which begins at `offset`. */
+  const backwardTimeline = (schedule, passSeconds, trace, offset) =>
+    schedule.backward.map(({ line, share }, index) => {
+      const [begin, end] = [trace[2 * index].now, trace[2 * index + 1].now];
+      const ready = momentOf(trace, share * passSeconds);
+      return messageOf(line, 1, offset + begin, offset + end, offset + ready);
+    });
+
+  /** Return the messages after backward, from `begin` on; equal ones in a row are one entry. */
+  const laterTimeline = (schedule, network, begin, ready) => {
+    const found = [];
+    let now = begin;
+    for (let first = 0; first < schedule.after.length; ) {
+      const line = schedule.after[first];
+      let next = first + 1;
+      while (schedule.after[next] === line) next += 1;
+      const end = now + (next - first) * lineSeconds(line, network);
+      found.push(messageOf(line, next - first, now, end, ready));
+      now = end;
+      first = next;
+    }
+    return found;
+  };
+
+  /** Return the parts of a message that lie in these spans. */
+  const within = (message, spans) =>
+    spans
+      .map(([begin, end]) => [Math.max(begin, message.begin), Math.min(end, message.end)])
+      .filter(([begin, end]) => begin < end);
+
+  /**
+   * Return one typical step of a strategy, in seconds from its start: the passes, the messages and
+   * what of them nothing hides.
+   *
+   * Weights that the next forward needs are sent when a step starts. Of a strategy that sends only
+   * in some steps it is a step that does, which `about` says; `mean_seconds` is that of all steps.
+   */
+  const timeline = (data, state, name) => {
+    const setting = settingOf(data, state);
+    const schedule = scheduleOf(setting, name, state.nodes);
+    const { network } = setting.costs;
+    const { period } = schedule.plan;
+    const priced = onNetwork(data, schedule, network);
+    const compute = computeAmong(setting, schedule, setting.costs);
+    const trace = [];
+    const inForward = besideForward(data, schedule, priced, compute.before);
+    const inBackward = besideBackward(data, schedule, priced, compute.backward, trace);
+    const forwardEnd = compute.before + inForward.slowed + inForward.exposed;
+    const backwardEnd = forwardEnd + compute.backward + inBackward.slowed;
+    const sent = backwardEnd + inBackward.exposed;
+    const total = sent + schedule.updateShare * compute.update;
+    const exposed = [
+      [0, inForward.exposed],
+      [backwardEnd, sent],
+    ].filter(([begin, end]) => begin < end);
+    const later = trace[trace.length - 2].now; // when the messages after backward begin
+    const messages = [
+      ...forwardTimeline(schedule, priced),
+      ...backwardTimeline(schedule, compute.backward, trace, forwardEnd),
+      ...laterTimeline(schedule, network, forwardEnd + later, backwardEnd),
+    ];
+    return {
+      total_seconds: total,
+      mean_seconds: stepSeconds(data, schedule, priced, compute),
+      about: period > 1 ? `a step that sends; one of ${period} steps does` : "",
+      passes: [
+        { name: "forward", begin: inForward.exposed, end: forwardEnd },
+        { name: "backward", begin: forwardEnd, end: backwardEnd },
+        { name: "update", begin: sent, end: total },
+      ],
+      messages: messages.map((message) => ({ ...message, exposed: within(message, exposed) })),
+      exposed,
+    };
+  };
+
+  /** Return the seconds of all messages of a period, hidden or not, by what they are spent on. */
+  const terms = (data, state, name) => {
+    const setting = settingOf(data, state);
+    const { backward, after, forward } = scheduleOf(setting, name, state.nodes);
+    const sums = { latency: 0, bandwidth: 0, "root's link": 0, summation: 0 };
+    const beside = [...backward, ...forward].map(({ line }) => line);
+    for (const line of [...beside, ...after]) {
+      const seconds = lineTerms(line, setting.costs.network);
+      sums.latency += seconds.latency;
+      sums[line.byRoot ? "root's link" : "bandwidth"] += seconds.passing;
+      sums.summation += seconds.summation;
+    }
+    return sums;
+  };
+
+  return { row, curve, timeline, terms };
 })();
 
 if (typeof module !== "undefined") module.exports = Engine;
