@@ -1,0 +1,1 @@
+"""``lab whatif``: predictions of `lab predict` as a page with sliders, beside measurements."""
