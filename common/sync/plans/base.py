@@ -106,8 +106,11 @@ class MessagePlan:
         return operations_of(self.messages, SentStep(sizes, ranks, vars(self)))
 
     def layout(self, ranks: int) -> NodeLayout:
-        """Return which ranks the operations "among" those of a node, or the leaders, mean."""
-        return NodeLayout.even(ranks)
+        """Return which ranks the operations "among" those of a node, or the leaders, mean.
+
+        The option ``ranks_per_node``, if the plan has it, says how many share a node.
+        """
+        return NodeLayout.even(ranks, vars(self).get("ranks_per_node") or 1)
 
     def memory(self, case: MemoryCase) -> Memory:
         """Return the bytes of tensors that a rank holds between two steps, by kind."""

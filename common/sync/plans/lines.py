@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from common.sync.message_cost import Among, Operation, Sends, with_shape
+from common.sync.message_cost import Among, GradientSize, Operation, Sends
 from common.sync.plans.patterns import PATTERNS, rounds_of
 from common.sync.plans.pieces import CONDITIONS, Each, Piece, SentStep
 
@@ -53,20 +53,18 @@ class Amount:
 NOTHING = Amount(0)
 ONCE = Amount(1)
 
-# Bytes of a piece: all of it, in 2-byte entries, and one of N equal parts, which padding rounds up.
+# Bytes of a piece.
 SIZE = Amount(of=("size",))
-HALF = Amount(of=("half",))
-PART = Amount(of=("part",))
-ROWS = Amount(of=("rows",))  # as PART, but each gradient by itself is padded to whole rows
-
-# Bytes of what top-k and PowerSGD send.
-KEPT_VALUES = Amount(of=("kept values",))
-KEPT_INDICES = Amount(of=("kept indices",))
-UNCOMPRESSED = Amount(of=("uncompressed",))
-P = Amount(of=("P",))
+PART = Amount(of=("part",))  # one of N equal parts, which padding rounds up
+ROWS = Amount(of=("rows",))  # as PART, but of each gradient by itself, in whole rows
+UNCOMPRESSED = Amount(of=("uncompressed",))  # what PowerSGD does not compress
+P = Amount(of=("P",))  # of the thin matrices of all others
 Q = Amount(of=("Q",))
+ITEMSIZE = Amount(of=("itemsize",))  # of an entry
 
 # Numbers.
+ENTRIES = Amount(of=("entries",))
+KEPT_ENTRIES = Amount(of=("kept entries",))  # of top-k
 GRADIENTS = Amount(of=("gradients",))
 RANKS = Amount(of=("ranks",))
 OTHER_RANKS = Amount(of=("other ranks",))
@@ -133,7 +131,9 @@ class LineGroup:
     def operations(self, step: SentStep) -> list[Operation]:
         """List the operations of a step, in order."""
         if self.pattern:
-            flat = [with_shape(piece.size) for piece in step.pieces(self.each)]
+            flat = [
+                GradientSize((piece.entries,), piece.itemsize) for piece in step.pieces(self.each)
+            ]
             return [round for size in flat for round in rounds_of(self.pattern, size, step.ranks)]
         columns = []
         for line in self.lines:
@@ -148,7 +148,7 @@ class LineGroup:
         """List what a rank sends in the rounds of the pattern."""
         assert self.pattern
         sends = PATTERNS[self.pattern].sends
-        flat = [with_shape(piece.size) for piece in step.pieces(self.each)]
+        flat = [GradientSize((piece.entries,), piece.itemsize) for piece in step.pieces(self.each)]
         return [send for size in flat for send in sends(size, rank, step.ranks)]
 
 
