@@ -39,12 +39,15 @@ const Pictures = (() => {
   const SECTIONS = {
     forward: "#4f97da", backward: "#1b66b3", update: "#27986a", wait: "#cf7f12", wire: "#b83a0b",
   };
+  // What can be read on them, in both schemes.
+  const PASS_TEXTS = { forward: "#10141a", backward: "#ffffff", update: "#10141a" };
   const DASHES = [null, "6 2.5", "2 2", "8 2.5 2 2.5", "4 1.5", "11 3"];
   const TEXT = 12; // pixels
   const SMALL = 11;
   const WIDE = 640; // pixels: from here on there is room for names beside a picture
   const LEAST_WIDTH = 300;
   const LEAST_HEIGHT = 110; // room for what the pointer tells
+  const FEW = 6; // curves: up to so many, each point of the reader has its ring
   const REACH = 26; // pixels: how far from a point the pointer still tells its number
 
   // -- elements, scales and ticks ---------------------------------------------------------------
@@ -157,8 +160,7 @@ const Pictures = (() => {
   }
 
   const number = (value) => Number(value.toPrecision(6)).toLocaleString("en-US");
-  const percent = (share) => `${Number((100 * share).toPrecision(3))} %`;
-  const plural = (count, noun) => `${count.toLocaleString("en-US")} ${noun}${count === 1 ? "" : "s"}`;
+  const percent = (share) => `${Words.three(100 * share)} %`;
 
   /** Return the unit in which an axis of times up to `seconds` is read. */
   function timeUnit(seconds) {
@@ -186,9 +188,9 @@ const Pictures = (() => {
     let state = drawn.get(svg);
     if (!state) {
       pictures += 1;
+      svg.classList.add("picture"); // its width is then that of the page's column
       state = { id: `picture-${pictures}`, width: svg.getBoundingClientRect().width };
       drawn.set(svg, state);
-      svg.classList.add("picture");
       listen(svg);
       watchWidth(svg);
     }
@@ -203,7 +205,8 @@ const Pictures = (() => {
         const { width } = target.getBoundingClientRect();
         if (!width || Math.abs(width - state.width) < 0.5) continue;
         state.width = width;
-        redraw(target);
+        // Not now: a new height while sizes are observed is an error on the console.
+        requestAnimationFrame(() => redraw(target));
       }
     });
     watcher.observe(svg);
@@ -221,7 +224,9 @@ const Pictures = (() => {
 
     svg.setAttribute("viewBox", `0 0 ${width} ${canvas.height}`);
     svg.setAttribute("role", "group");
-    svg.setAttribute("aria-labelledby", `${state.id}-title`);
+    if (!svg.hasAttribute("aria-labelledby")) {
+      svg.setAttribute("aria-labelledby", `${state.id}-title`);
+    }
     svg.setAttribute("aria-describedby", `${state.id}-description`);
     const drawing = element("g", { "aria-hidden": "true", "font-size": TEXT, fill: INK });
     drawing.append(...canvas.parts);
@@ -264,8 +269,8 @@ const Pictures = (() => {
    * Let pointer and keys reach items that tell a number.
    *
    * One stop of the Tab key holds several items; arrow keys go from one to the next.
-   * items: {x, y, width, height, lines}, pixels; the first line is a heading. start: the item that
-   * comes first.
+   * items: {x, y, width, height, lines}, pixels; lines() are a heading and what follows. start: the
+   * item that comes first.
    */
   function addStop(canvas, label, items, start = 0) {
     if (items.length) canvas.stops.push({ label, items, current: start });
@@ -287,7 +292,7 @@ const Pictures = (() => {
 
   /** Write a stop's current item into its attributes, which screen readers read. */
   function describeStop(group, stop) {
-    const text = stop.items[stop.current].lines.join(", ");
+    const text = stop.items[stop.current].lines().join(", ");
     if (stop.items.length === 1) {
       group.setAttribute("role", "img");
       group.setAttribute("aria-label", text);
@@ -370,7 +375,7 @@ const Pictures = (() => {
     if (!item) return;
     const { canvas } = state;
     const most = Math.min(320, canvas.width - 24);
-    const lines = item.lines.flatMap((line, index) =>
+    const lines = item.lines().flatMap((line, index) =>
       wrap(line, most, TEXT).map((text) => ({ text, weight: index ? "normal" : "bold" })));
     const width = Math.max(...lines.map(({ text, weight }) => textWidth(text, TEXT, weight))) + 16;
     const height = lines.length * 16 + 9;
@@ -496,7 +501,7 @@ const Pictures = (() => {
 
   /** Write the strategy and what the step takes over the rows; return where these begin. */
   function paintTimelineHead({ canvas, left, right, step }, { strategy, nodes }) {
-    const about = nodes ? `${strategy} on ${plural(nodes, "node")}` : strategy;
+    const about = nodes ? `${strategy} on ${Words.counted(nodes, "node")}` : strategy;
     let total = `${Words.duration(step.total_seconds)} a step`;
     const exposed = exposedSeconds(step);
     if (exposed > 0) total += `, ${Words.duration(exposed)} exposed`;
@@ -528,10 +533,11 @@ const Pictures = (() => {
     const items = [];
     const addBox = (kind, fill, begin, end, heading) => {
       const place = { x: x(begin), y, width: x(end) - x(begin), height: ROW };
-      const share = percent((end - begin) / step.total_seconds);
-      items.push({
-        ...place, begin, lines: [heading, `${Words.duration(end - begin)}, ${share} of the step`],
-      });
+      const lines = () => {
+        const share = percent((end - begin) / step.total_seconds);
+        return [heading, `${Words.duration(end - begin)}, ${share} of the step`];
+      };
+      items.push({ ...place, begin, lines });
       add(canvas, "rect", {
         class: kind, x: round(place.x), y, width: round(place.width), height: ROW, fill,
       });
@@ -541,28 +547,38 @@ const Pictures = (() => {
       const boxes = computingParts(pass, step.exposed).map(([begin, end]) =>
         addBox(`pass ${pass.name}`, SECTIONS[pass.name], begin, end, pass.name));
       boxes.sort((box, other) => other.width - box.width);
-      const isLabelled = boxes.length && labelBar(canvas, boxes[0], pass.name, { fill: "#ffffff" });
+      const isLabelled = boxes.length && labelBar(canvas, boxes[0], pass.name);
       if (!isLabelled) unlabelled.add(pass.name);
     }
     for (const [begin, end] of step.exposed) {
       const box = addBox("waits", fills.wait, begin, end, "computing waits for messages");
-      const isLabelled = labelBar(canvas, box, "waits", {
-        stroke: PAPER, "stroke-width": 5, "stroke-linejoin": "round", "paint-order": "stroke",
-      });
+      const isLabelled = labelBar(canvas, box, "waits", { plate: true });
       if (!isLabelled) unlabelled.add("waits");
     }
     items.sort((item, other) => item.begin - other.begin);
-    addStop(canvas, `computing, ${plural(items.length, "part")}`, items);
+    addStop(canvas, `computing, ${Words.counted(items.length, "part")}`, items);
     return unlabelled;
   }
 
-  /** Write a name, and its seconds if there is room, into a bar; return whether one fits. */
-  function labelBar(canvas, box, name, attributes) {
+  /**
+   * Write a name, and its seconds if there is room, into a bar; return whether one fits.
+   *
+   * plate: put the text on paper, since it could not be read on stripes.
+   */
+  function labelBar(canvas, box, name, { plate = false } = {}) {
     const texts = [`${name} ${Words.duration(box.seconds)}`, name];
-    const text = texts.find((candidate) => textWidth(candidate) + 10 <= box.width);
+    const text = texts.find((candidate) => textWidth(candidate) + 14 <= box.width);
     if (!text) return false;
-    addText(canvas, text, box.x + box.width / 2, box.y + ROW / 2 + 4, {
-      "text-anchor": "middle", ...attributes,
+    const middle = box.x + box.width / 2;
+    if (plate) {
+      const width = textWidth(text) + 10;
+      add(canvas, "rect", {
+        x: round(middle - width / 2), y: box.y + 6, width: round(width), height: ROW - 12, rx: 3,
+        fill: PAPER,
+      });
+    }
+    addText(canvas, text, middle, box.y + ROW / 2 + 4, {
+      "text-anchor": "middle", fill: plate ? INK : PASS_TEXTS[name],
     });
     return true;
   }
@@ -588,21 +604,21 @@ const Pictures = (() => {
         fill: fills.exposed,
       });
     }
-    const widest = Math.max(...boxes.map((box) => box.width));
+    const mean = boxes.reduce((sum, box) => sum + box.width, 0) / boxes.length;
     add(canvas, "path", { // between one message and the next
       d: boxes.map((box) => `M${round(box.x)} ${y}v${ROW}`).join(""),
-      stroke: PAPER, "stroke-width": within(widest / 4, 0.3, 1.25),
+      stroke: PAPER, "stroke-width": within(mean / 8, 0.2, 1.25),
     });
     add(canvas, "path", {
       class: "ready",
       d: messages.map((message) => `M${round(x(message.ready))} ${y - READY + 2}v6`).join(""),
-      stroke: INK, "stroke-width": boxes.length > 60 ? 0.6 : 1.25,
+      stroke: INK, "stroke-width": within(mean / 8, 0.25, 1.25),
     });
     labelMessages(canvas, boxes);
     const items = boxes.map((box, index) => ({
-      ...box, lines: messageLines(box.message, index, messages.length),
+      ...box, lines: () => messageLines(box.message, index, messages.length),
     }));
-    addStop(canvas, `${place}, ${plural(items.length, "message")}`, items);
+    addStop(canvas, `${place}, ${Words.counted(items.length, "message")}`, items);
   }
 
   /** Return intervals without overlaps, in order. */
@@ -619,16 +635,17 @@ const Pictures = (() => {
   /** Return what a message's bar says: "25 MB", or "12 × 25 MB". */
   function messageBytes({ count, nbytes }) {
     const bytes = Words.bytes(nbytes);
-    return count > 1 ? `${count.toLocaleString("en-US")} × ${bytes}` : bytes;
+    return count > 1 ? `${Words.grouped(count)} × ${bytes}` : bytes;
   }
 
   /** Write the bytes of messages below their bars, where they fit. */
   function labelMessages(canvas, boxes) {
-    for (const { x, y, width, message } of boxes) {
+    const large = boxes.filter((box) => box.width > 24);
+    for (const { x, y, width, message } of large) {
       const text = messageBytes(message);
       if (textWidth(text, SMALL) + 4 > width) continue;
       addText(canvas, text, x + width / 2, y + ROW + 12, {
-        "text-anchor": "middle", "font-size": SMALL,
+        class: "megabytes", "text-anchor": "middle", "font-size": SMALL,
       });
     }
   }
@@ -651,11 +668,13 @@ const Pictures = (() => {
     add(canvas, "path", { d: `M${round(left)} ${y}H${right}`, stroke: INK, "stroke-width": 0.8 });
     for (const value of linearTicks(0, step.total_seconds / unit.size, most)) {
       const at = x(value * unit.size);
-      add(canvas, "path", { d: `M${round(at)} ${y}v4`, stroke: INK, "stroke-width": 0.8 });
+      add(canvas, "path", {
+        class: "tick", d: `M${round(at)} ${y}v4`, stroke: INK, "stroke-width": 0.8,
+      });
       const text = number(value);
       const half = textWidth(text, SMALL) / 2;
       addText(canvas, text, within(at, half + 1, canvas.width - half - 1), y + 16, {
-        "text-anchor": "middle", "font-size": SMALL,
+        class: "ticks", "text-anchor": "middle", "font-size": SMALL,
       });
     }
     addText(canvas, unit.name, (left + right) / 2, y + 31, {
@@ -692,9 +711,9 @@ const Pictures = (() => {
   function timelineText({ strategy, nodes, timeline: step }) {
     const passes = step.passes.map(
       (pass) => `${pass.name} ends at ${Words.duration(pass.end)}`).join(", ");
-    const where = nodes ? `on ${plural(nodes, "node")} ` : "";
+    const where = nodes ? `on ${Words.counted(nodes, "node")} ` : "";
     return `A step of ${strategy} ${where}takes ${Words.duration(step.total_seconds)}: ${passes}. `
-      + `${plural(step.messages.length, "message")}; `
+      + `${Words.counted(step.messages.length, "message")}; `
       + `${Words.duration(exposedSeconds(step))} of communication are exposed.`;
   }
 
@@ -763,6 +782,15 @@ const Pictures = (() => {
     });
   }
 
+  /** Fill a small <svg> of 16 x 16 with a strategy's marker, for a list of strategies. */
+  function mark(svg, data, name) {
+    const style = styleOf(data, name);
+    svg.replaceChildren(element("path", {
+      d: markerPath(style.marker, 8, 8, 4.5), fill: style.color, stroke: style.color,
+      "stroke-width": 1.2, "stroke-linejoin": "round",
+    }));
+  }
+
   // -- curves against the number of nodes -------------------------------------------------------
 
   const STEPS = {
@@ -774,7 +802,8 @@ const Pictures = (() => {
     high: (point) => point.high_seconds,
     measured: (point) => point.seconds,
     text: (seconds) => `${Words.duration(seconds)} a step`,
-    short: (seconds) => Words.duration(seconds),
+    short: Words.duration,
+    range: Words.range,
     tick: timeText,
   };
   const EFFICIENCY = {
@@ -785,8 +814,9 @@ const Pictures = (() => {
     low: (point) => point.low_efficiency,
     high: (point) => point.high_efficiency,
     measured: (point) => point.efficiency,
-    text: (share) => `${percent(share)} of one node's speed`,
-    short: percent,
+    text: (share) => `${Words.efficiency(share)} of one node's speed`,
+    short: Words.efficiency,
+    range: (low, high) => `${Words.efficiency(low)} to ${Words.efficiency(high)}`,
     tick: (share) => `${number(100 * share)} %`,
   };
 
@@ -820,7 +850,8 @@ const Pictures = (() => {
     measured.forEach((point) => addMarker(
       canvas, "measured", styleOf(data, point.strategy), area.x(point.nodes),
       area.y(quantity.measured(point)), 5, { fill: PAPER, "stroke-width": 2 }));
-    curves.forEach((curve) => paintReader(area, curve));
+    curves.forEach((curve) =>
+      paintReader(area, curve, curve.strategy === model.focus || curves.length <= FEW));
     if (area.isLabelled) labelEnds(area, curves);
     addCurveStops(area, curves, measured);
     const height = paintCurvesKey(area, curves, measured, model);
@@ -847,7 +878,7 @@ const Pictures = (() => {
     if (model.nodes) nodes.push(model.nodes);
     const most = Math.max(2, ...nodes);
     const least = Math.min(...nodes, most / 2);
-    const x = logarithmic(least, most, left, right);
+    const x = logarithmic(least, most, left + 9, right - 3);
     const nodeLabels = nodeTicks(least, most, Math.floor((right - left) / 44));
     return { canvas, quantity, isLabelled, top, bottom, left, right, x, nodeLabels, ...scale };
   }
@@ -886,7 +917,9 @@ const Pictures = (() => {
       add(canvas, "path", {
         class: "gridline", d: `M${round(left)} ${at}H${round(right)}`, stroke: FAINT,
       });
-      addText(canvas, text, left - 7, at + 4, { "text-anchor": "end", "font-size": SMALL });
+      addText(canvas, text, left - 7, at + 4, {
+        class: "heights", "text-anchor": "end", "font-size": SMALL,
+      });
     }
     if (quantity === EFFICIENCY) {
       add(canvas, "path", {
@@ -899,11 +932,13 @@ const Pictures = (() => {
     });
     for (const nodes of nodeLabels) {
       const at = x(nodes);
-      add(canvas, "path", { d: `M${round(at)} ${bottom}v4`, stroke: INK, "stroke-width": 0.8 });
-      const text = nodes.toLocaleString("en-US");
+      add(canvas, "path", {
+        class: "tick", d: `M${round(at)} ${bottom}v4`, stroke: INK, "stroke-width": 0.8,
+      });
+      const text = Words.grouped(nodes);
       const half = textWidth(text, SMALL) / 2;
       addText(canvas, text, Math.min(at, canvas.width - half - 1), bottom + 17, {
-        "text-anchor": "middle", "font-size": SMALL,
+        class: "ticks", "text-anchor": "middle", "font-size": SMALL,
       });
     }
     addText(canvas, "nodes", (left + right) / 2, bottom + 33, {
@@ -918,7 +953,7 @@ const Pictures = (() => {
     add(canvas, "path", {
       d: `M${at} ${top - 4}V${bottom}`, stroke: INK, "stroke-width": 0.8, "stroke-dasharray": "1 3",
     });
-    const text = plural(nodes, "node");
+    const text = Words.counted(nodes, "node");
     const half = textWidth(text, TEXT, "bold") / 2;
     addText(canvas, text, within(at, left + half, right - half), top - 8, {
       "text-anchor": "middle", "font-weight": "bold",
@@ -950,13 +985,15 @@ const Pictures = (() => {
     });
   }
 
-  function paintReader({ canvas, quantity, x, y }, { reader, style }) {
+  /** Draw the reader's point, with a ring unless many points crowd there. */
+  function paintReader({ canvas, quantity, x, y }, { reader, style }, isRinged) {
     if (!reader || !(quantity.value(reader) > 0)) return;
     const left = x(reader.nodes);
     const top = y(quantity.value(reader));
     addMarker(canvas, "reader", style, left, top, 4);
+    if (!isRinged) return;
     add(canvas, "circle", {
-      class: "ring", cx: round(left), cy: round(top), r: 8, fill: "none", stroke: INK,
+      class: "ring", cx: round(left), cy: round(top), r: 7.5, fill: "none", stroke: INK,
       "stroke-width": 1.25,
     });
   }
@@ -990,26 +1027,31 @@ const Pictures = (() => {
       all.sort((point, other) => point.nodes - other.nodes);
       const items = all.map((point) => ({
         ...place(point.nodes, quantity.value(point), point === reader ? 6 : 2),
-        lines: pointLines(quantity, strategy, point),
+        lines: () => pointLines(quantity, strategy, point),
       }));
-      addStop(canvas, `${strategy}, ${plural(items.length, "point")}`, items,
+      addStop(canvas, `${strategy}, ${Words.counted(items.length, "point")}`, items,
         Math.max(0, all.indexOf(reader)));
     }
     addStop(canvas, "measured", measured.map((point) => ({
       ...place(point.nodes, quantity.measured(point), 6),
-      lines: [`${point.strategy} on ${plural(point.nodes, "node")}, measured`,
-        quantity.text(quantity.measured(point)), ...(point.note ? [point.note] : [])],
+      lines: () => measuredLines(quantity, point),
     })));
+  }
+
+  function measuredLines(quantity, point) {
+    const heading = `${point.strategy} on ${Words.counted(point.nodes, "node")}, measured`;
+    const note = point.note ? [point.note] : [];
+    return [heading, quantity.text(quantity.measured(point)), ...note];
   }
 
   function pointLines(quantity, strategy, point) {
     const lines = [
-      `${strategy} on ${plural(point.nodes, "node")}`, quantity.text(quantity.value(point)),
+      `${strategy} on ${Words.counted(point.nodes, "node")}`, quantity.text(quantity.value(point)),
     ];
     const low = quantity.low(point);
     const high = quantity.high(point);
     if (low > 0 && high > low) {
-      lines.push(`80 % band: ${quantity.short(low)} to ${quantity.short(high)}`);
+      lines.push(`80 % band: ${quantity.range(low, high)}`);
     }
     return lines;
   }
@@ -1059,8 +1101,8 @@ const Pictures = (() => {
   function curvesText({ quantity }, { nodes }, curves, measured) {
     const readers = curves.filter((curve) => curve.reader).map(
       ({ strategy, reader }) => `${strategy} ${quantity.short(quantity.value(reader))}`);
-    const own = readers.length ? `On ${plural(nodes, "node")}: ${readers.join(", ")}. ` : "";
-    return `${own}${plural(curves.length, "curve")}, ${plural(measured.length, "measured point")}.`;
+    const own = readers.length ? `On ${Words.counted(nodes, "node")}: ${readers.join(", ")}. ` : "";
+    return `${own}${Words.counted(curves.length, "curve")}, ${Words.counted(measured.length, "measured point")}.`;
   }
 
   // -- bytes ------------------------------------------------------------------------------------
@@ -1101,16 +1143,18 @@ const Pictures = (() => {
       bars[index].forEach((bar, place) => {
         const box = { x: left, y: top + place * BAR, width: x(bar.bytes) - left, height: BAR };
         paintBytesBar(canvas, bar, box, color);
-        items.push({ ...box, lines: [row.strategy, bar.about] });
+        items.push({ ...box, lines: () => [row.strategy, bar.about] });
       });
       lines.push(`M${round(left)} ${top - 2}v${height + 4}`);
       y = top + height + 9;
     });
     baselines.setAttribute("d", lines.join(""));
     addStop(canvas, "bytes sent", items);
-    addText(canvas, "One bar: every rank sends as much.", left, y + 10, {
-      "font-size": SMALL, fill: MUTED,
-    });
+    if (bars.some((bar) => bar.length === 1)) {
+      addText(canvas, "One bar: every rank sends as much.", left, y + 10, {
+        "font-size": SMALL, fill: MUTED,
+      });
+    }
     const description = rows.map((row, index) =>
       `${row.strategy}: ${bars[index].map((bar) => bar.about).join(", ")}`).join("; ");
     return { height: y + 18, title: "Bytes sent in a step", description: `${description}.` };
@@ -1123,8 +1167,8 @@ const Pictures = (() => {
     if (isSame) return [{ bytes: root, text: amount, about: `every rank sends ${amount}` }];
     const other = Words.bytes(others);
     return [
-      { bytes: root, text: `${amount} rank 0`, about: `rank 0 sends ${amount}` },
-      { bytes: others, text: `${other} others`, about: `each other rank sends ${other}`, isPale: true },
+      { bytes: root, text: `rank 0: ${amount}`, about: `rank 0 sends ${amount}` },
+      { bytes: others, text: `others: ${other}`, about: `each other rank sends ${other}`, isPale: true },
     ];
   }
 
@@ -1170,17 +1214,17 @@ const Pictures = (() => {
     return fill;
   }
 
-  /** Download a picture as the file `name`, which looks the same outside the page. */
+  /** Download a picture as `name`.svg, which looks the same outside the page. */
   function save(svg, name) {
     const file = new Blob([standalone(svg)], { type: "image/svg+xml" });
     const link = document.createElement("a");
     link.href = URL.createObjectURL(file);
-    link.download = name;
+    link.download = `${name}.svg`;
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
   }
 
-  return { timeline, steps, efficiency, bytes, save, standalone };
+  return { timeline, steps, efficiency, bytes, mark, save, standalone };
 })();
 
 if (typeof module !== "undefined") module.exports = Pictures;
