@@ -501,10 +501,13 @@ const Page = (() => {
     data = JSON.parse(byId("data").textContent);
     state = State.defaults(data);
     byId("lab").hidden = false;
+    for (const mark of document.querySelectorAll(".mark")) {
+      Pictures.mark(mark, data, mark.dataset.strategy);
+    }
     listen();
     writeControls();
     draw();
-    readLink();
+    if (location.hash.length > 1) readLink();
   }
 
   document.addEventListener("DOMContentLoaded", start);
