@@ -97,7 +97,7 @@ const Page = (() => {
   }
 
   function drawPictures() {
-    const measured = measuredPoints();
+    const measured = Measured.points(data, state);
     const scaling = { nodes: state.nodes, focus: state.focus, curves: results.curves, measured };
     Pictures.timeline(byId("timeline"), data, {
       strategy: state.focus, nodes: state.nodes, timeline: results.timeline,
@@ -105,13 +105,6 @@ const Page = (() => {
     Pictures.steps(byId("steps"), data, scaling);
     Pictures.efficiency(byId("efficiency"), data, scaling);
     Pictures.bytes(byId("bytes"), data, { rows: results.rows });
-  }
-
-  /** Return the points of the chosen measured set whose strategies are drawn. */
-  function measuredPoints() {
-    const found = data.measured.find((entry) => entry.id === state.measured);
-    if (found === undefined) return [];
-    return found.points.filter((point) => state.strategies.includes(point.strategy));
   }
 
   function asText() {
@@ -499,6 +492,7 @@ const Page = (() => {
 
   function start() {
     data = JSON.parse(byId("data").textContent);
+    Measured.prepare(data);
     state = State.defaults(data);
     byId("lab").hidden = false;
     for (const mark of document.querySelectorAll(".mark")) {

@@ -112,7 +112,7 @@ def _check(question: Question, where: str) -> None:
 
 def _check_asked(asked: Asked, where: str) -> None:
     other = dict(asked.than)
-    for strategy in (asked.strategy, other.pop("strategy", None)):
+    for strategy in (asked.strategy, other.pop("strategy", asked.strategy)):
         _check_name(strategy, STRATEGIES, f"{where}: strategy")
     for name in other | asked.changes:
         _check_name(name, State.__struct_fields__, f"{where}: than or changes")
