@@ -103,8 +103,8 @@ def _check(question: Question, where: str) -> None:
     for asked in (question.asked, *question.values.values()):
         _check_asked(asked, where)
     for sentence in (question.text, question.explanation):
-        for _, name, _, _ in Formatter().parse(sentence):
-            _check_name(name, ["answer", *question.values], f"{where}: a name in {{}}")
+        for _, field, _, _ in Formatter().parse(sentence):
+            _check_name(field, ["answer", *question.values], f"{where}: a name in {{}}")
     least, most = question.range
     if least >= most:
         raise UserError(f"{where}: range: got {least:g} to {most:g}, give the smaller number first")
