@@ -502,6 +502,8 @@ const Page = (() => {
     writeControls();
     draw();
     if (location.hash.length > 1) readLink();
+    Measured.start(data);
+    Questions.start(data);
   }
 
   document.addEventListener("DOMContentLoaded", start);
