@@ -6,9 +6,10 @@ counts the bytes of the messages that it records with ``sent_bytes``. Nothing he
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from common.utils.grouping import grouped
 
@@ -30,8 +31,7 @@ Among = Literal["all", "node", "leaders"]
 """Which ranks an operation is among: all, those of each node, or the first one of each node."""
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(msgspec.Struct, frozen=True):  # a struct, since predictions make many
     """One collective, or one round of sends and receives, on the slowest path through a step.
 
     Parameters
@@ -59,7 +59,7 @@ class Operation:
     ready_bytes: int | None = None
     needed_bytes: int | None = None
     among: Among = "all"
-    partner: Callable[[int], int | None] | None = field(default=None, compare=False)
+    partner: Callable[[int], int | None] | None = None
 
 
 class GradientSize(int):

@@ -122,17 +122,20 @@ const Engine = (() => {
     };
   };
 
-  const longer = (first, second) => (second[0] + second[1] > first[0] + first[1] ? second : first);
+  const chain = (alphas, passing) => ({ alphas, passing });
 
-  /** Return the seconds of a stage's latencies, and those of its bytes. */
+  const longer = (first, second) =>
+    second.alphas + second.passing > first.alphas + first.passing ? second : first;
+
+  /** Return the seconds of a stage's latencies, and those in which its bytes pass. */
   const stageSeconds = (found, between, inside) => {
     const onLink = found.linkBytes * between.beta;
     const alphas = found.between * between.alpha;
-    if (!found.onRank) return [alphas, onLink];
+    if (!found.onRank) return chain(alphas, onLink);
     const inARow = found.between * between.beta + found.inside * inside.beta;
-    let longest = [alphas + found.inside * inside.alpha, inARow * found.bytes];
-    if (found.between) longest = longer(longest, [between.alpha, onLink]);
-    return longer(longest, [inside.alpha, found.onRank * found.bytes * inside.beta]);
+    let longest = chain(alphas + found.inside * inside.alpha, inARow * found.bytes);
+    if (found.between) longest = longer(longest, chain(between.alpha, onLink));
+    return longer(longest, chain(inside.alpha, found.onRank * found.bytes * inside.beta));
   };
 
   const rateOf = (network, kind) => network.kinds[kind] || network.rate;
@@ -146,9 +149,9 @@ const Engine = (() => {
     let latency = whole.start;
     let passing = 0;
     for (const found of line.stages) {
-      const [alphas, seconds] = stageSeconds(found, between, inside);
-      latency += alphas;
-      passing += seconds;
+      const seconds = stageSeconds(found, between, inside);
+      latency += seconds.alphas;
+      passing += seconds.passing;
     }
     return {
       latency: count * Math.max(latency, whole.floor - passing),
@@ -166,7 +169,7 @@ const Engine = (() => {
   const delayShare = (data, line, seconds, network) => {
     if (!network.software) return network.overlap;
     // What a link takes longer than the software does, a message waits without working.
-    const busy = lineSeconds(lineOf(data, line.operation, line.ranks, 1), network.software);
+    const busy = lineSeconds(line.inSoftware, network.software);
     return (network.overlap * busy) / Math.max(seconds, data.constants.near_zero);
   };
 
@@ -188,14 +191,20 @@ const Engine = (() => {
   const normalAt = (data, row, draw) =>
     draw === null ? 0 : data.draws.values[data.draws.orders[row][draw]];
 
-  /** Return priors.ClusterValues of a backend and transport, typical ones or those of one draw. */
-  const clusterValues = (data, state, draw) => {
+  /** Return the priors of a state's backend and transport, each with its row of draws. */
+  const priorsOf = (data, state) => {
     const sections = ["any", state.backend, `${state.backend}-${state.transport}`];
+    return data.priors
+      .map((prior, row) => ({ prior, row, path: prior.name.split(".") }))
+      .filter(({ path }) => sections.includes(path[0]));
+  };
+
+  /** Return priors.ClusterValues: typical ones, or those of one draw. */
+  const clusterValues = (data, known, draw) => {
     const found = { call_us: 0 };
-    data.priors.forEach((prior, row) => {
-      const [section, name] = prior.name.split(".");
-      if (sections.includes(section)) found[name] = priorAt(data, prior, normalAt(data, row, draw));
-    });
+    for (const { prior, row, path } of known) {
+      found[path[1]] = priorAt(data, prior, normalAt(data, row, draw));
+    }
     const rootCall = found.root_call_us === undefined ? found.call_us : found.root_call_us;
     return {
       fixedShare: Math.min(1, found.fixed_share),
@@ -220,8 +229,8 @@ const Engine = (() => {
   };
 
   /** Return the costs of a typical cluster: its network, one twice as fast, and its values. */
-  const typicalCosts = (data, state, draw) => {
-    const values = clusterValues(data, state, draw);
+  const typicalCosts = (data, state, known, draw) => {
+    const values = clusterValues(data, known, draw);
     const rateBits = 1e9 * state.rate_gbit;
     const insideBits = state.inside_gbit === null ? values.insideBits : 1e9 * state.inside_gbit;
     const alpha = latencySeconds(data, state, rateBits) + values.messageSeconds;
@@ -294,7 +303,7 @@ const Engine = (() => {
   };
 
   /** Return the costs of links that the calibrated software uses. */
-  const calibratedCosts = (data, state, draw) => {
+  const calibratedCosts = (data, state, known, draw) => {
     const measured = calibratedNetwork(data, draw);
     const rateBits = 1e9 * state.rate_gbit;
     const latency = latencySeconds(data, state, rateBits);
@@ -442,9 +451,10 @@ const Engine = (() => {
     const gradients = gradientsOf(model, data.constants.gradient_bytes[state.gradient_type]);
     const ownNodes = state.step_ms !== null;
     const costsAt = state.costs === "calibrated" ? calibratedCosts : typicalCosts;
+    const known = priorsOf(data, state);
     let draws = null;
     const drawn = () => {
-      draws = draws || data.draws.values.map((_, draw) => costsAt(data, state, draw));
+      draws = draws || data.draws.values.map((_, draw) => costsAt(data, state, known, draw));
       return draws;
     };
     return {
@@ -455,7 +465,7 @@ const Engine = (() => {
       ownNodes,
       profiles: ownNodes ? ownProfiles(data, state) : data.calibration.profiles,
       leastSamples: Math.min(model.least_samples, ownNodes ? state.batch : model.least_samples),
-      costs: costsAt(data, state, null),
+      costs: costsAt(data, state, known, null),
       drawn,
       schedules: new Map(),
       steps: new Map(),
@@ -474,25 +484,24 @@ const Engine = (() => {
     return Math.max(setting.leastSamples, samples);
   };
 
-  /** Return the seconds that a rank computes: one alone, and the slowest of all nodes. */
-  const computesAt = (setting, costs, nodes) => {
+  /** Return what a rank computes in a step, by the profiles alone, and its samples. */
+  const profiledAt = (setting, nodes) => {
     const { state, ownNodes, profiles } = setting;
     const ranks = nodes * state.ranks_per_node;
     const samples = localSamples(setting, ranks);
     const ranksHere = ownNodes ? 1 : Math.min(ranks, state.ranks_per_node);
-    const compute = computeAt(profiles, samples, ranksHere);
-    const { values } = costs;
-    if (!values) return { alone: compute, slowest: compute };
-    let factor = 1;
-    if (ownNodes) {
-      const loss = state.ranks_per_node > 1 ? 1 + values.nodeLoss : 1;
-      const batches = samples / state.batch;
-      const batchShare = values.fixedShare + (1 - values.fixedShare) * batches;
-      const own = 1e-3 * state.step_ms * loss * batchShare;
-      factor = own / wholeStep(computeAt(profiles, samples, 1));
-    }
-    const alone = times(compute, factor);
-    return { alone, slowest: times(alone, 1 + values.straggler * Math.sqrt(2 * Math.log(nodes))) };
+    const alone = wholeStep(computeAt(profiles, samples, 1));
+    return { samples, alone, compute: computeAt(profiles, samples, ranksHere) };
+  };
+
+  /** Return the reader's own step, at a rank's samples, over the one of the profiles. */
+  const ownStepFactor = (setting, values, profiled) => {
+    const { state } = setting;
+    if (!setting.ownNodes) return 1;
+    const loss = state.ranks_per_node > 1 ? 1 + values.nodeLoss : 1;
+    const batches = profiled.samples / state.batch;
+    const batchShare = values.fixedShare + (1 - values.fixedShare) * batches;
+    return (1e-3 * state.step_ms * loss * batchShare) / profiled.alone;
   };
 
   // A strategy's messages beside computing ----------------------------------------------------------
@@ -515,158 +524,183 @@ const Engine = (() => {
       operations = Plans.operations(plan, gradients, ranks, state.ranks_per_node, state.bucket_mb);
     }
     const lines = new Map(); // many gradients have the same size
-    const schedule = { plan, ranks, lines: [], backward: [], after: [], forward: [] };
-    schedule.updateShare = plan.shards_update ? 1 / ranks : 1;
-    schedule.sendsNothing = name === "none";
-    operations.forEach((operation, place) => {
-      const line = lineFor(setting, lines, operation, ranks, place);
-      line.times += 1;
+    const backward = [];
+    const after = [];
+    const forward = [];
+    for (const operation of operations) {
+      const line = lineFor(setting, lines, operation, ranks);
       if (operation.needed !== null) {
-        schedule.forward.push({ line, share: neededShare(readiness, operation.needed) });
+        forward.push({ line, share: neededShare(readiness, operation.needed) });
       } else if (operation.ready !== null) {
-        schedule.backward.push({ line, share: readyShare(readiness, operation.ready) });
+        backward.push({ line, share: readyShare(readiness, operation.ready) });
       } else {
-        schedule.after.push({ line });
+        after.push(line);
         line.timesAfter += 1;
       }
-    });
-    schedule.lines = [...lines.values()];
-    return schedule;
+    }
+    return {
+      plan,
+      nodes,
+      ranks,
+      profiled: profiledAt(setting, nodes),
+      lines: [...lines.values()],
+      backward,
+      after,
+      forward,
+      updateShare: plan.shards_update ? 1 / ranks : 1,
+      sendsNothing: name === "none",
+    };
   };
 
   /** Return the line of an operation, the same for all equal ones; partners are not compared. */
-  const lineFor = (setting, lines, operation, ranks, place) => {
+  const lineFor = (setting, lines, operation, ranks) => {
     const { kind, nbytes, count, summed, copied, among, partner } = operation;
-    const key = [kind, nbytes, count, summed, copied, among, partner ? place : ""].join(" ");
+    const ahead = partner ? lines.size : "";
+    const key = [kind, nbytes, count, summed, copied, among, ahead].join(" ");
     return remembered(lines, key, () => ({
       ...lineOf(setting.data, operation, ranks, setting.state.ranks_per_node),
-      ranks,
-      times: 0,
-      timesAfter: 0,
+      inSoftware: lineOf(setting.data, operation, ranks, 1),
+      place: lines.size,
+      timesAfter: 0, // how often it runs after backward
     }));
   };
 
   /** Return when each message ends if all start at once and two at a time share the link. */
   const endsInPairs = (seconds) => {
-    const ends = new Array(seconds.length).fill(0);
+    const ends = seconds.map(() => 0);
     let now = 0;
     let left = 0; // seconds of the message under way, if alone on the link
     let underWay = 0;
-    seconds.forEach((alone, index) => {
+    for (let index = 0; index < seconds.length; index += 1) {
+      const alone = seconds[index];
       if (alone < left) {
         now += 2 * alone;
         ends[index] = now;
         left -= alone;
-        return;
+        continue;
       }
       now += 2 * left;
       ends[underWay] = now;
       left = alone - left;
       underWay = index;
-    });
-    ends[underWay] = now + left;
-    let latest = 0; // a short message waits for the longer one before it
-    return ends.map((end) => (latest = Math.max(latest, end)));
-  };
-
-  /** Return the seconds of a schedule's messages on a network. */
-  const onNetwork = (data, schedule, network) => {
-    let after = 0;
-    for (const line of schedule.lines) {
-      line.seconds = lineSeconds(line, network);
-      after += line.timesAfter * line.seconds;
     }
-    const priced = ({ line, share }, seconds) => ({
-      line,
-      share,
-      seconds,
-      delay: delayShare(data, line, line.seconds, network),
-    });
-    const backward = schedule.backward.map((message) => priced(message, message.line.seconds));
-    if (!schedule.forward.length) return { after, backward, forward: [] };
-    const ends = endsInPairs(schedule.forward.map((message) => message.line.seconds));
-    const forward = schedule.forward.map((message, index) =>
-      priced(message, ends[index] - (index ? ends[index - 1] : 0)),
-    );
-    return { after, backward, forward };
+    ends[underWay] = now + left;
+    for (let index = 1; index < ends.length; index += 1) {
+      ends[index] = Math.max(ends[index - 1], ends[index]); // it waits for the one before it
+    }
+    return ends;
   };
 
   /**
-   * Let messages go one after the other beside a pass: see event_model.exposed_seconds.
-   *
-   * `messages` : readyAt (seconds of the pass until it may begin), seconds, delay. Calls `begins`
-   * with the index and the time at which each one begins.
+   * Return the seconds of a schedule's messages on a network, and their delay shares: beside
+   * backward in their order, and beside forward in the mirror, the last one first. There a message
+   * takes the seconds from the end of the one before it to its own.
    */
-  const besidePass = (data, messages, passSeconds, begins = null) => {
+  const onNetwork = (data, schedule, network) => {
+    const { lines, backward, forward } = schedule;
+    const seconds = lines.map((line) => lineSeconds(line, network));
+    let after = 0;
+    for (const line of lines) after += line.timesAfter * seconds[line.place];
+    const delayOf = ({ line }) => delayShare(data, line, seconds[line.place], network);
+    const secondsOf = ({ line }) => seconds[line.place];
+    const priced = { backward: backward.map(secondsOf), backwardDelays: backward.map(delayOf) };
+    priced.backward.push(after); // all that begin after backward are one message
+    priced.backwardDelays.push(0);
+    const ends = endsInPairs(forward.map(secondsOf));
+    priced.forward = ends.map((end, index) => (index ? end - ends[index - 1] : end)).reverse();
+    priced.forwardDelays = forward.map(delayOf).reverse();
+    return priced;
+  };
+
+  /**
+   * Let messages go one after the other beside a pass, and return how it slows down, and what is
+   * left after it: see event_model.exposed_seconds.
+   *
+   * readies : seconds of the pass until each message may begin. trace : filled with what is computed
+   * when each one begins and ends, if given.
+   */
+  const besidePass = (data, readies, seconds, delays, passSeconds, trace = null) => {
+    const nearZero = data.constants.near_zero;
     let now = 0;
     let computed = 0;
     let slowed = 0;
-    messages.forEach(({ readyAt, seconds, delay }, index) => {
-      const wait = Math.max(0, readyAt - computed);
+    for (let index = 0; index < readies.length; index += 1) {
+      const wait = Math.max(0, readies[index] - computed);
       computed += wait;
       now += wait;
-      if (begins) begins(index, now);
-      const speed = Math.max(1 - delay, data.constants.near_zero);
-      const beside = Math.min(seconds, (passSeconds - computed) / speed);
-      slowed += delay * beside;
+      if (trace) trace.push({ now, computed });
+      const speed = Math.max(1 - delays[index], nearZero);
+      const beside = Math.min(seconds[index], (passSeconds - computed) / speed);
+      slowed += delays[index] * beside;
       computed += speed * beside;
-      now += seconds;
-    });
+      now += seconds[index];
+      if (trace) trace.push({ now, computed });
+    }
     return { slowed, exposed: Math.max(0, now - (passSeconds + slowed)) };
   };
 
-  const backwardMessages = (priced, backwardSeconds) => [
-    ...priced.backward.map((message) => ({ ...message, readyAt: message.share * backwardSeconds })),
-    { readyAt: backwardSeconds, seconds: priced.after, delay: 0 },
-  ];
+  /** Let the messages of gradients go beside backward. */
+  const besideBackward = (data, schedule, priced, passSeconds, trace = null) => {
+    const readies = schedule.backward.map(({ share }) => share * passSeconds);
+    readies.push(passSeconds);
+    const { backward, backwardDelays } = priced;
+    return besidePass(data, readies, backward, backwardDelays, passSeconds, trace);
+  };
 
-  /** Return the messages that forward waits for, in the mirror: from the end of forward. */
-  const forwardMessages = (priced, beforeSeconds) =>
-    priced.forward
-      .map((message) => ({
-        ...message,
-        readyAt: beforeSeconds - message.share * beforeSeconds,
-      }))
-      .reverse();
+  /** Let forward wait for messages: the same in the mirror, from the end of forward. */
+  const besideForward = (data, schedule, priced, passSeconds) => {
+    const readies = schedule.forward.map(({ share }) => passSeconds - share * passSeconds);
+    return besidePass(data, readies.reverse(), priced.forward, priced.forwardDelays, passSeconds);
+  };
 
   /** Return the seconds of computing, by how much messages slow it, and those nothing hides. */
   const stepParts = (data, schedule, priced, compute) => {
     const { period } = schedule.plan;
-    const backward = backwardMessages(priced, compute.backward);
-    const inBackward = besidePass(data, backward, compute.backward);
-    let inForward = { slowed: 0, exposed: 0 };
-    if (priced.forward.length) {
-      const forward = forwardMessages(priced, compute.before);
-      inForward = besidePass(data, forward, compute.before);
-    }
+    const backward = besideBackward(data, schedule, priced, compute.backward);
+    const forward = besideForward(data, schedule, priced, compute.before);
     return {
       computed: compute.before + compute.backward + schedule.updateShare * compute.update,
-      slowed: (inForward.slowed + inBackward.slowed) / period,
-      exposed: (inForward.exposed + inBackward.exposed) / period,
+      slowed: (forward.slowed + backward.slowed) / period,
+      exposed: (forward.exposed + backward.exposed) / period,
     };
   };
-
-  const computeFor = (schedule, computes) =>
-    schedule.sendsNothing ? computes.alone : computes.slowest;
 
   const stepSeconds = (data, schedule, priced, compute) => {
     const parts = stepParts(data, schedule, priced, compute);
     return parts.computed + parts.slowed + parts.exposed;
   };
 
-  /** Return the seconds of a step on a number of nodes, at these costs. */
-  const secondsAt = (setting, name, costs, nodes) => {
-    const schedule = scheduleOf(setting, name, nodes);
+  /** Return what the slowest rank computes in a step, by the costs of a cluster. */
+  const slowestAt = (setting, schedule, costs) => {
+    const { nodes, profiled } = schedule;
+    if (!costs.values) return profiled.compute;
+    const straggling = 1 + costs.values.straggler * Math.sqrt(2 * Math.log(nodes));
+    return times(profiled.compute, ownStepFactor(setting, costs.values, profiled) * straggling);
+  };
+
+  /** Return the same; a rank whose strategy sends nothing waits for no slower one. */
+  const computeAmong = (setting, schedule, costs) => {
+    if (!schedule.sendsNothing || !costs.values) return slowestAt(setting, schedule, costs);
+    const { profiled } = schedule;
+    return times(profiled.compute, ownStepFactor(setting, costs.values, profiled));
+  };
+
+  /** Return the seconds of a step at these costs. */
+  const secondsAt = (setting, schedule, costs) => {
     const priced = onNetwork(setting.data, schedule, costs.network);
-    const compute = computeFor(schedule, computesAt(setting, costs, nodes));
+    const compute = computeAmong(setting, schedule, costs);
     return stepSeconds(setting.data, schedule, priced, compute);
   };
 
+  const typicalSeconds = (setting, name, nodes) =>
+    secondsAt(setting, scheduleOf(setting, name, nodes), setting.costs);
+
   /** Return the seconds of a step in each draw, without what no formula explains. */
   const drawnSeconds = (setting, name, nodes) =>
-    remembered(setting.steps, `${name} ${nodes}`, () =>
-      setting.drawn().map((costs) => secondsAt(setting, name, costs, nodes)),
-    );
+    remembered(setting.steps, `${name} ${nodes}`, () => {
+      const schedule = scheduleOf(setting, name, nodes);
+      return setting.drawn().map((costs) => secondsAt(setting, schedule, costs));
+    });
 
   // What a reader sees ------------------------------------------------------------------------------
 
@@ -684,21 +718,19 @@ const Engine = (() => {
   const doubledNodes = (data, nodes) => Math.min(2 * nodes, data.constants.largest_nodes);
 
   /** Return how many times as many samples a second each change brings, at these costs. */
-  const gainsAt = (setting, name, costs, nodes, steps) => {
+  const gainsAt = (setting, schedule, costs, steps) => {
     const { data, state } = setting;
-    const schedule = scheduleOf(setting, name, nodes);
-    const computes = computesAt(setting, costs, nodes);
-    const compute = computeFor(schedule, computes);
+    const compute = computeAmong(setting, schedule, costs);
     const faster = onNetwork(data, schedule, costs.faster);
     const onFaster = stepSeconds(data, schedule, faster, compute);
     const priced = onNetwork(data, schedule, costs.network);
     const computedTwice = stepSeconds(data, schedule, priced, times(compute, 0.5));
-    const more = state.scaling === "weak" ? doubledNodes(data, nodes) / nodes : 1;
+    const more = state.scaling === "weak" ? doubledNodes(data, schedule.nodes) / schedule.nodes : 1;
     return {
       network: steps.here / onFaster,
       compute: steps.here / computedTwice,
       nodes: (more * steps.here) / steps.doubled,
-      "no messages": steps.here / wholeStep(computes.slowest),
+      "no messages": steps.here / wholeStep(slowestAt(setting, schedule, costs)),
     };
   };
 
@@ -756,18 +788,18 @@ const Engine = (() => {
     const { nodes } = state;
     const doubled = doubledNodes(data, nodes);
     const schedule = scheduleOf(setting, name, nodes);
-    const compute = computeFor(schedule, computesAt(setting, setting.costs, nodes));
     const priced = onNetwork(data, schedule, setting.costs.network);
+    const compute = computeAmong(setting, schedule, setting.costs);
     const parts = stepParts(data, schedule, priced, compute);
     const here = parts.computed + parts.slowed + parts.exposed;
     const more = state.scaling === "weak" ? nodes : 1;
-    const typical = { here, doubled: secondsAt(setting, name, setting.costs, doubled) };
+    const speedup = (more * typicalSeconds(setting, name, 1)) / here;
+    const typical = { here, doubled: typicalSeconds(setting, name, doubled) };
     const drawnHere = drawnSeconds(setting, name, nodes);
     const drawnDoubled = drawnSeconds(setting, name, doubled);
     const gains = setting.drawn().map((costs, draw) =>
-      gainsAt(setting, name, costs, nodes, { here: drawnHere[draw], doubled: drawnDoubled[draw] }),
+      gainsAt(setting, schedule, costs, { here: drawnHere[draw], doubled: drawnDoubled[draw] }),
     );
-    const speedup = (more * secondsAt(setting, name, setting.costs, 1)) / here;
     const bytes = bytesSent(setting, schedule);
     const [low, high] = stepRange(setting, name, nodes, here);
     const gainRanges = {};
@@ -786,7 +818,7 @@ const Engine = (() => {
       bytes_sent_others: bytes.others,
       speedup,
       efficiency: speedup / nodes,
-      gains: gainsAt(setting, name, setting.costs, nodes, typical),
+      gains: gainsAt(setting, schedule, setting.costs, typical),
       low_seconds: low,
       high_seconds: high,
       speedup_range: speedupRange(setting, name, nodes),
@@ -826,9 +858,9 @@ const Engine = (() => {
    */
   const curve = (data, state, name, nodesList, { band }) => {
     const setting = settingOf(data, state);
-    const alone = secondsAt(setting, name, setting.costs, 1);
+    const alone = typicalSeconds(setting, name, 1);
     return nodesList.map((nodes) => {
-      const seconds = secondsAt(setting, name, setting.costs, nodes);
+      const seconds = typicalSeconds(setting, name, nodes);
       const speedup = ((state.scaling === "weak" ? nodes : 1) * alone) / seconds;
       const point = { nodes, step_seconds: seconds, speedup, efficiency: speedup / nodes };
       if (!band) return point;
@@ -844,7 +876,131 @@ const Engine = (() => {
     });
   };
 
-  return { row, curve };
+  /** Return the moment at which so much of a pass is computed. */
+  const momentOf = (trace, computed) => {
+    let before = { now: 0, computed: 0 };
+    for (const point of trace) {
+      if (point.computed >= computed) {
+        const share = (computed - before.computed) / (point.computed - before.computed || 1);
+        return before.now + share * (point.now - before.now);
+      }
+      before = point;
+    }
+    return before.now + computed - before.computed;
+  };
+
+  const messageOf = (line, times, begin, end, ready) => ({
+    kind: line.operation.kind,
+    nbytes: line.operation.nbytes,
+    count: line.operation.count * times,
+    begin,
+    end,
+    ready,
+    where: line.stages.some((found) => found.onLink) ? "between nodes" : "inside a node",
+  });
+
+  /** Return the messages of the forward pass: all start with the step, in order. */
+  const forwardTimeline = (schedule, priced) => {
+    let begin = 0;
+    return schedule.forward.map(({ line }, index) => {
+      const end = begin + priced.forward[priced.forward.length - 1 - index];
+      const message = messageOf(line, 1, begin, end, 0);
+      begin = end;
+      return message;
+    });
+  };
+
+  /** Return the messages beside backward, which begins at `offset`. */
+  const backwardTimeline = (schedule, passSeconds, trace, offset) =>
+    schedule.backward.map(({ line, share }, index) => {
+      const [begin, end] = [trace[2 * index].now, trace[2 * index + 1].now];
+      const ready = momentOf(trace, share * passSeconds);
+      return messageOf(line, 1, offset + begin, offset + end, offset + ready);
+    });
+
+  /** Return the messages after backward, from `begin` on; equal ones in a row are one entry. */
+  const laterTimeline = (schedule, network, begin, ready) => {
+    const found = [];
+    let now = begin;
+    for (let first = 0; first < schedule.after.length; ) {
+      const line = schedule.after[first];
+      let next = first + 1;
+      while (schedule.after[next] === line) next += 1;
+      const end = now + (next - first) * lineSeconds(line, network);
+      found.push(messageOf(line, next - first, now, end, ready));
+      now = end;
+      first = next;
+    }
+    return found;
+  };
+
+  /** Return the parts of a message that lie in these spans. */
+  const within = (message, spans) =>
+    spans
+      .map(([begin, end]) => [Math.max(begin, message.begin), Math.min(end, message.end)])
+      .filter(([begin, end]) => begin < end);
+
+  /**
+   * Return one typical step of a strategy, in seconds from its start: the passes, the messages and
+   * what of them nothing hides.
+   *
+   * Weights that the next forward needs are sent when a step starts. Of a strategy that sends only
+   * in some steps it is a step that does, which `about` says; `mean_seconds` is that of all steps.
+   */
+  const timeline = (data, state, name) => {
+    const setting = settingOf(data, state);
+    const schedule = scheduleOf(setting, name, state.nodes);
+    const { network } = setting.costs;
+    const { period } = schedule.plan;
+    const priced = onNetwork(data, schedule, network);
+    const compute = computeAmong(setting, schedule, setting.costs);
+    const trace = [];
+    const inForward = besideForward(data, schedule, priced, compute.before);
+    const inBackward = besideBackward(data, schedule, priced, compute.backward, trace);
+    const forwardEnd = compute.before + inForward.slowed + inForward.exposed;
+    const backwardEnd = forwardEnd + compute.backward + inBackward.slowed;
+    const sent = backwardEnd + inBackward.exposed;
+    const total = sent + schedule.updateShare * compute.update;
+    const exposed = [
+      [0, inForward.exposed],
+      [backwardEnd, sent],
+    ].filter(([begin, end]) => begin < end);
+    const later = trace[trace.length - 2].now; // when the messages after backward begin
+    const messages = [
+      ...forwardTimeline(schedule, priced),
+      ...backwardTimeline(schedule, compute.backward, trace, forwardEnd),
+      ...laterTimeline(schedule, network, forwardEnd + later, backwardEnd),
+    ];
+    return {
+      total_seconds: total,
+      mean_seconds: stepSeconds(data, schedule, priced, compute),
+      about: period > 1 ? `a step that sends; one of ${period} steps does` : "",
+      passes: [
+        { name: "forward", begin: inForward.exposed, end: forwardEnd },
+        { name: "backward", begin: forwardEnd, end: backwardEnd },
+        { name: "update", begin: sent, end: total },
+      ],
+      messages: messages.map((message) => ({ ...message, exposed: within(message, exposed) })),
+      exposed,
+    };
+  };
+
+  /** Return the seconds of all messages of a period, hidden or not, by what they are spent on. */
+  const terms = (data, state, name) => {
+    const setting = settingOf(data, state);
+    const { backward, after, forward } = scheduleOf(setting, name, state.nodes);
+    const sums = { latency: 0, bandwidth: 0, "root's link": 0, summation: 0 };
+    const beside = [...backward, ...forward].map(({ line }) => line);
+    for (const line of [...beside, ...after]) {
+      const seconds = lineTerms(line, setting.costs.network);
+      sums.latency += seconds.latency;
+      sums[line.byRoot ? "root's link" : "bandwidth"] += seconds.passing;
+      sums.summation += seconds.summation;
+    }
+    return sums;
+  };
+
+  return { row, curve, timeline, terms };
 })();
 
 if (typeof module !== "undefined") module.exports = Engine;

@@ -23,12 +23,11 @@ from lab.predict.calibration_file import Calibration, calibration_path, find_cal
 from lab.predict.cli import GRADIENT_BYTES
 from lab.predict.cluster import TypicalCluster, typical_latency
 from lab.predict.own_model import with_gradient_bytes, with_own_model
-from lab.predict.printing import times_text
 from lab.predict.readable import duration_text, range_text
 from lab.predict.scenario import Scenario
-from lab.predict.tables import message_plans, predict_table
+from lab.predict.tables import PredictedStep, message_plans, predict_table
 from lab.whatif.data import State, page_data
-from lab.whatif.measured import published_sets, sets_of, shipped_sets
+from lab.whatif.measured import files_of, published_sets, shipped_files
 from lab.whatif.questions import load_questions
 
 _HERE = Path(__file__).parent
@@ -47,13 +46,13 @@ def write_page(path: Path, *, calibration_file: Path | None, runs: Sequence[Path
     Raises UserError if a file cannot be read or written.
     """
     calibration, is_reference = find_calibration(calibration_file)
-    measured = [*sets_of(runs), *shipped_sets(), *published_sets()]
     data = page_data(
         calibration,
         is_reference=is_reference,
-        measured=[asdict(found) for found in measured],
+        measured=[asdict(found) for found in published_sets()],
         questions=load_questions(),
     )
+    data["files"] = [asdict(found) for found in [*files_of(runs), *shipped_files()]]
     default = _REFERENCE if is_reference else calibration_path()
     data["calibration"]["path"] = str(calibration_file or default)
     content = render(data, calibration).encode()
@@ -80,9 +79,15 @@ def render(data: Mapping[str, Any], calibration: Calibration) -> str:
         scripts=[Markup(script) for script in scripts],
         json=Markup(_json(data)),
         models=[(model["name"], model["name"]) for model in data["models"]] + [("own", "your own")],
-        strategies=[(entry["name"], entry["label"]) for entry in data["strategies"]],
+        strategies=[(entry["name"], _full_name(entry)) for entry in data["strategies"]],
         preset_rows=list(preset_rows(data["presets"], calibration)),
     )
+
+
+def _full_name(strategy: Mapping[str, Any]) -> str:
+    """Return a strategy's name as a flag takes it, and its label if that says more."""
+    name, label = strategy["name"], strategy["label"]
+    return name if label in (name, name.replace("_", " ")) else f"{name}: {label}"
 
 
 def _file(name: str) -> str:
@@ -119,16 +124,22 @@ def preset_rows(
     """Yield a row for each preset and strategy: its step, its 80 % range and its speed-up."""
     for preset in presets:
         state = msgspec.convert(preset["state"], State)
-        plans = message_plans(state.strategies, {"bucket_mb": state.bucket_mb})
-        for step in predict_table([state.nodes], plans, scenario_of(state, calibration)):
+        for step in steps_of(state, calibration):
             yield {
                 "preset": preset["title"],
                 "strategy": step.sync,
                 "nodes": f"{step.nodes:,}",
                 "step": duration_text(step.prediction.step_seconds),
                 "range": range_text(step.low_seconds, step.high_seconds),
-                "speedup": times_text(step.speedup),
+                "speedup": f"{step.speedup:.2f}",
             }
+
+
+def steps_of(state: State, calibration: Calibration) -> list[PredictedStep]:
+    """Return a row of ``lab predict`` for each of the state's strategies."""
+    options = {"bucket_mb": state.bucket_mb, "ranks_per_node": state.ranks_per_node}
+    plans = message_plans(state.strategies, options)
+    return predict_table([state.nodes], plans, scenario_of(state, calibration))
 
 
 def scenario_of(state: State, calibration: Calibration) -> Scenario:

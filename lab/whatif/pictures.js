@@ -777,6 +777,13 @@ const Pictures = (() => {
     return (shapes[marker] || circle)();
   }
 
+  /** Fill an element of 16 by 16 pixels with the line and the marker of a strategy. */
+  function mark(svg, data, strategy) {
+    const { color, marker } = styleOf(data, strategy);
+    const line = element("path", { d: "M0 8H16", stroke: color, "stroke-width": 1.5 });
+    svg.replaceChildren(line, element("path", { d: markerPath(marker, 8, 8, 5), fill: color }));
+  }
+
   function addMarker(canvas, kind, { color, marker }, x, y, radius, attributes = {}) {
     return add(canvas, "path", {
       class: kind, d: markerPath(marker, round(x), round(y), radius), fill: color, stroke: color,

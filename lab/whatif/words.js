@@ -62,7 +62,7 @@ const Words = (() => {
 
   /** Return a range of times in one unit: "182 to 240 ms". */
   function range(low, high, between = " to ") {
-    if (high <= 0) return "0 s";
+    if (high <= 0) return `0${between}0 s`;
     const { digits, name, size } = scaled(high, DURATIONS);
     return `${three(low / size)}${between}${digits} ${name}`;
   }

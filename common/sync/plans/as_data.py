@@ -7,7 +7,7 @@ from common.errors import UserError
 from common.sync.plans.base import MessagePlan
 from common.sync.plans.rings import RoundsPlan
 
-_FOLLOW_FROM_LINES = ("operations", "sends", "members", "bytes_sent", "update_share")
+_FOLLOW_FROM_LINES = ("operations", "sends", "members", "layout", "bytes_sent", "update_share")
 
 
 def plan_data(plan: MessagePlan) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from common.sync.memory_cost import Memory, MemoryCase, replicated
 from common.sync.message_cost import Among, Operation, Sends, sends_of
 from common.sync.node_layout import NodeLayout
 from common.sync.plans.lines import Messages, for_each, operations_of
+from common.sync.plans.pieces import SentStep
 from common.utils.limits import kind_and_meta, what_to_give
 
 AUTO = "auto"  # in place of an option's value: lab chooses it (lab/predict/bucket_choice.py)
@@ -102,11 +103,14 @@ class MessagePlan:
                 f"{type(self).__name__} lacks operations(), so its time cannot be predicted: write "
                 "it, or state its messages (CONTRIBUTING.md says how), or compare with --no-predict"
             )
-        return operations_of(self.messages, sizes, ranks, vars(self))
+        return operations_of(self.messages, SentStep(sizes, ranks, vars(self)))
 
     def layout(self, ranks: int) -> NodeLayout:
-        """Return which ranks the operations "among" those of a node, or the leaders, mean."""
-        return NodeLayout.even(ranks)
+        """Return which ranks the operations "among" those of a node, or the leaders, mean.
+
+        The option ``ranks_per_node``, if the plan has it, says how many share a node.
+        """
+        return NodeLayout.even(ranks, vars(self).get("ranks_per_node") or 1)
 
     def memory(self, case: MemoryCase) -> Memory:
         """Return the bytes of tensors that a rank holds between two steps, by kind."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.sync.plans.base import ReplicatedPlan, option
-from common.sync.plans.lines import GRADIENTS, HALF, SIZE, PlanLine, for_each
+from common.sync.plans.lines import ENTRIES, GRADIENTS, SIZE, PlanLine, for_each
 from common.utils.limits import AboveZero
 
 
@@ -75,7 +75,7 @@ class DDPFp16Plan(DDPPlan):
             ),
             PlanLine(
                 "all_reduce",
-                HALF,
+                2 * ENTRIES,
                 copied=3 * SIZE,
                 when="in backward",
                 only_if=("other entries",),

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from common.sync.node_layout import NodeLayout
 from common.sync.plans.base import ReplicatedPlan, option
 from common.sync.plans.lines import SIZE, PlanLine, for_each
 from common.utils.limits import Positive
@@ -44,7 +43,3 @@ class HierarchicalPlan(ReplicatedPlan):
         ),
         PlanLine("broadcast", SIZE, among="node", only_if=("several ranks on a node",)),
     )
-
-    def layout(self, ranks: int) -> NodeLayout:
-        """See the base class."""
-        return NodeLayout.even(ranks, self.ranks_per_node or 1)

@@ -10,13 +10,13 @@
 page. pieces.py has the pieces, the numbers and the conditions. Imports no torch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import chain
+from typing import Literal
 
-from common.sync.message_cost import Among, Operation, Sends, with_shape
+from common.sync.message_cost import Among, GradientSize, Operation, Sends
 from common.sync.plans.patterns import PATTERNS, rounds_of
-from common.sync.plans.pieces import CONDITIONS, VALUES, Each, Piece, SentStep, pieces_of
+from common.sync.plans.pieces import CONDITIONS, Each, Piece, SentStep
 
 When = Literal["after backward", "in backward", "in forward"]
 """When an operation runs: after backward; as soon as backward has completed its piece; during the
@@ -41,31 +41,30 @@ class Amount:
         """Return a multiple."""
         return Amount(factor * self.factor, self.of)
 
-    def value(self, piece: Piece, step: SentStep) -> int:
-        """Return the number of a piece."""
-        value = self.factor
+    def of_each(self, each: Each, step: SentStep) -> list[int]:
+        """Return the number of each piece."""
+        found = [self.factor] * len(step.pieces(each))
         for name in self.of:
-            value *= VALUES[name](piece, step)
-        return value
+            numbers = step.numbers(each, name)
+            found = [number * other for number, other in zip(found, numbers, strict=True)]
+        return found
 
 
 NOTHING = Amount(0)
 ONCE = Amount(1)
 
-# Bytes of a piece: all of it, in 2-byte entries, and one of N equal parts, which padding rounds up.
+# Bytes of a piece.
 SIZE = Amount(of=("size",))
-HALF = Amount(of=("half",))
-PART = Amount(of=("part",))
-ROWS = Amount(of=("rows",))  # as PART, but each gradient by itself is padded to whole rows
-
-# Bytes of what top-k and PowerSGD send.
-KEPT_VALUES = Amount(of=("kept values",))
-KEPT_INDICES = Amount(of=("kept indices",))
-UNCOMPRESSED = Amount(of=("uncompressed",))
-P = Amount(of=("P",))
+PART = Amount(of=("part",))  # one of N equal parts, which padding rounds up
+ROWS = Amount(of=("rows",))  # as PART, but of each gradient by itself, in whole rows
+UNCOMPRESSED = Amount(of=("uncompressed",))  # what PowerSGD does not compress
+P = Amount(of=("P",))  # of the thin matrices of all others
 Q = Amount(of=("Q",))
+ITEMSIZE = Amount(of=("itemsize",))  # of an entry
 
 # Numbers.
+ENTRIES = Amount(of=("entries",))
+KEPT_ENTRIES = Amount(of=("kept entries",))  # of top-k
 GRADIENTS = Amount(of=("gradients",))
 RANKS = Amount(of=("ranks",))
 OTHER_RANKS = Amount(of=("other ranks",))
@@ -93,23 +92,31 @@ class PlanLine:
     only_if: tuple[str, ...] = ()
     ahead: bool = False
 
-    def operation(self, piece: Piece, step: SentStep) -> Operation | None:
-        """Return the operation of a piece; None if there is none."""
-        if not all(CONDITIONS[name](piece, step) for name in self.only_if):
-            return None
-        count = self.count.value(piece, step)
-        if count == 0:
-            return None
-        return Operation(
-            self.kind,
-            self.nbytes.value(piece, step),
-            count=count,
-            summed_bytes=self.summed.value(piece, step),
-            copied_bytes=self.copied.value(piece, step),
-            ready_bytes=piece.ready_bytes if self.when == "in backward" else None,
-            needed_bytes=piece.needed_bytes if self.when == "in forward" else None,
-            among=self.among,
+    def operations(self, each: Each, step: SentStep) -> list[Operation | None]:
+        """Return the operation of each piece; None where there is none."""
+        found: list[Operation | None] = []
+        rows = zip(
+            step.pieces(each),
+            self.nbytes.of_each(each, step),
+            self.count.of_each(each, step),
+            self.summed.of_each(each, step),
+            self.copied.of_each(each, step),
+            strict=True,
         )
+        for piece, nbytes, count, summed, copied in rows:
+            if count == 0 or not self.is_sent(piece, step):
+                found.append(None)
+                continue
+            ready = piece.ready_bytes if self.when == "in backward" else None
+            needed = piece.needed_bytes if self.when == "in forward" else None
+            found.append(
+                Operation(self.kind, nbytes, count, summed, copied, ready, needed, self.among)
+            )
+        return found
+
+    def is_sent(self, piece: Piece, step: SentStep) -> bool:
+        """Return whether all conditions hold."""
+        return all(CONDITIONS[name](piece, step) for name in self.only_if)
 
 
 @dataclass(frozen=True)
@@ -121,44 +128,28 @@ class LineGroup:
     reverse: bool
     pattern: str | None
 
-    def in_order(self, pieces: Sequence[Piece]) -> Iterator[tuple[PlanLine, Piece]]:
-        """Yield each line with each piece, in the order of the messages."""
-        ahead = [line for line in self.lines if line.ahead]
-        others = [line for line in self.lines if not line.ahead]
-        for line in ahead:
-            for first in pieces[:1]:
-                yield line, first
-        for place, piece in enumerate(pieces, start=1):
-            for line in ahead:
-                for following in pieces[place : place + 1]:
-                    yield line, following
-            for line in others:
-                yield line, piece
-
-    def operations(self, sizes: Sequence[int], step: SentStep) -> list[Operation]:
+    def operations(self, step: SentStep) -> list[Operation]:
         """List the operations of a step, in order."""
-        pieces = pieces_of(self.each, sizes, step)
-        if self.reverse:
-            pieces.reverse()
-        found = []
-        for line, piece in self.in_order(pieces):
-            operation = line.operation(piece, step)
-            if operation is not None:
-                found.append(operation)
         if self.pattern:
-            for piece in pieces:
-                found += rounds_of(self.pattern, with_shape(piece.size), step.ranks)
-        return found
+            flat = [
+                GradientSize((piece.entries,), piece.itemsize) for piece in step.pieces(self.each)
+            ]
+            return [round for size in flat for round in rounds_of(self.pattern, size, step.ranks)]
+        columns = []
+        for line in self.lines:
+            column = line.operations(self.each, step)
+            if self.reverse:
+                column.reverse()
+            columns.append([*column, None] if line.ahead else [None, *column])
+        in_order = chain.from_iterable(zip(*columns, strict=True))
+        return [operation for operation in in_order if operation is not None]
 
-    def sends(self, sizes: Sequence[int], rank: int, step: SentStep) -> list[Sends]:
+    def sends(self, rank: int, step: SentStep) -> list[Sends]:
         """List what a rank sends in the rounds of the pattern."""
         assert self.pattern
         sends = PATTERNS[self.pattern].sends
-        return [
-            send
-            for piece in pieces_of(self.each, sizes, step)
-            for send in sends(with_shape(piece.size), rank, step.ranks)
-        ]
+        flat = [GradientSize((piece.entries,), piece.itemsize) for piece in step.pieces(self.each)]
+        return [send for size in flat for send in sends(size, rank, step.ranks)]
 
 
 Messages = tuple[LineGroup, ...]
@@ -179,17 +170,11 @@ def for_each(
     return (LineGroup(each, lines, reverse, pattern),)
 
 
-def operations_of(
-    messages: Messages, sizes: Sequence[int], ranks: int, options: Mapping[str, Any]
-) -> list[Operation]:
-    """List what a step sends, in order; ``options`` are those of the plan, by name."""
-    step = SentStep(ranks, options)
-    return [operation for group in messages for operation in group.operations(sizes, step)]
+def operations_of(messages: Messages, step: SentStep) -> list[Operation]:
+    """List what a step sends, in order."""
+    return [operation for group in messages for operation in group.operations(step)]
 
 
-def sends_of_patterns(
-    messages: Messages, sizes: Sequence[int], rank: int, ranks: int, options: Mapping[str, Any]
-) -> list[Sends]:
+def sends_of_patterns(messages: Messages, rank: int, step: SentStep) -> list[Sends]:
     """List what ``rank`` sends in a step whose messages are all rounds of patterns."""
-    step = SentStep(ranks, options)
-    return [send for group in messages for send in group.sends(sizes, rank, step)]
+    return [send for group in messages for send in group.sends(rank, step)]

@@ -9,8 +9,8 @@ from common.sync.memory_cost import Memory, MemoryCase, replicated
 from common.sync.plans.base import MessagePlan, ReplicatedPlan, option
 from common.sync.plans.buckets import SEARCH_FOR_UNUSED
 from common.sync.plans.lines import (
-    KEPT_INDICES,
-    KEPT_VALUES,
+    ITEMSIZE,
+    KEPT_ENTRIES,
     RANKS,
     SIZE,
     UNCOMPRESSED,
@@ -21,6 +21,8 @@ from common.sync.plans.lines import (
 )
 from common.sync.plans.pieces import is_compressed, kept_entries, thin_entries
 from common.utils.limits import Fraction, Positive
+
+INDEX_BYTES = 4  # an int32 finds any entry of a flat buffer up to 8 GB
 
 
 @dataclass(kw_only=True)
@@ -38,8 +40,8 @@ class TopKPlan(MessagePlan):
 
     messages = for_each(
         "buffer",
-        PlanLine("all_gather", KEPT_VALUES, summed=SIZE, copied=SIZE),
-        PlanLine("all_gather", KEPT_INDICES, summed=RANKS * KEPT_VALUES),
+        PlanLine("all_gather", ITEMSIZE * KEPT_ENTRIES, summed=SIZE, copied=SIZE),
+        PlanLine("all_gather", INDEX_BYTES * KEPT_ENTRIES, summed=RANKS * ITEMSIZE * KEPT_ENTRIES),
     )
 
     def count(self, entries: int) -> int:

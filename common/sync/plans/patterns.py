@@ -5,10 +5,11 @@ pattern's ``sends`` what one rank sends to which ranks. Imports no torch.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from common.sync.message_cost import GradientSize, Operation, Sends, tree_children
 

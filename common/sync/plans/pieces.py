@@ -1,20 +1,20 @@
 """What one message carries (``Piece``), and the numbers of a piece that a plan's lines name.
 
-``pieces_of`` cuts a model's gradients into pieces. ``VALUES`` has the numbers by name,
+``SentStep`` cuts a model's gradients into pieces. ``VALUES`` has the numbers by name,
 ``CONDITIONS`` what a line may depend on. Imports no torch.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from common.sync.bucketing import bucket_sizes
-from common.sync.message_cost import GradientSize, buffers, with_shape
+from common.sync.message_cost import GradientSize, with_shape
 from common.utils.grouping import grouped
 
-INDEX_BYTES = 4  # an int32 finds any entry of a flat buffer up to 8 GB
 # PowerSGD compresses a gradient that has more than this many times the entries of P and Q.
 POWERSGD_LEAST_GAIN = 2
 
@@ -32,56 +32,90 @@ class Piece(NamedTuple):
 
     Parameters
     ----------
-    size : bytes of all its gradients; of a bucket or a buffer, as one flat vector.
-    gradients : their sizes.
+    nbytes, itemsize : bytes of all its gradients together, and of an entry (of its first one).
+    gradients : their sizes; a bucket counts as one vector.
     ready_bytes : of all gradients that backward has computed once the piece is complete.
     needed_bytes : of the parameters that the next forward uses before it needs the piece.
     """
 
-    size: int
-    gradients: Sequence[int]
+    nbytes: int
+    itemsize: int
+    gradients: Sequence[GradientSize]
     ready_bytes: int
     needed_bytes: int
 
+    @property
+    def entries(self) -> int:
+        """The number of entries."""
+        return self.nbytes // self.itemsize
 
-@dataclass(frozen=True)
+
+@dataclass
 class SentStep:
-    """What else decides the numbers of a piece: the ranks, and the options of the plan by name."""
+    """A step of a plan: what is sent of which gradients, over how many ranks.
 
+    Parameters
+    ----------
+    sizes : of each parameter's gradient, in the order of the parameters.
+    options : of the plan, by name.
+    """
+
+    sizes: Sequence[int]
     ranks: int
     options: Mapping[str, Any]
+    _pieces: dict[Each, list[Piece]] = field(default_factory=dict)
+    _numbers: dict[tuple[Each, str], list[int]] = field(default_factory=dict)
 
     @property
     def ranks_on_a_node(self) -> int:
         """The ranks of a full node, as the plan's option says; without one, 1."""
         return min(self.options.get("ranks_per_node") or 1, self.ranks)
 
+    def pieces(self, each: Each) -> list[Piece]:
+        """Return the pieces into which the gradients are cut, in order."""
+        if each not in self._pieces:
+            self._pieces[each] = _cut(each, self)
+        return self._pieces[each]
 
-def pieces_of(each: Each, sizes: Sequence[int], step: SentStep) -> list[Piece]:
-    """Return the pieces into which gradients of these ``sizes`` are cut, in order."""
+    def numbers(self, each: Each, name: str) -> list[int]:
+        """Return a number of ``VALUES`` for each piece."""
+        if (each, name) not in self._numbers:
+            value = VALUES[name]
+            self._numbers[each, name] = [value(piece, self) for piece in self.pieces(each)]
+        return self._numbers[each, name]
+
+
+def _cut(each: Each, step: SentStep) -> list[Piece]:
+    sizes = [with_shape(size) for size in step.sizes]
     whole = sum(sizes)
     if each == "gradient":
-        befores = accumulate(sizes, initial=0)
-        return [
-            Piece(size, (size,), whole - before, before)
-            for size, before in zip(sizes, befores, strict=False)
-        ]
+        return _in_forward_order([[size] for size in sizes])
     if each == "layer":
-        layers = layers_of(sizes)
-        befores = accumulate(map(sum, layers), initial=0)
-        return [
-            Piece(sum(layer), layer, whole - before, before)
-            for layer, before in zip(layers, befores, strict=False)
-        ]
+        return _in_forward_order(layers_of(sizes))
     if each == "buffer":
-        alike = grouped((size.itemsize, size) for size in map(with_shape, sizes))
-        return [Piece(buffer, alike[buffer.itemsize], whole, 0) for buffer in buffers(sizes)]
+        by_itemsize = grouped((size.itemsize, size) for size in sizes)
+        return [
+            Piece(sum(alike), itemsize, alike, whole, 0) for itemsize, alike in by_itemsize.items()
+        ]
     if each == "bucket":
         kept_as_built = step.options.get("find_unused_parameters", False)
-        found = bucket_sizes(sizes, step.options["bucket_mb"], kept_as_built=kept_as_built)
-        return [Piece(bucket, (bucket,), ready, whole - ready) for bucket, ready in found]
+        buckets = bucket_sizes(sizes, step.options["bucket_mb"], kept_as_built=kept_as_built)
+        return [
+            Piece(int(size), size.itemsize, [size], ready, whole - ready) for size, ready in buckets
+        ]
     assert each == "model", each
-    return [Piece(whole, sizes, whole, 0)]
+    return [Piece(whole, sizes[0].itemsize if sizes else 4, sizes, whole, 0)]
+
+
+def _in_forward_order(parts: Sequence[Sequence[GradientSize]]) -> list[Piece]:
+    """Return pieces of consecutive gradients. Backward completes the last one first."""
+    totals = [sum(part) for part in parts]
+    needed = accumulate(totals, initial=0)
+    whole = sum(totals)
+    return [
+        Piece(total, part[0].itemsize, part, whole - before, before)
+        for part, total, before in zip(parts, totals, needed, strict=False)
+    ]
 
 
 def layers_of(sizes: Sequence[int]) -> list[list[GradientSize]]:
@@ -97,17 +131,10 @@ def layers_of(sizes: Sequence[int]) -> list[list[GradientSize]]:
     return layers
 
 
-def padded_part(size: int, ranks: int) -> int:
-    """Return the bytes of one of N equal parts of a flat buffer; padding rounds up."""
-    flat = with_shape(size)
-    return -(-flat.entries // ranks) * flat.itemsize
-
-
-def rows_bytes(size: int, ranks: int) -> int:
+def rows_bytes(size: GradientSize, ranks: int) -> int:
     """Return the bytes of a rank's part of a parameter: 1/N of its rows, rounded up."""
-    shaped = with_shape(size)
-    rows, *others = shaped.shape
-    return -(-rows // ranks) * math.prod(others) * shaped.itemsize
+    rows, *others = size.shape
+    return -(-rows // ranks) * math.prod(others) * size.itemsize
 
 
 def kept_entries(entries: int, ratio: float) -> int:
@@ -115,7 +142,8 @@ def kept_entries(entries: int, ratio: float) -> int:
     return min(entries, math.ceil(ratio * entries))
 
 
-def is_compressed(shape: Sequence[int], rank: int) -> bool:
+@lru_cache(maxsize=1024)  # predictions ask for the same shapes again and again
+def is_compressed(shape: tuple[int, ...], rank: int) -> bool:
     """Return whether torch's PowerSGD hook sends a gradient of this shape as thin matrices.
 
     It does if they have less than half of the gradient's entries.
@@ -133,48 +161,44 @@ def thin_entries(shape: Sequence[int], rank: int) -> tuple[int, int]:
     return rows * width, columns * width
 
 
-def _kept(piece: Piece, step: SentStep) -> int:
-    return kept_entries(with_shape(piece.size).entries, step.options["topk_ratio"])
-
-
 def _uncompressed_bytes(piece: Piece, step: SentStep) -> int:
     rank = step.options["powersgd_rank"]
-    shaped = map(with_shape, piece.gradients)
-    return sum(size for size in shaped if not is_compressed(size.shape, rank))
+    return sum(size for size in piece.gradients if not is_compressed(size.shape, rank))
 
 
 def _thin_bytes(piece: Piece, step: SentStep, matrix: int) -> int:
     """Return the bytes of P (0) or Q (1) of all gradients that PowerSGD compresses."""
     rank = step.options["powersgd_rank"]
-    shaped = map(with_shape, piece.gradients)
-    thin = [size for size in shaped if is_compressed(size.shape, rank)]
+    thin = [size for size in piece.gradients if is_compressed(size.shape, rank)]
     return sum(thin_entries(size.shape, rank)[matrix] * size.itemsize for size in thin)
 
 
 VALUES: dict[str, Callable[[Piece, SentStep], int]] = {
-    "size": lambda piece, step: piece.size,
-    "half": lambda piece, step: 2 * with_shape(piece.size).entries,
-    "part": lambda piece, step: padded_part(piece.size, step.ranks),
+    # bytes of a piece
+    "size": lambda piece, step: piece.nbytes,
+    "part": lambda piece, step: -(-piece.entries // step.ranks) * piece.itemsize,
     "rows": lambda piece, step: sum(rows_bytes(size, step.ranks) for size in piece.gradients),
-    "kept values": lambda piece, step: _kept(piece, step) * with_shape(piece.size).itemsize,
-    "kept indices": lambda piece, step: _kept(piece, step) * INDEX_BYTES,
     "uncompressed": _uncompressed_bytes,
     "P": lambda piece, step: _thin_bytes(piece, step, 0),
     "Q": lambda piece, step: _thin_bytes(piece, step, 1),
+    "itemsize": lambda piece, step: piece.itemsize,
+    # numbers
+    "entries": lambda piece, step: piece.entries,
+    "kept entries": lambda piece, step: kept_entries(piece.entries, step.options["topk_ratio"]),
     "gradients": lambda piece, step: len(piece.gradients),
     "ranks": lambda piece, step: step.ranks,
     "other ranks": lambda piece, step: step.ranks - 1,
     "earlier micro-batches": lambda piece, step: step.options["accumulation_steps"] - 1,
 }
-"""What an amount may be a product of: see the constants of lines.py."""
+"""The numbers by name; lines.py has an amount of each. lab/whatif/plans.js knows the same."""
 
 CONDITIONS: dict[str, Callable[[Piece, SentStep], bool]] = {
     "several ranks": lambda piece, step: step.ranks > 1,
     "several nodes": lambda piece, step: step.ranks > step.ranks_on_a_node,
     "several ranks on a node": lambda piece, step: step.ranks_on_a_node > 1,
     "one rank on a node": lambda piece, step: step.ranks_on_a_node == 1,
-    "entries of 2 bytes": lambda piece, step: with_shape(piece.size).itemsize == 2,
-    "other entries": lambda piece, step: with_shape(piece.size).itemsize != 2,
+    "entries of 2 bytes": lambda piece, step: piece.itemsize == 2,
+    "other entries": lambda piece, step: piece.itemsize != 2,
     "find_unused_parameters": lambda piece, step: step.options["find_unused_parameters"],
 }
-"""What a line may depend on."""
+"""What a line may depend on; lab/whatif/plans.js knows the same."""

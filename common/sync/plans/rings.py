@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from common.sync.message_cost import COPIES_PER_PARAMETER, Sends
 from common.sync.plans.base import ReplicatedPlan
 from common.sync.plans.lines import SIZE, PlanLine, for_each, sends_of_patterns
+from common.sync.plans.pieces import SentStep
 
 
 class AllReducePlan(ReplicatedPlan):
@@ -26,7 +27,7 @@ class RoundsPlan(ReplicatedPlan):
 
     def sends(self, sizes: Sequence[int], rank: int, ranks: int) -> list[Sends]:
         """See the base class."""
-        return sends_of_patterns(self.messages, sizes, rank, ranks, vars(self))
+        return sends_of_patterns(self.messages, rank, SentStep(sizes, ranks, vars(self)))
 
 
 class TreePlan(RoundsPlan):

@@ -1,0 +1,199 @@
+"""Random states of the page of ``lab whatif``, their rows by ``lab predict``, and by engine.js.
+
+``random_pages`` makes pages with states, ``add_rows`` lets `lab predict --json` compute them in
+this process, ``differences`` compares a page's rows with those that JavaScript computed.
+"""
+
+import contextlib
+import io
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from common.sync import STRATEGIES
+from lab.cli import main
+from lab.predict.calibration_file import Calibration, load_calibration, reference_path
+from lab.predict.compute_model import ComputeProfile
+from lab.whatif.data import page_data
+
+RELATIVE = 1e-9
+_FLAGS = {
+    "gradient_type": "--gradient-type",
+    "scaling": "--scaling",
+    "batch_size": "--batch-size",
+    "nodes": "--nodes",
+    "bucket_mb": "--bucket-mb",
+    "focus": "--sync",
+}
+_WITH_UNITS = {
+    "rate_gbit": ("--rate", "gbit"),
+    "inside_gbit": ("--rate-inside", "gbit"),
+    "latency_us": ("--latency", "us"),
+}
+
+State = dict[str, Any]
+
+
+@dataclass
+class Page:
+    """A page's data, its calibration file, states, and for each its row of ``lab predict``."""
+
+    data: dict[str, Any]
+    calibration: Path
+    states: list[State] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+def pages(folder: Path) -> list[Page]:
+    """Return a page with the calibration that comes with the project, and one with another.
+
+    The other's ranks were on several machines, its network has every kind of cost, and its model
+    has no gradients in BatchNorm's layers.
+    """
+    reference = load_calibration(reference_path())
+    found = []
+    for name, calibration in (("reference", reference), ("other", _other(reference))):
+        path = folder / f"{name}.json"
+        calibration.save(path)
+        # Through JSON, as in the page.
+        data = json.loads(json.dumps(page_data(calibration), allow_nan=False))
+        found.append(Page(data, path))
+    return found
+
+
+def _other(reference: Calibration) -> Calibration:
+    network = reference.network
+    kinds = {
+        kind: replace(rate, floor_seconds=4e-4 * place, start_seconds=1e-4 * place)
+        for place, (kind, rate) in enumerate(network.kinds.items())
+    }
+    one, two = reference.compute.profiles
+    eight = ComputeProfile(8, 1, 0.02, 0.012, 0.05, 0.03, 0.09)
+    return replace(
+        reference,
+        ranks=16,
+        ranks_here=4,
+        batchnorm=(),
+        network=replace(network, kinds=kinds, overlap_cost=0.4),
+        compute=replace(reference.compute, profiles=(one, two, eight)),
+    )
+
+
+def add_states(page: Page, count: int, *, seed: int) -> None:
+    """Add random states; their ``focus`` goes through all strategies."""
+    dice = random.Random(seed)
+    names = list(STRATEGIES)
+    for index in range(count):
+        state = _random_state(page, dice)
+        state["focus"] = names[index % len(names)]
+        state["strategies"] = [state["focus"]]
+        page.states.append(state)
+
+
+def _random_state(page: Page, dice: random.Random) -> State:
+    own = page.data["calibration"]["model"]
+    costs = dice.choice(["typical", "typical", "calibrated"])
+    models = [model["name"] for model in page.data["models"]]
+    model = own
+    if costs == "typical":
+        model = dice.choice([own, "own", *dice.choices(models, k=3)])
+    step_ms: float | None = _spread(dice, 1, 5000)
+    if costs == "calibrated" or (model == own and dice.random() < 0.5):
+        step_ms = None
+    backend, transport = dice.choice([("gloo", "tcp"), ("nccl", "tcp"), ("nccl", "rdma")])
+    ranks_per_node = dice.choice([1, 1, 2, 3, 4, 8, 16, 64])
+    return {
+        "model": model,
+        "parameters": round(_spread(dice, 1, 1e12)),
+        "gradient_type": dice.choice(["fp32", "fp32", "fp16", "bf16"]),
+        "costs": costs,
+        "backend": backend,
+        "transport": transport,
+        "rate_gbit": _spread(dice, 0.05, 800),
+        "inside_gbit": dice.choice([None, _spread(dice, 1, 5000)]),
+        "latency_us": dice.choice([None, _spread(dice, 1, 5000)]),
+        "step_ms": step_ms,
+        "batch": dice.choice([1, 2, round(_spread(dice, 1, 1024))]),
+        "scaling": dice.choice(["strong", "weak"]),
+        "batch_size": round(_spread(dice, 2, 4096)),
+        "nodes": dice.choice([1, 2, 3, 4, round(_spread(dice, 1, 4096))]),
+        "ranks_per_node": ranks_per_node,
+        "bucket_mb": dice.choice([None, None, _spread(dice, 0.05, 100)]),
+        "measured": None,
+    }
+
+
+def _spread(dice: random.Random, least: float, most: float) -> float:
+    """Return a number of three digits; every power of ten is as likely as another."""
+    return float(f"{math.exp(dice.uniform(math.log(least), math.log(most))):.3g}")
+
+
+def command_of(state: State, calibration: Path) -> list[str]:
+    """Return the arguments of `lab predict` that a state stands for, of its focus."""
+    given = ["predict", "--json", "--calibration", str(calibration)]
+    if state["model"] == "own":
+        given += ["--parameters", str(state["parameters"])]
+    else:
+        given += ["--model", state["model"]]
+    if state["costs"] == "typical":
+        given += ["--backend", state["backend"], "--transport", state["transport"]]
+    if state["step_ms"] is not None:
+        given += ["--step-time", f"{state['step_ms']}ms", "--batch", str(state["batch"])]
+    if state["ranks_per_node"] > 1:
+        given += ["--ranks-per-node", str(state["ranks_per_node"])]
+    for name, (flag, unit) in _WITH_UNITS.items():
+        if name == "inside_gbit" and state["ranks_per_node"] == 1:
+            continue
+        if state[name] is not None:
+            given += [flag, f"{state[name]}{unit}"]
+    for name, flag in _FLAGS.items():
+        if state[name] is not None:
+            given += [flag, str(state[name])]
+    return given
+
+
+def add_rows(page: Page) -> None:
+    """Compute each state's row by `lab predict --json`, without where scaling stops."""
+    for state in page.states[len(page.rows) :]:
+        page.rows.append(row_of(command_of(state, page.calibration)))
+
+
+def row_of(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the row that `lab predict` prints, its prediction's numbers among the others."""
+    printed = io.StringIO()
+    limits = patch("lab.predict.tables.scaling_limits_of", return_value=[])  # slow, and not shown
+    with limits, contextlib.redirect_stdout(printed):
+        assert main(arguments) == 0, arguments
+    [row] = json.loads(printed.getvalue())["rows"]
+    prediction = row.pop("prediction")
+    return row | prediction
+
+
+def differences(page: Page, computed: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line for each number of a row that JavaScript computed otherwise."""
+    assert len(computed) == len(page.rows)
+    found = []
+    for state, expected, row in zip(page.states, page.rows, computed, strict=True):
+        for name, value in row.items():
+            least = 1e-12 * expected["step_seconds"] if name.endswith("_seconds") else 0.0
+            if not _equal(value, expected[name], least):
+                command = " ".join(command_of(state, page.calibration))
+                found.append(f"{name}: {value}, not {expected[name]}: lab {command}")
+    return found
+
+
+def _equal(value: Any, expected: Any, least: float) -> bool:
+    if isinstance(expected, dict):
+        same_keys = value.keys() == expected.keys()
+        return same_keys and all(_equal(value[key], expected[key], least) for key in expected)
+    if isinstance(expected, list):
+        pairs = zip(value, expected, strict=True)
+        return all(_equal(first, second, least) for first, second in pairs)
+    if isinstance(expected, str):
+        return value == expected
+    return math.isclose(value, expected, rel_tol=RELATIVE, abs_tol=least)
