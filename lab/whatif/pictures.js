@@ -436,7 +436,7 @@ const Pictures = (() => {
 
   const ROW = 30; // pixels: height of a row's bars
   const READY = 9; // of the marks above a link's bars
-  const BYTES = 15; // of the texts below them
+  const BYTES = 18; // of the texts below them
 
   /**
    * Draw one step: what computes, and each message on its link.
@@ -777,13 +777,6 @@ const Pictures = (() => {
     return (shapes[marker] || circle)();
   }
 
-  /** Fill an element of 16 by 16 pixels with the line and the marker of a strategy. */
-  function mark(svg, data, strategy) {
-    const { color, marker } = styleOf(data, strategy);
-    const line = element("path", { d: "M0 8H16", stroke: color, "stroke-width": 1.5 });
-    svg.replaceChildren(line, element("path", { d: markerPath(marker, 8, 8, 5), fill: color }));
-  }
-
   function addMarker(canvas, kind, { color, marker }, x, y, radius, attributes = {}) {
     return add(canvas, "path", {
       class: kind, d: markerPath(marker, round(x), round(y), radius), fill: color, stroke: color,
@@ -861,7 +854,7 @@ const Pictures = (() => {
       area.y(quantity.measured(point)), 5, { fill: PAPER, "stroke-width": 2 }));
     curves.forEach((curve) =>
       paintReader(area, curve, curve.strategy === model.focus || curves.length <= FEW));
-    if (area.isLabelled) labelEnds(area, curves);
+    if (area.isLabelled) labelEnds(area, curves, model.focus);
     addCurveStops(area, curves, measured);
     const height = paintCurvesKey(area, curves, measured, model);
     return { height, title: quantity.title, description: curvesText(area, model, curves, measured) };
@@ -870,7 +863,7 @@ const Pictures = (() => {
   /** Return the plot's edges in pixels, its scales and its ticks. */
   function chartArea(canvas, quantity, model, curves, measured) {
     const isLabelled = canvas.width >= WIDE && curves.length <= 20;
-    const names = curves.map((curve) => textWidth(curve.strategy));
+    const names = curves.map((curve) => textWidth(curve.strategy, TEXT, "bold"));
     const top = 38;
     const bottom = top + (canvas.width >= WIDE ? 290 : 230);
     const values = curves.flatMap((curve) =>
@@ -1008,7 +1001,7 @@ const Pictures = (() => {
   }
 
   /** Write the names beside the ends of the curves, with a line to each. */
-  function labelEnds({ canvas, quantity, top, bottom, right, x, y }, curves) {
+  function labelEnds({ canvas, quantity, top, bottom, right, x, y }, curves, focus) {
     const ends = curves.map(({ strategy, points, style }) => {
       const last = points.at(-1);
       return { strategy, style, x: x(last.nodes), y: y(quantity.value(last)) };
@@ -1022,7 +1015,9 @@ const Pictures = (() => {
         fill: "none", stroke: end.style.color, "stroke-width": 0.8,
       });
       addMarker(canvas, "marker", end.style, right + 22, height, 3.5);
-      addText(canvas, end.strategy, right + 31, height + 4, { class: "end" });
+      addText(canvas, end.strategy, right + 31, height + 4, {
+        class: "end", "font-weight": end.strategy === focus ? "bold" : null,
+      });
     });
   }
 
