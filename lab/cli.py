@@ -65,9 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = FlagParser(
         prog="lab",
         description="Learn data-parallel training, audit and mark training scripts, compare "
-        "strategies, report on runs, measure this machine, predict step times, show them on a page, "
-        "emulate clusters, and find out why a run failed. lab COMMAND --help shows the flags of a "
-        "command.",
+        "strategies, report on runs, measure this machine, predict step times in tables and on a "
+        "page, emulate clusters, and find out why a run failed. lab COMMAND --help shows the flags "
+        "of a command.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(

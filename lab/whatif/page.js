@@ -7,21 +7,30 @@
  * A change that cannot be leaves everything as it was, but for a sentence beside its control.
  */
 const Page = (() => {
-  const CURVE_NODES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096];
+  const byId = (id) => document.getElementById(id);
+  const byValue = (first, second) => first - second;
+  const octaves = (first, count) => Array.from({ length: count }, (_, index) => first * 2 ** index);
+
+  const CURVE_NODES = octaves(1, 13); // 1, 2, 4, … 4,096
   const MOST_BANDS = 4; // curves with a band: each takes milliseconds
   const LINK_PAUSE = 300; // ms without a change until the link is written: browsers limit that
   const SPEECH_PAUSE = 700; // ms without a change until a screen reader hears the answer
   const EXAMPLE_STEP_MS = 100;
   const WIDE = "(min-width: 900px)";
-  const SLIDERS = { nodes: 2, rate_gbit: 10 }; // the base of each slider's logarithm
-
-  const byId = (id) => document.getElementById(id);
+  const RATES = [1, 1.5, 2, 2.5, 4, 5, 8];
+  const QUARTERS = [8, 10, 12, 14].flatMap((first) => octaves(first, 9)); // 8, 10, … up to 7,168
+  // The values of each slider, about evenly spaced in their logarithm.
+  const SLIDERS = {
+    nodes: [1, 2, 3, 4, 5, 6, 7, ...QUARTERS.filter((nodes) => nodes <= 4096)].sort(byValue),
+    rate_gbit: [10, 1, 0.1, 0.01].flatMap((share) => RATES.map((rate) => rate / share)).sort(byValue),
+  };
 
   let data = null;
   let state = null;
   let results = null; // what `compute` returned last
   let frame = null; // of the next drawing
   let changedControl = null; // the control of the last entry of the history
+  let pendingLink = null; // not in the history yet
   const timers = { link: null, speech: null };
 
   function later(name, pause, run) {
@@ -36,7 +45,7 @@ const Page = (() => {
     const others = state.strategies.filter((name) => name !== state.focus);
     const names = [state.focus, ...others];
     const rows = names.map((name) => ({ strategy: name, ...Engine.row(data, state, name) }));
-    const nodes = [...new Set([...CURVE_NODES, state.nodes])].sort((a, b) => a - b);
+    const nodes = [...new Set([...CURVE_NODES, state.nodes])].sort(byValue);
     const curves = rows.map((row, index) => ({
       strategy: row.strategy,
       points: Engine.curve(data, state, row.strategy, nodes, { band: index < MOST_BANDS }),
@@ -97,7 +106,7 @@ const Page = (() => {
   }
 
   function drawPictures() {
-    const measured = measuredPoints();
+    const measured = Measured.points(data, state);
     const scaling = { nodes: state.nodes, focus: state.focus, curves: results.curves, measured };
     Pictures.timeline(byId("timeline"), data, {
       strategy: state.focus, nodes: state.nodes, timeline: results.timeline,
@@ -105,13 +114,6 @@ const Page = (() => {
     Pictures.steps(byId("steps"), data, scaling);
     Pictures.efficiency(byId("efficiency"), data, scaling);
     Pictures.bytes(byId("bytes"), data, { rows: results.rows });
-  }
-
-  /** Return the points of the chosen measured set whose strategies are drawn. */
-  function measuredPoints() {
-    const found = data.measured.find((entry) => entry.id === state.measured);
-    if (found === undefined) return [];
-    return found.points.filter((point) => state.strategies.includes(point.strategy));
   }
 
   function asText() {
@@ -245,8 +247,8 @@ const Page = (() => {
       if (control && control !== typedInto) control.value = state[name] ?? "";
       const slider = byId(`slide-${name}`);
       if (!slider) continue;
-      if (slider !== typedInto) slider.value = Math.log(state[name]) / Math.log(SLIDERS[name]);
-      slider.setAttribute("aria-valuetext", `${state[name]}`);
+      if (slider !== typedInto) slider.value = nearest(SLIDERS[name], state[name]);
+      slider.setAttribute("aria-valuetext", `${state[name]}${name === "nodes" ? "" : " Gbit/s"}`);
     }
     for (const strategy of data.strategies) {
       byId(`s-${strategy.name}`).checked = state.strategies.includes(strategy.name);
@@ -292,11 +294,10 @@ const Page = (() => {
     return control.value === "" ? null : Number(control.value);
   }
 
-  function sliderValue(name, slider) {
-    const { least, most, whole } = State.FIELDS[name];
-    const value = SLIDERS[name] ** Number(slider.value);
-    const round = whole ? Math.round(value) : Number(value.toPrecision(2));
-    return Math.min(most, Math.max(least, round));
+  /** Return the place of the entry that is closest to a value. */
+  function nearest(values, value) {
+    const distances = values.map((entry) => Math.abs(Math.log(entry / value)));
+    return distances.indexOf(Math.min(...distances));
   }
 
   /** Return the wanted state with what must follow from the change of one control. */
@@ -357,7 +358,7 @@ const Page = (() => {
     const control = event.target;
     const [kind, name] = control.id.split(/-(.*)/);
     if (kind === "c") change(name, valueOf(name, control), control);
-    if (kind === "slide") change(name, sliderValue(name, control), control);
+    if (kind === "slide") change(name, SLIDERS[name][control.value], control);
     if (kind !== "s") return;
     const checked = [...document.querySelectorAll(".checks input:checked")];
     change("strategies", checked.map((box) => box.value), control);
@@ -376,29 +377,38 @@ const Page = (() => {
 
   /** Write the state into the link: one entry of the history for all changes of one control. */
   function remember(name) {
-    const isNew = name !== changedControl;
+    const isNew = name === null || name !== changedControl;
+    if (isNew) writeLink();
     changedControl = name;
-    const link = State.encode(data, state);
-    if (isNew) {
-      clearTimeout(timers.link);
-      history.pushState(null, "", link);
-      return;
+    pendingLink = State.encode(data, state);
+    if (!isNew) {
+      later("link", LINK_PAUSE, writeLink);
+    } else if (pendingLink !== location.hash) {
+      history.pushState(null, "", pendingLink);
     }
-    later("link", LINK_PAUSE, () => history.replaceState(null, "", link));
   }
 
+  /** Write the link that waits until the reader pauses. */
+  function writeLink() {
+    clearTimeout(timers.link);
+    if (pendingLink !== null) history.replaceState(null, "", pendingLink);
+    pendingLink = null;
+  }
+
+  /** Show what the link says; return whether it says something that can be. */
   function readLink() {
-    if (document.getElementById(location.hash.slice(1))) return;
+    if (byId(location.hash.slice(1))) return false;
     const { state: found, problem } = State.decode(data, location.hash);
     if (problem) {
       say(problem);
-      return;
+      return false;
     }
-    clearTimeout(timers.link);
+    pendingLink = null;
     changedControl = null;
     state = found;
     writeControls();
     draw();
+    return true;
   }
 
   function jump(event) {
@@ -499,15 +509,20 @@ const Page = (() => {
 
   function start() {
     data = JSON.parse(byId("data").textContent);
+    Measured.prepare(data);
     state = State.defaults(data);
     byId("lab").hidden = false;
+    for (const [name, values] of Object.entries(SLIDERS)) {
+      byId(`slide-${name}`).max = values.length - 1;
+    }
     for (const mark of document.querySelectorAll(".mark")) {
       Pictures.mark(mark, data, mark.dataset.strategy);
     }
     listen();
     writeControls();
-    draw();
-    if (location.hash.length > 1) readLink();
+    if (!readLink()) draw();
+    Measured.start(data);
+    Questions.start(data);
   }
 
   document.addEventListener("DOMContentLoaded", start);

@@ -215,7 +215,7 @@ const Pictures = (() => {
   /** Draw what was shown last. The item that has the focus keeps it. */
   function redraw(svg) {
     const state = drawn.get(svg);
-    const focused = focusedItem(svg);
+    const focused = focusedStop(svg);
     const width = Math.max(LEAST_WIDTH, Math.round(state.width || WIDE));
     const canvas = { id: state.id, width, parts: [], stops: [], definitions: element("defs") };
     const { height, title, description } = state.paint(canvas, state.data, state.model);
@@ -233,10 +233,10 @@ const Pictures = (() => {
     svg.replaceChildren(
       element("title", { id: `${state.id}-title` }, title),
       element("desc", { id: `${state.id}-description` }, description),
-      canvas.definitions, drawing, ...canvas.stops.map(stopElement),
+      canvas.definitions, drawing, ...canvas.stops.map((stop) => stopElement(svg, stop)),
       element("g", { class: "tip", "aria-hidden": "true", "pointer-events": "none" }),
     );
-    if (focused) svg.querySelectorAll(".stop")[focused.stop]?.focus({ preventScroll: true });
+    svg.querySelectorAll(".stop")[focused]?.focus({ preventScroll: true });
   }
 
   function add(canvas, name, attributes, text = null) {
@@ -276,7 +276,7 @@ const Pictures = (() => {
     if (items.length) canvas.stops.push({ label, items, current: start });
   }
 
-  function stopElement(stop) {
+  function stopElement(svg, stop) {
     const left = Math.min(...stop.items.map((item) => item.x));
     const top = Math.min(...stop.items.map((item) => item.y));
     const right = Math.max(...stop.items.map((item) => item.x + item.width));
@@ -287,6 +287,10 @@ const Pictures = (() => {
       fill: "none",
     }));
     describeStop(group, stop);
+    // Not on the <svg>: with such a listener it would be a stop, too.
+    group.addEventListener("focus", () => tell(svg, stop.items[stop.current]));
+    group.addEventListener("blur", () => tell(svg, null));
+    group.addEventListener("keydown", (event) => onKey(svg, group, stop, event));
     return group;
   }
 
@@ -312,26 +316,22 @@ const Pictures = (() => {
   function listen(svg) {
     svg.addEventListener("pointermove", (event) => tell(svg, itemAt(svg, event)));
     svg.addEventListener("pointerdown", (event) => tell(svg, itemAt(svg, event)));
-    svg.addEventListener("pointerleave", () => tell(svg, focusedItem(svg)?.item));
-    svg.addEventListener("focusin", () => tell(svg, focusedItem(svg)?.item));
-    svg.addEventListener("focusout", () => tell(svg, null));
-    svg.addEventListener("keydown", (event) => onKey(svg, event));
+    svg.addEventListener("pointerleave", () => tell(svg, focusedItem(svg)));
   }
 
-  /** Return the stop that has the focus, as a number, and its current item; or null. */
+  /** Return the number of the stop that has the focus, or -1. */
+  function focusedStop(svg) {
+    return [...svg.querySelectorAll(".stop")].indexOf(document.activeElement);
+  }
+
+  /** Return the item that the focus is on, or null. */
   function focusedItem(svg) {
-    const group = document.activeElement;
-    if (!group || !svg.contains(group) || !group.classList.contains("stop")) return null;
-    const stop = [...svg.querySelectorAll(".stop")].indexOf(group);
-    const { items, current } = drawn.get(svg).canvas.stops[stop];
-    return { stop, group, item: items[current] };
+    const stop = drawn.get(svg).canvas.stops[focusedStop(svg)];
+    return stop ? stop.items[stop.current] : null;
   }
 
-  function onKey(svg, event) {
-    const focused = focusedItem(svg);
+  function onKey(svg, group, stop, event) {
     if (event.key === "Escape") tell(svg, null);
-    if (!focused) return;
-    const stop = drawn.get(svg).canvas.stops[focused.stop];
     const last = stop.items.length - 1;
     const targets = {
       ArrowRight: stop.current + 1, ArrowUp: stop.current + 1, ArrowLeft: stop.current - 1,
@@ -340,8 +340,8 @@ const Pictures = (() => {
     };
     if (!(event.key in targets) || event.ctrlKey || event.altKey || event.metaKey) return;
     event.preventDefault();
-    stop.current = Math.min(last, Math.max(0, targets[event.key]));
-    describeStop(focused.group, stop);
+    stop.current = within(targets[event.key], 0, last);
+    describeStop(group, stop);
     tell(svg, stop.items[stop.current]);
   }
 
@@ -436,7 +436,7 @@ const Pictures = (() => {
 
   const ROW = 30; // pixels: height of a row's bars
   const READY = 9; // of the marks above a link's bars
-  const BYTES = 15; // of the texts below them
+  const BYTES = 18; // of the texts below them
 
   /**
    * Draw one step: what computes, and each message on its link.
@@ -616,7 +616,7 @@ const Pictures = (() => {
     });
     labelMessages(canvas, boxes);
     const items = boxes.map((box, index) => ({
-      ...box, lines: () => messageLines(box.message, index, messages.length),
+      ...box, lines: () => messageLines(box.message, index, messages.length, step),
     }));
     addStop(canvas, `${place}, ${Words.counted(items.length, "message")}`, items);
   }
@@ -650,14 +650,16 @@ const Pictures = (() => {
     }
   }
 
-  function messageLines(message, index, count) {
+  function messageLines(message, index, count, step) {
+    const unit = timeUnit(step.total_seconds);
+    const moment = (value) => Number((value / unit.size).toPrecision(5));
     const { kind, begin, end, ready, exposed } = message;
     const seconds = exposed.reduce((sum, [from, to]) => sum + to - from, 0);
     return [
       `message ${index + 1} of ${count}: ${kind}`,
       `${messageBytes(message)} ${message.where}`,
       `takes ${Words.duration(end - begin)}, ${Words.duration(seconds)} of it exposed`,
-      `from ${Words.duration(begin)} to ${Words.duration(end)}, ready at ${Words.duration(ready)}`,
+      `from ${moment(begin)} to ${moment(end)} ${unit.name}, ready at ${moment(ready)} ${unit.name}`,
     ];
   }
 
@@ -775,13 +777,6 @@ const Pictures = (() => {
     return (shapes[marker] || circle)();
   }
 
-  /** Fill an element of 16 by 16 pixels with the line and the marker of a strategy. */
-  function mark(svg, data, strategy) {
-    const { color, marker } = styleOf(data, strategy);
-    const line = element("path", { d: "M0 8H16", stroke: color, "stroke-width": 1.5 });
-    svg.replaceChildren(line, element("path", { d: markerPath(marker, 8, 8, 5), fill: color }));
-  }
-
   function addMarker(canvas, kind, { color, marker }, x, y, radius, attributes = {}) {
     return add(canvas, "path", {
       class: kind, d: markerPath(marker, round(x), round(y), radius), fill: color, stroke: color,
@@ -859,7 +854,7 @@ const Pictures = (() => {
       area.y(quantity.measured(point)), 5, { fill: PAPER, "stroke-width": 2 }));
     curves.forEach((curve) =>
       paintReader(area, curve, curve.strategy === model.focus || curves.length <= FEW));
-    if (area.isLabelled) labelEnds(area, curves);
+    if (area.isLabelled) labelEnds(area, curves, model.focus);
     addCurveStops(area, curves, measured);
     const height = paintCurvesKey(area, curves, measured, model);
     return { height, title: quantity.title, description: curvesText(area, model, curves, measured) };
@@ -868,7 +863,7 @@ const Pictures = (() => {
   /** Return the plot's edges in pixels, its scales and its ticks. */
   function chartArea(canvas, quantity, model, curves, measured) {
     const isLabelled = canvas.width >= WIDE && curves.length <= 20;
-    const names = curves.map((curve) => textWidth(curve.strategy));
+    const names = curves.map((curve) => textWidth(curve.strategy, TEXT, "bold"));
     const top = 38;
     const bottom = top + (canvas.width >= WIDE ? 290 : 230);
     const values = curves.flatMap((curve) =>
@@ -1006,7 +1001,7 @@ const Pictures = (() => {
   }
 
   /** Write the names beside the ends of the curves, with a line to each. */
-  function labelEnds({ canvas, quantity, top, bottom, right, x, y }, curves) {
+  function labelEnds({ canvas, quantity, top, bottom, right, x, y }, curves, focus) {
     const ends = curves.map(({ strategy, points, style }) => {
       const last = points.at(-1);
       return { strategy, style, x: x(last.nodes), y: y(quantity.value(last)) };
@@ -1020,7 +1015,9 @@ const Pictures = (() => {
         fill: "none", stroke: end.style.color, "stroke-width": 0.8,
       });
       addMarker(canvas, "marker", end.style, right + 22, height, 3.5);
-      addText(canvas, end.strategy, right + 31, height + 4, { class: "end" });
+      addText(canvas, end.strategy, right + 31, height + 4, {
+        class: "end", "font-weight": end.strategy === focus ? "bold" : null,
+      });
     });
   }
 
