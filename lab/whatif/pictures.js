@@ -595,7 +595,7 @@ const Pictures = (() => {
     for (const box of boxes) {
       add(canvas, "rect", {
         class: "message", x: round(box.x), y, width: round(box.width), height: ROW,
-        fill: SECTIONS.wire, "fill-opacity": 0.5,
+        fill: SECTIONS.wire, "fill-opacity": 0.6,
       });
     }
     for (const [begin, end] of joined(messages.flatMap((message) => message.exposed))) {
@@ -638,16 +638,23 @@ const Pictures = (() => {
     return count > 1 ? `${Words.grouped(count)} × ${bytes}` : bytes;
   }
 
-  /** Write the bytes of messages below their bars, where they fit. */
+  /** Write the bytes of messages below their bars, where they reach below no other bar. */
   function labelMessages(canvas, boxes) {
-    const large = boxes.filter((box) => box.width > 24);
-    for (const { x, y, width, message } of large) {
+    let free = 0; // from where on there is no text
+    boxes.forEach(({ x, y, width, message }, index) => {
+      const before = index ? boxes[index - 1] : { x: 0, width: 0 };
+      const begin = Math.max(free, before.x + before.width);
+      const end = index + 1 < boxes.length ? boxes[index + 1].x : canvas.width;
+      if (end - begin < 24) return; // too narrow for any text
       const text = messageBytes(message);
-      if (textWidth(text, SMALL) + 4 > width) continue;
-      addText(canvas, text, x + width / 2, y + ROW + 12, {
+      const half = textWidth(text, SMALL) / 2 + 3;
+      const middle = x + width / 2;
+      if (middle - half < begin || middle + half > end) return;
+      free = middle + half;
+      addText(canvas, text, middle, y + ROW + 12, {
         class: "megabytes", "text-anchor": "middle", "font-size": SMALL,
       });
-    }
+    });
   }
 
   function messageLines(message, index, count, step) {
@@ -666,7 +673,7 @@ const Pictures = (() => {
   /** Draw the axis of times below the rows; return where it ends. */
   function paintTimeAxis({ canvas, x, left, right, step }, y) {
     const unit = timeUnit(step.total_seconds);
-    const most = Math.max(2, Math.floor((right - left) / 70));
+    const most = Math.max(2, Math.floor((right - left) / 54));
     add(canvas, "path", { d: `M${round(left)} ${y}H${right}`, stroke: INK, "stroke-width": 0.8 });
     for (const value of linearTicks(0, step.total_seconds / unit.size, most)) {
       const at = x(value * unit.size);
@@ -696,7 +703,7 @@ const Pictures = (() => {
       exposed.reduce((left, [from, to]) => left - (to - from), end - begin) > 0);
     if (isHidden) {
       entries.push(boxEntry(canvas, "message, hidden behind computing", {
-        fill: SECTIONS.wire, "fill-opacity": 0.5,
+        fill: SECTIONS.wire, "fill-opacity": 0.6,
       }));
     }
     if (step.messages.some((message) => message.exposed.length)) {
@@ -907,7 +914,7 @@ const Pictures = (() => {
   /** Return a linear scale of shares from 0 to at least 1, and its ticks. */
   function shareScale(shares, top, bottom) {
     const high = Math.max(1, ...shares);
-    const values = linearTicks(0, high, 6);
+    const values = linearTicks(0, high, 8);
     const ticks = values.map((value) => ({ value, text: EFFICIENCY.tick(value) }));
     return { y: linear(0, high, bottom, top), ticks };
   }
