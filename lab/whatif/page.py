@@ -8,6 +8,7 @@ Content-Security-Policy names the hashes of its own scripts and of its style.
 import base64
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -23,7 +24,7 @@ from lab.predict.calibration_file import Calibration, calibration_path, find_cal
 from lab.predict.cli import GRADIENT_BYTES
 from lab.predict.cluster import TypicalCluster, typical_latency
 from lab.predict.own_model import with_gradient_bytes, with_own_model
-from lab.predict.readable import duration_text, range_text
+from lab.predict.readable import bytes_text, duration_text, range_text
 from lab.predict.scenario import Scenario
 from lab.predict.tables import PredictedStep, message_plans, predict_table
 from lab.whatif.data import State, page_data
@@ -79,16 +80,26 @@ def render(data: Mapping[str, Any], calibration: Calibration) -> str:
         style=Markup(style),
         scripts=[Markup(script) for script in scripts],
         json=Markup(_json(data)),
-        models=[(model["name"], model["name"]) for model in data["models"]] + [("own", "your own")],
-        strategies=[(entry["name"], _full_name(entry)) for entry in data["strategies"]],
+        models=[*map(_model_choice, data["models"]), ("own", "your own")],
+        strategies=[*map(_strategy_choice, data["strategies"])],
         preset_rows=list(preset_rows(data["presets"], calibration)),
     )
 
 
-def _full_name(strategy: Mapping[str, Any]) -> str:
-    """Return a strategy's name as a flag takes it, and its label if that says more."""
+def _model_choice(model: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a model's name, and the text that offers it: with the bytes of its gradients."""
+    nbytes = 0
+    for count, shape, itemsize in model["gradients"]:
+        nbytes += count * math.prod(shape) * itemsize
+    return model["name"], f"{model['name']}, {bytes_text(nbytes)}"
+
+
+def _strategy_choice(strategy: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a strategy's name, and the text that offers it: with its label if that says more."""
     name, label = strategy["name"], strategy["label"]
-    return name if label in (name, name.replace("_", " ")) else f"{name}: {label}"
+    if label == name.replace("_", " "):
+        return name, name
+    return name, f"{name}: {label}"
 
 
 def _file(name: str) -> str:
