@@ -79,7 +79,7 @@ class PlanLine:
     Parameters
     ----------
     count : with 0 there is no operation.
-    only_if : names of ``CONDITIONS`` in pieces.py that must all hold.
+    only_if : a name of ``CONDITIONS`` in pieces.py; None: always.
     ahead : it comes one piece early: before the lines of the piece that precedes its own.
     """
 
@@ -90,12 +90,12 @@ class PlanLine:
     copied: Amount = NOTHING
     when: When = "after backward"
     among: Among = "all"
-    only_if: tuple[str, ...] = ()
+    only_if: str | None = None
     ahead: bool = False
 
     def __post_init__(self) -> None:
-        for name in self.only_if:
-            registry.find(CONDITIONS, name, kind="condition")
+        if self.only_if is not None:
+            registry.find(CONDITIONS, self.only_if, kind="condition")
 
     def operations(self, each: Each, step: SentStep) -> list[Operation | None]:
         """Return the operation of each piece; None where there is none."""
@@ -109,7 +109,7 @@ class PlanLine:
             strict=True,
         )
         for piece, nbytes, count, summed, copied in rows:
-            if count == 0 or not self.is_sent(piece, step):
+            if count == 0 or not self.applies(piece, step):
                 found.append(None)
                 continue
             ready = piece.ready_bytes if self.when == "in backward" else None
@@ -119,9 +119,9 @@ class PlanLine:
             )
         return found
 
-    def is_sent(self, piece: Piece, step: SentStep) -> bool:
-        """Return whether all conditions hold."""
-        return all(CONDITIONS[name](piece, step) for name in self.only_if)
+    def applies(self, piece: Piece, step: SentStep) -> bool:
+        """Return whether its condition holds."""
+        return self.only_if is None or CONDITIONS[self.only_if](piece, step)
 
 
 @dataclass(frozen=True)

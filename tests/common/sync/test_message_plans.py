@@ -100,7 +100,7 @@ def test_an_own_strategy_has_a_plan_if_it_gives_one(monkeypatch):
 
 def test_a_line_names_conditions_that_there_are():
     with pytest.raises(UserError, match="unknown condition 'several rank': did you mean several"):
-        PlanLine("reduce", SIZE, only_if=("several rank",))
+        PlanLine("reduce", SIZE, only_if="several rank")
 
 
 @pytest.mark.parametrize(
