@@ -25,6 +25,7 @@ from lab.grade.cli import add_flags as add_grade
 from lab.learn.cli import add_flags as add_learn
 from lab.predict.cli import add_flags as add_predict
 from lab.ssh.cli import add_collect, add_launch
+from lab.whatif.cli import add_flags as add_whatif
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,8 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = FlagParser(
         prog="lab",
         description="Learn data-parallel training, audit and mark training scripts, compare "
-        "strategies, report on runs, measure this machine, predict step times, emulate clusters, "
-        "and find out why a run failed. lab COMMAND --help shows the flags of a command.",
+        "strategies, report on runs, measure this machine, predict step times in tables and on a "
+        "page, emulate clusters, and find out why a run failed. lab COMMAND --help shows the flags "
+        "of a command.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(
@@ -79,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
         add_report,
         add_calibrate,
         add_predict,
+        add_whatif,
         add_cluster,
         add_launch,
         add_collect,

@@ -1,0 +1,112 @@
+"""Measure how long the page of ``lab whatif`` takes to draw a change, in Chromium.
+
+    python benchmarks/whatif.py
+
+200 random moves of its controls, from each preset in turn: sliders, numbers, choices and boxes. A
+move's time goes from the control's event until all pictures and tables are drawn and laid out: the
+page's handler, what it leaves to the next frame, and a forced layout. Waiting for the screen's next
+frame and painting are not in it. Also printed: the file's size.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from loader import REPOSITORY, SEED, describe_machine, whole_number
+
+sys.path.insert(0, str(REPOSITORY))
+
+from lab.whatif.page import write_page
+from tests.helpers.browser import chromium
+
+CONTROLS = """[...document.querySelectorAll("#controls input, #controls select")]
+  .filter((control) => control.id && !control.disabled && control.checkVisibility())
+  .map((control) => ({
+    id: control.id, kind: control.type, value: control.value,
+    low: Number(control.min), high: Number(control.max),
+    values: [...(control.options || [])].filter((o) => !o.disabled).map((o) => o.value),
+  }))"""
+MOVE = """async ({ id, value }) => {
+  const control = document.getElementById(id);
+  if (value === null) control.checked = !control.checked;
+  else control.value = value;
+  let frame = 0;
+  requestAnimationFrame(() => { frame = performance.now(); });
+  const begin = performance.now();
+  control.dispatchEvent(new Event("input", { bubbles: true }));
+  control.dispatchEvent(new Event("change", { bubbles: true }));
+  const handled = performance.now() - begin;
+  return new Promise((done) => {
+    requestAnimationFrame(() => {
+      document.querySelectorAll("svg, table").forEach((drawn) => drawn.getBoundingClientRect());
+      done(handled + performance.now() - frame);
+    });
+  });
+}"""
+
+
+def random_move(control: dict[str, Any], numbers: random.Random) -> dict[str, Any]:
+    """Return a control's id and a new value; None turns a box on or off."""
+    value: Any = None
+    if control["kind"] == "range":
+        value = numbers.uniform(control["low"], control["high"])
+    elif control["kind"] == "number":
+        value = round(float(control["value"] or 10) * numbers.choice((0.5, 2, 3))) or 1
+    elif control["values"]:
+        value = numbers.choice(control["values"])
+    return {"id": control["id"], "value": value}
+
+
+def measure(path: Path, moves: int) -> dict[str, list[float]]:
+    """Return the milliseconds of each move, by the kind of its control."""
+    numbers = random.Random(SEED)
+    found = defaultdict(list)
+    with chromium() as browser, browser.page(path) as page:
+        presets = page.locator("button[data-preset]")
+        for move in range(moves):
+            if move % 10 == 0:
+                presets.nth(move // 10 % presets.count()).click()
+            control = numbers.choice(page.evaluate(CONTROLS))
+            milliseconds = page.evaluate(MOVE, random_move(control, numbers))
+            found[control["kind"]].append(milliseconds)
+    return found
+
+
+def row(name: str, values: list[float]) -> str:
+    """Return a line of the table: number, median, 95th percentile and most."""
+    most = max(values)
+    high = most
+    if len(values) > 1:
+        high = statistics.quantiles(values, n=20, method="inclusive")[-1]
+    numbers = [f"{value:>9.1f}" for value in (statistics.median(values), high, most)]
+    return f"{name:<12}{len(values):>6}{''.join(numbers)}"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--moves", type=whole_number, default=200, help="of controls (default: 200)"
+    )
+    arguments = parser.parse_args()
+    print(describe_machine())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "whatif.html"
+        size = write_page(path, calibration_file=None, files=[])
+        found = measure(path, arguments.moves)
+    print(f"\nfile: {size / 1e3:.0f} kB")
+    print(f"{'ms a move':<12}{'moves':>6}{'median':>9}{'95 %':>9}{'most':>9}")
+    for kind, values in sorted(found.items()):
+        print(row(kind, values))
+    print(row("all", [value for values in found.values() for value in values]))
+
+
+if __name__ == "__main__":
+    main()

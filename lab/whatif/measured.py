@@ -1,0 +1,214 @@
+"""Measured steps for the page of ``lab whatif``. Imports no torch.
+
+``published_sets`` has what others published, each set with the state of the page in which it was
+measured. ``files_of`` checks the reader's own reports, tables and runs, and returns what the page
+reads of them: measured.js makes sets of them as of files that are dropped onto the page.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError, count
+from common.sync import STRATEGIES
+from common.utils.paths import REPOSITORY
+from common.utils.typed_json import encode
+from lab.comparison.record import Comparison, as_json, read_comparison
+from lab.predict.common_models import common_models
+from lab.predict.observed import read_observed
+from lab.predict.priors import Beliefs, load_priors
+from lab.predict.published import PublishedStep, published_path, read_published
+from lab.predict.readable import duration_text
+from lab.predict.scenario import Scenario
+
+_SHIPPED = REPOSITORY / "reports/samples/compare-digits-1gbit"
+_UNKNOWN_GBIT = 10.0  # of a link whose rate is not stated, unless software passes more
+_AS_IN_MODELS = "_cifar10"  # common models that are models of this project
+_OF_A_RUN = ("summary.json", "ranks.json", "config.json")
+_OF_A_COMPARISON = ("format", "kind", "emulated", "settings", "groups")
+
+
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """The measured step of a strategy on a number of nodes; ``note`` as published."""
+
+    strategy: str
+    nodes: int
+    seconds: float
+    note: str
+
+
+@dataclass(frozen=True)
+class MeasuredSet:
+    """Steps that differ in strategy and number of nodes alone.
+
+    about : sentences. family : "gloo" or "nccl". state : of the page.
+    """
+
+    id: str
+    title: str
+    about: str
+    family: str
+    state: Mapping[str, Any]
+    points: Sequence[MeasuredPoint]
+
+
+@dataclass(frozen=True)
+class MeasuredFile:
+    """A file of measurements as the page reads it: its path from the folder that holds it."""
+
+    path: str
+    text: str
+
+
+def published_sets() -> list[MeasuredSet]:
+    """Return a set for each published setting, in the file's order."""
+    rows = read_published(published_path())
+    sets = []
+    numbers: Counter[str] = Counter()
+    for _, same in groupby(rows, _setting):
+        found = list(same)
+        group = found[0].group
+        numbers[group] += 1
+        name = group if numbers[group] == 1 else f"{group}-{numbers[group]}"
+        sets.append(_published_set(name, found))
+    return sets
+
+
+def _setting(row: PublishedStep) -> tuple[object, ...]:
+    """Return all that rows have in common which differ in strategy and number of nodes alone."""
+    return (
+        *(row.group, row.model, row.software, row.transport, row.rate_gbit, row.grad_megabytes),
+        *(row.ranks_per_node, row.batch_per_rank, row.one_rank_batch, row.one_rank_step_s),
+    )
+
+
+def _published_set(name: str, rows: Sequence[PublishedStep]) -> MeasuredSet:
+    first = rows[0]
+    scenario = first.cell(Beliefs.of(load_priors())).scenario
+    points = [
+        MeasuredPoint(row.strategy, row.nodes, row.measured_step_s, row.columns.get("note", ""))
+        for row in rows
+    ]
+    strategies = sorted({point.strategy for point in points}, key=list(STRATEGIES).index)
+    state = {
+        **_model(first, scenario),
+        **_step_and_links(scenario),
+        "nodes": max(point.nodes for point in points),
+        "strategies": strategies,
+        "focus": strategies[-1],
+    }
+    rate = "" if first.rate_gbit is None else f" at {first.rate_gbit:g} Gbit/s"
+    title = (
+        f"{first.group}: {first.model}, {first.software}, {first.transport}{rate}, "
+        f"{first.grad_megabytes:g} MB, batch {first.one_rank_batch:g} in "
+        f"{duration_text(first.one_rank_step_s)}"
+    )
+    about = " ".join(_sentences(first, scenario))
+    return MeasuredSet(name, title, about, first.backend, state, points)
+
+
+def _model(row: PublishedStep, scenario: Scenario) -> dict[str, Any]:
+    """Return the model as the page names it, and the type of its gradients."""
+    nbytes = 1e6 * row.grad_megabytes
+    model = common_models().get(scenario.calibration.model)
+    if model is None:
+        return {"model": "own", "parameters": round(nbytes / 4), "gradient_type": "fp32"}
+    # Between 2 and 4 bytes a parameter, in the middle of their logarithms.
+    in_half = nbytes < 8**0.5 * model.parameters
+    gradient_type = "fp16" if in_half else "fp32"
+    return {"model": model.name.removesuffix(_AS_IN_MODELS), "gradient_type": gradient_type}
+
+
+def _step_and_links(scenario: Scenario) -> dict[str, Any]:
+    """Return the part of the page's state that a published scenario says."""
+    assert scenario.cluster is not None
+    assert scenario.step_seconds is not None
+    assert scenario.step_samples is not None
+    rate_bits = scenario.rate_bits
+    if rate_bits is None:  # the software is the limit
+        rate_bits = max(1e9 * _UNKNOWN_GBIT, scenario.enough_bits)
+    return {
+        "costs": "typical",
+        "backend": scenario.cluster.backend,
+        "transport": scenario.cluster.transport,
+        "rate_gbit": rate_bits / 1e9,
+        "inside_gbit": None,
+        "latency_us": None,
+        "step_ms": round(1e3 * scenario.step_seconds, 6),
+        "batch": round(scenario.step_samples),
+        "scaling": scenario.scaling,
+        "batch_size": scenario.batch_size,
+        "ranks_per_node": scenario.ranks_per_node,
+        "bucket_mb": None,
+    }
+
+
+def _sentences(row: PublishedStep, scenario: Scenario) -> list[str]:
+    """Return where a row was measured, and what the page does not know or takes otherwise."""
+    facts = [row.columns.get(name, "") for name in ("hardware", "source")]
+    ranks = f"{count(row.ranks_per_node, 'rank')} a node"
+    sentences = ["; ".join(filter(None, [ranks, *facts])) + "."]
+    if row.rate_gbit is None:
+        sentences.append(
+            "The rate of the links is not stated. The page takes one above what the software "
+            f"passes ({scenario.software_bits / 1e9:.2g} Gbit/s), so the software is the limit."
+        )
+    if scenario.node_step_seconds is not None:
+        sentences.append(
+            "One node with all its ranks took "
+            f"{duration_text(scenario.node_step_seconds)} a step. The page takes a typical loss "
+            "instead; lab predict --node-step-time takes the number."
+        )
+    return sentences
+
+
+def shipped_files() -> list[MeasuredFile]:
+    """Return the comparison that comes with a checkout; an installed package has none."""
+    return files_of([_SHIPPED]) if _SHIPPED.is_dir() else []
+
+
+def files_of(paths: Sequence[Path]) -> list[MeasuredFile]:
+    """Return what the page reads of the reader's own measurements.
+
+    paths : folders or ``results.json`` of ``lab compare`` and ``lab report``, tables (``.csv``) as
+    for ``lab predict --fit``, and folders of runs. Raises UserError if one cannot be read.
+    """
+    files: list[MeasuredFile] = []
+    for path in paths:
+        results = path / "results.json" if path.is_dir() else path
+        if results.suffix == ".json" and results.is_file():
+            files.append(comparison_file(read_comparison(results), results.resolve().parent.name))
+            continue
+        try:
+            steps = read_observed([path])
+        except UserError as error:
+            raise UserError(str(error).replace("--fit:", "--runs:")) from error
+        if path.is_file():
+            files.append(MeasuredFile(path.name, path.read_text(encoding="utf-8-sig")))
+            continue
+        for folder in (Path(step.where) for step in steps):
+            for name in _OF_A_RUN:
+                text = (folder / name).read_text(encoding="utf-8")
+                files.append(MeasuredFile(f"{folder.resolve().name}/{name}", text))
+    return files
+
+
+def comparison_file(comparison: Comparison, name: str) -> MeasuredFile:
+    """Return the ``results.json`` of a comparison, whose folder is called ``name``.
+
+    Of each cell it has the medians, and of its first run which host each rank was on.
+    """
+    entries = as_json(comparison)
+    kept = {key: entries[key] for key in _OF_A_COMPARISON if key in entries}
+    cells = []
+    for cell, entry in zip(comparison.cells, entries["cells"], strict=True):
+        runs = []
+        for run in cell.runs[:1]:
+            ranks = [{"host": row.host, "node": row.node} for row in run.ranks]
+            runs.append({"status": run.status, "ranks": ranks})
+        cells.append(entry | {"repeats": runs, "interval": None})
+    return MeasuredFile(f"{name}/results.json", encode(kept | {"cells": cells}).decode())

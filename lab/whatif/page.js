@@ -1,0 +1,548 @@
+"use strict";
+
+/**
+ * The page itself: reads the controls, computes once a change, and fills sentence, pictures and
+ * tables. `Page.show` shows a state, `Page.state` returns the one that is shown.
+ *
+ * A change that cannot be leaves everything as it was, but for a sentence beside its control.
+ */
+const Page = (() => {
+  const byId = (id) => document.getElementById(id);
+  const byValue = (first, second) => first - second;
+  const octaves = (first, count) => Array.from({ length: count }, (_, index) => first * 2 ** index);
+
+  const CURVE_NODES = octaves(1, 13); // 1, 2, 4, … 4,096
+  const MOST_BANDS = 4; // curves with a band: each takes milliseconds
+  const LINK_PAUSE = 300; // ms without a change until the link is written: browsers limit that
+  const SPEECH_PAUSE = 700; // ms without a change until a screen reader hears the answer
+  const EXAMPLE_STEP_MS = 100;
+  const WIDE = "(min-width: 900px)";
+  const RATES = [1, 1.5, 2, 2.5, 4, 5, 8];
+  const QUARTERS = [8, 10, 12, 14].flatMap((first) => octaves(first, 9)); // 8, 10, … up to 7,168
+  // The values of each slider, about evenly spaced in their logarithm.
+  const SLIDERS = {
+    nodes: [1, 2, 3, 4, 5, 6, 7, ...QUARTERS.filter((nodes) => nodes <= 4096)].sort(byValue),
+    rate_gbit: [10, 1, 0.1, 0.01].flatMap((share) => RATES.map((rate) => rate / share)).sort(byValue),
+  };
+
+  let data = null;
+  let state = null;
+  let results = null; // what `compute` returned last
+  let frame = null; // of the next drawing
+  let before = null; // the step before the last control's changes
+  let changedControl = null; // the control of the last entry of the history
+  let pendingLink = null; // not in the history yet
+  const timers = { link: null, speech: null };
+
+  function later(name, pause, run) {
+    clearTimeout(timers[name]);
+    timers[name] = setTimeout(run, pause);
+  }
+
+  // -- computing --------------------------------------------------------------------------------
+
+  /** Return everything that is shown of the state. */
+  function compute() {
+    const others = state.strategies.filter((name) => name !== state.focus);
+    const names = [state.focus, ...others];
+    const rows = names.map((name) => ({ strategy: name, ...Engine.row(data, state, name) }));
+    const nodes = [...new Set([...CURVE_NODES, state.nodes])].sort(byValue);
+    const curves = rows.map((row, index) => ({
+      strategy: row.strategy,
+      points: Engine.curve(data, state, row.strategy, nodes, { band: index < MOST_BANDS }),
+      reader: row,
+    }));
+    return {
+      focus: rows[0],
+      step: stepOf(rows[0]),
+      rows: inOrder(rows),
+      curves: inOrder(curves),
+      nodes,
+      timeline: Engine.timeline(data, state, state.focus),
+      terms: Engine.terms(data, state, state.focus),
+    };
+  }
+
+  /** Return a step's seconds and samples, to compare it with another. */
+  function stepOf({ strategy, step_seconds: seconds }) {
+    const ranks = state.scaling === "weak" ? state.nodes * state.ranks_per_node : 1;
+    return { strategy, seconds, samples: ranks * state.batch_size };
+  }
+
+  /** Return entries of strategies in the order of the reader's choice. */
+  function inOrder(entries) {
+    const places = new Map(state.strategies.map((name, index) => [name, index]));
+    return entries.sort((a, b) => places.get(a.strategy) - places.get(b.strategy));
+  }
+
+  // -- drawing ----------------------------------------------------------------------------------
+
+  /** Compute and draw everything that depends on the state. */
+  function draw() {
+    cancelAnimationFrame(frame);
+    frame = null;
+    results = compute();
+    drawAnswer();
+    drawPictures();
+    for (const details of document.querySelectorAll("details[data-table]")) {
+      if (details.open) fillTable(details.dataset.table);
+    }
+    byId("command").textContent = State.command(data, state);
+    byId("as-text").textContent = asText();
+    document.dispatchEvent(new CustomEvent("drawn"));
+  }
+
+  function drawSoon() {
+    if (frame === null) frame = requestAnimationFrame(draw);
+  }
+
+  function drawAnswer() {
+    const { limit, detail } = Words.limits(results.focus, results.terms);
+    const answer = Words.sentence(data, state, results.focus) || shortAnswer(results.focus);
+    const change = Words.change(before, results.step);
+    byId("limit").textContent = tidy(limit);
+    byId("sentence").textContent = tidy(`${answer} ${Words.softwareLimit(data, state)}`.trim());
+    byId("change").textContent = tidy(change);
+    byId("detail").textContent = tidy(detail);
+    byId("error").textContent = tidy(Words.error(data, state));
+    later("speech", SPEECH_PAUSE, () => {
+      byId("spoken").textContent = `${limit} ${change} ${answer}`;
+    });
+  }
+
+  /** Keep a number and its unit on one line. */
+  const tidy = (text) => text.replace(/(\d) (%|s|ms|µs|[kMG]B|Gbit\/s|nodes?|times)(?!\w)/g, "$1\u00a0$2");
+
+  function shortAnswer(row) {
+    const seconds = Words.duration(row.step_seconds);
+    return `${state.focus} on ${Words.counted(row.nodes, "node")} takes ${seconds} a step.`;
+  }
+
+  function drawPictures() {
+    const measured = Measured.points(data, state);
+    const scaling = { nodes: state.nodes, focus: state.focus, curves: results.curves, measured };
+    Pictures.timeline(byId("timeline"), data, {
+      strategy: state.focus, nodes: state.nodes, timeline: results.timeline,
+    });
+    Pictures.steps(byId("steps"), data, scaling);
+    Pictures.efficiency(byId("efficiency"), data, scaling);
+    Pictures.bytes(byId("bytes"), data, { rows: results.rows });
+  }
+
+  function asText() {
+    const preset = currentPreset();
+    const name = preset ? `${preset.title}: ` : "";
+    return `${name}${Words.about(data, state)}. ${State.command(data, state)}`;
+  }
+
+  // -- tables -----------------------------------------------------------------------------------
+
+  function cell(tag, text, kind = "") {
+    const made = document.createElement(tag);
+    made.textContent = text;
+    if (kind) made.className = kind;
+    return made;
+  }
+
+  /**
+   * Fill a table.
+   *
+   * @param {[string, string][]} columns heading and kind: "" for names, "number" or "text"
+   * @param {string[][]} rows texts; the first one of a row is its heading
+   */
+  function fill(table, columns, rows) {
+    const head = document.createElement("thead");
+    const headings = document.createElement("tr");
+    for (const [heading, kind] of columns) {
+      const made = cell("th", heading, kind);
+      made.scope = "col";
+      headings.append(made);
+    }
+    head.append(headings);
+    const body = document.createElement("tbody");
+    for (const texts of rows) {
+      const row = document.createElement("tr");
+      texts.forEach((text, index) => {
+        const made = cell(index === 0 ? "th" : "td", text, columns[index][1]);
+        if (index === 0) made.scope = "row";
+        row.append(made);
+      });
+      body.append(row);
+    }
+    table.replaceChildren(head, body);
+  }
+
+  const sent = (row) => [Words.bytes(row.bytes_sent_root), Words.bytes(row.bytes_sent_others)];
+
+  function rangeOf(point) {
+    const isKnown = point.low_seconds !== undefined && point.low_seconds !== null;
+    if (!isKnown || point.low_seconds === point.high_seconds) return "";
+    return ` (${Words.range(point.low_seconds, point.high_seconds, "–")})`;
+  }
+
+  const TABLES = {
+    timeline() {
+      const ms = Words.duration;
+      const { passes, messages } = results.timeline;
+      const exposed = (message) =>
+        message.exposed.reduce((total, [begin, end]) => total + end - begin, 0);
+      const rows = [
+        ...passes.map(({ name, begin, end }) => [name, "", ms(begin), ms(end), ""]),
+        ...messages.map((message) => [
+          `${message.count > 1 ? `${Words.grouped(message.count)} × ` : ""}${message.kind}, ${message.where}`,
+          Words.bytes(message.nbytes), ms(message.begin), ms(message.end), ms(exposed(message)),
+        ]),
+      ];
+      const columns = [
+        ["what", ""], ["bytes", "number"], ["begins", "number"], ["ends", "number"],
+        ["exposed", "number"],
+      ];
+      return [columns, rows];
+    },
+    steps() {
+      return overNodes((point) => `${Words.duration(point.step_seconds)}${rangeOf(point)}`);
+    },
+    efficiency() {
+      return overNodes((point) => Words.efficiency(point.efficiency));
+    },
+    bytes() {
+      const columns = [
+        ["strategy", ""], ["rank 0 sends", "number"], ["each other rank", "number"],
+        ["step (80 %)", "number"], ["speed-up", "number"], ["exposed", "number"],
+        ["slowed by", "number"], ["note", "text"],
+      ];
+      const rows = results.rows.map((row) => [
+        row.strategy, ...sent(row), `${Words.duration(row.step_seconds)}${rangeOf(row)}`,
+        Words.times(row.speedup), Words.duration(row.sync_seconds),
+        Words.duration(row.slowed_seconds), row.note,
+      ]);
+      return [columns, rows];
+    },
+    priors() {
+      const sections = ["any", state.backend, `${state.backend}-${state.transport}`];
+      const columns = [
+        ["what", "text"], ["low", "number"], ["typical", "number"], ["high", "number"],
+        ["source", "text"],
+      ];
+      const rows = data.priors
+        .filter((prior) => sections.includes(prior.name.split(".")[0]))
+        .map((prior) => [
+          prior.meaning, ...[prior.low, prior.typical, prior.high].map(Words.three), prior.source,
+        ]);
+      byId("about-priors").textContent =
+        state.costs === "typical"
+          ? "80 % of clusters lie between low and high. The bands are drawn from these."
+          : "Not used now: costs are as calibrated.";
+      return [columns, rows];
+    },
+  };
+
+  function overNodes(textOf) {
+    const columns = [["nodes", "number"], ...state.strategies.map((name) => [name, "number"])];
+    const rows = results.nodes.map((nodes, index) => [
+      Words.grouped(nodes), ...results.curves.map((curve) => textOf(curve.points[index])),
+    ]);
+    return [columns, rows];
+  }
+
+  function fillTable(id) {
+    fill(byId(`table-${id}`), ...TABLES[id]());
+  }
+
+  // -- controls ---------------------------------------------------------------------------------
+
+  const currentPreset = () => data.presets.find((preset) => State.same(preset.state, state));
+
+  /** Write the state into all controls but the one that the reader is typing into. */
+  function writeControls(typedInto = null) {
+    for (const name of Object.keys(State.FIELDS)) {
+      const control = byId(`c-${name}`);
+      if (control && control !== typedInto) control.value = state[name] ?? "";
+      const slider = byId(`slide-${name}`);
+      if (!slider) continue;
+      if (slider !== typedInto) slider.value = nearest(SLIDERS[name], state[name]);
+      slider.setAttribute("aria-valuetext", `${state[name]}${name === "nodes" ? "" : " Gbit/s"}`);
+    }
+    for (const strategy of data.strategies) {
+      byId(`s-${strategy.name}`).checked = state.strategies.includes(strategy.name);
+    }
+    const preset = currentPreset();
+    for (const button of document.querySelectorAll("[data-preset]")) {
+      button.setAttribute("aria-pressed", String(button.dataset.preset === preset?.id));
+    }
+    byId("about-preset").textContent = preset?.about ?? "";
+    const isCalibrated = state.costs === "calibrated";
+    for (const name of ["model", "step_ms", "backend", "transport"]) {
+      byId(`c-${name}`).disabled = isCalibrated;
+    }
+    byId("c-batch").disabled = state.step_ms === null;
+    byId("c-inside_gbit").disabled = state.ranks_per_node === 1;
+    byId("field-parameters").hidden = state.model !== "own";
+    clearProblems();
+  }
+
+  function clearProblems() {
+    byId("message").hidden = true;
+    for (const problem of document.querySelectorAll(".problem")) problem.hidden = true;
+    for (const control of document.querySelectorAll("[aria-invalid]")) {
+      control.removeAttribute("aria-invalid");
+    }
+  }
+
+  /** Show a sentence in the page's message line, and beside a field if it is of one. */
+  function say(text, field = null) {
+    byId("message").textContent = text;
+    byId("message").hidden = false;
+    const problem = field && byId(`problem-${field}`);
+    if (!problem) return;
+    problem.textContent = text;
+    problem.hidden = false;
+    byId(`c-${field}`)?.setAttribute("aria-invalid", "true");
+  }
+
+  /** Return what a control says; a text that is no number stays a text, for the message. */
+  function valueOf(name, control) {
+    if (control.type !== "number") return control.value;
+    if (control.validity.badInput) return "no number";
+    return control.value === "" ? null : Number(control.value);
+  }
+
+  /** Return the place of the entry that is closest to a value. */
+  function nearest(values, value) {
+    const distances = values.map((entry) => Math.abs(Math.log(entry / value)));
+    return distances.indexOf(Math.min(...distances));
+  }
+
+  /** Return the wanted state with what must follow from the change of one control. */
+  function adapted(wanted, name) {
+    const own = data.calibration.model;
+    if (name === "costs" && wanted.costs === "calibrated") {
+      return { ...wanted, model: own, step_ms: null };
+    }
+    if (name === "model" && wanted.model !== own && wanted.step_ms === null) {
+      return { ...wanted, step_ms: EXAMPLE_STEP_MS };
+    }
+    if (name === "backend" && wanted.backend === "gloo") return { ...wanted, transport: "tcp" };
+    if (name === "focus" && !wanted.strategies.includes(wanted.focus)) {
+      return { ...wanted, strategies: inProjectOrder([...wanted.strategies, wanted.focus]) };
+    }
+    if (name === "strategies" && !wanted.strategies.includes(wanted.focus)) {
+      return { ...wanted, focus: wanted.strategies[0] };
+    }
+    if (name === "batch" && state.scaling === "weak" && state.batch === state.batch_size) {
+      return { ...wanted, batch_size: wanted.batch };
+    }
+    if (name === "scaling") return { ...wanted, batch_size: sameBatch(wanted) };
+    return wanted;
+  }
+
+  /** Return the batch that keeps the samples of a step where scaling changes. */
+  function sameBatch(wanted) {
+    const ranks = wanted.nodes * wanted.ranks_per_node;
+    const { least, most } = State.FIELDS.batch_size;
+    const size = wanted.scaling === "strong" ? state.batch_size * ranks : state.batch_size / ranks;
+    const fewest = Math.max(least, State.leastSamples(data, wanted));
+    return Math.min(most, Math.max(fewest, Math.ceil(size)));
+  }
+
+  const inProjectOrder = (names) =>
+    data.strategies.map((entry) => entry.name).filter((name) => names.includes(name));
+
+  /** Take over the change of one control, or say why it cannot be. */
+  function change(name, value, control) {
+    const wanted = adapted({ ...State.copy(state), [name]: value }, name);
+    const problem = State.problem(data, wanted);
+    if (problem) {
+      clearProblems();
+      say(problem.text, problem.field);
+      return;
+    }
+    if (name !== changedControl) before = results.step;
+    const isExample = name === "model" && wanted.step_ms !== state.step_ms;
+    state = wanted;
+    writeControls(control);
+    if (isExample) {
+      say(`Step time: ${EXAMPLE_STEP_MS} ms is only an example; type the time of your own step.`);
+    }
+    remember(name);
+    drawSoon();
+  }
+
+  function onControl(event) {
+    const control = event.target;
+    const [kind, name] = control.id.split(/-(.*)/);
+    if (kind === "c") change(name, valueOf(name, control), control);
+    if (kind === "slide") change(name, SLIDERS[name][control.value], control);
+    if (kind !== "s") return;
+    const checked = [...document.querySelectorAll(".checks input:checked")];
+    change("strategies", checked.map((box) => box.value), control);
+    if (state.strategies.includes(name) !== control.checked) control.checked = !control.checked;
+  }
+
+  /** After typing: show what holds where the typed value cannot be. */
+  function onLeave(event) {
+    const control = event.target;
+    if (control.getAttribute("aria-invalid") !== "true" && byId("message").hidden) {
+      writeControls();
+    }
+  }
+
+  // -- the link ---------------------------------------------------------------------------------
+
+  /** Write the state into the link: one entry of the history for all changes of one control. */
+  function remember(name) {
+    const isNew = name === null || name !== changedControl;
+    if (isNew) writeLink();
+    changedControl = name;
+    pendingLink = State.encode(data, state);
+    if (!isNew) {
+      later("link", LINK_PAUSE, writeLink);
+    } else if (pendingLink !== location.hash) {
+      history.pushState(null, "", pendingLink);
+    }
+  }
+
+  /** Write the link that waits until the reader pauses. */
+  function writeLink() {
+    clearTimeout(timers.link);
+    if (pendingLink !== null) history.replaceState(null, "", pendingLink);
+    pendingLink = null;
+  }
+
+  /** Show what the link says; return whether it says something that can be. */
+  function readLink() {
+    if (byId(location.hash.slice(1))) return false;
+    const { state: found, problem } = State.decode(data, location.hash);
+    if (problem) {
+      say(problem);
+      return false;
+    }
+    pendingLink = null;
+    changedControl = null;
+    before = null;
+    state = found;
+    writeControls();
+    draw();
+    return true;
+  }
+
+  function jump(event) {
+    const target = byId(event.currentTarget.dataset.jump);
+    event.preventDefault();
+    target.scrollIntoView();
+    target.focus({ preventScroll: true });
+  }
+
+  async function copy(text, what) {
+    let isCopied = true;
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {
+      isCopied = copyBySelection(text);
+    }
+    byId("copied").textContent = isCopied ? `${what} copied.` : `This browser does not permit it: ${text}`;
+  }
+
+  /** Copy where the browser permits no other way, as some do in a file. */
+  function copyBySelection(text) {
+    const area = document.createElement("textarea");
+    area.value = text;
+    area.className = "unseen";
+    document.body.append(area);
+    area.select();
+    const isCopied = document.execCommand("copy");
+    area.remove();
+    return isCopied;
+  }
+
+  function copyLink() {
+    const base = location.href.split("#")[0];
+    copy(base + State.encode(data, state), "Link");
+  }
+
+  // -- beginning --------------------------------------------------------------------------------
+
+  /** Show a state; a sentence says why if it cannot be, and the state before stays. */
+  function show(wanted) {
+    const problem = State.problem(data, wanted);
+    if (problem) {
+      say(problem.text, problem.field);
+      return false;
+    }
+    before = null;
+    state = State.copy(wanted);
+    writeControls();
+    remember(null);
+    draw();
+    return true;
+  }
+
+  function showAllTables() {
+    for (const details of document.querySelectorAll("details[data-table]")) {
+      if (details.open) continue;
+      details.open = true;
+      details.dataset.printed = "";
+      fillTable(details.dataset.table);
+    }
+  }
+
+  function closePrinted() {
+    for (const details of document.querySelectorAll("details[data-printed]")) {
+      details.open = false;
+      delete details.dataset.printed;
+    }
+  }
+
+  function listen() {
+    const controls = byId("controls");
+    controls.addEventListener("input", onControl);
+    controls.addEventListener("focusout", onLeave);
+    controls.addEventListener("submit", (event) => event.preventDefault());
+    for (const button of document.querySelectorAll("[data-preset]")) {
+      const preset = data.presets.find((entry) => entry.id === button.dataset.preset);
+      button.addEventListener("click", () => show(preset.state));
+    }
+    for (const button of document.querySelectorAll("[data-save]")) {
+      const id = button.dataset.save;
+      button.addEventListener("click", () => Pictures.save(byId(id), `whatif-${id}`));
+    }
+    for (const details of document.querySelectorAll("details[data-table]")) {
+      details.addEventListener("toggle", () => details.open && fillTable(details.dataset.table));
+    }
+    for (const link of document.querySelectorAll("[data-jump]")) link.addEventListener("click", jump);
+    byId("copy-link").addEventListener("click", copyLink);
+    byId("copy-command").addEventListener("click", () => copy(State.command(data, state), "Command"));
+    window.addEventListener("popstate", readLink);
+    window.addEventListener("beforeprint", showAllTables);
+    window.addEventListener("afterprint", closePrinted);
+    const wide = matchMedia(WIDE);
+    const openIfWide = () => {
+      byId("more").open = wide.matches;
+    };
+    wide.addEventListener("change", openIfWide);
+    openIfWide();
+  }
+
+  function start() {
+    data = JSON.parse(byId("data").textContent);
+    Measured.prepare(data);
+    state = State.defaults(data);
+    byId("lab").hidden = false;
+    for (const [name, values] of Object.entries(SLIDERS)) {
+      byId(`slide-${name}`).max = values.length - 1;
+    }
+    for (const mark of document.querySelectorAll(".mark")) {
+      Pictures.mark(mark, data, mark.dataset.strategy);
+    }
+    listen();
+    writeControls();
+    if (!readLink()) draw();
+    Measured.start(data);
+    Questions.start(data);
+  }
+
+  document.addEventListener("DOMContentLoaded", start);
+
+  return { show, draw, say, state: () => State.copy(state), data: () => data };
+})();
+if (typeof module !== "undefined") module.exports = Page;

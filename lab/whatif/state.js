@@ -1,0 +1,255 @@
+"use strict";
+
+/**
+ * What the reader has chosen: a plain object, checked here, written into the page's link and into a
+ * `lab predict` command. A link holds what differs from the first preset, and ends in "end", so
+ * that a link that was cut is noticed. Touches no DOM.
+ *
+ * @typedef {Object} State
+ * @property {string} model a model's name, or "own"
+ * @property {number} parameters of the model "own"
+ * @property {string} gradient_type "fp32", "fp16" or "bf16"
+ * @property {string} costs "typical" or "calibrated"
+ * @property {string} backend "nccl" or "gloo"
+ * @property {string} transport "tcp" or "rdma"
+ * @property {number} rate_gbit of a node's link, Gbit/s
+ * @property {?number} inside_gbit between two ranks of a node, Gbit/s; null: typical
+ * @property {?number} latency_us of a message on the link, microseconds; null: typical
+ * @property {?number} step_ms one rank's step of `batch` samples; null: as calibrated
+ * @property {number} batch samples of that step
+ * @property {string} scaling "weak" or "strong"
+ * @property {number} batch_size samples of a rank (weak), or of all ranks (strong)
+ * @property {number} nodes
+ * @property {number} ranks_per_node
+ * @property {?number} bucket_mb MiB; null: the strategy's default
+ * @property {string[]} strategies those to draw
+ * @property {string} focus the strategy of the timeline and of the sentence
+ * @property {?string} measured the id of the measured points to show
+ */
+const State = (() => {
+  const END = "end";
+
+  // key: in the link. label: of the control, for messages. least, most: what the page takes.
+  const FIELDS = {
+    model: { key: "m", label: "Model" },
+    parameters: { key: "p", label: "Parameters", least: 1, most: 1e12, whole: true },
+    gradient_type: { key: "g", label: "Gradient type", choices: ["fp32", "fp16", "bf16"] },
+    costs: { key: "c", label: "Costs", choices: ["typical", "calibrated"] },
+    backend: { key: "b", label: "Backend", choices: ["nccl", "gloo"] },
+    transport: { key: "t", label: "Transport", choices: ["tcp", "rdma"] },
+    rate_gbit: { key: "r", label: "Rate between nodes", least: 0.01, most: 3200 },
+    inside_gbit: { key: "i", label: "Rate inside a node", least: 0.1, most: 20000, optional: true },
+    latency_us: { key: "l", label: "Latency", least: 0.01, most: 1e6, optional: true },
+    step_ms: { key: "s", label: "Step time", least: 0.01, most: 1e6, optional: true },
+    batch: { key: "a", label: "Batch of that step", least: 1, most: 1e6, whole: true },
+    scaling: { key: "w", label: "Scaling", choices: ["weak", "strong"] },
+    batch_size: { key: "z", label: "Batch size", least: 1, most: 1e7, whole: true },
+    nodes: { key: "n", label: "Nodes", least: 1, most: 4096, whole: true },
+    ranks_per_node: { key: "k", label: "Ranks a node", least: 1, most: 64, whole: true },
+    bucket_mb: { key: "u", label: "Bucket size", least: 0.01, most: 10000, optional: true },
+    strategies: { key: "y", label: "Strategies", list: true },
+    focus: { key: "f", label: "Timeline and answer" },
+    measured: { key: "d", label: "Measured points", optional: true },
+  };
+
+  const copy = (state) => ({ ...state, strategies: [...state.strategies] });
+
+  /** Return the first preset's state. */
+  const defaults = (data) => copy(data.presets[0].state);
+
+  const isNumber = (field) => field.least !== undefined;
+
+  const grouped = (number) => number.toLocaleString("en-US", { maximumFractionDigits: 3 });
+
+  function rangeText(field) {
+    const kind = field.whole ? "a whole number" : "a number";
+    return `${kind} from ${grouped(field.least)} to ${grouped(field.most)}`;
+  }
+
+  /** Return what is wrong with one value alone, as a sentence; null if nothing is. */
+  function valueProblem(field, value) {
+    if (field.optional && value === null) return null;
+    if (isNumber(field)) {
+      const inRange = typeof value === "number" && value >= field.least && value <= field.most;
+      const fits = inRange && (!field.whole || Number.isInteger(value));
+      return fits ? null : `${field.label}: got ${value ?? "nothing"}, give ${rangeText(field)}.`;
+    }
+    if (field.choices && !field.choices.includes(value)) {
+      return `${field.label}: got ${value}, give one of ${field.choices.join(", ")}.`;
+    }
+    return null;
+  }
+
+  /** Return the fewest samples of a rank's step: BatchNorm needs two. */
+  function leastSamples(data, state) {
+    const model = data.models.find((entry) => entry.name === state.model);
+    const least = model ? model.least_samples : 1;
+    return state.step_ms === null ? least : Math.min(least, state.batch);
+  }
+
+  function named(name, value, names) {
+    if (names.includes(value)) return null;
+    return { field: name, text: `${FIELDS[name].label}: ${value} is not in this page.` };
+  }
+
+  function namesProblem(data, state) {
+    const strategies = data.strategies.map((entry) => entry.name);
+    if (state.strategies.length === 0) {
+      return { field: "strategies", text: "Strategies: choose one or more to draw." };
+    }
+    for (const name of state.strategies) {
+      const problem = named("strategies", name, strategies);
+      if (problem) return problem;
+    }
+    return (
+      named("model", state.model, [...data.models.map((entry) => entry.name), "own"]) ??
+      named("focus", state.focus, state.strategies) ??
+      named("measured", state.measured, [null, ...data.measured.map((entry) => entry.id)])
+    );
+  }
+
+  /** Return which values contradict each other, as {field, text}; null if none do. */
+  function contradiction(data, state) {
+    const own = data.calibration.model;
+    if (state.backend === "gloo" && state.transport === "rdma" && state.costs === "typical") {
+      return { field: "transport", text: "Transport: Gloo sends by TCP; choose tcp, or NCCL." };
+    }
+    if (state.costs === "calibrated" && (state.model !== own || state.step_ms !== null)) {
+      const text = `Costs: the calibration has the steps of ${own} alone; choose typical costs.`;
+      return { field: "costs", text };
+    }
+    if (state.step_ms === null && state.model !== own) {
+      const text = `Step time: only that of ${own} is calibrated; type the time of your step.`;
+      return { field: "step_ms", text };
+    }
+    const least = leastSamples(data, state);
+    if (state.batch_size < least) {
+      const text = `Batch size: got ${state.batch_size}, give ${least} or more: BatchNorm needs it.`;
+      return { field: "batch_size", text };
+    }
+    return null;
+  }
+
+  /** Return what is wrong as {field, text}; null if the state can be predicted. */
+  function problem(data, state) {
+    for (const [name, field] of Object.entries(FIELDS)) {
+      const text = valueProblem(field, state[name]);
+      if (text) return { field: name, text };
+    }
+    return namesProblem(data, state) ?? contradiction(data, state);
+  }
+
+  /** Return what is wrong as one sentence; null if the state can be predicted. */
+  function check(data, state) {
+    return problem(data, state)?.text ?? null;
+  }
+
+  const textOf = (field, value) => (field.list ? value.join(",") : String(value ?? ""));
+
+  /** Whether two states are the same. */
+  function same(first, second) {
+    return Object.entries(FIELDS).every(
+      ([name, field]) => textOf(field, first[name]) === textOf(field, second[name]),
+    );
+  }
+
+  /** Return the state as the end of a link: "#n=8&r=25&end". */
+  function encode(data, state) {
+    const standard = defaults(data);
+    const parts = [];
+    for (const [name, field] of Object.entries(FIELDS)) {
+      const text = textOf(field, state[name]);
+      if (text === textOf(field, standard[name])) continue;
+      parts.push(`${field.key}=${encodeURIComponent(text).replaceAll("%2C", ",")}`);
+    }
+    return `#${[...parts, END].join("&")}`;
+  }
+
+  function valueOf(field, text) {
+    if (field.list) return text.split(",").filter((name) => name !== "");
+    if (field.optional && text === "") return null;
+    if (!isNumber(field)) return text;
+    return /^\d+(\.\d+)?(e[+-]?\d+)?$/.test(text) ? Number(text) : text;
+  }
+
+  function unescaped(text) {
+    try {
+      return decodeURIComponent(text);
+    } catch {
+      return null;
+    }
+  }
+
+  /**
+   * Return the state of a link's end, as {state}, or what is wrong with it, as {problem}.
+   *
+   * @param {string} text "#n=8&end"; "" and "#" are the defaults
+   */
+  function decode(data, text) {
+    const state = defaults(data);
+    const parts = text.replace(/^#/, "").split("&");
+    if (parts.length === 1 && parts[0] === "") return { state };
+    if (parts.pop() !== END) {
+      return { problem: 'The link is not complete: it does not end in "&end". Copy it again.' };
+    }
+    const seen = new Set();
+    for (const part of parts) {
+      const [key, ...rest] = part.split("=");
+      const name = Object.keys(FIELDS).find((field) => FIELDS[field].key === key);
+      const value = unescaped(rest.join("="));
+      if (name === undefined || value === null || seen.has(name)) {
+        return { problem: `The link has "${part}", which this page does not know.` };
+      }
+      seen.add(name);
+      state[name] = valueOf(FIELDS[name], value);
+    }
+    const wrong = check(data, state);
+    return wrong ? { problem: `The link cannot be shown. ${wrong}` } : { state };
+  }
+
+  const quoted = (text) => (/^[\w./:@%+-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
+
+  function modelFlags(data, state) {
+    if (state.step_ms === null) return [];
+    const named =
+      state.model === "own" ? ["--parameters", state.parameters] : ["--model", state.model];
+    return [...named, "--step-time", `${state.step_ms}ms`, "--batch", state.batch];
+  }
+
+  function linkFlags(state) {
+    const flags = ["--rate", `${state.rate_gbit}gbit`];
+    if (state.latency_us !== null) flags.push("--latency", `${state.latency_us}us`);
+    if (state.ranks_per_node > 1 && state.inside_gbit !== null) {
+      flags.push("--rate-inside", `${state.inside_gbit}gbit`);
+    }
+    if (state.costs === "calibrated") return flags;
+    return [...flags, "--backend", state.backend, "--transport", state.transport];
+  }
+
+  function calibrationFlags(data, state) {
+    const { path, is_reference: isReference } = data.calibration;
+    if (state.costs === "typical" && isReference) return [];
+    return ["--calibration", path];
+  }
+
+  /** Return the `lab predict` command that predicts the same. */
+  function command(data, state) {
+    const words = [
+      "lab", "predict",
+      ...calibrationFlags(data, state),
+      ...modelFlags(data, state),
+      ...(state.gradient_type === "fp32" ? [] : ["--gradient-type", state.gradient_type]),
+      "--batch-size", state.batch_size,
+      "--scaling", state.scaling,
+      "--nodes", state.nodes,
+      ...(state.ranks_per_node > 1 ? ["--ranks-per-node", state.ranks_per_node] : []),
+      ...linkFlags(state),
+      ...(state.bucket_mb === null ? [] : ["--bucket-mb", state.bucket_mb]),
+      "--sync", ...state.strategies,
+    ];
+    return words.map((word) => quoted(String(word))).join(" ");
+  }
+
+  return { FIELDS, defaults, copy, same, problem, check, encode, decode, command, leastSamples };
+})();
+if (typeof module !== "undefined") module.exports = State;

@@ -1,0 +1,203 @@
+"""``lab whatif`` writes one file, which can load and run nothing else."""
+
+import base64
+import hashlib
+import json
+import re
+import webbrowser
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lab.cli import main
+from lab.predict.calibration_file import load_calibration, reference_path
+from lab.predict.printing import duration_text
+from lab.whatif import page
+from lab.whatif.data import State
+from tests.helpers import ROOT
+from tests.helpers.whatif_states import add_states, command_of, pages, row_of
+
+HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>\"'&"
+
+
+class Blocks(HTMLParser):
+    """The elements of a page, and the text of its scripts and styles."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements = []
+        self.blocks = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag in ("script", "style"):
+            self.blocks.append((tag, dict(attributes), ""))
+
+    def handle_data(self, data):
+        if self.blocks and self.cdata_elem:
+            tag, attributes, before = self.blocks.pop()
+            self.blocks.append((tag, attributes, before + data))
+
+    def of(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def policy(self):
+        """The sources of each directive of the Content-Security-Policy."""
+        [content] = [meta["content"] for meta in self.of("meta") if "http-equiv" in meta]
+        directives = [directive.split() for directive in content.split(";")]
+        return {name: sources for name, *sources in directives}
+
+    @property
+    def data(self):
+        [text] = [text for _, attributes, text in self.blocks if attributes.get("id") == "data"]
+        return json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def written(what_if):
+    return Blocks(what_if.text)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """A page of a calibration whose name is HTML."""
+    folder = tmp_path_factory.mktemp("hostile")
+    text = reference_path().read_text()
+    calibration = json.loads(text) | {"name": HOSTILE}
+    (folder / "calibration.json").write_text(json.dumps(calibration))
+    out = folder / "not" / "there" / "page.html"
+    arguments = ["--calibration", str(folder / "calibration.json"), "--out", str(out)]
+    assert main(["whatif", *arguments]) == 0
+    return Blocks(out.read_text(encoding="utf-8"))
+
+
+def hash_of(text):
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def test_the_policy_has_the_hashes_of_what_is_inlined(written, hostile):
+    for found in (written, hostile):
+        scripts = [text for tag, a, text in found.blocks if tag == "script" and "type" not in a]
+        styles = [text for tag, _, text in found.blocks if tag == "style"]
+        assert len(scripts) == len(page._SCRIPTS)
+        assert found.policy == {
+            "default-src": ["'none'"],
+            "script-src": [hash_of(text) for text in scripts],
+            "style-src": [hash_of(text) for text in styles],
+            "img-src": ["data:", "blob:"],
+            "base-uri": ["'none'"],
+            "form-action": ["'none'"],
+        }
+
+
+def test_no_request_and_no_inline_style_or_handler(written):
+    """What the policy would refuse is not there, either."""
+    for tag, attributes in written.elements:
+        assert "style" not in attributes, (tag, attributes)
+        assert not [name for name in attributes if name.startswith("on")]
+        for name in ("src", "href", "action", "srcset"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:")), (tag, attributes)
+    for _, attributes, text in written.blocks:
+        if attributes.get("type") != "application/json":
+            assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
+            assert not re.search(r"@import|url\((?!#)", text)
+            assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|sendBeacon", text)
+
+
+def test_each_control_has_a_label(written):
+    labelled = {attributes["for"] for attributes in written.of("label")}
+    controls = [*written.of("input"), *written.of("select")]
+    assert len(controls) > 25
+    for attributes in controls:
+        assert attributes["id"] in labelled or attributes.get("aria-label"), attributes
+    ids = [attributes["id"] for _, attributes in written.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for _, attributes in written.elements:
+        named = " ".join(
+            attributes.get(f"aria-{name}", "") for name in ("describedby", "labelledby")
+        )
+        assert set(named.split()) <= set(ids), attributes
+
+
+def test_a_hostile_name_stays_text(written, hostile):
+    kinds = [tag for tag, _ in hostile.elements]
+    assert kinds.count("script") == [tag for tag, _ in written.elements].count("script")
+    assert "img" not in kinds
+    assert hostile.data["calibration"]["name"] == HOSTILE
+    assert hostile.data["calibration"]["is_reference"] is False
+    assert hostile.data["calibration"]["path"].endswith("calibration.json")
+
+
+def test_the_file_is_small(what_if):
+    assert what_if.path.stat().st_size < 600_000
+
+
+def test_presets_without_javascript(written, what_if):
+    """The table has the numbers of lab predict."""
+    calibration = load_calibration(reference_path())
+    [noscript] = re.findall(r"<noscript>.*?</noscript>", what_if.text, re.DOTALL)
+    rows = re.findall(r"<tr><th scope=\"row\">(.*?)</th><td>(.*?)</td>.*?</tr>", noscript)
+    cells = re.findall(r"<td class=\"number\">(.*?)</td>", noscript)
+    expected = []
+    for preset in written.data["presets"]:
+        for name in preset["state"]["strategies"]:
+            expected.append((preset["title"].replace("'", "&#39;"), name))
+    assert rows == expected
+    first = msgspec.convert(written.data["presets"][0]["state"], State)
+    step, *_ = page.steps_of(first, calibration)
+    assert cells[:2] == [str(first.nodes), duration_text(step.prediction.step_seconds)]
+
+
+def test_a_state_is_the_scenario_of_its_command(tmp_path):
+    """For random states, as the numbers of lab predict say."""
+    for found in pages(tmp_path):
+        add_states(found, 15, seed=5)
+        calibration = load_calibration(found.calibration)
+        for given in found.states:
+            if given["batch_size"] < 2:
+                continue
+            state = msgspec.convert(given, State)
+            [step] = page.steps_of(state, calibration)
+            row = row_of(command_of(given, found.calibration))
+            assert step.prediction.step_seconds == row["step_seconds"]
+            assert [step.low_seconds, step.high_seconds] == [
+                row["low_seconds"],
+                row["high_seconds"],
+            ]
+
+
+def test_it_says_where_the_page_is(tmp_path, capsys, monkeypatch):
+    """--open hands its address to the browser, and says so if there is none."""
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address))
+    monkeypatch.chdir(tmp_path)
+    assert main(["whatif", "--open"]) == 0
+    printed = capsys.readouterr().out
+    assert opened == [(tmp_path / "reports/whatif.html").as_uri()]
+    assert "reports/whatif.html" in printed
+    assert f"{Path('reports/whatif.html').stat().st_size / 1e3:,.0f} kB" in printed
+    assert "no browser" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--calibration", "nowhere.json"], "nowhere.json"),
+        (["--calibration", "pyproject.toml"], "pyproject.toml"),
+        (["--runs", "nowhere"], "nowhere"),
+        (["--out", "lab"], "lab"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, named, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    if "--out" not in arguments:
+        arguments = [*arguments, "--out", "/nonexistent/page.html"]
+    assert main(["whatif", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert named in error

@@ -1,0 +1,399 @@
+"""The pictures of ``lab whatif`` in a browser: marks against numbers, keys, texts and files."""
+
+import math
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lab.whatif
+from lab.plot_style import SECTIONS
+from tests.helpers.browser import (
+    needs_browser,
+    overlapping,
+    pixels,
+    seen_texts,
+    sticking_out,
+    text_contrasts,
+    unnamed_controls,
+)
+from tests.helpers.picture_samples import cases, scaling, sent, strategies, timeline
+
+FOLDER = Path(lab.whatif.__file__).parent
+PICTURES = ("timeline", "steps", "efficiency", "bytes")
+STYLE = """
+body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 "DejaVu Sans"; }
+:root { color-scheme: light dark; --paper: #fff; --ink: #1b1f23; --muted: #57606a; --faint: #ddd; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #14171c; --ink: #e6e9ed; --muted: #a3adb8; --faint: #2a3038; }
+}
+"""
+UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "µs": 1e-6, "%": 0.01}
+CASES = cases()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A page with nothing but the pictures."""
+    path = tmp_path_factory.mktemp("pictures") / "pictures.html"
+    style = STYLE + (FOLDER / "pictures.css").read_text(encoding="utf-8")
+    scripts = [(FOLDER / name).read_text(encoding="utf-8") for name in ("words.js", "pictures.js")]
+    parts = ["<!DOCTYPE html><html lang='en'><meta charset='utf-8'><title>Pictures</title>"]
+    parts.append(f"<style>{style}</style><body>")
+    parts += [f"<svg id='{name}'></svg>" for name in PICTURES]
+    parts += [f"<script>{script}</script>" for script in scripts]
+    path.write_text("\n".join(parts), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def page(browser, file):
+    """The page, 800 pixels wide."""
+    with browser.page(file, width=800) as opened:
+        yield opened
+
+
+def draw(page, name, model):
+    """Draw one picture with these numbers."""
+    script = """([name, data, model]) => {
+      Pictures[name](document.getElementById(name), data, model);
+    }"""
+    page.evaluate(script, [name, {"strategies": strategies()}, model])
+
+
+def draw_all(page, case):
+    """Draw all pictures of a case."""
+    draw(page, "timeline", case["timeline"])
+    draw(page, "steps", case["curves"])
+    draw(page, "efficiency", case["curves"])
+    draw(page, "bytes", case["bytes"])
+
+
+def boxes(page, selector):
+    """Return (left, right) of the bars, in the picture's pixels, in order."""
+    return page.evaluate(
+        """(selector) => [...document.querySelectorAll(selector)].map((bar) => {
+          const left = Number(bar.getAttribute("x"));
+          return [left, left + Number(bar.getAttribute("width"))];
+        })""",
+        selector,
+    )
+
+
+def texts(page, selector):
+    """Return the texts of these elements."""
+    return page.locator(selector).all_text_contents()
+
+
+def corners(page, selector):
+    """Return the corners, as x and y, of all lines of these paths, one after the other."""
+    found = page.evaluate(
+        """(selector) => [...document.querySelectorAll(selector)].map(
+          (path) => path.getAttribute("d"))""",
+        selector,
+    )
+    pairs = re.findall(r"[ML](-?[\d.]+) (-?[\d.]+)", " ".join(found))
+    return [(float(x), float(y)) for x, y in pairs]
+
+
+def amount(text):
+    """Return the number of a tick, in seconds or as a share: "20 ms" is 0.02."""
+    number, _, unit = text.replace(",", "").partition(" ")
+    return float(number) * UNITS.get(unit, 1.0)
+
+
+def fitted(places, amounts):
+    """Return the scale that an axis' ticks state: from numbers to pixels."""
+    slope, start = np.polyfit(amounts, places, 1)
+    error = np.abs(np.polyval([slope, start], amounts) - places)
+    assert error.max() < 0.05
+    return lambda value: start + slope * value
+
+
+def time_scale(page, unit):
+    """Return from seconds to pixels, as the timeline's axis states it."""
+    places = [x for x, _ in corners(page, "#timeline .tick")]
+    amounts = [amount(f"{text} {unit}") for text in texts(page, "#timeline .ticks")]
+    return fitted(places, amounts)
+
+
+def height_scale(page, name, *, log):
+    """Return from a number to its height in pixels, as a chart's left axis states it."""
+    heights = [y for _, y in corners(page, f"#{name} .gridline")]
+    amounts = [amount(text) for text in texts(page, f"#{name} .heights")]
+    assert len(amounts) >= 3
+    if not log:
+        return fitted(heights, amounts)
+    scale = fitted(heights, np.log(amounts))
+    return lambda value: scale(math.log(value))
+
+
+def node_scale(page, name):
+    """Return from a number of nodes to pixels."""
+    places = [x for x, _ in corners(page, f"#{name} .tick")]
+    amounts = [amount(text) for text in texts(page, f"#{name} .ticks")]
+    scale = fitted(places, np.log(amounts))
+    return lambda nodes: scale(math.log(nodes))
+
+
+def near(found, expected):
+    """Return whether pixels are within a tenth of those expected."""
+    return np.shape(found) == np.shape(expected) and np.allclose(found, expected, atol=0.1)
+
+
+def test_sections_have_the_colours_of_all_figures():
+    text = (FOLDER / "pictures.js").read_text(encoding="utf-8")
+    for name in ("forward", "backward", "update", "wait", "wire"):
+        assert f'{name}: "{SECTIONS[name]}"' in text
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("case", "unit"), [("all strategies", "ms"), ("hours", "h"), ("microseconds", "µs")]
+)
+def test_timeline(page, case, unit):
+    """Bars, hatched parts and marks are where the axis says that their seconds are."""
+    model = CASES[case]["timeline"]
+    step = model["timeline"]
+    draw(page, "timeline", model)
+    scale = time_scale(page, unit)
+
+    def ends(spans):
+        return [[scale(begin), scale(end)] for begin, end in spans]
+
+    # One link after the other, as they are drawn.
+    sent = sorted(step["messages"], key=lambda message: message["where"] == "inside a node")
+    assert near(
+        boxes(page, ".message"), ends((message["begin"], message["end"]) for message in sent)
+    )
+    marks = [x for x, _ in corners(page, ".ready")]
+    assert near(marks, [scale(message["ready"]) for message in sent])
+    assert near(boxes(page, ".waits"), ends(step["exposed"]))
+    hatched = sum(right - left for left, right in boxes(page, ".exposed"))
+    exposed = sum(end - begin for message in sent for begin, end in message["exposed"])
+    assert hatched == pytest.approx(scale(exposed) - scale(0), abs=0.5)
+    computed = sum(right - left for left, right in boxes(page, ".pass"))
+    waits = sum(end - begin for begin, end in step["exposed"])
+    assert computed == pytest.approx(scale(step["total_seconds"] - waits) - scale(0), abs=0.2)
+
+
+@needs_browser
+@pytest.mark.parametrize("case", ["four nodes", "hours"])
+def test_steps(page, case):
+    """Each point, band and mark of the curves is where the axes say that its numbers are."""
+    model = CASES[case]["curves"]
+    draw(page, "steps", model)
+    x = node_scale(page, "steps")
+    y = height_scale(page, "steps", log=True)
+
+    def places(points, key):
+        return [(x(point["nodes"]), y(point[key])) for point in points]
+
+    curves = model["curves"]
+    points = [point for curve in curves for point in curve["points"]]
+    assert near(corners(page, "#steps .curve"), places(points, "step_seconds"))
+    band = []
+    for curve in curves:
+        band += places(curve["points"], "high_seconds")
+        band += places(reversed(curve["points"]), "low_seconds")
+    assert near(corners(page, "#steps .band"), band)
+    rings = page.evaluate(
+        """() => [...document.querySelectorAll("#steps .ring")].map(
+          (ring) => [Number(ring.getAttribute("cx")), Number(ring.getAttribute("cy"))])"""
+    )
+    assert near(rings, places([curve["reader"] for curve in curves], "step_seconds"))
+    assert len(texts(page, "#steps .end")) == len(curves)
+
+
+@needs_browser
+def test_efficiency(page):
+    model = CASES["400 messages"]["curves"]
+    draw(page, "efficiency", model)
+    x = node_scale(page, "efficiency")
+    y = height_scale(page, "efficiency", log=False)
+    points = [point for curve in model["curves"] for point in curve["points"]]
+    expected = [(x(point["nodes"]), y(point["efficiency"])) for point in points]
+    assert near(corners(page, "#efficiency .curve"), expected)
+    centres = page.evaluate(
+        """() => [...document.querySelectorAll("#efficiency .measured")].map((mark) => {
+          const box = mark.getBBox();
+          return [box.x + box.width / 2, box.y + box.height / 2];
+        })"""
+    )
+    expected = [(x(point["nodes"]), y(point["efficiency"])) for point in model["measured"]]
+    assert np.allclose(centres, expected, atol=2)  # a triangle's middle is not that of its box
+
+
+@needs_browser
+def test_bytes(page):
+    """Bars are as long as their bytes; equal numbers of rank 0 and the others share a bar."""
+    draw(page, "bytes", sent(["gather_scatter", "ddp", "none"], 4))
+    lengths = [right - left for left, right in boxes(page, ".bytes")]
+    root, others, every, nothing = lengths
+    assert others == pytest.approx(root / 3, abs=0.1)
+    assert every == pytest.approx(root / 2, abs=0.1)
+    assert nothing == 0
+    assert root > 500
+    shown = " ".join(texts(page, "#bytes text"))
+    for number in ("rank 0: 111 MB", "others: 36.9 MB", "55.4 MB", "0 B"):
+        assert number in shown
+
+
+@needs_browser
+def test_keys_and_pointer(page):
+    """Each number is told to keys, to screen readers and to the pointer, inside the picture."""
+    model = timeline(400, wire=1.5)
+    draw(page, "timeline", model)
+    draw(page, "steps", scaling(["ddp", "ring"], 4))
+    assert unnamed_controls(page) == []
+
+    page.keyboard.press("Tab")
+    assert "forward" in told(page, "timeline")
+    page.keyboard.press("ArrowRight")
+    assert "backward 60 ms" in told(page, "timeline")
+    page.keyboard.press("Tab")
+    assert "message 1 of 400" in told(page, "timeline")
+    page.keyboard.press("End")
+    last = told(page, "timeline")
+    assert "message 400 of 400" in last
+    assert spoken(page) == last.replace(",", "")
+    page.keyboard.press("Escape")
+    assert told(page, "timeline") == ""
+
+    page.keyboard.press("Tab")
+    assert "ddp on 4 nodes 35 ms a step" in told(page, "steps")  # the reader's point first
+    page.keyboard.press("ArrowRight")
+    assert "ddp on 8 nodes" in told(page, "steps")
+    draw(page, "steps", scaling(["ddp", "ring"], 4, seconds=0.2))
+    assert "ddp on 4 nodes 70 ms a step" in told(page, "steps")  # drawn anew under the focus
+
+    box = page.locator("#timeline .pass.backward").bounding_box()
+    page.mouse.move(box["x"] + 5, box["y"] + 5)
+    assert "backward 60 ms" in told(page, "timeline")
+    page.mouse.move(box["x"] + 5, box["y"] + 2000)
+    assert told(page, "timeline") == ""
+
+
+def told(page, name):
+    """Return what a picture tells beside a bar or a point."""
+    parts = texts(page, f"#{name} .tip text")
+    if parts:
+        inside = page.evaluate(
+            """(name) => {
+              const picture = document.getElementById(name).getBoundingClientRect();
+              const box = document.querySelector(`#${name} .tip`).getBoundingClientRect();
+              return box.left >= picture.left && box.right <= picture.right
+                && box.top >= picture.top - 1 && box.bottom <= picture.bottom + 1;
+            }""",
+            name,
+        )
+        assert inside
+    return " ".join(parts)
+
+
+def spoken(page):
+    """Return what a screen reader says of the focused part."""
+    text = page.evaluate("document.activeElement.getAttribute('aria-valuetext')")
+    return text.replace(",", "")
+
+
+@needs_browser
+def test_few_stops(page):
+    """Hundreds of messages and all strategies take a few dozen presses of the Tab key."""
+    draw(page, "timeline", timeline(400, inside=True))
+    draw(page, "steps", CASES["all strategies"]["curves"])
+    assert page.locator("#timeline [tabindex]").count() == 3
+    assert page.locator("#steps [tabindex]").count() <= len(strategies()) + 1
+
+
+@needs_browser
+def test_narrow(browser, file):
+    """On a phone, texts stay apart and large; a wider window draws anew."""
+    with browser.page(file, width=390) as page:
+        for name in ("four nodes", "all strategies"):
+            draw_all(page, CASES[name])
+            assert overlapping(page) == []
+            assert sticking_out(page) == []
+        assert min(text.size for text in seen_texts(page)) >= 10.99
+        page.set_viewport_size({"width": 1000, "height": 900})
+        page.wait_for_function(
+            "document.getElementById('bytes').getAttribute('viewBox').startsWith('0 0 1000 ')"
+        )
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_no_text_covers_another(browser, file, name):
+    """At any width of a phone or a screen."""
+    with browser.page(file, width=360) as page:
+        for width in (360, 390, 639, 640, 1400):
+            page.set_viewport_size({"width": width, "height": 900})
+            page.reload()
+            draw_all(page, CASES[name])
+            assert overlapping(page) == [], width
+            assert sticking_out(page) == [], width
+            assert min(text.size for text in seen_texts(page)) >= 10.99
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True])
+def test_texts_can_be_read(browser, file, dark):
+    """Each text differs from what is behind it, on bars and stripes, too."""
+    with browser.page(file, width=1000, dark=dark) as page:
+        for name in ("four nodes", "hours"):
+            draw_all(page, CASES[name])
+            assert [text.text for ratio, text in text_contrasts(page) if ratio < 4.5] == []
+
+
+@needs_browser
+@pytest.mark.slow
+def test_each_tip_is_inside(browser, file):
+    """Also beside the outermost bars and points of a phone's pictures."""
+    with browser.page(file, width=360) as page:
+        for name in ("one node", "all strategies", "hours"):
+            draw_all(page, CASES[name])
+            for picture in PICTURES:
+                for stop in page.locator(f"#{picture} .stop").all():
+                    stop.focus()
+                    for key in ("Home", "ArrowRight", "End"):
+                        page.keyboard.press(key)
+                        assert told(page, picture)
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    "name",
+    ["timeline", *(pytest.param(name, marks=pytest.mark.slow) for name in PICTURES[1:])],
+)
+def test_saved_file(browser, file, tmp_path, name):
+    """The file has the picture's texts, and its colours in the scheme in which it was saved."""
+    path = tmp_path / "whatif.svg"
+    with browser.page(file, width=700, dark=True) as page:
+        draw_all(page, CASES["four nodes"])
+        page.locator(f"#{name} .stop").first.focus()  # what is told there is not saved
+        with page.expect_download() as download:
+            page.evaluate(f"Pictures.save(document.getElementById('{name}'), 'whatif')")
+        assert download.value.suggested_filename == "whatif.svg"
+        download.value.save_as(path)
+        page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+        shown = texts(page, f"#{name} text")
+        box = page.locator(f"#{name}").bounding_box()
+        here = pixels(page)
+    text = path.read_text(encoding="utf-8")
+    root = ET.fromstring(text)
+    namespace = "{http://www.w3.org/2000/svg}"
+    assert [part.text for part in root.iter(f"{namespace}text")] == shown
+    assert root.find(f"{namespace}title").text
+    assert "var(" not in text
+    left, top, width, height = (round(box[key]) for key in ("x", "y", "width", "height"))
+    here = here[top : top + height, left : left + width].astype(float)
+    frame = path.with_name("frame.html")
+    frame.write_text('<body style="margin: 0"><img src="whatif.svg" style="display: block">')
+    with browser.page(frame, width=700) as page:  # in a light scheme
+        alone = pixels(page)[:height, :width].astype(float)
+    assert alone.shape == here.shape
+    assert np.mean(np.abs(alone - here) > 40) < 0.02  # letters may begin between two pixels
