@@ -22,7 +22,6 @@ from loader import REPOSITORY, SEED, describe_machine, whole_number
 sys.path.insert(0, str(REPOSITORY))
 
 from lab.whatif.page import write_page
-
 from tests.helpers.browser import chromium
 
 CONTROLS = """[...document.querySelectorAll("#controls input, #controls select")]
@@ -100,7 +99,7 @@ def main() -> None:
     print(describe_machine())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "whatif.html"
-        size = write_page(path, calibration_file=None, runs=[])
+        size = write_page(path, calibration_file=None, files=[])
         found = measure(path, arguments.moves)
     print(f"\nfile: {size / 1e3:.0f} kB")
     print(f"{'ms a move':<12}{'moves':>6}{'median':>9}{'95 %':>9}{'most':>9}")

@@ -51,9 +51,11 @@ def main_whatif(args: argparse.Namespace) -> int:
     Raises UserError if a file cannot be read or written.
     """
     from lab.terminal import say
+    from lab.whatif.measured import files_of
     from lab.whatif.page import write_page
 
-    size = write_page(args.out, calibration_file=args.calibration, runs=args.runs)
+    files = files_of(args.runs)
+    size = write_page(args.out, calibration_file=args.calibration, files=files)
     say(f"{args.out}: {size / 1e3:,.0f} kB. Open it in a browser; it needs no other file")
     if args.open and not webbrowser.open(args.out.resolve().as_uri()):
         say("no browser was found here: copy the file to a machine that has one")

@@ -1000,7 +1000,10 @@ const Engine = (() => {
     return sums;
   };
 
-  return { row, curve, timeline, terms };
+  /** Return the seconds of a strategy's step in each draw of a cluster, without what no cost says. */
+  const draws = (data, state, name) => drawnSeconds(settingOf(data, state), name, state.nodes);
+
+  return { row, curve, timeline, terms, draws, interval };
 })();
 
 if (typeof module !== "undefined") module.exports = Engine;

@@ -383,6 +383,7 @@ const Measured = (() => {
 
   /** Put the sets of the files that came with the page before the published ones. */
   function prepare(data) {
+    for (const set of data.measured) set.isPublished = true;
     for (const files of [data.shipped ?? [], data.files ?? []]) {
       const { sets } = files.length ? readTexts(data, files) : {};
       data.measured = [...(sets ?? []), ...data.measured];

@@ -106,7 +106,7 @@ const Page = (() => {
   }
 
   function drawPictures() {
-    const measured = measuredPoints();
+    const measured = Measured.points(data, state);
     const scaling = { nodes: state.nodes, focus: state.focus, curves: results.curves, measured };
     Pictures.timeline(byId("timeline"), data, {
       strategy: state.focus, nodes: state.nodes, timeline: results.timeline,
@@ -114,13 +114,6 @@ const Page = (() => {
     Pictures.steps(byId("steps"), data, scaling);
     Pictures.efficiency(byId("efficiency"), data, scaling);
     Pictures.bytes(byId("bytes"), data, { rows: results.rows });
-  }
-
-  /** Return the points of the chosen measured set whose strategies are drawn. */
-  function measuredPoints() {
-    const found = data.measured.find((entry) => entry.id === state.measured);
-    if (found === undefined) return [];
-    return found.points.filter((point) => state.strategies.includes(point.strategy));
   }
 
   function asText() {
@@ -402,18 +395,20 @@ const Page = (() => {
     pendingLink = null;
   }
 
+  /** Show what the link says; return whether it says something that can be. */
   function readLink() {
-    if (document.getElementById(location.hash.slice(1))) return;
+    if (byId(location.hash.slice(1))) return false;
     const { state: found, problem } = State.decode(data, location.hash);
     if (problem) {
       say(problem);
-      return;
+      return false;
     }
     pendingLink = null;
     changedControl = null;
     state = found;
     writeControls();
     draw();
+    return true;
   }
 
   function jump(event) {
@@ -514,6 +509,7 @@ const Page = (() => {
 
   function start() {
     data = JSON.parse(byId("data").textContent);
+    Measured.prepare(data);
     state = State.defaults(data);
     byId("lab").hidden = false;
     for (const [name, values] of Object.entries(SLIDERS)) {
@@ -524,8 +520,9 @@ const Page = (() => {
     }
     listen();
     writeControls();
-    draw();
-    if (location.hash.length > 1) readLink();
+    if (!readLink()) draw();
+    Measured.start(data);
+    Questions.start(data);
   }
 
   document.addEventListener("DOMContentLoaded", start);

@@ -27,21 +27,21 @@ from lab.predict.readable import duration_text, range_text
 from lab.predict.scenario import Scenario
 from lab.predict.tables import PredictedStep, message_plans, predict_table
 from lab.whatif.data import State, page_data
-from lab.whatif.measured import files_of, published_sets, shipped_files
+from lab.whatif.measured import MeasuredFile, published_sets, shipped_files
 from lab.whatif.questions import load_questions
 
 _HERE = Path(__file__).parent
 # Each script uses those before it.
 _SCRIPTS = ("plans", "engine", "words", "state", "pictures", "measured", "questions", "page")
-_STYLES = ("style", "pictures")
+_STYLES = ("style", "pictures", "measured")
 _REFERENCE = Path("lab/predict/reference_calibration.json")  # as typed in the project's folder
 
 
-def write_page(path: Path, *, calibration_file: Path | None, runs: Sequence[Path]) -> int:
+def write_page(path: Path, *, calibration_file: Path | None, files: Sequence[MeasuredFile]) -> int:
     """Write the page and return its size in bytes.
 
     calibration_file : None: this machine's own, or else the one that comes with the project.
-    runs : the reader's reports, runs and tables of measured steps.
+    files : of the reader's own measured steps, which the page begins with.
 
     Raises UserError if a file cannot be read or written.
     """
@@ -52,7 +52,8 @@ def write_page(path: Path, *, calibration_file: Path | None, runs: Sequence[Path
         measured=[asdict(found) for found in published_sets()],
         questions=load_questions(),
     )
-    data["files"] = [asdict(found) for found in [*files_of(runs), *shipped_files()]]
+    data["files"] = [asdict(found) for found in files]
+    data["shipped"] = [asdict(found) for found in shipped_files()]
     default = _REFERENCE if is_reference else calibration_path()
     data["calibration"]["path"] = str(calibration_file or default)
     content = render(data, calibration).encode()

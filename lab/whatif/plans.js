@@ -112,10 +112,10 @@ const Plans = (() => {
 
   const PIECES = {
     gradient: ({ gradients }) => inForwardOrder(gradients.map((gradient) => [gradient])),
-    layer: ({ gradients }) => inForwardOrder(layersOf(gradients)),
     buffer: ({ gradients }) =>
       byItemsize(gradients).map((alike) => pieceOf(alike, bytesOf(gradients), 0)),
     bucket: buckets,
+    layer: ({ gradients }) => inForwardOrder(layersOf(gradients)),
     model: ({ gradients }) => [pieceOf(gradients, bytesOf(gradients), 0)],
   };
 
@@ -316,8 +316,8 @@ const Plans = (() => {
   /** Return the operations of a group's lines for each piece; a line "ahead" is one piece early. */
   function groupOperations(group, step) {
     const pieces = PIECES[group.each](step);
-    if (group.pattern) return pieces.flatMap((piece) => roundsOf(group.pattern, piece, step.ranks));
     if (group.reverse) pieces.reverse();
+    if (group.pattern) return pieces.flatMap((piece) => roundsOf(group.pattern, piece, step.ranks));
     const turns = levels(pieces.length + 1);
     const found = turns.flatMap((turn) =>
       group.lines.map((line) => {
@@ -404,7 +404,7 @@ const Plans = (() => {
     return sender(plan, gradients, ranks, ranksPerNode, bucketMb)(rank);
   }
 
-  const known = { VALUES, CONDITIONS, PIECES, PATTERNS };
+  const known = { VALUES, CONDITIONS, PIECES, PATTERNS }; // all that a plan may name
   return { operations, sender, bytesSent, known };
 })();
 

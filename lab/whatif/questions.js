@@ -122,7 +122,12 @@ const Questions = (() => {
     };
   }
 
-  const withUnit = (value, unit) => `${Words.three(value)} ${unit}`;
+  const WHOLE = ["nodes", "of 100"];
+
+  const digits = (value, unit) => (
+    WHOLE.includes(unit) ? Words.grouped(Math.round(value)) : Words.three(value));
+
+  const withUnit = (value, unit) => `${digits(value, unit)} ${unit}`;
 
   /** Return a sentence with its {names} replaced by numbers; `given` are those known already. */
   function fill(data, question, sentence, given = {}) {
@@ -172,7 +177,7 @@ const Questions = (() => {
     if (Number.isNaN(times) || times < EXACT) return "you were right";
     if (!Number.isFinite(times)) return `you were too ${side}`;
     if (times < 1.1) return `you were ${Words.three(100 * (times - 1))} % too ${side}`;
-    return `you were ${Words.times(times)} times too ${side}`;
+    return `you were ${Words.three(times)} times too ${side}`;
   }
 
   /** Return guess, answer and measurement in one sentence. */

@@ -103,8 +103,8 @@ def _check(question: Question, where: str) -> None:
     for asked in (question.asked, *question.values.values()):
         _check_asked(asked, where)
     for sentence in (question.text, question.explanation):
-        for _, name, _, _ in Formatter().parse(sentence):
-            _check_name(name, ["answer", *question.values], f"{where}: a name in {{}}")
+        for _, field, _, _ in Formatter().parse(sentence):
+            _check_name(field, ["answer", *question.values], f"{where}: a name in {{}}")
     least, most = question.range
     if least >= most:
         raise UserError(f"{where}: range: got {least:g} to {most:g}, give the smaller number first")
@@ -112,7 +112,7 @@ def _check(question: Question, where: str) -> None:
 
 def _check_asked(asked: Asked, where: str) -> None:
     other = dict(asked.than)
-    for strategy in (asked.strategy, other.pop("strategy", None)):
+    for strategy in (asked.strategy, other.pop("strategy", asked.strategy)):
         _check_name(strategy, STRATEGIES, f"{where}: strategy")
     for name in other | asked.changes:
         _check_name(name, State.__struct_fields__, f"{where}: than or changes")

@@ -219,5 +219,5 @@ def unnamed_controls(page: Page) -> list[str]:
 _CONTROL_ROLES = {
     *("button", "checkbox", "combobox", "ComboBoxMenuList", "ComboBoxSelect", "DisclosureTriangle"),
     *("link", "listbox", "radio", "searchbox", "slider", "spinbutton", "switch", "tab", "textbox"),
-    *("img", "image", "graphics-document", "figure"),
+    *("img", "image", "graphics-document"),
 }

@@ -131,10 +131,11 @@ class LineGroup:
     def operations(self, step: SentStep) -> list[Operation]:
         """List the operations of a step, in order."""
         if self.pattern:
-            flat = [
-                GradientSize((piece.entries,), piece.itemsize) for piece in step.pieces(self.each)
+            return [
+                operation
+                for size in self.flat_pieces(step)
+                for operation in rounds_of(self.pattern, size, step.ranks)
             ]
-            return [round for size in flat for round in rounds_of(self.pattern, size, step.ranks)]
         columns = []
         for line in self.lines:
             column = line.operations(self.each, step)
@@ -146,10 +147,14 @@ class LineGroup:
 
     def sends(self, rank: int, step: SentStep) -> list[Sends]:
         """List what a rank sends in the rounds of the pattern."""
-        assert self.pattern
+        assert self.pattern, "its lines say what is sent, but not to whom"
         sends = PATTERNS[self.pattern].sends
+        return [send for size in self.flat_pieces(step) for send in sends(size, rank, step.ranks)]
+
+    def flat_pieces(self, step: SentStep) -> list[GradientSize]:
+        """Return the pieces as flat vectors, which a pattern cuts further."""
         flat = [GradientSize((piece.entries,), piece.itemsize) for piece in step.pieces(self.each)]
-        return [send for size in flat for send in sends(size, rank, step.ranks)]
+        return flat[::-1] if self.reverse else flat
 
 
 Messages = tuple[LineGroup, ...]
