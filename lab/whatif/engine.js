@@ -104,7 +104,7 @@ const Engine = (() => {
   };
 
   const loaded = (data, operation, ranks, perNode) => {
-    const { kind, nbytes } = operation;
+    const { kind, nbytes, count, copied } = operation;
     const stages = stagesOf(data, operation, ranks, perNode).map((found) => ({
       ...found,
       bytes: found.share * nbytes,
@@ -114,7 +114,11 @@ const Engine = (() => {
     const ringAdds = SUMMING.includes(kind) ? ((ranks - 1) / ranks) * nbytes : 0;
     return {
       operation,
+      kind,
+      count,
       stages,
+      starts: 1,
+      copied,
       added: ringAdds + operation.summed,
       sharesLink: perNode > 1,
       leavesNode: ranks > perNode,
@@ -142,11 +146,11 @@ const Engine = (() => {
 
   /** Return what an operation's seconds are spent on; see event_model.operation_terms. */
   const lineTerms = (line, network) => {
-    const { kind, count, copied } = line.operation;
-    const between = rateOf(network, kind);
-    const inside = line.sharesLink ? rateOf(network.inside, kind) : between;
+    const { count } = line;
+    const between = rateOf(network, line.kind);
+    const inside = line.sharesLink ? rateOf(network.inside, line.kind) : between;
     const whole = line.sharesLink && !line.leavesNode ? inside : between;
-    let latency = whole.start;
+    let latency = line.starts * whole.start;
     let passing = 0;
     for (const found of line.stages) {
       const seconds = stageSeconds(found, between, inside);
@@ -156,7 +160,7 @@ const Engine = (() => {
     return {
       latency: count * Math.max(latency, whole.floor - passing),
       passing: count * passing,
-      summation: count * (line.added * network.gamma + copied * network.copy),
+      summation: count * (line.added * network.gamma + line.copied * network.copy),
     };
   };
 
@@ -535,7 +539,6 @@ const Engine = (() => {
         backward.push({ line, share: readyShare(readiness, operation.ready) });
       } else {
         after.push(line);
-        line.timesAfter += 1;
       }
     }
     return {
@@ -543,10 +546,13 @@ const Engine = (() => {
       nodes,
       ranks,
       profiled: profiledAt(setting, nodes),
-      lines: [...lines.values()],
       backward,
       after,
       forward,
+      backwardShares: [...backward.map(({ share }) => share), 1],
+      forwardShares: forward.map(({ share }) => 1 - share).reverse(),
+      beside: [...new Set([...backward, ...forward].map(({ line }) => line))],
+      afterSums: addedUp(setting, after),
       updateShare: plan.shards_update ? 1 / ranks : 1,
       sendsNothing: name === "none",
     };
@@ -560,14 +566,52 @@ const Engine = (() => {
     return remembered(lines, key, () => ({
       ...lineOf(setting.data, operation, ranks, setting.state.ranks_per_node),
       inSoftware: lineOf(setting.data, operation, ranks, 1),
-      place: lines.size,
-      timesAfter: 0, // how often it runs after backward
+      seconds: 0, // on the network at hand, as is the delay share
+      delay: 0,
     }));
   };
+
+  /**
+   * Return fewer lines that take as long as these, one after the other, each with how often.
+   *
+   * Lines that share no link and have no floor take seconds that are linear in what they load, so
+   * one with the sums stands for all of a kind.
+   */
+  const addedUp = (setting, lines) => {
+    const sums = new Map();
+    const alone = new Map();
+    for (const line of lines) {
+      if (line.sharesLink || rateOf(setting.costs.network, line.kind).floor) {
+        alone.set(line, (alone.get(line) || 0) + 1);
+        continue;
+      }
+      const sum = remembered(sums, line.kind, () => noLoad(line));
+      const [load] = sum.stages;
+      for (const found of line.stages) {
+        load.between += line.count * found.between;
+        load.linkBytes += line.count * found.linkBytes;
+      }
+      sum.starts += line.count * line.starts;
+      sum.added += line.count * line.added;
+      sum.copied += line.count * line.copied;
+    }
+    for (const sum of sums.values()) alone.set(sum, 1);
+    return [...alone].map(([line, times]) => ({ line, times }));
+  };
+
+  const noLoad = (line) => ({
+    ...line,
+    count: 1,
+    stages: [{ between: 0, linkBytes: 0, onRank: 0 }],
+    starts: 0,
+    added: 0,
+    copied: 0,
+  });
 
   /** Return when each message ends if all start at once and two at a time share the link. */
   const endsInPairs = (seconds) => {
     const ends = seconds.map(() => 0);
+    if (!ends.length) return ends;
     let now = 0;
     let left = 0; // seconds of the message under way, if alone on the link
     let underWay = 0;
@@ -597,18 +641,22 @@ const Engine = (() => {
    * takes the seconds from the end of the one before it to its own.
    */
   const onNetwork = (data, schedule, network) => {
-    const { lines, backward, forward } = schedule;
-    const seconds = lines.map((line) => lineSeconds(line, network));
+    const { backward, forward, afterSums } = schedule;
+    for (const line of schedule.beside) {
+      line.seconds = lineSeconds(line, network);
+      line.delay = delayShare(data, line, line.seconds, network);
+    }
     let after = 0;
-    for (const line of lines) after += line.timesAfter * seconds[line.place];
-    const delayOf = ({ line }) => delayShare(data, line, seconds[line.place], network);
-    const secondsOf = ({ line }) => seconds[line.place];
-    const priced = { backward: backward.map(secondsOf), backwardDelays: backward.map(delayOf) };
+    for (const { line, times } of afterSums) after += times * lineSeconds(line, network);
+    const priced = {
+      backward: backward.map(({ line }) => line.seconds),
+      backwardDelays: backward.map(({ line }) => line.delay),
+      forwardDelays: forward.map(({ line }) => line.delay).reverse(),
+    };
     priced.backward.push(after); // all that begin after backward are one message
     priced.backwardDelays.push(0);
-    const ends = endsInPairs(forward.map(secondsOf));
+    const ends = endsInPairs(forward.map(({ line }) => line.seconds));
     priced.forward = ends.map((end, index) => (index ? end - ends[index - 1] : end)).reverse();
-    priced.forwardDelays = forward.map(delayOf).reverse();
     return priced;
   };
 
@@ -616,16 +664,16 @@ const Engine = (() => {
    * Let messages go one after the other beside a pass, and return how it slows down, and what is
    * left after it: see event_model.exposed_seconds.
    *
-   * readies : seconds of the pass until each message may begin. trace : filled with what is computed
+   * shares : of the pass, after which each message may begin. trace : filled with what is computed
    * when each one begins and ends, if given.
    */
-  const besidePass = (data, readies, seconds, delays, passSeconds, trace = null) => {
+  const besidePass = (data, shares, seconds, delays, passSeconds, trace = null) => {
     const nearZero = data.constants.near_zero;
     let now = 0;
     let computed = 0;
     let slowed = 0;
-    for (let index = 0; index < readies.length; index += 1) {
-      const wait = Math.max(0, readies[index] - computed);
+    for (let index = 0; index < shares.length; index += 1) {
+      const wait = Math.max(0, shares[index] * passSeconds - computed);
       computed += wait;
       now += wait;
       if (trace) trace.push({ now, computed });
@@ -641,16 +689,14 @@ const Engine = (() => {
 
   /** Let the messages of gradients go beside backward. */
   const besideBackward = (data, schedule, priced, passSeconds, trace = null) => {
-    const readies = schedule.backward.map(({ share }) => share * passSeconds);
-    readies.push(passSeconds);
     const { backward, backwardDelays } = priced;
-    return besidePass(data, readies, backward, backwardDelays, passSeconds, trace);
+    return besidePass(data, schedule.backwardShares, backward, backwardDelays, passSeconds, trace);
   };
 
   /** Let forward wait for messages: the same in the mirror, from the end of forward. */
   const besideForward = (data, schedule, priced, passSeconds) => {
-    const readies = schedule.forward.map(({ share }) => passSeconds - share * passSeconds);
-    return besidePass(data, readies.reverse(), priced.forward, priced.forwardDelays, passSeconds);
+    const { forward, forwardDelays } = priced;
+    return besidePass(data, schedule.forwardShares, forward, forwardDelays, passSeconds);
   };
 
   /** Return the seconds of computing, by how much messages slow it, and those nothing hides. */
@@ -890,9 +936,9 @@ const Engine = (() => {
   };
 
   const messageOf = (line, times, begin, end, ready) => ({
-    kind: line.operation.kind,
+    kind: line.kind,
     nbytes: line.operation.nbytes,
-    count: line.operation.count * times,
+    count: line.count * times,
     begin,
     end,
     ready,

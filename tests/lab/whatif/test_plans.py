@@ -153,6 +153,19 @@ def test_operations_and_bytes_are_those_of_the_plans():
 
 
 @needs_node
+def test_buckets_close_exactly_at_their_limits():
+    """25 MiB after the first; of 0.001 MiB the whole bytes, 1,048."""
+    of_a_mib = [GradientSize((2**18,))] * 60
+    plan = build_message_plan_from("ddp", {})
+    sizes = [operation.nbytes / 2**20 for operation in plan.operations(of_a_mib, 2)]
+    assert sizes == [1, 25, 25, 9]
+    small = build_message_plan_from("ddp", {"bucket_mb": 0.001})
+    check_all(
+        [PlanCase(plan, of_a_mib, 2), PlanCase(small, [GradientSize((262,))] * 3, 2, 1, 0.001)]
+    )
+
+
+@needs_node
 def test_plans_js_knows_every_name_that_a_line_may_use():
     """So no strategy of lines fails in the page: add a new name's function there, too."""
     known = run_script("plans", "Object.values(it.known).map(Object.keys)", None)
