@@ -428,7 +428,8 @@ const Pictures = (() => {
 
   /** Return a legend's entry of a filled box. */
   function boxEntry(canvas, text, attributes) {
-    const draw = (x, y) => add(canvas, "rect", { x, y: y - 5, width: 16, height: 10, ...attributes });
+    const place = { width: 16, height: 10 };
+    const draw = (x, y) => add(canvas, "rect", { x, y: y - 5, ...place, ...attributes });
     return { text, width: 16, draw };
   }
 
@@ -467,12 +468,13 @@ const Pictures = (() => {
     let y = paintTimelineHead(area, model);
     const boundaries = add(canvas, "path", { stroke: FAINT, fill: "none" });
     const first = y;
-    const unlabelled = paintPasses(area, rowTop(area, "computing", y));
-    y = rowTop(area, "", y) + ROW + 4;
+    const top = rowTop(area, "computing", y);
+    const unlabelled = paintPasses(area, top);
+    y = top + ROW + 4;
     for (const place of places) {
-      const top = rowTop(area, place, y, READY);
-      paintLink(area, place, top + READY);
-      y = top + READY + ROW + BYTES;
+      const bars = rowTop(area, place, y, READY) + READY;
+      paintLink(area, place, bars);
+      y = bars + ROW + BYTES;
     }
     if (!places.length) {
       addText(canvas, "no messages", left, y + 12, { fill: MUTED });
@@ -487,12 +489,13 @@ const Pictures = (() => {
 
   /** Return where a row's bars begin; its name stands to the left, or above in a narrow picture. */
   function rowTop({ canvas, left, isWide }, label, y, above = 0) {
-    if (isWide) {
-      if (label) addText(canvas, label, left - 10, y + above + ROW / 2 + 4, { "text-anchor": "end" });
-      return y;
+    if (!isWide) {
+      addText(canvas, label, left, y + 11);
+      return y + 16;
     }
-    if (label) addText(canvas, label, left, y + 11);
-    return y + 16;
+    const middle = y + above + ROW / 2;
+    addText(canvas, label, left - 10, middle + 4, { "text-anchor": "end" });
+    return y;
   }
 
   function exposedSeconds(step) {
@@ -659,14 +662,14 @@ const Pictures = (() => {
 
   function messageLines(message, index, count, step) {
     const unit = timeUnit(step.total_seconds);
-    const moment = (value) => Number((value / unit.size).toPrecision(5));
+    const moment = (value) => `${Number((value / unit.size).toPrecision(5))} ${unit.name}`;
     const { kind, begin, end, ready, exposed } = message;
     const seconds = exposed.reduce((sum, [from, to]) => sum + to - from, 0);
     return [
       `message ${index + 1} of ${count}: ${kind}`,
       `${messageBytes(message)} ${message.where}`,
       `takes ${Words.duration(end - begin)}, ${Words.duration(seconds)} of it exposed`,
-      `from ${moment(begin)} to ${moment(end)} ${unit.name}, ready at ${moment(ready)} ${unit.name}`,
+      `from ${moment(begin)} to ${moment(end)}, ready at ${moment(ready)}`,
     ];
   }
 
@@ -751,7 +754,8 @@ const Pictures = (() => {
   function spokes(count, x, y, radius, turn) {
     return Array.from({ length: count }, (_, index) => {
       const angle = 2 * Math.PI * (index / count + turn) - Math.PI / 2;
-      return `M${x} ${y}L${round(x + radius * Math.cos(angle))} ${round(y + radius * Math.sin(angle))}`;
+      const end = `${round(x + radius * Math.cos(angle))} ${round(y + radius * Math.sin(angle))}`;
+      return `M${x} ${y}L${end}`;
     }).join("");
   }
 
@@ -760,7 +764,7 @@ const Pictures = (() => {
     const shapes = {
       s: () => polygon(4, x, y, 1.25 * r, { turn: 1 / 8 }),
       D: () => polygon(4, x, y, 1.25 * r),
-      d: () => `M${x} ${y - 1.35 * r}L${x + 0.8 * r} ${y}L${x} ${y + 1.35 * r}L${x - 0.8 * r} ${y}Z`,
+      d: () => polygon(2, x, y, 1.4 * r, { inner: 0.8 * r }),
       "^": () => polygon(3, x, y, 1.3 * r),
       v: () => polygon(3, x, y, 1.3 * r, { turn: 1 / 2 }),
       "<": () => polygon(3, x, y, 1.3 * r, { turn: 3 / 4 }),
@@ -811,8 +815,8 @@ const Pictures = (() => {
     high: (point) => point.high_seconds,
     measured: (point) => point.seconds,
     text: (seconds) => `${Words.duration(seconds)} a step`,
-    short: Words.duration,
-    range: Words.range,
+    short: (seconds) => Words.duration(seconds),
+    range: (low, high) => Words.range(low, high),
     tick: timeText,
   };
   const EFFICIENCY = {
@@ -824,7 +828,7 @@ const Pictures = (() => {
     high: (point) => point.high_efficiency,
     measured: (point) => point.efficiency,
     text: (share) => `${Words.efficiency(share)} of one node's speed`,
-    short: Words.efficiency,
+    short: (share) => Words.efficiency(share),
     range: (low, high) => `${Words.efficiency(low)} to ${Words.efficiency(high)}`,
     tick: (share) => `${number(100 * share)} %`,
   };
@@ -864,7 +868,8 @@ const Pictures = (() => {
     if (area.isLabelled) labelEnds(area, curves, model.focus);
     addCurveStops(area, curves, measured);
     const height = paintCurvesKey(area, curves, measured, model);
-    return { height, title: quantity.title, description: curvesText(area, model, curves, measured) };
+    const description = curvesText(area, model, curves, measured);
+    return { height, title: quantity.title, description };
   }
 
   /** Return the plot's edges in pixels, its scales and its ticks. */
@@ -946,11 +951,11 @@ const Pictures = (() => {
       });
       const text = Words.grouped(nodes);
       const half = textWidth(text, SMALL) / 2;
-      addText(canvas, text, Math.min(at, canvas.width - half - 1), bottom + 17, {
+      addText(canvas, text, Math.min(at, canvas.width - half - 1), bottom + 19, {
         class: "ticks", "text-anchor": "middle", "font-size": SMALL,
       });
     }
-    addText(canvas, "nodes", (left + right) / 2, bottom + 33, {
+    addText(canvas, "nodes", (left + right) / 2, bottom + 35, {
       "text-anchor": "middle", "font-size": SMALL,
     });
   }
@@ -1018,7 +1023,7 @@ const Pictures = (() => {
     ends.forEach((end, index) => {
       const height = round(heights[index]);
       add(canvas, "path", {
-        d: `M${round(end.x + 3)} ${round(end.y)}L${round(right + 13)} ${height}H${round(right + 17)}`,
+        d: `M${round(end.x + 3)} ${round(end.y)}L${round(right + 13)} ${height}h4`,
         fill: "none", stroke: end.style.color, "stroke-width": 0.8,
       });
       addMarker(canvas, "marker", end.style, right + 22, height, 3.5);
@@ -1070,7 +1075,7 @@ const Pictures = (() => {
   /** Draw what signs mean, and the strategies if their names do not stand beside the curves. */
   function paintCurvesKey({ canvas, quantity, isLabelled, bottom, left }, curves, measured, model) {
     const start = isLabelled ? left : 6;
-    let y = bottom + 40;
+    let y = bottom + 42;
     if (!isLabelled) {
       const names = curves.map(({ strategy, style }) => ({
         text: strategy, width: 30, draw: (x, middle) => {
@@ -1113,7 +1118,8 @@ const Pictures = (() => {
     const readers = curves.filter((curve) => curve.reader).map(
       ({ strategy, reader }) => `${strategy} ${quantity.short(quantity.value(reader))}`);
     const own = readers.length ? `On ${Words.counted(nodes, "node")}: ${readers.join(", ")}. ` : "";
-    return `${own}${Words.counted(curves.length, "curve")}, ${Words.counted(measured.length, "measured point")}.`;
+    const shown = Words.counted(curves.length, "curve");
+    return `${own}${shown}, ${Words.counted(measured.length, "measured point")}.`;
   }
 
   // -- bytes ------------------------------------------------------------------------------------
@@ -1177,9 +1183,10 @@ const Pictures = (() => {
     const amount = Words.bytes(root);
     if (isSame) return [{ bytes: root, text: amount, about: `every rank sends ${amount}` }];
     const other = Words.bytes(others);
+    const about = `each other rank sends ${other}`;
     return [
       { bytes: root, text: `rank 0: ${amount}`, about: `rank 0 sends ${amount}` },
-      { bytes: others, text: `others: ${other}`, about: `each other rank sends ${other}`, isPale: true },
+      { bytes: others, text: `others: ${other}`, about, isPale: true },
     ];
   }
 
