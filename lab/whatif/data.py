@@ -19,7 +19,7 @@ from msgspec import Struct
 from common.config.schema import DEFAULT_GLOBAL_BATCH_SIZE
 from common.errors import UserError
 from common.models import MODELS
-from common.sync import STRATEGIES, build_message_plan_from, is_exact
+from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.plans.as_data import plan_data
 from lab.plot_style import color, marker
 from lab.predict import (
@@ -166,7 +166,6 @@ def _strategies() -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
                 "color": color(name),
                 "marker": marker(name),
                 "part": strategy.part,
-                "exact": is_exact(name),
                 "plan": plan,
             }
         )
