@@ -549,6 +549,8 @@ const Engine = (() => {
       backward,
       after,
       forward,
+      backwardShares: [...backward.map(({ share }) => share), 1],
+      forwardShares: forward.map(({ share }) => 1 - share).reverse(),
       beside: [...new Set([...backward, ...forward].map(({ line }) => line))],
       afterSums: addedUp(setting, after),
       updateShare: plan.shards_update ? 1 / ranks : 1,
@@ -662,16 +664,16 @@ const Engine = (() => {
    * Let messages go one after the other beside a pass, and return how it slows down, and what is
    * left after it: see event_model.exposed_seconds.
    *
-   * readies : seconds of the pass until each message may begin. trace : filled with what is computed
+   * shares : of the pass, after which each message may begin. trace : filled with what is computed
    * when each one begins and ends, if given.
    */
-  const besidePass = (data, readies, seconds, delays, passSeconds, trace = null) => {
+  const besidePass = (data, shares, seconds, delays, passSeconds, trace = null) => {
     const nearZero = data.constants.near_zero;
     let now = 0;
     let computed = 0;
     let slowed = 0;
-    for (let index = 0; index < readies.length; index += 1) {
-      const wait = Math.max(0, readies[index] - computed);
+    for (let index = 0; index < shares.length; index += 1) {
+      const wait = Math.max(0, shares[index] * passSeconds - computed);
       computed += wait;
       now += wait;
       if (trace) trace.push({ now, computed });
@@ -687,16 +689,14 @@ const Engine = (() => {
 
   /** Let the messages of gradients go beside backward. */
   const besideBackward = (data, schedule, priced, passSeconds, trace = null) => {
-    const readies = schedule.backward.map(({ share }) => share * passSeconds);
-    readies.push(passSeconds);
     const { backward, backwardDelays } = priced;
-    return besidePass(data, readies, backward, backwardDelays, passSeconds, trace);
+    return besidePass(data, schedule.backwardShares, backward, backwardDelays, passSeconds, trace);
   };
 
   /** Let forward wait for messages: the same in the mirror, from the end of forward. */
   const besideForward = (data, schedule, priced, passSeconds) => {
-    const readies = schedule.forward.map(({ share }) => passSeconds - share * passSeconds);
-    return besidePass(data, readies.reverse(), priced.forward, priced.forwardDelays, passSeconds);
+    const { forward, forwardDelays } = priced;
+    return besidePass(data, schedule.forwardShares, forward, forwardDelays, passSeconds);
   };
 
   /** Return the seconds of computing, by how much messages slow it, and those nothing hides. */
