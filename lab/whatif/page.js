@@ -29,6 +29,7 @@ const Page = (() => {
   let state = null;
   let results = null; // what `compute` returned last
   let frame = null; // of the next drawing
+  let before = null; // the step before the last control's changes
   let changedControl = null; // the control of the last entry of the history
   let pendingLink = null; // not in the history yet
   const timers = { link: null, speech: null };
@@ -53,12 +54,19 @@ const Page = (() => {
     }));
     return {
       focus: rows[0],
+      step: stepOf(rows[0]),
       rows: inOrder(rows),
       curves: inOrder(curves),
       nodes,
       timeline: Engine.timeline(data, state, state.focus),
       terms: Engine.terms(data, state, state.focus),
     };
+  }
+
+  /** Return a step's seconds and samples, to compare it with another. */
+  function stepOf({ strategy, step_seconds: seconds }) {
+    const ranks = state.scaling === "weak" ? state.nodes * state.ranks_per_node : 1;
+    return { strategy, seconds, samples: ranks * state.batch_size };
   }
 
   /** Return entries of strategies in the order of the reader's choice. */
@@ -91,14 +99,19 @@ const Page = (() => {
   function drawAnswer() {
     const { limit, detail } = Words.limits(results.focus, results.terms);
     const answer = Words.sentence(data, state, results.focus) || shortAnswer(results.focus);
-    byId("limit").textContent = limit;
-    byId("sentence").textContent = `${answer} ${Words.softwareLimit(data, state)}`.trim();
-    byId("detail").textContent = detail;
-    byId("error").textContent = Words.error(data, state);
+    const change = Words.change(before, results.step);
+    byId("limit").textContent = tidy(limit);
+    byId("sentence").textContent = tidy(`${answer} ${Words.softwareLimit(data, state)}`.trim());
+    byId("change").textContent = tidy(change);
+    byId("detail").textContent = tidy(detail);
+    byId("error").textContent = tidy(Words.error(data, state));
     later("speech", SPEECH_PAUSE, () => {
-      byId("spoken").textContent = `${limit} ${answer}`;
+      byId("spoken").textContent = `${limit} ${change} ${answer}`;
     });
   }
+
+  /** Keep a number and its unit on one line. */
+  const tidy = (text) => text.replace(/(\d) (%|s|ms|µs|[kMG]B|Gbit\/s|nodes?|times)(?!\w)/g, "$1\u00a0$2");
 
   function shortAnswer(row) {
     const seconds = Words.duration(row.step_seconds);
@@ -344,6 +357,7 @@ const Page = (() => {
       say(problem.text, problem.field);
       return;
     }
+    if (name !== changedControl) before = results.step;
     const isExample = name === "model" && wanted.step_ms !== state.step_ms;
     state = wanted;
     writeControls(control);
@@ -405,6 +419,7 @@ const Page = (() => {
     }
     pendingLink = null;
     changedControl = null;
+    before = null;
     state = found;
     writeControls();
     draw();
@@ -454,6 +469,7 @@ const Page = (() => {
       say(problem.text, problem.field);
       return false;
     }
+    before = null;
     state = State.copy(wanted);
     writeControls();
     remember(null);

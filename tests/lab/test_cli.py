@@ -17,6 +17,7 @@ HERE = {
     "grade": ("--print-rubric", 0, "CS744, assignment 2"),
     "learn": ("1 --check", 2, "lab learn 1 writes it"),
     "predict": ("--nodes 4", 0, "gather_scatter"),
+    "whatif": ("--out page.html", 0, "page.html"),
     "compare": (PLAN, 0, "lab run-cell"),
     "report": ("nowhere", 2, "nowhere is not the folder of a run"),
     "calibrate": ("--ranks 2 --num-nodes 2", 2, "error: "),
