@@ -1,4 +1,4 @@
-"""One line of a message plan (``Operation``), and what it sends to whom (``sends_of``).
+"""One operation of a message plan (``Operation``), and what it sends to whom (``sends_of``).
 
 lab/predict/event_model.py turns operations into seconds. common/profiling/comm_trace.py
 counts the bytes of the messages that it records with ``sent_bytes``. Nothing here imports torch.

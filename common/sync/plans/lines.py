@@ -17,6 +17,7 @@ from typing import Literal
 from common.sync.message_cost import Among, GradientSize, Operation, Sends
 from common.sync.plans.patterns import PATTERNS, rounds_of
 from common.sync.plans.pieces import CONDITIONS, Each, Piece, SentStep
+from common.utils import registry
 
 When = Literal["after backward", "in backward", "in forward"]
 """When an operation runs: after backward; as soon as backward has completed its piece; during the
@@ -92,6 +93,10 @@ class PlanLine:
     only_if: tuple[str, ...] = ()
     ahead: bool = False
 
+    def __post_init__(self) -> None:
+        for name in self.only_if:
+            registry.find(CONDITIONS, name, kind="condition")
+
     def operations(self, each: Each, step: SentStep) -> list[Operation | None]:
         """Return the operation of each piece; None where there is none."""
         found: list[Operation | None] = []
@@ -147,7 +152,7 @@ class LineGroup:
 
     def sends(self, rank: int, step: SentStep) -> list[Sends]:
         """List what a rank sends in the rounds of the pattern."""
-        assert self.pattern, "its lines say what is sent, but not to whom"
+        assert self.pattern, "a plan of rounds has no lines"
         sends = PATTERNS[self.pattern].sends
         return [send for size in self.flat_pieces(step) for send in sends(size, rank, step.ranks)]
 

@@ -99,7 +99,7 @@ def _cut(each: Each, step: SentStep) -> list[Piece]:
         ]
     if each == "bucket":
         kept_as_built = step.options.get("find_unused_parameters", False)
-        buckets = bucket_sizes(sizes, step.options["bucket_mb"], kept_as_built=kept_as_built)
+        buckets = bucket_sizes(sizes, step.options.get("bucket_mb"), kept_as_built=kept_as_built)
         return [
             Piece(int(size), size.itemsize, [size], ready, whole - ready) for size, ready in buckets
         ]
