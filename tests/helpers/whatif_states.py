@@ -1,27 +1,38 @@
-"""Random states of the page of ``lab whatif``, their rows by ``lab predict``, and by engine.js.
+"""Random states of the page of ``lab whatif``, with their rows by ``lab predict``.
 
-``random_pages`` makes pages with states, ``add_rows`` lets `lab predict --json` compute them in
-this process, ``differences`` compares a page's rows with those that JavaScript computed.
+``shared_pages`` makes them once a session: ``pages`` makes the pages' data, ``add_states`` random
+states, ``add_rows`` lets `lab predict --json` compute them in this process. ``in_node`` computes
+with the page's scripts, and ``differences`` compares the two.
 """
 
 import contextlib
+import fcntl
 import io
 import json
 import math
 import random
+import shutil
+import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
+import lab.whatif
 from common.sync import STRATEGIES
-from lab.cli import main
+from lab.cli import build_parser
 from lab.predict.calibration_file import Calibration, load_calibration, reference_path
 from lab.predict.compute_model import ComputeProfile
 from lab.whatif.data import page_data
 
 RELATIVE = 1e-9
+_SEED = 46
+_IN_NODE = Path(__file__).with_name("whatif_in_node.js")
+_SCRIPTS = [Path(lab.whatif.__file__).with_name(name) for name in ("plans.js", "engine.js")]
 _FLAGS = {
     "gradient_type": "--gradient-type",
     "scaling": "--scaling",
@@ -44,7 +55,7 @@ class Page:
     """A page's data, its calibration file, states, and for each its row of ``lab predict``."""
 
     data: dict[str, Any]
-    calibration: Path
+    calibration: str  # its path
     states: list[State] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
@@ -62,7 +73,7 @@ def pages(folder: Path) -> list[Page]:
         calibration.save(path)
         # Through JSON, as in the page.
         data = json.loads(json.dumps(page_data(calibration), allow_nan=False))
-        found.append(Page(data, path))
+        found.append(Page(data, str(path)))
     return found
 
 
@@ -82,6 +93,29 @@ def _other(reference: Calibration) -> Calibration:
         network=replace(network, kinds=kinds, overlap_cost=0.4),
         compute=replace(reference.compute, profiles=(one, two, eight)),
     )
+
+
+def shared_pages(base: Path, count: int) -> list[Page]:
+    """Return ``pages`` with ``count`` states and their rows, made once for all of pytest's workers.
+
+    base : a folder that they share, ``shared_folder``.
+    """
+    path = base / f"whatif-{count}.json"
+    with (base / f"whatif-{count}.lock").open("a") as turn:
+        fcntl.lockf(turn, fcntl.LOCK_EX)
+        if not path.exists():
+            made = pages(base)
+            for place, page in enumerate(made):
+                add_states(page, count // len(made), seed=_SEED + place)
+                add_rows(page)
+            path.write_text(json.dumps([asdict(page) for page in made]))
+    return [Page(**content) for content in json.loads(path.read_text())]
+
+
+def shared_folder(factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Return a folder of this session that all of pytest-xdist's workers share."""
+    base = factory.getbasetemp()
+    return base if worker_id == "master" else base.parent
 
 
 def add_states(page: Page, count: int, *, seed: int) -> None:
@@ -133,9 +167,9 @@ def _spread(dice: random.Random, least: float, most: float) -> float:
     return float(f"{math.exp(dice.uniform(math.log(least), math.log(most))):.3g}")
 
 
-def command_of(state: State, calibration: Path) -> list[str]:
+def command_of(state: State, calibration: str) -> list[str]:
     """Return the arguments of `lab predict` that a state stands for, of its focus."""
-    given = ["predict", "--json", "--calibration", str(calibration)]
+    given = ["predict", "--json", "--calibration", calibration]
     if state["model"] == "own":
         given += ["--parameters", str(state["parameters"])]
     else:
@@ -163,12 +197,18 @@ def add_rows(page: Page) -> None:
         page.rows.append(row_of(command_of(state, page.calibration)))
 
 
+@cache
+def _parser() -> Any:
+    return build_parser()
+
+
 def row_of(arguments: Sequence[str]) -> dict[str, Any]:
     """Return the row that `lab predict` prints, its prediction's numbers among the others."""
     printed = io.StringIO()
     limits = patch("lab.predict.tables.scaling_limits_of", return_value=[])  # slow, and not shown
+    args = _parser().parse_args(arguments)
     with limits, contextlib.redirect_stdout(printed):
-        assert main(arguments) == 0, arguments
+        assert args.run(args) == 0
     [row] = json.loads(printed.getvalue())["rows"]
     prediction = row.pop("prediction")
     return row | prediction
@@ -197,3 +237,27 @@ def _equal(value: Any, expected: Any, least: float) -> bool:
     if isinstance(expected, str):
         return value == expected
     return math.isclose(value, expected, rel_tol=RELATIVE, abs_tol=least)
+
+
+def in_node(data: dict[str, Any], calls: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return what engine.js computes: each call is a function of Engine and its arguments.
+
+    The page's data goes before them. Skips the test where there is no node.
+    """
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    done = subprocess.run(
+        [node, str(_IN_NODE), *map(str, _SCRIPTS)],
+        input=json.dumps({"data": data, "calls": calls}),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def rows_in_node(page: Page) -> list[dict[str, Any]]:
+    """Return the row of each state's focus by engine.js."""
+    return in_node(page.data, [["row", state, state["focus"]] for state in page.states])

@@ -1,0 +1,219 @@
+"""engine.js: the rows of `lab predict`, curves, timelines and terms. Skipped without node."""
+
+import json
+import math
+
+import pytest
+
+from common.sync import STRATEGIES
+from lab.predict import event_model, priors, scenario
+from lab.predict.calibration_file import load_calibration, reference_path
+from lab.predict.cluster import TypicalCluster
+from lab.predict.tables import message_plans
+from lab.whatif.data import page_data
+from tests.helpers.whatif_states import (
+    Page,
+    add_rows,
+    differences,
+    in_node,
+    rows_in_node,
+    shared_folder,
+    shared_pages,
+)
+
+QUICK = 4 * len(STRATEGIES)
+MANY = 2000
+REFERENCE = load_calibration(reference_path())
+
+
+@pytest.fixture(scope="module")
+def quick_pages(tmp_path_factory, worker_id):
+    """Return pages with some states, two for each strategy and page, and their rows."""
+    return shared_pages(shared_folder(tmp_path_factory, worker_id), QUICK)
+
+
+@pytest.fixture
+def fresh_caches():
+    """Forget what depends on constants, before a test changes them and afterwards."""
+
+    def forget():
+        event_model.stages_of.cache_clear()
+        priors.load_priors.cache_clear()
+
+    forget()
+    yield forget
+    forget()
+
+
+def assert_equal(page, computed):
+    found = differences(page, computed)
+    assert not found, "\n".join(found[:5])
+
+
+def test_rows_are_those_of_lab_predict(quick_pages):
+    for page in quick_pages:
+        assert {state["focus"] for state in page.states} == set(STRATEGIES)
+        assert {state["scaling"] for state in page.states} == {"strong", "weak"}
+        assert {state["costs"] for state in page.states} == {"typical", "calibrated"}
+        assert_equal(page, rows_in_node(page))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rows_of_many_states_are_those_of_lab_predict(tmp_path_factory, worker_id):
+    found = shared_pages(shared_folder(tmp_path_factory, worker_id), MANY)
+    assert sum(len(page.rows) for page in found) == MANY
+    for page in found:
+        assert_equal(page, rows_in_node(page))
+
+
+def test_a_difference_is_found(quick_pages):
+    page = quick_pages[0]
+    computed = [dict(row) for row in page.rows]
+    computed[3]["gains"] = computed[3]["gains"] | {"network": 1.0 + 1e-8}
+    computed[5]["note"] = "another"
+    names = [line.partition(":")[0] for line in differences(page, computed)]
+    assert names == ["gains", "note"]
+
+
+def change_packets(monkeypatch, folder):
+    monkeypatch.setattr(event_model, "PACKET_BYTES", 180)
+
+
+def change_headers(monkeypatch, folder):
+    for module in (event_model, scenario):
+        monkeypatch.setattr(module, "HEADERS", 1.2)
+
+
+def change_a_prior(monkeypatch, folder):
+    changed = priors.priors_path().read_text().replace("fitted = [1.62, 2.7,", "fitted = [1.62, 2,")
+    path = folder / "priors.toml"
+    path.write_text(changed)
+    monkeypatch.setattr(priors, "priors_path", lambda: path)
+
+
+@pytest.mark.parametrize("change", [change_packets, change_headers, change_a_prior])
+def test_a_constant_that_changed_in_python_is_noticed(
+    quick_pages, change, monkeypatch, tmp_path, fresh_caches
+):
+    before = quick_pages[0]
+    change(monkeypatch, tmp_path)
+    fresh_caches()
+    # JSON, as in the page
+    data = json.loads(json.dumps(page_data(REFERENCE)))
+    after = Page(data, before.calibration, before.states[: len(STRATEGIES)])
+    add_rows(after)
+    stale = Page(before.data, after.calibration, after.states, after.rows)
+    assert differences(stale, rows_in_node(stale))
+    assert_equal(after, rows_in_node(after))
+
+
+def preset_state(page, name, **changes):
+    [preset] = [preset for preset in page.data["presets"] if preset["id"] == name]
+    return preset["state"] | changes
+
+
+def test_a_curve_has_the_rows_of_its_numbers_of_nodes(quick_pages):
+    page = quick_pages[0]
+    nodes = [1, 3, 16, 200]
+    calls = []
+    for name in ("gather_scatter", "sharded", "none"):
+        state = preset_state(page, "cloudlab", scaling="weak", ranks_per_node=2)
+        calls.append(["curve", state, name, nodes, {"band": True}])
+        calls += [["row", state | {"nodes": count}, name] for count in nodes]
+    answers = in_node(page.data, calls)
+    for begin in range(0, len(answers), 5):
+        curve, *rows = answers[begin : begin + 5]
+        for point, row in zip(curve, rows, strict=True):
+            low, high = row["speedup_range"]
+            assert point == pytest.approx(
+                {name: row[name] for name in point if name in row}
+                | {
+                    "low_efficiency": low / row["nodes"],
+                    "high_efficiency": high / row["nodes"],
+                },
+                rel=1e-12,
+            )
+
+
+def test_a_timeline_adds_up_to_its_row(quick_pages):
+    for page in quick_pages:
+        calls = [[name, state, state["focus"]] for state in page.states for name in TIMED]
+        answers = in_node(page.data, calls)
+        for place, (state, row) in enumerate(zip(page.states, page.rows, strict=True)):
+            timeline, terms = answers[2 * place : 2 * place + 2]
+            check_timeline(timeline, terms, row, sends_every=4 if row["sync"] == "local_sgd" else 1)
+            assert state["focus"] == row["sync"]
+
+
+TIMED = ("timeline", "terms")
+
+
+def check_timeline(timeline, terms, row, *, sends_every):
+    """Assert that passes, messages and what is exposed make up the step."""
+    near = {"rel": 1e-9, "abs": 1e-12 * row["step_seconds"]}
+    forward, backward, update = timeline["passes"]
+    exposed = sum(end - begin for begin, end in timeline["exposed"])
+    assert timeline["mean_seconds"] == pytest.approx(row["step_seconds"], **near)
+    assert exposed == pytest.approx(sends_every * row["sync_seconds"], **near)
+    if sends_every == 1:
+        assert timeline["total_seconds"] == pytest.approx(row["step_seconds"], **near)
+        assert timeline["about"] == ""
+    else:
+        assert timeline["total_seconds"] >= row["step_seconds"]
+        assert timeline["about"]
+    assert forward["end"] == backward["begin"]
+    assert update["end"] == timeline["total_seconds"]
+    assert forward["begin"] + update["begin"] - backward["end"] == pytest.approx(exposed, **near)
+    messages = timeline["messages"]
+    for message, following in zip(messages, messages[1:], strict=False):
+        assert message["end"] <= following["begin"] + 1e-12 * row["step_seconds"]
+    for message in messages:
+        assert message["ready"] <= message["begin"] + 1e-12 * row["step_seconds"]
+        assert message["end"] <= update["begin"] + 1e-12 * row["step_seconds"]
+    parts = [end - begin for message in messages for begin, end in message["exposed"]]
+    assert math.fsum(parts) == pytest.approx(exposed, **near)
+    lasting = math.fsum(message["end"] - message["begin"] for message in messages)
+    assert lasting == pytest.approx(sum(terms.values()), **near)
+
+
+@pytest.mark.parametrize("costs", ["typical", "calibrated"])
+def test_terms_are_those_of_the_event_model(quick_pages, costs):
+    page = quick_pages[0]
+    state = preset_state(page, "laptops", costs=costs, ranks_per_node=2, step_ms=None)
+    cluster = TypicalCluster.of("gloo", "tcp") if costs == "typical" else None
+    links = scenario.Scenario(
+        calibration=REFERENCE,
+        batch_size=256,
+        scaling="strong",
+        rate_bits=1e9,
+        latency_seconds=None if cluster else 2e-4,
+        ranks_per_node=2,
+        cluster=cluster,
+    )
+    plans = message_plans(list(STRATEGIES), {"ranks_per_node": 2})
+    answers = in_node(page.data, [["terms", state, name] for name in plans])
+    for plan, terms in zip(plans.values(), answers, strict=True):
+        expected = event_model.message_terms(
+            plan, REFERENCE.gradient_sizes, 8, network=links.network
+        )
+        assert terms == pytest.approx(expected, rel=1e-9)
+
+
+def test_messages_that_go_inside_a_node_say_so(quick_pages):
+    page = quick_pages[0]
+    state = preset_state(page, "cloudlab", ranks_per_node=4)
+    timeline, alone = in_node(
+        page.data,
+        [
+            ["timeline", state, "hierarchical"],
+            ["timeline", state | {"nodes": 1}, "all_reduce_flat"],
+        ],
+    )
+    places = [(message["kind"], message["where"]) for message in timeline["messages"]]
+    assert places == [
+        ("reduce", "inside a node"),
+        ("all_reduce", "between nodes"),
+        ("broadcast", "inside a node"),
+    ]
+    assert [message["where"] for message in alone["messages"]] == ["inside a node"]
