@@ -951,11 +951,11 @@ const Pictures = (() => {
       });
       const text = Words.grouped(nodes);
       const half = textWidth(text, SMALL) / 2;
-      addText(canvas, text, Math.min(at, canvas.width - half - 1), bottom + 17, {
+      addText(canvas, text, Math.min(at, canvas.width - half - 1), bottom + 19, {
         class: "ticks", "text-anchor": "middle", "font-size": SMALL,
       });
     }
-    addText(canvas, "nodes", (left + right) / 2, bottom + 33, {
+    addText(canvas, "nodes", (left + right) / 2, bottom + 35, {
       "text-anchor": "middle", "font-size": SMALL,
     });
   }
@@ -1075,7 +1075,7 @@ const Pictures = (() => {
   /** Draw what signs mean, and the strategies if their names do not stand beside the curves. */
   function paintCurvesKey({ canvas, quantity, isLabelled, bottom, left }, curves, measured, model) {
     const start = isLabelled ? left : 6;
-    let y = bottom + 40;
+    let y = bottom + 42;
     if (!isLabelled) {
       const names = curves.map(({ strategy, style }) => ({
         text: strategy, width: 30, draw: (x, middle) => {
