@@ -6,7 +6,7 @@ written twice.
 """
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -18,7 +18,8 @@ from msgspec import Struct
 
 from common.config.schema import DEFAULT_GLOBAL_BATCH_SIZE
 from common.errors import UserError
-from common.sync import STRATEGIES, build_message_plan_from, is_exact
+from common.models import MODELS
+from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.plans.as_data import plan_data
 from lab.plot_style import color, marker
 from lab.predict import (
@@ -81,13 +82,20 @@ def page_data(
     is_reference: bool = False,
     measured: Sequence[dict[str, Any]] = (),
     questions: Sequence[dict[str, Any]] = (),
+    models: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Return the page's data; it imports torch, for the shapes of this project's models.
 
     is_reference : the calibration is the one that comes with the project. measured, questions : of
-    measured.py and questions.py.
+    measured.py and questions.py. models : of this project, those that the page has beside those of
+    its presets and measured sets; None: all. torchvision's take a second to import.
     """
     strategies, left_out = _strategies()
+    presets = _presets(calibration)
+    names = own_model.model_names()
+    if models is not None:
+        needed = {*models, *(entry["state"]["model"] for entry in (*presets, *measured))}
+        names = [name for name in names if name in needed or name not in MODELS]
     return {
         "format": FORMAT,
         "constants": _constants(),
@@ -95,9 +103,11 @@ def page_data(
         "priors": [asdict(prior) for prior in priors.load_priors()],
         "strategies": strategies,
         "left_out": left_out,
-        "models": [_model(calibration, name) for name in _model_names(calibration)],
+        "models": [
+            _model(calibration, name) for name in dict.fromkeys([calibration.model, *names])
+        ],
         "calibration": _calibration(calibration, is_reference=is_reference),
-        "presets": _presets(calibration),
+        "presets": presets,
         "families": _families(),
         "measured": measured,
         "questions": questions,
@@ -156,16 +166,10 @@ def _strategies() -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
                 "color": color(name),
                 "marker": marker(name),
                 "part": strategy.part,
-                "exact": is_exact(name),
                 "plan": plan,
             }
         )
     return found, left_out
-
-
-def _model_names(calibration: Calibration) -> list[str]:
-    """Return the calibration's model, then all others."""
-    return list(dict.fromkeys([calibration.model, *own_model.model_names()]))
 
 
 def _model(calibration: Calibration, name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ Content-Security-Policy names the hashes of its own scripts and of its style.
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -37,11 +37,18 @@ _STYLES = ("style", "pictures", "measured")
 _REFERENCE = Path("lab/predict/reference_calibration.json")  # as typed in the project's folder
 
 
-def write_page(path: Path, *, calibration_file: Path | None, files: Sequence[MeasuredFile]) -> int:
+def write_page(
+    path: Path,
+    *,
+    calibration_file: Path | None,
+    files: Sequence[MeasuredFile],
+    models: Collection[str] | None = None,
+) -> int:
     """Write the page and return its size in bytes.
 
     calibration_file : None: this machine's own, or else the one that comes with the project.
-    files : of the reader's own measured steps, which the page begins with.
+    files : of the reader's own measured steps, which the page begins with. models : see
+    ``page_data``.
 
     Raises UserError if a file cannot be read or written.
     """
@@ -51,6 +58,7 @@ def write_page(path: Path, *, calibration_file: Path | None, files: Sequence[Mea
         is_reference=is_reference,
         measured=[asdict(found) for found in published_sets()],
         questions=load_questions(),
+        models=models,
     )
     data["files"] = [asdict(found) for found in files]
     data["shipped"] = [asdict(found) for found in shipped_files()]
