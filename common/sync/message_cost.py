@@ -1,4 +1,4 @@
-"""One line of a message plan (``Operation``), and what it sends to whom (``sends_of``).
+"""One operation of a message plan (``Operation``), and what it sends to whom (``sends_of``).
 
 lab/predict/event_model.py turns operations into seconds. common/profiling/comm_trace.py
 counts the bytes of the messages that it records with ``sent_bytes``. Nothing here imports torch.
@@ -16,7 +16,7 @@ from common.utils.grouping import grouped
 # Copies for each collective: into contiguous memory, for the division, and back.
 COPIES_PER_PARAMETER = 3
 
-KINDS = (
+COLLECTIVES = (
     "all_reduce",
     "reduce",
     "broadcast",
@@ -24,8 +24,8 @@ KINDS = (
     "scatter",
     "all_gather",
     "reduce_scatter",
-    "exchange",
 )
+KINDS = (*COLLECTIVES, "exchange")
 
 Among = Literal["all", "node", "leaders"]
 """Which ranks an operation is among: all, those of each node, or the first one of each node."""

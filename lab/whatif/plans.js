@@ -119,6 +119,18 @@ const Plans = (() => {
     model: ({ gradients }) => [pieceOf(gradients, bytesOf(gradients), 0)],
   };
 
+  const cut = new WeakMap(); // pieces by gradients: a page asks for the same at many node counts
+
+  /** Return the pieces into which the gradients of a step are cut, in order. */
+  function piecesOf(each, step) {
+    const { gradients, options } = step;
+    if (!cut.has(gradients)) cut.set(gradients, new Map());
+    const known = cut.get(gradients);
+    const key = [each, options.bucket_mb, options.find_unused_parameters].join();
+    if (!known.has(key)) known.set(key, PIECES[each](step));
+    return known.get(key);
+  }
+
   // ---- numbers and conditions ----
 
   /** Return the entries of PowerSGD's P and Q for a gradient, or null if it stays as it is. */
@@ -177,9 +189,10 @@ const Plans = (() => {
 
   const CONDITIONS = {
     "several ranks": (piece, step) => step.ranks > 1,
-    "several nodes": (piece, step) => step.ranks > ranksOnANode(step),
-    "several ranks on a node": (piece, step) => ranksOnANode(step) > 1,
-    "one rank on a node": (piece, step) => ranksOnANode(step) === 1,
+    "nodes of several ranks": (piece, step) => ranksOnANode(step) > 1,
+    "several nodes of several ranks": (piece, step) =>
+      ranksOnANode(step) > 1 && step.ranks > ranksOnANode(step),
+    "several nodes of one rank": (piece, step) => ranksOnANode(step) === 1 && step.ranks > 1,
     "entries of 2 bytes": (piece) => piece.itemsize === 2,
     "other entries": (piece) => piece.itemsize !== 2,
     find_unused_parameters: (piece, step) => step.options.find_unused_parameters,
@@ -292,12 +305,16 @@ const Plans = (() => {
 
   // ---- lines ----
 
-  const amount = ({ factor, of }, piece, step) =>
-    factor * product(of.map((name) => VALUES[name](piece, step)));
+  /** Return a whole number times a product of named numbers. */
+  function amount({ factor, of }, piece, step) {
+    let found = factor;
+    for (const name of of) found *= VALUES[name](piece, step);
+    return found;
+  }
 
   /** Return the operation of a line for a piece; null if there is none. */
   function operationOf(line, piece, step) {
-    if (!line.only_if.every((name) => CONDITIONS[name](piece, step))) return null;
+    if (line.only_if && !CONDITIONS[line.only_if](piece, step)) return null;
     const count = amount(line.count, piece, step);
     if (count === 0) return null;
     return {
@@ -315,8 +332,8 @@ const Plans = (() => {
 
   /** Return the operations of a group's lines for each piece; a line "ahead" is one piece early. */
   function groupOperations(group, step) {
-    const pieces = PIECES[group.each](step);
-    if (group.reverse) pieces.reverse();
+    const inOrder = piecesOf(group.each, step);
+    const pieces = group.reverse ? [...inOrder].reverse() : inOrder;
     if (group.pattern) return pieces.flatMap((piece) => roundsOf(group.pattern, piece, step.ranks));
     const turns = levels(pieces.length + 1);
     const found = turns.flatMap((turn) =>
@@ -340,7 +357,7 @@ const Plans = (() => {
    * List what `plan.period` steps send along the slowest path, in order.
    *
    * @param {Object} plan
-   * @param {Gradient[]} gradients in the order of the parameters
+   * @param {Gradient[]} gradients in the order of the parameters; not to be changed afterwards
    * @param {number} ranks
    * @param {number} ranksPerNode for plans that depend on it
    * @param {?number} bucketMb MiB, for plans with buckets; null: the plan's own
@@ -376,6 +393,18 @@ const Plans = (() => {
     return [place, Math.min(onANode, ranks - (rank - place))];
   }
 
+  /** Return the bytes of all collectives of one kind among the same ranks: each sends a share. */
+  function totalsOf(collectives) {
+    const totals = new Map();
+    for (const { kind, among, nbytes, count } of collectives) {
+      const key = `${kind} ${among}`;
+      const total = totals.get(key) ?? { kind, among, nbytes: 0 };
+      total.nbytes += count * nbytes;
+      totals.set(key, total);
+    }
+    return [...totals.values()];
+  }
+
   /**
    * Return the function that gives the bytes that a rank sends in `plan.period` steps.
    *
@@ -385,15 +414,16 @@ const Plans = (() => {
     const step = stepOf(plan, gradients, ranks, ranksPerNode, bucketMb);
     const rounds = plan.groups
       .filter((group) => group.pattern)
-      .flatMap((group) => PIECES[group.each](step).map((piece) => [group.pattern, piece]));
+      .flatMap((group) => piecesOf(group.each, step).map((piece) => [group.pattern, piece]));
     const collectives = plan.groups
       .filter((group) => !group.pattern)
       .flatMap((group) => groupOperations(group, step));
+    const totals = totalsOf(collectives);
     return (rank) => {
       const inRounds = rounds.map(([pattern, piece]) => PATTERNS[pattern].sent(piece, rank, ranks));
-      const inCollectives = collectives.map(({ kind, nbytes, count, among }) => {
+      const inCollectives = totals.map(({ kind, among, nbytes }) => {
         const [place, members] = placeAmong(among, rank, step);
-        return place === null ? 0 : count * sentInCollective(kind, nbytes, place, members);
+        return place === null ? 0 : sentInCollective(kind, nbytes, place, members);
       });
       return sum(inRounds) + sum(inCollectives);
     };

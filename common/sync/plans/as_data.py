@@ -26,9 +26,13 @@ def plan_data(plan: MessagePlan) -> dict[str, Any]:
     return {
         "period": plan.period,
         "shards_update": plan.shards_update,
-        "options": dict(vars(plan)),
+        "options": {name: value for name, value in vars(plan).items() if _is_plain(value)},
         "groups": [asdict(group) for group in plan.messages],
     }
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, int | float | str)
 
 
 def _follows_from_lines(plan: type[MessagePlan], method: str) -> bool:

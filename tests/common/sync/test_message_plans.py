@@ -17,6 +17,8 @@ from common.sync import (
 from common.sync.base import GradientSync
 from common.sync.message_cost import GradientSize, Operation
 from common.sync.plans.base import ReplicatedPlan
+from common.sync.plans.lines import SIZE, PlanLine
+from common.sync.plans.pieces import SentStep
 
 SETTINGS = {"bucket_mb": 3, "topk_ratio": 0.5, "powersgd_rank": 3, "averaging_period": 7, "lr": 0.1}
 OPTION = {"topk": "topk_ratio", "ddp_powersgd": "powersgd_rank", "local_sgd": "averaging_period"}
@@ -94,3 +96,29 @@ def test_an_own_strategy_has_a_plan_if_it_gives_one(monkeypatch):
         silent.plan.bytes_sent([100, 60], 1, 4)
     silent.close()
     assert silent.plan.period == silent.plan.update_share(4) == 1
+
+
+def test_a_line_names_what_there_is():
+    with pytest.raises(UserError, match="collective, got 'exchange': choose one of all_reduce,"):
+        PlanLine("exchange", SIZE)
+    with pytest.raises(UserError, match="unknown condition 'several rank': did you mean several"):
+        PlanLine("reduce", SIZE, only_if="several rank")
+
+
+@pytest.mark.parametrize(
+    ("each", "nbytes", "ready", "needed"),
+    [
+        ("gradient", [24, 12, 8, 20], [64, 40, 28, 20], [0, 24, 36, 44]),
+        ("layer", [44, 20], [64, 20], [0, 44]),
+        ("buffer", [56, 8], [64, 64], [0, 0]),
+        ("bucket", [32, 8, 24], [40, 40, 64], [24, 24, 0]),
+        ("model", [64], [64], [0]),
+    ],
+)
+def test_pieces_are_what_their_names_say(each, nbytes, ready, needed):
+    """A matrix with a vector and one of another type, and a kernel; buckets of 28 bytes."""
+    sizes = [GradientSize((2, 3)), GradientSize((3,)), GradientSize((4,), 2), GradientSize((5, 1))]
+    pieces = SentStep(sizes, 2, {"bucket_mb": 28 / 2**20}).pieces(each)
+    assert [piece.nbytes for piece in pieces] == nbytes
+    assert [piece.ready_bytes for piece in pieces] == ready
+    assert [piece.needed_bytes for piece in pieces] == needed
