@@ -9,6 +9,7 @@ import gc
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from common.config.parser import FlagParser
 from common.errors import INTERRUPTED, GroupError, UserError, explain
@@ -26,6 +27,7 @@ from lab.learn.cli import add_flags as add_learn
 from lab.predict.cli import add_flags as add_predict
 from lab.ssh.cli import add_collect, add_launch
 from lab.whatif.cli import add_flags as add_whatif
+from lab.whatif.cli import write_beside_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,8 +79,8 @@ def build_parser() -> argparse.ArgumentParser:
         add_learn,
         add_audit,
         add_grade,
-        add_compare,
-        add_report,
+        partial(add_compare, companion=write_beside_report),
+        partial(add_report, companion=write_beside_report),
         add_calibrate,
         add_predict,
         add_whatif,

@@ -6,7 +6,7 @@ A handler imports what it needs when it is called, so that ``--help`` answers at
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.data import DATASETS
 from common.models import MODELS
@@ -15,6 +15,9 @@ from common.utils.environment import DEFAULT_MASTER_PORT
 from common.utils.paths import REPORTS
 from lab.compare.settings import Settings
 from lab.flags import add_command
+
+if TYPE_CHECKING:  # slow to import, and --help imports this file
+    from lab.compare.reporting import Companion
 
 # The flags of each command, with their arguments of ``add_argument``.
 COMPARE_FLAGS: dict[str, dict[str, Any]] = {
@@ -168,9 +171,9 @@ RUN_CELL_FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-def add_compare(commands: argparse._SubParsersAction) -> None:
-    """Add ``lab compare``."""
-    add_command(
+def add_compare(commands: argparse._SubParsersAction, companion: "Companion") -> None:
+    """Add ``lab compare``; ``companion`` : see ``Companion``."""
+    parser = add_command(
         commands,
         "compare",
         run=_compare,
@@ -179,11 +182,12 @@ def add_compare(commands: argparse._SubParsersAction) -> None:
         help="compare strategies: train with each one on each number of ranks, and report which is "
         "fastest and why, and whether all compute the same; flags after -- go to every run",
     )
+    parser.set_defaults(companion=companion)
 
 
-def add_report(commands: argparse._SubParsersAction) -> None:
-    """Add ``lab report``."""
-    add_command(
+def add_report(commands: argparse._SubParsersAction, companion: "Companion") -> None:
+    """Add ``lab report``; ``companion`` : see ``Companion``."""
+    parser = add_command(
         commands,
         "report",
         run=_report,
@@ -191,6 +195,7 @@ def add_report(commands: argparse._SubParsersAction) -> None:
         help="write the report of lab compare for runs that were started by hand, or again for an "
         "earlier comparison",
     )
+    parser.set_defaults(companion=companion)
 
 
 def add_run_cell(commands: argparse._SubParsersAction) -> None:
@@ -246,20 +251,27 @@ def _compare(args: argparse.Namespace) -> int:
         compute=args.compute,
         ranks_per_node=args.ranks_per_node,
     )
-    do = plan_and_describe if args.plan else compare_and_report
-    return do(
-        settings,
-        reports=args.output_dir,
-        anew=args.new,
-        predicts=not args.no_predict,
-        command=args.typed,
-    )
+    asked = {
+        "reports": args.output_dir,
+        "anew": args.new,
+        "predicts": not args.no_predict,
+        "command": args.typed,
+    }
+    if args.plan:
+        return plan_and_describe(settings, **asked)
+    return compare_and_report(settings, **asked, companion=args.companion)
 
 
 def _report(args: argparse.Namespace) -> int:
     from lab.compare.reporting import report_on
 
-    return report_on(args.runs, reports=args.output_dir, scaling=args.scaling, form=args.format)
+    return report_on(
+        args.runs,
+        reports=args.output_dir,
+        scaling=args.scaling,
+        form=args.format,
+        companion=args.companion,
+    )
 
 
 def _run_cell(args: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Run ``lab compare``, ``lab compare --plan`` and ``lab report``, and print what they found."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from msgspec import UNSET
@@ -22,11 +22,23 @@ from lab.comparison.record import Comparison, read_comparison, write_comparison
 from lab.report import add_recomputed, write_latex, write_report
 from lab.report.terminal import print_answer
 
+# Writes a page beside the report, about its comparison, and returns the file's name; None: it wrote
+# none.
+Companion = Callable[[Path, Comparison], str | None]
+
 
 def compare_and_report(
-    settings: Settings, *, reports: Path, anew: bool, predicts: bool, command: str
+    settings: Settings,
+    *,
+    reports: Path,
+    anew: bool,
+    predicts: bool,
+    command: str,
+    companion: Companion | None = None,
 ) -> int:
     """Predict, run the comparison, write its report and return the exit status: 1 if a cell failed.
+
+    companion : writes a page that the report links to.
 
     After Ctrl-C the report shows what is finished.
     """
@@ -49,7 +61,7 @@ def compare_and_report(
     failed = [cell.id for cell in comparison.cells if cell.message is not None]
     if failed:
         console.print(f"failed: {', '.join(failed)}. The same command runs them again.")
-    _write_and_print(folder, comparison)
+    _write_and_print(folder, comparison, companion=companion)
     if status == 0 and failed:
         status = 1
     return status
@@ -67,10 +79,17 @@ def plan_and_describe(
     return 0
 
 
-def report_on(runs: Sequence[Path], *, reports: Path, scaling: str, form: str = "html") -> int:
+def report_on(
+    runs: Sequence[Path],
+    *,
+    reports: Path,
+    scaling: str,
+    form: str = "html",
+    companion: Companion | None = None,
+) -> int:
     """Report on runs that were started by hand, or again on one comparison, in its own folder.
 
-    form : "latex" also writes report.tex.
+    form : "latex" also writes report.tex. companion : writes a page that the report links to.
     """
     [folder, *others] = runs
     if others or not (folder / "results.json").exists():
@@ -88,15 +107,22 @@ def report_on(runs: Sequence[Path], *, reports: Path, scaling: str, form: str = 
         console.print(calm(f"skipped: {reason}"), markup=False)  # it may quote a file
     for difference in comparison.differences:
         console.print(f"not comparable: {difference}", markup=False)
-    _write_and_print(folder, comparison, latex=form == "latex")
+    _write_and_print(folder, comparison, latex=form == "latex", companion=companion)
     return 0
 
 
-def _write_and_print(folder: Path, comparison: Comparison, *, latex: bool = False) -> None:
+def _write_and_print(
+    folder: Path,
+    comparison: Comparison,
+    *,
+    latex: bool = False,
+    companion: Companion | None,
+) -> None:
     """Settle doubts about right strategies, write the report, and print its answer."""
     if add_recomputed(comparison, folder):
         write_comparison(folder / "results.json", comparison)
-    write_report(folder, comparison)
+    beside = None if companion is None else companion(folder, comparison)
+    write_report(folder, comparison, companion=beside)
     print_answer(console, comparison)
     console.print(f"\nreport: {folder / 'report.html'}", markup=False)
     if latex:

@@ -44,12 +44,12 @@ def _doubtful_runs(block: ComparisonGroup) -> list[Repeat]:
     return runs
 
 
-def write_report(folder: Path, comparison: Comparison) -> None:
+def write_report(folder: Path, comparison: Comparison, *, companion: str | None = None) -> None:
     """Write the report of ``comparison`` into ``folder``, and replace an earlier report's files.
 
     Writes table.md, table.csv, each figure as PNG and SVG, trace-<cell>.json and report.html.
-    ``comparison`` may be unfinished: the report says what it cannot show yet. Raises OSError if it
-    cannot write.
+    ``comparison`` may be unfinished: the report says what it cannot show yet. companion : a page in
+    the folder to which report.html links. Raises OSError if it cannot write.
     """
     from lab.report import html, tables
     from lab.report.drawings import figure_pages, timeline
@@ -63,7 +63,7 @@ def write_report(folder: Path, comparison: Comparison) -> None:
         (folder / f"trace-{cell}.json").write_text(trace, encoding="utf-8")
     drawings = [(block, list(figure_pages.draw_block(folder, block))) for block in groups]
     timelines = list(figure_pages.draw_timelines(folder, comparison))
-    page = html.render(comparison, drawings, timelines)
+    page = html.render(comparison, drawings, timelines, companion=companion)
     (folder / "report.html").write_text(page, encoding="utf-8")
 
 

@@ -1,6 +1,7 @@
 """The page ``report.html``: hands findings, tables and drawings to the template.
 
-The page is one file without outside resources, and refers to no other file: it can be copied alone.
+The page is one file without outside resources: it can be copied alone. The only other file that it
+links to is ``companion``, a page in its folder.
 jinja2 escapes every text; only the SVG of the figures, which this package draws, stays as it is.
 """
 
@@ -65,8 +66,13 @@ def render(
     comparison: Comparison,
     drawings: Sequence[tuple[ComparisonGroup, Sequence[Drawing]]],
     timelines: Sequence[Drawing],
+    *,
+    companion: str | None = None,
 ) -> str:
-    """Return the page with the figures of each block and the timelines."""
+    """Return the page with the figures of each block and the timelines.
+
+    companion : name of the page beside it that shows predictions for other clusters.
+    """
     blocks = [block for block, _ in drawings]
     many = len(blocks) > 1
     sections = []
@@ -80,6 +86,7 @@ def render(
         warnings = []
     calibration = comparison.prediction.calibration if comparison.prediction else {}
     return _template().render(
+        companion=companion,
         compare=comparison.kind != "report",
         created=comparison.created,
         emulated=what_is_emulated(comparison.known()) if comparison.emulated else "",

@@ -3,10 +3,14 @@
 import argparse
 import webbrowser
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from common.errors import UserError
 from common.utils.paths import REPORTS
 from lab.flags import add_command
+
+if TYPE_CHECKING:  # slow to import, and --help imports this file
+    from lab.comparison.record import Comparison
 
 WHATIF_FLAGS: dict[str, dict[str, Any]] = {
     "--open": {"action": "store_true", "help": "also open the page in a browser"},
@@ -60,3 +64,25 @@ def main_whatif(args: argparse.Namespace) -> int:
     if args.open and not webbrowser.open(args.out.resolve().as_uri()):
         say("no browser was found here: copy the file to a machine that has one")
     return 0
+
+
+def write_beside_report(folder: Path, comparison: "Comparison") -> str | None:
+    """Write the page with a comparison's steps into its folder, and return the file's name.
+
+    None, after a sentence, if it cannot be written: the report does without it. Of this project's
+    models the page has few, so that it takes a second less.
+    """
+    from lab.terminal import say
+    from lab.whatif.measured import comparison_file
+    from lab.whatif.page import write_page
+
+    name = "whatif.html"
+    groups = {None, *(cell.group for cell in comparison.cells)}
+    models = {comparison.known(group).model or "" for group in groups}
+    file = comparison_file(comparison, folder.resolve().name)
+    try:
+        write_page(folder / name, calibration_file=None, files=[file], models=models)
+    except UserError as error:
+        say(f"{name} was not written: {error}")
+        return None
+    return name

@@ -7,7 +7,7 @@ written twice.
 
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -19,7 +19,8 @@ from msgspec import Struct
 
 from common.config.schema import DEFAULT_GLOBAL_BATCH_SIZE
 from common.errors import UserError
-from common.sync import STRATEGIES, build_message_plan_from, is_exact
+from common.models import MODELS
+from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.plans.as_data import plan_data
 from lab.plot_style import color, marker
 from lab.predict import (
@@ -94,7 +95,6 @@ class PageStrategy(Struct):
     color: str
     marker: str
     part: str
-    exact: bool
     plan: dict[str, Any]
 
 
@@ -143,14 +143,22 @@ def page_data(
     is_reference: bool = False,
     measured: Sequence[dict[str, Any]] = (),
     questions: Sequence[dict[str, Any]] = (),
+    models: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Return the page's data, ready for JSON; it imports torch, for this project's models.
 
     is_reference : the calibration is the one that comes with the project. measured, questions : of
-    measured.py and questions.py.
+    measured.py and questions.py. models : of this project, those that the page has beside those of
+    its presets and measured sets; None: all. torchvision's take a second to import.
     """
     strategies, left_out = _strategies()
-    names = dict.fromkeys([calibration.model, *own_model.model_names()])
+    presets = _presets(calibration)
+    names = [calibration.model, *own_model.model_names()]
+    if models is not None:
+        needed = {calibration.model, *models}
+        needed.update(preset.state.model for preset in presets)
+        needed.update(entry["state"]["model"] for entry in measured)
+        names = [name for name in names if name in needed or name not in MODELS]
     data = {
         "format": FORMAT,
         "constants": _constants(),
@@ -158,9 +166,9 @@ def page_data(
         "priors": priors.load_priors(),
         "strategies": strategies,
         "left_out": left_out,
-        "models": [_model(calibration, name) for name in names],
+        "models": [_model(calibration, name) for name in dict.fromkeys(names)],
         "calibration": _calibration(calibration, is_reference=is_reference),
-        "presets": _presets(calibration),
+        "presets": presets,
         "families": _families(),
         "measured": measured,
         "questions": questions,
@@ -225,7 +233,6 @@ def _strategies() -> tuple[list[PageStrategy], list[LeftOut]]:
             color=color(name),
             marker=marker(name),
             part=strategy.part,
-            exact=is_exact(name),
             plan=plan,
         )
         found.append(shown)

@@ -537,14 +537,19 @@ const Measured = (() => {
     return `${family} That error predicts each group without its own rows; this page's priors were fitted to all of them.`;
   }
 
+  /** Say what is wrong with files. */
+  function refuse(problem) {
+    byId("measured-problem").textContent = problem;
+    byId("measured-problem").hidden = false;
+    byId("measured").scrollIntoView({ block: "nearest" });
+  }
+
   /** Take over dropped or chosen files: the first of their sets is shown. */
   async function take(data, dropped) {
     const { sets, problem } = await read(data, dropped);
-    const sentence = byId("measured-problem");
-    sentence.hidden = problem === undefined;
-    sentence.textContent = problem ?? "";
+    byId("measured-problem").hidden = true;
     if (problem !== undefined) {
-      byId("measured").scrollIntoView({ block: "nearest" });
+      refuse(problem);
       return;
     }
     const before = data.measured;
@@ -558,8 +563,19 @@ const Measured = (() => {
     byId("measured-said").textContent = `${Words.counted(sets.length, "set")} of measured steps added.`;
   }
 
-  /** Return all files of an entry of a drop, with their paths. */
-  async function filesIn(entry) {
+  /** Return all files of a file's or a folder's handle, with their paths. */
+  async function filesIn(handle, path = handle.name) {
+    if (handle.kind === "file") return [{ path, file: await handle.getFile() }];
+    const files = [];
+    for await (const inner of handle.values()) {
+      files.push(...(await filesIn(inner, `${path}/${inner.name}`)));
+      if (files.length > MOST_FILES) return files;
+    }
+    return files;
+  }
+
+  /** Return the same of an entry, for browsers that have no handles. */
+  async function filesOfEntry(entry) {
     const path = entry.fullPath.replace(/^\//, "");
     if (entry.isFile) {
       return new Promise((resolve, reject) => {
@@ -571,23 +587,34 @@ const Measured = (() => {
     for (;;) {
       const entries = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
       if (entries.length === 0 || files.length > MOST_FILES) return files;
-      for (const inner of entries) files.push(...(await filesIn(inner)));
+      for (const inner of entries) files.push(...(await filesOfEntry(inner)));
     }
+  }
+
+  /**
+   * Return the files of a drop. What was dropped is lost after the first await.
+   *
+   * Chromium cannot read entries on a page that is a file itself; Firefox has no handles.
+   */
+  async function droppedFiles({ items, files }) {
+    const dropped = [...items].filter((item) => item.kind === "file");
+    const plain = [...files].map((file) => ({ path: file.name, file }));
+    if (dropped.every((item) => item.getAsFileSystemHandle)) {
+      const handles = await Promise.all(dropped.map((item) => item.getAsFileSystemHandle()));
+      return (await Promise.all(handles.map((handle) => filesIn(handle)))).flat();
+    }
+    const entries = dropped.map((item) => item.webkitGetAsEntry?.());
+    if (!entries.every(Boolean)) return plain;
+    return (await Promise.all(entries.map(filesOfEntry))).flat();
   }
 
   async function onDrop(data, event) {
     event.preventDefault();
     document.body.classList.remove("dragging");
-    const items = [...event.dataTransfer.items].filter((item) => item.kind === "file");
-    const entries = items.map((item) => item.webkitGetAsEntry());
-    if (entries.length === 0 || entries.includes(null)) {
-      const files = [...event.dataTransfer.files].map((file) => ({ path: file.name, file }));
-      if (files.length) await take(data, files);
-      return;
-    }
-    const dropped = [];
-    for (const entry of entries) dropped.push(...(await filesIn(entry)));
-    await take(data, dropped);
+    if (![...event.dataTransfer.types].includes("Files")) return;
+    const files = await droppedFiles(event.dataTransfer).catch(() => null);
+    if (files === null) refuse("The browser cannot read what was dropped: choose it with a button.");
+    else await take(data, files);
   }
 
   function listen(data) {

@@ -428,7 +428,8 @@ const Pictures = (() => {
 
   /** Return a legend's entry of a filled box. */
   function boxEntry(canvas, text, attributes) {
-    const draw = (x, y) => add(canvas, "rect", { x, y: y - 5, width: 16, height: 10, ...attributes });
+    const place = { width: 16, height: 10 };
+    const draw = (x, y) => add(canvas, "rect", { x, y: y - 5, ...place, ...attributes });
     return { text, width: 16, draw };
   }
 
@@ -467,12 +468,13 @@ const Pictures = (() => {
     let y = paintTimelineHead(area, model);
     const boundaries = add(canvas, "path", { stroke: FAINT, fill: "none" });
     const first = y;
-    const unlabelled = paintPasses(area, rowTop(area, "computing", y));
-    y = rowTop(area, "", y) + ROW + 4;
+    const top = rowTop(area, "computing", y);
+    const unlabelled = paintPasses(area, top);
+    y = top + ROW + 4;
     for (const place of places) {
-      const top = rowTop(area, place, y, READY);
-      paintLink(area, place, top + READY);
-      y = top + READY + ROW + BYTES;
+      const bars = rowTop(area, place, y, READY) + READY;
+      paintLink(area, place, bars);
+      y = bars + ROW + BYTES;
     }
     if (!places.length) {
       addText(canvas, "no messages", left, y + 12, { fill: MUTED });
@@ -487,23 +489,25 @@ const Pictures = (() => {
 
   /** Return where a row's bars begin; its name stands to the left, or above in a narrow picture. */
   function rowTop({ canvas, left, isWide }, label, y, above = 0) {
-    if (isWide) {
-      if (label) addText(canvas, label, left - 10, y + above + ROW / 2 + 4, { "text-anchor": "end" });
-      return y;
+    if (!isWide) {
+      addText(canvas, label, left, y + 11);
+      return y + 16;
     }
-    if (label) addText(canvas, label, left, y + 11);
-    return y + 16;
+    const middle = y + above + ROW / 2;
+    addText(canvas, label, left - 10, middle + 4, { "text-anchor": "end" });
+    return y;
   }
 
-  function exposedSeconds(step) {
-    return step.exposed.reduce((sum, [begin, end]) => sum + end - begin, 0);
+  /** Return the length of intervals together. */
+  function summed(intervals) {
+    return intervals.reduce((sum, [begin, end]) => sum + end - begin, 0);
   }
 
   /** Write the strategy and what the step takes over the rows; return where these begin. */
   function paintTimelineHead({ canvas, left, right, step }, { strategy, nodes }) {
     const about = nodes ? `${strategy} on ${Words.counted(nodes, "node")}` : strategy;
     let total = `${Words.duration(step.total_seconds)} a step`;
-    const exposed = exposedSeconds(step);
+    const exposed = summed(step.exposed);
     if (exposed > 0) total += `, ${Words.duration(exposed)} exposed`;
     addText(canvas, about, left, 14, { "font-weight": "bold" });
     const isRoom = textWidth(about, TEXT, "bold") + textWidth(total) + 20 <= right - left;
@@ -604,11 +608,8 @@ const Pictures = (() => {
         fill: fills.exposed,
       });
     }
+    paintSeparators(canvas, boxes);
     const mean = boxes.reduce((sum, box) => sum + box.width, 0) / boxes.length;
-    add(canvas, "path", { // between one message and the next
-      d: boxes.map((box) => `M${round(box.x)} ${y}v${ROW}`).join(""),
-      stroke: PAPER, "stroke-width": within(mean / 8, 0.2, 1.25),
-    });
     add(canvas, "path", {
       class: "ready",
       d: messages.map((message) => `M${round(x(message.ready))} ${y - READY + 2}v6`).join(""),
@@ -619,6 +620,16 @@ const Pictures = (() => {
       ...box, lines: () => messageLines(box.message, index, messages.length, step),
     }));
     addStop(canvas, `${place}, ${Words.counted(items.length, "message")}`, items);
+  }
+
+  /** Draw lines between one message and the next, thinner than the messages. */
+  function paintSeparators(canvas, boxes) {
+    const thinner = boxes.slice(1).map((box, index) => Math.min(box.width, boxes[index].width));
+    const between = (least, most) => boxes.slice(1)
+      .filter((_, index) => thinner[index] >= least && thinner[index] < most)
+      .map((box) => `M${round(box.x)} ${box.y}v${ROW}`).join("");
+    add(canvas, "path", { d: between(6, Infinity), stroke: PAPER, "stroke-width": 1.25 });
+    add(canvas, "path", { d: between(1.5, 6), stroke: PAPER, "stroke-width": 0.3 });
   }
 
   /** Return intervals without overlaps, in order. */
@@ -659,14 +670,13 @@ const Pictures = (() => {
 
   function messageLines(message, index, count, step) {
     const unit = timeUnit(step.total_seconds);
-    const moment = (value) => Number((value / unit.size).toPrecision(5));
+    const moment = (value) => `${Number((value / unit.size).toPrecision(5))} ${unit.name}`;
     const { kind, begin, end, ready, exposed } = message;
-    const seconds = exposed.reduce((sum, [from, to]) => sum + to - from, 0);
     return [
       `message ${index + 1} of ${count}: ${kind}`,
       `${messageBytes(message)} ${message.where}`,
-      `takes ${Words.duration(end - begin)}, ${Words.duration(seconds)} of it exposed`,
-      `from ${moment(begin)} to ${moment(end)} ${unit.name}, ready at ${moment(ready)} ${unit.name}`,
+      `takes ${Words.duration(end - begin)}, ${Words.duration(summed(exposed))} of it exposed`,
+      `from ${moment(begin)} to ${moment(end)}, ready at ${moment(ready)}`,
     ];
   }
 
@@ -699,8 +709,10 @@ const Pictures = (() => {
       entries.push(boxEntry(canvas, "computing waits", { fill: fills.wait }));
     }
     if (!step.messages.length) return entries;
-    const isHidden = step.messages.some(({ begin, end, exposed }) =>
-      exposed.reduce((left, [from, to]) => left - (to - from), end - begin) > 0);
+    const isHidden = step.messages.some((message) => {
+      const seconds = message.end - message.begin;
+      return seconds - summed(message.exposed) > 1e-6 * seconds;
+    });
     if (isHidden) {
       entries.push(boxEntry(canvas, "message, hidden behind computing", {
         fill: SECTIONS.wire, "fill-opacity": 0.6,
@@ -723,7 +735,7 @@ const Pictures = (() => {
     const where = nodes ? `on ${Words.counted(nodes, "node")} ` : "";
     return `A step of ${strategy} ${where}takes ${Words.duration(step.total_seconds)}: ${passes}. `
       + `${Words.counted(step.messages.length, "message")}; `
-      + `${Words.duration(exposedSeconds(step))} of communication are exposed.`;
+      + `${Words.duration(summed(step.exposed))} of communication are exposed.`;
   }
 
   // -- strategies: colours, markers, dashes -----------------------------------------------------
@@ -751,7 +763,8 @@ const Pictures = (() => {
   function spokes(count, x, y, radius, turn) {
     return Array.from({ length: count }, (_, index) => {
       const angle = 2 * Math.PI * (index / count + turn) - Math.PI / 2;
-      return `M${x} ${y}L${round(x + radius * Math.cos(angle))} ${round(y + radius * Math.sin(angle))}`;
+      const end = `${round(x + radius * Math.cos(angle))} ${round(y + radius * Math.sin(angle))}`;
+      return `M${x} ${y}L${end}`;
     }).join("");
   }
 
@@ -760,7 +773,7 @@ const Pictures = (() => {
     const shapes = {
       s: () => polygon(4, x, y, 1.25 * r, { turn: 1 / 8 }),
       D: () => polygon(4, x, y, 1.25 * r),
-      d: () => `M${x} ${y - 1.35 * r}L${x + 0.8 * r} ${y}L${x} ${y + 1.35 * r}L${x - 0.8 * r} ${y}Z`,
+      d: () => polygon(2, x, y, 1.4 * r, { inner: 0.8 * r }),
       "^": () => polygon(3, x, y, 1.3 * r),
       v: () => polygon(3, x, y, 1.3 * r, { turn: 1 / 2 }),
       "<": () => polygon(3, x, y, 1.3 * r, { turn: 3 / 4 }),
@@ -811,8 +824,8 @@ const Pictures = (() => {
     high: (point) => point.high_seconds,
     measured: (point) => point.seconds,
     text: (seconds) => `${Words.duration(seconds)} a step`,
-    short: Words.duration,
-    range: Words.range,
+    short: (seconds) => Words.duration(seconds),
+    range: (low, high) => Words.range(low, high),
     tick: timeText,
   };
   const EFFICIENCY = {
@@ -824,7 +837,7 @@ const Pictures = (() => {
     high: (point) => point.high_efficiency,
     measured: (point) => point.efficiency,
     text: (share) => `${Words.efficiency(share)} of one node's speed`,
-    short: Words.efficiency,
+    short: (share) => Words.efficiency(share),
     range: (low, high) => `${Words.efficiency(low)} to ${Words.efficiency(high)}`,
     tick: (share) => `${number(100 * share)} %`,
   };
@@ -864,7 +877,8 @@ const Pictures = (() => {
     if (area.isLabelled) labelEnds(area, curves, model.focus);
     addCurveStops(area, curves, measured);
     const height = paintCurvesKey(area, curves, measured, model);
-    return { height, title: quantity.title, description: curvesText(area, model, curves, measured) };
+    const description = curvesText(area, model, curves, measured);
+    return { height, title: quantity.title, description };
   }
 
   /** Return the plot's edges in pixels, its scales and its ticks. */
@@ -946,11 +960,11 @@ const Pictures = (() => {
       });
       const text = Words.grouped(nodes);
       const half = textWidth(text, SMALL) / 2;
-      addText(canvas, text, Math.min(at, canvas.width - half - 1), bottom + 17, {
+      addText(canvas, text, Math.min(at, canvas.width - half - 1), bottom + 19, {
         class: "ticks", "text-anchor": "middle", "font-size": SMALL,
       });
     }
-    addText(canvas, "nodes", (left + right) / 2, bottom + 33, {
+    addText(canvas, "nodes", (left + right) / 2, bottom + 35, {
       "text-anchor": "middle", "font-size": SMALL,
     });
   }
@@ -1018,7 +1032,7 @@ const Pictures = (() => {
     ends.forEach((end, index) => {
       const height = round(heights[index]);
       add(canvas, "path", {
-        d: `M${round(end.x + 3)} ${round(end.y)}L${round(right + 13)} ${height}H${round(right + 17)}`,
+        d: `M${round(end.x + 3)} ${round(end.y)}L${round(right + 13)} ${height}h4`,
         fill: "none", stroke: end.style.color, "stroke-width": 0.8,
       });
       addMarker(canvas, "marker", end.style, right + 22, height, 3.5);
@@ -1070,7 +1084,7 @@ const Pictures = (() => {
   /** Draw what signs mean, and the strategies if their names do not stand beside the curves. */
   function paintCurvesKey({ canvas, quantity, isLabelled, bottom, left }, curves, measured, model) {
     const start = isLabelled ? left : 6;
-    let y = bottom + 40;
+    let y = bottom + 42;
     if (!isLabelled) {
       const names = curves.map(({ strategy, style }) => ({
         text: strategy, width: 30, draw: (x, middle) => {
@@ -1113,7 +1127,8 @@ const Pictures = (() => {
     const readers = curves.filter((curve) => curve.reader).map(
       ({ strategy, reader }) => `${strategy} ${quantity.short(quantity.value(reader))}`);
     const own = readers.length ? `On ${Words.counted(nodes, "node")}: ${readers.join(", ")}. ` : "";
-    return `${own}${Words.counted(curves.length, "curve")}, ${Words.counted(measured.length, "measured point")}.`;
+    const shown = Words.counted(curves.length, "curve");
+    return `${own}${shown}, ${Words.counted(measured.length, "measured point")}.`;
   }
 
   // -- bytes ------------------------------------------------------------------------------------
@@ -1177,9 +1192,10 @@ const Pictures = (() => {
     const amount = Words.bytes(root);
     if (isSame) return [{ bytes: root, text: amount, about: `every rank sends ${amount}` }];
     const other = Words.bytes(others);
+    const about = `each other rank sends ${other}`;
     return [
       { bytes: root, text: `rank 0: ${amount}`, about: `rank 0 sends ${amount}` },
-      { bytes: others, text: `others: ${other}`, about: `each other rank sends ${other}`, isPale: true },
+      { bytes: others, text: `others: ${other}`, about, isPale: true },
     ];
   }
 

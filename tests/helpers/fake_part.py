@@ -67,7 +67,7 @@ def lab(arguments):
     def command(run):
         return [__file__, *real(run)[1:], *os.environ.get("FLAGS", "").split()]
 
-    def write_page(folder, comparison):
+    def write_page(folder, comparison, companion):
         (folder / "report.html").write_text(
             " ".join(cell.id for cell in comparison.cells if cell.status == "done")
         )
@@ -75,6 +75,7 @@ def lab(arguments):
 
     runner.node_command = jobs.node_command = command
     reporting.write_report = write_page
+    cli.write_beside_report = None
     cells.part_of = lambda sync: "Part"
     return cli.main(arguments)
 

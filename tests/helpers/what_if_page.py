@@ -5,6 +5,8 @@ from typing import Any
 
 from playwright.sync_api import Page
 
+from tests.helpers.waiting import wait_until
+
 NUMBERS = "input[type=number][id^='c-']"
 _DATA = "JSON.parse(document.getElementById('data').textContent)"
 _TEXTS = """() => {
@@ -18,6 +20,14 @@ _NEXT_FRAME = "new Promise((done) => requestAnimationFrame(() => requestAnimatio
 def settle(page: Page) -> None:
     """Wait until the page has drawn what it was told."""
     page.evaluate(_NEXT_FRAME)
+
+
+def wait_for(page: Page, condition: str) -> None:
+    """Wait until a JavaScript expression holds.
+
+    playwright's own wait evaluates it inside the page, which the page's policy forbids.
+    """
+    wait_until(lambda: page.evaluate(condition), condition)
 
 
 def shown(page: Page) -> dict[str, Any]:

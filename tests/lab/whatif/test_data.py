@@ -45,8 +45,6 @@ def test_every_strategy_is_there_with_its_name_and_colour(data):
     assert data["left_out"] == []
     by_name = {strategy["name"]: strategy for strategy in data["strategies"]}
     assert by_name["ddp"]["color"] == STRATEGIES["ddp"].color
-    assert by_name["ddp"]["exact"]
-    assert not by_name["topk"]["exact"]
 
 
 def test_a_new_strategy_appears_or_is_left_out_with_a_sentence(monkeypatch):

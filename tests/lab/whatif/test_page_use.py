@@ -17,6 +17,7 @@ from tests.helpers.what_if_page import (
     settle,
     shown,
     state_of,
+    wait_for,
 )
 
 pytestmark = needs_browser
@@ -39,7 +40,7 @@ OWN_STATE = {
 def copied_link(page):
     """Press the button and return the link's end."""
     page.locator("#copy-link").click()
-    page.wait_for_function("document.getElementById('copied').textContent.trim() !== ''")
+    wait_for(page, "document.getElementById('copied').textContent.trim() !== ''")
     link = page.evaluate("navigator.clipboard.readText()")
     address, _, end = link.partition("#")
     assert address == page.url.partition("#")[0]

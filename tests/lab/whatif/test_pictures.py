@@ -48,7 +48,7 @@ def file(tmp_path_factory):
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def page(browser, file):
     """The page, 800 pixels wide."""
     with browser.page(file, width=800) as opened:
@@ -151,7 +151,12 @@ def test_sections_have_the_colours_of_all_figures():
 
 @needs_browser
 @pytest.mark.parametrize(
-    ("case", "unit"), [("all strategies", "ms"), ("hours", "h"), ("microseconds", "µs")]
+    ("case", "unit"),
+    [
+        ("all strategies", "ms"),
+        pytest.param("hours", "h", marks=pytest.mark.slow),
+        pytest.param("microseconds", "µs", marks=pytest.mark.slow),
+    ],
 )
 def test_timeline(page, case, unit):
     """Bars, hatched parts and marks are where the axis says that their seconds are."""
@@ -180,7 +185,7 @@ def test_timeline(page, case, unit):
 
 
 @needs_browser
-@pytest.mark.parametrize("case", ["four nodes", "hours"])
+@pytest.mark.parametrize("case", ["four nodes", pytest.param("hours", marks=pytest.mark.slow)])
 def test_steps(page, case):
     """Each point, band and mark of the curves is where the axes say that its numbers are."""
     model = CASES[case]["curves"]
@@ -312,10 +317,9 @@ def test_few_stops(page):
 def test_narrow(browser, file):
     """On a phone, texts stay apart and large; a wider window draws anew."""
     with browser.page(file, width=390) as page:
-        for name in ("four nodes", "all strategies"):
-            draw_all(page, CASES[name])
-            assert overlapping(page) == []
-            assert sticking_out(page) == []
+        draw_all(page, CASES["all strategies"])
+        assert overlapping(page) == []
+        assert sticking_out(page) == []
         assert min(text.size for text in seen_texts(page)) >= 10.99
         page.set_viewport_size({"width": 1000, "height": 900})
         page.wait_for_function(
