@@ -164,25 +164,26 @@ def steps_of(state: State, calibration: Calibration) -> list[PredictedStep]:
 
 def scenario_of(state: State, calibration: Calibration) -> Scenario:
     """Return what ``lab predict`` predicts with the flags of this state."""
+    step_seconds = _in_units(state.step_ms, 1e-3)
+    samples = None if step_seconds is None else state.batch
+    model: str | None = state.model
+    parameters = None
+    if model == "own":
+        model = None
+        parameters = state.parameters
+    of_model = with_own_model(
+        calibration, model=model, parameters=parameters, step_seconds=step_seconds, batch=samples
+    )
     rate_bits = 1e9 * state.rate_gbit
+    latency = _in_units(state.latency_us, 1e-6)
     cluster = None
-    latency = None if state.latency_us is None else 1e-6 * state.latency_us
     if state.costs == "typical":
         cluster = TypicalCluster.of(state.backend, state.transport)
     elif latency is None:
         latency = typical_latency(rate_bits)
-    step_seconds = None if state.step_ms is None else 1e-3 * state.step_ms
-    is_own = state.model == "own"
-    of_model = with_own_model(
-        calibration,
-        model=None if is_own else state.model,
-        parameters=state.parameters if is_own else None,
-        step_seconds=step_seconds,
-        batch=None if state.step_ms is None else state.batch,
-    )
     inside_bits = None
-    if state.inside_gbit is not None and state.ranks_per_node > 1:
-        inside_bits = 1e9 * state.inside_gbit
+    if state.ranks_per_node > 1:
+        inside_bits = _in_units(state.inside_gbit, 1e9)
     return Scenario(
         calibration=with_gradient_bytes(of_model, GRADIENT_BYTES[state.gradient_type]),
         batch_size=state.batch_size,
@@ -194,5 +195,12 @@ def scenario_of(state: State, calibration: Calibration) -> Scenario:
         own_nodes=step_seconds is not None,
         cluster=cluster,
         step_seconds=step_seconds,
-        step_samples=None if step_seconds is None else state.batch,
+        step_samples=samples,
     )
+
+
+def _in_units(value: float | None, unit: float) -> float | None:
+    """Return a value times its unit; None for None."""
+    if value is None:
+        return None
+    return value * unit
