@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from common.sync.message_cost import Among, GradientSize, Operation, Sends
+from common.errors import UserError
+from common.sync.message_cost import COLLECTIVES, Among, GradientSize, Operation, Sends
 from common.sync.plans.patterns import PATTERNS, rounds_of
 from common.sync.plans.pieces import CONDITIONS, Each, Piece, SentStep
 from common.utils import registry
@@ -78,6 +79,7 @@ class PlanLine:
 
     Parameters
     ----------
+    kind : of ``COLLECTIVES``; a pattern has the rounds of point-to-point messages.
     count : with 0 there is no operation.
     only_if : a name of ``CONDITIONS`` in pieces.py; None: always.
     ahead : it comes one piece early: before the lines of the piece that precedes its own.
@@ -94,6 +96,9 @@ class PlanLine:
     ahead: bool = False
 
     def __post_init__(self) -> None:
+        if self.kind not in COLLECTIVES:
+            choices = registry.choices_text(self.kind, COLLECTIVES)
+            raise UserError(f"a line sends a collective, got {self.kind!r}: {choices}")
         if self.only_if is not None:
             registry.find(CONDITIONS, self.only_if, kind="condition")
 
