@@ -72,7 +72,7 @@ def test_a_link_opens_the_same(browser, what_if):
 
 @pytest.mark.slow
 def test_cut_and_wrong_links(browser, what_if):
-    """One sentence each, and the first preset."""
+    """A sentence or two each, and the state before, at first the first preset."""
     with browser.page(what_if.path) as page:
         standard = shown(page)
         link = link_of(page, what_if.preset("gpus") | {"nodes": 32})
@@ -92,9 +92,13 @@ def test_cut_and_wrong_links(browser, what_if):
         link.replace("m=resnet50_imagenet", "m=resnet51"),
         link.replace("t=rdma", "t=rdma&b=gloo"),
     ]
-    for cut in wrong:
-        assert cut != link
-        with browser.page(what_if.path, fragment=cut) as page:
+    assert link not in wrong
+    with browser.page(what_if.path, fragment=wrong[0]) as page:
+        assert shown(page) == standard
+        assert page.locator("#message").is_visible()
+        for cut in wrong[1:]:
+            page.evaluate("document.getElementById('message').hidden = true")
+            page.evaluate("(link) => { location.hash = link; }", cut)
             assert shown(page) == standard, cut
             message = page.locator("#message")
             assert message.is_visible(), cut
@@ -218,11 +222,12 @@ def test_keyboard_alone(browser, what_if):
         page.keyboard.press("Space")
         assert "ring" in shown(page)["command"].split()
 
-        summary = page.locator("details[data-table=steps] summary")
-        summary.focus()
-        page.keyboard.press("Enter")
-        settle(page)
         assert page.locator("#table-steps").is_visible()
+        page.locator("details[data-table=steps] summary").focus()
+        for is_open in (False, True):
+            page.keyboard.press("Enter")
+            settle(page)
+            assert page.locator("#table-steps").is_visible() == is_open
 
 
 def look_near(page, box):
