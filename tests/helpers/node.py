@@ -15,6 +15,8 @@ needs_node = pytest.mark.skipif(NODE is None, reason="no node on the path")
 
 _READ = 'JSON.parse(require("fs").readFileSync(0, "utf8"))'
 _LIMIT = 60.0
+# In the page's order; those after them reach the page's elements at once.
+_WITHOUT_ELEMENTS = ("plans", "engine", "words", "state", "measured", "questions")
 
 
 def run_script(name: str, expression: str, given: Any) -> Any:
@@ -22,12 +24,32 @@ def run_script(name: str, expression: str, given: Any) -> Any:
 
     name : of the script, "state". given : JSON values, ``given`` in the expression.
     """
-    assert NODE is not None
     path = Path(ROOT, "lab", "whatif", f"{name}.js")
     program = (
         f"const it = require({json.dumps(str(path))}); const given = {_READ};"
         f"process.stdout.write(JSON.stringify({expression}));"
     )
+    return _run(program, given)
+
+
+def run_scripts(expression: str, given: Any) -> Any:
+    """Return the value of a JavaScript expression in one scope with the page's scripts.
+
+    given : JSON values, ``given`` in the expression.
+    """
+    paths = [str(Path(ROOT, "lab", "whatif", f"{name}.js")) for name in _WITHOUT_ELEMENTS]
+    program = (
+        f"const {{ runInThisContext }} = require('node:vm'); globalThis.given = {_READ};"
+        f"for (const path of {json.dumps(paths)})"
+        " runInThisContext(require('fs').readFileSync(path, 'utf8'), { filename: path });"
+        f"const value = runInThisContext({json.dumps(expression)});"
+        "process.stdout.write(JSON.stringify(value));"
+    )
+    return _run(program, given)
+
+
+def _run(program: str, given: Any) -> Any:
+    assert NODE is not None
     ended = subprocess.run(
         [NODE, "-e", program],
         input=json.dumps(given),
