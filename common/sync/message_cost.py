@@ -16,7 +16,7 @@ from common.utils.grouping import grouped
 # Copies for each collective: into contiguous memory, for the division, and back.
 COPIES_PER_PARAMETER = 3
 
-KINDS = (
+COLLECTIVES = (
     "all_reduce",
     "reduce",
     "broadcast",
@@ -24,8 +24,8 @@ KINDS = (
     "scatter",
     "all_gather",
     "reduce_scatter",
-    "exchange",
 )
+KINDS = (*COLLECTIVES, "exchange")
 
 Among = Literal["all", "node", "leaders"]
 """Which ranks an operation is among: all, those of each node, or the first one of each node."""

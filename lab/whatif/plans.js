@@ -189,9 +189,10 @@ const Plans = (() => {
 
   const CONDITIONS = {
     "several ranks": (piece, step) => step.ranks > 1,
-    "several nodes": (piece, step) => step.ranks > ranksOnANode(step),
-    "several ranks on a node": (piece, step) => ranksOnANode(step) > 1,
-    "one rank on a node": (piece, step) => ranksOnANode(step) === 1,
+    "nodes of several ranks": (piece, step) => ranksOnANode(step) > 1,
+    "several nodes of several ranks": (piece, step) =>
+      ranksOnANode(step) > 1 && step.ranks > ranksOnANode(step),
+    "several nodes of one rank": (piece, step) => ranksOnANode(step) === 1 && step.ranks > 1,
     "entries of 2 bytes": (piece) => piece.itemsize === 2,
     "other entries": (piece) => piece.itemsize !== 2,
     find_unused_parameters: (piece, step) => step.options.find_unused_parameters,
@@ -313,7 +314,7 @@ const Plans = (() => {
 
   /** Return the operation of a line for a piece; null if there is none. */
   function operationOf(line, piece, step) {
-    if (!line.only_if.every((name) => CONDITIONS[name](piece, step))) return null;
+    if (line.only_if && !CONDITIONS[line.only_if](piece, step)) return null;
     const count = amount(line.count, piece, step);
     if (count === 0) return null;
     return {
@@ -401,7 +402,7 @@ const Plans = (() => {
       total.nbytes += count * nbytes;
       totals.set(key, total);
     }
-    return totals;
+    return [...totals.values()];
   }
 
   /**
@@ -417,7 +418,7 @@ const Plans = (() => {
     const collectives = plan.groups
       .filter((group) => !group.pattern)
       .flatMap((group) => groupOperations(group, step));
-    const totals = [...totalsOf(collectives).values()];
+    const totals = totalsOf(collectives);
     return (rank) => {
       const inRounds = rounds.map(([pattern, piece]) => PATTERNS[pattern].sent(piece, rank, ranks));
       const inCollectives = totals.map(({ kind, among, nbytes }) => {

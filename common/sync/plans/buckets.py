@@ -20,7 +20,7 @@ def bucket_option(default: float | None) -> Any:
 
 
 SEARCH_FOR_UNUSED = for_each(
-    "model", PlanLine("all_reduce", 4 * GRADIENTS, only_if=("find_unused_parameters",))
+    "model", PlanLine("all_reduce", 4 * GRADIENTS, only_if="find_unused_parameters")
 )
 """The all_reduce by which DDP's ranks agree on the parameters that none has used."""
 
@@ -67,18 +67,14 @@ class DDPFp16Plan(DDPPlan):
         for_each(
             "bucket",
             PlanLine(
-                "all_reduce",
-                SIZE,
-                copied=SIZE,
-                when="in backward",
-                only_if=("entries of 2 bytes",),
+                "all_reduce", SIZE, copied=SIZE, when="in backward", only_if="entries of 2 bytes"
             ),
             PlanLine(
                 "all_reduce",
                 2 * ENTRIES,
                 copied=3 * SIZE,
                 when="in backward",
-                only_if=("other entries",),
+                only_if="other entries",
             ),
         )
         + SEARCH_FOR_UNUSED

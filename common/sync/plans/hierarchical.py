@@ -27,19 +27,10 @@ class HierarchicalPlan(ReplicatedPlan):
 
     messages = for_each(
         "buffer",
-        PlanLine("reduce", SIZE, copied=SIZE, among="node", only_if=("several ranks on a node",)),
+        PlanLine("reduce", SIZE, copied=SIZE, among="node", only_if="nodes of several ranks"),
+        PlanLine("all_reduce", SIZE, among="leaders", only_if="several nodes of several ranks"),
         PlanLine(
-            "all_reduce",
-            SIZE,
-            among="leaders",
-            only_if=("several nodes", "several ranks on a node"),
+            "all_reduce", SIZE, copied=SIZE, among="leaders", only_if="several nodes of one rank"
         ),
-        PlanLine(
-            "all_reduce",
-            SIZE,
-            copied=SIZE,
-            among="leaders",
-            only_if=("several nodes", "one rank on a node"),
-        ),
-        PlanLine("broadcast", SIZE, among="node", only_if=("several ranks on a node",)),
+        PlanLine("broadcast", SIZE, among="node", only_if="nodes of several ranks"),
     )

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from common.sync.message_cost import Among, GradientSize, Operation, Sends
+from common.errors import UserError
+from common.sync.message_cost import COLLECTIVES, Among, GradientSize, Operation, Sends
 from common.sync.plans.patterns import PATTERNS, rounds_of
 from common.sync.plans.pieces import CONDITIONS, Each, Piece, SentStep
 from common.utils import registry
@@ -78,8 +79,9 @@ class PlanLine:
 
     Parameters
     ----------
+    kind : of ``COLLECTIVES``; a pattern has the rounds of point-to-point messages.
     count : with 0 there is no operation.
-    only_if : names of ``CONDITIONS`` in pieces.py that must all hold.
+    only_if : a name of ``CONDITIONS`` in pieces.py; None: always.
     ahead : it comes one piece early: before the lines of the piece that precedes its own.
     """
 
@@ -90,12 +92,15 @@ class PlanLine:
     copied: Amount = NOTHING
     when: When = "after backward"
     among: Among = "all"
-    only_if: tuple[str, ...] = ()
+    only_if: str | None = None
     ahead: bool = False
 
     def __post_init__(self) -> None:
-        for name in self.only_if:
-            registry.find(CONDITIONS, name, kind="condition")
+        if self.kind not in COLLECTIVES:
+            choices = registry.choices_text(self.kind, COLLECTIVES)
+            raise UserError(f"a line sends a collective, got {self.kind!r}: {choices}")
+        if self.only_if is not None:
+            registry.find(CONDITIONS, self.only_if, kind="condition")
 
     def operations(self, each: Each, step: SentStep) -> list[Operation | None]:
         """Return the operation of each piece; None where there is none."""
@@ -109,7 +114,7 @@ class PlanLine:
             strict=True,
         )
         for piece, nbytes, count, summed, copied in rows:
-            if count == 0 or not self.is_sent(piece, step):
+            if count == 0 or not self.applies(piece, step):
                 found.append(None)
                 continue
             ready = piece.ready_bytes if self.when == "in backward" else None
@@ -119,9 +124,9 @@ class PlanLine:
             )
         return found
 
-    def is_sent(self, piece: Piece, step: SentStep) -> bool:
-        """Return whether all conditions hold."""
-        return all(CONDITIONS[name](piece, step) for name in self.only_if)
+    def applies(self, piece: Piece, step: SentStep) -> bool:
+        """Return whether its condition holds."""
+        return self.only_if is None or CONDITIONS[self.only_if](piece, step)
 
 
 @dataclass(frozen=True)

@@ -194,9 +194,9 @@ VALUES: dict[str, Callable[[Piece, SentStep], int]] = {
 
 CONDITIONS: dict[str, Callable[[Piece, SentStep], bool]] = {
     "several ranks": lambda piece, step: step.ranks > 1,
-    "several nodes": lambda piece, step: step.ranks > step.ranks_on_a_node,
-    "several ranks on a node": lambda piece, step: step.ranks_on_a_node > 1,
-    "one rank on a node": lambda piece, step: step.ranks_on_a_node == 1,
+    "nodes of several ranks": lambda piece, step: step.ranks_on_a_node > 1,
+    "several nodes of several ranks": lambda piece, step: step.ranks > step.ranks_on_a_node > 1,
+    "several nodes of one rank": lambda piece, step: step.ranks > step.ranks_on_a_node == 1,
     "entries of 2 bytes": lambda piece, step: piece.itemsize == 2,
     "other entries": lambda piece, step: piece.itemsize != 2,
     "find_unused_parameters": lambda piece, step: step.options["find_unused_parameters"],

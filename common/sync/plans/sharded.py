@@ -84,10 +84,8 @@ class ShardedPlan(MessagePlan):
         }
 
 
-_GATHER_LAYER = PlanLine("all_gather", ROWS, copied=RANKS * ROWS, only_if=("several ranks",))
-_REDUCE_LAYER = PlanLine(
-    "all_reduce", RANKS * ROWS, copied=RANKS * ROWS, only_if=("several ranks",)
-)
+_GATHER_LAYER = PlanLine("all_gather", ROWS, copied=RANKS * ROWS, only_if="several ranks")
+_REDUCE_LAYER = PlanLine("all_reduce", RANKS * ROWS, copied=RANKS * ROWS, only_if="several ranks")
 
 
 @dataclass(kw_only=True)

@@ -98,9 +98,11 @@ def test_an_own_strategy_has_a_plan_if_it_gives_one(monkeypatch):
     assert silent.plan.period == silent.plan.update_share(4) == 1
 
 
-def test_a_line_names_conditions_that_there_are():
+def test_a_line_names_what_there_is():
+    with pytest.raises(UserError, match="collective, got 'exchange': choose one of all_reduce,"):
+        PlanLine("exchange", SIZE)
     with pytest.raises(UserError, match="unknown condition 'several rank': did you mean several"):
-        PlanLine("reduce", SIZE, only_if=("several rank",))
+        PlanLine("reduce", SIZE, only_if="several rank")
 
 
 @pytest.mark.parametrize(

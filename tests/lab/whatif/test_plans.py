@@ -186,7 +186,7 @@ class SketchedPlan(ReplicatedPlan):
         )
         + for_each("layer", PlanLine("all_gather", PART, when="in forward"), reverse=True)
         + for_each("gradient", PlanLine("gather", ENTRIES * ITEMSIZE, when="in backward"))
-        + for_each("model", PlanLine("scatter", GRADIENTS, only_if=("several ranks",)))
+        + for_each("model", PlanLine("scatter", GRADIENTS, only_if="several ranks"))
     )
 
 
