@@ -5,6 +5,7 @@ models, the strategies with their plans and the calibration come from here, so t
 written twice.
 """
 
+import sys
 import tomllib
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
@@ -39,6 +40,7 @@ from lab.predict.calibration_file import Calibration
 
 FORMAT = 1
 _FAMILIES = {"gloo": "Gloo", "nccl": "NCCL"}
+_PRESETS = Path(__file__).with_name("presets.toml")
 
 
 class State(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -76,6 +78,65 @@ class State(Struct, forbid_unknown_fields=True, kw_only=True):
     measured: str | None = None
 
 
+class Preset(Struct):
+    """A cluster to begin with."""
+
+    id: str
+    title: str
+    about: str
+    state: State
+
+
+class PageStrategy(Struct):
+    """A strategy with its plan (``plan_data``)."""
+
+    name: str
+    label: str
+    color: str
+    marker: str
+    part: str
+    plan: dict[str, Any]
+
+
+class LeftOut(Struct):
+    """A strategy that the page cannot compute, and why."""
+
+    name: str
+    why: str
+
+
+class PageModel(Struct):
+    """A model's gradients, and after which share of backward they are ready.
+
+    Parameters
+    ----------
+    gradients : equal ones in a row as (how many, shape, bytes of an entry).
+    ready_bytes, ready_shares : of ``ComputeModel``; None where they follow from the gradients: the
+        bytes in the reverse order of the parameters, each made as fast as another.
+    least_samples : of a rank's step.
+    """
+
+    name: str
+    gradients: Sequence[tuple[int, Sequence[int], int]]
+    ready_bytes: Sequence[int] | None
+    ready_shares: Sequence[float] | None
+    least_samples: int
+
+
+class Family(Struct):
+    """How far predictions of measured steps were off: fractions, over the rows of a backend.
+
+    inside : the share of the rows that lie in their 80 % interval.
+    """
+
+    backend: str
+    label: str
+    rows: int
+    median: float
+    p90: float
+    inside: float
+
+
 def page_data(
     calibration: Calibration,
     *,
@@ -84,7 +145,7 @@ def page_data(
     questions: Sequence[dict[str, Any]] = (),
     models: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the page's data; it imports torch, for the shapes of this project's models.
+    """Return the page's data, ready for JSON; it imports torch, for this project's models.
 
     is_reference : the calibration is the one that comes with the project. measured, questions : of
     measured.py and questions.py. models : of this project, those that the page has beside those of
@@ -92,30 +153,39 @@ def page_data(
     """
     strategies, left_out = _strategies()
     presets = _presets(calibration)
-    names = own_model.model_names()
+    names = [calibration.model, *own_model.model_names()]
     if models is not None:
-        needed = {*models, *(entry["state"]["model"] for entry in (*presets, *measured))}
+        needed = {calibration.model, *models}
+        needed.update(preset.state.model for preset in presets)
+        needed.update(entry["state"]["model"] for entry in measured)
         names = [name for name in names if name in needed or name not in MODELS]
-    return {
+    data = {
         "format": FORMAT,
         "constants": _constants(),
         "draws": _draws(),
-        "priors": [asdict(prior) for prior in priors.load_priors()],
+        "priors": priors.load_priors(),
         "strategies": strategies,
         "left_out": left_out,
-        "models": [
-            _model(calibration, name) for name in dict.fromkeys([calibration.model, *names])
-        ],
+        "models": [_model(calibration, name) for name in dict.fromkeys(names)],
         "calibration": _calibration(calibration, is_reference=is_reference),
         "presets": presets,
         "families": _families(),
         "measured": measured,
         "questions": questions,
     }
+    content: dict[str, Any] = msgspec.to_builtins(data)
+    return content
 
 
 def _constants() -> dict[str, Any]:
-    """Return what stands as a number in the formulas of ``lab predict``."""
+    """Return what stands as a number in the formulas of ``lab predict``.
+
+    Each is looked up in its module now, so that the page has the value that Python computes with.
+    """
+    latencies = []
+    for most_bits, seconds in cluster.LATENCIES:
+        finite = min(most_bits, sys.float_info.max)  # JSON has no infinity
+        latencies.append({"most_bits": finite, "seconds": seconds})
     return {
         "headers": event_model.HEADERS,
         "packet_bytes": event_model.PACKET_BYTES,
@@ -123,10 +193,7 @@ def _constants() -> dict[str, Any]:
         "near_zero": event_model.NEAR_ZERO,
         "sampled_ranks": event_model.SAMPLED_RANKS,
         "high_z": priors.HIGH_Z,
-        "latencies": [
-            {"most_bits": min(most_bits, 1e300), "seconds": seconds}  # JSON has no infinity
-            for most_bits, seconds in cluster.LATENCIES
-        ],
+        "latencies": latencies,
         "rdma_latency": cluster.RDMA_LATENCY,
         "typical_inside_bits": scenario.TYPICAL_INSIDE_BITS,
         "remainder": calibrated_draws.REMAINDER,
@@ -143,71 +210,65 @@ def _constants() -> dict[str, Any]:
 def _draws() -> dict[str, Any]:
     """Return the normal values in rising order, and for each prior their places in its draws.
 
-    The calibrated costs use the first rows, too, as ``normal_draws`` gives them the same.
+    The draws of calibrated costs are the first rows of these (``normal_draws``).
     """
     rows = priors.normal_draws(len(priors.load_priors()))
-    return {"values": np.sort(rows[0]).tolist(), "orders": rows.argsort().argsort().tolist()}
+    places = rows.argsort().argsort()
+    return {"values": np.sort(rows[0]).tolist(), "orders": places.tolist()}
 
 
-def _strategies() -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    """Return the strategies with their plans, and those that the page cannot compute, with why."""
+def _strategies() -> tuple[list[PageStrategy], list[LeftOut]]:
+    """Return the strategies whose plan is data, and the others."""
     found = []
     left_out = []
     for name, strategy in STRATEGIES.items():
         try:
             plan = plan_data(build_message_plan_from(name, {}))
         except UserError as error:
-            left_out.append({"name": name, "why": str(error)})
+            left_out.append(LeftOut(name, str(error)))
             continue
-        found.append(
-            {
-                "name": name,
-                "label": strategy.label,
-                "color": color(name),
-                "marker": marker(name),
-                "part": strategy.part,
-                "plan": plan,
-            }
+        shown = PageStrategy(
+            name=name,
+            label=strategy.label,
+            color=color(name),
+            marker=marker(name),
+            part=strategy.part,
+            plan=plan,
         )
+        found.append(shown)
     return found, left_out
 
 
-def _model(calibration: Calibration, name: str) -> dict[str, Any]:
-    """Return a model's gradients, and after which share of backward they are ready.
-
-    ``ready_bytes`` and ``ready_shares`` : None where they follow from the gradients: the bytes in
-    the reverse order of the parameters, each byte as fast as another.
-    """
-    found = calibration
+def _model(calibration: Calibration, name: str) -> PageModel:
+    """Return a model with the compute times of the calibration, spread as `--model` does."""
     if name != calibration.model:
-        found = own_model.with_own_model(
+        calibration = own_model.with_own_model(
             calibration, model=name, parameters=None, step_seconds=1.0, batch=1
         )
-    gradients = [
-        [len(list(alike)), gradient.shape, gradient.itemsize]
-        for gradient, alike in groupby(found.gradients)
-    ]
-    sizes = [gradient.nbytes for gradient in found.gradients]
-    compute = found.compute
+    gradients = []
+    for gradient, alike in groupby(calibration.gradients):
+        gradients.append((len(list(alike)), gradient.shape, gradient.itemsize))
+    sizes = [gradient.nbytes for gradient in calibration.gradients]
     in_turn = tuple(accumulate(reversed(sizes)))
-    evenly = tuple(nbytes / max(1, sum(sizes)) for nbytes in in_turn)
-    return {
-        "name": name,
-        "gradients": gradients,
-        "ready_bytes": None if compute.ready_bytes == in_turn else compute.ready_bytes,
-        "ready_shares": None if compute.ready_shares == evenly else compute.ready_shares,
-        "least_samples": _least_samples(found),
-    }
+    evenly = tuple(nbytes / max(1, in_turn[-1]) for nbytes in in_turn)
+    compute = calibration.compute
+    found = PageModel(name, gradients, None, None, _least_samples(calibration))
+    if compute.ready_bytes != in_turn:
+        found.ready_bytes = compute.ready_bytes
+    if compute.ready_shares != evenly:
+        found.ready_shares = compute.ready_shares
+    return found
 
 
 def _least_samples(calibration: Calibration) -> int:
-    one_rank = scenario.Scenario(
+    step = scenario.Scenario(
         calibration=calibration, batch_size=DEFAULT_GLOBAL_BATCH_SIZE, scaling="weak"
     )
-    return one_rank.least_samples
+    return step.least_samples
 
 
 def _calibration(calibration: Calibration, *, is_reference: bool) -> dict[str, Any]:
+    """Return where the numbers come from, and the network and the profiles as in the file."""
     return {
         "name": calibration.name,
         "made": calibration.made,
@@ -216,43 +277,34 @@ def _calibration(calibration: Calibration, *, is_reference: bool) -> dict[str, A
         "is_reference": is_reference,
         "ranks": calibration.ranks,
         "ranks_here": calibration.ranks_here,
-        "network": asdict(calibration.network),
+        "network": asdict(calibration.network),  # with the defaults that the file leaves out
         "spreads": calibrated_draws.spreads(calibration),
-        "profiles": [asdict(profile) for profile in calibration.compute.profiles],
+        "profiles": calibration.compute.profiles,
     }
 
 
-def _presets(calibration: Calibration) -> list[dict[str, Any]]:
-    """Return the clusters of presets.toml, each with its whole state."""
-    tables_by_id = tomllib.loads(Path(__file__).with_name("presets.toml").read_text())
+def _presets(calibration: Calibration) -> list[Preset]:
+    """Return the clusters of presets.toml; one without a model has that of the calibration."""
     presets = []
-    for name, entry in tables_by_id.items():
-        state = msgspec.convert({"model": calibration.model} | entry["state"], State)
-        presets.append(
-            {
-                "id": name,
-                "title": entry["title"],
-                "about": entry["about"],
-                "state": msgspec.to_builtins(state),
-            }
-        )
+    for name, entry in tomllib.loads(_PRESETS.read_text(encoding="utf-8")).items():
+        entry["state"] = {"model": calibration.model} | entry["state"]
+        presets.append(msgspec.convert({"id": name} | entry, Preset))
     return presets
 
 
-def _families() -> list[dict[str, Any]]:
-    """Return how far predictions of measured steps were off, by backend."""
+def _families() -> list[Family]:
+    """Return how far predictions of the published steps were off, by backend."""
     found = validation.scores(validation.validate(validation.shipped_rows()))
     families = []
     for backend, label in _FAMILIES.items():
         score = found[backend]
-        families.append(
-            {
-                "backend": backend,
-                "label": label,
-                "rows": score.rows,
-                "median": score.median_error,
-                "p90": score.p90_error,
-                "inside": score.inside,
-            }
+        family = Family(
+            backend=backend,
+            label=label,
+            rows=score.rows,
+            median=score.median_error,
+            p90=score.p90_error,
+            inside=score.inside,
         )
+        families.append(family)
     return families

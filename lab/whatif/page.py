@@ -8,6 +8,7 @@ Content-Security-Policy names the hashes of its own scripts and of its style.
 import base64
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -23,7 +24,7 @@ from lab.predict.calibration_file import Calibration, calibration_path, find_cal
 from lab.predict.cli import GRADIENT_BYTES
 from lab.predict.cluster import TypicalCluster, typical_latency
 from lab.predict.own_model import with_gradient_bytes, with_own_model
-from lab.predict.readable import duration_text, range_text
+from lab.predict.readable import bytes_text, duration_text, range_text
 from lab.predict.scenario import Scenario
 from lab.predict.tables import PredictedStep, message_plans, predict_table
 from lab.whatif.data import State, page_data
@@ -87,16 +88,26 @@ def render(data: Mapping[str, Any], calibration: Calibration) -> str:
         style=Markup(style),
         scripts=[Markup(script) for script in scripts],
         json=Markup(_json(data)),
-        models=[(model["name"], model["name"]) for model in data["models"]] + [("own", "your own")],
-        strategies=[(entry["name"], _full_name(entry)) for entry in data["strategies"]],
+        models=[*map(_model_choice, data["models"]), ("own", "your own")],
+        strategies=[*map(_strategy_choice, data["strategies"])],
         preset_rows=list(preset_rows(data["presets"], calibration)),
     )
 
 
-def _full_name(strategy: Mapping[str, Any]) -> str:
-    """Return a strategy's name as a flag takes it, and its label if that says more."""
+def _model_choice(model: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a model's name, and the text that offers it: with the bytes of its gradients."""
+    nbytes = 0
+    for count, shape, itemsize in model["gradients"]:
+        nbytes += count * math.prod(shape) * itemsize
+    return model["name"], f"{model['name']}, {bytes_text(nbytes)}"
+
+
+def _strategy_choice(strategy: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a strategy's name, and the text that offers it: with its label if that says more."""
     name, label = strategy["name"], strategy["label"]
-    return name if label in (name, name.replace("_", " ")) else f"{name}: {label}"
+    if label == name.replace("_", " "):
+        return name, name
+    return name, f"{name}: {label}"
 
 
 def _file(name: str) -> str:
@@ -153,25 +164,26 @@ def steps_of(state: State, calibration: Calibration) -> list[PredictedStep]:
 
 def scenario_of(state: State, calibration: Calibration) -> Scenario:
     """Return what ``lab predict`` predicts with the flags of this state."""
+    step_seconds = _in_units(state.step_ms, 1e-3)
+    samples = None if step_seconds is None else state.batch
+    model: str | None = state.model
+    parameters = None
+    if model == "own":
+        model = None
+        parameters = state.parameters
+    of_model = with_own_model(
+        calibration, model=model, parameters=parameters, step_seconds=step_seconds, batch=samples
+    )
     rate_bits = 1e9 * state.rate_gbit
+    latency = _in_units(state.latency_us, 1e-6)
     cluster = None
-    latency = None if state.latency_us is None else 1e-6 * state.latency_us
     if state.costs == "typical":
         cluster = TypicalCluster.of(state.backend, state.transport)
     elif latency is None:
         latency = typical_latency(rate_bits)
-    step_seconds = None if state.step_ms is None else 1e-3 * state.step_ms
-    is_own = state.model == "own"
-    of_model = with_own_model(
-        calibration,
-        model=None if is_own else state.model,
-        parameters=state.parameters if is_own else None,
-        step_seconds=step_seconds,
-        batch=None if state.step_ms is None else state.batch,
-    )
     inside_bits = None
-    if state.inside_gbit is not None and state.ranks_per_node > 1:
-        inside_bits = 1e9 * state.inside_gbit
+    if state.ranks_per_node > 1:
+        inside_bits = _in_units(state.inside_gbit, 1e9)
     return Scenario(
         calibration=with_gradient_bytes(of_model, GRADIENT_BYTES[state.gradient_type]),
         batch_size=state.batch_size,
@@ -183,5 +195,12 @@ def scenario_of(state: State, calibration: Calibration) -> Scenario:
         own_nodes=step_seconds is not None,
         cluster=cluster,
         step_seconds=step_seconds,
-        step_samples=None if step_seconds is None else state.batch,
+        step_samples=samples,
     )
+
+
+def _in_units(value: float | None, unit: float) -> float | None:
+    """Return a value times its unit; None for None."""
+    if value is None:
+        return None
+    return value * unit

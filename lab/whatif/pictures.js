@@ -498,15 +498,16 @@ const Pictures = (() => {
     return y;
   }
 
-  function exposedSeconds(step) {
-    return step.exposed.reduce((sum, [begin, end]) => sum + end - begin, 0);
+  /** Return the length of intervals together. */
+  function summed(intervals) {
+    return intervals.reduce((sum, [begin, end]) => sum + end - begin, 0);
   }
 
   /** Write the strategy and what the step takes over the rows; return where these begin. */
   function paintTimelineHead({ canvas, left, right, step }, { strategy, nodes }) {
     const about = nodes ? `${strategy} on ${Words.counted(nodes, "node")}` : strategy;
     let total = `${Words.duration(step.total_seconds)} a step`;
-    const exposed = exposedSeconds(step);
+    const exposed = summed(step.exposed);
     if (exposed > 0) total += `, ${Words.duration(exposed)} exposed`;
     addText(canvas, about, left, 14, { "font-weight": "bold" });
     const isRoom = textWidth(about, TEXT, "bold") + textWidth(total) + 20 <= right - left;
@@ -607,11 +608,8 @@ const Pictures = (() => {
         fill: fills.exposed,
       });
     }
+    paintSeparators(canvas, boxes);
     const mean = boxes.reduce((sum, box) => sum + box.width, 0) / boxes.length;
-    add(canvas, "path", { // between one message and the next
-      d: boxes.map((box) => `M${round(box.x)} ${y}v${ROW}`).join(""),
-      stroke: PAPER, "stroke-width": within(mean / 8, 0.2, 1.25),
-    });
     add(canvas, "path", {
       class: "ready",
       d: messages.map((message) => `M${round(x(message.ready))} ${y - READY + 2}v6`).join(""),
@@ -622,6 +620,16 @@ const Pictures = (() => {
       ...box, lines: () => messageLines(box.message, index, messages.length, step),
     }));
     addStop(canvas, `${place}, ${Words.counted(items.length, "message")}`, items);
+  }
+
+  /** Draw lines between one message and the next, thinner than the messages. */
+  function paintSeparators(canvas, boxes) {
+    const thinner = boxes.slice(1).map((box, index) => Math.min(box.width, boxes[index].width));
+    const between = (least, most) => boxes.slice(1)
+      .filter((_, index) => thinner[index] >= least && thinner[index] < most)
+      .map((box) => `M${round(box.x)} ${box.y}v${ROW}`).join("");
+    add(canvas, "path", { d: between(6, Infinity), stroke: PAPER, "stroke-width": 1.25 });
+    add(canvas, "path", { d: between(1.5, 6), stroke: PAPER, "stroke-width": 0.3 });
   }
 
   /** Return intervals without overlaps, in order. */
@@ -664,11 +672,10 @@ const Pictures = (() => {
     const unit = timeUnit(step.total_seconds);
     const moment = (value) => `${Number((value / unit.size).toPrecision(5))} ${unit.name}`;
     const { kind, begin, end, ready, exposed } = message;
-    const seconds = exposed.reduce((sum, [from, to]) => sum + to - from, 0);
     return [
       `message ${index + 1} of ${count}: ${kind}`,
       `${messageBytes(message)} ${message.where}`,
-      `takes ${Words.duration(end - begin)}, ${Words.duration(seconds)} of it exposed`,
+      `takes ${Words.duration(end - begin)}, ${Words.duration(summed(exposed))} of it exposed`,
       `from ${moment(begin)} to ${moment(end)}, ready at ${moment(ready)}`,
     ];
   }
@@ -702,8 +709,10 @@ const Pictures = (() => {
       entries.push(boxEntry(canvas, "computing waits", { fill: fills.wait }));
     }
     if (!step.messages.length) return entries;
-    const isHidden = step.messages.some(({ begin, end, exposed }) =>
-      exposed.reduce((left, [from, to]) => left - (to - from), end - begin) > 0);
+    const isHidden = step.messages.some((message) => {
+      const seconds = message.end - message.begin;
+      return seconds - summed(message.exposed) > 1e-6 * seconds;
+    });
     if (isHidden) {
       entries.push(boxEntry(canvas, "message, hidden behind computing", {
         fill: SECTIONS.wire, "fill-opacity": 0.6,
@@ -726,7 +735,7 @@ const Pictures = (() => {
     const where = nodes ? `on ${Words.counted(nodes, "node")} ` : "";
     return `A step of ${strategy} ${where}takes ${Words.duration(step.total_seconds)}: ${passes}. `
       + `${Words.counted(step.messages.length, "message")}; `
-      + `${Words.duration(exposedSeconds(step))} of communication are exposed.`;
+      + `${Words.duration(summed(step.exposed))} of communication are exposed.`;
   }
 
   // -- strategies: colours, markers, dashes -----------------------------------------------------
