@@ -12,7 +12,6 @@ from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.cluster import TypicalCluster
 from lab.predict.tables import message_plans
 from lab.whatif.data import page_data
-from tests.helpers.browser import needs_browser
 from tests.helpers.node import needs_node
 from tests.helpers.whatif_states import (
     Page,
@@ -70,18 +69,6 @@ def test_rows_of_many_states_are_those_of_lab_predict(tmp_path_factory, worker_i
     assert sum(len(page.rows) for page in found) == MANY
     for page in found:
         assert_equal(page, rows_in_node(page))
-
-
-@needs_browser
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_page_in_chromium_has_the_same_rows(browser, what_if, tmp_path_factory, worker_id):
-    """The scripts of the page itself compute the same states."""
-    found = shared_pages(shared_folder(tmp_path_factory, worker_id), MANY)
-    with browser.page(what_if.path) as page:
-        for expected in found:
-            rows = "([data, states]) => states.map((state) => Engine.row(data, state, state.focus))"
-            assert_equal(expected, page.evaluate(rows, [expected.data, expected.states]))
 
 
 def test_a_difference_is_found(quick_pages):
