@@ -313,9 +313,8 @@ const Engine = (() => {
 
   /** Round half to even, as Python does. */
   const roundEven = (value) => {
-    const below = Math.floor(value);
-    if (value - below === 0.5) return below % 2 === 0 ? below : below + 1;
-    return Math.round(value);
+    const rounded = Math.round(value);
+    return rounded - value === 0.5 ? 2 * Math.round(value / 2) : rounded;
   };
 
   /** Return the gradients of a model of which only the size is known, in equal matrices. */
@@ -332,8 +331,6 @@ const Engine = (() => {
     const gradients = equalMatrices(state.parameters, data.constants.tensors);
     return { gradients, ready_bytes: null, ready_shares: null, least_samples: 1 };
   };
-
-  const totalBytes = (gradients) => gradients.reduce((sum, gradient) => sum + gradient.nbytes, 0);
 
   /** Return the gradients in the order of the parameters, with entries of `itemsize` bytes. */
   const gradientsOf = (model, itemsize) => {
@@ -354,8 +351,8 @@ const Engine = (() => {
     const inTurn = asGiven.map((_, index) => (made += asGiven[asGiven.length - 1 - index].nbytes));
     const bytes = model.ready_bytes || inTurn;
     const shares = model.ready_shares || inTurn.map((nbytes) => nbytes / made);
-    const before = BigInt(made);
-    const after = BigInt(totalBytes(gradients));
+    const before = BigInt(made); // products may have more than 53 bits
+    const after = BigInt(gradients.reduce((sum, gradient) => sum + gradient.nbytes, 0));
     return { bytes: bytes.map((nbytes) => Number((BigInt(nbytes) * after) / before)), shares };
   };
 
@@ -469,17 +466,12 @@ const Engine = (() => {
     return values.get(key);
   };
 
-  const localSamples = (setting, ranks) => {
-    const { batch_size: batchSize, scaling } = setting.state;
-    const samples = scaling === "strong" ? Math.ceil(batchSize / ranks) : batchSize;
-    return Math.max(setting.leastSamples, samples);
-  };
-
   /** Return what a rank computes in a step, by the profiles alone, and its samples. */
   const profiledAt = (setting, nodes) => {
     const { state, ownNodes, profiles } = setting;
     const ranks = nodes * state.ranks_per_node;
-    const samples = localSamples(setting, ranks);
+    const divisor = state.scaling === "strong" ? ranks : 1;
+    const samples = Math.max(setting.leastSamples, Math.ceil(state.batch_size / divisor));
     const ranksHere = ownNodes ? 1 : Math.min(ranks, state.ranks_per_node);
     const alone = wholeStep(computeAt(profiles, samples, 1));
     return { samples, alone, compute: computeAt(profiles, samples, ranksHere) };
@@ -497,8 +489,6 @@ const Engine = (() => {
 
   // A strategy's messages beside computing ----------------------------------------------------------
 
-  const strategyOf = (data, name) => data.strategies.find((known) => known.name === name);
-
   /**
    * Return a strategy's messages on a number of nodes: the lines that differ, and in which order
    * they go beside backward, after it, and beside the next forward.
@@ -508,7 +498,7 @@ const Engine = (() => {
 
   const newSchedule = (setting, name, nodes) => {
     const { data, state, gradients, readiness } = setting;
-    const { plan } = strategyOf(data, name);
+    const { plan } = data.strategies.find((known) => known.name === name);
     const ranks = nodes * state.ranks_per_node;
     let operations = [];
     if (ranks > 1) {
@@ -541,7 +531,8 @@ const Engine = (() => {
       beside: [...new Set([...backward, ...forward].map(({ line }) => line))],
       afterSums: addedUp(setting, after),
       updateShare: plan.shards_update ? 1 / ranks : 1,
-      sends: name !== "none", // else ranks train alone, and none waits for another
+      // Else ranks train alone, and none waits for another.
+      sends: plan.groups.some((group) => group.pattern || group.lines.length),
     };
   };
 
@@ -777,14 +768,13 @@ const Engine = (() => {
     const { ranks, plan } = schedule;
     if (ranks === 1) return { root: 0, others: 0 };
     const last = data.constants.sampled_ranks - 1;
-    const spread = new Set();
+    const sampled = new Set();
     for (let index = 0; index <= last; index += 1) {
-      spread.add(1 + Math.floor(((ranks - 2) * index) / last));
+      sampled.add(1 + Math.floor(((ranks - 2) * index) / last));
     }
     const sent = Plans.sender(plan, gradients, ranks, state.ranks_per_node, state.bucket_mb);
-    let others = 0;
-    for (const rank of spread) others += sent(rank) / plan.period;
-    return { root: sent(0) / plan.period, others: others / spread.size };
+    const others = [...sampled].reduce((sum, rank) => sum + sent(rank), 0);
+    return { root: sent(0) / plan.period, others: others / sampled.size / plan.period };
   };
 
   /** Return the condition under which a row holds; "" if there is none. */
@@ -959,18 +949,25 @@ const Engine = (() => {
       .map(([begin, end]) => [Math.max(begin, message.begin), Math.min(end, message.end)])
       .filter(([begin, end]) => begin < end);
 
+  const aboutStep = (schedule) => {
+    const { period } = schedule.plan;
+    if (period > 1) return `a step that sends; one of ${period} steps does`;
+    if (schedule.forward.length) return "the layers' waits in forward stand together before it";
+    return "";
+  };
+
   /**
    * Return one typical step of a strategy, in seconds from its start: the passes, the messages and
    * what of them nothing hides.
    *
-   * Weights that the next forward needs are sent when a step starts. Of a strategy that sends only
-   * in some steps it is a step that does, which `about` says; `mean_seconds` is that of all steps.
+   * Weights that the next forward needs are sent when a step starts. `about` says what the picture
+   * simplifies. `mean_seconds` is the step of `row`: fewer than `total_seconds` where only some
+   * steps send.
    */
   const timeline = (data, state, name) => {
     const setting = settingOf(data, state);
     const schedule = scheduleOf(setting, name, state.nodes);
     const { network } = setting.costs;
-    const { period } = schedule.plan;
     const priced = onNetwork(data, schedule, network);
     const compute = computeOf(setting, schedule, setting.costs, schedule.sends);
     const trace = [];
@@ -993,7 +990,7 @@ const Engine = (() => {
     return {
       total_seconds: total,
       mean_seconds: stepSeconds(data, schedule, priced, compute),
-      about: period > 1 ? `a step that sends; one of ${period} steps does` : "",
+      about: aboutStep(schedule),
       passes: [
         { name: "forward", begin: inForward.exposed, end: forwardEnd },
         { name: "backward", begin: forwardEnd, end: backwardEnd },
