@@ -21,7 +21,7 @@ const Measured = (() => {
   const FORMAT = 1; // of results.json
   const MOST_BYTES = 50e6;
   const MOST_FILES = 5000;
-  const LONGEST = 1e9; // seconds, and any other number
+  const LARGEST = 1e9; // of any number: seconds, nodes, samples
   const CLOSE = 0.01; // two values of a setting that are the same but for rounding
   const COLUMNS = ["nodes", "strategy", "global_batch", "step_seconds"];
   const RATES = { kbit: 1e-6, mbit: 1e-3, gbit: 1, tbit: 1e3 };
@@ -43,8 +43,8 @@ const Measured = (() => {
 
   const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
-  function number(value, where, { least = 1e-9, whole = false } = {}) {
-    const fits = Number.isFinite(value) && value >= least && value <= LONGEST;
+  function number(value, where, { least = 1e-9, most = LARGEST, whole = false } = {}) {
+    const fits = Number.isFinite(value) && value >= least && value <= most;
     const kind = whole ? "a whole number" : "a number";
     refuseIf(
       !fits || (whole && !Number.isInteger(value)),
@@ -58,7 +58,7 @@ const Measured = (() => {
   /** Return Gbit/s of "1gbit", of bits a second, or null. */
   function rate(value, where) {
     if (value === null || value === undefined || value === "") return null;
-    if (typeof value === "number") return number(value, where, { least: 1 }) / 1e9;
+    if (typeof value === "number") return number(value, where, { least: 1, most: 1e18 }) / 1e9;
     const match = /^\s*([\d.]+)\s*([kmgt]bit)(\/s|ps)?\s*$/i.exec(value);
     refuseIf(match === null, `${where}: got "${value}", expected a rate such as 1gbit.`);
     return number(Number(match[1]) * RATES[match[2].toLowerCase()], where);
@@ -197,9 +197,9 @@ const Measured = (() => {
   }
 
   function ofRun(folder, files) {
-    const where = lastOf(folder);
+    const where = nameOf(folder) || "The dropped run";
     const lacks = ["summary.json", "ranks.json"].find((name) => !files.has(name));
-    refuseIf(lacks, `${where}: ${lacks} is missing: drop the run's whole folder.`);
+    refuseIf(lacks, `${where} has no ${lacks}: drop the run's whole folder.`);
     const summary = json(files.get("summary.json"));
     const { ranks } = json(files.get("ranks.json"));
     const isRun = typeof summary.sync === "string" && Array.isArray(ranks) && ranks.every(isObject);

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 import webbrowser
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,12 +13,12 @@ import msgspec
 import pytest
 
 from lab.cli import main
-from lab.predict.calibration_file import load_calibration, reference_path
+from lab.predict.calibration_file import find_calibration, load_calibration, reference_path
 from lab.predict.printing import duration_text
 from lab.whatif import page
 from lab.whatif.data import State
 from tests.helpers import ROOT
-from tests.helpers.whatif_states import add_states, command_of, pages, row_of
+from tests.helpers.whatif_states import Page, add_states, command_of, row_of
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>\"'&"
 
@@ -63,16 +64,12 @@ def written(what_if):
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory):
+def hostile(what_if):
     """A page of a calibration whose name is HTML."""
-    folder = tmp_path_factory.mktemp("hostile")
-    text = reference_path().read_text()
-    calibration = json.loads(text) | {"name": HOSTILE}
-    (folder / "calibration.json").write_text(json.dumps(calibration))
-    out = folder / "not" / "there" / "page.html"
-    arguments = ["--calibration", str(folder / "calibration.json"), "--out", str(out)]
-    assert main(["whatif", *arguments]) == 0
-    return Blocks(out.read_text(encoding="utf-8"))
+    calibration, _ = find_calibration()
+    data = what_if.data
+    data["calibration"]["name"] = HOSTILE
+    return Blocks(page.render(data, calibration))
 
 
 def hash_of(text):
@@ -128,8 +125,6 @@ def test_a_hostile_name_stays_text(written, hostile):
     assert kinds.count("script") == [tag for tag, _ in written.elements].count("script")
     assert "img" not in kinds
     assert hostile.data["calibration"]["name"] == HOSTILE
-    assert hostile.data["calibration"]["is_reference"] is False
-    assert hostile.data["calibration"]["path"].endswith("calibration.json")
 
 
 def test_the_file_is_small(what_if):
@@ -138,7 +133,7 @@ def test_the_file_is_small(what_if):
 
 def test_presets_without_javascript(written, what_if):
     """The table has the numbers of lab predict."""
-    calibration = load_calibration(reference_path())
+    calibration, _ = find_calibration()
     [noscript] = re.findall(r"<noscript>.*?</noscript>", what_if.text, re.DOTALL)
     rows = re.findall(r"<tr><th scope=\"row\">(.*?)</th><td>(.*?)</td>.*?</tr>", noscript)
     cells = re.findall(r"<td class=\"number\">(.*?)</td>", noscript)
@@ -152,22 +147,17 @@ def test_presets_without_javascript(written, what_if):
     assert cells[:2] == [str(first.nodes), duration_text(step.prediction.step_seconds)]
 
 
-def test_a_state_is_the_scenario_of_its_command(tmp_path):
+def test_a_state_is_the_scenario_of_its_command(what_if):
     """For random states, as the numbers of lab predict say."""
-    for found in pages(tmp_path):
-        add_states(found, 15, seed=5)
-        calibration = load_calibration(found.calibration)
-        for given in found.states:
-            if given["batch_size"] < 2:
-                continue
-            state = msgspec.convert(given, State)
-            [step] = page.steps_of(state, calibration)
-            row = row_of(command_of(given, found.calibration))
-            assert step.prediction.step_seconds == row["step_seconds"]
-            assert [step.low_seconds, step.high_seconds] == [
-                row["low_seconds"],
-                row["high_seconds"],
-            ]
+    found = Page(what_if.data, str(reference_path()))
+    add_states(found, 12, seed=5)
+    calibration = load_calibration(reference_path())
+    for given in found.states:
+        state = msgspec.convert(given, State)
+        [step] = page.steps_of(state, calibration)
+        row = row_of(command_of(given, found.calibration))
+        assert step.prediction.step_seconds == row["step_seconds"]
+        assert [step.low_seconds, step.high_seconds] == [row["low_seconds"], row["high_seconds"]]
 
 
 def test_it_says_where_the_page_is(tmp_path, capsys, monkeypatch):
@@ -175,7 +165,11 @@ def test_it_says_where_the_page_is(tmp_path, capsys, monkeypatch):
     opened = []
     monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address))
     monkeypatch.chdir(tmp_path)
-    assert main(["whatif", "--open"]) == 0
+    shutil.copy(reference_path(), "own.json")
+    assert main(["whatif", "--open", "--calibration", "own.json"]) == 0
+    written = Blocks(Path("reports/whatif.html").read_text(encoding="utf-8"))
+    assert written.data["calibration"]["path"] == "own.json"
+    assert written.data["calibration"]["is_reference"] is False
     printed = capsys.readouterr().out
     assert opened == [(tmp_path / "reports/whatif.html").as_uri()]
     assert "reports/whatif.html" in printed

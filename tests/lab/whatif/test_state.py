@@ -4,8 +4,9 @@ import shlex
 
 import pytest
 
+from lab.predict.calibration_file import reference_path
 from tests.helpers.node import needs_node, run_script
-from tests.helpers.whatif_states import add_states, command_of, pages, row_of
+from tests.helpers.whatif_states import Page, add_states, command_of, row_of
 
 pytestmark = needs_node
 
@@ -13,22 +14,16 @@ CUT = "given.links.map((link) => it.decode(given.data, link))"
 
 
 @pytest.fixture(scope="module")
-def both_pages(tmp_path_factory):
-    return pages(tmp_path_factory.mktemp("pages"))
-
-
-@pytest.fixture(scope="module")
-def page(both_pages):
-    """The page of the other calibration, with random states that it accepts."""
-    _, other = both_pages
-    add_states(other, 400, seed=46)
-    other.data["calibration"]["path"] = str(other.calibration)
-    given = {"data": other.data, "states": other.states}
+def page(what_if):
+    """A page with random states that it accepts."""
+    found = Page(what_if.data, str(reference_path()))
+    add_states(found, 400, seed=46)
+    given = {"data": found.data, "states": found.states}
     problems = run_script("state", "given.states.map((s) => it.check(given.data, s))", given)
-    pairs = zip(other.states, problems, strict=True)
-    other.states[:] = [state for state, problem in pairs if problem is None]
-    assert len(other.states) > 300
-    return other
+    pairs = zip(found.states, problems, strict=True)
+    found.states[:] = [state for state, problem in pairs if problem is None]
+    assert len(found.states) > 300
+    return found
 
 
 def test_a_link_holds_the_state(page):
@@ -87,9 +82,8 @@ def test_a_link_that_was_cut_is_refused(page):
         ("#__proto__=1&end", "__proto__"),
     ],
 )
-def test_a_wrong_link_is_refused(both_pages, link, named):
-    reference, _ = both_pages
-    [found] = run_script("state", CUT, {"data": reference.data, "links": [link]})
+def test_a_wrong_link_is_refused(page, link, named):
+    [found] = run_script("state", CUT, {"data": page.data, "links": [link]})
     assert named in found["problem"]
     assert "state" not in found
 
@@ -101,14 +95,14 @@ def test_no_link_is_the_first_preset(page):
 
 def test_the_command_predicts_the_same(page):
     """Python's parser reads the state's numbers out of it."""
-    states = page.states[:20]
+    states = page.states[:12]
     given = {"data": page.data, "states": states}
     commands = run_script("state", "given.states.map((s) => it.command(given.data, s))", given)
     for state, command in zip(states, commands, strict=True):
         lab, *arguments = shlex.split(command)
         assert lab == "lab"
         if "--calibration" not in arguments:
-            arguments += ["--calibration", str(page.calibration)]
+            arguments += ["--calibration", page.calibration]
         found = row_of([*arguments, "--json"])
         expected = row_of(command_of(state, page.calibration))
         assert found | {"rate": None} == expected | {"rate": None}  # 83gbit, 83.0gbit

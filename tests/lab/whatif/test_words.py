@@ -7,23 +7,23 @@ from dataclasses import asdict, replace
 import msgspec
 import pytest
 
-from lab.predict.calibration_file import load_calibration
+from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.printing import answer
 from lab.predict.readable import bytes_text, duration_text, range_text
 from lab.whatif.data import State
 from lab.whatif.page import scenario_of, steps_of
 from tests.helpers.node import needs_node, run_script
-from tests.helpers.whatif_states import add_states, pages
+from tests.helpers.whatif_states import Page, add_states
 
 pytestmark = needs_node
 
 
 @pytest.fixture(scope="module")
-def predicted(tmp_path_factory):
+def predicted(what_if):
     """Random states with their rows and scenarios."""
-    page, _ = pages(tmp_path_factory.mktemp("pages"))
-    add_states(page, 120, seed=11)
-    calibration = load_calibration(page.calibration)
+    page = Page(what_if.data, str(reference_path()))
+    add_states(page, 60, seed=11)
+    calibration = load_calibration(reference_path())
     found = []
     for given in page.states:
         if given["batch_size"] < 2 or given["focus"] == "none":
@@ -56,8 +56,8 @@ def test_the_answer_is_that_of_lab_predict(predicted):
     sentences = run_script("words", expression, given)
     assert sentences == [answer([step], scenario) for _, step, scenario in found]
     for words in ("not decided", "would bring most", "Nothing would bring much", "slower"):
-        assert sum(words in sentence for sentence in sentences) >= 5, words
-    assert sentences.count("") >= 5
+        assert sum(words in sentence for sentence in sentences) >= 3, words
+    assert sentences.count("") >= 2
 
 
 def test_where_software_limits_the_link(predicted):

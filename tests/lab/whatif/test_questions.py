@@ -1,0 +1,249 @@
+"""The twelve questions: what is refused when they are read, answers, and a guess's verdict."""
+
+import json
+import math
+import re
+import tomllib
+
+import msgspec
+import pytest
+
+from common.errors import UserError
+from lab.predict.calibration_file import load_calibration, reference_path
+from lab.predict.tables import message_plans, predict_table, scaling_limits_of
+from lab.whatif.data import State, page_data
+from lab.whatif.measured import published_sets, shipped_files
+from lab.whatif.page import scenario_of
+from lab.whatif.questions import load_questions, questions_path
+from tests.helpers import ROOT
+from tests.helpers.node import needs_node, run_scripts
+
+TEXT = questions_path().read_text(encoding="utf-8")
+IDS = [entry["id"] for entry in tomllib.loads(TEXT)["question"]]
+
+
+def headings():
+    """Return the first lines of the lessons' pages."""
+    pages = sorted((ROOT / "docs" / "learn").glob("[0-9]*.md"))
+    return [page.read_text().splitlines()[0].removeprefix("# ") for page in pages]
+
+
+def test_twelve_questions_in_the_order_of_the_lessons():
+    questions = load_questions()
+    assert len({question["id"] for question in questions}) == len(questions) == 12
+    places = [headings().index(question["lesson"]) for question in questions]
+    assert places == sorted(places)
+    for question in questions:
+        assert question["text"].endswith("?")
+        assert not re.search(r"\d[\d.]* (MB|times|%)", question["explanation"]), (
+            "numbers of an explanation come from the engine"
+        )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ('quantity = "ratio", strategy = "ddp"', 'quantity = "luck", strategy = "ddp"', "luck"),
+        ('strategy = "gather_scatter" } }', 'strategy = "gather" } }', "gather"),
+        ('preset = "laptops"', 'preset = "laptop"', "laptops"),
+        ('preset = "laptops"', "", "a preset or a set"),
+        ("rate_gbit = 1.0", "rate = 1.0", "rate_gbit"),
+        ('than = { strategy = "gather_scatter" } }', "}", "'than'"),
+        ("{root}", "{roots}", "roots"),
+        ("range = [0.1, 100]", "range = [100, 0.1]", "smaller number"),
+        ("range = [0.1, 100]", "range = [0.1]", "range"),
+        ('unit = "times"', 'unit = "furlongs"', "furlongs"),
+        ('lesson = "Lesson 4', 'lessons = "Lesson 4', "lessons"),
+    ],
+)
+def test_a_wrong_question_is_named(tmp_path, before, after, named):
+    """Each change is the first one from the second question on."""
+    head, mark, rest = TEXT.partition('[[question]]\nid = "root-link"')
+    assert before in rest
+    path = tmp_path / "questions.toml"
+    changed = re.sub(r",? *\}", " }", rest.replace(before, after, 1)) if after == "}" else None
+    path.write_text(head + mark + (changed or rest.replace(before, after, 1)))
+    with pytest.raises(UserError) as raised:
+        load_questions(path)
+    assert "question 2" in str(raised.value)
+    assert named in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["[[question]\n", "[[question]]\nid = 4\n", "\xff"])
+def test_a_wrong_file_is_named(tmp_path, text):
+    path = tmp_path / "questions.toml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=re.escape("questions.toml")):
+        load_questions(path)
+
+
+# -- answers, in JavaScript ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data():
+    """Return the data of the page beside a report, which has few of this project's models."""
+    found = page_data(
+        load_calibration(reference_path()),
+        is_reference=True,
+        measured=msgspec.to_builtins(published_sets()),
+        questions=load_questions(),
+        models=(),
+    )
+    found["shipped"] = msgspec.to_builtins(shipped_files())
+    return json.loads(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def found(data):
+    """Return each question's state, answer and sentences by its id."""
+    expression = """(() => {
+      const { data } = given;
+      Measured.prepare(data);
+      return data.questions.map((question) => {
+        const state = Questions.stateOf(data, question);
+        const answer = Questions.answer(data, question);
+        return {
+          id: question.id, state, problem: State.check(data, state), answer,
+          text: Questions.text(data, question), why: Questions.why(data, question, answer),
+          points: Measured.points(data, state).length,
+        };
+      });
+    })()"""
+    return {entry["id"]: entry for entry in run_scripts(expression, {"data": data})}
+
+
+@needs_node
+@pytest.mark.parametrize("name", IDS)
+def test_an_answer_is_in_range_and_its_sentences_are_full(data, found, name):
+    entry = found[name]
+    [question] = [each for each in data["questions"] if each["id"] == name]
+    assert entry["problem"] is None
+    least, most = question["range"]
+    value = entry["answer"]["value"]
+    assert math.isfinite(value)
+    assert least < value < most
+    low_high = entry["answer"]["range"]
+    assert low_high is None or low_high[0] <= value <= low_high[1]
+    for sentence in (entry["text"], entry["why"]):
+        assert not re.search(r"[{}]|NaN|undefined|null|Infinity|times times", sentence)
+    assert question["measured"] is None or entry["points"] > 0, "they stand in the pictures"
+
+
+@needs_node
+def test_answers_are_those_of_lab_predict(found):
+    """Each kind of quantity once, by lab/predict itself."""
+    calibration = load_calibration(reference_path())
+
+    def rows(name, *strategies, **changes):
+        state = msgspec.convert(found[name]["state"] | changes, State)
+        scenario = scenario_of(state, calibration)
+        return predict_table([state.nodes], message_plans(strategies), scenario), scenario
+
+    expected = {}
+    [none], _ = rows("batch", "none")
+    expected["batch"] = 1e3 * none.prediction.compute_seconds
+    [slow, fast], _ = rows("root-link", "gather_scatter", "ddp")
+    expected["root-link"] = slow.prediction.step_seconds / fast.prediction.step_seconds
+    [ring], _ = rows("ring-bytes", "ring")
+    expected["ring-bytes"] = ring.prediction.bytes_sent_root / 1e6
+    eight, one = (
+        rows("ranks-per-node", "all_reduce_flat", ranks_per_node=ranks)[0][0].prediction
+        for ranks in (8, 1)
+    )
+    expected["ranks-per-node"] = eight.step_seconds / one.step_seconds
+    [row], _ = rows("faster-processors", "ddp")
+    expected["faster-processors"] = row.gains["compute"]
+    [row], _ = rows("undecided", "ddp")
+    expected["undecided"] = 100 * row.best_shares["network"]
+    for name, value in expected.items():
+        assert found[name]["answer"]["value"] == pytest.approx(value, rel=1e-9), name
+    [row], scenario = rows("strong-scaling", "ddp")
+    [strong, _] = scaling_limits_of(message_plans(["ddp"]), scenario)
+    assert found["strong-scaling"]["answer"]["value"] == strong.half_nodes + 1
+    low_high = found["faster-processors"]["answer"]["range"]
+    assert low_high == pytest.approx(rows("faster-processors", "ddp")[0][0].gain_ranges["compute"])
+
+
+@needs_node
+def test_what_was_measured_stands_beside_the_answer(found):
+    """2.056 s and 0.541 s in the shipped comparison, 0.755 s and 0.604 s in cos568-A-gpu."""
+    measured = {name: entry["answer"]["measured"] for name, entry in found.items()}
+    assert measured["root-link"] == pytest.approx(3.80, abs=0.005)
+    assert measured["overlap"] == pytest.approx(1.25, abs=0.005)
+    assert [name for name, value in measured.items() if value] == ["root-link", "overlap"]
+
+
+@needs_node
+def test_without_the_shipped_comparison_a_question_has_no_measured_answer(data):
+    """An installed package has no reports."""
+    expression = """(() => {
+      const question = given.data.questions[1];
+      return [Questions.answer(given.data, question), Questions.stateOf(given.data, question)];
+    })()"""
+    answer, state = run_scripts(expression, {"data": data})
+    assert answer["measured"] is None
+    assert state["measured"] is None
+    assert answer["value"] > 3
+
+
+QUESTION = {"unit": "times", "range": [0.1, 100]}
+FOUND = {"value": 3.6, "range": [3.2, 4.1], "measured": 3.3}
+
+
+@needs_node
+def test_a_guess_is_a_number_perhaps_with_its_unit():
+    guesses = {"2": 2, " 2.5 times ": 2.5, "2times": 2, ".5": 0.5, "1e1": 10, "+3": 3}
+    given = {"question": QUESTION, "typed": list(guesses)}
+    expression = "given.typed.map((text) => Questions.check(given.question, text))"
+    found = run_scripts(expression, given)
+    assert found == [{"guess": guess} for guess in guesses.values()]
+
+
+@needs_node
+def test_a_wrong_guess_is_refused_in_one_sentence():
+    typed = ["", "  ", "0", "-2", "101", "two", "3,6", "1/2", "NaN", "Infinity", "0x10", "times"]
+    given = {"question": QUESTION, "typed": typed}
+    expression = "given.typed.map((text) => Questions.check(given.question, text))"
+    for text, answer in zip(typed, run_scripts(expression, given), strict=True):
+        assert list(answer) == ["problem"], text
+        assert answer["problem"].endswith("."), text
+        assert "0.1 to 100" in answer["problem"], text
+        if text.strip() not in ("", "times"):
+            assert text in answer["problem"]
+
+
+@needs_node
+def test_a_verdict_says_by_how_much_the_guess_was_off():
+    cases = [
+        (2, FOUND, ["You guessed 2 times", "says 3.6 times", "80 %: 3.2 to 4.1", "measured 3.3"]),
+        (2, FOUND, ["1.8 times too low"]),
+        (7.2, FOUND, ["2 times too high"]),
+        (3.6, FOUND, ["you were right"]),
+        (3.5, FOUND, ["you were right"]),
+        (3.4, FOUND, ["5.88 % too low"]),
+        (0, FOUND | {"range": None, "measured": None}, ["You guessed 0", "too low"]),
+        (0, {"value": 0, "range": None, "measured": None}, ["you were right"]),
+    ]
+    given = {"question": QUESTION, "cases": [[guess, answer] for guess, answer, _ in cases]}
+    expression = (
+        "given.cases.map(([guess, found]) => Questions.verdict(given.question, guess, found))"
+    )
+    verdicts = run_scripts(expression, given)
+    for verdict, (_, answer, words) in zip(verdicts, cases, strict=True):
+        assert all(word in verdict for word in words), verdict
+        assert ("measured" in verdict) == (answer["measured"] is not None)
+        assert ("80 %" in verdict) == (answer["range"] is not None)
+
+
+@needs_node
+def test_guesses_become_one_line():
+    guesses = [
+        {"id": "batch", "guess": 500, "value": 487.907},
+        {"id": "root-link", "guess": 2, "value": 3.60816},
+        {"id": "undecided", "guess": 0, "value": 68.75},
+    ]
+    expression = "[Questions.line(given, '2026-11-27'), Questions.score(given)]"
+    line, score = run_scripts(expression, guesses)
+    assert line == ("lab whatif,2026-11-27,1/3,batch,500,487.9,root-link,2,3.608,undecided,0,68.75")
+    assert score == "1 of 3 guesses within 1.5 times"
