@@ -22,7 +22,6 @@ from common.errors import UserError
 from common.models import MODELS
 from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.plans.as_data import plan_data
-from lab.plot_style import color, marker
 from lab.predict import (
     calibrated_draws,
     calibration_file,
@@ -37,6 +36,7 @@ from lab.predict import (
     validation,
 )
 from lab.predict.calibration_file import Calibration
+from lab.strategy_style import color, marker
 
 FORMAT = 1
 _FAMILIES = {"gloo": "Gloo", "nccl": "NCCL"}

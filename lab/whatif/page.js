@@ -98,15 +98,17 @@ const Page = (() => {
 
   function drawAnswer() {
     const { limit, detail } = Words.limits(results.focus, results.terms);
-    const answer = Words.sentence(data, state, results.focus) || shortAnswer(results.focus);
+    const answer = Words.sentence(data, state, results.focus);
+    const software = answer === "" ? "" : Words.softwareLimit(data, state);
+    const sentence = `${answer || shortAnswer(results.focus)} ${software}`.trim();
     const change = Words.change(before, results.step);
     byId("limit").textContent = tidy(limit);
-    byId("sentence").textContent = tidy(`${answer} ${Words.softwareLimit(data, state)}`.trim());
+    byId("sentence").textContent = tidy(sentence);
     byId("change").textContent = tidy(change);
     byId("detail").textContent = tidy(detail);
     byId("error").textContent = tidy(Words.error(data, state));
     later("speech", SPEECH_PAUSE, () => {
-      byId("spoken").textContent = `${limit} ${change} ${answer}`;
+      byId("spoken").textContent = `${limit} ${change} ${sentence}`;
     });
   }
 
@@ -358,11 +360,10 @@ const Page = (() => {
       return;
     }
     if (name !== changedControl) before = results.step;
-    const isExample = name === "model" && wanted.step_ms !== state.step_ms;
     state = wanted;
     writeControls(control);
-    if (isExample) {
-      say(`Step time: ${EXAMPLE_STEP_MS} ms is only an example; type the time of your own step.`);
+    if (name === "model" && state.step_ms !== null) {
+      say(`Step time: ${state.step_ms} ms is only an example; type that of your own model.`);
     }
     remember(name);
     drawSoon();

@@ -12,6 +12,7 @@ from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.cluster import TypicalCluster
 from lab.predict.tables import message_plans
 from lab.whatif.data import page_data
+from tests.helpers.node import needs_node
 from tests.helpers.whatif_states import (
     Page,
     add_rows,
@@ -21,6 +22,8 @@ from tests.helpers.whatif_states import (
     shared_folder,
     shared_pages,
 )
+
+pytestmark = needs_node
 
 QUICK = 2 * len(STRATEGIES)
 MANY = 2000
