@@ -7,7 +7,7 @@ written twice.
 
 import sys
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -19,10 +19,8 @@ from msgspec import Struct
 
 from common.config.schema import DEFAULT_GLOBAL_BATCH_SIZE
 from common.errors import UserError
-from common.models import MODELS
 from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.plans.as_data import plan_data
-from lab.plot_style import color, marker
 from lab.predict import (
     calibrated_draws,
     calibration_file,
@@ -37,6 +35,7 @@ from lab.predict import (
     validation,
 )
 from lab.predict.calibration_file import Calibration
+from lab.strategy_style import color, marker
 
 FORMAT = 1
 _FAMILIES = {"gloo": "Gloo", "nccl": "NCCL"}
@@ -144,22 +143,14 @@ def page_data(
     is_reference: bool = False,
     measured: Sequence[dict[str, Any]] = (),
     questions: Sequence[dict[str, Any]] = (),
-    models: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the page's data, ready for JSON; it imports torch, for this project's models.
+    """Return the page's data, ready for JSON.
 
     is_reference : the calibration is the one that comes with the project. measured, questions : of
-    measured.py and questions.py. models : of this project, those that the page has beside those of
-    its presets and measured sets; None: all. torchvision's take a second to import.
+    measured.py and questions.py.
     """
     strategies, left_out = _strategies()
-    presets = _presets(calibration)
-    names = [calibration.model, *own_model.model_names()]
-    if models is not None:
-        needed = {calibration.model, *models}
-        needed.update(preset.state.model for preset in presets)
-        needed.update(entry["state"]["model"] for entry in measured)
-        names = [name for name in names if name in needed or name not in MODELS]
+    names = dict.fromkeys([calibration.model, *own_model.model_names()])
     data = {
         "format": FORMAT,
         "constants": _constants(),
@@ -167,9 +158,9 @@ def page_data(
         "priors": _priors(),
         "strategies": strategies,
         "left_out": left_out,
-        "models": [_model(calibration, name) for name in dict.fromkeys(names)],
+        "models": [_model(calibration, name) for name in names],
         "calibration": _calibration(calibration, is_reference=is_reference),
-        "presets": presets,
+        "presets": _presets(calibration),
         "families": _families(),
         "measured": measured,
         "questions": questions,

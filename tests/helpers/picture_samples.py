@@ -7,7 +7,7 @@ compute them, too.
 from typing import Any
 
 from common.sync import STRATEGIES
-from lab.plot_style import color, marker
+from lab.strategy_style import color, marker
 
 NODES = [2**exponent for exponent in range(13)]
 
