@@ -612,6 +612,7 @@ const Measured = (() => {
     const plain = [...files].map((file) => ({ path: file.name, file }));
     if (dropped.every((item) => item.getAsFileSystemHandle)) {
       const handles = await Promise.all(dropped.map((item) => item.getAsFileSystemHandle()));
+      if (!handles.every(Boolean)) return plain;
       return (await Promise.all(handles.map((handle) => filesIn(handle)))).flat();
     }
     const entries = dropped.map((item) => item.webkitGetAsEntry?.());

@@ -10,7 +10,6 @@ from lab.cli import main
 from lab.compare import reporting
 from lab.comparison.record import read_comparison
 from lab.report import html
-from lab.whatif import cli
 from tests.helpers import ROOT
 
 SHIPPED = ROOT / "reports" / "samples" / "compare-digits-1gbit"
@@ -41,16 +40,6 @@ def test_a_report_has_the_page_with_its_own_steps(tmp_path, linked):
     cells = json.loads(file["text"])["cells"]
     expected = read_comparison(SHIPPED / "results.json").cells
     assert [cell["median"]["step"] for cell in cells] == [cell.medians.step for cell in expected]
-    assert "vgg11" in {model["name"] for model in data["models"]}
-
-
-def test_a_model_of_the_comparison_is_in_the_page(tmp_path):
-    comparison = read_comparison(SHIPPED / "results.json")
-    comparison.settings["model"] = "vgg13"
-    assert cli.write_beside_report(tmp_path, comparison) == "whatif.html"
-    text = (tmp_path / "whatif.html").read_text(encoding="utf-8")
-    assert '"name":"vgg13"' in text
-    assert '"name":"vgg16"' not in text
 
 
 def test_the_report_does_without_a_page_that_cannot_be_written(
