@@ -29,13 +29,13 @@ def run_script(name: str, expression: str, given: Any) -> Any:
         f"const it = require({json.dumps(str(path))}); const given = {_READ};"
         f"process.stdout.write(JSON.stringify({expression}));"
     )
-    return _run(program, given)
+    return _run(program, given, _LIMIT)
 
 
-def run_scripts(expression: str, given: Any) -> Any:
+def run_scripts(expression: str, given: Any, *, limit: float = _LIMIT) -> Any:
     """Return the value of a JavaScript expression in one scope with the page's scripts.
 
-    given : JSON values, ``given`` in the expression.
+    given : JSON values, ``given`` in the expression. limit : in seconds.
     """
     paths = [str(Path(ROOT, "lab", "whatif", f"{name}.js")) for name in _WITHOUT_ELEMENTS]
     program = (
@@ -45,17 +45,17 @@ def run_scripts(expression: str, given: Any) -> Any:
         f"const value = runInThisContext({json.dumps(expression)});"
         "process.stdout.write(JSON.stringify(value));"
     )
-    return _run(program, given)
+    return _run(program, given, limit)
 
 
-def _run(program: str, given: Any) -> Any:
+def _run(program: str, given: Any, limit: float) -> Any:
     assert NODE is not None
     ended = subprocess.run(
         [NODE, "-e", program],
         input=json.dumps(given),
         capture_output=True,
         text=True,
-        timeout=_LIMIT,
+        timeout=limit,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

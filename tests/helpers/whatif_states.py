@@ -11,8 +11,6 @@ import io
 import json
 import math
 import random
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -22,17 +20,17 @@ from unittest.mock import patch
 
 import pytest
 
-import lab.whatif
 from common.sync import STRATEGIES
 from lab.cli import build_parser
 from lab.predict.calibration_file import Calibration, load_calibration, reference_path
 from lab.predict.compute_model import ComputeProfile
 from lab.whatif.data import page_data
+from tests.helpers.node import run_scripts
 
 RELATIVE = 1e-9
 _SEED = 46
-_IN_NODE = Path(__file__).with_name("whatif_in_node.js")
-_SCRIPTS = [Path(lab.whatif.__file__).with_name(name) for name in ("plans.js", "engine.js")]
+_CALLS = "given.calls.map(([name, ...rest]) => Engine[name](given.data, ...rest))"
+_LIMIT = 240.0  # seconds in node
 _FLAGS = {
     "gradient_type": "--gradient-type",
     "scaling": "--scaling",
@@ -242,20 +240,10 @@ def _equal(value: Any, expected: Any, least: float) -> bool:
 def in_node(data: dict[str, Any], calls: Sequence[Sequence[Any]]) -> list[Any]:
     """Return what engine.js computes: each call is a function of Engine and its arguments.
 
-    The page's data goes before them. Skips the test where there is no node.
+    The page's data goes before them. Needs node.
     """
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("node is not installed")
-    done = subprocess.run(
-        [node, str(_IN_NODE), *map(str, _SCRIPTS)],
-        input=json.dumps({"data": data, "calls": calls}),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    given = {"data": data, "calls": calls}
+    return run_scripts(_CALLS, given, limit=_LIMIT)
 
 
 def rows_in_node(page: Page) -> list[dict[str, Any]]:

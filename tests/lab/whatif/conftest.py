@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from lab.cli import main
 from tests.helpers.browser import chromium
+from tests.helpers.whatif_states import shared_folder
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,13 @@ class WhatIf:
 
 
 @pytest.fixture(scope="session")
-def what_if(tmp_path_factory):
-    """The page in a file with spaces and umlauts in its path."""
-    path = tmp_path_factory.mktemp("what if, für Übungen") / "Was wäre, wenn.html"
-    assert main(["whatif", "--out", str(path)]) == 0
+def what_if(tmp_path_factory, worker_id):
+    """The page, made once for all workers, in a file with spaces and umlauts in its path."""
+    base = shared_folder(tmp_path_factory, worker_id)
+    path = base / "what if, für Übungen" / "Was wäre, wenn.html"
+    with FileLock(base / "what-if.lock", timeout=120):
+        if not path.exists():
+            assert main(["whatif", "--out", str(path)]) == 0
     return WhatIf(path)
 
 

@@ -15,6 +15,7 @@ from lab.cli import main
 from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.own_model import model_names, with_own_model
 from lab.whatif.data import State, page_data
+from tests.helpers.node import needs_node
 from tests.helpers.whatif_states import in_node
 
 REFERENCE = load_calibration(reference_path())
@@ -47,6 +48,7 @@ def test_every_strategy_is_there_with_its_name_and_colour(data):
     assert by_name["ddp"]["color"] == STRATEGIES["ddp"].color
 
 
+@needs_node
 def test_a_new_strategy_appears_or_is_left_out_with_a_sentence(monkeypatch):
     like = STRATEGIES["all_reduce_flat"]
     for name, plan in {"twice": TwicePlan, "by_hand": HandWrittenPlan}.items():
