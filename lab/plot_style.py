@@ -1,4 +1,4 @@
-"""Colours, sizes and axes of all figures; a strategy has the same colour everywhere.
+"""Colours, sizes and axes of all figures; strategy_style.py has the strategies' colours.
 
 Figures draw lines and text in ``INK`` on ``PAPER`` (common/reporting/plots.py).
 """
@@ -20,20 +20,13 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from scipy.optimize import isotonic_regression
 
-from common.errors import UserError
 from common.reporting.plots import INK, PAPER, RC
-from common.sync import STRATEGIES
 
 WIDE, NARROW = 9.0, 4.5  # inches: a page's column, and a phone
 
-# Every colour of a strategy (common/sync) or below has a contrast of at least 3 to a light and to a
-# dark page, and one meaning: strategies have no blue, orange, green or slate, and sections nothing
-# else. No figure relies on colour alone.
-SPARE_COLORS = ("#e619e5", "#e61942", "#a819e6", "#d2664b", "#b42db4", "#e61980")
-"""For strategies that state none, in their order; for unknown ones by name."""
-SPARE_MARKERS = "1234+x"
 DASHES = [(0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (1, 1)), (0, (8, 3))]
 
+# As strategies, sections have colours with a contrast of at least 3 to a light and to a dark page.
 # Neighbours also differ in lightness, and waiting is hatched, so that a grey print is readable.
 SECTIONS = {
     "data": "#66707c",
@@ -56,43 +49,6 @@ SECTION_LABELS = {
 
 class NothingToShowError(Exception):
     """A figure would show nothing, or the same everywhere; the message is a sentence to print."""
-
-
-def color(sync: str) -> str:
-    """Return the colour of a strategy, which no other one of the project has.
-
-    An unknown strategy's name picks a spare colour. Raises UserError if too few are left.
-    """
-    if sync not in STRATEGIES:
-        return SPARE_COLORS[sum(map(ord, sync)) % len(SPARE_COLORS)]
-    stated = STRATEGIES[sync].color
-    if stated is not None:
-        return stated
-    return _spare(sync, "color", SPARE_COLORS, called="colour")
-
-
-def marker(sync: str) -> str:
-    """Return the marker of a strategy; one that states none has a marker of its own, too."""
-    if sync not in STRATEGIES:
-        return "o"
-    stated = STRATEGIES[sync].marker
-    if stated is not None:
-        return stated
-    return _spare(sync, "marker", SPARE_MARKERS, called="marker")
-
-
-def _spare(sync: str, field: str, spares: Sequence[str], *, called: str) -> str:
-    """Return what no other strategy has, for one whose record leaves ``field`` out.
-
-    Raises UserError if too few are left.
-    """
-    stated = {name: getattr(strategy, field) for name, strategy in STRATEGIES.items()}
-    without = [name for name, value in stated.items() if value is None]
-    left = [spare for spare in spares if spare not in stated.values()]
-    number = without.index(sync)
-    if number >= len(left):
-        raise UserError(f"no {called} is left for {sync}: state one in its record in STRATEGIES")
-    return left[number]
 
 
 def grid(

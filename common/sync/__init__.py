@@ -30,7 +30,7 @@ class Strategy:
     plan : the class of its message plan; importing it imports no torch.
     part : which offers it: one process, strategies written by hand, or PyTorch's own.
     label : what people call it.
-    color, marker : of its points in figures, as matplotlib names them; None: lab/plot_style.py
+    color, marker : of its points in figures, as matplotlib names them; None: lab/strategy_style.py
         gives it a colour that no other strategy has.
     """
 

@@ -5,14 +5,13 @@ from itertools import accumulate
 
 from common.errors import UserError
 from common.models import MODELS
-from common.sync.plans.batchnorm import BatchNormLayer
 from common.utils.registry import choices_text
 from lab.predict.calibration_file import LARGE_STEP, Calibration, GradientShape
 from lab.predict.common_models import common_models
 from lab.predict.compute_model import ComputeModel, ComputeProfile
+from lab.predict.project_models import parts_of
 
 TENSORS = 50  # square matrices of a model of which only the number of parameters is known
-_CLASSES = 100
 _AS_IN_MODELS = "_cifar10"  # common models that are models of this project
 
 
@@ -33,7 +32,7 @@ def with_own_model(
 
     Parameters
     ----------
-    model : one of ``common.models``, which imports torch, or of common_models.toml; None: that of
+    model : one of ``common.models``, or of common_models.toml; None: that of
         the calibration.
     parameters : how many a model has, in fp32 and ``TENSORS`` equal matrices, instead of
         ``model``.
@@ -59,7 +58,9 @@ def with_own_model(
         return common_models()[model].of(calibration)
     batchnorm = None
     if model:
-        gradients, batchnorm = _described(model)
+        parts = parts_of(model)
+        gradients = parts.gradients
+        batchnorm = parts.batchnorm
     else:
         gradients = _equal_matrices(parameters or 0)
     compute = _spread_by_bytes(calibration.compute, gradients)
@@ -123,19 +124,6 @@ def _check(
         if model:
             advice += f", or run lab calibrate --model {model}"
         raise UserError(f"the calibration has the compute times of {calibration.model}: {advice}")
-
-
-def _described(model: str) -> tuple[tuple[GradientShape, ...], tuple[BatchNormLayer, ...]]:
-    """Return the gradients and the BatchNorm layers of a model of this project, in their order."""
-    import torch
-
-    from common.models import build_model
-    from common.training_engine.batchnorm import synchronised_layers
-
-    with torch.device("meta"):
-        built = build_model(model, _CLASSES)
-    gradients = tuple(GradientShape(tuple(p.shape), p.itemsize) for p in built.parameters())
-    return gradients, tuple(synchronised_layers(built))
 
 
 def _equal_matrices(parameters: float) -> tuple[GradientShape, ...]:

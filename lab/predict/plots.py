@@ -15,8 +15,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 from common.errors import UserError, file_errors
 from common.utils.atomic_files import regular_target
 from common.utils.grouping import first_fit, grouped
-from lab.plot_style import color, grid, label_beside, marker, plt, style
+from lab.plot_style import grid, label_beside, plt, style
 from lab.predict.tables import PredictedStep, main_step
+from lab.strategy_style import color, marker
 
 _ONE_LINE = 0.03  # lines that differ by no more than this share are drawn as one
 _MOST_BANDS = 4  # of intervals in one panel

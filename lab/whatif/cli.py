@@ -69,19 +69,16 @@ def main_whatif(args: argparse.Namespace) -> int:
 def write_beside_report(folder: Path, comparison: "Comparison") -> str | None:
     """Write the page with a comparison's steps into its folder, and return the file's name.
 
-    None, after a sentence, if it cannot be written: the report does without it. Of this project's
-    models the page has few, so that it takes a second less.
+    None, after a sentence, if it cannot be written: the report does without it.
     """
     from lab.terminal import say
     from lab.whatif.measured import comparison_file
     from lab.whatif.page import write_page
 
     name = "whatif.html"
-    groups = {None, *(cell.group for cell in comparison.cells)}
-    models = {comparison.known(group).model or "" for group in groups}
     file = comparison_file(comparison, folder.resolve().name)
     try:
-        write_page(folder / name, calibration_file=None, files=[file], models=models)
+        write_page(folder / name, calibration_file=None, files=[file])
     except UserError as error:
         say(f"{name} was not written: {error}")
         return None

@@ -7,7 +7,7 @@ written twice.
 
 import sys
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -19,10 +19,8 @@ from msgspec import Struct
 
 from common.config.schema import DEFAULT_GLOBAL_BATCH_SIZE
 from common.errors import UserError
-from common.models import MODELS
 from common.sync import STRATEGIES, build_message_plan_from
 from common.sync.plans.as_data import plan_data
-from lab.plot_style import color, marker
 from lab.predict import (
     calibrated_draws,
     calibration_file,
@@ -37,9 +35,11 @@ from lab.predict import (
     validation,
 )
 from lab.predict.calibration_file import Calibration
+from lab.strategy_style import color, marker
 
 FORMAT = 1
 _FAMILIES = {"gloo": "Gloo", "nccl": "NCCL"}
+_LARGEST = sys.float_info.max  # JSON has no infinity
 _PRESETS = Path(__file__).with_name("presets.toml")
 
 
@@ -143,32 +143,24 @@ def page_data(
     is_reference: bool = False,
     measured: Sequence[dict[str, Any]] = (),
     questions: Sequence[dict[str, Any]] = (),
-    models: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the page's data, ready for JSON; it imports torch, for this project's models.
+    """Return the page's data, ready for JSON.
 
     is_reference : the calibration is the one that comes with the project. measured, questions : of
-    measured.py and questions.py. models : of this project, those that the page has beside those of
-    its presets and measured sets; None: all. torchvision's take a second to import.
+    measured.py and questions.py.
     """
     strategies, left_out = _strategies()
-    presets = _presets(calibration)
-    names = [calibration.model, *own_model.model_names()]
-    if models is not None:
-        needed = {calibration.model, *models}
-        needed.update(preset.state.model for preset in presets)
-        needed.update(entry["state"]["model"] for entry in measured)
-        names = [name for name in names if name in needed or name not in MODELS]
+    names = dict.fromkeys([calibration.model, *own_model.model_names()])
     data = {
         "format": FORMAT,
         "constants": _constants(),
         "draws": _draws(),
-        "priors": priors.load_priors(),
+        "priors": _priors(),
         "strategies": strategies,
         "left_out": left_out,
-        "models": [_model(calibration, name) for name in dict.fromkeys(names)],
+        "models": [_model(calibration, name) for name in names],
         "calibration": _calibration(calibration, is_reference=is_reference),
-        "presets": presets,
+        "presets": _presets(calibration),
         "families": _families(),
         "measured": measured,
         "questions": questions,
@@ -184,8 +176,7 @@ def _constants() -> dict[str, Any]:
     """
     latencies = []
     for most_bits, seconds in cluster.LATENCIES:
-        finite = min(most_bits, sys.float_info.max)  # JSON has no infinity
-        latencies.append({"most_bits": finite, "seconds": seconds})
+        latencies.append({"most_bits": min(most_bits, _LARGEST), "seconds": seconds})
     return {
         "headers": event_model.HEADERS,
         "packet_bytes": event_model.PACKET_BYTES,
@@ -205,6 +196,14 @@ def _constants() -> dict[str, Any]:
         "decided": printing.DECIDED,
         "little": printing.LITTLE,
     }
+
+
+def _priors() -> list[dict[str, Any]]:
+    """Return the priors in the file's order, each with the largest value that makes sense."""
+    found = []
+    for prior in priors.load_priors():
+        found.append(asdict(prior) | {"most": min(prior.most, _LARGEST)})
+    return found
 
 
 def _draws() -> dict[str, Any]:

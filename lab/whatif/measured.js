@@ -418,7 +418,7 @@ const Measured = (() => {
     if (set === null || differences(set, state).length > 0) return [];
     return set.points
       .filter((point) => state.strategies.includes(point.strategy))
-      .map((point) => ({ ...point, efficiency: efficiency(state, point) }));
+      .map((point) => ({ ...point, note: "", efficiency: efficiency(state, point) }));
   }
 
   /** Return measured and predicted step of each point, in seconds, and the error as a fraction. */
@@ -439,6 +439,7 @@ const Measured = (() => {
     <p id="measured-off" class="note" hidden><span></span> <button type="button">Back to its settings</button></p>
     <div class="scroll" id="measured-scroll" tabindex="0" role="region" aria-label="Table: measured and predicted steps" hidden><table id="table-measured"></table></div>
     <p id="measured-error" class="muted"></p>
+    <details id="measured-notes" class="numbers" hidden><summary>As published</summary><ul></ul></details>
     <div id="measured-drop" class="drop"><p>Your own: drop <code>results.json</code>, a table (<code>.csv</code>) or folders of runs anywhere onto this page. They stay in this page: nothing is uploaded or stored.</p>
       <p class="buttons"><button type="button" data-pick="files">Choose files</button> <button type="button" data-pick="folder">Choose a folder</button></p>
       <input type="file" id="measured-files" multiple hidden aria-label="Files of measurements"><input type="file" id="measured-folder" webkitdirectory hidden aria-label="A folder of measurements">
@@ -482,8 +483,8 @@ const Measured = (() => {
   }
 
   function fillTable(data, set, state) {
-    const headings = ["strategy", "nodes", "measured", "predicted (80 %)", "error", "note"];
-    const kinds = ["", "number", "number", "number", "number", "text"];
+    const headings = ["strategy", "nodes", "measured", "predicted (80 %)", "error"];
+    const kinds = ["", "number", "number", "number", "number"];
     const head = document.createElement("tr");
     head.append(...headings.map((text, at) => made("th", text, { scope: "col", className: kinds[at] })));
     const rows = compared(data, set, state).map((point) => {
@@ -493,7 +494,6 @@ const Measured = (() => {
         point.strategy, Words.grouped(point.nodes), Words.duration(point.seconds),
         `${Words.duration(point.step_seconds)} (${range})`,
         `${sign}${Words.percent(Math.abs(point.error), 0)}${point.isInside ? "" : ", outside"}`,
-        point.note,
       ];
       const row = document.createElement("tr");
       row.append(...texts.map((text, at) => (
@@ -507,7 +507,16 @@ const Measured = (() => {
     byId("table-measured").replaceChildren(thead, body);
   }
 
-  const shown = { key: null };
+  /** List what was published about each step. */
+  function fillNotes(set) {
+    const notes = (set?.points ?? []).filter((point) => point.note !== "");
+    const items = notes.map(({ strategy, nodes, note }) => (
+      made("li", `${strategy} on ${Words.counted(nodes, "node")}: ${note}`)));
+    byId("measured-notes").hidden = items.length === 0;
+    byId("measured-notes").querySelector("ul").replaceChildren(...items);
+  }
+
+  const shown = { key: null, id: null };
 
   /** Follow the page's state: the table of the chosen set, or why its points are not drawn. */
   function follow(data) {
@@ -525,6 +534,8 @@ const Measured = (() => {
       byId("measured-off").firstChild.textContent =
         `These steps were measured with other settings (${names}), so they are not drawn.`;
     }
+    if (shown.id !== state.measured) fillNotes(set);
+    shown.id = state.measured;
     const key = hasTable ? JSON.stringify([set.id, { ...state, nodes: 0, strategies: [], focus: "" }]) : null;
     if (key !== null && key !== shown.key) fillTable(data, set, state);
     shown.key = key;
@@ -553,7 +564,7 @@ const Measured = (() => {
       return;
     }
     const before = data.measured;
-    data.measured = [...sets, ...before];
+    data.measured = [...sets.map((set) => ({ ...set, isDropped: true })), ...before];
     if (!choose(data, sets[0].id)) {
       data.measured = before;
       return;
@@ -601,6 +612,7 @@ const Measured = (() => {
     const plain = [...files].map((file) => ({ path: file.name, file }));
     if (dropped.every((item) => item.getAsFileSystemHandle)) {
       const handles = await Promise.all(dropped.map((item) => item.getAsFileSystemHandle()));
+      if (!handles.every(Boolean)) return plain;
       return (await Promise.all(handles.map((handle) => filesIn(handle)))).flat();
     }
     const entries = dropped.map((item) => item.webkitGetAsEntry?.());

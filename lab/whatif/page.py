@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -38,18 +38,11 @@ _STYLES = ("style", "pictures", "measured")
 _REFERENCE = Path("lab/predict/reference_calibration.json")  # as typed in the project's folder
 
 
-def write_page(
-    path: Path,
-    *,
-    calibration_file: Path | None,
-    files: Sequence[MeasuredFile],
-    models: Collection[str] | None = None,
-) -> int:
+def write_page(path: Path, *, calibration_file: Path | None, files: Sequence[MeasuredFile]) -> int:
     """Write the page and return its size in bytes.
 
     calibration_file : None: this machine's own, or else the one that comes with the project.
-    files : of the reader's own measured steps, which the page begins with. models : see
-    ``page_data``.
+    files : of the reader's own measured steps, which the page begins with.
 
     Raises UserError if a file cannot be read or written.
     """
@@ -59,7 +52,6 @@ def write_page(
         is_reference=is_reference,
         measured=[asdict(found) for found in published_sets()],
         questions=load_questions(),
-        models=models,
     )
     data["files"] = [asdict(found) for found in files]
     data["shipped"] = [asdict(found) for found in shipped_files()]

@@ -44,7 +44,7 @@ class Asked(Struct, forbid_unknown_fields=True, kw_only=True):
     unit: Unit = "times"
 
 
-class Question(Struct, forbid_unknown_fields=True, kw_only=True):
+class PageQuestion(Struct, forbid_unknown_fields=True, kw_only=True):
     """A question; questions.toml explains the entries."""
 
     id: str
@@ -84,7 +84,7 @@ def load_questions(path: Path | None = None) -> list[dict[str, Any]]:
     for number, entry in enumerate(entries, 1):
         where = f"{path.name}, question {number}"
         try:
-            question = msgspec.convert(entry, Question)
+            question = msgspec.convert(entry, PageQuestion)
         except msgspec.ValidationError as error:
             raise UserError(f"{where}: {error}") from error
         _check_name(question.preset, presets, f"{where}: preset")
@@ -94,7 +94,7 @@ def load_questions(path: Path | None = None) -> list[dict[str, Any]]:
     return questions
 
 
-def _check(question: Question, where: str) -> None:
+def _check(question: PageQuestion, where: str) -> None:
     """Raise UserError if the entries of a question do not fit each other."""
     if (question.preset is None) == (question.set is None):
         raise UserError(f"{where}: give a preset or a set to begin with, one of them")

@@ -6,7 +6,8 @@ from itertools import combinations
 import numpy as np
 
 from common.sync import STRATEGIES
-from lab.plot_style import SECTIONS, SPARE_COLORS, color, marker
+from lab.plot_style import SECTIONS
+from lab.strategy_style import SPARE_COLORS, color, marker
 
 PAPERS = ("#ffffff", "#14171c")  # of style.css.jinja, light and dark
 # Linear RGB as people without red or green receptors see it (Machado et al. 2009).

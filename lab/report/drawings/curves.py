@@ -18,15 +18,14 @@ from lab.plot_style import (
     DASHES,
     INK,
     NothingToShowError,
-    color,
     grid,
     line_key,
-    marker,
     title,
 )
 from lab.report.equality import wrong_rows
 from lab.report.losses import Curves, curves, differences
 from lab.report.view import CellRow, ComparisonGroup, Rows, small_text
+from lab.strategy_style import color, marker
 
 _ONE_LINE = 0.01  # of the axis: losses closer than this look like one line
 _MOST_PANELS = 12

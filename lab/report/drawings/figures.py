@@ -20,7 +20,6 @@ from lab.plot_style import (
     PAPER,
     SECTIONS,
     NothingToShowError,
-    color,
     grid,
     line_key,
     section_patch,
@@ -29,6 +28,7 @@ from lab.plot_style import (
 )
 from lab.report.equality import wrong_rows
 from lab.report.view import CellRow, ComparisonGroup, seconds_text
+from lab.strategy_style import color
 
 _ROW = 0.235  # inches per bar with its gap
 _EQUAL = 0.01  # values that differ by no more than this share are called equal

@@ -10,11 +10,11 @@ from common.config.parser import build_parser
 from common.errors import UserError
 from common.sync import STRATEGIES, Strategy, build_message_plan_from, offered_by, plan_class
 from common.sync.message_cost import GradientSize
-from lab.plot_style import SPARE_COLORS, color
 from lab.predict.calibration_file import find_calibration
 from lab.predict.scenario import Scenario
 from lab.predict.tables import message_plans, predict_table
 from lab.proofs import check_equivalence
+from lab.strategy_style import SPARE_COLORS, color
 from tests.helpers import ROOT, TINY, Started, user_environment
 from tests.helpers.own_strategy import NAME, RECORD
 

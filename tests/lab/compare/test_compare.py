@@ -410,7 +410,7 @@ def test_real_runs_from_the_command_line_to_the_report(tmp_path):
     for name in ("ring", "ddp", "topk"):
         plan, sent = build_sync(name).plan, [rank.bytes_sent for rank in runs[name].ranks]
         assert sent == [float(plan.bytes_sent(sizes, rank, 2)) for rank in range(2)], name
-    for name in ("report.html", "table.md", "table.csv"):
+    for name in ("report.html", "table.md", "table.csv", "whatif.html"):
         assert (folder / name).stat().st_size > 500
     folders = sorted(folder.glob("runs/*/n2-1"))
     again = start_lab("report", *folders, "--output-dir", tmp_path).end()

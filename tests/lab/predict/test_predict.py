@@ -17,7 +17,6 @@ from rich.console import Console
 from common.models import build_model
 from common.sync import STRATEGIES, build_sync
 from lab.cli import main
-from lab.plot_style import color
 from lab.predict.bucket_choice import SIZES_MB
 from lab.predict.calibration_file import LARGE_STEP, load_calibration, reference_path
 from lab.predict.cluster import TypicalCluster
@@ -25,6 +24,7 @@ from lab.predict.event_model import HEADERS, Network
 from lab.predict.own_model import with_gradient_bytes, with_own_model
 from lab.predict.scenario import Scenario
 from lab.predict.tables import message_plans, predict_table, scaling_limits_of
+from lab.strategy_style import color
 from lab.units import parse_latency, parse_parameters, parse_rate
 from tests.helpers import ROOT
 

@@ -82,13 +82,12 @@ def test_a_wrong_file_is_named(tmp_path, text):
 
 @pytest.fixture(scope="module")
 def data():
-    """Return the data of the page beside a report, which has few of this project's models."""
+    """Return the page's data, through JSON as in the page."""
     found = page_data(
         load_calibration(reference_path()),
         is_reference=True,
         measured=msgspec.to_builtins(published_sets()),
         questions=load_questions(),
-        models=(),
     )
     found["shipped"] = msgspec.to_builtins(shipped_files())
     return json.loads(json.dumps(found))

@@ -1,0 +1,62 @@
+"""The page that ``lab report`` and ``lab compare`` write beside their report."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from lab.cli import main
+from lab.compare import reporting
+from lab.comparison.record import read_comparison
+from lab.report import html
+from tests.helpers import ROOT
+
+SHIPPED = ROOT / "reports" / "samples" / "compare-digits-1gbit"
+
+
+@pytest.fixture
+def linked(monkeypatch):
+    """Leave out the report's figures, and return the pages that reports link to."""
+    pages = []
+    monkeypatch.setattr(
+        reporting, "write_report", lambda folder, comparison, companion: pages.append(companion)
+    )
+    return pages
+
+
+def test_a_report_has_the_page_with_its_own_steps(tmp_path, linked):
+    folder = tmp_path / "my comparison"
+    folder.mkdir()
+    shutil.copy(SHIPPED / "results.json", folder)
+    assert main(["report", str(folder)]) == 0
+    assert linked == ["whatif.html"]
+    text = (folder / "whatif.html").read_text(encoding="utf-8")
+    assert len(text) < 600_000
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
+    data = json.loads(found[1])
+    [file] = data["files"]
+    assert file["path"] == "my comparison/results.json"
+    cells = json.loads(file["text"])["cells"]
+    expected = read_comparison(SHIPPED / "results.json").cells
+    assert [cell["median"]["step"] for cell in cells] == [cell.medians.step for cell in expected]
+
+
+def test_the_report_does_without_a_page_that_cannot_be_written(
+    tmp_path, linked, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "compared"
+    (folder / "whatif.html").mkdir(parents=True)
+    shutil.copy(SHIPPED / "results.json", folder)
+    assert main(["report", str(folder)]) == 0
+    assert linked == [None]
+    assert "whatif.html was not written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("companion", [None, "whatif.html"])
+def test_the_report_links_to_the_page(companion):
+    comparison = read_comparison(SHIPPED / "results.json")
+    page = html.render(comparison, [], [], companion=companion)
+    links = [link for link in re.findall(r'href="([^"]*)"', page) if link.endswith(".html")]
+    assert links == ([] if companion is None else [companion])
