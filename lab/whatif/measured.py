@@ -8,12 +8,12 @@ reads of them: measured.js makes sets of them as of files that are dropped onto 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, count
 from common.sync import STRATEGIES
+from common.utils.grouping import grouped
 from common.utils.paths import REPOSITORY
 from common.utils.typed_json import encode
 from lab.comparison.record import Comparison, as_json, read_comparison
@@ -25,10 +25,10 @@ from lab.predict.readable import duration_text
 from lab.predict.scenario import Scenario
 
 _SHIPPED = REPOSITORY / "reports/samples/compare-digits-1gbit"
-_UNKNOWN_GBIT = 10.0  # of a link whose rate is not stated, unless software passes more
+_UNKNOWN_BITS = 10e9  # of a link whose rate is not stated, unless software passes more
 _AS_IN_MODELS = "_cifar10"  # common models that are models of this project
 _OF_A_RUN = ("summary.json", "ranks.json", "config.json")
-_OF_A_COMPARISON = ("format", "kind", "emulated", "settings", "groups")
+_OF_A_COMPARISON = ("format", "kind", "emulated", "settings", "groups", "cells")
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,14 @@ class MeasuredFile:
 
 def published_sets() -> list[MeasuredSet]:
     """Return a set for each published setting, in the file's order."""
-    rows = read_published(published_path())
     sets = []
     numbers: Counter[str] = Counter()
-    for _, same in groupby(rows, _setting):
-        found = list(same)
-        group = found[0].group
+    rows = read_published(published_path())
+    for same in grouped((_setting(row), row) for row in rows).values():
+        group = same[0].group
         numbers[group] += 1
-        name = group if numbers[group] == 1 else f"{group}-{numbers[group]}"
-        sets.append(_published_set(name, found))
+        number = numbers[group]
+        sets.append(_published_set(group if number == 1 else f"{group}-{number}", same))
     return sets
 
 
@@ -125,12 +124,9 @@ def _model(row: PublishedStep, scenario: Scenario) -> dict[str, Any]:
 
 def _step_and_links(scenario: Scenario) -> dict[str, Any]:
     """Return the part of the page's state that a published scenario says."""
-    assert scenario.cluster is not None
-    assert scenario.step_seconds is not None
-    assert scenario.step_samples is not None
-    rate_bits = scenario.rate_bits
-    if rate_bits is None:  # the software is the limit
-        rate_bits = max(1e9 * _UNKNOWN_GBIT, scenario.enough_bits)
+    assert scenario.cluster is not None and scenario.step_seconds and scenario.step_samples
+    # Where no rate was stated, the software is the limit.
+    rate_bits = scenario.rate_bits or max(_UNKNOWN_BITS, scenario.enough_bits)
     return {
         "costs": "typical",
         "backend": scenario.cluster.backend,
@@ -177,24 +173,23 @@ def files_of(paths: Sequence[Path]) -> list[MeasuredFile]:
     paths : folders or ``results.json`` of ``lab compare`` and ``lab report``, tables (``.csv``) as
     for ``lab predict --fit``, and folders of runs. Raises UserError if one cannot be read.
     """
-    files: list[MeasuredFile] = []
-    for path in paths:
-        results = path / "results.json" if path.is_dir() else path
-        if results.suffix == ".json" and results.is_file():
-            files.append(comparison_file(read_comparison(results), results.resolve().parent.name))
-            continue
-        try:
-            steps = read_observed([path])
-        except UserError as error:
-            raise UserError(str(error).replace("--fit:", "--runs:")) from error
-        if path.is_file():
-            files.append(MeasuredFile(path.name, path.read_text(encoding="utf-8-sig")))
-            continue
-        for folder in (Path(step.where) for step in steps):
-            for name in _OF_A_RUN:
-                text = (folder / name).read_text(encoding="utf-8")
-                files.append(MeasuredFile("/".join([*folder.resolve().parts[-2:], name]), text))
-    return files
+    return [file for path in paths for file in _files_of(path)]
+
+
+def _files_of(path: Path) -> list[MeasuredFile]:
+    results = path / "results.json" if path.is_dir() else path
+    if results.suffix == ".json" and results.is_file():
+        return [comparison_file(read_comparison(results), results.resolve().parent.name)]
+    try:
+        steps = read_observed([path])
+    except UserError as error:
+        raise UserError(str(error).replace("--fit:", "--runs:")) from error
+    if path.is_file():
+        return [MeasuredFile(path.name, path.read_text(encoding="utf-8-sig"))]
+    parts = [Path(step.where).resolve() / name for step in steps for name in _OF_A_RUN]
+    return [
+        MeasuredFile("/".join(part.parts[-3:]), part.read_text(encoding="utf-8")) for part in parts
+    ]
 
 
 def comparison_file(comparison: Comparison, name: str) -> MeasuredFile:
@@ -204,11 +199,8 @@ def comparison_file(comparison: Comparison, name: str) -> MeasuredFile:
     """
     entries = as_json(comparison)
     kept = {key: entries[key] for key in _OF_A_COMPARISON if key in entries}
-    cells = []
-    for cell, entry in zip(comparison.cells, entries["cells"], strict=True):
-        runs = []
-        for run in cell.runs[:1]:
-            ranks = [{"host": row.host, "node": row.node} for row in run.ranks]
-            runs.append({"status": run.status, "ranks": ranks})
-        cells.append(entry | {"repeats": runs, "interval": None})
-    return MeasuredFile(f"{name}/results.json", encode(kept | {"cells": cells}).decode())
+    for cell in kept["cells"]:
+        runs = [run for run in cell["repeats"] if run["status"] == "done"][:1]
+        hosts = [{"host": row["host"], "node": row["node"]} for run in runs for row in run["ranks"]]
+        cell |= {"interval": None, "repeats": [{"status": "done", "ranks": hosts}]}
+    return MeasuredFile(f"{name}/results.json", encode(kept).decode())
