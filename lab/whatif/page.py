@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,11 +49,11 @@ def write_page(path: Path, *, calibration_file: Path | None, files: Sequence[Mea
     data = page_data(
         calibration,
         is_reference=is_reference,
-        measured=[asdict(found) for found in published_sets()],
+        measured=published_sets(),
         questions=load_questions(),
     )
-    data["files"] = [asdict(found) for found in files]
-    data["shipped"] = [asdict(found) for found in shipped_files()]
+    data["files"] = msgspec.to_builtins(files)
+    data["shipped"] = msgspec.to_builtins(shipped_files())
     default = _REFERENCE if is_reference else calibration_path()
     data["calibration"]["path"] = str(calibration_file or default)
     content = render(data, calibration).encode()
