@@ -193,7 +193,7 @@ def files_of(paths: Sequence[Path]) -> list[MeasuredFile]:
         for folder in (Path(step.where) for step in steps):
             for name in _OF_A_RUN:
                 text = (folder / name).read_text(encoding="utf-8")
-                files.append(MeasuredFile(f"{folder.resolve().name}/{name}", text))
+                files.append(MeasuredFile("/".join([*folder.resolve().parts[-2:], name]), text))
     return files
 
 

@@ -150,7 +150,7 @@ def test_files_of_the_reader(tmp_path):
     assert [each.path for each in found] == [
         *["compare-digits-1gbit/results.json"] * 2,
         "observed.csv",
-        *(f"run/{name}" for name in ("summary.json", "ranks.json", "config.json")),
+        *(f"{tmp_path.name}/run/{name}" for name in ("summary.json", "ranks.json", "config.json")),
     ]
     assert found[2].text == TABLE
 
@@ -279,7 +279,9 @@ def test_tables_and_runs(data):
         [file("summary.json", SUMMARY), file("ranks.json", RANKS)],
         [*run, *other, file("observed.csv", "\ufeff" + TABLE.replace("\n", "\r\n"))],
     ]
-    table, one, single, three = run_scripts(READ, {"data": data, "drops": drops})
+    sections = {"section_seconds": {"sync": 0.2}}
+    drops.append([file("r/summary.json", SUMMARY | sections), file("r/ranks.json", RANKS)])
+    table, one, single, three, computed = run_scripts(READ, {"data": data, "drops": drops})
     [found] = table["sets"]
     assert [(point["strategy"], point["nodes"]) for point in found["points"]] == [
         *[("ddp", 2), ("ddp", 4), ("all_reduce", 4)]
@@ -295,6 +297,10 @@ def test_tables_and_runs(data):
     assert "rate_gbit" not in found["state"]
     assert found["state"]["backend"] == "gloo"
     assert single["sets"][0]["state"] == found["state"]
+    [own] = computed["sets"]
+    expected = {"step_ms": 300, "batch": 64, "costs": "typical", "batch_size": 128}
+    assert expected.items() <= own["state"].items(), "what is left of a step without messages"
+    assert "less its exposed" in own["about"]
     both = three["sets"]
     assert [len(each["points"]) for each in both] == [3, 2]
     assert "backend" not in both[1]["state"], "the two runs had two"
