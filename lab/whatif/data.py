@@ -39,6 +39,7 @@ from lab.strategy_style import color, marker
 
 FORMAT = 1
 _FAMILIES = {"gloo": "Gloo", "nccl": "NCCL"}
+_LARGEST = sys.float_info.max  # JSON has no infinity
 _PRESETS = Path(__file__).with_name("presets.toml")
 
 
@@ -154,7 +155,7 @@ def page_data(
         "format": FORMAT,
         "constants": _constants(),
         "draws": _draws(),
-        "priors": priors.load_priors(),
+        "priors": _priors(),
         "strategies": strategies,
         "left_out": left_out,
         "models": [_model(calibration, name) for name in names],
@@ -175,8 +176,7 @@ def _constants() -> dict[str, Any]:
     """
     latencies = []
     for most_bits, seconds in cluster.LATENCIES:
-        finite = min(most_bits, sys.float_info.max)  # JSON has no infinity
-        latencies.append({"most_bits": finite, "seconds": seconds})
+        latencies.append({"most_bits": min(most_bits, _LARGEST), "seconds": seconds})
     return {
         "headers": event_model.HEADERS,
         "packet_bytes": event_model.PACKET_BYTES,
@@ -196,6 +196,14 @@ def _constants() -> dict[str, Any]:
         "decided": printing.DECIDED,
         "little": printing.LITTLE,
     }
+
+
+def _priors() -> list[dict[str, Any]]:
+    """Return the priors in the file's order, each with the largest value that makes sense."""
+    found = []
+    for prior in priors.load_priors():
+        found.append(asdict(prior) | {"most": min(prior.most, _LARGEST)})
+    return found
 
 
 def _draws() -> dict[str, Any]:

@@ -184,11 +184,11 @@ const Engine = (() => {
   const typicalLatency = (data, rateBits) =>
     data.constants.latencies.find((step) => rateBits <= step.most_bits).seconds;
 
-  /** Return the value of a prior at z. */
+  /** Return the value of a prior at z; `most`: of a share, 1. */
   const priorAt = (data, prior, z) => {
     const upward = (prior.high / prior.typical) ** (Math.max(z, 0) / data.constants.high_z);
     const downward = (prior.low / prior.typical) ** (Math.max(-z, 0) / data.constants.high_z);
-    return prior.typical * upward * downward;
+    return Math.min(prior.most, prior.typical * upward * downward);
   };
 
   /** Return the normal value of a row in one draw; 0 for the typical value, draw null. */
@@ -203,27 +203,13 @@ const Engine = (() => {
       .filter(({ path }) => sections.includes(path[0]));
   };
 
-  /** Return priors.ClusterValues: typical ones, or those of one draw. */
+  /** Return the values of priors.toml by name: typical ones, or those of one draw. */
   const clusterValues = (data, known, draw) => {
-    const found = { call_us: 0 };
+    const values = { call_us: 0, sum_gbytes: Infinity };
     for (const { prior, row, path } of known) {
-      found[path[1]] = priorAt(data, prior, normalAt(data, row, draw));
+      values[path[1]] = priorAt(data, prior, normalAt(data, row, draw));
     }
-    const rootCall = found.root_call_us === undefined ? found.call_us : found.root_call_us;
-    return {
-      fixedShare: Math.min(1, found.fixed_share),
-      nodeLoss: found.node_loss,
-      unexplained: found.unexplained,
-      overlap: Math.min(1, found.overlap_cost),
-      straggler: found.straggler,
-      insideBits: 1e9 * found.inside_gbit,
-      sumSeconds: found.sum_gbytes === undefined ? 0 : 1e-9 / found.sum_gbytes,
-      lineShare: Math.min(1, found.line_share),
-      mostBits: 1e9 * found.most_gbit,
-      messageSeconds: 1e-6 * found.message_us,
-      callSeconds: 1e-6 * found.call_us,
-      rootCallSeconds: 1e-6 * rootCall,
-    };
+    return { root_call_us: values.call_us, ...values };
   };
 
   const latencySeconds = (data, state, rateBits) => {
@@ -235,24 +221,25 @@ const Engine = (() => {
   /** Return the costs of a typical cluster: its network, one twice as fast, and its values. */
   const typicalCosts = (data, state, known, draw) => {
     const values = clusterValues(data, known, draw);
-    const rateBits = 1e9 * state.rate_gbit;
-    const insideBits = state.inside_gbit === null ? values.insideBits : 1e9 * state.inside_gbit;
-    const alpha = latencySeconds(data, state, rateBits) + values.messageSeconds;
-    const over = (bits) => {
-      const beta = 8 / Math.min(values.lineShare * bits, values.mostBits);
-      const byRoot = rate(alpha, beta, 0, values.rootCallSeconds);
+    const insideGbit = state.inside_gbit === null ? values.inside_gbit : state.inside_gbit;
+    const inSoftware = 1e-6 * values.message_us;
+    const alpha = latencySeconds(data, state, 1e9 * state.rate_gbit) + inSoftware;
+    const over = (gbit) => {
+      const beta = 8e-9 / Math.min(values.line_share * gbit, values.most_gbit);
+      const byRoot = rate(alpha, beta, 0, 1e-6 * values.root_call_us);
       return {
-        rate: rate(alpha, beta, 0, values.callSeconds),
+        rate: rate(alpha, beta, 0, 1e-6 * values.call_us),
         kinds: { gather: byRoot, scatter: byRoot },
-        gamma: values.sumSeconds,
+        gamma: 1e-9 / values.sum_gbytes,
         copy: 0,
-        overlap: values.overlap,
-        inside: { rate: rate(values.messageSeconds, 8 / insideBits), kinds: {} },
+        overlap: values.overlap_cost,
+        inside: { rate: rate(inSoftware, 8e-9 / insideGbit), kinds: {} },
         software: null,
       };
     };
+    const { rate_gbit: gbit } = state;
     const remainder = draw === null ? 1 : values.unexplained;
-    return { network: over(rateBits), faster: over(2 * rateBits), values, remainder };
+    return { network: over(gbit), faster: over(2 * gbit), values, remainder };
   };
 
   const changedRates = (network, change) => {
@@ -326,9 +313,8 @@ const Engine = (() => {
 
   /** Round half to even, as Python does. */
   const roundEven = (value) => {
-    const below = Math.floor(value);
-    if (value - below === 0.5) return below % 2 === 0 ? below : below + 1;
-    return Math.round(value);
+    const rounded = Math.round(value);
+    return rounded - value === 0.5 ? 2 * Math.round(value / 2) : rounded;
   };
 
   /** Return the gradients of a model of which only the size is known, in equal matrices. */
@@ -345,8 +331,6 @@ const Engine = (() => {
     const gradients = equalMatrices(state.parameters, data.constants.tensors);
     return { gradients, ready_bytes: null, ready_shares: null, least_samples: 1 };
   };
-
-  const totalBytes = (gradients) => gradients.reduce((sum, gradient) => sum + gradient.nbytes, 0);
 
   /** Return the gradients in the order of the parameters, with entries of `itemsize` bytes. */
   const gradientsOf = (model, itemsize) => {
@@ -367,8 +351,8 @@ const Engine = (() => {
     const inTurn = asGiven.map((_, index) => (made += asGiven[asGiven.length - 1 - index].nbytes));
     const bytes = model.ready_bytes || inTurn;
     const shares = model.ready_shares || inTurn.map((nbytes) => nbytes / made);
-    const before = BigInt(made);
-    const after = BigInt(totalBytes(gradients));
+    const before = BigInt(made); // products may have more than 53 bits
+    const after = BigInt(gradients.reduce((sum, gradient) => sum + gradient.nbytes, 0));
     return { bytes: bytes.map((nbytes) => Number((BigInt(nbytes) * after) / before)), shares };
   };
 
@@ -482,17 +466,12 @@ const Engine = (() => {
     return values.get(key);
   };
 
-  const localSamples = (setting, ranks) => {
-    const { batch_size: batchSize, scaling } = setting.state;
-    const samples = scaling === "strong" ? Math.ceil(batchSize / ranks) : batchSize;
-    return Math.max(setting.leastSamples, samples);
-  };
-
   /** Return what a rank computes in a step, by the profiles alone, and its samples. */
   const profiledAt = (setting, nodes) => {
     const { state, ownNodes, profiles } = setting;
     const ranks = nodes * state.ranks_per_node;
-    const samples = localSamples(setting, ranks);
+    const divisor = state.scaling === "strong" ? ranks : 1;
+    const samples = Math.max(setting.leastSamples, Math.ceil(state.batch_size / divisor));
     const ranksHere = ownNodes ? 1 : Math.min(ranks, state.ranks_per_node);
     const alone = wholeStep(computeAt(profiles, samples, 1));
     return { samples, alone, compute: computeAt(profiles, samples, ranksHere) };
@@ -502,15 +481,13 @@ const Engine = (() => {
   const ownStepFactor = (setting, values, profiled) => {
     const { state } = setting;
     if (!setting.ownNodes) return 1;
-    const loss = state.ranks_per_node > 1 ? 1 + values.nodeLoss : 1;
+    const loss = state.ranks_per_node > 1 ? 1 + values.node_loss : 1;
     const batches = profiled.samples / state.batch;
-    const batchShare = values.fixedShare + (1 - values.fixedShare) * batches;
+    const batchShare = values.fixed_share + (1 - values.fixed_share) * batches;
     return (1e-3 * state.step_ms * loss * batchShare) / profiled.alone;
   };
 
   // A strategy's messages beside computing ----------------------------------------------------------
-
-  const strategyOf = (data, name) => data.strategies.find((known) => known.name === name);
 
   /**
    * Return a strategy's messages on a number of nodes: the lines that differ, and in which order
@@ -521,7 +498,7 @@ const Engine = (() => {
 
   const newSchedule = (setting, name, nodes) => {
     const { data, state, gradients, readiness } = setting;
-    const { plan } = strategyOf(data, name);
+    const { plan } = data.strategies.find((known) => known.name === name);
     const ranks = nodes * state.ranks_per_node;
     let operations = [];
     if (ranks > 1) {
@@ -554,7 +531,8 @@ const Engine = (() => {
       beside: [...new Set([...backward, ...forward].map(({ line }) => line))],
       afterSums: addedUp(setting, after),
       updateShare: plan.shards_update ? 1 / ranks : 1,
-      sendsNothing: name === "none",
+      // Else ranks train alone, and none waits for another.
+      sends: plan.groups.some((group) => group.pattern || group.lines.length),
     };
   };
 
@@ -716,25 +694,19 @@ const Engine = (() => {
     return parts.computed + parts.slowed + parts.exposed;
   };
 
-  /** Return what the slowest rank computes in a step, by the costs of a cluster. */
-  const slowestAt = (setting, schedule, costs) => {
+  /** Return what a rank computes in a step: that of the slowest node, if others wait for it. */
+  const computeOf = (setting, schedule, costs, othersWait) => {
     const { nodes, profiled } = schedule;
     if (!costs.values) return profiled.compute;
+    const own = ownStepFactor(setting, costs.values, profiled);
     const straggling = 1 + costs.values.straggler * Math.sqrt(2 * Math.log(nodes));
-    return times(profiled.compute, ownStepFactor(setting, costs.values, profiled) * straggling);
-  };
-
-  /** Return the same; a rank whose strategy sends nothing waits for no slower one. */
-  const computeAmong = (setting, schedule, costs) => {
-    if (!schedule.sendsNothing || !costs.values) return slowestAt(setting, schedule, costs);
-    const { profiled } = schedule;
-    return times(profiled.compute, ownStepFactor(setting, costs.values, profiled));
+    return times(profiled.compute, othersWait ? own * straggling : own);
   };
 
   /** Return the seconds of a step at these costs. */
   const secondsAt = (setting, schedule, costs) => {
     const priced = onNetwork(setting.data, schedule, costs.network);
-    const compute = computeAmong(setting, schedule, costs);
+    const compute = computeOf(setting, schedule, costs, schedule.sends);
     return stepSeconds(setting.data, schedule, priced, compute);
   };
 
@@ -766,7 +738,7 @@ const Engine = (() => {
   /** Return how many times as many samples a second each change brings, at these costs. */
   const gainsAt = (setting, schedule, costs, steps) => {
     const { data, state } = setting;
-    const compute = computeAmong(setting, schedule, costs);
+    const compute = computeOf(setting, schedule, costs, schedule.sends);
     const faster = onNetwork(data, schedule, costs.faster);
     const onFaster = stepSeconds(data, schedule, faster, compute);
     const priced = onNetwork(data, schedule, costs.network);
@@ -776,7 +748,7 @@ const Engine = (() => {
       network: steps.here / onFaster,
       compute: steps.here / computedTwice,
       nodes: (more * steps.here) / steps.doubled,
-      "no messages": steps.here / wholeStep(slowestAt(setting, schedule, costs)),
+      "no messages": steps.here / wholeStep(computeOf(setting, schedule, costs, true)),
     };
   };
 
@@ -796,14 +768,13 @@ const Engine = (() => {
     const { ranks, plan } = schedule;
     if (ranks === 1) return { root: 0, others: 0 };
     const last = data.constants.sampled_ranks - 1;
-    const spread = new Set();
+    const sampled = new Set();
     for (let index = 0; index <= last; index += 1) {
-      spread.add(1 + Math.floor(((ranks - 2) * index) / last));
+      sampled.add(1 + Math.floor(((ranks - 2) * index) / last));
     }
     const sent = Plans.sender(plan, gradients, ranks, state.ranks_per_node, state.bucket_mb);
-    let others = 0;
-    for (const rank of spread) others += sent(rank) / plan.period;
-    return { root: sent(0) / plan.period, others: others / spread.size };
+    const others = [...sampled].reduce((sum, rank) => sum + sent(rank), 0);
+    return { root: sent(0) / plan.period, others: others / sampled.size / plan.period };
   };
 
   /** Return the condition under which a row holds; "" if there is none. */
@@ -835,7 +806,7 @@ const Engine = (() => {
     const doubled = doubledNodes(data, nodes);
     const schedule = scheduleOf(setting, name, nodes);
     const priced = onNetwork(data, schedule, setting.costs.network);
-    const compute = computeAmong(setting, schedule, setting.costs);
+    const compute = computeOf(setting, schedule, setting.costs, schedule.sends);
     const parts = stepParts(data, schedule, priced, compute);
     const here = parts.computed + parts.slowed + parts.exposed;
     const more = state.scaling === "weak" ? nodes : 1;
@@ -847,7 +818,7 @@ const Engine = (() => {
       gainsAt(setting, schedule, costs, { here: drawnHere[draw], doubled: drawnDoubled[draw] }),
     );
     const bytes = bytesSent(setting, schedule);
-    const [low, high] = stepRange(setting, name, nodes, here);
+    const ranges = rangesOf(setting, name, nodes, here);
     const gainRanges = {};
     for (const change of Object.keys(gains[0])) {
       gainRanges[change] = interval(data, gains.map((gain) => gain[change]));
@@ -865,35 +836,28 @@ const Engine = (() => {
       speedup,
       efficiency: speedup / nodes,
       gains: gainsAt(setting, schedule, setting.costs, typical),
-      low_seconds: low,
-      high_seconds: high,
-      speedup_range: speedupRange(setting, name, nodes),
+      low_seconds: ranges.step[0],
+      high_seconds: ranges.step[1],
+      speedup_range: ranges.speedup,
       gain_ranges: gainRanges,
       best_shares: bestShares(gains, data.constants.purchases[state.scaling]),
       note: noteOf(setting, name, schedule.ranks),
     };
   };
 
-  const remaindersOf = (setting) => setting.drawn().map((costs) => costs.remainder);
-
-  /** Return the 80 % interval of a step; that of one rank is the reader's own. */
-  const stepRange = (setting, name, nodes, seconds) => {
-    if (nodes * setting.state.ranks_per_node === 1) return [seconds, seconds];
-    const remainders = remaindersOf(setting);
-    const drawn = drawnSeconds(setting, name, nodes);
-    return interval(setting.data, drawn.map((value, draw) => value * remainders[draw]));
-  };
-
-  const speedupRange = (setting, name, nodes) => {
-    if (nodes === 1) return [1, 1];
-    const more = setting.state.scaling === "weak" ? nodes : 1;
-    const remainders = remaindersOf(setting);
+  /** Return the 80 % intervals of a step of so many seconds, and of its speed-up. */
+  const rangesOf = (setting, name, nodes, seconds) => {
+    const { data, state } = setting;
+    const more = state.scaling === "weak" ? nodes : 1;
     const alone = drawnSeconds(setting, name, 1);
-    const drawn = drawnSeconds(setting, name, nodes);
-    return interval(
-      setting.data,
-      drawn.map((value, draw) => (more * alone[draw]) / (value * remainders[draw])),
-    );
+    const here = drawnSeconds(setting, name, nodes);
+    const steps = setting.drawn().map((costs, draw) => here[draw] * costs.remainder);
+    const speedups = steps.map((step, draw) => (more * alone[draw]) / step);
+    const isOneRank = nodes * state.ranks_per_node === 1; // the reader's own step
+    return {
+      step: isOneRank ? [seconds, seconds] : interval(data, steps),
+      speedup: nodes === 1 ? [1, 1] : interval(data, speedups),
+    };
   };
 
   /**
@@ -910,14 +874,13 @@ const Engine = (() => {
       const speedup = ((state.scaling === "weak" ? nodes : 1) * alone) / seconds;
       const point = { nodes, step_seconds: seconds, speedup, efficiency: speedup / nodes };
       if (!band) return point;
-      const [low, high] = stepRange(setting, name, nodes, seconds);
-      const [lowSpeedup, highSpeedup] = speedupRange(setting, name, nodes);
+      const ranges = rangesOf(setting, name, nodes, seconds);
       return {
         ...point,
-        low_seconds: low,
-        high_seconds: high,
-        low_efficiency: lowSpeedup / nodes,
-        high_efficiency: highSpeedup / nodes,
+        low_seconds: ranges.step[0],
+        high_seconds: ranges.step[1],
+        low_efficiency: ranges.speedup[0] / nodes,
+        high_efficiency: ranges.speedup[1] / nodes,
       };
     });
   };
@@ -986,20 +949,27 @@ const Engine = (() => {
       .map(([begin, end]) => [Math.max(begin, message.begin), Math.min(end, message.end)])
       .filter(([begin, end]) => begin < end);
 
+  const aboutStep = (schedule) => {
+    const { period } = schedule.plan;
+    if (period > 1) return `a step that sends; one of ${period} steps does`;
+    if (schedule.forward.length) return "the layers' waits in forward stand together before it";
+    return "";
+  };
+
   /**
    * Return one typical step of a strategy, in seconds from its start: the passes, the messages and
    * what of them nothing hides.
    *
-   * Weights that the next forward needs are sent when a step starts. Of a strategy that sends only
-   * in some steps it is a step that does, which `about` says; `mean_seconds` is that of all steps.
+   * Weights that the next forward needs are sent when a step starts. `about` says what the picture
+   * simplifies. `mean_seconds` is the step of `row`: fewer than `total_seconds` where only some
+   * steps send.
    */
   const timeline = (data, state, name) => {
     const setting = settingOf(data, state);
     const schedule = scheduleOf(setting, name, state.nodes);
     const { network } = setting.costs;
-    const { period } = schedule.plan;
     const priced = onNetwork(data, schedule, network);
-    const compute = computeAmong(setting, schedule, setting.costs);
+    const compute = computeOf(setting, schedule, setting.costs, schedule.sends);
     const trace = [];
     const inForward = besideForward(data, schedule, priced, compute.before);
     const inBackward = besideBackward(data, schedule, priced, compute.backward, trace);
@@ -1020,7 +990,7 @@ const Engine = (() => {
     return {
       total_seconds: total,
       mean_seconds: stepSeconds(data, schedule, priced, compute),
-      about: period > 1 ? `a step that sends; one of ${period} steps does` : "",
+      about: aboutStep(schedule),
       passes: [
         { name: "forward", begin: inForward.exposed, end: forwardEnd },
         { name: "backward", begin: forwardEnd, end: backwardEnd },

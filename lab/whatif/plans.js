@@ -90,19 +90,24 @@ const Plans = (() => {
     return [...closed, ...left.sort((first, second) => first[0] - second[0])];
   }
 
-  /** Return the buckets in the order in which they are sent, each as one vector. */
-  function buckets({ gradients, options }) {
+  /** Return the indices of each bucket's gradients, in the order in which buckets are sent. */
+  function bucketsInOrder(gradients, { bucket_mb: bucketMb, find_unused_parameters: asBuilt }) {
+    if (asBuilt) {
+      const built = assignBuckets(gradients, bucketMb);
+      return built.sort((first, second) => second[0] - first[0]);
+    }
     const last = gradients.length - 1;
-    const shares = options.find_unused_parameters
-      ? assignBuckets(gradients, options.bucket_mb).sort((first, second) => second[0] - first[0])
-      : assignBuckets([...gradients].reverse(), options.bucket_mb).map((share) =>
-          share.map((index) => last - index),
-        );
+    const filled = assignBuckets([...gradients].reverse(), bucketMb);
+    return filled.map((bucket) => bucket.map((index) => last - index));
+  }
+
+  /** Return the buckets, each as one vector. They are sent in order, never earlier. */
+  function buckets({ gradients, options }) {
     const whole = bytesOf(gradients);
     let ready = 0;
-    return shares.map((share) => {
-      const first = share.reduce((least, index) => Math.min(least, index), last);
-      ready = Math.max(ready, bytesOf(gradients.slice(first))); // sent in order, never earlier
+    return bucketsInOrder(gradients, options).map((share) => {
+      const first = share.reduce((least, index) => Math.min(least, index));
+      ready = Math.max(ready, bytesOf(gradients.slice(first)));
       const { itemsize } = gradients[share[0]];
       const nbytes = bytesOf(share.map((index) => gradients[index]));
       const entries = nbytes / itemsize;

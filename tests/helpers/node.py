@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +19,33 @@ _LIMIT = 60.0
 _WITHOUT_ELEMENTS = ("plans", "engine", "words", "state", "measured", "questions")
 
 
-def run_script(
-    name: str, expression: str, given: Any, *, uses: Sequence[str] = (), limit: float = _LIMIT
-) -> Any:
+def run_script(name: str, expression: str, given: Any) -> Any:
     """Return the value of a JavaScript expression of ``it``, one of the page's scripts.
 
-    name : of the script, "state". given : JSON values, ``given`` in the expression. uses : other
-    scripts that come before it in the page. limit : in seconds.
+    name : of the script, "state". given : JSON values, ``given`` in the expression.
     """
-    before = [f"globalThis.{other.capitalize()} = require({_path(other)});" for other in uses]
+    path = Path(ROOT, "lab", "whatif", f"{name}.js")
     program = (
-        f"{''.join(before)} const it = require({_path(name)}); const given = {_READ};"
+        f"const it = require({json.dumps(str(path))}); const given = {_READ};"
         f"process.stdout.write(JSON.stringify({expression}));"
-    )
-    return _run(program, given, limit)
-
-
-def run_scripts(expression: str, given: Any) -> Any:
-    """Return the value of a JavaScript expression in one scope with the page's scripts.
-
-    given : JSON values, ``given`` in the expression.
-    """
-    paths = ", ".join(map(_path, _WITHOUT_ELEMENTS))
-    program = (
-        f"const {{ runInThisContext }} = require('node:vm'); globalThis.given = {_READ};"
-        f"for (const path of [{paths}])"
-        " runInThisContext(require('fs').readFileSync(path, 'utf8'), { filename: path });"
-        f"const value = runInThisContext({json.dumps(expression)});"
-        "process.stdout.write(JSON.stringify(value));"
     )
     return _run(program, given, _LIMIT)
 
 
-def _path(script: str) -> str:
-    """Return the path of a script, quoted."""
-    return json.dumps(str(Path(ROOT, "lab", "whatif", f"{script}.js")))
+def run_scripts(expression: str, given: Any, *, limit: float = _LIMIT) -> Any:
+    """Return the value of a JavaScript expression in one scope with the page's scripts.
+
+    given : JSON values, ``given`` in the expression. limit : in seconds.
+    """
+    paths = [str(Path(ROOT, "lab", "whatif", f"{name}.js")) for name in _WITHOUT_ELEMENTS]
+    program = (
+        f"const {{ runInThisContext }} = require('node:vm'); globalThis.given = {_READ};"
+        f"for (const path of {json.dumps(paths)})"
+        " runInThisContext(require('fs').readFileSync(path, 'utf8'), { filename: path });"
+        f"const value = runInThisContext({json.dumps(expression)});"
+        "process.stdout.write(JSON.stringify(value));"
+    )
+    return _run(program, given, limit)
 
 
 def _run(program: str, given: Any, limit: float) -> Any:

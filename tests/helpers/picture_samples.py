@@ -31,18 +31,16 @@ def timeline(
     """Return one step whose forward, backward and update take 3, 6 and 1 tenths of ``seconds``.
 
     wire : how long all messages take, relative to backward. inside : every other message stays
-    inside a node. forward_waits : forward stands still twice, for a message each time.
+    inside a node. forward_waits : a message must end before forward begins.
     """
     exposed = []
     sent = []
-    forward = 0.3 * seconds
-    begin_backward = forward
+    begin_forward = 0.0
     if forward_waits:
-        pause = 0.1 * seconds
-        for begin in (0.0, 0.2 * seconds):
-            exposed.append([begin, begin + pause])
-            sent.append(_message(begin, begin + pause, 0.0, [[begin, begin + pause]], "all_gather"))
-        begin_backward += 2 * pause
+        begin_forward = 0.1 * seconds
+        exposed.append([0.0, begin_forward])
+        sent.append(_message(0.0, begin_forward, 0.0, [[0.0, begin_forward]], "all_gather"))
+    begin_backward = begin_forward + 0.3 * seconds
     end_backward = begin_backward + 0.6 * seconds
     now = begin_backward
     for index in range(messages):
@@ -57,11 +55,17 @@ def timeline(
         exposed.append([end_backward, end_sync])
     total = end_sync + 0.1 * seconds
     passes = [
-        {"name": "forward", "begin": 0.0, "end": begin_backward},
+        {"name": "forward", "begin": begin_forward, "end": begin_backward},
         {"name": "backward", "begin": begin_backward, "end": end_backward},
         {"name": "update", "begin": end_sync, "end": total},
     ]
-    step = {"total_seconds": total, "passes": passes, "messages": sent, "exposed": exposed}
+    step = {
+        "total_seconds": total,
+        "about": "",
+        "passes": passes,
+        "messages": sent,
+        "exposed": exposed,
+    }
     return {"strategy": strategy, "nodes": 4, "timeline": step}
 
 
@@ -86,7 +90,8 @@ def scaling(
     """Return curves of a step that falls with the nodes and messages that grow with them."""
     curves = []
     for index, name in enumerate(names):
-        points = [_point(count, index, seconds, index < bands) for count in NODES]
+        counts = sorted({*NODES, nodes})
+        points = [_point(count, index, seconds, index < bands) for count in counts]
         reader = _point(nodes, index, seconds, index < bands)
         curves.append({"strategy": name, "points": points, "reader": reader})
     found = []

@@ -25,11 +25,11 @@ from lab.cli import build_parser
 from lab.predict.calibration_file import Calibration, load_calibration, reference_path
 from lab.predict.compute_model import ComputeProfile
 from lab.whatif.data import page_data
-from tests.helpers.node import run_script
+from tests.helpers.node import run_scripts
 
 RELATIVE = 1e-9
 _SEED = 46
-_CALLS = "given.calls.map(([name, ...rest]) => it[name](given.data, ...rest))"
+_CALLS = "given.calls.map(([name, ...rest]) => Engine[name](given.data, ...rest))"
 _LIMIT = 240.0  # seconds in node
 _FLAGS = {
     "gradient_type": "--gradient-type",
@@ -243,7 +243,7 @@ def in_node(data: dict[str, Any], calls: Sequence[Sequence[Any]]) -> list[Any]:
     The page's data goes before them. Needs node.
     """
     given = {"data": data, "calls": calls}
-    return run_script("engine", _CALLS, given, uses=["plans"], limit=_LIMIT)
+    return run_scripts(_CALLS, given, limit=_LIMIT)
 
 
 def rows_in_node(page: Page) -> list[dict[str, Any]]:

@@ -1,10 +1,13 @@
 """The page's looks, at each preset, on a phone and on a wide screen, light and dark, on paper."""
 
+import itertools
 import re
 
 import pytest
 
 from tests.helpers.browser import (
+    contrast,
+    luminance,
     needs_browser,
     overlapping,
     seen_texts,
@@ -92,3 +95,34 @@ def test_reduced_motion(browser, what_if):
             || style.scrollBehavior === "smooth";
         }).length""")  # noqa: E501 - JavaScript
         assert moving == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True])
+def test_strategies_in_grey(browser, what_if, dark):
+    """Without colours, lightness, dashes or markers tell two strategies apart."""
+    looks = {}
+    with browser.page(what_if.path, dark=dark) as page:
+        paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        for strategy in what_if.data["strategies"]:
+            name = strategy["name"]
+            state = what_if.preset("laptops") | {"strategies": [name], "focus": name}
+            page.evaluate("(state) => Page.show(state)", state)
+            curve = page.locator("#steps .curve")
+            color, dash = curve.evaluate(
+                "(path) => [path.getAttribute('stroke'), path.getAttribute('stroke-dasharray')]"
+            )
+            marker = page.locator("#steps .marker").first.get_attribute("d")
+            looks[name] = (rgb(color), dash, strategy["marker"])
+            assert marker
+            assert contrast(rgb(color), rgb(paper)) >= 3, name
+    for (name, look), (other, its) in itertools.combinations(looks.items(), 2):
+        light = [116 * luminance(color) ** (1 / 3) for color in (look[0], its[0])]
+        assert abs(light[0] - light[1]) > 10 or look[1:] != its[1:], (name, other)
+
+
+def rgb(color):
+    """Return red, green and blue of "#1b1f23" or "rgb(27, 31, 35)"."""
+    if color.startswith("#"):
+        return tuple(bytes.fromhex(color[1:]))
+    return tuple(int(part) for part in re.findall(r"\d+", color)[:3])
