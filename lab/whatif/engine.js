@@ -949,25 +949,19 @@ const Engine = (() => {
       .map(([begin, end]) => [Math.max(begin, message.begin), Math.min(end, message.end)])
       .filter(([begin, end]) => begin < end);
 
-  const aboutStep = (schedule) => {
-    const { period } = schedule.plan;
-    if (period > 1) return `a step that sends; one of ${period} steps does`;
-    if (schedule.forward.length) return "the layers' waits in forward stand together before it";
-    return "";
-  };
-
   /**
    * Return one typical step of a strategy, in seconds from its start: the passes, the messages and
    * what of them nothing hides.
    *
-   * Weights that the next forward needs are sent when a step starts. `about` says what the picture
-   * simplifies. `mean_seconds` is the step of `row`: fewer than `total_seconds` where only some
-   * steps send.
+   * Weights that the next forward needs are sent when a step starts; the waits of its layers stand
+   * together before it. `about` : "" of any step. `mean_seconds` : the step of `row`, which is
+   * shorter than `total_seconds` where only some steps send.
    */
   const timeline = (data, state, name) => {
     const setting = settingOf(data, state);
     const schedule = scheduleOf(setting, name, state.nodes);
     const { network } = setting.costs;
+    const { period } = schedule.plan;
     const priced = onNetwork(data, schedule, network);
     const compute = computeOf(setting, schedule, setting.costs, schedule.sends);
     const trace = [];
@@ -990,7 +984,7 @@ const Engine = (() => {
     return {
       total_seconds: total,
       mean_seconds: stepSeconds(data, schedule, priced, compute),
-      about: aboutStep(schedule),
+      about: period > 1 ? `a step that sends; one of ${period} steps does` : "",
       passes: [
         { name: "forward", begin: inForward.exposed, end: forwardEnd },
         { name: "backward", begin: forwardEnd, end: backwardEnd },
