@@ -178,8 +178,7 @@ def _files_of(path: Path) -> list[MeasuredFile]:
     for step in steps:
         for name in _OF_A_RUN:
             part = Path(step.where).resolve() / name
-            text = part.read_text(encoding="utf-8")
-            files.append(MeasuredFile("/".join(part.parts[-3:]), text))
+            files.append(MeasuredFile("/".join(part.parts[-3:]), part.read_text(encoding="utf-8")))
     return files
 
 
@@ -195,5 +194,4 @@ def comparison_file(comparison: Comparison, name: str) -> MeasuredFile:
         for run in cell.runs[:1]:
             hosts += [{"host": row.host, "node": row.node} for row in run.ranks]
         entry["repeats"] = [{"status": "done", "ranks": hosts}]
-        entry["interval"] = None
     return MeasuredFile(f"{name}/results.json", encode(kept).decode())
