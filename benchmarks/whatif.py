@@ -5,7 +5,9 @@
 200 random moves of its controls, from each preset in turn: sliders, numbers, choices and boxes. A
 move's time goes from the control's event until all pictures and tables are drawn and laid out: the
 page's handler, what it leaves to the next frame, and a forced layout. Waiting for the screen's next
-frame and painting are not in it. Also printed: the file's size.
+frame and painting are not in it. The last line has the processor time of the same moves, with the
+browser's own work for them, which a busy machine does not change much. Also printed: the file's
+size.
 """
 
 import argparse
@@ -18,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from loader import REPOSITORY, SEED, describe_machine, whole_number
+from playwright.sync_api import CDPSession
 
 sys.path.insert(0, str(REPOSITORY))
 
 from lab.whatif.page import write_page
 from tests.helpers.browser import chromium
 
+PROCESSOR = "processor"
 CONTROLS = """[...document.querySelectorAll("#controls input, #controls select")]
   .filter((control) => control.id && !control.disabled && control.checkVisibility())
   .map((control) => ({
@@ -63,18 +67,28 @@ def random_move(control: dict[str, Any], numbers: random.Random) -> dict[str, An
 
 
 def measure(path: Path, moves: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each move, by the kind of its control."""
+    """Return the milliseconds of each move by the kind of its control, and of the processor."""
     numbers = random.Random(SEED)
     found = defaultdict(list)
     with chromium() as browser, browser.page(path) as page:
+        session = page.context.new_cdp_session(page)
+        session.send("Performance.enable", {"timeDomain": "threadTicks"})
         presets = page.locator("button[data-preset]")
         for move in range(moves):
             if move % 10 == 0:
                 presets.nth(move // 10 % presets.count()).click()
             control = numbers.choice(page.evaluate(CONTROLS))
+            before = processor_milliseconds(session)
             milliseconds = page.evaluate(MOVE, random_move(control, numbers))
             found[control["kind"]].append(milliseconds)
+            found[PROCESSOR].append(processor_milliseconds(session) - before)
     return found
+
+
+def processor_milliseconds(session: CDPSession) -> float:
+    """Return the processor time of the page's thread so far."""
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return 1e3 * next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
 
 
 def row(name: str, values: list[float]) -> str:
@@ -103,9 +117,11 @@ def main() -> None:
         found = measure(path, arguments.moves)
     print(f"\nfile: {size / 1e3:.0f} kB")
     print(f"{'ms a move':<12}{'moves':>6}{'median':>9}{'95 %':>9}{'most':>9}")
+    used = found.pop(PROCESSOR)
     for kind, values in sorted(found.items()):
         print(row(kind, values))
     print(row("all", [value for values in found.values() for value in values]))
+    print(row(PROCESSOR, used))
 
 
 if __name__ == "__main__":

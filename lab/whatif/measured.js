@@ -9,10 +9,11 @@
  *
  * @typedef {{path: string, text: string}} TextFile path: from the folder that was dropped
  * @typedef {{strategy: string, nodes: number, ranks_per_node: number, batch: number,
- *     seconds: number, rate_gbit: ?number, model: ?string}} Step
- *     batch: samples of all ranks; rate_gbit, model: null if the file does not say
- * @typedef {{name: string, about: string, backend: ?string, own: ?{seconds: number,
- *     samples: number}, steps: Step[]}} Measurement own: the step of one rank alone
+ *     seconds: number, sync_seconds: ?number, rate_gbit: ?number, model: ?string}} Step
+ *     batch: samples of all ranks; sync_seconds: exposed; null: the file does not say
+ * @typedef {{name: string, about: string, backend: ?string, own: ?{ranks: number,
+ *     seconds: number, samples: number}, steps: Step[]}} Measurement
+ *     own: the step of one rank alone, as measured on so many ranks
  * @typedef {{id: string, title: string, about: string, family: string, state: Object,
  *     points: {strategy: string, nodes: number, seconds: number, note: string}[]}} MeasuredSet
  *     state: what the measurement says of it; the reader's own state has the rest
@@ -38,6 +39,8 @@ const Measured = (() => {
   const refuseIf = (isWrong, sentence) => {
     if (isWrong) throw new Refused(sentence);
   };
+
+  const ranksOf = (step) => step.nodes * step.ranks_per_node;
 
   // -- values -----------------------------------------------------------------------------------
 
@@ -127,14 +130,15 @@ const Measured = (() => {
     return hosts > 0 && ranks % hosts === 0 ? hosts : 1;
   }
 
-  /** Return the computing of the step on the fewest ranks, as that of one rank alone. */
+  /** Return what computes of the step on the fewest ranks, as the step of one rank alone. */
   function computing(steps) {
-    const found = steps.map((step) => {
-      const ranks = step.nodes * step.ranks_per_node;
-      return { ranks, seconds: step.seconds - step.sync_seconds, samples: step.batch / ranks };
+    const found = steps.filter((step) => step.sync_seconds !== null).map((step) => {
+      const ranks = ranksOf(step);
+      const seconds = step.seconds - step.sync_seconds;
+      return { ranks, seconds, samples: Math.round(step.batch / ranks) };
     });
     found.sort((a, b) => a.ranks - b.ranks || a.seconds - b.seconds);
-    return found.length ? { seconds: found[0].seconds, samples: Math.round(found[0].samples) } : null;
+    return found[0] ?? null;
   }
 
   /** Return the fields of a line of a table; a field may stand in quotation marks. */
@@ -178,6 +182,7 @@ const Measured = (() => {
       ranks_per_node: count(Number(row.ranks_per_node || 1), `${where}: ranks_per_node`),
       batch: count(Number(row.global_batch), `${where}: global_batch`),
       seconds: number(Number(row.step_seconds || NaN), `${where}: step_seconds`),
+      sync_seconds: null,
       rate_gbit: rate(inGbit, `${where}: rate`),
       model: null,
     };
@@ -193,7 +198,7 @@ const Measured = (() => {
     });
     const name = folders.length === 1 ? lastOf(folders[0][0]) : `${folders.length} runs`;
     const [backend] = backends.size === 1 ? backends : [null];
-    return { name, about: "Measured by this project.", backend, own: null, steps };
+    return { name, about: "Measured by this project.", backend, own: computing(steps), steps };
   }
 
   function ofRun(folder, files) {
@@ -212,6 +217,7 @@ const Measured = (() => {
       ranks_per_node: ranks.length / nodes,
       batch: count(summary.global_batch_size, `${where}: global_batch_size`),
       seconds: number(summary.step_seconds, `${where}: step_seconds`),
+      sync_seconds: summary.section_seconds?.sync ?? null,
       rate_gbit: null,
       model: summary.model ?? null,
     };
@@ -261,8 +267,6 @@ const Measured = (() => {
     return [...groups.values()];
   }
 
-  const ranksOf = (step) => step.nodes * step.ranks_per_node;
-
   /** Return the steps as {scaling, batch_size, steps}: weak if a rank's batch stays the same. */
   function byBatch(steps) {
     const ofRank = new Set(steps.map((step) => step.batch / ranksOf(step)));
@@ -277,7 +281,7 @@ const Measured = (() => {
   function setsOf(data, measurement) {
     const known = data.strategies.map((entry) => entry.name);
     const alone = measurement.steps.find((step) => ranksOf(step) === 1);
-    const own = alone ? { seconds: alone.seconds, samples: alone.batch } : measurement.own;
+    const own = alone ? { ranks: 1, seconds: alone.seconds, samples: alone.batch } : measurement.own;
     const drawn = measurement.steps.filter(
       (step) => step.nodes > 1 && known.includes(step.strategy) && step.strategy !== "none");
     refuseIf(
@@ -312,6 +316,9 @@ const Measured = (() => {
     const sentences = [about];
     if (rateGbit === null) sentences.push("The rate of the links is not stated: yours stays.");
     if (own === null) sentences.push("The step of one rank alone is not stated: yours stays.");
+    if (own?.ranks > 1) {
+      sentences.push("One rank alone was not measured: its step is taken to be a step of these less its exposed communication.");
+    }
     const ranks = ranksPerNode === 1 ? "" : `, ${ranksPerNode} ranks a node`;
     const links = rateGbit === null ? "" : `, ${rateGbit} Gbit/s`;
     return {
@@ -385,8 +392,10 @@ const Measured = (() => {
   function prepare(data) {
     for (const set of data.measured) set.isPublished = true;
     for (const files of [data.shipped ?? [], data.files ?? []]) {
-      const { sets } = files.length ? readTexts(data, files) : {};
-      data.measured = [...(sets ?? []), ...data.measured];
+      if (files.length === 0) continue;
+      const { sets = [], problem = null } = readTexts(data, files);
+      data.measured = [...sets, ...data.measured];
+      data.problem = problem; // in the end that of the reader's own files
     }
   }
 
@@ -478,7 +487,10 @@ const Measured = (() => {
   /** Show a set: the state becomes the set's, as far as it says one. */
   function choose(data, id) {
     const set = setCalled(data, id);
-    const state = { ...Page.state(), ...(set?.state ?? {}), measured: set?.id ?? null };
+    const before = Page.state();
+    const state = { ...before, ...(set?.state ?? {}), measured: set?.id ?? null };
+    const isOtherModel = state.model !== before.model;
+    if (isOtherModel && set?.state.step_ms === undefined) state.step_ms = null;
     return Page.show(state);
   }
 
@@ -658,9 +670,10 @@ const Measured = (() => {
     byId("measured").insertAdjacentHTML("beforeend", PARTS);
     fillChoices(data);
     listen(data);
-    const [first] = data.measured;
+    const hasOwn = (data.files ?? []).length > 0;
+    if (hasOwn && data.problem) refuse(data.problem);
     const isAsked = location.hash.length > 1;
-    if ((data.files ?? []).length && !isAsked && first) choose(data, first.id);
+    if (hasOwn && !data.problem && !isAsked) choose(data, data.measured[0].id);
     else follow(data);
   }
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,11 @@ from lab.whatif.questions import load_questions
 
 _HERE = Path(__file__).parent
 # Each script uses those before it.
-_SCRIPTS = ("plans", "engine", "words", "state", "pictures", "measured", "questions", "page")
-_STYLES = ("style", "pictures", "measured")
+_SCRIPTS = (
+    *("plans.js", "engine.js", "words.js", "state.js"),
+    *("pictures.js", "measured.js", "questions.js", "page.js"),
+)
+_STYLES = ("style.css", "pictures.css", "measured.css")
 _REFERENCE = Path("lab/predict/reference_calibration.json")  # as typed in the project's folder
 
 
@@ -50,11 +52,11 @@ def write_page(path: Path, *, calibration_file: Path | None, files: Sequence[Mea
     data = page_data(
         calibration,
         is_reference=is_reference,
-        measured=[asdict(found) for found in published_sets()],
+        measured=published_sets(),
         questions=load_questions(),
     )
-    data["files"] = [asdict(found) for found in files]
-    data["shipped"] = [asdict(found) for found in shipped_files()]
+    data["files"] = msgspec.to_builtins(files)
+    data["shipped"] = msgspec.to_builtins(shipped_files())
     default = _REFERENCE if is_reference else calibration_path()
     data["calibration"]["path"] = str(calibration_file or default)
     content = render(data, calibration).encode()
@@ -64,8 +66,8 @@ def write_page(path: Path, *, calibration_file: Path | None, files: Sequence[Mea
 
 def render(data: Mapping[str, Any], calibration: Calibration) -> str:
     """Return the page. jinja2 escapes every text; scripts, style and data stay as they are."""
-    style = "".join(_file(f"{name}.css") for name in _STYLES)
-    scripts = [_file(f"{name}.js") for name in _SCRIPTS]
+    style = "".join(map(_file, _STYLES))
+    scripts = [*map(_file, _SCRIPTS)]
     policy = [
         "default-src 'none'",
         f"script-src {' '.join(map(_hash, scripts))}",
@@ -78,7 +80,7 @@ def render(data: Mapping[str, Any], calibration: Calibration) -> str:
         data=data,
         policy=Markup("; ".join(policy)),
         style=Markup(style),
-        scripts=[Markup(script) for script in scripts],
+        scripts=[*map(Markup, scripts)],
         json=Markup(_json(data)),
         models=[*map(_model_choice, data["models"]), ("own", "your own")],
         strategies=[*map(_strategy_choice, data["strategies"])],

@@ -763,7 +763,7 @@ const Pictures = (() => {
   // -- bytes ------------------------------------------------------------------------------------
 
   const BAR = 14; // pixels: height of a bar of bytes
-  const BAR_TEXT = 124; // room for what a bar says at its end
+  const BAR_TEXT = 130; // room for what a bar says at its end
 
   /**
    * Draw what rank 0 and each other rank send in a step.
@@ -799,10 +799,10 @@ const Pictures = (() => {
     return y;
   }
 
-  /** Return who sends how much: every rank, or rank 0 and the others if these differ. */
+  /** Return who sends how much: each rank, or rank 0 and the others if these differ. */
   function senders({ bytes_sent_root: root, bytes_sent_others: others }) {
     if (Words.bytes(root) === Words.bytes(others)) {
-      return [{ who: "every rank", amount: root, opacity: 1 }];
+      return [{ who: "each rank", amount: root, opacity: 1 }];
     }
     return [
       { who: "rank 0", amount: root, opacity: 1 }, { who: "others", amount: others, opacity: 0.45 },

@@ -12,7 +12,7 @@ from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.priors import Beliefs, load_priors
 from lab.predict.published import published_path, read_published
 from lab.predict.tables import message_plans, predict_table
-from lab.whatif.data import State, page_data
+from lab.whatif.data import page_data
 from lab.whatif.measured import (
     comparison_file,
     files_of,
@@ -80,7 +80,7 @@ def test_each_published_step_is_in_one_set():
 def test_a_set_has_one_batch_and_one_own_step():
     """The rows of dlperf-BERT-base differ in batch and software."""
     batches = [
-        (found.state["batch_size"], found.state["gradient_type"], len(found.points))
+        (found.state.batch_size, found.state.gradient_type, len(found.points))
         for found in published_sets()
         if found.id.startswith("dlperf-BERT-base")
     ]
@@ -96,8 +96,7 @@ def test_the_state_of_a_set_predicts_what_validation_predicts():
     rows = {row.measured_step_s: row for row in read_published(published_path())}
     compared = 0
     for found in published_sets():
-        state = msgspec.convert({**found.state}, State)
-        scenario = scenario_of(state, calibration)
+        scenario = scenario_of(found.state, calibration)
         for point in found.points:
             cell = rows[point.seconds].cell(beliefs)
             if cell.scenario.node_step_seconds is not None:
@@ -115,13 +114,13 @@ def test_a_rate_that_nobody_stated_limits_nothing():
     [found] = [each for each in published_sets() if each.id == "cs744-A"]
     assert "not stated" in found.about
     steps = []
-    for rate_gbit in (found.state["rate_gbit"], 400.0):
-        state = msgspec.convert({**found.state, "rate_gbit": rate_gbit}, State)
+    for rate_gbit in (found.state.rate_gbit, 400.0):
+        state = msgspec.structs.replace(found.state, rate_gbit=rate_gbit)
         scenario = scenario_of(state, calibration)
         steps.append(predict_table([4], message_plans(["ddp"]), scenario)[0].prediction)
     assert steps[0].step_seconds == pytest.approx(steps[1].step_seconds, rel=0.01)
     [stated] = [each for each in published_sets() if each.id == "cs744-C"]
-    assert stated.state["rate_gbit"] == 6.22
+    assert stated.state.rate_gbit == 6.22
     assert "not stated" not in stated.about
 
 
@@ -150,7 +149,7 @@ def test_files_of_the_reader(tmp_path):
     assert [each.path for each in found] == [
         *["compare-digits-1gbit/results.json"] * 2,
         "observed.csv",
-        *(f"run/{name}" for name in ("summary.json", "ranks.json", "config.json")),
+        *(f"{tmp_path.name}/run/{name}" for name in ("summary.json", "ranks.json", "config.json")),
     ]
     assert found[2].text == TABLE
 
@@ -279,7 +278,9 @@ def test_tables_and_runs(data):
         [file("summary.json", SUMMARY), file("ranks.json", RANKS)],
         [*run, *other, file("observed.csv", "\ufeff" + TABLE.replace("\n", "\r\n"))],
     ]
-    table, one, single, three = run_scripts(READ, {"data": data, "drops": drops})
+    sections = {"section_seconds": {"sync": 0.2}}
+    drops.append([file("r/summary.json", SUMMARY | sections), file("r/ranks.json", RANKS)])
+    table, one, single, three, computed = run_scripts(READ, {"data": data, "drops": drops})
     [found] = table["sets"]
     assert [(point["strategy"], point["nodes"]) for point in found["points"]] == [
         *[("ddp", 2), ("ddp", 4), ("all_reduce", 4)]
@@ -295,6 +296,10 @@ def test_tables_and_runs(data):
     assert "rate_gbit" not in found["state"]
     assert found["state"]["backend"] == "gloo"
     assert single["sets"][0]["state"] == found["state"]
+    [own] = computed["sets"]
+    expected = {"step_ms": 300, "batch": 64, "costs": "typical", "batch_size": 128}
+    assert expected.items() <= own["state"].items(), "what is left of a step without messages"
+    assert "less its exposed" in own["about"]
     both = three["sets"]
     assert [len(each["points"]) for each in both] == [3, 2]
     assert "backend" not in both[1]["state"], "the two runs had two"
