@@ -141,7 +141,7 @@ def page_data(
     calibration: Calibration,
     *,
     is_reference: bool = False,
-    measured: Sequence[dict[str, Any]] = (),
+    measured: Sequence[Any] = (),
     questions: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the page's data, ready for JSON.

@@ -6,14 +6,13 @@ reads of them: measured.js makes sets of them as of files that are dropped onto 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from common.errors import UserError, count
 from common.sync import STRATEGIES
+from common.utils.grouping import grouped
 from common.utils.paths import REPOSITORY
 from common.utils.typed_json import encode
 from lab.comparison.record import Comparison, as_json, read_comparison
@@ -23,12 +22,13 @@ from lab.predict.priors import Beliefs, load_priors
 from lab.predict.published import PublishedStep, published_path, read_published
 from lab.predict.readable import duration_text
 from lab.predict.scenario import Scenario
+from lab.whatif.data import State
 
 _SHIPPED = REPOSITORY / "reports/samples/compare-digits-1gbit"
-_UNKNOWN_GBIT = 10.0  # of a link whose rate is not stated, unless software passes more
+_UNKNOWN_BITS = 10e9  # of a link whose rate is not stated, unless software passes more
 _AS_IN_MODELS = "_cifar10"  # common models that are models of this project
 _OF_A_RUN = ("summary.json", "ranks.json", "config.json")
-_OF_A_COMPARISON = ("format", "kind", "emulated", "settings", "groups")
+_OF_A_COMPARISON = ("format", "kind", "emulated", "settings", "groups", "cells")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MeasuredSet:
     title: str
     about: str
     family: str
-    state: Mapping[str, Any]
+    state: State
     points: Sequence[MeasuredPoint]
 
 
@@ -69,89 +69,70 @@ def published_sets() -> list[MeasuredSet]:
     rows = read_published(published_path())
     sets = []
     numbers: Counter[str] = Counter()
-    for _, same in groupby(rows, _setting):
-        found = list(same)
-        group = found[0].group
+    for title, same in grouped((_title(row), row) for row in rows).items():
+        group = same[0].group
         numbers[group] += 1
-        name = group if numbers[group] == 1 else f"{group}-{numbers[group]}"
-        sets.append(_published_set(name, found))
+        number = numbers[group]
+        name = group if number == 1 else f"{group}-{number}"
+        sets.append(_published_set(name, title, same))
     return sets
 
 
-def _setting(row: PublishedStep) -> tuple[object, ...]:
-    """Return all that rows have in common which differ in strategy and number of nodes alone."""
+def _title(row: PublishedStep) -> str:
+    """Return what rows have in common which differ in strategy and number of nodes alone."""
+    rate = "" if row.rate_gbit is None else f" at {row.rate_gbit:g} Gbit/s"
     return (
-        *(row.group, row.model, row.software, row.transport, row.rate_gbit, row.grad_megabytes),
-        *(row.ranks_per_node, row.batch_per_rank, row.one_rank_batch, row.one_rank_step_s),
+        f"{row.group}: {row.model}, {row.software}, {row.transport}{rate}, "
+        f"{row.grad_megabytes:g} MB, batch {row.one_rank_batch:g} in "
+        f"{duration_text(row.one_rank_step_s)}, {count(row.ranks_per_node, 'rank')} a node"
     )
 
 
-def _published_set(name: str, rows: Sequence[PublishedStep]) -> MeasuredSet:
+def _published_set(name: str, title: str, rows: Sequence[PublishedStep]) -> MeasuredSet:
     first = rows[0]
     scenario = first.cell(Beliefs.of(load_priors())).scenario
-    points = [
-        MeasuredPoint(row.strategy, row.nodes, row.measured_step_s, row.columns.get("note", ""))
-        for row in rows
-    ]
+    points = []
+    for row in rows:
+        note = row.columns["note"]
+        points.append(MeasuredPoint(row.strategy, row.nodes, row.measured_step_s, note))
     strategies = sorted({point.strategy for point in points}, key=list(STRATEGIES).index)
-    state = {
-        **_model(first, scenario),
-        **_step_and_links(scenario),
-        "nodes": max(point.nodes for point in points),
-        "strategies": strategies,
-        "focus": strategies[-1],
-    }
-    rate = "" if first.rate_gbit is None else f" at {first.rate_gbit:g} Gbit/s"
-    title = (
-        f"{first.group}: {first.model}, {first.software}, {first.transport}{rate}, "
-        f"{first.grad_megabytes:g} MB, batch {first.one_rank_batch:g} in "
-        f"{duration_text(first.one_rank_step_s)}"
+    model, gradient_type = _model(first, scenario)
+    # Where no rate was stated, the software is the limit.
+    rate_bits = scenario.rate_bits or max(_UNKNOWN_BITS, scenario.enough_bits)
+    state = State(
+        model=model,
+        parameters=round(1e6 * first.grad_megabytes / 4),
+        gradient_type=gradient_type,
+        backend=first.backend,
+        transport="rdma" if first.by_rdma else "tcp",
+        rate_gbit=rate_bits / 1e9,
+        step_ms=round(1e3 * (scenario.step_seconds or 0), 6),
+        batch=round(scenario.step_samples or 0),
+        scaling=scenario.scaling,
+        batch_size=scenario.batch_size,
+        ranks_per_node=scenario.ranks_per_node,
+        nodes=max(point.nodes for point in points),
+        strategies=strategies,
+        focus=strategies[-1],
     )
     about = " ".join(_sentences(first, scenario))
     return MeasuredSet(name, title, about, first.backend, state, points)
 
 
-def _model(row: PublishedStep, scenario: Scenario) -> dict[str, Any]:
+def _model(row: PublishedStep, scenario: Scenario) -> tuple[str, str]:
     """Return the model as the page names it, and the type of its gradients."""
-    nbytes = 1e6 * row.grad_megabytes
     model = common_models().get(scenario.calibration.model)
     if model is None:
-        return {"model": "own", "parameters": round(nbytes / 4), "gradient_type": "fp32"}
+        return "own", "fp32"
     # Between 2 and 4 bytes a parameter, in the middle of their logarithms.
-    in_half = nbytes < 8**0.5 * model.parameters
-    gradient_type = "fp16" if in_half else "fp32"
-    return {"model": model.name.removesuffix(_AS_IN_MODELS), "gradient_type": gradient_type}
-
-
-def _step_and_links(scenario: Scenario) -> dict[str, Any]:
-    """Return the part of the page's state that a published scenario says."""
-    assert scenario.cluster is not None
-    assert scenario.step_seconds is not None
-    assert scenario.step_samples is not None
-    rate_bits = scenario.rate_bits
-    if rate_bits is None:  # the software is the limit
-        rate_bits = max(1e9 * _UNKNOWN_GBIT, scenario.enough_bits)
-    return {
-        "costs": "typical",
-        "backend": scenario.cluster.backend,
-        "transport": scenario.cluster.transport,
-        "rate_gbit": rate_bits / 1e9,
-        "inside_gbit": None,
-        "latency_us": None,
-        "step_ms": round(1e3 * scenario.step_seconds, 6),
-        "batch": round(scenario.step_samples),
-        "scaling": scenario.scaling,
-        "batch_size": scenario.batch_size,
-        "ranks_per_node": scenario.ranks_per_node,
-        "bucket_mb": None,
-    }
+    in_half = 1e6 * row.grad_megabytes < 8**0.5 * model.parameters
+    return model.name.removesuffix(_AS_IN_MODELS), "fp16" if in_half else "fp32"
 
 
 def _sentences(row: PublishedStep, scenario: Scenario) -> list[str]:
     """Return where a row was measured, and what the page does not know or takes otherwise."""
-    facts = [row.columns.get(name, "") for name in ("hardware", "source")]
-    ranks = f"{count(row.ranks_per_node, 'rank')} a node"
-    sentences = ["; ".join(filter(None, [ranks, *facts])) + "."]
+    facts = [row.columns[name] for name in ("hardware", "source")]
+    sentences = [f"{'; '.join(facts)}."]
     if row.rate_gbit is None:
         sentences.append(
             "The rate of the links is not stated. The page takes one above what the software "
@@ -179,21 +160,25 @@ def files_of(paths: Sequence[Path]) -> list[MeasuredFile]:
     """
     files: list[MeasuredFile] = []
     for path in paths:
-        results = path / "results.json" if path.is_dir() else path
-        if results.suffix == ".json" and results.is_file():
-            files.append(comparison_file(read_comparison(results), results.resolve().parent.name))
-            continue
-        try:
-            steps = read_observed([path])
-        except UserError as error:
-            raise UserError(str(error).replace("--fit:", "--runs:")) from error
-        if path.is_file():
-            files.append(MeasuredFile(path.name, path.read_text(encoding="utf-8-sig")))
-            continue
-        for folder in (Path(step.where) for step in steps):
-            for name in _OF_A_RUN:
-                text = (folder / name).read_text(encoding="utf-8")
-                files.append(MeasuredFile("/".join([*folder.resolve().parts[-2:], name]), text))
+        files += _files_of(path)
+    return files
+
+
+def _files_of(path: Path) -> list[MeasuredFile]:
+    results = path / "results.json" if path.is_dir() else path
+    if results.suffix == ".json" and results.is_file():
+        return [comparison_file(read_comparison(results), results.resolve().parent.name)]
+    try:
+        steps = read_observed([path])
+    except UserError as error:
+        raise UserError(str(error).replace("--fit:", "--runs:")) from error
+    if path.is_file():
+        return [MeasuredFile(path.name, path.read_text(encoding="utf-8-sig"))]
+    files = []
+    for step in steps:
+        for name in _OF_A_RUN:
+            part = Path(step.where).resolve() / name
+            files.append(MeasuredFile("/".join(part.parts[-3:]), part.read_text(encoding="utf-8")))
     return files
 
 
@@ -204,11 +189,9 @@ def comparison_file(comparison: Comparison, name: str) -> MeasuredFile:
     """
     entries = as_json(comparison)
     kept = {key: entries[key] for key in _OF_A_COMPARISON if key in entries}
-    cells = []
     for cell, entry in zip(comparison.cells, entries["cells"], strict=True):
-        runs = []
+        hosts = []
         for run in cell.runs[:1]:
-            ranks = [{"host": row.host, "node": row.node} for row in run.ranks]
-            runs.append({"status": run.status, "ranks": ranks})
-        cells.append(entry | {"repeats": runs, "interval": None})
-    return MeasuredFile(f"{name}/results.json", encode(kept | {"cells": cells}).decode())
+            hosts += [{"host": row.host, "node": row.node} for row in run.ranks]
+        entry["repeats"] = [{"status": "done", "ranks": hosts}]
+    return MeasuredFile(f"{name}/results.json", encode(kept).decode())

@@ -9,7 +9,7 @@
  *
  * @typedef {{quantity: string, strategy: string, than: Object, changes: Object, change: ?string,
  *     unit: string}} Asked as in questions.py
- * @typedef {{id: string, lesson: string, text: string, preset: ?string, set: ?string,
+ * @typedef {{id: string, lesson: string, text: string, start: string,
  *     changes: Object, asked: Asked, unit: string, range: [number, number], measured: ?string,
  *     explanation: string, values: Object<string, Asked>}} Question
  * @typedef {{value: number, range: ?[number, number]}} Quantity range: of 80 % of clusters
@@ -85,8 +85,8 @@ const Questions = (() => {
 
   /** Return the state that a question asks about. */
   function stateOf(data, question) {
-    const preset = data.presets.find((entry) => entry.id === question.preset);
-    const base = preset ? preset.state : Measured.setCalled(data, question.set).state;
+    const preset = data.presets.find((entry) => entry.id === question.start);
+    const base = (preset ?? Measured.setCalled(data, question.start)).state;
     const measured = Measured.setCalled(data, question.measured);
     return { ...State.defaults(data), ...base, ...question.changes, measured: measured?.id ?? null };
   }

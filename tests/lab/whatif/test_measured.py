@@ -12,7 +12,7 @@ from lab.predict.calibration_file import load_calibration, reference_path
 from lab.predict.priors import Beliefs, load_priors
 from lab.predict.published import published_path, read_published
 from lab.predict.tables import message_plans, predict_table
-from lab.whatif.data import State, page_data
+from lab.whatif.data import page_data
 from lab.whatif.measured import (
     comparison_file,
     files_of,
@@ -80,7 +80,7 @@ def test_each_published_step_is_in_one_set():
 def test_a_set_has_one_batch_and_one_own_step():
     """The rows of dlperf-BERT-base differ in batch and software."""
     batches = [
-        (found.state["batch_size"], found.state["gradient_type"], len(found.points))
+        (found.state.batch_size, found.state.gradient_type, len(found.points))
         for found in published_sets()
         if found.id.startswith("dlperf-BERT-base")
     ]
@@ -96,8 +96,7 @@ def test_the_state_of_a_set_predicts_what_validation_predicts():
     rows = {row.measured_step_s: row for row in read_published(published_path())}
     compared = 0
     for found in published_sets():
-        state = msgspec.convert({**found.state}, State)
-        scenario = scenario_of(state, calibration)
+        scenario = scenario_of(found.state, calibration)
         for point in found.points:
             cell = rows[point.seconds].cell(beliefs)
             if cell.scenario.node_step_seconds is not None:
@@ -115,13 +114,13 @@ def test_a_rate_that_nobody_stated_limits_nothing():
     [found] = [each for each in published_sets() if each.id == "cs744-A"]
     assert "not stated" in found.about
     steps = []
-    for rate_gbit in (found.state["rate_gbit"], 400.0):
-        state = msgspec.convert({**found.state, "rate_gbit": rate_gbit}, State)
+    for rate_gbit in (found.state.rate_gbit, 400.0):
+        state = msgspec.structs.replace(found.state, rate_gbit=rate_gbit)
         scenario = scenario_of(state, calibration)
         steps.append(predict_table([4], message_plans(["ddp"]), scenario)[0].prediction)
     assert steps[0].step_seconds == pytest.approx(steps[1].step_seconds, rel=0.01)
     [stated] = [each for each in published_sets() if each.id == "cs744-C"]
-    assert stated.state["rate_gbit"] == 6.22
+    assert stated.state.rate_gbit == 6.22
     assert "not stated" not in stated.about
 
 

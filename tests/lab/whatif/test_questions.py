@@ -14,11 +14,11 @@ from lab.predict.tables import message_plans, predict_table, scaling_limits_of
 from lab.whatif.data import State, page_data
 from lab.whatif.measured import published_sets, shipped_files
 from lab.whatif.page import scenario_of
-from lab.whatif.questions import load_questions, questions_path
+from lab.whatif.questions import load_questions
 from tests.helpers import ROOT
 from tests.helpers.node import needs_node, run_scripts
 
-TEXT = questions_path().read_text(encoding="utf-8")
+TEXT = (ROOT / "lab" / "whatif" / "questions.toml").read_text(encoding="utf-8")
 IDS = [entry["id"] for entry in tomllib.loads(TEXT)["question"]]
 
 
@@ -45,12 +45,11 @@ def test_twelve_questions_in_the_order_of_the_lessons():
     [
         ('quantity = "ratio", strategy = "ddp"', 'quantity = "luck", strategy = "ddp"', "luck"),
         ('strategy = "gather_scatter" } }', 'strategy = "gather" } }', "gather"),
-        ('preset = "laptops"', 'preset = "laptop"', "laptops"),
-        ('preset = "laptops"', "", "a preset or a set"),
+        ('start = "laptops"', 'start = "laptop"', "laptops"),
+        ('start = "laptops"', "", "start"),
         ("rate_gbit = 1.0", "rate = 1.0", "rate_gbit"),
         ('than = { strategy = "gather_scatter" } }', "}", "'than'"),
         ("{root}", "{roots}", "roots"),
-        ("range = [0.1, 100]", "range = [100, 0.1]", "smaller number"),
         ("range = [0.1, 100]", "range = [0.1]", "range"),
         ('unit = "times"', 'unit = "furlongs"', "furlongs"),
         ('lesson = "Lesson 4', 'lessons = "Lesson 4', "lessons"),
@@ -67,14 +66,6 @@ def test_a_wrong_question_is_named(tmp_path, before, after, named):
         load_questions(path)
     assert "question 2" in str(raised.value)
     assert named in str(raised.value)
-
-
-@pytest.mark.parametrize("text", ["[[question]\n", "[[question]]\nid = 4\n", "\xff"])
-def test_a_wrong_file_is_named(tmp_path, text):
-    path = tmp_path / "questions.toml"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(UserError, match=re.escape("questions.toml")):
-        load_questions(path)
 
 
 # -- answers, in JavaScript ---------------------------------------------------------------------
