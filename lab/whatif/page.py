@@ -52,7 +52,7 @@ def write_page(path: Path, *, calibration_file: Path | None, files: Sequence[Mea
     data = page_data(
         calibration,
         is_reference=is_reference,
-        measured=msgspec.to_builtins(published_sets()),
+        measured=published_sets(),
         questions=load_questions(),
     )
     data["files"] = msgspec.to_builtins(files)
