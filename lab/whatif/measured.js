@@ -310,7 +310,7 @@ const Measured = (() => {
     if (rateGbit !== null) state.rate_gbit = rateGbit;
     if (backend !== null) Object.assign(state, { costs: "typical", backend, transport: "tcp" });
     if (own !== null) {
-      const stepMs = Number((1e3 * own.seconds).toFixed(6));
+      const stepMs = Number((1e3 * own.seconds).toPrecision(5));
       Object.assign(state, { costs: "typical", step_ms: stepMs, batch: own.samples });
     }
     const sentences = [about];

@@ -87,9 +87,15 @@ const Page = (() => {
     for (const details of document.querySelectorAll("details[data-table]")) {
       if (details.open) fillTable(details.dataset.table);
     }
-    byId("command").textContent = State.command(data, state);
+    byId("command").replaceChildren(...commandWords());
     byId("as-text").textContent = asText();
     document.dispatchEvent(new CustomEvent("drawn"));
+  }
+
+  /** Return the command as words that a line does not break, at their hyphens either. */
+  function commandWords() {
+    const words = State.command(data, state).split(" ");
+    return words.flatMap((word, index) => (index ? [" ", cell("span", word)] : [cell("span", word)]));
   }
 
   function drawSoon() {
@@ -291,10 +297,15 @@ const Page = (() => {
     }
   }
 
-  /** Show a sentence in the page's message line, and beside a field if it is of one. */
-  function say(text, field = null) {
+  /**
+   * Show a sentence beside its field, and in the page's message line unless the reader is there.
+   *
+   * @param {?string} field that the sentence is of
+   * @param {boolean} isThere whether the reader is typing into that field
+   */
+  function say(text, field = null, isThere = false) {
     byId("message").textContent = text;
-    byId("message").hidden = false;
+    byId("message").hidden = isThere;
     const problem = field && byId(`problem-${field}`);
     if (!problem) return;
     problem.textContent = text;
@@ -356,10 +367,11 @@ const Page = (() => {
     const problem = State.problem(data, wanted);
     if (problem) {
       clearProblems();
-      say(problem.text, problem.field);
+      say(problem.text, problem.field, control.id === `c-${problem.field}`);
       return;
     }
-    if (name !== changedControl) before = results.step;
+    const isDrawing = name === "strategies"; // which ones are drawn changes no step
+    if (name !== changedControl) before = isDrawing ? null : results.step;
     state = wanted;
     writeControls(control);
     if (name === "model" && state.step_ms !== null) {

@@ -260,7 +260,7 @@ def test_cells_that_differ_become_sets_of_their_own(data):
     cells = [cell["median"] for cell in comparison()["cells"] if cell["nodes"] == 4]
     computing = min(median["step"] - median["sync"] for median in cells)
     assert alone[0]["batch"] == 64
-    assert alone[0]["step_ms"] == pytest.approx(1e3 * computing, rel=1e-6)
+    assert alone[0]["step_ms"] == pytest.approx(1e3 * computing, rel=1e-4)
     assert [one["nodes"] for one in hosts] == [4]
     assert "rate_gbit" not in hosts[0]
 

@@ -12,7 +12,7 @@ pytestmark = needs_browser
 
 COMPARISON = ROOT / "reports/samples/compare-digits-1gbit/results.json"
 TABLE = ROOT / "docs/examples/observed.csv"
-HIDDEN = ("answer", "pictures", "measured", "controls", "share")
+HIDDEN = ("answer", "pictures", "measured", "controls", "share", "lab > nav")
 
 
 def run_folder(folder):

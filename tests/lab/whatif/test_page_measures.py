@@ -33,6 +33,7 @@ def opened(browser, folder, text, **settings):
     return browser.page(path, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_page_without_faults(browser, tmp_path, dark):
     with opened(browser, tmp_path, FAULTLESS, width=390, dark=dark) as page:
@@ -59,9 +60,9 @@ def test_each_planted_fault(browser, tmp_path):
 @pytest.mark.parametrize(
     ("script", "problem"),
     [
-        ("console.error('wrong')", "wrong"),
+        pytest.param("console.error('wrong')", "wrong", marks=pytest.mark.slow),
         ("throw new Error('broken')", "script error: broken"),
-        ("alert('stop')", "alert: stop"),
+        pytest.param("alert('stop')", "alert: stop", marks=pytest.mark.slow),
         ("fetch('http://127.0.0.1:9/x').catch(() => null)", "request: http://127.0.0.1:9/x"),
     ],
 )
