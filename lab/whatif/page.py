@@ -32,8 +32,11 @@ from lab.whatif.questions import load_questions
 
 _HERE = Path(__file__).parent
 # Each script uses those before it.
-_SCRIPTS = ("plans", "engine", "words", "state", "pictures", "measured", "questions", "page")
-_STYLES = ("style", "pictures", "measured")
+_SCRIPTS = (
+    *("plans.js", "engine.js", "words.js", "state.js"),
+    *("pictures.js", "measured.js", "questions.js", "page.js"),
+)
+_STYLES = ("style.css", "pictures.css", "measured.css")
 _REFERENCE = Path("lab/predict/reference_calibration.json")  # as typed in the project's folder
 
 
@@ -63,8 +66,8 @@ def write_page(path: Path, *, calibration_file: Path | None, files: Sequence[Mea
 
 def render(data: Mapping[str, Any], calibration: Calibration) -> str:
     """Return the page. jinja2 escapes every text; scripts, style and data stay as they are."""
-    style = "".join(_file(f"{name}.css") for name in _STYLES)
-    scripts = [_file(f"{name}.js") for name in _SCRIPTS]
+    style = "".join(map(_file, _STYLES))
+    scripts = [*map(_file, _SCRIPTS)]
     policy = [
         "default-src 'none'",
         f"script-src {' '.join(map(_hash, scripts))}",
@@ -77,7 +80,7 @@ def render(data: Mapping[str, Any], calibration: Calibration) -> str:
         data=data,
         policy=Markup("; ".join(policy)),
         style=Markup(style),
-        scripts=[Markup(script) for script in scripts],
+        scripts=[*map(Markup, scripts)],
         json=Markup(_json(data)),
         models=[*map(_model_choice, data["models"]), ("own", "your own")],
         strategies=[*map(_strategy_choice, data["strategies"])],
