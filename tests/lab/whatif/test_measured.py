@@ -352,6 +352,27 @@ BAD = {
         file("summary.json", SUMMARY),
     ],
     "an empty folder": [file("folder/notes.txt", "nothing")],
+    # Each made an error that nobody caught, or a reason that was none.
+    "a strategy that is an object": [
+        file("results.json", with_cells(lambda cell: cell.update(sync={"toString": 1})))
+    ],
+    "repeats that are none": [
+        file("results.json", with_cells(lambda cell: cell.update(rate=None, repeats={})))
+    ],
+    "runs that are none": [
+        file("results.json", with_cells(lambda cell: cell.update(rate=None, repeats=[None])))
+    ],
+    "a rank that is none": [
+        *[file("r/summary.json", SUMMARY), file("r/ranks.json", {"ranks": [None]})]
+    ],
+    "a huge step": [
+        file("results.json", with_cells(lambda cell: cell["median"].update(step=1e300)))
+    ],
+    "a rate of three parts": [file("observed.csv", TABLE.replace("10gbit", "1.2.3gbit"))],
+    "a format of text": [file("results.json", comparison(format="1"))],
+    "many nodes": [file("observed.csv", TABLE.replace("2,ddp", "5000,ddp"))],
+    "many rows": [file("observed.csv", TABLE + "4,ddp,256,0.8,1,10\n" * 20_000)],
+    "many cells": [file("results.json", comparison(cells=[{}] * 2001))],
     "one good, one bad": [
         file("results.json", SHIPPED.read_text()),
         file("observed.csv", "nodes\n"),
@@ -363,7 +384,7 @@ BAD = {
 def test_bad_files_are_refused_in_one_sentence(data):
     answers = run_scripts(READ, {"data": data, "drops": list(BAD.values())})
     for (kind, files), answer in zip(BAD.items(), answers, strict=True):
-        assert list(answer) == ["problem"], (kind, answer)
+        assert len(answer["sets"]) == (kind == "one good, one bad"), (kind, answer)
         problem = answer["problem"]
         assert problem.endswith("."), (kind, problem)
         assert "\n" not in problem
@@ -377,6 +398,45 @@ def test_bad_files_are_refused_in_one_sentence(data):
     assert "row 2" in problems["a negative step"]
     assert "cut off" in problems["cut"]
     assert "ranks.json" in problems["half a run"]
+    assert "1e+300, expected a number from 0.00001 to 1,000" in problems["a huge step"]
+    assert '"1.2.3gbit"' in problems["a rate of three parts"]
+    assert 'got "1", expected 1' in problems["a format of text"]
+    assert "4,096" in problems["many nodes"]
+    assert "20,004 rows" in problems["many rows"]
+    assert "2,001 cells" in problems["many cells"]
+    assert "observed.csv" in problems["one good, one bad"], "and the set of the other is there"
+
+
+@needs_node
+def test_a_table_of_the_most_rows_is_read_at_once(data):
+    """Grouping takes time with the rows, not with their square."""
+    rows = "".join(f"{nodes},ddp,256,0.8,1,10\n" for nodes in range(2, 2002))
+    expression = """(() => {
+      const before = performance.now();
+      const { sets } = Measured.readTexts(given.data, given.files);
+      return { points: sets.map((set) => set.points.length), ms: performance.now() - before };
+    })()"""
+    given = {"data": data, "files": [file("observed.csv", TABLE.splitlines()[0] + "\n" + rows)]}
+    found = run_scripts(expression, given)
+    assert found["points"] == [2000]
+    assert found["ms"] < 500
+
+
+@needs_node
+def test_a_bad_file_of_the_reader_hides_no_other(data):
+    expression = """(() => {
+      const { data } = given;
+      Object.assign(data, { files: given.files, shipped: given.shipped });
+      Measured.prepare(data);
+      return { begin: data.begin, problem: data.problem, sets: data.measured.length };
+    })()"""
+    alone = with_cells(lambda cell: cell.update(rate=None))
+    files = [file("alone/results.json", alone), file("observed.csv", TABLE)]
+    shipped = msgspec.to_builtins(shipped_files())
+    found = run_scripts(expression, {"data": data, "files": files, "shipped": shipped})
+    assert found["begin"] == "observed.csv"
+    assert "alone" in found["problem"]
+    assert found["sets"] == len(data["measured"]) + 2
 
 
 # -- what a set shows ---------------------------------------------------------------------------
