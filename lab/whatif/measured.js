@@ -32,11 +32,7 @@ const Measured = (() => {
   const COLUMNS = ["nodes", "strategy", "global_batch", "step_seconds"];
   const RATES = { kbit: 1e-6, mbit: 1e-3, gbit: 1, tbit: 1e3 };
   const WANTED = "results.json, a table (.csv), or summary.json and ranks.json of a run";
-  // On what a step depends; what else may differ is what nobody measured.
-  const SETTINGS = [
-    "model", "parameters", "gradient_type", "backend", "transport", "rate_gbit", "ranks_per_node",
-    "scaling", "batch_size", "step_ms", "batch", "bucket_mb",
-  ];
+  const DRAWN = ["nodes", "strategies", "focus", "measured"]; // what is shown; all else is a setting
 
   /** What is wrong with a file, in one sentence for the reader. */
   class Refused extends Error {}
@@ -332,15 +328,18 @@ const Measured = (() => {
       strategies,
       focus: strategies.at(-1),
     };
-    if (model !== null) Object.assign(state, { model, gradient_type: "fp32", bucket_mb: null });
-    if (rateGbit !== null) state.rate_gbit = rateGbit;
+    const isKnown = data.models.some((entry) => entry.name === model);
+    if (isKnown) Object.assign(state, { model, gradient_type: "fp32", bucket_mb: null });
+    const typicalLinks = { latency_us: null, inside_gbit: null };
+    if (rateGbit !== null) Object.assign(state, typicalLinks, { rate_gbit: rateGbit });
     if (backend !== null) Object.assign(state, { costs: "typical", backend, transport: "tcp" });
     if (own !== null) {
       const stepMs = Number((1e3 * own.seconds).toPrecision(5));
       Object.assign(state, { costs: "typical", step_ms: stepMs, batch: own.samples });
     }
     const sentences = [about];
-    if (rateGbit === null) sentences.push("The rate of the links is not stated: yours stays.");
+    if (rateGbit === null) sentences.push("The links are not stated: yours stay.");
+    if (!isKnown) sentences.push("The model is not stated, or not in this page: yours stays.");
     if (own === null) sentences.push("The step of one rank alone is not stated: yours stays.");
     if (own?.ranks > 1) {
       sentences.push("One rank alone was not measured: its step is taken to be a step of these less its exposed communication.");
@@ -441,9 +440,18 @@ const Measured = (() => {
     return Math.abs(first - second) <= CLOSE * Math.max(first, second);
   }
 
+  /** Return the names of the settings that change a state's predictions. */
+  function settingsOf(state) {
+    const unused = [...DRAWN];
+    if (state.model !== "own") unused.push("parameters");
+    if (state.ranks_per_node === 1) unused.push("inside_gbit");
+    if (state.step_ms === null) unused.push("batch");
+    return Object.keys(State.FIELDS).filter((name) => !unused.includes(name));
+  }
+
   /** Return the settings of a state that are not those of a set, by name. */
   function differences(set, state) {
-    return SETTINGS.filter((name) => name in set.state && !isClose(set.state[name], state[name]));
+    return settingsOf(state).filter((name) => name in set.state && !isClose(set.state[name], state[name]));
   }
 
   /** Return the measured efficiency where the step of one node was measured too, else null. */

@@ -288,6 +288,7 @@ def test_tables_and_runs(data):
     assert found["state"] == {
         **{"ranks_per_node": 1, "scaling": "strong", "batch_size": 256, "nodes": 4},
         **{"strategies": ["all_reduce", "ddp"], "focus": "ddp", "rate_gbit": 10},
+        **{"latency_us": None, "inside_gbit": None},
         **{"costs": "typical", "step_ms": 1900, "batch": 256},
     }
     [found] = one["sets"]
@@ -474,3 +475,31 @@ def test_points_stand_where_the_settings_are_theirs(data):
         error = point["step_seconds"] / point["seconds"] - 1
         assert point["error"] == pytest.approx(error)
         assert abs(error) < 0.3
+
+
+@needs_node
+def test_each_setting_that_changes_a_prediction_takes_the_points_away(data):
+    """The settings are all of the page's: one that is new there counts here, too."""
+    expression = """(() => {
+      const { data } = given;
+      const set = data.measured.find((entry) => entry.id === "horovod-16gpu-25G");
+      const own = { ...State.defaults(data), ...set.state };
+      const others = { model: "vgg16", costs: "calibrated", gradient_type: "bf16", backend: "gloo",
+        transport: "rdma", scaling: "strong" };
+      const found = {};
+      for (const [name, field] of Object.entries(State.FIELDS)) {
+        if (field.list || ["focus", "measured", "nodes"].includes(name)) continue;
+        const value = others[name] ?? 2 * (own[name] ?? 50);
+        const state = { ...own, [name]: value };
+        const step = (of) => Engine.row(data, of, "ddp").step_seconds;
+        found[name] = [step(state) !== step(own), Measured.differences(set, state).includes(name)];
+      }
+      return found;
+    })()"""
+    found = run_scripts(expression, {"data": data})
+    assert len(found) >= 15
+    changing = {name for name, (changes, _) in found.items() if changes}
+    assert {"latency_us", "bucket_mb", "costs", "batch", "gradient_type"} <= changing
+    assert {name for name in changing if not found[name][1]} == set()
+    assert found["inside_gbit"] == found["rate_gbit"] == [False, True], "software is the limit here"
+    assert found["parameters"] == [False, False]
