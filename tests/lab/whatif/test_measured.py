@@ -89,6 +89,25 @@ def test_a_set_has_one_batch_and_one_own_step():
     ]
 
 
+def test_ranks_that_shared_a_batch_scale_strongly():
+    """Which sets those are follows from the rows: four ranks of 64 samples, one of 256."""
+    shared = [found for found in published_sets() if found.state.scaling == "strong"]
+    assert [found.id for found in shared] == ["cs744-A", "cs744-B", "cs744-C", "cs744-D"]
+    assert {(found.state.batch_size, found.state.batch) for found in shared} == {(256, 256)}
+    assert all("256 samples in all" in found.title for found in shared)
+
+
+def test_a_title_begins_with_what_a_reader_knows_and_has_the_measured_batch():
+    titles = {found.id: found.title for found in published_sets()}
+    [aws] = [title for name, title in titles.items() if name == "aws-p3-a"]
+    expected = ["ResNet-50", "2, 4, 8 nodes of 8 ranks", "25 Gbit/s", "256 samples a rank", "aws"]
+    places = [aws.index(part) for part in expected]
+    assert places == sorted(places)
+    [small] = [found for found in published_sets() if found.id == "1bitadam-eth"]
+    assert "1 sample a rank" in small.title
+    assert (small.state.batch_size, small.state.batch) == (1, 1), "as it was measured"
+
+
 def test_the_state_of_a_set_predicts_what_validation_predicts():
     """Within 2 %: the page takes a model's own size, a row the published megabytes."""
     calibration = load_calibration(reference_path())
