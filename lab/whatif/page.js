@@ -555,6 +555,6 @@ const Page = (() => {
 
   document.addEventListener("DOMContentLoaded", start);
 
-  return { show, draw, say, state: () => State.copy(state), data: () => data };
+  return { show, draw, say, fill, state: () => State.copy(state), data: () => data };
 })();
 if (typeof module !== "undefined") module.exports = Page;
