@@ -89,7 +89,9 @@ def _setting(row: PublishedStep) -> tuple[object, ...]:
 def _scaling(row: PublishedStep) -> str:
     """Return whether the ranks shared the batch of one rank alone, or had such a batch each."""
     is_shared = row.batch_per_rank * row.ranks == row.one_rank_batch
-    return "strong" if is_shared and _SHARED in row.columns["note"] else "weak"
+    if is_shared and _SHARED in row.columns["note"]:
+        return "strong"
+    return "weak"
 
 
 def _title(rows: Sequence[PublishedStep]) -> str:

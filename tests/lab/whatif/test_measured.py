@@ -534,7 +534,8 @@ def test_the_nearest_set_has_the_same_backend_then_model_rate_and_ranks(data):
         ranks_per_node: 8 };
       const changes = [{}, { ranks_per_node: 1, rate_gbit: 10 }, { transport: "rdma" },
         { model: "bert_base", gradient_type: "fp32", ranks_per_node: 1, rate_gbit: 10 },
-        { backend: "gloo", rate_gbit: 1 }, { model: "own", parameters: 3.4e8, rate_gbit: 40, ranks_per_node: 4 },
+        { backend: "gloo", rate_gbit: 1 },
+        { model: "own", parameters: 3.4e8, rate_gbit: 40, ranks_per_node: 4 },
         { rate_gbit: 1000 }];
       return changes.map((change) => {
         const state = { ...gpus, ...change };
