@@ -94,7 +94,7 @@ const Page = (() => {
   }
 
   function drawAnswer() {
-    const { limit, detail } = Words.limits(results.focus, results.terms);
+    const { limit, detail } = Words.limits(data, state, results.focus, results.terms);
     const answer = Words.sentence(data, state, results.focus);
     const software = answer === "" ? "" : Words.softwareLimit(data, state);
     const sentence = `${answer || shortAnswer(results.focus)} ${software}`.trim();
@@ -174,7 +174,7 @@ const Page = (() => {
   function rangeOf(point) {
     const isKnown = point.low_seconds !== undefined && point.low_seconds !== null;
     if (!isKnown || point.low_seconds === point.high_seconds) return "";
-    return ` (${Words.range(point.low_seconds, point.high_seconds, "–")})`;
+    return ` (${Words.range(point.low_seconds, point.high_seconds, "–", point.step_seconds)})`;
   }
 
   const TABLES = {
