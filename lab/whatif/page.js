@@ -79,7 +79,6 @@ const Page = (() => {
       if (details.open) fillTable(details.dataset.table);
     }
     byId("command").replaceChildren(...commandWords());
-    byId("as-text").textContent = asText();
     document.dispatchEvent(new CustomEvent("drawn"));
   }
 
@@ -98,12 +97,14 @@ const Page = (() => {
     const answer = Words.sentence(data, state, results.focus);
     const software = answer === "" ? "" : Words.softwareLimit(data, state);
     const sentence = `${answer || shortAnswer(results.focus)} ${software}`.trim();
+    const settings = Words.about(data, state);
+    byId("settings").textContent = tidy(settings);
     byId("limit").textContent = tidy(limit);
     byId("sentence").textContent = tidy(sentence);
     byId("detail").textContent = tidy(detail);
     byId("error").textContent = tidy(Words.error(data, state));
     later("speech", SPEECH_PAUSE, () => {
-      byId("spoken").textContent = `${limit} ${sentence}`;
+      byId("spoken").textContent = `${settings}. ${limit} ${sentence}`;
     });
   }
 
@@ -124,12 +125,6 @@ const Page = (() => {
     Pictures.steps(byId("steps"), data, scaling);
     Pictures.efficiency(byId("efficiency"), data, scaling);
     Pictures.bytes(byId("bytes"), data, { rows: results.rows });
-  }
-
-  function asText() {
-    const preset = currentPreset();
-    const name = preset ? `${preset.title}: ` : "";
-    return `${name}${Words.about(data, state)}. ${State.command(data, state)}`;
   }
 
   // -- tables -----------------------------------------------------------------------------------
@@ -502,7 +497,8 @@ const Page = (() => {
     }
     for (const button of document.querySelectorAll("[data-save]")) {
       const id = button.dataset.save;
-      button.addEventListener("click", () => Pictures.save(byId(id), `whatif-${id}`));
+      button.addEventListener("click", () =>
+        Pictures.save(byId(id), `whatif-${id}`, Words.about(data, state)));
     }
     for (const details of document.querySelectorAll("details[data-table]")) {
       details.addEventListener("toggle", () => details.open && fillTable(details.dataset.table));

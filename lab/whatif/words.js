@@ -209,35 +209,29 @@ const Words = (() => {
   /** Return the share of a step that takes half the time where a change brings this gain. */
   const halved = (gain) => 2 * (1 - 1 / gain);
 
-  /** Return what limits messages whose bytes links of twice the rate would hardly bring sooner. */
-  function bytesLimit(data, state, row) {
+  /** Return what limits messages of many bytes, of which no purchase changes more. */
+  function bytesLimit(data, state, row, links) {
+    if (row.nodes === 1) return "inside";
+    if (row.gains.network >= 1 + data.constants.little) return links;
+    const isFast = state.costs === "calibrated" || state.rate_gbit >= enoughGbit(data, state);
     const inside = state.inside_gbit ?? typical(data, state, "inside_gbit");
-    const isTypical = state.costs === "typical";
-    const passed = isTypical ? Math.min(state.rate_gbit, typical(data, state, "most_gbit")) : 0;
-    const isInside = state.ranks_per_node > 1 && inside < passed;
-    if (isInside || row.nodes === 1) return "inside";
-    const isFast = isTypical
-      ? state.rate_gbit >= enoughGbit(data, state)
-      : row.gains.network < 1 + data.constants.little;
-    if (isFast) return "software";
-    return state.ranks_per_node > 1 && row.gains.network < 1 + data.constants.little ? "inside" : "links";
+    const isSlowInside = !isFast || inside < typical(data, state, "most_gbit");
+    return state.ranks_per_node > 1 && isSlowInside ? "inside" : "software";
   }
 
   /** Return what limits a step: what the best purchase changes, unless what none does is more. */
   function limiter(data, state, row, terms) {
     const unchanged = messagesShare(row) - halved(row.gains.network);
     const changed = purchases(data, state, row).map((change) => halved(row.gains[change]));
-    const ofLinks = terms["root's link"] > terms.bandwidth ? "root's link" : "links";
+    const links = terms["root's link"] > terms.bandwidth ? "root's link" : "links";
     if (unchanged > Math.max(...changed)) {
       const term = best(Object.keys(terms), (name) => terms[name]);
-      if (term === "latency" || term === "summation") return term;
-      const limit = bytesLimit(data, state, row);
-      return limit === "links" ? ofLinks : limit;
+      return term in LIMITS && term !== links ? term : bytesLimit(data, state, row, links);
     }
     const [first, rival] = bestPurchases(data, state, row);
     const isOpen = rival !== undefined && row.nodes > 1;
     if (isOpen && [first, rival].includes("network")) return "open";
-    if (first === "network") return ofLinks;
+    if (first === "network") return links;
     return messagesShare(row) > 0.5 ? "both" : "computing";
   }
 
