@@ -2,7 +2,7 @@
 
 ``published_sets`` has what others published, each set with the state of the page in which it was
 measured. ``files_of`` checks the reader's own reports, tables and runs, and returns what the page
-reads of them: measured.js makes sets of them as of files that are dropped onto the page.
+reads of them: files.js makes sets of them as of files that are dropped onto the page.
 """
 
 from collections import Counter

@@ -24,7 +24,7 @@ from tests.helpers import ROOT
 from tests.helpers.node import needs_node, run_scripts
 
 SHIPPED = ROOT / "reports" / "samples" / "compare-digits-1gbit" / "results.json"
-READ = "given.drops.map((files) => Measured.readTexts(given.data, files))"
+READ = "given.drops.map((files) => MeasuredFiles.readTexts(given.data, files))"
 TABLE = """nodes,strategy,global_batch,step_seconds,ranks_per_node,rate
 # measured at night
 1,none,256,1.9,,
@@ -207,7 +207,7 @@ def test_a_wrong_file_is_named(tmp_path, name, text, named):
 
 @needs_node
 def test_the_format_is_that_of_the_record(data):
-    assert run_scripts("Measured.FORMAT", {}) == record.FORMAT
+    assert run_scripts("MeasuredFiles.FORMAT", {}) == record.FORMAT
 
 
 @needs_node
@@ -431,7 +431,7 @@ def test_a_table_of_the_most_rows_is_read_at_once(data):
     rows = "".join(f"{nodes},ddp,256,0.8,1,10\n" for nodes in range(2, 2002))
     expression = """(() => {
       const before = performance.now();
-      const { sets } = Measured.readTexts(given.data, given.files);
+      const { sets } = MeasuredFiles.readTexts(given.data, given.files);
       return { points: sets.map((set) => set.points.length), ms: performance.now() - before };
     })()"""
     given = {"data": data, "files": [file("observed.csv", TABLE.splitlines()[0] + "\n" + rows)]}
