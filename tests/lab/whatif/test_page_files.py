@@ -117,6 +117,9 @@ def test_dropped_files_that_are_something_else(browser, what_if, tmp_path):
             assert path.name in text or path.is_dir(), text
             assert text.count("\n") == 0
             assert shown(page) == before, path
+        drop(page, [COMPARISON])
+        chosen_set(page)
+        assert not problem.is_visible(), "each drop begins anew"
 
 
 @pytest.mark.slow

@@ -59,3 +59,49 @@ def test_the_readers_runs_are_what_the_page_begins_with(browser, tmp_path):
         assert page.locator("#steps .measured").count() == 4
     with browser.page(path, fragment="#n=7&end") as page:
         assert state_of(page)["nodes"] == 7
+
+
+def test_the_nearest_set_is_named_first_and_shown_by_its_button(browser, what_if):
+    with browser.page(what_if.path) as page:
+        page.locator("button[data-preset='gpus']").click()
+        settle(page)
+        first = page.locator("#measured-set optgroup").first
+        assert first.get_attribute("label") == "Nearest to your settings"
+        title = first.locator("option").inner_text()
+        assert title in page.locator("#measured-nearest").inner_text()
+        page.locator("#measured-nearest button").click()
+        settle(page)
+        assert page.locator("#measured-set option:checked").inner_text() == title
+        assert page.locator("#measured-nearest").is_hidden()
+
+
+def test_a_point_outside_is_below_or_above_the_band(browser, what_if):
+    """The digits agree: what is below the band is a smaller number than its lower end."""
+    with browser.page(what_if.path) as page:
+        choices = page.locator("#measured-set option").evaluate_all("all => all.map(o => o.value)")
+        found = {"below": 0, "above": 0}
+        for name in filter(None, choices):
+            page.select_option("#measured-set", name)
+            settle(page)
+            rows = page.evaluate(
+                """(id) => {
+                  const data = Page.data();
+                  const set = Measured.setCalled(data, id);
+                  return Measured.compared(data, set, Page.state());
+                }""",
+                name,
+            )
+            texts = page.locator("#table-measured tbody tr").all_inner_texts()
+            for row, text in zip(rows, texts, strict=True):
+                side = row["side"]
+                assert ("the band" in text) == (side != "inside"), name
+                if side == "inside":
+                    continue
+                assert f"{side} the band" in text
+                low = row["seconds"] < row["low_seconds"]
+                assert low == (side == "below")
+                found[side] += 1
+            outside = [row["side"] for row in rows if row["side"] != "inside"]
+            sentence = page.locator("#measured-sides").inner_text()
+            assert bool(sentence) == (2 * max(map(outside.count, found)) > len(rows)), name
+        assert min(found.values()) > 0
