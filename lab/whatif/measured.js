@@ -85,10 +85,12 @@ const Measured = (() => {
     return [Number(isOther), ...doublings].reduce((sum, digit) => 10 * sum + digit, 0);
   }
 
-  /** Return the set that was measured with settings nearest to a state's; null if there is none. */
+  /** Return the set with settings nearest to a state's, of several the shown one; null: no set. */
   function nearest(data, state) {
     const distances = data.measured.map((set) => distance(data, set, state));
-    return data.measured[distances.indexOf(Math.min(...distances))] ?? null;
+    const least = Math.min(...distances);
+    const sets = data.measured.filter((_, index) => distances[index] === least);
+    return sets.find((set) => set.id === state.measured) ?? sets[0] ?? null;
   }
 
   /** Return a set and one of its points, that of the state's strategy if it has one. */
@@ -120,9 +122,10 @@ const Measured = (() => {
       (side) => rows.filter((row) => row.side === side).length > rows.length / 2);
     if (most === undefined) return "";
     const count = rows.filter((row) => row.side === most).length;
-    const which = count === rows.length ? `All these ${Words.counted(count, "step")}` : `${count} of these ${rows.length} steps`;
+    const all = rows.length === 1 ? "This step was" : `All ${count} steps were`;
+    const which = count === rows.length ? all : `${count} of these ${rows.length} steps were`;
     const [shorter, faster] = most === "below" ? ["shorter", "faster"] : ["longer", "slower"];
-    return `${which} were ${shorter} than the band: something here is ${faster} than on typical clusters. lab predict --fit takes what was measured.`;
+    return `${which} ${shorter} than the band: something here is ${faster} than on typical clusters. lab predict --fit takes what was measured.`;
   }
 
   // -- the section of the page ------------------------------------------------------------------

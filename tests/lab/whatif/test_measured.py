@@ -554,13 +554,21 @@ def test_the_nearest_set_has_the_same_backend_then_model_rate_and_ranks(data):
 
 @needs_node
 def test_most_points_on_one_side_are_one_sentence():
-    cases = [["below"] * 3, ["above", "above", "inside"], ["below", "inside"], ["inside"], []]
+    cases = [
+        ["below"] * 3,
+        ["above", "above", "inside"],
+        ["above"],
+        ["below", "inside"],
+        ["inside"],
+        [],
+    ]
     expression = "given.map((sides) => Measured.sidesText(sides.map((side) => ({ side }))))"
-    below, above, *others = run_scripts(expression, cases)
-    assert "All these 3 steps" in below
+    below, above, single, *others = run_scripts(expression, cases)
+    assert "All 3 steps were" in below
     assert "shorter" in below
     assert "2 of these 3 steps" in above
     assert "longer" in above
+    assert "This step was longer" in single
     assert others == ["", "", ""]
 
 
