@@ -539,7 +539,7 @@ const Page = (() => {
     Measured.start(data);
     Questions.start(data);
     mine = null; // what the page begins with is nobody's
-    writeControls();
+    byId("back").hidden = true;
   }
 
   document.addEventListener("DOMContentLoaded", start);
