@@ -16,7 +16,7 @@
  *     ready: number, where: string, exposed: number[][]}} Message
  *     seconds; where: "between nodes" or "inside a node"; nbytes: of each of its `count` messages
  * @typedef {{total_seconds: number, about: string, passes: Pass[], messages: Message[],
- *     exposed: number[][]}} Timeline as Engine.timeline returns it
+ *     exposed: number[][]}} Timeline as Timeline.timeline returns it
  *
  * @typedef {{nodes: number, step_seconds: number, efficiency: number, low_seconds: ?number,
  *     high_seconds: ?number, low_efficiency: ?number, high_efficiency: ?number}} Point

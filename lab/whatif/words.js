@@ -10,7 +10,7 @@ const Words = (() => {
   const MUCH = 0.5; // of a step: messages that take more limit it
   const LITTLE = 0.05; // of a step: messages that take less do not
 
-  // What Engine.terms counts, in words.
+  // What Timeline.terms counts, in words.
   const TERMS = {
     latency: "starting them (latency)",
     bandwidth: "bytes on the links (bandwidth)",
@@ -201,7 +201,7 @@ const Words = (() => {
   /**
    * Return what limits the step, as one sentence; and where the messages' time goes, as another.
    *
-   * @param {object} terms of Engine.terms for the focus: seconds by what they are spent on
+   * @param {object} terms of Timeline.terms for the focus: seconds by what they are spent on
    * @returns {{limit: string, detail: string}}
    */
   function limits(row, terms) {
