@@ -3,20 +3,18 @@
 /**
  * The four pictures of the page, drawn as SVG from plain numbers.
  *
- * A picture is drawn anew at every call, and again when its element gets another width. It reads
- * downward: elements, scales, a picture's frame, focus and pointer, legends, the timeline, curves,
- * bytes, and saving. Colours are attributes with the page's variables --ink, --paper, --muted and
- * --faint, so that a saved file can have their values.
+ * A picture is drawn anew at every call, and again when its element gets another width. Colours
+ * are attributes with the page's variables --ink, --paper, --muted and --faint, so that a saved
+ * file can have their values.
  *
  * @typedef {{name: string, color: string, marker: string}} Strategy
  *     of data.strategies; the marker is one of matplotlib's letters
  *
- * @typedef {{name: string, begin: number, end: number}} Pass seconds from the step's start
  * @typedef {{kind: string, nbytes: number, count: number, begin: number, end: number,
  *     ready: number, where: string, exposed: number[][]}} Message
  *     seconds; where: "between nodes" or "inside a node"; nbytes: of each of its `count` messages
- * @typedef {{total_seconds: number, about: string, passes: Pass[], messages: Message[],
- *     exposed: number[][]}} Timeline as Timeline.timeline returns it
+ * @typedef {{total_seconds: number, about: string, messages: Message[], exposed: number[][],
+ *     passes: {name: string, begin: number, end: number}[]}} Timeline as Timeline.timeline returns it
  *
  * @typedef {{nodes: number, step_seconds: number, efficiency: number, low_seconds: ?number,
  *     high_seconds: ?number, low_efficiency: ?number, high_efficiency: ?number}} Point
@@ -343,8 +341,8 @@ const Pictures = (() => {
 
   const ROW = 28; // pixels: height of a row's bars
   const READY = 9; // of the marks above a link's bars
-  const WAIT = "url(#wait)";
-  const EXPOSED = "url(#exposed)";
+  const WAIT = "url(#stripes-wait)";
+  const EXPOSED = "url(#stripes-wire)";
   const HIDDEN = { fill: SECTIONS.wire, "fill-opacity": 0.6 };
 
   /**
@@ -359,12 +357,13 @@ const Pictures = (() => {
   }
 
   function paintTimeline(drawing, { strategy, nodes, timeline: step }) {
-    addStripes(drawing, "wait", SECTIONS.wait);
-    addStripes(drawing, "exposed", SECTIONS.wire);
+    addStripes(drawing, "stripes-wait", SECTIONS.wait);
+    addStripes(drawing, "stripes-wire", SECTIONS.wire);
     addText(drawing, `${strategy} on ${Words.counted(nodes, "node")}`, LEFT, 14, {
       "font-weight": "bold",
     });
-    addText(drawing, summary(step), LEFT, 14 + LINE);
+    const total = Words.duration(step.total_seconds);
+    addText(drawing, `${total} ${step.about || "a step"}`, LEFT, 14 + LINE);
     const right = drawing.width - RIGHT;
     const x = linear(0, step.total_seconds, LEFT, right);
     const top = 14 + 1.5 * LINE;
@@ -381,17 +380,12 @@ const Pictures = (() => {
     return y + 4 + addLegend(drawing, y + 4, timelineSigns(drawing, step));
   }
 
-  function summary({ total_seconds: total, about, messages, exposed }) {
-    const sent = messages.length ? `${Words.duration(summed(exposed))} exposed` : "no messages";
-    return `${Words.duration(total)} ${about || "a step"}, ${sent}`;
-  }
-
   /** Return the length of intervals together. */
   function summed(intervals) {
     return intervals.reduce((sum, [begin, end]) => sum + end - begin, 0);
   }
 
-  /** Add diagonal stripes that `fill` can name. */
+  /** Add a pattern of diagonal stripes, which `fill` names by its id. */
   function addStripes(drawing, id, color) {
     const pattern = element("pattern", {
       id, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)",
@@ -473,15 +467,14 @@ const Pictures = (() => {
     ];
   }
 
-  function timelineSigns(drawing, { passes, messages, exposed }) {
-    const entries = passes.map(({ name, begin, end }) =>
+  function timelineSigns(drawing, { passes, exposed }) {
+    const computing = passes.map(({ name, begin, end }) =>
       boxEntry(drawing, `${name} ${Words.duration(end - begin)}`, { fill: SECTIONS[name] }));
-    if (!messages.length) return entries;
     const waits = `waiting ${Words.duration(summed(exposed))}`;
     const ready = (x, y) =>
       addPath(drawing, "sign", `M${x + SIGN / 2} ${y - 3}v6`, { stroke: INK });
     return [
-      ...entries, boxEntry(drawing, waits, { fill: WAIT }),
+      ...computing, boxEntry(drawing, waits, { fill: WAIT }),
       boxEntry(drawing, "message, hidden", HIDDEN),
       boxEntry(drawing, "message, exposed", { fill: EXPOSED }),
       { text: "message is ready", draw: ready },
@@ -672,11 +665,9 @@ const Pictures = (() => {
   function addScales(drawing, quantity, { x, y, left, right, ticks, texts, nodeCounts }) {
     addText(drawing, quantity.axis, LEFT, 13, { fill: MUTED });
     ticks.forEach((value, index) => {
-      const height = round(y(value));
-      addPath(drawing, "gridline", `M${round(left)} ${height}H${round(right)}`, { stroke: FAINT });
-      addText(drawing, texts[index], left - 6, height + 4, {
-        class: "heights", "text-anchor": "end",
-      });
+      const at = round(y(value));
+      addPath(drawing, "gridline", `M${round(left)} ${at}H${round(right)}`, { stroke: FAINT });
+      addText(drawing, texts[index], left - 6, at + 4, { class: "heights", "text-anchor": "end" });
     });
     const nodes = nodeCounts.map((count) => ({ at: x(count), text: Words.grouped(count) }));
     addAxis(drawing, left, right, BOTTOM, nodes);
@@ -686,9 +677,7 @@ const Pictures = (() => {
   /** Mark the reader's number of nodes across the plot. */
   function addReaderLine(drawing, { x, left, right }, nodes) {
     const at = round(x(nodes));
-    addPath(drawing, "own", `M${at} ${TOP - 4}V${BOTTOM}`, {
-      stroke: INK, "stroke-dasharray": "1 3",
-    });
+    addPath(drawing, "own", `M${at} ${TOP}V${BOTTOM}`, { stroke: INK, "stroke-dasharray": "1 3" });
     addText(drawing, Words.counted(nodes, "node"), at, TOP - 8, {
       "text-anchor": at < (left + right) / 2 ? "start" : "end", "font-weight": "bold",
     });
@@ -700,9 +689,8 @@ const Pictures = (() => {
   function addBand(drawing, plot, { points, style }) {
     if (!points.some((point) => point.low < point.high)) return;
     const outline = [...corners(plot, points, "high"), ...corners(plot, points, "low").reverse()];
-    addPath(drawing, "band", `M${outline.join("L")}Z`, {
-      fill: style.color, "fill-opacity": 0.16,
-    });
+    const color = { fill: style.color, "fill-opacity": 0.16 };
+    addPath(drawing, "band", `M${outline.join("L")}Z`, color);
   }
 
   /** Draw a line, with a marker at every fourth point, not where other lines have theirs. */
@@ -800,12 +788,10 @@ const Pictures = (() => {
 
   /** Download a picture as `name`.svg, which looks the same outside the page. */
   function save(svg, name) {
-    const file = new Blob([standalone(svg)], { type: "image/svg+xml" });
     const link = document.createElement("a");
-    link.href = URL.createObjectURL(file);
+    link.href = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(standalone(svg))}`;
     link.download = `${name}.svg`;
     link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
   }
 
   return { timeline, steps, efficiency, bytes, mark, save };
