@@ -56,8 +56,8 @@ const Page = (() => {
       rows: inOrder(rows),
       curves: inOrder(curves),
       nodes,
-      timeline: Engine.timeline(data, state, state.focus),
-      terms: Engine.terms(data, state, state.focus),
+      timeline: Timeline.timeline(data, state, state.focus),
+      terms: Timeline.terms(data, state, state.focus),
     };
   }
 
