@@ -1,402 +1,25 @@
 "use strict";
 
 /**
- * Measured steps beside the predicted ones: sets that come with the page, and files that the reader
- * drops onto it. Nothing is uploaded.
+ * Measured steps beside the predicted ones: published sets, and those of files (files.js).
  *
- * Read downward: files to measurements (results.json, tables, runs), measurements to sets, what a
- * set shows in a state, and the section of the page. All but the section touches no DOM.
- *
- * @typedef {{path: string, text: string}} TextFile path: from the folder that was dropped
- * @typedef {{strategy: string, nodes: number, ranks_per_node: number, batch: number,
- *     seconds: number, sync_seconds: ?number, rate_gbit: ?number, model: ?string}} Step
- *     batch: samples of all ranks; sync_seconds: exposed; null: the file does not say
- * @typedef {{name: string, about: string, backend: ?string, own: ?{ranks: number,
- *     seconds: number, samples: number}, steps: Step[]}} Measurement
- *     own: the step of one rank alone, as measured on so many ranks
- * @typedef {{id: string, title: string, about: string, family: string, state: Object,
- *     points: {strategy: string, nodes: number, seconds: number, note: string}[]}} MeasuredSet
- *     state: what the measurement says of it; the reader's own state has the rest
+ * Read downward: which sets there are, what a set shows in a state, and the section of the page.
+ * All but the section touches no DOM. A MeasuredSet is described in files.js.
  */
 const Measured = (() => {
-  const FORMAT = 1; // of results.json
-  const MOST_BYTES = 50e6;
-  const MOST_FILES = 5000;
-  const LARGEST = 1e9; // of any number: seconds, nodes, samples
+  const MOST_ROWS = 100; // of the table: each takes milliseconds
   const CLOSE = 0.01; // two values of a setting that are the same but for rounding
-  const COLUMNS = ["nodes", "strategy", "global_batch", "step_seconds"];
-  const RATES = { kbit: 1e-6, mbit: 1e-3, gbit: 1, tbit: 1e3 };
-  const WANTED = "results.json, a table (.csv), or summary.json and ranks.json of a run";
-  // On what a step depends; what else may differ is what nobody measured.
-  const SETTINGS = [
-    "model", "parameters", "gradient_type", "backend", "transport", "rate_gbit", "ranks_per_node",
-    "scaling", "batch_size", "step_ms", "batch", "bucket_mb",
-  ];
-
-  /** What is wrong with a file, in one sentence for the reader. */
-  class Refused extends Error {}
-
-  const refuseIf = (isWrong, sentence) => {
-    if (isWrong) throw new Refused(sentence);
-  };
-
-  const ranksOf = (step) => step.nodes * step.ranks_per_node;
-
-  // -- values -----------------------------------------------------------------------------------
-
-  const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
-
-  function number(value, where, { least = 1e-9, most = LARGEST, whole = false } = {}) {
-    const fits = Number.isFinite(value) && value >= least && value <= most;
-    const kind = whole ? "a whole number" : "a number";
-    refuseIf(
-      !fits || (whole && !Number.isInteger(value)),
-      `${where}: got ${JSON.stringify(value) ?? "nothing"}, expected ${kind} of at least ${least}.`,
-    );
-    return value;
-  }
-
-  const count = (value, where) => number(value, where, { least: 1, whole: true });
-
-  /** Return Gbit/s of "1gbit", of bits a second, or null. */
-  function rate(value, where) {
-    if (value === null || value === undefined || value === "") return null;
-    if (typeof value === "number") return number(value, where, { least: 1, most: 1e18 }) / 1e9;
-    const match = /^\s*([\d.]+)\s*([kmgt]bit)(\/s|ps)?\s*$/i.exec(value);
-    refuseIf(match === null, `${where}: got "${value}", expected a rate such as 1gbit.`);
-    return number(Number(match[1]) * RATES[match[2].toLowerCase()], where);
-  }
-
-  function json(file) {
-    try {
-      const content = JSON.parse(file.text);
-      refuseIf(!isObject(content), `${file.path} is something else: expected ${WANTED}.`);
-      return content;
-    } catch (error) {
-      if (error instanceof Refused) throw error;
-      throw new Refused(`${file.path} is cut off, or no JSON file: nothing of it is shown.`);
-    }
-  }
-
-  // -- files to measurements --------------------------------------------------------------------
-
-  const nameOf = (path) => path.slice(path.lastIndexOf("/") + 1);
-  const folderOf = (path) => path.slice(0, Math.max(0, path.lastIndexOf("/")));
-  const lastOf = (folder) => nameOf(folder) || "dropped";
-
-  /** Return the comparison of a results.json as a measurement. */
-  function ofComparison(data, file) {
-    const content = json(file);
-    const { path } = file;
-    const isComparison = Array.isArray(content.cells) && isObject(content.settings);
-    refuseIf(!isComparison, `${path} is something else: expected ${WANTED}.`);
-    refuseIf(
-      content.format > FORMAT,
-      `${path} has format ${content.format}, this page reads ${FORMAT}: make a newer page with lab whatif.`,
-    );
-    refuseIf(content.format !== FORMAT, `${path}: format: got ${content.format}, expected ${FORMAT}.`);
-    const cells = content.cells.filter((cell) => !isObject(cell) || cell.median);
-    const steps = cells.map((cell, index) => ofCell(content, cell, `${path}, cell ${index + 1}`));
-    const about = content.emulated
-      ? "Emulated nodes with Gloo: layers sleep for measured times, and all bytes travel."
-      : "Measured by this project, with Gloo over TCP.";
-    const name = folderOf(path) === "" ? path : lastOf(folderOf(path));
-    return { name, about, backend: "gloo", own: computing(steps), steps };
-  }
-
-  function ofCell(content, cell, where) {
-    refuseIf(!isObject(cell) || !isObject(cell.median), `${where} is something else.`);
-    const ranksPerNode = count(cell.ranks_per_node ?? 1, `${where}: ranks_per_node`);
-    const ranks = count(cell.nodes, `${where}: nodes`) * ranksPerNode;
-    const rateGbit = rate(cell.rate, `${where}: rate`);
-    const nodes = rateGbit === null ? hostsOf(cell, ranks) : cell.nodes;
-    const settings = content.groups?.[cell.group ?? 0] ?? content.settings;
-    return {
-      strategy: String(cell.sync),
-      nodes,
-      ranks_per_node: ranks / nodes,
-      batch: number(cell.batch_size, `${where}: batch_size`, { least: 1 }),
-      seconds: number(cell.median.step, `${where}: step`),
-      sync_seconds: number(cell.median.sync ?? 0, `${where}: sync`, { least: 0 }),
-      rate_gbit: rateGbit,
-      model: settings.model ?? content.settings.model ?? null,
-    };
-  }
-
-  /** Return the number of hosts of a cell's ranks: without a rate they may share one machine. */
-  function hostsOf(cell, ranks) {
-    const rows = cell.repeats?.find((run) => run.status === "done")?.ranks ?? [];
-    const hosts = new Set(rows.map((row) => row.node ?? row.host)).size;
-    return hosts > 0 && ranks % hosts === 0 ? hosts : 1;
-  }
-
-  /** Return what computes of the step on the fewest ranks, as the step of one rank alone. */
-  function computing(steps) {
-    const found = steps.filter((step) => step.sync_seconds !== null).map((step) => {
-      const ranks = ranksOf(step);
-      const seconds = step.seconds - step.sync_seconds;
-      return { ranks, seconds, samples: Math.round(step.batch / ranks) };
-    });
-    found.sort((a, b) => a.ranks - b.ranks || a.seconds - b.seconds);
-    return found[0] ?? null;
-  }
-
-  /** Return the fields of a line of a table; a field may stand in quotation marks. */
-  function fieldsOf(line) {
-    const fields = line.match(/("([^"]|"")*"|[^,]*)(,|$)/g).slice(0, line.endsWith(",") ? undefined : -1);
-    return fields.map((field) =>
-      field.replace(/,$/, "").trim().replace(/^"(.*)"$/s, "$1").replaceAll('""', '"'));
-  }
-
-  /** Return a table of steps, as for `lab predict --fit`, as a measurement. */
-  function ofTable(data, file) {
-    const { path } = file;
-    const text = file.text.replace(/^\uFEFF/, "");
-    const lines = text.split(/\r?\n/).filter((line) => line.trim() !== "" && !line.startsWith("#"));
-    const header = lines.length ? fieldsOf(lines[0]) : [];
-    const missing = COLUMNS.filter((name) => !header.includes(name));
-    refuseIf(
-      missing.length > 0,
-      `${path} has no column ${missing.join(", ")}: expected ${COLUMNS.join(", ")}, separated by commas.`,
-    );
-    refuseIf(lines.length === 1, `${path} has no rows: expected one measured step or more.`);
-    const steps = lines.slice(1).map((line, index) => {
-      const where = `${path}, row ${index + 1}`;
-      const fields = fieldsOf(line);
-      refuseIf(
-        fields.length !== header.length,
-        `${where} has ${fields.length} fields for ${header.length} columns: it is cut off, or decimals have a comma.`,
-      );
-      return ofRow(data, Object.fromEntries(header.map((name, at) => [name, fields[at]])), where);
-    });
-    return { name: path, about: "", backend: null, own: null, steps };
-  }
-
-  function ofRow(data, row, where) {
-    const known = data.strategies.some((entry) => entry.name === row.strategy);
-    refuseIf(!known, `${where}: strategy: got "${row.strategy}", which this page does not know.`);
-    const inGbit = /^[\d.]+$/.test(row.rate ?? "") ? `${row.rate}gbit` : row.rate;
-    return {
-      strategy: row.strategy,
-      nodes: count(Number(row.nodes), `${where}: nodes`),
-      ranks_per_node: count(Number(row.ranks_per_node || 1), `${where}: ranks_per_node`),
-      batch: count(Number(row.global_batch), `${where}: global_batch`),
-      seconds: number(Number(row.step_seconds || NaN), `${where}: step_seconds`),
-      sync_seconds: null,
-      rate_gbit: rate(inGbit, `${where}: rate`),
-      model: null,
-    };
-  }
-
-  /** Return the runs whose files were dropped as a measurement. */
-  function ofRuns(data, folders) {
-    const backends = new Set();
-    const steps = folders.map(([folder, files]) => {
-      const { step, backend } = ofRun(folder, files);
-      backends.add(backend);
-      return step;
-    });
-    const name = folders.length === 1 ? lastOf(folders[0][0]) : `${folders.length} runs`;
-    const [backend] = backends.size === 1 ? backends : [null];
-    return { name, about: "Measured by this project.", backend, own: computing(steps), steps };
-  }
-
-  function ofRun(folder, files) {
-    const where = nameOf(folder) || "The dropped run";
-    const lacks = ["summary.json", "ranks.json"].find((name) => !files.has(name));
-    refuseIf(lacks, `${where} has no ${lacks}: drop the run's whole folder.`);
-    const summary = json(files.get("summary.json"));
-    const { ranks } = json(files.get("ranks.json"));
-    const isRun = typeof summary.sync === "string" && Array.isArray(ranks) && ranks.every(isObject);
-    refuseIf(!isRun || ranks.length === 0, `${where} is not the folder of a finished run.`);
-    const nodes = new Set(ranks.map((row) => row.node ?? row.host)).size;
-    refuseIf(ranks.length % nodes !== 0, `${where}: its nodes have different numbers of ranks.`);
-    const step = {
-      strategy: summary.sync,
-      nodes,
-      ranks_per_node: ranks.length / nodes,
-      batch: count(summary.global_batch_size, `${where}: global_batch_size`),
-      seconds: number(summary.step_seconds, `${where}: step_seconds`),
-      sync_seconds: summary.section_seconds?.sync ?? null,
-      rate_gbit: null,
-      model: summary.model ?? null,
-    };
-    return { step, backend: summary.backend === "nccl" ? "nccl" : "gloo" };
-  }
-
-  /**
-   * Return what the files hold. Of a comparison's folder results.json counts alone; of other
-   * folders the runs and tables in it do.
-   *
-   * @param {TextFile[]} files
-   */
-  function measurementsOf(data, files) {
-    const compared = files.filter(({ path }) => nameOf(path) === "results.json");
-    const inside = compared.map(({ path }) => folderOf(path)).filter((folder) => folder !== "");
-    const found = compared.map((file) => ofComparison(data, file));
-    const runs = new Map();
-    for (const file of files) {
-      const folder = folderOf(file.path);
-      const name = nameOf(file.path);
-      const isPart = inside.some((root) => folder === root || folder.startsWith(`${root}/`));
-      if (isPart || compared.includes(file)) continue;
-      if (["summary.json", "ranks.json", "config.json"].includes(name)) {
-        if (!runs.has(folder)) runs.set(folder, new Map());
-        refuseIf(runs.get(folder).has(name), `Two files are called ${name}: drop the runs' folders.`);
-        runs.get(folder).set(name, file);
-      } else if (/\.csv$/i.test(name)) {
-        found.push(ofTable(data, file));
-      } else if (folder === "") {
-        found.push(ofComparison(data, file)); // results.json under another name, or something else
-      }
-    }
-    const finished = [...runs].filter(([folder, own]) => folder === "" || own.has("summary.json"));
-    if (finished.length) found.push(ofRuns(data, finished));
-    refuseIf(found.length === 0, `Nothing to show in what was dropped: expected ${WANTED}.`);
-    return found;
-  }
-
-  // -- measurements to sets ---------------------------------------------------------------------
-
-  function groupsOf(entries, keyOf) {
-    const groups = new Map();
-    for (const entry of entries) {
-      const key = JSON.stringify(keyOf(entry));
-      groups.set(key, [...(groups.get(key) ?? []), entry]);
-    }
-    return [...groups.values()];
-  }
-
-  /** Return the steps as {scaling, batch_size, steps}: weak if a rank's batch stays the same. */
-  function byBatch(steps) {
-    const ofRank = new Set(steps.map((step) => step.batch / ranksOf(step)));
-    if (ofRank.size === 1 && new Set(steps.map((step) => step.nodes)).size > 1) {
-      return [{ scaling: "weak", batch_size: Math.round([...ofRank][0]), steps }];
-    }
-    return groupsOf(steps, (step) => step.batch).map((alike) => (
-      { scaling: "strong", batch_size: Math.round(alike[0].batch), steps: alike }));
-  }
-
-  /** Return the sets of a measurement: one for each model, rate, ranks on a node, and batch. */
-  function setsOf(data, measurement) {
-    const known = data.strategies.map((entry) => entry.name);
-    const alone = measurement.steps.find((step) => ranksOf(step) === 1);
-    const own = alone ? { ranks: 1, seconds: alone.seconds, samples: alone.batch } : measurement.own;
-    const drawn = measurement.steps.filter(
-      (step) => step.nodes > 1 && known.includes(step.strategy) && step.strategy !== "none");
-    refuseIf(
-      drawn.length === 0,
-      `${measurement.name} has no step on two or more nodes of a strategy that this page draws.`,
-    );
-    return groupsOf(drawn, (step) => [step.model, step.rate_gbit, step.ranks_per_node])
-      .flatMap(byBatch)
-      .map((group) => setOf(data, { ...measurement, own }, group));
-  }
-
-  function setOf(data, { name, about, backend, own }, { scaling, batch_size: batchSize, steps }) {
-    const [first] = steps;
-    const { rate_gbit: rateGbit, ranks_per_node: ranksPerNode, model } = first;
-    const strategies = data.strategies.map((entry) => entry.name)
-      .filter((strategy) => steps.some((step) => step.strategy === strategy));
-    const state = {
-      ranks_per_node: ranksPerNode,
-      scaling,
-      batch_size: batchSize,
-      nodes: Math.max(...steps.map((step) => step.nodes)),
-      strategies,
-      focus: strategies.at(-1),
-    };
-    if (model !== null) Object.assign(state, { model, gradient_type: "fp32", bucket_mb: null });
-    if (rateGbit !== null) state.rate_gbit = rateGbit;
-    if (backend !== null) Object.assign(state, { costs: "typical", backend, transport: "tcp" });
-    if (own !== null) {
-      const stepMs = Number((1e3 * own.seconds).toPrecision(5));
-      Object.assign(state, { costs: "typical", step_ms: stepMs, batch: own.samples });
-    }
-    const sentences = [about];
-    if (rateGbit === null) sentences.push("The rate of the links is not stated: yours stays.");
-    if (own === null) sentences.push("The step of one rank alone is not stated: yours stays.");
-    if (own?.ranks > 1) {
-      sentences.push("One rank alone was not measured: its step is taken to be a step of these less its exposed communication.");
-    }
-    const ranks = ranksPerNode === 1 ? "" : `, ${ranksPerNode} ranks a node`;
-    const links = rateGbit === null ? "" : `, ${rateGbit} Gbit/s`;
-    return {
-      id: "",
-      title: `${name}: batch ${batchSize}${scaling === "weak" ? " a rank" : ""}${ranks}${links}`,
-      about: sentences.filter((sentence) => sentence !== "").join(" "),
-      family: backend ?? "",
-      state,
-      points: steps.map(({ strategy, nodes, seconds }) => ({ strategy, nodes, seconds, note: "" })),
-    };
-  }
-
-  /** Return the sets with ids that no other set has: the measurement's name, then with a number. */
-  function withIds(sets, taken) {
-    const ids = new Set(taken);
-    return sets.map((set) => {
-      const name = set.title.split(":")[0].replace(/[^\w.-]+/g, "-");
-      let id = name;
-      for (let again = 2; ids.has(id); again += 1) id = `${name}-${again}`;
-      ids.add(id);
-      return { ...set, id };
-    });
-  }
-
-  /**
-   * Return the sets of files, or what is wrong with one of them.
-   *
-   * @param {Object} data of the page
-   * @param {TextFile[]} files
-   * @returns {{sets: MeasuredSet[]} | {problem: string}}
-   */
-  function readTexts(data, files) {
-    try {
-      const sets = measurementsOf(data, files).flatMap((found) => setsOf(data, found));
-      return { sets: withIds(sets, data.measured.map((set) => set.id)) };
-    } catch (error) {
-      if (error instanceof Refused) return { problem: error.message };
-      throw error;
-    }
-  }
-
-  const isRead = ({ path }) => {
-    const name = nameOf(path);
-    const ofFolder = ["results.json", "summary.json", "ranks.json", "config.json"];
-    return folderOf(path) === "" || ofFolder.includes(name) || /\.csv$/i.test(name);
-  };
-
-  /**
-   * Return the sets of files of the browser.
-   *
-   * @param {{path: string, file: File}[]} dropped
-   * @returns {Promise<{sets: MeasuredSet[]} | {problem: string}>}
-   */
-  async function read(data, dropped) {
-    const wanted = dropped.filter(isRead);
-    if (wanted.length > MOST_FILES) return { problem: `These are ${wanted.length} files: drop fewer.` };
-    const large = wanted.find(({ file }) => file.size > MOST_BYTES);
-    if (large) return { problem: `${large.path} is too large: this page reads up to 50 MB.` };
-    const texts = [];
-    for (const { path, file } of wanted) {
-      try {
-        texts.push({ path, text: await file.text() });
-      } catch {
-        return { problem: `${path} cannot be read: is it a folder, or was it moved?` };
-      }
-    }
-    return readTexts(data, texts);
-  }
+  const DRAWN = ["nodes", "strategies", "focus", "measured"]; // what is shown; all else is a setting
 
   /** Put the sets of the files that came with the page before the published ones. */
   function prepare(data) {
     for (const set of data.measured) set.isPublished = true;
-    for (const files of [data.shipped ?? [], data.files ?? []]) {
-      if (files.length === 0) continue;
-      const { sets = [], problem = null } = readTexts(data, files);
-      data.measured = [...sets, ...data.measured];
-      data.problem = problem; // in the end that of the reader's own files
-    }
+    const { files = [], shipped = [] } = data;
+    data.measured = [...MeasuredFiles.readTexts(data, shipped).sets, ...data.measured];
+    const own = MeasuredFiles.readTexts(data, files);
+    data.measured = [...own.sets, ...data.measured];
+    data.begin = own.sets[0]?.id ?? null;
+    data.problem = files.length === 0 ? null : own.problem;
   }
 
   // -- what a set shows in a state --------------------------------------------------------------
@@ -408,9 +31,18 @@ const Measured = (() => {
     return Math.abs(first - second) <= CLOSE * Math.max(first, second);
   }
 
+  /** Return the names of the settings that change a state's predictions. */
+  function settingsOf(state) {
+    const unused = [...DRAWN];
+    if (state.model !== "own") unused.push("parameters");
+    if (state.ranks_per_node === 1) unused.push("inside_gbit");
+    if (state.step_ms === null) unused.push("batch");
+    return Object.keys(State.FIELDS).filter((name) => !unused.includes(name));
+  }
+
   /** Return the settings of a state that are not those of a set, by name. */
   function differences(set, state) {
-    return SETTINGS.filter((name) => name in set.state && !isClose(set.state[name], state[name]));
+    return settingsOf(state).filter((name) => name in set.state && !isClose(set.state[name], state[name]));
   }
 
   /** Return the measured efficiency where the step of one node was measured too, else null. */
@@ -430,23 +62,78 @@ const Measured = (() => {
       .map((point) => ({ ...point, note: "", efficiency: efficiency(state, point) }));
   }
 
-  /** Return measured and predicted step of each point, in seconds, and the error as a fraction. */
+  /** Return the bytes of a state's gradients. */
+  function gradientBytes(data, { model, parameters, gradient_type: type }) {
+    const found = data.models.find((entry) => entry.name === model);
+    const entries = found?.gradients.map(([count, shape]) => count * shape.reduce((a, b) => a * b, 1));
+    const sum = entries?.reduce((a, b) => a + b, 0) ?? parameters;
+    return sum * data.constants.gradient_bytes[type];
+  }
+
+  /**
+   * Return how far a set's settings are from a state's: first other backends and transports count,
+   * then how often the bytes, then the rate, then the ranks on a node would have to double.
+   */
+  function distance(data, set, state) {
+    const its = { ...state, ...set.state };
+    const isOther = its.backend !== state.backend || its.transport !== state.transport;
+    const doublings = [
+      gradientBytes(data, its) / gradientBytes(data, state),
+      its.rate_gbit / state.rate_gbit,
+      its.ranks_per_node / state.ranks_per_node,
+    ].map((ratio) => Math.min(9, Math.round(Math.abs(Math.log2(ratio)))));
+    return [Number(isOther), ...doublings].reduce((sum, digit) => 10 * sum + digit, 0);
+  }
+
+  /** Return the set that was measured with settings nearest to a state's; null if there is none. */
+  function nearest(data, state) {
+    const distances = data.measured.map((set) => distance(data, set, state));
+    return data.measured[distances.indexOf(Math.min(...distances))] ?? null;
+  }
+
+  /** Return a set and one of its points, that of the state's strategy if it has one. */
+  function nearestText(set, state) {
+    const point = set.points.find(({ strategy }) => strategy === state.focus) ?? set.points[0];
+    const seconds = Words.duration(point.seconds);
+    return `Nearest measured: ${set.title}: ${point.strategy} took ${seconds} on ${Words.counted(point.nodes, "node")}.`;
+  }
+
+  /**
+   * Return measured and predicted step of the first points, in seconds, the error as a fraction,
+   * and on which side of the band a point lies, with the digits that are shown.
+   */
   function compared(data, set, state) {
-    return set.points.map((point) => {
+    const shown = (seconds) => Number(seconds.toPrecision(3));
+    return set.points.slice(0, MOST_ROWS).map((point) => {
       const [step] = Engine.curve(data, state, point.strategy, [point.nodes], { band: true });
       const error = step.step_seconds / point.seconds - 1;
-      const isInside = step.low_seconds <= point.seconds && point.seconds <= step.high_seconds;
-      return { ...point, ...step, error, isInside };
+      let side = "inside";
+      if (shown(point.seconds) < shown(step.low_seconds)) side = "below";
+      if (shown(point.seconds) > shown(step.high_seconds)) side = "above";
+      return { ...point, ...step, error, side };
     });
+  }
+
+  /** Return what follows where most points lie on one side of the band; "" if they do not. */
+  function sidesText(rows) {
+    const most = ["below", "above"].find(
+      (side) => rows.filter((row) => row.side === side).length > rows.length / 2);
+    if (most === undefined) return "";
+    const count = rows.filter((row) => row.side === most).length;
+    const which = count === rows.length ? `All these ${Words.counted(count, "step")}` : `${count} of these ${rows.length} steps`;
+    const [shorter, faster] = most === "below" ? ["shorter", "faster"] : ["longer", "slower"];
+    return `${which} were ${shorter} than the band: something here is ${faster} than on typical clusters. lab predict --fit takes what was measured.`;
   }
 
   // -- the section of the page ------------------------------------------------------------------
 
   const PARTS = `
     <div class="field"><label for="measured-set">Show</label><select id="measured-set"></select></div>
+    <p id="measured-nearest"><span></span> <button type="button" class="quiet">Show it</button></p>
     <p id="measured-about" class="muted"></p>
     <p id="measured-off" class="note" hidden><span></span> <button type="button">Back to its settings</button></p>
     <div class="scroll" id="measured-scroll" tabindex="0" role="region" aria-label="Table: measured and predicted steps" hidden><table id="table-measured"></table></div>
+    <p id="measured-sides"></p>
     <p id="measured-error" class="muted"></p>
     <details id="measured-notes" class="numbers" hidden><summary>As published</summary><ul></ul></details>
     <div id="measured-drop" class="drop"><p>Your own: drop <code>results.json</code>, a table (<code>.csv</code>) or folders of runs anywhere onto this page. They stay in this page: nothing is uploaded or stored.</p>
@@ -468,19 +155,22 @@ const Measured = (() => {
     return made("option", set.title, { value: set.id });
   }
 
-  function fillChoices(data) {
-    const select = byId("measured-set");
-    const published = data.measured.filter((set) => set.isPublished);
-    const own = data.measured.filter((set) => !set.isPublished);
-    const groups = [["Yours, and this project's", own]];
+  /** Offer all sets, the nearest one first. */
+  function fillChoices(data, first) {
+    const others = data.measured.filter((set) => set !== first);
+    const groups = [
+      ["Nearest to your settings", first ? [first] : []],
+      ["Yours, and this project's", others.filter((set) => !set.isPublished)],
+    ];
     for (const { backend, label } of data.families) {
-      groups.push([`Published, ${label}`, published.filter((set) => set.family === backend)]);
+      const ofFamily = others.filter((set) => set.isPublished && set.family === backend);
+      groups.push([`Published, ${label}`, ofFamily]);
     }
-    select.replaceChildren(made("option", "nothing measured", { value: "" }));
+    byId("measured-set").replaceChildren(made("option", "nothing measured", { value: "" }));
     for (const [label, sets] of groups) {
       const group = Object.assign(document.createElement("optgroup"), { label });
       group.append(...sets.map(option));
-      if (sets.length) select.append(group);
+      if (sets.length) byId("measured-set").append(group);
     }
   }
 
@@ -496,28 +186,25 @@ const Measured = (() => {
   }
 
   function fillTable(data, set, state) {
-    const headings = ["strategy", "nodes", "measured", "predicted (80 %)", "error"];
-    const kinds = ["", "number", "number", "number", "number"];
-    const head = document.createElement("tr");
-    head.append(...headings.map((text, at) => made("th", text, { scope: "col", className: kinds[at] })));
-    const rows = compared(data, set, state).map((point) => {
+    const columns = [
+      ["strategy", ""], ["nodes", "number"], ["measured", "number"], ["predicted (80 %)", "number"],
+      ["error", "number"],
+    ];
+    const compares = compared(data, set, state);
+    const rows = compares.map((point) => {
       const range = Words.range(point.low_seconds, point.high_seconds, "–");
       const sign = point.error < 0 ? "−" : "+";
-      const texts = [
+      const side = point.side === "inside" ? "" : `, ${point.side} the band`;
+      return [
         point.strategy, Words.grouped(point.nodes), Words.duration(point.seconds),
         `${Words.duration(point.step_seconds)} (${range})`,
-        `${sign}${Words.percent(Math.abs(point.error), 0)}${point.isInside ? "" : ", outside"}`,
+        `${sign}${Words.percent(Math.abs(point.error), 0)}${side}`,
       ];
-      const row = document.createElement("tr");
-      row.append(...texts.map((text, at) => (
-        made(at ? "td" : "th", text, { className: kinds[at], scope: at ? "" : "row" }))));
-      return row;
     });
-    const thead = document.createElement("thead");
-    const body = document.createElement("tbody");
-    thead.append(head);
-    body.append(...rows);
-    byId("table-measured").replaceChildren(thead, body);
+    Page.fill(byId("table-measured"), columns, rows);
+    const { length } = set.points;
+    const cut = length > MOST_ROWS ? `The first ${MOST_ROWS} of ${Words.grouped(length)} steps. ` : "";
+    byId("measured-sides").textContent = cut + sidesText(compares);
   }
 
   /** List what was published about each step. */
@@ -529,18 +216,28 @@ const Measured = (() => {
     byId("measured-notes").querySelector("ul").replaceChildren(...items);
   }
 
-  const shown = { key: null, id: null };
+  const shown = { key: null, id: null, nearest: undefined };
+
+  /** Name the nearest set, and offer it first. */
+  function followNearest(data, state) {
+    const first = nearest(data, state);
+    if (first !== shown.nearest) fillChoices(data, first);
+    shown.nearest = first;
+    byId("measured-nearest").hidden = first === null || first.id === state.measured;
+    byId("measured-nearest").firstChild.textContent = first === null ? "" : nearestText(first, state);
+  }
 
   /** Follow the page's state: the table of the chosen set, or why its points are not drawn. */
   function follow(data) {
     const state = Page.state();
     const set = setCalled(data, state.measured);
+    followNearest(data, state);
     byId("measured-set").value = set?.id ?? "";
     const differing = set === null ? [] : differences(set, state);
     const hasTable = set !== null && differing.length === 0;
     byId("measured-about").textContent = set?.about ?? "";
     byId("measured-off").hidden = differing.length === 0;
-    byId("measured-scroll").hidden = !hasTable;
+    for (const id of ["measured-scroll", "measured-sides"]) byId(id).hidden = !hasTable;
     byId("measured-error").textContent = set === null ? "" : stated(data, set, state);
     if (differing.length) {
       const names = differing.map((name) => State.FIELDS[name].label.toLowerCase()).join(", ");
@@ -561,6 +258,12 @@ const Measured = (() => {
     return `${family} That error predicts each group without its own rows; this page's priors were fitted to all of them.`;
   }
 
+  /** Take away what was said of files before. */
+  function clear() {
+    for (const id of ["measured-problem", "message"]) byId(id).hidden = true;
+    byId("measured-said").textContent = "";
+  }
+
   /** Say what is wrong with files. */
   function refuse(problem) {
     byId("measured-problem").textContent = problem;
@@ -570,74 +273,26 @@ const Measured = (() => {
 
   /** Take over dropped or chosen files: the first of their sets is shown. */
   async function take(data, dropped) {
-    const { sets, problem } = await read(data, dropped);
-    byId("measured-problem").hidden = true;
-    if (problem !== undefined) {
-      refuse(problem);
-      return;
-    }
+    const { sets, problem } = await MeasuredFiles.read(data, dropped);
+    if (problem !== null) refuse(problem);
+    if (sets.length === 0) return;
     const before = data.measured;
     data.measured = [...sets.map((set) => ({ ...set, isDropped: true })), ...before];
     if (!choose(data, sets[0].id)) {
       data.measured = before;
       return;
     }
-    fillChoices(data);
+    shown.nearest = undefined; // the list has others now
     follow(data);
     byId("measured-said").textContent = `${Words.counted(sets.length, "set")} of measured steps added.`;
-  }
-
-  /** Return all files of a file's or a folder's handle, with their paths. */
-  async function filesIn(handle, path = handle.name) {
-    if (handle.kind === "file") return [{ path, file: await handle.getFile() }];
-    const files = [];
-    for await (const inner of handle.values()) {
-      files.push(...(await filesIn(inner, `${path}/${inner.name}`)));
-      if (files.length > MOST_FILES) return files;
-    }
-    return files;
-  }
-
-  /** Return the same of an entry, for browsers that have no handles. */
-  async function filesOfEntry(entry) {
-    const path = entry.fullPath.replace(/^\//, "");
-    if (entry.isFile) {
-      return new Promise((resolve, reject) => {
-        entry.file((file) => resolve([{ path, file }]), reject);
-      });
-    }
-    const reader = entry.createReader();
-    const files = [];
-    for (;;) {
-      const entries = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
-      if (entries.length === 0 || files.length > MOST_FILES) return files;
-      for (const inner of entries) files.push(...(await filesOfEntry(inner)));
-    }
-  }
-
-  /**
-   * Return the files of a drop. What was dropped is lost after the first await.
-   *
-   * Chromium cannot read entries on a page that is a file itself; Firefox has no handles.
-   */
-  async function droppedFiles({ items, files }) {
-    const dropped = [...items].filter((item) => item.kind === "file");
-    const plain = [...files].map((file) => ({ path: file.name, file }));
-    if (dropped.every((item) => item.getAsFileSystemHandle)) {
-      const handles = await Promise.all(dropped.map((item) => item.getAsFileSystemHandle()));
-      if (!handles.every(Boolean)) return plain;
-      return (await Promise.all(handles.map((handle) => filesIn(handle)))).flat();
-    }
-    const entries = dropped.map((item) => item.webkitGetAsEntry?.());
-    if (!entries.every(Boolean)) return plain;
-    return (await Promise.all(entries.map(filesOfEntry))).flat();
   }
 
   async function onDrop(data, event) {
     event.preventDefault();
     document.body.classList.remove("dragging");
     if (![...event.dataTransfer.types].includes("Files")) return;
-    const files = await droppedFiles(event.dataTransfer).catch(() => null);
+    clear();
+    const files = await MeasuredFiles.droppedFiles(event.dataTransfer).catch(() => null);
     if (files === null) refuse("The browser cannot read what was dropped: choose it with a button.");
     else await take(data, files);
   }
@@ -646,10 +301,13 @@ const Measured = (() => {
     byId("measured-set").addEventListener("change", (event) => choose(data, event.target.value));
     byId("measured-off").querySelector("button")
       .addEventListener("click", () => choose(data, Page.state().measured));
+    byId("measured-nearest").querySelector("button")
+      .addEventListener("click", () => choose(data, shown.nearest.id));
     for (const kind of ["files", "folder"]) {
       const input = byId(`measured-${kind}`);
       document.querySelector(`[data-pick="${kind}"]`).addEventListener("click", () => input.click());
       input.addEventListener("change", async () => {
+        clear();
         const files = [...input.files].map((file) => (
           { path: file.webkitRelativePath || file.name, file }));
         input.value = ""; // the same file may be chosen again
@@ -669,15 +327,15 @@ const Measured = (() => {
   /** Fill the section; the first of the reader's own sets that came with the page is shown. */
   function start(data) {
     byId("measured").insertAdjacentHTML("beforeend", PARTS);
-    fillChoices(data);
     listen(data);
-    const hasOwn = (data.files ?? []).length > 0;
-    if (hasOwn && data.problem) refuse(data.problem);
+    if (data.problem !== null) refuse(data.problem);
     const isAsked = location.hash.length > 1;
-    if (hasOwn && !data.problem && !isAsked) choose(data, data.measured[0].id);
+    if (data.begin !== null && !isAsked) choose(data, data.begin);
     else follow(data);
   }
 
-  return { FORMAT, prepare, start, read, readTexts, setCalled, points, compared, differences, choose };
+  return {
+    prepare, start, setCalled, points, compared, sidesText, nearest, nearestText, differences, choose,
+  };
 })();
 if (typeof module !== "undefined") module.exports = Measured;
