@@ -100,7 +100,8 @@ const Page = (() => {
     const software = answer === "" ? "" : Words.softwareLimit(data, state);
     const nodes = Words.counted(focus.nodes, "node");
     const short = `${state.focus} on ${nodes} takes ${Words.duration(focus.step_seconds)} a step.`;
-    const parts = [answer || short, software, Words.sentenceOf(focus.note)];
+    const notes = [focus.note, focus.caveat].map(Words.sentenceOf);
+    const parts = [answer || short, software, ...notes];
     const sentence = parts.filter((part) => part !== "").join(" ");
     const settings = Words.about(data, state);
     byId("settings").textContent = tidy(settings);
@@ -203,7 +204,7 @@ const Page = (() => {
       const rows = results.rows.map((row) => [
         row.strategy, ...sent(row), stepText(row),
         Words.times(row.speedup), Words.duration(row.sync_seconds),
-        Words.duration(row.slowed_seconds), row.note,
+        Words.duration(row.slowed_seconds), row.note || row.caveat,
       ]);
       return [columns, rows];
     },

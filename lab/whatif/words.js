@@ -245,9 +245,8 @@ const Words = (() => {
   function added(row) {
     const parts = [];
     if (row.sync_seconds > 0) parts.push(`${duration(row.sync_seconds)} that nothing hides`);
-    if (row.slowed_seconds > 0) {
-      parts.push(`${duration(row.slowed_seconds)} by which they slow computing`);
-    }
+    const slowing = `${duration(row.slowed_seconds)} by which they slow computing`;
+    if (row.slowed_seconds > 0) parts.push(slowing);
     if (parts.length === 0) return "Computing hides all messages.";
     return `Messages are ${ofAll(messagesShare(row))} of it: ${parts.join(", and ")}.`;
   }
@@ -269,8 +268,7 @@ const Words = (() => {
     const messages = period > 1 ? `All messages of ${period} steps` : "All messages";
     const term = best(Object.keys(terms), (name) => terms[name]);
     const inside = term === "bandwidth" && state.ranks_per_node > 1 ? ", between nodes and inside" : "";
-    const share = `${ofAll(terms[term] / sum)} of that for ${TERMS[term]}${inside}`;
-    const detail = `${messages} take ${duration(sum)}, ${share}.`;
+    const detail = `${messages} take ${duration(sum)}, ${ofAll(terms[term] / sum)} of that for ${TERMS[term]}${inside}.`;
     return { limit: `${LIMITS[limiter(data, state, row, terms)]}. ${added(row)}`, detail };
   }
 

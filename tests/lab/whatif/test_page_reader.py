@@ -214,3 +214,12 @@ def test_a_strategy_that_sends_now_and_then(phone, what_if):
     assert f"mean step takes {mean}" in drawn
     assert "one of 4 steps" in drawn
     assert mean in text(phone, "sentence").replace("\u00a0", " ")
+
+
+def test_what_a_prediction_leaves_out_stands_in_the_answer(phone, what_if):
+    """As the strategy's plan says it."""
+    [caveat] = [
+        entry["plan"]["caveat"] for entry in what_if.data["strategies"] if entry["name"] == "topk"
+    ]
+    show(phone, what_if.preset("cloudlab") | {"strategies": ["topk"], "focus": "topk"})
+    assert caveat[1:] in text(phone, "sentence")

@@ -25,7 +25,7 @@ SAID = """(() => {
   const rowOf = (state, row) => row ?? Engine.row(data, state, state.focus);
   return given.cases.map(([state, known]) => {
     const row = rowOf(state, known);
-    const terms = Engine.terms(data, state, state.focus);
+    const terms = Timeline.terms(data, state, state.focus);
     return {
       ...Words.limits(data, state, row, terms), row, terms,
       answer: Words.sentence(data, state, row), software: Words.softwareLimit(data, state),
