@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.helpers.browser import needs_browser, overlapping, sticking_out
+from tests.helpers.browser import needs_browser, overlapping, sticking_out, unnamed_controls
 from tests.helpers.paths import ROOT
 from tests.helpers.what_if_page import choose_preset, drop, settle, shown, wait_for
 
@@ -147,6 +147,7 @@ def test_a_question_before_and_after_the_guess(browser, what_if):
         for part in HIDDEN:
             assert not page.locator(f"#{part}").is_visible(), part
         assert page.locator("#question-text").inner_text()
+        assert unnamed_controls(page) == []
         assert overlapping(page) == []
         page.keyboard.press("Tab")
         page.keyboard.type("much")

@@ -116,6 +116,11 @@ def test_back_and_a_link_pasted_into_the_open_page(browser, what_if):
         assert shown(page) == first
         page.go_forward()
         assert shown(page) == second
+        for nodes in (9, 10, 11):
+            set_number(page, "nodes", nodes)
+        assert shown(page) != second
+        page.go_back()
+        assert shown(page) == second, "one step back for all changes of a control"
 
 
 @pytest.mark.slow
