@@ -50,7 +50,6 @@ const Page = (() => {
     const curves = rows.map((row, index) => ({
       strategy: row.strategy,
       points: Engine.curve(data, state, row.strategy, nodes, { band: index < MOST_BANDS }),
-      reader: row,
     }));
     return {
       focus: rows[0],

@@ -3,29 +3,27 @@
 /**
  * The four pictures of the page, drawn as SVG from plain numbers.
  *
- * A picture is drawn anew at every call, and again when its element gets another width. It reads
- * downward: elements, scales, a picture's frame, focus and pointer, legends, the timeline, curves,
- * bytes, and saving. Colours are attributes with the page's variables --ink, --paper, --muted and
- * --faint, so that a saved file can have their values.
+ * A picture is drawn anew at every call, and again when its element gets another width. Colours
+ * are attributes with the page's variables --ink, --paper, --muted and --faint, so that a saved
+ * file can have their values.
  *
  * @typedef {{name: string, color: string, marker: string}} Strategy
  *     of data.strategies; the marker is one of matplotlib's letters
  *
- * @typedef {{name: string, begin: number, end: number}} Pass seconds from the step's start
  * @typedef {{kind: string, nbytes: number, count: number, begin: number, end: number,
  *     ready: number, where: string, exposed: number[][]}} Message
  *     seconds; where: "between nodes" or "inside a node"; nbytes: of each of its `count` messages
- * @typedef {{total_seconds: number, about: string, passes: Pass[], messages: Message[],
- *     exposed: number[][]}} Timeline as Engine.timeline returns it
+ * @typedef {{total_seconds: number, about: string, messages: Message[], exposed: number[][],
+ *     passes: {name: string, begin: number, end: number}[]}} Timeline as Engine.timeline returns it
  *
  * @typedef {{nodes: number, step_seconds: number, efficiency: number, low_seconds: ?number,
  *     high_seconds: ?number, low_efficiency: ?number, high_efficiency: ?number}} Point
- *     an entry of Engine.curve, or a row of Engine.row; without low_… and high_… it has no band
+ *     an entry of Engine.curve; without low_… and high_… it has no band
  * @typedef {{strategy: string, nodes: number, seconds: number, efficiency: ?number,
  *     note: string}} Measured
- * @typedef {{nodes: number, focus: string, curves: {strategy: string, points: Point[],
- *     reader: Point}[], measured: Measured[]}} Scaling
- *     nodes: of the reader's points; focus: the strategy whose line is thick
+ * @typedef {{nodes: number, focus: string, curves: {strategy: string, points: Point[]}[],
+ *     measured: Measured[]}} Scaling
+ *     nodes: the reader's, at which each curve has a point; focus: the strategy whose line is thick
  *
  * @typedef {{strategy: string, bytes_sent_root: number, bytes_sent_others: number}} Sent
  *     a row of Engine.row with its strategy
@@ -40,7 +38,7 @@ const Pictures = (() => {
   const SECTIONS = {
     forward: "#4f97da", backward: "#1b66b3", update: "#27986a", wait: "#cf7f12", wire: "#b83a0b",
   };
-  const DASHES = [null, "6 2.5", "2 2", "8 2.5 2 2.5", "4 1.5", "11 3"];
+  const DASHES = ["none", "6 2.5", "2 2", "8 2.5 2 2.5", "4 1.5", "11 3"];
   // All lengths are pixels.
   const TEXT = 12;
   const LINE = 18; // from one line of text to the next
@@ -52,11 +50,8 @@ const Pictures = (() => {
 
   // -- elements and texts -----------------------------------------------------------------------
 
-  /** Set an element's attributes; null ones are left out. */
   function setAttributes(made, attributes) {
-    for (const [name, value] of Object.entries(attributes)) {
-      if (value !== null) made.setAttribute(name, value);
-    }
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   }
 
   /** Return a new SVG element. */
@@ -67,16 +62,12 @@ const Pictures = (() => {
     return made;
   }
 
-  function add(drawing, name, attributes, text = "") {
-    drawing.parts.append(element(name, attributes, text));
-  }
-
   function addPath(drawing, kind, path, attributes) {
-    add(drawing, "path", { class: kind, d: path, ...attributes });
+    drawing.parts.append(element("path", { class: kind, d: path, ...attributes }));
   }
 
   function addText(drawing, text, x, y, attributes = {}) {
-    add(drawing, "text", { x: round(x), y: round(y), ...attributes }, text);
+    drawing.parts.append(element("text", { x: round(x), y: round(y), ...attributes }, text));
   }
 
   /** Draw boxes of {x, y, width, height} as one path, however many they are. */
@@ -148,13 +139,6 @@ const Pictures = (() => {
     const fine = decades.flatMap((decade) => [decade, 2 * decade, 5 * decade]).filter(inside);
     if (fine.length < 3) return linearTicks(low, high, 5);
     return fine.length <= most ? fine : thinned(decades.filter(inside), most);
-  }
-
-  /** Return powers of two from low to high, at most `most`. */
-  function nodeTicks(low, high, most) {
-    const powers = [];
-    for (let nodes = 2 ** Math.ceil(Math.log2(low)); nodes <= high; nodes *= 2) powers.push(nodes);
-    return thinned(powers, most);
   }
 
   /** Draw a horizontal axis with ticks of {at, text}; return its height. */
@@ -357,8 +341,8 @@ const Pictures = (() => {
 
   const ROW = 28; // pixels: height of a row's bars
   const READY = 9; // of the marks above a link's bars
-  const WAIT = "url(#wait)";
-  const EXPOSED = "url(#exposed)";
+  const WAIT = "url(#stripes-wait)";
+  const EXPOSED = "url(#stripes-wire)";
   const HIDDEN = { fill: SECTIONS.wire, "fill-opacity": 0.6 };
 
   /**
@@ -373,12 +357,13 @@ const Pictures = (() => {
   }
 
   function paintTimeline(drawing, { strategy, nodes, timeline: step }) {
-    addStripes(drawing, "wait", SECTIONS.wait);
-    addStripes(drawing, "exposed", SECTIONS.wire);
+    addStripes(drawing, "stripes-wait", SECTIONS.wait);
+    addStripes(drawing, "stripes-wire", SECTIONS.wire);
     addText(drawing, `${strategy} on ${Words.counted(nodes, "node")}`, LEFT, 14, {
       "font-weight": "bold",
     });
-    addText(drawing, summary(step), LEFT, 14 + LINE);
+    const total = Words.duration(step.total_seconds);
+    addText(drawing, `${total} ${step.about || "a step"}`, LEFT, 14 + LINE);
     const right = drawing.width - RIGHT;
     const x = linear(0, step.total_seconds, LEFT, right);
     const top = 14 + 1.5 * LINE;
@@ -389,15 +374,10 @@ const Pictures = (() => {
     }
     const ends = step.passes.map((pass) => `M${round(x(pass.end))} ${top + LINE}V${y}`);
     addPath(drawing, "ends", ends.join(""), { stroke: FAINT });
-    const values = linearTicks(0, step.total_seconds, Math.floor((right - LEFT) / 64) + 1);
-    const ticks = values.map((value) => ({ at: x(value), text: timeTick(value) }));
+    const moments = linearTicks(0, step.total_seconds, Math.floor((right - LEFT) / 64) + 1);
+    const ticks = moments.map((value) => ({ at: x(value), text: timeTick(value) }));
     y += addAxis(drawing, LEFT, right, y, ticks);
-    return y + addLegend(drawing, y, timelineSigns(drawing, step));
-  }
-
-  function summary({ total_seconds: total, about, messages, exposed }) {
-    const sent = messages.length ? `${Words.duration(summed(exposed))} exposed` : "no messages";
-    return `${Words.duration(total)} ${about || "a step"}, ${sent}`;
+    return y + 4 + addLegend(drawing, y + 4, timelineSigns(drawing, step));
   }
 
   /** Return the length of intervals together. */
@@ -405,7 +385,7 @@ const Pictures = (() => {
     return intervals.reduce((sum, [begin, end]) => sum + end - begin, 0);
   }
 
-  /** Add diagonal stripes that `fill` can name. */
+  /** Add a pattern of diagonal stripes, which `fill` names by its id. */
   function addStripes(drawing, id, color) {
     const pattern = element("pattern", {
       id, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)",
@@ -420,15 +400,15 @@ const Pictures = (() => {
   /** Draw the passes and where they wait; return where the next row begins. */
   function addPasses(drawing, x, { passes, exposed, total_seconds: total }, top) {
     const y = top + LINE;
-    const item = (name, begin, end) => ({
+    const bar = (name, begin, end) => ({
       x: x(begin), y, width: x(end) - x(begin), height: ROW,
       lines: () => {
         const share = percent((end - begin) / total);
         return [name, `${Words.duration(end - begin)}, ${share} of the step`];
       },
     });
-    const computing = passes.map(({ name, begin, end }) => item(name, begin, end));
-    const waits = exposed.map(([begin, end]) => item("computing waits for messages", begin, end));
+    const computing = passes.map(({ name, begin, end }) => bar(name, begin, end));
+    const waits = exposed.map(([begin, end]) => bar("computing waits for messages", begin, end));
     addText(drawing, "computing", LEFT, y - 5);
     passes.forEach(({ name }, index) =>
       addBoxes(drawing, `pass ${name}`, [computing[index]], { fill: SECTIONS[name] }));
@@ -487,15 +467,14 @@ const Pictures = (() => {
     ];
   }
 
-  function timelineSigns(drawing, { passes, messages, exposed }) {
-    const entries = passes.map(({ name, begin, end }) =>
+  function timelineSigns(drawing, { passes, exposed }) {
+    const computing = passes.map(({ name, begin, end }) =>
       boxEntry(drawing, `${name} ${Words.duration(end - begin)}`, { fill: SECTIONS[name] }));
-    if (!messages.length) return entries;
-    const waits = `waits ${Words.duration(summed(exposed))}`;
+    const waits = `waiting ${Words.duration(summed(exposed))}`;
     const ready = (x, y) =>
       addPath(drawing, "sign", `M${x + SIGN / 2} ${y - 3}v6`, { stroke: INK });
     return [
-      ...entries, boxEntry(drawing, waits, { fill: WAIT }),
+      ...computing, boxEntry(drawing, waits, { fill: WAIT }),
       boxEntry(drawing, "message, hidden", HIDDEN),
       boxEntry(drawing, "message, exposed", { fill: EXPOSED }),
       { text: "message is ready", draw: ready },
@@ -550,19 +529,15 @@ const Pictures = (() => {
     return `M${places.join("L")}Z`;
   }
 
-  const HOLLOW = { fill: PAPER, "stroke-width": 2 };
-  const markerColors = ({ color }) => ({ fill: color, stroke: color, "stroke-width": 1.2 });
-
-  function addMarker(drawing, kind, style, x, y, size, attributes = {}) {
-    const path = markerPath(style.marker, x, y, size);
-    addPath(drawing, kind, path, { ...markerColors(style), ...attributes });
+  function addMarker(drawing, kind, { marker, color }, x, y, size, attributes = {}) {
+    addPath(drawing, kind, markerPath(marker, x, y, size), {
+      fill: color, stroke: color, "stroke-width": 1.2, ...attributes,
+    });
   }
 
   /** Fill a small <svg> of 16 x 16 with a strategy's marker, for a list of strategies. */
   function mark(svg, data, name) {
-    const style = styleOf(data, name);
-    const path = markerPath(style.marker, 8, 8, 4.5);
-    svg.replaceChildren(element("path", { d: path, ...markerColors(style) }));
+    addMarker({ parts: svg }, "marker", styleOf(data, name), 8, 8, 4.5);
   }
 
   // -- curves against the number of nodes -------------------------------------------------------
@@ -573,7 +548,7 @@ const Pictures = (() => {
     keys: { value: "step_seconds", low: "low_seconds", high: "high_seconds", measured: "seconds" },
     scale: timeScale,
     tick: timeTick,
-    text: (seconds) => Words.duration(seconds),
+    text: Words.duration,
     about: "a step",
   };
   const EFFICIENCY = {
@@ -587,6 +562,7 @@ const Pictures = (() => {
     text: percent,
     about: "of one node's speed",
   };
+  const HOLLOW = { fill: PAPER, "stroke-width": 2 };
   const TOP = 38; // pixels: of the plot
   const BOTTOM = 290;
 
@@ -618,9 +594,13 @@ const Pictures = (() => {
     for (const { nodes, value, style } of measured) {
       addMarker(drawing, "measured", style, plot.x(nodes), plot.y(value), 5, HOLLOW);
     }
-    for (const curve of curves) addReader(drawing, plot, curve);
-    for (const { strategy, points, reader } of curves) {
+    for (const { strategy, style, points } of curves) {
       const items = points.map((point) => itemOf(plot, point));
+      const reader = points.findIndex((point) => point.nodes === model.nodes);
+      const { nodes, value } = points[reader];
+      addPath(drawing, "reader", markerPath("o", plot.x(nodes), plot.y(value), 5), {
+        fill: style.color, stroke: INK, "stroke-width": 1.5,
+      });
       addStop(drawing, `${strategy}, ${Words.counted(items.length, "point")}`, items, reader);
     }
     addStop(drawing, "measured", measured.map((point) => itemOf(plot, point)));
@@ -628,21 +608,17 @@ const Pictures = (() => {
     return top + addLegend(drawing, top, curveSigns(drawing, curves, measured));
   }
 
-  /** Return what is drawn of a curve; reader: the place of the reader's point among its points. */
-  function curveOf(quantity, data, { strategy, points, reader }) {
-    const { keys, text, about } = quantity;
-    const place = points.findIndex((point) => point.nodes === reader.nodes);
-    const own = { ...points[place], ...reader }; // may know a band where the curve has none
-    const drawn = points.map((entry, index) => {
-      const point = index === place ? own : entry;
-      const { [keys.value]: value, [keys.low]: low = null, [keys.high]: high = null } = point;
-      const lines = [
-        `${strategy} on ${Words.counted(point.nodes, "node")}`, `${text(value)} ${about}`,
-      ];
-      if (low !== null) lines.push(`80 % band: ${text(low)} to ${text(high)}`);
-      return { nodes: point.nodes, value, low, high, lines };
+  /** Return what is drawn of a curve; a point without a band has low and high of its value. */
+  function curveOf({ keys, text, about }, data, { strategy, points }) {
+    const style = styleOf(data, strategy);
+    const drawn = points.map((point) => {
+      const { nodes, [keys.value]: value } = point;
+      const { [keys.low]: low = value, [keys.high]: high = value } = point;
+      const lines = [`${strategy} on ${Words.counted(nodes, "node")}`, `${text(value)} ${about}`];
+      if (low < high) lines.push(`80 % band: ${text(low)} to ${text(high)}`);
+      return { nodes, value, low, high, lines };
     });
-    return { strategy, style: styleOf(data, strategy), points: drawn, reader: place };
+    return { strategy, style, points: drawn };
   }
 
   function measuredOf({ keys, text, about }, data, measured) {
@@ -650,7 +626,7 @@ const Pictures = (() => {
     return known.map(({ strategy, nodes, note, [keys.measured]: value }) => {
       const heading = `${strategy} on ${Words.counted(nodes, "node")}, measured`;
       const lines = [heading, `${text(value)} ${about}`, note].filter((line) => line);
-      return { nodes, value, low: null, high: null, lines, style: styleOf(data, strategy) };
+      return { nodes, value, low: value, high: value, lines, style: styleOf(data, strategy) };
     });
   }
 
@@ -664,18 +640,17 @@ const Pictures = (() => {
     const texts = ticks.map(quantity.tick);
     const left = LEFT + widest(texts);
     const right = drawing.width - RIGHT;
-    const counts = points.map((point) => point.nodes);
-    const least = Math.min(...counts);
-    const most = Math.max(...counts);
-    const x = logarithmic(least, most, left + 8, right);
-    const nodeCounts = nodeTicks(least, most, Math.floor((right - left) / 48));
+    const most = Math.max(...points.map((point) => point.nodes));
+    const x = logarithmic(1, most, left + 8, right);
+    const powers = Array.from({ length: Math.log2(most) + 1 }, (_, index) => 2 ** index);
+    const nodeCounts = thinned(powers, Math.floor((right - left) / 48));
     return { x, y, left, right, ticks, texts, nodeCounts };
   }
 
   /** Return a logarithmic scale of seconds and its ticks. */
   function timeScale(points) {
-    const low = Math.min(...points.map((point) => point.low ?? point.value));
-    const high = Math.max(...points.map((point) => point.high ?? point.value));
+    const low = Math.min(...points.map((point) => point.low));
+    const high = Math.max(...points.map((point) => point.high));
     const margin = Math.max(1.08, Math.sqrt(1.5 / (high / low))); // room for ticks in any case
     const y = logarithmic(low / margin, high * margin, BOTTOM, TOP);
     return { y, ticks: logTicks(low / margin, high * margin, 8) };
@@ -683,18 +658,16 @@ const Pictures = (() => {
 
   /** Return a linear scale of shares from 0 to at least 1, and its ticks. */
   function shareScale(points) {
-    const high = Math.max(1, ...points.map((point) => point.high ?? point.value));
+    const high = Math.max(1, ...points.map((point) => point.high));
     return { y: linear(0, high, BOTTOM, TOP), ticks: linearTicks(0, high, 8) };
   }
 
   function addScales(drawing, quantity, { x, y, left, right, ticks, texts, nodeCounts }) {
     addText(drawing, quantity.axis, LEFT, 13, { fill: MUTED });
     ticks.forEach((value, index) => {
-      const height = round(y(value));
-      addPath(drawing, "gridline", `M${round(left)} ${height}H${round(right)}`, { stroke: FAINT });
-      addText(drawing, texts[index], left - 6, height + 4, {
-        class: "heights", "text-anchor": "end",
-      });
+      const at = round(y(value));
+      addPath(drawing, "gridline", `M${round(left)} ${at}H${round(right)}`, { stroke: FAINT });
+      addText(drawing, texts[index], left - 6, at + 4, { class: "heights", "text-anchor": "end" });
     });
     const nodes = nodeCounts.map((count) => ({ at: x(count), text: Words.grouped(count) }));
     addAxis(drawing, left, right, BOTTOM, nodes);
@@ -704,44 +677,32 @@ const Pictures = (() => {
   /** Mark the reader's number of nodes across the plot. */
   function addReaderLine(drawing, { x, left, right }, nodes) {
     const at = round(x(nodes));
-    addPath(drawing, "own", `M${at} ${TOP - 4}V${BOTTOM}`, {
-      stroke: INK, "stroke-dasharray": "1 3",
-    });
+    addPath(drawing, "own", `M${at} ${TOP}V${BOTTOM}`, { stroke: INK, "stroke-dasharray": "1 3" });
     addText(drawing, Words.counted(nodes, "node"), at, TOP - 8, {
       "text-anchor": at < (left + right) / 2 ? "start" : "end", "font-weight": "bold",
     });
   }
 
-  function addBand(drawing, { x, y }, { points, style }) {
-    const sure = points.filter((point) => point.low !== null);
-    const corner = (point, value) => `${round(x(point.nodes))} ${round(y(value))}`;
-    const there = sure.map((point) => corner(point, point.high));
-    const back = sure.map((point) => corner(point, point.low)).reverse();
-    if (sure.length < 2) return;
-    addPath(drawing, "band", `M${[...there, ...back].join("L")}Z`, {
-      fill: style.color, "fill-opacity": 0.16,
-    });
+  const corners = ({ x, y }, points, key) =>
+    points.map((point) => `${round(x(point.nodes))} ${round(y(point[key]))}`);
+
+  function addBand(drawing, plot, { points, style }) {
+    if (!points.some((point) => point.low < point.high)) return;
+    const outline = [...corners(plot, points, "high"), ...corners(plot, points, "low").reverse()];
+    const color = { fill: style.color, "fill-opacity": 0.16 };
+    addPath(drawing, "band", `M${outline.join("L")}Z`, color);
   }
 
   /** Draw a line, with a marker at every fourth point, not where other lines have theirs. */
-  function addCurve(drawing, { x, y }, { points, style }, isFocus) {
-    const corners = points.map(({ nodes, value }) => `${round(x(nodes))} ${round(y(value))}`);
-    addPath(drawing, "curve", `M${corners.join("L")}`, {
+  function addCurve(drawing, plot, { points, style }, isFocus) {
+    addPath(drawing, "curve", `M${corners(plot, points, "value").join("L")}`, {
       fill: "none", stroke: style.color, "stroke-width": isFocus ? 3 : 1.6,
       "stroke-dasharray": style.dash, "stroke-linejoin": "round",
     });
     const marked = points.filter((_, index) => (index + style.index) % 4 === 0);
     for (const { nodes, value } of marked) {
-      addMarker(drawing, "marker", style, x(nodes), y(value), 3);
+      addMarker(drawing, "marker", style, plot.x(nodes), plot.y(value), 3);
     }
-  }
-
-  function addReader(drawing, { x, y }, { points, reader, style }) {
-    const { nodes, value } = points[reader];
-    add(drawing, "circle", {
-      class: "reader", cx: round(x(nodes)), cy: round(y(value)), r: 4.5, fill: style.color,
-      stroke: INK, "stroke-width": 1.5,
-    });
   }
 
   function curveSigns(drawing, curves, measured) {
@@ -827,12 +788,10 @@ const Pictures = (() => {
 
   /** Download a picture as `name`.svg, which looks the same outside the page. */
   function save(svg, name) {
-    const file = new Blob([standalone(svg)], { type: "image/svg+xml" });
     const link = document.createElement("a");
-    link.href = URL.createObjectURL(file);
+    link.href = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(standalone(svg))}`;
     link.download = `${name}.svg`;
     link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
   }
 
   return { timeline, steps, efficiency, bytes, mark, save };

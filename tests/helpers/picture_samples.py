@@ -92,8 +92,7 @@ def scaling(
     for index, name in enumerate(names):
         counts = sorted({*NODES, nodes})
         points = [_point(count, index, seconds, index < bands) for count in counts]
-        reader = _point(nodes, index, seconds, index < bands)
-        curves.append({"strategy": name, "points": points, "reader": reader})
+        curves.append({"strategy": name, "points": points})
     found = []
     if measured:
         for index, name in enumerate(names[:3]):

@@ -85,6 +85,7 @@ def _other(reference: Calibration) -> Calibration:
     eight = ComputeProfile(8, 1, 0.02, 0.012, 0.05, 0.03, 0.09)
     return replace(
         reference,
+        model="resnet18",
         ranks=16,
         ranks_here=4,
         batchnorm=(),

@@ -71,6 +71,12 @@ def test_rows_of_many_states_are_those_of_lab_predict(tmp_path_factory, worker_i
         assert_equal(page, rows_in_node(page))
 
 
+def test_the_model_of_the_calibration_comes_first(quick_pages):
+    for page, model in zip(quick_pages, ("vgg11", "resnet18"), strict=True):
+        assert page.data["models"][0]["name"] == model
+        assert page.data["presets"][3]["state"]["model"] == model
+
+
 def test_a_difference_is_found(quick_pages):
     page = quick_pages[0]
     computed = [dict(row) for row in page.rows]

@@ -98,6 +98,17 @@ def corners(page, selector):
     return [(float(x), float(y)) for x, y in pairs]
 
 
+def centres(page, selector):
+    """Return the middle of each of these marks, as x and y."""
+    return page.evaluate(
+        """(selector) => [...document.querySelectorAll(selector)].map((mark) => {
+          const box = mark.getBBox();
+          return [box.x + box.width / 2, box.y + box.height / 2];
+        })""",
+        selector,
+    )
+
+
 def amount(text):
     """Return the number of a tick, in seconds or as a share: "20 ms" is 0.02."""
     number, _, unit = text.replace(",", "").partition(" ")
@@ -205,11 +216,8 @@ def test_steps(page, case):
         band += places(curve["points"], "high_seconds")
         band += places(reversed(curve["points"]), "low_seconds")
     assert near(corners(page, "#steps .band"), band)
-    readers = page.evaluate(
-        """() => [...document.querySelectorAll("#steps .reader")].map(
-          (mark) => [Number(mark.getAttribute("cx")), Number(mark.getAttribute("cy"))])"""
-    )
-    assert near(readers, places([curve["reader"] for curve in curves], "step_seconds"))
+    own = [point for point in points if point["nodes"] == model["nodes"]]
+    assert near(centres(page, "#steps .reader"), places(own, "step_seconds"))
     assert {curve["strategy"] for curve in curves} <= set(texts(page, "#steps text"))
 
 
@@ -222,14 +230,9 @@ def test_efficiency(page):
     points = [point for curve in model["curves"] for point in curve["points"]]
     expected = [(x(point["nodes"]), y(point["efficiency"])) for point in points]
     assert near(corners(page, "#efficiency .curve"), expected)
-    centres = page.evaluate(
-        """() => [...document.querySelectorAll("#efficiency .measured")].map((mark) => {
-          const box = mark.getBBox();
-          return [box.x + box.width / 2, box.y + box.height / 2];
-        })"""
-    )
     expected = [(x(point["nodes"]), y(point["efficiency"])) for point in model["measured"]]
-    assert np.allclose(centres, expected, atol=2)  # a triangle's middle is not that of its box
+    # A triangle's middle is not that of its box.
+    assert np.allclose(centres(page, "#efficiency .measured"), expected, atol=2)
 
 
 @needs_browser
