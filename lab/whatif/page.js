@@ -29,7 +29,6 @@ const Page = (() => {
   let state = null;
   let results = null; // what `compute` returned last
   let frame = null; // of the next drawing
-  let before = null; // the step before the last control's changes
   let changedControl = null; // the control of the last entry of the history
   let pendingLink = null; // not in the history yet
   const timers = { link: null, speech: null };
@@ -53,19 +52,12 @@ const Page = (() => {
     }));
     return {
       focus: rows[0],
-      step: stepOf(rows[0]),
       rows: inOrder(rows),
       curves: inOrder(curves),
       nodes,
       timeline: Engine.timeline(data, state, state.focus),
       terms: Engine.terms(data, state, state.focus),
     };
-  }
-
-  /** Return a step's seconds and samples, to compare it with another. */
-  function stepOf({ strategy, step_seconds: seconds }) {
-    const ranks = state.scaling === "weak" ? state.nodes * state.ranks_per_node : 1;
-    return { strategy, seconds, samples: ranks * state.batch_size };
   }
 
   /** Return entries of strategies in the order of the reader's choice. */
@@ -106,14 +98,12 @@ const Page = (() => {
     const answer = Words.sentence(data, state, results.focus);
     const software = answer === "" ? "" : Words.softwareLimit(data, state);
     const sentence = `${answer || shortAnswer(results.focus)} ${software}`.trim();
-    const change = Words.change(before, results.step);
     byId("limit").textContent = tidy(limit);
     byId("sentence").textContent = tidy(sentence);
-    byId("change").textContent = tidy(change);
     byId("detail").textContent = tidy(detail);
     byId("error").textContent = tidy(Words.error(data, state));
     later("speech", SPEECH_PAUSE, () => {
-      byId("spoken").textContent = `${limit} ${change} ${sentence}`;
+      byId("spoken").textContent = `${limit} ${sentence}`;
     });
   }
 
@@ -369,8 +359,6 @@ const Page = (() => {
       say(problem.text, problem.field, control.id === `c-${problem.field}`);
       return;
     }
-    const isDrawing = name === "strategies"; // which ones are drawn changes no step
-    if (name !== changedControl) before = isDrawing ? null : results.step;
     state = wanted;
     writeControls(control);
     if (name === "model" && state.step_ms !== null) {
@@ -431,7 +419,6 @@ const Page = (() => {
     }
     pendingLink = null;
     changedControl = null;
-    before = null;
     state = found;
     writeControls();
     draw();
@@ -481,7 +468,6 @@ const Page = (() => {
       say(problem.text, problem.field);
       return false;
     }
-    before = null;
     state = State.copy(wanted);
     writeControls();
     remember(null);

@@ -223,23 +223,6 @@ const Words = (() => {
     return { limit, detail: `${detail}.` };
   }
 
-  /**
-   * Return how the last change changed the step, as a sentence; "" before the first change.
-   *
-   * @param {?{strategy: string, seconds: number, samples: number}} before samples: of all ranks
-   * @param {{strategy: string, seconds: number, samples: number}} now
-   */
-  function change(before, now) {
-    if (before === null) return "";
-    const gain = (now.samples / now.seconds) * (before.seconds / before.samples);
-    const effect = before.samples === now.samples ? "as fast" : "as fast in samples a second";
-    const name = before.strategy === now.strategy ? "" : ` of ${before.strategy}`;
-    return (
-      `Before this change a step${name} took ${duration(before.seconds)}; now training is ` +
-      `${times(gain)} times ${effect}.`
-    );
-  }
-
   /** Return how wrong the predictions of such clusters were, as a sentence; "" if not known. */
   function error(data, state) {
     if (state.costs === "calibrated") return "";
@@ -265,7 +248,7 @@ const Words = (() => {
 
   return {
     duration, bytes, range, times, percent, efficiency, counted, grouped, three,
-    sentence, softwareLimit, limits, change, error, about, bestPurchases,
+    sentence, softwareLimit, limits, error, about, bestPurchases,
   };
 })();
 if (typeof module !== "undefined") module.exports = Words;

@@ -99,19 +99,3 @@ def test_what_limits_a_step(row, terms, named):
     for text in named:
         assert text in " ".join(found.values())
     assert ("longer" in found["detail"]) == (slowed > 0)
-
-
-def test_what_a_change_brought():
-    """As fast with the same samples a step; else it compares samples a second."""
-    before = {"strategy": "ddp", "seconds": 0.4, "samples": 256}
-    cases = [
-        [None, before],
-        [before, before | {"seconds": 0.2}],
-        [before, {"strategy": "ring", "seconds": 0.5, "samples": 512}],
-    ]
-    found = run_script("words", "given.map((pair) => it.change(...pair))", cases)
-    assert found[0] == ""
-    assert "took 400 ms" in found[1]
-    assert "2.00 times as fast." in found[1]
-    assert "a step of ddp took 400 ms" in found[2]
-    assert "1.60 times as fast in samples a second" in found[2]
