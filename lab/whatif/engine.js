@@ -642,8 +642,8 @@ const Engine = (() => {
    * Let messages go one after the other beside a pass, and return how it slows down, and what is
    * left after it: see event_model.exposed_seconds.
    *
-   * shares : of the pass, after which each message may begin. trace : filled with what is computed
-   * when each one begins and ends, if given.
+   * shares : of the pass, after which each message may begin. trace : filled, if given, with when
+   * each one begins and ends, how much is computed then, and how fast beside it.
    */
   const besidePass = (data, shares, seconds, delays, passSeconds, trace = null) => {
     const nearZero = data.constants.near_zero;
@@ -654,13 +654,13 @@ const Engine = (() => {
       const wait = Math.max(0, shares[index] * passSeconds - computed);
       computed += wait;
       now += wait;
-      if (trace) trace.push({ now, computed });
       const speed = Math.max(1 - delays[index], nearZero);
       const beside = Math.min(seconds[index], (passSeconds - computed) / speed);
+      const after = computed + speed * beside;
+      if (trace) trace.push({ begin: now, end: now + seconds[index], computed, after, speed });
       slowed += delays[index] * beside;
-      computed += speed * beside;
+      computed = after;
       now += seconds[index];
-      if (trace) trace.push({ now, computed });
     }
     return { slowed, exposed: Math.max(0, now - (passSeconds + slowed)) };
   };
@@ -885,17 +885,11 @@ const Engine = (() => {
     });
   };
 
-  /** Return the moment at which so much of a pass is computed. */
+  /** Return the moment at which so much of a pass is computed: messages slow it down. */
   const momentOf = (trace, computed) => {
-    let before = { now: 0, computed: 0 };
-    for (const point of trace) {
-      if (point.computed >= computed) {
-        const share = (computed - before.computed) / (point.computed - before.computed || 1);
-        return before.now + share * (point.now - before.now);
-      }
-      before = point;
-    }
-    return before.now + computed - before.computed;
+    const message = trace.find(({ after }) => computed <= after) || trace[trace.length - 1];
+    const ahead = computed - message.computed; // below 0: computed before the message begins
+    return message.begin + (ahead > 0 ? ahead / message.speed : ahead);
   };
 
   const messageOf = (line, times, begin, end, ready) => ({
@@ -922,7 +916,7 @@ const Engine = (() => {
   /** Return the messages beside backward, which begins at `offset`. */
   const backwardTimeline = (schedule, passSeconds, trace, offset) =>
     schedule.backward.map(({ line, share }, index) => {
-      const [begin, end] = [trace[2 * index].now, trace[2 * index + 1].now];
+      const { begin, end } = trace[index];
       const ready = momentOf(trace, share * passSeconds);
       return messageOf(line, 1, offset + begin, offset + end, offset + ready);
     });
@@ -975,7 +969,7 @@ const Engine = (() => {
       [0, inForward.exposed],
       [backwardEnd, sent],
     ].filter(([begin, end]) => begin < end);
-    const later = trace[trace.length - 2].now; // when the messages after backward begin
+    const later = trace[trace.length - 1].begin; // when the messages after backward begin
     const messages = [
       ...forwardTimeline(schedule, priced),
       ...backwardTimeline(schedule, compute.backward, trace, forwardEnd),

@@ -174,11 +174,34 @@ def check_timeline(timeline, terms, row, *, sends_every):
         assert message["end"] <= following["begin"] + 1e-12 * row["step_seconds"]
     for message in messages:
         assert message["ready"] <= message["begin"] + 1e-12 * row["step_seconds"]
+        assert message["ready"] <= backward["end"] + 1e-12 * row["step_seconds"]
         assert message["end"] <= update["begin"] + 1e-12 * row["step_seconds"]
     parts = [end - begin for message in messages for begin, end in message["exposed"]]
     assert math.fsum(parts) == pytest.approx(exposed, **near)
     lasting = math.fsum(message["end"] - message["begin"] for message in messages)
     assert lasting == pytest.approx(sum(terms.values()), **near)
+
+
+def test_a_message_is_ready_once_backward_beside_the_others_has_made_it(quick_pages):
+    page = quick_pages[0]
+    state = preset_state(page, "laptops", costs="calibrated", step_ms=None, bucket_mb=4.0)
+    [timeline] = in_node(page.data, [["timeline", state, "ddp"]])
+    laptops = scenario.Scenario(
+        calibration=REFERENCE, batch_size=256, scaling="strong", rate_bits=1e9, latency_seconds=2e-4
+    )
+    [plan] = message_plans(["ddp"], {"bucket_mb": 4.0}).values()
+    operations = plan.operations(REFERENCE.gradient_sizes, 4)
+    delays = [laptops.network.delay_share(operation, 4) for operation in operations]
+    _, backward, _ = timeline["passes"]
+    assert min(delays) > 0.02
+    for operation, message in zip(operations, timeline["messages"], strict=True):
+        moment = message["ready"]
+        made = moment - backward["begin"]
+        for other, delay in zip(timeline["messages"], delays, strict=True):
+            beside = min(moment, other["end"]) - min(moment, other["begin"])
+            made -= delay * beside
+        expected = laptops.compute_at(4).ready_seconds(operation.ready_bytes)
+        assert made == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("costs", ["typical", "calibrated"])
